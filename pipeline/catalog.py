@@ -1,0 +1,196 @@
+"""Where does every element of every tensor lie?
+
+The catalog is columns, not objects: one row of ``FRAGMENT`` is a strided box with a place in storage.
+NumPy holds the columns, because the same planner runs inside training jobs whose environment cannot import
+pyarrow; ``storage`` turns them into Arrow tables where they are saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paddle_reshard.pipeline.errors import CoverageError
+from paddle_reshard.pipeline.geometry import (
+    MAX_DIMS,
+    Ints,
+    Shape,
+    intersect,
+    padded,
+    pairs_within,
+)
+from paddle_reshard.pipeline.tensors import DTYPES, DType, Tensor
+
+FRAGMENT = np.dtype(
+    [
+        ("tensor", np.int32),  # index into Catalog.tensors
+        ("file", np.int32),  # index into Catalog.files
+        ("dtype", np.int8),  # index into DTYPES: how the bytes are stored
+        ("replica", np.int16),  # 0: the copy that counts; n: the n-th other copy of the same box
+        ("byte_base", np.int64),  # of the box's first element in the file
+        ("offset", np.int64, (MAX_DIMS,)),  # of the box in the tensor, in elements
+        ("extents", np.int64, (MAX_DIMS,)),  # of the box, in elements
+        ("strides", np.int64, (MAX_DIMS,)),  # in bytes, from one element to the next along each dim
+    ]
+)
+
+Fragments = npt.NDArray[np.void]
+FragmentRow = tuple[int, int, int, int, int, Shape, Shape, Shape]
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """An object that holds or will hold fragments. ``path`` is relative to the checkpoint."""
+
+    path: str
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """All fragments of a checkpoint.
+
+    ``implied`` maps a tensor without fragments of its own to the tensor whose cast it is by definition of
+    the format: a bf16 parameter and its master weight.
+    """
+
+    tensors: tuple[Tensor, ...]
+    files: tuple[File, ...]
+    fragments: Fragments
+    implied: Mapping[int, int]
+
+    def __post_init__(self) -> None:
+        if self.fragments.dtype != FRAGMENT:
+            raise TypeError("fragments must be a FRAGMENT array")
+        self.fragments.flags.writeable = False
+
+    def index(self) -> dict[tuple[str, str], int]:
+        """``(key, state)`` → index into ``tensors``; aliases are not entries of their own."""
+        return {(tensor.key, tensor.state): i for i, tensor in enumerate(self.tensors)}
+
+    def stored(self, tensor: int) -> Fragments:
+        """The fragments of one tensor (of the tensor it is implied by, if it has none)."""
+        source = self.implied.get(tensor, tensor)
+        return self.fragments[self.fragments["tensor"] == source]
+
+
+def fragment_rows(rows: Sequence[FragmentRow]) -> Fragments:
+    """Columns from rows ``(tensor, file, dtype, replica, byte_base, offset, extents, strides)``."""
+    return np.array(rows, dtype=FRAGMENT) if rows else np.empty(0, dtype=FRAGMENT)
+
+
+def fragment_row(
+    tensor: int,
+    file: int,
+    dtype: DType,
+    replica: int,
+    byte_base: int,
+    offset: Sequence[int],
+    extents: Sequence[int],
+    strides: Sequence[int],
+) -> FragmentRow:
+    """One row, its boxes padded to ``MAX_DIMS``."""
+    return (
+        tensor,
+        file,
+        DTYPES.index(dtype),
+        replica,
+        byte_base,
+        padded(offset, 0),
+        padded(extents, 1),
+        padded(strides, 0),
+    )
+
+
+def volumes(fragments: Fragments) -> Ints:
+    """Elements of each box."""
+    return np.asarray(fragments["extents"].prod(axis=1), dtype=np.int64)
+
+
+def hulls(fragments: Fragments) -> tuple[Ints, Ints]:
+    """First byte and one past the last byte that each strided box touches in its file."""
+    span = ((fragments["extents"] - 1) * fragments["strides"]).sum(axis=1)
+    itemsize = np.array([dtype.itemsize for dtype in DTYPES], dtype=np.int64)[fragments["dtype"]]
+    return fragments["byte_base"], fragments["byte_base"] + span + itemsize
+
+
+def check_catalog(catalog: Catalog) -> None:
+    """Prove that the copies that count cover every tensor exactly once, inside their files.
+
+    Raises
+    ------
+    CoverageError
+        Naming the tensor, the two numbers and the files, on the first hole, overlap or box out of bounds.
+    """
+    check_bounds(catalog.tensors, catalog.files, catalog.fragments)
+    primary = catalog.fragments[catalog.fragments["replica"] == 0]
+    check_coverage(catalog.tensors, catalog.files, primary, skip=catalog.implied)
+
+
+def check_bounds(tensors: Sequence[Tensor], files: Sequence[File], fragments: Fragments) -> None:
+    """Every box lies inside its tensor, and its bytes inside its file."""
+    shapes = np.array([padded(t.global_shape, 1) for t in tensors], dtype=np.int64).reshape(-1, MAX_DIMS)
+    outside = (fragments["offset"] + fragments["extents"] > shapes[fragments["tensor"]]).any(axis=1)
+    outside |= (fragments["offset"] < 0).any(axis=1)
+    if outside.any():
+        row = fragments[outside][0]
+        raise CoverageError(
+            tensors[row["tensor"]].label,
+            f"a piece at {_ints(row['offset'])} of extents {_ints(row['extents'])} lies outside the shape "
+            f"{tensors[row['tensor']].global_shape}",
+            (files[row["file"]].path,),
+        )
+    sizes = np.array([f.size_bytes for f in files], dtype=np.int64)
+    start, stop = hulls(fragments)
+    beyond = (start < 0) | (stop > sizes[fragments["file"]])
+    if beyond.any():
+        row = fragments[beyond][0]
+        raise CoverageError(
+            tensors[row["tensor"]].label,
+            f"its bytes [{start[beyond][0]}, {stop[beyond][0]}) lie outside the file of "
+            f"{files[row['file']].size_bytes} bytes",
+            (files[row["file"]].path,),
+        )
+
+
+def check_coverage(
+    tensors: Sequence[Tensor],
+    files: Sequence[File],
+    fragments: Fragments,
+    skip: Iterable[int] = (),
+) -> None:
+    """The boxes of every tensor (but those in ``skip``) are disjoint and fill it."""
+    fragments = fragments[np.argsort(fragments["tensor"], kind="stable")]
+    covered = np.bincount(fragments["tensor"], weights=volumes(fragments), minlength=len(tensors))
+    wanted = np.array([t.elements for t in tensors], dtype=np.float64)
+    wanted[list(skip)] = 0
+    i, j = pairs_within(fragments["tensor"], fragments["tensor"], len(tensors))
+    i, j = i[i < j], j[i < j]
+    a, b = fragments[i], fragments[j]
+    _, _, meets = intersect(a["offset"], a["extents"], b["offset"], b["extents"])
+    if meets.any():
+        first, second = a[meets][0], b[meets][0]
+        raise CoverageError(
+            tensors[first["tensor"]].label,
+            f"two pieces overlap: at {_ints(first['offset'])} of extents {_ints(first['extents'])}, and at "
+            f"{_ints(second['offset'])} of extents {_ints(second['extents'])}",
+            (files[first["file"]].path, files[second["file"]].path),
+        )
+    wrong = np.flatnonzero(covered != wanted)
+    if len(wrong):
+        tensor = int(wrong[0])
+        paths = sorted({files[f].path for f in fragments[fragments["tensor"] == tensor]["file"]})
+        raise CoverageError(
+            tensors[tensor].label,
+            f"{int(covered[tensor])} of {prod(tensors[tensor].global_shape)} elements are stored",
+            tuple(paths),
+        )
+
+
+def _ints(values: npt.NDArray[Any]) -> Shape:
+    return tuple(int(v) for v in values)

@@ -1,0 +1,116 @@
+"""Every error a user can meet. Each is a small report: which tensor, which two values, which file, what to do.
+
+::
+
+    ReshardError
+    ├── UsageError            the request itself is wrong (exit status 2)
+    ├── CheckpointError       what was given is not one whole, consistent checkpoint
+    │   ├── FormatError       a file does not say what its format promises (path, byte_offset, reason)
+    │   │   └── UnsafePickleError    it asks for something outside the allow-list
+    │   └── CoverageError     a hole, an overlap or a contradiction in a tensor
+    ├── PlanError             it is whole, but cannot become what was asked
+    │   ├── RuleError         no rule covers a tensor, or a rule contradicts it
+    │   ├── MemoryBudgetError
+    │   └── UnsupportedError  known, named, and not done by this version
+    ├── TargetError           the target is occupied
+    └── DriftError            copies of one tensor differ (only the bytes can show it)
+
+Facts are passed positionally, so every error survives pickling and crosses process boundaries whole.
+"""
+
+from __future__ import annotations
+
+
+class ReshardError(Exception):
+    """Base of all errors of this package. ``str(error)`` is one clear sentence."""
+
+    exit_status = 1
+
+
+class UsageError(ReshardError):
+    """The request itself is wrong: an unknown option, a malformed topology."""
+
+    exit_status = 2
+
+
+class CheckpointError(ReshardError):
+    """The source is not one whole, consistent checkpoint."""
+
+
+class FormatError(CheckpointError):
+    """A file does not hold what its format promises.
+
+    ``reason`` is a short machine-readable code, ``byte_offset`` the place in the file (or ``None``).
+    """
+
+    def __init__(self, reason: str, path: str, byte_offset: int | None, detail: str) -> None:
+        super().__init__(reason, path, byte_offset, detail)
+        self.reason, self.path, self.byte_offset, self.detail = reason, path, byte_offset, detail
+
+    def __str__(self) -> str:
+        where = "" if self.byte_offset is None else f" at byte {self.byte_offset}"
+        return f"{self.path}{where}: {self.detail} [{self.reason}]"
+
+
+class UnsafePickleError(FormatError):
+    """A pickle asks for a global, an opcode or a call outside the allow-list. Nothing was executed."""
+
+
+class CoverageError(CheckpointError):
+    """The pieces of a tensor do not cover it exactly once, or contradict each other."""
+
+    def __init__(self, tensor: str, detail: str, paths: tuple[str, ...] = ()) -> None:
+        super().__init__(tensor, detail, paths)
+        self.tensor, self.detail, self.paths = tensor, detail, paths
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.paths[:4]) + (f" and {len(self.paths) - 4} more" if len(self.paths) > 4 else "")
+        return f"{self.tensor}: {self.detail}" + (f" (in {shown})" if shown else "")
+
+
+class PlanError(ReshardError):
+    """The checkpoint is whole but cannot become what was asked."""
+
+
+class RuleError(PlanError):
+    """No layout rule covers a tensor, or the rule contradicts what the files say."""
+
+    def __init__(self, tensor: str, detail: str) -> None:
+        super().__init__(tensor, detail)
+        self.tensor, self.detail = tensor, detail
+
+    def __str__(self) -> str:
+        return f"{self.tensor}: {self.detail}"
+
+
+class MemoryBudgetError(PlanError):
+    """A group does not fit the memory budget. ``needed_bytes`` is the smallest budget that would do."""
+
+    def __init__(self, tensor: str, budget_bytes: int, needed_bytes: int) -> None:
+        super().__init__(tensor, budget_bytes, needed_bytes)
+        self.tensor, self.budget_bytes, self.needed_bytes = tensor, budget_bytes, needed_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tensor}: needs {self.needed_bytes} bytes of memory at once, the budget is "
+            f"{self.budget_bytes} bytes; use --memory {-(-self.needed_bytes >> 20)}MiB or more"
+        )
+
+
+class UnsupportedError(PlanError):
+    """Known and named, and not done by this version."""
+
+
+class TargetError(ReshardError):
+    """The target is occupied, or was changed under us."""
+
+
+class DriftError(CheckpointError):
+    """Two stored copies of the same values differ. Nothing is published."""
+
+    def __init__(self, tensor: str, detail: str, path_a: str, path_b: str) -> None:
+        super().__init__(tensor, detail, path_a, path_b)
+        self.tensor, self.detail, self.path_a, self.path_b = tensor, detail, path_a, path_b
+
+    def __str__(self) -> str:
+        return f"{self.tensor}: {self.detail}: {self.path_a} and {self.path_b} differ"

@@ -1,0 +1,1 @@
+"""How each family of checkpoints places logical tensors in files; pure."""

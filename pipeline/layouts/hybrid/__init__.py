@@ -1,0 +1,1 @@
+"""Hybrid-parallel checkpoints: one file set per rank, with and without ``model_meta.json``."""

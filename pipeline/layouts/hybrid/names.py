@@ -1,0 +1,135 @@
+"""How are the files and the accumulators of a hybrid-parallel checkpoint called?
+
+File names (PaddleNLP 3.0 ``trainer/training_args.py``, PaddleFormers 1.2 the same)::
+
+    model_state | optimizer | ema  [ "." tpNN ["_" ppNN] ["_" shardNN] ]  ".pdparams" | ".pdopt"
+
+A part is left out where its degree is 1. Accumulator keys (Paddle ``optimizer/optimizer.py``)::
+
+    <parameter name> [ "_fp32_master_" m ] "_" <accumulator> "_" n
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container
+from dataclasses import dataclass
+
+from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError
+
+MODEL_STATE = "model_state"
+OPTIMIZER = "optimizer"
+EMA = "ema"
+MODEL_META = "model_meta.json"
+
+_SUFFIXES = {MODEL_STATE: "pdparams", OPTIMIZER: "pdopt", EMA: "pdopt"}
+_RANK_FILE = re.compile(r"(model_state|optimizer|ema)(?:\.([a-z0-9_]+))?\.(pdparams|pdopt)")
+_PARTS = re.compile(r"(?:tp(?P<tp>\d{2,}))?_?(?:pp(?P<pp>\d{2,}))?_?(?:shard(?P<shard>\d{2,}))?")
+_EXPERT_PART = re.compile(r"(?:^|_)(moe|moe_sharding)\d+")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RankFile:
+    """A tensor file of one rank. A coordinate is ``None`` where the name has no such part."""
+
+    kind: str
+    tp: int | None
+    pp: int | None
+    shard: int | None
+    path: str
+
+
+def parse_rank_file(path: str) -> RankFile | None:
+    """The coordinates in a file name; ``None`` if it is not a tensor file of this family.
+
+    >>> parse_rank_file("optimizer.tp00_pp01_shard03.pdopt")
+    RankFile(kind='optimizer', tp=0, pp=1, shard=3, path='optimizer.tp00_pp01_shard03.pdopt')
+
+    Raises
+    ------
+    UnsupportedError
+        The file belongs to an expert-parallel rank.
+    """
+    match = _RANK_FILE.fullmatch(path)
+    if match is None:
+        return None
+    kind, parts, suffix = match.groups()
+    if _EXPERT_PART.search(parts or ""):
+        raise UnsupportedError(f"{path}: expert-parallel checkpoints are not supported by this version")
+    coordinates = _PARTS.fullmatch(parts or "")
+    if coordinates is None or suffix != _SUFFIXES[kind] or parts == "" or (parts or "").startswith("_"):
+        raise CheckpointError(
+            f"{path}: looks like a tensor file, but its name is not {kind}[.tpNN][_ppNN][_shardNN]"
+            f".{_SUFFIXES[kind]}"
+        )
+    tp, pp, shard = (None if value is None else int(value) for value in coordinates.groups())
+    return RankFile(kind, tp, pp, shard, path)
+
+
+def rank_file_name(kind: str, tp: int | None, pp: int | None, shard: int | None) -> str:
+    """The name of a tensor file; a coordinate that is ``None`` leaves no part.
+
+    >>> rank_file_name("ema", 0, None, 12)
+    'ema.tp00_shard12.pdopt'
+    """
+    coordinates = {"tp": tp, "pp": pp, "shard": shard}
+    parts = "_".join(f"{axis}{rank:0>2d}" for axis, rank in coordinates.items() if rank is not None)
+    return ".".join([kind, *([parts] if parts else []), _SUFFIXES[kind]])
+
+
+def cell_name(tp: int, pp: int) -> str:
+    """The key of a cell in ``model_meta.json``: both parts, even at degree 1."""
+    return f"tp{tp:0>2d}_pp{pp:0>2d}"
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulator:
+    """A kind of optimizer state. ``per_parameter`` ones are a single number, copied to every rank."""
+
+    name: str
+    per_parameter: bool
+
+
+# Paddle 3.3 optimizer/{adam,adamw,lamb,momentum}.py: the ones whose pieces follow the parameter's own cut.
+ACCUMULATORS = {
+    accumulator.name: accumulator
+    for accumulator in (
+        Accumulator("moment1", False),
+        Accumulator("moment2", False),
+        Accumulator("moment2_max", False),
+        Accumulator("velocity", False),
+        Accumulator("beta1_pow_acc", True),
+        Accumulator("beta2_pow_acc", True),
+    )
+}
+_ACCUMULATOR_TAIL = re.compile(
+    r"(?P<master>_fp32_master_\d+)?_(?P<name>"
+    + "|".join(sorted(ACCUMULATORS, key=len, reverse=True))
+    + r")_\d+"
+)
+SLICE_PREFIX = "slice@"
+
+
+def split_accumulator_key(key: str, parameter_names: Container[str]) -> tuple[str, str, bool] | None:
+    """Split an accumulator key into ``(parameter name, accumulator, has the _fp32_master_ part)``.
+
+    ``None`` if no known accumulator of a known parameter is spelled so. The parameter name is matched
+    whole, never as a prefix or a substring.
+
+    >>> split_accumulator_key("linear_0.w_0_fp32_master_0_moment1_0", {"linear_0.w_0"})
+    ('linear_0.w_0', 'moment1', True)
+    """
+    for match in _ACCUMULATOR_TAIL.finditer(key):
+        if match.end() == len(key) and key[: match.start()] in parameter_names:
+            return key[: match.start()], match["name"], match["master"] is not None
+    return None
+
+
+def accumulator_key(parameter_name: str, accumulator: str, master: bool) -> str:
+    """The key that the first optimizer of a process gives an accumulator."""
+    return f"{parameter_name}{'_fp32_master_0' if master else ''}_{accumulator}_0"
+
+
+def master_tensor_name(parameter_name: str) -> str:
+    """The framework name of a master weight under stage 1 or no sharding."""
+    return f"{parameter_name}_fp32_master_0"

@@ -1,0 +1,340 @@
+"""What does every rank's file set say, cell by cell?
+
+A *cell* is one (tp, pp) coordinate: the scope in which a parameter name has a meaning. This module sorts the
+parsed files into cells, names every array by ``(structured key, state)``, and refuses what does not fit:
+missing or extra files, contradicting degrees, unknown accumulators, names without a structured key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paddle_reshard.pipeline.errors import CheckpointError, CoverageError, UnsupportedError
+from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.layouts.hybrid.names import (
+    EMA,
+    MODEL_META,
+    MODEL_STATE,
+    OPTIMIZER,
+    SLICE_PREFIX,
+    RankFile,
+    cell_name,
+    parse_rank_file,
+    rank_file_name,
+    split_accumulator_key,
+)
+from paddle_reshard.pipeline.tensors import (
+    EMA_MASTER_WEIGHT,
+    EMA_PARAM,
+    MASTER_WEIGHT,
+    PARAM,
+    DType,
+    dtype_of_code,
+    dtype_of_meta,
+)
+from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArrayRef, SplitArray
+
+Array = ArrayRef | SplitArray
+TensorId = tuple[str, str]
+_AXES = ("tp", "pp", "shard")
+_META_AXES = {"tp": "mp_degree", "pp": "pp_degree", "shard": "sharding_degree"}
+_LR_SCHEDULER = "LR_Scheduler"
+_SIGNAL = re.compile(r"saved_signal_\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """One array of one rank's file."""
+
+    shard: int
+    path: str
+    array: Array
+
+    def dtype(self) -> DType:
+        """What its elements are."""
+        return dtype_of_code(self.array.dtype, self.path)
+
+
+@dataclass(slots=True)
+class Cell:
+    """Everything that the files of one (tp, pp) coordinate say."""
+
+    tp: int
+    pp: int
+    names: dict[str, str] = field(default_factory=dict)
+    """Structured key → parameter name, in model order."""
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    """Structured key → tensor-parallel local shape."""
+    dtypes: dict[str, DType] = field(default_factory=dict)
+    """Structured key → dtype of the parameter."""
+    distributed: dict[str, bool] = field(default_factory=dict)
+    """Structured key → ``is_distributed`` of ``model_meta.json``; empty without it."""
+    arrays: dict[TensorId, list[StoredArray]] = field(default_factory=dict)
+    """(structured key, state) → arrays, by ascending shard."""
+    trained: list[str] = field(default_factory=list)
+    """One structured key per parameter that the optimizer holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """A hybrid-parallel checkpoint as its files describe it."""
+
+    tp: int
+    pp: int
+    sharding: int
+    cells: tuple[Cell, ...]
+    strategy: str | None
+    """Stage 1 variant named by ``model_meta.json``; ``None`` without it."""
+    comm_overlap: bool
+    lr_scheduler: Any
+    """The ``LR_Scheduler`` entry of the optimizer files, or ``None`` if they have none."""
+    with_meta: bool
+    has_ema: bool
+
+
+def sort_ranks(
+    paths: Mapping[str, int], roots: Mapping[str, Any], meta: Mapping[str, Any] | None
+) -> Ranks:
+    """Sort parsed files into cells.
+
+    Parameters
+    ----------
+    paths
+        Every path of the checkpoint → size in bytes.
+    roots
+        Path of a tensor file → what its pickle holds, arrays as references.
+    meta
+        ``model_meta.json``, or ``None`` where there is none.
+    """
+    files = [file for path in sorted(paths) if (file := parse_rank_file(path))]
+    degrees = _degrees(files, meta)
+    by_kind = {kind: [f for f in files if f.kind == kind] for kind in (MODEL_STATE, OPTIMIZER, EMA)}
+    for kind in (MODEL_STATE, OPTIMIZER):
+        if not by_kind[kind]:
+            raise CheckpointError(f"no {kind} file: not a hybrid-parallel training checkpoint")
+    sharded_model = any(f.shard is not None for f in by_kind[MODEL_STATE])
+    for kind, found in by_kind.items():
+        if found:
+            sharded = kind != MODEL_STATE or sharded_model
+            _check_product(kind, found, {**degrees, "shard": degrees["shard"] if sharded else 1})
+    _check_signals(paths, degrees)
+    cells = [
+        _read_cell(tp, pp, files, roots, meta)
+        for pp in range(degrees["pp"])
+        for tp in range(degrees["tp"])
+    ]
+    metas = [] if meta is None else [meta["sharding_metas"][cell_name(c.tp, c.pp)] for c in cells]
+    return Ranks(
+        tp=degrees["tp"],
+        pp=degrees["pp"],
+        sharding=degrees["shard"],
+        cells=tuple(cells),
+        strategy=_same("sharding_strategy", [m.get("sharding_strategy") for m in metas], MODEL_META),
+        comm_overlap=bool(_same("enable_overlap", [m.get("enable_overlap", False) for m in metas], MODEL_META)),
+        lr_scheduler=_lr_scheduler(by_kind[OPTIMIZER], roots),
+        with_meta=meta is not None,
+        has_ema=bool(by_kind[EMA]),
+    )
+
+
+def _degrees(files: list[RankFile], meta: Mapping[str, Any] | None) -> dict[str, int]:
+    """Degree of each axis by the file names, held against ``parallel_config``."""
+    config = {} if meta is None else meta.get("parallel_config", {})
+    if int(config.get("ep_degree") or 1) > 1:
+        raise UnsupportedError(
+            f"{MODEL_META}: ep_degree={config['ep_degree']}: expert-parallel checkpoints are not supported by "
+            "this version"
+        )
+    degrees = {}
+    for axis in _AXES:
+        ranks = {rank for f in files if (rank := getattr(f, axis)) is not None}
+        degrees[axis] = max(ranks, default=0) + 1
+        if ranks and degrees[axis] == 1:
+            raise CheckpointError(
+                f"file names have a part {axis}00 but no {axis}01: a part appears only when the degree is "
+                f"above 1, so at least one rank's files are missing"
+            )
+        written = config.get(_META_AXES[axis])
+        if written is not None and int(written) != degrees[axis]:
+            raise CheckpointError(
+                f"{MODEL_META} says {_META_AXES[axis]}={written}, the file names say {degrees[axis]}"
+            )
+    return degrees
+
+
+def _check_product(kind: str, files: list[RankFile], degrees: Mapping[str, int]) -> None:
+    """The files of one kind must be exactly the product of the degrees, each once."""
+
+    def ranks(axis: str) -> list[int | None]:
+        return list(range(degrees[axis])) if degrees[axis] > 1 else [None]
+
+    expected = {
+        (tp, pp, shard): rank_file_name(kind, tp, pp, shard)
+        for tp in ranks("tp")
+        for pp in ranks("pp")
+        for shard in ranks("shard")
+    }
+    seen: dict[tuple[int | None, int | None, int | None], str] = {}
+    for file in files:
+        place = (file.tp, file.pp, file.shard)
+        if place in seen:
+            raise CheckpointError(f"{seen[place]} and {file.path} are the same rank's file")
+        seen[place] = file.path
+    what = f"tp={degrees['tp']} pp={degrees['pp']} sharding={degrees['shard']}"
+    if missing := sorted(expected[place] for place in expected.keys() - seen.keys()):
+        raise CheckpointError(f"{len(missing)} of {len(expected)} {kind} files for {what} are missing: {missing[0]}")
+    if extra := sorted(seen[place] for place in seen.keys() - expected.keys()):
+        raise CheckpointError(f"{extra[0]} does not belong to a checkpoint of {what}")
+
+
+def _check_signals(paths: Mapping[str, int], degrees: Mapping[str, int]) -> None:
+    signals = sum(1 for path in paths if _SIGNAL.fullmatch(path))
+    ranks = degrees["tp"] * degrees["pp"] * degrees["shard"]
+    if signals and signals != ranks:
+        raise CheckpointError(
+            f"{signals} saved_signal_* files for {ranks} ranks: the trainer had not finished this checkpoint"
+        )
+
+
+def _same(what: str, values: list[Any], where: str) -> Any:
+    """The one value that all agree on; ``None`` for no values."""
+    for value in values:
+        if value != values[0]:
+            raise CheckpointError(f"{where}: {what} is {values[0]!r} in one place and {value!r} in another")
+    return values[0] if values else None
+
+
+def _lr_scheduler(files: list[RankFile], roots: Mapping[str, Any]) -> Any:
+    states = {f.path: roots[f.path].get(_LR_SCHEDULER) for f in files if _LR_SCHEDULER in roots[f.path]}
+    if states and len(states) < len(files):
+        lacking = next(f.path for f in files if f.path not in states)
+        raise CheckpointError(f"{next(iter(states))} has an {_LR_SCHEDULER} entry, {lacking} has none")
+    return _same(_LR_SCHEDULER, list(states.values()), "optimizer files")
+
+
+def _read_cell(
+    tp: int, pp: int, files: list[RankFile], roots: Mapping[str, Any], meta: Mapping[str, Any] | None
+) -> Cell:
+    cell = Cell(tp, pp)
+    mine = [f for f in files if (f.tp or 0, f.pp or 0) == (tp, pp)]
+    model_files = [f for f in mine if f.kind == MODEL_STATE]
+    if meta is None:
+        _names_from_model_state(cell, model_files, roots)
+    else:
+        _names_from_meta(cell, meta)
+    for file in model_files:
+        _add_parameters(cell, file, roots[file.path])
+    keys: dict[str, str] = {}
+    for key, name in cell.names.items():
+        keys.setdefault(name, key)
+    for file in (f for f in mine if f.kind == OPTIMIZER):
+        _add_optimizer(cell, file, roots[file.path], keys)
+    for file in (f for f in mine if f.kind == EMA):
+        _add_ema(cell, file, roots[file.path], keys)
+    for stored in cell.arrays.values():
+        stored.sort(key=lambda s: s.shard)
+    held = {key for key, state in cell.arrays if state not in (PARAM, EMA_PARAM)}
+    cell.trained = [key for key in keys.values() if key in held]
+    return cell
+
+
+def _names_from_meta(cell: Cell, meta: Mapping[str, Any]) -> None:
+    where = cell_name(cell.tp, cell.pp)
+    try:
+        entry = meta["sharding_metas"][where]
+        cell.names.update(entry["structure_name_mapping"])
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{MODEL_META}: no sharding_metas/{where}/structure_name_mapping") from error
+    described = entry.get("param_meta")
+    if described is None:
+        raise UnsupportedError(
+            f"{MODEL_META}: {where} has no param_meta (PaddleNLP 2.8 and older); this version needs it"
+        )
+    if described.keys() != cell.names.keys():
+        odd = sorted(described.keys() ^ cell.names.keys())
+        raise CheckpointError(f"{MODEL_META}: {where}: {odd[0]} is only in one of param_meta and the name mapping")
+    for key, (shape, code, distributed, *_) in described.items():
+        cell.shapes[key] = tuple(int(extent) for extent in shape)
+        cell.dtypes[key] = dtype_of_meta(int(code), f"{MODEL_META}: {where}: {key}")
+        cell.distributed[key] = bool(distributed)
+
+
+def _names_from_model_state(cell: Cell, files: list[RankFile], roots: Mapping[str, Any]) -> None:
+    for file in files:
+        root = roots[file.path]
+        table = root.get(STRUCTURED_NAMES)
+        for key, value in root.items():
+            if key == STRUCTURED_NAMES:
+                continue
+            name = value.name if isinstance(value, ArrayRef) and value.name else (table or {}).get(key)
+            if name is None:
+                raise CheckpointError(f"{file.path}: {key} has no parameter name in {STRUCTURED_NAMES}")
+            cell.names[key] = name
+            cell.shapes[key] = value.shape
+            cell.dtypes[key] = dtype_of_code(value.dtype, f"{file.path}: {key}")
+
+
+def _add(cell: Cell, key: str, state: str, file: RankFile, value: object) -> None:
+    if not isinstance(value, ArrayRef | SplitArray):
+        raise CheckpointError(f"{file.path}: {key} ({state}) is not an array but {type(value).__name__}")
+    stored = cell.arrays.setdefault((key, state), [])
+    if any(other.path == file.path for other in stored):
+        raise CoverageError(f"{key} ({state})", "stored twice in one file", (file.path,))
+    stored.append(StoredArray(file.shard or 0, file.path, value))
+
+
+def _add_parameters(cell: Cell, file: RankFile, root: Mapping[str, Any]) -> None:
+    for key, value in root.items():
+        if key == STRUCTURED_NAMES:
+            continue
+        if key not in cell.names:
+            raise CheckpointError(f"{file.path}: {key} is not in {MODEL_META}")
+        _add(cell, key, PARAM, file, value)
+
+
+def _key_of(name: str, keys: Mapping[str, str], file: RankFile, what: str) -> str:
+    if name.startswith(SLICE_PREFIX):
+        raise UnsupportedError(f"{file.path}: {what} {name} is a stage 3 slice; stage 3 is not read by this version")
+    if name == "offload_buffer":
+        raise UnsupportedError(f"{file.path}: offload_buffer: offloaded optimizer state cannot be converted")
+    if name not in keys:
+        raise CheckpointError(f"{file.path}: {what} {name} belongs to no structured key of this cell")
+    return keys[name]
+
+
+def _add_optimizer(cell: Cell, file: RankFile, root: Mapping[str, Any], keys: Mapping[str, str]) -> None:
+    master_weights = root.get("master_weights", {})
+    for name, value in master_weights.items():
+        _add(cell, _key_of(name, keys, file, "master weight"), MASTER_WEIGHT, file, value)
+    for entry, value in root.items():
+        if entry in ("master_weights", _LR_SCHEDULER, STRUCTURED_NAMES):
+            continue
+        parts = split_accumulator_key(entry, keys)
+        if parts is None:
+            if entry.startswith(SLICE_PREFIX) or entry == "offload_buffer":
+                _key_of(entry, keys, file, "optimizer entry")
+            raise CheckpointError(
+                f"{file.path}: {entry} is not a known accumulator of a parameter of this cell; its meaning is "
+                "not known, so it is not converted"
+            )
+        name, accumulator, separate = parts
+        _add(cell, keys[name], accumulator, file, value)
+        if name in master_weights and not separate:
+            raise UnsupportedError(
+                f"{file.path}: {entry} is named after the parameter although a master weight exists: this is "
+                "sharding stage 2 or 3, which this version does not read"
+            )
+
+
+def _add_ema(cell: Cell, file: RankFile, root: Mapping[str, Any], keys: Mapping[str, str]) -> None:
+    for name, value in root.get("master_weights", {}).items():
+        _add(cell, _key_of(name, keys, file, "EMA master weight"), EMA_MASTER_WEIGHT, file, value)
+    for key, value in root.items():
+        if key in ("master_weights", STRUCTURED_NAMES):
+            continue
+        if key not in cell.names:
+            raise CheckpointError(f"{file.path}: EMA entry {key} is no structured key of this cell")
+        _add(cell, key, EMA_PARAM, file, value)

@@ -1,0 +1,455 @@
+"""From the files of a hybrid-parallel checkpoint to its logical tensors.
+
+For every (structured key, state): within a cell, join what sharding cut; across cells, join what tensor
+parallelism cut, by the rule table; across pipeline stages, take the union. All of it on references: the
+result is a catalog of fragments, proven to cover every tensor exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from math import prod
+from typing import Any
+
+from paddle_reshard.pipeline.catalog import (
+    Catalog,
+    File,
+    FragmentRow,
+    check_catalog,
+    fragment_rows,
+)
+from paddle_reshard.pipeline.errors import (
+    CheckpointError,
+    CoverageError,
+    RuleError,
+    UnsupportedError,
+)
+from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.layouts.hybrid.model import Model, ModelTensor, predict_parameter_names
+from paddle_reshard.pipeline.layouts.hybrid.names import ACCUMULATORS, MODEL_META
+from paddle_reshard.pipeline.layouts.hybrid.placement import (
+    Piece,
+    TensorCut,
+    flat_pieces,
+    place,
+    whole_piece,
+)
+from paddle_reshard.pipeline.layouts.hybrid.ranks import Cell, Ranks, StoredArray, sort_ranks
+from paddle_reshard.pipeline.layouts.hybrid.sharding import padded_elements
+from paddle_reshard.pipeline.layouts.rules import (
+    RuleTable,
+    choose_table,
+    expected_shape,
+)
+from paddle_reshard.pipeline.tensors import (
+    EMA_MASTER_WEIGHT,
+    EMA_PARAM,
+    MASTER_WEIGHT,
+    PARAM,
+    DType,
+    Tensor,
+)
+from paddle_reshard.pipeline.topology import Topology
+from paddle_reshard.storage.formats.paddle_pickle import ArrayRef, SplitArray
+
+_STRATEGIES = {"ShardingV1": "stage1v1", "ShardingV2": "stage1v2"}
+
+
+@dataclass(frozen=True)
+class HybridCheckpoint:
+    """A hybrid-parallel checkpoint, understood."""
+
+    catalog: Catalog
+    model: Model
+    topology: Topology
+    strategy: str
+    with_meta: bool
+    comm_overlap: bool
+    sequence_parallel: bool | None
+    """``None`` where the files cannot tell (tp = 1, or a family whose names do not depend on it)."""
+    names_predicted: str | None
+    """``None`` if the parameter names follow the naming rules; else what differs, in words."""
+    lr_scheduler: Any
+    has_ema: bool
+
+
+def read_hybrid(
+    paths: Mapping[str, int],
+    roots: Mapping[str, Any],
+    meta: Mapping[str, Any] | None,
+    config: Mapping[str, Any],
+    tables: Sequence[RuleTable],
+) -> HybridCheckpoint:
+    """Understand a checkpoint from the metadata of its files.
+
+    Parameters
+    ----------
+    paths
+        Every path of the checkpoint → size in bytes.
+    roots
+        Path of a tensor file → what its pickle holds, arrays as references.
+    meta, config
+        ``model_meta.json`` (or ``None``) and ``config.json``.
+    tables
+        Rule tables to choose from.
+
+    Raises
+    ------
+    CheckpointError, PlanError
+        Naming the file, the tensor and the two values, if the files are not one whole, consistent
+        checkpoint, or hold something that cannot be understood exactly.
+    """
+    ranks = sort_ranks(paths, roots, meta)
+    strategy = _strategy(ranks)
+    table = choose_table(tables, dict.fromkeys(key for cell in ranks.cells for key in cell.names), config)
+    model = _read_model(ranks, table, config)
+    files = [File(path, paths[path]) for path in sorted(roots)]
+    catalog = _Cataloguer(ranks, model, strategy, files).catalog()
+    check_catalog(catalog)
+    sequence_parallel, names = _check_names(ranks, model)
+    return HybridCheckpoint(
+        catalog=catalog,
+        model=model,
+        topology=Topology(tp=ranks.tp, pp=ranks.pp, vpp=_vpp(ranks, model), sharding=ranks.sharding),
+        strategy=strategy,
+        with_meta=ranks.with_meta,
+        comm_overlap=ranks.comm_overlap,
+        sequence_parallel=sequence_parallel,
+        names_predicted=names,
+        lr_scheduler=ranks.lr_scheduler,
+        has_ema=ranks.has_ema,
+    )
+
+
+def _strategy(ranks: Ranks) -> str:
+    """Stage 1 variant: as ``model_meta.json`` says, or by the one thing that tells them apart."""
+    if ranks.strategy is not None:
+        if ranks.strategy not in _STRATEGIES:
+            raise UnsupportedError(f"{MODEL_META}: sharding strategy {ranks.strategy!r} is not supported")
+        return _STRATEGIES[ranks.strategy]
+    if ranks.sharding == 1:
+        return "none"
+    sharded = [
+        stored.array
+        for cell in ranks.cells
+        for (_, state), arrays in cell.arrays.items()
+        if state != PARAM and state != EMA_PARAM and not _per_parameter(state)
+        for stored in arrays
+    ]
+    local = [prod(shape) for cell in ranks.cells for shape in cell.shapes.values() if len(shape) > 1]
+    if sharded and not local:
+        raise CheckpointError(
+            "every parameter has one dim, so stage 1 v1 and v2 files cannot be told apart without "
+            f"{MODEL_META}; refusing to guess"
+        )
+    return "stage1v1" if any(len(array.shape) != 1 for array in sharded) else "stage1v2"
+
+
+def _per_parameter(state: str) -> bool:
+    return state in ACCUMULATORS and ACCUMULATORS[state].per_parameter
+
+
+def _vpp(ranks: Ranks, model: Model) -> int:
+    """Runs of consecutive decoder layers in a stage: the number of virtual stages."""
+    layer_of = {tensor.key: tensor.layer for tensor in model.tensors}
+    runs = []
+    for cell in ranks.cells:
+        layers = sorted({layer for key in cell.names if (layer := layer_of[key]) is not None})
+        runs.append(sum(1 for a, b in zip([-2, *layers], layers, strict=False) if b != a + 1))
+    return max([1, *runs])
+
+
+# --------------------------------------------------------------------------------------------- the model
+
+
+def _read_model(ranks: Ranks, table: RuleTable, config: Mapping[str, Any]) -> Model:
+    found: dict[str, ModelTensor] = {}
+    order: dict[str, int] = {}
+    for cell in ranks.cells:
+        for key in cell.names:
+            tensor = _read_tensor(cell, key, ranks, table, config)
+            known = found.setdefault(key, tensor)
+            order.setdefault(key, len(order))
+            _check_agreement(known, tensor, cell)
+    items = {item: place for place, item in enumerate(table.items)}
+    ordered = sorted(
+        found.values(),
+        key=lambda t: (items[t.rule.item], -1 if t.layer is None else t.layer, order[t.key]),
+    )
+    keys = set(found)
+    tied = [replace(t, tied_to=t.tied_to if t.tied_to in keys else None) for t in ordered]
+    _check_tensor_parallel_ranks(ranks, keys)
+    _check_layers(tied, config)
+    return Model(tuple(tied), table, config)
+
+
+def _read_tensor(
+    cell: Cell, key: str, ranks: Ranks, table: RuleTable, config: Mapping[str, Any]
+) -> ModelTensor:
+    rule, layer = table.find(key, config)
+    cut = TensorCut(ranks.tp, rule.split_dim(config, ranks.tp), rule.parts)
+    shape = cut.global_shape(key, cell.shapes[key])
+    expected = expected_shape(rule, config)
+    if expected is not None and expected != shape:
+        raise RuleError(
+            key,
+            f"config.json and the rule table expect the shape {expected}, the files of tp={ranks.tp} ranks make "
+            f"{shape} (a rank holds {cell.shapes[key]}, cut along dim {cut.dim})",
+        )
+    if ranks.tp > 1 and key in cell.distributed and cell.distributed[key] != (cut.dim is not None):
+        raise RuleError(
+            key,
+            f"{MODEL_META} says is_distributed={cell.distributed[key]}, the rule table says that tp "
+            f"{'cuts dim ' + str(cut.dim) if cut.dim is not None else 'does not cut it'}",
+        )
+    holder = _holder(cell, key)
+    states = [state for k, state in cell.arrays if k == holder and state in ACCUMULATORS]
+    return ModelTensor(
+        key=key,
+        rule=rule,
+        layer=layer,
+        global_shape=shape,
+        dtype=cell.dtypes[key],
+        accumulators=tuple(name for name in ACCUMULATORS if name in states),
+        master=(holder, MASTER_WEIGHT) in cell.arrays,
+        tied_to=rule.tied_to if config.get("tie_word_embeddings") else None,
+    )
+
+
+def _holder(cell: Cell, key: str) -> str:
+    """The key under which a cell's optimizer holds a tensor: the first of those with its parameter name."""
+    return next(k for k, name in cell.names.items() if name == cell.names[key])
+
+
+def _check_agreement(known: ModelTensor, tensor: ModelTensor, cell: Cell) -> None:
+    for what in ("global_shape", "dtype", "accumulators", "master"):
+        a, b = getattr(known, what), getattr(tensor, what)
+        if a != b:
+            raise CoverageError(
+                tensor.key, f"{what} is {a} in one cell and {b} in the cell tp={cell.tp} pp={cell.pp}"
+            )
+
+
+def _check_tensor_parallel_ranks(ranks: Ranks, keys: set[str]) -> None:
+    for pp, cells in groupby(ranks.cells, key=lambda c: c.pp):
+        first, *others = cells
+        for other in others:
+            if list(first.names.items()) != list(other.names.items()):
+                odd = sorted(set(first.names.items()) ^ set(other.names.items()))
+                what = odd[0][0] if odd else "the order of keys"
+                raise CoverageError(
+                    what, f"the tp ranks {first.tp} and {other.tp} of stage pp={pp} do not hold the same tensors"
+                )
+
+
+def _check_layers(tensors: Sequence[ModelTensor], config: Mapping[str, Any]) -> None:
+    layers = sorted({t.layer for t in tensors if t.layer is not None})
+    expected = config.get("num_hidden_layers", len(layers))
+    if layers != list(range(expected)):
+        missing = sorted(set(range(expected)) ^ set(layers))
+        raise CheckpointError(
+            f"config.json says {expected} decoder layers; layer {missing[0]} is in only one of the config and "
+            "the files"
+        )
+
+
+def _check_names(ranks: Ranks, model: Model) -> tuple[bool | None, str | None]:
+    """Whether the source uses sequence parallelism, and where its names break the naming rules."""
+    problems: dict[bool, str | None] = {}
+    for sequence_parallel in (False, True):
+        problems[sequence_parallel] = None
+        for cell in ranks.cells:
+            held = [t for t in model.tensors if t.key in cell.names]
+            predicted = predict_parameter_names(held, ranks.pp, ranks.tp, sequence_parallel)
+            wrong = [k for k in cell.names if predicted[k] != cell.names[k]]
+            if wrong:
+                problems[sequence_parallel] = (
+                    f"{wrong[0]} is called {cell.names[wrong[0]]} in the cell tp={cell.tp} pp={cell.pp}, the "
+                    f"naming rules say {predicted[wrong[0]]}"
+                )
+                break
+    fitting = [sp for sp, problem in problems.items() if problem is None]
+    if len(fitting) == 1:
+        return fitting[0], None
+    return None, None if fitting else problems[False]
+
+
+# ------------------------------------------------------------------------------------------- the catalog
+
+
+class _Cataloguer:
+    """Collects tensors and fragment rows, numbering the copies of each tensor."""
+
+    def __init__(self, ranks: Ranks, model: Model, strategy: str, files: list[File]) -> None:
+        self.ranks, self.model, self.strategy, self.files = ranks, model, strategy, files
+        self.file_index = {file.path: i for i, file in enumerate(files)}
+        self.by_key = {tensor.key: tensor for tensor in model.tensors}
+        self.tensors: dict[tuple[str, str], Tensor] = {}
+        self.tensor_index: dict[tuple[str, str], int] = {}
+        self.copies: dict[int, int] = {}
+        self.rows: list[FragmentRow] = []
+
+    def catalog(self) -> Catalog:
+        for cell in self.ranks.cells:
+            for key, state in cell.arrays:
+                self._add(cell, key, state, cell.arrays[key, state])
+        implied = self._imply()
+        self._check_states()
+        return Catalog(
+            tuple(self.tensors.values()), tuple(self.files), fragment_rows(self.rows), implied
+        )
+
+    def _identity(self, key: str) -> str:
+        tied_to = self.by_key[key].tied_to
+        return key if tied_to is None else tied_to
+
+    def _tensor(self, key: str, state: str, dtype: DType, shape: Shape, where: str) -> int:
+        identity = self._identity(key)
+        place = self.tensor_index.setdefault((identity, state), len(self.tensor_index))
+        aliases = tuple(
+            t.key for t in self.model.tensors if t.tied_to == identity and state in (PARAM, EMA_PARAM)
+        )
+        tensor = self.tensors.setdefault((identity, state), Tensor(identity, state, dtype, shape, aliases))
+        if (tensor.dtype, tensor.global_shape) != (dtype, shape):
+            raise CoverageError(
+                tensor.label,
+                f"{tensor.dtype.name} {tensor.global_shape} in one file, {dtype.name} {shape} in another",
+                (where,),
+            )
+        return place
+
+    def _add(self, cell: Cell, key: str, state: str, arrays: list[StoredArray]) -> None:
+        dtype = arrays[0].dtype()
+        for stored in arrays[1:]:
+            if stored.dtype() != dtype:
+                raise CoverageError(
+                    f"{key} ({state})",
+                    f"stored as {dtype.name} and as {stored.dtype().name}",
+                    (arrays[0].path, stored.path),
+                )
+        if _per_parameter(state):
+            self._add_per_parameter(key, state, dtype, arrays)
+            return
+        tensor = self.by_key[key]
+        cut = self.model.cut(tensor, self.ranks.tp)
+        local_shape = cell.shapes[key]
+        pieces = list(self._pieces(cell, key, state, dtype, arrays))
+        index = self._tensor(key, state, dtype, tensor.global_shape, arrays[0].path)
+        rank = cell.tp if cut.dim is not None else 0
+        replica = self._replica(index, rank)
+        self.rows.extend(place(pieces, cut, rank, local_shape, index, dtype, replica))
+
+    def _replica(self, tensor: int, rank: int) -> int:
+        """A copy is complete when every rank of the cut has given its piece; the next ones are replicas."""
+        count = self.copies.get((tensor * self.ranks.tp) + rank, 0)
+        self.copies[(tensor * self.ranks.tp) + rank] = count + 1
+        return count
+
+    def _add_per_parameter(self, key: str, state: str, dtype: DType, arrays: list[StoredArray]) -> None:
+        for stored in arrays:
+            array = stored.array
+            if not isinstance(array, ArrayRef) or prod(array.shape) != 1:
+                raise CoverageError(
+                    f"{key} ({state})", f"shape {array.shape}, one number per parameter is expected", (stored.path,)
+                )
+            index = self._tensor(key, state, dtype, (1,), stored.path)
+            piece = whole_piece(self.file_index[stored.path], array.byte_offset, dtype, (1,))
+            cut = TensorCut(1, None)
+            self.rows.extend(place([piece], cut, 0, (1,), index, dtype, self._replica(index, 0)))
+
+    def _pieces(
+        self, cell: Cell, key: str, state: str, dtype: DType, arrays: list[StoredArray]
+    ) -> Iterator[Piece]:
+        shape = cell.shapes[key]
+        if self.strategy == "stage1v2" and state not in (PARAM, EMA_PARAM):
+            yield from self._flat_pieces(cell, key, state, dtype, arrays)
+            return
+        if len(arrays) > 1:
+            raise CoverageError(
+                f"{key} ({state})",
+                f"several ranks of a sharding group hold it, under {self.strategy} only one may",
+                tuple(stored.path for stored in arrays),
+            )
+        (stored,) = arrays
+        if stored.array.shape != shape:
+            raise CoverageError(
+                f"{key} ({state})", f"stored with shape {stored.array.shape}, expected {shape}", (stored.path,)
+            )
+        yield from self._array_pieces(stored, dtype, shape, 0, 0)
+
+    def _flat_pieces(
+        self, cell: Cell, key: str, state: str, dtype: DType, arrays: list[StoredArray]
+    ) -> Iterator[Piece]:
+        shape = cell.shapes[key]
+        label = f"{key} ({state})"
+        total = padded_elements(prod(shape), cell.dtypes[key], self.ranks.sharding)
+        first = 0
+        for rank, stored in enumerate(arrays, start=arrays[0].shard):
+            if len(stored.array.shape) != 1:
+                raise CoverageError(
+                    label, f"stage 1 v2 stores slices of one dim, this has shape {stored.array.shape}", (stored.path,)
+                )
+            if stored.shard != rank:
+                raise CoverageError(
+                    label, f"shards {rank - 1} and {stored.shard} hold slices, shard {rank} does not", (stored.path,)
+                )
+            first += stored.array.shape[0]
+        if first != total:
+            raise CoverageError(
+                label,
+                f"its slices have {first} elements together, {prod(shape)} elements padded for sharding="
+                f"{self.ranks.sharding} are {total}",
+                tuple(stored.path for stored in arrays),
+            )
+        first = 0
+        for stored in arrays:
+            yield from self._array_pieces(stored, dtype, shape, first, stored.array.shape[0])
+            first += stored.array.shape[0]
+
+    def _array_pieces(
+        self, stored: StoredArray, dtype: DType, shape: Shape, start: int, elements: int
+    ) -> Iterator[Piece]:
+        """``elements`` from ``start`` of the flattened tensor, or the whole tensor where ``elements`` is 0."""
+        file, array = self.file_index[stored.path], stored.array
+        if isinstance(array, SplitArray):
+            for part in array.parts:
+                length = part.shape[0]
+                yield from flat_pieces(file, part.byte_offset, dtype, shape, start, start + length)
+                start += length
+        elif elements:
+            yield from flat_pieces(file, array.byte_offset, dtype, shape, start, start + elements)
+        else:
+            yield whole_piece(file, array.byte_offset, dtype, shape, array.fortran)
+
+    def _imply(self) -> dict[int, int]:
+        """Parameters that no file holds are the cast of their master weight, by definition of the format."""
+        implied = {}
+        for tensor in self.model.tensors:
+            identity = self._identity(tensor.key)
+            if (identity, PARAM) in self.tensors:
+                continue
+            master = self.tensor_index.get((identity, MASTER_WEIGHT))
+            if master is None:
+                raise CoverageError(
+                    f"{tensor.key} (param)",
+                    "no file holds it, and it has no master weight to be the cast of (frozen parameters and "
+                    "buffers are lost by sharded saving)",
+                )
+            index = self._tensor(tensor.key, PARAM, tensor.dtype, tensor.global_shape, MODEL_META)
+            implied[index] = master
+        return implied
+
+    def _check_states(self) -> None:
+        """Every trained tensor has the same optimizer states, and EMA where there is any."""
+        trained = [t for t in self.model.tensors if t.trained and t.tied_to is None]
+        wanted = {name for t in trained for name in t.accumulators}
+        for tensor in trained:
+            lacking = sorted(wanted - set(tensor.accumulators))
+            if lacking:
+                raise CoverageError(f"{tensor.key} ({lacking[0]})", "no file holds it, other parameters have it")
+            if self.ranks.has_ema:
+                state = EMA_MASTER_WEIGHT if tensor.master else EMA_PARAM
+                if (tensor.key, state) not in self.tensors:
+                    raise CoverageError(f"{tensor.key} ({state})", "no EMA file holds it, other parameters have it")

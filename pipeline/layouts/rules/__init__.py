@@ -1,0 +1,229 @@
+"""Model knowledge that no checkpoint stores: which dim tp cuts, what is fused, how parameters are named.
+
+One JSON table per model family and library; see ``rules/README.md`` beside this file for its fields.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from importlib import resources
+from math import prod
+from typing import Any
+
+from paddle_reshard.pipeline.errors import RuleError, UsageError
+from paddle_reshard.pipeline.geometry import Shape
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row: every tensor whose key fits ``key``."""
+
+    key: str
+    """Structured name; ``{layer}`` stands for a decoder layer's number."""
+    item: str
+    """Name of the pipeline item that owns it."""
+    name_class: str
+    """Layer class in the framework's parameter name, ``linear`` in ``linear_0.w_0``."""
+    source: str
+    """Where the row is known from."""
+    split: int | None = None
+    """Dim that tensor parallelism cuts; ``None``: every tp rank holds the whole tensor."""
+    parts: int = 1
+    """How many equal logical parts are fused along ``split``; a tp rank holds its piece of each."""
+    split_if_divisible: str | None = None
+    """Config entry that must divide by tp; otherwise every tp rank holds the whole tensor."""
+    must_divide: str | None = None
+    """Config entry without which tp cannot cut this tensor at all: heads are never divided."""
+    name_class_pp: str | None = None
+    """Layer class under pipeline parallelism, where it differs."""
+    name_class_sp: str | None = None
+    """Layer class under sequence parallelism (tp > 1), where it differs."""
+    shape: tuple[str, ...] | None = None
+    """Expected global shape as sums of products of config entries, to check against."""
+    tied_to: str | None = None
+    """Key that shares the values where the config ties word embeddings."""
+    where: tuple[tuple[str, Any], ...] = ()
+    """Config entries that must have these values for the row to apply."""
+
+    def pattern(self) -> re.Pattern[str]:
+        """The whole key as a regular expression."""
+        return re.compile(re.escape(self.key).replace(re.escape("{layer}"), r"(?P<layer>\d+)"))
+
+    def split_dim(self, config: Config, tp: int) -> int | None:
+        """The dim that ``tp`` ranks cut in this model, or ``None`` where each holds the whole tensor."""
+        if self.split is None or tp == 1:
+            return self.split
+        values = derived_sizes(config)
+        if self.must_divide and _entry(values, self.must_divide, self.key) % tp:
+            raise RuleError(
+                self.key, f"tp={tp} does not divide {self.must_divide}={values[self.must_divide]} of the config"
+            )
+        if self.split_if_divisible and _entry(values, self.split_if_divisible, self.key) % tp:
+            return None
+        return self.split
+
+    def class_for(self, pp: int, tp: int, sequence_parallel: bool) -> str:
+        """Layer class in parameter names of a job."""
+        if pp > 1 and self.name_class_pp:
+            return self.name_class_pp
+        if tp > 1 and sequence_parallel and self.name_class_sp:
+            return self.name_class_sp
+        return self.name_class
+
+
+@dataclass(frozen=True, slots=True)
+class RuleTable:
+    """All rows of a model family as one library spells it. ``items`` are in pipeline order."""
+
+    family: str
+    convention: str
+    model_types: tuple[str, ...]
+    items: tuple[str, ...]
+    layer_item: str
+    rules: tuple[Rule, ...]
+
+    def find(self, key: str, config: Config) -> tuple[Rule, int | None]:
+        """The row for ``key`` and its decoder layer.
+
+        Raises
+        ------
+        RuleError
+            If no row fits, or more than one.
+        """
+        fits = [
+            (rule, match)
+            for rule in self.rules
+            if all(config.get(name, False) == value for name, value in rule.where)
+            and (match := rule.pattern().fullmatch(key))
+        ]
+        if len(fits) != 1:
+            found = "no row" if not fits else f"{len(fits)} rows"
+            raise RuleError(
+                key,
+                f"{found} of the {self.convention} rule table {self.family!r} fits; add one to a copy of the "
+                f"table and pass it with --rules FILE",
+            )
+        rule, match = fits[0]
+        layer = match.groupdict().get("layer")
+        return rule, None if layer is None else int(layer)
+
+
+def expected_shape(rule: Rule, config: Config) -> Shape | None:
+    """The global shape by the config, or ``None`` where the row or the config does not say."""
+    if rule.shape is None:
+        return None
+    values = derived_sizes(config)
+    try:
+        return tuple(_evaluate(text, values) for text in rule.shape)
+    except KeyError:
+        return None
+
+
+def derived_sizes(config: Config) -> dict[str, int]:
+    """The integers of a config, with the two that both libraries derive when they are not written."""
+    values = {k: v for k, v in config.items() if isinstance(v, int) and not isinstance(v, bool)}
+    if "num_attention_heads" in values:
+        values.setdefault("num_key_value_heads", values["num_attention_heads"])
+        if "hidden_size" in values:
+            values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
+    return values
+
+
+def _entry(values: Mapping[str, int], name: str, key: str) -> int:
+    if name not in values:
+        raise RuleError(key, f"its rule needs {name} from config.json, which is not there")
+    return values[name]
+
+
+def _evaluate(text: str, values: Mapping[str, int]) -> int:
+    def factor(word: str) -> int:
+        return int(word) if word.isdigit() else values[word]
+
+    return sum(prod(factor(word.strip()) for word in term.split("*")) for term in text.split("+"))
+
+
+def parse_rule_table(text: str, where: str) -> RuleTable:
+    """Read a table from JSON; unknown or missing fields are refused by name."""
+    try:
+        data = json.loads(text)
+        rules = tuple(_parse_rule(row, where) for row in data.pop("rules"))
+        data.pop("comment", None)
+        table = RuleTable(
+            family=data.pop("family"),
+            convention=data.pop("convention"),
+            model_types=tuple(data.pop("model_types")),
+            items=tuple(data.pop("items")),
+            layer_item=data.pop("layer_item"),
+            rules=rules,
+        )
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UsageError(f"{where}: not a rule table: {error}") from error
+    except KeyError as error:
+        raise UsageError(f"{where}: the rule table lacks {error}") from error
+    if data:
+        raise UsageError(f"{where}: unknown fields in the rule table: {', '.join(sorted(data))}")
+    unknown = {rule.item for rule in table.rules} - set(table.items)
+    if unknown or table.layer_item not in table.items:
+        raise UsageError(f"{where}: items {sorted(unknown | {table.layer_item})} are not all in 'items'")
+    return table
+
+
+def _parse_rule(row: Mapping[str, Any], where: str) -> Rule:
+    known = {field.name for field in fields(Rule)}
+    if unknown := set(row) - known:
+        raise UsageError(f"{where}: unknown fields {sorted(unknown)} in the row {row.get('key')!r}")
+    shape = row.get("shape")
+    return Rule(
+        **{
+            **row,
+            "shape": None if shape is None else tuple(shape),
+            "where": tuple(sorted(row.get("where", {}).items())),
+        }
+    )
+
+
+def shipped_tables() -> list[RuleTable]:
+    """The tables that come with the package."""
+    folder = resources.files(__package__)
+    paths = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".json"))
+    return [parse_rule_table(folder.joinpath(name).read_text("utf-8"), name) for name in paths]
+
+
+def choose_table(tables: Sequence[RuleTable], keys: Iterable[str], config: Config) -> RuleTable:
+    """The one table that has a row for every key.
+
+    Raises
+    ------
+    RuleError
+        Naming the first key that the nearest table does not cover.
+    """
+    keys = list(keys)
+    model_type = config.get("model_type")
+    candidates = [t for t in tables if not t.model_types or model_type in t.model_types]
+    if not candidates:
+        known = sorted({name for t in tables for name in t.model_types})
+        raise RuleError(
+            f"model type {model_type!r}",
+            f"no rule table knows it (known: {', '.join(known)}); write one and pass it with --rules FILE",
+        )
+    errors = {}
+    for table in candidates:
+        failures = [key for key in keys if _failure(table, key, config)]
+        if not failures:
+            return table
+        errors[len(failures)] = _failure(table, failures[0], config)
+    nearest = errors[min(errors)]
+    raise nearest if nearest is not None else RuleError("", "")
+
+
+def _failure(table: RuleTable, key: str, config: Config) -> RuleError | None:
+    try:
+        table.find(key, config)
+    except RuleError as error:
+        return error
+    return None

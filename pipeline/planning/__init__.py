@@ -1,0 +1,1 @@
+"""From a source catalog and a target layout to a plan; pure."""

@@ -1,0 +1,61 @@
+"""Which ranks are there, and what are their coordinates?
+
+An *axis* belongs to a topology (a *dim* to a tensor). ``vpp`` is not an axis of ranks: it cuts the layers
+of one pipeline rank into chunks, and is kept beside the axes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from math import prod
+
+from paddle_reshard.pipeline.errors import UsageError
+
+STRATEGIES = ("none", "stage1v1", "stage1v2", "stage2", "stage3")
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Sizes of the axes of a training job; an axis that is not used has size 1."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    sharding: int = 1
+    ep: int = 1
+    dp: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            size = getattr(self, field.name)
+            if not isinstance(size, int) or size < 1:
+                raise UsageError(f"axis {field.name} has size {size!r}; sizes are whole numbers from 1")
+
+    @classmethod
+    def parse(cls, text: str) -> Topology:
+        """Read ``tp=2,pp=2,sharding=2``; omitted axes are 1.
+
+        >>> Topology.parse("tp=2,sharding=4").world_size
+        8
+        """
+        known = [field.name for field in fields(cls)]
+        sizes: dict[str, int] = {}
+        for item in text.split(","):
+            axis, _, size = (part.strip() for part in item.partition("="))
+            if axis not in known:
+                raise UsageError(f"unknown axis {axis!r} in topology {text!r}; axes are {', '.join(known)}")
+            if not (size.isascii() and size.isdigit()):
+                raise UsageError(f"axis {axis!r} in topology {text!r} needs a whole number, not {size!r}")
+            if axis in sizes:
+                raise UsageError(f"axis {axis!r} is given twice in topology {text!r}")
+            sizes[axis] = int(size)
+        return cls(**sizes)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return prod((self.tp, self.pp, self.sharding, self.dp))
+
+    def __str__(self) -> str:
+        parts = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) > 1]
+        return ",".join(parts) or "tp=1"

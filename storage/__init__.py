@@ -1,0 +1,1 @@
+"""Bytes: stores, and (in ``formats``) the pure parsing and encoding of files."""

@@ -1,0 +1,1 @@
+"""Parsing and encoding of bytes; touches no store."""

@@ -1,0 +1,1040 @@
+"""Where do the arrays of a ``paddle.save`` file lie, and what would a new such file look like?
+
+*Reading.* :func:`parse_pickle` walks the pickle opcodes of a ``.pdparams``, ``.pdopt`` or ``.distcp`` file
+one by one and builds plain containers in which every array is an :class:`ArrayRef`, a byte range left in the
+file. It is an interpreter with no power: nothing is imported, nothing is called. The few globals such a file
+needs stand in one table (``_GLOBALS``), each with the only form of call it may appear in.
+
+*Writing.* :func:`encode_pickle` lays out a protocol-4 file around arrays that nobody has read yet: it returns
+every byte that is not payload, and the byte range of each payload.
+
+``paddle.save`` has two routes (Paddle 3.3.1 ``framework/io.py:784-974``). *Legacy*: a flat dict of bare
+arrays, with :data:`STRUCTURED_NAMES` last. *Pickle*: the caller's own graph, each tensor as
+``tuple((name, array))``. Both are read, and both can be written.
+
+Whatever a file claims, the work is bounded: one step per opcode (:data:`MAX_OPCODES`), one step per value of
+the result (as many as opcodes, plus :data:`MAX_SHARED_VALUES` for containers met twice), :data:`MAX_NESTING`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Final, NoReturn, TypeAlias
+
+from paddle_reshard.pipeline.errors import FormatError, UnsafePickleError
+
+STRUCTURED_NAMES: Final = "StructuredToParameterName@@"
+"""Key of the legacy route's table: dict key -> tensor name (Paddle 3.3.1 ``framework/io.py:163-187``)."""
+BIG_PARAM_INFO: Final = "UnpackBigParamInfor@@"
+"""Key of the table of split arrays, typo included (Paddle 3.3.1 ``framework/io_utils.py:220-277``)."""
+
+READ_AHEAD_BYTES: Final = 1 << 16
+"""Size of one ranged read. Headers between payloads are about 200 bytes."""
+MAX_TEXT_BYTES: Final = 1 << 16
+"""Longest text, and longest bytes value outside an array."""
+MAX_TOTAL_TEXT_BYTES: Final = 1 << 28
+"""All text of one file together; 600,000 arrays with two names of 200 bytes stay below."""
+MAX_NESTING: Final = 64
+"""Deepest nesting of containers; real files have 4."""
+MAX_OPCODES: Final = 1 << 24
+"""Opcodes in one file; an array takes about 28, so this is 600,000 arrays."""
+MAX_SHARED_VALUES: Final = 1 << 16
+"""Values that may be reached a second time because the file shares a container."""
+
+_MAX_LINE_BYTES: Final = 256
+_MAX_RANK: Final = 64
+_MAX_DIMENSION: Final = 1 << 63
+_MAX_INTEGER_KEY: Final = 1 << 31
+_INLINE_BYTES: Final = 64
+
+_STRUCT_CODE: Final[Mapping[str, str]] = {
+    "b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H", "u4": "I", "u8": "Q",
+    "f2": "e", "f4": "f", "f8": "d", "c8": "ff", "c16": "dd",
+}  # fmt: skip
+_ITEM_BYTES: Final[Mapping[str, int]] = {code: int(code[1:]) for code in _STRUCT_CODE}
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayRef:
+    """One array's payload, left in the file."""
+
+    byte_offset: int
+    """Start of the raw little-endian payload, in bytes from the start of the file."""
+    nbytes: int
+    """Length of the payload; always the product of ``shape`` times the item size."""
+    dtype: str
+    """numpy code without byte order: ``f4``, ``u2`` (bfloat16), ``i8``, ``b1`` ..."""
+    shape: tuple[int, ...]
+    """Extents, in elements."""
+    fortran: bool
+    """The payload is column-major for ``shape`` (a transposed tensor was saved)."""
+    name: str | None
+    """Framework tensor name, where the file has it beside the array (the pickle route)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitArray:
+    """An array that ``paddle.save`` flattened and cut.
+
+    Protocols 2 and 3 only, for more than ``(2**30 - 1) // itemsize`` elements.
+    """
+
+    parts: tuple[ArrayRef, ...]
+    """1-D pieces of one dtype; concatenated in this order they are the array in C order."""
+    shape: tuple[int, ...]
+    """``OriginShape``: extents of the whole, in elements."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype all parts have."""
+        return self.parts[0].dtype
+
+
+Tree: TypeAlias = (
+    "dict[str, Tree | ArrayRef | SplitArray | str | bytes | int | float | complex"
+    " | list[object] | tuple[object, ...] | None]"
+)
+"""What the root of a state dict is: nested dicts with arrays and plain values as leaves."""
+
+
+@dataclass(frozen=True, slots=True)
+class PicklePayload:
+    """What one file says."""
+
+    root: object
+    """Plain dict/list/tuple/str/bytes/int/float/complex/bool/None with :class:`ArrayRef` and
+    :class:`SplitArray` leaves. Split arrays stand under their own key, and :data:`BIG_PARAM_INFO` is gone."""
+    protocol: int
+    """Pickle protocol: 2, 3 or 4."""
+
+
+def parse_pickle(read: Callable[[int, int], bytes], size_bytes: int, path: str) -> PicklePayload:
+    """Index one file without executing it and without reading the payloads of its arrays.
+
+    Parameters
+    ----------
+    read
+        ``read(byte_offset, nbytes)`` returns exactly ``nbytes`` bytes: a ranged read. It is asked for
+        :data:`READ_AHEAD_BYTES` at a time; a payload that does not end inside what was read is jumped over.
+    size_bytes
+        Size of the file.
+    path
+        The file's name, for error messages only.
+
+    Raises
+    ------
+    UnsafePickleError
+        The file asks for an opcode, a global or a call outside the allow-list (``forbidden_*``).
+    FormatError
+        It is cut short, lies about a length, or contradicts itself. ``reason`` says which.
+    """
+    return _Machine(_Window(read, size_bytes, path)).run()
+
+
+# ---------------------------------------------------------------------------------------------- reading bytes
+
+
+class _Window:
+    """A forward-only view of the file: what was read last, and how far it is consumed."""
+
+    __slots__ = ("_at", "_base", "_data", "_read", "path", "size_bytes")
+
+    def __init__(self, read: Callable[[int, int], bytes], size_bytes: int, path: str) -> None:
+        self.size_bytes, self.path = size_bytes, path
+        self._read, self._base, self._data, self._at = read, 0, b"", 0
+
+    @property
+    def position(self) -> int:
+        return self._base + self._at
+
+    def byte(self) -> int:
+        if self._at >= len(self._data):
+            self._refill(1)
+        value = self._data[self._at]
+        self._at += 1
+        return value
+
+    def take(self, nbytes: int) -> bytes:
+        if self._at + nbytes > len(self._data):
+            self._refill(nbytes)
+        start = self._at
+        self._at = start + nbytes
+        return self._data[start : self._at]
+
+    def unsigned(self, width_bytes: int) -> int:
+        return int.from_bytes(self.take(width_bytes), "little")
+
+    def length(self, width_bytes: int) -> int:
+        """Read a length field; what it announces must lie inside the file."""
+        nbytes = self.unsigned(width_bytes)
+        self.require(nbytes)
+        return nbytes
+
+    def require(self, nbytes: int) -> None:
+        left = self.size_bytes - self.position
+        if nbytes > left:
+            detail = f"announces {nbytes} bytes where the file has {left} left"
+            raise FormatError("length_beyond_end", self.path, self.position, detail)
+
+    def skip(self, nbytes: int) -> None:
+        self._at += nbytes
+        if self._at > len(self._data):
+            self._base, self._data, self._at = self.position, b"", 0
+
+    def line(self) -> bytes:
+        start, found = self.position, bytearray()
+        while (value := self.byte()) != 0x0A:
+            found.append(value)
+            if len(found) > _MAX_LINE_BYTES:
+                raise FormatError(
+                    "value_too_long", self.path, start, f"a name longer than {_MAX_LINE_BYTES} bytes"
+                )
+        return bytes(found)
+
+    def read_at(self, byte_offset: int, nbytes: int) -> bytes:
+        data = self._read(byte_offset, nbytes)
+        if len(data) != nbytes:
+            detail = f"asked for {nbytes} bytes, the store returned {len(data)}"
+            raise FormatError("short_read", self.path, byte_offset, detail)
+        return data
+
+    def _refill(self, nbytes: int) -> None:
+        position = self.position
+        left = self.size_bytes - position
+        if nbytes > left:
+            raise FormatError(
+                "truncated", self.path, position, "the file ends inside the pickle, before its STOP"
+            )
+        data = self.read_at(position, min(max(nbytes, READ_AHEAD_BYTES), left))
+        self._base, self._data, self._at = position, data, 0
+
+
+# ------------------------------------------------------------------------- values that only live on the stack
+
+
+@dataclass(slots=True, eq=False)
+class _Blob:
+    """A bytes object left in the file; the few short ones are read in passing."""
+
+    byte_offset: int
+    nbytes: int
+    data: bytes | None
+
+
+@dataclass(slots=True, eq=False)
+class _Dtype:
+    """A ``numpy.dtype``; usable once BUILD has told its byte order."""
+
+    code: str
+    built: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Array:
+    """A ``numpy.ndarray``; usable once BUILD has told its state."""
+
+    ref: ArrayRef | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Global:
+    """An allowed global, and the one form of call it may appear in (``None``: never called)."""
+
+    call: Callable[[_Machine, tuple[object, ...]], object] | None
+
+
+# ------------------------------------------------------------------------------------------------ the machine
+
+
+class _Machine:
+    """The pickle machine: a stack, marks and a memo. Every opcode is a function in ``_OPCODES``."""
+
+    __slots__ = ("marks", "memo", "opcode_offset", "protocol", "stack", "text_bytes", "window")
+
+    def __init__(self, window: _Window) -> None:
+        self.window = window
+        self.stack: list[object] = []
+        self.marks: list[list[object]] = []
+        self.memo: dict[int, object] = {}
+        self.protocol, self.opcode_offset, self.text_bytes = 0, 0, 0
+
+    def run(self) -> PicklePayload:
+        window = self.window
+        self._start()
+        for count in range(MAX_OPCODES):
+            self.opcode_offset = window.position
+            opcode = window.byte()
+            if opcode == _STOP:
+                root = _plain(self, self._root(), count + MAX_SHARED_VALUES)
+                return PicklePayload(_rejoined(self, root), self.protocol)
+            step = _OPCODES[opcode]
+            if step is None:
+                self.unsafe("forbidden_opcode", f"opcode 0x{opcode:02x} has no place in a checkpoint")
+            try:
+                step(self)
+            except IndexError:  # the lists a step indexes are the stack and the marks
+                self.bad("stack_underflow", f"opcode 0x{opcode:02x} needs more values than the stack holds")
+        self.bad("too_many_opcodes", f"more than {MAX_OPCODES} opcodes")
+
+    def bad(self, reason: str, detail: str) -> NoReturn:
+        raise FormatError(reason, self.window.path, self.opcode_offset, detail)
+
+    def unsafe(self, reason: str, detail: str) -> NoReturn:
+        raise UnsafePickleError(
+            reason, self.window.path, self.opcode_offset, f"{detail}; nothing was executed"
+        )
+
+    def pop_mark(self) -> list[object]:
+        items = self.stack
+        self.stack = self.marks.pop()
+        return items
+
+    def count_text(self, nbytes: int) -> None:
+        self.text_bytes += nbytes
+        if nbytes > MAX_TEXT_BYTES:
+            self.bad("value_too_long", f"a text or bytes value of {nbytes} bytes outside an array")
+        if self.text_bytes > MAX_TOTAL_TEXT_BYTES:
+            self.bad("too_much_text", f"more than {MAX_TOTAL_TEXT_BYTES} bytes of text")
+
+    def _start(self) -> None:
+        if self.window.byte() != 0x80:
+            self.bad("not_a_pickle", "does not start as a pickle of protocol 2, 3 or 4")
+        self.protocol = self.window.byte()
+        if self.protocol not in (2, 3, 4):
+            self.bad("unsupported_protocol", f"pickle protocol {self.protocol}; paddle.save writes 2, 3 or 4")
+
+    def _root(self) -> object:
+        left = self.window.size_bytes - self.window.position
+        if left:
+            self.bad("trailing_bytes", f"{left} bytes after the end of the pickle")
+        if self.marks or len(self.stack) > 1:
+            self.bad("stack_leftover", "the pickle ends with more than one value")
+        if not self.stack:
+            self.bad("stack_underflow", "the pickle ends without a value")
+        return self.stack[0]
+
+
+_Step: TypeAlias = Callable[[_Machine], None]
+
+
+def _shown(value: str) -> str:
+    return repr(value if len(value) <= 100 else value[:100] + "...")
+
+
+# ---------------------------------------------------------------------------------------------------- opcodes
+
+
+def _constant(value: object) -> _Step:
+    return lambda m: m.stack.append(value)
+
+
+def _integer(width_bytes: int, signed: bool) -> _Step:
+    def step(m: _Machine) -> None:
+        m.stack.append(int.from_bytes(m.window.take(width_bytes), "little", signed=signed))
+
+    return step
+
+
+def _long1(m: _Machine) -> None:
+    m.stack.append(int.from_bytes(m.window.take(m.window.byte()), "little", signed=True))
+
+
+def _float(m: _Machine) -> None:
+    m.stack.append(struct.unpack(">d", m.window.take(8))[0])
+
+
+def _text(width_bytes: int) -> _Step:
+    def step(m: _Machine) -> None:
+        nbytes = m.window.length(width_bytes)
+        if nbytes > MAX_TEXT_BYTES and m.protocol == 2:
+            _refuse_text_payload(m)
+        m.count_text(nbytes)
+        m.stack.append(_decoded(m, m.window.take(nbytes)))
+
+    return step
+
+
+def _decoded(m: _Machine, data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        m.bad("bad_text", "a text that is not UTF-8")
+
+
+def _blob(width_bytes: int) -> _Step:
+    def step(m: _Machine) -> None:
+        window = m.window
+        nbytes = window.length(width_bytes)
+        byte_offset = window.position
+        data = None
+        if nbytes <= _INLINE_BYTES:
+            data = window.take(nbytes)
+        else:
+            window.skip(nbytes)
+        m.stack.append(_Blob(byte_offset, nbytes, data))
+
+    return step
+
+
+def _empty_dict(m: _Machine) -> None:
+    m.stack.append({})
+
+
+def _empty_list(m: _Machine) -> None:
+    m.stack.append([])
+
+
+def _mark(m: _Machine) -> None:
+    m.marks.append(m.stack)
+    m.stack = []
+
+
+def _tuple_from_mark(m: _Machine) -> None:
+    items = m.pop_mark()
+    m.stack.append(tuple(items))
+
+
+def _tuple_of(count: int) -> _Step:
+    def step(m: _Machine) -> None:
+        stack = m.stack
+        items = tuple(stack[-count:])
+        if len(items) < count:
+            raise IndexError
+        stack[-count:] = [items]
+
+    return step
+
+
+def _setitem(m: _Machine) -> None:
+    value, key = m.stack.pop(), m.stack.pop()
+    _put(m, m.stack[-1], [key, value])
+
+
+def _setitems(m: _Machine) -> None:
+    items = m.pop_mark()
+    _put(m, m.stack[-1], items)
+
+
+def _put(m: _Machine, target: object, items: list[object]) -> None:
+    """Set keys and values, given in turn; a key that would silently replace another is an attack."""
+    if not isinstance(target, dict) or len(items) % 2:
+        m.bad("bad_target", "sets items of something that is not a dict, or half an item")
+    for index in range(0, len(items), 2):
+        key = items[index]
+        if not isinstance(key, str) and not _is_integer(key, -_MAX_INTEGER_KEY, _MAX_INTEGER_KEY):
+            m.bad("bad_key", "a dict key that is neither text nor a small integer")
+        if key in target:
+            m.bad("duplicate_key", f"the key {_shown(str(key))} appears twice in one dict")
+        target[key] = items[index + 1]
+
+
+def _is_integer(value: object, start: int, stop: int) -> bool:
+    return type(value) is int and start <= value < stop
+
+
+def _append(m: _Machine) -> None:
+    value = m.stack.pop()
+    _extend(m, m.stack[-1], [value])
+
+
+def _appends(m: _Machine) -> None:
+    items = m.pop_mark()
+    _extend(m, m.stack[-1], items)
+
+
+def _extend(m: _Machine, target: object, items: list[object]) -> None:
+    if not isinstance(target, list):
+        m.bad("bad_target", "appends to something that is not a list")
+    target.extend(items)
+
+
+def _memo_get(width_bytes: int) -> _Step:
+    def step(m: _Machine) -> None:
+        index = m.window.unsigned(width_bytes)
+        try:
+            m.stack.append(m.memo[index])
+        except KeyError:
+            m.bad("missing_memo", f"refers to value {index}, which was never stored")
+
+    return step
+
+
+def _memo_put(width_bytes: int) -> _Step:
+    return lambda m: _remember(m, m.window.unsigned(width_bytes))
+
+
+def _memoize(m: _Machine) -> None:
+    _remember(m, len(m.memo))
+
+
+def _remember(m: _Machine, index: int) -> None:
+    if index in m.memo:
+        m.bad("memo_overwritten", f"stores value {index} twice")
+    m.memo[index] = m.stack[-1]
+
+
+def _frame(m: _Machine) -> None:
+    """A frame is only a hint to read ahead (PEP 3154); its length must still be true."""
+    m.window.length(8)
+
+
+def _global(m: _Machine) -> None:
+    module, name = m.window.line(), m.window.line()
+    m.stack.append(_allowed(m, _decoded(m, module), _decoded(m, name)))
+
+
+def _stack_global(m: _Machine) -> None:
+    name, module = m.stack.pop(), m.stack.pop()
+    m.stack.append(_allowed(m, module, name))
+
+
+def _allowed(m: _Machine, module: object, name: object) -> _Global:
+    if not isinstance(module, str) or not isinstance(name, str):
+        m.unsafe("forbidden_global", "a global whose name is not text")
+    found = _GLOBALS.get((module, name))
+    if found is None:
+        m.unsafe(
+            "forbidden_global", f"asks for the global {_shown(f'{module}.{name}')}, which is not allowed"
+        )
+    return found
+
+
+def _reduce(m: _Machine) -> None:
+    arguments, function = m.stack.pop(), m.stack.pop()
+    if not isinstance(function, _Global) or function.call is None or not isinstance(arguments, tuple):
+        m.unsafe("forbidden_call", "calls something that is not on the list of calls")
+    m.stack.append(function.call(m, arguments))
+
+
+def _newobj(m: _Machine) -> None:
+    """No class is allowed in a file of arrays. A list of allowed classes would be consulted here."""
+    m.unsafe("forbidden_call", "makes an instance of a class")
+
+
+def _build(m: _Machine) -> None:
+    state, target = m.stack.pop(), m.stack[-1]
+    if isinstance(target, _Array) and target.ref is None:
+        target.ref = _array_ref(m, state)
+    elif isinstance(target, _Dtype) and not target.built:
+        _check_dtype_state(m, target.code, state)
+        target.built = True
+    else:
+        m.unsafe("forbidden_build", "sets the state of something that is not a new array or dtype")
+
+
+_STOP: Final = ord(".")
+_STEPS: Final[Mapping[int, _Step]] = {
+    0x95: _frame,
+    ord("N"): _constant(None), 0x88: _constant(True), 0x89: _constant(False), ord(")"): _constant(()),
+    ord("K"): _integer(1, False), ord("M"): _integer(2, False), ord("J"): _integer(4, True),
+    0x8A: _long1, ord("G"): _float,
+    0x8C: _text(1), ord("X"): _text(4), 0x8D: _text(8),
+    ord("C"): _blob(1), ord("B"): _blob(4), 0x8E: _blob(8),
+    ord("("): _mark, ord("}"): _empty_dict, ord("]"): _empty_list,
+    ord("t"): _tuple_from_mark, 0x85: _tuple_of(1), 0x86: _tuple_of(2), 0x87: _tuple_of(3),
+    ord("s"): _setitem, ord("u"): _setitems, ord("a"): _append, ord("e"): _appends,
+    ord("q"): _memo_put(1), ord("r"): _memo_put(4), 0x94: _memoize,
+    ord("h"): _memo_get(1), ord("j"): _memo_get(4),
+    ord("c"): _global, 0x93: _stack_global, ord("R"): _reduce, 0x81: _newobj, ord("b"): _build,
+}  # fmt: skip
+_OPCODES: Final[tuple[_Step | None, ...]] = tuple(_STEPS.get(opcode) for opcode in range(256))
+"""The opcodes CPython writes for such files with protocols 2 to 4. The others (PERSID, INST, OBJ, EXT ...) do
+not occur in them and are refused, above all because some of them import or call."""
+
+
+# ---------------------------------------------------------------------------------------------- allowed calls
+
+
+def _call_reconstruct(m: _Machine, arguments: tuple[object, ...]) -> object:
+    """``_reconstruct(numpy.ndarray, (0,), b'b')``: an array without state (numpy ``ndarray.__reduce__``)."""
+    known = len(arguments) == 3 and arguments[0] is _NDARRAY and arguments[1] == (0,)
+    if known and _short_bytes(arguments[2]) == b"b":
+        return _Array()
+    m.unsafe("forbidden_call", "_reconstruct in another form than for a numpy array")
+
+
+def _call_dtype(m: _Machine, arguments: tuple[object, ...]) -> object:
+    """``numpy.dtype(code, False, True)`` (numpy ``dtype.__reduce__``)."""
+    if len(arguments) != 3 or arguments[1:] != (False, True) or not isinstance(arguments[0], str):
+        m.unsafe("forbidden_call", "numpy.dtype in another form than for a plain number type")
+    if arguments[0] not in _ITEM_BYTES:
+        m.bad("unsupported_dtype", f"dtype {_shown(arguments[0])} is not a plain number type")
+    return _Dtype(arguments[0])
+
+
+def _call_scalar(m: _Machine, arguments: tuple[object, ...]) -> object:
+    """``scalar(dtype, payload)``: a numpy number, as learning-rate schedulers leave them."""
+    if len(arguments) == 2 and isinstance(arguments[0], _Dtype) and arguments[0].built:
+        code, data = arguments[0].code, _short_bytes(arguments[1])
+        if data is None or len(data) != _ITEM_BYTES[code]:
+            m.bad("size_mismatch", f"a number of dtype {code} whose payload is not {_ITEM_BYTES[code]} bytes")
+        numbers = struct.unpack("<" + _STRUCT_CODE[code], data)
+        return complex(*numbers) if code[0] == "c" else numbers[0]
+    m.unsafe("forbidden_call", "scalar in another form than for a plain number")
+
+
+def _call_tuple(m: _Machine, arguments: tuple[object, ...]) -> object:
+    """``tuple((tensor.name, array))``: a tensor (Paddle 3.3.1 ``framework/io.py:432-443``)."""
+    pair = arguments[0] if len(arguments) == 1 else None
+    if isinstance(pair, tuple) and len(pair) == 2:
+        name, array = pair
+        if isinstance(name, str) and isinstance(array, _Array) and array.ref is not None:
+            return replace(array.ref, name=name)
+    m.unsafe("forbidden_call", "tuple in another form than for a tensor's name and array")
+
+
+def _call_eval(m: _Machine, arguments: tuple[object, ...]) -> object:
+    """``eval('data', {'data': array})``: a raw DenseTensor (Paddle 3.3.1 ``framework/io.py:445-453``)."""
+    if len(arguments) == 2 and arguments[0] == "data":
+        scope = arguments[1]
+        if isinstance(scope, dict) and list(scope) == ["data"]:
+            array = scope["data"]
+            if isinstance(array, _Array) and array.ref is not None:
+                return array.ref
+    m.unsafe("forbidden_call", "eval in another form than eval('data', {'data': <array>})")
+
+
+def _call_encode(m: _Machine, arguments: tuple[object, ...]) -> object:
+    """``_codecs.encode(text, 'latin1')``: how protocol 2 spells bytes (CPython ``Pickler.save_bytes``)."""
+    if len(arguments) == 2 and isinstance(arguments[0], str) and arguments[1] == "latin1":
+        try:
+            return arguments[0].encode("latin-1")
+        except UnicodeEncodeError:
+            m.bad("bad_text", "bytes spelled with characters outside latin-1")
+    m.unsafe("forbidden_call", "_codecs.encode in another form than for bytes")
+
+
+def _call_bytes(m: _Machine, arguments: tuple[object, ...]) -> object:
+    """``bytes()``: how protocol 2 spells empty bytes."""
+    if arguments:
+        m.unsafe("forbidden_call", "bytes with arguments")
+    return b""
+
+
+def _call_ordered_dict(m: _Machine, arguments: tuple[object, ...]) -> object:
+    """``OrderedDict()``; its items follow as SETITEMS."""
+    if arguments:
+        m.unsafe("forbidden_call", "OrderedDict with arguments")
+    return {}
+
+
+_NDARRAY: Final = _Global(None)
+_GLOBALS: Final[Mapping[tuple[str, str], _Global]] = {
+    ("numpy", "ndarray"): _NDARRAY,
+    ("numpy", "dtype"): _Global(_call_dtype),
+    ("collections", "OrderedDict"): _Global(_call_ordered_dict),
+    ("_codecs", "encode"): _Global(_call_encode),
+    **{
+        (f"numpy.{core}.multiarray", "_reconstruct"): _Global(_call_reconstruct) for core in ("core", "_core")
+    },
+    **{(f"numpy.{core}.multiarray", "scalar"): _Global(_call_scalar) for core in ("core", "_core")},
+    **{(builtins, "tuple"): _Global(_call_tuple) for builtins in ("builtins", "__builtin__")},
+    **{(builtins, "bytes"): _Global(_call_bytes) for builtins in ("builtins", "__builtin__")},
+    **{(builtins, "eval"): _Global(_call_eval) for builtins in ("builtins", "__builtin__")},
+}
+"""Everything a file may name. numpy renamed ``core`` to ``_core`` in 2.0; protocol 2 says ``__builtin__``."""
+
+
+# -------------------------------------------------------------------------------------- the state of an array
+
+
+def _short_bytes(value: object) -> bytes | None:
+    return value.data if isinstance(value, _Blob) else value if isinstance(value, bytes) else None
+
+
+def _check_dtype_state(m: _Machine, code: str, state: object) -> None:
+    """``(3, order, None, None, None, -1, -1, 0)`` (numpy ``dtype.__reduce__``, plain types)."""
+    if not isinstance(state, tuple) or len(state) != 8 or state[0] != 3:
+        m.bad("bad_dtype", f"the state of dtype {code} is not of the known form")
+    order = state[1]
+    if order == ">":
+        m.bad("big_endian", "big-endian numbers")
+    if order != "<" and (order != "|" or _ITEM_BYTES[code] > 1):
+        m.bad("bad_dtype", f"dtype {code} without a byte order")
+    if state[2:] != (None, None, None, -1, -1, 0):
+        m.bad("bad_dtype", f"dtype {code} is not a plain number type")
+
+
+def _array_ref(m: _Machine, state: object) -> ArrayRef:
+    """``(1, shape, dtype, fortran, payload)`` (numpy ``ndarray.__setstate__``)."""
+    if not isinstance(state, tuple) or len(state) != 5 or state[0] != 1:
+        m.bad("bad_array", "the state of an array is not of the known form")
+    _, shape, dtype, fortran, payload = state
+    if not isinstance(dtype, _Dtype) or not dtype.built:
+        m.bad("bad_array", "an array without a dtype")
+    if not isinstance(fortran, bool):
+        m.bad("bad_array", "an array whose Fortran flag is not a flag")
+    if not _is_shape(shape):
+        m.bad("bad_array", "an array whose shape is not a tuple of sizes")
+    byte_offset, nbytes = _payload_range(m, payload)
+    expected = prod(shape) * _ITEM_BYTES[dtype.code]
+    if nbytes != expected:
+        m.bad("size_mismatch", f"an array of {shape} {dtype.code} holds {nbytes} bytes, expected {expected}")
+    return ArrayRef(byte_offset, nbytes, dtype.code, shape, fortran, None)
+
+
+def _is_shape(shape: object) -> bool:
+    if not isinstance(shape, tuple) or len(shape) > _MAX_RANK:
+        return False
+    return all(_is_integer(extent, 0, _MAX_DIMENSION) for extent in shape)
+
+
+def _payload_range(m: _Machine, payload: object) -> tuple[int, int]:
+    if isinstance(payload, _Blob):
+        return payload.byte_offset, payload.nbytes
+    if payload == b"":
+        return m.opcode_offset, 0
+    if isinstance(payload, bytes):
+        _refuse_text_payload(m)
+    m.bad("bad_array", "an array whose payload is not bytes")
+
+
+def _refuse_text_payload(m: _Machine) -> NoReturn:
+    """Protocol 2 stores payloads as UTF-8 text: bytes from 0x80 take two, so no sub-range has an address."""
+    m.bad(
+        "protocol_2_payload",
+        "arrays are stored as text (pickle protocol 2), which cannot be read by ranges; "
+        "load the file with paddle.load and save it again with paddle.save(..., protocol=4)",
+    )
+
+
+# ----------------------------------------------------------------------------------------- from graph to tree
+
+
+class _Level:
+    """One open container of the copy: its source, what is still to come of it, and what is done."""
+
+    __slots__ = ("_keys", "done", "pending", "source")
+
+    def __init__(self, source: dict[object, object] | list[object] | tuple[object, ...]) -> None:
+        self.source = source
+        self._keys = list(source) if isinstance(source, dict) else None
+        self.pending: Iterator[object] = iter(source.values() if isinstance(source, dict) else source)
+        self.done: list[object] = []
+
+    def add(self, m: _Machine, value: object) -> None:
+        if (
+            self._keys is not None
+            and isinstance(value, ArrayRef)
+            and isinstance(self._keys[len(self.done)], int)
+        ):
+            m.bad("bad_key", "an array under an integer key")
+        self.done.append(value)
+
+    def result(self) -> object:
+        if self._keys is not None:
+            return dict(zip(self._keys, self.done, strict=True))
+        return tuple(self.done) if isinstance(self.source, tuple) else self.done
+
+
+def _plain(m: _Machine, root: object, budget: int) -> object:
+    """Copy the graph the opcodes built into plain values, at most ``budget`` of them.
+
+    The graph may share and even contain itself (that is what a memo is for), so its size as a tree has no
+    bound; the copy has one. The stack is explicit: nesting in a file never becomes nesting of calls.
+    """
+    levels = [_Level([root])]
+    while True:
+        level = levels[-1]
+        for value in level.pending:
+            budget -= 1
+            if budget < 0:
+                m.bad("too_many_values", "shared containers make the content many times the size of the file")
+            if isinstance(value, (dict, list, tuple)):
+                if len(levels) > MAX_NESTING:
+                    _refuse_nesting(m, levels)
+                levels.append(_Level(value))
+                break
+            level.add(m, _leaf(m, value))
+        else:
+            levels.pop()
+            if not levels:
+                return level.done[0]
+            levels[-1].add(m, level.result())
+
+
+def _refuse_nesting(m: _Machine, levels: list[_Level]) -> NoReturn:
+    if len({id(level.source) for level in levels}) < len(levels):
+        m.bad("cyclic", "a container contains itself")
+    m.bad("nesting_too_deep", f"containers nested more than {MAX_NESTING} deep")
+
+
+def _leaf(m: _Machine, value: object) -> object:
+    if isinstance(value, _Array):
+        if value.ref is None:
+            m.bad("bad_array", "an array without a state")
+        return value.ref
+    if isinstance(value, _Blob):
+        return _loose_bytes(m, value)
+    if isinstance(value, (_Global, _Dtype)):
+        m.bad("bad_value", "a type stands where a value should be")
+    return value
+
+
+def _loose_bytes(m: _Machine, blob: _Blob) -> bytes:
+    """Read a bytes value that is not the payload of an array."""
+    if blob.data is None:
+        m.count_text(blob.nbytes)
+        blob.data = m.window.read_at(blob.byte_offset, blob.nbytes)
+    return blob.data
+
+
+# ----------------------------------------------------------------------------------------------- split arrays
+
+
+def _rejoined(m: _Machine, root: object) -> object:
+    """Put every split array back under its own key, in the place of its first part."""
+    if not isinstance(root, dict) or BIG_PARAM_INFO not in root:
+        return root
+    table = root[BIG_PARAM_INFO]
+    if not isinstance(table, dict):
+        m.bad("bad_split", f"{BIG_PARAM_INFO} is not a table")
+    owner: dict[str, str] = {}
+    whole: dict[str, SplitArray] = {}
+    for key, entry in table.items():
+        if not isinstance(key, str) or key in root:
+            m.bad("bad_split", f"the split array {_shown(str(key))} is also stored whole")
+        names, shape = _split_entry(m, key, entry)
+        for name in names:
+            if name in owner:
+                m.bad("bad_split", f"{_shown(name)} is a part of two arrays")
+            owner[name] = key
+        whole[key] = _split_array(m, key, [root.get(name) for name in names], shape)
+    out: dict[object, object] = {}
+    for key, value in root.items():
+        if key in owner:
+            out.setdefault(owner[key], whole[owner[key]])
+        elif key != BIG_PARAM_INFO:
+            out[key] = value
+    return out
+
+
+def _split_entry(m: _Machine, key: str, entry: object) -> tuple[list[str], tuple[int, ...]]:
+    """Read ``{"OriginShape": shape, "slices": [part keys]}``."""
+    if isinstance(entry, dict) and set(entry) == {"OriginShape", "slices"}:
+        names, shape = entry["slices"], entry["OriginShape"]
+        if (
+            isinstance(names, list)
+            and names
+            and all(isinstance(name, str) for name in names)
+            and _is_shape(shape)
+        ):
+            return names, shape
+    m.bad("bad_split", f"the entry of the split array {_shown(key)} is not of the known form")
+
+
+def _split_array(m: _Machine, key: str, found: list[object], shape: tuple[int, ...]) -> SplitArray:
+    parts = tuple(part for part in found if isinstance(part, ArrayRef) and len(part.shape) == 1)
+    if len(parts) != len(found) or len({part.dtype for part in parts}) != 1:
+        m.bad(
+            "bad_split", f"the split array {_shown(key)} lacks a part, or its parts are not 1-D of one dtype"
+        )
+    total = sum(part.shape[0] for part in parts)
+    if total != prod(shape):
+        m.bad("bad_split", f"the parts of {_shown(key)} hold {total} elements, {shape} needs {prod(shape)}")
+    return SplitArray(parts, shape)
+
+
+# --------------------------------------------------------------------------------------------------- encoding
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySlot:
+    """A place for an array whose bytes come later."""
+
+    slot: int
+    """The caller's number for it."""
+    dtype: str
+    """numpy code without byte order."""
+    shape: tuple[int, ...]
+    """Extents, in elements; the payload is in C order."""
+    name: str | None
+    """Given: written as the pickle route's (name, array). ``None``: a bare array, as the legacy route."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedFile:
+    """Every byte of a file but the payloads. Literals and slots tile ``[0, size_bytes)``."""
+
+    size_bytes: int
+    """Size of the whole file."""
+    literals: tuple[tuple[int, bytes], ...]
+    """(byte offset, bytes), ascending."""
+    slots: tuple[tuple[int, int, int], ...]
+    """(slot number, byte offset, length in bytes), in file order; little-endian payloads."""
+
+
+def encode_pickle(root: Mapping[str, object]) -> EncodedFile:
+    """Lay out a protocol-4 file that ``paddle.load`` and plain ``pickle.load`` read.
+
+    No frames (they are optional, PEP 3154), and numpy by its old name ``numpy.core``, which numpy 1 and 2
+    both resolve. Dict order is kept.
+
+    Parameters
+    ----------
+    root
+        Nested dict, list, tuple, str, bytes, int, float, bool and None with :class:`ArraySlot` leaves.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``root`` holds something this format, or :func:`parse_pickle`, has no place for.
+    """
+    encoder = _Encoder()
+    encoder.emit(b"\x80\x04")
+    encoder.value(root, 0)
+    encoder.emit(b".")
+    return encoder.finish()
+
+
+_BATCH: Final = 1000
+"""Items per MARK..SETITEMS, as CPython: a reader's stack stays small."""
+
+
+class _Encoder:
+    """Writes opcodes, and leaves out the payloads."""
+
+    __slots__ = ("_literals", "_memo", "_open", "_slots", "_start")
+
+    def __init__(self) -> None:
+        self._literals: list[tuple[int, bytes]] = []
+        self._slots: list[tuple[int, int, int]] = []
+        self._memo: dict[str, bytes] = {}
+        self._start, self._open = 0, bytearray()
+
+    def emit(self, data: bytes) -> None:
+        self._open += data
+
+    def finish(self) -> EncodedFile:
+        self._literals.append((self._start, bytes(self._open)))
+        size_bytes = self._start + len(self._open)
+        return EncodedFile(size_bytes, tuple(self._literals), tuple(self._slots))
+
+    def value(self, value: object, depth: int) -> None:
+        if depth >= MAX_NESTING and isinstance(value, (Mapping, list, tuple)):
+            raise ValueError(f"containers nested more than {MAX_NESTING} deep")
+        if isinstance(value, ArraySlot):
+            self._array(value)
+        elif isinstance(value, Mapping):
+            self._items(b"}", b"u", [(_checked_key(key), item) for key, item in value.items()], depth)
+        elif isinstance(value, list):
+            self._items(b"]", b"e", [(item,) for item in value], depth)
+        elif isinstance(value, tuple):
+            self._tuple(value, depth)
+        else:
+            self.emit(_scalar(value))
+
+    def _items(self, empty: bytes, add: bytes, items: Sequence[tuple[object, ...]], depth: int) -> None:
+        self.emit(empty)
+        for start in range(0, len(items), _BATCH):
+            self.emit(b"(")
+            for item in items[start : start + _BATCH]:
+                for value in item:
+                    self.value(value, depth + 1)
+            self.emit(add)
+
+    def _tuple(self, items: tuple[object, ...], depth: int) -> None:
+        self.emit(b"(" if len(items) > 3 else b"")
+        for item in items:
+            self.value(item, depth + 1)
+        self.emit((b")", b"\x85", b"\x86", b"\x87")[len(items)] if len(items) <= 3 else b"t")
+
+    def _array(self, slot: ArraySlot) -> None:
+        nbytes = _slot_bytes(slot)
+        if slot.name is not None:
+            self._shared("tuple", _stack_global_of("builtins", "tuple"))
+            self.emit(_scalar(slot.name))
+        self._shared("_reconstruct", _stack_global_of("numpy.core.multiarray", "_reconstruct"))
+        self._shared("ndarray", _stack_global_of("numpy", "ndarray"))
+        self.emit(b"K\x00\x85C\x01b\x87R(K\x01")
+        self._tuple(slot.shape, 0)
+        self._dtype(slot.dtype)
+        self.emit(b"\x89")
+        self._payload(slot.slot, nbytes)
+        self.emit(b"tb" if slot.name is None else b"tb\x86\x85R")
+
+    def _dtype(self, code: str) -> None:
+        if code in self._memo:
+            self.emit(self._memo[code])
+            return
+        self._shared("dtype", _stack_global_of("numpy", "dtype"))
+        order = "<" if _ITEM_BYTES[code] > 1 else "|"
+        state = b"(K\x03" + _scalar(order) + b"NNN" + _scalar(-1) * 2 + b"K\x00tb"
+        self._shared(code, _scalar(code) + b"\x89\x88\x87R" + state)
+
+    def _shared(self, key: str, opcodes: bytes) -> None:
+        """Emit a value in full the first time, and a reference to the memo later."""
+        if key not in self._memo:
+            index = len(self._memo)
+            self._memo[key] = b"h" + bytes((index,))
+            opcodes += b"\x94"
+        else:
+            opcodes = self._memo[key]
+        self.emit(opcodes)
+
+    def _payload(self, slot: int, nbytes: int) -> None:
+        small = nbytes < 1 << 32
+        self.emit(b"B" + nbytes.to_bytes(4, "little") if small else b"\x8e" + nbytes.to_bytes(8, "little"))
+        self._literals.append((self._start, bytes(self._open)))
+        byte_offset = self._start + len(self._open)
+        self._slots.append((slot, byte_offset, nbytes))
+        self._start, self._open = byte_offset + nbytes, bytearray()
+
+
+def _checked_key(key: object) -> str | int:
+    if isinstance(key, str) or (type(key) is int and -_MAX_INTEGER_KEY <= key < _MAX_INTEGER_KEY):
+        return key
+    raise TypeError(f"a dict key of type {type(key).__name__} that is neither text nor a small integer")
+
+
+def _slot_bytes(slot: ArraySlot) -> int:
+    if slot.dtype not in _ITEM_BYTES:
+        raise ValueError(f"slot {slot.slot}: dtype {slot.dtype!r} is not a plain number type")
+    if not _is_shape(slot.shape):
+        raise ValueError(f"slot {slot.slot}: {slot.shape!r} is not a shape")
+    return prod(slot.shape) * _ITEM_BYTES[slot.dtype]
+
+
+def _stack_global_of(module: str, name: str) -> bytes:
+    return _scalar(module) + _scalar(name) + b"\x93"
+
+
+def _scalar(value: object) -> bytes:
+    """Opcodes of one plain value."""
+    if value is None:
+        return b"N"
+    if isinstance(value, bool):
+        return b"\x88" if value else b"\x89"
+    if type(value) is int:
+        return _int_opcodes(value)
+    if type(value) is float:
+        return b"G" + struct.pack(">d", value)
+    if type(value) is str:
+        return _sized(value.encode("utf-8"), b"\x8c", b"X")
+    if type(value) is bytes:
+        return _sized(value, b"C", b"B")
+    raise TypeError(f"a value of type {type(value).__name__} has no place in a checkpoint file")
+
+
+def _int_opcodes(value: int) -> bytes:
+    if 0 <= value < 1 << 8:
+        return b"K" + value.to_bytes(1, "little")
+    if 0 <= value < 1 << 16:
+        return b"M" + value.to_bytes(2, "little")
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + value.to_bytes(4, "little", signed=True)
+    width_bytes = value.bit_length() // 8 + 1
+    if width_bytes > 255:
+        raise ValueError("an integer of more than 255 bytes")
+    return b"\x8a" + bytes((width_bytes,)) + value.to_bytes(width_bytes, "little", signed=True)
+
+
+def _sized(data: bytes, short: bytes, long: bytes) -> bytes:
+    if len(data) > MAX_TEXT_BYTES:
+        raise ValueError(f"a text or bytes value of {len(data)} bytes outside an array")
+    if len(data) < 256:
+        return short + bytes((len(data),)) + data
+    return long + len(data).to_bytes(4, "little") + data

@@ -1,0 +1,1 @@
+"""What one worker does: index a file, run one group of a plan."""
