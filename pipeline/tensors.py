@@ -75,6 +75,11 @@ def dtype_of_meta(code: int, where: str) -> DType:
     return _BY_NAME[name]
 
 
+def phi_code(dtype: DType) -> int:
+    """The code of a dtype in the ``model_meta.json`` of Paddle 3.0 and later."""
+    return next(code for code, name in _PHI_CODES.items() if name == dtype.name)
+
+
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """One logical tensor.

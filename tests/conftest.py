@@ -6,6 +6,7 @@ run on the cases that are committed in ``tests/golden/cases``.
 
 import contextlib
 import fcntl
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -88,8 +89,8 @@ def committed_case(name: str) -> Path:
     if (COMMITTED / name).is_dir():
         return COMMITTED / name
     archive = COMMITTED / f"{name}.tar.xz"
-    stamp = archive.stat()
-    target = UNPACKED / "golden" / f"{name}-{stamp.st_size}-{stamp.st_mtime_ns}"
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()[:16]
+    target = UNPACKED / "golden" / f"{name}-{digest}"
     with _one_process_at_a_time():
         if not target.exists():
             target.parent.mkdir(exist_ok=True)

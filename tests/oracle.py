@@ -552,7 +552,7 @@ def _check_tied_embeddings(directory: Path, tensors: Tensors) -> None:
 
 
 def strategy_of(directory: Path) -> str:
-    """Tell how the optimizer state lies in its shards: whole tensors (v1, or one shard) or flat slices (v2)."""
+    """Tell how optimizer state lies in its shards: whole tensors (v1, or one shard) or flat slices (v2)."""
     optimizer = find_files(directory)["optimizer"]
     if degrees_of(optimizer)["shard"] == 1:
         return "none"

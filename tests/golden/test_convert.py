@@ -101,7 +101,7 @@ def test_converted_checkpoint_equals_the_truth(name: str, target: Target, tmp_pa
 
 
 def test_there_and_back_again(tmp_path: Path) -> None:
-    """Two conversions in a row lose nothing either, and the second ends in the structure of the first source."""
+    """Two conversions in a row lose nothing, and the second ends in the structure of the first source."""
     name = "mp2pp2sh2_s1v2_meta_ema"
     source, there, back = case_directory(name) / "checkpoint-3", tmp_path / "there", tmp_path / "back"
     paddle_reshard.convert(source, there, to="sharding=3", sharding_strategy="stage1v1")

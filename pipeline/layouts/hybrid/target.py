@@ -1,0 +1,476 @@
+"""What will every file of a hybrid-parallel checkpoint look like, byte for byte?
+
+From the logical tensors of a source and the target job's choices to whole files: literal bytes, places for
+values, zero padding. Names, order of keys and padding are the real trainer's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from paddle_reshard.pipeline.catalog import File, FragmentRow, Fragments, fragment_rows
+from paddle_reshard.pipeline.errors import PlanError, RuleError, UnsupportedError
+from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.layouts.hybrid.model import (
+    Model,
+    ModelTensor,
+    predict_parameter_names,
+)
+from paddle_reshard.pipeline.layouts.hybrid.names import (
+    ACCUMULATORS,
+    EMA,
+    MODEL_META,
+    MODEL_STATE,
+    OPTIMIZER,
+    accumulator_key,
+    cell_name,
+    master_tensor_name,
+    rank_file_name,
+)
+from paddle_reshard.pipeline.layouts.hybrid.placement import (
+    Piece,
+    TensorCut,
+    flat_pieces,
+    place,
+    whole_piece,
+)
+from paddle_reshard.pipeline.layouts.hybrid.segments import Segmentation, segment
+from paddle_reshard.pipeline.layouts.hybrid.sharding import (
+    FlatSlice,
+    Parameter,
+    stage1_v1_owners,
+    stage1_v2_slices,
+)
+from paddle_reshard.pipeline.layouts.hybrid.source import HybridCheckpoint
+from paddle_reshard.pipeline.tensors import (
+    EMA_MASTER_WEIGHT,
+    EMA_PARAM,
+    MASTER_WEIGHT,
+    PARAM,
+    DType,
+    phi_code,
+)
+from paddle_reshard.pipeline.topology import Topology
+from paddle_reshard.storage.formats.paddle_pickle import (
+    STRUCTURED_NAMES,
+    ArraySlot,
+    encode_pickle,
+)
+
+SIGNAL_PREFIX = "saved_signal_"
+_META_STRATEGY = {"stage1v1": "ShardingV1", "stage1v2": "ShardingV2"}
+
+
+@dataclass(frozen=True, slots=True)
+class HybridTarget:
+    """What the target job decides. Validated by :func:`check_target`."""
+
+    topology: Topology
+    strategy: str
+    sharded_saving: bool = True
+    """Write what the trainer writes with sharded saving on: ``model_meta.json`` under stage 1."""
+    comm_buffer_bytes: int = 256 << 20
+    """Stage 1 v2: a communication buffer is closed once it reaches this size."""
+    comm_overlap: bool = False
+    """Stage 1 v2: the pipeline engine builds the buffers (``sharding_comm_overlap``)."""
+    sort_parameters: bool = True
+    """Stage 1 v1: ``FLAGS_sharding_sort_parameters``."""
+    sequence_parallel: bool = False
+    segmentation: Segmentation | None = None
+    """Which layers go to which stage; ``None``: as both trainers' model classes do."""
+    names: Mapping[str, Mapping[str, str]] | None = None
+    """Cell → structured key → parameter name, taken from a job of the target topology."""
+
+    @property
+    def writes_meta(self) -> bool:
+        """Whether the trainer would write ``model_meta.json``: stage 1 with sharded saving."""
+        return self.sharded_saving and self.strategy in _META_STRATEGY
+
+
+@dataclass(frozen=True)
+class TargetFiles:
+    """Exact layout of new files. ``fragments`` are boxes to fill; their ``file`` indexes ``files``."""
+
+    files: tuple[File, ...]
+    literals: tuple[tuple[int, int, bytes], ...]
+    """``(file, byte offset, bytes)``."""
+    fills: tuple[tuple[int, int, int], ...]
+    """``(file, byte offset, number of zero bytes)``: padding."""
+    fragments: Fragments
+    parameter_names: Mapping[str, Mapping[str, str]]
+    """Cell → structured key → parameter name."""
+
+
+def check_target(target: HybridTarget) -> None:
+    """Refuse what the trainer refuses, with its reason, and what this version does not write.
+
+    Raises
+    ------
+    PlanError, UnsupportedError
+    """
+    topology, strategy = target.topology, target.strategy
+    if topology.ep > 1:
+        raise UnsupportedError(f"ep={topology.ep}: expert parallelism is not written by this version")
+    if strategy in ("stage2", "stage3") and topology.pp > 1:
+        raise PlanError(
+            f"{strategy} with pp={topology.pp}: the trainer refuses sharding stage 2 and 3 with pipeline "
+            "parallelism"
+        )
+    if strategy == "stage3" and topology.tp > 1:
+        raise PlanError(
+            f"stage3 with tp={topology.tp}: the trainer only supports tensor parallelism with sharding "
+            "stage 1 and 2"
+        )
+    if strategy in ("stage2", "stage3"):
+        raise UnsupportedError(f"sharding strategy {strategy} is not written by this version")
+    if strategy == "none" and topology.sharding > 1:
+        raise PlanError(f"sharding={topology.sharding} needs a sharding strategy other than none")
+    if strategy != "none" and topology.sharding == 1:
+        raise PlanError(f"sharding strategy {strategy} needs sharding > 1 in the topology, it is 1")
+    if target.comm_overlap and (strategy != "stage1v2" or topology.pp == 1):
+        raise PlanError("comm_overlap belongs to stage1v2 with pp > 1")
+
+
+def layout_hybrid(checkpoint: HybridCheckpoint, target: HybridTarget) -> TargetFiles:
+    """Lay out all files of the target checkpoint.
+
+    Raises
+    ------
+    PlanError
+        If the model cannot take this topology, or a parameter name is not known.
+    """
+    check_target(target)
+    if target.names is None and checkpoint.names_predicted is not None:
+        raise RuleError(
+            "parameter names",
+            f"{checkpoint.names_predicted}; names of the target cannot be predicted, take them from a job of "
+            "the target topology with --target-meta model_meta.json",
+        )
+    return _Writer(checkpoint, target).layout()
+
+
+@dataclass(slots=True)
+class _Cell:
+    """One (tp, pp) coordinate of the target."""
+
+    tp: int
+    pp: int
+    tensors: list[ModelTensor]
+    names: Mapping[str, str]
+    local_shapes: dict[str, Shape]
+    cuts: dict[str, TensorCut]
+    parameters: list[ModelTensor]
+    """The optimizer's list: trained tensors, each parameter once."""
+    owners: dict[str, int] = field(default_factory=dict)
+    """Stage 1 v1: key → rank."""
+    slices: dict[str, dict[int, FlatSlice]] = field(default_factory=dict)
+    """Stage 1 v2: key → rank → slice."""
+
+    def first_key(self, key: str) -> str:
+        """The key under which the optimizer holds the parameter that ``key`` names."""
+        return next(k for k, name in self.names.items() if name == self.names[key])
+
+
+@dataclass(frozen=True, slots=True)
+class _SlotUse:
+    """What a slot of a file stands for."""
+
+    key: str
+    state: str
+    shape: Shape
+    flat: FlatSlice | None
+
+
+class _Writer:
+    """Builds the files of one target, one after another."""
+
+    def __init__(self, checkpoint: HybridCheckpoint, target: HybridTarget) -> None:
+        self.checkpoint, self.target = checkpoint, target
+        self.model: Model = checkpoint.model
+        self.topology = target.topology
+        self.tensor_index = checkpoint.catalog.index()
+        self.tensors = checkpoint.catalog.tensors
+        self.identity = {t.key: t.tied_to or t.key for t in self.model.tensors}
+        self.by_key = {t.key: t for t in self.model.tensors}
+        self.files: list[File] = []
+        self.literals: list[tuple[int, int, bytes]] = []
+        self.fills: list[tuple[int, int, int]] = []
+        self.rows: list[FragmentRow] = []
+
+    def layout(self) -> TargetFiles:
+        cells = [
+            self._cell(tp, pp, tensors)
+            for pp, tensors in enumerate(self._stages())
+            for tp in range(self.topology.tp)
+        ]
+        for cell in cells:
+            for shard in range(self.topology.sharding):
+                self._rank_files(cell, shard)
+        if self.target.writes_meta:
+            self._literal_file(MODEL_META, _model_meta(self.checkpoint, self.target, cells).encode())
+        for rank in range(self.topology.world_size // self.topology.dp):
+            self._literal_file(f"{SIGNAL_PREFIX}{rank}", b"1")
+        return TargetFiles(
+            tuple(self.files),
+            tuple(self.literals),
+            tuple(self.fills),
+            fragment_rows(self.rows),
+            {cell_name(c.tp, c.pp): c.names for c in cells},
+        )
+
+    # -- which tensors, names and slices
+
+    def _stages(self) -> list[list[ModelTensor]]:
+        """The tensors of every stage, in model order."""
+        items: list[tuple[str, int | None]] = []
+        for tensor in self.model.tensors:
+            item = (tensor.rule.item, tensor.layer)
+            if item not in items:
+                items.append(item)
+        layer_item = self.model.table.layer_item
+        place = segment(
+            [name == layer_item for name, _ in items],
+            self.topology.pp,
+            self.topology.vpp,
+            self.target.segmentation,
+        )
+        self.chunk = {item: chunk for item, (_, chunk) in zip(items, place, strict=True)}
+        stage_of = {item: stage for item, (stage, _) in zip(items, place, strict=True)}
+        stages: list[list[ModelTensor]] = [[] for _ in range(self.topology.pp)]
+        for tensor in self.model.tensors:
+            stages[stage_of[tensor.rule.item, tensor.layer]].append(tensor)
+        return stages
+
+    def _cell(self, tp: int, pp: int, tensors: list[ModelTensor]) -> _Cell:
+        names = self._names(tp, pp, tensors)
+        cuts = {t.key: self.model.cut(t, self.topology.tp) for t in tensors}
+        local = {t.key: cuts[t.key].local_shape(t.key, t.global_shape) for t in tensors}
+        seen: set[str] = set()
+        parameters = []
+        for tensor in tensors:
+            if tensor.trained and names[tensor.key] not in seen:
+                parameters.append(tensor)
+            seen.add(names[tensor.key])
+        cell = _Cell(tp, pp, tensors, names, local, cuts, parameters)
+        degree = self.topology.sharding
+        listed = [
+            Parameter(t.key, prod(local[t.key]), t.dtype, self.chunk[t.rule.item, t.layer]) for t in parameters
+        ]
+        if self.target.strategy == "stage1v1":
+            cell.owners = stage1_v1_owners(listed, degree, self.target.sort_parameters)
+        elif self.target.strategy == "stage1v2":
+            cell.slices = stage1_v2_slices(
+                listed, degree, self.target.comm_buffer_bytes, self.target.comm_overlap
+            )
+        return cell
+
+    def _names(self, tp: int, pp: int, tensors: list[ModelTensor]) -> Mapping[str, str]:
+        if self.target.names is None:
+            return predict_parameter_names(
+                tensors, self.topology.pp, self.topology.tp, self.target.sequence_parallel
+            )
+        where = cell_name(tp, pp)
+        given = self.target.names.get(where, {})
+        keys = [t.key for t in tensors]
+        if set(given) != set(keys):
+            odd = sorted(set(given) ^ set(keys))
+            raise RuleError(
+                odd[0] if odd else where,
+                f"the target's model_meta.json and the segmentation disagree about the cell {where}",
+            )
+        return {key: given[key] for key in keys}
+
+    # -- which files
+
+    def _rank_files(self, cell: _Cell, shard: int) -> None:
+        if self.target.writes_meta:
+            self._model_state(cell, shard, self._held_parameters(cell, shard))
+        elif shard == 0:
+            self._model_state(cell, None, cell.tensors)
+        self._optimizer(cell, shard)
+        if self.checkpoint.has_ema:
+            self._ema(cell, shard)
+
+    def _held_parameters(self, cell: _Cell, shard: int) -> list[ModelTensor]:
+        """What sharded saving leaves in a rank's model_state.
+
+        bf16 parameters with a master weight are left out; of the rest, v1 keeps the owner's, v2 hands the
+        optimizer's list out round robin, and what the optimizer does not know goes to rank 0 (PaddleNLP
+        3.0 ``sharding_io.py:73-106``).
+        """
+        listed = [t.key for t in cell.parameters]
+        held = []
+        for tensor in cell.tensors:
+            if tensor.master and tensor.dtype.name == "bfloat16":
+                continue
+            key = cell.first_key(tensor.key)
+            if key not in listed:
+                owner = 0
+            elif cell.owners:
+                owner = cell.owners[key]
+            else:
+                owner = listed.index(key) % self.topology.sharding
+            if owner == shard:
+                held.append(tensor)
+        return held
+
+    def _name(self, kind: str, cell: _Cell, shard: int | None) -> str:
+        degrees = self.topology
+        return rank_file_name(
+            kind,
+            cell.tp if degrees.tp > 1 else None,
+            cell.pp if degrees.pp > 1 else None,
+            shard if degrees.sharding > 1 else None,
+        )
+
+    def _model_state(self, cell: _Cell, shard: int | None, tensors: Sequence[ModelTensor]) -> None:
+        uses = [_SlotUse(t.key, PARAM, cell.local_shapes[t.key], None) for t in tensors]
+        root: dict[str, object] = {
+            use.key: self._slot(i, use, name=None) for i, use in enumerate(uses)
+        }
+        root[STRUCTURED_NAMES] = {use.key: cell.names[use.key] for use in uses}
+        self._file(self._name(MODEL_STATE, cell, shard), root, cell, uses)
+
+    def _optimizer(self, cell: _Cell, shard: int) -> None:
+        accumulators = [a for a in ACCUMULATORS if any(a in t.accumulators for t in cell.parameters)]
+        with_master = any(t.master for t in self._of_shard(cell, shard))
+        uses: list[_SlotUse] = []
+        root: dict[str, object] = {}
+        for accumulator in accumulators:
+            for tensor in self._of_shard(cell, shard):
+                if accumulator not in tensor.accumulators:
+                    continue
+                key = accumulator_key(cell.names[tensor.key], accumulator, tensor.master)
+                use = self._use(cell, tensor, accumulator, shard)
+                root[key] = self._slot(len(uses), use, name=key if with_master else None)
+                uses.append(use)
+        if with_master:
+            root["master_weights"] = self._master_weights(cell, shard, MASTER_WEIGHT, uses)
+        tensor_keys = [key for key in root if key != "master_weights"]
+        if self.checkpoint.lr_scheduler is not None:
+            root["LR_Scheduler"] = self.checkpoint.lr_scheduler
+        if not with_master:
+            root[STRUCTURED_NAMES] = {key: key for key in tensor_keys}
+        self._file(self._name(OPTIMIZER, cell, shard), root, cell, uses)
+
+    def _ema(self, cell: _Cell, shard: int) -> None:
+        uses: list[_SlotUse] = []
+        masters = self._master_weights(cell, shard, EMA_MASTER_WEIGHT, uses)
+        root: dict[str, object] = {"master_weights": masters}
+        plain = [
+            t
+            for t in self._held_parameters(cell, shard)
+            if (self.identity[t.key], EMA_PARAM) in self.tensor_index
+        ]
+        for tensor in plain:
+            use = _SlotUse(tensor.key, EMA_PARAM, cell.local_shapes[tensor.key], None)
+            root[tensor.key] = self._slot(len(uses), use, name=cell.names[tensor.key] if masters else None)
+            uses.append(use)
+        if not masters:
+            root[STRUCTURED_NAMES] = {t.key: cell.names[t.key] for t in plain}
+        self._file(self._name(EMA, cell, shard), root, cell, uses)
+
+    def _master_weights(
+        self, cell: _Cell, shard: int, state: str, uses: list[_SlotUse]
+    ) -> dict[str, object]:
+        masters: dict[str, object] = {}
+        for tensor in self._of_shard(cell, shard):
+            if not tensor.master:
+                continue
+            use = self._use(cell, tensor, state, shard)
+            name = cell.names[tensor.key]
+            masters[name] = self._slot(len(uses), use, name=master_tensor_name(name))
+            uses.append(use)
+        return masters
+
+    def _of_shard(self, cell: _Cell, shard: int) -> Iterator[ModelTensor]:
+        """Parameters of which the rank's optimizer holds anything, in the optimizer's order."""
+        for tensor in cell.parameters:
+            if cell.owners and cell.owners[tensor.key] != shard:
+                continue
+            if cell.slices and shard not in cell.slices[tensor.key]:
+                continue
+            yield tensor
+
+    def _use(self, cell: _Cell, tensor: ModelTensor, state: str, shard: int) -> _SlotUse:
+        if state in ACCUMULATORS and ACCUMULATORS[state].per_parameter:
+            return _SlotUse(tensor.key, state, (1,), None)
+        flat = cell.slices[tensor.key][shard] if cell.slices else None
+        return _SlotUse(tensor.key, state, cell.local_shapes[tensor.key], flat)
+
+    # -- bytes
+
+    def _dtype(self, use: _SlotUse) -> DType:
+        return self.tensors[self._tensor(use)].dtype
+
+    def _tensor(self, use: _SlotUse) -> int:
+        place = self.tensor_index.get((self.identity[use.key], use.state))
+        if place is None:
+            raise PlanError(f"{use.key} ({use.state}): the target needs it, the source does not have it")
+        return place
+
+    def _slot(self, slot: int, use: _SlotUse, name: str | None) -> ArraySlot:
+        shape = use.shape if use.flat is None else (use.flat.elements,)
+        return ArraySlot(slot, self._dtype(use).code, shape, name)
+
+    def _literal_file(self, path: str, content: bytes) -> None:
+        self.files.append(File(path, len(content)))
+        self.literals.append((len(self.files) - 1, 0, content))
+
+    def _file(self, path: str, root: Mapping[str, object], cell: _Cell, uses: Sequence[_SlotUse]) -> None:
+        encoded = encode_pickle(root)
+        file = len(self.files)
+        self.files.append(File(path, encoded.size_bytes))
+        self.literals.extend((file, offset, content) for offset, content in encoded.literals)
+        for slot, byte_offset, nbytes in encoded.slots:
+            self._fill_slot(file, byte_offset, nbytes, cell, uses[slot])
+
+    def _fill_slot(self, file: int, byte_offset: int, nbytes: int, cell: _Cell, use: _SlotUse) -> None:
+        dtype = self._dtype(use)
+        pieces: list[Piece]
+        if use.flat is None:
+            pieces = [whole_piece(file, byte_offset, dtype, use.shape)]
+        else:
+            pieces = list(flat_pieces(file, byte_offset, dtype, use.shape, use.flat.start, use.flat.stop))
+            real = max(0, min(use.flat.stop, prod(use.shape)) - use.flat.start) * dtype.itemsize
+            if real < nbytes:
+                self.fills.append((file, byte_offset + real, nbytes - real))
+        per_parameter = use.state in ACCUMULATORS and ACCUMULATORS[use.state].per_parameter
+        cut = TensorCut(1, None) if per_parameter else cell.cuts[use.key]
+        self.rows.extend(place(pieces, cut, cell.tp, use.shape, self._tensor(use), dtype, 0))
+
+
+def _model_meta(checkpoint: HybridCheckpoint, target: HybridTarget, cells: Sequence[_Cell]) -> str:
+    """``model_meta.json`` as the convention's trainer writes it."""
+    topology = target.topology
+    former = checkpoint.model.table.convention == "paddleformers"
+    parallel_config = {
+        "pp_degree": topology.pp,
+        "mp_degree": topology.tp,
+        "sharding_degree": topology.sharding,
+        **({"ep_degree": 1, "moe_sharding_degree": 0} if former else {"vpp_degree": 1}),
+    }
+    metas: dict[str, Any] = {}
+    for cell in cells:
+        described = {}
+        for tensor in cell.tensors:
+            distributed = topology.tp > 1 and cell.cuts[tensor.key].dim is not None
+            described[tensor.key] = [
+                list(cell.local_shapes[tensor.key]),
+                phi_code(tensor.dtype),
+                distributed,
+                *([False] if former else []),
+            ]
+        metas[cell_name(cell.tp, cell.pp)] = {
+            "param2rank": {cell.names[key]: rank for key, rank in cell.owners.items()},
+            "structure_name_mapping": dict(cell.names),
+            "param_meta": described,
+            **({"param_meta_keys": ["shape", "dtype", "is_distributed", "no_sync"]} if former else {}),
+            "sharding_strategy": _META_STRATEGY[target.strategy],
+            "enable_overlap": target.comm_overlap,
+        }
+    return json.dumps({"parallel_config": parallel_config, "sharding_metas": metas})
