@@ -1,1 +1,28 @@
 """Convert PaddlePaddle hybrid-parallel training checkpoints to any other topology, bit for bit."""
+
+from paddle_reshard.pipeline.api import (
+    ConversionReport,
+    Inspection,
+    VerifyReport,
+    convert,
+    inspect,
+    plan,
+    verify,
+)
+from paddle_reshard.pipeline.errors import ReshardError
+from paddle_reshard.pipeline.topology import Topology
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConversionReport",
+    "Inspection",
+    "ReshardError",
+    "Topology",
+    "VerifyReport",
+    "__version__",
+    "convert",
+    "inspect",
+    "plan",
+    "verify",
+]

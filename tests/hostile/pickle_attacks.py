@@ -68,21 +68,23 @@ def entry(shape: bytes, *names: str) -> bytes:
 
 def laughs(empty: bytes, mark: bytes, add: bytes, levels: int = 40) -> bytes:
     """Ten-fold sharing, level upon level: 10**levels values in a few hundred bytes."""
-    out = PROTO + empty + b"\x94"
+    out = PROTO + b"(" + empty + b"\x94"
     for level in range(levels):
         out += empty + mark + (b"h" + bytes([level])) * 10 + add + b"\x94"
-    return out + STOP
+    return out + b"t" + STOP
 
 
 def tuple_laughs(levels: int = 40) -> bytes:
-    return PROTO + b")\x94" + b"".join(b"h%c" % i + b"h%c" % i + b"\x86\x94" for i in range(levels)) + STOP
+    pairs = [b"h%c" % level * 2 + b"\x86\x94" for level in range(levels)]
+    return PROTO + b"()\x94" + b"".join(pairs) + b"t" + STOP
 
 
 def dict_laughs(levels: int = 40) -> bytes:
-    out = PROTO + b"}\x94"
-    for i in range(levels):
-        out += b"}(" + text("a") + b"h%c" % i + text("b") + b"h%c" % i + b"u\x94"
-    return out + STOP
+    out = PROTO + b"(}\x94"
+    for level in range(levels):
+        below = b"h%c" % level
+        out += b"}(" + text("a") + below + text("b") + below + b"u\x94"
+    return out + b"t" + STOP
 
 
 def call(module: str, name: str, argument: str = "touch MARKER") -> bytes:
@@ -91,32 +93,65 @@ def call(module: str, name: str, argument: str = "touch MARKER") -> bytes:
 
 def _globals() -> list[Attack]:
     wanted = [
-        ("os", "system"), ("posix", "system"), ("nt", "system"), ("subprocess", "Popen"), ("builtins", "exec"),
-        ("builtins", "getattr"), ("builtins", "__import__"), ("builtins", "compile"), ("__builtin__", "exec"),
-        ("builtins", "open"), ("operator", "attrgetter"), ("operator", "methodcaller"), ("functools", "partial"),
-        ("importlib", "import_module"), ("pickle", "loads"), ("_pickle", "loads"), ("copyreg", "_reconstructor"),
-        ("numpy", "load"), ("numpy", "fromfile"), ("numpy.testing._private.utils", "runstring"),
-        ("numpy", "ndarray.tofile"), ("builtins", "eval.__call__"), ("builtins", "tuple.__class__"),
-        ("numpy.core", "multiarray._reconstruct"), ("numpy.core.multiarray.", "scalar"), ("", "eval"),
-        ("collections", "OrderedDict.__init__.__globals__"), ("paddle", "load"), ("torch", "load"),
+        ("os", "system"),
+        ("posix", "system"),
+        ("nt", "system"),
+        ("subprocess", "Popen"),
+        ("builtins", "exec"),
+        ("builtins", "getattr"),
+        ("builtins", "__import__"),
+        ("builtins", "compile"),
+        ("__builtin__", "exec"),
+        ("builtins", "open"),
+        ("operator", "attrgetter"),
+        ("operator", "methodcaller"),
+        ("functools", "partial"),
+        ("importlib", "import_module"),
+        ("pickle", "loads"),
+        ("_pickle", "loads"),
+        ("copyreg", "_reconstructor"),
+        ("numpy", "load"),
+        ("numpy", "fromfile"),
+        ("numpy.testing._private.utils", "runstring"),
+        ("numpy", "ndarray.tofile"),
+        ("builtins", "eval.__call__"),
+        ("builtins", "tuple.__class__"),
+        ("numpy.core", "multiarray._reconstruct"),
+        ("numpy.core.multiarray.", "scalar"),
+        ("", "eval"),
+        ("collections", "OrderedDict.__init__.__globals__"),
+        ("paddle", "load"),
+        ("torch", "load"),
         ("paddle.distributed.flex_checkpoint.dcp.metadata", "Metadata"),
         ("paddle.distributed.checkpoint.metadata", "LocalTensorIndex"),
-        ("paddle.base.libpaddle", "GeneratorState"), ("BUILTINS", "eval"), ("builtins ", "eval"),
-    ]  # fmt: skip
+        ("paddle.base.libpaddle", "GeneratorState"),
+        ("BUILTINS", "eval"),
+        ("builtins ", "eval"),
+    ]
     found = [Attack(f"REDUCE of {m}.{n}", call(m, n), "forbidden_global") for m, n in wanted]
     stack = PROTO + text("os") + b"\x94" + text("system") + b"\x940" + STOP
     return [
         *found,
         Attack(
             "a global put together from memoised text",
-            PROTO + b"(" + text("system") + b"\x94" + text("os") + b"\x94" + b"tK\x00\x86h\x01h\x00\x93"
-            + text("touch MARKER") + b"\x85R" + STOP,
+            PROTO
+            + b"("
+            + text("system")
+            + b"\x94"
+            + text("os")
+            + b"\x94"
+            + b"tK\x00\x86h\x01h\x00\x93"
+            + text("touch MARKER")
+            + b"\x85R"
+            + STOP,
             "forbidden_global",
         ),
         Attack("a global whose names are numbers", PROTO + b"K\x01K\x02\x93" + STOP, "forbidden_global"),
-        Attack("a global named by an array", PROTO + text("os") + array() + b"\x93" + STOP, "forbidden_global"),
+        Attack(
+            "a global named by an array", PROTO + text("os") + array() + b"\x93" + STOP, "forbidden_global"
+        ),
         Attack("discarding what was called", stack, "forbidden_opcode"),
-    ]  # fmt: skip
+    ]
 
 
 def _calls() -> list[Attack]:
@@ -125,9 +160,19 @@ def _calls() -> list[Attack]:
     forms = {
         "eval of other code": EVAL + text(code) + scope + b"\x86R",
         "eval of other code alone": EVAL + text(code) + b"\x85R",
-        "eval with builtins in its scope": EVAL + text("data") + b"}(" + text("data") + array()
-        + text("__builtins__") + b"}u\x86R",
-        "eval of a scope without an array": EVAL + text("data") + b"}(" + text("data") + text(code) + b"u\x86R",
+        "eval with builtins in its scope": EVAL
+        + text("data")
+        + b"}("
+        + text("data")
+        + array()
+        + text("__builtins__")
+        + b"}u\x86R",
+        "eval of a scope without an array": EVAL
+        + text("data")
+        + b"}("
+        + text("data")
+        + text(code)
+        + b"u\x86R",
         "eval of an array without state": EVAL + text("data") + b"}(" + text("data") + NEW_ARRAY + b"u\x86R",
         "eval with locals": EVAL + text("data") + scope + b"}\x87R",
         "eval of a whole other scope": EVAL + text("x") + b"}(" + text("x") + array() + b"u\x86R",
@@ -144,17 +189,22 @@ def _calls() -> list[Attack]:
         "tuple with two arguments": TENSOR + b"))\x86R",
         "bytes of a huge count": named("builtins", "bytes") + b"J\xff\xff\xff\x7f\x85R",
         "OrderedDict with arguments": named("collections", "OrderedDict") + b"]\x85R",
-        "encode with a code that runs": named("_codecs", "encode") + text("x") + text("zlib_codec") + b"\x86R",
+        "encode with a code that runs": named("_codecs", "encode")
+        + text("x")
+        + text("zlib_codec")
+        + b"\x86R",
         "encode without a code": named("_codecs", "encode") + text("x") + b"\x85R",
         "_reconstruct of another class": RECONSTRUCT + DTYPE + b"K\x00\x85C\x01b\x87R",
-        "_reconstruct of another shape": RECONSTRUCT + named("numpy", "ndarray") + b"J\xff\xff\xff\x7f\x85C\x01b\x87R",
+        "_reconstruct of another shape": RECONSTRUCT
+        + named("numpy", "ndarray")
+        + b"J\xff\xff\xff\x7f\x85C\x01b\x87R",
         "_reconstruct of objects": RECONSTRUCT + named("numpy", "ndarray") + b"K\x00\x85C\x01O\x87R",
         "dtype with a third meaning": DTYPE + text("f4") + b"\x88\x88\x87R",
         "dtype of a dict": DTYPE + b"}\x89\x88\x87R",
         "scalar of no dtype": SCALAR + text("f4") + b"C\x04abcd\x86R",
         "scalar of a dtype without state": SCALAR + DTYPE + text("f4") + b"\x89\x88\x87RC\x04abcd\x86R",
         "an instance of a class": TENSOR + b")\x81",
-    }  # fmt: skip
+    }
     found = [Attack(idea, PROTO + data + STOP, "forbidden_call") for idea, data in forms.items()]
     states = {
         "state for a dict": b"}}b",
@@ -185,7 +235,10 @@ def _lengths() -> list[Attack]:
         "one element too many": (array(b"K\x03\x85"), "size_mismatch"),
         "one element too few": (array(b"K\x01\x85"), "size_mismatch"),
         "2**32 x 2**32, zero in 64 bits": (array(wrapped, b""), "size_mismatch"),
-        "2**62 elements of 4 bytes, zero in 64 bits": (array(b"\x8a\x08" + b"\x00" * 7 + b"\x40\x85", b""), "size_mismatch"),
+        "2**62 elements of 4 bytes, zero in 64 bits": (
+            array(b"\x8a\x08" + b"\x00" * 7 + b"\x40\x85", b""),
+            "size_mismatch",
+        ),
         "two negative extents": (array(b"J\xff\xff\xff\xffJ\xfe\xff\xff\xff\x86"), "bad_array"),
         "a negative extent and none": (array(b"J\xff\xff\xff\xffK\x00\x86", b""), "bad_array"),
         "an extent past 2**63": (array(b"\x8a\x09" + b"\x00" * 8 + b"\x01K\x00\x86", b""), "bad_array"),
@@ -203,22 +256,34 @@ def _lengths() -> list[Attack]:
         "big-endian numbers": (array(kind=dtype("f4", ">")), "big_endian"),
         "numbers without an order": (array(kind=dtype("f4", "|")), "bad_dtype"),
         "native order": (array(kind=dtype("f4", "=")), "bad_dtype"),
-        "a dtype with fields": (array(kind=dtype(rest=b"N(" + text("a") + b"t}J\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00")), "bad_dtype"),
-        "a dtype with flags": (array(kind=dtype(rest=b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x3f")), "bad_dtype"),
+        "a dtype with fields": (
+            array(kind=dtype(rest=b"N(" + text("a") + b"t}J\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00")),
+            "bad_dtype",
+        ),
+        "a dtype with flags": (
+            array(kind=dtype(rest=b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x3f")),
+            "bad_dtype",
+        ),
         "a dtype with a short state": (array(kind=dtype(rest=b"")), "bad_dtype"),
         "a dtype without state": (array(kind=DTYPE + text("f4") + b"\x89\x88\x87R"), "bad_array"),
         "no dtype": (array(kind=text("f4")), "bad_array"),
         "an array without state": (NEW_ARRAY, "bad_array"),
         "an array with a short state": (NEW_ARRAY + b"(K\x01tb", "bad_array"),
         "a list as state": (NEW_ARRAY + b"]b", "bad_array"),
-        "text for a payload": (NEW_ARRAY + b"(K\x01K\x01\x85" + dtype() + b"\x89" + text("abcd") + b"tb", "bad_array"),
+        "text for a payload": (
+            NEW_ARRAY + b"(K\x01K\x01\x85" + dtype() + b"\x89" + text("abcd") + b"tb",
+            "bad_array",
+        ),
         "a list for a payload": (NEW_ARRAY + b"(K\x01K\x01\x85" + dtype() + b"\x89]tb", "bad_array"),
         "a number with a short payload": (SCALAR + dtype("f8") + b"C\x04abcd\x86R", "size_mismatch"),
-        "a number whose payload is long": (SCALAR + dtype("f8") + payload(b"a" * 100) + b"\x86R", "size_mismatch"),
+        "a number whose payload is long": (
+            SCALAR + dtype("f8") + payload(b"a" * 100) + b"\x86R",
+            "size_mismatch",
+        ),
         "a number whose payload is text": (SCALAR + dtype("f4") + text("abcd") + b"\x86R", "size_mismatch"),
         "a type for a value": (DTYPE, "bad_value"),
         "a dtype for a value": (dtype(), "bad_value"),
-    }  # fmt: skip
+    }
     return found + [
         Attack(idea, file_of(text("w") + data), reason) for idea, (data, reason) in shapes.items()
     ]
@@ -230,32 +295,48 @@ def _sizes() -> list[Attack]:
         Attack("a billion laughs, lists", laughs(b"]", b"(", b"e"), "too_many_values"),
         Attack("a billion laughs, tuples", tuple_laughs(), "too_many_values"),
         Attack("a billion laughs, dicts", dict_laughs(), "too_many_values"),
-        Attack("one long list a thousand times",
-               PROTO + b"](" + b"K\x01" * 70000 + b"e\x94](" + b"h\x00" * 1000 + b"e" + STOP, "too_many_values"),
+        Attack(
+            "one long list a thousand times",
+            PROTO + b"(](" + b"K\x01" * 70000 + b"e\x94](" + b"h\x00" * 1000 + b"et" + STOP,
+            "too_many_values",
+        ),
         Attack("lists 100,000 deep", PROTO + b"]" * deep + b"a" * (deep - 1) + STOP, "nesting_too_deep"),
         Attack("tuples 100,000 deep", PROTO + b")" + b"\x85" * deep + STOP, "nesting_too_deep"),
-        Attack("dicts 100,000 deep", PROTO + b"}K\x01" * deep + b"N" + b"s" * deep + STOP, "nesting_too_deep"),
+        Attack(
+            "dicts 100,000 deep", PROTO + b"}K\x01" * deep + b"N" + b"s" * deep + STOP, "nesting_too_deep"
+        ),
         Attack("a deep tuple as a dict key", PROTO + b"})" + b"\x85" * deep + b"Ns" + STOP, "bad_key"),
-        Attack("a deep tuple as call arguments",
-               PROTO + RECONSTRUCT + b")" + b"\x85" * deep + b"R" + STOP, "forbidden_call"),
+        Attack(
+            "a deep tuple as call arguments",
+            PROTO + RECONSTRUCT + b")" + b"\x85" * deep + b"R" + STOP,
+            "forbidden_call",
+        ),
         Attack("a deep tuple for a shape", file_of(text("w") + array(b")" + b"\x85" * deep)), "bad_array"),
         Attack("100,000 marks", PROTO + b"(" * deep + b"N" + STOP, "stack_leftover"),
         Attack("a list in itself", PROTO + b"]\x94h\x00a" + STOP, "cyclic"),
         Attack("a dict in itself", PROTO + b"}\x94" + text("a") + b"h\x00s" + STOP, "cyclic"),
-        Attack("a tuple in itself, by a list", PROTO + b"]\x94h\x00\x85\x94h\x01a" + STOP, "cyclic"),
+        Attack("a tuple in itself, by a list", PROTO + b"]\x94h\x00\x85a" + STOP, "cyclic"),
         Attack("text of 64 KiB and one byte", PROTO + text("a" * 65537) + STOP, "value_too_long"),
         Attack("bytes of 64 KiB and one byte", PROTO + payload(b"a" * 65537) + STOP, "value_too_long"),
         Attack("a global with a long name", PROTO + b"c" + b"a" * 10**6 + b"\n\n" + STOP, "value_too_long"),
-    ]  # fmt: skip
+    ]
 
 
 def _keys() -> list[Attack]:
     one, two = text("w") + array(), text("w") + array(b"K\x01\x85", b"\x00" * 4)
     ordered = named("collections", "OrderedDict") + b")R"
     keys = {
-        "None": b"N", "True": b"\x88", "a float": b"G" + b"\x00" * 8, "a tuple": b")", "a list": b"]", "a dict": b"}",
-        "bytes": b"C\x01w", "an array": array(), "a type": DTYPE, "an integer of 255 bytes": b"\x8a\xff" + b"\x01" * 255,
-    }  # fmt: skip
+        "None": b"N",
+        "True": b"\x88",
+        "a float": b"G" + b"\x00" * 8,
+        "a tuple": b")",
+        "a list": b"]",
+        "a dict": b"}",
+        "bytes": b"C\x01w",
+        "an array": array(),
+        "a type": DTYPE,
+        "an integer of 255 bytes": b"\x8a\xff" + b"\x01" * 255,
+    }
     return [
         Attack("one key twice in one batch", file_of(one, two), "duplicate_key"),
         Attack(
@@ -311,12 +392,15 @@ def _streams() -> list[Attack]:
         Attack("text that is not UTF-8", PROTO + b"X\x02\x00\x00\x00\xff\xfe.", "bad_text"),
         Attack("half a surrogate pair", PROTO + text("\ud800") + b".", "bad_text"),
         Attack("a global that is not UTF-8", PROTO + b"c\xff\n\xff\n.", "bad_text"),
-        Attack("bytes that are not latin-1", PROTO + named("_codecs", "encode") + text("\u20ac")
-               + text("latin1") + b"\x86R.", "bad_text"),
+        Attack(
+            "bytes that are not latin-1",
+            PROTO + named("_codecs", "encode") + text("\u20ac") + text("latin1") + b"\x86R.",
+            "bad_text",
+        ),
         Attack("a payload stored as text", b"\x80\x02" + text_array + b".", "protocol_2_payload"),
         Attack("a payload stored as text in protocol 4", PROTO + text_array + b".", "protocol_2_payload"),
         Attack("a long payload stored as text", b"\x80\x02" + long_text + b".", "protocol_2_payload"),
-    ]  # fmt: skip
+    ]
 
 
 def _splits() -> list[Attack]:
@@ -325,10 +409,21 @@ def _splits() -> list[Attack]:
     other = text("w@@.1") + array(kind=dtype("i4"))
     square = text("w@@.1") + array(b"K\x01K\x02\x86")
     both = entry(b"K\x04\x85", "w@@.0", "w@@.1")
-    twice = b"}(" + b"".join(
-        text(k) + b"}(" + text("OriginShape") + b"K\x02\x85" + text("slices") + b"](" + text("w@@.0") + b"euu"[:2]
-        for k in "ab"
-    ) + b"u"  # fmt: skip
+    twice = (
+        b"}("
+        + b"".join(
+            text(k)
+            + b"}("
+            + text("OriginShape")
+            + b"K\x02\x85"
+            + text("slices")
+            + b"]("
+            + text("w@@.0")
+            + b"euu"[:2]
+            for k in "ab"
+        )
+        + b"u"
+    )
     cases = {
         "a part that is not there": split(both, half),
         "a part of another dtype": split(both, half, other),

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pickle_attacks import ATTACKS, PROTO, STOP, array, call, file_of, named, payload, text
 
 from paddle_reshard.pipeline.errors import FormatError, UnsafePickleError
+from paddle_reshard.storage.formats import paddle_pickle
 from paddle_reshard.storage.formats.paddle_pickle import (
     READ_AHEAD_BYTES,
     ArrayRef,
@@ -195,6 +196,22 @@ def test_nesting_up_to_the_limit_is_read():
         value = [value]
     assert parse(pickle.dumps(value, 4)).root == value
     assert refusal(pickle.dumps([value], 4)).reason == "nesting_too_deep"
+
+
+def test_the_number_of_opcodes_is_bounded(monkeypatch):
+    data = PROTO + b"(" + b"N" * 100 + b"t" + STOP
+    monkeypatch.setattr(paddle_pickle, "MAX_OPCODES", 103)
+    assert refusal(data) is None
+    monkeypatch.setattr(paddle_pickle, "MAX_OPCODES", 102)
+    assert refusal(data).reason == "too_many_opcodes"
+
+
+def test_the_amount_of_text_is_bounded(monkeypatch):
+    data = PROTO + b"(" + text("a" * 50) * 2 + payload(b"b" * 100) + b"t" + STOP
+    monkeypatch.setattr(paddle_pickle, "MAX_TOTAL_TEXT_BYTES", 200)
+    assert refusal(data) is None
+    monkeypatch.setattr(paddle_pickle, "MAX_TOTAL_TEXT_BYTES", 199)
+    assert refusal(data).reason == "too_much_text"
 
 
 def test_colliding_integer_keys_do_not_slow_the_parser_down():

@@ -6,69 +6,81 @@ that a model family is made of: embedding, decoder layers, norm, head.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from paddle_reshard.pipeline.errors import PlanError
+from paddle_reshard.pipeline.layouts.rules import Item
 
 Segmentation = str | tuple[int, ...]
-"""``"layer"`` (decoder layers evenly), ``"uniform"`` (all items evenly), or the first item of every part."""
+"""``"uniform"`` (all items evenly), ``"layer:Regex"`` (items whose class matches, evenly), or the number of
+the first item of every part."""
+
+DEFAULT = "layer:DecoderLayer"
 
 
 def segment(
-    is_layer: Sequence[bool], pp: int, vpp: int, segmentation: Segmentation | None
+    items: Sequence[Item], pp: int, vpp: int, segmentation: Segmentation | None
 ) -> list[tuple[int, int]]:
     """For every item its ``(stage, chunk)``.
 
     Without a ``segmentation`` the choice of both trainers' model classes: by decoder layers if their number
-    divides, else uniform.
+    divides by ``pp``, else uniform.
 
     Raises
     ------
     PlanError
         With the trainer's own reason, where the trainer refuses too.
     """
-    layers = sum(is_layer)
-    if pp > len(is_layer):
-        raise PlanError(f"pp={pp} is more than the {len(is_layer)} pipeline items of this model")
+    if pp > len(items):
+        raise PlanError(f"pp={pp} is more than the {len(items)} pipeline items of this model")
     if vpp > 1 and pp <= 2:
-        raise PlanError(
-            f"vpp={vpp} with pp={pp}: Paddle's interleaved pipeline asserts pp > 2 (virtual stages need it)"
-        )
+        raise PlanError(f"vpp={vpp} with pp={pp}: Paddle's interleaved pipeline asserts pp > 2")
     if segmentation is None:
-        segmentation = "layer" if layers % (pp * vpp) == 0 or vpp > 1 else "uniform"
-    starts = _starts(is_layer, pp, vpp, segmentation)
-    part_of = [max(p for p, start in enumerate(starts) if start <= item) for item in range(len(is_layer))]
+        layers = sum(item.repeated for item in items)
+        segmentation = DEFAULT if layers % pp == 0 else "uniform"
+    starts = _starts(items, pp, vpp, segmentation)
+    part_of = [max(p for p, start in enumerate(starts) if start <= i) for i in range(len(items))]
     if len(set(part_of)) < pp * vpp:
         raise PlanError(f"segmentation {segmentation!r} leaves a pipeline part without any layer")
     return [(part % pp, part // pp) for part in part_of]
 
 
-def _starts(is_layer: Sequence[bool], pp: int, vpp: int, segmentation: Segmentation) -> list[int]:
+def _starts(items: Sequence[Item], pp: int, vpp: int, segmentation: Segmentation) -> list[int]:
     if isinstance(segmentation, tuple):
-        if len(segmentation) != pp * vpp or segmentation[0] != 0 or list(segmentation) != sorted(segmentation):
+        ascending = segmentation[:1] == (0,) and list(segmentation) == sorted(set(segmentation))
+        if len(segmentation) != pp * vpp or not ascending or segmentation[-1] >= len(items):
             raise PlanError(
-                f"segmentation {list(segmentation)} must be {pp * vpp} ascending item numbers beginning with 0"
+                f"segmentation {list(segmentation)} must be {pp * vpp} ascending item numbers (pp × vpp) from 0, "
+                f"below {len(items)}"
             )
         return list(segmentation)
-    if segmentation == "layer":
-        return _by_layers(is_layer, pp * vpp)
+    if segmentation.startswith("layer:"):
+        return _by_layers(items, pp * vpp, segmentation)
+    if segmentation != "uniform":
+        raise PlanError(f"segmentation {segmentation!r} is not 'uniform', 'layer:Regex' or a list of numbers")
     if vpp > 1:
-        raise PlanError(f"vpp={vpp} needs a segmentation by layers or an explicit list, not {segmentation!r}")
-    return _uniform(len(is_layer), pp)
+        raise PlanError(f"vpp={vpp} needs a segmentation by layers or a list: 'uniform' makes pp parts only")
+    return _uniform(len(items), pp)
 
 
-def _by_layers(is_layer: Sequence[bool], parts: int) -> list[int]:
-    layers = sum(is_layer)
-    if layers % parts:
+def _by_layers(items: Sequence[Item], parts: int, segmentation: str) -> list[int]:
+    pattern = re.compile(segmentation.partition(":")[2], re.IGNORECASE)
+    counts = [pattern.search(item.layer_class) is not None for item in items]
+    total = sum(counts)
+    if total == 0:
+        classes = sorted({item.layer_class for item in items})
+        raise PlanError(f"segmentation {segmentation!r} matches none of {', '.join(classes)}")
+    if total % parts:
         raise PlanError(
-            f"{layers} decoder layers do not divide into {parts} pipeline parts (pp × vpp); "
-            f"use segmentation 'uniform' or an explicit list"
+            f"{total} layers do not divide into {parts} pipeline parts (pp × vpp): Paddle's segmentation "
+            f"{segmentation!r} asserts that they do"
         )
     starts, seen = [0], 0
-    for item, counts in enumerate(is_layer):
-        seen += counts
-        if counts and seen % (layers // parts) == 0 and len(starts) < parts:
-            starts.append(item + 1)
+    for i, counted in enumerate(counts):
+        seen += counted
+        if counted and seen % (total // parts) == 0 and len(starts) < parts:
+            starts.append(i + 1)
     return starts
 
 

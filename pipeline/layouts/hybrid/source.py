@@ -173,7 +173,7 @@ def _read_model(ranks: Ranks, table: RuleTable, config: Mapping[str, Any]) -> Mo
             known = found.setdefault(key, tensor)
             order.setdefault(key, len(order))
             _check_agreement(known, tensor, cell)
-    items = {item: place for place, item in enumerate(table.items)}
+    items = {item.name: place for place, item in enumerate(table.items)}
     ordered = sorted(
         found.values(),
         key=lambda t: (items[t.rule.item], -1 if t.layer is None else t.layer, order[t.key]),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -153,6 +153,19 @@ def layout_hybrid(checkpoint: HybridCheckpoint, target: HybridTarget) -> TargetF
     return _Writer(checkpoint, target).layout()
 
 
+def add_literal_files(target: TargetFiles, files: Sequence[tuple[str, bytes]]) -> TargetFiles:
+    """The same target with more files whose bytes are known."""
+    first = len(target.files)
+    return replace(
+        target,
+        files=(*target.files, *(File(path, len(content)) for path, content in files)),
+        literals=(
+            *target.literals,
+            *((first + i, 0, content) for i, (_, content) in enumerate(files) if content),
+        ),
+    )
+
+
 @dataclass(slots=True)
 class _Cell:
     """One (tp, pp) coordinate of the target."""
@@ -231,9 +244,9 @@ class _Writer:
             item = (tensor.rule.item, tensor.layer)
             if item not in items:
                 items.append(item)
-        layer_item = self.model.table.layer_item
+        described = {item.name: item for item in self.model.table.items}
         place = segment(
-            [name == layer_item for name, _ in items],
+            [described[name] for name, _ in items],
             self.topology.pp,
             self.topology.vpp,
             self.target.segmentation,

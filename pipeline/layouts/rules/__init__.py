@@ -77,14 +77,23 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
+class Item:
+    """One kind of pipeline item. ``layer_class`` is its class, by which a segmentation may choose it."""
+
+    name: str
+    layer_class: str
+    repeated: bool = False
+    """Whether it is the decoder layer, of which there are many."""
+
+
+@dataclass(frozen=True, slots=True)
 class RuleTable:
     """All rows of a model family as one library spells it. ``items`` are in pipeline order."""
 
     family: str
     convention: str
     model_types: tuple[str, ...]
-    items: tuple[str, ...]
-    layer_item: str
+    items: tuple[Item, ...]
     rules: tuple[Rule, ...]
 
     def find(self, key: str, config: Config) -> tuple[Rule, int | None]:
@@ -157,8 +166,7 @@ def parse_rule_table(text: str, where: str) -> RuleTable:
             family=data.pop("family"),
             convention=data.pop("convention"),
             model_types=tuple(data.pop("model_types")),
-            items=tuple(data.pop("items")),
-            layer_item=data.pop("layer_item"),
+            items=tuple(Item(**item) for item in data.pop("items")),
             rules=rules,
         )
     except (ValueError, TypeError, AttributeError) as error:
@@ -167,9 +175,10 @@ def parse_rule_table(text: str, where: str) -> RuleTable:
         raise UsageError(f"{where}: the rule table lacks {error}") from error
     if data:
         raise UsageError(f"{where}: unknown fields in the rule table: {', '.join(sorted(data))}")
-    unknown = {rule.item for rule in table.rules} - set(table.items)
-    if unknown or table.layer_item not in table.items:
-        raise UsageError(f"{where}: items {sorted(unknown | {table.layer_item})} are not all in 'items'")
+    if unknown := {rule.item for rule in table.rules} - {item.name for item in table.items}:
+        raise UsageError(f"{where}: rules name the items {sorted(unknown)}, which are not in 'items'")
+    if sum(item.repeated for item in table.items) != 1:
+        raise UsageError(f"{where}: exactly one of 'items' must be the repeated decoder layer")
     return table
 
 

@@ -1,0 +1,304 @@
+"""The Python API: what the command line does, as functions with typed results."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paddle_reshard.pipeline.compare import Difference, plan_comparison
+from paddle_reshard.pipeline.errors import UnsupportedError, UsageError
+from paddle_reshard.pipeline.layouts.hybrid.model import ModelTensor
+from paddle_reshard.pipeline.layouts.hybrid.source import HybridCheckpoint
+from paddle_reshard.pipeline.options import parse_memory
+from paddle_reshard.pipeline.planning.work import plan_work
+from paddle_reshard.pipeline.topology import Topology
+from paddle_reshard.pipeline.workflow import (
+    ConversionPlan,
+    MoveReport,
+    Observer,
+    ignore_events,
+    index_checkpoint,
+    load_layout,
+    load_tables,
+    load_target_names,
+    plan_checkpoint,
+    run_conversion,
+)
+from paddle_reshard.storage.local import LocalSource, check_free
+from paddle_reshard.tasks.run_group import compare_group
+
+PathLike = str | os.PathLike[str]
+DEFAULT_MEMORY = "1GiB"
+
+
+@dataclass(frozen=True, slots=True)
+class StateSummary:
+    """All tensors of one state together."""
+
+    state: str
+    tensors: int
+    elements: int
+    dtypes: tuple[str, ...]
+    implied: int
+    """How many no file holds because they are the cast of their master weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What a checkpoint is."""
+
+    path: str
+    format: str
+    convention: str
+    family: str
+    topology: Topology
+    sharding_strategy: str
+    comm_overlap: bool
+    sequence_parallel: bool | None
+    has_ema: bool
+    states: tuple[StateSummary, ...]
+    tensors: tuple[ModelTensor, ...]
+    tensor_files: int
+    tensor_bytes: int
+    other_files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionReport:
+    """What a conversion made."""
+
+    source: str
+    target: str
+    plan: ConversionPlan
+    moved: MoveReport
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What a comparison found."""
+
+    tensors: int
+    compared_elements: int
+    read_bytes: int
+    differences: tuple[Difference, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether the logical content is the same."""
+        return not self.differences
+
+
+def inspect(source: PathLike, *, rules: PathLike | None = None) -> Inspection:
+    """Say what a checkpoint is, from its metadata alone.
+
+    Raises
+    ------
+    CheckpointError, PlanError
+        If it is not one whole, consistent checkpoint that the rules cover.
+    """
+    with LocalSource(_local(source)) as store:
+        checkpoint = index_checkpoint(store, load_tables(_path(rules)))
+        sizes = store.sizes()
+    files = {file.path: file.size_bytes for file in checkpoint.catalog.files}
+    return Inspection(
+        path=os.fspath(source),
+        format="hybrid" if checkpoint.with_meta else "hybrid-plain",
+        convention=checkpoint.model.table.convention,
+        family=checkpoint.model.table.family,
+        topology=checkpoint.topology,
+        sharding_strategy=checkpoint.strategy,
+        comm_overlap=checkpoint.comm_overlap,
+        sequence_parallel=checkpoint.sequence_parallel,
+        has_ema=checkpoint.has_ema,
+        states=tuple(_summaries(checkpoint)),
+        tensors=checkpoint.model.tensors,
+        tensor_files=len(files),
+        tensor_bytes=sum(files.values()),
+        other_files=tuple(sorted(sizes.keys() - files.keys())),
+    )
+
+
+def _summaries(checkpoint: HybridCheckpoint) -> list[StateSummary]:
+    catalog = checkpoint.catalog
+    states = dict.fromkeys(tensor.state for tensor in catalog.tensors)
+    summaries = []
+    for state in states:
+        members = [(i, t) for i, t in enumerate(catalog.tensors) if t.state == state]
+        summaries.append(
+            StateSummary(
+                state=state,
+                tensors=len(members),
+                elements=sum(t.elements for _, t in members),
+                dtypes=tuple(sorted({t.dtype.name for _, t in members})),
+                implied=sum(i in catalog.implied for i, _ in members),
+            )
+        )
+    return summaries
+
+
+def plan(
+    source: PathLike,
+    target: PathLike,
+    *,
+    to: str | Topology,
+    sharding_strategy: str | None = None,
+    format: str = "hybrid",
+    memory: str = DEFAULT_MEMORY,
+    rules: PathLike | None = None,
+    layout: PathLike | Mapping[str, Any] | None = None,
+    target_meta: PathLike | None = None,
+    overwrite: bool = False,
+) -> ConversionPlan:
+    """Plan a conversion: the exact layout of the target, groups and their peaks. Nothing is moved.
+
+    Parameters
+    ----------
+    to
+        Topology of the target, ``"tp=2,pp=2,sharding=2"``.
+    sharding_strategy
+        ``none``, ``stage1v1`` or ``stage1v2``; default ``stage1v1`` where sharding > 1.
+    format
+        ``hybrid`` writes ``model_meta.json`` where the trainer does, ``hybrid-plain`` never.
+    memory
+        Budget of each worker, ``"1GiB"``.
+    rules
+        A rule table for the model family, instead of those that come with the package.
+    layout
+        What the target job decides and no topology says: a mapping, or a JSON file.
+    target_meta
+        ``model_meta.json`` of a job of the target topology, to take parameter names from.
+
+    Raises
+    ------
+    ReshardError
+        If the source is not whole, or cannot become what is asked.
+    """
+    with LocalSource(_local(source)) as store:
+        check_free(_local(target), overwrite)
+        return _plan(store, to, sharding_strategy, format, memory, rules, layout, target_meta)
+
+
+def _plan(
+    store: LocalSource,
+    to: str | Topology,
+    sharding_strategy: str | None,
+    format_name: str,
+    memory: str,
+    rules: PathLike | None,
+    layout: PathLike | Mapping[str, Any] | None,
+    target_meta: PathLike | None,
+) -> ConversionPlan:
+    topology = to if isinstance(to, Topology) else Topology.parse(to)
+    budget_bytes = parse_memory(memory)
+    options = load_layout(layout if isinstance(layout, Mapping) else _path(layout))
+    names = load_target_names(_path(target_meta))
+    checkpoint = index_checkpoint(store, load_tables(_path(rules)))
+    return plan_checkpoint(
+        store, checkpoint, topology, sharding_strategy, format_name, options, names, budget_bytes
+    )
+
+
+def convert(
+    source: PathLike,
+    target: PathLike,
+    *,
+    to: str | Topology,
+    sharding_strategy: str | None = None,
+    format: str = "hybrid",
+    memory: str = DEFAULT_MEMORY,
+    rules: PathLike | None = None,
+    layout: PathLike | Mapping[str, Any] | None = None,
+    target_meta: PathLike | None = None,
+    overwrite: bool = False,
+    cluster: str = "inline",
+    workers: int | None = None,
+    observe: Observer = ignore_events,
+) -> ConversionReport:
+    """Convert a checkpoint; afterwards the target is there, whole, or nothing has changed.
+
+    The parameters are those of :func:`plan`; ``observe`` is told what happens as event values.
+
+    Raises
+    ------
+    ReshardError
+        If the conversion is refused, or the source turns out to contradict itself while it is read.
+    """
+    if cluster != "inline":
+        raise UnsupportedError(f"cluster {cluster!r}: this version runs inline, in this process")
+    if workers not in (None, 1):
+        raise UsageError(f"cluster inline has one worker, not {workers}")
+    with LocalSource(_local(source)) as store:
+        check_free(_local(target), overwrite)
+        conversion = _plan(store, to, sharding_strategy, format, memory, rules, layout, target_meta)
+        moved = run_conversion(store, conversion, _local(target), overwrite, observe)
+    return ConversionReport(os.fspath(source), os.fspath(target), conversion, moved)
+
+
+def verify(
+    a: PathLike,
+    b: PathLike,
+    *,
+    states: Sequence[str] | None = None,
+    subset: bool = False,
+    memory: str = DEFAULT_MEMORY,
+    rules: PathLike | None = None,
+) -> VerifyReport:
+    """Compare the logical content of two checkpoints of any topologies, bit for bit.
+
+    An implied parameter is the cast of its master weight; padding is not content; aliases are one tensor. A
+    state that only one side has is a difference, unless ``states`` leaves it out, or ``subset`` allows that
+    ``b`` has less.
+    """
+    with ExitStack() as stack:
+        stores = [stack.enter_context(LocalSource(_local(side))) for side in (a, b)]
+        tables = load_tables(_path(rules))
+        one, two = (index_checkpoint(store, tables) for store in stores)
+        known = {t.state for t in (*one.catalog.tensors, *two.catalog.tensors)}
+        if unknown := set(states or ()) - known:
+            raise UsageError(f"neither checkpoint has the state {sorted(unknown)[0]!r}; known: {', '.join(sorted(known))}")
+        comparison = plan_comparison(
+            one.catalog, two.catalog, None if states is None else set(states), subset, parse_memory(memory)
+        )
+        differences = list(comparison.differences)
+        if states is None and not subset and one.lr_scheduler != two.lr_scheduler:
+            differences.append(
+                Difference("LR_Scheduler", f"{one.lr_scheduler} in A, {two.lr_scheduler} in B")
+            )
+        pair = _Pair(*stores)
+        elements = read = 0
+        for work in plan_work(comparison.plan):
+            report = compare_group(work, pair)
+            elements, read = elements + report.compared_elements, read + report.read_bytes
+            differences += [
+                Difference(d.tensor, f"{d.detail}: {d.path_a} and {d.path_b}") for d in report.differences
+            ]
+        for store in stores:
+            store.check_unchanged()
+    return VerifyReport(comparison.tensors, elements, read, tuple(differences))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Two sources as one, their paths prefixed with ``A/`` and ``B/``."""
+
+    a: LocalSource
+    b: LocalSource
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        side, _, inner = path.partition("/")
+        (self.a if side == "A" else self.b).read_into(inner, byte_offset, buffer)
+
+
+def _path(value: PathLike | None) -> Path | None:
+    return None if value is None else Path(value)
+
+
+def _local(value: PathLike) -> Path:
+    text = os.fspath(value)
+    if "://" in text:
+        raise UnsupportedError(f"{text.split('://', 1)[0]}:// is not supported: this version works on local folders")
+    return Path(text)

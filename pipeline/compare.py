@@ -1,0 +1,132 @@
+"""Plan the comparison of two checkpoints of any topologies, by logical content.
+
+An implied parameter is the cast of its master weight, padding is not content, aliases are one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from paddle_reshard.pipeline.catalog import Catalog, File, Fragments
+from paddle_reshard.pipeline.planning.match import COMPARE, Ops, match
+from paddle_reshard.pipeline.planning.plan import Plan, group_ops, plan_bands, plan_parts
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One way in which two checkpoints differ."""
+
+    tensor: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is known to differ from metadata alone, and a plan to compare the rest."""
+
+    differences: tuple[Difference, ...]
+    plan: Plan
+    tensors: int
+    """How many logical tensors both sides have."""
+
+
+def plan_comparison(
+    a: Catalog, b: Catalog, states: Collection[str] | None, subset: bool, budget_bytes: int
+) -> Comparison:
+    """Plan the comparison of ``a`` and ``b``.
+
+    Parameters
+    ----------
+    states
+        Only these states; ``None``: all.
+    subset
+        Whether ``b`` may lack tensors that ``a`` has.
+    """
+    ids_a, ids_b = _chosen(a, states), _chosen(b, states)
+    differences = [Difference(a.tensors[ids_a[i]].label, "only in A") for i in ids_a if i not in ids_b and not subset]
+    differences += [Difference(b.tensors[ids_b[i]].label, "only in B") for i in ids_b if i not in ids_a]
+    common = []
+    for identity in ids_a.keys() & ids_b.keys():
+        one, two = a.tensors[ids_a[identity]], b.tensors[ids_b[identity]]
+        if (one.dtype, one.global_shape) != (two.dtype, two.global_shape):
+            differences.append(
+                Difference(
+                    one.label,
+                    f"{one.dtype.name} {one.global_shape} in A, {two.dtype.name} {two.global_shape} in B",
+                )
+            )
+        else:
+            common.append(identity)
+    common.sort()
+    tensors = tuple(a.tensors[ids_a[identity]] for identity in common)
+    ops = _comparisons(a, b, [ids_a[i] for i in common], [ids_b[i] for i in common], len(common))
+    ops, groups = group_ops(ops, tensors, budget_bytes)
+    files = _prefixed("A", a.files) + _prefixed("B", b.files)
+    bands = plan_bands(ops, groups)
+    count = int(groups.max(initial=-1)) + 1
+    peaks = np.bincount(bands["group"], weights=bands["stop"] - bands["start"], minlength=count)
+    plan = Plan(
+        tensors=tensors,
+        source_files=files,
+        target_files=(),
+        ops=ops,
+        op_groups=groups,
+        bands=bands,
+        parts=plan_parts(ops, groups, ()),
+        literals=(),
+        group_peaks=peaks.astype(np.int64),
+        budget_bytes=budget_bytes,
+        carried=(),
+    )
+    return Comparison(tuple(sorted(differences, key=lambda d: d.tensor)), plan, len(common))
+
+
+def _chosen(catalog: Catalog, states: Collection[str] | None) -> dict[tuple[str, str], int]:
+    return {identity: i for identity, i in catalog.index().items() if states is None or identity[1] in states}
+
+
+def _prefixed(side: str, files: Iterable[File]) -> tuple[File, ...]:
+    return tuple(File(f"{side}/{file.path}", file.size_bytes) for file in files)
+
+
+def _comparisons(a: Catalog, b: Catalog, ids_a: list[int], ids_b: list[int], count: int) -> Ops:
+    """Ops that compare each common tensor of ``a`` with that of ``b``, and the copies within each side."""
+    follows = {i for i in _follows_from_master(a, ids_a) & _follows_from_master(b, ids_b)}
+    rows_a = _rows(a, ids_a, 0, follows)
+    rows_b = _rows(b, ids_b, len(a.files), follows)
+    one, two = rows_a[rows_a["replica"] == 0], rows_b[rows_b["replica"] == 0]
+    ops = np.concatenate(
+        [
+            match(one, two, {}, count, kind=COMPARE),
+            match(one, rows_a[rows_a["replica"] > 0], {}, count, kind=COMPARE),
+            match(two, rows_b[rows_b["replica"] > 0], {}, count, kind=COMPARE),
+        ]
+    )
+    # What is read from a master weight is done beside the master weight, so that its bytes are read once.
+    for catalog, ids in ((a, ids_a), (b, ids_b)):
+        place = {tensor: i for i, tensor in enumerate(ids)}
+        for tensor, master in catalog.implied.items():
+            if tensor in place and master in place:
+                ops["feed"][ops["tensor"] == place[tensor]] = place[master]
+    return ops
+
+
+def _follows_from_master(catalog: Catalog, ids: list[int]) -> set[int]:
+    """Tensors that are equal if their master weights are, which are compared too."""
+    return {i for i, tensor in enumerate(ids) if catalog.implied.get(tensor) in set(ids)}
+
+
+def _rows(catalog: Catalog, ids: list[int], first_file: int, leave_out: set[int]) -> Fragments:
+    """Where the values of the chosen tensors lie, numbered by their place in ``ids``; files shifted."""
+    rows = []
+    for i, tensor in enumerate(ids):
+        if i not in leave_out:
+            stored = catalog.stored(tensor).copy()
+            stored["tensor"] = i
+            rows.append(stored)
+    found = np.concatenate(rows) if rows else catalog.fragments[:0].copy()
+    found["file"] += first_file
+    return found

@@ -1,0 +1,86 @@
+"""What becomes of the small files around the tensors?
+
+Each is carried byte for byte, written anew, or left behind with a reason that the report names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META, parse_rank_file
+from paddle_reshard.pipeline.layouts.hybrid.source import HybridCheckpoint
+from paddle_reshard.pipeline.layouts.hybrid.target import SIGNAL_PREFIX
+from paddle_reshard.pipeline.topology import Topology
+
+CONFIG = "config.json"
+MANIFEST = "paddle_reshard.json"
+_RNG = re.compile(r"rng_state(_\d+)?\.pth")
+_DONE = re.compile(r"\.(model|optimizer|checkpoint)_done|save_signal_TMP_\d+|saved_signal_\d+")
+_TP_FIELD = {"paddleformers": "tensor_model_parallel_size", "paddlenlp": "tensor_parallel_degree"}
+
+
+@dataclass(frozen=True, slots=True)
+class Sidecars:
+    """Where each small file goes."""
+
+    carried: tuple[str, ...]
+    written: tuple[tuple[str, bytes], ...]
+    left: tuple[tuple[str, str], ...]
+    """``(path, why it is not in the target)``."""
+
+
+def plan_sidecars(
+    paths: Mapping[str, int], folders: list[str], checkpoint: HybridCheckpoint, topology: Topology
+) -> Sidecars:
+    """Decide about every file that holds no tensors of the model."""
+    rng_files = [path for path in paths if _RNG.fullmatch(path)]
+    same_ranks = _same_ranks(checkpoint, topology, rng_files)
+    carried, left = [], [(name, "a folder, not part of the checkpoint's own files") for name in folders]
+    for path in sorted(paths):
+        if path in (MODEL_META, MANIFEST, CONFIG) or parse_rank_file(path) or path.startswith(SIGNAL_PREFIX):
+            continue
+        if _DONE.fullmatch(path):
+            left.append((path, "a completion marker of the source's own job"))
+        elif path in rng_files and not same_ranks:
+            left.append((path, "random state belongs to one rank of the source's topology"))
+        else:
+            carried.append(path)
+    config = _config(checkpoint.model.config, checkpoint.model.table.convention, topology)
+    if config is None:
+        return Sidecars((*carried, CONFIG), (), tuple(left))
+    return Sidecars(tuple(carried), ((CONFIG, config),), tuple(left))
+
+
+def _same_ranks(checkpoint: HybridCheckpoint, topology: Topology, rng_files: list[str]) -> bool:
+    """Whether every rank of the target is the same rank of the source.
+
+    The source's files do not tell its dp degree, but one random state per rank does.
+    """
+    source = checkpoint.topology
+    same = (source.tp, source.pp, source.vpp, source.sharding) == (
+        topology.tp,
+        topology.pp,
+        topology.vpp,
+        topology.sharding,
+    )
+    per_rank = {f"rng_state_{rank}.pth" for rank in range(topology.world_size)}
+    one_file = {f"rng_state_{topology.world_size}.pth" if topology.world_size > 1 else "rng_state.pth"}
+    return same and set(rng_files) in (per_rank, one_file)
+
+
+def _config(config: Mapping[str, Any], convention: str, topology: Topology) -> bytes | None:
+    """``config.json`` with the one entry that follows the topology, as ``transformers`` writes it.
+
+    ``None`` where nothing changes.
+    """
+    field = _TP_FIELD.get(convention)
+    changed = {k: v for k, v in config.items() if k != field}
+    if field is not None and topology.tp > 1:
+        changed[field] = topology.tp
+    if changed == config:
+        return None
+    return (json.dumps(changed, indent=2, sort_keys=True) + "\n").encode()

@@ -1,0 +1,131 @@
+"""What a user can ask for, read and validated once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paddle_reshard.pipeline.errors import UnsupportedError, UsageError
+from paddle_reshard.pipeline.layouts.hybrid.segments import Segmentation
+from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
+from paddle_reshard.pipeline.planning.plan import SMALLEST_BUDGET_BYTES
+from paddle_reshard.pipeline.topology import STRATEGIES, Topology
+
+FORMATS = ("hybrid", "hybrid-plain")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutOptions:
+    """What the target job decides and no topology says; ``None``: as the source, or the trainer's default."""
+
+    comm_buffer_size_MB: int | None = None
+    """Stage 1 v2: ``sharding_comm_buffer_size_MB``; the trainer's default is 256."""
+    comm_overlap: bool | None = None
+    """Stage 1 v2 with pp > 1: ``sharding_comm_overlap``; default off, buffers of 128 MB when on."""
+    sort_parameters: bool | None = None
+    """Stage 1 v1: ``FLAGS_sharding_sort_parameters``; default on."""
+    sequence_parallel: bool | None = None
+    """Default: as the source, off where the source cannot tell."""
+    segmentation: Segmentation | None = None
+    """``"uniform"``, ``"layer:Regex"`` or a list of item numbers; default: as the model class does."""
+    stage3_segment_size: int | None = None
+    """Elements above which stage 3 cuts a parameter."""
+    convention: str | None = None
+    """``"paddleformers"`` or ``"paddlenlp"``; default: the source's."""
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any], where: str) -> LayoutOptions:
+        """Read from JSON; an unknown entry or a value of the wrong kind is refused by name."""
+        kinds: dict[str, tuple[type, ...]] = {
+            "comm_buffer_size_MB": (int,),
+            "comm_overlap": (bool,),
+            "sort_parameters": (bool,),
+            "sequence_parallel": (bool,),
+            "segmentation": (str, list, tuple),
+            "stage3_segment_size": (int,),
+            "convention": (str,),
+        }
+        for name, value in values.items():
+            if name not in kinds:
+                raise UsageError(f"{where}: unknown entry {name!r}; known are {', '.join(kinds)}")
+            if not isinstance(value, kinds[name]) or (isinstance(value, bool) and bool not in kinds[name]):
+                raise UsageError(f"{where}: {name} cannot be {value!r}")
+        segmentation = values.get("segmentation")
+        if isinstance(segmentation, list):
+            if not all(isinstance(start, int) and not isinstance(start, bool) for start in segmentation):
+                raise UsageError(f"{where}: segmentation {segmentation!r} must be a list of whole numbers")
+            segmentation = tuple(segmentation)
+        options = cls(**{**values, "segmentation": segmentation})
+        if options.comm_buffer_size_MB is not None and options.comm_buffer_size_MB < 1:
+            raise UsageError(f"{where}: comm_buffer_size_MB must be at least 1")
+        return options
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``1GiB``, ``512MiB``, ``2GB`` or a plain number.
+
+    >>> parse_size("1.5GiB")
+    1610612736
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"{text!r} is not a size; write 512MiB, 1GiB, …")
+    unit = (match[2] or "").lower()
+    factor = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}[unit[:1]]
+    return int(float(match[1]) * (1024 if unit.endswith("i") else 1000) ** factor)
+
+
+def parse_memory(text: str) -> int:
+    """A memory budget per worker in bytes.
+
+    Raises
+    ------
+    UsageError
+        Below the smallest budget.
+    """
+    size = parse_size(text)
+    if size < SMALLEST_BUDGET_BYTES:
+        raise UsageError(f"--memory {text} is below the smallest budget of {SMALLEST_BUDGET_BYTES >> 20}MiB")
+    return size
+
+
+def hybrid_target(
+    topology: Topology,
+    strategy: str | None,
+    format_name: str,
+    layout: LayoutOptions,
+    source_convention: str,
+    source_sequence_parallel: bool | None,
+    names: Mapping[str, Mapping[str, str]] | None,
+) -> HybridTarget:
+    """The target job's choices, with the defaults of DESIGN and README filled in."""
+    if format_name not in FORMATS:
+        raise UsageError(f"unknown format {format_name!r}; known are {', '.join(FORMATS)}")
+    if strategy is not None and strategy not in STRATEGIES:
+        raise UsageError(f"unknown sharding strategy {strategy!r}; known are {', '.join(STRATEGIES)}")
+    if layout.convention not in (None, source_convention):
+        raise UnsupportedError(
+            f"convention {layout.convention!r}: the source is {source_convention}, and this version does not "
+            "translate between the libraries"
+        )
+    if layout.stage3_segment_size is not None:
+        raise UnsupportedError("stage3_segment_size: sharding stage 3 is not written by this version")
+    overlap = bool(layout.comm_overlap)
+    buffer_mb = layout.comm_buffer_size_MB or (128 if overlap else 256)
+    sequence_parallel = layout.sequence_parallel
+    if sequence_parallel is None:
+        sequence_parallel = bool(source_sequence_parallel)
+    return HybridTarget(
+        topology=topology,
+        strategy=strategy or ("stage1v1" if topology.sharding > 1 else "none"),
+        sharded_saving=format_name == "hybrid",
+        comm_buffer_bytes=buffer_mb << 20,
+        comm_overlap=overlap,
+        sort_parameters=layout.sort_parameters is not False,
+        sequence_parallel=sequence_parallel,
+        segmentation=layout.segmentation,
+        names=names,
+    )

@@ -1,0 +1,75 @@
+"""One group of a plan as a value that can be sent to any worker."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from paddle_reshard.pipeline.planning.match import Ops
+from paddle_reshard.pipeline.planning.plan import Bands, Plan
+from paddle_reshard.pipeline.tensors import Tensor
+
+
+@dataclass(frozen=True)
+class GroupWork:
+    """Everything that one group reads, does and writes."""
+
+    group: int
+    source_paths: dict[int, str]
+    """Source file number → path, of the files that appear in ``bands``."""
+    target_paths: dict[int, str]
+    bands: Bands
+    parts: Bands
+    ops: Ops
+    literals: tuple[tuple[int, int, bytes], ...]
+    """``(index into parts, byte offset in the part, bytes)``."""
+    tensors: dict[int, Tensor]
+    """Tensor number → what it is, of the tensors that appear in ``ops``."""
+    peak_bytes: int
+
+
+def plan_work(plan: Plan) -> Iterator[GroupWork]:
+    """All groups of a plan, in order."""
+    count = plan.groups
+    op_first = np.searchsorted(plan.op_groups, np.arange(count + 1))
+    band_first = np.searchsorted(plan.bands["group"], np.arange(count + 1))
+    part_first = np.searchsorted(plan.parts["group"], np.arange(count + 1))
+    literals: dict[int, list[tuple[int, bytes]]] = {}
+    for file, offset, content in plan.literals:
+        literals.setdefault(file, []).append((offset, content))
+    for entries in literals.values():
+        entries.sort(key=lambda entry: entry[0])
+    for group in range(count):
+        ops = plan.ops[op_first[group] : op_first[group + 1]]
+        bands = plan.bands[band_first[group] : band_first[group + 1]]
+        parts = plan.parts[part_first[group] : part_first[group + 1]]
+        yield GroupWork(
+            group=group,
+            source_paths={int(f): plan.source_files[f].path for f in np.unique(bands["file"])},
+            target_paths={int(f): plan.target_files[f].path for f in np.unique(parts["file"])},
+            bands=bands,
+            parts=parts,
+            ops=ops,
+            literals=tuple(_literals_of(parts, literals)),
+            tensors={int(t): plan.tensors[t] for t in np.unique(ops["tensor"])},
+            peak_bytes=int(plan.group_peaks[group]),
+        )
+
+
+def _literals_of(
+    parts: Bands, literals: dict[int, list[tuple[int, bytes]]]
+) -> Iterator[tuple[int, int, bytes]]:
+    """The literal bytes inside each part, cut to it."""
+    for index, part in enumerate(parts):
+        entries = literals.get(int(part["file"]), [])
+        start, stop = int(part["start"]), int(part["stop"])
+        first = max(0, bisect_left(entries, start, key=lambda entry: entry[0]) - 1)
+        for offset, content in entries[first:]:
+            if offset >= stop:
+                break
+            cut = content[max(0, start - offset) : stop - offset]
+            if cut and offset + len(content) > start:
+                yield index, max(offset, start) - start, cut

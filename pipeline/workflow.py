@@ -1,0 +1,284 @@
+"""The one way from a source to a published target: index → plan → move → verify → publish.
+
+The command line and the Python API both run these steps. Each returns a typed result; what happens inside is
+told to an observer as event values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paddle_reshard.clusters.inline import run_inline
+from paddle_reshard.pipeline.catalog import File
+from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META, parse_rank_file
+from paddle_reshard.pipeline.layouts.hybrid.sidecars import CONFIG, MANIFEST, plan_sidecars
+from paddle_reshard.pipeline.layouts.hybrid.source import HybridCheckpoint, read_hybrid
+from paddle_reshard.pipeline.layouts.hybrid.target import (
+    HybridTarget,
+    TargetFiles,
+    add_literal_files,
+    layout_hybrid,
+)
+from paddle_reshard.pipeline.layouts.rules import RuleTable, parse_rule_table, shipped_tables
+from paddle_reshard.pipeline.options import LayoutOptions, hybrid_target
+from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
+from paddle_reshard.pipeline.planning.work import plan_work
+from paddle_reshard.pipeline.topology import Topology
+from paddle_reshard.storage.local import LocalSource, LocalTarget, check_free
+from paddle_reshard.tasks.index import index_tensor_file, read_json
+
+COPY_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StepStarted:
+    """A step of the workflow begins. ``total_bytes`` is what it will write, where that is known."""
+
+    step: str
+    total_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """More of the current step is done."""
+
+    done_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnded:
+    """A step is done; ``summary`` says what came out, in one line."""
+
+    step: str
+    summary: str
+
+
+Event = StepStarted | Progress | StepEnded
+Observer = Callable[[Event], None]
+
+
+def ignore_events(event: Event) -> None:
+    """The observer that looks at nothing."""
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """A conversion that can be run: what, from where, and what becomes of every file."""
+
+    source: HybridCheckpoint
+    target: HybridTarget
+    files: TargetFiles
+    plan: Plan
+    left: tuple[tuple[str, str], ...]
+    """Files of the source that are not in the target, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoveReport:
+    """What moving did."""
+
+    groups: int
+    read_bytes: int
+    written_bytes: int
+    compared_elements: int
+
+
+# ------------------------------------------------------------------------------------------------- index
+
+
+def index_checkpoint(store: LocalSource, tables: Sequence[RuleTable]) -> HybridCheckpoint:
+    """Understand a checkpoint from its metadata; no payload is read.
+
+    Raises
+    ------
+    CheckpointError, PlanError
+        If it is not one whole, consistent hybrid-parallel checkpoint that the rules cover.
+    """
+    sizes = store.sizes()
+    _refuse_other_formats(store)
+    meta = read_json(store, MODEL_META, sizes) if MODEL_META in sizes else None
+    config = read_json(store, CONFIG, sizes)
+    roots = {
+        path: index_tensor_file(store, path, sizes[path]) for path in sizes if parse_rank_file(path) is not None
+    }
+    return read_hybrid(sizes, roots, meta, config, tables)
+
+
+def _refuse_other_formats(store: LocalSource) -> None:
+    """Name the formats that look like this one and are not."""
+    if "model_state" in store.folders or "dist_ckpt" in store.folders:
+        raise UnsupportedError(
+            f"{store.root}: a FlexCheckpoint or auto-parallel checkpoint; this version reads hybrid-parallel ones"
+        )
+    safetensors = sorted(path for path in store.sizes() if path.endswith(".safetensors"))
+    if safetensors:
+        raise UnsupportedError(
+            f"{store.root}: {safetensors[0]}: a unified or Hugging Face checkpoint; this version reads "
+            "hybrid-parallel ones"
+        )
+
+
+def load_tables(rules: Path | None) -> list[RuleTable]:
+    """The rule table of a file, or the ones that come with the package."""
+    if rules is None:
+        return shipped_tables()
+    return [parse_rule_table(_read_text(rules), str(rules))]
+
+
+def load_layout(layout: Path | Mapping[str, Any] | None) -> LayoutOptions:
+    """Layout options from a JSON file or a mapping."""
+    if isinstance(layout, Path):
+        return LayoutOptions.parse(_read_object(layout), str(layout))
+    return LayoutOptions.parse(layout or {}, "layout")
+
+
+def load_target_names(target_meta: Path | None) -> dict[str, dict[str, str]] | None:
+    """Cell → structured key → parameter name, from the ``model_meta.json`` of a job of the target topology."""
+    if target_meta is None:
+        return None
+    try:
+        metas = _read_object(target_meta)["sharding_metas"]
+        return {cell: dict(meta["structure_name_mapping"]) for cell, meta in metas.items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{target_meta}: not a model_meta.json: {error} is missing") from error
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from error
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(_read_text(path))
+    except ValueError as error:
+        raise UsageError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{path}: a JSON object is expected")
+    return value
+
+
+# -------------------------------------------------------------------------------------------------- plan
+
+
+def plan_checkpoint(
+    store: LocalSource,
+    source: HybridCheckpoint,
+    topology: Topology,
+    strategy: str | None,
+    format_name: str,
+    layout: LayoutOptions,
+    names: Mapping[str, Mapping[str, str]] | None,
+    budget_bytes: int,
+) -> ConversionPlan:
+    """Plan a conversion; pure but for the sizes that ``store`` has seen."""
+    target = hybrid_target(
+        topology,
+        strategy,
+        format_name,
+        layout,
+        source.model.table.convention,
+        source.sequence_parallel,
+        names,
+    )
+    files = layout_hybrid(source, target)
+    sizes = store.sizes()
+    sidecars = plan_sidecars(sizes, store.folders, source, topology)
+    files = add_literal_files(files, sidecars.written)
+    carried = [CarriedFile(path, path, sizes[path]) for path in sidecars.carried]
+    plan = plan_conversion(source.catalog, files, carried, budget_bytes)
+    return ConversionPlan(source, target, files, plan, sidecars.left)
+
+
+# -------------------------------------------------------------------------------------- move, verify, publish
+
+
+def run_conversion(
+    store: LocalSource, conversion: ConversionPlan, root: Path, overwrite: bool, observe: Observer
+) -> MoveReport:
+    """Move, verify and publish: afterwards the target is there, whole, or it is as it was before."""
+    plan = conversion.plan
+    if root.resolve() == store.root.resolve():
+        raise UsageError(f"{root}: source and target are the same folder")
+    check_free(root, overwrite)
+    with LocalTarget(root, overwrite) as target:
+        observe(StepStarted("move", plan.written_bytes))
+        report = _move(store, plan, target, observe)
+        observe(StepEnded("move", f"{report.groups} groups, {report.written_bytes} bytes written"))
+        observe(StepStarted("verify"))
+        store.check_unchanged()
+        _check_staged(target.staging, conversion)
+        observe(StepEnded("verify", "the staged target reads back as a whole checkpoint"))
+        observe(StepStarted("publish"))
+        manifest = json.dumps(describe_target(store, conversion), indent=1).encode()
+        target.create(MANIFEST, len(manifest))
+        target.write_part(MANIFEST, 0, memoryview(manifest))
+        target.publish()
+        observe(StepEnded("publish", str(root)))
+    return report
+
+
+def _move(store: LocalSource, plan: Plan, target: LocalTarget, observe: Observer) -> MoveReport:
+    for file in (*plan.target_files, *(File(c.target_path, c.size_bytes) for c in plan.carried)):
+        target.create(file.path, file.size_bytes)
+    read = written = compared = groups = 0
+    for report in run_inline(plan_work(plan), store, target):
+        groups += 1
+        read, written = read + report.read_bytes, written + report.written_bytes
+        compared += report.compared_elements
+        observe(Progress(report.written_bytes))
+    for carried in plan.carried:
+        _carry(store, carried, target)
+        read, written = read + carried.size_bytes, written + carried.size_bytes
+        observe(Progress(carried.size_bytes))
+    return MoveReport(groups, read, written, compared)
+
+
+def _carry(store: LocalSource, carried: CarriedFile, target: LocalTarget) -> None:
+    for start in range(0, carried.size_bytes, COPY_BYTES):
+        block = store.read(carried.source_path, start, min(COPY_BYTES, carried.size_bytes - start))
+        target.write_part(carried.target_path, start, memoryview(block))
+
+
+def _check_staged(staging: Path, conversion: ConversionPlan) -> None:
+    """Index the staged target as if it were a source: it must be the checkpoint that was planned."""
+    with LocalSource(staging) as staged:
+        found = index_checkpoint(staged, [conversion.source.model.table])
+    source, target = conversion.source, conversion.target
+    planned = (target.topology.tp, target.topology.pp, target.topology.sharding)
+    if (found.topology.tp, found.topology.pp, found.topology.sharding) != planned:
+        raise CheckpointError(f"the staged target reads back as {found.topology}, planned was {target.topology}")
+    one = {(t.key, t.state, t.dtype, t.global_shape) for t in source.catalog.tensors}
+    two = {(t.key, t.state, t.dtype, t.global_shape) for t in found.catalog.tensors}
+    if one != two:
+        odd = sorted((key, state) for key, state, *_ in one ^ two)
+        raise CheckpointError(f"{odd[0][0]} ({odd[0][1]}): not the same in the source and the staged target")
+
+
+def describe_target(store: LocalSource, conversion: ConversionPlan) -> dict[str, Any]:
+    """The manifest: what was made, and from what. The same conversion gives the same bytes."""
+    from paddle_reshard import __version__
+
+    plan, source = conversion.plan, conversion.source
+    return {
+        "format": "paddle-reshard manifest",
+        "version": __version__,
+        "plan_id": plan.plan_id,
+        "topology": str(conversion.target.topology),
+        "sharding_strategy": conversion.target.strategy,
+        "files": {f.path: f.size_bytes for f in plan.target_files}
+        | {c.target_path: c.size_bytes for c in plan.carried},
+        "source": {
+            "topology": str(source.topology),
+            "sharding_strategy": source.strategy,
+            "files": store.sizes(),
+            "not_carried": dict(conversion.left),
+        },
+    }
