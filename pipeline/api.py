@@ -12,9 +12,11 @@ from typing import Any
 from paddle_reshard.pipeline.compare import Difference, plan_comparison
 from paddle_reshard.pipeline.errors import UnsupportedError, UsageError
 from paddle_reshard.pipeline.layouts.hybrid.model import ModelTensor
+from paddle_reshard.pipeline.layouts.hybrid.names import ACCUMULATORS
 from paddle_reshard.pipeline.layouts.hybrid.source import HybridCheckpoint
 from paddle_reshard.pipeline.options import parse_memory
 from paddle_reshard.pipeline.planning.work import plan_work
+from paddle_reshard.pipeline.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.pipeline.workflow import (
     ConversionPlan,
@@ -124,7 +126,8 @@ def inspect(source: PathLike, *, rules: PathLike | None = None) -> Inspection:
 
 def _summaries(checkpoint: HybridCheckpoint) -> list[StateSummary]:
     catalog = checkpoint.catalog
-    states = dict.fromkeys(tensor.state for tensor in catalog.tensors)
+    order = (PARAM, MASTER_WEIGHT, *ACCUMULATORS, EMA_PARAM, EMA_MASTER_WEIGHT)
+    states = sorted({tensor.state for tensor in catalog.tensors}, key=order.index)
     summaries = []
     for state in states:
         members = [(i, t) for i, t in enumerate(catalog.tensors) if t.state == state]
@@ -259,7 +262,9 @@ def verify(
         one, two = (index_checkpoint(store, tables) for store in stores)
         known = {t.state for t in (*one.catalog.tensors, *two.catalog.tensors)}
         if unknown := set(states or ()) - known:
-            raise UsageError(f"neither checkpoint has the state {sorted(unknown)[0]!r}; known: {', '.join(sorted(known))}")
+            raise UsageError(
+                f"neither checkpoint has the state {sorted(unknown)[0]!r}; known: {', '.join(sorted(known))}"
+            )
         comparison = plan_comparison(
             one.catalog, two.catalog, None if states is None else set(states), subset, parse_memory(memory)
         )
@@ -300,5 +305,7 @@ def _path(value: PathLike | None) -> Path | None:
 def _local(value: PathLike) -> Path:
     text = os.fspath(value)
     if "://" in text:
-        raise UnsupportedError(f"{text.split('://', 1)[0]}:// is not supported: this version works on local folders")
+        raise UnsupportedError(
+            f"{text.split('://', 1)[0]}:// is not supported: this version works on local folders"
+        )
     return Path(text)

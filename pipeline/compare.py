@@ -46,7 +46,9 @@ def plan_comparison(
         Whether ``b`` may lack tensors that ``a`` has.
     """
     ids_a, ids_b = _chosen(a, states), _chosen(b, states)
-    differences = [Difference(a.tensors[ids_a[i]].label, "only in A") for i in ids_a if i not in ids_b and not subset]
+    differences = [
+        Difference(a.tensors[ids_a[i]].label, "only in A") for i in ids_a if i not in ids_b and not subset
+    ]
     differences += [Difference(b.tensors[ids_b[i]].label, "only in B") for i in ids_b if i not in ids_a]
     common = []
     for identity in ids_a.keys() & ids_b.keys():

@@ -64,7 +64,9 @@ class CoverageError(CheckpointError):
         self.tensor, self.detail, self.paths = tensor, detail, paths
 
     def __str__(self) -> str:
-        shown = ", ".join(self.paths[:4]) + (f" and {len(self.paths) - 4} more" if len(self.paths) > 4 else "")
+        shown = ", ".join(self.paths[:4]) + (
+            f" and {len(self.paths) - 4} more" if len(self.paths) > 4 else ""
+        )
         return f"{self.tensor}: {self.detail}" + (f" (in {shown})" if shown else "")
 
 

@@ -104,7 +104,9 @@ def index_checkpoint(store: LocalSource, tables: Sequence[RuleTable]) -> HybridC
     meta = read_json(store, MODEL_META, sizes) if MODEL_META in sizes else None
     config = read_json(store, CONFIG, sizes)
     roots = {
-        path: index_tensor_file(store, path, sizes[path]) for path in sizes if parse_rank_file(path) is not None
+        path: index_tensor_file(store, path, sizes[path])
+        for path in sizes
+        if parse_rank_file(path) is not None
     }
     return read_hybrid(sizes, roots, meta, config, tables)
 
@@ -113,7 +115,8 @@ def _refuse_other_formats(store: LocalSource) -> None:
     """Name the formats that look like this one and are not."""
     if "model_state" in store.folders or "dist_ckpt" in store.folders:
         raise UnsupportedError(
-            f"{store.root}: a FlexCheckpoint or auto-parallel checkpoint; this version reads hybrid-parallel ones"
+            f"{store.root}: a FlexCheckpoint or auto-parallel checkpoint; this version reads "
+            "hybrid-parallel ones"
         )
     safetensors = sorted(path for path in store.sizes() if path.endswith(".safetensors"))
     if safetensors:
@@ -130,15 +133,20 @@ def load_tables(rules: Path | None) -> list[RuleTable]:
     return [parse_rule_table(_read_text(rules), str(rules))]
 
 
+def read_layout_file(layout: Path) -> dict[str, Any]:
+    """The entries of a layout file, not validated yet."""
+    return _read_object(layout)
+
+
 def load_layout(layout: Path | Mapping[str, Any] | None) -> LayoutOptions:
     """Layout options from a JSON file or a mapping."""
     if isinstance(layout, Path):
-        return LayoutOptions.parse(_read_object(layout), str(layout))
+        return LayoutOptions.parse(read_layout_file(layout), str(layout))
     return LayoutOptions.parse(layout or {}, "layout")
 
 
 def load_target_names(target_meta: Path | None) -> dict[str, dict[str, str]] | None:
-    """Cell → structured key → parameter name, from the ``model_meta.json`` of a job of the target topology."""
+    """Cell → structured key → parameter name, from a ``model_meta.json`` of the target topology."""
     if target_meta is None:
         return None
     try:
@@ -254,7 +262,9 @@ def _check_staged(staging: Path, conversion: ConversionPlan) -> None:
     source, target = conversion.source, conversion.target
     planned = (target.topology.tp, target.topology.pp, target.topology.sharding)
     if (found.topology.tp, found.topology.pp, found.topology.sharding) != planned:
-        raise CheckpointError(f"the staged target reads back as {found.topology}, planned was {target.topology}")
+        raise CheckpointError(
+            f"the staged target reads back as {found.topology}, planned was {target.topology}"
+        )
     one = {(t.key, t.state, t.dtype, t.global_shape) for t in source.catalog.tensors}
     two = {(t.key, t.state, t.dtype, t.global_shape) for t in found.catalog.tensors}
     if one != two:

@@ -58,8 +58,8 @@ class LocalSource:
             count = os.preadv(self._open[path], [buffer[done:]], byte_offset + done)
             if count == 0:
                 raise CheckpointError(
-                    f"{path}: ends at byte {byte_offset + done}, {len(buffer) - done} more were there when it "
-                    "was indexed"
+                    f"{path}: ends at byte {byte_offset + done}, {len(buffer) - done} more were "
+                    "there when it was indexed"
                 )
             done += count
 
@@ -95,7 +95,10 @@ def _stamp(path: Path) -> FileStamp:
 
 
 class LocalTarget:
-    """A new checkpoint folder, staged beside its place. Use as a context: without ``publish`` it is removed."""
+    """A new checkpoint folder, staged beside its place.
+
+    Use as a context: without ``publish`` the staging folder is removed.
+    """
 
     def __init__(self, root: Path, overwrite: bool) -> None:
         check_free(root, overwrite)

@@ -21,7 +21,8 @@ def bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     """
     bits = np.ascontiguousarray(values, dtype="<f4").view(np.uint32)
     rounded = ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
-    return np.where(np.isnan(values), np.uint16(0x7FFF), rounded)
+    rounded[np.isnan(values)] = 0x7FFF
+    return rounded
 
 
 def blocks(extents: tuple[int, ...], elements: int = BLOCK_ELEMENTS) -> Iterator[tuple[slice, ...]]:

@@ -23,7 +23,9 @@ def index_tensor_file(store: Readable, path: str, size_bytes: int) -> dict[str, 
     """What a tensor file holds, its arrays as references."""
     root = parse_pickle(lambda offset, nbytes: store.read(path, offset, nbytes), size_bytes, path).root
     if not isinstance(root, dict):
-        raise FormatError("not_a_dict", path, None, f"holds a {type(root).__name__}, a state dict is expected")
+        raise FormatError(
+            "not_a_dict", path, None, f"holds a {type(root).__name__}, a state dict is expected"
+        )
     return root
 
 
@@ -32,11 +34,15 @@ def read_json(store: Readable, path: str, sizes: Mapping[str, int]) -> dict[str,
     if path not in sizes:
         raise CheckpointError(f"{path} is missing")
     if sizes[path] > LARGEST_JSON_BYTES:
-        raise FormatError("too_large", path, None, f"{sizes[path]} bytes are more than any JSON of a checkpoint")
+        raise FormatError(
+            "too_large", path, None, f"{sizes[path]} bytes are more than any JSON of a checkpoint"
+        )
     try:
         value = json.loads(store.read(path, 0, sizes[path]))
     except (ValueError, RecursionError) as error:
         raise FormatError("not_json", path, None, f"not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise FormatError("not_an_object", path, None, f"holds a {type(value).__name__}, an object is expected")
+        raise FormatError(
+            "not_an_object", path, None, f"holds a {type(value).__name__}, an object is expected"
+        )
     return value

@@ -54,7 +54,7 @@ def run_group(work: GroupWork, source: ReadRange, target: WritePart) -> GroupRep
         _move(_source_view(work, bands, op, "source"), to)
     for part, buffer in zip(work.parts, parts, strict=True):
         if len(buffer):
-            target.write_part(work.target_paths[int(part["file"])], int(part["start"]), memoryview(buffer))
+            target.write_part(work.target_paths[int(part["file"])], int(part["start"]), buffer.data)
     return GroupReport(
         group=work.group,
         read_bytes=report.read_bytes,
@@ -72,7 +72,7 @@ def _read_bands(work: GroupWork, source: ReadRange) -> list[Buffer]:
     bands = []
     for band in work.bands:
         buffer = np.empty(int(band["stop"] - band["start"]), dtype=np.uint8)
-        source.read_into(work.source_paths[int(band["file"])], int(band["start"]), memoryview(buffer))
+        source.read_into(work.source_paths[int(band["file"])], int(band["start"]), buffer.data)
         bands.append(buffer)
     return bands
 

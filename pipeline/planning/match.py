@@ -135,8 +135,8 @@ def _check_casts(moves: Ops, tensors: Sequence[Tensor]) -> None:
         pair = (DTYPES[row["source_dtype"]].name, DTYPES[row["target_dtype"]].name)
         if pair not in _CASTS:
             raise UnsupportedError(
-                f"{tensors[row['tensor']].label}: stored as {pair[0]}, the target wants {pair[1]}; this cast is "
-                "not defined by the format"
+                f"{tensors[row['tensor']].label}: stored as {pair[0]}, the target wants {pair[1]}; this "
+                "cast is not defined by the format"
             )
 
 
@@ -149,5 +149,6 @@ def _check_written_once(moves: Ops, target: Fragments, tensors: Sequence[Tensor]
         tensor = int(wrong[0])
         raise CoverageError(
             tensors[tensor].label,
-            f"the target has places for {int(wanted[tensor])} elements, the source fills {int(written[tensor])}",
+            f"the target has places for {int(wanted[tensor])} elements, the source fills "
+            f"{int(written[tensor])}",
         )

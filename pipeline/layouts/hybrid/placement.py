@@ -66,9 +66,7 @@ class TensorCut:
         if self.dim is None or self.tp == 1:
             return []
         length = local_shape[self.dim] // self.parts
-        return [
-            (part * length, (part * self.tp + rank) * length, length) for part in range(self.parts)
-        ]
+        return [(part * length, (part * self.tp + rank) * length, length) for part in range(self.parts)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +111,14 @@ def place(
     for piece in pieces:
         if not shards:
             yield fragment_row(
-                tensor, piece.file, dtype, replica, piece.byte_base, piece.offset, piece.extents, piece.strides
+                tensor,
+                piece.file,
+                dtype,
+                replica,
+                piece.byte_base,
+                piece.offset,
+                piece.extents,
+                piece.strides,
             )
         for local_start, logical_start, length in shards:
             dim = cut.dim or 0

@@ -95,9 +95,7 @@ class Ranks:
     has_ema: bool
 
 
-def sort_ranks(
-    paths: Mapping[str, int], roots: Mapping[str, Any], meta: Mapping[str, Any] | None
-) -> Ranks:
+def sort_ranks(paths: Mapping[str, int], roots: Mapping[str, Any], meta: Mapping[str, Any] | None) -> Ranks:
     """Sort parsed files into cells.
 
     Parameters
@@ -122,9 +120,7 @@ def sort_ranks(
             _check_product(kind, found, {**degrees, "shard": degrees["shard"] if sharded else 1})
     _check_signals(paths, degrees)
     cells = [
-        _read_cell(tp, pp, files, roots, meta)
-        for pp in range(degrees["pp"])
-        for tp in range(degrees["tp"])
+        _read_cell(tp, pp, files, roots, meta) for pp in range(degrees["pp"]) for tp in range(degrees["tp"])
     ]
     metas = [] if meta is None else [meta["sharding_metas"][cell_name(c.tp, c.pp)] for c in cells]
     return Ranks(
@@ -133,7 +129,9 @@ def sort_ranks(
         sharding=degrees["shard"],
         cells=tuple(cells),
         strategy=_same("sharding_strategy", [m.get("sharding_strategy") for m in metas], MODEL_META),
-        comm_overlap=bool(_same("enable_overlap", [m.get("enable_overlap", False) for m in metas], MODEL_META)),
+        comm_overlap=bool(
+            _same("enable_overlap", [m.get("enable_overlap", False) for m in metas], MODEL_META)
+        ),
         lr_scheduler=_lr_scheduler(by_kind[OPTIMIZER], roots),
         with_meta=meta is not None,
         has_ema=bool(by_kind[EMA]),
@@ -185,7 +183,9 @@ def _check_product(kind: str, files: list[RankFile], degrees: Mapping[str, int])
         seen[place] = file.path
     what = f"tp={degrees['tp']} pp={degrees['pp']} sharding={degrees['shard']}"
     if missing := sorted(expected[place] for place in expected.keys() - seen.keys()):
-        raise CheckpointError(f"{len(missing)} of {len(expected)} {kind} files for {what} are missing: {missing[0]}")
+        raise CheckpointError(
+            f"{len(missing)} of {len(expected)} {kind} files for {what} are missing: {missing[0]}"
+        )
     if extra := sorted(seen[place] for place in seen.keys() - expected.keys()):
         raise CheckpointError(f"{extra[0]} does not belong to a checkpoint of {what}")
 
@@ -255,7 +255,9 @@ def _names_from_meta(cell: Cell, meta: Mapping[str, Any]) -> None:
         )
     if described.keys() != cell.names.keys():
         odd = sorted(described.keys() ^ cell.names.keys())
-        raise CheckpointError(f"{MODEL_META}: {where}: {odd[0]} is only in one of param_meta and the name mapping")
+        raise CheckpointError(
+            f"{MODEL_META}: {where}: {odd[0]} is only in one of param_meta and the name mapping"
+        )
     for key, (shape, code, distributed, *_) in described.items():
         cell.shapes[key] = tuple(int(extent) for extent in shape)
         cell.dtypes[key] = dtype_of_meta(int(code), f"{MODEL_META}: {where}: {key}")
@@ -297,7 +299,9 @@ def _add_parameters(cell: Cell, file: RankFile, root: Mapping[str, Any]) -> None
 
 def _key_of(name: str, keys: Mapping[str, str], file: RankFile, what: str) -> str:
     if name.startswith(SLICE_PREFIX):
-        raise UnsupportedError(f"{file.path}: {what} {name} is a stage 3 slice; stage 3 is not read by this version")
+        raise UnsupportedError(
+            f"{file.path}: {what} {name} is a stage 3 slice; stage 3 is not read by this version"
+        )
     if name == "offload_buffer":
         raise UnsupportedError(f"{file.path}: offload_buffer: offloaded optimizer state cannot be converted")
     if name not in keys:

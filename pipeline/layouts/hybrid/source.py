@@ -240,7 +240,8 @@ def _check_tensor_parallel_ranks(ranks: Ranks, keys: set[str]) -> None:
                 odd = sorted(set(first.names.items()) ^ set(other.names.items()))
                 what = odd[0][0] if odd else "the order of keys"
                 raise CoverageError(
-                    what, f"the tp ranks {first.tp} and {other.tp} of stage pp={pp} do not hold the same tensors"
+                    what,
+                    f"the tp ranks {first.tp} and {other.tp} of stage pp={pp} do not hold the same tensors",
                 )
 
 
@@ -297,9 +298,7 @@ class _Cataloguer:
                 self._add(cell, key, state, cell.arrays[key, state])
         implied = self._imply()
         self._check_states()
-        return Catalog(
-            tuple(self.tensors.values()), tuple(self.files), fragment_rows(self.rows), implied
-        )
+        return Catalog(tuple(self.tensors.values()), tuple(self.files), fragment_rows(self.rows), implied)
 
     def _identity(self, key: str) -> str:
         tied_to = self.by_key[key].tied_to
@@ -352,7 +351,9 @@ class _Cataloguer:
             array = stored.array
             if not isinstance(array, ArrayRef) or prod(array.shape) != 1:
                 raise CoverageError(
-                    f"{key} ({state})", f"shape {array.shape}, one number per parameter is expected", (stored.path,)
+                    f"{key} ({state})",
+                    f"shape {array.shape}, one number per parameter is expected",
+                    (stored.path,),
                 )
             index = self._tensor(key, state, dtype, (1,), stored.path)
             piece = whole_piece(self.file_index[stored.path], array.byte_offset, dtype, (1,))
@@ -375,7 +376,9 @@ class _Cataloguer:
         (stored,) = arrays
         if stored.array.shape != shape:
             raise CoverageError(
-                f"{key} ({state})", f"stored with shape {stored.array.shape}, expected {shape}", (stored.path,)
+                f"{key} ({state})",
+                f"stored with shape {stored.array.shape}, expected {shape}",
+                (stored.path,),
             )
         yield from self._array_pieces(stored, dtype, shape, 0, 0)
 
@@ -389,11 +392,15 @@ class _Cataloguer:
         for rank, stored in enumerate(arrays, start=arrays[0].shard):
             if len(stored.array.shape) != 1:
                 raise CoverageError(
-                    label, f"stage 1 v2 stores slices of one dim, this has shape {stored.array.shape}", (stored.path,)
+                    label,
+                    f"stage 1 v2 stores slices of one dim, this has shape {stored.array.shape}",
+                    (stored.path,),
                 )
             if stored.shard != rank:
                 raise CoverageError(
-                    label, f"shards {rank - 1} and {stored.shard} hold slices, shard {rank} does not", (stored.path,)
+                    label,
+                    f"shards {rank - 1} and {stored.shard} hold slices, shard {rank} does not",
+                    (stored.path,),
                 )
             first += stored.array.shape[0]
         if first != total:
@@ -448,8 +455,12 @@ class _Cataloguer:
         for tensor in trained:
             lacking = sorted(wanted - set(tensor.accumulators))
             if lacking:
-                raise CoverageError(f"{tensor.key} ({lacking[0]})", "no file holds it, other parameters have it")
+                raise CoverageError(
+                    f"{tensor.key} ({lacking[0]})", "no file holds it, other parameters have it"
+                )
             if self.ranks.has_ema:
                 state = EMA_MASTER_WEIGHT if tensor.master else EMA_PARAM
                 if (tensor.key, state) not in self.tensors:
-                    raise CoverageError(f"{tensor.key} ({state})", "no EMA file holds it, other parameters have it")
+                    raise CoverageError(
+                        f"{tensor.key} ({state})", "no EMA file holds it, other parameters have it"
+                    )

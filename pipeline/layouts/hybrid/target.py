@@ -271,7 +271,8 @@ class _Writer:
         cell = _Cell(tp, pp, tensors, names, local, cuts, parameters)
         degree = self.topology.sharding
         listed = [
-            Parameter(t.key, prod(local[t.key]), t.dtype, self.chunk[t.rule.item, t.layer]) for t in parameters
+            Parameter(t.key, prod(local[t.key]), t.dtype, self.chunk[t.rule.item, t.layer])
+            for t in parameters
         ]
         if self.target.strategy == "stage1v1":
             cell.owners = stage1_v1_owners(listed, degree, self.target.sort_parameters)
@@ -342,9 +343,7 @@ class _Writer:
 
     def _model_state(self, cell: _Cell, shard: int | None, tensors: Sequence[ModelTensor]) -> None:
         uses = [_SlotUse(t.key, PARAM, cell.local_shapes[t.key], None) for t in tensors]
-        root: dict[str, object] = {
-            use.key: self._slot(i, use, name=None) for i, use in enumerate(uses)
-        }
+        root: dict[str, object] = {use.key: self._slot(i, use, name=None) for i, use in enumerate(uses)}
         root[STRUCTURED_NAMES] = {use.key: cell.names[use.key] for use in uses}
         self._file(self._name(MODEL_STATE, cell, shard), root, cell, uses)
 
@@ -387,9 +386,7 @@ class _Writer:
             root[STRUCTURED_NAMES] = {t.key: cell.names[t.key] for t in plain}
         self._file(self._name(EMA, cell, shard), root, cell, uses)
 
-    def _master_weights(
-        self, cell: _Cell, shard: int, state: str, uses: list[_SlotUse]
-    ) -> dict[str, object]:
+    def _master_weights(self, cell: _Cell, shard: int, state: str, uses: list[_SlotUse]) -> dict[str, object]:
         masters: dict[str, object] = {}
         for tensor in self._of_shard(cell, shard):
             if not tensor.master:

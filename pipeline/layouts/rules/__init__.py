@@ -61,7 +61,8 @@ class Rule:
         values = derived_sizes(config)
         if self.must_divide and _entry(values, self.must_divide, self.key) % tp:
             raise RuleError(
-                self.key, f"tp={tp} does not divide {self.must_divide}={values[self.must_divide]} of the config"
+                self.key,
+                f"tp={tp} does not divide {self.must_divide}={values[self.must_divide]} of the config",
             )
         if self.split_if_divisible and _entry(values, self.split_if_divisible, self.key) % tp:
             return None

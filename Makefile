@@ -1,0 +1,55 @@
+# Everything starts from a clean clone with only Python (3.10 or later), make and git.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+WORKERS ?= 2
+
+.PHONY: help demo test check format parity clean
+
+help:
+	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
+	@echo "make test     all tests"
+	@echo "make check    formatter, linter, types, import contracts"
+	@echo "make parity   the real trainer resumes from our conversions (needs Python 3.11; 10 minutes)"
+
+$(VENV)/.made:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	touch $@
+
+$(VENV)/.demo: pyproject.toml $(VENV)/.made
+	$(BIN)/pip install --quiet -e . safetensors
+	touch $@
+
+$(VENV)/.test: pyproject.toml $(VENV)/.made
+	$(BIN)/pip install --quiet -e '.[test,check]'
+	touch $@ $(VENV)/.demo
+
+CASE := tests/golden/cases/mp2pp2sh2_s1v2_meta_ema
+
+demo: $(VENV)/.demo
+	rm -rf .demo
+	$(BIN)/paddle-reshard inspect $(CASE)/checkpoint-3
+	$(BIN)/paddle-reshard convert $(CASE)/checkpoint-3 .demo/one-card --to tp=1
+	$(BIN)/python tests/golden/compare_one_card.py .demo/one-card $(CASE)/truth.safetensors
+	$(BIN)/paddle-reshard convert $(CASE)/checkpoint-3 .demo/pp4-sharding2 --to pp=4,sharding=2
+	$(BIN)/paddle-reshard verify $(CASE)/checkpoint-3 .demo/pp4-sharding2
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -q -n $(WORKERS)
+
+check: $(VENV)/.test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.test
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+parity: $(VENV)/.test
+	$(BIN)/python -m tests.parity.run
+
+clean:
+	rm -rf $(VENV) .demo .parity build dist *.egg-info

@@ -1,0 +1,416 @@
+"""The command line: arguments to API calls, results to tables, lines or JSON.
+
+Exit status: 0 done (and, for ``verify``, equal), 1 refused or different, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+import paddle_reshard
+from paddle_reshard.pipeline import workflow
+from paddle_reshard.pipeline.api import (
+    DEFAULT_MEMORY,
+    ConversionReport,
+    Inspection,
+    VerifyReport,
+)
+from paddle_reshard.pipeline.errors import ReshardError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.options import FORMATS
+from paddle_reshard.pipeline.report import (
+    Json,
+    conversion_data,
+    error_data,
+    inspection_data,
+    plan_data,
+    verify_data,
+)
+from paddle_reshard.pipeline.topology import STRATEGIES
+from paddle_reshard.pipeline.workflow import ConversionPlan, Event
+
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+SHOWN_DIFFERENCES = 20
+
+
+# ----------------------------------------------------------------------------------------------- commands
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(paddle_reshard.__version__, prog_name="paddle-reshard")
+def cli() -> None:
+    """Convert PaddlePaddle hybrid-parallel checkpoints to any other topology, bit for bit."""
+
+
+def _options(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def decorate(function: Any) -> Any:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return decorate
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+rules_option = click.option(
+    "--rules", type=FILE, help="Rule table of the model family, instead of those that come with the tool."
+)
+memory_option = click.option(
+    "--memory", default=DEFAULT_MEMORY, show_default=True, help="Memory budget of each worker."
+)
+quiet_option = click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+conversion_options = _options(
+    click.argument("source", metavar="SRC"),
+    click.argument("target", metavar="DST"),
+    click.option(
+        "--to",
+        required=True,
+        metavar="TOPOLOGY",
+        help="axis=size,… of the target job: tp, pp, vpp, sharding, ep, dp; omitted axes are 1.",
+    ),
+    click.option(
+        "--sharding-strategy",
+        type=click.Choice(STRATEGIES),
+        help="Default: stage1v1 where sharding > 1, else none.",
+    ),
+    click.option(
+        "--format",
+        "format_name",
+        type=click.Choice(FORMATS),
+        default="hybrid",
+        show_default=True,
+        help="hybrid: with model_meta.json where the trainer writes it; hybrid-plain: without.",
+    ),
+    memory_option,
+    rules_option,
+    click.option(
+        "--layout",
+        type=FILE,
+        help="JSON with what the target job decides and no topology says: comm_buffer_size_MB, comm_overlap, "
+        "sort_parameters, sequence_parallel, segmentation, convention.",
+    ),
+    click.option(
+        "--comm-buffer-size-mb",
+        type=click.IntRange(1),
+        help="Stage 1 v2: the job's sharding_comm_buffer_size_MB. Default: 256.",
+    ),
+    click.option(
+        "--sequence-parallel/--no-sequence-parallel",
+        default=None,
+        help="Whether the target job uses it; decides parameter names. Default: as the source.",
+    ),
+    click.option(
+        "--segmentation",
+        metavar="HOW",
+        help="Layers per stage: uniform, layer:Regex, or item numbers 0,3,6. Default: as the model class does.",
+    ),
+    click.option(
+        "--target-meta",
+        type=FILE,
+        help="model_meta.json of a job of the target topology, for parameter names.",
+    ),
+    click.option("--overwrite", is_flag=True, help="Replace a checkpoint that the target already holds."),
+    json_option,
+    quiet_option,
+)
+
+
+@cli.command()
+@click.argument("source", metavar="SRC")
+@rules_option
+@click.option("--tensors", is_flag=True, help="List every tensor with the rule that matched it.")
+@json_option
+def inspect(source: str, rules: Path | None, tensors: bool, as_json: bool) -> None:
+    """Say what a checkpoint is, from its metadata alone."""
+    with _reporting(as_json):
+        found = paddle_reshard.inspect(source, rules=rules)
+    _answer(inspection_data(found), as_json, False, lambda: _show_inspection(found, tensors))
+
+
+@cli.command()
+@conversion_options
+def plan(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Show what a conversion would read, write and need; nothing is moved."""
+    with _reporting(as_json):
+        planned = paddle_reshard.plan(source, target, **_arguments(options))
+    _answer(plan_data(planned), as_json, quiet, lambda: _show_plan(planned))
+
+
+@cli.command()
+@conversion_options
+@click.option(
+    "--cluster", default="inline", show_default=True, metavar="inline|ray|ray:ADDRESS", help="Where it runs."
+)
+@click.option("--workers", type=click.IntRange(1), help="Number of workers.")
+@click.option("--resume", is_flag=True, help="Go on where a killed conversion stopped.")
+def convert(
+    source: str,
+    target: str,
+    cluster: str,
+    workers: int | None,
+    resume: bool,
+    as_json: bool,
+    quiet: bool,
+    **options: Any,
+) -> None:
+    """Convert a checkpoint. Afterwards the target is there, whole, or nothing has changed."""
+    with _reporting(as_json), _observing(quiet or as_json) as observe:
+        if resume:
+            raise UnsupportedError(
+                "--resume: this version always begins anew; nothing of a killed run is reused"
+            )
+        report = paddle_reshard.convert(
+            source, target, cluster=cluster, workers=workers, observe=observe, **_arguments(options)
+        )
+    _answer(conversion_data(report), as_json, quiet, lambda: _show_conversion(report))
+
+
+@cli.command()
+@click.argument("a", metavar="A")
+@click.argument("b", metavar="B")
+@click.option("--state", "states", metavar="LIST", help="Only these states, comma-separated: param,moment1,…")
+@click.option("--subset", is_flag=True, help="B may lack tensors that A has.")
+@memory_option
+@rules_option
+@json_option
+@quiet_option
+def verify(
+    a: str,
+    b: str,
+    states: str | None,
+    subset: bool,
+    memory: str,
+    rules: Path | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Compare the logical content of two checkpoints of any topologies, bit for bit."""
+    with _reporting(as_json):
+        chosen = None if states is None else [state.strip() for state in states.split(",")]
+        report = paddle_reshard.verify(a, b, states=chosen, subset=subset, memory=memory, rules=rules)
+    _answer(verify_data(report), as_json, quiet, lambda: _show_verification(report))
+    sys.exit(0 if report.equal else 1)
+
+
+def _arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of the API from those of the command line."""
+    layout: dict[str, Any] = {}
+    path: Path | None = options.pop("layout")
+    if path is not None:
+        layout.update(workflow.read_layout_file(path))
+    flags = {
+        "comm_buffer_size_MB": options.pop("comm_buffer_size_mb"),
+        "sequence_parallel": options.pop("sequence_parallel"),
+        "segmentation": _segmentation(options.pop("segmentation")),
+    }
+    layout.update({name: value for name, value in flags.items() if value is not None})
+    return {"format": options.pop("format_name"), "layout": layout, **options}
+
+
+def _segmentation(text: str | None) -> str | list[int] | None:
+    if text is None or not text[:1].isdigit():
+        return text
+    try:
+        return [int(start) for start in text.split(",")]
+    except ValueError as error:
+        raise UsageError(f"--segmentation {text!r}: item numbers are whole numbers, 0,3,6") from error
+
+
+# ------------------------------------------------------------------------------------------------- output
+
+
+@contextmanager
+def _reporting(as_json: bool) -> Iterator[None]:
+    """Turn errors into one sentence on stderr and an exit status."""
+    try:
+        yield
+    except ReshardError as error:
+        if as_json:
+            click.echo(json.dumps(error_data(error)))
+        _fail(str(error), error.exit_status)
+    except (OSError, MemoryError) as error:
+        _fail(f"{type(error).__name__}: {error}", 1)
+    except KeyboardInterrupt:
+        _fail("interrupted; the target is as it was before", 130)
+
+
+def _fail(message: str, status: int) -> None:
+    click.echo(f"paddle-reshard: {message}", err=True)
+    sys.exit(status)
+
+
+def _answer(data: Json, as_json: bool, quiet: bool, show: Callable[[], None]) -> None:
+    """Print a result as one JSON object, for people, or not at all."""
+    if as_json:
+        click.echo(json.dumps(data))
+    elif not quiet:
+        show()
+
+
+@contextmanager
+def _observing(silent: bool) -> Iterator[Callable[[Event], None]]:
+    """An observer that draws a progress bar on a terminal, and prints one line per step otherwise."""
+    if silent:
+        yield workflow.ignore_events
+        return
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield _print_step
+        return
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    ) as bar:
+        yield _Bar(bar)
+
+
+def _print_step(event: Event) -> None:
+    if isinstance(event, workflow.StepEnded):
+        click.echo(f"{event.step}: {event.summary}", err=True)
+
+
+class _Bar:
+    """Events as a progress bar."""
+
+    def __init__(self, bar: Progress) -> None:
+        self.bar = bar
+        self.task: TaskID | None = None
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, workflow.StepStarted):
+            if self.task is not None:
+                self.bar.remove_task(self.task)
+            self.task = self.bar.add_task(event.step, total=event.total_bytes)
+        elif isinstance(event, workflow.Progress) and self.task is not None:
+            self.bar.advance(self.task, event.done_bytes)
+
+
+def _show_inspection(found: Inspection, tensors: bool) -> None:
+    console = _console()
+    facts = _facts()
+    facts.add_row("checkpoint", found.path)
+    facts.add_row("format", f"{found.format}, written by {found.convention}, model family {found.family}")
+    facts.add_row("topology", str(found.topology))
+    facts.add_row("sharding", found.sharding_strategy + (", comm overlap" if found.comm_overlap else ""))
+    if found.sequence_parallel is not None:
+        facts.add_row("sequence parallel", "yes" if found.sequence_parallel else "no")
+    facts.add_row("tensor files", f"{found.tensor_files}, {_size(found.tensor_bytes)}")
+    facts.add_row("other files", f"{len(found.other_files)}")
+    tied = [f"{t.key} = {t.tied_to}" for t in found.tensors if t.tied_to]
+    if tied:
+        facts.add_row("tied", ", ".join(tied))
+    console.print(facts)
+    states = Table("state", "dtype", box=None, pad_edge=False, header_style="bold")
+    states.add_column("tensors", justify="right")
+    states.add_column("elements", justify="right")
+    states.add_column("stored")
+    for state in found.states:
+        stored = "yes" if not state.implied else f"{state.implied} as the cast of their master weight"
+        states.add_row(state.state, "/".join(state.dtypes), str(state.tensors), f"{state.elements:,}", stored)
+    console.print(states)
+    if tensors:
+        rows = Table("tensor", "shape", "dtype", "rule", box=None, pad_edge=False, header_style="bold")
+        for tensor in found.tensors:
+            cut = "replicated" if tensor.rule.split is None else f"tp cuts dim {tensor.rule.split}"
+            fused = f", {tensor.rule.parts} fused parts" if tensor.rule.parts > 1 else ""
+            rows.add_row(tensor.key, str(list(tensor.global_shape)), tensor.dtype.name, cut + fused)
+        console.print(rows)
+
+
+def _show_plan(planned: ConversionPlan) -> None:
+    plan, target = planned.plan, planned.target
+    facts = _facts()
+    facts.add_row("from", f"{planned.source.topology}, {planned.source.strategy}")
+    facts.add_row("to", f"{target.topology}, {target.strategy}")
+    facts.add_row("tensors", f"{len(plan.tensors)} ({len(planned.source.model.tensors)} parameters)")
+    facts.add_row(
+        "reads", f"{_size(plan.read_bytes)} from {len(plan.source_files)} tensor files, each byte once"
+    )
+    facts.add_row(
+        "writes", f"{_size(plan.written_bytes)} in {len(plan.target_files) + len(plan.carried)} files"
+    )
+    facts.add_row(
+        "memory",
+        f"{_size(plan.peak_bytes)} at most in {plan.groups} groups, budget {_size(plan.budget_bytes)}",
+    )
+    facts.add_row("plan", plan.plan_id)
+    for reason, paths in _by_reason(planned):
+        facts.add_row("not carried", f"{paths}: {reason}")
+    _console().print(facts)
+
+
+def _by_reason(planned: ConversionPlan) -> Iterator[tuple[str, str]]:
+    """Files left behind, those of one reason together."""
+    for reason, group in groupby(
+        sorted(planned.left, key=lambda entry: entry[1]), key=lambda entry: entry[1]
+    ):
+        paths = [path for path, _ in group]
+        yield reason, paths[0] if len(paths) == 1 else f"{paths[0]} … {paths[-1]} ({len(paths)} files)"
+
+
+def _show_conversion(report: ConversionReport) -> None:
+    _show_plan(report.plan)
+    facts = _facts()
+    facts.add_row("compared", f"{report.moved.compared_elements:,} elements of further copies, all equal")
+    facts.add_row("done", report.target)
+    _console().print(facts)
+
+
+def _show_verification(report: VerifyReport) -> None:
+    console = _console()
+    for difference in report.differences[:SHOWN_DIFFERENCES]:
+        console.print(f"{difference.tensor}: {difference.detail}", markup=False)
+    if len(report.differences) > SHOWN_DIFFERENCES:
+        console.print(f"… and {len(report.differences) - SHOWN_DIFFERENCES} more")
+    verdict = "equal" if report.equal else f"different: {len(report.differences)} differences"
+    console.print(
+        f"{verdict}; {report.tensors} tensors, {report.compared_elements:,} elements compared "
+        f"({_size(report.read_bytes)} read)"
+    )
+
+
+def _console() -> Console:
+    """A console for results; where nobody measures the width, lines stay whole."""
+    width = None if sys.stdout.isatty() else 200
+    return Console(highlight=False, width=width)
+
+
+def _facts() -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True, min_width=12)
+    table.add_column(overflow="fold")
+    return table
+
+
+def _size(size_bytes: int) -> str:
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(len(units) - 1, max(0, size_bytes.bit_length() - 1) // 10)
+    return f"{size_bytes / 1024**power:.{1 if power else 0}f} {units[power]}"
+
+
+def main() -> None:
+    """Entry point of ``paddle-reshard``."""
+    cli()

@@ -1,0 +1,100 @@
+"""Results as plain data, for ``--json`` and for scripts: stable names, no prose."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from paddle_reshard.pipeline.api import ConversionReport, Inspection, VerifyReport
+from paddle_reshard.pipeline.errors import ReshardError
+from paddle_reshard.pipeline.topology import Topology
+from paddle_reshard.pipeline.workflow import ConversionPlan
+
+Json = dict[str, Any]
+
+
+def inspection_data(found: Inspection) -> Json:
+    """What ``inspect --json`` prints."""
+    return {
+        "path": found.path,
+        "format": found.format,
+        "convention": found.convention,
+        "family": found.family,
+        "topology": topology_data(found.topology),
+        "sharding_strategy": found.sharding_strategy,
+        "comm_overlap": found.comm_overlap,
+        "sequence_parallel": found.sequence_parallel,
+        "ema": found.has_ema,
+        "tensor_files": found.tensor_files,
+        "tensor_bytes": found.tensor_bytes,
+        "states": [asdict(state) for state in found.states],
+        "tensors": [
+            {
+                "key": tensor.key,
+                "shape": list(tensor.global_shape),
+                "dtype": tensor.dtype.name,
+                "tied_to": tensor.tied_to,
+                "rule": tensor.rule.key,
+            }
+            for tensor in found.tensors
+        ],
+        "other_files": list(found.other_files),
+    }
+
+
+def topology_data(topology: Topology) -> Json:
+    """Every axis with its size."""
+    return asdict(topology)
+
+
+def plan_data(conversion: ConversionPlan) -> Json:
+    """What ``plan --json`` prints."""
+    plan, target = conversion.plan, conversion.target
+    return {
+        "plan_id": plan.plan_id,
+        "source": {
+            "topology": topology_data(conversion.source.topology),
+            "sharding_strategy": conversion.source.strategy,
+        },
+        "target": {
+            "topology": topology_data(target.topology),
+            "sharding_strategy": target.strategy,
+            "model_meta": target.writes_meta,
+        },
+        "tensors": len(plan.tensors),
+        "groups": plan.groups,
+        "peak_bytes": plan.peak_bytes,
+        "budget_bytes": plan.budget_bytes,
+        "read_bytes": plan.read_bytes,
+        "read_amplification": round(plan.read_bytes / max(plan.payload_bytes, 1), 4),
+        "write_bytes": plan.written_bytes,
+        "files": [{"path": f.path, "size_bytes": f.size_bytes} for f in plan.target_files],
+        "carried": [{"path": c.target_path, "size_bytes": c.size_bytes} for c in plan.carried],
+        "not_carried": [{"path": path, "reason": reason} for path, reason in conversion.left],
+    }
+
+
+def conversion_data(report: ConversionReport) -> Json:
+    """What ``convert --json`` prints."""
+    return {
+        "source_path": report.source,
+        "target_path": report.target,
+        "moved": asdict(report.moved),
+        "plan": plan_data(report.plan),
+    }
+
+
+def verify_data(report: VerifyReport) -> Json:
+    """What ``verify --json`` prints."""
+    return {
+        "equal": report.equal,
+        "tensors": report.tensors,
+        "compared_elements": report.compared_elements,
+        "read_bytes": report.read_bytes,
+        "differences": [asdict(difference) for difference in report.differences],
+    }
+
+
+def error_data(error: ReshardError) -> Json:
+    """What any command prints with ``--json`` when it refuses."""
+    return {"error": str(error), "kind": type(error).__name__}

@@ -1,0 +1,242 @@
+"""The laboratory: the real trainer on CPUs, one process per rank, every process ours to end.
+
+The scripts of the laboratory are not part of this repository. They lie beside it, with the corpus that
+they made, and are used as they are, from a copy.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+PARITY = REPO / ".parity"
+SCRIPTS = REPO.parent / "shared" / "corpus" / "gen"
+LOCK = "requirements-pf.lock.txt"
+PYTHON = "3.11"
+GRACE_SECONDS = 3
+PORTS = range(10_000, 14_000, 50)
+STORE_OFFSET, MASTER_OFFSET, STORE_PORTS = 1000, 500, 512
+
+
+class LabError(Exception):
+    """The laboratory cannot be set up, or a rank did not reach its end."""
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A Python with the trainer, and a copy of the scripts that drive it."""
+
+    python: Path
+    scripts: Path
+    root: Path
+
+
+def open_lab() -> Lab:
+    """Return the laboratory, made on first use; ``PARITY_LAB`` names one that exists already."""
+    if not (SCRIPTS / LOCK).exists():
+        raise LabError(f"no laboratory at {SCRIPTS}: the parity check needs the scripts that made the corpus")
+    scripts = PARITY / "gen"
+    shutil.rmtree(scripts, ignore_errors=True)
+    shutil.copytree(SCRIPTS, scripts, ignore=shutil.ignore_patterns("__pycache__"), copy_function=shutil.copyfile)
+    scripts.chmod(0o755)
+    given = os.environ.get("PARITY_LAB")
+    root = Path(given).resolve() if given else PARITY / "lab"
+    environment = root / "venv-pf"
+    python = environment / "bin" / "python"
+    if given and not python.exists():
+        raise LabError(f"PARITY_LAB={given}: there is no {python}")
+    if not given and not (environment / "complete").exists():
+        _make_environment(environment, scripts / LOCK)
+    return Lab(python, scripts, root)
+
+
+def _make_environment(environment: Path, lock: Path) -> None:
+    """Install what the lock file pins, and nothing else."""
+    base = _python_of_the_lock()
+    shutil.rmtree(environment, ignore_errors=True)
+    environment.parent.mkdir(parents=True, exist_ok=True)
+    say(f"making {environment} with {base} (paddlepaddle and paddleformers; once, some minutes)")
+    pip = [str(environment / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    for command in (
+        [base, "-m", "venv", str(environment)],
+        [*pip, "--no-deps", "-r", str(lock)],
+        [*pip, "setuptools<80"],
+    ):
+        if subprocess.run(command, check=False).returncode:
+            raise LabError(f"failed: {' '.join(command)}")
+    (environment / "complete").touch()
+
+
+def _python_of_the_lock() -> str:
+    """Find the interpreter for which the versions are pinned."""
+    for candidate in (sys.executable, shutil.which(f"python{PYTHON}")):
+        if candidate is None:
+            continue
+        ask = [candidate, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+        if subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip() == PYTHON:
+            return candidate
+    raise LabError(
+        f"the versions of the trainer are pinned for Python {PYTHON}; this is "
+        f"{sys.version_info.major}.{sys.version_info.minor} and there is no python{PYTHON} on the path. "
+        f"Install it, or set PARITY_LAB to a folder whose venv-pf holds the trainer"
+    )
+
+
+def say(line: str) -> None:
+    """Print at once, also into a pipe."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def resume(
+    lab: Lab,
+    name: str,
+    checkpoint: Path,
+    out: Path,
+    *,
+    ranks: int,
+    arguments: Mapping[str, Any],
+    model: Mapping[str, Any],
+    timeout_seconds: float,
+) -> list[str]:
+    """Let the real trainer resume from a checkpoint and dump what it then holds; return the ranks' logs.
+
+    Raises
+    ------
+    LabError
+        If a rank fails or the time is over; with the end of the log of the first rank that failed.
+    """
+    command = [str(lab.python), str(lab.scripts / "train_pf.py"), "--case", name, "--out", str(out)]
+    command += ["--args", json.dumps(dict(arguments)), "--model", json.dumps(dict(model))]
+    command += ["--resume", str(checkpoint)]
+    logs = [out.parent / f"rank{rank}.log" for rank in range(ranks)]
+    with _mailbox() as box:
+        ends = _run_ranks(command, logs, _environments(ranks, box), timeout_seconds)
+    texts = [log.read_text(errors="replace") for log in logs]
+    for rank, (end, text) in enumerate(zip(ends, texts, strict=True)):
+        if end != 0 and end != -signal.SIGKILL:
+            raise LabError(f"rank {rank} ended with {end}: {_last_lines(text)}")
+    for rank, (end, text) in enumerate(zip(ends, texts, strict=True)):
+        if end != 0 or f"CASE_OK {name}" not in text:
+            raise LabError(f"rank {rank} was not done after {timeout_seconds} s: {_last_lines(text)}")
+    return texts
+
+
+@contextlib.contextmanager
+def _mailbox() -> Iterator[Path]:
+    """Make the folder through which the ranks pass point-to-point messages."""
+    memory = Path("/dev/shm")
+    box = tempfile.mkdtemp(prefix="parity_", dir=memory if memory.is_dir() else None)
+    try:
+        yield Path(box)
+    finally:
+        shutil.rmtree(box, ignore_errors=True)
+
+
+def _environments(ranks: int, box: Path) -> list[dict[str, str]]:
+    """Tell each rank who it is, as a launcher does."""
+    port = _free_ports(ranks)
+    shared = {key: value for key, value in os.environ.items() if not key.startswith(("PADDLE_", "PYTHONPATH"))}
+    shared |= {
+        "SHIM_BOX": str(box),
+        "SHIM_STORE_PORT": str(port + STORE_OFFSET),
+        "OMP_NUM_THREADS": "1",
+        "GLOG_v": "0",
+    }
+    if ranks == 1:
+        return [shared | {"FLAGS_selected_gpus": "0"}]
+    endpoints = [f"127.0.0.1:{port + rank}" for rank in range(ranks)]
+    shared |= {
+        "PADDLE_TRAINERS_NUM": str(ranks),
+        "PADDLE_LOCAL_SIZE": str(ranks),
+        "PADDLE_GLOBAL_SIZE": str(ranks),
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+        "PADDLE_MASTER": f"127.0.0.1:{port + MASTER_OFFSET}",
+        "PADDLE_DISTRI_BACKEND": "gloo",
+    }
+    of_rank = ("PADDLE_TRAINER_ID", "PADDLE_GLOBAL_RANK", "PADDLE_LOCAL_RANK", "PADDLE_RANK_IN_NODE")
+    return [
+        shared
+        | dict.fromkeys((*of_rank, "FLAGS_selected_gpus"), str(rank))
+        | {"PADDLE_CURRENT_ENDPOINT": endpoint}
+        for rank, endpoint in enumerate(endpoints)
+    ]
+
+
+def _free_ports(ranks: int) -> int:
+    """Find a base at which all the ports are free that a run may listen on."""
+    start = os.getpid() % len(PORTS)
+    for base in (*PORTS[start:], *PORTS[:start]):
+        wanted = [*range(base, base + ranks), base + MASTER_OFFSET]
+        wanted += range(base + STORE_OFFSET, base + STORE_OFFSET + STORE_PORTS, 8)
+        if all(_is_free(port) for port in wanted):
+            return base
+    raise LabError("no free ports")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _run_ranks(
+    command: list[str], logs: list[Path], environments: list[dict[str, str]], timeout_seconds: float
+) -> list[int]:
+    """Run one process per rank until all are done, one fails or the time is over; none outlives this."""
+    ranks: list[subprocess.Popen] = []
+    try:
+        for log, environment in zip(logs, environments, strict=True):
+            with log.open("wb") as output:
+                ranks.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=log.parent,
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+        _wait(ranks, timeout_seconds)
+    finally:
+        for rank in ranks:
+            # The group is the rank's own session: whatever it started ends with it.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
+        ends = [rank.wait() for rank in ranks]
+    return ends
+
+
+def _wait(ranks: list[subprocess.Popen], timeout_seconds: float) -> None:
+    deadline = time.monotonic() + timeout_seconds
+    while time.monotonic() < deadline:
+        ends = [rank.poll() for rank in ranks]
+        if None not in ends:
+            return
+        if any(ends):
+            # The others fail in a moment of their own, which says more than that they were ended.
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        time.sleep(0.1)
+
+
+def _last_lines(text: str, count: int = 6) -> str:
+    noise = ("INFO", "DEBUG", "WARN")
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not any(n in line for n in noise)]
+    return " / ".join(lines[-count:]) or "an empty log"

@@ -1,0 +1,206 @@
+"""Resume the real trainer from our conversions and compare what it then holds with the truth.
+
+``python -m tests.parity.run [row ...]``; the README beside this file says what it proves.
+"""
+
+import contextlib
+import fcntl
+import json
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import paddle_reshard
+from tests.conftest import case_directory, corpus_root
+from tests.parity.lab import PARITY, Lab, LabError, open_lab, resume, say
+from tests.parity.tensors import differences, read_tensors
+
+TIMEOUT_SECONDS = 300
+CHECKPOINT = "checkpoint-3"
+EMA_STATE = ".ema_w_0"
+READ_AS_IT_IS = "do not need reshard"
+EMA_IS_READ = "Load EMA checkpoint from"
+STEP_IS_READ = "Continuing training from global step 3"
+
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+PP4_VPP2 = {"pipeline_model_parallel_size": 4, "_vpp": 2}
+SHARDING2 = {"sharding_parallel_size": 2}
+V1 = {"sharding": "stage1", "split_param": False}
+V2 = {"sharding": "stage1", "split_param": True}
+SHARDED_FILES = {
+    "save_checkpoint_format": "sharding_io",
+    "load_checkpoint_format": "sharding_io",
+    "load_sharded_model": True,
+}
+EMA = {"zcc_save_ema_coef": 0.9}
+TIED = {"_tie": True}
+FLOAT32 = {"max_grad_norm": 0.0, "bf16": False, "fp16_opt_level": "O1", "amp_master_grad": False}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A conversion, and the job of the trainer that resumes from it."""
+
+    source: str
+    to: str
+    ranks: int
+    arguments: dict[str, Any] = field(default_factory=dict)
+    strategy: str | None = None
+    format: str = "hybrid"
+    layout: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def log_must_say(self) -> tuple[str, ...]:
+        """What each rank reports when it took our files for its own."""
+        says = [STEP_IS_READ]
+        if "load_sharded_model" in self.arguments:
+            says.append(READ_AS_IT_IS)
+        if "zcc_save_ema_coef" in self.arguments:
+            says.append(EMA_IS_READ)
+        return tuple(says)
+
+
+ALL_AXES = "mp2pp2sh2_s1v2_meta_ema"
+ROWS = {
+    "single-to-sh2-v2": Row("single", "sharding=2", 2, {**V2, **SHARDING2, **SHARDED_FILES}, "stage1v2"),
+    "8ranks-to-pp2": Row(ALL_AXES, "pp=2", 2, PP2),
+    "8ranks-to-mp2sh2-v1": Row(
+        ALL_AXES, "tp=2,sharding=2", 4, {**TP2, **V1, **SHARDING2, **SHARDED_FILES}, "stage1v1"
+    ),
+    "pp4vpp2-to-single": Row("pp4vpp2", "tp=1", 1),
+    "tied-single-to-pp2": Row("single_tied", "pp=2", 2, {**PP2, **TIED}),
+    "ema-8ranks-to-sh2-v2": Row(
+        ALL_AXES, "sharding=2", 2, {**V2, **SHARDING2, **SHARDED_FILES, **EMA}, "stage1v2"
+    ),
+    "ema-8ranks-to-pp2sh2-v1": Row(
+        ALL_AXES, "pp=2,sharding=2", 4, {**PP2, **V1, **SHARDING2, **SHARDED_FILES, **EMA}, "stage1v1"
+    ),
+    "single-to-8ranks-v2": Row(
+        "single", "tp=2,pp=2,sharding=2", 8, {**TP2, **PP2, **V2, **SHARDING2, **SHARDED_FILES}, "stage1v2"
+    ),
+    "single-to-pp4vpp2": Row("single_l8", "pp=4,vpp=2", 4, PP4_VPP2),
+    "single-to-sh2-v2-plain": Row("single", "sharding=2", 2, {**V2, **SHARDING2}, "stage1v2", "hybrid-plain"),
+    "mp2pp2-to-sh2-v1-plain": Row("mp2pp2", "sharding=2", 2, {**V1, **SHARDING2}, "stage1v1", "hybrid-plain"),
+    "single-to-pp2sh2-v2-overlap": Row(
+        "single",
+        "pp=2,sharding=2",
+        4,
+        {**PP2, **V2, **SHARDING2, **SHARDED_FILES, "pp_sharding_comm_overlap": True},
+        "stage1v2",
+        layout={"comm_overlap": True},
+    ),
+    "float32-sh2-v1-to-single": Row("sh2_s1v1_meta_fp32", "tp=1", 1, FLOAT32),
+}
+
+
+def main(wanted: list[str]) -> int:
+    """Check the rows asked for, or all; the result is the exit status."""
+    if unknown := [name for name in wanted if name not in ROWS]:
+        say(f"unknown: {', '.join(unknown)}; the rows are {', '.join(ROWS)}")
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if corpus_root() is None:
+        say("parity: the corpus of real checkpoints is not at hand")
+        return 2
+    try:
+        with _alone():
+            lab = open_lab()
+            failed = [name for name in wanted or ROWS if not _report(lab, name, ROWS[name])]
+    except LabError as error:
+        say(f"parity: {error}")
+        return 2
+    say(f"{len(wanted or ROWS) - len(failed)} passed, {len(failed)} failed")
+    return 1 if failed else 0
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Keep a second run away from the files of this one."""
+    PARITY.mkdir(exist_ok=True)
+    with (PARITY / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LabError("another parity check is running in this checkout") from None
+        yield
+
+
+def _report(lab: Lab, name: str, row: Row) -> bool:
+    started = time.monotonic()
+    try:
+        compared, found = _check(lab, name, row)
+    except (LabError, paddle_reshard.ReshardError) as error:
+        compared, found = 0, [str(error)]
+    seconds = time.monotonic() - started
+    asked = ", ".join(filter(None, (row.to, row.strategy, row.format)))
+    if found:
+        say(f"FAILED  {name} ({seconds:.1f} s): {row.source} -> {asked}")
+        for difference in found[:8]:
+            say(f"        {difference}")
+        if len(found) > 8:
+            say(f"        and {len(found) - 8} more")
+        return False
+    say(f"passed  {name} ({seconds:.1f} s): {row.source} -> {asked}: {compared} tensors equal on {row.ranks} rank(s)")
+    return True
+
+
+def _check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:
+    """Convert, resume, compare; return how many tensors were compared and what is wrong."""
+    source, work = case_directory(row.source), PARITY / "work" / name
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    paddle_reshard.convert(
+        source / CHECKPOINT,
+        work / CHECKPOINT,
+        to=row.to,
+        sharding_strategy=row.strategy,
+        format=row.format,
+        layout=row.layout or None,
+    )
+    logs = resume(
+        lab,
+        name,
+        work / CHECKPOINT,
+        work / "out",
+        ranks=row.ranks,
+        arguments=row.arguments,
+        model=json.loads((source / "case.json").read_bytes())["model"] or {},
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
+    with_ema = "zcc_save_ema_coef" in row.arguments
+    truth = {
+        key: tensor
+        for key, tensor in read_tensors(source / "truth.safetensors").items()
+        if with_ema or not key.endswith(EMA_STATE)
+    }
+    found = differences(read_tensors(work / "out" / "truth.safetensors"), truth)
+    found += _differences_of_reports(work / "out" / "truth_report.json", source / "truth_report.json")
+    found += [
+        f"the log of rank {rank} does not say {line!r}"
+        for rank, log in enumerate(logs)
+        for line in row.log_must_say
+        if line not in log
+    ]
+    return len(truth), found
+
+
+def _differences_of_reports(loaded: Path, saved: Path) -> list[str]:
+    """Compare what is no tensor, and let replicas and padding speak up."""
+    mine, real = json.loads(loaded.read_bytes()), json.loads(saved.read_bytes())
+    found = [f"replicas that disagree: {mismatch}" for mismatch in mine["replica_mismatch"]]
+    found += [f"padding that is not zero: {place}" for place in mine["padding_nonzero"]]
+    if mine["lr"] != real["lr"]:
+        found.append(f"learning rate: {mine['lr']}, not {real['lr']}")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
