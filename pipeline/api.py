@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,9 @@ from paddle_reshard.pipeline.workflow import (
     ConversionPlan,
     MoveReport,
     Observer,
+    StepEnded,
+    StepStarted,
+    check_target_path,
     ignore_events,
     index_checkpoint,
     load_layout,
@@ -30,7 +32,7 @@ from paddle_reshard.pipeline.workflow import (
     plan_checkpoint,
     run_conversion,
 )
-from paddle_reshard.storage.local import LocalSource, check_free
+from paddle_reshard.storage.local import LocalSource
 from paddle_reshard.tasks.run_group import compare_group
 
 PathLike = str | os.PathLike[str]
@@ -102,9 +104,9 @@ def inspect(source: PathLike, *, rules: PathLike | None = None) -> Inspection:
     CheckpointError, PlanError
         If it is not one whole, consistent checkpoint that the rules cover.
     """
-    with LocalSource(_local(source)) as store:
-        checkpoint = index_checkpoint(store, load_tables(_path(rules)))
-        sizes = store.sizes()
+    store = LocalSource(_local(source))
+    checkpoint = index_checkpoint(store, load_tables(_path(rules)))
+    sizes = store.sizes()
     files = {file.path: file.size_bytes for file in checkpoint.catalog.files}
     return Inspection(
         path=os.fspath(source),
@@ -180,9 +182,9 @@ def plan(
     ReshardError
         If the source is not whole, or cannot become what is asked.
     """
-    with LocalSource(_local(source)) as store:
-        check_free(_local(target), overwrite)
-        return _plan(store, to, sharding_strategy, format, memory, rules, layout, target_meta)
+    store = LocalSource(_local(source))
+    check_target_path(store, _local(target), overwrite)
+    return _plan(store, to, sharding_strategy, format, memory, rules, layout, target_meta)
 
 
 def _plan(
@@ -234,10 +236,14 @@ def convert(
         raise UnsupportedError(f"cluster {cluster!r}: this version runs inline, in this process")
     if workers not in (None, 1):
         raise UsageError(f"cluster inline has one worker, not {workers}")
-    with LocalSource(_local(source)) as store:
-        check_free(_local(target), overwrite)
-        conversion = _plan(store, to, sharding_strategy, format, memory, rules, layout, target_meta)
-        moved = run_conversion(store, conversion, _local(target), overwrite, observe)
+    store = LocalSource(_local(source))
+    check_target_path(store, _local(target), overwrite)
+    observe(StepStarted("plan"))
+    conversion = _plan(store, to, sharding_strategy, format, memory, rules, layout, target_meta)
+    observe(
+        StepEnded("plan", f"{conversion.plan.groups} groups, {conversion.plan.written_bytes} bytes to write")
+    )
+    moved = run_conversion(store, conversion, _local(target), overwrite, observe)
     return ConversionReport(os.fspath(source), os.fspath(target), conversion, moved)
 
 
@@ -256,33 +262,30 @@ def verify(
     state that only one side has is a difference, unless ``states`` leaves it out, or ``subset`` allows that
     ``b`` has less.
     """
-    with ExitStack() as stack:
-        stores = [stack.enter_context(LocalSource(_local(side))) for side in (a, b)]
-        tables = load_tables(_path(rules))
-        one, two = (index_checkpoint(store, tables) for store in stores)
-        known = {t.state for t in (*one.catalog.tensors, *two.catalog.tensors)}
-        if unknown := set(states or ()) - known:
-            raise UsageError(
-                f"neither checkpoint has the state {sorted(unknown)[0]!r}; known: {', '.join(sorted(known))}"
-            )
-        comparison = plan_comparison(
-            one.catalog, two.catalog, None if states is None else set(states), subset, parse_memory(memory)
+    stores = [LocalSource(_local(side)) for side in (a, b)]
+    tables = load_tables(_path(rules))
+    one, two = (index_checkpoint(store, tables) for store in stores)
+    known = {t.state for t in (*one.catalog.tensors, *two.catalog.tensors)}
+    if unknown := set(states or ()) - known:
+        raise UsageError(
+            f"neither checkpoint has the state {sorted(unknown)[0]!r}; known: {', '.join(sorted(known))}"
         )
-        differences = list(comparison.differences)
-        if states is None and not subset and one.lr_scheduler != two.lr_scheduler:
-            differences.append(
-                Difference("LR_Scheduler", f"{one.lr_scheduler} in A, {two.lr_scheduler} in B")
-            )
-        pair = _Pair(*stores)
-        elements = read = 0
-        for work in plan_work(comparison.plan):
-            report = compare_group(work, pair)
-            elements, read = elements + report.compared_elements, read + report.read_bytes
-            differences += [
-                Difference(d.tensor, f"{d.detail}: {d.path_a} and {d.path_b}") for d in report.differences
-            ]
-        for store in stores:
-            store.check_unchanged()
+    comparison = plan_comparison(
+        one.catalog, two.catalog, None if states is None else set(states), subset, parse_memory(memory)
+    )
+    differences = list(comparison.differences)
+    if states is None and not subset and one.lr_scheduler != two.lr_scheduler:
+        differences.append(Difference("LR_Scheduler", f"{one.lr_scheduler} in A, {two.lr_scheduler} in B"))
+    pair = _Pair(*stores)
+    elements = read = 0
+    for work in plan_work(comparison.plan):
+        report = compare_group(work, pair)
+        elements, read = elements + report.compared_elements, read + report.read_bytes
+        differences += [
+            Difference(d.tensor, f"{d.detail}: {d.path_a} and {d.path_b}") for d in report.differences
+        ]
+    for store in stores:
+        store.check_unchanged()
     return VerifyReport(comparison.tensors, elements, read, tuple(differences))
 
 

@@ -33,6 +33,9 @@ from paddle_reshard.storage.local import LocalSource, LocalTarget, check_free
 from paddle_reshard.tasks.index import index_tensor_file, read_json
 
 COPY_BYTES = 8 << 20
+TENSOR_SUFFIXES = (".pdparams", ".pdopt", ".distcp", ".pdmodel")
+PLAIN_STATES = ("scheduler.pdparams", "scaler.pdparams")
+"""Small states of the trainer that are not tensors of the model; carried byte for byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,7 @@ def index_checkpoint(store: LocalSource, tables: Sequence[RuleTable]) -> HybridC
     """
     sizes = store.sizes()
     _refuse_other_formats(store)
+    _refuse_unknown_tensor_files(sizes)
     meta = read_json(store, MODEL_META, sizes) if MODEL_META in sizes else None
     config = read_json(store, CONFIG, sizes)
     roots = {
@@ -124,6 +128,22 @@ def _refuse_other_formats(store: LocalSource) -> None:
             f"{store.root}: {safetensors[0]}: a unified or Hugging Face checkpoint; this version reads "
             "hybrid-parallel ones"
         )
+
+
+def _refuse_unknown_tensor_files(sizes: Mapping[str, int]) -> None:
+    """Every file that could hold tensors must be one whose meaning is known."""
+    ranks = [path for path in sizes if parse_rank_file(path) is not None]
+    unknown = [
+        path
+        for path in sorted(sizes)
+        if path.endswith(TENSOR_SUFFIXES) and path not in ranks and path not in PLAIN_STATES
+    ]
+    if unknown:
+        raise CheckpointError(
+            f"{unknown[0]}: a tensor file whose name has no meaning in a hybrid-parallel checkpoint"
+        )
+    if not ranks:
+        raise CheckpointError("no model_state or optimizer file: not a hybrid-parallel training checkpoint")
 
 
 def load_tables(rules: Path | None) -> list[RuleTable]:
@@ -208,14 +228,21 @@ def plan_checkpoint(
 # -------------------------------------------------------------------------------------- move, verify, publish
 
 
+def check_target_path(store: LocalSource, root: Path, overwrite: bool) -> None:
+    """Refuse a target that is occupied, or that is the source or inside it, or around it."""
+    source, target = store.root.resolve(), root.resolve()
+    if source == target:
+        raise UsageError(f"{root}: source and target are the same folder")
+    if source in target.parents or target in source.parents:
+        raise UsageError(f"{root}: source and target may not lie one inside the other")
+    check_free(root, overwrite)
+
+
 def run_conversion(
     store: LocalSource, conversion: ConversionPlan, root: Path, overwrite: bool, observe: Observer
 ) -> MoveReport:
     """Move, verify and publish: afterwards the target is there, whole, or it is as it was before."""
     plan = conversion.plan
-    if root.resolve() == store.root.resolve():
-        raise UsageError(f"{root}: source and target are the same folder")
-    check_free(root, overwrite)
     with LocalTarget(root, overwrite) as target:
         observe(StepStarted("move", plan.written_bytes))
         report = _move(store, plan, target, observe)
@@ -257,8 +284,7 @@ def _carry(store: LocalSource, carried: CarriedFile, target: LocalTarget) -> Non
 
 def _check_staged(staging: Path, conversion: ConversionPlan) -> None:
     """Index the staged target as if it were a source: it must be the checkpoint that was planned."""
-    with LocalSource(staging) as staged:
-        found = index_checkpoint(staged, [conversion.source.model.table])
+    found = index_checkpoint(LocalSource(staging), [conversion.source.model.table])
     source, target = conversion.source, conversion.target
     planned = (target.topology.tp, target.topology.pp, target.topology.sharding)
     if (found.topology.tp, found.topology.pp, found.topology.sharding) != planned:

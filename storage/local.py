@@ -32,12 +32,9 @@ class LocalSource:
         if not root.is_dir():
             raise CheckpointError(f"{root}: no such folder")
         self.root = root
-        self.stamps: Mapping[str, FileStamp] = {
-            entry.name: _stamp(Path(entry.path)) for entry in sorted(os.scandir(root), key=lambda e: e.name)
-            if entry.is_file()
-        }  # fmt: skip
-        self.folders = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
-        self._open: dict[str, int] = {}
+        entries = sorted(os.scandir(root), key=lambda entry: entry.name)
+        self.stamps: Mapping[str, FileStamp] = {e.name: _stamp(Path(e.path)) for e in entries if e.is_file()}
+        self.folders = [entry.name for entry in entries if entry.is_dir()]
 
     def sizes(self) -> dict[str, int]:
         """Name of every file → size in bytes, as seen at the start."""
@@ -51,17 +48,16 @@ class LocalSource:
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on."""
-        if path not in self._open:
-            self._open[path] = os.open(self.root / path, os.O_RDONLY)
-        done = 0
-        while done < len(buffer):
-            count = os.preadv(self._open[path], [buffer[done:]], byte_offset + done)
-            if count == 0:
-                raise CheckpointError(
-                    f"{path}: ends at byte {byte_offset + done}, {len(buffer) - done} more were "
-                    "there when it was indexed"
-                )
-            done += count
+        with open(self.root / path, "rb", buffering=0) as file:
+            done = 0
+            while done < len(buffer):
+                count = os.preadv(file.fileno(), [buffer[done:]], byte_offset + done)
+                if count == 0:
+                    raise CheckpointError(
+                        f"{path}: ends at byte {byte_offset + done}, {len(buffer) - done} more were there when "
+                        "it was indexed"
+                    )
+                done += count
 
     def check_unchanged(self) -> None:
         """Refuse if any file is not the one that was seen at the start."""
@@ -71,19 +67,6 @@ class LocalSource:
                 raise CheckpointError(
                     f"{path}: changed while it was read (size {stamp.size_bytes} then, {now.size_bytes} now)"
                 )
-
-    def close(self) -> None:
-        """Close what was opened."""
-        while self._open:
-            os.close(self._open.popitem()[1])
-
-    def __enter__(self) -> LocalSource:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _stamp(path: Path) -> FileStamp:
@@ -104,7 +87,6 @@ class LocalTarget:
         check_free(root, overwrite)
         self.root = Path(os.path.abspath(root))
         self.overwrite = overwrite
-        self._open: dict[str, int] = {}
 
     def __enter__(self) -> LocalTarget:
         self.root.parent.mkdir(parents=True, exist_ok=True)
@@ -114,38 +96,33 @@ class LocalTarget:
 
     def create(self, path: str, size_bytes: int) -> None:
         """Make a file of its final size."""
-        descriptor = os.open(self.staging / path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        self._open[path] = descriptor
-        os.truncate(descriptor, size_bytes)
+        with open(self.staging / path, "xb") as file:
+            file.truncate(size_bytes)
 
     def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """Write all of ``buffer`` into a created file."""
-        done = 0
-        while done < len(buffer):
-            done += os.pwrite(self._open[path], buffer[done:], byte_offset + done)
+        with open(self.staging / path, "r+b", buffering=0) as file:
+            done = 0
+            while done < len(buffer):
+                done += os.pwrite(file.fileno(), buffer[done:], byte_offset + done)
 
     def publish(self) -> None:
         """Make everything durable, then put the folder in its place."""
-        while self._open:
-            descriptor = self._open.popitem()[1]
-            os.fsync(descriptor)
-            os.close(descriptor)
-        _sync_folder(self.staging)
+        for path in (*self.staging.iterdir(), self.staging):
+            _sync(path)
         check_free(self.root, self.overwrite)
         replaced: Path | None = None
         if self.root.is_dir() and any(self.root.iterdir()):
             replaced = Path(tempfile.mkdtemp(prefix=f".{self.root.name}.replaced-", dir=self.root.parent))
             os.rename(self.root, replaced)
         os.rename(self.staging, self.root)
-        _sync_folder(self.root.parent)
+        _sync(self.root.parent)
         if replaced is not None:
             shutil.rmtree(replaced)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
         shutil.rmtree(self.staging, ignore_errors=True)
 
 
@@ -168,7 +145,7 @@ def _umask() -> int:
     return mask
 
 
-def _sync_folder(path: Path) -> None:
+def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -209,10 +209,21 @@ def _same(what: str, values: list[Any], where: str) -> Any:
 
 def _lr_scheduler(files: list[RankFile], roots: Mapping[str, Any]) -> Any:
     states = {f.path: roots[f.path].get(_LR_SCHEDULER) for f in files if _LR_SCHEDULER in roots[f.path]}
+    for path, state in states.items():
+        if _holds_array(state):
+            raise UnsupportedError(f"{path}: {_LR_SCHEDULER} holds an array; only plain values are written")
     if states and len(states) < len(files):
         lacking = next(f.path for f in files if f.path not in states)
         raise CheckpointError(f"{next(iter(states))} has an {_LR_SCHEDULER} entry, {lacking} has none")
     return _same(_LR_SCHEDULER, list(states.values()), "optimizer files")
+
+
+def _holds_array(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(_holds_array(entry) for entry in value.values())
+    if isinstance(value, list | tuple):
+        return any(_holds_array(entry) for entry in value)
+    return isinstance(value, ArrayRef | SplitArray)
 
 
 def _read_cell(

@@ -144,6 +144,12 @@ def layout_hybrid(checkpoint: HybridCheckpoint, target: HybridTarget) -> TargetF
         If the model cannot take this topology, or a parameter name is not known.
     """
     check_target(target)
+    untrained = [t.key for t in checkpoint.model.tensors if not t.trained and t.tied_to is None]
+    if untrained and target.strategy != "none":
+        raise UnsupportedError(
+            f"{untrained[0]} has no optimizer state: whether the target job counts frozen parameters when it "
+            f"shares parameters out is not known, so {target.strategy} is not written for this model"
+        )
     if target.names is None and checkpoint.names_predicted is not None:
         raise RuleError(
             "parameter names",
