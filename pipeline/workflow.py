@@ -15,6 +15,7 @@ from typing import Any
 from paddle_reshard.clusters.inline import run_inline
 from paddle_reshard.pipeline.catalog import File
 from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.layouts.hybrid.meta import parse_model_meta, parse_names
 from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META, parse_rank_file
 from paddle_reshard.pipeline.layouts.hybrid.sidecars import CONFIG, MANIFEST, plan_sidecars
 from paddle_reshard.pipeline.layouts.hybrid.source import HybridCheckpoint, read_hybrid
@@ -105,7 +106,7 @@ def index_checkpoint(store: LocalSource, tables: Sequence[RuleTable]) -> HybridC
     sizes = store.sizes()
     _refuse_other_formats(store)
     _refuse_unknown_tensor_files(sizes)
-    meta = read_json(store, MODEL_META, sizes) if MODEL_META in sizes else None
+    meta = parse_model_meta(read_json(store, MODEL_META, sizes)) if MODEL_META in sizes else None
     config = read_json(store, CONFIG, sizes)
     roots = {
         path: index_tensor_file(store, path, sizes[path])
@@ -170,10 +171,9 @@ def load_target_names(target_meta: Path | None) -> dict[str, dict[str, str]] | N
     if target_meta is None:
         return None
     try:
-        metas = _read_object(target_meta)["sharding_metas"]
-        return {cell: dict(meta["structure_name_mapping"]) for cell, meta in metas.items()}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{target_meta}: not a model_meta.json: {error} is missing") from error
+        return parse_names(_read_object(target_meta))
+    except CheckpointError as error:
+        raise UsageError(f"{target_meta}: {error}") from error
 
 
 def _read_text(path: Path) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from paddle_reshard.pipeline.errors import CheckpointError, CoverageError, UnsupportedError
 from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.layouts.hybrid.meta import ModelMeta
 from paddle_reshard.pipeline.layouts.hybrid.names import (
     EMA,
     MODEL_META,
@@ -33,7 +34,6 @@ from paddle_reshard.pipeline.tensors import (
     PARAM,
     DType,
     dtype_of_code,
-    dtype_of_meta,
 )
 from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArrayRef, SplitArray
 
@@ -72,6 +72,8 @@ class Cell:
     """Structured key → dtype of the parameter."""
     distributed: dict[str, bool] = field(default_factory=dict)
     """Structured key → ``is_distributed`` of ``model_meta.json``; empty without it."""
+    owners: dict[str, int] = field(default_factory=dict)
+    """Structured key → rank that holds its optimizer state, where ``model_meta.json`` says so."""
     arrays: dict[TensorId, list[StoredArray]] = field(default_factory=dict)
     """(structured key, state) → arrays, by ascending shard."""
     trained: list[str] = field(default_factory=list)
@@ -87,7 +89,7 @@ class Ranks:
     sharding: int
     cells: tuple[Cell, ...]
     strategy: str | None
-    """Stage 1 variant named by ``model_meta.json``; ``None`` without it."""
+    """Stage 1 variant by ``model_meta.json``; ``None`` without it."""
     comm_overlap: bool
     lr_scheduler: Any
     """The ``LR_Scheduler`` entry of the optimizer files, or ``None`` if they have none."""
@@ -95,7 +97,7 @@ class Ranks:
     has_ema: bool
 
 
-def sort_ranks(paths: Mapping[str, int], roots: Mapping[str, Any], meta: Mapping[str, Any] | None) -> Ranks:
+def sort_ranks(paths: Mapping[str, int], roots: Mapping[str, Any], meta: ModelMeta | None) -> Ranks:
     """Sort parsed files into cells.
 
     Parameters
@@ -105,7 +107,7 @@ def sort_ranks(paths: Mapping[str, int], roots: Mapping[str, Any], meta: Mapping
     roots
         Path of a tensor file → what its pickle holds, arrays as references.
     meta
-        ``model_meta.json``, or ``None`` where there is none.
+        What ``model_meta.json`` says, or ``None`` where there is none.
     """
     files = [file for path in sorted(paths) if (file := parse_rank_file(path))]
     degrees = _degrees(files, meta)
@@ -122,30 +124,31 @@ def sort_ranks(paths: Mapping[str, int], roots: Mapping[str, Any], meta: Mapping
     cells = [
         _read_cell(tp, pp, files, roots, meta) for pp in range(degrees["pp"]) for tp in range(degrees["tp"])
     ]
-    metas = [] if meta is None else [meta["sharding_metas"][cell_name(c.tp, c.pp)] for c in cells]
+    metas = [] if meta is None else list(meta.cells.values())
+    if meta is not None:
+        extra = sorted(meta.cells.keys() - {cell_name(c.tp, c.pp) for c in cells})
+        if extra:
+            raise CheckpointError(f"{MODEL_META}: sharding_metas has a cell {extra[0]}, the files have none")
     return Ranks(
         tp=degrees["tp"],
         pp=degrees["pp"],
         sharding=degrees["shard"],
         cells=tuple(cells),
-        strategy=_same("sharding_strategy", [m.get("sharding_strategy") for m in metas], MODEL_META),
-        comm_overlap=bool(
-            _same("enable_overlap", [m.get("enable_overlap", False) for m in metas], MODEL_META)
-        ),
+        strategy=_same("sharding_strategy", [m.strategy for m in metas], MODEL_META),
+        comm_overlap=bool(_same("enable_overlap", [m.comm_overlap for m in metas], MODEL_META)),
         lr_scheduler=_lr_scheduler(by_kind[OPTIMIZER], roots),
         with_meta=meta is not None,
         has_ema=bool(by_kind[EMA]),
     )
 
 
-def _degrees(files: list[RankFile], meta: Mapping[str, Any] | None) -> dict[str, int]:
+def _degrees(files: list[RankFile], meta: ModelMeta | None) -> dict[str, int]:
     """Degree of each axis by the file names, held against ``parallel_config``."""
-    config = {} if meta is None else meta.get("parallel_config", {})
-    if int(config.get("ep_degree") or 1) > 1:
+    if meta is not None and (meta.ep or 1) > 1:
         raise UnsupportedError(
-            f"{MODEL_META}: ep_degree={config['ep_degree']}: expert-parallel checkpoints are not supported by "
-            "this version"
+            f"{MODEL_META}: ep_degree={meta.ep}: expert-parallel checkpoints are not supported by this version"
         )
+    written = {} if meta is None else {"tp": meta.tp, "pp": meta.pp, "shard": meta.sharding}
     degrees = {}
     for axis in _AXES:
         ranks = {rank for f in files if (rank := getattr(f, axis)) is not None}
@@ -155,10 +158,9 @@ def _degrees(files: list[RankFile], meta: Mapping[str, Any] | None) -> dict[str,
                 f"file names have a part {axis}00 but no {axis}01: a part appears only when the degree is "
                 f"above 1, so at least one rank's files are missing"
             )
-        written = config.get(_META_AXES[axis])
-        if written is not None and int(written) != degrees[axis]:
+        if written.get(axis) not in (None, degrees[axis]):
             raise CheckpointError(
-                f"{MODEL_META} says {_META_AXES[axis]}={written}, the file names say {degrees[axis]}"
+                f"{MODEL_META} says {_META_AXES[axis]}={written[axis]}, the file names say {degrees[axis]}"
             )
     return degrees
 
@@ -227,7 +229,7 @@ def _holds_array(value: object) -> bool:
 
 
 def _read_cell(
-    tp: int, pp: int, files: list[RankFile], roots: Mapping[str, Any], meta: Mapping[str, Any] | None
+    tp: int, pp: int, files: list[RankFile], roots: Mapping[str, Any], meta: ModelMeta | None
 ) -> Cell:
     cell = Cell(tp, pp)
     mine = [f for f in files if (f.tp or 0, f.pp or 0) == (tp, pp)]
@@ -252,51 +254,54 @@ def _read_cell(
     return cell
 
 
-def _names_from_meta(cell: Cell, meta: Mapping[str, Any]) -> None:
+def _names_from_meta(cell: Cell, meta: ModelMeta) -> None:
     where = cell_name(cell.tp, cell.pp)
-    try:
-        entry = meta["sharding_metas"][where]
-        cell.names.update(entry["structure_name_mapping"])
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{MODEL_META}: no sharding_metas/{where}/structure_name_mapping") from error
-    described = entry.get("param_meta")
-    if described is None:
-        raise UnsupportedError(
-            f"{MODEL_META}: {where} has no param_meta (PaddleNLP 2.8 and older); this version needs it"
-        )
-    if described.keys() != cell.names.keys():
-        odd = sorted(described.keys() ^ cell.names.keys())
-        raise CheckpointError(
-            f"{MODEL_META}: {where}: {odd[0]} is only in one of param_meta and the name mapping"
-        )
-    for key, (shape, code, distributed, *_) in described.items():
-        cell.shapes[key] = tuple(int(extent) for extent in shape)
-        cell.dtypes[key] = dtype_of_meta(int(code), f"{MODEL_META}: {where}: {key}")
-        cell.distributed[key] = bool(distributed)
+    if where not in meta.cells:
+        raise CheckpointError(f"{MODEL_META}: sharding_metas has no cell {where}")
+    for key, parameter in meta.cells[where].parameters.items():
+        cell.names[key] = parameter.name
+        cell.shapes[key] = parameter.local_shape
+        cell.dtypes[key] = parameter.dtype
+        cell.distributed[key] = parameter.is_distributed
+        if parameter.name in meta.cells[where].owners:
+            cell.owners[key] = meta.cells[where].owners[parameter.name]
 
 
 def _names_from_model_state(cell: Cell, files: list[RankFile], roots: Mapping[str, Any]) -> None:
     for file in files:
         root = roots[file.path]
         table = root.get(STRUCTURED_NAMES)
+        if not isinstance(table, dict | None):
+            raise CheckpointError(f"{file.path}: {STRUCTURED_NAMES} is not a table of names")
         for key, value in root.items():
             if key == STRUCTURED_NAMES:
                 continue
-            name = value.name if isinstance(value, ArrayRef) and value.name else (table or {}).get(key)
-            if name is None:
+            array = _array_of(value)
+            if array is None:
+                raise CheckpointError(f"{file.path}: {key} is not an array")
+            name = array.name if isinstance(array, ArrayRef) and array.name else (table or {}).get(key)
+            if not isinstance(name, str):
                 raise CheckpointError(f"{file.path}: {key} has no parameter name in {STRUCTURED_NAMES}")
             cell.names[key] = name
-            cell.shapes[key] = value.shape
-            cell.dtypes[key] = dtype_of_code(value.dtype, f"{file.path}: {key}")
+            cell.shapes[key] = array.shape
+            cell.dtypes[key] = dtype_of_code(array.dtype, f"{file.path}: {key}")
 
 
 def _add(cell: Cell, key: str, state: str, file: RankFile, value: object) -> None:
-    if not isinstance(value, ArrayRef | SplitArray):
-        raise CheckpointError(f"{file.path}: {key} ({state}) is not an array but {type(value).__name__}")
+    value = _array_of(value)
+    if value is None:
+        raise CheckpointError(f"{file.path}: {key} ({state}) is not an array")
     stored = cell.arrays.setdefault((key, state), [])
     if any(other.path == file.path for other in stored):
         raise CoverageError(f"{key} ({state})", "stored twice in one file", (file.path,))
     stored.append(StoredArray(file.shard or 0, file.path, value))
+
+
+def _array_of(value: object) -> Array | None:
+    """The array in an entry, which may be a ``(name, array)`` tuple, as ``paddle.load`` reads it."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
+        value = value[1]
+    return value if isinstance(value, ArrayRef | SplitArray) else None
 
 
 def _add_parameters(cell: Cell, file: RankFile, root: Mapping[str, Any]) -> None:
@@ -320,8 +325,15 @@ def _key_of(name: str, keys: Mapping[str, str], file: RankFile, what: str) -> st
     return keys[name]
 
 
+def _master_weights(file: RankFile, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    entry = root.get("master_weights", {})
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{file.path}: master_weights is not a dict of arrays")
+    return entry
+
+
 def _add_optimizer(cell: Cell, file: RankFile, root: Mapping[str, Any], keys: Mapping[str, str]) -> None:
-    master_weights = root.get("master_weights", {})
+    master_weights = _master_weights(file, root)
     for name, value in master_weights.items():
         _add(cell, _key_of(name, keys, file, "master weight"), MASTER_WEIGHT, file, value)
     for entry, value in root.items():
@@ -345,7 +357,7 @@ def _add_optimizer(cell: Cell, file: RankFile, root: Mapping[str, Any], keys: Ma
 
 
 def _add_ema(cell: Cell, file: RankFile, root: Mapping[str, Any], keys: Mapping[str, str]) -> None:
-    for name, value in root.get("master_weights", {}).items():
+    for name, value in _master_weights(file, root).items():
         _add(cell, _key_of(name, keys, file, "EMA master weight"), EMA_MASTER_WEIGHT, file, value)
     for key, value in root.items():
         if key in ("master_weights", STRUCTURED_NAMES):

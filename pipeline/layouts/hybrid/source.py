@@ -24,9 +24,9 @@ from paddle_reshard.pipeline.errors import (
     CheckpointError,
     CoverageError,
     RuleError,
-    UnsupportedError,
 )
 from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.layouts.hybrid.meta import ModelMeta
 from paddle_reshard.pipeline.layouts.hybrid.model import Model, ModelTensor, predict_parameter_names
 from paddle_reshard.pipeline.layouts.hybrid.names import ACCUMULATORS, MODEL_META
 from paddle_reshard.pipeline.layouts.hybrid.placement import (
@@ -54,8 +54,6 @@ from paddle_reshard.pipeline.tensors import (
 from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef, SplitArray
 
-_STRATEGIES = {"ShardingV1": "stage1v1", "ShardingV2": "stage1v2"}
-
 
 @dataclass(frozen=True)
 class HybridCheckpoint:
@@ -78,7 +76,7 @@ class HybridCheckpoint:
 def read_hybrid(
     paths: Mapping[str, int],
     roots: Mapping[str, Any],
-    meta: Mapping[str, Any] | None,
+    meta: ModelMeta | None,
     config: Mapping[str, Any],
     tables: Sequence[RuleTable],
 ) -> HybridCheckpoint:
@@ -126,9 +124,7 @@ def read_hybrid(
 def _strategy(ranks: Ranks) -> str:
     """Stage 1 variant: as ``model_meta.json`` says, or by the one thing that tells them apart."""
     if ranks.strategy is not None:
-        if ranks.strategy not in _STRATEGIES:
-            raise UnsupportedError(f"{MODEL_META}: sharding strategy {ranks.strategy!r} is not supported")
-        return _STRATEGIES[ranks.strategy]
+        return ranks.strategy
     if ranks.sharding == 1:
         return "none"
     sharded = [
@@ -248,6 +244,8 @@ def _check_tensor_parallel_ranks(ranks: Ranks, keys: set[str]) -> None:
 def _check_layers(tensors: Sequence[ModelTensor], config: Mapping[str, Any]) -> None:
     layers = sorted({t.layer for t in tensors if t.layer is not None})
     expected = config.get("num_hidden_layers", len(layers))
+    if not isinstance(expected, int):
+        raise CheckpointError(f"config.json: num_hidden_layers is {expected!r}")
     if layers != list(range(expected)):
         missing = sorted(set(range(expected)) ^ set(layers))
         raise CheckpointError(
@@ -374,10 +372,14 @@ class _Cataloguer:
                 tuple(stored.path for stored in arrays),
             )
         (stored,) = arrays
+        if state != PARAM and cell.owners.get(key, stored.shard) != stored.shard:
+            raise CoverageError(
+                f"{key} ({state})", f"param2rank says rank {cell.owners[key]} holds it", (stored.path,)
+            )
         if stored.array.shape != shape:
             raise CoverageError(
                 f"{key} ({state})",
-                f"stored with shape {stored.array.shape}, expected {shape}",
+                f"stored with shape {stored.array.shape}, under {self.strategy} a rank's whole tensor has {shape}",
                 (stored.path,),
             )
         yield from self._array_pieces(stored, dtype, shape, 0, 0)

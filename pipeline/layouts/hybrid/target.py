@@ -6,15 +6,19 @@ values, zero padding. Names, order of keys and padding are the real trainer's.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
 
 from paddle_reshard.pipeline.catalog import File, FragmentRow, Fragments, fragment_rows
 from paddle_reshard.pipeline.errors import PlanError, RuleError, UnsupportedError
 from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.layouts.hybrid.meta import (
+    STRATEGIES,
+    CellMeta,
+    ParameterMeta,
+    format_model_meta,
+)
 from paddle_reshard.pipeline.layouts.hybrid.model import (
     Model,
     ModelTensor,
@@ -52,7 +56,6 @@ from paddle_reshard.pipeline.tensors import (
     MASTER_WEIGHT,
     PARAM,
     DType,
-    phi_code,
 )
 from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.storage.formats.paddle_pickle import (
@@ -62,7 +65,6 @@ from paddle_reshard.storage.formats.paddle_pickle import (
 )
 
 SIGNAL_PREFIX = "saved_signal_"
-_META_STRATEGY = {"stage1v1": "ShardingV1", "stage1v2": "ShardingV2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ class HybridTarget:
     @property
     def writes_meta(self) -> bool:
         """Whether the trainer would write ``model_meta.json``: stage 1 with sharded saving."""
-        return self.sharded_saving and self.strategy in _META_STRATEGY
+        return self.sharded_saving and self.strategy in STRATEGIES.values()
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,9 @@ class _Writer:
             for shard in range(self.topology.sharding):
                 self._rank_files(cell, shard)
         if self.target.writes_meta:
-            self._literal_file(MODEL_META, _model_meta(self.checkpoint, self.target, cells).encode())
+            metas = {cell_name(cell.tp, cell.pp): self._cell_meta(cell) for cell in cells}
+            text = format_model_meta(self.model.table.convention, self.topology, metas)
+            self._literal_file(MODEL_META, text.encode())
         for rank in range(self.topology.world_size // self.topology.dp):
             self._literal_file(f"{SIGNAL_PREFIX}{rank}", b"1")
         return TargetFiles(
@@ -418,6 +422,22 @@ class _Writer:
         flat = cell.slices[tensor.key][shard] if cell.slices else None
         return _SlotUse(tensor.key, state, cell.local_shapes[tensor.key], flat)
 
+    def _cell_meta(self, cell: _Cell) -> CellMeta:
+        return CellMeta(
+            strategy=self.target.strategy,
+            comm_overlap=self.target.comm_overlap,
+            parameters={
+                tensor.key: ParameterMeta(
+                    name=cell.names[tensor.key],
+                    local_shape=cell.local_shapes[tensor.key],
+                    dtype=tensor.dtype,
+                    is_distributed=self.topology.tp > 1 and cell.cuts[tensor.key].dim is not None,
+                )
+                for tensor in cell.tensors
+            },
+            owners={cell.names[key]: rank for key, rank in cell.owners.items()},
+        )
+
     # -- bytes
 
     def _dtype(self, use: _SlotUse) -> DType:
@@ -458,35 +478,3 @@ class _Writer:
         per_parameter = use.state in ACCUMULATORS and ACCUMULATORS[use.state].per_parameter
         cut = TensorCut(1, None) if per_parameter else cell.cuts[use.key]
         self.rows.extend(place(pieces, cut, cell.tp, use.shape, self._tensor(use), dtype, 0))
-
-
-def _model_meta(checkpoint: HybridCheckpoint, target: HybridTarget, cells: Sequence[_Cell]) -> str:
-    """``model_meta.json`` as the convention's trainer writes it."""
-    topology = target.topology
-    former = checkpoint.model.table.convention == "paddleformers"
-    parallel_config = {
-        "pp_degree": topology.pp,
-        "mp_degree": topology.tp,
-        "sharding_degree": topology.sharding,
-        **({"ep_degree": 1, "moe_sharding_degree": 0} if former else {"vpp_degree": 1}),
-    }
-    metas: dict[str, Any] = {}
-    for cell in cells:
-        described = {}
-        for tensor in cell.tensors:
-            distributed = topology.tp > 1 and cell.cuts[tensor.key].dim is not None
-            described[tensor.key] = [
-                list(cell.local_shapes[tensor.key]),
-                phi_code(tensor.dtype),
-                distributed,
-                *([False] if former else []),
-            ]
-        metas[cell_name(cell.tp, cell.pp)] = {
-            "param2rank": {cell.names[key]: rank for key, rank in cell.owners.items()},
-            "structure_name_mapping": dict(cell.names),
-            "param_meta": described,
-            **({"param_meta_keys": ["shape", "dtype", "is_distributed", "no_sync"]} if former else {}),
-            "sharding_strategy": _META_STRATEGY[target.strategy],
-            "enable_overlap": target.comm_overlap,
-        }
-    return json.dumps({"parallel_config": parallel_config, "sharding_metas": metas})

@@ -1,0 +1,175 @@
+"""What does ``model_meta.json`` say, and what would a new one say?
+
+PaddleFormers 1.2 and PaddleNLP 3.0 write it (``trainer/utils/sharding_io.py``) beside sharded checkpoints::
+
+    {"parallel_config": {"pp_degree": 2, "mp_degree": 2, "sharding_degree": 2, ...},
+     "sharding_metas": {"tp00_pp00": {"sharding_strategy": "ShardingV1" | "ShardingV2",
+                                      "enable_overlap": false,
+                                      "param2rank": {parameter name: rank},          # ShardingV1 only
+                                      "structure_name_mapping": {structured key: parameter name},
+                                      "param_meta": {structured key: [local shape, dtype, is_distributed, ...]}}}}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError
+from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META
+from paddle_reshard.pipeline.tensors import DType, dtype_of_meta, phi_code
+from paddle_reshard.pipeline.topology import Topology
+
+STRATEGIES = {"ShardingV1": "stage1v1", "ShardingV2": "stage1v2"}
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterMeta:
+    """One structured key of a cell."""
+
+    name: str
+    """Parameter name."""
+    local_shape: Shape
+    """Tensor-parallel local shape."""
+    dtype: DType
+    is_distributed: bool
+    """Whether tp cuts the tensor; never says along which dim."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellMeta:
+    """One cell. ``parameters`` are in model order, by structured key."""
+
+    strategy: str
+    comm_overlap: bool
+    parameters: Mapping[str, ParameterMeta]
+    owners: Mapping[str, int]
+    """Stage 1 v1: parameter name → rank, in the order in which they were handed out."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMeta:
+    """The whole file. Degrees are ``None`` where it does not give them."""
+
+    tp: int | None
+    pp: int | None
+    sharding: int | None
+    ep: int | None
+    cells: Mapping[str, CellMeta]
+
+
+def parse_model_meta(data: Mapping[str, Any]) -> ModelMeta:
+    """Check every value's type once.
+
+    Raises
+    ------
+    CheckpointError
+        Naming the entry that is missing or is not what it should be.
+    """
+    config = _mapping(data, "parallel_config", MODEL_META)
+    metas = _mapping(data, "sharding_metas", MODEL_META)
+    return ModelMeta(
+        tp=_degree(config, "mp_degree"),
+        pp=_degree(config, "pp_degree"),
+        sharding=_degree(config, "sharding_degree"),
+        ep=_degree(config, "ep_degree"),
+        cells={name: _parse_cell(_mapping(metas, name, MODEL_META), name) for name in metas},
+    )
+
+
+def parse_names(data: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Cell → structured key → parameter name, and nothing else of the file."""
+    metas = _mapping(data, "sharding_metas", MODEL_META)
+    return {name: _names(_mapping(metas, name, MODEL_META), name) for name in metas}
+
+
+def _parse_cell(entry: Mapping[str, Any], cell: str) -> CellMeta:
+    where = f"{MODEL_META}: {cell}"
+    strategy = entry.get("sharding_strategy")
+    if strategy not in STRATEGIES:
+        raise UnsupportedError(f"{where}: sharding strategy {strategy!r} is not supported")
+    if "param_meta" not in entry:
+        raise UnsupportedError(
+            f"{where} has no param_meta (PaddleNLP 2.8 and older do not write it); this version needs it"
+        )
+    names = _names(entry, cell)
+    described = _mapping(entry, "param_meta", where)
+    if described.keys() != names.keys():
+        odd = sorted(described.keys() ^ names.keys())
+        raise CheckpointError(f"{where}: {odd[0]} is only in one of param_meta and structure_name_mapping")
+    owners = entry.get("param2rank") or {}
+    if not isinstance(owners, dict) or not all(_is_int(rank) for rank in owners.values()):
+        raise CheckpointError(f"{where}: param2rank is not a table of ranks")
+    return CellMeta(
+        strategy=STRATEGIES[strategy],
+        comm_overlap=bool(entry.get("enable_overlap", False)),
+        parameters={key: _parse_parameter(names[key], described[key], f"{where}: {key}") for key in names},
+        owners=owners,
+    )
+
+
+def _parse_parameter(name: str, described: object, where: str) -> ParameterMeta:
+    if isinstance(described, list) and len(described) >= 3:
+        shape, code, distributed = described[:3]
+        sizes = isinstance(shape, list) and all(_is_int(extent) and extent >= 0 for extent in shape)
+        if sizes and _is_int(code) and isinstance(distributed, bool):
+            return ParameterMeta(name, tuple(shape), dtype_of_meta(code, where), distributed)
+    raise CheckpointError(f"{where}: {described!r} is not [local shape, dtype, is_distributed]")
+
+
+def _names(entry: Mapping[str, Any], cell: str) -> dict[str, str]:
+    names = _mapping(entry, "structure_name_mapping", f"{MODEL_META}: {cell}")
+    for key, name in names.items():
+        if not isinstance(name, str):
+            raise CheckpointError(f"{MODEL_META}: {cell}: the name of {key} is {name!r}")
+    return dict(names)
+
+
+def _mapping(data: Mapping[str, Any], entry: str, where: str) -> Mapping[str, Any]:
+    value = data.get(entry)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where}: {entry} is missing or is not an object")
+    return value
+
+
+def _degree(config: Mapping[str, Any], entry: str) -> int | None:
+    value = config.get(entry)
+    if value is not None and not _is_int(value):
+        raise CheckpointError(f"{MODEL_META}: {entry} is {value!r}")
+    return value
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def format_model_meta(convention: str, topology: Topology, cells: Mapping[str, CellMeta]) -> str:
+    """``model_meta.json`` as the trainer of a library writes it; ``cells`` in its order, tp fastest."""
+    former = convention == "paddleformers"
+    parallel_config = {
+        "pp_degree": topology.pp,
+        "mp_degree": topology.tp,
+        "sharding_degree": topology.sharding,
+        **({"ep_degree": 1, "moe_sharding_degree": 0} if former else {"vpp_degree": 1}),
+    }
+    metas = {name: _format_cell(cell, former) for name, cell in cells.items()}
+    return json.dumps({"parallel_config": parallel_config, "sharding_metas": metas})
+
+
+def _format_cell(cell: CellMeta, former: bool) -> dict[str, Any]:
+    strategy = next(written for written, known in STRATEGIES.items() if known == cell.strategy)
+    described: dict[str, Sequence[Any]] = {
+        key: [list(p.local_shape), phi_code(p.dtype), p.is_distributed, *([False] if former else [])]
+        for key, p in cell.parameters.items()
+    }
+    return {
+        "param2rank": dict(cell.owners),
+        "structure_name_mapping": {key: p.name for key, p in cell.parameters.items()},
+        "param_meta": described,
+        **({"param_meta_keys": ["shape", "dtype", "is_distributed", "no_sync"]} if former else {}),
+        "sharding_strategy": strategy,
+        "enable_overlap": cell.comm_overlap,
+    }

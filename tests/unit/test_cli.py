@@ -1,0 +1,228 @@
+"""The command line is a contract: these lines are called by scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import COMMITTED
+
+DEMO = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
+
+
+def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "paddle_reshard", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+
+
+@pytest.fixture(scope="module")
+def one_card(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("cli") / "one-card"
+    done = run("convert", DEMO, target, "--to", "tp=1")
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+def test_inspect_json_says_what_the_checkpoint_is() -> None:
+    done = run("inspect", DEMO, "--json")
+    data = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert data["topology"] == {"tp": 2, "pp": 2, "vpp": 1, "sharding": 2, "ep": 1, "dp": 1}
+    assert data["sharding_strategy"] == "stage1v2"
+    assert data["ema"] is True
+    assert {s["state"]: s["elements"] for s in data["states"]}["moment1"] == 139_840
+    assert data["tensor_bytes"] == sum(
+        p.stat().st_size
+        for p in DEMO.iterdir()
+        if p.suffix in (".pdopt", ".pdparams") and p.name != "scheduler.pdparams"
+    )
+
+
+def test_inspect_for_people_lists_rules_on_request() -> None:
+    done = run("inspect", DEMO, "--tensors")
+    assert done.returncode == 0
+    assert "tp=2,pp=2,sharding=2" in done.stdout
+    assert "tp cuts dim 1" in done.stdout
+
+
+def test_plan_moves_nothing_and_says_what_convert_would_write(tmp_path: Path, one_card: Path) -> None:
+    done = run("plan", DEMO, tmp_path / "x", "--to", "tp=1", "--json")
+    data = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert not list(tmp_path.iterdir())
+    planned = {f["path"]: f["size_bytes"] for f in data["files"] + data["carried"]}
+    written = {p.name: p.stat().st_size for p in one_card.iterdir() if p.name != "paddle_reshard.json"}
+    assert planned == written
+    assert 0 < data["peak_bytes"] <= data["budget_bytes"] == 1 << 30
+    assert data["not_carried"][0]["path"] == "rng_state_0.pth"
+
+
+def test_convert_prints_one_json_object(tmp_path: Path) -> None:
+    done = run("convert", DEMO, tmp_path / "x", "--to", "pp=2", "--json")
+    data = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert data["moved"]["written_bytes"] == data["plan"]["write_bytes"]
+
+
+def test_convert_prints_one_line_per_step_where_nobody_watches(tmp_path: Path) -> None:
+    done = run("convert", DEMO, tmp_path / "x", "--to", "pp=2")
+    assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["plan", "move", "verify", "publish"]
+    quiet = run("convert", DEMO, tmp_path / "y", "--to", "pp=2", "--quiet")
+    assert (quiet.stdout, quiet.stderr, quiet.returncode) == ("", "", 0)
+
+
+def test_the_same_conversion_makes_the_same_bytes(tmp_path: Path, one_card: Path) -> None:
+    assert run("convert", DEMO, tmp_path / "x", "--to", "tp=1").returncode == 0
+    for path in one_card.iterdir():
+        assert (tmp_path / "x" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_verify_tells_equal_from_different_by_its_exit_status(one_card: Path, tmp_path: Path) -> None:
+    equal = run("verify", DEMO, one_card, "--json")
+    assert (equal.returncode, json.loads(equal.stdout)["equal"]) == (0, True)
+    shutil.copytree(one_card, tmp_path / "changed")
+    path = tmp_path / "changed" / "ema.pdopt"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+    different = run("verify", DEMO, tmp_path / "changed")
+    assert different.returncode == 1
+    assert "(ema_master_weight): element" in different.stdout
+    assert run("verify", DEMO, tmp_path / "changed", "--state", "param,moment1").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--to", "tp=3"], 1, "does not divide num_attention_heads=4"),
+        (["--to", "tp=2,pp=2,vpp=2"], 1, "pp > 2"),
+        (["--to", "pp=2,sharding=2", "--sharding-strategy", "stage2"], 1, "refuses sharding stage 2 and 3"),
+        (["--to", "tp=2,sharding=2", "--sharding-strategy", "stage3"], 1, "stage3 with tp=2"),
+        (["--to", "sharding=2", "--sharding-strategy", "stage3"], 1, "stage3 is not written"),
+        (["--to", "sharding=2", "--sharding-strategy", "none"], 1, "needs a sharding strategy"),
+        (["--to", "tp=2", "--sharding-strategy", "stage1v2"], 1, "needs sharding > 1"),
+        (["--to", "ep=2"], 1, "ep=2"),
+        (["--to", "tp=1", "--cluster", "ray"], 1, "'ray'"),
+        (["--to", "tp=1", "--resume"], 1, "--resume"),
+        (["--to", "cp=2"], 2, "unknown axis 'cp'"),
+        (["--to", "tp=two"], 2, "'two'"),
+        (["--to", "tp=0"], 2, "axis tp has size 0"),
+        (["--to", "tp=1", "--memory", "1MiB"], 2, "256MiB"),
+        (["--to", "tp=1", "--format", "flex"], 2, "'flex'"),
+        (["--to", "tp=1", "--rules", "missing.json"], 2, "missing.json"),
+        ([], 2, "--to"),
+    ],
+)  # fmt: skip
+def test_refusals_are_one_sentence_and_a_status(
+    arguments: list[str], status: int, message: str, tmp_path: Path
+) -> None:
+    done = run("convert", DEMO, tmp_path / "x", *arguments)
+    assert done.returncode == status
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_refusal_is_json_too(tmp_path: Path) -> None:
+    done = run("convert", DEMO, tmp_path / "x", "--to", "tp=3", "--json")
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["kind"] == "RuleError"
+
+
+def test_an_occupied_target_is_kept_unless_told_otherwise(tmp_path: Path, one_card: Path) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(one_card, target)
+    kept = run("convert", DEMO, target, "--to", "pp=2")
+    assert kept.returncode == 1
+    assert "--overwrite" in kept.stderr
+    assert (target / "optimizer.pdopt").exists()
+    replaced = run("convert", DEMO, target, "--to", "pp=2", "--overwrite")
+    assert replaced.returncode == 0
+    assert not (target / "optimizer.pdopt").exists()
+    assert (target / "optimizer.pp01.pdopt").exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["target"]
+
+
+def test_overwrite_never_removes_a_folder_that_is_not_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers" / "thesis.tex").write_text("years of work")
+    done = run("convert", DEMO, tmp_path / "papers", "--to", "pp=2", "--overwrite")
+    assert done.returncode == 1
+    assert "does not hold one" in done.stderr
+    assert (tmp_path / "papers" / "thesis.tex").exists()
+
+
+def test_target_names_can_come_from_a_job_of_the_target_topology(tmp_path: Path) -> None:
+    meta = json.loads((DEMO / "model_meta.json").read_text())
+    for cell in meta["sharding_metas"].values():
+        names = cell["structure_name_mapping"]
+        for key in names:
+            names[key] = f"renamed_{names[key]}"
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    done = run("convert", DEMO, tmp_path / "x", "--to", "tp=2,pp=2", "--target-meta", tmp_path / "meta.json")
+    assert done.returncode == 0, done.stderr
+    assert b"renamed_linear_0.w_0" in (tmp_path / "x" / "optimizer.tp00_pp00.pdopt").read_bytes()
+    wrong = run("convert", DEMO, tmp_path / "y", "--to", "tp=2,pp=4", "--target-meta", tmp_path / "meta.json")
+    assert wrong.returncode == 1
+    assert "disagree about the cell" in wrong.stderr
+
+
+def test_layout_comes_from_a_file_and_flags_win(tmp_path: Path) -> None:
+    layout = tmp_path / "layout.json"
+    layout.write_text(json.dumps({"segmentation": "uniform", "sort_parameters": False}))
+    done = run("convert", DEMO, tmp_path / "x", "--to", "pp=2", "--layout", layout, "--segmentation", "0,2")
+    assert done.returncode == 0, done.stderr
+    assert b"model.layers.1." in (tmp_path / "x" / "model_state.pp01.pdparams").read_bytes()
+    layout.write_text(json.dumps({"segmentations": "uniform"}))
+    wrong = run("convert", DEMO, tmp_path / "y", "--to", "pp=2", "--layout", layout)
+    assert wrong.returncode == 2
+    assert "unknown entry 'segmentations'" in wrong.stderr
+
+
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+    slow = (
+        "import time, paddle_reshard.pipeline.workflow as w; "
+        "inner = w.run_inline; "
+        "w.run_inline = lambda *a: (r for r in inner(*a) if print('moving', flush=True) or time.sleep(60) is None); "
+        "from paddle_reshard.pipeline.cli import main; main()"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        slow,
+        "convert",
+        str(DEMO),
+        str(tmp_path / "x"),
+        "--to",
+        "tp=1",
+        "--quiet",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "moving\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "interrupted" in errors
+    assert not list(tmp_path.iterdir())
+
+
+def test_converting_needs_neither_paddle_nor_ray_nor_pyarrow(tmp_path: Path) -> None:
+    """They may all be absent: importing any of them fails here."""
+    blocked = tmp_path / "blocked"
+    for package in ("paddle", "ray", "pyarrow", "fsspec", "s3fs"):
+        (blocked / package).mkdir(parents=True)
+        (blocked / package / "__init__.py").write_text(f"raise ImportError('{package} is not here')")
+    environment = {**os.environ, "PYTHONPATH": str(blocked)}
+    done = run("convert", DEMO, tmp_path / "x", "--to", "tp=2,sharding=2", env=environment)
+    assert done.returncode == 0, done.stderr
+    assert run("verify", DEMO, tmp_path / "x", env=environment).returncode == 0
