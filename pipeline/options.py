@@ -9,6 +9,7 @@ from typing import Any
 
 from paddle_reshard.pipeline.errors import UnsupportedError, UsageError
 from paddle_reshard.pipeline.layouts.hybrid.segments import Segmentation
+from paddle_reshard.pipeline.layouts.hybrid.sharding import DEFAULT_SEGMENT_ELEMENTS, ShardingOptions
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
 from paddle_reshard.pipeline.planning.plan import SMALLEST_BUDGET_BYTES
 from paddle_reshard.pipeline.topology import STRATEGIES, Topology
@@ -32,7 +33,7 @@ class LayoutOptions:
     segmentation: Segmentation | None = None
     """``"uniform"``, ``"layer:Regex"`` or a list of item numbers; default: as the model class does."""
     stage3_segment_size: int | None = None
-    """Elements above which stage 3 cuts a parameter."""
+    """Elements above which stage 3 cuts a parameter; the trainer's default is 2**20."""
     convention: str | None = None
     """``"paddleformers"`` or ``"paddlenlp"``; default: the source's."""
 
@@ -111,8 +112,6 @@ def hybrid_target(
             f"convention {layout.convention!r}: the source is {source_convention}, and this version does not "
             "translate between the libraries"
         )
-    if layout.stage3_segment_size is not None:
-        raise UnsupportedError("stage3_segment_size: sharding stage 3 is not written by this version")
     overlap = bool(layout.comm_overlap)
     buffer_mb = layout.comm_buffer_size_MB or (128 if overlap else 256)
     sequence_parallel = layout.sequence_parallel
@@ -122,9 +121,14 @@ def hybrid_target(
         topology=topology,
         strategy=strategy or ("stage1v1" if topology.sharding > 1 else "none"),
         sharded_saving=format_name == "hybrid",
-        comm_buffer_bytes=buffer_mb << 20,
-        comm_overlap=overlap,
-        sort_parameters=layout.sort_parameters is not False,
+        sharding=ShardingOptions(
+            buffer_bytes=buffer_mb << 20,
+            comm_overlap=overlap,
+            sort_parameters=layout.sort_parameters is not False,
+            segment_elements=DEFAULT_SEGMENT_ELEMENTS
+            if layout.stage3_segment_size is None
+            else layout.stage3_segment_size,
+        ),
         sequence_parallel=sequence_parallel,
         segmentation=layout.segmentation,
         names=names,

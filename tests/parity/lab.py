@@ -22,6 +22,7 @@ from typing import Any
 REPO = Path(__file__).resolve().parents[2]
 PARITY = REPO / ".parity"
 SCRIPTS = REPO.parent / "shared" / "corpus" / "gen"
+DRIVER = Path(__file__).resolve().parent / "driver.py"
 LOCK = "requirements-pf.lock.txt"
 PYTHON = "3.11"
 GRACE_SECONDS = 3
@@ -48,7 +49,9 @@ def open_lab() -> Lab:
         raise LabError(f"no laboratory at {SCRIPTS}: the parity check needs the scripts that made the corpus")
     scripts = PARITY / "gen"
     shutil.rmtree(scripts, ignore_errors=True)
-    shutil.copytree(SCRIPTS, scripts, ignore=shutil.ignore_patterns("__pycache__"), copy_function=shutil.copyfile)
+    shutil.copytree(
+        SCRIPTS, scripts, ignore=shutil.ignore_patterns("__pycache__"), copy_function=shutil.copyfile
+    )
     scripts.chmod(0o755)
     given = os.environ.get("PARITY_LAB")
     root = Path(given).resolve() if given else PARITY / "lab"
@@ -67,7 +70,14 @@ def _make_environment(environment: Path, lock: Path) -> None:
     shutil.rmtree(environment, ignore_errors=True)
     environment.parent.mkdir(parents=True, exist_ok=True)
     say(f"making {environment} with {base} (paddlepaddle and paddleformers; once, some minutes)")
-    pip = [str(environment / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    pip = [
+        str(environment / "bin" / "python"),
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "--quiet",
+    ]
     for command in (
         [base, "-m", "venv", str(environment)],
         [*pip, "--no-deps", "-r", str(lock)],
@@ -115,21 +125,32 @@ def resume(
     Raises
     ------
     LabError
-        If a rank fails or the time is over; with the end of the log of the first rank that failed.
+        If a rank fails or the time is over; with the end of the log of a rank that failed.
     """
-    command = [str(lab.python), str(lab.scripts / "train_pf.py"), "--case", name, "--out", str(out)]
+    command = [
+        str(lab.python),
+        str(DRIVER),
+        str(lab.scripts / "train_pf.py"),
+        "--case",
+        name,
+        "--out",
+        str(out),
+    ]
     command += ["--args", json.dumps(dict(arguments)), "--model", json.dumps(dict(model))]
     command += ["--resume", str(checkpoint)]
     logs = [out.parent / f"rank{rank}.log" for rank in range(ranks)]
     with _mailbox() as box:
         ends = _run_ranks(command, logs, _environments(ranks, box), timeout_seconds)
     texts = [log.read_text(errors="replace") for log in logs]
-    for rank, (end, text) in enumerate(zip(ends, texts, strict=True)):
-        if end != 0 and end != -signal.SIGKILL:
-            raise LabError(f"rank {rank} ended with {end}: {_last_lines(text)}")
-    for rank, (end, text) in enumerate(zip(ends, texts, strict=True)):
-        if end != 0 or f"CASE_OK {name}" not in text:
-            raise LabError(f"rank {rank} was not done after {timeout_seconds} s: {_last_lines(text)}")
+    done = [end == 0 and f"CASE_OK {name}" in text for end, text in zip(ends, texts, strict=True)]
+    if not all(done):
+        unfinished = [rank for rank in range(ranks) if not done[rank]]
+        failed = [rank for rank in unfinished if ends[rank] != -signal.SIGKILL]
+        # Ranks that waited in vain for one that failed say so too; the cause is another's.
+        causes = [rank for rank in failed if "gloo" not in _last_lines(texts[rank])]
+        rank = (causes or failed or unfinished)[0]
+        how = f"failed ({ends[rank]})" if failed else f"was not done after {timeout_seconds:g} s"
+        raise LabError(f"rank {rank} {how}: {_last_lines(texts[rank])}")
     return texts
 
 
@@ -147,7 +168,9 @@ def _mailbox() -> Iterator[Path]:
 def _environments(ranks: int, box: Path) -> list[dict[str, str]]:
     """Tell each rank who it is, as a launcher does."""
     port = _free_ports(ranks)
-    shared = {key: value for key, value in os.environ.items() if not key.startswith(("PADDLE_", "PYTHONPATH"))}
+    shared = {
+        key: value for key, value in os.environ.items() if not key.startswith(("PADDLE_", "PYTHONPATH"))
+    }
     shared |= {
         "SHIM_BOX": str(box),
         "SHIM_STORE_PORT": str(port + STORE_OFFSET),
@@ -236,7 +259,7 @@ def _wait(ranks: list[subprocess.Popen], timeout_seconds: float) -> None:
         time.sleep(0.1)
 
 
-def _last_lines(text: str, count: int = 6) -> str:
-    noise = ("INFO", "DEBUG", "WARN")
+def _last_lines(text: str, count: int = 4) -> str:
+    noise = ("INFO", "DEBUG", "WARN", "Skipping the first batches", "^^^")
     lines = [line.strip() for line in text.splitlines() if line.strip() and not any(n in line for n in noise)]
     return " / ".join(lines[-count:]) or "an empty log"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import paddle_reshard
 from tests.conftest import case_directory, corpus_root
@@ -77,6 +77,23 @@ ROWS = {
     ),
     "pp4vpp2-to-single": Row("pp4vpp2", "tp=1", 1),
     "tied-single-to-pp2": Row("single_tied", "pp=2", 2, {**PP2, **TIED}),
+    "tied-single-to-pp2sh2-v2": Row(
+        "single_tied",
+        "pp=2,sharding=2",
+        4,
+        {**PP2, **V2, **SHARDING2, **SHARDED_FILES, **TIED},
+        "stage1v2",
+    ),
+    "tied-single-to-pp2sh2-v2-plain": Row(
+        "single_tied", "pp=2,sharding=2", 4, {**PP2, **V2, **SHARDING2, **TIED}, "stage1v2", "hybrid-plain"
+    ),
+    "tied-single-to-pp2sh2-v1": Row(
+        "single_tied",
+        "pp=2,sharding=2",
+        4,
+        {**PP2, **V1, **SHARDING2, **SHARDED_FILES, **TIED},
+        "stage1v1",
+    ),
     "ema-8ranks-to-sh2-v2": Row(
         ALL_AXES, "sharding=2", 2, {**V2, **SHARDING2, **SHARDED_FILES, **EMA}, "stage1v2"
     ),
@@ -148,7 +165,9 @@ def _report(lab: Lab, name: str, row: Row) -> bool:
         if len(found) > 8:
             say(f"        and {len(found) - 8} more")
         return False
-    say(f"passed  {name} ({seconds:.1f} s): {row.source} -> {asked}: {compared} tensors equal on {row.ranks} rank(s)")
+    say(
+        f"passed  {name} ({seconds:.1f} s): {row.source} -> {asked}: {compared} tensors equal on {row.ranks} rank(s)"
+    )
     return True
 
 

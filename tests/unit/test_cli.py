@@ -106,7 +106,6 @@ def test_verify_tells_equal_from_different_by_its_exit_status(one_card: Path, tm
         (["--to", "tp=2,pp=2,vpp=2"], 1, "pp > 2"),
         (["--to", "pp=2,sharding=2", "--sharding-strategy", "stage2"], 1, "refuses sharding stage 2 and 3"),
         (["--to", "tp=2,sharding=2", "--sharding-strategy", "stage3"], 1, "stage3 with tp=2"),
-        (["--to", "sharding=2", "--sharding-strategy", "stage3"], 1, "stage3 is not written"),
         (["--to", "sharding=2", "--sharding-strategy", "none"], 1, "needs a sharding strategy"),
         (["--to", "tp=2", "--sharding-strategy", "stage1v2"], 1, "needs sharding > 1"),
         (["--to", "ep=2"], 1, "ep=2"),

@@ -76,6 +76,10 @@ class Cell:
     """Structured key → rank that holds its optimizer state, where ``model_meta.json`` says so."""
     arrays: dict[TensorId, list[StoredArray]] = field(default_factory=dict)
     """(structured key, state) → arrays, by ascending shard."""
+    sliced: set[str] = field(default_factory=set)
+    """Structured keys of which an entry is marked as a stage 3 slice."""
+    master_spellings: set[bool] = field(default_factory=set)
+    """Whether accumulators of parameters with master weights are named after those (stage 2 and 3 do not)."""
     trained: list[str] = field(default_factory=list)
     """One structured key per parameter that the optimizer holds."""
 
@@ -313,16 +317,14 @@ def _add_parameters(cell: Cell, file: RankFile, root: Mapping[str, Any]) -> None
         _add(cell, key, PARAM, file, value)
 
 
-def _key_of(name: str, keys: Mapping[str, str], file: RankFile, what: str) -> str:
-    if name.startswith(SLICE_PREFIX):
-        raise UnsupportedError(
-            f"{file.path}: {what} {name} is a stage 3 slice; stage 3 is not read by this version"
-        )
-    if name == "offload_buffer":
-        raise UnsupportedError(f"{file.path}: offload_buffer: offloaded optimizer state cannot be converted")
-    if name not in keys:
+def _key_of(cell: Cell, name: str, keys: Mapping[str, str], file: RankFile, what: str) -> str:
+    """The structured key of an entry's parameter; a stage 3 slice is noted in the cell."""
+    bare = name.removeprefix(SLICE_PREFIX)
+    if bare not in keys:
         raise CheckpointError(f"{file.path}: {what} {name} belongs to no structured key of this cell")
-    return keys[name]
+    if bare != name:
+        cell.sliced.add(keys[bare])
+    return keys[bare]
 
 
 def _master_weights(file: RankFile, root: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -333,32 +335,37 @@ def _master_weights(file: RankFile, root: Mapping[str, Any]) -> Mapping[str, Any
 
 
 def _add_optimizer(cell: Cell, file: RankFile, root: Mapping[str, Any], keys: Mapping[str, str]) -> None:
-    master_weights = _master_weights(file, root)
-    for name, value in master_weights.items():
-        _add(cell, _key_of(name, keys, file, "master weight"), MASTER_WEIGHT, file, value)
+    masters = {
+        _key_of(cell, name, keys, file, "master weight"): value
+        for name, value in _master_weights(file, root).items()
+    }
+    for key, value in masters.items():
+        _add(cell, key, MASTER_WEIGHT, file, value)
     for entry, value in root.items():
         if entry in ("master_weights", _LR_SCHEDULER, STRUCTURED_NAMES):
             continue
-        parts = split_accumulator_key(entry, keys)
+        if entry == "offload_buffer":
+            raise UnsupportedError(
+                f"{file.path}: offload_buffer: offloaded optimizer state cannot be converted"
+            )
+        parts = split_accumulator_key(entry.removeprefix(SLICE_PREFIX), keys)
         if parts is None:
-            if entry.startswith(SLICE_PREFIX) or entry == "offload_buffer":
-                _key_of(entry, keys, file, "optimizer entry")
             raise CheckpointError(
                 f"{file.path}: {entry} is not a known accumulator of a parameter of this cell; its meaning is "
                 "not known, so it is not converted"
             )
         name, accumulator, separate = parts
-        _add(cell, keys[name], accumulator, file, value)
-        if name in master_weights and not separate:
-            raise UnsupportedError(
-                f"{file.path}: {entry} is named after the parameter although a master weight exists: this is "
-                "sharding stage 2 or 3, which this version does not read"
-            )
+        key = keys[name]
+        if entry.startswith(SLICE_PREFIX):
+            cell.sliced.add(key)
+        _add(cell, key, accumulator, file, value)
+        if key in masters:
+            cell.master_spellings.add(separate)
 
 
 def _add_ema(cell: Cell, file: RankFile, root: Mapping[str, Any], keys: Mapping[str, str]) -> None:
     for name, value in _master_weights(file, root).items():
-        _add(cell, _key_of(name, keys, file, "EMA master weight"), EMA_MASTER_WEIGHT, file, value)
+        _add(cell, _key_of(cell, name, keys, file, "EMA master weight"), EMA_MASTER_WEIGHT, file, value)
     for key, value in root.items():
         if key in ("master_weights", STRUCTURED_NAMES):
             continue

@@ -1,12 +1,16 @@
 """Which rank of a sharding group stores what of a parameter?
 
-The two rules of stage 1 over the parameters of one cell, in optimizer order:
+The rules of Paddle's sharding stages over the parameters of one cell, in optimizer order:
 
-* **v1** gives whole parameters to ranks, each to the one that has least so far (Paddle
-  ``dygraph_sharding_optimizer.py``, ``_partition_parameters``).
-* **v2** lays the parameters, each padded, one after another into communication buffers and cuts every
-  buffer into equal parts; a rank stores what its part holds, padding included (Paddle
-  ``DygraphShardingOptimizerV2``, ``tensor_fusion_helper.py``).
+* **stage 1 v1** gives whole parameters to ranks, largest first, each to the one that has least so far
+  (``dygraph_sharding_optimizer.py``, ``_partition_parameters``).
+* **stage 1 v2** lays the parameters, each padded, one after another into communication buffers and cuts every
+  buffer into equal parts; a rank stores what its part holds, padding included (``DygraphShardingOptimizerV2``,
+  ``tensor_fusion_helper.py``).
+* **stage 2** gives whole parameters to ranks like v1, in the order of the list
+  (``group_sharded_optimizer_stage2.py``, ``_segment_params``).
+* **stage 3** cuts every parameter above a size into equal slices, the last ones padded, and stores all others
+  whole on every rank (``group_sharded_stage3.py``).
 
 Checked against Paddle 3.3.1 by ``tests/unit/test_sharding_rules.py``.
 """
@@ -19,6 +23,8 @@ from dataclasses import dataclass
 from paddle_reshard.pipeline.tensors import DType
 
 ALIGNMENT_BYTES = 256  # of gpu, xpu and npu alike: tensor_fusion_helper.alignment
+DEFAULT_BUFFER_BYTES = 256 << 20
+DEFAULT_SEGMENT_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +50,74 @@ class FlatSlice:
         return self.stop - self.start
 
 
+Shares = dict[str, dict[int, FlatSlice | None]]
+"""Key → rank → the slice of the flattened parameter that the rank stores, ``None`` for the whole of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingOptions:
+    """What the job decides about sharding beyond strategy and degree."""
+
+    buffer_bytes: int = DEFAULT_BUFFER_BYTES
+    """Stage 1 v2: a communication buffer is closed once it reaches this size."""
+    comm_overlap: bool = False
+    """Stage 1 v2: the pipeline engine builds the buffers (``sharding_comm_overlap``)."""
+    sort_parameters: bool = True
+    """Stage 1 v1: ``FLAGS_sharding_sort_parameters``."""
+    segment_elements: int = DEFAULT_SEGMENT_ELEMENTS
+    """Stage 3: parameters with more elements are cut."""
+
+
+def share_out(
+    strategy: str, parameters: Sequence[Parameter], degree: int, options: ShardingOptions
+) -> Shares:
+    """What every rank of a sharding group stores of every parameter, for any strategy."""
+    if strategy == "stage1v2":
+        slices = stage1_v2_slices(parameters, degree, options.buffer_bytes, options.comm_overlap)
+        return {key: dict(ranks) for key, ranks in slices.items()}
+    if strategy == "stage3":
+        return {p.key: _stage3_share(p, degree, options.segment_elements) for p in parameters}
+    if strategy == "stage1v1":
+        owners = stage1_v1_owners(parameters, degree, options.sort_parameters)
+    elif strategy == "stage2":
+        owners = _hand_out(parameters, degree)
+    else:
+        owners = {p.key: 0 for p in parameters}
+    return {key: {rank: None} for key, rank in owners.items()}
+
+
 def stage1_v1_owners(parameters: Sequence[Parameter], degree: int, sort: bool = True) -> dict[str, int]:
     """Key → rank that stores the whole parameter, in the order in which they are handed out.
 
     ``sort`` mirrors the environment variable ``FLAGS_sharding_sort_parameters``, on by default.
     """
-    ordered = sorted(parameters, key=lambda p: -p.elements) if sort else list(parameters)
+    owner = _hand_out(sorted(parameters, key=lambda p: -p.elements) if sort else parameters, degree)
+    return {key: rank for r in range(degree) for key, rank in owner.items() if rank == r}
+
+
+def _hand_out(parameters: Iterable[Parameter], degree: int) -> dict[str, int]:
+    """Each parameter in turn to the first rank that has the fewest elements so far."""
     load_elements = [0] * degree
     owner: dict[str, int] = {}
-    for parameter in ordered:
+    for parameter in parameters:
         rank = load_elements.index(min(load_elements))
         owner[parameter.key] = rank
         load_elements[rank] += parameter.elements
-    return {key: rank for r in range(degree) for key, rank in owner.items() if rank == r}
+    return owner
+
+
+def stage3_slice_elements(elements: int, dtype: DType, degree: int) -> int:
+    """Elements of every rank's slice of a parameter that stage 3 cuts, padding included."""
+    unit = ALIGNMENT_BYTES // dtype.itemsize
+    aligned = -(-elements // unit) * unit
+    return -(-aligned // degree)
+
+
+def _stage3_share(parameter: Parameter, degree: int, segment_elements: int) -> dict[int, FlatSlice | None]:
+    if parameter.elements <= segment_elements:
+        return dict.fromkeys(range(degree))
+    length = stage3_slice_elements(parameter.elements, parameter.dtype, degree)
+    return {rank: FlatSlice(rank * length, (rank + 1) * length) for rank in range(degree)}
 
 
 def padded_elements(elements: int, dtype: DType, degree: int) -> int:

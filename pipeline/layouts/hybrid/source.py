@@ -37,7 +37,10 @@ from paddle_reshard.pipeline.layouts.hybrid.placement import (
     whole_piece,
 )
 from paddle_reshard.pipeline.layouts.hybrid.ranks import Cell, Ranks, StoredArray, sort_ranks
-from paddle_reshard.pipeline.layouts.hybrid.sharding import padded_elements
+from paddle_reshard.pipeline.layouts.hybrid.sharding import (
+    padded_elements,
+    stage3_slice_elements,
+)
 from paddle_reshard.pipeline.layouts.rules import (
     RuleTable,
     choose_table,
@@ -122,25 +125,43 @@ def read_hybrid(
 
 
 def _strategy(ranks: Ranks) -> str:
-    """Stage 1 variant: as ``model_meta.json`` says, or by the one thing that tells them apart."""
+    """Sharding strategy: as ``model_meta.json`` says, or by what tells the files apart.
+
+    Stage 3 marks slices and keeps small tensors whole on every rank; stage 2 and 3 name accumulators after the
+    parameter although a master weight exists; stage 1 v2 holds one-dim slices only, v1 and stage 2 whole tensors.
+    Without master weights stage 2 looks like stage 1 v1 and means the same.
+    """
     if ranks.strategy is not None:
         return ranks.strategy
     if ranks.sharding == 1:
         return "none"
-    sharded = [
-        stored.array
-        for cell in ranks.cells
-        for (_, state), arrays in cell.arrays.items()
-        if state != PARAM and state != EMA_PARAM and not _per_parameter(state)
-        for stored in arrays
-    ]
-    local = [prod(shape) for cell in ranks.cells for shape in cell.shapes.values() if len(shape) > 1]
-    if sharded and not local:
+    spellings = {spelling for cell in ranks.cells for spelling in cell.master_spellings}
+    if len(spellings) > 1:
         raise CheckpointError(
-            "every parameter has one dim, so stage 1 v1 and v2 files cannot be told apart without "
-            f"{MODEL_META}; refusing to guess"
+            "some accumulators are named after master weights and some after parameters that have one"
         )
-    return "stage1v1" if any(len(array.shape) != 1 for array in sharded) else "stage1v2"
+    shapes = {
+        (cell.shapes[key], tuple(stored.array.shape for stored in arrays))
+        for cell in ranks.cells
+        for (key, state), arrays in cell.arrays.items()
+        if not _whole_in_model_state(state) and not _per_parameter(state)
+    }
+    several_dims = any(len(shape) > 1 for _, found in shapes for shape in found)
+    copies = any(len(local) > 1 and found.count(local) > 1 for local, found in shapes)
+    if any(cell.sliced for cell in ranks.cells) or copies:
+        return "stage3"
+    if not any(len(local) > 1 for local, _ in shapes):
+        raise CheckpointError(
+            f"every parameter has one dim, so the sharding strategies cannot be told apart without {MODEL_META}; "
+            "refusing to guess"
+        )
+    if spellings == {False}:
+        return "stage2"
+    return "stage1v1" if several_dims else "stage1v2"
+
+
+def _whole_in_model_state(state: str) -> bool:
+    return state in (PARAM, EMA_PARAM)
 
 
 def _per_parameter(state: str) -> bool:
@@ -331,12 +352,38 @@ class _Cataloguer:
             return
         tensor = self.by_key[key]
         cut = self.model.cut(tensor, self.ranks.tp)
-        local_shape = cell.shapes[key]
-        pieces = list(self._pieces(cell, key, state, dtype, arrays))
         index = self._tensor(key, state, dtype, tensor.global_shape, arrays[0].path)
         rank = cell.tp if cut.dim is not None else 0
-        replica = self._replica(index, rank)
-        self.rows.extend(place(pieces, cut, rank, local_shape, index, dtype, replica))
+        for copy in self._copies(cell, key, state, arrays):
+            pieces = list(self._pieces(cell, key, state, dtype, copy))
+            replica = self._replica(index, rank)
+            self.rows.extend(place(pieces, cut, rank, cell.shapes[key], index, dtype, replica))
+
+    def _flat(self, cell: Cell, key: str, state: str) -> bool:
+        """Whether the ranks of a sharding group hold slices of the flattened tensor."""
+        if _whole_in_model_state(state):
+            return False
+        return self.strategy == "stage1v2" or (self.strategy == "stage3" and key in cell.sliced)
+
+    def _copies(self, cell: Cell, key: str, state: str, arrays: list[StoredArray]) -> list[list[StoredArray]]:
+        """The arrays of each copy: slices make one copy together, stage 3 keeps the rest whole on every rank."""
+        if self._flat(cell, key, state):
+            return [arrays]
+        if self.strategy == "stage3" and not _whole_in_model_state(state):
+            if len(arrays) != self.ranks.sharding:
+                raise CoverageError(
+                    f"{key} ({state})",
+                    f"{len(arrays)} of {self.ranks.sharding} ranks hold it; stage 3 keeps uncut tensors on every rank",
+                    tuple(stored.path for stored in arrays),
+                )
+            return [[stored] for stored in arrays]
+        if len(arrays) > 1:
+            raise CoverageError(
+                f"{key} ({state})",
+                f"several ranks of a sharding group hold it, under {self.strategy} only one may",
+                tuple(stored.path for stored in arrays),
+            )
+        return [arrays]
 
     def _replica(self, tensor: int, rank: int) -> int:
         """A copy is complete when every rank of the cut has given its piece; the next ones are replicas."""
@@ -362,15 +409,9 @@ class _Cataloguer:
         self, cell: Cell, key: str, state: str, dtype: DType, arrays: list[StoredArray]
     ) -> Iterator[Piece]:
         shape = cell.shapes[key]
-        if self.strategy == "stage1v2" and state not in (PARAM, EMA_PARAM):
+        if self._flat(cell, key, state):
             yield from self._flat_pieces(cell, key, state, dtype, arrays)
             return
-        if len(arrays) > 1:
-            raise CoverageError(
-                f"{key} ({state})",
-                f"several ranks of a sharding group hold it, under {self.strategy} only one may",
-                tuple(stored.path for stored in arrays),
-            )
         (stored,) = arrays
         if state != PARAM and cell.owners.get(key, stored.shard) != stored.shard:
             raise CoverageError(
@@ -389,13 +430,13 @@ class _Cataloguer:
     ) -> Iterator[Piece]:
         shape = cell.shapes[key]
         label = f"{key} ({state})"
-        total = padded_elements(prod(shape), cell.dtypes[key], self.ranks.sharding)
+        total = self._padded(prod(shape), cell.dtypes[key])
         first = 0
         for rank, stored in enumerate(arrays, start=arrays[0].shard):
             if len(stored.array.shape) != 1:
                 raise CoverageError(
                     label,
-                    f"stage 1 v2 stores slices of one dim, this has shape {stored.array.shape}",
+                    f"a slice has one dim, this has shape {stored.array.shape}",
                     (stored.path,),
                 )
             if stored.shard != rank:
@@ -412,10 +453,24 @@ class _Cataloguer:
                 f"{self.ranks.sharding} are {total}",
                 tuple(stored.path for stored in arrays),
             )
+        lengths = {stored.array.shape[0] for stored in arrays}
+        if self.strategy == "stage3" and (len(arrays) != self.ranks.sharding or len(lengths) > 1):
+            raise CoverageError(
+                label,
+                f"{len(arrays)} slices of {sorted(lengths)} elements, stage 3 makes {self.ranks.sharding} equal ones",
+                tuple(stored.path for stored in arrays),
+            )
         first = 0
         for stored in arrays:
             yield from self._array_pieces(stored, dtype, shape, first, stored.array.shape[0])
             first += stored.array.shape[0]
+
+    def _padded(self, elements: int, dtype: DType) -> int:
+        """Elements of all slices of a tensor together."""
+        degree = self.ranks.sharding
+        if self.strategy == "stage3":
+            return stage3_slice_elements(elements, dtype, degree) * degree
+        return padded_elements(elements, dtype, degree)
 
     def _array_pieces(
         self, stored: StoredArray, dtype: DType, shape: Shape, start: int, elements: int

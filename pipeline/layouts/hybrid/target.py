@@ -6,7 +6,7 @@ values, zero padding. Names, order of keys and padding are the real trainer's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -14,7 +14,6 @@ from paddle_reshard.pipeline.catalog import File, FragmentRow, Fragments, fragme
 from paddle_reshard.pipeline.errors import PlanError, RuleError, UnsupportedError
 from paddle_reshard.pipeline.geometry import Shape
 from paddle_reshard.pipeline.layouts.hybrid.meta import (
-    STRATEGIES,
     CellMeta,
     ParameterMeta,
     format_model_meta,
@@ -30,6 +29,7 @@ from paddle_reshard.pipeline.layouts.hybrid.names import (
     MODEL_META,
     MODEL_STATE,
     OPTIMIZER,
+    SLICE_PREFIX,
     accumulator_key,
     cell_name,
     master_tensor_name,
@@ -46,8 +46,9 @@ from paddle_reshard.pipeline.layouts.hybrid.segments import Segmentation, segmen
 from paddle_reshard.pipeline.layouts.hybrid.sharding import (
     FlatSlice,
     Parameter,
-    stage1_v1_owners,
-    stage1_v2_slices,
+    ShardingOptions,
+    Shares,
+    share_out,
 )
 from paddle_reshard.pipeline.layouts.hybrid.source import HybridCheckpoint
 from paddle_reshard.pipeline.tensors import (
@@ -75,12 +76,7 @@ class HybridTarget:
     strategy: str
     sharded_saving: bool = True
     """Write what the trainer writes with sharded saving on: ``model_meta.json`` under stage 1."""
-    comm_buffer_bytes: int = 256 << 20
-    """Stage 1 v2: a communication buffer is closed once it reaches this size."""
-    comm_overlap: bool = False
-    """Stage 1 v2: the pipeline engine builds the buffers (``sharding_comm_overlap``)."""
-    sort_parameters: bool = True
-    """Stage 1 v1: ``FLAGS_sharding_sort_parameters``."""
+    sharding: ShardingOptions = field(default_factory=ShardingOptions)
     sequence_parallel: bool = False
     segmentation: Segmentation | None = None
     """Which layers go to which stage; ``None``: as both trainers' model classes do."""
@@ -90,7 +86,7 @@ class HybridTarget:
     @property
     def writes_meta(self) -> bool:
         """Whether the trainer would write ``model_meta.json``: stage 1 with sharded saving."""
-        return self.sharded_saving and self.strategy in STRATEGIES.values()
+        return self.sharded_saving and self.strategy.startswith("stage1")
 
 
 @dataclass(frozen=True)
@@ -127,13 +123,11 @@ def check_target(target: HybridTarget) -> None:
             f"stage3 with tp={topology.tp}: the trainer only supports tensor parallelism with sharding "
             "stage 1 and 2"
         )
-    if strategy in ("stage2", "stage3"):
-        raise UnsupportedError(f"sharding strategy {strategy} is not written by this version")
     if strategy == "none" and topology.sharding > 1:
         raise PlanError(f"sharding={topology.sharding} needs a sharding strategy other than none")
     if strategy != "none" and topology.sharding == 1:
         raise PlanError(f"sharding strategy {strategy} needs sharding > 1 in the topology, it is 1")
-    if target.comm_overlap and (strategy != "stage1v2" or topology.pp == 1):
+    if target.sharding.comm_overlap and (strategy != "stage1v2" or topology.pp == 1):
         raise PlanError("comm_overlap belongs to stage1v2 with pp > 1")
 
 
@@ -186,10 +180,8 @@ class _Cell:
     cuts: dict[str, TensorCut]
     parameters: list[ModelTensor]
     """The optimizer's list: trained tensors, each parameter once."""
-    owners: dict[str, int] = field(default_factory=dict)
-    """Stage 1 v1: key → rank."""
-    slices: dict[str, dict[int, FlatSlice]] = field(default_factory=dict)
-    """Stage 1 v2: key → rank → slice."""
+    shares: Shares
+    """Of every parameter, what each rank of the sharding group stores."""
 
     def first_key(self, key: str) -> str:
         """The key under which the optimizer holds the parameter that ``key`` names."""
@@ -216,7 +208,7 @@ class _Writer:
         self.tensor_index = checkpoint.catalog.index()
         self.tensors = checkpoint.catalog.tensors
         self.identity = {t.key: t.tied_to or t.key for t in self.model.tensors}
-        self.by_key = {t.key: t for t in self.model.tensors}
+        self.tied = {key for t in self.model.tensors if t.tied_to for key in (t.key, t.tied_to)}
         self.files: list[File] = []
         self.literals: list[tuple[int, int, bytes]] = []
         self.fills: list[tuple[int, int, int]] = []
@@ -270,6 +262,11 @@ class _Writer:
 
     def _cell(self, tp: int, pp: int, tensors: list[ModelTensor]) -> _Cell:
         names = self._names(tp, pp, tensors)
+        if self.topology.pp > 1:
+            # Layers are named as they are built, but a stage lists the layers that it shares with another
+            # stage first: PipelineLayer makes shared_layers before all others (Paddle 3.3.1 pp_layers.py:509).
+            tensors = sorted(tensors, key=lambda t: t.key not in self.tied)
+            names = {t.key: names[t.key] for t in tensors}
         cuts = {t.key: self.model.cut(t, self.topology.tp) for t in tensors}
         local = {t.key: cuts[t.key].local_shape(t.key, t.global_shape) for t in tensors}
         seen: set[str] = set()
@@ -278,19 +275,12 @@ class _Writer:
             if tensor.trained and names[tensor.key] not in seen:
                 parameters.append(tensor)
             seen.add(names[tensor.key])
-        cell = _Cell(tp, pp, tensors, names, local, cuts, parameters)
-        degree = self.topology.sharding
         listed = [
             Parameter(t.key, prod(local[t.key]), t.dtype, self.chunk[t.rule.item, t.layer])
             for t in parameters
         ]
-        if self.target.strategy == "stage1v1":
-            cell.owners = stage1_v1_owners(listed, degree, self.target.sort_parameters)
-        elif self.target.strategy == "stage1v2":
-            cell.slices = stage1_v2_slices(
-                listed, degree, self.target.comm_buffer_bytes, self.target.comm_overlap
-            )
-        return cell
+        shares = share_out(self.target.strategy, listed, self.topology.sharding, self.target.sharding)
+        return _Cell(tp, pp, tensors, names, local, cuts, parameters, shares)
 
     def _names(self, tp: int, pp: int, tensors: list[ModelTensor]) -> Mapping[str, str]:
         if self.target.names is None:
@@ -312,20 +302,22 @@ class _Writer:
 
     def _rank_files(self, cell: _Cell, shard: int) -> None:
         if self.target.writes_meta:
-            self._model_state(cell, shard, self._held_parameters(cell, shard))
+            self._model_state(cell, shard, self._model_state_tensors(cell, shard))
         elif shard == 0:
-            self._model_state(cell, None, cell.tensors)
+            self._model_state(cell, None, self._model_state_tensors(cell, shard))
         self._optimizer(cell, shard)
         if self.checkpoint.has_ema:
             self._ema(cell, shard)
 
-    def _held_parameters(self, cell: _Cell, shard: int) -> list[ModelTensor]:
-        """What sharded saving leaves in a rank's model_state.
+    def _model_state_tensors(self, cell: _Cell, shard: int) -> list[ModelTensor]:
+        """What a rank's model_state holds: everything on rank 0, or what sharded saving leaves.
 
         bf16 parameters with a master weight are left out; of the rest, v1 keeps the owner's, v2 hands the
         optimizer's list out round robin, and what the optimizer does not know goes to rank 0 (PaddleNLP
         3.0 ``sharding_io.py:73-106``).
         """
+        if not self.target.writes_meta:
+            return cell.tensors if shard == 0 else []
         listed = [t.key for t in cell.parameters]
         held = []
         for tensor in cell.tensors:
@@ -334,8 +326,8 @@ class _Writer:
             key = cell.first_key(tensor.key)
             if key not in listed:
                 owner = 0
-            elif cell.owners:
-                owner = cell.owners[key]
+            elif self.target.strategy == "stage1v1":
+                (owner,) = cell.shares[key]
             else:
                 owner = listed.index(key) % self.topology.sharding
             if owner == shard:
@@ -366,7 +358,7 @@ class _Writer:
             for tensor in self._of_shard(cell, shard):
                 if accumulator not in tensor.accumulators:
                     continue
-                key = accumulator_key(cell.names[tensor.key], accumulator, tensor.master)
+                key = self._accumulator_key(cell, tensor, accumulator, shard)
                 use = self._use(cell, tensor, accumulator, shard)
                 root[key] = self._slot(len(uses), use, name=key if with_master else None)
                 uses.append(use)
@@ -385,7 +377,7 @@ class _Writer:
         root: dict[str, object] = {"master_weights": masters}
         plain = [
             t
-            for t in self._held_parameters(cell, shard)
+            for t in self._model_state_tensors(cell, shard)
             if (self.identity[t.key], EMA_PARAM) in self.tensor_index
         ]
         for tensor in plain:
@@ -398,34 +390,54 @@ class _Writer:
 
     def _master_weights(self, cell: _Cell, shard: int, state: str, uses: list[_SlotUse]) -> dict[str, object]:
         masters: dict[str, object] = {}
-        for tensor in self._of_shard(cell, shard):
+        for tensor in self._of_shard_by_master(cell, shard):
             if not tensor.master:
                 continue
             use = self._use(cell, tensor, state, shard)
             name = cell.names[tensor.key]
-            masters[name] = self._slot(len(uses), use, name=master_tensor_name(name))
+            entry = f"{SLICE_PREFIX}{name}" if self._is_stage3_slice(cell, tensor, shard) else name
+            tensor_name = master_tensor_name(name) if self._separate_master_names() else name
+            masters[entry] = self._slot(len(uses), use, name=tensor_name)
             uses.append(use)
         return masters
 
-    def _of_shard(self, cell: _Cell, shard: int) -> Iterator[ModelTensor]:
-        """Parameters of which the rank's optimizer holds anything, in the optimizer's order."""
-        for tensor in cell.parameters:
-            if cell.owners and cell.owners[tensor.key] != shard:
-                continue
-            if cell.slices and shard not in cell.slices[tensor.key]:
-                continue
-            yield tensor
+    def _separate_master_names(self) -> bool:
+        """Stage 2 and 3 give a master weight the name of its parameter, accumulators follow."""
+        return self.target.strategy not in ("stage2", "stage3")
+
+    def _is_stage3_slice(self, cell: _Cell, tensor: ModelTensor, shard: int) -> bool:
+        return self.target.strategy == "stage3" and cell.shares[tensor.key][shard] is not None
+
+    def _accumulator_key(self, cell: _Cell, tensor: ModelTensor, accumulator: str, shard: int) -> str:
+        name = cell.names[tensor.key]
+        if not tensor.master and self._is_stage3_slice(cell, tensor, shard):
+            name = f"{SLICE_PREFIX}{name}"
+        return accumulator_key(name, accumulator, tensor.master and self._separate_master_names())
+
+    def _of_shard(self, cell: _Cell, shard: int) -> list[ModelTensor]:
+        """Parameters of which the rank's optimizer holds anything, in the order of its accumulators.
+
+        Stage 3 puts the parameters that it cuts first.
+        """
+        held = [t for t in cell.parameters if shard in cell.shares[t.key]]
+        return sorted(held, key=lambda t: cell.shares[t.key][shard] is None)
+
+    def _of_shard_by_master(self, cell: _Cell, shard: int) -> list[ModelTensor]:
+        """The same in the order of its master weights: stage 2 makes them in order of size."""
+        held = self._of_shard(cell, shard)
+        if self.target.strategy != "stage2":
+            return held
+        return sorted(held, key=lambda t: prod(cell.local_shapes[t.key]))
 
     def _use(self, cell: _Cell, tensor: ModelTensor, state: str, shard: int) -> _SlotUse:
         if state in ACCUMULATORS and ACCUMULATORS[state].per_parameter:
             return _SlotUse(tensor.key, state, (1,), None)
-        flat = cell.slices[tensor.key][shard] if cell.slices else None
-        return _SlotUse(tensor.key, state, cell.local_shapes[tensor.key], flat)
+        return _SlotUse(tensor.key, state, cell.local_shapes[tensor.key], cell.shares[tensor.key][shard])
 
     def _cell_meta(self, cell: _Cell) -> CellMeta:
         return CellMeta(
             strategy=self.target.strategy,
-            comm_overlap=self.target.comm_overlap,
+            comm_overlap=self.target.sharding.comm_overlap,
             parameters={
                 tensor.key: ParameterMeta(
                     name=cell.names[tensor.key],
@@ -435,7 +447,9 @@ class _Writer:
                 )
                 for tensor in cell.tensors
             },
-            owners={cell.names[key]: rank for key, rank in cell.owners.items()},
+            owners={cell.names[key]: rank for key, (rank, *_) in cell.shares.items()}
+            if self.target.strategy == "stage1v1"
+            else {},
         )
 
     # -- bytes

@@ -1,0 +1,48 @@
+"""Runs in the trainer's Python: the laboratory's script, which dumps the live state, with two gaps filled.
+
+The script was written to look at a job that has trained. Right after loading, two things are in another
+place: with overlapped sharding communication the buffers are still the pipeline's (the optimizer takes
+them over in its first step), and states of parameters without a master weight wait in the optimizer's
+``_accumulators_holder``. Both are shown to the script where it looks; nothing is computed or changed.
+"""
+
+import functools
+import runpy
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    script = Path(sys.argv[1])
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(script.parent)
+
+    # The order in which the script imports them: the shim patches what the rest then uses.
+    import paddle
+
+    paddle.set_device("cpu")
+    import cpu_gloo_shim  # noqa: F401
+    import truth
+
+    truth.gather = functools.partial(_show_and_gather, truth, truth.gather)
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _show_and_gather(truth, gather, trainer, *arguments) -> None:
+    chain = truth._chain(trainer.optimizer)
+    of_pipeline = getattr(trainer.model_wrapped, "_chunk_2_comm_buffers", None) or {}
+    for optimizer in chain:
+        if getattr(optimizer, "pp_overlap", False) and not optimizer._comm_buffer_list:
+            optimizer._comm_buffer_list = [buffer for buffers in of_pipeline.values() for buffer in buffers]
+    inner = chain[-1]
+    if not inner._master_weights:
+        for parameter in trainer.model.parameters():
+            for accumulator in truth.KIND:
+                waiting = inner._accumulators_holder.get(f"{parameter.name}_{accumulator}_0")
+                if waiting is not None:
+                    inner._accumulators[accumulator].setdefault(parameter.name, waiting)
+    gather(trainer, *arguments)
+
+
+if __name__ == "__main__":
+    main()
