@@ -37,6 +37,7 @@ from paddle_reshard.tasks.run_group import compare_group
 
 PathLike = str | os.PathLike[str]
 DEFAULT_MEMORY = "1GiB"
+REPLICAS = ("compare", "first")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +158,8 @@ def plan(
     layout: PathLike | Mapping[str, Any] | None = None,
     target_meta: PathLike | None = None,
     overwrite: bool = False,
+    replicas: str = "compare",
+    allow_replica_drift: bool = False,
 ) -> ConversionPlan:
     """Plan a conversion: the exact layout of the target, groups and their peaks. Nothing is moved.
 
@@ -176,6 +179,11 @@ def plan(
         What the target job decides and no topology says: a mapping, or a JSON file.
     target_meta
         ``model_meta.json`` of a job of the target topology, to take parameter names from.
+    replicas
+        ``"compare"``: tensors that several ranks hold are compared while the first copy is moved; ``"first"``:
+        only the first is looked at.
+    allow_replica_drift
+        Report copies that differ instead of refusing.
 
     Raises
     ------
@@ -184,7 +192,18 @@ def plan(
     """
     store = LocalSource(_local(source))
     check_target_path(store, _local(target), overwrite)
-    return _plan(store, to, sharding_strategy, format, memory, rules, layout, target_meta)
+    return _plan(
+        store,
+        to,
+        sharding_strategy,
+        format,
+        memory,
+        rules,
+        layout,
+        target_meta,
+        replicas,
+        allow_replica_drift,
+    )
 
 
 def _plan(
@@ -196,14 +215,27 @@ def _plan(
     rules: PathLike | None,
     layout: PathLike | Mapping[str, Any] | None,
     target_meta: PathLike | None,
+    replicas: str,
+    allow_replica_drift: bool,
 ) -> ConversionPlan:
+    if replicas not in REPLICAS:
+        raise UsageError(f"replicas {replicas!r} is neither {' nor '.join(REPLICAS)}")
     topology = to if isinstance(to, Topology) else Topology.parse(to)
     budget_bytes = parse_memory(memory)
     options = load_layout(layout if isinstance(layout, Mapping) else _path(layout))
     names = load_target_names(_path(target_meta))
     checkpoint = index_checkpoint(store, load_tables(_path(rules)))
     return plan_checkpoint(
-        store, checkpoint, topology, sharding_strategy, format_name, options, names, budget_bytes
+        store,
+        checkpoint,
+        topology,
+        sharding_strategy,
+        format_name,
+        options,
+        names,
+        budget_bytes,
+        replicas == "compare",
+        allow_replica_drift,
     )
 
 
@@ -219,6 +251,8 @@ def convert(
     layout: PathLike | Mapping[str, Any] | None = None,
     target_meta: PathLike | None = None,
     overwrite: bool = False,
+    replicas: str = "compare",
+    allow_replica_drift: bool = False,
     cluster: str = "inline",
     workers: int | None = None,
     observe: Observer = ignore_events,
@@ -239,7 +273,18 @@ def convert(
     store = LocalSource(_local(source))
     check_target_path(store, _local(target), overwrite)
     observe(StepStarted("plan"))
-    conversion = _plan(store, to, sharding_strategy, format, memory, rules, layout, target_meta)
+    conversion = _plan(
+        store,
+        to,
+        sharding_strategy,
+        format,
+        memory,
+        rules,
+        layout,
+        target_meta,
+        replicas,
+        allow_replica_drift,
+    )
     observe(
         StepEnded("plan", f"{conversion.plan.groups} groups, {conversion.plan.written_bytes} bytes to write")
     )

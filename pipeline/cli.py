@@ -30,11 +30,13 @@ import paddle_reshard
 from paddle_reshard.pipeline import workflow
 from paddle_reshard.pipeline.api import (
     DEFAULT_MEMORY,
+    REPLICAS,
     ConversionReport,
     Inspection,
     VerifyReport,
 )
 from paddle_reshard.pipeline.errors import ReshardError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.layouts.hybrid.sidecars import MANIFEST
 from paddle_reshard.pipeline.options import FORMATS
 from paddle_reshard.pipeline.report import (
     Json,
@@ -126,6 +128,16 @@ conversion_options = _options(
         "--target-meta",
         type=FILE,
         help="model_meta.json of a job of the target topology, for parameter names.",
+    ),
+    click.option(
+        "--replicas",
+        type=click.Choice(REPLICAS),
+        default="compare",
+        show_default=True,
+        help="Tensors that several ranks hold: compare all copies while the first is moved, or look at the first.",
+    ),
+    click.option(
+        "--allow-replica-drift", is_flag=True, help="Take the first copy where copies differ, and report it."
     ),
     click.option("--overwrite", is_flag=True, help="Replace a checkpoint that the target already holds."),
     json_option,
@@ -374,7 +386,13 @@ def _by_reason(planned: ConversionPlan) -> Iterator[tuple[str, str]]:
 def _show_conversion(report: ConversionReport) -> None:
     _show_plan(report.plan)
     facts = _facts()
-    facts.add_row("compared", f"{report.moved.compared_elements:,} elements of further copies, all equal")
+    drift = report.moved.replica_drift
+    outcome = f"{len(drift)} differ" if drift else "all equal"
+    facts.add_row("compared", f"{report.moved.compared_elements:,} elements of further copies, {outcome}")
+    for line in drift[:SHOWN_DIFFERENCES]:
+        facts.add_row("drift", line)
+    if len(drift) > SHOWN_DIFFERENCES:
+        facts.add_row("drift", f"… and {len(drift) - SHOWN_DIFFERENCES} more, listed in {MANIFEST}")
     facts.add_row("done", report.target)
     _console().print(facts)
 

@@ -108,11 +108,18 @@ class TargetError(ReshardError):
 
 
 class DriftError(CheckpointError):
-    """Two stored copies of the same values differ. Nothing is published."""
+    """Two stored copies of the same values differ. Nothing is published.
 
-    def __init__(self, tensor: str, detail: str, path_a: str, path_b: str) -> None:
-        super().__init__(tensor, detail, path_a, path_b)
+    ``replicas`` tells copies of one tensor from a parameter that is not the cast of its master weight.
+    """
+
+    def __init__(self, tensor: str, detail: str, path_a: str, path_b: str, replicas: bool) -> None:
+        super().__init__(tensor, detail, path_a, path_b, replicas)
         self.tensor, self.detail, self.path_a, self.path_b = tensor, detail, path_a, path_b
+        self.replicas = replicas
 
     def __str__(self) -> str:
-        return f"{self.tensor}: {self.detail}: {self.path_a} and {self.path_b} differ"
+        told = f"{self.tensor}: {self.detail}: {self.path_a} and {self.path_b} differ"
+        if self.replicas:
+            return f"{told}; with --allow-replica-drift the first copy is taken"
+        return f"{told}; the target would keep the master weight only"

@@ -90,6 +90,8 @@ class MoveReport:
     read_bytes: int
     written_bytes: int
     compared_elements: int
+    replica_drift: tuple[str, ...]
+    """Copies that differ, where that was allowed."""
 
 
 # ------------------------------------------------------------------------------------------------- index
@@ -205,6 +207,8 @@ def plan_checkpoint(
     layout: LayoutOptions,
     names: Mapping[str, Mapping[str, str]] | None,
     budget_bytes: int,
+    compare_replicas: bool = True,
+    allow_replica_drift: bool = False,
 ) -> ConversionPlan:
     """Plan a conversion; pure but for the sizes that ``store`` has seen."""
     target = hybrid_target(
@@ -221,7 +225,9 @@ def plan_checkpoint(
     sidecars = plan_sidecars(sizes, store.folders, source, topology)
     files = add_literal_files(files, sidecars.written)
     carried = [CarriedFile(path, path, sizes[path]) for path in sidecars.carried]
-    plan = plan_conversion(source.catalog, files, carried, budget_bytes)
+    plan = plan_conversion(
+        source.catalog, files, carried, budget_bytes, compare_replicas, allow_replica_drift
+    )
     return ConversionPlan(source, target, files, plan, sidecars.left)
 
 
@@ -252,7 +258,7 @@ def run_conversion(
         _check_staged(target.staging, conversion)
         observe(StepEnded("verify", "the staged target reads back as a whole checkpoint"))
         observe(StepStarted("publish"))
-        manifest = json.dumps(describe_target(store, conversion), indent=1).encode()
+        manifest = json.dumps(describe_target(store, conversion, report), indent=1).encode()
         target.create(MANIFEST, len(manifest))
         target.write_part(MANIFEST, 0, memoryview(manifest))
         target.publish()
@@ -264,16 +270,18 @@ def _move(store: LocalSource, plan: Plan, target: LocalTarget, observe: Observer
     for file in (*plan.target_files, *(File(c.target_path, c.size_bytes) for c in plan.carried)):
         target.create(file.path, file.size_bytes)
     read = written = compared = groups = 0
+    drift: list[str] = []
     for report in run_inline(plan_work(plan), store, target):
         groups += 1
         read, written = read + report.read_bytes, written + report.written_bytes
         compared += report.compared_elements
+        drift += [f"{d.tensor}: {d.detail}: {d.path_a}, {d.path_b}" for d in report.differences]
         observe(Progress(report.written_bytes))
     for carried in plan.carried:
         _carry(store, carried, target)
         read, written = read + carried.size_bytes, written + carried.size_bytes
         observe(Progress(carried.size_bytes))
-    return MoveReport(groups, read, written, compared)
+    return MoveReport(groups, read, written, compared, tuple(drift))
 
 
 def _carry(store: LocalSource, carried: CarriedFile, target: LocalTarget) -> None:
@@ -298,7 +306,7 @@ def _check_staged(staging: Path, conversion: ConversionPlan) -> None:
         raise CheckpointError(f"{odd[0][0]} ({odd[0][1]}): not the same in the source and the staged target")
 
 
-def describe_target(store: LocalSource, conversion: ConversionPlan) -> dict[str, Any]:
+def describe_target(store: LocalSource, conversion: ConversionPlan, moved: MoveReport) -> dict[str, Any]:
     """The manifest: what was made, and from what. The same conversion gives the same bytes."""
     from paddle_reshard import __version__
 
@@ -316,5 +324,6 @@ def describe_target(store: LocalSource, conversion: ConversionPlan) -> dict[str,
             "sharding_strategy": source.strategy,
             "files": store.sizes(),
             "not_carried": dict(conversion.left),
+            "replica_drift": list(moved.replica_drift),
         },
     }

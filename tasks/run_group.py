@@ -39,12 +39,14 @@ def run_group(work: GroupWork, source: ReadRange, target: WritePart) -> GroupRep
     Raises
     ------
     DriftError
-        If two copies of the same values differ; nothing of the group is written then.
+        If two copies of the same values differ; nothing of the group is written then. Where the work allows
+        replica drift, it is reported instead; a parameter that is not the cast of its master weight never is.
     """
     bands = _read_bands(work, source)
     report = _compare(work, bands)
-    if report.differences:
-        raise report.differences[0]
+    for difference in report.differences:
+        if not (work.allow_replica_drift and difference.replicas):
+            raise difference
     parts = [np.zeros(int(p["stop"] - p["start"]), dtype=np.uint8) for p in work.parts]
     for index, offset, content in work.literals:
         parts[index][offset : offset + len(content)] = np.frombuffer(content, dtype=np.uint8)
@@ -60,6 +62,7 @@ def run_group(work: GroupWork, source: ReadRange, target: WritePart) -> GroupRep
         read_bytes=report.read_bytes,
         written_bytes=sum(len(buffer) for buffer in parts),
         compared_elements=report.compared_elements,
+        differences=report.differences,
     )
 
 
@@ -95,6 +98,7 @@ def _compare(work: GroupWork, bands: list[Buffer]) -> GroupReport:
                     f"element {index} is {a} and {b}",
                     work.source_paths[int(op["source_file"])],
                     work.source_paths[int(op["target_file"])],
+                    bool(op["tensor"] == op["feed"]),
                 )
             )
     read = sum(len(buffer) for buffer in bands)

@@ -50,6 +50,8 @@ HYBRID_CASES = (
     "sh2_s1v1_meta_fp32",
     "sh2_s1v2",
     "sh2_s1v2_meta",
+    "sh2_s2",
+    "sh2_s3_seg512",
     "single",
     "single_fp32",
     "single_l8",

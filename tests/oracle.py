@@ -29,6 +29,9 @@ import safetensors
 
 MOMENTS = ("moment1_0", "moment2_0")
 POWERS = ("beta1_pow_acc_0", "beta2_pow_acc_0")
+SLICED = "sliced"
+AFTER_PARAMETER = "accumulators named after parameters"
+_NONE = np.empty(0)
 MASTER = "w_0"
 NAME_TABLE = "StructuredToParameterName@@"
 TRUTH_DTYPES = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
@@ -254,7 +257,30 @@ class Cell:
     def _join(self, shards: list, key: str, parameter: Parameter, state: str) -> np.ndarray:
         if self.strategy == "ShardingV2":
             return self._concatenate(shards, key, parameter, state)
+        if self.strategy == "Stage3":
+            return self._everywhere(shards, key, parameter, state)
         return self._single(shards, key, parameter, state)
+
+    def _everywhere(self, shards: list, key: str, parameter: Parameter, state: str) -> np.ndarray:
+        """Stage 3: a slice of equal length in every shard, or the same whole tensor in every shard."""
+        where = f"{self.label}: {key} {state}"
+        pieces = [shard[parameter.name, state] for shard in shards if (parameter.name, state) in shard]
+        assert len(pieces) == self.degree, f"{where} is in {len(pieces)} of {self.degree} shards"
+        if state in POWERS or (parameter.name, SLICED) not in shards[0]:
+            expected = (1,) if state in POWERS else parameter.shape
+            assert pieces[0].shape == expected, f"{where} is {pieces[0].shape}, not {expected}"
+            assert _all_same_bits(pieces), f"{where} differs between shards"
+            return pieces[0]
+        numel = int(np.prod(parameter.shape))
+        unit = 256 // parameter.item_bytes
+        aligned = -(-numel // unit) * unit
+        each = -(-aligned // self.degree)
+        assert all(p.shape == (each,) for p in pieces), (
+            f"{where}: {[p.shape for p in pieces]}, not {each} each"
+        )
+        flat = np.concatenate(pieces)
+        assert not flat[numel:].tobytes().strip(b"\0"), f"{where}: the padding is not zero"
+        return flat[:numel].reshape(parameter.shape)
 
     def _single(self, shards: list, key: str, parameter: Parameter, state: str) -> np.ndarray:
         held = [shard[parameter.name, state] for shard in shards if (parameter.name, state) in shard]
@@ -303,15 +329,30 @@ class Cell:
 
 def split_optimizer(label: str, raw: Mapping[str, Any], names: set[str]) -> dict[tuple[str, str], np.ndarray]:
     """Take an optimizer file apart into {(parameter name, state): array}; nothing may be left over."""
-    masters = raw.get("master_weights", {})
+    masters = {name.removeprefix("slice@"): array for name, array in raw.get("master_weights", {}).items()}
     result = {(name, MASTER): array for name, array in masters.items()}
+    marked = {
+        name.removeprefix("slice@") for name in raw.get("master_weights", {}) if name.startswith("slice@")
+    }
+    spelled_out: set[bool] = set()
     for name in names:
         for state in (*MOMENTS, *POWERS):
-            spelled = f"{name}_fp32_master_0_{state}" if name in masters else f"{name}_{state}"
-            if spelled in raw:
+            spellings = (f"{name}_fp32_master_0_{state}", f"{name}_{state}", f"slice@{name}_{state}")
+            found = [spelled for spelled in spellings if spelled in raw]
+            assert len(found) <= 1, f"{label}: {found}"
+            for spelled in found:
+                assert name in masters or spelled != spellings[0], (
+                    f"{label}: {spelled} without a master weight"
+                )
                 result[name, state] = raw[spelled]
+                if name in masters:
+                    spelled_out.add(spelled == spellings[0])
+                if spelled == spellings[2]:
+                    assert name not in masters, f"{label}: {spelled} beside a master weight"
+                    marked.add(name)
     assert "LR_Scheduler" in raw, f"{label}: no LR_Scheduler"
     accumulators = set(raw) - {"master_weights", "LR_Scheduler", NAME_TABLE}
+    assert len(spelled_out) <= 1, f"{label}: accumulators of master weights in two spellings"
     unknown = set(masters) - names
     assert not unknown, f"{label}: master weights of unknown parameters: {sorted(unknown)[:4]}"
     assert len(accumulators) == len(result) - len(masters), f"{label}: {_left_over(accumulators, result)}"
@@ -325,6 +366,9 @@ def split_optimizer(label: str, raw: Mapping[str, Any], names: set[str]) -> dict
         states[name].add(state)
     for name, held in states.items():
         assert held - {MASTER} == {*MOMENTS, *POWERS}, f"{label}: {name} has only {sorted(held)}"
+    if spelled_out == {False}:
+        result["", AFTER_PARAMETER] = np.empty(0, np.float32)
+    result.update({(name, SLICED): np.empty(0, np.float32) for name in marked})
     return result
 
 
@@ -337,7 +381,11 @@ def split_ema(
     label: str, raw: Mapping[str, Any], names: Mapping[str, str]
 ) -> dict[tuple[str, str], np.ndarray]:
     """Take an EMA file apart: averages of master weights, and of parameters by structured name."""
-    result = {(name, MASTER): array for name, array in raw.get("master_weights", {}).items()}
+    result = {}
+    for name, array in raw.get("master_weights", {}).items():
+        result[name.removeprefix("slice@"), MASTER] = array
+        if name.startswith("slice@"):
+            result[name.removeprefix("slice@"), SLICED] = np.empty(0, np.float32)
     for key in set(raw) - {"master_weights", NAME_TABLE}:
         assert key in names, f"{label}: unknown key {key}"
         result[names[key], "ema"] = raw[key]
@@ -405,8 +453,7 @@ def _build_cell(cell: Coordinate, degrees: Mapping[str, int], raw: Mapping[str, 
             ("ema", split_ema, names, raw.get("ema", {})),
         )
     )
-    flat = all(array.ndim == 1 for shard in optimizer for array in shard.values())
-    sharded = "ShardingV2" if flat and degrees["shard"] > 1 else "ShardingV1"
+    sharded = _strategy_of_files(optimizer, parameters, degrees["shard"], entry)
     strategy = entry["sharding_strategy"] if entry else sharded
     result = Cell(label, degrees["shard"], strategy, parameters, stored, optimizer, ema)
     if entry:
@@ -418,6 +465,34 @@ def _build_cell(cell: Coordinate, degrees: Mapping[str, int], raw: Mapping[str, 
         assert _held(shard) <= _held(*optimizer), f"{label}: an average without a master weight"
     result.check_balance()
     return result
+
+
+def _strategy_of_files(
+    shards: list[dict[tuple[str, str], np.ndarray]],
+    parameters: Mapping[str, Parameter],
+    degree: int,
+    entry: Mapping[str, Any] | None,
+) -> str:
+    """Tell how the state lies in its shards; a cell of one-dim parameters only may look like either stage 1."""
+    if degree == 1:
+        return "ShardingV1"
+    if any(state == SLICED for shard in shards for _, state in shard):
+        return "Stage3"
+    shapes = {parameter.name: parameter.shape for parameter in parameters.values()}
+    everywhere = any(
+        len(shapes[name]) > 1
+        and all(shard.get((name, state), _NONE).shape == shapes[name] for shard in shards)
+        for name, state in shards[0]
+        if state == MOMENTS[0]
+    )
+    if everywhere:
+        return "Stage3"
+    if any(("", AFTER_PARAMETER) in shard for shard in shards):
+        return "Stage2"
+    if entry and all(len(shape) == 1 for shape in shapes.values()):
+        return entry["sharding_strategy"]
+    flat = all(array.ndim == 1 for shard in shards for array in shard.values())
+    return "ShardingV2" if flat else "ShardingV1"
 
 
 def _held(*shards: Mapping[tuple[str, str], np.ndarray]) -> set[tuple[str, Shape]]:
@@ -552,11 +627,20 @@ def _check_tied_embeddings(directory: Path, tensors: Tensors) -> None:
 
 
 def strategy_of(directory: Path) -> str:
-    """Tell how optimizer state lies in its shards: whole tensors (v1, or one shard) or flat slices (v2)."""
+    """Tell how optimizer state lies in its shards; without sharding it is ``none``."""
     optimizer = find_files(directory)["optimizer"]
     if degrees_of(optimizer)["shard"] == 1:
         return "none"
-    files = (load_with_paddle(path) for path in optimizer.paths.values())
+    files = [load_with_paddle(path) for path in optimizer.paths.values()]
+    masters = [name for file in files for name in file.get("master_weights", {})]
+    entries = [name for file in files for name in file if isinstance(file[name], np.ndarray)]
+    if any(name.startswith("slice@") for name in (*masters, *entries)):
+        return "stage3"
+    moments = [{name for name in file if MOMENTS[0] in name and file[name].ndim > 1} for file in files]
+    if set.intersection(*moments):
+        return "stage3"
+    if masters and not any("_fp32_master_0" in name for name in entries):
+        return "stage2"
     flat = all(a.ndim == 1 for file in files for a in file.values() if isinstance(a, np.ndarray))
     return "stage1v2" if flat else "stage1v1"
 

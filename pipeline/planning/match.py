@@ -93,8 +93,10 @@ def hull(ops: Ops, side: str) -> tuple[Ints, Ints]:
     return start, start + span + ITEMSIZES[ops[f"{side}_dtype"]]
 
 
-def plan_ops(source: Catalog, target: Fragments) -> Ops:
+def plan_ops(source: Catalog, target: Fragments, compare_replicas: bool = True) -> Ops:
     """Everything that has to be moved or compared to make ``target`` of ``source``.
+
+    Further copies of a tensor are compared with the one that is moved, unless ``compare_replicas`` is off.
 
     Raises
     ------
@@ -110,10 +112,12 @@ def plan_ops(source: Catalog, target: Fragments) -> Ops:
     _check_written_once(moves, target, source.tensors)
     unmoved = sorted(set(np.unique(primary["tensor"])) - set(np.unique(moves["feed"])))
     implied = _implied_by_definition(source, unmoved)
-    redundant = source.fragments[
-        (source.fragments["replica"] > 0) | np.isin(source.fragments["tensor"], list(implied))
-    ]
-    comparisons = match(primary, redundant, implied, count, kind=COMPARE)
+    redundant = np.isin(source.fragments["tensor"], list(implied))
+    if compare_replicas:
+        redundant |= source.fragments["replica"] > 0
+    else:
+        redundant &= source.fragments["replica"] == 0
+    comparisons = match(primary, source.fragments[redundant], implied, count, kind=COMPARE)
     return np.concatenate([moves, comparisons])
 
 

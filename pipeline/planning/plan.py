@@ -69,6 +69,8 @@ class Plan:
     """Bytes of memory that each group needs at once: its bands and its parts."""
     budget_bytes: int
     carried: tuple[CarriedFile, ...]
+    allow_replica_drift: bool = False
+    """Whether copies of a tensor may differ; the first one is taken then, and every difference reported."""
 
     @property
     def groups(self) -> int:
@@ -110,7 +112,12 @@ class Plan:
 
 
 def plan_conversion(
-    source: Catalog, target: TargetFiles, carried: Sequence[CarriedFile], budget_bytes: int
+    source: Catalog,
+    target: TargetFiles,
+    carried: Sequence[CarriedFile],
+    budget_bytes: int,
+    compare_replicas: bool = True,
+    allow_replica_drift: bool = False,
 ) -> Plan:
     """Plan all groups of a conversion.
 
@@ -121,7 +128,7 @@ def plan_conversion(
     MemoryBudgetError
         If a single row of a tensor needs more than ``budget_bytes``.
     """
-    ops = plan_ops(source, target.fragments)
+    ops = plan_ops(source, target.fragments, compare_replicas)
     ops, groups = group_ops(ops, source.tensors, budget_bytes)
     bands = plan_bands(ops, groups)
     parts = plan_parts(ops, groups, target.files)
@@ -141,6 +148,7 @@ def plan_conversion(
         group_peaks=peaks.astype(np.int64),
         budget_bytes=budget_bytes,
         carried=tuple(carried),
+        allow_replica_drift=allow_replica_drift,
     )
 
 

@@ -29,6 +29,7 @@ class GroupWork:
     tensors: dict[int, Tensor]
     """Tensor number → what it is, of the tensors that appear in ``ops``."""
     peak_bytes: int
+    allow_replica_drift: bool = False
 
 
 def plan_work(plan: Plan) -> Iterator[GroupWork]:
@@ -56,6 +57,7 @@ def plan_work(plan: Plan) -> Iterator[GroupWork]:
             literals=tuple(_literals_of(parts, literals)),
             tensors={int(t): plan.tensors[t] for t in np.unique(ops["tensor"])},
             peak_bytes=int(plan.group_peaks[group]),
+            allow_replica_drift=plan.allow_replica_drift,
         )
 
 

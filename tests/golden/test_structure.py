@@ -6,7 +6,7 @@ and tensor names. Values are not compared here: other ranks sum in another order
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -24,31 +24,40 @@ class Topology:
     to: str
     strategy: str | None = None
     format: str = "hybrid"
+    layout: dict[str, object] = field(default_factory=dict)
 
+
+CUT = {"stage3_segment_size": 512}
+PARALLEL, SERIAL = {"sequence_parallel": True}, {"sequence_parallel": False}
 
 FAMILIES: tuple[dict[str, Topology], ...] = (
     {
         "single": Topology("tp=1"),
         "dp2": Topology("dp=2"),
-        "mp2": Topology("tp=2"),
+        "mp2": Topology("tp=2", layout=SERIAL),
         "pp2": Topology("pp=2"),
-        "mp2pp2": Topology("tp=2,pp=2"),
+        "mp2pp2": Topology("tp=2,pp=2", layout=SERIAL),
+        "mp2pp2_sp": Topology("tp=2,pp=2", layout=PARALLEL),
         "sh2_s1v1": Topology("sharding=2", "stage1v1", "hybrid-plain"),
         "sh2_s1v1_meta": Topology("sharding=2", "stage1v1"),
         "sh2_s1v2": Topology("sharding=2", "stage1v2", "hybrid-plain"),
         "sh2_s1v2_meta": Topology("sharding=2", "stage1v2"),
-        "mp2sh2_s1v1_meta": Topology("tp=2,sharding=2", "stage1v1"),
-        "mp2pp2sh2_s1v1_meta_ema": Topology("tp=2,pp=2,sharding=2", "stage1v1"),
-        "mp2pp2sh2_s1v2_meta_ema": Topology("tp=2,pp=2,sharding=2", "stage1v2"),
+        "sh2_s2": Topology("sharding=2", "stage2"),
+        "sh2_s3_seg512": Topology("sharding=2", "stage3", layout=CUT),
+        "mp2sh2_s1v1_meta": Topology("tp=2,sharding=2", "stage1v1", layout=SERIAL),
+        "mp2pp2sh2_s1v1_meta_ema": Topology("tp=2,pp=2,sharding=2", "stage1v1", layout=SERIAL),
+        "mp2pp2sh2_s1v2_meta_ema": Topology("tp=2,pp=2,sharding=2", "stage1v2", layout=SERIAL),
     },
     {"single_l8": Topology("tp=1"), "pp4vpp2": Topology("pp=4,vpp=2")},
     {"single_tied": Topology("tp=1"), "mp2_tied": Topology("tp=2")},
     {"single_fp32": Topology("tp=1"), "sh2_s1v1_meta_fp32": Topology("sharding=2", "stage1v1")},
-    {"nlp_single": Topology("tp=1"), "nlp_mp2": Topology("tp=2")},
+    {
+        "nlp_single": Topology("tp=1"),
+        "nlp_mp2": Topology("tp=2"),
+        "nlp_sp_mp2pp2": Topology("tp=2,pp=2"),
+    },
     {"nlp_fused_single": Topology("tp=1"), "nlp_fused_mp2": Topology("tp=2")},
-    # These have no sibling and are converted to their own topology only.
-    {"mp2pp2_sp": Topology("tp=2,pp=2")},
-    {"nlp_sp_mp2pp2": Topology("tp=2,pp=2")},
+    # This has no sibling and is converted to its own topology only.
     {"mp2sh2_s1v2_meta_mid": Topology("tp=2,sharding=2", "stage1v2")},
 )
 
@@ -86,6 +95,7 @@ def test_converted_files_are_those_of_the_trainer(
         to=topology.to,
         sharding_strategy=topology.strategy,
         format=topology.format,
+        layout=topology.layout,
     )
 
     has_ema = any(name.startswith("ema") for name in _real_structure(source))

@@ -340,3 +340,30 @@ def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> No
     with pytest.raises(ReshardError, match=r"scheduler\.pdparams: changed while it was read"):
         paddle_reshard.convert(source, tmp_path / "target", to="tp=1", observe=change_late)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+
+
+def test_drift_can_be_allowed_or_not_looked_for_and_is_named(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(case_directory(DEMO) / "checkpoint-3", source)
+    path = source / "optimizer.tp01_pp00_shard01.pdopt"
+    flip_bit(path, payload_of(path, "create_parameter_0.w_0_fp32_master_0_moment1_0"))
+    allowed = paddle_reshard.convert(source, tmp_path / "allowed", to="tp=1", allow_replica_drift=True)
+    (line,) = allowed.moved.replica_drift
+    assert "model.layers.0.input_layernorm.weight (moment1)" in line
+    assert line in json.loads((tmp_path / "allowed" / "paddle_reshard.json").read_text())["source"]["replica_drift"]
+    first = paddle_reshard.convert(source, tmp_path / "first", to="tp=1", replicas="first")
+    assert first.moved.compared_elements == 0
+    real = case_directory(DEMO) / "checkpoint-3"
+    for target in ("allowed", "first"):
+        assert paddle_reshard.verify(tmp_path / target, tmp_path / "first").equal
+        # The copy that drifted was not the first one, so the target is what the undamaged source gives.
+        assert paddle_reshard.verify(real, tmp_path / target).equal
+
+
+def test_an_edited_parameter_is_never_taken_for_drift(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(next(case_directory(PLAIN).glob("checkpoint-*")), source)
+    path = source / "model_state.tp00.pdparams"
+    flip_bit(path, payload_of(path, "model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ReshardError, match="the target would keep the master weight only"):
+        paddle_reshard.convert(source, tmp_path / "target", to="sharding=2", allow_replica_drift=True)
