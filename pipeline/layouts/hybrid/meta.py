@@ -30,8 +30,6 @@ STRATEGIES = {"ShardingV1": "stage1v1", "ShardingV2": "stage1v2"}
 class ParameterMeta:
     """One structured key of a cell."""
 
-    name: str
-    """Parameter name."""
     local_shape: Shape
     """Tensor-parallel local shape."""
     dtype: DType
@@ -41,11 +39,14 @@ class ParameterMeta:
 
 @dataclass(frozen=True, slots=True)
 class CellMeta:
-    """One cell. ``parameters`` are in model order, by structured key."""
+    """One cell."""
 
     strategy: str
     comm_overlap: bool
+    names: Mapping[str, str]
+    """Structured key → parameter name, in model order."""
     parameters: Mapping[str, ParameterMeta]
+    """Structured key → what is known of it; empty for PaddleNLP 2.8 and older, which do not write it."""
     owners: Mapping[str, int]
     """Stage 1 v1: parameter name → rank, in the order in which they were handed out."""
 
@@ -91,13 +92,9 @@ def _parse_cell(entry: Mapping[str, Any], cell: str) -> CellMeta:
     strategy = entry.get("sharding_strategy")
     if strategy not in STRATEGIES:
         raise UnsupportedError(f"{where}: sharding strategy {strategy!r} is not supported")
-    if "param_meta" not in entry:
-        raise UnsupportedError(
-            f"{where} has no param_meta (PaddleNLP 2.8 and older do not write it); this version needs it"
-        )
     names = _names(entry, cell)
-    described = _mapping(entry, "param_meta", where)
-    if described.keys() != names.keys():
+    described = _mapping(entry, "param_meta", where) if "param_meta" in entry else {}
+    if described and described.keys() != names.keys():
         odd = sorted(described.keys() ^ names.keys())
         raise CheckpointError(f"{where}: {odd[0]} is only in one of param_meta and structure_name_mapping")
     owners = entry.get("param2rank") or {}
@@ -106,17 +103,18 @@ def _parse_cell(entry: Mapping[str, Any], cell: str) -> CellMeta:
     return CellMeta(
         strategy=STRATEGIES[strategy],
         comm_overlap=bool(entry.get("enable_overlap", False)),
-        parameters={key: _parse_parameter(names[key], described[key], f"{where}: {key}") for key in names},
+        names=names,
+        parameters={key: _parse_parameter(described[key], f"{where}: {key}") for key in described},
         owners=owners,
     )
 
 
-def _parse_parameter(name: str, described: object, where: str) -> ParameterMeta:
+def _parse_parameter(described: object, where: str) -> ParameterMeta:
     if isinstance(described, list) and len(described) >= 3:
         shape, code, distributed = described[:3]
         sizes = isinstance(shape, list) and all(_is_int(extent) and extent >= 0 for extent in shape)
         if sizes and _is_int(code) and isinstance(distributed, bool):
-            return ParameterMeta(name, tuple(shape), dtype_of_meta(code, where), distributed)
+            return ParameterMeta(tuple(shape), dtype_of_meta(code, where), distributed)
     raise CheckpointError(f"{where}: {described!r} is not [local shape, dtype, is_distributed]")
 
 
@@ -167,7 +165,7 @@ def _format_cell(cell: CellMeta, former: bool) -> dict[str, Any]:
     }
     return {
         "param2rank": dict(cell.owners),
-        "structure_name_mapping": {key: p.name for key, p in cell.parameters.items()},
+        "structure_name_mapping": dict(cell.names),
         "param_meta": described,
         **({"param_meta_keys": ["shape", "dtype", "is_distributed", "no_sync"]} if former else {}),
         "sharding_strategy": strategy,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +49,17 @@ class Model:
         return TensorCut(tp, tensor.rule.split_dim(self.config, tp), tensor.rule.parts)
 
 
+@dataclass(frozen=True, slots=True)
+class NamedTensor:
+    """What decides a parameter name."""
+
+    key: str
+    rule: Rule
+    tied_to: str | None
+
+
 def predict_parameter_names(
-    tensors: list[ModelTensor], pp: int, tp: int, sequence_parallel: bool
+    tensors: Sequence[ModelTensor | NamedTensor], pp: int, tp: int, sequence_parallel: bool
 ) -> dict[str, str]:
     """Structured key → parameter name in one cell that holds ``tensors``, in model order.
 

@@ -8,7 +8,7 @@ missing or extra files, contradicting degrees, unknown accumulators, names witho
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,12 +33,15 @@ from paddle_reshard.pipeline.tensors import (
     MASTER_WEIGHT,
     PARAM,
     DType,
+    dtype_named,
     dtype_of_code,
 )
 from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArrayRef, SplitArray
 
 Array = ArrayRef | SplitArray
 TensorId = tuple[str, str]
+PredictNames = Callable[[list[str], int, int], list[dict[str, str]]]
+"""``(structured keys of a cell in model order, tp, pp)`` → candidates for their parameter names."""
 _AXES = ("tp", "pp", "shard")
 _META_AXES = {"tp": "mp_degree", "pp": "pp_degree", "shard": "sharding_degree"}
 _LR_SCHEDULER = "LR_Scheduler"
@@ -101,7 +104,12 @@ class Ranks:
     has_ema: bool
 
 
-def sort_ranks(paths: Mapping[str, int], roots: Mapping[str, Any], meta: ModelMeta | None) -> Ranks:
+def sort_ranks(
+    paths: Mapping[str, int],
+    roots: Mapping[str, Any],
+    meta: ModelMeta | None,
+    predict_names: PredictNames,
+) -> Ranks:
     """Sort parsed files into cells.
 
     Parameters
@@ -112,6 +120,8 @@ def sort_ranks(paths: Mapping[str, int], roots: Mapping[str, Any], meta: ModelMe
         Path of a tensor file → what its pickle holds, arrays as references.
     meta
         What ``model_meta.json`` says, or ``None`` where there is none.
+    predict_names
+        Parameter names that the naming rules allow, for files that have none.
     """
     files = [file for path in sorted(paths) if (file := parse_rank_file(path))]
     degrees = _degrees(files, meta)
@@ -126,7 +136,9 @@ def sort_ranks(paths: Mapping[str, int], roots: Mapping[str, Any], meta: ModelMe
             _check_product(kind, found, {**degrees, "shard": degrees["shard"] if sharded else 1})
     _check_signals(paths, degrees)
     cells = [
-        _read_cell(tp, pp, files, roots, meta) for pp in range(degrees["pp"]) for tp in range(degrees["tp"])
+        _read_cell(tp, pp, files, roots, meta, lambda keys: predict_names(keys, degrees["tp"], degrees["pp"]))
+        for pp in range(degrees["pp"])
+        for tp in range(degrees["tp"])
     ]
     metas = [] if meta is None else list(meta.cells.values())
     if meta is not None:
@@ -233,13 +245,21 @@ def _holds_array(value: object) -> bool:
 
 
 def _read_cell(
-    tp: int, pp: int, files: list[RankFile], roots: Mapping[str, Any], meta: ModelMeta | None
+    tp: int,
+    pp: int,
+    files: list[RankFile],
+    roots: Mapping[str, Any],
+    meta: ModelMeta | None,
+    predict_names: Callable[[list[str]], list[dict[str, str]]],
 ) -> Cell:
     cell = Cell(tp, pp)
     mine = [f for f in files if (f.tp or 0, f.pp or 0) == (tp, pp)]
     model_files = [f for f in mine if f.kind == MODEL_STATE]
     if meta is None:
         _names_from_model_state(cell, model_files, roots)
+        if len(cell.names) < len(cell.shapes):
+            optimizers = [roots[file.path] for file in mine if file.kind == OPTIMIZER]
+            cell.names = _names_that_fit(model_files[0], predict_names(list(cell.shapes)), optimizers)
     else:
         _names_from_meta(cell, meta)
     for file in model_files:
@@ -253,6 +273,8 @@ def _read_cell(
         _add_ema(cell, file, roots[file.path], keys)
     for stored in cell.arrays.values():
         stored.sort(key=lambda s: s.shard)
+    if meta is not None:
+        _complete_shapes(cell, meta.cells[cell_name(tp, pp)].strategy)
     held = {key for key, state in cell.arrays if state not in (PARAM, EMA_PARAM)}
     cell.trained = [key for key in keys.values() if key in held]
     return cell
@@ -262,13 +284,36 @@ def _names_from_meta(cell: Cell, meta: ModelMeta) -> None:
     where = cell_name(cell.tp, cell.pp)
     if where not in meta.cells:
         raise CheckpointError(f"{MODEL_META}: sharding_metas has no cell {where}")
-    for key, parameter in meta.cells[where].parameters.items():
-        cell.names[key] = parameter.name
+    described = meta.cells[where]
+    cell.names.update(described.names)
+    cell.owners.update({k: described.owners[n] for k, n in described.names.items() if n in described.owners})
+    for key, parameter in described.parameters.items():
         cell.shapes[key] = parameter.local_shape
         cell.dtypes[key] = parameter.dtype
         cell.distributed[key] = parameter.is_distributed
-        if parameter.name in meta.cells[where].owners:
-            cell.owners[key] = meta.cells[where].owners[parameter.name]
+
+
+def _complete_shapes(cell: Cell, strategy: str) -> None:
+    """Shapes and dtypes that ``model_meta.json`` does not give, from the arrays that show them.
+
+    A parameter that is not stored is bfloat16: sharded saving leaves out no other (PaddleNLP 3.0
+    ``sharding_io.py:381-419``).
+    """
+    for key in cell.names:
+        if key in cell.shapes:
+            continue
+        holder = next(k for k, name in cell.names.items() if name == cell.names[key])
+        stored = cell.arrays.get((key, PARAM))
+        masters = cell.arrays.get((holder, MASTER_WEIGHT))
+        if stored:
+            cell.shapes[key], cell.dtypes[key] = stored[0].array.shape, stored[0].dtype()
+        elif masters and strategy == "stage1v1":
+            cell.shapes[key], cell.dtypes[key] = masters[0].array.shape, dtype_named("bfloat16")
+        else:
+            raise UnsupportedError(
+                f"{key}: {MODEL_META} has no param_meta (PaddleNLP 2.8 and older do not write it), and under "
+                f"{strategy} no file shows its shape"
+            )
 
 
 def _names_from_model_state(cell: Cell, files: list[RankFile], roots: Mapping[str, Any]) -> None:
@@ -284,11 +329,28 @@ def _names_from_model_state(cell: Cell, files: list[RankFile], roots: Mapping[st
             if array is None:
                 raise CheckpointError(f"{file.path}: {key} is not an array")
             name = array.name if isinstance(array, ArrayRef) and array.name else (table or {}).get(key)
-            if not isinstance(name, str):
-                raise CheckpointError(f"{file.path}: {key} has no parameter name in {STRUCTURED_NAMES}")
-            cell.names[key] = name
+            if isinstance(name, str):
+                cell.names[key] = name
             cell.shapes[key] = array.shape
             cell.dtypes[key] = dtype_of_code(array.dtype, f"{file.path}: {key}")
+
+
+def _names_that_fit(
+    file: RankFile, candidates: list[dict[str, str]], optimizers: list[Mapping[str, Any]]
+) -> dict[str, str]:
+    """Of predicted names, those by which every optimizer entry of the cell has a meaning.
+
+    The shape of every array is held against its parameter afterwards, as always.
+    """
+    entries = [entry for root in optimizers for entry, value in root.items() if _array_of(value) is not None]
+    for names in candidates:
+        known = set(names.values())
+        if all(split_accumulator_key(entry.removeprefix(SLICE_PREFIX), known) for entry in entries):
+            return names
+    raise CheckpointError(
+        f"{file.path}: parameter names are missing from {STRUCTURED_NAMES}, and those by the naming rules do not "
+        "fit the optimizer files"
+    )
 
 
 def _add(cell: Cell, key: str, state: str, file: RankFile, value: object) -> None:

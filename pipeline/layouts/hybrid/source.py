@@ -27,7 +27,12 @@ from paddle_reshard.pipeline.errors import (
 )
 from paddle_reshard.pipeline.geometry import Shape
 from paddle_reshard.pipeline.layouts.hybrid.meta import ModelMeta
-from paddle_reshard.pipeline.layouts.hybrid.model import Model, ModelTensor, predict_parameter_names
+from paddle_reshard.pipeline.layouts.hybrid.model import (
+    Model,
+    ModelTensor,
+    NamedTensor,
+    predict_parameter_names,
+)
 from paddle_reshard.pipeline.layouts.hybrid.names import ACCUMULATORS, MODEL_META
 from paddle_reshard.pipeline.layouts.hybrid.placement import (
     Piece,
@@ -36,12 +41,13 @@ from paddle_reshard.pipeline.layouts.hybrid.placement import (
     place,
     whole_piece,
 )
-from paddle_reshard.pipeline.layouts.hybrid.ranks import Cell, Ranks, StoredArray, sort_ranks
+from paddle_reshard.pipeline.layouts.hybrid.ranks import Cell, PredictNames, Ranks, StoredArray, sort_ranks
 from paddle_reshard.pipeline.layouts.hybrid.sharding import (
     padded_elements,
     stage3_slice_elements,
 )
 from paddle_reshard.pipeline.layouts.rules import (
+    Rule,
     RuleTable,
     choose_table,
     expected_shape,
@@ -102,7 +108,7 @@ def read_hybrid(
         Naming the file, the tensor and the two values, if the files are not one whole, consistent
         checkpoint, or hold something that cannot be understood exactly.
     """
-    ranks = sort_ranks(paths, roots, meta)
+    ranks = sort_ranks(paths, roots, meta, _name_predictor(tables, config))
     strategy = _strategy(ranks)
     table = choose_table(tables, dict.fromkeys(key for cell in ranks.cells for key in cell.names), config)
     model = _read_model(ranks, table, config)
@@ -122,6 +128,22 @@ def read_hybrid(
         lr_scheduler=ranks.lr_scheduler,
         has_ema=ranks.has_ema,
     )
+
+
+def _name_predictor(tables: Sequence[RuleTable], config: Mapping[str, Any]) -> PredictNames:
+    """Parameter names by the naming rules, without and with sequence parallelism."""
+
+    def predict(keys: list[str], tp: int, pp: int) -> list[dict[str, str]]:
+        table = choose_table(tables, keys, config)
+        named = [NamedTensor(key, *_named(table, key, config)) for key in keys]
+        return [predict_parameter_names(named, pp, tp, parallel) for parallel in (False, True)]
+
+    return predict
+
+
+def _named(table: RuleTable, key: str, config: Mapping[str, Any]) -> tuple[Rule, str | None]:
+    rule, _ = table.find(key, config)
+    return rule, rule.tied_to if config.get("tie_word_embeddings") else None
 
 
 def _strategy(ranks: Ranks) -> str:

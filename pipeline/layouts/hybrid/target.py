@@ -438,9 +438,9 @@ class _Writer:
         return CellMeta(
             strategy=self.target.strategy,
             comm_overlap=self.target.sharding.comm_overlap,
+            names=cell.names,
             parameters={
                 tensor.key: ParameterMeta(
-                    name=cell.names[tensor.key],
                     local_shape=cell.local_shapes[tensor.key],
                     dtype=tensor.dtype,
                     is_distributed=self.topology.tp > 1 and cell.cuts[tensor.key].dim is not None,
