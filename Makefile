@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: help demo test check format parity clean
+.PHONY: help demo test check fuzz format parity clean
 
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
 	@echo "make test     all tests"
 	@echo "make check    formatter, linter, types, import contracts"
+	@echo "make fuzz     longer fuzzing of everything that reads a checkpoint"
 	@echo "make parity   the real trainer resumes from our conversions (needs Python 3.11; 10 minutes)"
 
 $(VENV)/.made:
@@ -43,6 +44,9 @@ check: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+fuzz: $(VENV)/.test
+	FUZZ_EXAMPLES=5000 $(BIN)/python -m pytest -q -n $(WORKERS) tests/hostile
 
 format: $(VENV)/.test
 	$(BIN)/ruff format .

@@ -52,7 +52,8 @@ def _without_names(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in ("nlp_fused_mp2", "mp2_tied", "mp2pp2_sp", "sh2_s2", "sh2_s1v2") if n in hybrid_cases()]
+    "name",
+    [n for n in ("nlp_fused_mp2", "mp2_tied", "mp2pp2_sp", "sh2_s2", "sh2_s1v2") if n in hybrid_cases()],
 )
 def test_names_are_predicted_where_no_file_has_them_and_every_entry_proves_them(
     name: str, tmp_path: Path

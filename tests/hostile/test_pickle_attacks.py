@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import io
+import os
 import pathlib
 import pickle
 import random
@@ -27,7 +28,11 @@ from paddle_reshard.storage.formats.paddle_pickle import (
 )
 
 ALLOWED_OPCODES = set(b"N\x88\x89KMJ\x8aG\x8cX\x8dCB\x8e}])(t\x85\x86\x87suae\x94qrhjc\x93R\x81b\x95.")
-FUZZ = settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+FUZZ = settings(
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "400")),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 
 
 def parse(data: bytes) -> PicklePayload:

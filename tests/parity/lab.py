@@ -119,6 +119,7 @@ def resume(
     arguments: Mapping[str, Any],
     model: Mapping[str, Any],
     timeout_seconds: float,
+    environment: Mapping[str, str],
 ) -> list[str]:
     """Let the real trainer resume from a checkpoint and dump what it then holds; return the ranks' logs.
 
@@ -140,7 +141,7 @@ def resume(
     command += ["--resume", str(checkpoint)]
     logs = [out.parent / f"rank{rank}.log" for rank in range(ranks)]
     with _mailbox() as box:
-        ends = _run_ranks(command, logs, _environments(ranks, box), timeout_seconds)
+        ends = _run_ranks(command, logs, _environments(ranks, box, environment), timeout_seconds)
     texts = [log.read_text(errors="replace") for log in logs]
     done = [end == 0 and f"CASE_OK {name}" in text for end, text in zip(ends, texts, strict=True)]
     if not all(done):
@@ -165,7 +166,7 @@ def _mailbox() -> Iterator[Path]:
         shutil.rmtree(box, ignore_errors=True)
 
 
-def _environments(ranks: int, box: Path) -> list[dict[str, str]]:
+def _environments(ranks: int, box: Path, more: Mapping[str, str]) -> list[dict[str, str]]:
     """Tell each rank who it is, as a launcher does."""
     port = _free_ports(ranks)
     shared = {
@@ -176,6 +177,7 @@ def _environments(ranks: int, box: Path) -> list[dict[str, str]]:
         "SHIM_STORE_PORT": str(port + STORE_OFFSET),
         "OMP_NUM_THREADS": "1",
         "GLOG_v": "0",
+        **more,
     }
     if ranks == 1:
         return [shared | {"FLAGS_selected_gpus": "0"}]

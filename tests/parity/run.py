@@ -56,6 +56,7 @@ class Row:
     strategy: str | None = None
     format: str = "hybrid"
     layout: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def log_must_say(self) -> tuple[str, ...]:
@@ -114,6 +115,22 @@ ROWS = {
         "stage1v2",
         layout={"comm_overlap": True},
     ),
+    "8ranks-to-sh2-stage2": Row(ALL_AXES, "sharding=2", 2, {**SHARDING2, "sharding": "stage2"}, "stage2"),
+    "8ranks-to-sh2-stage3": Row(ALL_AXES, "sharding=2", 2, {**SHARDING2, "sharding": "stage3"}, "stage3"),
+    # The trainer cannot set the size above which stage 3 cuts; the laboratory's variable can.
+    "8ranks-to-sh2-stage3-cut": Row(
+        ALL_AXES,
+        "sharding=2",
+        2,
+        {**SHARDING2, "sharding": "stage3"},
+        "stage3",
+        layout={"stage3_segment_size": 512},
+        environment={"SHIM_SEGMENT": "512"},
+    ),
+    "stage2-to-8ranks-v1": Row(
+        "sh2_s2", "tp=2,pp=2,sharding=2", 8, {**TP2, **PP2, **V1, **SHARDING2, **SHARDED_FILES}, "stage1v1"
+    ),
+    "stage3-to-single": Row("sh2_s3_seg512", "tp=1", 1),
     "float32-sh2-v1-to-single": Row("sh2_s1v1_meta_fp32", "tp=1", 1, FLOAT32),
 }
 
@@ -193,6 +210,7 @@ def _check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:
         arguments=row.arguments,
         model=json.loads((source / "case.json").read_bytes())["model"] or {},
         timeout_seconds=TIMEOUT_SECONDS,
+        environment=row.environment,
     )
     with_ema = "zcc_save_ema_coef" in row.arguments
     truth = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib import resources
 from math import prod
 from typing import Any
@@ -24,7 +24,7 @@ class Rule:
     """One row: every tensor whose key fits ``key``."""
 
     key: str
-    """Structured name; ``{layer}`` stands for a decoder layer's number."""
+    """Structured name; ``{layer}`` stands for a decoder layer's number, ``{expert}`` for a routed expert's."""
     item: str
     """Name of the pipeline item that owns it."""
     name_class: str
@@ -52,7 +52,8 @@ class Rule:
 
     def pattern(self) -> re.Pattern[str]:
         """The whole key as a regular expression."""
-        return re.compile(re.escape(self.key).replace(re.escape("{layer}"), r"(?P<layer>\d+)"))
+        key = re.escape(self.key).replace(re.escape("{layer}"), r"(?P<layer>\d+)")
+        return re.compile(key.replace(re.escape("{expert}"), r"\d+"))
 
     def split_dim(self, config: Config, tp: int) -> int | None:
         """The dim that ``tp`` ranks cut in this model, or ``None`` where each holds the whole tensor."""
@@ -161,21 +162,21 @@ def parse_rule_table(text: str, where: str) -> RuleTable:
     """Read a table from JSON; unknown or missing fields are refused by name."""
     try:
         data = json.loads(text)
-        rules = tuple(_parse_rule(row, where) for row in data.pop("rules"))
-        data.pop("comment", None)
-        table = RuleTable(
-            family=data.pop("family"),
-            convention=data.pop("convention"),
-            model_types=tuple(data.pop("model_types")),
-            items=tuple(Item(**item) for item in data.pop("items")),
-            rules=rules,
-        )
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UsageError(f"{where}: not a rule table: {error}") from error
-    except KeyError as error:
-        raise UsageError(f"{where}: the rule table lacks {error}") from error
-    if data:
-        raise UsageError(f"{where}: unknown fields in the rule table: {', '.join(sorted(data))}")
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where}: not valid JSON: {error}") from error
+    data = _check_fields(data, _TABLE_FIELDS, where)
+    data.pop("comment", None)
+    if lacking := sorted(_TABLE_FIELDS.keys() - data.keys() - {"comment"}):
+        raise UsageError(f"{where}: the rule table lacks {lacking[0]!r}")
+    if not all(isinstance(name, str) for name in data["model_types"]):
+        raise UsageError(f"{where}: model_types cannot be {data['model_types']!r}")
+    table = RuleTable(
+        family=data["family"],
+        convention=data["convention"],
+        model_types=tuple(data["model_types"]),
+        items=tuple(_parse_item(item, where) for item in data["items"]),
+        rules=tuple(_parse_rule(row, where) for row in data["rules"]),
+    )
     if unknown := {rule.item for rule in table.rules} - {item.name for item in table.items}:
         raise UsageError(f"{where}: rules name the items {sorted(unknown)}, which are not in 'items'")
     if sum(item.repeated for item in table.items) != 1:
@@ -183,18 +184,74 @@ def parse_rule_table(text: str, where: str) -> RuleTable:
     return table
 
 
-def _parse_rule(row: Mapping[str, Any], where: str) -> Rule:
-    known = {field.name for field in fields(Rule)}
-    if unknown := set(row) - known:
-        raise UsageError(f"{where}: unknown fields {sorted(unknown)} in the row {row.get('key')!r}")
-    shape = row.get("shape")
-    return Rule(
-        **{
-            **row,
-            "shape": None if shape is None else tuple(shape),
-            "where": tuple(sorted(row.get("where", {}).items())),
-        }
-    )
+_TABLE_FIELDS: dict[str, tuple[type, ...]] = {
+    "comment": (str, list),
+    "family": (str,),
+    "convention": (str,),
+    "model_types": (list,),
+    "items": (list,),
+    "rules": (list,),
+}
+_ITEM_FIELDS: dict[str, tuple[type, ...]] = {"name": (str,), "layer_class": (str,), "repeated": (bool,)}
+_RULE_FIELDS: dict[str, tuple[type, ...]] = {
+    "key": (str,),
+    "item": (str,),
+    "name_class": (str,),
+    "source": (str,),
+    "split": (int,),
+    "parts": (int,),
+    "split_if_divisible": (str,),
+    "must_divide": (str,),
+    "name_class_pp": (str,),
+    "name_class_sp": (str,),
+    "shape": (list,),
+    "tied_to": (str,),
+    "where": (dict,),
+}
+
+
+def _check_fields(row: object, known: Mapping[str, tuple[type, ...]], where: str) -> dict[str, Any]:
+    """The entries of one row, each of a kind that is known."""
+    if not isinstance(row, dict):
+        raise UsageError(f"{where}: {_short(row)} is not an object")
+    for name, value in row.items():
+        if name not in known:
+            raise UsageError(f"{where}: unknown field {name!r} in {_short(row)}")
+        if not isinstance(value, known[name]) or (isinstance(value, bool) and bool not in known[name]):
+            raise UsageError(f"{where}: {name} cannot be {value!r} in {_short(row)}")
+    return dict(row)
+
+
+def _lacking(row: Mapping[str, Any], needed: Iterable[str], where: str) -> None:
+    for name in needed:
+        if name not in row:
+            raise UsageError(f"{where}: {name!r} is missing in {_short(row)}")
+
+
+def _short(row: object) -> str:
+    text = json.dumps(row)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def _parse_item(row: object, where: str) -> Item:
+    fields = _check_fields(row, _ITEM_FIELDS, where)
+    _lacking(fields, ("name", "layer_class"), where)
+    return Item(**fields)
+
+
+def _parse_rule(row: object, where: str) -> Rule:
+    fields = _check_fields(row, _RULE_FIELDS, where)
+    _lacking(fields, ("key", "item", "name_class", "source"), where)
+    shape = fields.pop("shape", None)
+    conditions = tuple(sorted(fields.pop("where", {}).items()))
+    if shape is not None and not all(isinstance(dim, str) for dim in shape):
+        raise UsageError(f"{where}: shape {shape!r} must be a list of texts in {_short(row)}")
+    rule = Rule(**fields, shape=None if shape is None else tuple(shape), where=conditions)
+    if rule.parts < 1 or (rule.split is not None and rule.split < 0):
+        raise UsageError(
+            f"{where}: split and parts cannot be {rule.split} and {rule.parts} in the row {row!r}"
+        )
+    return rule
 
 
 def shipped_tables() -> list[RuleTable]:
@@ -214,21 +271,31 @@ def choose_table(tables: Sequence[RuleTable], keys: Iterable[str], config: Confi
     """
     keys = list(keys)
     model_type = config.get("model_type")
-    candidates = [t for t in tables if not t.model_types or model_type in t.model_types]
+    library = next((name for name in ("paddleformers", "paddlenlp") if f"{name}_version" in config), None)
+    candidates = [
+        table
+        for table in tables
+        if (not table.model_types or model_type in table.model_types)
+        and (library is None or len(tables) == 1 or table.convention == library)
+    ]
     if not candidates:
         known = sorted({name for t in tables for name in t.model_types})
         raise RuleError(
             f"model type {model_type!r}",
             f"no rule table knows it (known: {', '.join(known)}); write one and pass it with --rules FILE",
         )
-    errors = {}
-    for table in candidates:
-        failures = [key for key in keys if _failure(table, key, config)]
-        if not failures:
-            return table
-        errors[len(failures)] = _failure(table, failures[0], config)
-    nearest = errors[min(errors)]
-    raise nearest if nearest is not None else RuleError("", "")
+    failures = [[key for key in keys if _failure(table, key, config)] for table in candidates]
+    fitting = [table for table, failed in zip(candidates, failures, strict=True) if not failed]
+    if len(fitting) > 1:
+        raise RuleError(
+            f"model type {model_type!r}",
+            f"several rule tables fit: {', '.join(f'{t.family} ({t.convention})' for t in fitting)}; pass the "
+            "right one with --rules FILE",
+        )
+    if fitting:
+        return fitting[0]
+    nearest, failed = min(zip(candidates, failures, strict=True), key=lambda pair: len(pair[1]))
+    raise _failure(nearest, failed[0], config) or RuleError(failed[0], "no row fits")
 
 
 def _failure(table: RuleTable, key: str, config: Config) -> RuleError | None:
