@@ -1,9 +1,9 @@
-"""Runs in the trainer's Python: the laboratory's script, which dumps the live state, with two gaps filled.
+"""Runs in the trainer's Python: the laboratory's script, which dumps the live state, with three gaps filled.
 
-The script was written to look at a job that has trained. Right after loading, two things are in another
-place: with overlapped sharding communication the buffers are still the pipeline's (the optimizer takes
+The script was written to look at a job that has trained. Right after loading, three things are in another
+place: parameters that stage 3 cuts are slices until the model asks for them; with overlapped sharding communication the buffers are still the pipeline's (the optimizer takes
 them over in its first step), and states of parameters without a master weight wait in the optimizer's
-``_accumulators_holder``. Both are shown to the script where it looks; nothing is computed or changed.
+``_accumulators_holder``. All are shown to the script where it looks; nothing is computed or changed.
 """
 
 import functools
@@ -41,6 +41,8 @@ def _show_and_gather(truth, gather, trainer, *arguments) -> None:
                 waiting = inner._accumulators_holder.get(f"{parameter.name}_{accumulator}_0")
                 if waiting is not None:
                     inner._accumulators[accumulator].setdefault(parameter.name, waiting)
+    if hasattr(trainer.model_wrapped, "get_all_parameters"):
+        trainer.model_wrapped.get_all_parameters(convert2cpu=True)
     gather(trainer, *arguments)
 
 
