@@ -13,7 +13,13 @@ from paddle_reshard.pipeline.errors import UnsupportedError, UsageError
 from paddle_reshard.pipeline.layouts.hybrid.model import ModelTensor
 from paddle_reshard.pipeline.layouts.hybrid.names import ACCUMULATORS
 from paddle_reshard.pipeline.layouts.hybrid.source import HybridCheckpoint
-from paddle_reshard.pipeline.options import parse_memory
+from paddle_reshard.pipeline.options import (
+    FORMATS,
+    REPLICAS,
+    ConversionRequest,
+    parse_choice,
+    parse_memory,
+)
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.pipeline.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.topology import Topology
@@ -37,7 +43,6 @@ from paddle_reshard.tasks.run_group import compare_group
 
 PathLike = str | os.PathLike[str]
 DEFAULT_MEMORY = "1GiB"
-REPLICAS = ("compare", "first")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +165,8 @@ def plan(
     overwrite: bool = False,
     replicas: str = "compare",
     allow_replica_drift: bool = False,
+    vocab_pad: int | None = None,
+    vocab_trim: int | None = None,
 ) -> ConversionPlan:
     """Plan a conversion: the exact layout of the target, groups and their peaks. Nothing is moved.
 
@@ -184,59 +191,29 @@ def plan(
         only the first is looked at.
     allow_replica_drift
         Report copies that differ instead of refusing.
+    vocab_pad, vocab_trim
+        Give the target a vocabulary of this many rows: new ones are zero in every state, trimmed ones are gone.
 
     Raises
     ------
     ReshardError
         If the source is not whole, or cannot become what is asked.
     """
+    request = ConversionRequest(
+        topology=to if isinstance(to, Topology) else Topology.parse(to),
+        strategy=sharding_strategy,
+        sharded_saving=parse_choice(format, FORMATS, "format"),
+        layout=load_layout(layout if isinstance(layout, Mapping) else _path(layout)),
+        names=load_target_names(_path(target_meta)),
+        budget_bytes=parse_memory(memory),
+        compare_replicas=parse_choice(replicas, REPLICAS, "choice of replicas"),
+        allow_replica_drift=allow_replica_drift,
+        vocab_pad=vocab_pad,
+        vocab_trim=vocab_trim,
+    )
     store = LocalSource(_local(source))
     check_target_path(store, _local(target), overwrite)
-    return _plan(
-        store,
-        to,
-        sharding_strategy,
-        format,
-        memory,
-        rules,
-        layout,
-        target_meta,
-        replicas,
-        allow_replica_drift,
-    )
-
-
-def _plan(
-    store: LocalSource,
-    to: str | Topology,
-    sharding_strategy: str | None,
-    format_name: str,
-    memory: str,
-    rules: PathLike | None,
-    layout: PathLike | Mapping[str, Any] | None,
-    target_meta: PathLike | None,
-    replicas: str,
-    allow_replica_drift: bool,
-) -> ConversionPlan:
-    if replicas not in REPLICAS:
-        raise UsageError(f"replicas {replicas!r} is neither {' nor '.join(REPLICAS)}")
-    topology = to if isinstance(to, Topology) else Topology.parse(to)
-    budget_bytes = parse_memory(memory)
-    options = load_layout(layout if isinstance(layout, Mapping) else _path(layout))
-    names = load_target_names(_path(target_meta))
-    checkpoint = index_checkpoint(store, load_tables(_path(rules)))
-    return plan_checkpoint(
-        store,
-        checkpoint,
-        topology,
-        sharding_strategy,
-        format_name,
-        options,
-        names,
-        budget_bytes,
-        replicas == "compare",
-        allow_replica_drift,
-    )
+    return plan_checkpoint(store, index_checkpoint(store, load_tables(_path(rules))), request)
 
 
 def convert(
@@ -253,6 +230,8 @@ def convert(
     overwrite: bool = False,
     replicas: str = "compare",
     allow_replica_drift: bool = False,
+    vocab_pad: int | None = None,
+    vocab_trim: int | None = None,
     cluster: str = "inline",
     workers: int | None = None,
     observe: Observer = ignore_events,
@@ -270,25 +249,27 @@ def convert(
         raise UnsupportedError(f"cluster {cluster!r}: this version runs inline, in this process")
     if workers not in (None, 1):
         raise UsageError(f"cluster inline has one worker, not {workers}")
-    store = LocalSource(_local(source))
-    check_target_path(store, _local(target), overwrite)
     observe(StepStarted("plan"))
-    conversion = _plan(
-        store,
-        to,
-        sharding_strategy,
-        format,
-        memory,
-        rules,
-        layout,
-        target_meta,
-        replicas,
-        allow_replica_drift,
+    conversion = plan(
+        source,
+        target,
+        to=to,
+        sharding_strategy=sharding_strategy,
+        format=format,
+        memory=memory,
+        rules=rules,
+        layout=layout,
+        target_meta=target_meta,
+        overwrite=overwrite,
+        replicas=replicas,
+        allow_replica_drift=allow_replica_drift,
+        vocab_pad=vocab_pad,
+        vocab_trim=vocab_trim,
     )
     observe(
         StepEnded("plan", f"{conversion.plan.groups} groups, {conversion.plan.written_bytes} bytes to write")
     )
-    moved = run_conversion(store, conversion, _local(target), overwrite, observe)
+    moved = run_conversion(conversion, _local(target), overwrite, observe)
     return ConversionReport(os.fspath(source), os.fspath(target), conversion, moved)
 
 

@@ -30,14 +30,13 @@ import paddle_reshard
 from paddle_reshard.pipeline import workflow
 from paddle_reshard.pipeline.api import (
     DEFAULT_MEMORY,
-    REPLICAS,
     ConversionReport,
     Inspection,
     VerifyReport,
 )
 from paddle_reshard.pipeline.errors import ReshardError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.layouts.hybrid.sidecars import MANIFEST
-from paddle_reshard.pipeline.options import FORMATS
+from paddle_reshard.pipeline.options import FORMATS, REPLICAS
 from paddle_reshard.pipeline.report import (
     Json,
     conversion_data,
@@ -139,6 +138,10 @@ conversion_options = _options(
     click.option(
         "--allow-replica-drift", is_flag=True, help="Take the first copy where copies differ, and report it."
     ),
+    click.option(
+        "--vocab-pad", type=click.IntRange(1), help="Grow the vocabulary to this many rows, new ones zero."
+    ),
+    click.option("--vocab-trim", type=click.IntRange(1), help="Cut the vocabulary to this many rows."),
     click.option("--overwrite", is_flag=True, help="Replace a checkpoint that the target already holds."),
     json_option,
     quiet_option,

@@ -15,6 +15,7 @@ from paddle_reshard.pipeline.planning.plan import SMALLEST_BUDGET_BYTES
 from paddle_reshard.pipeline.topology import STRATEGIES, Topology
 
 FORMATS = ("hybrid", "hybrid-plain")
+REPLICAS = ("compare", "first")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 
 
@@ -93,43 +94,63 @@ def parse_memory(text: str) -> int:
     return size
 
 
-def hybrid_target(
-    topology: Topology,
-    strategy: str | None,
-    format_name: str,
-    layout: LayoutOptions,
-    source_convention: str,
-    source_sequence_parallel: bool | None,
-    names: Mapping[str, Mapping[str, str]] | None,
-) -> HybridTarget:
-    """The target job's choices, with the defaults of DESIGN and README filled in."""
-    if format_name not in FORMATS:
-        raise UsageError(f"unknown format {format_name!r}; known are {', '.join(FORMATS)}")
-    if strategy is not None and strategy not in STRATEGIES:
-        raise UsageError(f"unknown sharding strategy {strategy!r}; known are {', '.join(STRATEGIES)}")
-    if layout.convention not in (None, source_convention):
-        raise UnsupportedError(
-            f"convention {layout.convention!r}: the source is {source_convention}, and this version does not "
-            "translate between the libraries"
+@dataclass(frozen=True)
+class ConversionRequest:
+    """A conversion as it was asked for, every value read and in range."""
+
+    topology: Topology
+    strategy: str | None
+    """``None``: stage 1 v1 where sharding > 1, else none."""
+    sharded_saving: bool
+    layout: LayoutOptions
+    names: Mapping[str, Mapping[str, str]] | None
+    """Cell → structured key → parameter name of the target job, where they are given."""
+    budget_bytes: int
+    compare_replicas: bool
+    allow_replica_drift: bool
+    vocab_pad: int | None
+    vocab_trim: int | None
+
+    def __post_init__(self) -> None:
+        if self.strategy not in (None, *STRATEGIES):
+            raise UsageError(
+                f"unknown sharding strategy {self.strategy!r}; known are {', '.join(STRATEGIES)}"
+            )
+        if self.vocab_pad is not None and self.vocab_trim is not None:
+            raise UsageError("the vocabulary can be padded or trimmed, not both")
+
+    def target_for(self, convention: str, sequence_parallel: bool | None) -> HybridTarget:
+        """The target job's choices, the open ones taken from the source or the trainer's defaults."""
+        layout = self.layout
+        if layout.convention not in (None, convention):
+            raise UnsupportedError(
+                f"convention {layout.convention!r}: the source is {convention}, and this version does not "
+                "translate between the libraries"
+            )
+        overlap = bool(layout.comm_overlap)
+        buffer_mb = layout.comm_buffer_size_MB or (128 if overlap else 256)
+        if layout.sequence_parallel is not None:
+            sequence_parallel = layout.sequence_parallel
+        return HybridTarget(
+            topology=self.topology,
+            strategy=self.strategy or ("stage1v1" if self.topology.sharding > 1 else "none"),
+            sharded_saving=self.sharded_saving,
+            sharding=ShardingOptions(
+                buffer_bytes=buffer_mb << 20,
+                comm_overlap=overlap,
+                sort_parameters=layout.sort_parameters is not False,
+                segment_elements=DEFAULT_SEGMENT_ELEMENTS
+                if layout.stage3_segment_size is None
+                else layout.stage3_segment_size,
+            ),
+            sequence_parallel=bool(sequence_parallel),
+            segmentation=layout.segmentation,
+            names=self.names,
         )
-    overlap = bool(layout.comm_overlap)
-    buffer_mb = layout.comm_buffer_size_MB or (128 if overlap else 256)
-    sequence_parallel = layout.sequence_parallel
-    if sequence_parallel is None:
-        sequence_parallel = bool(source_sequence_parallel)
-    return HybridTarget(
-        topology=topology,
-        strategy=strategy or ("stage1v1" if topology.sharding > 1 else "none"),
-        sharded_saving=format_name == "hybrid",
-        sharding=ShardingOptions(
-            buffer_bytes=buffer_mb << 20,
-            comm_overlap=overlap,
-            sort_parameters=layout.sort_parameters is not False,
-            segment_elements=DEFAULT_SEGMENT_ELEMENTS
-            if layout.stage3_segment_size is None
-            else layout.stage3_segment_size,
-        ),
-        sequence_parallel=sequence_parallel,
-        segmentation=layout.segmentation,
-        names=names,
-    )
+
+
+def parse_choice(value: str, choices: tuple[str, str], what: str) -> bool:
+    """Whether ``value`` is the first of two choices; anything else is refused by name."""
+    if value not in choices:
+        raise UsageError(f"unknown {what} {value!r}; known are {', '.join(choices)}")
+    return value == choices[0]

@@ -25,11 +25,11 @@ from paddle_reshard.pipeline.layouts.hybrid.target import (
     add_literal_files,
     layout_hybrid,
 )
+from paddle_reshard.pipeline.layouts.hybrid.vocab import resize_vocabulary
 from paddle_reshard.pipeline.layouts.rules import RuleTable, parse_rule_table, shipped_tables
-from paddle_reshard.pipeline.options import LayoutOptions, hybrid_target
+from paddle_reshard.pipeline.options import ConversionRequest, LayoutOptions
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.work import plan_work
-from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.storage.local import LocalSource, LocalTarget, check_free
 from paddle_reshard.tasks.index import index_tensor_file, read_json
 
@@ -74,8 +74,12 @@ def ignore_events(event: Event) -> None:
 class ConversionPlan:
     """A conversion that can be run: what, from where, and what becomes of every file."""
 
+    store: LocalSource
+    """The source's files, as they were seen when they were indexed."""
     source: HybridCheckpoint
     target: HybridTarget
+    wanted: HybridCheckpoint
+    """The source as the target is to hold it: the same but for a vocabulary of another size."""
     files: TargetFiles
     plan: Plan
     left: tuple[tuple[str, str], ...]
@@ -199,36 +203,29 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def plan_checkpoint(
-    store: LocalSource,
-    source: HybridCheckpoint,
-    topology: Topology,
-    strategy: str | None,
-    format_name: str,
-    layout: LayoutOptions,
-    names: Mapping[str, Mapping[str, str]] | None,
-    budget_bytes: int,
-    compare_replicas: bool = True,
-    allow_replica_drift: bool = False,
+    store: LocalSource, source: HybridCheckpoint, request: ConversionRequest
 ) -> ConversionPlan:
     """Plan a conversion; pure but for the sizes that ``store`` has seen."""
-    target = hybrid_target(
-        topology,
-        strategy,
-        format_name,
-        layout,
-        source.model.table.convention,
-        source.sequence_parallel,
-        names,
-    )
-    files = layout_hybrid(source, target)
+    target = request.target_for(source.model.table.convention, source.sequence_parallel)
+    wanted = source
+    if request.vocab_pad is not None:
+        wanted = resize_vocabulary(source, request.vocab_pad, grow=True)
+    elif request.vocab_trim is not None:
+        wanted = resize_vocabulary(source, request.vocab_trim, grow=False)
+    files = layout_hybrid(wanted, target)
     sizes = store.sizes()
-    sidecars = plan_sidecars(sizes, store.folders, source, topology)
+    sidecars = plan_sidecars(sizes, store.folders, wanted, source.model.config, target.topology)
     files = add_literal_files(files, sidecars.written)
     carried = [CarriedFile(path, path, sizes[path]) for path in sidecars.carried]
     plan = plan_conversion(
-        source.catalog, files, carried, budget_bytes, compare_replicas, allow_replica_drift
+        source.catalog,
+        files,
+        carried,
+        request.budget_bytes,
+        request.compare_replicas,
+        request.allow_replica_drift,
     )
-    return ConversionPlan(source, target, files, plan, sidecars.left)
+    return ConversionPlan(store, source, target, wanted, files, plan, sidecars.left)
 
 
 # -------------------------------------------------------------------------------------- move, verify, publish
@@ -244,11 +241,9 @@ def check_target_path(store: LocalSource, root: Path, overwrite: bool) -> None:
     check_free(root, overwrite)
 
 
-def run_conversion(
-    store: LocalSource, conversion: ConversionPlan, root: Path, overwrite: bool, observe: Observer
-) -> MoveReport:
+def run_conversion(conversion: ConversionPlan, root: Path, overwrite: bool, observe: Observer) -> MoveReport:
     """Move, verify and publish: afterwards the target is there, whole, or it is as it was before."""
-    plan = conversion.plan
+    plan, store = conversion.plan, conversion.store
     with LocalTarget(root, overwrite) as target:
         observe(StepStarted("move", plan.written_bytes))
         report = _move(store, plan, target, observe)
@@ -258,7 +253,7 @@ def run_conversion(
         _check_staged(target.staging, conversion)
         observe(StepEnded("verify", "the staged target reads back as a whole checkpoint"))
         observe(StepStarted("publish"))
-        manifest = json.dumps(describe_target(store, conversion, report), indent=1).encode()
+        manifest = json.dumps(describe_target(conversion, report), indent=1).encode()
         target.create(MANIFEST, len(manifest))
         target.write_part(MANIFEST, 0, memoryview(manifest))
         target.publish()
@@ -293,20 +288,20 @@ def _carry(store: LocalSource, carried: CarriedFile, target: LocalTarget) -> Non
 def _check_staged(staging: Path, conversion: ConversionPlan) -> None:
     """Index the staged target as if it were a source: it must be the checkpoint that was planned."""
     found = index_checkpoint(LocalSource(staging), [conversion.source.model.table])
-    source, target = conversion.source, conversion.target
+    wanted, target = conversion.wanted, conversion.target
     planned = (target.topology.tp, target.topology.pp, target.topology.sharding)
     if (found.topology.tp, found.topology.pp, found.topology.sharding) != planned:
         raise CheckpointError(
             f"the staged target reads back as {found.topology}, planned was {target.topology}"
         )
-    one = {(t.key, t.state, t.dtype, t.global_shape) for t in source.catalog.tensors}
+    one = {(t.key, t.state, t.dtype, t.global_shape) for t in wanted.catalog.tensors}
     two = {(t.key, t.state, t.dtype, t.global_shape) for t in found.catalog.tensors}
     if one != two:
         odd = sorted((key, state) for key, state, *_ in one ^ two)
         raise CheckpointError(f"{odd[0][0]} ({odd[0][1]}): not the same in the source and the staged target")
 
 
-def describe_target(store: LocalSource, conversion: ConversionPlan, moved: MoveReport) -> dict[str, Any]:
+def describe_target(conversion: ConversionPlan, moved: MoveReport) -> dict[str, Any]:
     """The manifest: what was made, and from what. The same conversion gives the same bytes."""
     from paddle_reshard import __version__
 
@@ -322,7 +317,7 @@ def describe_target(store: LocalSource, conversion: ConversionPlan, moved: MoveR
         "source": {
             "topology": str(source.topology),
             "sharding_strategy": source.strategy,
-            "files": store.sizes(),
+            "files": conversion.store.sizes(),
             "not_carried": dict(conversion.left),
             "replica_drift": list(moved.replica_drift),
         },

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from paddle_reshard.pipeline.catalog import Catalog, Fragments, volumes
 from paddle_reshard.pipeline.errors import CoverageError, PlanError, UnsupportedError
-from paddle_reshard.pipeline.geometry import MAX_DIMS, Ints, intersect, pairs_within
+from paddle_reshard.pipeline.geometry import MAX_DIMS, Ints, intersect, padded, pairs_within
 from paddle_reshard.pipeline.tensors import DTYPES, Tensor
 
 MOVE, COMPARE = 0, 1
@@ -109,7 +109,7 @@ def plan_ops(source: Catalog, target: Fragments, compare_replicas: bool = True) 
     primary = source.fragments[source.fragments["replica"] == 0]
     moves = match(primary, target, source.implied, count)
     _check_casts(moves, source.tensors)
-    _check_written_once(moves, target, source.tensors)
+    _check_written_once(moves, clipped(target, source.tensors), source.tensors)
     unmoved = sorted(set(np.unique(primary["tensor"])) - set(np.unique(moves["feed"])))
     implied = _implied_by_definition(source, unmoved)
     redundant = np.isin(source.fragments["tensor"], list(implied))
@@ -119,6 +119,15 @@ def plan_ops(source: Catalog, target: Fragments, compare_replicas: bool = True) 
         redundant &= source.fragments["replica"] == 0
     comparisons = match(primary, source.fragments[redundant], implied, count, kind=COMPARE)
     return np.concatenate([moves, comparisons])
+
+
+def clipped(target: Fragments, tensors: Sequence[Tensor]) -> Fragments:
+    """The target's boxes as far as the source's tensors reach; what lies beyond was asked for as zeros."""
+    shapes = np.array([padded(t.global_shape, 1) for t in tensors], dtype=np.int64).reshape(-1, MAX_DIMS)
+    inside = target.copy()
+    reach = shapes[target["tensor"]] - target["offset"]
+    inside["extents"] = np.clip(reach, 0, target["extents"])
+    return inside
 
 
 def _implied_by_definition(source: Catalog, unmoved: Sequence[int]) -> dict[int, int]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.catalog import Catalog, File
+from paddle_reshard.pipeline.catalog import Catalog, File, volumes
 from paddle_reshard.pipeline.errors import CoverageError, MemoryBudgetError
 from paddle_reshard.pipeline.geometry import Ints
 from paddle_reshard.pipeline.layouts.hybrid.target import TargetFiles
@@ -24,6 +24,7 @@ from paddle_reshard.pipeline.planning.match import (
     ITEMSIZES,
     MOVE,
     Ops,
+    clipped,
     hull,
     op_volumes,
     plan_ops,
@@ -135,7 +136,7 @@ def plan_conversion(
     count = int(max(groups.max(initial=-1), parts["group"].max(initial=-1))) + 1
     peaks = np.bincount(bands["group"], weights=bands["stop"] - bands["start"], minlength=count)
     peaks += np.bincount(parts["group"], weights=parts["stop"] - parts["start"], minlength=count)
-    _check_tiles(ops, target)
+    _check_tiles(ops, target, source.tensors)
     return Plan(
         tensors=source.tensors,
         source_files=source.files,
@@ -306,8 +307,11 @@ def plan_parts(ops: Ops, groups: Ints, files: Sequence[File]) -> Bands:
     return parts[np.lexsort((parts["start"], parts["file"], parts["group"]))]
 
 
-def _check_tiles(ops: Ops, target: TargetFiles) -> None:
-    """Literal bytes, padding and values together are exactly as long as every file."""
+def _check_tiles(ops: Ops, target: TargetFiles, tensors: Sequence[Tensor]) -> None:
+    """Literal bytes, padding and values together are exactly as long as every file.
+
+    Parts of tensors that reach beyond the source's are zeros, as padding is.
+    """
     moves = ops[ops["kind"] == MOVE]
     count = len(target.files)
     covered = np.bincount(
@@ -315,6 +319,9 @@ def _check_tiles(ops: Ops, target: TargetFiles) -> None:
         weights=op_volumes(moves) * ITEMSIZES[moves["target_dtype"]],
         minlength=count,
     )
+    boxes = target.fragments
+    beyond = (volumes(boxes) - volumes(clipped(boxes, tensors))) * ITEMSIZES[boxes["dtype"]]
+    covered += np.bincount(boxes["file"], weights=beyond, minlength=count)
     for file, _, content in target.literals:
         covered[file] += len(content)
     for file, _, nbytes in target.fills:

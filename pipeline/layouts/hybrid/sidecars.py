@@ -34,9 +34,16 @@ class Sidecars:
 
 
 def plan_sidecars(
-    paths: Mapping[str, int], folders: list[str], checkpoint: HybridCheckpoint, topology: Topology
+    paths: Mapping[str, int],
+    folders: list[str],
+    checkpoint: HybridCheckpoint,
+    source_config: Mapping[str, Any],
+    topology: Topology,
 ) -> Sidecars:
-    """Decide about every file that holds no tensors of the model."""
+    """Decide about every file that holds no tensors of the model.
+
+    ``config.json`` is written anew, as ``transformers`` writes it, only where an entry changes.
+    """
     rng_files = [path for path in paths if _RNG.fullmatch(path)]
     same_ranks = _same_ranks(checkpoint, topology, rng_files)
     carried, left = [], [(name, "a folder, not part of the checkpoint's own files") for name in folders]
@@ -50,9 +57,10 @@ def plan_sidecars(
         else:
             carried.append(path)
     config = _config(checkpoint.model.config, checkpoint.model.table.convention, topology)
-    if config is None:
+    if config == source_config:
         return Sidecars((*carried, CONFIG), (), tuple(left))
-    return Sidecars(tuple(carried), ((CONFIG, config),), tuple(left))
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    return Sidecars(tuple(carried), ((CONFIG, text.encode()),), tuple(left))
 
 
 def _same_ranks(checkpoint: HybridCheckpoint, topology: Topology, rng_files: list[str]) -> bool:
@@ -72,15 +80,10 @@ def _same_ranks(checkpoint: HybridCheckpoint, topology: Topology, rng_files: lis
     return same and set(rng_files) in (per_rank, one_file)
 
 
-def _config(config: Mapping[str, Any], convention: str, topology: Topology) -> bytes | None:
-    """``config.json`` with the one entry that follows the topology, as ``transformers`` writes it.
-
-    ``None`` where nothing changes.
-    """
+def _config(config: Mapping[str, Any], convention: str, topology: Topology) -> dict[str, Any]:
+    """``config.json`` with the one entry that follows the topology."""
     field = _TP_FIELD.get(convention)
     changed = {k: v for k, v in config.items() if k != field}
     if field is not None and topology.tp > 1:
         changed[field] = topology.tp
-    if changed == config:
-        return None
-    return (json.dumps(changed, indent=2, sort_keys=True) + "\n").encode()
+    return changed

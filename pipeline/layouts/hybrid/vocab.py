@@ -1,0 +1,59 @@
+"""The same model with more or fewer rows of vocabulary, on request only.
+
+New rows are zero in every state; rows that are trimmed are gone. Everything else keeps its bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paddle_reshard.pipeline.errors import PlanError
+from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.layouts.hybrid.model import ModelTensor
+from paddle_reshard.pipeline.layouts.hybrid.source import HybridCheckpoint
+
+VOCAB_SIZE = "vocab_size"
+
+
+def resize_vocabulary(checkpoint: HybridCheckpoint, size: int, grow: bool) -> HybridCheckpoint:
+    """Describe a checkpoint with a vocabulary of ``size``; its fragments stay those of the source.
+
+    Raises
+    ------
+    PlanError
+        If the size is on the wrong side of the present one, or no tensor has a dim of that name.
+    """
+    model = checkpoint.model
+    present = model.config.get(VOCAB_SIZE)
+    if not isinstance(present, int):
+        raise PlanError(f"config.json has no {VOCAB_SIZE}, so the vocabulary cannot be resized")
+    if (size <= present) if grow else not 0 < size < present:
+        raise PlanError(
+            f"--vocab-{'pad' if grow else 'trim'} {size}: the vocabulary has {present} rows, it cannot "
+            f"{'grow' if grow else 'shrink'} to {size}"
+        )
+    resized = tuple(replace(t, global_shape=_resized(t, present, size)) for t in model.tensors)
+    if resized == model.tensors:
+        raise PlanError(f"no rule has a dim of {VOCAB_SIZE}, so the vocabulary cannot be resized")
+    shapes = {
+        t.key: (old.global_shape, t.global_shape) for old, t in zip(model.tensors, resized, strict=True)
+    }
+    tensors = tuple(
+        replace(tensor, global_shape=shapes[tensor.key][1])
+        if shapes[tensor.key][0] == tensor.global_shape
+        else tensor
+        for tensor in checkpoint.catalog.tensors
+    )
+    return replace(
+        checkpoint,
+        model=replace(model, tensors=resized, config={**model.config, VOCAB_SIZE: size}),
+        catalog=replace(checkpoint.catalog, tensors=tensors),
+    )
+
+
+def _resized(tensor: ModelTensor, present: int, size: int) -> Shape:
+    dims = tensor.rule.shape or ()
+    return tuple(
+        size if dim < len(dims) and dims[dim].strip() == VOCAB_SIZE and extent == present else extent
+        for dim, extent in enumerate(tensor.global_shape)
+    )

@@ -1,0 +1,85 @@
+"""Rows of vocabulary are added and removed only on request, and nothing else changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import paddle_reshard
+from tests import oracle
+from tests.conftest import case_directory, hybrid_cases
+
+CASES = [
+    n
+    for n in ("mp2pp2sh2_s1v2_meta_ema", "mp2_tied", "nlp_fused_mp2", "sh2_s1v1_meta_fp32")
+    if n in hybrid_cases()
+]
+
+
+def _resized(name: str, array: np.ndarray, key: str, size: int) -> np.ndarray:
+    """The truth with a vocabulary of ``size`` rows, zeros where there were none."""
+    if ("embed_tokens" not in key and "lm_head" not in key) or array.shape == (1,):
+        return array
+    dim = 1 if key.startswith("lm_head") and name.startswith("nlp") else 0
+    if size <= array.shape[dim]:
+        return np.take(array, range(size), axis=dim)
+    shape = list(array.shape)
+    shape[dim] = size
+    grown = np.zeros(shape, array.dtype)
+    grown[tuple(slice(0, extent) for extent in array.shape)] = array
+    return grown
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("size", [100, 150])
+@pytest.mark.parametrize(
+    ("to", "strategy"), [("tp=1", None), ("tp=2,pp=2,sharding=2", "stage1v2"), ("sharding=3", "stage1v1")]
+)
+def test_the_vocabulary_is_resized_in_every_state(
+    name: str, size: int, to: str, strategy: str | None, tmp_path: Path
+) -> None:
+    truth = oracle.read_truth(case_directory(name) / "truth.safetensors")
+    wanted = {key: _resized(name, array, key, size) for key, array in truth.items()}
+    resize = {"vocab_pad": size} if size > 128 else {"vocab_trim": size}
+    target = tmp_path / "target"
+    paddle_reshard.convert(
+        case_directory(name) / "checkpoint-3", target, to=to, sharding_strategy=strategy, **resize
+    )
+    oracle.assert_same_tensors(oracle.read_checkpoint(target, oracle.shapes_of(wanted)), wanted)
+    assert json.loads((target / "config.json").read_text())["vocab_size"] == size
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_pad": 128}, "cannot grow to 128"),
+        ({"vocab_trim": 128}, "cannot shrink to 128"),
+        ({"vocab_trim": 1, "vocab_pad": 200}, "not both"),
+    ],
+)
+def test_a_size_on_the_wrong_side_is_refused(options: dict, message: str, tmp_path: Path) -> None:
+    source = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
+    with pytest.raises(paddle_reshard.ReshardError, match=message):
+        paddle_reshard.convert(source, tmp_path / "target", to="tp=1", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_vocabulary_that_tp_does_not_divide_is_replicated_as_the_trainer_does(tmp_path: Path) -> None:
+    """Trimmed to 127 rows, two tp ranks cannot share them: each holds the whole embedding and head."""
+    name = "mp2pp2sh2_s1v2_meta_ema"
+    truth = oracle.read_truth(case_directory(name) / "truth.safetensors")
+    wanted = {key: _resized(name, array, key, 127) for key, array in truth.items()}
+    paddle_reshard.convert(
+        case_directory(name) / "checkpoint-3",
+        tmp_path / "target",
+        to="tp=2,sharding=2",
+        vocab_trim=127,
+    )
+    oracle.assert_same_tensors(oracle.read_checkpoint(tmp_path / "target", oracle.shapes_of(wanted)), wanted)
+    meta = json.loads((tmp_path / "target" / "model_meta.json").read_text())
+    described = meta["sharding_metas"]["tp01_pp00"]["param_meta"]["model.embed_tokens.weight"]
+    assert described[0] == [127, 64]
+    assert described[2] is False
