@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paddle_reshard.clusters.inline import run_inline
 from paddle_reshard.pipeline.compare import Difference, plan_comparison
 from paddle_reshard.pipeline.errors import UnsupportedError, UsageError
 from paddle_reshard.pipeline.layouts.hybrid.model import ModelTensor
@@ -29,7 +30,7 @@ from paddle_reshard.pipeline.workflow import (
     Observer,
     StepEnded,
     StepStarted,
-    check_target_path,
+    check_apart,
     ignore_events,
     index_checkpoint,
     load_layout,
@@ -38,7 +39,8 @@ from paddle_reshard.pipeline.workflow import (
     plan_checkpoint,
     run_conversion,
 )
-from paddle_reshard.storage.local import LocalSource
+from paddle_reshard.storage.locate import StorageOptions, open_source, open_target
+from paddle_reshard.storage.store import Source, Target
 from paddle_reshard.tasks.run_group import compare_group
 
 PathLike = str | os.PathLike[str]
@@ -102,7 +104,12 @@ class VerifyReport:
         return not self.differences
 
 
-def inspect(source: PathLike, *, rules: PathLike | None = None) -> Inspection:
+def inspect(
+    source: PathLike,
+    *,
+    rules: PathLike | None = None,
+    storage_options: StorageOptions | None = None,
+) -> Inspection:
     """Say what a checkpoint is, from its metadata alone.
 
     Raises
@@ -110,7 +117,7 @@ def inspect(source: PathLike, *, rules: PathLike | None = None) -> Inspection:
     CheckpointError, PlanError
         If it is not one whole, consistent checkpoint that the rules cover.
     """
-    store = LocalSource(_local(source))
+    store = open_source(os.fspath(source), storage_options or {})
     checkpoint = index_checkpoint(store, load_tables(_path(rules)))
     sizes = store.sizes()
     files = {file.path: file.size_bytes for file in checkpoint.catalog.files}
@@ -167,6 +174,7 @@ def plan(
     allow_replica_drift: bool = False,
     vocab_pad: int | None = None,
     vocab_trim: int | None = None,
+    storage_options: StorageOptions | None = None,
 ) -> ConversionPlan:
     """Plan a conversion: the exact layout of the target, groups and their peaks. Nothing is moved.
 
@@ -193,6 +201,8 @@ def plan(
         Report copies that differ instead of refusing.
     vocab_pad, vocab_trim
         Give the target a vocabulary of this many rows: new ones are zero in every state, trimmed ones are gone.
+    storage_options
+        What fsspec needs to reach a store that is not a local folder: credentials, endpoint, profile.
 
     Raises
     ------
@@ -211,9 +221,18 @@ def plan(
         vocab_pad=vocab_pad,
         vocab_trim=vocab_trim,
     )
-    store = LocalSource(_local(source))
-    check_target_path(store, _local(target), overwrite)
-    return plan_checkpoint(store, index_checkpoint(store, load_tables(_path(rules))), request)
+    store, sink = _open(source, target, overwrite, storage_options)
+    checkpoint = index_checkpoint(store, load_tables(_path(rules)))
+    return plan_checkpoint(store, checkpoint, request, sink.smallest_part_bytes)
+
+
+def _open(
+    source: PathLike, target: PathLike, overwrite: bool, storage_options: StorageOptions | None
+) -> tuple[Source, Target]:
+    """Both ends of a conversion; refuses an occupied target before anything is read."""
+    check_apart(os.fspath(source), os.fspath(target))
+    sink = open_target(os.fspath(target), overwrite, storage_options or {})
+    return open_source(os.fspath(source), storage_options or {}), sink
 
 
 def convert(
@@ -232,6 +251,7 @@ def convert(
     allow_replica_drift: bool = False,
     vocab_pad: int | None = None,
     vocab_trim: int | None = None,
+    storage_options: StorageOptions | None = None,
     cluster: str = "inline",
     workers: int | None = None,
     observe: Observer = ignore_events,
@@ -265,11 +285,13 @@ def convert(
         allow_replica_drift=allow_replica_drift,
         vocab_pad=vocab_pad,
         vocab_trim=vocab_trim,
+        storage_options=storage_options,
     )
     observe(
         StepEnded("plan", f"{conversion.plan.groups} groups, {conversion.plan.written_bytes} bytes to write")
     )
-    moved = run_conversion(conversion, _local(target), overwrite, observe)
+    sink = open_target(os.fspath(target), overwrite, storage_options or {})
+    moved = run_conversion(conversion, sink, run_inline, observe)
     return ConversionReport(os.fspath(source), os.fspath(target), conversion, moved)
 
 
@@ -281,6 +303,7 @@ def verify(
     subset: bool = False,
     memory: str = DEFAULT_MEMORY,
     rules: PathLike | None = None,
+    storage_options: StorageOptions | None = None,
 ) -> VerifyReport:
     """Compare the logical content of two checkpoints of any topologies, bit for bit.
 
@@ -288,7 +311,7 @@ def verify(
     state that only one side has is a difference, unless ``states`` leaves it out, or ``subset`` allows that
     ``b`` has less.
     """
-    stores = [LocalSource(_local(side)) for side in (a, b)]
+    stores = [open_source(os.fspath(side), storage_options or {}) for side in (a, b)]
     tables = load_tables(_path(rules))
     one, two = (index_checkpoint(store, tables) for store in stores)
     known = {t.state for t in (*one.catalog.tensors, *two.catalog.tensors)}
@@ -319,8 +342,8 @@ def verify(
 class _Pair:
     """Two sources as one, their paths prefixed with ``A/`` and ``B/``."""
 
-    a: LocalSource
-    b: LocalSource
+    a: Source
+    b: Source
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         side, _, inner = path.partition("/")
@@ -329,12 +352,3 @@ class _Pair:
 
 def _path(value: PathLike | None) -> Path | None:
     return None if value is None else Path(value)
-
-
-def _local(value: PathLike) -> Path:
-    text = os.fspath(value)
-    if "://" in text:
-        raise UnsupportedError(
-            f"{text.split('://', 1)[0]}:// is not supported: this version works on local folders"
-        )
-    return Path(text)

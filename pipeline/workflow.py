@@ -7,13 +7,13 @@ told to an observer as event values.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from paddle_reshard.clusters.inline import run_inline
-from paddle_reshard.pipeline.catalog import File
+import numpy as np
+
 from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.layouts.hybrid.meta import parse_model_meta, parse_names
 from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META, parse_rank_file
@@ -29,9 +29,11 @@ from paddle_reshard.pipeline.layouts.hybrid.vocab import resize_vocabulary
 from paddle_reshard.pipeline.layouts.rules import RuleTable, parse_rule_table, shipped_tables
 from paddle_reshard.pipeline.options import ConversionRequest, LayoutOptions
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
-from paddle_reshard.pipeline.planning.work import plan_work
-from paddle_reshard.storage.local import LocalSource, LocalTarget, check_free
+from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
+from paddle_reshard.storage.locate import is_local
+from paddle_reshard.storage.store import NewFile, ReadRange, Receipt, Source, Target, WritePart
 from paddle_reshard.tasks.index import index_tensor_file, read_json
+from paddle_reshard.tasks.run_group import GroupReport
 
 COPY_BYTES = 8 << 20
 TENSOR_SUFFIXES = (".pdparams", ".pdopt", ".distcp", ".pdmodel")
@@ -64,6 +66,8 @@ class StepEnded:
 
 Event = StepStarted | Progress | StepEnded
 Observer = Callable[[Event], None]
+Engine = Callable[[Iterable[GroupWork], ReadRange, WritePart], Iterator[GroupReport]]
+"""Runs groups somewhere and yields a report as each is done; see ``clusters``."""
 
 
 def ignore_events(event: Event) -> None:
@@ -74,7 +78,7 @@ def ignore_events(event: Event) -> None:
 class ConversionPlan:
     """A conversion that can be run: what, from where, and what becomes of every file."""
 
-    store: LocalSource
+    store: Source
     """The source's files, as they were seen when they were indexed."""
     source: HybridCheckpoint
     target: HybridTarget
@@ -101,7 +105,7 @@ class MoveReport:
 # ------------------------------------------------------------------------------------------------- index
 
 
-def index_checkpoint(store: LocalSource, tables: Sequence[RuleTable]) -> HybridCheckpoint:
+def index_checkpoint(store: Source, tables: Sequence[RuleTable]) -> HybridCheckpoint:
     """Understand a checkpoint from its metadata; no payload is read.
 
     Raises
@@ -122,17 +126,17 @@ def index_checkpoint(store: LocalSource, tables: Sequence[RuleTable]) -> HybridC
     return read_hybrid(sizes, roots, meta, config, tables)
 
 
-def _refuse_other_formats(store: LocalSource) -> None:
+def _refuse_other_formats(store: Source) -> None:
     """Name the formats that look like this one and are not."""
     if "model_state" in store.folders or "dist_ckpt" in store.folders:
         raise UnsupportedError(
-            f"{store.root}: a FlexCheckpoint or auto-parallel checkpoint; this version reads "
+            f"{store.location}: a FlexCheckpoint or auto-parallel checkpoint; this version reads "
             "hybrid-parallel ones"
         )
     safetensors = sorted(path for path in store.sizes() if path.endswith(".safetensors"))
     if safetensors:
         raise UnsupportedError(
-            f"{store.root}: {safetensors[0]}: a unified or Hugging Face checkpoint; this version reads "
+            f"{store.location}: {safetensors[0]}: a unified or Hugging Face checkpoint; this version reads "
             "hybrid-parallel ones"
         )
 
@@ -203,7 +207,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def plan_checkpoint(
-    store: LocalSource, source: HybridCheckpoint, request: ConversionRequest
+    store: Source, source: HybridCheckpoint, request: ConversionRequest, smallest_part_bytes: int = 1
 ) -> ConversionPlan:
     """Plan a conversion; pure but for the sizes that ``store`` has seen."""
     target = request.target_for(source.model.table.convention, source.sequence_parallel)
@@ -222,6 +226,7 @@ def plan_checkpoint(
         files,
         carried,
         request.budget_bytes,
+        smallest_part_bytes,
         request.compare_replicas,
         request.allow_replica_drift,
     )
@@ -231,63 +236,82 @@ def plan_checkpoint(
 # -------------------------------------------------------------------------------------- move, verify, publish
 
 
-def check_target_path(store: LocalSource, root: Path, overwrite: bool) -> None:
-    """Refuse a target that is occupied, or that is the source or inside it, or around it."""
-    source, target = store.root.resolve(), root.resolve()
+def check_apart(source_location: str, target_location: str) -> None:
+    """Refuse a target that is the source, or inside it, or around it."""
+    source, target = (
+        Path(text).resolve() if is_local(text) else PurePosixPath(text)
+        for text in (source_location, target_location)
+    )
     if source == target:
-        raise UsageError(f"{root}: source and target are the same folder")
+        raise UsageError(f"{target}: source and target are the same folder")
     if source in target.parents or target in source.parents:
-        raise UsageError(f"{root}: source and target may not lie one inside the other")
-    check_free(root, overwrite)
+        raise UsageError(f"{target}: source and target may not lie one inside the other")
 
 
-def run_conversion(conversion: ConversionPlan, root: Path, overwrite: bool, observe: Observer) -> MoveReport:
+def run_conversion(
+    conversion: ConversionPlan, target: Target, engine: Engine, observe: Observer
+) -> MoveReport:
     """Move, verify and publish: afterwards the target is there, whole, or it is as it was before."""
-    plan, store = conversion.plan, conversion.store
-    with LocalTarget(root, overwrite) as target:
+    plan, source = conversion.plan, conversion.store
+    with target:
         observe(StepStarted("move", plan.written_bytes))
-        report = _move(store, plan, target, observe)
+        report, receipts = _move(source, plan, target, engine, observe)
         observe(StepEnded("move", f"{report.groups} groups, {report.written_bytes} bytes written"))
         observe(StepStarted("verify"))
-        store.check_unchanged()
-        _check_staged(target.staging, conversion)
+        source.check_unchanged()
+        _check_staged(target.finish(receipts), conversion)
         observe(StepEnded("verify", "the staged target reads back as a whole checkpoint"))
         observe(StepStarted("publish"))
         manifest = json.dumps(describe_target(conversion, report), indent=1).encode()
-        target.create(MANIFEST, len(manifest))
-        target.write_part(MANIFEST, 0, memoryview(manifest))
-        target.publish()
-        observe(StepEnded("publish", str(root)))
+        target.publish(MANIFEST, manifest)
+        observe(StepEnded("publish", target.location))
     return report
 
 
-def _move(store: LocalSource, plan: Plan, target: LocalTarget, observe: Observer) -> MoveReport:
-    for file in (*plan.target_files, *(File(c.target_path, c.size_bytes) for c in plan.carried)):
-        target.create(file.path, file.size_bytes)
+def _new_files(plan: Plan) -> list[NewFile]:
+    """Every file of the target but the manifest, with the offsets at which its parts start."""
+    parts = plan.parts[np.argsort(plan.parts["start"], kind="stable")]
+    files = [
+        NewFile(file.path, file.size_bytes, tuple(int(s) for s in parts["start"][parts["file"] == i]))
+        for i, file in enumerate(plan.target_files)
+    ]
+    return files + [
+        NewFile(c.target_path, c.size_bytes, tuple(range(0, c.size_bytes, COPY_BYTES))) for c in plan.carried
+    ]
+
+
+def _move(
+    source: Source, plan: Plan, target: Target, engine: Engine, observe: Observer
+) -> tuple[MoveReport, list[Receipt]]:
+    writer = target.begin(_new_files(plan))
     read = written = compared = groups = 0
     drift: list[str] = []
-    for report in run_inline(plan_work(plan), store, target):
+    receipts: list[Receipt] = []
+    for report in engine(plan_work(plan), source, writer):
         groups += 1
         read, written = read + report.read_bytes, written + report.written_bytes
         compared += report.compared_elements
+        receipts += report.receipts
         drift += [f"{d.tensor}: {d.detail}: {d.path_a}, {d.path_b}" for d in report.differences]
         observe(Progress(report.written_bytes))
     for carried in plan.carried:
-        _carry(store, carried, target)
+        receipts += _carry(source, carried, writer)
         read, written = read + carried.size_bytes, written + carried.size_bytes
         observe(Progress(carried.size_bytes))
-    return MoveReport(groups, read, written, compared, tuple(drift))
+    return MoveReport(groups, read, written, compared, tuple(drift)), receipts
 
 
-def _carry(store: LocalSource, carried: CarriedFile, target: LocalTarget) -> None:
+def _carry(source: Source, carried: CarriedFile, writer: WritePart) -> list[Receipt]:
+    receipts = []
     for start in range(0, carried.size_bytes, COPY_BYTES):
-        block = store.read(carried.source_path, start, min(COPY_BYTES, carried.size_bytes - start))
-        target.write_part(carried.target_path, start, memoryview(block))
+        block = source.read(carried.source_path, start, min(COPY_BYTES, carried.size_bytes - start))
+        receipts.append(writer.write_part(carried.target_path, start, memoryview(block)))
+    return receipts
 
 
-def _check_staged(staging: Path, conversion: ConversionPlan) -> None:
+def _check_staged(staged: Source, conversion: ConversionPlan) -> None:
     """Index the staged target as if it were a source: it must be the checkpoint that was planned."""
-    found = index_checkpoint(LocalSource(staging), [conversion.source.model.table])
+    found = index_checkpoint(staged, [conversion.source.model.table])
     wanted, target = conversion.wanted, conversion.target
     planned = (target.topology.tp, target.topology.pp, target.topology.sharding)
     if (found.topology.tp, found.topology.pp, found.topology.sharding) != planned:

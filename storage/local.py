@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from paddle_reshard.pipeline.errors import CheckpointError, TargetError
+from paddle_reshard.storage.store import NewFile, Receipt
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class LocalSource:
         if not root.is_dir():
             raise CheckpointError(f"{root}: no such folder")
         self.root = root
+        self.location = str(root)
         entries = sorted(os.scandir(root), key=lambda entry: entry.name)
         self.stamps: Mapping[str, FileStamp] = {e.name: _stamp(Path(e.path)) for e in entries if e.is_file()}
         self.folders = [entry.name for entry in entries if entry.is_dir()]
@@ -77,15 +79,30 @@ def _stamp(path: Path) -> FileStamp:
     return FileStamp(status.st_size, status.st_mtime_ns)
 
 
-class LocalTarget:
-    """A new checkpoint folder, staged beside its place.
+@dataclass(frozen=True, slots=True)
+class LocalWriter:
+    """Positioned writes into the staging folder."""
 
-    Use as a context: without ``publish`` the staging folder is removed.
-    """
+    staging: Path
+
+    def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
+        """Write all of ``buffer`` into a file that was begun."""
+        with open(self.staging / path, "r+b", buffering=0) as file:
+            done = 0
+            while done < len(buffer):
+                done += os.pwrite(file.fileno(), buffer[done:], byte_offset + done)
+        return Receipt(path, byte_offset, len(buffer))
+
+
+class LocalTarget:
+    """A new checkpoint folder, staged beside its place and renamed when it is whole."""
+
+    smallest_part_bytes = 1
 
     def __init__(self, root: Path, overwrite: bool) -> None:
         check_free(root, overwrite)
         self.root = Path(os.path.abspath(root))
+        self.location = str(root)
         self.overwrite = overwrite
 
     def __enter__(self) -> LocalTarget:
@@ -94,20 +111,20 @@ class LocalTarget:
         self.staging.chmod(0o777 & ~_umask())
         return self
 
-    def create(self, path: str, size_bytes: int) -> None:
-        """Make a file of its final size."""
-        with open(self.staging / path, "xb") as file:
-            file.truncate(size_bytes)
+    def begin(self, files: Sequence[NewFile]) -> LocalWriter:
+        """Make every file in its final size."""
+        for new in files:
+            with open(self.staging / new.path, "xb") as file:
+                file.truncate(new.size_bytes)
+        return LocalWriter(self.staging)
 
-    def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        """Write all of ``buffer`` into a created file."""
-        with open(self.staging / path, "r+b", buffering=0) as file:
-            done = 0
-            while done < len(buffer):
-                done += os.pwrite(file.fileno(), buffer[done:], byte_offset + done)
+    def finish(self, receipts: Iterable[Receipt]) -> LocalSource:
+        """Nothing is left to do for files on a disk but to look at them."""
+        return LocalSource(self.staging)
 
-    def publish(self) -> None:
+    def publish(self, manifest_path: str, manifest: bytes) -> None:
         """Make everything durable, then put the folder in its place."""
+        (self.staging / manifest_path).write_bytes(manifest)
         for path in (*self.staging.iterdir(), self.staging):
             _sync(path)
         check_free(self.root, self.overwrite)

@@ -1,19 +1,95 @@
-"""What the rest of the package asks of storage: one small protocol per capability."""
+"""What the rest of the package asks of storage: one small protocol per capability.
+
+A *source* is read in ranges. A *target* is made in four moves, so that at no moment an unfinished one looks
+finished: ``begin`` (every file with its size and the byte offsets at which its parts start), parts written in
+any order by any worker, ``finish`` (the files become whole), ``publish`` (completion markers, then the manifest,
+then it is there).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
 from typing import Protocol
 
 
+@dataclass(frozen=True, slots=True)
+class NewFile:
+    """A file that is to be made. ``part_starts`` ascend from 0; an empty file has none."""
+
+    path: str
+    size_bytes: int
+    part_starts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What storage says of a part it has taken; ``tag`` is its own word for it, empty where it has none."""
+
+    path: str
+    byte_offset: int
+    nbytes: int
+    tag: str = ""
+
+
 class ReadRange(Protocol):
-    """Ranged reads from the files of one checkpoint."""
+    """Ranged reads from the files of one checkpoint. Can be pickled, and used by several threads."""
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on, all of it or raise."""
 
 
-class WritePart(Protocol):
-    """Positioned writes to the files of one new checkpoint, in any order."""
+class Source(ReadRange, Protocol):
+    """A checkpoint to read from, as it was seen when it was opened."""
 
-    def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        """Write all of ``buffer`` into ``path`` at ``byte_offset``."""
+    @property
+    def location(self) -> str:
+        """Where it is, for people; holds no secret."""
+
+    @property
+    def folders(self) -> Sequence[str]:
+        """Names of folders inside."""
+
+    def sizes(self) -> Mapping[str, int]:
+        """Name of every file → size in bytes."""
+
+    def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes`` bytes of a file."""
+
+    def check_unchanged(self) -> None:
+        """Refuse if any file is not the one that was seen at the start."""
+
+
+class WritePart(Protocol):
+    """Writes parts of the files of one new checkpoint, in any order. Can be pickled."""
+
+    def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
+        """Write one whole part; ``byte_offset`` is where it was said to start."""
+
+
+class Target(Protocol):
+    """A checkpoint to be made. As a context, it takes back what was not published."""
+
+    @property
+    def location(self) -> str:
+        """Where it will be, for people; holds no secret."""
+
+    @property
+    def smallest_part_bytes(self) -> int:
+        """Every part but the last of a file must have at least this size."""
+
+    def begin(self, files: Sequence[NewFile]) -> WritePart:
+        """Make room for all files but the manifest."""
+
+    def finish(self, receipts: Iterable[Receipt]) -> Source:
+        """All parts are written: make the files whole, and let them be read back."""
+
+    def publish(self, manifest_path: str, manifest: bytes) -> None:
+        """Write the manifest last; from now on the target is there."""
+
+    def __enter__(self) -> Target: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...

@@ -16,7 +16,7 @@ from paddle_reshard.pipeline.planning.match import COMPARE, MOVE
 from paddle_reshard.pipeline.planning.plan import Bands
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.pipeline.tensors import DTYPES
-from paddle_reshard.storage.store import ReadRange, WritePart
+from paddle_reshard.storage.store import ReadRange, Receipt, WritePart
 from paddle_reshard.tasks.cast import bfloat16_bits, blocks
 
 Buffer = npt.NDArray[np.uint8]
@@ -29,6 +29,7 @@ class GroupReport:
     group: int
     read_bytes: int
     written_bytes: int
+    receipts: tuple[Receipt, ...] = ()
     compared_elements: int = 0
     differences: tuple[DriftError, ...] = field(default=())
 
@@ -54,13 +55,16 @@ def run_group(work: GroupWork, source: ReadRange, target: WritePart) -> GroupRep
         index = _locate(work.parts, int(op["target_file"]), int(op["target_byte"]))
         to = _view(parts[index], int(work.parts[index]["start"]), op, "target")
         _move(_source_view(work, bands, op, "source"), to)
-    for part, buffer in zip(work.parts, parts, strict=True):
-        if len(buffer):
-            target.write_part(work.target_paths[int(part["file"])], int(part["start"]), buffer.data)
+    receipts = tuple(
+        target.write_part(work.target_paths[int(part["file"])], int(part["start"]), buffer.data)
+        for part, buffer in zip(work.parts, parts, strict=True)
+        if len(buffer)
+    )
     return GroupReport(
         group=work.group,
         read_bytes=report.read_bytes,
         written_bytes=sum(len(buffer) for buffer in parts),
+        receipts=receipts,
         compared_elements=report.compared_elements,
         differences=report.differences,
     )
@@ -102,7 +106,7 @@ def _compare(work: GroupWork, bands: list[Buffer]) -> GroupReport:
                 )
             )
     read = sum(len(buffer) for buffer in bands)
-    return GroupReport(work.group, read, 0, compared, tuple(differences))
+    return GroupReport(work.group, read, 0, (), compared, tuple(differences))
 
 
 def _locate(ranges: Bands, file: int, byte: int) -> int:

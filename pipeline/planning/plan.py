@@ -117,6 +117,7 @@ def plan_conversion(
     target: TargetFiles,
     carried: Sequence[CarriedFile],
     budget_bytes: int,
+    smallest_part_bytes: int = 1,
     compare_replicas: bool = True,
     allow_replica_drift: bool = False,
 ) -> Plan:
@@ -127,16 +128,21 @@ def plan_conversion(
     CoverageError, PlanError
         If the target would not be complete, or a source tensor dropped.
     MemoryBudgetError
-        If a single row of a tensor needs more than ``budget_bytes``.
+        If a single row of a tensor, or what has to be written together, needs more than ``budget_bytes``.
     """
     ops = plan_ops(source, target.fragments, compare_replicas)
     ops, groups = group_ops(ops, source.tensors, budget_bytes)
+    ops, groups = join_groups(ops, groups, target.files, smallest_part_bytes)
     bands = plan_bands(ops, groups)
     parts = plan_parts(ops, groups, target.files)
     count = int(max(groups.max(initial=-1), parts["group"].max(initial=-1))) + 1
     peaks = np.bincount(bands["group"], weights=bands["stop"] - bands["start"], minlength=count)
     peaks += np.bincount(parts["group"], weights=parts["stop"] - parts["start"], minlength=count)
     _check_tiles(ops, target, source.tensors)
+    if peaks.max(initial=0) > budget_bytes:
+        worst = int(peaks.argmax())
+        label = source.tensors[int(ops["tensor"][groups == worst][0])].label
+        raise MemoryBudgetError(label, budget_bytes, int(peaks.max()))
     return Plan(
         tensors=source.tensors,
         source_files=source.files,
@@ -305,6 +311,48 @@ def plan_parts(ops: Ops, groups: Ints, files: Sequence[File]) -> Bands:
         np.r_[high, sizes[empty]],
     )
     return parts[np.lexsort((parts["start"], parts["file"], parts["group"]))]
+
+
+def join_groups(ops: Ops, groups: Ints, files: Sequence[File], smallest_part_bytes: int) -> tuple[Ops, Ints]:
+    """Join groups until every part but the last of a file has the size that the store wants.
+
+    Along each file, groups are joined from a part that is too small onwards until it has grown large enough.
+    Files of one topology are alike, so the same groups are joined in most of them.
+    """
+    while True:
+        parts = plan_parts(ops, groups, files)
+        parts = parts[np.lexsort((parts["start"], parts["file"]))]
+        parent = np.arange(int(parts["group"].max(initial=-1)) + 1)
+        joins = _joins_of_small_parts(parts, smallest_part_bytes)
+        if not joins:
+            return ops, groups
+        for one, other in joins:
+            a, b = _root(parent, one), _root(parent, other)
+            parent[max(a, b)] = min(a, b)
+        roots = np.array([_root(parent, g) for g in range(len(parent))], dtype=np.int64)
+        _, joined = np.unique(roots[groups], return_inverse=True)
+        order = np.argsort(joined, kind="stable")
+        ops, groups = ops[order], joined[order].astype(np.int64)
+
+
+def _joins_of_small_parts(parts: Bands, smallest_part_bytes: int) -> list[tuple[int, int]]:
+    """Pairs of groups to join; ``parts`` is sorted by file and start."""
+    joins: list[tuple[int, int]] = []
+    file, group, grown_bytes = -1, -1, smallest_part_bytes
+    for part in parts:
+        if part["file"] == file and grown_bytes < smallest_part_bytes:
+            joins.append((group, int(part["group"])))
+        else:
+            grown_bytes = 0
+        file, group = int(part["file"]), int(part["group"])
+        grown_bytes += int(part["stop"] - part["start"])
+    return joins
+
+
+def _root(parent: Ints, group: int) -> int:
+    while parent[group] != group:
+        group = int(parent[group])
+    return group
 
 
 def _check_tiles(ops: Ops, target: TargetFiles, tensors: Sequence[Tensor]) -> None:

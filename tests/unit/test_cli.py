@@ -189,7 +189,7 @@ def test_layout_comes_from_a_file_and_flags_win(tmp_path: Path) -> None:
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     slow = (
-        "import time, paddle_reshard.pipeline.workflow as w; "
+        "import time, paddle_reshard.pipeline.api as w; "
         "inner = w.run_inline; "
         "w.run_inline = lambda *a: (r for r in inner(*a) if print('moving', flush=True) or time.sleep(60) is None); "
         "from paddle_reshard.pipeline.cli import main; main()"

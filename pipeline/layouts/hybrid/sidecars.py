@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ class Sidecars:
 
 def plan_sidecars(
     paths: Mapping[str, int],
-    folders: list[str],
+    folders: Sequence[str],
     checkpoint: HybridCheckpoint,
     source_config: Mapping[str, Any],
     topology: Topology,
