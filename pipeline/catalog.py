@@ -81,7 +81,7 @@ class Catalog:
 
 def fragment_rows(rows: Sequence[FragmentRow]) -> Fragments:
     """Columns from rows ``(tensor, file, dtype, replica, byte_base, offset, extents, strides)``."""
-    return np.array(rows, dtype=FRAGMENT)
+    return np.array(list(rows), dtype=FRAGMENT)
 
 
 def fragment_row(

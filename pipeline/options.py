@@ -56,13 +56,14 @@ class LayoutOptions:
             if not isinstance(value, kinds[name]) or (isinstance(value, bool) and bool not in kinds[name]):
                 raise UsageError(f"{where}: {name} cannot be {value!r}")
         segmentation = values.get("segmentation")
-        if isinstance(segmentation, list):
+        if isinstance(segmentation, list | tuple):
             if not all(isinstance(start, int) and not isinstance(start, bool) for start in segmentation):
                 raise UsageError(f"{where}: segmentation {segmentation!r} must be a list of whole numbers")
             segmentation = tuple(segmentation)
         options = cls(**{**values, "segmentation": segmentation})
-        if options.comm_buffer_size_MB is not None and options.comm_buffer_size_MB < 1:
-            raise UsageError(f"{where}: comm_buffer_size_MB must be at least 1")
+        for name in ("comm_buffer_size_MB", "stage3_segment_size"):
+            if values.get(name) is not None and values[name] < 1:
+                raise UsageError(f"{where}: {name} must be at least 1")
         return options
 
 
@@ -127,13 +128,14 @@ class ConversionRequest:
                 f"convention {layout.convention!r}: the source is {convention}, and this version does not "
                 "translate between the libraries"
             )
+        strategy = self.strategy or ("stage1v1" if self.topology.sharding > 1 else "none")
         overlap = bool(layout.comm_overlap)
         buffer_mb = layout.comm_buffer_size_MB or (128 if overlap else 256)
         if layout.sequence_parallel is not None:
             sequence_parallel = layout.sequence_parallel
         return HybridTarget(
             topology=self.topology,
-            strategy=self.strategy or ("stage1v1" if self.topology.sharding > 1 else "none"),
+            strategy=strategy,
             sharded_saving=self.sharded_saving,
             sharding=ShardingOptions(
                 buffer_bytes=buffer_mb << 20,

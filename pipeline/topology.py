@@ -28,7 +28,7 @@ class Topology:
     def __post_init__(self) -> None:
         for field in fields(self):
             size = getattr(self, field.name)
-            if not isinstance(size, int) or size < 1:
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise UsageError(f"axis {field.name} has size {size!r}; sizes are whole numbers from 1")
 
     @classmethod
@@ -44,7 +44,7 @@ class Topology:
             axis, _, size = (part.strip() for part in item.partition("="))
             if axis not in known:
                 raise UsageError(f"unknown axis {axis!r} in topology {text!r}; axes are {', '.join(known)}")
-            if not (size.isascii() and size.isdigit()):
+            if not (size.isascii() and size.isdigit() and len(size) < 10):
                 raise UsageError(f"axis {axis!r} in topology {text!r} needs a whole number, not {size!r}")
             if axis in sizes:
                 raise UsageError(f"axis {axis!r} is given twice in topology {text!r}")

@@ -64,14 +64,12 @@ def plan_work(plan: Plan) -> Iterator[GroupWork]:
 def _literals_of(
     parts: Bands, literals: dict[int, list[tuple[int, bytes]]]
 ) -> Iterator[tuple[int, int, bytes]]:
-    """The literal bytes inside each part, cut to it."""
+    """The literal bytes of each part; parts begin at values or at the start of a file, never inside them."""
     for index, part in enumerate(parts):
         entries = literals.get(int(part["file"]), [])
         start, stop = int(part["start"]), int(part["stop"])
-        first = max(0, bisect_left(entries, start, key=lambda entry: entry[0]) - 1)
+        first = bisect_left(entries, start, key=lambda entry: entry[0])
         for offset, content in entries[first:]:
             if offset >= stop:
                 break
-            cut = content[max(0, start - offset) : stop - offset]
-            if cut and offset + len(content) > start:
-                yield index, max(offset, start) - start, cut
+            yield index, offset - start, content

@@ -46,7 +46,7 @@ class Model:
 
     def cut(self, tensor: ModelTensor, tp: int) -> TensorCut:
         """How ``tp`` ranks cut a tensor of this model."""
-        return TensorCut(tp, tensor.rule.split_dim(self.config, tp), tensor.rule.parts)
+        return TensorCut(tp, tensor.rule.split_dim(self.config, tp, tensor.key), tensor.rule.parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,11 +47,16 @@ def segment(
 
 
 def _starts(items: Sequence[Item], pp: int, vpp: int, segmentation: Segmentation) -> list[int]:
+    if vpp > 1 and not (isinstance(segmentation, str) and segmentation.startswith("layer:")):
+        raise PlanError(
+            f"vpp={vpp} with segmentation {segmentation!r}: Paddle's PipelineLayer asserts a segmentation "
+            "'layer:Regex' for virtual stages"
+        )
     if isinstance(segmentation, tuple):
         ascending = segmentation[:1] == (0,) and list(segmentation) == sorted(set(segmentation))
-        if len(segmentation) != pp * vpp or not ascending or segmentation[-1] >= len(items):
+        if len(segmentation) != pp or not ascending or segmentation[-1] >= len(items):
             raise PlanError(
-                f"segmentation {list(segmentation)} must be {pp * vpp} ascending item numbers (pp × vpp) from 0, "
+                f"segmentation {list(segmentation)} must be {pp} ascending item numbers from 0, "
                 f"below {len(items)}"
             )
         return list(segmentation)
@@ -59,13 +64,14 @@ def _starts(items: Sequence[Item], pp: int, vpp: int, segmentation: Segmentation
         return _by_layers(items, pp * vpp, segmentation)
     if segmentation != "uniform":
         raise PlanError(f"segmentation {segmentation!r} is not 'uniform', 'layer:Regex' or a list of numbers")
-    if vpp > 1:
-        raise PlanError(f"vpp={vpp} needs a segmentation by layers or a list: 'uniform' makes pp parts only")
     return _uniform(len(items), pp)
 
 
 def _by_layers(items: Sequence[Item], parts: int, segmentation: str) -> list[int]:
-    pattern = re.compile(segmentation.partition(":")[2], re.IGNORECASE)
+    try:
+        pattern = re.compile(segmentation.split(":")[1], re.IGNORECASE)
+    except re.error as error:
+        raise PlanError(f"segmentation {segmentation!r} is not a regular expression: {error}") from error
     counts = [pattern.search(item.layer_class) is not None for item in items]
     total = sum(counts)
     if total == 0:

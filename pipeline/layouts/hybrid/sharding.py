@@ -131,15 +131,15 @@ def stage1_v2_slices(
 ) -> dict[str, dict[int, FlatSlice]]:
     """Key → rank → what the rank stores. Ranks that store nothing of a parameter have no entry.
 
-    With ``comm_overlap`` the pipeline engine builds the buffers, chunk by chunk and in parameter order;
-    without, the optimizer builds them from all parameters, sorted by dtype name.
+    With ``comm_overlap`` the pipeline engine builds the buffers, chunk by chunk; without, the optimizer builds
+    them from all parameters. (It sorts them by dtype first, which changes nothing: a buffer has one dtype.)
     """
     slices: dict[str, dict[int, FlatSlice]] = {}
     if comm_overlap:
         chunks = sorted({p.chunk for p in parameters})
         runs = [[p for p in parameters if p.chunk == chunk] for chunk in chunks]
     else:
-        runs = [sorted(parameters, key=lambda p: p.dtype.name)]
+        runs = [list(parameters)]
     for run in runs:
         for buffer in _buffers(run, buffer_bytes):
             slices.update(_cut(buffer, degree))

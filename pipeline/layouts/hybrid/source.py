@@ -228,9 +228,9 @@ def _read_tensor(
     cell: Cell, key: str, ranks: Ranks, table: RuleTable, config: Mapping[str, Any]
 ) -> ModelTensor:
     rule, layer = table.find(key, config)
-    cut = TensorCut(ranks.tp, rule.split_dim(config, ranks.tp), rule.parts)
+    cut = TensorCut(ranks.tp, rule.split_dim(config, ranks.tp, key), rule.parts)
     shape = cut.global_shape(key, cell.shapes[key])
-    expected = expected_shape(rule, config)
+    expected = expected_shape(rule, config, key)
     if expected is not None and expected != shape:
         raise RuleError(
             key,

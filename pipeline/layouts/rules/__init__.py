@@ -55,17 +55,18 @@ class Rule:
         key = re.escape(self.key).replace(re.escape("{layer}"), r"(?P<layer>\d+)")
         return re.compile(key.replace(re.escape("{expert}"), r"\d+"))
 
-    def split_dim(self, config: Config, tp: int) -> int | None:
+    def split_dim(self, config: Config, tp: int, key: str | None = None) -> int | None:
         """The dim that ``tp`` ranks cut in this model, or ``None`` where each holds the whole tensor."""
         if self.split is None or tp == 1:
             return self.split
+        key = key or self.key
         values = derived_sizes(config)
-        if self.must_divide and _entry(values, self.must_divide, self.key) % tp:
+        if self.must_divide and _entry(values, self.must_divide, key) % tp:
             raise RuleError(
-                self.key,
+                key,
                 f"tp={tp} does not divide {self.must_divide}={values[self.must_divide]} of the config",
             )
-        if self.split_if_divisible and _entry(values, self.split_if_divisible, self.key) % tp:
+        if self.split_if_divisible and _entry(values, self.split_if_divisible, key) % tp:
             return None
         return self.split
 
@@ -124,15 +125,18 @@ class RuleTable:
         return rule, None if layer is None else int(layer)
 
 
-def expected_shape(rule: Rule, config: Config) -> Shape | None:
-    """The global shape by the config, or ``None`` where the row or the config does not say."""
+def expected_shape(rule: Rule, config: Config, key: str | None = None) -> Shape | None:
+    """The global shape by the config, or ``None`` where the row gives no shape.
+
+    Raises
+    ------
+    RuleError
+        If the row names an entry that the config does not have.
+    """
     if rule.shape is None:
         return None
     values = derived_sizes(config)
-    try:
-        return tuple(_evaluate(text, values) for text in rule.shape)
-    except KeyError:
-        return None
+    return tuple(_evaluate(text, values, key or rule.key) for text in rule.shape)
 
 
 def derived_sizes(config: Config) -> dict[str, int]:
@@ -151,9 +155,9 @@ def _entry(values: Mapping[str, int], name: str, key: str) -> int:
     return values[name]
 
 
-def _evaluate(text: str, values: Mapping[str, int]) -> int:
+def _evaluate(text: str, values: Mapping[str, int], key: str) -> int:
     def factor(word: str) -> int:
-        return int(word) if word.isdigit() else values[word]
+        return int(word) if word.isascii() and word.isdigit() else _entry(values, word, key)
 
     return sum(prod(factor(word.strip()) for word in term.split("*")) for term in text.split("+"))
 

@@ -1,0 +1,100 @@
+"""The cast to bfloat16 is Paddle's, bit for bit; blocks tile a box."""
+
+import warnings
+from functools import cache
+from math import prod
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paddle_reshard.tasks.cast import bfloat16_bits, blocks
+
+
+@cache
+def import_paddle() -> ModuleType:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the import warns about a missing ccache
+        import paddle
+    return paddle
+
+
+def paddle_bits(values: np.ndarray) -> np.ndarray:
+    """Paddle's own cast; its NumPy form of bfloat16 is the bit pattern as uint16."""
+    paddle = import_paddle()
+    return paddle.cast(paddle.to_tensor(values), "bfloat16").numpy()
+
+
+def from_bits(*bits: int) -> np.ndarray:
+    return np.array(bits, dtype=np.uint32).view(np.float32)
+
+
+def assert_cast_as_paddle_does(values: np.ndarray) -> None:
+    ours, theirs = bfloat16_bits(values), paddle_bits(values)
+    assert ours.dtype == theirs.dtype == np.uint16
+    assert ours.shape == theirs.shape == values.shape
+    assert ours.tobytes() == theirs.tobytes()
+
+
+def test_random_bit_patterns() -> None:
+    """A million patterns: every exponent, either sign, about 4,000 NaNs with payloads."""
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 1 << 20, dtype=np.uint32)
+    assert np.isnan(bits.view(np.float32)).sum() > 3_000
+    assert_cast_as_paddle_does(bits.view(np.float32).reshape(1024, -1))
+
+
+def test_every_upper_half_around_its_ties() -> None:
+    """All 65,536 results, each with lower halves at, below and above the tie."""
+    upper = np.arange(1 << 16, dtype=np.uint32)[:, None] << 16
+    lower = np.array([0, 1, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF], dtype=np.uint32)
+    assert_cast_as_paddle_does((upper | lower).view(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("bits", "rounded"),
+    [
+        (0x00000000, 0x0000),
+        (0x80000000, 0x8000),
+        (0x00000001, 0x0000),
+        (0x80008001, 0x8001),
+        (0x3F808000, 0x3F80),
+        (0x3F818000, 0x3F82),
+        (0x3F808001, 0x3F81),
+        (0x7F7FFFFF, 0x7F80),
+        (0xFF7FFFFF, 0xFF80),
+        (0x7F800000, 0x7F80),
+        (0xFF800000, 0xFF80),
+        (0x7F800001, 0x7FFF),
+        (0xFFC00000, 0x7FFF),
+        (0xFFFFFFFF, 0x7FFF),
+    ],
+)
+def test_special_values(bits: int, rounded: int) -> None:
+    assert bfloat16_bits(from_bits(bits)).tolist() == [rounded]
+    assert_cast_as_paddle_does(from_bits(bits))
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (1, 1, 1, 1)])
+def test_empty_and_tiny_arrays(shape: tuple[int, ...]) -> None:
+    assert bfloat16_bits(np.ones(shape, np.float32)).tolist() == np.full(shape, 0x3F80).tolist()
+
+
+def test_strided_input() -> None:
+    values = np.random.default_rng(1).integers(0, 1 << 32, (40, 60), dtype=np.uint32).view(np.float32)
+    assert bfloat16_bits(values.T[::3, 1::2]).tobytes() == paddle_bits(values)[1::2, ::3].T.tobytes()
+
+
+@given(st.lists(st.integers(0, 6), max_size=4).map(tuple), st.integers(1, 40))
+def test_blocks_tile_a_box_once_and_in_order(extents: tuple[int, ...], elements: int) -> None:
+    numbered = np.arange(prod(extents)).reshape(extents)
+    cut = [numbered[block] for block in blocks(extents, elements)]
+    assert [int(i) for block in cut for i in block.ravel()] == list(range(prod(extents)))
+    assert all(block.size <= elements for block in cut)
+
+
+def test_blocks_of_a_large_box_are_few() -> None:
+    """A box of 64 MiB of float32 is cut into blocks of about 1 MiB."""
+    assert len(list(blocks((4096, 4096)))) == 64
+    assert len(list(blocks((1 << 24,)))) == 64

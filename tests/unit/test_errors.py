@@ -1,0 +1,99 @@
+"""Every error crosses process boundaries whole, and its text holds the facts."""
+
+import pickle
+
+import pytest
+
+from paddle_reshard.pipeline import errors
+from paddle_reshard.pipeline.errors import (
+    CheckpointError,
+    CoverageError,
+    DriftError,
+    FormatError,
+    MemoryBudgetError,
+    PlanError,
+    ReshardError,
+    RuleError,
+    TargetError,
+    UnsafePickleError,
+    UnsupportedError,
+    UsageError,
+)
+
+EXAMPLES = [
+    (ReshardError("what went wrong"), "what went wrong", 1),
+    (UsageError("unknown axis 'mp'"), "unknown axis 'mp'", 2),
+    (CheckpointError("config.json is missing"), "config.json is missing", 1),
+    (
+        FormatError("truncated", "a.pdopt", 17, "ends inside a payload"),
+        "a.pdopt at byte 17: ends inside a payload [truncated]",
+        1,
+    ),
+    (FormatError("not_json", "a.json", None, "is no JSON"), "a.json: is no JSON [not_json]", 1),
+    (
+        UnsafePickleError("forbidden_global", "a.pdopt", 0, "asks for os.system"),
+        "a.pdopt at byte 0: asks for os.system [forbidden_global]",
+        1,
+    ),
+    (CoverageError("w (param)", "is not whole"), "w (param): is not whole", 1),
+    (
+        CoverageError("w (param)", "is not whole", ("a", "b", "c", "d")),
+        "w (param): is not whole (in a, b, c, d)",
+        1,
+    ),
+    (
+        CoverageError("w (param)", "is not whole", ("a", "b", "c", "d", "e", "f")),
+        "w (param): is not whole (in a, b, c, d and 2 more)",
+        1,
+    ),
+    (PlanError("pp=9 is more than 6 items"), "pp=9 is more than 6 items", 1),
+    (RuleError("w", "no row fits"), "w: no row fits", 1),
+    (
+        MemoryBudgetError("w (moment1)", 268435456, 400000001),
+        "w (moment1): needs 400000001 bytes of memory at once, the budget is 268435456 bytes; use --memory "
+        "382MiB or more",
+        1,
+    ),
+    (UnsupportedError("ep=2"), "ep=2", 1),
+    (TargetError("out: is not empty"), "out: is not empty", 1),
+    (
+        DriftError("w (moment1)", "element (0,) is 1.0 and 2.0", "a", "b", True),
+        "w (moment1): element (0,) is 1.0 and 2.0: a and b differ; with --allow-replica-drift the first copy is "
+        "taken",
+        1,
+    ),
+    (
+        DriftError("w (param)", "element (0,) is 1.0 and 2.0", "a", "b", False),
+        "w (param): element (0,) is 1.0 and 2.0: a and b differ; the target would keep the master weight only",
+        1,
+    ),
+]
+
+
+def test_every_class_has_an_example() -> None:
+    classes = {value for value in vars(errors).values() if isinstance(value, type)}
+    assert classes == {type(example) for example, _, _ in EXAMPLES}
+
+
+@pytest.mark.parametrize(("error", "text", "status"), EXAMPLES, ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_survives_pickling(error: ReshardError, text: str, status: int, protocol: int) -> None:
+    copy = pickle.loads(pickle.dumps(error, protocol))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error) == text
+    assert vars(copy) == vars(error)
+    assert copy.exit_status == status
+
+
+def test_the_suggested_budget_is_enough() -> None:
+    """Rounded up to whole MiB, never down."""
+    assert "--memory 1MiB" in str(MemoryBudgetError("w", 1, 1 << 20))
+    assert "--memory 2MiB" in str(MemoryBudgetError("w", 1, (1 << 20) + 1))
+
+
+def test_families() -> None:
+    """Callers catch by what went wrong: the request, the source, the plan, the target."""
+    assert issubclass(UnsafePickleError, FormatError)
+    assert {FormatError, CoverageError, DriftError} <= set(CheckpointError.__subclasses__())
+    assert {RuleError, MemoryBudgetError, UnsupportedError} <= set(PlanError.__subclasses__())
+    assert not issubclass(UsageError, (CheckpointError, PlanError))

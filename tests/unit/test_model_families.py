@@ -1,0 +1,240 @@
+"""Real checkpoints of other model families than Llama, by the rule tables that come with the package.
+
+``tests/golden/families`` holds small ones of each; ``PROVENANCE.md`` there tells how they were made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import tarfile
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import pytest
+
+import paddle_reshard
+from paddle_reshard.pipeline.errors import RuleError
+from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable, choose_table, shipped_tables
+from paddle_reshard.pipeline.topology import Topology
+from tests import oracle
+
+FAMILIES = Path(__file__).resolve().parents[1] / "golden" / "families"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a committed checkpoint is, and how to ask for another of its topology."""
+
+    family: str
+    convention: str
+    to: str
+    strategy: str | None = None
+
+    @property
+    def topology(self) -> Topology:
+        degrees = {axis: int(size) for axis, size in (pair.split("=") for pair in self.to.split(","))}
+        return Topology(**degrees)
+
+
+ONE_CARD, ALL_AXES = ("tp=1",), ("tp=2,pp=2,sharding=2", "stage1v2")
+CASES = {
+    "qwen2_single": Case("qwen2", "paddleformers", *ONE_CARD),
+    "qwen2_mp2pp2sh2_s1v2_meta": Case("qwen2", "paddleformers", *ALL_AXES),
+    "qwen3_single": Case("qwen3", "paddleformers", *ONE_CARD),
+    "qwen3_pp2sh2_s1v2_meta": Case("qwen3", "paddleformers", "pp=2,sharding=2", "stage1v2"),
+    "nlp_gpt_single": Case("gpt", "paddlenlp", *ONE_CARD),
+    "nlp_gpt_mp2pp2sh2_s1v2_meta": Case("gpt", "paddlenlp", *ALL_AXES),
+    "nlp_qwen2_mp2pp2sh2_s1v2_meta": Case("qwen2", "paddlenlp", *ALL_AXES),
+}
+# The head of a gpt is always the word embedding, under pp even by the same key in another stage: this version
+# reads its metadata and refuses to convert it.
+CONVERTED = [name for name in CASES if CASES[name].family != "gpt"]
+SIBLINGS = [
+    pair
+    for pair in itertools.product(CONVERTED, repeat=2)
+    if len({(CASES[name].family, CASES[name].convention) for name in pair}) == 1
+]
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with every committed case."""
+    folder = tmp_path_factory.mktemp("families")
+    for archive in sorted(FAMILIES.glob("*.tar.xz")):
+        with tarfile.open(archive, "r:xz") as packed:
+            packed.extractall(folder, filter="data")
+    return folder
+
+
+def test_every_committed_case_is_tested(unpacked: Path) -> None:
+    assert {path.name for path in unpacked.iterdir()} == set(CASES)
+
+
+# --- real checkpoints ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_inspect_names_the_family(name: str, unpacked: Path) -> None:
+    case = CASES[name]
+    found = paddle_reshard.inspect(unpacked / name / "checkpoint-3")
+    assert (found.family, found.convention) == (case.family, case.convention)
+    assert found.topology == case.topology
+    assert found.sharding_strategy == (case.strategy or "none")
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_on_one_card_it_equals_the_truth(name: str, unpacked: Path, tmp_path: Path) -> None:
+    paddle_reshard.convert(unpacked / name / "checkpoint-3", tmp_path / "one", to="tp=1")
+    truth = oracle.read_truth(unpacked / name / "truth.safetensors")
+    oracle.assert_same_tensors(oracle.read_checkpoint(tmp_path / "one", oracle.shapes_of(truth)), truth)
+
+
+@pytest.mark.parametrize(("source", "target"), SIBLINGS, ids=[f"{a}-to-{b}" for a, b in SIBLINGS])
+def test_converted_files_are_those_of_the_trainer(
+    source: str, target: str, unpacked: Path, tmp_path: Path
+) -> None:
+    real, converted = unpacked / target / "checkpoint-3", tmp_path / "checkpoint-3"
+    paddle_reshard.convert(
+        unpacked / source / "checkpoint-3",
+        converted,
+        to=CASES[target].to,
+        sharding_strategy=CASES[target].strategy,
+    )
+    oracle.assert_same_structure(oracle.structure(converted), oracle.structure(real))
+    assert (converted / "model_meta.json").exists() == (real / "model_meta.json").exists()
+    if (real / "model_meta.json").exists():
+        ours = oracle.ordered_json(converted / "model_meta.json")
+        assert ours == oracle.ordered_json(real / "model_meta.json")
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_through_tensor_parallel_cuts_and_back(name: str, unpacked: Path, tmp_path: Path) -> None:
+    """Fused tensors are cut along the same lines in both directions."""
+    source, cut, back = unpacked / name / "checkpoint-3", tmp_path / "cut", tmp_path / "back"
+    paddle_reshard.convert(source, cut, to="tp=2,sharding=2", sharding_strategy="stage1v1")
+    paddle_reshard.convert(cut, back, to="tp=1")
+    truth = oracle.read_truth(unpacked / name / "truth.safetensors")
+    oracle.assert_same_tensors(oracle.read_checkpoint(back, oracle.shapes_of(truth)), truth)
+
+
+def test_key_value_heads_are_never_divided(unpacked: Path, tmp_path: Path) -> None:
+    """The trainer asserts it: its fused qkv holds the queries of a key-value head beside it."""
+    with pytest.raises(
+        RuleError, match=r"self_attn\.qkv_proj\.\w+: tp=4 does not divide num_key_value_heads=2"
+    ):
+        paddle_reshard.convert(unpacked / "qwen2_single" / "checkpoint-3", tmp_path / "x", to="tp=4")
+
+
+# --- all tables ---------------------------------------------------------------------------------------
+
+TABLES = {f"{table.family}.{table.convention}": table for table in shipped_tables()}
+HEADS = {"paddleformers": ("vocab_size", "hidden_size"), "paddlenlp": ("hidden_size", "vocab_size")}
+CONFIG = {
+    "num_hidden_layers": 2,
+    "vocab_size": 64,
+    "hidden_size": 24,
+    "intermediate_size": 36,
+    "max_position_embeddings": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 6,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 20,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "moe_num_experts": 4,
+    "moe_num_shared_experts": 2,
+}
+
+
+def test_the_families_that_are_known() -> None:
+    former = ["deepseek_v3", "ernie4_5", "ernie4_5_moe", "llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]
+    nlp = ["deepseek_v2", "deepseek_v3", "gpt", "llama", "qwen2", "qwen2_moe"]
+    for convention, families in {"paddleformers": former, "paddlenlp": nlp}.items():
+        assert sorted(t.family for t in TABLES.values() if t.convention == convention) == families
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_is_a_file_of_its_name(name: str) -> None:
+    data = json.loads(
+        (Path(paddle_reshard.pipeline.layouts.rules.__file__).parent / f"{name}.json").read_text()
+    )
+    assert f"{data['family']}.{data['convention']}" == name
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_head_is_laid_out_as_in_its_library(name: str) -> None:
+    """[vocab, hidden] in PaddleFormers, [hidden, vocab] in PaddleNLP unless tied; always cut by vocabulary."""
+    table = TABLES[name]
+    for rule in (rule for rule in table.rules if rule.key == "lm_head.weight"):
+        tied = ("tie_word_embeddings", True) in rule.where or table.family == "gpt"
+        assert rule.shape == (HEADS["paddleformers"] if tied else HEADS[table.convention])
+        assert rule.shape is not None
+        assert rule.split == rule.shape.index("vocab_size")
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_row_is_the_only_one_for_its_tensor(name: str, tied: bool) -> None:
+    table, config = TABLES[name], CONFIG | {"tie_word_embeddings": tied}
+    for key in _keys(table):
+        rules = [rule for rule in table.rules if all(config.get(k) == value for k, value in rule.where)]
+        if any(rule.pattern().fullmatch(key) for rule in rules):
+            rule, layer = table.find(key, config)
+            assert layer == (int(match[1]) if (match := re.search(r"\.layers\.(\d+)\.", key)) else None)
+            dim = rule.split_dim(config, 2)
+            assert dim is None or _shape(rule)[dim] % (2 * rule.parts) == 0, key
+
+
+def _shape(rule: Rule) -> list[int]:
+    """What the row's formulas give for ``CONFIG``; every name in them must be an entry."""
+    assert rule.shape is not None
+    sizes = CONFIG | {"head_dim": CONFIG["hidden_size"] // CONFIG["num_attention_heads"]}
+    terms = [[term.split("*") for term in dim.split("+")] for dim in rule.shape]
+    return [
+        sum(prod(int(f) if f.strip().isdigit() else sizes[f.strip()] for f in factors) for factors in dim)
+        for dim in terms
+    ]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_is_chosen_by_the_names_of_its_library(name: str) -> None:
+    table = TABLES[name]
+    for model_type in table.model_types:
+        chosen = choose_table(shipped_tables(), _keys(table), {**CONFIG, "model_type": model_type})
+        assert (chosen.family, chosen.convention) == (table.family, table.convention)
+
+
+def _keys(table: RuleTable) -> list[str]:
+    return [rule.key.replace("{layer}", "1").replace("{expert}", "13") for rule in table.rules]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_biases_follow_their_weights(name: str) -> None:
+    """A bias is cut where the outputs of its layer are cut, and whole where the inputs are."""
+    rules = {rule.key: rule for rule in TABLES[name].rules if not rule.where}
+    for key, bias in rules.items():
+        weight = rules.get(f"{key.removesuffix('bias')}weight")
+        if not key.endswith(".bias") or weight is None or weight.shape is None or len(weight.shape) == 1:
+            continue
+        assert (bias.split, bias.parts) == ((0, weight.parts) if weight.split == 1 else (None, 1)), key
+        assert (bias.name_class, bias.name_class_sp) == (weight.name_class, weight.name_class_sp), key
+        assert bias.shape == weight.shape[1:], key
+
+
+def test_experts_of_one_row() -> None:
+    table = TABLES["qwen3_moe.paddleformers"]
+    for expert in (0, 7, 127):
+        rule, layer = table.find(f"model.layers.3.mlp.experts.{expert}.up_gate_proj.weight", CONFIG)
+        assert (rule.split, rule.parts, layer) == (1, 2, 3)
+    with pytest.raises(RuleError, match="no row of the paddleformers rule table 'qwen3_moe' fits"):
+        table.find("model.layers.3.mlp.experts.x.up_gate_proj.weight", CONFIG)

@@ -1,0 +1,346 @@
+"""Rule tables: what is refused in a table, what a table says about a tensor, and what the user is told."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paddle_reshard
+from paddle_reshard.pipeline.errors import RuleError, UsageError
+from paddle_reshard.pipeline.layouts.rules import (
+    RuleTable,
+    choose_table,
+    derived_sizes,
+    expected_shape,
+    parse_rule_table,
+    shipped_tables,
+)
+from tests.properties import synthetic
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "num_hidden_layers": 2,
+    "vocab_size": 10,
+}
+
+
+def table_of(rows: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
+    items = [
+        {"name": "embedding", "layer_class": "EmbeddingPipe"},
+        {"name": "layer", "layer_class": "DecoderLayerPipe", "repeated": True},
+    ]
+    return {
+        "family": "toy",
+        "convention": "paddleformers",
+        "model_types": ["toy"],
+        "items": items,
+        "rules": rows,
+    } | changes
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    key = "toy.layers.{layer}.up.weight"
+    return {"key": key, "item": "layer", "name_class": "linear", "source": "here"} | changes
+
+
+def parse(data: dict[str, Any]) -> RuleTable:
+    return parse_rule_table(json.dumps(data), "toy.json")
+
+
+def shipped(convention: str) -> RuleTable:
+    (table,) = (t for t in shipped_tables() if (t.family, t.convention) == ("llama", convention))
+    return table
+
+
+# --- reading a table ----------------------------------------------------------------------------------
+
+
+def test_a_table() -> None:
+    table = parse(table_of([row(split=1, where={"b": 1, "a": False})]))
+    (rule,) = table.rules
+    assert (rule.split, rule.parts, rule.where) == (1, 1, (("a", False), ("b", 1)))
+    assert [item.repeated for item in table.items] == [False, True]
+
+
+def test_a_comment_is_allowed() -> None:
+    assert parse(table_of([row()], comment="measured, see there")) == parse(table_of([row()]))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            table_of([row(splitt=1, axis=0)]),
+            'toy.json: unknown field \'splitt\' in {"key": "toy.layers.{layer}.up.weight", "item": "layer", '
+            '"name_class": "linear", "source": "here", "splitt": 1, "axis...',
+        ),
+        (
+            {"famly": "x"} | table_of([row()]),
+            'toy.json: unknown field \'famly\' in {"famly": "x", "family": "toy", "convention": "paddleformers", '
+            '"model_types": ["toy"], "items": [{"name": "embedding"...',
+        ),
+        (
+            table_of([row()], items=[{"name": "layer"}]),
+            'toy.json: \'layer_class\' is missing in {"name": "layer"}',
+        ),
+        (
+            table_of([row(item="encoder")]),
+            "toy.json: rules name the items ['encoder'], which are not in 'items'",
+        ),
+        (
+            table_of([row()], items=[{"name": "layer", "layer_class": "L"}]),
+            "toy.json: exactly one of 'items' must be the repeated decoder layer",
+        ),
+        (
+            {name: value for name, value in table_of([row()]).items() if name != "convention"},
+            "toy.json: the rule table lacks 'convention'",
+        ),
+        (
+            {name: value for name, value in table_of([row()]).items() if name != "rules"},
+            "toy.json: the rule table lacks 'rules'",
+        ),
+    ],
+)
+def test_what_is_not_a_table(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(data)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("lacking", ["key", "item", "name_class", "source"])
+def test_a_row_without_a_field_that_it_needs(lacking: str) -> None:
+    with pytest.raises(UsageError, match=rf"toy\.json: '{lacking}' is missing in "):
+        parse(table_of([{name: value for name, value in row().items() if name != lacking}]))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("key", 3),
+        ("split", "1"),
+        ("split", True),
+        ("split", -1),
+        ("parts", 0),
+        ("parts", 2.0),
+        ("shape", "hidden_size"),
+        ("shape", [4, 4]),
+        ("where", ["a"]),
+        ("tied_to", 5),
+        ("name_class", None),
+    ],
+)
+def test_a_row_with_a_value_of_the_wrong_kind(field: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=rf"toy\.json: .*{field}"):
+        parse(table_of([row(**{field: value})]))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "toy.json: not valid JSON: "),
+        ("{", "toy.json: not valid JSON: "),
+        ("[" * 100_000, "toy.json: not valid JSON: "),
+        ("[]", "toy.json: [] is not an object"),
+        ("3", "toy.json: 3 is not an object"),
+        ('{"rules": 3}', "toy.json: rules cannot be 3 in "),
+        ('{"rules": [3]}', "toy.json: the rule table lacks 'convention'"),
+        (json.dumps(table_of([3])), "toy.json: 3 is not an object"),
+    ],
+)
+def test_what_is_not_even_json_of_a_table(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_rule_table(text, "toy.json")
+    assert str(caught.value).startswith(message)
+
+
+# --- the tables that come with the package ------------------------------------------------------------
+
+
+def test_every_shipped_row_says_where_it_is_known_from() -> None:
+    tables = shipped_tables()
+    assert {("llama", "paddleformers"), ("llama", "paddlenlp")} <= {(t.family, t.convention) for t in tables}
+    for table in tables:
+        assert table.model_types
+        for rule in table.rules:
+            assert len(rule.source) > 10, rule.key
+            assert rule.shape, rule.key
+
+
+@pytest.mark.parametrize("library", ["paddleformers", "paddlenlp"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_shipped_tables_know_every_tensor_of_a_llama(library: str, tied: bool, fused: bool) -> None:
+    fused = fused and library == "paddlenlp"
+    model = synthetic.Model(library=library, tied=tied, fused_attention=fused, fused_ffn=fused)
+    table = choose_table(shipped_tables(), model.shapes, model.config)
+    assert (table.family, table.convention) == ("llama", library)
+    for key, shape in model.shapes.items():
+        rule, layer = table.find(key, model.config)
+        assert expected_shape(rule, model.config) == shape
+        assert layer == (int(key.split(".")[2]) if ".layers." in key else None)
+
+
+@pytest.mark.parametrize(
+    ("key", "tp", "dim"),
+    [
+        ("llama.embed_tokens.weight", 2, 0),
+        ("llama.embed_tokens.weight", 3, None),
+        ("llama.layers.0.self_attn.q_proj.weight", 2, 1),
+        ("llama.layers.0.self_attn.k_proj.weight", 3, 1),
+        ("llama.layers.0.self_attn.k_proj.weight", 2, None),
+        ("llama.layers.0.self_attn.o_proj.weight", 2, 0),
+        ("llama.layers.0.mlp.gate_up_fused_proj.weight", 2, 1),
+        ("llama.layers.0.mlp.down_proj.weight", 5, 0),
+        ("llama.layers.0.input_layernorm.weight", 2, None),
+        ("lm_head.weight", 2, 1),
+    ],
+)
+def test_which_dim_is_cut(key: str, tp: int, dim: int | None) -> None:
+    rule, _ = shipped("paddlenlp").find(key, CONFIG)
+    assert rule.split_dim(CONFIG, tp) == dim
+
+
+def test_a_tied_head_has_the_layout_of_the_embedding() -> None:
+    rule, _ = shipped("paddlenlp").find("lm_head.weight", CONFIG | {"tie_word_embeddings": True})
+    assert (rule.split, rule.tied_to) == (0, "llama.embed_tokens.weight")
+    assert rule.shape == ("vocab_size", "hidden_size")
+
+
+def test_heads_are_never_divided() -> None:
+    rule, _ = shipped("paddlenlp").find("llama.layers.1.self_attn.q_proj.weight", CONFIG)
+    with pytest.raises(RuleError, match=r"tp=4 does not divide num_attention_heads=6 of the config"):
+        rule.split_dim(CONFIG, 4)
+
+
+def test_a_config_without_what_a_rule_needs() -> None:
+    rule, _ = shipped("paddlenlp").find("lm_head.weight", {"model_type": "llama"})
+    with pytest.raises(RuleError, match=r"its rule needs vocab_size from config\.json, which is not there"):
+        rule.split_dim({"model_type": "llama"}, 2)
+
+
+def test_layer_classes_of_names() -> None:
+    table = shipped("paddleformers")
+    column, _ = table.find("model.layers.0.self_attn.q_proj.weight", CONFIG)
+    head, _ = table.find("lm_head.weight", CONFIG)
+    assert column.class_for(pp=1, tp=2, sequence_parallel=True) == "column_sequence_parallel_linear"
+    assert column.class_for(pp=1, tp=1, sequence_parallel=True) == "linear"
+    assert column.class_for(pp=1, tp=2, sequence_parallel=False) == "linear"
+    assert head.class_for(pp=2, tp=2, sequence_parallel=True) == "lm_head_pipe"
+    assert head.class_for(pp=1, tp=2, sequence_parallel=True) == "lm_head"
+
+
+# --- finding rows -------------------------------------------------------------------------------------
+
+
+def test_a_tensor_without_a_row() -> None:
+    with pytest.raises(RuleError) as caught:
+        shipped("paddlenlp").find("llama.layers.0.self_attn.q_norm.weight", CONFIG)
+    assert str(caught.value) == (
+        "llama.layers.0.self_attn.q_norm.weight: no row of the paddlenlp rule table 'llama' fits; add one to a "
+        "copy of the table and pass it with --rules FILE"
+    )
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["xllama.norm.weight", "llama.norm.weight.x", "llamaxnorm.weight", "llama.layers.-1.mlp.up_proj.weight"],
+)
+def test_a_row_fits_whole_keys_only(key: str) -> None:
+    with pytest.raises(RuleError, match="no row of"):
+        shipped("paddlenlp").find(key, CONFIG)
+
+
+def test_two_rows_for_one_tensor() -> None:
+    table = parse(table_of([row(), row(key="toy.layers.{layer}.up.weight", split=1)]))
+    with pytest.raises(
+        RuleError, match=r"toy\.layers\.0\.up\.weight: 2 rows of the paddleformers rule table 'toy'"
+    ):
+        table.find("toy.layers.0.up.weight", {})
+
+
+def test_the_nearest_table_speaks() -> None:
+    keys = ["model.embed_tokens.weight", "model.norm.weight", "model.rotary.weight", "lm_head.weight"]
+    with pytest.raises(
+        RuleError, match=r"model\.rotary\.weight: no row of the paddleformers rule table 'llama'"
+    ):
+        choose_table(shipped_tables(), keys, CONFIG)
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": "mamba"}])
+def test_an_unknown_model_type(config: dict[str, Any]) -> None:
+    with pytest.raises(
+        RuleError, match=r"no rule table knows it \(known: .*llama.*\); write one and pass it"
+    ):
+        choose_table(shipped_tables(), ["w"], config)
+
+
+# --- sizes --------------------------------------------------------------------------------------------
+
+
+def test_sizes_that_the_config_leaves_out() -> None:
+    sizes = derived_sizes({"hidden_size": 12, "num_attention_heads": 4, "use_cache": True, "rope_theta": 1e4})
+    assert sizes == {"hidden_size": 12, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 3}
+    assert derived_sizes({"hidden_size": 12, "num_attention_heads": 4, "head_dim": 8})["head_dim"] == 8
+
+
+def test_expected_shapes_are_sums_of_products() -> None:
+    (rule,) = parse(table_of([row(shape=["2*a*b + 3*c + 1", "b"])])).rules
+    assert expected_shape(rule, {"a": 2, "b": 5, "c": 7}) == (42, 5)
+    with pytest.raises(RuleError, match="needs c from config.json"):
+        expected_shape(rule, {"a": 2, "b": 5})
+
+
+def write(folder: Path, model: synthetic.Model, **config: Any) -> Path:
+    synthetic.write_checkpoint(model, folder)
+    (folder / "config.json").write_text(json.dumps(model.config | config))
+    return folder
+
+
+def test_a_shape_that_the_config_contradicts(tmp_path: Path) -> None:
+    source = write(tmp_path / "S", synthetic.Model(hidden=6, vocab=10), vocab_size=11)
+    with pytest.raises(RuleError) as caught:
+        paddle_reshard.inspect(source)
+    assert str(caught.value) == (
+        "model.embed_tokens.weight: config.json and the rule table expect the shape (11, 6), the files of tp=1 "
+        "ranks make (10, 6) (a rank holds (10, 6), cut along dim 0)"
+    )
+
+
+# --- a table of the user ------------------------------------------------------------------------------
+
+
+def own_table(folder: Path, model_type: str) -> Path:
+    name = "llama.paddleformers.json"
+    data = json.loads(
+        Path(paddle_reshard.__file__).with_name("pipeline").joinpath("layouts/rules", name).read_text()
+    )
+    path = folder / "own.json"
+    path.write_text(json.dumps(data | {"family": "own", "model_types": [model_type]}))
+    return path
+
+
+def test_a_table_from_a_file(tmp_path: Path) -> None:
+    source = write(tmp_path / "S", synthetic.Model(), model_type="own")
+    with pytest.raises(RuleError, match="model type 'own': no rule table knows it"):
+        paddle_reshard.inspect(source)
+    rules = own_table(tmp_path, "own")
+    assert paddle_reshard.inspect(source, rules=rules).family == "own"
+    paddle_reshard.convert(source, tmp_path / "A", to="tp=2,pp=2", rules=rules)
+    assert paddle_reshard.verify(source, tmp_path / "A", rules=rules).equal
+
+
+def test_a_table_from_a_file_replaces_the_shipped_ones(tmp_path: Path) -> None:
+    source = write(tmp_path / "S", synthetic.Model())
+    with pytest.raises(RuleError, match=r"model type 'llama': no rule table knows it \(known: own\)"):
+        paddle_reshard.inspect(source, rules=own_table(tmp_path, "own"))
+
+
+def test_a_table_that_cannot_be_read(tmp_path: Path) -> None:
+    source = write(tmp_path / "S", synthetic.Model())
+    with pytest.raises(UsageError, match=r"none\.json: cannot be read: "):
+        paddle_reshard.inspect(source, rules=tmp_path / "none.json")

@@ -1,0 +1,437 @@
+"""The rules of sharding and of pipeline segments are those of the installed Paddle, run here on random models.
+
+Nothing is distributed: Paddle's own classes are given stand-ins for their communication groups.
+"""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import pairwise
+from math import prod
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from paddle_reshard.pipeline.errors import PlanError
+from paddle_reshard.pipeline.layouts.hybrid.segments import segment
+from paddle_reshard.pipeline.layouts.hybrid.sharding import (
+    FlatSlice,
+    Parameter,
+    ShardingOptions,
+    share_out,
+    stage1_v1_owners,
+    stage1_v2_slices,
+    stage3_slice_elements,
+)
+from paddle_reshard.pipeline.layouts.rules import Item
+from paddle_reshard.pipeline.tensors import dtype_named
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:nccl reduce_avg requires paddle compiled with cuda:UserWarning"
+)
+
+DTYPES = ("float32", "bfloat16", "float16")
+Shapes = list[tuple[tuple[int, ...], str]]
+
+
+@cache
+def import_paddle() -> ModuleType:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the import warns about a missing ccache
+        import paddle
+        import paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3
+    return paddle
+
+
+@pytest.fixture(scope="module")
+def paddle() -> Iterator[ModuleType]:
+    """Paddle, told that it runs on a GPU where it asks how to align buffers."""
+    module = import_paddle()
+    from paddle.distributed.fleet.utils import tensor_fusion_helper
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_fusion_helper, "__current_device_type__", "gpu")
+        yield module
+
+
+def parameters_of(shapes: Shapes, chunks: Sequence[int] = ()) -> list[Parameter]:
+    chunk_of = chunks or [0] * len(shapes)
+    return [
+        Parameter(f"p{i}", prod(shape), dtype_named(dtype), chunk)
+        for i, ((shape, dtype), chunk) in enumerate(zip(shapes, chunk_of, strict=True))
+    ]
+
+
+SHAPE = st.lists(st.integers(1, 60), min_size=1, max_size=2).map(tuple)
+SHAPES = st.lists(st.tuples(SHAPE, st.sampled_from(DTYPES)), min_size=1, max_size=25)
+DEGREES = st.integers(1, 9)
+
+
+class Described:
+    """What the rules of stage 2 and 3 ask of a parameter."""
+
+    def __init__(self, paddle: ModuleType, name: str, shape: tuple[int, ...], dtype: str) -> None:
+        self.name, self.elements, self.trainable = name, prod(shape), True
+        self.dtype = getattr(paddle, dtype)
+
+    def _numel(self) -> int:
+        return self.elements
+
+
+# --- stage 1 v1 and stage 2: whole parameters ---------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(shapes=SHAPES, degree=DEGREES, sort=st.booleans())
+def test_stage1_v1_owners(paddle: ModuleType, shapes: Shapes, degree: int, sort: bool) -> None:
+    from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding_optimizer import (
+        DygraphShardingOptimizer,
+    )
+
+    job = SimpleNamespace(
+        _sharding_world_size=degree,
+        _parameter_list=[SimpleNamespace(name=f"p{i}", shape=list(s)) for i, (s, _) in enumerate(shapes)],
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLAGS_sharding_sort_parameters", "1" if sort else "0")
+        real = DygraphShardingOptimizer._partition_parameters(job)
+    expected = [(p.name, rank) for rank in range(degree) for p in real[rank]]
+    ours = stage1_v1_owners(parameters_of(shapes), degree, sort)
+    assert list(ours.items()) == expected
+
+
+@settings(deadline=None)
+@given(shapes=SHAPES, degree=DEGREES)
+def test_stage2_owners(paddle: ModuleType, shapes: Shapes, degree: int) -> None:
+    from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_stage2 import (
+        GroupShardedOptimizerStage2,
+    )
+
+    job = SimpleNamespace(
+        world_size=degree,
+        _local_params=[Described(paddle, f"p{i}", *described) for i, described in enumerate(shapes)],
+        _GroupShardedOptimizerStage2__segment_params=[],
+    )
+    real = GroupShardedOptimizerStage2._segment_params(job)
+    expected = {p.name: {rank: None} for rank in range(degree) for p in real[rank]}
+    assert share_out("stage2", parameters_of(shapes), degree, ShardingOptions()) == expected
+
+
+def test_more_ranks_than_parameters() -> None:
+    owners = stage1_v1_owners(parameters_of([((4,), "float32"), ((9,), "float32")]), 5)
+    assert owners == {"p1": 0, "p0": 1}
+
+
+def test_equal_sizes_keep_their_order() -> None:
+    owners = stage1_v1_owners(parameters_of([((3,), "float32")] * 4), 2)
+    assert owners == {"p0": 0, "p2": 0, "p1": 1, "p3": 1}
+
+
+# --- stage 1 v2: slices of buffers --------------------------------------------------------------------
+
+
+def tensor(paddle: ModuleType, name: str, shape: Sequence[int], dtype: str) -> Any:
+    values = paddle.cast(paddle.zeros(list(shape)), dtype)
+    parameter = paddle.base.framework.EagerParamBase.from_tensor(values)
+    parameter.name, parameter.stop_gradient, parameter.trainable = name, False, True
+    return parameter
+
+
+class Group:
+    """A sharding group as seen by one of its ranks, without any communication."""
+
+    def __init__(self, nranks: int, rank: int) -> None:
+        self.nranks, self.rank, self.ranks = nranks, rank, list(range(nranks))
+        self.process_group = SimpleNamespace()
+
+    def get_sharding_parallel_world_size(self) -> int:
+        return self.nranks
+
+    def get_sharding_parallel_rank(self) -> int:
+        return self.rank
+
+    def get_sharding_parallel_group(self) -> "Group":
+        return self
+
+
+class PipelineModel:
+    """The virtual stages of one pipeline rank."""
+
+    def __init__(self, chunks: list[list[Any]]) -> None:
+        self.chunks = [SimpleNamespace(parameters=chunk.copy) for chunk in chunks]
+
+    def get_num_virtual_stages(self) -> int:
+        return 2  # more than one: the engine then asks for the chunks
+
+    def get_model_chunks(self) -> list[Any]:
+        return self.chunks
+
+
+def slices_of(buffers: Sequence[Any]) -> dict[str, FlatSlice]:
+    """What a rank stores of each parameter, by the views that Paddle makes on its buffers."""
+    views = [item for buffer in buffers for item in buffer._sharding_param_grad_view.items()]
+    return {
+        name: FlatSlice(view._param_begin - view._index, view._param_end - view._index)
+        for name, view in views
+        if view._param_begin < view._param_end
+    }
+
+
+def by_rank(slices: dict[str, dict[int, FlatSlice]], rank: int) -> dict[str, FlatSlice]:
+    return {key: ranks[rank] for key, ranks in slices.items() if rank in ranks}
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    shapes=SHAPES.map(lambda shapes: shapes[:12]),
+    degree=st.sampled_from((1, 2, 3, 4, 8)),
+    limit_bytes=st.sampled_from((1, 500, 5_000, 20_000, 256 << 20)),
+)
+def test_stage1_v2_slices(paddle: ModuleType, shapes: Shapes, degree: int, limit_bytes: int) -> None:
+    """The real optimizer, once per rank. Only the limit of a buffer is made smaller than it can be set."""
+    from paddle.distributed import fleet
+    from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import dygraph_sharding_optimizer
+
+    assign = dygraph_sharding_optimizer.assign_group_by_size
+    ours = stage1_v2_slices(parameters_of(shapes), degree, limit_bytes, comm_overlap=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleet.fleet, "_user_defined_strategy", fleet.DistributedStrategy(), raising=False)
+        patch.setattr(dygraph_sharding_optimizer, "assign_group_by_size", lambda p, _: assign(p, limit_bytes))
+        for rank in range(degree):
+            parameters = [tensor(paddle, f"p{i}", *described) for i, described in enumerate(shapes)]
+            inner = paddle.optimizer.AdamW(parameters=parameters, multi_precision=True)
+            real = dygraph_sharding_optimizer.DygraphShardingOptimizerV2(inner, Group(degree, rank))
+            event(f"buffers: {min(3, len(real._comm_buffer_list))}")
+            assert by_rank(ours, rank) == slices_of(real._comm_buffer_list)
+
+
+@settings(deadline=None, max_examples=30)
+@given(data=st.data(), shapes=SHAPES.map(lambda shapes: shapes[:12]), degree=st.sampled_from((2, 3, 4)))
+def test_stage1_v2_slices_where_the_pipeline_makes_the_buffers(
+    paddle: ModuleType, data: st.DataObject, shapes: Shapes, degree: int
+) -> None:
+    from paddle.distributed.fleet.meta_parallel.pipeline_parallel import PipelineParallel
+
+    limit_bytes = data.draw(st.sampled_from((1, 500, 5_000, 128 << 20)))
+    cuts = data.draw(st.lists(st.integers(1, max(1, len(shapes) - 1)), max_size=2, unique=True).map(sorted))
+    starts = [cut for cut in cuts if cut < len(shapes)]
+    chunks = [sum(i >= start for start in starts) for i in range(len(shapes))]
+    ours = stage1_v2_slices(parameters_of(shapes, chunks), degree, limit_bytes, comm_overlap=True)
+    for rank in range(degree):
+        parameters = [tensor(paddle, f"p{i}", *described) for i, described in enumerate(shapes)]
+        bounds = [0, *starts, len(shapes)]
+        model = PipelineModel([parameters[low:high] for low, high in pairwise(bounds)])
+        engine = SimpleNamespace(
+            _sharding_split_param=True, _release_gradients=False, _chunk_2_comm_buffers=defaultdict(list)
+        )
+        by_chunk = PipelineParallel.fused_gradient(
+            engine, model, Group(degree, rank), acc_steps=1, dp=False, group_size=limit_bytes
+        )
+        assert by_rank(ours, rank) == slices_of([b for buffers in by_chunk.values() for b in buffers])
+
+
+@settings(deadline=None)
+@given(shapes=SHAPES, limit_bytes=st.sampled_from((1, 256, 4_096, 20_000, 1 << 20)))
+def test_buffers_are_grouped_as_paddle_groups_them(
+    paddle: ModuleType, shapes: Shapes, limit_bytes: int
+) -> None:
+    """With one rank a parameter's padding is all there is to see, so look at which share a buffer."""
+    tensors = [paddle.cast(paddle.zeros(list(shape)), dtype) for shape, dtype in shapes]
+    limits = [limit_bytes, limit_bytes]
+    real = paddle.framework.core.eager_assign_group_by_size(tensors, [False] * len(tensors), limits)
+    degree = 1000  # so many ranks that the slices tell where in its buffer a parameter begins
+    ours = stage1_v2_slices(parameters_of(shapes), degree, limit_bytes, comm_overlap=True)
+    first_of_buffer = {f"p{group[0]}" for group in real}
+    begins = {key for key, ranks in ours.items() if min(ranks) == 0 and ranks[0].start == 0}
+    assert begins == first_of_buffer
+
+
+@pytest.mark.parametrize("limit_bytes", [39, 40, 41, 79, 80, 81, 120])
+def test_a_buffer_is_full_when_it_reaches_the_limit(paddle: ModuleType, limit_bytes: int) -> None:
+    shapes = [((10,), "float32")] * 6
+    tensors = [paddle.zeros(list(shape)) for shape, _ in shapes]
+    real = paddle.framework.core.eager_assign_group_by_size(tensors, [False] * 6, [limit_bytes] * 2)
+    ours = stage1_v2_slices(parameters_of(shapes), 1000, limit_bytes, comm_overlap=False)
+    begins = [int(key[1:]) for key, ranks in ours.items() if min(ranks) == 0]
+    assert begins == [group[0] for group in real]
+
+
+def test_a_slice_may_be_padding_only() -> None:
+    """300 and 100 bfloat16 on two ranks: rank 1 begins with 128 elements of padding of the first."""
+    slices = stage1_v2_slices(
+        parameters_of([((300,), "bfloat16"), ((100,), "bfloat16")]), 2, 256 << 20, comm_overlap=False
+    )
+    assert slices == {"p0": {0: FlatSlice(0, 384), 1: FlatSlice(384, 512)}, "p1": {1: FlatSlice(0, 256)}}
+
+
+# --- stage 3: every parameter in equal slices ---------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(shapes=SHAPES, degree=DEGREES, segment_elements=st.sampled_from((0, 10, 200, 1 << 20)))
+def test_stage3_slices(paddle: ModuleType, shapes: Shapes, degree: int, segment_elements: int) -> None:
+    from paddle.distributed.fleet.meta_parallel.sharding import group_sharded_stage3 as stage3
+
+    parameters = [Described(paddle, f"p{i}", *described) for i, described in enumerate(shapes)]
+    totals: dict[str, int] = {}
+    job = SimpleNamespace(
+        _trainable_params={},
+        _exclude_layer=[],
+        _segment_size=segment_elements,
+        _unslice_params=stage3.OrderedSet(),
+        _param2buffer={},
+        _param2buffer_size={},
+        _group=SimpleNamespace(nranks=degree),
+        _default_device="gpu",
+        _param_storage=lambda parameter, size: totals.update({parameter.name: size}),
+    )
+    job._param2align = lambda parameter: stage3.GroupShardedStage3._param2align(job, parameter)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage3, "param2dtype", {}, raising=False)
+        stage3.GroupShardedStage3._flatten_layer_params(job, SimpleNamespace(), parameters)
+
+    options = ShardingOptions(segment_elements=segment_elements)
+    ours = share_out("stage3", parameters_of(shapes), degree, options)
+    assert list(ours) == [p.name for p in parameters]
+    for parameter in parameters:
+        ranks = ours[parameter.name]
+        if parameter.name not in totals:
+            assert parameter in job._unslice_params
+            assert ranks == dict.fromkeys(range(degree))
+            continue
+        slices = [ranks[rank] for rank in range(degree)]
+        assert [(s.start, s.stop) for s in slices if s] == job._param2buffer[parameter.name]
+        length = stage3_slice_elements(parameter.elements, dtype_named(str(parameter.dtype)[7:]), degree)
+        assert length * degree == totals[parameter.name]
+
+
+# --- pipeline segments --------------------------------------------------------------------------------
+
+
+class EmbeddingPipe:
+    pass
+
+
+class DecoderLayerPipe:
+    pass
+
+
+class RMSNormPipe:
+    pass
+
+
+class LMHeadPipe:
+    pass
+
+
+def model_items(layers: int) -> tuple[list[Item], list[type]]:
+    classes = [EmbeddingPipe, *[DecoderLayerPipe] * layers, RMSNormPipe, LMHeadPipe]
+    return [Item(c.__name__, c.__name__, repeated=c is DecoderLayerPipe) for c in classes], classes
+
+
+def real_places(
+    paddle: ModuleType, classes: list[type], pp: int, vpp: int, method: str | list[int]
+) -> list[tuple[int, int]]:
+    """``(stage, chunk)`` of every item by Paddle's boundaries; part p belongs to stage p modulo pp."""
+    from paddle.distributed.fleet.meta_parallel.parallel_layers.pp_layers import SegmentLayers
+
+    virtual = vpp if vpp > 1 else None
+    bounds = SegmentLayers(classes, pp, method=method, num_virtual_pipeline_stage=virtual).do_segment()
+    return [(part % pp, part // pp) for part, (a, b) in enumerate(pairwise(bounds)) for _ in range(a, b)]
+
+
+METHODS = ("uniform", "layer:DecoderLayer", "layer:decoderlayer", "layer:Pipe$", "layer:Embedding|Norm")
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    layers=st.integers(1, 24), pp=st.integers(1, 8), vpp=st.integers(1, 4), method=st.sampled_from(METHODS)
+)
+def test_segments(paddle: ModuleType, layers: int, pp: int, vpp: int, method: str) -> None:
+    if vpp > 1 and (method == "uniform" or pp <= 2):
+        pp, method = max(pp, 3), "layer:DecoderLayer"
+    items, classes = model_items(layers)
+    try:
+        expected = real_places(paddle, classes, pp, vpp, method)
+    except AssertionError:
+        event("refused")
+        with pytest.raises(PlanError):
+            segment(items, pp, vpp, method)
+        return
+    event("taken")
+    assert segment(items, pp, vpp, method) == expected
+
+
+@settings(deadline=None)
+@given(data=st.data(), layers=st.integers(1, 12))
+def test_segments_by_list(paddle: ModuleType, data: st.DataObject, layers: int) -> None:
+    items, classes = model_items(layers)
+    starts = [0, *sorted(data.draw(st.sets(st.integers(1, len(items) - 1), max_size=6)))]
+    pp = len(starts)
+    assert segment(items, pp, 1, tuple(starts)) == real_places(paddle, classes, pp, 1, starts)
+
+
+@pytest.mark.parametrize(("layers", "pp"), [(4, 1), (4, 2), (4, 3), (5, 2), (6, 3), (2, 5)])
+def test_segments_of_the_model_classes(paddle: ModuleType, layers: int, pp: int) -> None:
+    """Both trainers' models segment by decoder layers if their number divides, else uniformly."""
+    items, classes = model_items(layers)
+    method = "uniform" if layers % pp else "layer:DecoderLayer"
+    assert segment(items, pp, 1, None) == real_places(paddle, classes, pp, 1, method)
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "vpp", "segmentation", "message"),
+    [
+        (2, 6, 1, None, "pp=6 is more than the 5 pipeline items of this model"),
+        (8, 2, 2, None, "vpp=2 with pp=2: Paddle's interleaved pipeline asserts pp > 2"),
+        (
+            7,
+            3,
+            1,
+            "layer:DecoderLayer",
+            "7 layers do not divide into 3 pipeline parts (pp × vpp): Paddle's segmentation "
+            "'layer:DecoderLayer' asserts that they do",
+        ),
+        (
+            2,
+            2,
+            1,
+            "layer:Expert",
+            "segmentation 'layer:Expert' matches none of DecoderLayerPipe, EmbeddingPipe, LMHeadPipe, RMSNormPipe",
+        ),
+        (2, 2, 1, "even", "segmentation 'even' is not 'uniform', 'layer:Regex' or a list of numbers"),
+        *[
+            (
+                2,
+                2,
+                1,
+                tuple(starts),
+                f"segmentation {starts} must be 2 ascending item numbers from 0, below 5",
+            )
+            for starts in ([0], [1, 2], [0, 0], [2, 0], [0, 5], [0, 1, 2], [])
+        ],
+    ],
+)
+def test_segments_that_are_refused(layers: int, pp: int, vpp: int, segmentation: Any, message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        segment(model_items(layers)[0], pp, vpp, segmentation)
+    assert str(caught.value) == message
+
+
+def test_uniform_knows_no_virtual_stages() -> None:
+    with pytest.raises(PlanError, match="asserts a segmentation 'layer:Regex' for virtual stages"):
+        segment(model_items(6)[0], 3, 2, "uniform")
+
+
+def test_a_list_knows_no_virtual_stages() -> None:
+    with pytest.raises(PlanError, match="asserts a segmentation 'layer:Regex' for virtual stages"):
+        segment(model_items(6)[0], 3, 2, (0, 2, 3, 4, 6, 7))
+
+
+def test_a_segmentation_that_is_no_regular_expression_is_refused() -> None:
+    with pytest.raises(PlanError, match="is not a regular expression"):
+        segment(model_items(4)[0], 2, 1, "layer:(")

@@ -1,0 +1,68 @@
+"""Topologies as people write them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paddle_reshard import Topology
+from paddle_reshard.pipeline.errors import UsageError
+
+AXES = ("tp", "pp", "vpp", "sharding", "ep", "dp")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("tp=2", Topology(tp=2)),
+        ("tp=2,pp=4,sharding=8", Topology(tp=2, pp=4, sharding=8)),
+        ("sharding=8,tp=2", Topology(tp=2, sharding=8)),
+        (" tp = 2 , pp=1", Topology(tp=2)),
+        ("pp=4,vpp=2,dp=3,ep=1", Topology(pp=4, vpp=2, dp=3)),
+        ("tp=007", Topology(tp=7)),
+    ],
+)
+def test_parse(text: str, expected: Topology) -> None:
+    assert Topology.parse(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mp=2", "unknown axis 'mp' in topology 'mp=2'; axes are tp, pp, vpp, sharding, ep, dp"),
+        ("TP=2", "unknown axis 'TP' in topology 'TP=2'; axes are tp, pp, vpp, sharding, ep, dp"),
+        ("", "unknown axis '' in topology ''; axes are tp, pp, vpp, sharding, ep, dp"),
+        ("tp=2,", "unknown axis '' in topology 'tp=2,'; axes are tp, pp, vpp, sharding, ep, dp"),
+        ("tp", "axis 'tp' in topology 'tp' needs a whole number, not ''"),
+        ("tp=", "axis 'tp' in topology 'tp=' needs a whole number, not ''"),
+        ("tp=two", "axis 'tp' in topology 'tp=two' needs a whole number, not 'two'"),
+        ("tp=-1", "axis 'tp' in topology 'tp=-1' needs a whole number, not '-1'"),
+        ("tp=1.5", "axis 'tp' in topology 'tp=1.5' needs a whole number, not '1.5'"),
+        ("tp=2=2", "axis 'tp' in topology 'tp=2=2' needs a whole number, not '2=2'"),
+        ("tp=²", "axis 'tp' in topology 'tp=²' needs a whole number, not '²'"),
+        ("tp=٢", "axis 'tp' in topology 'tp=٢' needs a whole number, not '٢'"),
+        ("tp=2,tp=2", "axis 'tp' is given twice in topology 'tp=2,tp=2'"),
+        ("tp=0", "axis tp has size 0; sizes are whole numbers from 1"),
+    ],
+)
+def test_what_is_not_a_topology(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Topology.parse(text)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("size", [0, -2, 1.0, "2", None])
+def test_sizes_are_whole_numbers(size: object) -> None:
+    with pytest.raises(UsageError, match=r"axis pp has size .*; sizes are whole numbers from 1"):
+        Topology(pp=size)
+
+
+@given(st.fixed_dictionaries({axis: st.integers(1, 300) for axis in AXES}))
+def test_what_is_printed_can_be_parsed(sizes: dict[str, int]) -> None:
+    topology = Topology(**sizes)
+    assert Topology.parse(str(topology)) == topology
+    assert topology.world_size == sizes["tp"] * sizes["pp"] * sizes["sharding"] * sizes["dp"]
+
+
+def test_one_card() -> None:
+    assert str(Topology()) == "tp=1"
+    assert Topology().world_size == 1
