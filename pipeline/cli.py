@@ -77,6 +77,12 @@ rules_option = click.option(
 memory_option = click.option(
     "--memory", default=DEFAULT_MEMORY, show_default=True, help="Memory budget of each worker."
 )
+storage_option = click.option(
+    "--storage-options",
+    metavar="JSON|@FILE",
+    callback=lambda context, parameter, value: _storage_options(value),
+    help="What fsspec needs to reach the store: key, secret, endpoint_url, profile, … Never printed or stored.",
+)
 quiet_option = click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 conversion_options = _options(
     click.argument("source", metavar="SRC"),
@@ -106,7 +112,7 @@ conversion_options = _options(
         "--layout",
         type=FILE,
         help="JSON with what the target job decides and no topology says: comm_buffer_size_MB, comm_overlap, "
-        "sort_parameters, sequence_parallel, segmentation, convention.",
+        "sort_parameters, stage3_segment_size, sequence_parallel, segmentation, convention.",
     ),
     click.option(
         "--comm-buffer-size-mb",
@@ -142,6 +148,7 @@ conversion_options = _options(
         "--vocab-pad", type=click.IntRange(1), help="Grow the vocabulary to this many rows, new ones zero."
     ),
     click.option("--vocab-trim", type=click.IntRange(1), help="Cut the vocabulary to this many rows."),
+    storage_option,
     click.option("--overwrite", is_flag=True, help="Replace a checkpoint that the target already holds."),
     json_option,
     quiet_option,
@@ -152,11 +159,14 @@ conversion_options = _options(
 @click.argument("source", metavar="SRC")
 @rules_option
 @click.option("--tensors", is_flag=True, help="List every tensor with the rule that matched it.")
+@storage_option
 @json_option
-def inspect(source: str, rules: Path | None, tensors: bool, as_json: bool) -> None:
+def inspect(
+    source: str, rules: Path | None, tensors: bool, storage_options: dict[str, Any] | None, as_json: bool
+) -> None:
     """Say what a checkpoint is, from its metadata alone."""
     with _reporting(as_json):
-        found = paddle_reshard.inspect(source, rules=rules)
+        found = paddle_reshard.inspect(source, rules=rules, storage_options=storage_options)
     _answer(inspection_data(found), as_json, False, lambda: _show_inspection(found, tensors))
 
 
@@ -205,6 +215,7 @@ def convert(
 @click.option("--subset", is_flag=True, help="B may lack tensors that A has.")
 @memory_option
 @rules_option
+@storage_option
 @json_option
 @quiet_option
 def verify(
@@ -214,13 +225,22 @@ def verify(
     subset: bool,
     memory: str,
     rules: Path | None,
+    storage_options: dict[str, Any] | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
     """Compare the logical content of two checkpoints of any topologies, bit for bit."""
     with _reporting(as_json):
         chosen = None if states is None else [state.strip() for state in states.split(",")]
-        report = paddle_reshard.verify(a, b, states=chosen, subset=subset, memory=memory, rules=rules)
+        report = paddle_reshard.verify(
+            a,
+            b,
+            states=chosen,
+            subset=subset,
+            memory=memory,
+            rules=rules,
+            storage_options=storage_options,
+        )
     _answer(verify_data(report), as_json, quiet, lambda: _show_verification(report))
     sys.exit(0 if report.equal else 1)
 
@@ -238,6 +258,19 @@ def _arguments(options: dict[str, Any]) -> dict[str, Any]:
     }
     layout.update({name: value for name, value in flags.items() if value is not None})
     return {"format": options.pop("format_name"), "layout": layout, **options}
+
+
+def _storage_options(text: str | None) -> dict[str, Any] | None:
+    """A JSON object, or the one in a file; the text itself never appears in a message, it holds secrets."""
+    if text is None:
+        return None
+    try:
+        value = json.loads(Path(text[1:]).read_text("utf-8") if text.startswith("@") else text)
+    except (OSError, ValueError) as error:
+        raise click.BadParameter("neither a JSON object nor @FILE with one") from error
+    if not isinstance(value, dict):
+        raise click.BadParameter("a JSON object is expected")
+    return value
 
 
 def _segmentation(text: str | None) -> str | list[int] | None:

@@ -1,0 +1,100 @@
+"""What becomes of the files around the tensors: carried, written anew, or left with a reason."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import paddle_reshard
+from tests.conftest import case_directory, hybrid_cases
+
+DEMO = "mp2pp2sh2_s1v2_meta_ema"
+CARRIED = ("scheduler.pdparams", "trainer_state.bin", "training_args.bin")
+
+
+def _source(tmp_path: Path, name: str = DEMO) -> Path:
+    source = tmp_path / "source"
+    shutil.copytree(case_directory(name) / "checkpoint-3", source)
+    return source
+
+
+def test_opaque_files_are_carried_byte_for_byte(tmp_path: Path) -> None:
+    source = _source(tmp_path)
+    extra = ("tokenizer.json", "tokenizer_config.json", "scaler.pdparams", "notes from the night shift.txt")
+    for name in extra:
+        (source / name).write_bytes(b"anything at all, never opened \x80\x04")
+    paddle_reshard.convert(source, tmp_path / "target", to="tp=1")
+    for name in (*CARRIED, *extra):
+        assert (tmp_path / "target" / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_random_states_go_along_to_the_same_ranks_only(tmp_path: Path) -> None:
+    source = _source(tmp_path)
+    same = paddle_reshard.convert(
+        source, tmp_path / "same", to="tp=2,pp=2,sharding=2", sharding_strategy="stage1v1"
+    )
+    for rank in range(8):
+        name = f"rng_state_{rank}.pth"
+        assert (tmp_path / "same" / name).read_bytes() == (source / name).read_bytes()
+    assert same.plan.left == ()
+    other = paddle_reshard.convert(source, tmp_path / "other", to="tp=2,sharding=4")
+    assert not list((tmp_path / "other").glob("rng_state*"))
+    assert [path for path, _ in other.plan.left] == [f"rng_state_{rank}.pth" for rank in range(8)]
+    assert all("one rank of the source's topology" in reason for _, reason in other.plan.left)
+
+
+def test_completion_markers_are_those_of_the_target(tmp_path: Path) -> None:
+    source = _source(tmp_path)
+    for name in (".model_done", ".optimizer_done", ".checkpoint_done"):
+        (source / name).write_bytes(b"3")
+    (source / "hf_checkpoint-3").mkdir()
+    report = paddle_reshard.convert(source, tmp_path / "target", to="pp=2,sharding=3")
+    signals = sorted(p.name for p in (tmp_path / "target").glob("saved_signal_*"))
+    assert signals == [f"saved_signal_{rank}" for rank in range(6)]
+    assert all((tmp_path / "target" / name).read_bytes() == b"1" for name in signals)
+    left = dict(report.plan.left)
+    assert "marker" in left[".model_done"]
+    assert "folder" in left["hf_checkpoint-3"]
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [(DEMO, "tensor_model_parallel_size"), ("nlp_fused_mp2", "tensor_parallel_degree")],
+)
+def test_the_config_follows_the_tensor_parallel_degree(name: str, field: str, tmp_path: Path) -> None:
+    source = _source(tmp_path, name)
+    before = json.loads((source / "config.json").read_text())
+    assert before[field] == 2
+    paddle_reshard.convert(source, tmp_path / "one", to="tp=1")
+    paddle_reshard.convert(tmp_path / "one", tmp_path / "two", to="tp=2")
+    one = json.loads((tmp_path / "one" / "config.json").read_text())
+    assert one == {key: value for key, value in before.items() if key != field}
+    assert (tmp_path / "two" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", [n for n in ("single", "mp2") if n in hybrid_cases()])
+def test_the_config_of_a_real_sibling(name: str, tmp_path: Path) -> None:
+    other = {"single": "mp2", "mp2": "single"}[name]
+    to = {"single": "tp=1", "mp2": "tp=2"}[other]
+    paddle_reshard.convert(case_directory(name) / "checkpoint-3", tmp_path / "target", to=to)
+    real = case_directory(other) / "checkpoint-3" / "config.json"
+    assert (tmp_path / "target" / "config.json").read_bytes() == real.read_bytes()
+
+
+def test_the_manifest_says_what_was_made_and_from_what(tmp_path: Path) -> None:
+    source = _source(tmp_path)
+    paddle_reshard.convert(source, tmp_path / "target", to="tp=2,sharding=4")
+    manifest = json.loads((tmp_path / "target" / "paddle_reshard.json").read_text())
+    there = {
+        p.name: p.stat().st_size for p in (tmp_path / "target").iterdir() if p.name != "paddle_reshard.json"
+    }
+    assert manifest["files"] == there
+    assert manifest["source"]["files"] == {p.name: p.stat().st_size for p in source.iterdir()}
+    assert manifest["topology"] == "tp=2,sharding=4"
+    # A conversion of a conversion does not carry the first manifest along.
+    paddle_reshard.convert(tmp_path / "target", tmp_path / "again", to="tp=1")
+    again = json.loads((tmp_path / "again" / "paddle_reshard.json").read_text())
+    assert again["topology"] == "tp=1"
