@@ -12,6 +12,7 @@ import pytest
 import paddle_reshard
 from tests import oracle
 from tests.conftest import case_directory, hybrid_cases
+from tests.golden.compare_one_card import read_one_card
 
 NAMES = "StructuredToParameterName@@"
 
@@ -71,4 +72,34 @@ def test_predicted_names_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for path in source.glob("optimizer*.pdopt"):
         path.write_bytes(path.read_bytes().replace(b"linear_0.w_0", b"lineal_0.w_0"))
     with pytest.raises(paddle_reshard.ReshardError, match="do not fit the optimizer files"):
+        paddle_reshard.convert(source, tmp_path / "target", to="tp=1")
+
+
+def test_files_of_the_flash_writer_have_master_weights_first_and_no_learning_rate(tmp_path: Path) -> None:
+    """FlashCheckpoint writes the optimizer dict in another order and without ``LR_Scheduler``."""
+    name = "mp2pp2sh2_s1v2_meta_ema"
+    source = _copy(name, tmp_path)
+    for path in source.glob("optimizer*.pdopt"):
+        with path.open("rb") as file:
+            data = pickle.load(file)
+        del data["LR_Scheduler"]
+        masters = data.pop("master_weights")
+        with path.open("wb") as file:
+            pickle.dump({"master_weights": masters, **data}, file, protocol=4)
+    paddle_reshard.convert(source, tmp_path / "target", to="tp=1")
+    truth = oracle.read_truth(case_directory(name) / "truth.safetensors")
+    found = read_one_card(tmp_path / "target")
+    assert found == {key: array.tobytes() for key, array in truth.items()}
+    assert "LR_Scheduler" not in oracle.unpickle(tmp_path / "target" / "optimizer.pdopt")
+
+
+def test_a_learning_rate_in_some_files_only_is_a_contradiction(tmp_path: Path) -> None:
+    source = _copy("mp2pp2sh2_s1v2_meta_ema", tmp_path)
+    path = source / "optimizer.tp01_pp01_shard01.pdopt"
+    with path.open("rb") as file:
+        data = pickle.load(file)
+    del data["LR_Scheduler"]
+    with path.open("wb") as file:
+        pickle.dump(data, file, protocol=4)
+    with pytest.raises(paddle_reshard.ReshardError, match=r"optimizer.tp01_pp01_shard01.pdopt has none"):
         paddle_reshard.convert(source, tmp_path / "target", to="tp=1")
