@@ -75,8 +75,16 @@ def predict_parameter_names(
             names[tensor.key] = names[tensor.tied_to or ""]
             continue
         module, _, leaf = tensor.key.rpartition(".")
+        name_class = tensor.rule.class_for(pp, tp, sequence_parallel)
+        if tensor.rule.parameter_name is not None:
+            count = counters.get(name_class, 0)
+            counters[name_class] = count + 1
+            layer = match["layer"] if (match := tensor.rule.pattern().fullmatch(tensor.key)) else None
+            names[tensor.key] = tensor.rule.parameter_name.format(n=count, layer=layer)
+            continue
+        if name_class == "create_parameter":
+            module = tensor.key  # paddle.create_parameter counts its calls, not layers
         if module not in modules:
-            name_class = tensor.rule.class_for(pp, tp, sequence_parallel)
             modules[module] = f"{name_class}_{counters.get(name_class, 0)}"
             counters[name_class] = counters.get(name_class, 0) + 1
         names[tensor.key] = f"{modules[module]}.{'b' if leaf == 'bias' else 'w'}_0"

@@ -86,6 +86,17 @@ class Cell:
     trained: list[str] = field(default_factory=list)
     """One structured key per parameter that the optimizer holds."""
 
+    def rename(self, keys: Mapping[str, str]) -> None:
+        """Replace structured keys."""
+        self.names = {keys.get(key, key): name for key, name in self.names.items()}
+        self.shapes = {keys.get(key, key): shape for key, shape in self.shapes.items()}
+        self.dtypes = {keys.get(key, key): dtype for key, dtype in self.dtypes.items()}
+        self.distributed = {keys.get(key, key): cut for key, cut in self.distributed.items()}
+        self.owners = {keys.get(key, key): rank for key, rank in self.owners.items()}
+        self.arrays = {(keys.get(key, key), state): stored for (key, state), stored in self.arrays.items()}
+        self.sliced = {keys.get(key, key) for key in self.sliced}
+        self.trained = [keys.get(key, key) for key in self.trained]
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:

@@ -111,6 +111,7 @@ def read_hybrid(
     ranks = sort_ranks(paths, roots, meta, _name_predictor(tables, config))
     strategy = _strategy(ranks)
     table = choose_table(tables, dict.fromkeys(key for cell in ranks.cells for key in cell.names), config)
+    _name_shared_keys(ranks, table)
     model = _read_model(ranks, table, config)
     files = [File(path, paths[path]) for path in sorted(roots)]
     catalog = _Cataloguer(ranks, model, strategy, files).catalog()
@@ -143,7 +144,7 @@ def _name_predictor(tables: Sequence[RuleTable], config: Mapping[str, Any]) -> P
 
 def _named(table: RuleTable, key: str, config: Mapping[str, Any]) -> tuple[Rule, str | None]:
     rule, _ = table.find(key, config)
-    return rule, rule.tied_to if config.get("tie_word_embeddings") else None
+    return rule, rule.twin(config)
 
 
 def _strategy(ranks: Ranks) -> str:
@@ -203,6 +204,14 @@ def _vpp(ranks: Ranks, model: Model) -> int:
 # --------------------------------------------------------------------------------------------- the model
 
 
+def _name_shared_keys(ranks: Ranks, table: RuleTable) -> None:
+    """Give a tensor that the last stage stores under a key of the first one the key of its own row."""
+    keys = {rule.key_pp: rule.key for rule in table.rules if rule.key_pp}
+    for cell in ranks.cells:
+        if keys and 0 < cell.pp == ranks.pp - 1:
+            cell.rename(keys)
+
+
 def _read_model(ranks: Ranks, table: RuleTable, config: Mapping[str, Any]) -> Model:
     found: dict[str, ModelTensor] = {}
     order: dict[str, int] = {}
@@ -253,7 +262,7 @@ def _read_tensor(
         dtype=cell.dtypes[key],
         accumulators=tuple(name for name in ACCUMULATORS if name in states),
         master=(holder, MASTER_WEIGHT) in cell.arrays,
-        tied_to=rule.tied_to if config.get("tie_word_embeddings") else None,
+        tied_to=rule.twin(config),
     )
 
 

@@ -209,6 +209,8 @@ class _Writer:
         self.tensors = checkpoint.catalog.tensors
         self.identity = {t.key: t.tied_to or t.key for t in self.model.tensors}
         self.tied = {key for t in self.model.tensors if t.tied_to for key in (t.key, t.tied_to)}
+        under_pp = self.topology.pp > 1
+        self.written = {t.key: (under_pp and t.rule.key_pp) or t.key for t in self.model.tensors}
         self.files: list[File] = []
         self.literals: list[tuple[int, int, bytes]] = []
         self.fills: list[tuple[int, int, int]] = []
@@ -289,14 +291,14 @@ class _Writer:
             )
         where = cell_name(tp, pp)
         given = self.target.names.get(where, {})
-        keys = [t.key for t in tensors]
-        if set(given) != set(keys):
-            odd = sorted(set(given) ^ set(keys))
+        keys = {t.key: self.written[t.key] for t in tensors}
+        if set(given) != set(keys.values()):
+            odd = sorted(set(given) ^ set(keys.values()))
             raise RuleError(
                 odd[0] if odd else where,
                 f"the target's model_meta.json and the segmentation disagree about the cell {where}",
             )
-        return {key: given[key] for key in keys}
+        return {key: given[written] for key, written in keys.items()}
 
     # -- which files
 
@@ -345,8 +347,10 @@ class _Writer:
 
     def _model_state(self, cell: _Cell, shard: int | None, tensors: Sequence[ModelTensor]) -> None:
         uses = [_SlotUse(t.key, PARAM, cell.local_shapes[t.key], None) for t in tensors]
-        root: dict[str, object] = {use.key: self._slot(i, use, name=None) for i, use in enumerate(uses)}
-        root[STRUCTURED_NAMES] = {use.key: cell.names[use.key] for use in uses}
+        root: dict[str, object] = {
+            self.written[use.key]: self._slot(i, use, name=None) for i, use in enumerate(uses)
+        }
+        root[STRUCTURED_NAMES] = {self.written[use.key]: cell.names[use.key] for use in uses}
         self._file(self._name(MODEL_STATE, cell, shard), root, cell, uses)
 
     def _optimizer(self, cell: _Cell, shard: int) -> None:
@@ -382,10 +386,11 @@ class _Writer:
         ]
         for tensor in plain:
             use = _SlotUse(tensor.key, EMA_PARAM, cell.local_shapes[tensor.key], None)
-            root[tensor.key] = self._slot(len(uses), use, name=cell.names[tensor.key] if masters else None)
+            name = cell.names[tensor.key] if masters else None
+            root[self.written[tensor.key]] = self._slot(len(uses), use, name)
             uses.append(use)
         if not masters:
-            root[STRUCTURED_NAMES] = {t.key: cell.names[t.key] for t in plain}
+            root[STRUCTURED_NAMES] = {self.written[t.key]: cell.names[t.key] for t in plain}
         self._file(self._name(EMA, cell, shard), root, cell, uses)
 
     def _master_weights(self, cell: _Cell, shard: int, state: str, uses: list[_SlotUse]) -> dict[str, object]:
@@ -438,9 +443,9 @@ class _Writer:
         return CellMeta(
             strategy=self.target.strategy,
             comm_overlap=self.target.sharding.comm_overlap,
-            names=cell.names,
+            names={self.written[key]: name for key, name in cell.names.items()},
             parameters={
-                tensor.key: ParameterMeta(
+                self.written[tensor.key]: ParameterMeta(
                     local_shape=cell.local_shapes[tensor.key],
                     dtype=tensor.dtype,
                     is_distributed=self.topology.tp > 1 and cell.cuts[tensor.key].dim is not None,

@@ -47,6 +47,12 @@ class Rule:
     """Expected global shape as sums of products of config entries, to check against."""
     tied_to: str | None = None
     """Key that shares the values where the config ties word embeddings."""
+    always_tied: bool = False
+    """Whether the family ties them whatever the config says."""
+    key_pp: str | None = None
+    """Key in the files under pipeline parallelism, where it differs; a key of the first stage, in the last one."""
+    parameter_name: str | None = None
+    """The whole parameter name where the library gives it: ``{n}`` counts, ``{layer}`` is the decoder layer."""
     where: tuple[tuple[str, Any], ...] = ()
     """Config entries that must have these values for the row to apply."""
 
@@ -69,6 +75,10 @@ class Rule:
         if self.split_if_divisible and _entry(values, self.split_if_divisible, key) % tp:
             return None
         return self.split
+
+    def twin(self, config: Config) -> str | None:
+        """The key that holds the same values in this model."""
+        return self.tied_to if self.always_tied or config.get("tie_word_embeddings") else None
 
     def class_for(self, pp: int, tp: int, sequence_parallel: bool) -> str:
         """Layer class in parameter names of a job."""
@@ -210,6 +220,9 @@ _RULE_FIELDS: dict[str, tuple[type, ...]] = {
     "name_class_sp": (str,),
     "shape": (list,),
     "tied_to": (str,),
+    "always_tied": (bool,),
+    "key_pp": (str,),
+    "parameter_name": (str,),
     "where": (dict,),
 }
 
