@@ -67,9 +67,9 @@ def test_a_size_on_the_wrong_side_is_refused(options: dict, message: str, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-def test_a_vocabulary_that_tp_does_not_divide_is_replicated_as_the_trainer_does(tmp_path: Path) -> None:
-    """Trimmed to 127 rows, two tp ranks cannot share them: each holds the whole embedding and head."""
-    name = "mp2pp2sh2_s1v2_meta_ema"
+def test_a_vocabulary_that_tp_does_not_divide_is_replicated_where_the_trainer_does(tmp_path: Path) -> None:
+    """Trimmed to 127 rows, two tp ranks of PaddleNLP each hold the whole embedding and head."""
+    name = "nlp_fused_mp2"
     truth = oracle.read_truth(case_directory(name) / "truth.safetensors")
     wanted = {key: _resized(name, array, key, 127) for key, array in truth.items()}
     paddle_reshard.convert(
@@ -80,6 +80,12 @@ def test_a_vocabulary_that_tp_does_not_divide_is_replicated_as_the_trainer_does(
     )
     oracle.assert_same_tensors(oracle.read_checkpoint(tmp_path / "target", oracle.shapes_of(wanted)), wanted)
     meta = json.loads((tmp_path / "target" / "model_meta.json").read_text())
-    described = meta["sharding_metas"]["tp01_pp00"]["param_meta"]["model.embed_tokens.weight"]
+    described = meta["sharding_metas"]["tp01_pp00"]["param_meta"]["llama.embed_tokens.weight"]
     assert described[0] == [127, 64]
     assert described[2] is False
+
+
+def test_a_vocabulary_that_tp_does_not_divide_is_refused_where_the_trainer_does(tmp_path: Path) -> None:
+    source = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
+    with pytest.raises(paddle_reshard.ReshardError, match="tp=2 does not divide vocab_size=127"):
+        paddle_reshard.convert(source, tmp_path / "target", to="tp=2", vocab_trim=127)

@@ -69,12 +69,14 @@ class Model:
         return self.layers + 3
 
     def accepts_tp(self, tp: int) -> bool:
-        """Whether heads and the MLP divide by ``tp``; a vocabulary that does not is replicated.
+        """Whether heads, the MLP and the vocabulary divide by ``tp``.
 
-        PaddleNLP replicates kv heads that do not divide, too, unless they are fused with the others.
+        PaddleNLP replicates a vocabulary that does not, and kv heads unless they are fused with the others.
         """
-        kv_heads = (self.library == "paddlenlp" and not self.fused_attention) or self.kv_heads % tp == 0
-        return self.heads % tp == 0 and kv_heads and self.intermediate % tp == 0
+        nlp = self.library == "paddlenlp"
+        kv_heads = (nlp and not self.fused_attention) or self.kv_heads % tp == 0
+        vocab = nlp or self.vocab % tp == 0
+        return self.heads % tp == 0 and kv_heads and vocab and self.intermediate % tp == 0
 
     @cached_property
     def shapes(self) -> dict[str, Shape]:
