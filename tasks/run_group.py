@@ -1,10 +1,12 @@
-"""Run one group: read its bands, move boxes between buffers, write its parts.
+"""Run one group: load its bands, move boxes from bands to parts, write its parts.
 
-Running it again writes the same bytes to the same places.
+Running it again writes the same bytes to the same places. One worker can do all of it (:func:`run_group`), or
+several can share the loading and each finish some parts (:func:`load_band`, :func:`finish_group`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_reshard.pipeline.errors import DriftError
-from paddle_reshard.pipeline.planning.match import COMPARE, MOVE
+from paddle_reshard.pipeline.geometry import Ints
+from paddle_reshard.pipeline.planning.match import COMPARE, MOVE, Ops
 from paddle_reshard.pipeline.planning.plan import Bands
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.pipeline.tensors import DTYPES
 from paddle_reshard.storage.store import ReadRange, Receipt, WritePart
 from paddle_reshard.tasks.cast import bfloat16_bits, blocks
-
-Buffer = npt.NDArray[np.uint8]
+from paddle_reshard.tasks.device import HOST, Box, Buffer, Mover
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class GroupReport:
     differences: tuple[DriftError, ...] = field(default=())
 
 
-def run_group(work: GroupWork, source: ReadRange, target: WritePart) -> GroupReport:
+def run_group(work: GroupWork, source: ReadRange, target: WritePart, mover: Mover = HOST) -> GroupReport:
     """Make the parts of one group.
 
     Raises
@@ -43,102 +45,121 @@ def run_group(work: GroupWork, source: ReadRange, target: WritePart) -> GroupRep
         If two copies of the same values differ; nothing of the group is written then. Where the work allows
         replica drift, it is reported instead; a parameter that is not the cast of its master weight never is.
     """
-    bands = _read_bands(work, source)
-    report = _compare(work, bands)
-    for difference in report.differences:
-        if not (work.allow_replica_drift and difference.replicas):
-            raise difference
-    parts = [np.zeros(int(p["stop"] - p["start"]), dtype=np.uint8) for p in work.parts]
-    for index, offset, content in work.literals:
-        parts[index][offset : offset + len(content)] = np.frombuffer(content, dtype=np.uint8)
-    for op in work.ops[work.ops["kind"] == MOVE]:
-        index = _locate(work.parts, int(op["target_file"]), int(op["target_byte"]))
-        to = _view(parts[index], int(work.parts[index]["start"]), op, "target")
-        _move(_source_view(work, bands, op, "source"), to)
-    receipts = tuple(
-        target.write_part(work.target_paths[int(part["file"])], int(part["start"]), buffer.data)
-        for part, buffer in zip(work.parts, parts, strict=True)
-        if len(buffer)
-    )
-    return GroupReport(
-        group=work.group,
-        read_bytes=report.read_bytes,
-        written_bytes=sum(len(buffer) for buffer in parts),
-        receipts=receipts,
-        compared_elements=report.compared_elements,
-        differences=report.differences,
-    )
+    return finish_group(work, _load_bands(work, source), target, mover)
 
 
 def compare_group(work: GroupWork, source: ReadRange) -> GroupReport:
     """Make the comparisons of one group and report every pair of boxes that differs."""
-    return _compare(work, _read_bands(work, source))
+    return compare_bands(work, _load_bands(work, source))
 
 
-def _read_bands(work: GroupWork, source: ReadRange) -> list[Buffer]:
-    bands = []
-    for band in work.bands:
-        buffer = np.empty(int(band["stop"] - band["start"]), dtype=np.uint8)
-        source.read_into(work.source_paths[int(band["file"])], int(band["start"]), buffer.data)
-        bands.append(buffer)
-    return bands
+def load_band(source: ReadRange, path: str, start: int, stop: int) -> Buffer:
+    """The bytes ``[start, stop)`` of one source file."""
+    buffer = np.empty(stop - start, dtype=np.uint8)
+    source.read_into(path, start, buffer.data)
+    return buffer
 
 
-def _compare(work: GroupWork, bands: list[Buffer]) -> GroupReport:
+def _load_bands(work: GroupWork, source: ReadRange) -> list[Buffer]:
+    return [
+        load_band(source, work.source_paths[int(band["file"])], int(band["start"]), int(band["stop"]))
+        for band in work.bands
+    ]
+
+
+def finish_group(
+    work: GroupWork, bands: Sequence[Buffer], target: WritePart, mover: Mover = HOST
+) -> GroupReport:
+    """Compare, make and write the parts of a group whose ``bands`` are loaded; they are only read."""
+    compared = compare_bands(work, bands)
+    for difference in compared.differences:
+        if not (work.allow_replica_drift and difference.replicas):
+            raise difference
+    loaded = [mover.load(band) for band in bands]
+    moves = work.ops[work.ops["kind"] == MOVE]
+    places = locate(work.parts, moves, "target")
+    receipts = []
+    for index, part in enumerate(work.parts):
+        if part["start"] < part["stop"]:
+            buffer = _make_part(work, index, moves[places == index], loaded, mover)
+            path = work.target_paths[int(part["file"])]
+            receipts.append(target.write_part(path, int(part["start"]), buffer.data))
+    return GroupReport(
+        group=work.group,
+        read_bytes=compared.read_bytes,
+        written_bytes=int((work.parts["stop"] - work.parts["start"]).sum()),
+        receipts=tuple(receipts),
+        compared_elements=compared.compared_elements,
+        differences=compared.differences,
+    )
+
+
+def _make_part(work: GroupWork, index: int, moves: Ops, bands: Sequence[Any], mover: Mover) -> Buffer:
+    """All bytes of one part: moved values, literal bytes, and zeros where there is neither."""
+    part = work.parts[index]
+    start = int(part["start"])
+    made = mover.zeros(int(part["stop"]) - start)
+    for op, band in zip(moves, locate(work.bands, moves, "source"), strict=True):
+        source = _box(bands[band], int(work.bands[band]["start"]), op, "source")
+        mover.move(source, _box(made, start, op, "target"))
+    buffer = mover.fetch(made)
+    for place, offset, content in work.literals:
+        if place == index:
+            buffer[offset : offset + len(content)] = np.frombuffer(content, dtype=np.uint8)
+    return buffer
+
+
+def compare_bands(work: GroupWork, bands: Sequence[Buffer]) -> GroupReport:
+    """Make the comparisons of a group whose ``bands`` are loaded, and report every pair that differs."""
     differences = []
     compared = 0
-    for op in work.ops[work.ops["kind"] == COMPARE]:
-        one = _source_view(work, bands, op, "source")
-        other = _source_view(work, bands, op, "target")
+    ops = work.ops[work.ops["kind"] != MOVE]
+    places = (locate(work.bands, ops, side) for side in ("source", "target"))
+    for op, *pair in zip(ops, *places, strict=True):
+        one, other = (
+            _box(bands[band], int(work.bands[band]["start"]), op, side).array()
+            for band, side in zip(pair, ("source", "target"), strict=True)
+        )
         compared += one.size
         tensor = work.tensors[int(op["tensor"])]
         difference = _first_difference(one, other, np.dtype(f"<{tensor.dtype.code}"))
         if difference is not None:
             place, a, b = difference
-            index = tuple(int(p + o) for p, o in zip(place, op["offset"], strict=False))
+            dims = len(tensor.global_shape)
+            index = tuple(int(p + o) for p, o in zip(place[:dims], op["offset"][:dims], strict=True))
             differences.append(
                 DriftError(
                     tensor.label,
                     f"element {index} is {a} and {b}",
                     work.source_paths[int(op["source_file"])],
                     work.source_paths[int(op["target_file"])],
-                    bool(op["tensor"] == op["feed"]),
+                    bool(op["kind"] == COMPARE),
                 )
             )
     read = sum(len(buffer) for buffer in bands)
     return GroupReport(work.group, read, 0, (), compared, tuple(differences))
 
 
-def _locate(ranges: Bands, file: int, byte: int) -> int:
-    """Index of the range that holds a byte of a file; ``ranges`` is sorted by file and start."""
-    low = int(np.searchsorted(ranges["file"], file, side="left"))
-    high = int(np.searchsorted(ranges["file"], file, side="right"))
-    return low + int(np.searchsorted(ranges["start"][low:high], byte, side="right")) - 1
+def locate(ranges: Bands, ops: Ops, side: str) -> Ints:
+    """For each op, the index of the range that holds one ``side``; ``ranges`` is sorted by file and start."""
+    found = np.zeros(len(ops), dtype=np.int64)
+    for file in np.unique(ops[f"{side}_file"]):
+        low, high = (int(np.searchsorted(ranges["file"], file, end)) for end in ("left", "right"))
+        here = ops[f"{side}_file"] == file
+        found[here] = low - 1 + np.searchsorted(ranges["start"][low:high], ops[f"{side}_byte"][here], "right")
+    return found
 
 
-def _source_view(work: GroupWork, bands: list[Buffer], op: np.void, side: str) -> npt.NDArray[Any]:
-    index = _locate(work.bands, int(op[f"{side}_file"]), int(op[f"{side}_byte"]))
-    return _view(bands[index], int(work.bands[index]["start"]), op, side)
-
-
-def _view(buffer: Buffer, start: int, op: np.void, side: str) -> npt.NDArray[Any]:
-    """One side's box of an op as an array on the buffer that holds its bytes."""
+def _box(buffer: Any, start: int, op: np.void, side: str) -> Box:
+    """One side's box of an op, on the buffer that holds the file from byte ``start`` on."""
     dtype = DTYPES[int(op[f"{side}_dtype"])]
-    return np.ndarray(
-        shape=tuple(op["extents"].tolist()),
-        dtype=np.dtype(f"<{dtype.code}"),
+    return Box(
         buffer=buffer,
-        offset=int(op[f"{side}_byte"]) - start,
+        byte_offset=int(op[f"{side}_byte"]) - start,
+        dtype=np.dtype(f"<{dtype.code}"),
+        extents=tuple(op["extents"].tolist()),
         strides=tuple(op[f"{side}_strides"].tolist()),
     )
-
-
-def _move(source: npt.NDArray[Any], target: npt.NDArray[Any]) -> None:
-    if source.dtype == target.dtype:
-        target[...] = source
-        return
-    for block in blocks(source.shape):
-        target[block] = bfloat16_bits(source[block])
 
 
 def _first_difference(

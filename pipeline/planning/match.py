@@ -2,8 +2,8 @@
 
 Both sides are fragments of the same logical tensors. Wherever two boxes meet there is one *op*: a strided box
 moved from one place to another (``MOVE``: a copy, or a cast where the dtypes differ), or two strided boxes
-that must hold the same values (``COMPARE``: further copies of a tensor, and parameters that the target does
-not store because they are the cast of their master weight).
+that must hold the same values: further copies of a tensor (``COMPARE``), and parameters that the target does
+not store because they are the cast of their master weight (``CHECK``).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from paddle_reshard.pipeline.errors import CoverageError, PlanError, Unsupported
 from paddle_reshard.pipeline.geometry import MAX_DIMS, Ints, intersect, padded, pairs_within
 from paddle_reshard.pipeline.tensors import DTYPES, Tensor
 
-MOVE, COMPARE = 0, 1
+MOVE, COMPARE, CHECK = 0, 1, 2
 
 OP = np.dtype(
     [
-        ("kind", np.int8),  # MOVE or COMPARE
+        ("kind", np.int8),  # MOVE, COMPARE or CHECK
         ("tensor", np.int32),  # whose values these are
         ("feed", np.int32),  # the tensor they are read from: another one where it is implied
         ("source_file", np.int32),
         ("source_dtype", np.int8),
-        ("target_file", np.int32),  # of a COMPARE: a source file too
+        ("target_file", np.int32),  # of all but a MOVE: a source file too
         ("target_dtype", np.int8),
         ("source_byte", np.int64),  # of the first element
         ("target_byte", np.int64),
@@ -112,13 +112,15 @@ def plan_ops(source: Catalog, target: Fragments, compare_replicas: bool = True) 
     _check_written_once(moves, clipped(target, source.tensors), source.tensors)
     unmoved = sorted(set(np.unique(primary["tensor"])) - set(np.unique(moves["feed"])))
     implied = _implied_by_definition(source, unmoved)
-    redundant = np.isin(source.fragments["tensor"], list(implied))
-    if compare_replicas:
-        redundant |= source.fragments["replica"] > 0
-    else:
-        redundant &= source.fragments["replica"] == 0
-    comparisons = match(primary, source.fragments[redundant], implied, count, kind=COMPARE)
-    return np.concatenate([moves, comparisons])
+    copies = source.fragments[source.fragments["replica"] > 0] if compare_replicas else primary[:0]
+    left_out = primary[np.isin(primary["tensor"], list(implied))]
+    return np.concatenate(
+        [
+            moves,
+            match(primary, copies, implied, count, kind=COMPARE),
+            match(primary, left_out, implied, count, kind=CHECK),
+        ]
+    )
 
 
 def clipped(target: Fragments, tensors: Sequence[Tensor]) -> Fragments:

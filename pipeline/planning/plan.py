@@ -20,7 +20,6 @@ from paddle_reshard.pipeline.errors import CoverageError, MemoryBudgetError
 from paddle_reshard.pipeline.geometry import Ints
 from paddle_reshard.pipeline.layouts.hybrid.target import TargetFiles
 from paddle_reshard.pipeline.planning.match import (
-    COMPARE,
     ITEMSIZES,
     MOVE,
     Ops,
@@ -265,7 +264,7 @@ def _merge(keys: npt.NDArray[np.int64], start: Ints, stop: Ints, gap: int) -> tu
 
 def plan_bands(ops: Ops, groups: Ints) -> Bands:
     """The source byte ranges that each group reads, near ones joined."""
-    compares = ops["kind"] == COMPARE
+    compares = ops["kind"] != MOVE
     source, target = hull(ops, "source"), hull(ops, "target")
     files = int(max(ops["source_file"].max(initial=0), ops["target_file"].max(initial=0))) + 1
     keys = np.concatenate(

@@ -63,8 +63,11 @@ def read_one_card(folder: Path) -> dict[str, bytes]:
             if entry.endswith(f"_{suffix}") and name in keys:
                 found[f"{keys[name]}.{suffix}"] = bits(value)
     if (folder / "ema.pdopt").exists():
-        for name, value in load(folder / "ema.pdopt")["master_weights"].items():
+        ema = load(folder / "ema.pdopt")
+        for name, value in ema.pop("master_weights").items():
             found[f"{keys[name]}.ema_w_0"] = bits(value)
+        ema.pop(NAMES, None)
+        found |= {f"{key}.ema": bits(value) for key, value in ema.items()}
     return found
 
 

@@ -1,9 +1,10 @@
 """Runs in the trainer's Python: the laboratory's script, which dumps the live state, with three gaps filled.
 
 The script was written to look at a job that has trained. Right after loading, three things are in another
-place: parameters that stage 3 cuts are slices until the model asks for them; with overlapped sharding communication the buffers are still the pipeline's (the optimizer takes
-them over in its first step), and states of parameters without a master weight wait in the optimizer's
-``_accumulators_holder``. All are shown to the script where it looks; nothing is computed or changed.
+place: parameters that stage 3 cuts are slices until the model asks for them; with overlapped sharding
+communication the buffers are still the pipeline's (the optimizer takes them over in its first step); and
+states of parameters without a master weight wait in the optimizer's ``_accumulators_holder``. All are shown
+to the script where it looks; nothing is computed or changed.
 """
 
 import functools

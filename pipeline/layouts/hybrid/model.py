@@ -29,6 +29,8 @@ class ModelTensor:
     """Whether the optimizer keeps a master weight."""
     tied_to: str | None = None
     """The key that holds the same values."""
+    automatic_name: str | None = None
+    """Name in the source of a buffer that nobody named; it has no meaning and no loader looks at it."""
 
     @property
     def trained(self) -> bool:
@@ -56,6 +58,7 @@ class NamedTensor:
     key: str
     rule: Rule
     tied_to: str | None
+    automatic_name: str | None = None
 
 
 def predict_parameter_names(
@@ -73,6 +76,9 @@ def predict_parameter_names(
     for tensor in tensors:
         if tensor.tied_to in names:
             names[tensor.key] = names[tensor.tied_to or ""]
+            continue
+        if tensor.automatic_name is not None:
+            names[tensor.key] = tensor.automatic_name
             continue
         module, _, leaf = tensor.key.rpartition(".")
         name_class = tensor.rule.class_for(pp, tp, sequence_parallel)

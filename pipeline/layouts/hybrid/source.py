@@ -7,6 +7,7 @@ result is a catalog of fragments, proven to cover every tensor exactly once.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -62,6 +63,9 @@ from paddle_reshard.pipeline.tensors import (
 )
 from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef, SplitArray
+
+AUTOMATIC_NAME = re.compile(r"(eager_tmp|generated_tensor)_\d+")
+"""What Paddle calls a tensor that nobody named; the number counts all such tensors of the process."""
 
 
 @dataclass(frozen=True)
@@ -263,6 +267,7 @@ def _read_tensor(
         accumulators=tuple(name for name in ACCUMULATORS if name in states),
         master=(holder, MASTER_WEIGHT) in cell.arrays,
         tied_to=rule.twin(config),
+        automatic_name=None if states or not AUTOMATIC_NAME.fullmatch(cell.names[key]) else cell.names[key],
     )
 
 

@@ -1,0 +1,427 @@
+"""Run a plan on Ray: the same groups as inline, in any order, on as many workers as there are.
+
+The driver hands out groups one at a time to actors (``ReshardWorker``), so a worker's memory is one group's
+peak and groups are made only as fast as they are run. Ray restarts nothing by itself: groups are idempotent, so
+a group whose worker was lost is handed out again by the driver, up to ``ATTEMPTS`` times, and the worker is
+replaced. A refusal (``ReshardError``) by any worker stops everything and arrives whole.
+
+A group alone on a worker never touches Ray's object store. A group that is *exchanged* is shared by several
+workers (:mod:`paddle_reshard.clusters.exchange`): its bands become ``ObjectRef``\\ s, which the makers of its
+parts take as resolved arguments, without a copy on the node that loaded them. The bands of all groups that are
+being exchanged are at most half of the smallest node's object store: even if every node came to hold all of
+them, Ray would not spill.
+
+Settings are pickled to the workers with the source and the writer, which may hold credentials: they are passed
+as arguments, and never printed or logged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from paddle_reshard.clusters.exchange import band_bytes, merge_reports, split_group
+from paddle_reshard.clusters.worker import ReshardWorker
+from paddle_reshard.pipeline.errors import MemoryBudgetError, ReshardError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.planning.work import GroupWork
+from paddle_reshard.storage.store import ReadRange, WritePart
+from paddle_reshard.tasks.run_group import GroupReport
+
+log = logging.getLogger(__name__)
+
+EXCHANGES = ("auto", "always", "never")
+DEVICES = ("cpu", "gpu")
+ATTEMPTS = 4
+"""How often a group is tried, and how often a worker is started before its place is given up."""
+SHARED_BYTES = 32 << 20
+"""Groups below this peak are not worth sharing; ``exchange="always"`` shares them all the same."""
+PATIENCE_SECONDS = 60.0
+"""How long nothing may happen before the log says what is waited for."""
+
+
+class GroupFailedError(ReshardError):
+    """A group could not be run, wherever it was tried. ``tensor`` is the first one in it."""
+
+    def __init__(self, tensor: str, group: int, attempts: int, cause: str) -> None:
+        super().__init__(tensor, group, attempts, cause)
+        self.tensor, self.group, self.attempts, self.cause = tensor, group, attempts, cause
+
+    def __str__(self) -> str:
+        return f"{self.tensor}: group {self.group} failed {self.attempts} times, at last with: {self.cause}"
+
+
+@dataclass(frozen=True)
+class RayEngine:
+    """Settings of a run on Ray; called with groups, it is an ``Engine``."""
+
+    address: str | None = None
+    """``host:port``, or ``auto`` for the cluster on this machine. ``None``: what ``RAY_ADDRESS`` says, else a Ray
+    of our own that ends with the run. A process that has joined Ray already stays where it is."""
+    workers: int | None = None
+    """Default: as many as the cluster has room for. Never more than could be busy."""
+    memory_bytes: int = 1 << 30
+    """What each worker may use, and reserves; no group's peak may exceed it."""
+    exchange: str = "auto"
+    """``auto``: the last large groups are shared by workers that would be idle; ``always``; ``never``."""
+    device: str = "cpu"
+    """``cpu``: moves are made with NumPy. ``gpu``: each worker has one GPU of its own, and Paddle makes them."""
+    place: str = "gpu"
+    """What Paddle calls the device of a worker that has one. Its CPU device, ``cpu``, makes the same bits."""
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and self.workers < 1:
+            raise UsageError(f"{self.workers} workers: at least 1 is needed")
+        for value, known, what in (
+            (self.exchange, EXCHANGES, "exchange"),
+            (self.device, DEVICES, "device"),
+        ):
+            if value not in known:
+                raise UsageError(f"unknown {what} {value!r}; known are {', '.join(known)}")
+        if self.address is not None and "://" in self.address:
+            raise UsageError(
+                f"Ray at {self.address!r}: give host:port of the head node, or submit a job to that cluster"
+            )
+
+    def __call__(
+        self, works: Iterable[GroupWork], source: ReadRange, target: WritePart
+    ) -> Iterator[GroupReport]:
+        """Run every group, and report each as it is done. Closing the iterator ends all workers."""
+        works = iter(works)
+        for first in works:
+            with _joined_ray(self):
+                run = _Run(self, chain([first], works), source, target)
+                try:
+                    yield from run.reports()
+                finally:
+                    run.end()
+
+    @property
+    def demand(self) -> dict[str, float]:
+        """What Ray reserves for each worker."""
+        gpu = {"GPU": 1.0} if self.device == "gpu" else {}
+        return {"CPU": 1.0, "memory": float(self.memory_bytes), **gpu}
+
+
+@contextlib.contextmanager
+def _joined_ray(engine: RayEngine) -> Iterator[None]:
+    """Be part of a Ray cluster. One of our own ends afterwards; one that others started is only left."""
+    if ray.is_initialized():
+        yield
+        return
+    address = engine.address or os.environ.get("RAY_ADDRESS") or "local"
+    local: dict[str, Any] = {"num_cpus": engine.workers, "include_dashboard": False}
+    try:
+        ray.init(
+            address,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            **(local if address == "local" else {}),
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise UsageError(f"cannot join Ray at {address!r}: {_one_line(error)}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A place for an actor, and the actor that is there."""
+
+    number: int
+    actor: Any
+    starts: int = 1
+    """Actors that were started here since one was ready."""
+    ready: bool = False
+
+
+@dataclass(eq=False)
+class _Attempt:
+    """One group on its way."""
+
+    work: GroupWork
+    number: int = 1
+    shares: int = 0
+    """Workers that have not yet ended their share of it."""
+    object_bytes: int = 0
+    """Bands of it in the object store."""
+    reports: list[GroupReport] = field(default_factory=list)
+    failure: RayError | None = None
+
+
+class _Run:
+    """One run of all groups. Everything happens on the driver's one thread, between two waits."""
+
+    def __init__(
+        self, engine: RayEngine, works: Iterator[GroupWork], source: ReadRange, target: WritePart
+    ) -> None:
+        self.engine, self.works, self.source, self.target = engine, works, source, target
+        self.queue: deque[_Attempt] = deque()
+        self.exhausted = False
+        """Whether all groups that are left are in the queue."""
+        self.running = 0
+        self.workers: list[_Worker] = []
+        self.idle: list[_Worker] = []
+        self.pending: dict[Any, tuple[_Worker, _Attempt | None]] = {}
+        """What was asked of whom: a share of a group, or (``None``) whether it is there."""
+        self.actor_class: Any = ray.remote(ReshardWorker)
+        self.bundles: PlacementGroup | None = None
+        every: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        nodes = [node["Resources"] for node in every if node["Alive"]]
+        self.room = _room(nodes, engine.demand)
+        self.most_object_bytes = min((int(n.get("object_store_memory", 0)) for n in nodes), default=0) // 2
+        self.object_bytes = 0
+        """Bands in the object store."""
+
+    def reports(self) -> Iterator[GroupReport]:
+        """Run all groups."""
+        self._start_workers()
+        while True:
+            self._hand_out()
+            if not self.queue and not self.running:
+                return
+            done, _ = ray.wait(list(self.pending), timeout=PATIENCE_SECONDS)
+            if not done and not self.running:
+                log.warning("still waiting for workers; each needs %s", _readable(self.engine.demand))
+            for ref in done:
+                yield from self._settle(ref)
+
+    def end(self) -> None:
+        """End all workers, whatever they are doing."""
+        self.pending.clear()
+        with contextlib.suppress(RayError):
+            for worker in self.workers:
+                ray.kill(worker.actor)
+            if self.bundles is not None:
+                remove_placement_group(self.bundles)
+
+    # ------------------------------------------------------------------------------------------ workers
+
+    def _start_workers(self) -> None:
+        engine = self.engine
+        count = _worker_count(engine, self.room)
+        self._look_ahead(count)
+        if self.exhausted:
+            most = (1 if engine.exchange == "never" else len(a.work.bands) for a in self.queue)
+            count = min(count, sum(max(1, bands) for bands in most))
+        if engine.device == "gpu":
+            self.bundles = placement_group([engine.demand] * count, strategy="PACK")
+        for number in range(count):
+            worker = _Worker(number, self._actor(number))
+            self.workers.append(worker)
+            self._ask_whether_there(worker)
+
+    def _actor(self, number: int) -> Any:
+        """Start the actor of one worker; Ray restarts and retries nothing, see above."""
+        engine = self.engine
+        strategy: Any = "SPREAD"
+        if self.bundles is not None:
+            strategy = PlacementGroupSchedulingStrategy(self.bundles, placement_group_bundle_index=number)
+        options = self.actor_class.options(
+            num_cpus=1,
+            num_gpus=0 if self.bundles is None else 1,
+            memory=engine.memory_bytes,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=strategy,
+        )
+        return options.remote(self.source, self.target, None if self.bundles is None else engine.place)
+
+    def _ask_whether_there(self, worker: _Worker) -> None:
+        self.pending[worker.actor.prepare.remote()] = (worker, None)
+
+    def _welcome(self, worker: _Worker, answer: Any) -> None:
+        """A worker said that it is there, or failed to."""
+        if not isinstance(answer, RayError):
+            if not worker.ready:
+                log.info("worker %d: %s", worker.number, answer)
+            worker.ready, worker.starts = True, 1
+            self.idle.append(worker)
+            return
+        cause = _cause(answer)
+        ray.kill(worker.actor)
+        if not worker.ready and worker.starts >= ATTEMPTS:
+            self.workers.remove(worker)
+            if not self.workers:
+                raise ReshardError(f"no worker could be started on the Ray cluster: {cause}") from answer
+            log.warning("worker %d: given up after %d starts: %s", worker.number, worker.starts, cause)
+            return
+        log.warning("worker %d: lost, and started again: %s", worker.number, cause)
+        worker.starts = 1 if worker.ready else worker.starts + 1
+        worker.ready = False
+        worker.actor = self._actor(worker.number)
+        self._ask_whether_there(worker)
+
+    # ------------------------------------------------------------------------------------------- groups
+
+    def _look_ahead(self, count: int) -> None:
+        """Have ``count`` groups in the queue, if there are that many."""
+        while not self.exhausted and len(self.queue) < count:
+            work = next(self.works, None)
+            if work is None:
+                self.exhausted = True
+            else:
+                self.queue.append(_Attempt(work))
+
+    def _hand_out(self) -> None:
+        """Give the waiting groups to idle workers."""
+        while self.idle:
+            self._look_ahead(len(self.idle) + 1)
+            count = self._workers_for(self.queue[0]) if self.queue else 0
+            if count == 0:
+                return
+            attempt = self.queue.popleft()
+            members, self.idle = self.idle[:count], self.idle[count:]
+            self.running += 1
+            attempt.shares = count
+            if count == 1:
+                self.pending[members[0].actor.run.remote(attempt.work)] = (members[0], attempt)
+            else:
+                self._exchange(attempt, members)
+
+    def _workers_for(self, attempt: _Attempt) -> int:
+        """How many of the idle workers take a group; 0 where it has to wait for more of them."""
+        work, idle, exchange = attempt.work, len(self.idle), self.engine.exchange
+        if work.peak_bytes > self.engine.memory_bytes:
+            raise MemoryBudgetError(_first_tensor(work), self.engine.memory_bytes, work.peak_bytes)
+        needed_bytes = band_bytes(work)
+        if (
+            exchange == "never"
+            or attempt.number > 1  # what failed shared is tried in the simplest way
+            or len(work.bands) < 2
+            or len(self.workers) < 2
+            or needed_bytes > self.most_object_bytes
+        ):
+            return 1
+        fits = self.object_bytes + needed_bytes <= self.most_object_bytes
+        if exchange == "always":
+            return idle if fits and idle > 1 else 0
+        if not fits or not self.exhausted or work.peak_bytes < SHARED_BYTES:
+            return 1
+        return max(1, min(idle // len(self.queue), len(work.bands)))
+
+    def _exchange(self, attempt: _Attempt, members: list[_Worker]) -> None:
+        """Share a group: its bands become object refs, and the parts are made from those.
+
+        All bands are asked for before anything is made of them: a worker answers in order, so none waits for
+        another that waits for it.
+        """
+        work = attempt.work
+        shares = split_group(work, len(members))
+        attempt.object_bytes = band_bytes(work)
+        self.object_bytes += attempt.object_bytes
+        bands = {}
+        for member, share in zip(members, shares, strict=True):
+            for number in share.loads:
+                band = work.bands[number]
+                path = work.source_paths[int(band["file"])]
+                bands[number] = member.actor.load.remote(path, int(band["start"]), int(band["stop"]))
+        for member, share in zip(members, shares, strict=True):
+            needed = (bands[number] for number in share.needs)
+            self.pending[member.actor.finish.remote(share.work, *needed)] = (member, attempt)
+
+    def _settle(self, ref: Any) -> Iterator[GroupReport]:
+        """Take one answer; yields a report if it was the last that a group waited for."""
+        worker, attempt = self.pending.pop(ref)
+        try:
+            answer = ray.get(ref)
+        except RayError as failure:
+            answer = failure
+        if isinstance(answer, ReshardError):
+            raise answer
+        if attempt is None:
+            self._welcome(worker, answer)
+            return
+        if isinstance(answer, RayError):
+            attempt.failure = answer
+            self._ask_whether_there(worker)
+        else:
+            attempt.reports.append(answer)
+            self.idle.append(worker)
+        attempt.shares -= 1
+        if attempt.shares == 0:
+            self.running -= 1
+            self.object_bytes -= attempt.object_bytes
+            if attempt.failure is None:
+                yield merge_reports(attempt.work, attempt.reports)
+            else:
+                self._try_again(attempt.work, attempt.number, attempt.failure)
+
+    def _try_again(self, work: GroupWork, number: int, failure: RayError) -> None:
+        cause = _cause(failure)
+        if number >= ATTEMPTS:
+            raise GroupFailedError(_first_tensor(work), work.group, number, cause) from failure
+        log.warning("group %d: attempt %d failed: %s", work.group, number, cause)
+        self.queue.appendleft(_Attempt(work, number + 1))
+
+
+def _room(nodes: Iterable[Mapping[str, float]], demand: Mapping[str, float]) -> int:
+    """How many workers fit on the nodes of a cluster, if nothing else runs there.
+
+    >>> _room([{"CPU": 8, "memory": 3e9}, {"CPU": 1, "memory": 9e9}], {"CPU": 1, "memory": 1e9})
+    4
+    """
+    return sum(min(int(node.get(name, 0) // need) for name, need in demand.items()) for node in nodes)
+
+
+def _worker_count(engine: RayEngine, room: int) -> int:
+    """How many workers to start.
+
+    Raises
+    ------
+    UsageError, UnsupportedError
+        If there is no room, or not for as many as wanted where that cannot change: each with a GPU of its own.
+    """
+    if engine.device == "gpu" and room < (engine.workers or 1):
+        raise UnsupportedError(
+            f"device gpu: the Ray cluster has room for {room} workers of {_readable(engine.demand)} each, "
+            f"{engine.workers or 1} wanted"
+        )
+    if engine.workers is None and not room:
+        raise UsageError(
+            f"no node of the Ray cluster has {_readable(engine.demand)} for a worker; use less --memory, or "
+            "say how many --workers the cluster will grow to"
+        )
+    count = engine.workers or room
+    if count > room:
+        log.warning("%d workers wanted, the Ray cluster has room for %d now", count, room)
+    return count
+
+
+def _readable(demand: Mapping[str, float]) -> str:
+    parts = [
+        f"{amount / (1 << 20):.0f}MiB" if name == "memory" else f"{amount:g} {name}"
+        for name, amount in demand.items()
+    ]
+    return ", ".join(parts)
+
+
+def _first_tensor(work: GroupWork) -> str:
+    """What to call a group by; one without values by its first file."""
+    if len(work.ops):
+        return work.tensors[int(work.ops["tensor"][0])].label
+    return next(iter(work.target_paths.values()), "nothing")
+
+
+def _cause(failure: RayError) -> str:
+    """What went wrong, in one line: the error in the worker, or what Ray says of its end."""
+    cause = getattr(failure, "cause", None) if isinstance(failure, RayTaskError) else None
+    if isinstance(cause, BaseException):
+        return f"{type(cause).__name__}: {_one_line(cause)}"
+    return f"{type(failure).__name__}: {_one_line(failure)}"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:500]

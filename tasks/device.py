@@ -1,0 +1,179 @@
+"""Where do the moves of a group run: on the CPU with NumPy, or on any device of Paddle?
+
+A *mover* holds the bands and the parts of one group where it works on them: every band is brought there once,
+boxes are moved from bands to parts, every part is fetched once. All movers give the same bits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from importlib import import_module
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from paddle_reshard.pipeline.errors import UnsupportedError
+from paddle_reshard.tasks.cast import bfloat16_bits, blocks
+
+Buffer = npt.NDArray[np.uint8]
+OLDEST_PADDLE = (2, 6)
+"""The first release with strided views (``paddle.as_strided``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A strided box of elements on a buffer; offset and strides in bytes."""
+
+    buffer: Any
+    """What the mover made of a band or a part."""
+    byte_offset: int
+    dtype: np.dtype[Any]
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def array(self) -> npt.NDArray[Any]:
+        """The box as an array on its buffer, where that is in host memory."""
+        return np.ndarray(self.extents, self.dtype, self.buffer, self.byte_offset, self.strides)
+
+
+class Mover(Protocol):
+    """Moves boxes between the bands and the parts of a group."""
+
+    def load(self, band: Buffer) -> Any:
+        """Bring a band to where the moves are made; it is only read."""
+
+    def zeros(self, nbytes: int) -> Any:
+        """A part, all zeros."""
+
+    def move(self, source: Box, target: Box) -> None:
+        """Copy a box of a band into a part, or cast it where the dtypes differ."""
+
+    def fetch(self, part: Any) -> Buffer:
+        """Bring a part back into host memory, where it can be written to."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostMover:
+    """Moves in host memory, with NumPy."""
+
+    def load(self, band: Buffer) -> Buffer:
+        """The band itself."""
+        return band
+
+    def zeros(self, nbytes: int) -> Buffer:
+        """A part, all zeros."""
+        return np.zeros(nbytes, dtype=np.uint8)
+
+    def move(self, source: Box, target: Box) -> None:
+        """Copy or cast; a cast works in blocks and needs no memory to speak of."""
+        one, other = source.array(), target.array()
+        if one.dtype == other.dtype:
+            other[...] = one
+            return
+        for block in blocks(one.shape):
+            other[block] = bfloat16_bits(one[block])
+
+    def fetch(self, part: Buffer) -> Buffer:
+        """The part itself."""
+        return part
+
+
+HOST = HostMover()
+
+
+class PaddleMover:
+    """Moves on a device of Paddle: strided copies, concats and casts are Paddle's own operators.
+
+    Buffers are tensors of bytes, and boxes are strided views of them, because a payload may start at any byte
+    of a file. The device holds the bands, one part, and the largest box that is cast.
+
+    Raises
+    ------
+    UnsupportedError
+        If Paddle is missing or too old, lacks the device, or casts differently from the format's definition.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.paddle = _import_paddle()
+        try:
+            self.paddle.set_device(device)
+        except Exception as error:
+            raise UnsupportedError(f"this build of Paddle has no device {device!r}: {error}") from error
+        probe = np.array(PROBE_BITS, dtype="<u4").view("<f4")
+        cast = self.paddle.to_tensor(probe).astype("bfloat16").numpy()
+        if cast.tobytes() != bfloat16_bits(probe).tobytes():
+            raise UnsupportedError(f"Paddle on {device!r} does not round float32 to bfloat16 as the CPU does")
+
+    def load(self, band: Buffer) -> Any:
+        """A copy of the band on the device."""
+        return self.paddle.to_tensor(band)
+
+    def zeros(self, nbytes: int) -> Any:
+        """A part on the device, all zeros."""
+        return self.paddle.zeros([nbytes], dtype="uint8")
+
+    def move(self, source: Box, target: Box) -> None:
+        """Copy or cast on the device."""
+        if source.dtype == target.dtype:
+            self._assign(source, target)
+            return
+        nbytes = prod(source.extents) * source.dtype.itemsize
+        aligned = Box(self.zeros(nbytes), 0, source.dtype, source.extents, _contiguous(source))
+        self._assign(source, aligned)
+        rounded = aligned.buffer.view("float32").astype("bfloat16").view("uint8")
+        self._assign(Box(rounded, 0, target.dtype, source.extents, _contiguous(target)), target)
+
+    def _assign(self, source: Box, target: Box) -> None:
+        """Copy bytes between two boxes of one dtype; dims that are contiguous on both sides become one."""
+        extents, one, other = [source.dtype.itemsize], [1], [1]
+        dims = zip(reversed(source.extents), reversed(source.strides), reversed(target.strides), strict=True)
+        for extent, source_stride, target_stride in dims:
+            if extent == 1:
+                continue
+            reach = extents[0]
+            if source_stride == one[0] * reach and target_stride == other[0] * reach:
+                extents[0] *= extent
+            else:
+                extents, one, other = [extent, *extents], [source_stride, *one], [target_stride, *other]
+        strided = self.paddle.as_strided
+        values = strided(source.buffer, extents, one, source.byte_offset)
+        self.paddle.assign(values, output=strided(target.buffer, extents, other, target.byte_offset))
+
+    def fetch(self, part: Any) -> Buffer:
+        """A copy of the part in host memory."""
+        return np.require(part.numpy(), requirements="W")
+
+
+PROBE_BITS = (
+    *(0x00000000, 0x80000000, 0x3F800000, 0x3F808000, 0x3F818000, 0x3F808001),  # ±0, exact, ties, above a tie
+    *(0x00000001, 0x00008000, 0x00018000, 0x007FFFFF, 0x807FFFFF),  # denormals
+    *(0x7F7FFFFF, 0xFF7F8000, 0x7F800000, 0xFF800000),  # overflow to infinity, infinities
+    *(0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF),  # NaN, quiet and signalling
+)
+"""Bits of float32 values whose cast to bfloat16 tells one way of rounding from another."""
+
+
+def _contiguous(box: Box) -> tuple[int, ...]:
+    """Byte strides of a box of these extents and this dtype without gaps."""
+    return tuple(prod(box.extents[dim + 1 :]) * box.dtype.itemsize for dim in range(len(box.extents)))
+
+
+def _import_paddle() -> Any:
+    wanted = ".".join(map(str, OLDEST_PADDLE))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            paddle: Any = import_module("paddle")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"device gpu needs PaddlePaddle {wanted} or later on every worker, and it cannot be imported: {error}"
+        ) from error
+    version = tuple(int(number) for number in paddle.__version__.split(".")[:2])
+    if version != (0, 0) and version < OLDEST_PADDLE:  # 0.0.0 is a nightly build
+        raise UnsupportedError(
+            f"device gpu needs PaddlePaddle {wanted} or later on every worker, found {paddle.__version__}"
+        )
+    return paddle

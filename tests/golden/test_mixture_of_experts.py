@@ -1,0 +1,90 @@
+"""Mixture-of-experts models without expert parallelism: fp32 routers, fused experts, buffers, EMA of both kinds.
+
+The trainer lets tensors that every tp rank holds drift apart in these models; the truth is the first rank's copy.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import paddle_reshard
+from tests import oracle
+from tests.conftest import corpus_root
+from tests.golden.compare_one_card import read_one_card
+
+ROOT = corpus_root()
+CASES = (
+    "moe_single",
+    "moe_pp2",
+    "moe_sh2_s1v1_meta",
+    "moe_sh2_s1v2_meta",
+    "moe_mp2",
+    "moe_mp2pp2sh2_s1v2_meta_ema",
+    "qwen2moe_single",
+    "ernie45moe_single",
+    "dsv3_single",
+    "nlp_dsv2_single",
+    "nlp_qwen2moe_single",
+)
+DRIFTED = ("moe_mp2", "moe_mp2pp2sh2_s1v2_meta_ema")
+TARGETS = (
+    ("tp=2,sharding=2", "stage1v2"),
+    ("sharding=3", "stage1v1"),
+    ("sharding=2", "stage3"),
+    ("pp=2", None),
+)
+
+
+def _case(name: str) -> Path:
+    assert ROOT is not None
+    return ROOT / "corpus-moe" / name
+
+
+def _truth(name: str) -> dict[str, bytes]:
+    truth = oracle.read_truth(_case(name) / "truth.safetensors")
+    return {key: array.tobytes() for key, array in truth.items()}
+
+
+@pytest.mark.parametrize("name", CASES if ROOT else ())
+def test_on_one_card_it_equals_the_truth(name: str, tmp_path: Path) -> None:
+    source = _case(name) / "checkpoint-3"
+    report = paddle_reshard.convert(source, tmp_path / "one", to="tp=1", allow_replica_drift=name in DRIFTED)
+    assert read_one_card(tmp_path / "one") == _truth(name)
+    assert bool(report.moved.replica_drift) == (name in DRIFTED)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in CASES if n != "dsv3_single" and n != "ernie45moe_single"] if ROOT else ()
+)
+@pytest.mark.parametrize(("to", "strategy"), TARGETS)
+def test_through_every_strategy_and_back(name: str, to: str, strategy: str | None, tmp_path: Path) -> None:
+    layout = {"stage3_segment_size": 512} if strategy == "stage3" else None
+    paddle_reshard.convert(
+        _case(name) / "checkpoint-3",
+        tmp_path / "there",
+        to=to,
+        sharding_strategy=strategy,
+        layout=layout,
+        allow_replica_drift=name in DRIFTED,
+    )
+    paddle_reshard.convert(tmp_path / "there", tmp_path / "back", to="tp=1")
+    assert read_one_card(tmp_path / "back") == _truth(name)
+
+
+@pytest.mark.parametrize("name", DRIFTED if ROOT else ())
+def test_drift_is_refused_unless_allowed(name: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        paddle_reshard.ReshardError, match="with --allow-replica-drift the first copy is taken"
+    ):
+        paddle_reshard.convert(_case(name) / "checkpoint-3", tmp_path / "one", to="tp=1")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name", ["ep2_sh2_s1v2", "ep2_mp2", "ep2_sh2_s1v2_meta_ema", "nlp_dsv2_ep_dp2"] if ROOT else ()
+)
+def test_expert_parallel_checkpoints_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    with pytest.raises(paddle_reshard.ReshardError, match="expert-parallel checkpoints are not supported"):
+        paddle_reshard.convert(_case(name) / "checkpoint-3", tmp_path / "one", to="tp=1")
