@@ -394,9 +394,9 @@ def _show_plan(planned: ConversionPlan) -> None:
     facts.add_row("from", f"{planned.source.topology}, {planned.source.strategy}")
     facts.add_row("to", f"{target.topology}, {target.strategy}")
     facts.add_row("tensors", f"{len(plan.tensors)} ({len(planned.source.model.tensors)} parameters)")
-    facts.add_row(
-        "reads", f"{_size(plan.read_bytes)} from {len(plan.source_files)} tensor files, each byte once"
-    )
+    ratio = plan.read_bytes / max(plan.payload_bytes, 1)
+    again = f", {ratio:.2f} times the bytes that are needed" if ratio > 1.05 else ""
+    facts.add_row("reads", f"{_size(plan.read_bytes)} from {len(plan.source_files)} tensor files{again}")
     facts.add_row(
         "writes", f"{_size(plan.written_bytes)} in {len(plan.target_files) + len(plan.carried)} files"
     )

@@ -1,0 +1,398 @@
+"""The commands that run conversions elsewhere and again and again: ``submit`` and ``watch``.
+
+Both take the arguments of ``convert``. They are read by ``convert`` itself, so a mistake is told before anything
+is submitted, and an option that ``convert`` learns works here at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import click
+
+import paddle_reshard
+from paddle_reshard.pipeline.claims import Policy, conversion_id
+from paddle_reshard.pipeline.errors import ReshardError, UsageError
+from paddle_reshard.pipeline.topology import Topology
+from paddle_reshard.pipeline.watch import (
+    Conversion,
+    Result,
+    Watcher,
+    convert_as_job,
+    open_watcher,
+)
+from paddle_reshard.storage.locate import is_local, local_path
+
+if TYPE_CHECKING:
+    from paddle_reshard.clusters.jobs import JobRequest
+
+ReadOptions = Callable[[dict[str, Any]], dict[str, Any]]
+"""Options of ``convert`` as click gives them → keyword arguments of the API."""
+UPLOADS = ("auto", "always", "never")
+NOT_IN_THE_ID = ("memory", "cluster", "workers", "resume", "as_json", "quiet")
+"""Options that change how a conversion runs, and not what comes out."""
+_PASS_ON = {"ignore_unknown_options": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The arguments of a ``convert``, read."""
+
+    command: click.Command
+    values: Mapping[str, Any]
+    """Option or argument → value."""
+    defaults: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, command: click.Command, arguments: Sequence[str]) -> Request:
+        """Let ``convert`` read its arguments; click reports mistakes."""
+        given = command.make_context("convert", list(arguments))
+        plain = command.make_context("convert", ["SRC", "DST", "--to", "tp=1"])
+        return cls(command, given.params, plain.params)
+
+    def options(self) -> Iterator[tuple[click.Option, Any]]:
+        """Every option that is not as by default."""
+        for option in self.command.params:
+            if isinstance(option, click.Option) and option.name is not None:
+                value = self.values[option.name]
+                if option.name == "to" or value != self.defaults[option.name]:
+                    yield option, value
+
+    def files(self) -> dict[str, bytes]:
+        """Name of option → content, for every option that names a local file."""
+        return {o.name or "": value.read_bytes() for o, value in self.options() if isinstance(value, Path)}
+
+    def identify(self, source: str, target: str) -> str:
+        """The id of this conversion of ``source`` to ``target``."""
+        identity: dict[str, Any] = {"source": _absolute(source), "target": _absolute(target)}
+        files = self.files()
+        for option, value in self.options():
+            name = option.name or ""
+            if name in files:
+                identity[name] = hashlib.sha256(files[name]).hexdigest()
+            elif name == "to":
+                identity[name] = str(Topology.parse(value))
+            elif name not in NOT_IN_THE_ID and not _is_secret(name):
+                identity[name] = list(value) if isinstance(value, tuple) else value
+        return conversion_id(identity)
+
+    def spell(self, source: str, target: str, as_json: bool = False) -> tuple[str, ...]:
+        """The same as arguments for another machine: local files by their names only.
+
+        Raises
+        ------
+        UsageError
+            If an option holds credentials.
+        """
+        spelled = [_absolute(source), _absolute(target)]
+        for option, value in self.options():
+            flag = option.opts[0]
+            if _is_secret(option.name or ""):
+                raise UsageError(
+                    f"{flag} would be readable in the job's command line; put what it holds into environment "
+                    "variables and name them with --env"
+                )
+            if option.is_flag:
+                spelled.append(flag if value else option.secondary_opts[0])
+            elif isinstance(value, Path):
+                spelled += [flag, f"{option.name}.json"]
+            else:
+                for one in value if isinstance(value, tuple) else (value,):
+                    spelled += [flag, str(one)]
+        if as_json and "--json" not in spelled:
+            spelled.append("--json")
+        return tuple(spelled)
+
+
+def _is_secret(name: str) -> bool:
+    return "storage" in name
+
+
+def _absolute(location: str) -> str:
+    """A location that means the same elsewhere."""
+    if is_local(location):
+        return os.path.abspath(local_path(location))
+    if urlsplit(location).password is not None:
+        raise UsageError(f"{urlsplit(location).scheme}:// URL with a password: it would be readable in logs")
+    return location.rstrip("/")
+
+
+# ----------------------------------------------------------------------------------------------- commands
+
+
+def job_commands(convert: click.Command, read_options: ReadOptions) -> tuple[click.Command, click.Command]:
+    """``submit`` and ``watch`` for a ``convert`` command, and the function that turns its options into API calls."""
+    return _submit_command(convert), _watch_command(convert, read_options)
+
+
+def _job_options(function: Any) -> Any:
+    """What a job gets on the cluster."""
+    for option in reversed(
+        (
+            click.option(
+                "--upload",
+                type=click.Choice(UPLOADS),
+                default="auto",
+                show_default=True,
+                help="Send this package along: where the head has none or another, always, or never.",
+            ),
+            click.option(
+                "--pip", multiple=True, metavar="REQUIREMENT", help="Have the cluster install it for the job."
+            ),
+            click.option(
+                "--env",
+                multiple=True,
+                metavar="NAME",
+                help="Give the job this variable of mine, for credentials of a store. Can be repeated.",
+            ),
+            click.option(
+                "--cpus",
+                type=click.FloatRange(min=0, min_open=True),
+                help="CPUs that the converter reserves; it may then run on any node. Default: on the head.",
+            ),
+        )
+    ):
+        function = option(function)
+    return function
+
+
+def _submit_command(convert: click.Command) -> click.Command:
+    @click.command("submit", context_settings=_PASS_ON, short_help="Run a conversion as a Ray job.")
+    @click.option(
+        "--address", metavar="URL", help="http://HEAD:8265. Default: RAY_ADDRESS, or a local cluster."
+    )
+    @click.option("--follow/--no-follow", default=True, show_default=True, help="Show its output and wait.")
+    @click.option("--again", is_flag=True, help="Run it even if the same conversion has succeeded before.")
+    @_job_options
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="SRC DST --to TOPOLOGY [OPTIONS]")
+    def submit(
+        address: str | None, follow: bool, again: bool, arguments: tuple[str, ...], **job: Any
+    ) -> None:
+        """Run `paddle-reshard convert SRC DST --to TOPOLOGY …` as a job of a Ray cluster.
+
+        Takes every option of convert. The same conversion has the same submission id: submitted twice, it runs
+        once, and the second call follows the first one's job. Exit status 0 if it succeeded, 1 if not. SRC and
+        DST must mean the same on the cluster. Token authentication: RAY_AUTH_MODE, RAY_AUTH_TOKEN.
+        """
+        with _reporting():
+            request = _job_request(Request.read(convert, arguments), job, again=again)
+            status = _run_job(request, address, follow)
+        sys.exit(status)
+
+    return submit
+
+
+def _job_request(
+    request: Request,
+    job: Mapping[str, Any],
+    source: str | None = None,
+    target: str | None = None,
+    again: bool = False,
+    as_json: bool = False,
+) -> JobRequest:
+    from paddle_reshard.clusters.jobs import JobRequest
+
+    source, target = source or request.values["source"], target or request.values["target"]
+    return JobRequest(
+        arguments=request.spell(source, target, as_json),
+        submission_id=request.identify(source, target),
+        files={f"{name}.json": data for name, data in request.files().items()},
+        again=again,
+        **job,
+    )
+
+
+def _run_job(request: JobRequest, address: str | None, follow: bool) -> int:
+    """Submit, follow, and say how it ended; the exit status."""
+    from paddle_reshard.clusters.jobs import follow_job, submit_conversion
+
+    job = submit_conversion(request, address, _say)
+    _say(f"{'attached to' if job.attached else 'submitted'} {job.submission_id}")
+    if not follow:
+        click.echo(job.submission_id)
+        return 0
+    try:
+        end = follow_job(job, lambda text: click.echo(text, nl=False))
+    except KeyboardInterrupt:
+        _say(f"the job goes on; follow it with: ray job logs --follow {job.submission_id}")
+        _say(f"or by submitting the same again; stop it with: ray job stop {job.submission_id}")
+        return 130
+    _say(f"{end.submission_id} {end.status}{'' if end.succeeded else f': {end.message}'}")
+    return end.exit_status
+
+
+def _watch_command(convert: click.Command, read_options: ReadOptions) -> click.Command:
+    @click.command(
+        "watch", context_settings=_PASS_ON, short_help="Convert the checkpoints of a run as they finish."
+    )
+    @click.option(
+        "--once", is_flag=True, help="Look once and end; for cron and CI. Exit status 1 if one failed."
+    )
+    @click.option(
+        "--every", type=click.FloatRange(0), default=60, show_default=True, metavar="SECONDS", help="Pause."
+    )
+    @click.option(
+        "--keep", type=click.IntRange(1), metavar="N", help="Keep the newest N converted checkpoints."
+    )
+    @click.option(
+        "--submit", "address", metavar="ADDRESS", help="Run conversions as jobs of this Ray cluster."
+    )
+    @click.option(
+        "--retries", type=click.IntRange(0), default=3, show_default=True, help="After a failed try."
+    )
+    @click.option(
+        "--backoff",
+        type=click.FloatRange(0),
+        default=60,
+        show_default=True,
+        metavar="SECONDS",
+        help="Before the first.",
+    )
+    @click.option(
+        "--claim-timeout",
+        type=click.FloatRange(0),
+        default=6 * 3600,
+        show_default=True,
+        metavar="SECONDS",
+        help="Take over what another machine has claimed and been silent about for so long.",
+    )
+    @click.option("--retry-failed", is_flag=True, help="Forget what failed or was refused before now.")
+    @_job_options
+    @click.argument(
+        "arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN_DIR DST_ROOT --to TOPOLOGY [OPTIONS]"
+    )
+    def watch(
+        once: bool,
+        every: float,
+        keep: int | None,
+        address: str | None,
+        retries: int,
+        backoff: float,
+        claim_timeout: float,
+        retry_failed: bool,
+        arguments: tuple[str, ...],
+        **job: Any,
+    ) -> None:
+        """Convert each RUN_DIR/checkpoint-<step> to DST_ROOT/checkpoint-<step> once it is whole.
+
+        Takes every option of convert. A checkpoint is whole when its files are those of all ranks and every rank
+        has signalled; never by its age. Each is converted once, by however many watchers.
+        """
+        with _reporting(), _stopped_by_signal():
+            request = Request.read(convert, arguments)
+            overwrite = bool(request.values.get("overwrite"))
+            forget_before = time.time() if retry_failed else 0.0
+            policy = Policy(keep, retries, backoff, claim_timeout, every, overwrite, forget_before)
+            watcher = _watcher(request, read_options, policy, address, job)
+            _log_to_stderr()
+            if not once:
+                watcher.forever(every)
+            sys.exit(_watch_once(watcher))
+
+    return watch
+
+
+def _watcher(
+    request: Request, read_options: ReadOptions, policy: Policy, address: str | None, job: Mapping[str, Any]
+) -> Watcher:
+    conversion = Conversion(_api_options(request, read_options), request.identify)
+    convert = None
+    if address is not None:
+        if missing := [name for name in job["env"] if name not in os.environ]:
+            raise UsageError(f"--env {missing[0]}: no such variable is set here")
+        request.spell("", "")  # refuse credentials before the first job
+        convert = convert_as_job(
+            lambda s, t: _job_request(request, job, s, t, again=True, as_json=True), address
+        )
+    elif given := [f"--{name}" for name in ("env", "pip", "cpus") if job[name]]:
+        raise UsageError(f"{given[0]} is for jobs: give --submit ADDRESS too")
+    run, out = (_absolute(request.values[name]) for name in ("source", "target"))
+    return open_watcher(run, out, conversion, policy, convert)
+
+
+def _api_options(request: Request, read_options: ReadOptions) -> dict[str, Any]:
+    """Keyword arguments of the API; an option that it does not have is refused if it was given."""
+    known = inspect.signature(paddle_reshard.convert).parameters
+    given = {option.name for option, _ in request.options()}
+    outer = ("source", "target", "as_json", "quiet")
+    values = read_options({k: v for k, v in request.values.items() if k not in outer})
+    if foreign := [name for name in values if name not in known and name in given]:
+        raise UsageError(f"--{foreign[0].replace('_', '-')} does not go with watch")
+    return {name: value for name, value in values.items() if name in known}
+
+
+def _watch_once(watcher: Watcher) -> int:
+    results = list(watcher.once().values())
+    counts = ", ".join(f"{results.count(result)} {text}" for result, text in _WORDS.items())
+    logging.getLogger(__name__).info("%s", counts)
+    return 1 if Result.FAILED in results else 0
+
+
+_WORDS = {
+    Result.CONVERTED: "converted",
+    Result.DONE: "converted before",
+    Result.WAITING: "waiting",
+    Result.FAILED: "failed",
+}
+
+
+# ------------------------------------------------------------------------------------------------- output
+
+
+def _say(message: str) -> None:
+    click.echo(f"paddle-reshard: {message}", err=True)
+
+
+@contextmanager
+def _reporting() -> Iterator[None]:
+    """Turn errors into one sentence on stderr and an exit status."""
+    try:
+        yield
+    except ReshardError as error:
+        _say(str(error))
+        sys.exit(error.exit_status)
+    except (OSError, MemoryError) as error:
+        _say(f"{type(error).__name__}: {error}")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        _say("stopped; what was claimed is free again")
+        sys.exit(130)
+
+
+@contextmanager
+def _stopped_by_signal() -> Iterator[None]:
+    """Let a termination end a conversion as an interrupt does: nothing half-made stays, the claim is given back."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _log_to_stderr() -> None:
+    """Lines with a time in UTC; Ray's own client stays quiet."""
+    formatter = logging.Formatter("%(asctime)sZ %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S")
+    formatter.converter = time.gmtime
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter)
+    logger = logging.getLogger("paddle_reshard")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False

@@ -1,0 +1,625 @@
+"""Which checkpoints of a training run are to be converted now, and which never again?
+
+All state lies beside the targets, so it survives restarts and is shared by any number of watchers::
+
+    DST_ROOT/checkpoint-<step>/paddle_reshard.json     the manifest: this target is whole
+    DST_ROOT/.paddle_reshard/claims/<id>.json          attempt 1 of conversion <id>: who, since when, how it ended
+    DST_ROOT/.paddle_reshard/claims/<id>.2.json        attempt 2, made when attempt 1 had failed or died
+    DST_ROOT/.paddle_reshard/seen/<id>.json            how a checkpoint looked that may be unfinished
+
+Creating the file of the next attempt is the claim. It is exclusive, also when a dead process's claim is taken over:
+of all watchers that want attempt 2, one gets it. Only the owner of an attempt rewrites its file.
+
+``decide`` is pure: what was seen → what to do. ``Watcher`` looks, claims, converts and records.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import paddle_reshard
+from paddle_reshard.pipeline.claims import (
+    CHECKPOINT,
+    CLAIMS,
+    Action,
+    Attempt,
+    Decision,
+    Policy,
+    Sight,
+    State,
+    claim_path,
+    decide,
+    is_gone,
+    process_start,
+    steps_of,
+    superfluous,
+    this_process,
+)
+from paddle_reshard.pipeline.errors import CheckpointError, ReshardError, TargetError, UsageError
+from paddle_reshard.pipeline.layouts.hybrid.sidecars import MANIFEST
+from paddle_reshard.pipeline.workflow import (
+    Event,
+    MoveReport,
+    StepEnded,
+    StepStarted,
+    describe_target,
+    index_checkpoint,
+    load_tables,
+)
+from paddle_reshard.storage.listing import ListingError, Shelf, open_shelf
+from paddle_reshard.storage.locate import is_local, open_source
+
+if TYPE_CHECKING:
+    from paddle_reshard.clusters.jobs import JobRequest
+
+log = logging.getLogger(__name__)
+
+SEEN = ".paddle_reshard/seen"
+HEARTBEAT_SECONDS = 60.0
+_CLAIM = re.compile(r"(?P<id>.+?)(?:\.(?P<number>\d+))?\.json")
+_SIGNAL = re.compile(r"saved_signal_\d+")
+_TRAINER_STATE = ("trainer_state.bin", "trainer_state.json")
+_BY_THE_TRAINER = re.compile(
+    r"(ema|model_state|optimizer)\..*|saved_signal_\d+|rng_state.*\.pth|model_meta\.json|training_args\.bin|"
+    r"(scheduler|scaler)\.pdparams"
+)
+_UNFINISHED = re.compile(r"save_signal_TMP_\d+")
+"""What the trainer renames to ``saved_signal_*`` once the EMA has been merged."""
+
+
+# ------------------------------------------------------------------------------------------------ conversions
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What every checkpoint is converted to."""
+
+    options: Mapping[str, Any]
+    """Keyword arguments of :func:`paddle_reshard.convert`."""
+    identify: Callable[[str, str], str]
+    """Source and target → conversion id."""
+
+    @property
+    def storage_options(self) -> Mapping[str, Any]:
+        """What fsspec needs to reach the stores."""
+        return self.options.get("storage_options") or {}
+
+
+class Outcome(Exception):
+    """A conversion did not come about; ``state`` says whether another try makes sense."""
+
+    def __init__(self, state: State, reason: str) -> None:
+        super().__init__(state, reason)
+        self.state, self.reason = state, reason
+
+
+Convert = Callable[[str, str, Callable[[], None]], None]
+"""``(source, target, check)``: convert, calling ``check`` last before publishing; raises what went wrong."""
+
+
+def convert_inline(conversion: Conversion) -> Convert:
+    """Conversions in this process."""
+
+    def convert(source: str, target: str, check: Callable[[], None]) -> None:
+        def observe(event: Event) -> None:
+            if isinstance(event, StepStarted) and event.step == "publish":
+                check()
+            elif isinstance(event, StepEnded):
+                log.info("%s: %s: %s", source.rsplit("/", 1)[-1], event.step, event.summary)
+
+        paddle_reshard.convert(source, target, observe=observe, **conversion.options)
+
+    return convert
+
+
+def convert_as_job(request_of: Callable[[str, str], JobRequest], address: str | None) -> Convert:
+    """Conversions as jobs of a Ray cluster, one at a time. Their arguments must ask for ``--json``."""
+    from paddle_reshard.clusters.jobs import JobError, follow_job, submit_conversion
+
+    def convert(source: str, target: str, check: Callable[[], None]) -> None:
+        check()
+        lines: list[str] = []
+
+        def write(text: str) -> None:
+            lines.extend(line for line in text.splitlines() if line.strip())
+
+        try:
+            job = submit_conversion(request_of(source, target), address, log.info)
+            log.info(
+                "%s: %s job %s", source, "attached to" if job.attached else "submitted", job.submission_id
+            )
+            end = follow_job(job, write)
+        except JobError as error:
+            raise Outcome(State.FAILED, str(error)) from error
+        if not end.succeeded:
+            raise outcome_of_job(lines, f"job {end.submission_id} {end.status}: {end.message}")
+
+    return convert
+
+
+def outcome_of_job(lines: Sequence[str], message: str) -> Outcome:
+    """What a failed conversion said: its one JSON object tells a refusal from a crash."""
+    for line in reversed(lines):
+        try:
+            said = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(said, dict) and "error" in said and "kind" in said:
+            return Outcome(State.REFUSED, str(said["error"]))
+    return Outcome(State.FAILED, f"{message} {lines[-1] if lines else ''}".strip())
+
+
+# ------------------------------------------------------------------------------------------------ the watcher
+
+
+class Result(str, Enum):
+    """What came of a checkpoint in one pass."""
+
+    CONVERTED = "converted"
+    DONE = "done"
+    WAITING = "waiting"
+    FAILED = "failed"
+
+
+@dataclass
+class Watcher:
+    """Looks at a training run again and again, and converts what has become whole."""
+
+    run: Shelf
+    out: Shelf
+    conversion: Conversion
+    convert: Convert
+    policy: Policy
+    clock: Callable[[], float] = time.time
+    _told: dict[str, str] = field(default_factory=dict)
+    _claims: dict[str, tuple[str, Attempt | None]] = field(default_factory=dict)
+    _manifests: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+    _order: list[str] = field(default_factory=list)
+    _indexed: dict[str, str] = field(default_factory=dict)
+    _compared: dict[str, tuple[Sight, Decision]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_places(self.run.location, self.out.location)
+        self.me = this_process()
+        self.tables = load_tables(_path(self.conversion.options.get("rules")))
+
+    # ------------------------------------------------------------------------------------- one pass
+
+    def once(self) -> dict[str, Result]:
+        """Look at every checkpoint once, the oldest first; convert what is ready. Name → what came of it."""
+        found = steps_of(self.run.folders())
+        if not found:
+            self._tell("", logging.WARNING, f"{self.run.location}: no checkpoint-<step> folder yet")
+        self._order = [name for _, name in found]
+        results: dict[str, Result] = {}
+        for name in self._wanted():
+            try:
+                results[name] = self._one(name)
+            except (OSError, ListingError) as error:
+                self._tell(name, logging.ERROR, f"{name}: {_named(error)}; looked at again later")
+                results[name] = Result.FAILED
+            if results[name] is Result.CONVERTED:
+                self.prune()
+        self.prune()
+        return results
+
+    def forever(self, every_seconds: float) -> NoReturn:
+        """Pass after pass, until interrupted."""
+        while True:
+            try:
+                self.once()
+            except (OSError, ListingError) as error:
+                log.error("%s; looked at again in %.0f s", _named(error), every_seconds)
+            time.sleep(every_seconds)
+
+    def _wanted(self) -> list[str]:
+        """With ``--keep N``: no more than the newest N that are converted or can be, and what is younger."""
+        if self.policy.keep is None:
+            return self._order
+        wanted: list[str] = []
+        usable = 0
+        for name in reversed(self._order):
+            if usable < self.policy.keep:
+                wanted.append(name)
+                usable += self._usable(name)
+            else:
+                self._tell(
+                    name, logging.INFO, f"{name}: passed over, --keep {self.policy.keep} has newer ones"
+                )
+        return wanted[::-1]
+
+    def _usable(self, name: str) -> bool:
+        """Whether a checkpoint is converted, or can be."""
+        action = self._decide(name).action
+        if action is Action.LOOK:
+            try:
+                return self._look(name) is None
+            except ReshardError:
+                return False
+        return action is Action.NOTHING
+
+    def _one(self, name: str) -> Result:
+        """Decide about one checkpoint and do it."""
+        decision = self._decide(name)
+        if decision.action is Action.COMPARE:
+            decision = self._adopt(name)
+        if decision.action is Action.NOTHING:
+            changed = "changed" in decision.reason
+            self._tell(name, logging.WARNING if changed else logging.DEBUG, f"{name}: {decision.reason}")
+            return Result.DONE
+        if decision.action is Action.WAIT:
+            self._tell(name, logging.INFO, f"{name}: waiting: {decision.reason}", key=decision.reason[:20])
+            return Result.WAITING
+        if decision.action is Action.FAIL:
+            self._tell(name, logging.ERROR, f"{name}: not converted: {decision.reason}")
+            return Result.FAILED
+        try:
+            reason = self._look(name)
+        except ReshardError as error:
+            self._tell(name, logging.ERROR, f"{name}: refused: {error}")
+            return Result.FAILED
+        if reason is not None:
+            self._tell(name, logging.INFO, f"{name}: waiting: {reason}")
+            return Result.WAITING
+        return self._claim_and_convert(name)
+
+    # ------------------------------------------------------------------------------------- looking
+
+    def _id(self, name: str) -> str:
+        return self.conversion.identify(self.run.at(name), self.out.at(name))
+
+    def _sight(self, name: str) -> Sight:
+        files = self.out.files(name)
+        return Sight(
+            source_stamp=_digest(self.run.files(name)),
+            target_stamp=_digest(files),
+            plan_id=self._plan_id(name, files),
+            version=paddle_reshard.__version__,
+        )
+
+    def _plan_id(self, name: str, files: Mapping[str, str]) -> str | None:
+        """The plan of a target's manifest; ``None`` where there is none or it is not ours."""
+        stamp = files.get(MANIFEST)
+        if stamp is None:
+            return None
+        if self._manifests.get(name, ("", None))[0] != stamp:
+            manifest = self._manifest(name)
+            self._manifests[name] = (stamp, manifest.get("plan_id"))
+        return self._manifests[name][1]
+
+    def _manifest(self, name: str) -> dict[str, Any]:
+        data = self.out.read(f"{name}/{MANIFEST}")
+        try:
+            manifest = json.loads(data or b"")
+        except ValueError:
+            return {}
+        ours = isinstance(manifest, dict) and manifest.get("format") == "paddle-reshard manifest"
+        return manifest if ours else {}
+
+    def _attempts(self) -> dict[str, list[Attempt]]:
+        """Every claim beside the targets: conversion id → attempts, ascending."""
+        found: dict[str, list[Attempt]] = {}
+        for file, stamp in self.out.files(CLAIMS).items():
+            if file.startswith(".") or not _CLAIM.fullmatch(file):
+                continue
+            if self._claims.get(file, ("", None))[0] != stamp:
+                self._claims[file] = (stamp, self._read_claim(file))
+            attempt = self._claims[file][1]
+            if attempt is not None:
+                found.setdefault(attempt.conversion_id, []).append(attempt)
+        return {key: sorted(attempts, key=lambda a: a.number) for key, attempts in found.items()}
+
+    def _read_claim(self, file: str) -> Attempt | None:
+        data = self.out.read(f"{CLAIMS}/{file}")
+        try:
+            return None if data is None else Attempt.parse(data)
+        except ValueError:
+            log.warning("%s: not a claim; delete it if no watcher runs", self.out.at(f"{CLAIMS}/{file}"))
+            return None
+
+    def _decide(self, name: str) -> Decision:
+        attempts = self._attempts().get(self._id(name), [])
+        gone = bool(attempts) and is_gone(attempts[-1].holder, self.me, process_start)
+        return decide(self._sight(name), attempts, gone, self.policy, self.clock())
+
+    def _look(self, name: str) -> str | None:
+        """Why a checkpoint is not whole yet, or ``None``.
+
+        Raises
+        ------
+        ReshardError
+            If it is whole and cannot be converted.
+        """
+        files = self.run.files(name)
+        unfinished = sorted(path for path in files if _UNFINISHED.fullmatch(path))
+        if unfinished:
+            return f"{unfinished[0]}: the trainer has not finished merging the EMA"
+        stamp = _digest(files)
+        if self._indexed.get(name) != stamp:
+            error = self._index(name)
+            if isinstance(error, CheckpointError):
+                return str(error)
+            if error is not None:
+                raise error
+            self._indexed[name] = stamp
+        doubt = self._doubt(name, files)
+        return None if doubt is None else self._settled(name, stamp, doubt)
+
+    def _doubt(self, name: str, files: Mapping[str, str]) -> str | None:
+        """Why the trainer may still be adding small files to a checkpoint that indexes as whole, or ``None``."""
+        place = self._order.index(name)
+        if name != self._order[-1]:
+            return None
+        before = self.run.files(self._order[place - 1]) if place else {}
+        return lacking(files, before)
+
+    def _index(self, name: str) -> ReshardError | None:
+        """What is wrong with a checkpoint, by its metadata."""
+        try:
+            source = open_source(self.run.at(name), self.conversion.storage_options)
+            index_checkpoint(source, self.tables)
+        except ReshardError as error:
+            return error
+        return None
+
+    def _settled(self, name: str, stamp: str, doubt: str) -> str | None:
+        """``doubt``, or ``None`` once the checkpoint has not changed between two looks."""
+        path, now = f"{SEEN}/{self._id(name)}.json", self.clock()
+        try:
+            seen = json.loads(self.out.read(path) or b"{}")
+        except ValueError:
+            seen = {}
+        if seen.get("stamp") != stamp:
+            self.out.replace(path, json.dumps({"stamp": stamp, "at": now}).encode())
+        elif now - seen["at"] >= self.policy.settle_seconds:
+            return None
+        return (
+            "it has no saved_signal files and is the newest: converted when the next look finds it unchanged"
+        )
+
+    def _adopt(self, name: str) -> Decision:
+        """Decide about a target with a manifest that no record knows: after a kill, or made by hand."""
+        sight = self._sight(name)
+        if self._compared.get(name, (None, None))[0] != sight:
+            self._compared[name] = (sight, self._compare(name))
+        return self._compared[name][1]
+
+    def _compare(self, name: str) -> Decision:
+        source, target = self.run.at(name), self.out.at(name)
+        options = {k: v for k, v in self.conversion.options.items() if k not in _ONLY_FOR_CONVERT}
+        try:
+            planned = paddle_reshard.plan(source, f"{target}.planned", **{**options, "overwrite": False})
+        except CheckpointError as error:
+            return Decision(Action.WAIT, str(error))
+        except ReshardError as error:
+            return Decision(Action.FAIL, str(error))
+        wanted = describe_target(planned, MoveReport(0, 0, 0, 0, ()))
+        found = self._manifest(name)
+        if _content(wanted) != _content(found):
+            if self.policy.overwrite:
+                return Decision(Action.LOOK, "the target is another conversion's")
+            return Decision(
+                Action.FAIL,
+                f"{target} holds another conversion; give another folder, or --overwrite to replace it",
+            )
+        attempts = self._attempts().get(self._id(name), [])
+        killed = bool(attempts) and attempts[-1].state is State.RUNNING and not attempts[-1].target_stamp
+        state = State.DONE if killed else State.ADOPTED
+        attempt = self._claim(name, state)
+        if attempt is not None:
+            log.info("%s: converted already; recorded", name)
+        return Decision(Action.NOTHING, "converted")
+
+    # ------------------------------------------------------------------------------------- converting
+
+    def _claim(self, name: str, state: State = State.RUNNING) -> Attempt | None:
+        """Create the file of the next attempt; ``None`` if somebody else was faster."""
+        key = self._id(name)
+        attempts = self._attempts().get(key, [])
+        sight, now = self._sight(name), self.clock()
+        attempt = Attempt(
+            conversion_id=key,
+            number=attempts[-1].number + 1 if attempts else 1,
+            target=name,
+            holder=self.me,
+            nonce=uuid.uuid4().hex,
+            state=state,
+            started_at=now,
+            seen_at=now,
+            source_stamp=sight.source_stamp,
+            target_stamp=sight.target_stamp,
+            version=sight.version,
+            plan_id=sight.plan_id or "",
+        )
+        return attempt if self.out.create(claim_path(attempt), attempt.data()) else None
+
+    def _claim_and_convert(self, name: str) -> Result:
+        attempt = self._claim(name)
+        if attempt is None:
+            self._tell(name, logging.INFO, f"{name}: waiting: another watcher has just claimed it")
+            return Result.WAITING
+        log.info("%s: converting (%s, attempt %d)", name, attempt.conversion_id, attempt.number)
+        started, ended = self.clock(), None
+        try:
+            with self._alive(attempt):
+                ended = self._convert(name, attempt)
+        except KeyboardInterrupt:
+            ended = replace(attempt, state=State.RELEASED, reason="interrupted", seen_at=self.clock())
+            raise
+        finally:
+            if ended is not None:
+                self.out.replace(claim_path(ended), ended.data())
+        if ended.state is State.DONE:
+            self._tell(name, logging.INFO, f"{name}: converted in {self.clock() - started:.0f} s")
+            return Result.CONVERTED
+        waits = ended.state is State.RELEASED
+        level = logging.INFO if waits else logging.ERROR
+        self._tell(name, level, f"{name}: {'waiting' if waits else ended.state.value}: {ended.reason}")
+        return Result.WAITING if waits else Result.FAILED
+
+    def _convert(self, name: str, attempt: Attempt) -> Attempt:
+        """Run a conversion that is claimed; the attempt as it ended."""
+
+        def changed() -> bool:
+            return _digest(self.run.files(name)) != attempt.source_stamp
+
+        def check() -> None:
+            if changed():
+                raise CheckpointError("the trainer was still writing it")
+
+        state, reason = State.DONE, ""
+        try:
+            self.convert(self.run.at(name), self.out.at(name), check)
+        except ReshardError as error:
+            state, reason = (State.FAILED if self._may_pass(error) else State.REFUSED), str(error)
+        except Outcome as outcome:
+            state, reason = outcome.state, outcome.reason
+        except (OSError, MemoryError) as error:
+            state, reason = State.FAILED, _named(error)
+        if state is State.REFUSED and changed():
+            state = State.RELEASED
+        plan_id = (self._plan_id(name, self.out.files(name)) or "") if state is State.DONE else ""
+        if state is State.DONE and not plan_id:
+            state, reason = State.FAILED, "the conversion ended without a target"
+        return replace(attempt, state=state, reason=reason, plan_id=plan_id, seen_at=self.clock())
+
+    def _may_pass(self, error: ReshardError) -> bool:
+        """Whether another try may end differently though nothing has changed here: a store had troubles."""
+        local = is_local(self.run.location) and is_local(self.out.location)
+        return isinstance(error, ListingError) or (
+            not local and type(error) in (CheckpointError, TargetError)
+        )
+
+    @contextmanager
+    def _alive(self, attempt: Attempt) -> Iterator[None]:
+        """Renew a claim while a conversion runs."""
+        over = threading.Event()
+
+        def beat() -> None:
+            while not over.wait(HEARTBEAT_SECONDS):
+                try:
+                    self.out.replace(claim_path(attempt), replace(attempt, seen_at=self.clock()).data())
+                except (OSError, ListingError) as error:
+                    log.warning("%s: claim not renewed: %s", attempt.target, error)
+
+        thread = threading.Thread(target=beat, name="claim", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    # ------------------------------------------------------------------------------------- keeping
+
+    def prune(self) -> None:
+        """Remove targets that ``--keep`` does not keep: only such as a watcher has made and nobody has replaced."""
+        if self.policy.keep is None:
+            return
+        mine: dict[str, Attempt] = {}
+        for attempts in self._attempts().values():
+            last = attempts[-1]
+            if last.state is State.REMOVING:
+                self._remove(last)
+            elif (
+                last.state is State.DONE
+                and CHECKPOINT.fullmatch(last.target)
+                and last.plan_id == self._plan_id(last.target, self.out.files(last.target))
+            ):
+                mine[last.target] = last
+        for name in superfluous(list(mine), self.policy.keep):
+            self._remove(mine[name])
+
+    def _remove(self, attempt: Attempt) -> None:
+        """Remove a target; a kill in between is made good by the next pass."""
+        current = self._plan_id(attempt.target, self.out.files(attempt.target))
+        if current not in (None, attempt.plan_id):
+            return
+        going = replace(attempt, state=State.REMOVING, reason=f"--keep {self.policy.keep}")
+        self.out.replace(claim_path(going), going.data())
+        self.out.remove(attempt.target, first=MANIFEST)
+        gone = replace(going, state=State.REMOVED)
+        self.out.replace(claim_path(gone), gone.data())
+        log.info("%s: removed, --keep %s", self.out.at(attempt.target), self.policy.keep)
+
+    def _tell(self, name: str, level: int, message: str, key: str | None = None) -> None:
+        """Log what is news; the same about the same checkpoint is told once."""
+        if self._told.get(name) != (key or message):
+            self._told[name] = key or message
+            log.log(level, "%s", message)
+
+
+_ONLY_FOR_CONVERT = ("cluster", "workers", "observe")
+
+
+def lacking(files: Collection[str], before: Collection[str]) -> str | None:
+    """What the trainer still writes after a checkpoint indexes as whole, by that of the checkpoint before.
+
+    ``None``: every rank has signalled, the trainer's own state is there, and no kind of file is missing.
+
+    >>> lacking({"saved_signal_0", "trainer_state.json"}, {"scheduler.pdparams", "notes.txt"})
+    'scheduler.pdparams is not there yet'
+    """
+    if not any(_SIGNAL.fullmatch(path) for path in files):
+        return "no saved_signal file says that it is finished"
+    if not any(path in _TRAINER_STATE for path in files):
+        return "trainer_state is not there yet"
+    missing = sorted(path for path in before if path not in files and _BY_THE_TRAINER.fullmatch(path))
+    return f"{missing[0]} is not there yet" if missing else None
+
+
+def check_places(run: str, out: str) -> None:
+    """Refuse targets that would be sources."""
+    if run.rstrip("/") == out.rstrip("/"):
+        raise UsageError(f"{out}: the converted checkpoints may not go into the run directory itself")
+    inner = out.removeprefix(f"{run.rstrip('/')}/")
+    if inner != out and CHECKPOINT.fullmatch(inner.split("/")[0]):
+        raise UsageError(f"{out}: lies inside a checkpoint of the run")
+
+
+def _content(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts of a manifest that say what a target holds, whatever the budget it was made with."""
+    source = manifest.get("source") or {}
+    names = ("topology", "sharding_strategy", "files")
+    return {name: manifest.get(name) for name in names} | {"source": source.get("files")}
+
+
+def _digest(files: Mapping[str, str]) -> str:
+    """One text for all files of a folder; empty for none."""
+    text = json.dumps(sorted(files.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if files else ""
+
+
+def _named(error: BaseException) -> str:
+    return str(error) if isinstance(error, ReshardError) else f"{type(error).__name__}: {error}"
+
+
+def _path(value: str | os.PathLike[str] | None) -> Path | None:
+    return None if value is None else Path(value)
+
+
+def open_watcher(
+    run: str, out: str, conversion: Conversion, policy: Policy, convert: Convert | None = None
+) -> Watcher:
+    """A watcher of the checkpoints in ``run`` that converts them below ``out``."""
+    options = conversion.storage_options
+    return Watcher(
+        open_shelf(run, options),
+        open_shelf(out, options),
+        conversion,
+        convert or convert_inline(conversion),
+        policy,
+    )
