@@ -102,7 +102,7 @@ def test_verify_tells_equal_from_different_by_its_exit_status(one_card: Path, tm
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["--to", "tp=3"], 1, "does not divide num_attention_heads=4"),
+        (["--to", "tp=3"], 1, "tp=3 does not divide"),
         (["--to", "tp=2,pp=2,vpp=2"], 1, "pp > 2"),
         (["--to", "pp=2,sharding=2", "--sharding-strategy", "stage2"], 1, "refuses sharding stage 2 and 3"),
         (["--to", "tp=2,sharding=2", "--sharding-strategy", "stage3"], 1, "stage3 with tp=2"),
