@@ -14,13 +14,12 @@ job's environment.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +37,8 @@ PROBE_SECONDS = 60.0
 LOST_CONTACT_SECONDS = 600.0
 _API_ADDRESS = "RAY_API_SERVER_ADDRESS"
 _ADDRESS_VARIABLES = (_API_ADDRESS, "RAY_ADDRESS")
+_LOG_IN_MESSAGE = ", last available logs"
+"""Where Ray's message begins to repeat the log."""
 _PROBE = "from paddle_reshard.clusters.jobs import package_digest; print(package_digest())"
 
 Tell = Callable[[str], None]
@@ -93,16 +94,6 @@ class JobEnd:
         return 0 if self.succeeded else 1
 
 
-def submission_id_of(identity: Mapping[str, Any]) -> str:
-    """The id of a conversion: a hash of what decides its outcome.
-
-    >>> submission_id_of({"source": "/a", "target": "/b", "to": "tp=1"})
-    'paddle-reshard-da6ec4f02d8e8eb7'
-    """
-    text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
-    return f"paddle-reshard-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
 def package_digest(package: Path = PACKAGE) -> str:
     """Hash of the source of a package: two clusters with the same one run the same conversions."""
     digest = hashlib.sha256()
@@ -138,7 +129,7 @@ def submit_conversion(request: JobRequest, address: str | None, tell: Tell) -> J
         If a variable that the job should get is not set.
     """
     variables = _variables(request.env)
-    with _failing("submit"):
+    with _failing(variables.values()):
         client = connect(address)
         submission_id, running = _place(client, request)
         if running:
@@ -221,16 +212,18 @@ def _runtime_env(
         for name, data in request.files.items():
             (folder / name).write_bytes(data)
         runtime_env["working_dir"] = str(folder)
-    if request.upload == "always" or (request.upload == "auto" and not _has_package(client, tell)):
+    if request.upload == "always" or (request.upload == "auto" and not _has_package(client, variables, tell)):
         package = staging / PACKAGE.name
         shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
         runtime_env["py_modules"] = [str(package)]
     return runtime_env
 
 
-def _has_package(client: JobSubmissionClient, tell: Tell) -> bool:
+def _has_package(client: JobSubmissionClient, variables: Mapping[str, str], tell: Tell) -> bool:
     """Ask the head, by a job of two seconds, whether it has this package with the same source."""
-    probe = client.submit_job(entrypoint=shlex.join(["python", "-c", _PROBE]))
+    probe = client.submit_job(
+        entrypoint=shlex.join(["python", "-c", _PROBE]), runtime_env={"env_vars": dict(variables)}
+    )
     deadline = time.monotonic() + PROBE_SECONDS
     while not (status := client.get_job_status(probe)).is_terminal():
         if time.monotonic() > deadline:
@@ -270,18 +263,21 @@ def follow_job(job: Job, write: Callable[[str], None], poll_seconds: float = POL
                 write(log[shown:end])
                 shown = end
             if ended:
-                message = " ".join((info.message or "").split())
+                message = " ".join((info.message or "").split(_LOG_IN_MESSAGE)[0].split())
                 succeeded = info.status == JobStatus.SUCCEEDED
                 return JobEnd(job.submission_id, succeeded, str(info.status.value), message)
         time.sleep(poll_seconds)
 
 
 @contextmanager
-def _failing(what: str) -> Iterator[None]:
-    """Errors of Ray's client as one sentence."""
+def _failing(secrets: Iterable[str]) -> Iterator[None]:
+    """Errors of Ray's client as one sentence that holds none of the secrets."""
     try:
         yield
     except ReshardError:
         raise
     except (RayError, OSError, RuntimeError, ValueError) as error:
-        raise JobError(f"{what}: {' '.join(str(error).split())}") from error
+        message = " ".join(str(error).split())
+        for secret in filter(None, secrets):
+            message = message.replace(secret, "…")
+        raise JobError(f"the cluster did not take the job: {message}") from None

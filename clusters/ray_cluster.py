@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -44,10 +45,12 @@ EXCHANGES = ("auto", "always", "never")
 DEVICES = ("cpu", "gpu")
 ATTEMPTS = 4
 """How often a group is tried, and how often a worker is started before its place is given up."""
+CONNECT_SECONDS = 10.0
 SHARED_BYTES = 32 << 20
 """Groups below this peak are not worth sharing; ``exchange="always"`` shares them all the same."""
-PATIENCE_SECONDS = 60.0
-"""How long nothing may happen before the log says what is waited for."""
+PATIENCE_SECONDS = 15.0
+"""How long nothing may happen before work is dealt to the workers that are there, and the log says what is
+missing if there are none."""
 
 
 class GroupFailedError(ReshardError):
@@ -73,7 +76,7 @@ class RayEngine:
     memory_bytes: int = 1 << 30
     """What each worker may use, and reserves; no group's peak may exceed it."""
     exchange: str = "auto"
-    """``auto``: the last large groups are shared by workers that would be idle; ``always``; ``never``."""
+    """``auto``: a large group is shared where fewer groups wait than workers are idle; ``always``; ``never``."""
     device: str = "cpu"
     """``cpu``: moves are made with NumPy. ``gpu``: each worker has one GPU of its own, and Paddle makes them."""
     place: str = "gpu"
@@ -122,18 +125,26 @@ def _joined_ray(engine: RayEngine) -> Iterator[None]:
     address = engine.address or os.environ.get("RAY_ADDRESS") or "local"
     local: dict[str, Any] = {"num_cpus": engine.workers, "include_dashboard": False}
     try:
+        _check_answers(address)
         ray.init(
             address,
             log_to_driver=False,
             logging_level=logging.WARNING,
             **(local if address == "local" else {}),
         )
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise UsageError(f"cannot join Ray at {address!r}: {_one_line(error)}") from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """See that somebody listens at ``host:port``; Ray itself would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
 
 
 @dataclass(eq=False)
@@ -172,6 +183,8 @@ class _Run:
         self.exhausted = False
         """Whether all groups that are left are in the queue."""
         self.running = 0
+        self.patient = True
+        """Whether to wait for workers that are still starting, where they could share a group."""
         self.workers: list[_Worker] = []
         self.idle: list[_Worker] = []
         self.pending: dict[Any, tuple[_Worker, _Attempt | None]] = {}
@@ -192,9 +205,13 @@ class _Run:
             self._hand_out()
             if not self.queue and not self.running:
                 return
-            done, _ = ray.wait(list(self.pending), timeout=PATIENCE_SECONDS)
-            if not done and not self.running:
-                log.warning("still waiting for workers; each needs %s", _readable(self.engine.demand))
+            done, asked = ray.wait(list(self.pending), timeout=PATIENCE_SECONDS)
+            if not done:
+                self.patient = False
+                if not self.running:
+                    log.warning("still waiting for workers; each needs %s", _readable(self.engine.demand))
+            if asked:  # whoever else has answered meanwhile
+                done += ray.wait(asked, num_returns=len(asked), timeout=0)[0]
             for ref in done:
                 yield from self._settle(ref)
 
@@ -310,7 +327,10 @@ class _Run:
             return idle if fits and idle > 1 else 0
         if not fits or not self.exhausted or work.peak_bytes < SHARED_BYTES:
             return 1
-        return max(1, min(idle // len(self.queue), len(work.bands)))
+        if self.patient and not all(worker.ready for worker in self.workers):
+            return 0
+        fair = idle * work.peak_bytes // max(1, sum(waiting.work.peak_bytes for waiting in self.queue))
+        return max(1, min(fair, idle + 1 - len(self.queue), max(len(work.bands), len(work.parts))))
 
     def _exchange(self, attempt: _Attempt, members: list[_Worker]) -> None:
         """Share a group: its bands become object refs, and the parts are made from those.

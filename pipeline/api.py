@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paddle_reshard.clusters.inline import run_inline
+from paddle_reshard.clusters.choose import choose_engine
 from paddle_reshard.pipeline.compare import Difference, plan_comparison
-from paddle_reshard.pipeline.errors import UnsupportedError, UsageError
+from paddle_reshard.pipeline.errors import UsageError
 from paddle_reshard.pipeline.layouts.hybrid.model import ModelTensor
 from paddle_reshard.pipeline.layouts.hybrid.names import ACCUMULATORS
 from paddle_reshard.pipeline.layouts.hybrid.source import HybridCheckpoint
@@ -254,21 +254,35 @@ def convert(
     storage_options: StorageOptions | None = None,
     cluster: str = "inline",
     workers: int | None = None,
+    exchange: str = "auto",
+    device: str = "cpu",
     observe: Observer = ignore_events,
 ) -> ConversionReport:
     """Convert a checkpoint; afterwards the target is there, whole, or nothing has changed.
 
-    The parameters are those of :func:`plan`; ``observe`` is told what happens as event values.
+    The parameters are those of :func:`plan`, and:
+
+    Parameters
+    ----------
+    cluster
+        ``"inline"``: in this process. ``"ray"``: on the Ray that ``RAY_ADDRESS`` names, else on one of our own;
+        ``"ray:ADDRESS"``: on that one.
+    workers
+        How many; on Ray by default as many as there is room for.
+    exchange
+        On Ray, whether several workers share a group through the object store: ``"auto"``, ``"always"``,
+        ``"never"``.
+    device
+        ``"cpu"``: NumPy. ``"gpu"``, on Ray: one GPU for each worker, and Paddle.
+    observe
+        Is told what happens as event values.
 
     Raises
     ------
     ReshardError
         If the conversion is refused, or the source turns out to contradict itself while it is read.
     """
-    if cluster != "inline":
-        raise UnsupportedError(f"cluster {cluster!r}: this version runs inline, in this process")
-    if workers not in (None, 1):
-        raise UsageError(f"cluster inline has one worker, not {workers}")
+    engine = choose_engine(cluster, workers, parse_memory(memory), exchange, device)
     observe(StepStarted("plan"))
     conversion = plan(
         source,
@@ -291,7 +305,7 @@ def convert(
         StepEnded("plan", f"{conversion.plan.groups} groups, {conversion.plan.written_bytes} bytes to write")
     )
     sink = open_target(os.fspath(target), overwrite, storage_options or {})
-    moved = run_conversion(conversion, sink, run_inline, observe)
+    moved = run_conversion(conversion, sink, engine, observe)
     return ConversionReport(os.fspath(source), os.fspath(target), conversion, moved)
 
 

@@ -69,7 +69,7 @@ class Policy:
     claim_timeout_seconds: float = 6 * 3600.0
     """A claim of another machine without a sign of life for so long is taken over."""
     settle_seconds: float = 60.0
-    """A checkpoint without ``saved_signal_*`` files must look the same after so long."""
+    """A checkpoint whose files do not prove that it is finished must look the same after so long."""
     overwrite: bool = False
     """Convert again what has changed since it was converted."""
     forget_before: float = 0.0

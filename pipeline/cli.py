@@ -50,6 +50,8 @@ from paddle_reshard.pipeline.workflow import ConversionPlan, Event
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 SHOWN_DIFFERENCES = 20
+EXCHANGES = ("auto", "always", "never")
+DEVICES = ("cpu", "gpu")
 
 
 # ----------------------------------------------------------------------------------------------- commands
@@ -184,13 +186,31 @@ def plan(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -
 @click.option(
     "--cluster", default="inline", show_default=True, metavar="inline|ray|ray:ADDRESS", help="Where it runs."
 )
-@click.option("--workers", type=click.IntRange(1), help="Number of workers.")
+@click.option(
+    "--workers", type=click.IntRange(1), help="Number of workers. Default: as many as there is room for."
+)
+@click.option(
+    "--exchange",
+    type=click.Choice(EXCHANGES),
+    default="auto",
+    show_default=True,
+    help="On Ray, whether several workers share a group through the object store.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(DEVICES),
+    default="cpu",
+    show_default=True,
+    help="gpu: on Ray, one GPU for each worker, and Paddle.",
+)
 @click.option("--resume", is_flag=True, help="Go on where a killed conversion stopped.")
 def convert(
     source: str,
     target: str,
     cluster: str,
     workers: int | None,
+    exchange: str,
+    device: str,
     resume: bool,
     as_json: bool,
     quiet: bool,
@@ -203,7 +223,14 @@ def convert(
                 "--resume: this version always begins anew; nothing of a killed run is reused"
             )
         report = paddle_reshard.convert(
-            source, target, cluster=cluster, workers=workers, observe=observe, **_arguments(options)
+            source,
+            target,
+            cluster=cluster,
+            workers=workers,
+            exchange=exchange,
+            device=device,
+            observe=observe,
+            **_arguments(options),
         )
     _answer(conversion_data(report), as_json, quiet, lambda: _show_conversion(report))
 

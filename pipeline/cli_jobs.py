@@ -242,7 +242,20 @@ def _watch_command(convert: click.Command, read_options: ReadOptions) -> click.C
         "--once", is_flag=True, help="Look once and end; for cron and CI. Exit status 1 if one failed."
     )
     @click.option(
-        "--every", type=click.FloatRange(0), default=60, show_default=True, metavar="SECONDS", help="Pause."
+        "--every",
+        type=click.FloatRange(0.1),
+        default=60,
+        show_default=True,
+        metavar="SECONDS",
+        help="Pause between two looks.",
+    )
+    @click.option(
+        "--settle",
+        type=click.FloatRange(0),
+        default=60,
+        show_default=True,
+        metavar="SECONDS",
+        help="A checkpoint without saved_signal files or trainer state must not change for so long.",
     )
     @click.option(
         "--keep", type=click.IntRange(1), metavar="N", help="Keep the newest N converted checkpoints."
@@ -251,7 +264,11 @@ def _watch_command(convert: click.Command, read_options: ReadOptions) -> click.C
         "--submit", "address", metavar="ADDRESS", help="Run conversions as jobs of this Ray cluster."
     )
     @click.option(
-        "--retries", type=click.IntRange(0), default=3, show_default=True, help="After a failed try."
+        "--retries",
+        type=click.IntRange(0),
+        default=3,
+        show_default=True,
+        help="Further tries after a failed one.",
     )
     @click.option(
         "--backoff",
@@ -259,7 +276,7 @@ def _watch_command(convert: click.Command, read_options: ReadOptions) -> click.C
         default=60,
         show_default=True,
         metavar="SECONDS",
-        help="Before the first.",
+        help="Pause before the first of them; doubles each time.",
     )
     @click.option(
         "--claim-timeout",
@@ -277,6 +294,7 @@ def _watch_command(convert: click.Command, read_options: ReadOptions) -> click.C
     def watch(
         once: bool,
         every: float,
+        settle: float,
         keep: int | None,
         address: str | None,
         retries: int,
@@ -295,7 +313,7 @@ def _watch_command(convert: click.Command, read_options: ReadOptions) -> click.C
             request = Request.read(convert, arguments)
             overwrite = bool(request.values.get("overwrite"))
             forget_before = time.time() if retry_failed else 0.0
-            policy = Policy(keep, retries, backoff, claim_timeout, every, overwrite, forget_before)
+            policy = Policy(keep, retries, backoff, claim_timeout, settle, overwrite, forget_before)
             watcher = _watcher(request, read_options, policy, address, job)
             _log_to_stderr()
             if not once:
@@ -309,6 +327,7 @@ def _watcher(
     request: Request, read_options: ReadOptions, policy: Policy, address: str | None, job: Mapping[str, Any]
 ) -> Watcher:
     conversion = Conversion(_api_options(request, read_options), request.identify)
+    request.identify("", "")  # a malformed topology is told now
     convert = None
     if address is not None:
         if missing := [name for name in job["env"] if name not in os.environ]:
@@ -387,7 +406,7 @@ def _stopped_by_signal() -> Iterator[None]:
 
 
 def _log_to_stderr() -> None:
-    """Lines with a time in UTC; Ray's own client stays quiet."""
+    """Lines with a time in UTC."""
     formatter = logging.Formatter("%(asctime)sZ %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S")
     formatter.converter = time.gmtime
     handler = logging.StreamHandler()

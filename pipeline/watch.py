@@ -174,6 +174,14 @@ class Result(str, Enum):
     FAILED = "failed"
 
 
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """What a decision was taken on. A claim that follows from it is for the attempt after these, and no later one."""
+
+    sight: Sight
+    attempts: tuple[Attempt, ...]
+
+
 @dataclass
 class Watcher:
     """Looks at a training run again and again, and converts what has become whole."""
@@ -243,7 +251,7 @@ class Watcher:
 
     def _usable(self, name: str) -> bool:
         """Whether a checkpoint is converted, or can be."""
-        action = self._decide(name).action
+        action = self._decide(name)[0].action
         if action is Action.LOOK:
             try:
                 return self._look(name) is None
@@ -253,9 +261,9 @@ class Watcher:
 
     def _one(self, name: str) -> Result:
         """Decide about one checkpoint and do it."""
-        decision = self._decide(name)
+        decision, basis = self._decide(name)
         if decision.action is Action.COMPARE:
-            decision = self._adopt(name)
+            decision = self._adopt(name, basis)
         if decision.action is Action.NOTHING:
             changed = "changed" in decision.reason
             self._tell(name, logging.WARNING if changed else logging.DEBUG, f"{name}: {decision.reason}")
@@ -274,7 +282,7 @@ class Watcher:
         if reason is not None:
             self._tell(name, logging.INFO, f"{name}: waiting: {reason}")
             return Result.WAITING
-        return self._claim_and_convert(name)
+        return self._claim_and_convert(name, basis)
 
     # ------------------------------------------------------------------------------------- looking
 
@@ -330,10 +338,11 @@ class Watcher:
             log.warning("%s: not a claim; delete it if no watcher runs", self.out.at(f"{CLAIMS}/{file}"))
             return None
 
-    def _decide(self, name: str) -> Decision:
+    def _decide(self, name: str) -> tuple[Decision, Basis]:
         attempts = self._attempts().get(self._id(name), [])
+        sight = self._sight(name)
         gone = bool(attempts) and is_gone(attempts[-1].holder, self.me, process_start)
-        return decide(self._sight(name), attempts, gone, self.policy, self.clock())
+        return decide(sight, attempts, gone, self.policy, self.clock()), Basis(sight, tuple(attempts))
 
     def _look(self, name: str) -> str | None:
         """Why a checkpoint is not whole yet, or ``None``.
@@ -361,8 +370,6 @@ class Watcher:
     def _doubt(self, name: str, files: Mapping[str, str]) -> str | None:
         """Why the trainer may still be adding small files to a checkpoint that indexes as whole, or ``None``."""
         place = self._order.index(name)
-        if name != self._order[-1]:
-            return None
         before = self.run.files(self._order[place - 1]) if place else {}
         return lacking(files, before)
 
@@ -377,6 +384,8 @@ class Watcher:
 
     def _settled(self, name: str, stamp: str, doubt: str) -> str | None:
         """``doubt``, or ``None`` once the checkpoint has not changed between two looks."""
+        if self.policy.settle_seconds == 0:
+            return None
         path, now = f"{SEEN}/{self._id(name)}.json", self.clock()
         try:
             seen = json.loads(self.out.read(path) or b"{}")
@@ -386,18 +395,15 @@ class Watcher:
             self.out.replace(path, json.dumps({"stamp": stamp, "at": now}).encode())
         elif now - seen["at"] >= self.policy.settle_seconds:
             return None
-        return (
-            "it has no saved_signal files and is the newest: converted when the next look finds it unchanged"
-        )
+        return f"{doubt}; converted if nothing changes for {self.policy.settle_seconds:g} s"
 
-    def _adopt(self, name: str) -> Decision:
+    def _adopt(self, name: str, basis: Basis) -> Decision:
         """Decide about a target with a manifest that no record knows: after a kill, or made by hand."""
-        sight = self._sight(name)
-        if self._compared.get(name, (None, None))[0] != sight:
-            self._compared[name] = (sight, self._compare(name))
+        if self._compared.get(name, (None, None))[0] != basis.sight:
+            self._compared[name] = (basis.sight, self._compare(name, basis))
         return self._compared[name][1]
 
-    def _compare(self, name: str) -> Decision:
+    def _compare(self, name: str, basis: Basis) -> Decision:
         source, target = self.run.at(name), self.out.at(name)
         options = {k: v for k, v in self.conversion.options.items() if k not in _ONLY_FOR_CONVERT}
         try:
@@ -415,24 +421,20 @@ class Watcher:
                 Action.FAIL,
                 f"{target} holds another conversion; give another folder, or --overwrite to replace it",
             )
-        attempts = self._attempts().get(self._id(name), [])
-        killed = bool(attempts) and attempts[-1].state is State.RUNNING and not attempts[-1].target_stamp
-        state = State.DONE if killed else State.ADOPTED
-        attempt = self._claim(name, state)
-        if attempt is not None:
+        last = basis.attempts[-1] if basis.attempts else None
+        killed = last is not None and last.state is State.RUNNING and not last.target_stamp
+        if self._claim(name, basis, State.DONE if killed else State.ADOPTED) is not None:
             log.info("%s: converted already; recorded", name)
         return Decision(Action.NOTHING, "converted")
 
     # ------------------------------------------------------------------------------------- converting
 
-    def _claim(self, name: str, state: State = State.RUNNING) -> Attempt | None:
-        """Create the file of the next attempt; ``None`` if somebody else was faster."""
-        key = self._id(name)
-        attempts = self._attempts().get(key, [])
-        sight, now = self._sight(name), self.clock()
+    def _claim(self, name: str, basis: Basis, state: State = State.RUNNING) -> Attempt | None:
+        """Create the file of the next attempt; ``None`` if somebody did since the decision was taken."""
+        now, sight = self.clock(), basis.sight
         attempt = Attempt(
-            conversion_id=key,
-            number=attempts[-1].number + 1 if attempts else 1,
+            conversion_id=self._id(name),
+            number=basis.attempts[-1].number + 1 if basis.attempts else 1,
             target=name,
             holder=self.me,
             nonce=uuid.uuid4().hex,
@@ -446,8 +448,8 @@ class Watcher:
         )
         return attempt if self.out.create(claim_path(attempt), attempt.data()) else None
 
-    def _claim_and_convert(self, name: str) -> Result:
-        attempt = self._claim(name)
+    def _claim_and_convert(self, name: str, basis: Basis) -> Result:
+        attempt = self._claim(name, basis)
         if attempt is None:
             self._tell(name, logging.INFO, f"{name}: waiting: another watcher has just claimed it")
             return Result.WAITING

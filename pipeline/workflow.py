@@ -7,13 +7,14 @@ told to an observer as event values.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from paddle_reshard.clusters.choose import Engine
 from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.layouts.hybrid.meta import parse_model_meta, parse_names
 from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META, parse_rank_file
@@ -29,11 +30,10 @@ from paddle_reshard.pipeline.layouts.hybrid.vocab import resize_vocabulary
 from paddle_reshard.pipeline.layouts.rules import RuleTable, parse_rule_table, shipped_tables
 from paddle_reshard.pipeline.options import ConversionRequest, LayoutOptions
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
-from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
-from paddle_reshard.storage.locate import is_local
-from paddle_reshard.storage.store import NewFile, ReadRange, Receipt, Source, Target, WritePart
+from paddle_reshard.pipeline.planning.work import plan_work
+from paddle_reshard.storage.locate import place
+from paddle_reshard.storage.store import NewFile, Receipt, Source, Target, WritePart
 from paddle_reshard.tasks.index import index_tensor_file, read_json
-from paddle_reshard.tasks.run_group import GroupReport
 
 COPY_BYTES = 8 << 20
 TENSOR_SUFFIXES = (".pdparams", ".pdopt", ".distcp", ".pdmodel")
@@ -66,8 +66,6 @@ class StepEnded:
 
 Event = StepStarted | Progress | StepEnded
 Observer = Callable[[Event], None]
-Engine = Callable[[Iterable[GroupWork], ReadRange, WritePart], Iterator[GroupReport]]
-"""Runs groups somewhere and yields a report as each is done; see ``clusters``."""
 
 
 def ignore_events(event: Event) -> None:
@@ -238,10 +236,7 @@ def plan_checkpoint(
 
 def check_apart(source_location: str, target_location: str) -> None:
     """Refuse a target that is the source, or inside it, or around it."""
-    source, target = (
-        Path(text).resolve() if is_local(text) else PurePosixPath(text)
-        for text in (source_location, target_location)
-    )
+    source, target = place(source_location), place(target_location)
     if source == target:
         raise UsageError(f"{target}: source and target are the same folder")
     if source in target.parents or target in source.parents:

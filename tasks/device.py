@@ -98,6 +98,7 @@ class PaddleMover:
 
     def __init__(self, device: str) -> None:
         self.paddle = _import_paddle()
+        self.paddle.disable_signal_handler()  # which would print its own traceback when a worker is ended
         try:
             self.paddle.set_device(device)
         except Exception as error:

@@ -109,7 +109,10 @@ def test_verify_tells_equal_from_different_by_its_exit_status(one_card: Path, tm
         (["--to", "sharding=2", "--sharding-strategy", "none"], 1, "needs a sharding strategy"),
         (["--to", "tp=2", "--sharding-strategy", "stage1v2"], 1, "needs sharding > 1"),
         (["--to", "ep=2"], 1, "ep=2"),
-        (["--to", "tp=1", "--cluster", "ray"], 1, "'ray'"),
+        (["--to", "tp=1", "--cluster", "slurm"], 2, "unknown cluster 'slurm'"),
+        (["--to", "tp=1", "--workers", "2"], 2, "inline has one worker"),
+        (["--to", "tp=1", "--device", "gpu"], 2, "belong to cluster ray"),
+        (["--to", "tp=1", "--cluster", "ray:127.0.0.1:1"], 2, "cannot join Ray"),
         (["--to", "tp=1", "--resume"], 1, "--resume"),
         (["--to", "cp=2"], 2, "unknown axis 'cp'"),
         (["--to", "tp=two"], 2, "'two'"),
@@ -189,7 +192,7 @@ def test_layout_comes_from_a_file_and_flags_win(tmp_path: Path) -> None:
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     slow = (
-        "import time, paddle_reshard.pipeline.api as w; "
+        "import time, paddle_reshard.clusters.choose as w; "
         "inner = w.run_inline; "
         "w.run_inline = lambda *a: (r for r in inner(*a) if print('moving', flush=True) or time.sleep(60) is None); "
         "from paddle_reshard.pipeline.cli import main; main()"

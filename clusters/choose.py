@@ -1,0 +1,36 @@
+"""Which engine runs a plan?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from paddle_reshard.clusters.inline import run_inline
+from paddle_reshard.pipeline.errors import UsageError
+from paddle_reshard.pipeline.planning.work import GroupWork
+from paddle_reshard.storage.store import ReadRange, WritePart
+from paddle_reshard.tasks.run_group import GroupReport
+
+Engine = Callable[[Iterable[GroupWork], ReadRange, WritePart], Iterator[GroupReport]]
+"""Runs groups somewhere and yields a report as each is done."""
+
+
+def choose_engine(cluster: str, workers: int | None, memory_bytes: int, exchange: str, device: str) -> Engine:
+    """The engine that ``cluster`` names: ``inline``, ``ray`` or ``ray:ADDRESS``. Ray is imported only if used.
+
+    Raises
+    ------
+    UsageError
+        If there is no such cluster, or it cannot do what is asked.
+    """
+    name, _, address = cluster.partition(":")
+    if name == "ray":
+        from paddle_reshard.clusters.ray_cluster import RayEngine
+
+        return RayEngine(address or None, workers, memory_bytes, exchange, device)
+    if cluster != "inline":
+        raise UsageError(f"unknown cluster {cluster!r}; known are inline, ray and ray:ADDRESS")
+    if workers not in (None, 1):
+        raise UsageError(f"cluster inline has one worker, not {workers}")
+    if device != "cpu" or exchange != "auto":
+        raise UsageError(f"device {device!r} and exchange {exchange!r} belong to cluster ray")
+    return run_inline

@@ -1,0 +1,352 @@
+"""S3 and what speaks its protocol.
+
+Every file of a new checkpoint is one multipart upload, also where it has a single part: an upload is invisible until
+it is completed, so nothing appears before everything is written, a marker can be uploaded long before it may be
+seen, and a failed conversion leaves nothing behind but what aborting removes. Parts carry their MD5, which the store
+checks, and which is the ETag that it answers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from base64 import b64encode
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsspec.asyn import sync
+
+from paddle_reshard.pipeline.errors import TargetError, UsageError
+from paddle_reshard.storage import retry
+from paddle_reshard.storage.fsspec_folder import FsspecFolder, Listing, ObjectStamp
+from paddle_reshard.storage.fsspec_target import FsspecTarget
+from paddle_reshard.storage.retry import DamagedBody, RetryPolicy
+from paddle_reshard.storage.store import NewFile, Receipt
+
+SCHEMES = ("s3", "s3a")
+SMALLEST_PART_BYTES = 5 << 20
+LARGEST_PART_BYTES = 5 << 30
+MOST_PARTS = 10_000
+LARGEST_OBJECT_BYTES = 5 << 40
+_CONFIG = {
+    # Retries are ours. Checksums: parts carry Content-MD5, which also those stores know that choke on newer ones.
+    "retries": {"total_max_attempts": 1},
+    "request_checksum_calculation": "when_required",
+    "response_checksum_validation": "when_required",
+    "max_pool_connections": 32,
+}
+
+
+class S3Folder(FsspecFolder):
+    """A prefix in a bucket, through the client that s3fs sets up."""
+
+    def _open(self, options: dict[str, Any]) -> tuple[Any, str]:
+        options["config_kwargs"] = {**_CONFIG, **options.get("config_kwargs", {})}
+        options["use_listings_cache"] = False
+        file_system, root = super()._open(options)
+        file_system.retries = 1
+        return file_system, root
+
+    def _connect(self) -> None:
+        file_system, root = self.open()
+        if not root:
+            raise UsageError(f"{self.location}: an S3 location is s3://bucket/prefix")
+        file_system.connect()
+
+    def key(self, name: str) -> tuple[str, str]:
+        """Bucket and key of a file."""
+        file_system, root = self.open()
+        bucket, prefix, _ = file_system.split_path(root)
+        return bucket, f"{prefix}/{name}" if prefix else name
+
+    def request(self, method: str, name: str, **parameters: Any) -> dict[str, Any]:
+        """One request about one file, without a retry."""
+        bucket, key = self.key(name)
+        return self.open()[0].call_s3(method, Bucket=bucket, Key=key, **parameters)
+
+    def listing(self, policy: RetryPolicy | None = None) -> Listing:
+        """All files and folders below the prefix, one level deep, page by page."""
+        bucket, prefix = self.key("")
+        files: dict[str, ObjectStamp] = {}
+        folders: list[str] = []
+        more: dict[str, str] = {}
+        while True:
+            page = self.attempt("", self._list_page, bucket, prefix, more, policy=policy)
+            for entry in page.get("Contents", []):
+                if name := entry["Key"][len(prefix) :]:
+                    files[name] = ObjectStamp(entry["Size"], entry["ETag"])
+            folders += [entry["Prefix"][len(prefix) : -1] for entry in page.get("CommonPrefixes", [])]
+            if not page.get("IsTruncated"):
+                return Listing(files, tuple(folders))
+            more = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def _list_page(self, bucket: str, prefix: str, more: Mapping[str, str]) -> dict[str, Any]:
+        return self.open()[0].call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, Delimiter="/", **more)
+
+    def read_range(self, name: str, stamp: ObjectStamp, byte_offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` straight from the connection, if the file is still the version that was listed."""
+        file_system, _ = self.open()
+        bucket, key = self.key(name)
+        request = {
+            "Bucket": bucket,
+            "Key": key,
+            "Range": f"bytes={byte_offset}-{byte_offset + len(buffer) - 1}",
+        }
+        if not getattr(file_system, "local_expiry_check", False):
+            request["IfMatch"] = stamp.version
+        version = sync(file_system.loop, _read_body, file_system, request, buffer)
+        if version != stamp.version:
+            raise self.failure(f"{self.location}/{name}: it changed while it was read")
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write a small file, in place of another if need be."""
+        self.request("put_object", name, Body=content, ContentMD5=_base64_md5(content))
+
+    def put_new(self, name: str, content: bytes) -> bool:
+        """Write a small file where none is, by one conditional request; False if one is.
+
+        A request whose answer got lost is repeated and then refused: so a file with these very bytes is ours. A
+        store without conditional writes gets a plain one.
+        """
+        try:
+            self.request("put_object", name, Body=content, ContentMD5=_base64_md5(content), IfNoneMatch="*")
+        except OSError as error:
+            code = retry.code_of(error)
+            if code == "PreconditionFailed":
+                return self._etag(name) == f'"{_md5(content).hex()}"'
+            if code != "NotImplemented":
+                raise
+            self.put(name, content)
+        return True
+
+    def _etag(self, name: str) -> str:
+        return str(self.request("head_object", name)["ETag"])
+
+    def put_file(self, local: Path, name: str) -> None:
+        """Write a small file from this machine."""
+        self.put(name, local.read_bytes())
+
+    def delete(self, name: str) -> None:
+        """Delete a file; one that is not there is no failure."""
+        self.request("delete_object", name)
+
+    def probe(self, name: str, deleting: bool) -> None:
+        """Find out now whether this folder can be written, and leave no trace, whatever happens.
+
+        An upload that is begun and aborted asks for the same permissions as the real ones and is never visible.
+        """
+        upload_id = self.attempt("", self.create_upload, name, policy=retry.HURRIED)
+        self.attempt("", self.abort_upload, name, upload_id, policy=retry.HURRIED)
+        if deleting:
+            self.attempt("", self.delete, name, policy=retry.HURRIED)
+
+    # -------------------------------------------------------------------------------------- multipart uploads
+
+    def create_upload(self, name: str) -> str:
+        """Begin an upload."""
+        return str(self.request("create_multipart_upload", name)["UploadId"])
+
+    def abort_upload(self, name: str, upload_id: str) -> None:
+        """Drop an upload with all its parts; one that is gone is no failure."""
+        try:
+            self.request("abort_multipart_upload", name, UploadId=upload_id)
+        except OSError as error:
+            if retry.code_of(error) != "NoSuchUpload":
+                raise
+
+    def upload_part(self, name: str, upload_id: str, number: int, buffer: memoryview) -> str:
+        """Upload one part; its ETag."""
+        md5 = _md5(buffer)
+        answer = self.request(
+            "upload_part",
+            name,
+            UploadId=upload_id,
+            PartNumber=number,
+            Body=_Sent(buffer),
+            ContentMD5=b64encode(md5).decode(),
+        )
+        tag = str(answer["ETag"])
+        if _is_md5(tag) and not _encrypted(answer) and tag.strip('"') != md5.hex():
+            raise DamagedBody(f"part {number}: the store has {tag}, sent was {md5.hex()}")
+        return tag
+
+    def complete_upload(self, name: str, upload_id: str, tags: Sequence[str]) -> None:
+        """Let an upload appear as a file.
+
+        A request whose answer got lost is repeated and then finds no upload: so a file made of these very parts is
+        ours.
+        """
+        parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]
+        try:
+            self.request(
+                "complete_multipart_upload", name, UploadId=upload_id, MultipartUpload={"Parts": parts}
+            )
+        except OSError as error:
+            known = all(_is_md5(tag) for tag in tags)
+            if retry.code_of(error) != "NoSuchUpload" or not known or self._etag(name) != _joined_etag(tags):
+                raise
+
+
+async def _read_body(file_system: Any, request: Mapping[str, Any], buffer: memoryview) -> str:
+    """Fill ``buffer`` with the body that answers a request; the version of what was read."""
+    answer = await file_system._call_s3("get_object", **request)
+    body = answer["Body"]
+    done = 0
+    try:
+        while chunk := await body.read(1 << 20):
+            if done + len(chunk) > len(buffer):
+                raise DamagedBody(f"more than {len(buffer)} bytes came")
+            buffer[done : done + len(chunk)] = chunk
+            done += len(chunk)
+    finally:
+        body.close()
+    if done != len(buffer):
+        raise DamagedBody(f"{done} of {len(buffer)} bytes came")
+    return str(answer["ETag"])
+
+
+class _Sent(io.RawIOBase):
+    """A buffer as a file, so that it is sent without a copy."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        self.buffer, self.at = buffer.cast("B"), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.at = offset + (0, self.at, len(self.buffer))[whence]
+        return self.at
+
+    def tell(self) -> int:
+        return self.at
+
+    def readinto(self, into: Any) -> int:
+        piece = self.buffer[self.at : self.at + len(into)]
+        into[: len(piece)] = piece
+        self.at += len(piece)
+        return len(piece)
+
+
+def _md5(content: bytes | memoryview) -> bytes:
+    return hashlib.md5(content, usedforsecurity=False).digest()
+
+
+def _base64_md5(content: bytes) -> str:
+    return b64encode(_md5(content)).decode()
+
+
+def _is_md5(tag: str) -> bool:
+    digits = tag.strip('"')
+    return len(digits) == 32 and all(c in "0123456789abcdef" for c in digits)
+
+
+def _encrypted(answer: Mapping[str, Any]) -> bool:
+    """Whether the store encrypted a part with a key, so that its ETag is no MD5."""
+    return "SSECustomerAlgorithm" in answer or str(answer.get("ServerSideEncryption", "")).startswith("aws:")
+
+
+def _joined_etag(tags: Sequence[str]) -> str:
+    """The ETag of a file that was made of parts with these ETags."""
+    digests = b"".join(bytes.fromhex(tag.strip('"')) for tag in tags)
+    return f'"{_md5(digests).hex()}-{len(tags)}"'
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A file that is being uploaded."""
+
+    upload_id: str
+    part_starts: tuple[int, ...]
+    size_bytes: int
+
+    def part(self, byte_offset: int) -> tuple[int, int]:
+        """Number and size of the part that starts at an offset."""
+        index = bisect_left(self.part_starts, byte_offset)
+        if self.part_starts[index : index + 1] != (byte_offset,):
+            raise TargetError(f"no part starts at byte {byte_offset}")
+        stop = (*self.part_starts[index + 1 : index + 2], self.size_bytes)[0]
+        return index + 1, stop - byte_offset
+
+
+@dataclass(frozen=True, eq=False)
+class S3Writer:
+    """Uploads parts; can be sent to any worker, credentials inside."""
+
+    folder: S3Folder
+    uploads: Mapping[str, Upload]
+
+    def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
+        """Upload one whole part."""
+        upload = self.uploads[path]
+        number, nbytes = upload.part(byte_offset)
+        if len(buffer) != nbytes:
+            raise TargetError(f"{path}: the part at {byte_offset} has {nbytes} bytes, not {len(buffer)}")
+        tag = self.folder.attempt(
+            path, self.folder.upload_part, path, upload.upload_id, number, buffer.cast("B")
+        )
+        return Receipt(path, byte_offset, nbytes, tag)
+
+
+class S3Target(FsspecTarget):
+    """A new checkpoint on S3."""
+
+    smallest_part_bytes = SMALLEST_PART_BYTES
+
+    def __init__(self, folder: S3Folder, overwrite: bool) -> None:
+        self.s3 = folder
+        self.uploads: dict[str, Upload] = {}
+        super().__init__(folder, overwrite)
+
+    def begin(self, files: Sequence[NewFile]) -> S3Writer:
+        """Begin the upload of every file that has bytes."""
+        for new in files:
+            check_limits(new)
+        self.files = {new.path: new for new in files}
+        self.folder.for_each(self._begin, [new for new in files if new.part_starts])
+        return S3Writer(self.s3, dict(self.uploads))
+
+    def _begin(self, new: NewFile) -> None:
+        upload_id = self.folder.attempt(new.path, self.s3.create_upload, new.path)
+        self.uploads[new.path] = Upload(upload_id, new.part_starts, new.size_bytes)
+
+    def make_visible(self, name: str) -> None:
+        """Complete a file's upload; an empty file has none."""
+        upload = self.uploads.get(name)
+        if upload is None:
+            self.s3.put(name, b"")
+        else:
+            tags = [self.tags[name, start] for start in upload.part_starts]
+            self.s3.complete_upload(name, upload.upload_id, tags)
+            del self.uploads[name]
+
+    def take_back(self) -> int:
+        """Abort all uploads that are not completed."""
+        uploads = dict(self.uploads)
+        return self.try_each(lambda name: self.s3.abort_upload(name, uploads[name].upload_id), uploads)
+
+
+def check_limits(new: NewFile) -> None:
+    """Refuse a file that S3 cannot hold."""
+    if new.size_bytes > LARGEST_OBJECT_BYTES:
+        raise TargetError(
+            f"{new.path}: has {new.size_bytes} bytes, an S3 object may have {LARGEST_OBJECT_BYTES}; "
+            "choose a topology with smaller files"
+        )
+    if len(new.part_starts) > MOST_PARTS:
+        raise TargetError(
+            f"{new.path}: has {len(new.part_starts)} parts, an S3 upload may have {MOST_PARTS}; "
+            "choose a topology with smaller files"
+        )
+    sizes = [b - a for a, b in zip(new.part_starts, (*new.part_starts[1:], new.size_bytes), strict=False)]
+    if any(size < SMALLEST_PART_BYTES for size in sizes[:-1]) or any(s > LARGEST_PART_BYTES for s in sizes):
+        raise TargetError(
+            f"{new.path}: has parts of {min(sizes)} to {max(sizes)} bytes, an S3 upload may have parts of "
+            f"{SMALLEST_PART_BYTES} to {LARGEST_PART_BYTES}"
+        )

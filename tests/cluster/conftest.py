@@ -1,0 +1,105 @@
+"""One small Ray cluster for all tests of this folder, and conversions to run on it.
+
+Two nodes on this machine: one with two CPUs and two GPUs that are only said to be there, one with one CPU.
+Workers that need no GPU are spread over both.
+"""
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+import paddle_reshard
+from paddle_reshard.clusters.inline import run_inline
+from paddle_reshard.pipeline.planning import plan as planning
+from paddle_reshard.pipeline.workflow import ConversionPlan, Engine, MoveReport, ignore_events, run_conversion
+from paddle_reshard.storage.local import LocalTarget
+from tests.conftest import REPO, committed_case
+
+CASE = "mp2pp2sh2_s1v2_meta_ema"
+GROUP_BYTES = 100_000
+OBJECT_STORE_BYTES = 200_000_000
+
+
+@pytest.fixture(scope="package")
+def cluster() -> Iterator[Cluster]:
+    folder = tempfile.mkdtemp(prefix="ray")  # sockets want a short path
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(REPO))  # workers import the faults below
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        nodes = Cluster(
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": 2,
+                "num_gpus": 2,
+                "object_store_memory": OBJECT_STORE_BYTES,
+                "include_dashboard": False,
+                "temp_dir": folder,
+            },
+        )
+        try:
+            nodes.add_node(num_cpus=1, object_store_memory=OBJECT_STORE_BYTES)
+            ray.init(nodes.address, log_to_driver=False, logging_level="WARNING")
+            yield nodes
+        finally:
+            ray.shutdown()
+            nodes.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A real checkpoint, planned in many small groups, and what it becomes inline."""
+
+    plan: ConversionPlan
+    inline: MoveReport
+    files: dict[str, bytes]
+    folder: Path
+
+    def run(self, engine: Engine) -> MoveReport:
+        """Run it with another engine; the result must not differ in any byte."""
+        made = self.folder / "made"
+        report = run_conversion(self.plan, LocalTarget(made, overwrite=False), engine, ignore_events)
+        assert contents(made) == self.files
+        assert report == self.inline
+        return report
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+Plan = Callable[..., Conversion]
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """Make a conversion of the case in groups of about ``group_bytes``."""
+
+    def make(to: str = "tp=2,sharding=3", group_bytes: int = GROUP_BYTES, **options: object) -> Conversion:
+        monkeypatch.setattr(planning, "GROUP_BYTES", group_bytes)
+        there = tmp_path / "inline"
+        planned = paddle_reshard.plan(committed_case(CASE) / "checkpoint-3", there, to=to, **options)
+        report = run_conversion(planned, LocalTarget(there, overwrite=False), run_inline, ignore_events)
+        return Conversion(planned, report, contents(there), tmp_path)
+
+    return make
+
+
+@pytest.fixture
+def conversion(plan: Plan) -> Conversion:
+    made = plan()
+    assert made.inline.groups > 20
+    return made
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and not only waiting to be collected."""
+    shown = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    return shown.stdout.strip() not in ("", "Z", "Zl")

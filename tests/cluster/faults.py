@@ -1,0 +1,101 @@
+"""Sources and writers that misbehave on purpose. Workers import them."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from paddle_reshard.storage.store import ReadRange, Receipt, WritePart
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def first_time(marker: Path) -> bool:
+    """Whether nobody asked before."""
+    try:
+        marker.open("x").close()
+    except FileExistsError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class KilledOnceReading:
+    source: ReadRange
+    marker: Path
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        if first_time(self.marker):
+            _die()
+        self.source.read_into(path, byte_offset, buffer)
+
+
+@dataclass(frozen=True)
+class KilledOnceWriting:
+    """Dies when half of a part is written."""
+
+    writer: WritePart
+    marker: Path
+
+    def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
+        if first_time(self.marker):
+            self.writer.write_part(path, byte_offset, buffer[: len(buffer) // 2])
+            _die()
+        return self.writer.write_part(path, byte_offset, buffer)
+
+
+@dataclass(frozen=True)
+class KillsItsReader:
+    """Dies at one byte of one file, whoever reads it."""
+
+    source: ReadRange
+    path: str
+    byte_offset: int
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        if path == self.path and byte_offset <= self.byte_offset < byte_offset + len(buffer):
+            _die()
+        self.source.read_into(path, byte_offset, buffer)
+
+
+@dataclass(frozen=True)
+class OneByteOff:
+    """A file in which one byte is another."""
+
+    source: ReadRange
+    path: str
+    byte_offset: int
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        self.source.read_into(path, byte_offset, buffer)
+        place = self.byte_offset - byte_offset
+        if path == self.path and 0 <= place < len(buffer):
+            buffer[place] ^= 1
+
+
+@dataclass(frozen=True)
+class Unreachable:
+    """Fails as a store does that cannot be reached."""
+
+    password: str
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        raise ConnectionError(f"{path}: the store does not answer")
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Notes which process reads, on which GPU; takes its time."""
+
+    source: ReadRange
+    notes: Path
+    seconds: float = 0.0
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        self.notes.mkdir(exist_ok=True)
+        (self.notes / str(os.getpid())).write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "none"))
+        time.sleep(self.seconds)
+        self.source.read_into(path, byte_offset, buffer)

@@ -1,0 +1,108 @@
+"""Shares of a group, finished in any order from read-only bands, make what one worker makes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import paddle_reshard
+from paddle_reshard.clusters.exchange import merge_reports, split_group
+from paddle_reshard.clusters.worker import ReshardWorker
+from paddle_reshard.pipeline.errors import CheckpointError
+from paddle_reshard.pipeline.planning import plan as planning
+from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
+from paddle_reshard.storage.store import ReadRange, Receipt
+from paddle_reshard.tasks.device import Buffer
+from paddle_reshard.tasks.run_group import finish_group, load_band, run_group
+from tests.conftest import committed_case
+
+CASES = ("mp2pp2sh2_s1v2_meta_ema", "mp2_tied", "nlp_fused_mp2")
+
+
+@dataclass
+class Written:
+    """All that was written, by place."""
+
+    parts: dict[tuple[str, int], bytes] = field(default_factory=dict)
+
+    def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
+        assert (path, byte_offset) not in self.parts
+        self.parts[path, byte_offset] = bytes(buffer)
+        return Receipt(path, byte_offset, len(buffer))
+
+
+def works(case: str, folder: Path) -> tuple[ReadRange, Iterator[GroupWork]]:
+    source = committed_case(case) / "checkpoint-3"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "GROUP_BYTES", 300_000)
+        plan = paddle_reshard.plan(source, folder / "T", to="tp=2,pp=2,sharding=2")
+    return plan.store, plan_work(plan.plan)
+
+
+def read_only(source: ReadRange, work: GroupWork) -> list[Buffer]:
+    bands = [
+        load_band(source, work.source_paths[int(b["file"])], int(b["start"]), int(b["stop"]))
+        for b in work.bands
+    ]
+    for band in bands:
+        band.flags.writeable = False
+    return bands
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("count", [1, 2, 3, 50])
+def test_shares_together_are_the_group(case: str, count: int, tmp_path: Path) -> None:
+    source, groups = works(case, tmp_path)
+    for work in groups:
+        whole, shared = Written(), Written()
+        expected = run_group(work, source, whole)
+        bands = read_only(source, work)
+        shares = split_group(work, count)
+        assert len(shares) == count
+        assert sorted(band for share in shares for band in share.loads) == list(range(len(work.bands)))
+        reports = [
+            finish_group(share.work, [bands[band] for band in share.needs], shared)
+            for share in reversed(shares)
+        ]
+        report = merge_reports(work, reports)
+        assert shared.parts == whole.parts
+        assert set(report.receipts) == set(expected.receipts)
+        for name in ("group", "read_bytes", "written_bytes", "compared_elements", "differences"):
+            assert getattr(report, name) == getattr(expected, name)
+
+
+def test_bytes_are_dealt_evenly(tmp_path: Path) -> None:
+    _, groups = works(CASES[0], tmp_path)
+    work = max(groups, key=lambda work: work.peak_bytes)
+    sizes = work.bands["stop"] - work.bands["start"]
+    loads = [int(sizes[list(share.loads)].sum()) for share in split_group(work, 2)]
+    assert abs(loads[0] - loads[1]) <= sizes.max()
+
+
+def test_a_share_needs_only_its_own_bands(tmp_path: Path) -> None:
+    _, groups = works(CASES[0], tmp_path)
+    for work in groups:
+        for share in split_group(work, 2):
+            assert set(share.needs) <= set(range(len(work.bands)))
+            assert np.array_equal(share.work.bands, work.bands[list(share.needs)])
+            assert len(share.needs) > 0 or len(share.work.ops) == 0
+
+
+class Broken:
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        raise CheckpointError(f"{path}: vanished")
+
+
+def test_a_band_that_was_refused_is_the_answer_of_whoever_needs_it() -> None:
+    worker = ReshardWorker(Broken(), Written(), None)
+    refused = worker.load("a.pdopt", 0, 4)
+    assert isinstance(refused, CheckpointError)
+    assert worker.finish(None, np.zeros(3, np.uint8), refused) is refused
+
+
+def test_broken_metrics_fail_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = ReshardWorker(Broken(), Written(), None)
+    monkeypatch.setattr(worker.counters, "counters", {})
+    worker.counters.add(1, 2, groups=1)

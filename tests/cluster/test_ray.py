@@ -1,0 +1,336 @@
+"""A plan run on Ray makes the same bytes as inline, whatever happens to the workers."""
+
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from paddle_reshard.clusters import ray_cluster
+from paddle_reshard.clusters.inline import run_inline
+from paddle_reshard.clusters.ray_cluster import ATTEMPTS, GroupFailedError, RayEngine
+from paddle_reshard.pipeline.errors import DriftError, MemoryBudgetError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.planning.match import COMPARE
+from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
+from paddle_reshard.pipeline.workflow import Engine, run_conversion
+from paddle_reshard.storage.local import LocalTarget
+from tests.cluster.conftest import CASE, Conversion, Plan, contents, is_running
+from tests.cluster.faults import (
+    KilledOnceReading,
+    KilledOnceWriting,
+    KillsItsReader,
+    OneByteOff,
+    Unreachable,
+    Watched,
+)
+from tests.conftest import REPO, committed_case
+
+BUDGET_BYTES = 64 << 20
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def engine(**settings: object) -> RayEngine:
+    return RayEngine(**{"workers": 2, "memory_bytes": BUDGET_BYTES, "exchange": "never", **settings})
+
+
+@pytest.fixture
+def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many workers shared each group that was shared."""
+    counts: list[int] = []
+    split = ray_cluster.split_group
+
+    def counted(work: GroupWork, count: int) -> object:
+        counts.append(count)
+        return split(work, count)
+
+    monkeypatch.setattr(ray_cluster, "split_group", counted)
+    return counts
+
+
+def test_alone_on_each_worker(conversion: Conversion, exchanged: list[int]) -> None:
+    conversion.run(engine())
+    assert exchanged == []
+
+
+def test_exchanged(conversion: Conversion, exchanged: list[int]) -> None:
+    conversion.run(engine(exchange="always"))
+    several = sum(len(work.bands) > 1 for work in plan_work(conversion.plan.plan))
+    assert several > 20
+    assert exchanged == [2] * several
+
+
+def test_fewer_groups_than_workers_are_shared(
+    plan: Plan, exchanged: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_cluster, "SHARED_BYTES", 0)
+    conversion = plan(group_bytes=64 << 20)
+    assert conversion.inline.groups == 2  # the other one has the files without values
+    conversion.run(engine(workers=3, exchange="auto"))
+    assert exchanged == [2]
+
+
+def test_bands_beyond_the_object_store_are_not_exchanged(
+    conversion: Conversion, exchanged: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = {"CPU": 8.0, "memory": 1e12, "object_store_memory": 100.0}
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": few}])
+    conversion.run(engine(exchange="always"))
+    assert exchanged == []
+
+
+@pytest.mark.parametrize("exchange", ["never", "always"])
+def test_a_worker_killed_while_reading_is_replaced(
+    conversion: Conversion, exchange: str, tmp_path: Path
+) -> None:
+    marker = tmp_path / "killed"
+    conversion.run(
+        lambda works, source, target: engine(exchange=exchange)(
+            works, KilledOnceReading(source, marker), target
+        )
+    )
+    assert marker.exists()
+
+
+@pytest.mark.parametrize("exchange", ["never", "always"])
+def test_a_worker_killed_while_writing_is_replaced(
+    conversion: Conversion, exchange: str, tmp_path: Path
+) -> None:
+    marker = tmp_path / "killed"
+    conversion.run(
+        lambda works, source, target: engine(exchange=exchange)(
+            works, source, KilledOnceWriting(target, marker)
+        )
+    )
+    assert marker.exists()
+
+
+def test_a_group_that_always_kills_its_worker_is_named(conversion: Conversion) -> None:
+    works = list(plan_work(conversion.plan.plan))
+    work = works[10]
+    band = work.bands[0]
+    path, place = work.source_paths[int(band["file"])], int(band["start"]) + 1
+    readers = [
+        other.group
+        for other in works
+        for b in other.bands
+        if other.source_paths[int(b["file"])] == path and b["start"] <= place < b["stop"]
+    ]
+    assert readers == [10]
+    with pytest.raises(GroupFailedError) as failed:
+        conversion.run(
+            lambda works, source, target: engine()(works, KillsItsReader(source, path, place), target)
+        )
+    error = failed.value
+    assert (error.group, error.attempts, ATTEMPTS) == (10, 4, 4)
+    assert error.tensor == work.tensors[int(work.ops["tensor"][0])].label
+    assert str(error).startswith(f"{error.tensor}: group 10 failed 4 times, at last with: ActorDiedError: ")
+    assert not (conversion.folder / "made").exists()
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_a_store_that_cannot_be_reached_is_named_and_no_secret_is(
+    conversion: Conversion, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    secret = Unreachable("open sesame")
+    with pytest.raises(GroupFailedError, match=r"ConnectionError: .*: the store does not answer") as failed:
+        conversion.run(lambda works, source, target: engine()(works, secret, target))
+    assert "attempt 3 failed" in caplog.text
+    assert "sesame" not in caplog.text
+    assert "sesame" not in str(failed.value)
+
+
+@pytest.mark.parametrize("exchange", ["never", "always"])
+def test_a_refusal_arrives_whole(conversion: Conversion, exchange: str) -> None:
+    ops = conversion.plan.plan.ops
+    copy = ops[ops["kind"] == COMPARE][0]
+    path = conversion.plan.plan.source_files[int(copy["target_file"])].path
+
+    def on(inner: Engine) -> DriftError:
+        with pytest.raises(DriftError) as refused:
+            conversion.run(
+                lambda works, source, target: inner(
+                    works, OneByteOff(source, path, int(copy["target_byte"])), target
+                )
+            )
+        assert type(refused.value) is DriftError
+        return refused.value
+
+    inline, there = on(run_inline), on(engine(exchange=exchange))
+    assert str(there) == str(inline)
+    assert vars(there) == vars(inline)
+    assert not (conversion.folder / "made").exists()
+
+
+def test_drift_that_is_allowed_is_reported(plan: Plan, tmp_path: Path) -> None:
+    conversion = plan(allow_replica_drift=True)
+    ops = conversion.plan.plan.ops
+    copy = ops[ops["kind"] == COMPARE][0]
+    path = conversion.plan.plan.source_files[int(copy["target_file"])].path
+    reports = []
+    for inner in (run_inline, engine(exchange="always")):
+        made = LocalTarget(tmp_path / f"drift {len(reports)}", overwrite=False)
+        reports.append(
+            run_conversion(
+                conversion.plan,
+                made,
+                lambda works, source, target, inner=inner: inner(
+                    works, OneByteOff(source, path, int(copy["target_byte"])), target
+                ),
+                lambda event: None,
+            )
+        )
+    assert len(reports[0].replica_drift) == 1
+    assert reports[0] == reports[1]
+
+
+def test_groups_are_asked_for_as_they_are_run(conversion: Conversion) -> None:
+    made = done = most = 0
+
+    def counting(works: Iterator[GroupWork]) -> Iterator[GroupWork]:
+        nonlocal made, most
+        for work in works:
+            made += 1
+            most = max(most, made - done)
+            yield work
+
+    def counted(works: Iterator[GroupWork], *ends: object) -> Iterator[object]:
+        nonlocal done
+        for report in engine()(counting(works), *ends):
+            done += 1
+            yield report
+
+    conversion.run(counted)
+    assert made == done == conversion.inline.groups
+    assert most <= 6
+
+
+def test_closing_ends_all_workers(conversion: Conversion, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    writer = LocalTarget(tmp_path / "T", overwrite=False)
+    with writer as target:
+        begun = target.begin([])
+        works = plan_work(conversion.plan.plan)
+        source = Watched(conversion.plan.store, notes, seconds=0.5)
+        with pytest.raises(FileNotFoundError):  # nothing was begun: the first part has no file to go to
+            begun.write_part("none", 0, memoryview(b""))
+        for file in conversion.plan.plan.target_files:
+            (target.staging / file.path).touch()
+        reports = engine()(works, source, begun)
+        next(reports)
+        reports.close()
+    workers = [int(note.name) for note in notes.iterdir()]
+    assert workers
+    deadline = time.monotonic() + 20
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(is_running, workers))
+    assert ray.is_initialized()
+
+
+def test_a_group_beyond_the_memory_of_a_worker_is_refused(conversion: Conversion) -> None:
+    with pytest.raises(MemoryBudgetError, match="the budget is 50000 bytes"):
+        conversion.run(engine(memory_bytes=50_000))
+
+
+def test_two_gpus_and_the_same_bytes(conversion: Conversion, tmp_path: Path, exchanged: list[int]) -> None:
+    notes = tmp_path / "notes"
+    conversion.run(
+        lambda works, source, target: engine(device="gpu", place="cpu", exchange="always")(
+            works, Watched(source, notes), target
+        )
+    )
+    assert sorted(note.read_text() for note in notes.iterdir()) == ["0", "1"]
+    assert exchanged
+
+
+def test_without_a_gpu_build_of_paddle_it_is_refused_in_one_sentence(conversion: Conversion) -> None:
+    with pytest.raises(UnsupportedError, match="this build of Paddle has no device 'gpu'"):
+        conversion.run(engine(device="gpu"))
+    with pytest.raises(UnsupportedError, match="room for 2 workers of 1 CPU, 64MiB, 1 GPU each, 3 wanted"):
+        conversion.run(engine(device="gpu", workers=3))
+
+
+def test_no_room_for_a_worker_is_told(conversion: Conversion) -> None:
+    with pytest.raises(UsageError, match="no node of the Ray cluster has 1 CPU, 1073741824MiB for a worker"):
+        conversion.run(engine(workers=None, memory_bytes=1 << 50))
+
+
+def test_a_node_that_is_lost_is_survived(cluster: Cluster, conversion: Conversion, tmp_path: Path) -> None:
+    node = cluster.add_node(num_cpus=1, resources={"here": 1}, object_store_memory=80_000_000)
+    notes = tmp_path / "notes"
+
+    def losing(works: Iterator[GroupWork], source: object, target: object) -> Iterator[object]:
+        removed = False
+        for report in engine(workers=4)(works, Watched(source, notes, seconds=0.2), target):
+            if not removed and len(list(notes.iterdir())) == 4:
+                cluster.remove_node(node, allow_graceful=False)
+                removed = True
+            yield report
+        assert removed
+
+    conversion.run(losing)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"workers": 0}, "0 workers: at least 1 is needed"),
+        ({"exchange": "some"}, "unknown exchange 'some'; known are auto, always, never"),
+        ({"device": "tpu"}, "unknown device 'tpu'; known are cpu, gpu"),
+        ({"address": "ray://head:10001"}, "Ray at 'ray://head:10001': give host:port"),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        RayEngine(**settings)
+
+
+def test_no_groups_need_no_cluster() -> None:
+    assert list(engine()(iter(()), None, None)) == []
+
+
+OWN_RAY = """
+import os, sys
+import ray, paddle_reshard
+from pathlib import Path
+from paddle_reshard.clusters.ray_cluster import RayEngine
+from paddle_reshard.pipeline import workflow
+from paddle_reshard.storage.local import LocalTarget
+from tests.cluster.faults import Watched
+
+source, target, notes = map(Path, sys.argv[1:])
+plan = paddle_reshard.plan(source, target, to="tp=2,sharding=3")
+engine = RayEngine(workers=1, memory_bytes=64 << 20)
+watched = lambda works, source, writer: engine(works, Watched(source, notes), writer)
+workflow.run_conversion(plan, LocalTarget(target, overwrite=False), watched, workflow.ignore_events)
+assert not ray.is_initialized()
+"""
+
+
+def test_a_ray_of_our_own_ends_with_the_run(plan: Plan, tmp_path: Path) -> None:
+    conversion = plan(group_bytes=64 << 20)
+    made, notes = tmp_path / "made", tmp_path / "notes"
+    script = tmp_path / "run.py"
+    script.write_text(OWN_RAY)
+    source = committed_case(CASE) / "checkpoint-3"
+    subprocess.run([sys.executable, script, source, made, notes], cwd=REPO, check=True, timeout=120)
+    assert contents(made) == conversion.files
+    (worker,) = notes.iterdir()
+    assert not is_running(int(worker.name))
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"), [("127.0.0.1:1", "Connection refused"), ("nobody", "Invalid address format")]
+)
+def test_a_cluster_that_is_not_there_is_told(
+    address: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(UsageError, match=f"cannot join Ray at '{address}': .*{reason}"):
+        next(RayEngine(address=address)(iter([None]), None, None))

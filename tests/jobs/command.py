@@ -1,0 +1,49 @@
+"""The command line with ``submit`` and ``watch``, as tests start it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import COMMITTED
+
+GOLDEN = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
+MAIN = """
+from paddle_reshard.pipeline import cli
+from paddle_reshard.pipeline.cli_jobs import job_commands
+
+for command in job_commands(cli.convert, cli._arguments):
+    cli.cli.add_command(command)
+cli.main()
+"""
+
+
+def command_line(*arguments: object) -> list[str]:
+    return [sys.executable, "-c", MAIN, *map(str, arguments)]
+
+
+def run(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command_line(*arguments),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, **(env or {})},
+    )
+
+
+def copy_checkpoint(folder: Path, leave_out: tuple[str, ...] = ()) -> Path:
+    """A copy of the golden checkpoint, but for files whose name starts with one of ``leave_out``."""
+    folder.mkdir(parents=True)
+    for path in GOLDEN.iterdir():
+        if not path.name.startswith(leave_out or ("\0",)):
+            shutil.copy(path, folder / path.name)
+    return folder
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder with its content."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}

@@ -1,0 +1,185 @@
+"""What earlier attempts mean for the next one: pure decisions."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from paddle_reshard.pipeline.claims import (
+    Action,
+    Attempt,
+    Holder,
+    Policy,
+    Sight,
+    State,
+    claim_path,
+    decide,
+    is_gone,
+    process_start,
+    steps_of,
+    superfluous,
+    this_process,
+)
+from paddle_reshard.pipeline.watch import lacking
+
+HERE = Holder("gpu-1", "m1", "boot-1", "pid:[1]", 100, "5000")
+NEW = Sight("source-a", "", None, "0.1.0")
+MADE = replace(NEW, target_stamp="target-a", plan_id="plan-a")
+POLICY = Policy(retries=2, backoff_seconds=60, claim_timeout_seconds=3600)
+
+
+def attempt(state: State, number: int = 1, seen_at: float = 1000.0, **changes: object) -> Attempt:
+    made = Attempt(
+        conversion_id="paddle-reshard-0123456789abcdef",
+        number=number,
+        target="checkpoint-3",
+        holder=HERE,
+        nonce="n",
+        state=state,
+        started_at=900.0,
+        seen_at=seen_at,
+        source_stamp="source-a",
+        target_stamp="",
+        version="0.1.0",
+        reason="the reason",
+    )
+    return replace(made, **changes)
+
+
+def action(sight: Sight, attempts: list[Attempt], gone: bool = False, now: float = 1010.0, **policy: object):
+    return decide(sight, attempts, gone, replace(POLICY, **policy), now).action
+
+
+def test_nothing_tried_yet_is_looked_at() -> None:
+    assert action(NEW, []) is Action.LOOK
+
+
+def test_a_live_claim_is_respected_a_dead_or_silent_one_is_not() -> None:
+    running = attempt(State.RUNNING)
+    assert action(NEW, [running]) is Action.WAIT
+    assert action(NEW, [running], gone=True) is Action.LOOK
+    assert action(NEW, [running], now=1000.0 + 3599) is Action.WAIT
+    assert action(NEW, [running], now=1000.0 + 3600) is Action.LOOK
+    told = decide(NEW, [running], False, POLICY, 1010.0).reason
+    assert told == "claimed by process 100 on gpu-1, last sign of life 10 s ago"
+
+
+def test_a_claim_is_respected_even_while_its_target_has_just_appeared() -> None:
+    assert action(MADE, [attempt(State.RUNNING)]) is Action.WAIT
+
+
+def test_converted_once_is_converted() -> None:
+    done = attempt(State.DONE, plan_id="plan-a")
+    assert action(MADE, [done]) is Action.NOTHING
+    assert action(NEW, [done]) is Action.LOOK  # somebody has deleted the target
+    assert action(MADE, []) is Action.COMPARE
+    assert action(MADE, [attempt(State.DONE, plan_id="plan-b")]) is Action.COMPARE
+
+
+def test_a_source_that_changed_afterwards_is_converted_again_only_with_overwrite() -> None:
+    done, changed = attempt(State.DONE, plan_id="plan-a"), replace(MADE, source_stamp="source-b")
+    decision = decide(changed, [done], False, POLICY, 1010.0)
+    assert decision.action is Action.NOTHING
+    assert "changed since" in decision.reason
+    assert action(changed, [done], overwrite=True) is Action.LOOK
+    refused = attempt(State.REFUSED, 2, source_stamp="source-b", target_stamp="target-a")
+    assert action(changed, [done, refused], overwrite=True) is Action.FAIL
+
+
+def test_failures_wait_longer_each_time_and_end() -> None:
+    one, two = attempt(State.FAILED), attempt(State.FAILED, 2, seen_at=2000.0)
+    assert action(NEW, [one], now=1059) is Action.WAIT
+    assert action(NEW, [one], now=1060) is Action.LOOK
+    assert action(NEW, [one, two], now=2119) is Action.WAIT
+    assert action(NEW, [one, two], now=2120) is Action.LOOK
+    three = [one, two, attempt(State.FAILED, 3)]
+    assert decide(NEW, three, False, POLICY, 9e9).reason == "given up after 3 attempts: the reason"
+    assert action(NEW, three, now=9e9, forget_before=5000.0) is Action.LOOK
+    assert action(replace(NEW, source_stamp="source-b"), three) is Action.LOOK
+
+
+def test_processes_that_died_count_as_failures_but_nobody_waits_for_them() -> None:
+    dead = [attempt(State.RUNNING, number) for number in (1, 2, 3)]
+    assert action(NEW, dead[:2], gone=True) is Action.LOOK
+    assert decide(NEW, dead, True, POLICY, 1010.0).action is Action.FAIL
+
+
+@pytest.mark.parametrize("changed", ["source_stamp", "target_stamp", "version"])
+def test_a_refusal_stands_until_something_changes(changed: str) -> None:
+    refused = [attempt(State.REFUSED)]
+    assert decide(NEW, refused, False, POLICY, 9e9) == decide(NEW, refused, False, POLICY, 1001.0)
+    assert decide(NEW, refused, False, POLICY, 1001.0).reason == "the reason"
+    assert action(replace(NEW, **{changed: "another"}), refused) is Action.LOOK
+
+
+def test_a_claim_that_was_given_back_does_not_count() -> None:
+    assert action(NEW, [attempt(State.RELEASED, n) for n in range(1, 20)]) is Action.LOOK
+
+
+def test_what_keep_has_removed_is_not_made_again() -> None:
+    assert action(NEW, [attempt(State.REMOVED, plan_id="plan-a")]) is Action.NOTHING
+    assert action(MADE, [attempt(State.REMOVING, plan_id="plan-a")]) is Action.NOTHING
+    assert action(MADE, [attempt(State.REMOVED, plan_id="plan-a")]) is Action.COMPARE
+
+
+def test_a_process_is_gone_only_if_that_can_be_known() -> None:
+    def running(pid: int) -> str | None:
+        return {100: "5000", 101: "7000"}.get(pid)
+
+    assert not is_gone(HERE, HERE, running)
+    assert is_gone(replace(HERE, pid=99), HERE, running)
+    assert is_gone(replace(HERE, pid=101), HERE, running)  # its pid is another's now
+    assert is_gone(replace(HERE, boot="boot-0"), HERE, running)
+    assert not is_gone(replace(HERE, host="gpu-2", boot="boot-0"), HERE, running)
+    assert not is_gone(replace(HERE, machine="m2", boot="boot-0"), HERE, running)
+    assert not is_gone(replace(HERE, pid_space="pid:[2]", pid=99), HERE, running)
+
+
+def test_this_process_is_found_alive() -> None:
+    me = this_process()
+    assert not is_gone(me, me, process_start)
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    try:
+        for _ in range(1000):
+            if process_start(child) is None:  # it has ended, though nobody has reaped it
+                break
+            os.sched_yield()
+    finally:
+        os.waitpid(child, 0)
+    assert process_start(child) is None
+
+
+def test_records_survive_json() -> None:
+    made = attempt(State.DONE, 3, plan_id="p")
+    assert Attempt.parse(made.data()) == made
+    assert claim_path(made) == ".paddle_reshard/claims/paddle-reshard-0123456789abcdef.3.json"
+    for broken in (b"", b"[]", b"{}", b'{"holder": 3, "state": "done"}', made.data()[:-9]):
+        with pytest.raises(ValueError, match=r"not a claim|Expecting|Invalid|delimiter|Unterminated"):
+            Attempt.parse(broken)
+
+
+def test_steps_ascend_as_numbers() -> None:
+    names = [
+        "checkpoint-100",
+        "checkpoint-20",
+        "checkpoint",
+        "xcheckpoint-1",
+        "checkpoint-3.tmp",
+        ".checkpoint-4",
+    ]
+    assert steps_of(names) == [(20, "checkpoint-20"), (100, "checkpoint-100")]
+    assert superfluous(["checkpoint-100", "checkpoint-20", "checkpoint-3"], 2) == ["checkpoint-3"]
+    assert superfluous(["checkpoint-3"], None) == superfluous(["checkpoint-3"], 1) == []
+
+
+def test_what_the_trainer_still_has_to_write() -> None:
+    whole = {"saved_signal_0", "trainer_state.bin", "scheduler.pdparams"}
+    assert lacking(whole, set()) is None
+    assert lacking(whole - {"saved_signal_0"}, set()) == "no saved_signal file says that it is finished"
+    assert lacking(whole - {"trainer_state.bin"}, set()) == "trainer_state is not there yet"
+    assert lacking(whole, whole | {"ema.pdopt"}) == "ema.pdopt is not there yet"
+    assert lacking(whole, whole | {"my_notes.txt"}) is None

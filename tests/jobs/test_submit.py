@@ -1,0 +1,127 @@
+"""What a job is called and told, without a cluster."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+
+from paddle_reshard.clusters.jobs import entrypoint_of, package_digest
+from paddle_reshard.pipeline import cli
+from paddle_reshard.pipeline.claims import State
+from paddle_reshard.pipeline.cli_jobs import Request
+from paddle_reshard.pipeline.errors import UsageError
+from paddle_reshard.pipeline.watch import outcome_of_job
+from tests.jobs.command import run
+
+
+def read(*arguments: object, convert: click.Command = cli.convert) -> Request:
+    return Request.read(convert, [str(argument) for argument in arguments])
+
+
+def identity(*arguments: object) -> str:
+    request = read(*arguments)
+    return request.identify(request.values["source"], request.values["target"])
+
+
+def test_the_id_is_that_of_the_conversion_however_it_is_spelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    same = identity("a", "b", "--to", "tp=2,pp=2")
+    assert same.startswith("paddle-reshard-")
+    assert len(same) == len("paddle-reshard-") + 16
+    for spelling in (
+        [tmp_path / "a", "b/", "--to", "pp=2,tp=2"],
+        ["--to=tp=2,pp=2,sharding=1", "a", tmp_path / "b"],
+        ["a", "b", "--to", "tp=2,pp=2", "--format", "hybrid", "--replicas", "compare"],
+        ["a", "b", "--to", "tp=2,pp=2", "--memory", "4GiB", "--cluster", "ray", "--quiet", "--json"],
+    ):
+        assert identity(*spelling) == same, spelling
+
+
+def test_what_decides_the_outcome_decides_the_id(tmp_path: Path) -> None:
+    layout = tmp_path / "layout.json"
+    layout.write_text("{}")
+    with_layout = identity("/a", "/b", "--to", "tp=2", "--layout", layout)
+    layout.write_text('{"segmentation": "uniform"}')
+    ids = [
+        identity("/a", "/b", "--to", "tp=2"),
+        identity("/a", "/b", "--to", "tp=2,pp=2"),
+        identity("/a2", "/b", "--to", "tp=2"),
+        identity("/a", "/b2", "--to", "tp=2"),
+        identity("s3://a", "/b", "--to", "tp=2"),
+        identity("/a", "/b", "--to", "tp=2", "--sequence-parallel"),
+        identity("/a", "/b", "--to", "tp=2", "--no-sequence-parallel"),
+        identity("/a", "/b", "--to", "tp=2", "--overwrite"),
+        with_layout,
+        identity("/a", "/b", "--to", "tp=2", "--layout", layout),
+    ]
+    assert len(set(ids)) == len(ids)
+
+
+def test_a_job_gets_exactly_what_convert_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my rules.json").write_text('{"a": 1}')
+    request = read(
+        *("a b", "s3://bucket/out/", "--to", "tp=2", "--no-sequence-parallel", "--rules", "my rules.json"),
+        *("--vocab-pad", 128, "--segmentation", "layer:Llama Decoder", "--allow-replica-drift"),
+    )
+    spelled = request.spell(request.values["source"], request.values["target"])
+    again = read(*(argument.replace("rules.json", str(tmp_path / "my rules.json")) for argument in spelled))
+    changed = {
+        "source": str(tmp_path / "a b"),
+        "target": "s3://bucket/out",
+        "rules": tmp_path / "my rules.json",
+    }
+    assert dict(again.values) == {**request.values, **changed}
+    assert request.files() == {"rules": b'{"a": 1}'}
+    line = entrypoint_of(spelled)
+    assert line.startswith("python -m paddle_reshard convert ")
+    assert shlex.split(line)[4:] == list(spelled)
+
+
+def test_credentials_are_refused_before_they_are_seen() -> None:
+    options = [*cli.convert.params, click.Option(["--storage-options-x"])]
+    convert = click.Command("convert", params=options, callback=cli.convert.callback)
+    request = read("/a", "/b", "--to", "tp=1", "--storage-options-x", "hunter2", convert=convert)
+    with pytest.raises(UsageError, match="--env") as refused:
+        request.spell("/a", "/b")
+    assert "hunter2" not in str(refused.value)
+    assert request.identify("/a", "/b") == identity("/a", "/b", "--to", "tp=1")
+    with pytest.raises(UsageError, match="password") as refused:
+        identity("s3://user:hunter2@host/a", "/b", "--to", "tp=1")
+    assert "hunter2" not in str(refused.value)
+
+
+def test_mistakes_are_told_before_a_cluster_is_asked() -> None:
+    for arguments, message in (
+        (["/a", "/b"], "--to"),
+        (["/a", "/b", "--to", "tq=1"], "unknown axis 'tq'"),
+        (["/a", "/b", "--to", "tp=1", "--nonsense"], "--nonsense"),
+        (["/a", "/b", "--to", "tp=1", "--env", "NOT_SET_X"], "--env NOT_SET_X: no such variable is set here"),
+    ):
+        done = run("submit", "--address", "http://127.0.0.1:9", *arguments)
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+
+
+def test_a_package_is_known_by_its_source(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x = 1")
+    one = package_digest(tmp_path)
+    (tmp_path / "a.pyc").write_text("compiled")
+    assert package_digest(tmp_path) == one
+    (tmp_path / "a.py").write_text("x = 2")
+    assert package_digest(tmp_path) != one
+    assert package_digest() == package_digest()
+
+
+def test_a_refusal_is_told_from_a_crash() -> None:
+    said = json.dumps({"error": "tp=3 does not divide", "kind": "UnsupportedError"})
+    refused = outcome_of_job(["plan: …", said, "paddle-reshard: …"], "FAILED")
+    assert (refused.state, refused.reason) == (State.REFUSED, "tp=3 does not divide")
+    crashed = outcome_of_job(["plan: …", "Killed"], "job x FAILED:")
+    assert (crashed.state, crashed.reason) == (State.FAILED, "job x FAILED: Killed")
+    assert outcome_of_job([], "job x STOPPED:").state is State.FAILED

@@ -1,0 +1,427 @@
+"""``watch`` on a training run: converted when whole, once, whatever is killed in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import paddle_reshard
+from tests.jobs.command import GOLDEN, MAIN, command_line, copy_checkpoint, run, snapshot
+
+INTERRUPTED = """
+import functools, os, pathlib, signal, sys, time
+import paddle_reshard
+from paddle_reshard.pipeline import watch
+
+real, moment, told = paddle_reshard.convert, sys.argv.pop(1), pathlib.Path(sys.argv.pop(1))
+
+@functools.wraps(real)
+def convert(source, target, **options):
+    if moment == "before":
+        told.touch()
+        time.sleep(60)
+    real(source, target, **options)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+paddle_reshard.convert = convert
+"""
+
+
+class Run:
+    """A training run and where its conversions go."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.run, self.out = root, root / "run", root / "out"
+        self.run.mkdir()
+
+    def watch(self, *options: object, to: str = "tp=1") -> subprocess.CompletedProcess[str]:
+        return run("watch", self.run, self.out, "--to", to, "--once", *options)
+
+    def claims(self) -> list[dict]:
+        folder = self.out / ".paddle_reshard" / "claims"
+        found = [json.loads(path.read_bytes()) for path in folder.glob("*.json")] if folder.is_dir() else []
+        return sorted(found, key=lambda claim: (claim["target"], claim["number"]))
+
+    def states(self) -> list[str]:
+        return [claim["state"] for claim in self.claims()]
+
+    def converted(self) -> list[str]:
+        return sorted(path.parent.name for path in self.out.glob("*/paddle_reshard.json"))
+
+    def start_interrupted(self, moment: str) -> subprocess.Popen[str]:
+        """A watcher that hangs before its conversion, or is killed right after it."""
+        options = [moment, self.root / "told", "watch", self.run, self.out, "--to", "tp=1", "--once"]
+        command = [sys.executable, "-c", INTERRUPTED + MAIN, *map(str, options)]
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+    def wait_for_claim(self) -> None:
+        deadline = time.monotonic() + 30
+        while not (self.root / "told").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def one_card(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    target = tmp_path_factory.mktemp("expected") / "target"
+    paddle_reshard.convert(GOLDEN, target, to="tp=1")
+    return snapshot(target)
+
+
+def trainer_order() -> Iterator[Path]:
+    """The files of a checkpoint in the order in which a trainer writes them."""
+    order = (
+        "config",
+        "training_args",
+        "model_state",
+        "model_meta",
+        "ema",
+        "rng",
+        "optimizer",
+        "saved_signal",
+        "sch",
+    )
+    for prefix in (*order, "trainer_state"):
+        yield from sorted(path for path in GOLDEN.iterdir() if path.name.startswith(prefix))
+
+
+def test_a_growing_checkpoint_is_converted_when_its_last_file_is_there(
+    training: Run, one_card: dict[str, bytes]
+) -> None:
+    from paddle_reshard.pipeline.claims import Policy, conversion_id
+    from paddle_reshard.pipeline.watch import Conversion, Result, open_watcher
+
+    def identify(source: str, target: str) -> str:
+        return conversion_id({"source": source, "target": target})
+
+    conversion = Conversion({"to": "tp=1"}, identify)
+    watcher = open_watcher(str(training.run), str(training.out), conversion, Policy())
+    assert watcher.once() == {}
+    folder = training.run / "checkpoint-3"
+    folder.mkdir()
+    files = list(trainer_order())
+    assert {path.name for path in files} == {path.name for path in GOLDEN.iterdir()}
+    for path in files:
+        assert watcher.once() == {"checkpoint-3": Result.WAITING}, path.name
+        data = path.read_bytes()
+        (folder / path.name).write_bytes(data[: len(data) // 2])  # half-written
+        if path.name.startswith(("model_state", "optimizer", "ema", "model_meta")):
+            assert watcher.once() == {"checkpoint-3": Result.WAITING}, path.name
+        (folder / path.name).write_bytes(data)
+    assert not training.claims()
+    assert watcher.once() == {"checkpoint-3": Result.CONVERTED}
+    assert watcher.once() == {"checkpoint-3": Result.DONE}
+    assert snapshot(training.out / "checkpoint-3") == one_card
+    assert training.states() == ["done"]
+
+
+def test_once_waits_then_converts_then_does_nothing(training: Run, one_card: dict[str, bytes]) -> None:
+    folder = copy_checkpoint(training.run / "checkpoint-3", leave_out=("saved_signal_5",))
+    before = snapshot(training.run)
+    waiting = training.watch()
+    assert waiting.returncode == 0
+    assert "checkpoint-3: waiting: 7 saved_signal_* files for 8 ranks" in waiting.stderr
+    assert not training.out.exists()
+    shutil.copy(GOLDEN / "saved_signal_5", folder)
+    before["checkpoint-3/saved_signal_5"] = (GOLDEN / "saved_signal_5").read_bytes()
+    done = training.watch()
+    assert done.returncode == 0
+    assert "1 converted, 0 converted before, 0 waiting, 0 failed" in done.stderr
+    assert snapshot(training.out / "checkpoint-3") == one_card
+    stamp = snapshot(training.out)
+    again = training.watch()
+    assert again.returncode == 0
+    assert "0 converted, 1 converted before, 0 waiting, 0 failed" in again.stderr
+    assert "converting" not in again.stderr
+    assert snapshot(training.out) == stamp
+    assert snapshot(training.run) == before
+
+
+def test_without_signals_it_must_stay_the_same_between_two_looks(training: Run) -> None:
+    folder = copy_checkpoint(training.run / "checkpoint-3", leave_out=("saved_signal",))
+    told = training.watch("--settle", 0.1)
+    assert (
+        "waiting: no saved_signal file says that it is finished; converted if nothing changes" in told.stderr
+    )
+    (folder / "scheduler.pdparams").touch()
+    time.sleep(0.15)
+    assert training.watch("--settle", 0.1).stderr.count("waiting:") == 1
+    time.sleep(0.15)
+    assert "1 converted" in training.watch("--settle", 0.1).stderr
+
+
+def test_an_ema_that_is_still_merged_is_waited_for(training: Run) -> None:
+    folder = copy_checkpoint(training.run / "checkpoint-3")
+    (folder / "save_signal_TMP_3").touch()
+    assert "save_signal_TMP_3: the trainer has not finished merging" in training.watch().stderr
+
+
+def test_a_file_that_appears_during_the_conversion_takes_it_back(training: Run) -> None:
+    from paddle_reshard.pipeline.claims import Policy
+    from paddle_reshard.pipeline.watch import Conversion, Result, convert_inline, open_watcher
+
+    folder = copy_checkpoint(training.run / "checkpoint-3")
+    conversion = Conversion({"to": "tp=1"}, lambda source, target: "id")
+    plain, late = convert_inline(conversion), [folder / "eval_results.json"]
+
+    def convert(source: str, target: str, check) -> None:
+        def at_the_end() -> None:
+            while late:
+                late.pop().write_text("{}")
+            check()
+
+        plain(source, target, at_the_end)
+
+    watcher = open_watcher(str(training.run), str(training.out), conversion, Policy(), convert)
+    assert watcher.once() == {"checkpoint-3": Result.WAITING}
+    assert training.converted() == []
+    assert watcher.once() == {"checkpoint-3": Result.CONVERTED}
+    assert training.states() == ["released", "done"]
+    assert (training.out / "checkpoint-3" / "eval_results.json").exists()
+
+
+# -------------------------------------------------------------------------------- killed, and more than one
+
+
+def test_killed_before_it_is_done_by_the_next(training: Run, one_card: dict[str, bytes]) -> None:
+    copy_checkpoint(training.run / "checkpoint-3")
+    with training.start_interrupted("before") as process:
+        training.wait_for_claim()
+        held = training.watch()
+        assert held.returncode == 0
+        assert f"waiting: claimed by process {process.pid} on " in held.stderr
+        process.kill()
+    assert training.converted() == []
+    assert "1 converted" in training.watch().stderr
+    assert training.states() == ["running", "done"]
+    assert snapshot(training.out / "checkpoint-3") == one_card
+
+
+def test_killed_after_publishing_it_is_not_done_again(training: Run) -> None:
+    copy_checkpoint(training.run / "checkpoint-3")
+    with training.start_interrupted("after") as process:
+        assert process.wait(60) == -signal.SIGKILL
+    assert training.converted() == ["checkpoint-3"]
+    target = snapshot(training.out / "checkpoint-3")
+    told = training.watch()
+    assert "checkpoint-3: converted already; recorded" in told.stderr
+    assert "0 converted, 1 converted before" in told.stderr
+    assert training.states() == ["running", "done"]
+    assert snapshot(training.out / "checkpoint-3") == target
+
+
+def test_a_termination_gives_the_claim_back(training: Run) -> None:
+    copy_checkpoint(training.run / "checkpoint-3")
+    with training.start_interrupted("before") as process:
+        training.wait_for_claim()
+        process.terminate()
+        assert process.wait(30) == 130
+    assert training.states() == ["released"]
+    assert [path.name for path in training.out.iterdir()] == [".paddle_reshard"]
+    assert "1 converted" in training.watch().stderr
+
+
+def test_watchers_at_once_convert_each_once(training: Run) -> None:
+    for step in (3, 6, 9):
+        copy_checkpoint(training.run / f"checkpoint-{step}")
+    command = command_line("watch", training.run, training.out, "--to", "tp=1", "--once")
+    watchers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    said = "".join(watcher.communicate(timeout=120)[1] for watcher in watchers)
+    assert [watcher.returncode for watcher in watchers] == [0, 0, 0], said
+    for step in (3, 6, 9):
+        assert said.count(f"checkpoint-{step}: converting") == 1
+        assert said.count(f"checkpoint-{step}: converted in") == 1
+    assert training.states() == ["done"] * 3
+
+
+def test_a_claim_of_another_machine_is_taken_over_when_it_is_silent(training: Run) -> None:
+    copy_checkpoint(training.run / "checkpoint-3")
+    with training.start_interrupted("before") as process:
+        training.wait_for_claim()
+        process.kill()
+    (path,) = (training.out / ".paddle_reshard" / "claims").glob("*.json")
+    claim = json.loads(path.read_bytes())
+    claim["holder"]["host"], claim["seen_at"] = "elsewhere", time.time() - 100
+    path.write_text(json.dumps(claim))
+    held = training.watch()
+    assert "waiting: claimed by process" in held.stderr
+    assert "on elsewhere, last sign of life 10" in held.stderr
+    assert "1 converted" in training.watch("--claim-timeout", 60).stderr
+
+
+# ------------------------------------------------------------------------------------------- keep, and not touch
+
+
+def test_keep_removes_the_oldest_conversions_only(training: Run) -> None:
+    for step in (3, 6, 20):
+        copy_checkpoint(training.run / f"checkpoint-{step}")
+    source = snapshot(training.run)
+    by_hand = training.out / "checkpoint-1"
+    paddle_reshard.convert(GOLDEN, by_hand, to="tp=1")
+    notes = training.out / "checkpoint-2"
+    notes.mkdir()
+    (notes / "notes.txt").write_text("mine")
+    first = training.watch("--keep", 2)
+    assert "checkpoint-3: passed over, --keep 2 has newer ones" in first.stderr
+    assert training.converted() == ["checkpoint-1", "checkpoint-20", "checkpoint-6"]
+    copy_checkpoint(training.run / "checkpoint-100")
+    source |= {f"checkpoint-100/{name}": data for name, data in snapshot(GOLDEN).items()}
+    second = training.watch("--keep", 2)
+    assert second.stderr.index("checkpoint-100: converted") < second.stderr.index("checkpoint-6: removed")
+    assert training.converted() == ["checkpoint-1", "checkpoint-100", "checkpoint-20"]
+    assert (notes / "notes.txt").read_text() == "mine"
+    assert snapshot(training.run) == source
+    shutil.rmtree(training.run / "checkpoint-100")
+    third = training.watch("--keep", 2)
+    assert "converting" not in third.stderr  # what was removed is not made again
+    assert training.converted() == ["checkpoint-1", "checkpoint-100", "checkpoint-20"]
+
+
+def test_keep_does_not_touch_a_conversion_that_was_replaced_or_adopted(training: Run) -> None:
+    copy_checkpoint(training.run / "checkpoint-3")
+    copy_checkpoint(training.run / "checkpoint-6")
+    paddle_reshard.convert(training.run / "checkpoint-3", training.out / "checkpoint-3", to="tp=1")
+    assert "checkpoint-3: converted already; recorded" in training.watch().stderr
+    manifest = training.out / "checkpoint-6" / "paddle_reshard.json"
+    manifest.write_text(manifest.read_text().replace('"plan_id": "', '"plan_id": "x'))
+    copy_checkpoint(training.run / "checkpoint-9")
+    training.watch("--keep", 1)
+    assert training.converted() == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
+    assert training.states() == ["adopted", "done", "done"]
+
+
+def test_a_removal_that_was_cut_short_is_finished(training: Run) -> None:
+    for step in (3, 6):
+        copy_checkpoint(training.run / f"checkpoint-{step}")
+    training.watch()
+    (claim,) = (c for c in training.claims() if c["target"] == "checkpoint-3")
+    path = training.out / ".paddle_reshard" / "claims" / f"{claim['conversion_id']}.json"
+    path.write_text(json.dumps({**claim, "state": "removing"}))
+    os.rename(training.out / "checkpoint-3", training.out / ".checkpoint-3.removing")
+    training.watch("--keep", 1)
+    assert sorted(p.name for p in training.out.iterdir()) == [".paddle_reshard", "checkpoint-6"]
+    assert training.states() == ["removed", "done"]
+
+
+def test_a_foreign_folder_is_refused_and_left_until_it_is_gone(training: Run) -> None:
+    copy_checkpoint(training.run / "checkpoint-3")
+    foreign = training.out / "checkpoint-3"
+    foreign.mkdir(parents=True)
+    (foreign / "model.bin").write_text("somebody's")
+    for _ in range(2):
+        refused = training.watch()
+        assert refused.returncode == 1
+        assert "is not empty" in refused.stderr
+    assert training.states() == ["refused"]  # tried once only
+    assert snapshot(foreign) == {"model.bin": b"somebody's"}
+    shutil.rmtree(foreign)
+    assert training.watch().returncode == 0
+    assert training.states() == ["refused", "done"]
+
+
+def test_another_conversion_in_the_place_is_refused_and_left(training: Run) -> None:
+    copy_checkpoint(training.run / "checkpoint-3")
+    assert training.watch().returncode == 0
+    before = snapshot(training.out / "checkpoint-3")
+    other = training.watch(to="pp=2")
+    assert other.returncode == 1
+    assert "holds another conversion" in other.stderr
+    assert snapshot(training.out / "checkpoint-3") == before
+    replaced = training.watch("--overwrite", to="pp=2")
+    assert replaced.returncode == 0, replaced.stderr
+    assert (
+        json.loads((training.out / "checkpoint-3" / "paddle_reshard.json").read_bytes())["topology"] == "pp=2"
+    )
+
+
+# ------------------------------------------------------------------------------------------- refused and failed
+
+
+def test_a_refused_conversion_is_not_tried_again_until_the_source_changes(training: Run) -> None:
+    folder = copy_checkpoint(training.run / "checkpoint-3")
+    first = training.watch(to="tp=3")
+    assert first.returncode == 1
+    assert "checkpoint-3: refused: " in first.stderr
+    second = training.watch(to="tp=3")
+    assert second.returncode == 1
+    assert "converting" not in second.stderr
+    assert "checkpoint-3: not converted: " in second.stderr
+    assert training.states() == ["refused"]
+    assert "does not divide" in training.claims()[0]["reason"]
+    os.utime(folder / "config.json")
+    assert "attempt 2" in training.watch(to="tp=3").stderr
+    assert "attempt 3" in training.watch("--retry-failed", to="tp=3").stderr
+    assert training.converted() == []
+
+
+def test_a_checkpoint_of_another_format_is_refused_and_the_others_are_converted(training: Run) -> None:
+    copy_checkpoint(training.run / "checkpoint-3")
+    unified = training.run / "checkpoint-2"
+    unified.mkdir()
+    (unified / "model.safetensors").touch()
+    done = training.watch()
+    assert done.returncode == 1
+    assert "checkpoint-2: refused: " in done.stderr
+    assert "1 converted, 0 converted before, 0 waiting, 1 failed" in done.stderr
+
+
+def test_failures_are_tried_again_so_many_times(training: Run) -> None:
+    from paddle_reshard.pipeline.claims import Policy
+    from paddle_reshard.pipeline.watch import Conversion, Result, open_watcher
+
+    copy_checkpoint(training.run / "checkpoint-3")
+    now, calls = [1e9], []
+
+    def convert(source: str, target: str, check) -> None:
+        calls.append(now[0])
+        raise OSError(28, "No space left on device")
+
+    conversion = Conversion({"to": "tp=1"}, lambda source, target: "id")
+    policy = Policy(retries=2, backoff_seconds=60)
+    watcher = open_watcher(str(training.run), str(training.out), conversion, policy, convert)
+    watcher.clock = lambda: now[0]
+    for _ in range(40):
+        watcher.once()
+        now[0] += 10
+    assert calls == [1e9, 1e9 + 60, 1e9 + 60 + 120]
+    assert watcher.once() == {"checkpoint-3": Result.FAILED}
+    assert training.states() == ["failed"] * 3
+    assert "No space left" in training.claims()[0]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["run", "out"], 2, "--to"),
+        (["run", "run", "--to", "tp=1"], 2, "may not go into the run directory itself"),
+        (["run", "run/checkpoint-3/x", "--to", "tp=1"], 2, "lies inside a checkpoint"),
+        (["run", "out", "--to", "tp=1", "--env", "HOME"], 2, "--env is for jobs"),
+        (["run", "out", "--to", "tp=1", "--submit", "http://x", "--env", "NOT_SET_X"], 2, "NOT_SET_X"),
+        (["run", "out", "--to", "tq=1"], 2, "unknown axis 'tq'"),
+        (["run", "out", "--to", "tp=1", "--nonsense"], 2, "--nonsense"),
+        (["run", "out", "--to", "tp=1", "--keep", "0"], 2, "--keep"),
+    ],
+)
+def test_wrong_use_is_told_before_anything_happens(
+    tmp_path: Path, arguments: list[str], status: int, message: str
+) -> None:
+    (tmp_path / "run").mkdir()
+    places = [str(tmp_path / text) if text.startswith(("run", "out")) else text for text in arguments]
+    done = run("watch", "--once", *places)
+    assert done.returncode == status
+    assert message in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -1,0 +1,67 @@
+"""One S3 server per test process; buckets, a proxy and quick retries per test."""
+
+import secrets
+from collections.abc import Iterator
+
+import fsspec
+import pytest
+
+from paddle_reshard.storage import retry
+from tests.storage.contents import ONE_CARD, SMALL, TARGET, convert_locally, fill_bucket
+from tests.storage.servers import Proxy, Store, running_proxy, running_store
+
+
+@pytest.fixture(scope="session")
+def store() -> Iterator[Store]:
+    with running_store() as store:
+        yield store
+
+
+@pytest.fixture
+def bucket(store: Store) -> str:
+    name = f"test-{secrets.token_hex(6)}"
+    store.client.create_bucket(Bucket=name)
+    return name
+
+
+@pytest.fixture(scope="session")
+def small_source(store: Store) -> str:
+    """The small checkpoint on S3, for tests that only read it."""
+    name = f"source-{secrets.token_hex(6)}"
+    store.client.create_bucket(Bucket=name)
+    fill_bucket(store, name, "here/", SMALL)
+    return f"s3://{name}/here"
+
+
+@pytest.fixture(scope="session")
+def for_one_card(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What the small checkpoint becomes on a disk."""
+    return convert_locally(SMALL, tmp_path_factory.mktemp("made") / "one", **ONE_CARD)
+
+
+@pytest.fixture(scope="session")
+def for_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The same for four ranks."""
+    return convert_locally(SMALL, tmp_path_factory.mktemp("made") / "four", **TARGET)
+
+
+@pytest.fixture
+def proxy(store: Store) -> Iterator[Proxy]:
+    with running_proxy(store.url) as proxy:
+        yield proxy
+
+
+@pytest.fixture(autouse=True)
+def _quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = retry.RetryPolicy(
+        attempts=4, total_seconds=20, first_wait_seconds=0.01, longest_wait_seconds=0.05
+    )
+    monkeypatch.setattr(retry, "POLICY", quick)
+    monkeypatch.setattr(retry, "HURRIED", quick)
+
+
+@pytest.fixture(autouse=True)
+def _empty_memory() -> Iterator[None]:
+    yield
+    fsspec.filesystem("memory").store.clear()
+    fsspec.filesystem("memory").pseudo_dirs[:] = [""]

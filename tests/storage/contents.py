@@ -1,0 +1,82 @@
+"""What checkpoints hold, byte for byte, wherever they are."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+import paddle_reshard
+from paddle_reshard.pipeline.layouts.hybrid.sidecars import MANIFEST
+from tests.conftest import COMMITTED, case_directory
+from tests.storage.servers import Store
+
+SMALL = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
+TARGET = {"to": "tp=2,sharding=2", "sharding_strategy": "stage1v2"}
+ONE_CARD = {"to": "tp=1"}
+
+
+def middle() -> Path:
+    """A checkpoint whose optimizer file, for one card, has more than one part of the smallest size."""
+    return case_directory("mp2sh2_s1v2_meta_mid") / "checkpoint-3"
+
+
+def convert_locally(source: Path, target: Path, **request: Any) -> dict[str, bytes]:
+    """What the same conversion makes on a disk."""
+    paddle_reshard.convert(source, target, **request)
+    return in_folder(target)
+
+
+def in_folder(folder: Path) -> dict[str, bytes]:
+    """Name → bytes of every file of a folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def in_bucket(store: Store, bucket: str, prefix: str = "") -> dict[str, bytes]:
+    """Key below a prefix → bytes of every object."""
+    pages = store.client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+    keys = [entry["Key"] for page in pages for entry in page.get("Contents", [])]
+    return {
+        key.removeprefix(prefix): store.client.get_object(Bucket=bucket, Key=key)["Body"].read()
+        for key in keys
+    }
+
+
+def in_memory(folder: str) -> dict[str, bytes]:
+    """Name → bytes of every file of a folder of fsspec's memory."""
+    memory = fsspec.filesystem("memory")
+    return {path.rsplit("/", 1)[-1]: memory.cat_file(path) for path in memory.ls(folder, detail=False)}
+
+
+def fill_bucket(store: Store, bucket: str, prefix: str, folder: Path) -> None:
+    """Copy a folder into a bucket."""
+    for name, content in in_folder(folder).items():
+        store.client.put_object(Bucket=bucket, Key=prefix + name, Body=content)
+
+
+def fill_memory(root: str, folder: Path) -> None:
+    """Copy a folder into fsspec's memory."""
+    for name, content in in_folder(folder).items():
+        fsspec.filesystem("memory").pipe_file(f"{root}/{name}", content)
+
+
+def uploads(store: Store, bucket: str) -> list[str]:
+    """Keys of uploads that are neither completed nor aborted."""
+    return [entry["Key"] for entry in store.client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])]
+
+
+def assert_same_checkpoint(found: dict[str, bytes], wanted: dict[str, bytes]) -> None:
+    """The same files with the same bytes; the manifests say where from, and how it was cut, on their own."""
+    assert found.keys() == wanted.keys()
+    different = [name for name in wanted if found[name] != wanted[name] and name != MANIFEST]
+    assert different == []
+    one, two = (
+        {k: v for k, v in json.loads(side[MANIFEST]).items() if k not in ("source", "plan_id")}
+        for side in (found, wanted)
+    )
+    assert one == two
+
+
+def looks_finished(names: dict[str, bytes]) -> list[str]:
+    """The files that would make the trainer or this package take a checkpoint for a finished one."""
+    return sorted(name for name in names if name == MANIFEST or name.startswith("saved_signal"))

@@ -1,0 +1,220 @@
+"""An S3 server with users and permissions, and a proxy before it that fails on request."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import boto3
+
+HOST = "127.0.0.1"
+START_SECONDS = 30.0
+READ_ONLY = ["s3:GetObject", "s3:ListBucket"]
+
+
+@dataclass(frozen=True)
+class Store:
+    """A running S3 server."""
+
+    url: str
+    key: str
+    secret: str
+    read_only_key: str
+    read_only_secret: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Storage options of someone who may do everything."""
+        return {"key": self.key, "secret": self.secret, "endpoint_url": self.url}
+
+    @property
+    def read_only(self) -> dict[str, Any]:
+        """Storage options of someone who may only look."""
+        return {"key": self.read_only_key, "secret": self.read_only_secret, "endpoint_url": self.url}
+
+    @cached_property
+    def client(self) -> Any:
+        """boto3, to see what is in the store without the code under test."""
+        return _client("s3", self.url, self.key, self.secret)
+
+
+def _client(service: str, url: str, key: str, secret: str) -> Any:
+    return boto3.client(
+        service,
+        endpoint_url=url,
+        aws_access_key_id=key,
+        aws_secret_access_key=secret,
+        region_name="us-east-1",
+    )
+
+
+@contextlib.contextmanager
+def running_store() -> Iterator[Store]:
+    """Start moto with its checks of permissions on, make two users, and stop it in the end."""
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(port)],
+        env={**os.environ, "INITIAL_NO_AUTH_ACTION_COUNT": "3"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        _wait_for(port, process)
+        url = f"http://{HOST}:{port}"
+        key, secret = _make_user(_client("iam", url, "first", "calls"), "writer", ["*"])
+        reader = _make_user(_client("iam", url, key, secret), "reader", READ_ONLY)
+        yield Store(url, key, secret, *reader)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+    ends = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            socket.create_connection((HOST, port)).close()
+        except OSError:
+            assert process.poll() is None, "the S3 server ended at once"
+            assert time.monotonic() < ends, "the S3 server does not answer"
+            time.sleep(0.05)
+        else:
+            return
+
+
+def _make_user(iam: Any, name: str, actions: list[str]) -> tuple[str, str]:
+    statement = {"Effect": "Allow", "Action": actions, "Resource": "*"}
+    policy = {"Version": "2012-10-17", "Statement": [statement]}
+    iam.create_user(UserName=name)
+    pair = iam.create_access_key(UserName=name)["AccessKey"]
+    iam.put_user_policy(UserName=name, PolicyName="policy", PolicyDocument=json.dumps(policy))
+    return pair["AccessKeyId"], pair["SecretAccessKey"]
+
+
+# -------------------------------------------------------------------------------------------------- proxy
+
+
+Fault = Callable[[str, str], str | None]
+SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+INTERNAL = b"<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>"
+
+
+@dataclass
+class Proxy:
+    """Passes requests on. ``fault(method, path)`` names what goes wrong with a request, or None.
+
+    ``slow_down``, ``internal``: the answer. ``reset``: the connection is closed instead of an answer. ``lose``: the
+    same, after the store has done what was asked. ``cut``: half of the body. ``hang``: nothing, for as long as the
+    proxy lives.
+    """
+
+    url: str = ""
+    fault: Fault = lambda method, path: None
+    seen: list[tuple[str, str]] = field(default_factory=list)
+    hanging: threading.Event = field(default_factory=threading.Event)
+    closing: threading.Event = field(default_factory=threading.Event)
+
+
+def first(count: int, kind: str, wanted: Fault) -> Fault:
+    """The first ``count`` requests that are ``wanted`` fail."""
+    lock, left = threading.Lock(), [count]
+
+    def fault(method: str, path: str) -> str | None:
+        with lock:
+            if left[0] == 0 or not wanted(method, path):
+                return None
+            left[0] -= 1
+            return kind
+
+    return fault
+
+
+@contextlib.contextmanager
+def running_proxy(store_url: str) -> Iterator[Proxy]:
+    """A proxy before a store, in this process."""
+    proxy = Proxy()
+    upstream = store_url.removeprefix("http://")
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def log_message(self, format: str, *args: Any) -> None:
+            return
+
+        def pass_on(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            proxy.seen.append((self.command, self.path))
+            kind = proxy.fault(self.command, self.path)
+            if kind in ("slow_down", "internal"):
+                self.answer(
+                    503 if kind == "slow_down" else 500, {}, SLOW_DOWN if kind == "slow_down" else INTERNAL
+                )
+            elif kind == "reset":
+                self.close_connection = True
+            elif kind == "hang":
+                proxy.hanging.set()
+                proxy.closing.wait()
+                self.close_connection = True
+            else:
+                self.forward(body, kind)
+
+        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = pass_on
+
+        def forward(self, body: bytes, kind: str | None) -> None:
+            connection = http.client.HTTPConnection(upstream)
+            try:
+                headers = {name: value for name, value in self.headers.items() if name.lower() != "expect"}
+                connection.request(self.command, self.path, body, headers)
+                answer = connection.getresponse()
+                content = answer.read()
+            finally:
+                connection.close()
+            if kind == "lose":
+                self.close_connection = True
+                return
+            self.answer(answer.status, dict(answer.getheaders()), content, cut=kind == "cut")
+
+        def answer(self, status: int, headers: dict[str, str], content: bytes, cut: bool = False) -> None:
+            self.send_response_only(status)
+            for name, value in headers.items():
+                if name.lower() not in ("content-length", "connection", "transfer-encoding"):
+                    self.send_header(name, value)
+            length = headers.get("Content-Length") if self.command == "HEAD" else str(len(content))
+            self.send_header("Content-Length", length or "0")
+            self.end_headers()
+            self.wfile.write(content[: len(content) // 2] if cut else content)
+            self.close_connection = self.close_connection or cut
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        request_queue_size = 128
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """A client that was killed is what some tests are about."""
+
+    server = Server((HOST, 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    proxy.url = f"http://{HOST}:{server.server_address[1]}"
+    try:
+        yield proxy
+    finally:
+        proxy.closing.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()

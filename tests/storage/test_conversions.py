@@ -1,0 +1,342 @@
+"""A conversion gives the same bytes wherever its ends are, and refuses targets it may not write."""
+
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import paddle_reshard
+from paddle_reshard.pipeline.errors import CheckpointError, TargetError, UsageError
+from paddle_reshard.pipeline.planning import plan as planning
+from paddle_reshard.pipeline.workflow import Event, StepEnded
+from paddle_reshard.storage import s3
+from paddle_reshard.storage.fsspec_source import FsspecSource
+from tests.storage.contents import (
+    ONE_CARD,
+    SMALL,
+    TARGET,
+    assert_same_checkpoint,
+    convert_locally,
+    fill_bucket,
+    fill_memory,
+    in_bucket,
+    in_folder,
+    in_memory,
+    looks_finished,
+    middle,
+    uploads,
+)
+from tests.storage.servers import Store
+
+SHORT_SECONDS = 5.0
+
+
+def test_from_a_folder_to_s3(store: Store, bucket: str, for_four: dict[str, bytes]) -> None:
+    paddle_reshard.convert(SMALL, f"s3://{bucket}/run/checkpoint-3", storage_options=store.options, **TARGET)
+    assert_same_checkpoint(in_bucket(store, bucket, "run/checkpoint-3/"), for_four)
+    assert uploads(store, bucket) == []
+
+
+def test_from_s3_to_a_folder(
+    store: Store, small_source: str, tmp_path: Path, for_four: dict[str, bytes]
+) -> None:
+    paddle_reshard.convert(f"{small_source}/", tmp_path / "far", storage_options=store.options, **TARGET)
+    assert_same_checkpoint(in_folder(tmp_path / "far"), for_four)
+
+
+def test_from_s3_to_s3_and_verified(
+    store: Store, bucket: str, small_source: str, for_four: dict[str, bytes]
+) -> None:
+    target = f"s3a://{bucket}/there"
+    paddle_reshard.convert(small_source, target, storage_options=store.options, **TARGET)
+    assert_same_checkpoint(in_bucket(store, bucket, "there/"), for_four)
+    assert paddle_reshard.verify(small_source, target, storage_options=store.options).equal
+
+
+def test_from_s3_to_memory_and_back(store: Store, bucket: str, small_source: str, tmp_path: Path) -> None:
+    there = convert_locally(SMALL, tmp_path / "there", **TARGET)
+    back = convert_locally(tmp_path / "there", tmp_path / "back", **ONE_CARD)
+    paddle_reshard.convert(small_source, "memory://m/c", storage_options=store.options, **TARGET)
+    assert_same_checkpoint(in_memory("/m/c"), there)
+    # Options by scheme tell the two ends apart.
+    options = {"s3": store.options, "memory": {}}
+    paddle_reshard.convert("memory://m/c", f"s3://{bucket}/back", storage_options=options, **ONE_CARD)
+    assert_same_checkpoint(in_bucket(store, bucket, "back/"), back)
+
+
+def test_a_bucket_can_be_the_whole_location(store: Store, bucket: str, for_four: dict[str, bytes]) -> None:
+    paddle_reshard.convert(SMALL, f"s3://{bucket}", storage_options=store.options, **TARGET)
+    assert_same_checkpoint(in_bucket(store, bucket), for_four)
+    assert paddle_reshard.inspect(f"s3://{bucket}/", storage_options=store.options).topology.tp == 2
+
+
+def test_objects_of_several_parts(
+    store: Store, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = {**ONE_CARD, "vocab_pad": 5000}
+    wanted = convert_locally(middle(), tmp_path / "local", **request)
+    monkeypatch.setattr(planning, "GROUP_BYTES", 1 << 20)
+    report = paddle_reshard.convert(middle(), f"s3://{bucket}/c", storage_options=store.options, **request)
+    assert_same_checkpoint(in_bucket(store, bucket, "c/"), wanted)
+    plan = report.plan.plan
+    parts = Counter(plan.target_files[int(file)].path for file in plan.parts["file"])
+    assert max(parts.values()) > 1
+    for path, count in parts.items():
+        assert store.client.head_object(Bucket=bucket, Key=f"c/{path}")["ETag"].endswith(f'-{count}"')
+
+
+def test_reads_of_many_ranges(
+    store: Store,
+    small_source: str,
+    tmp_path: Path,
+    for_four: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("paddle_reshard.storage.fsspec_source.RANGE_BYTES", 10_007)
+    fill_memory("/here", SMALL)
+    for source in (small_source, "memory://here"):
+        target = tmp_path / source[:2]
+        paddle_reshard.convert(source, target, storage_options={"s3": store.options}, **TARGET)
+        assert_same_checkpoint(in_folder(target), for_four)
+
+
+# -------------------------------------------------------------------------------------- targets that are occupied
+
+
+def test_an_occupied_target_is_refused_before_anything_is_read(
+    store: Store, bucket: str, small_source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FsspecSource, "read_into", None)
+    for key, reason in (("file", "file.txt"), ("folder", "deep/file.txt")):
+        store.client.put_object(Bucket=bucket, Key=f"{key}/{reason}", Body=b"mine")
+        with pytest.raises(TargetError, match="not empty"):
+            paddle_reshard.convert(
+                small_source, f"s3://{bucket}/{key}", storage_options=store.options, **TARGET
+            )
+    for key, message in (("file", "does not hold one"), ("folder", "also the folder deep")):
+        with pytest.raises(TargetError, match=message):
+            paddle_reshard.convert(
+                small_source,
+                f"s3://{bucket}/{key}",
+                storage_options=store.options,
+                overwrite=True,
+                **TARGET,
+            )
+    assert in_bucket(store, bucket, "file/") == {"file.txt": b"mine"}
+    assert in_bucket(store, bucket, "folder/") == {"deep/file.txt": b"mine"}
+
+
+def test_a_neighbour_with_the_same_beginning_does_not_occupy(store: Store, bucket: str) -> None:
+    store.client.put_object(Bucket=bucket, Key="c-2/file.txt", Body=b"mine")
+    store.client.put_object(Bucket=bucket, Key="c/", Body=b"")
+    paddle_reshard.plan(SMALL, f"s3://{bucket}/c", storage_options=store.options, **TARGET)
+    assert in_bucket(store, bucket) == {"c-2/file.txt": b"mine", "c/": b""}
+
+
+@pytest.mark.parametrize("scheme", ["s3", "memory"])
+def test_overwrite_leaves_nothing_of_the_old_checkpoint(
+    scheme: str, store: Store, bucket: str, tmp_path: Path, for_one_card: dict[str, bytes]
+) -> None:
+    old = tmp_path / "old"
+    convert_locally(SMALL, old, **TARGET)
+    fill_bucket(store, bucket, "c/", old)
+    fill_memory(f"/{bucket}/c", old)
+    seen = {}
+
+    def look(event: Event) -> None:
+        if isinstance(event, StepEnded) and event.step in ("move", "verify"):
+            seen[event.step] = in_bucket(store, bucket, "c/") if scheme == "s3" else in_memory(f"/{bucket}/c")
+
+    paddle_reshard.convert(
+        SMALL,
+        f"{scheme}://{bucket}/c",
+        storage_options={"s3": store.options},
+        overwrite=True,
+        observe=look,
+        **ONE_CARD,
+    )
+    found = in_bucket(store, bucket, "c/") if scheme == "s3" else in_memory(f"/{bucket}/c")
+    assert_same_checkpoint(found, for_one_card)
+    # While it is made, the old one stays whole; once it is replaced, nothing says that it is finished.
+    assert seen["move"] == in_folder(old)
+    assert looks_finished(seen["verify"]) == []
+
+
+@pytest.mark.parametrize("scheme", ["s3", "memory"])
+def test_a_failure_while_moving_leaves_an_overwritten_checkpoint_as_it_was(
+    scheme: str, store: Store, bucket: str
+) -> None:
+    fill_bucket(store, bucket, "c/", SMALL)
+    fill_memory(f"/{bucket}/c", SMALL)
+
+    def fail(event: Event) -> None:
+        if isinstance(event, StepEnded) and event.step == "move":
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        paddle_reshard.convert(
+            SMALL,
+            f"{scheme}://{bucket}/c",
+            storage_options={"s3": store.options},
+            overwrite=True,
+            observe=fail,
+            **ONE_CARD,
+        )
+    assert in_bucket(store, bucket, "c/") == in_memory(f"/{bucket}/c") == in_folder(SMALL)
+    assert uploads(store, bucket) == []
+
+
+@pytest.mark.parametrize("scheme", ["s3", "memory"])
+def test_a_failure_after_the_files_appeared_takes_them_back(scheme: str, store: Store, bucket: str) -> None:
+    def fail(event: Event) -> None:
+        if isinstance(event, StepEnded) and event.step == "verify":
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        paddle_reshard.convert(
+            SMALL,
+            f"{scheme}://{bucket}/c",
+            storage_options={"s3": store.options},
+            observe=fail,
+            **ONE_CARD,
+        )
+    assert in_bucket(store, bucket) == {}
+    assert uploads(store, bucket) == []
+    paddle_reshard.convert(SMALL, f"{scheme}://{bucket}/c", storage_options={"s3": store.options}, **ONE_CARD)
+
+
+def test_a_target_that_fills_up_meanwhile_is_refused(store: Store, bucket: str) -> None:
+    def intrude(event: Event) -> None:
+        if isinstance(event, StepEnded) and event.step == "move":
+            store.client.put_object(Bucket=bucket, Key="c/theirs", Body=b"theirs")
+
+    with pytest.raises(TargetError, match="not empty"):
+        paddle_reshard.convert(
+            SMALL, f"s3://{bucket}/c", storage_options=store.options, observe=intrude, **ONE_CARD
+        )
+    assert in_bucket(store, bucket) == {"c/theirs": b"theirs"}
+    assert uploads(store, bucket) == []
+
+
+def test_a_manifest_of_another_conversion_is_not_replaced(store: Store, bucket: str) -> None:
+    def intrude(event: Event) -> None:
+        if isinstance(event, StepEnded) and event.step == "verify":
+            store.client.put_object(Bucket=bucket, Key="c/paddle_reshard.json", Body=b"{}")
+
+    with pytest.raises(TargetError, match="another conversion"):
+        paddle_reshard.convert(
+            SMALL, f"s3://{bucket}/c", storage_options=store.options, observe=intrude, **ONE_CARD
+        )
+    assert in_bucket(store, bucket, "c/")["paddle_reshard.json"] == b"{}"
+
+
+# ----------------------------------------------------------------------------------------- keys, buckets, sources
+
+
+def test_a_wrong_secret_fails_at_once_and_is_not_shown(store: Store, bucket: str) -> None:
+    wrong = "wr0ng" * 8
+    for options, reason in (
+        ({**store.options, "secret": wrong}, "the secret does not belong"),
+        ({**store.options, "key": "AKIA" + wrong[:16]}, "does not know this access key"),
+    ):
+        begun = time.monotonic()
+        with pytest.raises(TargetError, match=reason) as failure:
+            paddle_reshard.convert(SMALL, f"s3://{bucket}/c", storage_options=options, **TARGET)
+        assert time.monotonic() - begun < SHORT_SECONDS
+        for secret in (options["key"], options["secret"], store.key, store.secret):
+            assert secret not in str(failure.value)
+            assert secret not in repr(failure.value)
+        with pytest.raises(CheckpointError, match=reason):
+            paddle_reshard.inspect(f"s3://{bucket}/c", storage_options=options)
+
+
+def test_a_key_that_may_only_read_is_refused_before_anything_is_read(
+    store: Store, bucket: str, small_source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert paddle_reshard.inspect(small_source, storage_options=store.read_only).topology.pp == 2
+    monkeypatch.setattr(FsspecSource, "read_into", None)
+    with pytest.raises(TargetError, match=f"s3://{bucket}/there: access denied"):
+        paddle_reshard.convert(
+            small_source, f"s3://{bucket}/there", storage_options=store.read_only, **TARGET
+        )
+
+
+def test_no_bucket_no_folder_no_server(store: Store, bucket: str) -> None:
+    with pytest.raises(TargetError, match="no such bucket"):
+        paddle_reshard.plan(SMALL, "s3://not-there-at-all/c", storage_options=store.options, **TARGET)
+    with pytest.raises(CheckpointError, match="nothing is there"):
+        paddle_reshard.inspect(f"s3://{bucket}/c", storage_options=store.options)
+    with pytest.raises(CheckpointError, match="nothing is there"):
+        paddle_reshard.inspect("memory://nowhere")
+    with pytest.raises(UsageError, match="s3://bucket/prefix"):
+        paddle_reshard.inspect("s3://", storage_options=store.options)
+    nowhere = {**store.options, "endpoint_url": "http://127.0.0.1:1"}
+    with pytest.raises(CheckpointError, match=r"cannot be reached.*gave up after 4 attempts"):
+        paddle_reshard.inspect(f"s3://{bucket}/c", storage_options=nowhere)
+
+
+def _change_after(store: Store, bucket: str, step: str, key: str, content: bytes | None) -> object:
+    def change(event: Event) -> None:
+        if isinstance(event, StepEnded) and event.step == step:
+            if content is None:
+                store.client.delete_object(Bucket=bucket, Key=key)
+            else:
+                store.client.put_object(Bucket=bucket, Key=key, Body=content)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("step", "name", "message"),
+    [
+        ("plan", "optimizer.tp00_pp00_shard00.pdopt", "changed while it was read"),
+        ("plan", "training_args.bin", "changed while it was read"),
+        ("move", "optimizer.tp00_pp00_shard00.pdopt", "changed while it was read"),
+    ],
+)
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_source_that_changes_is_refused(
+    step: str, name: str, message: str, pinned: bool, store: Store, bucket: str
+) -> None:
+    fill_bucket(store, bucket, "here/", SMALL)
+    other = bytes(len((SMALL / name).read_bytes()))
+    with pytest.raises(CheckpointError, match=message):
+        paddle_reshard.convert(
+            f"s3://{bucket}/here",
+            f"s3://{bucket}/there",
+            storage_options={**store.options, "local_expiry_check": not pinned},
+            observe=_change_after(store, bucket, step, f"here/{name}", other),
+            **TARGET,
+        )
+    assert in_bucket(store, bucket, "there/") == {}
+    assert uploads(store, bucket) == []
+
+
+def test_a_source_that_vanishes_is_refused(store: Store, bucket: str) -> None:
+    name = "optimizer.tp00_pp00_shard00.pdopt"
+    for step, message in (("plan", "is not there"), ("move", "vanished")):
+        fill_bucket(store, bucket, "here/", SMALL)
+        with pytest.raises(CheckpointError, match=message):
+            paddle_reshard.convert(
+                f"s3://{bucket}/here",
+                f"s3://{bucket}/there",
+                storage_options=store.options,
+                observe=_change_after(store, bucket, step, f"here/{name}", None),
+                **TARGET,
+            )
+
+
+def test_what_s3_cannot_hold_is_refused_before_anything_is_written(
+    store: Store, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit, message in (
+        ("LARGEST_OBJECT_BYTES", "an S3 object may have 0"),
+        ("LARGEST_PART_BYTES", "an S3 upload may have parts of"),
+        ("MOST_PARTS", "an S3 upload may have 0"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(TargetError, match=message):
+            patch.setattr(s3, limit, 0)
+            paddle_reshard.convert(SMALL, f"s3://{bucket}/c", storage_options=store.options, **TARGET)
+    assert in_bucket(store, bucket) == {}
+    assert uploads(store, bucket) == []

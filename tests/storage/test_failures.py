@@ -1,0 +1,303 @@
+"""Stores that fail: in passing, for good, and while the process is killed."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+import paddle_reshard
+from paddle_reshard.pipeline.errors import ReshardError, TargetError
+from paddle_reshard.storage import retry
+from paddle_reshard.storage.s3 import S3Folder
+from tests.conftest import REPO
+from tests.storage.contents import (
+    ONE_CARD,
+    SMALL,
+    assert_same_checkpoint,
+    fill_bucket,
+    in_bucket,
+    looks_finished,
+    uploads,
+)
+from tests.storage.servers import Fault, Proxy, Store, first
+
+CONVERT = """
+import json, sys, paddle_reshard
+request = json.loads(sys.argv[1])
+paddle_reshard.convert(**request)
+"""
+START_SECONDS = 30
+
+
+class Answer(Exception):
+    """An error of botocore as this package looks at it."""
+
+    def __init__(self, code: str, status: int) -> None:
+        self.response = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+
+
+def _listing(method: str, path: str) -> bool:
+    return method == "GET" and "list-type" in path
+
+
+def _reading(method: str, path: str) -> bool:
+    return method == "GET" and "/here/" in path
+
+
+def _creating(method: str, path: str) -> bool:
+    return method == "POST" and path.endswith("?uploads")
+
+
+def _writing(method: str, path: str) -> bool:
+    return method == "PUT" and "partNumber" in path
+
+
+def _completing(method: str, path: str) -> bool:
+    return method == "POST" and "uploadId" in path
+
+
+def _completing_marker(method: str, path: str) -> bool:
+    return _completing(method, path) and "saved_signal" in path
+
+
+def _manifest(method: str, path: str) -> bool:
+    return method == "PUT" and path.endswith("paddle_reshard.json")
+
+
+def _through(proxy: Proxy, store: Store, kind: str = "") -> dict[str, Any]:
+    config = {"read_timeout": 0.5} if kind == "hang" else {}
+    return {**store.options, "endpoint_url": proxy.url, "config_kwargs": config}
+
+
+PASSING = [
+    pytest.param(kind, wanted, id=f"{kind}-{wanted.__name__.strip('_')}")
+    for wanted, kinds in (
+        (_listing, ["slow_down", "cut"]),
+        (_reading, ["slow_down", "reset", "cut", "hang"]),
+        (_creating, ["slow_down"]),
+        (_writing, ["internal", "reset", "lose", "hang"]),
+        (_completing, ["slow_down", "lose"]),
+        (_manifest, ["internal", "lose"]),
+    )
+    for kind in kinds
+]
+
+
+@pytest.mark.parametrize(("kind", "wanted"), PASSING)
+def test_failures_that_pass_are_retried_and_counted(
+    kind: str,
+    wanted: Fault,
+    proxy: Proxy,
+    store: Store,
+    bucket: str,
+    small_source: str,
+    for_one_card: dict[str, bytes],
+) -> None:
+    proxy.fault = first(2, kind, wanted)
+    before = sum(retry.count_retries().values())
+    paddle_reshard.convert(
+        small_source if wanted is _reading else SMALL,
+        f"s3://{bucket}/there",
+        storage_options=_through(proxy, store, kind),
+        **ONE_CARD,
+    )
+    counted = sum(retry.count_retries().values()) - before
+    # A connection that was used before and is closed is opened anew by the HTTP library, once.
+    assert counted >= (1 if kind in ("reset", "lose") else 2)
+    assert counted <= 2 or kind == "hang"
+    assert_same_checkpoint(in_bucket(store, bucket, "there/"), for_one_card)
+    assert uploads(store, bucket) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted", "reason"),
+    [
+        ("slow_down", _reading, "asks to slow down"),
+        ("cut", _reading, "came damaged|payload|IncompleteRead"),
+        ("slow_down", _writing, "asks to slow down"),
+        ("reset", _writing, "Connection"),
+        ("slow_down", _completing, "asks to slow down"),
+        ("internal", _completing_marker, "InternalError"),
+        ("internal", _manifest, "InternalError"),
+    ],
+)
+def test_failures_that_do_not_pass_end_it_and_leave_nothing(
+    kind: str, wanted: Fault, reason: str, proxy: Proxy, store: Store, bucket: str, small_source: str
+) -> None:
+    proxy.fault = lambda method, path: kind if wanted(method, path) else None
+    begun = time.monotonic()
+    with pytest.raises(ReshardError, match=f"(?i){reason}") as failure:
+        paddle_reshard.convert(
+            small_source if wanted is _reading else SMALL,
+            f"s3://{bucket}/there",
+            storage_options=_through(proxy, store),
+            **ONE_CARD,
+        )
+    assert "gave up after 4 attempts" in str(failure.value)
+    assert time.monotonic() - begun < 10
+    assert in_bucket(store, bucket, "there/") == {}
+    assert uploads(store, bucket) == []
+
+
+def test_what_cannot_be_cleaned_up_is_counted_in_a_warning(
+    proxy: Proxy, store: Store, bucket: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fault(method: str, path: str) -> str | None:
+        aborting = method == "DELETE" and "probe" not in path
+        return "slow_down" if aborting or _writing(method, path) else None
+
+    proxy.fault = fault
+    with pytest.raises(TargetError, match="slow down"):
+        paddle_reshard.convert(SMALL, f"s3://{bucket}/c", storage_options=_through(proxy, store), **ONE_CARD)
+    left = uploads(store, bucket)
+    assert (
+        f"s3://{bucket}/c: {len(left)} things of an unfinished conversion could not be removed" in caplog.text
+    )
+    assert in_bucket(store, bucket) == {}
+
+
+@pytest.mark.parametrize("cause", ["AccessDenied", "NoSuchBucket", "PreconditionFailed"])
+def test_failures_that_only_repeat_are_not_retried(cause: str) -> None:
+    calls = []
+
+    def ask() -> None:
+        calls.append(None)
+        raise PermissionError("translated") from Answer(cause, 403)
+
+    with pytest.raises(PermissionError):
+        retry.call(retry.POLICY, ask)
+    assert len(calls) == 1
+
+
+def test_time_bounds_retries_too() -> None:
+    policy = retry.RetryPolicy(attempts=1000, total_seconds=0.2, first_wait_seconds=0.05)
+    calls = []
+
+    def ask() -> None:
+        calls.append(None)
+        raise TimeoutError
+
+    with pytest.raises(retry.GaveUp) as failure:
+        retry.call(policy, ask)
+    assert failure.value.attempts == len(calls) < 1000
+
+
+def test_a_part_that_arrives_altered_is_sent_again(
+    store: Store, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store answers with the MD5 of what it has."""
+    request, altered = S3Folder.request, []
+
+    def alter(self: S3Folder, method: str, name: str, **parameters: Any) -> dict[str, Any]:
+        answer = request(self, method, name, **parameters)
+        if method == "upload_part" and len(altered) < 2:
+            altered.append(name)
+            answer["ETag"] = '"' + "0" * 32 + '"'
+        return answer
+
+    monkeypatch.setattr(S3Folder, "request", alter)
+    before = retry.count_retries().get("DamagedBody", 0)
+    paddle_reshard.convert(SMALL, f"s3://{bucket}/c", storage_options=store.options, **ONE_CARD)
+    assert retry.count_retries()["DamagedBody"] - before == 2
+
+
+def test_a_store_without_conditional_writes_is_written_all_the_same(
+    store: Store, bucket: str, for_one_card: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = S3Folder.request
+
+    def refuse(self: S3Folder, method: str, name: str, **parameters: Any) -> dict[str, Any]:
+        if "IfNoneMatch" in parameters:
+            raise OSError from Answer("NotImplemented", 501)
+        return request(self, method, name, **parameters)
+
+    monkeypatch.setattr(S3Folder, "request", refuse)
+    paddle_reshard.convert(SMALL, f"s3://{bucket}/c", storage_options=store.options, **ONE_CARD)
+    assert_same_checkpoint(in_bucket(store, bucket, "c/"), for_one_card)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_an_upload_that_is_gone_is_done_only_if_its_file_is_there(
+    ours: bool, store: Store, bucket: str, for_one_card: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to the request that completed it may have been lost."""
+    request = S3Folder.request
+
+    def lose(self: S3Folder, method: str, name: str, **parameters: Any) -> dict[str, Any]:
+        if method != "complete_multipart_upload" or name != "optimizer.pdopt":
+            return request(self, method, name, **parameters)
+        if ours:
+            request(self, method, name, **parameters)
+        else:
+            request(self, "put_object", name, Body=bytes(len(for_one_card[name])))
+        raise FileNotFoundError from Answer("NoSuchUpload", 404)
+
+    monkeypatch.setattr(S3Folder, "request", lose)
+    if ours:
+        paddle_reshard.convert(SMALL, f"s3://{bucket}/c", storage_options=store.options, **ONE_CARD)
+        assert_same_checkpoint(in_bucket(store, bucket, "c/"), for_one_card)
+    else:
+        with pytest.raises(TargetError, match="the upload is gone"):
+            paddle_reshard.convert(SMALL, f"s3://{bucket}/c", storage_options=store.options, **ONE_CARD)
+        assert in_bucket(store, bucket) == {}
+
+
+# ------------------------------------------------------------------------------------------------- killed
+
+
+def _nth(count: int, wanted: Fault) -> Fault:
+    """The one after ``count`` requests that are ``wanted`` hangs, and everything after it."""
+    passing = first(count, "", wanted)
+
+    def fault(method: str, path: str) -> str | None:
+        return "hang" if wanted(method, path) and passing(method, path) is None else None
+
+    return fault
+
+
+@pytest.mark.parametrize(
+    ("wanted", "count", "overwrite"),
+    [
+        (_writing, 3, False),
+        (_writing, 3, True),
+        (_completing, 1, False),
+        (_completing, 5, True),
+        (_completing_marker, 0, False),
+        (_manifest, 0, True),
+    ],
+)
+def test_killed_at_any_moment_nothing_looks_finished_and_it_can_be_run_again(
+    wanted: Fault,
+    count: int,
+    overwrite: bool,
+    proxy: Proxy,
+    store: Store,
+    bucket: str,
+    for_one_card: dict[str, bytes],
+) -> None:
+    request = {"source": str(SMALL), "target": f"s3://{bucket}/c", "overwrite": overwrite, **ONE_CARD}
+    if overwrite:
+        fill_bucket(store, bucket, "c/", SMALL)
+    proxy.fault = _nth(count, wanted)
+    options = {**store.options, "endpoint_url": proxy.url}
+    process = subprocess.Popen(
+        [sys.executable, "-c", CONVERT, json.dumps({**request, "storage_options": options})], cwd=REPO
+    )
+    try:
+        assert proxy.hanging.wait(START_SECONDS)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    found = in_bucket(store, bucket, "c/")
+    if overwrite and wanted is _writing:
+        assert found == {path.name: path.read_bytes() for path in SMALL.iterdir()}
+    else:
+        # Only the manifest may be missing, for our tools the last word, when the trainer's markers are there.
+        assert looks_finished(found) == (["saved_signal_0"] if wanted is _manifest else [])
+    again = {**request, "overwrite": bool(found), "storage_options": store.options}
+    paddle_reshard.convert(**again)
+    assert_same_checkpoint(in_bucket(store, bucket, "c/"), for_one_card)

@@ -1,0 +1,114 @@
+"""Which store a location belongs to; what is said of it, and what never is."""
+
+import logging
+import pickle
+from pathlib import Path
+
+import pytest
+
+import paddle_reshard
+from paddle_reshard.pipeline.errors import CheckpointError, TargetError, UnsupportedError, UsageError
+from paddle_reshard.storage.fsspec_folder import FsspecFolder, choose_options, without_secrets
+from paddle_reshard.storage.local import LocalSource, LocalTarget
+from paddle_reshard.storage.locate import is_local, open_source, open_target, place
+from paddle_reshard.storage.s3 import S3Target
+from tests.storage.contents import SMALL, TARGET, fill_bucket, fill_memory
+from tests.storage.servers import Store
+
+
+def test_paths_and_file_urls_are_local(tmp_path: Path) -> None:
+    assert is_local("a/b")
+    assert is_local("file:///a/b")
+    assert not is_local("s3://a/b")
+    assert isinstance(open_source(f"file://{SMALL}", {}), LocalSource)
+    assert isinstance(open_target(f"file://{tmp_path / 'new'}", False, {}), LocalTarget)
+    paddle_reshard.convert(SMALL, f"file://{tmp_path / 'new'}", **TARGET)
+    assert (tmp_path / "new" / "paddle_reshard.json").exists()
+
+
+def test_a_missing_driver_is_named() -> None:
+    for scheme, package in (("gs", "gcsfs"), ("oss", "ossfs"), ("abfs", "adlfs")):
+        with pytest.raises(UnsupportedError, match=f"{scheme}://: the package {package} is missing"):
+            open_source(f"{scheme}://bucket/c", {})
+    with pytest.raises(UnsupportedError, match="nonsense:// is not a scheme"):
+        open_target("nonsense://bucket/c", False, {})
+
+
+def test_unknown_options_are_a_wrong_request(store: Store) -> None:
+    with pytest.raises(UsageError, match=r"storage options.*unexpected keyword argument 'colour'"):
+        open_source("s3://bucket/c", {**store.options, "colour": "blue"})
+
+
+def test_options_by_scheme() -> None:
+    options = {"s3": {"key": "k"}, "gs": {"token": "t"}, "timeout": 3, "use_listings_cache": True}
+    assert choose_options("s3", options) == {"key": "k", "timeout": 3}
+    assert choose_options("memory", options) == {"timeout": 3}
+
+
+def test_the_same_place_in_other_words(tmp_path: Path) -> None:
+    assert place("s3://b/a/c/") == place("s3a://b/a/c") != place("gs://b/a/c")
+    assert place("s3://b/a") in place("s3://b/a/c").parents
+    assert place("memory:///a") == place("memory://a")
+    assert place(f"file://{tmp_path}/x") == place(f"{tmp_path}/y/../x")
+    assert place("hdfs://me:word@host/a") == place("hdfs://host/a")
+
+
+def test_urls_are_shown_without_secrets() -> None:
+    assert without_secrets("hdfs://me:pass@word@host:9000/a?token=t#f") == "hdfs://host:9000/a"
+    assert without_secrets("s3://bucket/a@b/c") == "s3://bucket/a@b/c"
+    assert without_secrets("/a@b") == "/a@b"
+
+
+SECRETS = ("AKIDSECRETKEY", "s3cr3t-w0rd", "passw0rd", "sig-nature", "t0ken-nested")
+
+
+def test_secrets_are_in_the_pickle_and_nowhere_else(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="paddle_reshard")
+    options = {
+        "key": SECRETS[0],
+        "secret": SECRETS[1].encode(),
+        "client_kwargs": {"auth": [{"t": SECRETS[4]}]},
+        "endpoint": "nothing secret",
+    }
+    fill_memory("/c", SMALL)
+    folder = FsspecFolder(f"memory://me:{SECRETS[2]}@/c?sig={SECRETS[3]}", options, CheckpointError)
+    told = folder.explain(OSError(f"no entry with {', '.join(SECRETS)} and nothing secret"), "file")
+    assert str(told).endswith("no entry with ***, ***, ***, ***, *** and nothing secret")
+    source = open_source("memory://c", options)
+    shown = [repr(folder), folder.location, repr(source), source.location, repr(told), caplog.text]
+    assert [secret for secret in SECRETS for text in shown if secret in text] == []
+    assert all(secret.encode() in pickle.dumps(folder) for secret in SECRETS)
+    assert pickle.loads(pickle.dumps(source)).read("saved_signal_0", 0, 1) == b"1"
+
+
+def test_plans_reports_and_manifests_hold_no_secret(store: Store, bucket: str) -> None:
+    fill_bucket(store, bucket, "here/", SMALL)
+    report = paddle_reshard.convert(
+        f"s3://{bucket}/here", f"s3://{bucket}/there", storage_options=store.options, **TARGET
+    )
+    manifest = store.client.get_object(Bucket=bucket, Key="there/paddle_reshard.json")["Body"].read().decode()
+    target = open_target(f"s3://{bucket}/new", False, store.options)
+    assert isinstance(target, S3Target)
+    with target:
+        shown = [repr(report), manifest, repr(target), repr(target.begin([])), repr(vars(target))]
+    assert [text for text in shown if store.key in text or store.secret in text] == []
+
+
+def test_bugs_are_not_taken_for_failures_of_the_store() -> None:
+    folder = FsspecFolder("memory://c", {}, TargetError)
+
+    def bug() -> None:
+        raise AttributeError("a typing error")
+
+    with pytest.raises(AttributeError):
+        folder.attempt("file", bug)
+
+
+def test_reads_beyond_what_was_listed_are_refused() -> None:
+    fill_memory("/c", SMALL)
+    source = open_source("memory://c", {})
+    with pytest.raises(CheckpointError, match="ends at byte 1"):
+        source.read("saved_signal_0", 0, 2)
+    with pytest.raises(CheckpointError, match="was not there"):
+        source.read("other", 0, 1)
+    assert source.read("saved_signal_0", 1, 0) == b""
