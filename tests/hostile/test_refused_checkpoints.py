@@ -135,6 +135,27 @@ DAMAGES: list[tuple[str, str, Callable[[Path], None], list[str]]] = [
         ["MuonSharding"],
     ),
     (
+        "strategy of another kind",
+        DEMO,
+        in_cell("tp00_pp00", lambda cell: cell.update(sharding_strategy=[])),
+        ["tp00_pp00", "[]"],
+    ),
+    (
+        "overlap of another kind",
+        DEMO,
+        in_cell("tp00_pp00", lambda cell: cell.update(enable_overlap="yes")),
+        ["tp00_pp00", "'yes'"],
+    ),
+    (
+        "an absurd shape",
+        DEMO,
+        in_cell(
+            "tp00_pp00",
+            lambda cell: cell["param_meta"]["model.embed_tokens.weight"].__setitem__(0, [2**63, 64]),
+        ),
+        ["model.embed_tokens.weight", "9223372036854775808"],
+    ),
+    (
         "strategies contradict",
         DEMO,
         in_cell("tp00_pp01", lambda cell: cell.update(sharding_strategy="ShardingV1")),

@@ -23,6 +23,7 @@ from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META
 from paddle_reshard.pipeline.tensors import DType, dtype_of_meta, phi_code
 from paddle_reshard.pipeline.topology import Topology
 
+LARGEST_EXTENT = 1 << 40
 STRATEGIES = {"ShardingV1": "stage1v1", "ShardingV2": "stage1v2"}
 
 
@@ -90,7 +91,7 @@ def parse_names(data: Mapping[str, Any]) -> dict[str, dict[str, str]]:
 def _parse_cell(entry: Mapping[str, Any], cell: str) -> CellMeta:
     where = f"{MODEL_META}: {cell}"
     strategy = entry.get("sharding_strategy")
-    if strategy not in STRATEGIES:
+    if not isinstance(strategy, str) or strategy not in STRATEGIES:
         raise UnsupportedError(f"{where}: sharding strategy {strategy!r} is not supported")
     names = _names(entry, cell)
     described = _mapping(entry, "param_meta", where) if "param_meta" in entry else {}
@@ -100,9 +101,12 @@ def _parse_cell(entry: Mapping[str, Any], cell: str) -> CellMeta:
     owners = entry.get("param2rank") or {}
     if not isinstance(owners, dict) or not all(_is_int(rank) for rank in owners.values()):
         raise CheckpointError(f"{where}: param2rank is not a table of ranks")
+    comm_overlap = entry.get("enable_overlap", False)
+    if not isinstance(comm_overlap, bool):
+        raise CheckpointError(f"{where}: enable_overlap is {comm_overlap!r}")
     return CellMeta(
         strategy=STRATEGIES[strategy],
-        comm_overlap=bool(entry.get("enable_overlap", False)),
+        comm_overlap=comm_overlap,
         names=names,
         parameters={key: _parse_parameter(described[key], f"{where}: {key}") for key in described},
         owners=owners,
@@ -112,7 +116,7 @@ def _parse_cell(entry: Mapping[str, Any], cell: str) -> CellMeta:
 def _parse_parameter(described: object, where: str) -> ParameterMeta:
     if isinstance(described, list) and len(described) >= 3:
         shape, code, distributed = described[:3]
-        sizes = isinstance(shape, list) and all(_is_int(extent) and extent >= 0 for extent in shape)
+        sizes = isinstance(shape, list) and all(_is_int(n) and 0 <= n < LARGEST_EXTENT for n in shape)
         if sizes and _is_int(code) and isinstance(distributed, bool):
             return ParameterMeta(tuple(shape), dtype_of_meta(code, where), distributed)
     raise CheckpointError(f"{where}: {described!r} is not [local shape, dtype, is_distributed]")
