@@ -122,7 +122,7 @@ def inspect(
     sizes = store.sizes()
     files = {file.path: file.size_bytes for file in checkpoint.catalog.files}
     return Inspection(
-        path=os.fspath(source),
+        path=store.location,
         format="hybrid" if checkpoint.with_meta else "hybrid-plain",
         convention=checkpoint.model.table.convention,
         family=checkpoint.model.table.family,
@@ -306,7 +306,7 @@ def convert(
     )
     sink = open_target(os.fspath(target), overwrite, storage_options or {})
     moved = run_conversion(conversion, sink, engine, observe)
-    return ConversionReport(os.fspath(source), os.fspath(target), conversion, moved)
+    return ConversionReport(conversion.store.location, sink.location, conversion, moved)
 
 
 def verify(

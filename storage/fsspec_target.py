@@ -55,9 +55,13 @@ class FsspecTarget(ABC):
         folder.probe(PROBE_PREFIX + secrets.token_hex(8), deleting=overwrite)
 
     def check_free(self, policy: RetryPolicy | None = None) -> Listing:
-        """Refuse a folder that holds something; with ``overwrite``, only what is no checkpoint."""
+        """Refuse a folder that holds something; with ``overwrite``, only what is no checkpoint.
+
+        A probe that a killed process left behind is nothing.
+        """
         listing = self.folder.listing(policy)
-        if not listing.files and not listing.folders:
+        names = [name for name in listing.files if not name.startswith(PROBE_PREFIX)]
+        if not names and not listing.folders:
             return listing
         if not self.overwrite:
             raise TargetError(
@@ -68,7 +72,7 @@ class FsspecTarget(ABC):
                 f"{self.location}: --overwrite replaces the files of a checkpoint, and here is also the folder "
                 f"{listing.folders[0]}; remove it first"
             )
-        if not any(name.startswith(RANK_FILES) for name in listing.files):
+        if not any(name.startswith(RANK_FILES) for name in names):
             raise TargetError(
                 f"{self.location}: --overwrite replaces a checkpoint, and this folder does not hold one"
             )
@@ -117,6 +121,7 @@ class FsspecTarget(ABC):
             (new.path, start): stop - start
             for new in self.files.values()
             for start, stop in pairwise((*new.part_starts, new.size_bytes))
+            if new.size_bytes
         }
         tags: dict[tuple[str, int], str] = {}
         for receipt in receipts:

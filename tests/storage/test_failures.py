@@ -69,7 +69,7 @@ def _manifest(method: str, path: str) -> bool:
 
 
 def _through(proxy: Proxy, store: Store, kind: str = "") -> dict[str, Any]:
-    config = {"read_timeout": 0.5} if kind == "hang" else {}
+    config = {"read_timeout": 1.0} if kind == "hang" else {}
     return {**store.options, "endpoint_url": proxy.url, "config_kwargs": config}
 
 

@@ -5,6 +5,7 @@ import pickle
 from pathlib import Path
 
 import pytest
+from fsspec.registry import known_implementations
 
 import paddle_reshard
 from paddle_reshard.pipeline.errors import CheckpointError, TargetError, UnsupportedError, UsageError
@@ -12,7 +13,7 @@ from paddle_reshard.storage.fsspec_folder import FsspecFolder, choose_options, w
 from paddle_reshard.storage.local import LocalSource, LocalTarget
 from paddle_reshard.storage.locate import is_local, open_source, open_target, place
 from paddle_reshard.storage.s3 import S3Target
-from tests.storage.contents import SMALL, TARGET, fill_bucket, fill_memory
+from tests.storage.contents import SMALL, TARGET, fill_memory
 from tests.storage.servers import Store
 
 
@@ -26,10 +27,14 @@ def test_paths_and_file_urls_are_local(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "paddle_reshard.json").exists()
 
 
-def test_a_missing_driver_is_named() -> None:
-    for scheme, package in (("gs", "gcsfs"), ("oss", "ossfs"), ("abfs", "adlfs")):
-        with pytest.raises(UnsupportedError, match=f"{scheme}://: the package {package} is missing"):
-            open_source(f"{scheme}://bucket/c", {})
+def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = {"class": "no_such_driver.FileSystem", "err": "a hint of fsspec"}
+    monkeypatch.setitem(known_implementations, "far", driver)
+    with pytest.raises(UnsupportedError, match="far://: the package no_such_driver is missing; install it"):
+        open_source("far://bucket/c", {})
+    monkeypatch.setitem(known_implementations, "far", {**driver, "class": "fsspec.no_such_driver.FileSystem"})
+    with pytest.raises(UnsupportedError, match="far://: a hint of fsspec"):
+        open_target("far://bucket/c", False, {})
     with pytest.raises(UnsupportedError, match="nonsense:// is not a scheme"):
         open_target("nonsense://bucket/c", False, {})
 
@@ -81,10 +86,9 @@ def test_secrets_are_in_the_pickle_and_nowhere_else(caplog: pytest.LogCaptureFix
     assert pickle.loads(pickle.dumps(source)).read("saved_signal_0", 0, 1) == b"1"
 
 
-def test_plans_reports_and_manifests_hold_no_secret(store: Store, bucket: str) -> None:
-    fill_bucket(store, bucket, "here/", SMALL)
+def test_plans_reports_and_manifests_hold_no_secret(store: Store, bucket: str, small_source: str) -> None:
     report = paddle_reshard.convert(
-        f"s3://{bucket}/here", f"s3://{bucket}/there", storage_options=store.options, **TARGET
+        small_source, f"s3://{bucket}/there", storage_options=store.options, **TARGET
     )
     manifest = store.client.get_object(Bucket=bucket, Key="there/paddle_reshard.json")["Body"].read().decode()
     target = open_target(f"s3://{bucket}/new", False, store.options)

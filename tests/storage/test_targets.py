@@ -18,12 +18,14 @@ PART = 5 << 20
 FILES = (
     NewFile("model_state.pdparams", 2 * PART + 7, (0, PART, 2 * PART)),
     NewFile("empty", 0, ()),
+    NewFile("empty too", 0, (0,)),
     NewFile("saved_signal_0", 1, (0,)),
     NewFile("config.json", 2, (0,)),
 )
 CONTENTS = {
     "model_state.pdparams": b"abcde" * (2 << 20) + b"1234567",
     "empty": b"",
+    "empty too": b"",
     "saved_signal_0": b"1",
     "config.json": b"{}",
 }
@@ -33,7 +35,7 @@ assert [len(CONTENTS[new.path]) for new in FILES] == [new.size_bytes for new in 
 def _write(writer: WritePart, backwards: bool = True) -> list[Receipt]:
     receipts = []
     for new in FILES:
-        for start, stop in pairwise((*new.part_starts, new.size_bytes)):
+        for start, stop in pairwise((*new.part_starts, new.size_bytes) if new.size_bytes else ()):
             receipts.append(writer.write_part(new.path, start, memoryview(CONTENTS[new.path])[start:stop]))
     return receipts[::-1] if backwards else receipts
 
@@ -59,7 +61,7 @@ def test_nothing_appears_before_its_time(scheme: str, store: Store, bucket: str)
             assert again in receipts
             receipts.append(again)
         source = target.finish(receipts)
-        assert source.sizes() == {"model_state.pdparams": 2 * PART + 7, "empty": 0, "config.json": 2}
+        assert source.sizes() == {n: len(content) for n, content in CONTENTS.items() if n != "saved_signal_0"}
         assert (
             source.read("model_state.pdparams", PART - 3, 6)
             == CONTENTS["model_state.pdparams"][PART - 3 :][:6]
@@ -122,3 +124,14 @@ def test_a_short_upload_is_noticed(bucket: str, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(TargetError, match="10485766 bytes in the store, 10485767 were written"):
             target.finish(receipts)
     assert fsspec.filesystem("memory").find("/") == []
+
+
+@pytest.mark.parametrize("scheme", ["s3", "memory"])
+def test_a_probe_that_was_left_behind_is_nothing(scheme: str, store: Store, bucket: str) -> None:
+    left = "c/.paddle_reshard_probe-1"
+    store.client.put_object(Bucket=bucket, Key=left, Body=b"")
+    fsspec.filesystem("memory").pipe_file(f"/{bucket}/{left}", b"")
+    with _open(scheme, store, bucket) as target:
+        target.finish(_write(target.begin(FILES)))
+        target.publish("paddle_reshard.json", b"{}")
+    assert _found(scheme, store, bucket) == {**CONTENTS, "paddle_reshard.json": b"{}"}
