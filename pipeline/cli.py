@@ -34,6 +34,7 @@ from paddle_reshard.pipeline.api import (
     Inspection,
     VerifyReport,
 )
+from paddle_reshard.pipeline.cli_jobs import job_commands
 from paddle_reshard.pipeline.errors import ReshardError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.layouts.hybrid.sidecars import MANIFEST
 from paddle_reshard.pipeline.options import FORMATS, REPLICAS
@@ -177,7 +178,7 @@ def inspect(
 def plan(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -> None:
     """Show what a conversion would read, write and need; nothing is moved."""
     with _reporting(as_json):
-        planned = paddle_reshard.plan(source, target, **_arguments(options))
+        planned = paddle_reshard.plan(source, target, **api_arguments(options))
     _answer(plan_data(planned), as_json, quiet, lambda: _show_plan(planned))
 
 
@@ -230,7 +231,7 @@ def convert(
             exchange=exchange,
             device=device,
             observe=observe,
-            **_arguments(options),
+            **api_arguments(options),
         )
     _answer(conversion_data(report), as_json, quiet, lambda: _show_conversion(report))
 
@@ -272,7 +273,7 @@ def verify(
     sys.exit(0 if report.equal else 1)
 
 
-def _arguments(options: dict[str, Any]) -> dict[str, Any]:
+def api_arguments(options: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of the API from those of the command line."""
     layout: dict[str, Any] = {}
     path: Path | None = options.pop("layout")
@@ -490,6 +491,10 @@ def _size(size_bytes: int) -> str:
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = min(len(units) - 1, max(0, size_bytes.bit_length() - 1) // 10)
     return f"{size_bytes / 1024**power:.{1 if power else 0}f} {units[power]}"
+
+
+for command in job_commands(convert, api_arguments):
+    cli.add_command(command)
 
 
 def main() -> None:

@@ -26,14 +26,9 @@ import click
 import paddle_reshard
 from paddle_reshard.pipeline.claims import Policy, conversion_id
 from paddle_reshard.pipeline.errors import ReshardError, UsageError
+from paddle_reshard.pipeline.runners import Conversion, convert_as_job
 from paddle_reshard.pipeline.topology import Topology
-from paddle_reshard.pipeline.watch import (
-    Conversion,
-    Result,
-    Watcher,
-    convert_as_job,
-    open_watcher,
-)
+from paddle_reshard.pipeline.watch import Result, Watcher, open_watcher
 from paddle_reshard.storage.locate import is_local, local_path
 
 if TYPE_CHECKING:
@@ -73,7 +68,8 @@ class Request:
 
     def files(self) -> dict[str, bytes]:
         """Name of option → content, for every option that names a local file."""
-        return {o.name or "": value.read_bytes() for o, value in self.options() if isinstance(value, Path)}
+        named = ((option.name or "", value) for option, value in self.options() if isinstance(value, Path))
+        return {name: path.read_bytes() for name, path in named if not _is_secret(name)}
 
     def identify(self, source: str, target: str) -> str:
         """The id of this conversion of ``source`` to ``target``."""
@@ -187,7 +183,7 @@ def _submit_command(convert: click.Command) -> click.Command:
         once, and the second call follows the first one's job. Exit status 0 if it succeeded, 1 if not. SRC and
         DST must mean the same on the cluster. Token authentication: RAY_AUTH_MODE, RAY_AUTH_TOKEN.
         """
-        with _reporting():
+        with _reporting("interrupted; submit the same again to follow the job, if there is one"):
             request = _job_request(Request.read(convert, arguments), job, again=again)
             status = _run_job(request, address, follow)
         sys.exit(status)
@@ -220,11 +216,11 @@ def _run_job(request: JobRequest, address: str | None, follow: bool) -> int:
     from paddle_reshard.clusters.jobs import follow_job, submit_conversion
 
     job = submit_conversion(request, address, _say)
-    _say(f"{'attached to' if job.attached else 'submitted'} {job.submission_id}")
-    if not follow:
-        click.echo(job.submission_id)
-        return 0
     try:
+        _say(f"{'attached to' if job.attached else 'submitted'} {job.submission_id}")
+        if not follow:
+            click.echo(job.submission_id)
+            return 0
         end = follow_job(job, lambda text: click.echo(text, nl=False))
     except KeyboardInterrupt:
         _say(f"the job goes on; follow it with: ray job logs --follow {job.submission_id}")
@@ -309,7 +305,7 @@ def _watch_command(convert: click.Command, read_options: ReadOptions) -> click.C
         Takes every option of convert. A checkpoint is whole when its files are those of all ranks and every rank
         has signalled; never by its age. Each is converted once, by however many watchers.
         """
-        with _reporting(), _stopped_by_signal():
+        with _reporting("stopped; what was claimed is free again"), _stopped_by_signal(143 if once else 0):
             request = Request.read(convert, arguments)
             overwrite = bool(request.values.get("overwrite"))
             forget_before = time.time() if retry_failed else 0.0
@@ -376,7 +372,7 @@ def _say(message: str) -> None:
 
 
 @contextmanager
-def _reporting() -> Iterator[None]:
+def _reporting(interrupted: str) -> Iterator[None]:
     """Turn errors into one sentence on stderr and an exit status."""
     try:
         yield
@@ -387,20 +383,27 @@ def _reporting() -> Iterator[None]:
         _say(f"{type(error).__name__}: {error}")
         sys.exit(1)
     except KeyboardInterrupt:
-        _say("stopped; what was claimed is free again")
+        _say(interrupted)
         sys.exit(130)
 
 
+class Terminated(KeyboardInterrupt):
+    """Somebody asked this process to end."""
+
+
 @contextmanager
-def _stopped_by_signal() -> Iterator[None]:
-    """Let a termination end a conversion as an interrupt does: nothing half-made stays, the claim is given back."""
+def _stopped_by_signal(status: int) -> Iterator[None]:
+    """Let SIGTERM end a conversion as an interrupt does: nothing half-made stays, the claim is given back."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        raise Terminated
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
+    except Terminated:
+        _say("stopped; what was claimed is free again")
+        sys.exit(status)
     finally:
         signal.signal(signal.SIGTERM, before)
 

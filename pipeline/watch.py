@@ -16,6 +16,7 @@ of all watchers that want attempt 2, one gets it. Only the owner of an attempt r
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -23,12 +24,12 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import paddle_reshard
 from paddle_reshard.pipeline.claims import (
@@ -50,20 +51,10 @@ from paddle_reshard.pipeline.claims import (
 )
 from paddle_reshard.pipeline.errors import CheckpointError, ReshardError, TargetError, UsageError
 from paddle_reshard.pipeline.layouts.hybrid.sidecars import MANIFEST
-from paddle_reshard.pipeline.workflow import (
-    Event,
-    MoveReport,
-    StepEnded,
-    StepStarted,
-    describe_target,
-    index_checkpoint,
-    load_tables,
-)
+from paddle_reshard.pipeline.runners import Conversion, Convert, Outcome, convert_inline
+from paddle_reshard.pipeline.workflow import MoveReport, describe_target, index_checkpoint, load_tables
 from paddle_reshard.storage.listing import ListingError, Shelf, open_shelf
 from paddle_reshard.storage.locate import is_local, open_source
-
-if TYPE_CHECKING:
-    from paddle_reshard.clusters.jobs import JobRequest
 
 log = logging.getLogger(__name__)
 
@@ -78,88 +69,6 @@ _BY_THE_TRAINER = re.compile(
 )
 _UNFINISHED = re.compile(r"save_signal_TMP_\d+")
 """What the trainer renames to ``saved_signal_*`` once the EMA has been merged."""
-
-
-# ------------------------------------------------------------------------------------------------ conversions
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """What every checkpoint is converted to."""
-
-    options: Mapping[str, Any]
-    """Keyword arguments of :func:`paddle_reshard.convert`."""
-    identify: Callable[[str, str], str]
-    """Source and target → conversion id."""
-
-    @property
-    def storage_options(self) -> Mapping[str, Any]:
-        """What fsspec needs to reach the stores."""
-        return self.options.get("storage_options") or {}
-
-
-class Outcome(Exception):
-    """A conversion did not come about; ``state`` says whether another try makes sense."""
-
-    def __init__(self, state: State, reason: str) -> None:
-        super().__init__(state, reason)
-        self.state, self.reason = state, reason
-
-
-Convert = Callable[[str, str, Callable[[], None]], None]
-"""``(source, target, check)``: convert, calling ``check`` last before publishing; raises what went wrong."""
-
-
-def convert_inline(conversion: Conversion) -> Convert:
-    """Conversions in this process."""
-
-    def convert(source: str, target: str, check: Callable[[], None]) -> None:
-        def observe(event: Event) -> None:
-            if isinstance(event, StepStarted) and event.step == "publish":
-                check()
-            elif isinstance(event, StepEnded):
-                log.info("%s: %s: %s", source.rsplit("/", 1)[-1], event.step, event.summary)
-
-        paddle_reshard.convert(source, target, observe=observe, **conversion.options)
-
-    return convert
-
-
-def convert_as_job(request_of: Callable[[str, str], JobRequest], address: str | None) -> Convert:
-    """Conversions as jobs of a Ray cluster, one at a time. Their arguments must ask for ``--json``."""
-    from paddle_reshard.clusters.jobs import JobError, follow_job, submit_conversion
-
-    def convert(source: str, target: str, check: Callable[[], None]) -> None:
-        check()
-        lines: list[str] = []
-
-        def write(text: str) -> None:
-            lines.extend(line for line in text.splitlines() if line.strip())
-
-        try:
-            job = submit_conversion(request_of(source, target), address, log.info)
-            log.info(
-                "%s: %s job %s", source, "attached to" if job.attached else "submitted", job.submission_id
-            )
-            end = follow_job(job, write)
-        except JobError as error:
-            raise Outcome(State.FAILED, str(error)) from error
-        if not end.succeeded:
-            raise outcome_of_job(lines, f"job {end.submission_id} {end.status}: {end.message}")
-
-    return convert
-
-
-def outcome_of_job(lines: Sequence[str], message: str) -> Outcome:
-    """What a failed conversion said: its one JSON object tells a refusal from a crash."""
-    for line in reversed(lines):
-        try:
-            said = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(said, dict) and "error" in said and "kind" in said:
-            return Outcome(State.REFUSED, str(said["error"]))
-    return Outcome(State.FAILED, f"{message} {lines[-1] if lines else ''}".strip())
 
 
 # ------------------------------------------------------------------------------------------------ the watcher
@@ -269,7 +178,12 @@ class Watcher:
             self._tell(name, logging.WARNING if changed else logging.DEBUG, f"{name}: {decision.reason}")
             return Result.DONE
         if decision.action is Action.WAIT:
-            self._tell(name, logging.INFO, f"{name}: waiting: {decision.reason}", key=decision.reason[:20])
+            self._tell(
+                name,
+                logging.INFO,
+                f"{name}: waiting: {decision.reason}",
+                key=re.sub(r"\d+", "", decision.reason),
+            )
             return Result.WAITING
         if decision.action is Action.FAIL:
             self._tell(name, logging.ERROR, f"{name}: not converted: {decision.reason}")
@@ -405,7 +319,8 @@ class Watcher:
 
     def _compare(self, name: str, basis: Basis) -> Decision:
         source, target = self.run.at(name), self.out.at(name)
-        options = {k: v for k, v in self.conversion.options.items() if k not in _ONLY_FOR_CONVERT}
+        known = inspect.signature(paddle_reshard.plan).parameters
+        options = {k: v for k, v in self.conversion.options.items() if k in known}
         try:
             planned = paddle_reshard.plan(source, f"{target}.planned", **{**options, "overwrite": False})
         except CheckpointError as error:
@@ -562,9 +477,6 @@ class Watcher:
         if self._told.get(name) != (key or message):
             self._told[name] = key or message
             log.log(level, "%s", message)
-
-
-_ONLY_FOR_CONVERT = ("cluster", "workers", "observe")
 
 
 def lacking(files: Collection[str], before: Collection[str]) -> str | None:

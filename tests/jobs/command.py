@@ -8,21 +8,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+from click.testing import CliRunner, Result
+
+from paddle_reshard.pipeline import cli
 from tests.conftest import COMMITTED
 
 GOLDEN = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
-MAIN = """
-from paddle_reshard.pipeline import cli
-from paddle_reshard.pipeline.cli_jobs import job_commands
-
-for command in job_commands(cli.convert, cli._arguments):
-    cli.cli.add_command(command)
-cli.main()
-"""
 
 
 def command_line(*arguments: object) -> list[str]:
-    return [sys.executable, "-c", MAIN, *map(str, arguments)]
+    return [sys.executable, "-m", "paddle_reshard", *map(str, arguments)]
+
+
+def invoke(*arguments: object) -> Result:
+    """Run a command in this process; for what ends before it does anything."""
+    return CliRunner().invoke(cli.cli, [str(argument) for argument in arguments])
 
 
 def run(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

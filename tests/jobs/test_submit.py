@@ -14,8 +14,8 @@ from paddle_reshard.pipeline import cli
 from paddle_reshard.pipeline.claims import State
 from paddle_reshard.pipeline.cli_jobs import Request
 from paddle_reshard.pipeline.errors import UsageError
-from paddle_reshard.pipeline.watch import outcome_of_job
-from tests.jobs.command import run
+from paddle_reshard.pipeline.runners import outcome_of_job
+from tests.jobs.command import invoke, run
 
 
 def read(*arguments: object, convert: click.Command = cli.convert) -> Request:
@@ -104,8 +104,17 @@ def test_mistakes_are_told_before_a_cluster_is_asked() -> None:
         (["/a", "/b", "--to", "tp=1", "--nonsense"], "--nonsense"),
         (["/a", "/b", "--to", "tp=1", "--env", "NOT_SET_X"], "--env NOT_SET_X: no such variable is set here"),
     ):
-        done = run("submit", "--address", "http://127.0.0.1:9", *arguments)
-        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+        done = invoke("submit", "--address", "http://127.0.0.1:9", *arguments)
+        assert (done.exit_code, message in done.stderr) == (2, True), done.stderr
+
+
+def test_an_address_that_is_given_wins_and_a_silent_one_is_told_in_one_sentence() -> None:
+    arguments = ["submit", "--address", "http://127.0.0.1:9", "/a", "/b", "--to", "tp=1"]
+    done = run(*arguments, env={"RAY_ADDRESS": "http://127.0.0.1:7"})
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "paddle-reshard: the cluster did not take the job: Failed to connect to Ray at address: http://127.0.0.1:9."
+    ]
 
 
 def test_a_package_is_known_by_its_source(tmp_path: Path) -> None:

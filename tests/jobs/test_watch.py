@@ -15,7 +15,11 @@ from pathlib import Path
 import pytest
 
 import paddle_reshard
-from tests.jobs.command import GOLDEN, MAIN, command_line, copy_checkpoint, run, snapshot
+from paddle_reshard.pipeline import watch
+from paddle_reshard.pipeline.claims import Policy, conversion_id
+from paddle_reshard.pipeline.runners import Conversion, convert_inline
+from paddle_reshard.pipeline.watch import Result, open_watcher
+from tests.jobs.command import GOLDEN, MAIN, command_line, copy_checkpoint, invoke, run, snapshot
 
 INTERRUPTED = """
 import functools, os, pathlib, signal, sys, time
@@ -102,8 +106,6 @@ def trainer_order() -> Iterator[Path]:
 def test_a_growing_checkpoint_is_converted_when_its_last_file_is_there(
     training: Run, one_card: dict[str, bytes]
 ) -> None:
-    from paddle_reshard.pipeline.claims import Policy, conversion_id
-    from paddle_reshard.pipeline.watch import Conversion, Result, open_watcher
 
     def identify(source: str, target: str) -> str:
         return conversion_id({"source": source, "target": target})
@@ -171,8 +173,6 @@ def test_an_ema_that_is_still_merged_is_waited_for(training: Run) -> None:
 
 
 def test_a_file_that_appears_during_the_conversion_takes_it_back(training: Run) -> None:
-    from paddle_reshard.pipeline.claims import Policy
-    from paddle_reshard.pipeline.watch import Conversion, Result, convert_inline, open_watcher
 
     folder = copy_checkpoint(training.run / "checkpoint-3")
     conversion = Conversion({"to": "tp=1"}, lambda source, target: "id")
@@ -229,10 +229,40 @@ def test_a_termination_gives_the_claim_back(training: Run) -> None:
     with training.start_interrupted("before") as process:
         training.wait_for_claim()
         process.terminate()
-        assert process.wait(30) == 130
+        assert process.wait(30) == 143
     assert training.states() == ["released"]
     assert [path.name for path in training.out.iterdir()] == [".paddle_reshard"]
     assert "1 converted" in training.watch().stderr
+
+
+def test_without_once_a_termination_is_a_normal_end(training: Run) -> None:
+    copy_checkpoint(training.run / "checkpoint-3")
+    command = command_line("watch", training.run, training.out, "--to", "tp=1", "--every", 0.1)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "checkpoint-3: converted in" not in (line := process.stderr.readline()):
+            assert line
+        time.sleep(0.3)
+        process.terminate()
+        assert process.wait(30) == 0
+        assert process.stderr.read() == "paddle-reshard: stopped; what was claimed is free again\n"
+
+
+def test_a_claim_shows_that_its_holder_lives(training: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_checkpoint(training.run / "checkpoint-3")
+    monkeypatch.setattr(watch, "HEARTBEAT_SECONDS", 0.02)
+    seen: list[float] = []
+
+    def convert(source: str, target: str, check) -> None:
+        deadline = time.monotonic() + 20
+        while len(set(seen)) < 3:
+            assert time.monotonic() < deadline
+            seen.append(training.claims()[0]["seen_at"])
+
+    conversion = Conversion({"to": "tp=1"}, lambda source, target: "id")
+    open_watcher(str(training.run), str(training.out), conversion, Policy(), convert).once()
+    assert seen == sorted(seen)
+    assert training.claims()[0]["reason"] == "the conversion ended without a target"
 
 
 def test_watchers_at_once_convert_each_once(training: Run) -> None:
@@ -380,8 +410,6 @@ def test_a_checkpoint_of_another_format_is_refused_and_the_others_are_converted(
 
 
 def test_failures_are_tried_again_so_many_times(training: Run) -> None:
-    from paddle_reshard.pipeline.claims import Policy
-    from paddle_reshard.pipeline.watch import Conversion, Result, open_watcher
 
     copy_checkpoint(training.run / "checkpoint-3")
     now, calls = [1e9], []
@@ -421,7 +449,7 @@ def test_wrong_use_is_told_before_anything_happens(
 ) -> None:
     (tmp_path / "run").mkdir()
     places = [str(tmp_path / text) if text.startswith(("run", "out")) else text for text in arguments]
-    done = run("watch", "--once", *places)
-    assert done.returncode == status
+    done = invoke("watch", "--once", *places)
+    assert done.exit_code == status
     assert message in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

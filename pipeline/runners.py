@@ -1,0 +1,97 @@
+"""How does a watcher have a checkpoint converted: in this process, or as a job of a Ray cluster?"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import paddle_reshard
+from paddle_reshard.pipeline.claims import State
+from paddle_reshard.pipeline.workflow import Event, StepEnded, StepStarted
+
+if TYPE_CHECKING:
+    from paddle_reshard.clusters.jobs import JobRequest
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What every checkpoint is converted to."""
+
+    options: Mapping[str, Any]
+    """Keyword arguments of :func:`paddle_reshard.convert`."""
+    identify: Callable[[str, str], str]
+    """Source and target → conversion id."""
+
+    @property
+    def storage_options(self) -> Mapping[str, Any]:
+        """What fsspec needs to reach the stores."""
+        return self.options.get("storage_options") or {}
+
+
+class Outcome(Exception):
+    """A conversion did not come about; ``state`` says whether another try makes sense."""
+
+    def __init__(self, state: State, reason: str) -> None:
+        super().__init__(state, reason)
+        self.state, self.reason = state, reason
+
+
+Convert = Callable[[str, str, Callable[[], None]], None]
+"""``(source, target, check)``: convert, calling ``check`` last before publishing; raises what went wrong."""
+
+
+def convert_inline(conversion: Conversion) -> Convert:
+    """Conversions in this process."""
+
+    def convert(source: str, target: str, check: Callable[[], None]) -> None:
+        def observe(event: Event) -> None:
+            if isinstance(event, StepStarted) and event.step == "publish":
+                check()
+            elif isinstance(event, StepEnded):
+                log.info("%s: %s: %s", source.rsplit("/", 1)[-1], event.step, event.summary)
+
+        paddle_reshard.convert(source, target, observe=observe, **conversion.options)
+
+    return convert
+
+
+def convert_as_job(request_of: Callable[[str, str], JobRequest], address: str | None) -> Convert:
+    """Conversions as jobs of a Ray cluster, one at a time. Their arguments must ask for ``--json``."""
+    from paddle_reshard.clusters.jobs import JobError, follow_job, submit_conversion
+
+    def convert(source: str, target: str, check: Callable[[], None]) -> None:
+        check()
+        lines: list[str] = []
+
+        def write(text: str) -> None:
+            lines.extend(line for line in text.splitlines() if line.strip())
+
+        try:
+            job = submit_conversion(request_of(source, target), address, log.info)
+            log.info(
+                "%s: %s job %s", source, "attached to" if job.attached else "submitted", job.submission_id
+            )
+            end = follow_job(job, write)
+        except JobError as error:
+            raise Outcome(State.FAILED, str(error)) from error
+        if not end.succeeded:
+            raise outcome_of_job(lines, f"job {end.submission_id} {end.status}: {end.message}")
+
+    return convert
+
+
+def outcome_of_job(lines: Sequence[str], message: str) -> Outcome:
+    """What a failed conversion said: its one JSON object tells a refusal from a crash."""
+    for line in reversed(lines):
+        try:
+            said = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(said, dict) and "error" in said and "kind" in said:
+            return Outcome(State.REFUSED, str(said["error"]))
+    return Outcome(State.FAILED, f"{message} {lines[-1] if lines else ''}".strip())

@@ -1,0 +1,150 @@
+"""Claims and targets wherever they lie: on a disk, in memory, in an S3 store with conditional writes."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from paddle_reshard.storage.listing import ListingError, Shelf, open_shelf
+from tests.jobs.command import GOLDEN, run, snapshot
+from tests.storage.servers import Store, running_store
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Store]:
+    with running_store() as started:
+        yield started
+
+
+@pytest.fixture
+def bucket(store: Store) -> str:
+    name = f"jobs-{secrets.token_hex(6)}"
+    store.client.create_bucket(Bucket=name)
+    return name
+
+
+@pytest.fixture(params=["disk", "memory", "s3"])
+def shelf(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shelf]:
+    if request.param == "disk":
+        yield open_shelf(str(tmp_path / "shelf"), {})
+    elif request.param == "memory":
+        yield open_shelf("memory://shelf", {})
+        fsspec.filesystem("memory").store.clear()
+    else:
+        bucket, store = request.getfixturevalue("bucket"), request.getfixturevalue("store")
+        yield open_shelf(f"s3://{bucket}/some/shelf/", store.options)
+
+
+def test_a_shelf_is_empty_until_something_is_put_there(shelf: Shelf) -> None:
+    assert shelf.folders() == []
+    assert shelf.files("checkpoint-3") == {}
+    assert shelf.read("claims/x.json") is None
+    shelf.remove("checkpoint-3", first="a")
+
+
+def test_files_and_folders_are_listed_with_stamps_that_change(shelf: Shelf) -> None:
+    shelf.replace("checkpoint-3/a", b"one")
+    shelf.replace("checkpoint-3/b", b"two")
+    shelf.replace("checkpoint-20/a", b"three")
+    assert shelf.folders() == ["checkpoint-20", "checkpoint-3"]
+    before = shelf.files("checkpoint-3")
+    assert set(before) == {"a", "b"}
+    assert shelf.files("checkpoint-3") == before
+    shelf.replace("checkpoint-3/a", b"another")
+    after = shelf.files("checkpoint-3")
+    assert after["a"] != before["a"]
+    assert after["b"] == before["b"]
+    assert shelf.read("checkpoint-3/a") == b"another"
+    assert shelf.at("checkpoint-3").endswith("shelf/checkpoint-3")
+
+
+def test_a_file_is_created_once(shelf: Shelf) -> None:
+    assert shelf.create("deep/claims/x.json", b"mine")
+    assert not shelf.create("deep/claims/x.json", b"yours")
+    assert shelf.read("deep/claims/x.json") == b"mine"
+    assert list(shelf.files("deep/claims")) == ["x.json"]
+
+
+def test_a_folder_is_removed_with_all_it_holds_and_nothing_else(shelf: Shelf) -> None:
+    for name in ("checkpoint-3/a", "checkpoint-3/paddle_reshard.json", "checkpoint-30/a"):
+        shelf.replace(name, b"x")
+    for _ in range(2):
+        shelf.remove("checkpoint-3", first="paddle_reshard.json")
+        assert shelf.folders() == ["checkpoint-30"]
+        assert shelf.files("checkpoint-3") == {}
+
+
+@pytest.mark.parametrize("kind", ["disk", "s3"])
+def test_of_many_that_create_a_file_at_once_one_succeeds(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    location, options = str(tmp_path), {}
+    if kind == "s3":
+        location = f"s3://{request.getfixturevalue('bucket')}/shelf"
+        options = request.getfixturevalue("store").options
+    shelf, start = open_shelf(location, options), threading.Barrier(8)
+    won: list[int] = []
+
+    def create(number: int) -> None:
+        start.wait()
+        if shelf.create("claims/x.json", f"{number}".encode()):
+            won.append(number)
+
+    threads = [threading.Thread(target=create, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [str(number).encode() for number in won] == [shelf.read("claims/x.json")]
+
+
+def test_a_store_that_refuses_is_told_in_one_sentence(store: Store, bucket: str) -> None:
+    shelf = open_shelf(f"s3://{bucket}/shelf", store.read_only)
+    with pytest.raises(ListingError, match="access denied") as refused:
+        shelf.create("claims/x.json", b"mine")
+    assert store.read_only_secret not in str(refused.value)
+
+
+def test_watch_converts_in_a_store(store: Store, bucket: str) -> None:
+    env = {
+        "AWS_ACCESS_KEY_ID": store.key,
+        "AWS_SECRET_ACCESS_KEY": store.secret,
+        "AWS_ENDPOINT_URL": store.url,
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    for path in GOLDEN.iterdir():
+        if path.name != "saved_signal_7":
+            store.client.put_object(
+                Bucket=bucket, Key=f"run/checkpoint-3/{path.name}", Body=path.read_bytes()
+            )
+    command = ["watch", f"s3://{bucket}/run", f"s3://{bucket}/out/", "--to", "pp=2", "--once", "--keep", 1]
+    waiting = run(*command, env=env)
+    assert waiting.returncode == 0, waiting.stderr
+    assert "checkpoint-3: waiting: 7 saved_signal_* files for 8 ranks" in waiting.stderr
+    for step in (3, 6):
+        for path in GOLDEN.iterdir():
+            key = f"run/checkpoint-{step}/{path.name}"
+            store.client.put_object(Bucket=bucket, Key=key, Body=path.read_bytes())
+        done = run(*command, env=env)
+        assert done.returncode == 0, done.stderr
+        assert "1 converted, 0 converted before" in done.stderr
+        assert store.secret not in done.stderr
+    again = run(*command, env=env)
+    assert again.returncode == 0, again.stderr
+    assert "0 converted, 1 converted before" in again.stderr
+    keys = [entry["Key"] for entry in store.client.list_objects_v2(Bucket=bucket, Prefix="out/")["Contents"]]
+    assert {key.split("/")[1] for key in keys} == {".paddle_reshard", "checkpoint-6"}
+    assert len([key for key in keys if "/claims/" in key]) == 2
+
+
+def test_the_disk_keeps_no_working_files(tmp_path: Path) -> None:
+    shelf = open_shelf(str(tmp_path), {})
+    shelf.create("claims/x.json", b"a")
+    shelf.create("claims/x.json", b"b")
+    shelf.replace("claims/x.json", b"c")
+    assert snapshot(tmp_path) == {"claims/x.json": b"c"}
