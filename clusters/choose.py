@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 
 from paddle_reshard.clusters.inline import run_inline
 from paddle_reshard.pipeline.errors import UsageError
@@ -10,7 +10,7 @@ from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.run_group import GroupReport
 
-Engine = Callable[[Iterable[GroupWork], ReadRange, WritePart], Iterator[GroupReport]]
+Engine = Callable[[Iterable[GroupWork], ReadRange, WritePart], Generator[GroupReport, None, None]]
 """Runs groups somewhere and yields a report as each is done."""
 
 

@@ -22,7 +22,7 @@ import logging
 import os
 import socket
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -98,7 +98,7 @@ class RayEngine:
 
     def __call__(
         self, works: Iterable[GroupWork], source: ReadRange, target: WritePart
-    ) -> Iterator[GroupReport]:
+    ) -> Generator[GroupReport, None, None]:
         """Run every group, and report each as it is done. Closing the iterator ends all workers."""
         works = iter(works)
         for first in works:

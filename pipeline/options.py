@@ -34,7 +34,7 @@ class LayoutOptions:
     segmentation: Segmentation | None = None
     """``"uniform"``, ``"layer:Regex"`` or a list of item numbers; default: as the model class does."""
     stage3_segment_size: int | None = None
-    """Elements above which stage 3 cuts a parameter; the trainer's default is 2**20."""
+    """Elements above which stage 3 cuts a parameter, 0 to cut every one; the trainer's default is 2**20."""
     convention: str | None = None
     """``"paddleformers"`` or ``"paddlenlp"``; default: the source's."""
 
@@ -61,9 +61,9 @@ class LayoutOptions:
                 raise UsageError(f"{where}: segmentation {segmentation!r} must be a list of whole numbers")
             segmentation = tuple(segmentation)
         options = cls(**{**values, "segmentation": segmentation})
-        for name in ("comm_buffer_size_MB", "stage3_segment_size"):
-            if values.get(name) is not None and values[name] < 1:
-                raise UsageError(f"{where}: {name} must be at least 1")
+        for name, smallest in (("comm_buffer_size_MB", 1), ("stage3_segment_size", 0)):
+            if values.get(name) is not None and values[name] < smallest:
+                raise UsageError(f"{where}: {name} must be at least {smallest}")
         return options
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -282,18 +283,20 @@ def _move(
     read = written = compared = groups = 0
     drift: list[str] = []
     receipts: list[Receipt] = []
-    for report in engine(plan_work(plan), source, writer):
-        groups += 1
-        read, written = read + report.read_bytes, written + report.written_bytes
-        compared += report.compared_elements
-        receipts += report.receipts
-        drift += [f"{d.tensor}: {d.detail}: {d.path_a}, {d.path_b}" for d in report.differences]
-        observe(Progress(report.written_bytes))
+    with closing(engine(plan_work(plan), source, writer)) as reports:
+        for report in reports:
+            groups += 1
+            read, written = read + report.read_bytes, written + report.written_bytes
+            compared += report.compared_elements
+            receipts += report.receipts
+            drift += [f"{d.tensor}: {d.detail}: {d.path_a}, {d.path_b}" for d in report.differences]
+            observe(Progress(report.written_bytes))
     for carried in plan.carried:
         receipts += _carry(source, carried, writer)
         read, written = read + carried.size_bytes, written + carried.size_bytes
         observe(Progress(carried.size_bytes))
-    return MoveReport(groups, read, written, compared, tuple(drift)), receipts
+    # Groups end in any order on a cluster; the manifest must not depend on it.
+    return MoveReport(groups, read, written, compared, tuple(sorted(drift))), receipts
 
 
 def _carry(source: Source, carried: CarriedFile, writer: WritePart) -> list[Receipt]:

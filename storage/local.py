@@ -32,7 +32,7 @@ class LocalSource:
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
             raise CheckpointError(f"{root}: no such folder")
-        self.root = root
+        self.root = Path(os.path.abspath(root))
         self.location = str(root)
         entries = sorted(os.scandir(root), key=lambda entry: entry.name)
         self.stamps: Mapping[str, FileStamp] = {e.name: _stamp(Path(e.path)) for e in entries if e.is_file()}

@@ -420,11 +420,16 @@ def read_checkpoint(directory: Path, shapes: Mapping[str, Shape]) -> Tensors:
     _check_schedulers(directory, raw["optimizer"])
     if meta:
         _check_parallel_config(meta, degrees)
-    stages: list[dict[str, Tensors]] = []
-    for pp in range(degrees["pp"]):
-        cells = [_build_cell(Coordinate(tp, pp), degrees, raw, meta) for tp in range(degrees["tp"])]
-        stages.append(_join_tp(pp, cells, shapes))
-    result = _join_pp(stages, shapes)
+    stages = [
+        [_build_cell(Coordinate(tp, pp), degrees, raw, meta) for tp in range(degrees["tp"])]
+        for pp in range(degrees["pp"])
+    ]
+    if not meta:
+        _settle_strategy([cell for cells in stages for cell in cells])
+    for cell in [cell for cells in stages for cell in cells]:
+        cell.check_balance()
+    joined = [_join_tp(pp, cells, shapes) for pp, cells in enumerate(stages)]
+    result = _join_pp(joined, shapes)
     _check_tied_embeddings(directory, result)
     return result
 
@@ -463,8 +468,15 @@ def _build_cell(cell: Coordinate, degrees: Mapping[str, int], raw: Mapping[str, 
         _check_meta_entry(result, entry, model)
     for shard in ema:
         assert _held(shard) <= _held(*optimizer), f"{label}: an average without a master weight"
-    result.check_balance()
     return result
+
+
+def _settle_strategy(cells: list[Cell]) -> None:
+    """A cell of one-dim parameters only may look like either variant of stage 1; the others tell."""
+    telling = [cell.strategy for cell in cells if any(len(p.shape) > 1 for p in cell.parameters.values())]
+    for cell in cells:
+        if telling and all(len(p.shape) == 1 for p in cell.parameters.values()):
+            cell.strategy = telling[0]
 
 
 def _strategy_of_files(
