@@ -14,6 +14,11 @@ from paddle_reshard.pipeline import cli
 from tests.conftest import COMMITTED
 
 GOLDEN = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
+MAIN = """
+import runpy
+runpy.run_module("paddle_reshard", run_name="__main__")
+"""
+"""Ends a script that a test runs in place of the command: what it has changed so far counts."""
 
 
 def command_line(*arguments: object) -> list[str]:
