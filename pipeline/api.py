@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from paddle_reshard.pipeline.workflow import (
     run_conversion,
 )
 from paddle_reshard.storage.locate import StorageOptions, open_source, open_target
-from paddle_reshard.storage.store import Source, Target
+from paddle_reshard.storage.store import Read, ReadRange, Source, Target
 from paddle_reshard.tasks.run_group import compare_group
 
 PathLike = str | os.PathLike[str]
@@ -353,7 +353,7 @@ def verify(
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
+class _Pair(ReadRange):
     """Two sources as one, their paths prefixed with ``A/`` and ``B/``."""
 
     a: Source
@@ -362,6 +362,17 @@ class _Pair:
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         side, _, inner = path.partition("/")
         (self.a if side == "A" else self.b).read_into(inner, byte_offset, buffer)
+
+    def read_many(self, reads: Sequence[Read]) -> None:
+        for name, side in (("A", self.a), ("B", self.b)):
+            prefix = f"{name}/"
+            side.read_many(
+                [
+                    replace(read, path=read.path.removeprefix(prefix))
+                    for read in reads
+                    if read.path.startswith(prefix)
+                ]
+            )
 
 
 def _path(value: PathLike | None) -> Path | None:

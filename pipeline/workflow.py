@@ -34,7 +34,7 @@ from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conver
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.storage.locate import place
 from paddle_reshard.storage.store import NewFile, Receipt, Source, Target, WritePart
-from paddle_reshard.tasks.index import index_tensor_file, read_json
+from paddle_reshard.tasks.index import index_tensor_files, read_json
 
 COPY_BYTES = 8 << 20
 TENSOR_SUFFIXES = (".pdparams", ".pdopt", ".distcp", ".pdmodel")
@@ -117,11 +117,9 @@ def index_checkpoint(store: Source, tables: Sequence[RuleTable]) -> HybridCheckp
     _refuse_unknown_tensor_files(sizes)
     meta = parse_model_meta(read_json(store, MODEL_META, sizes)) if MODEL_META in sizes else None
     config = read_json(store, CONFIG, sizes)
-    roots = {
-        path: index_tensor_file(store, path, sizes[path])
-        for path in sizes
-        if parse_rank_file(path) is not None
-    }
+    roots = index_tensor_files(
+        store, {p: size for p, size in sizes.items() if parse_rank_file(p) is not None}
+    )
     return read_hybrid(sizes, roots, meta, config, tables)
 
 

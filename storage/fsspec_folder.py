@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 import fsspec
@@ -86,6 +86,8 @@ class FsspecFolder:
     url: str
     options: Mapping[str, Any]
     failure: type[ReshardError]
+    ranges_in_flight: ClassVar[int] = 4
+    """Reads that are made at a time; the driver holds what each of them brought."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.location!r})"

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 
 from paddle_reshard.pipeline.errors import CheckpointError
 from paddle_reshard.storage import retry
-from paddle_reshard.storage.fsspec_folder import FsspecFolder, ObjectStamp
+from paddle_reshard.storage.fsspec_folder import FsspecFolder
+from paddle_reshard.storage.store import Read, ReadRange
 
 RANGE_BYTES = 8 << 20
 """A read is cut into requests of this size."""
-RANGES_IN_FLIGHT = 8
-"""Requests of one read that are made at a time, where the file system can."""
 
 
-class FsspecSource:
+class FsspecSource(ReadRange):
     """A checkpoint folder, read only, as it was when it was listed.
 
     ``names`` restricts it to some of the files.
@@ -43,27 +42,38 @@ class FsspecSource:
         return bytes(buffer)
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on, by several requests at a time."""
-        stamp = self._stamp(path)
-        if byte_offset + len(buffer) > stamp.size_bytes:
-            raise CheckpointError(
-                f"{path}: ends at byte {stamp.size_bytes}, bytes up to {byte_offset + len(buffer)} were asked for"
-            )
-        starts = range(0, len(buffer), RANGE_BYTES)
+        """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on."""
+        self.read_many([Read(path, byte_offset, buffer)])
 
-        def read_one(start: int) -> None:
-            piece = buffer[start : start + RANGE_BYTES]
-            self.folder.attempt(path, self.folder.read_range, path, stamp, byte_offset + start, piece)
-
-        if len(starts) == 1:
-            read_one(0)
+    def read_many(self, reads: Sequence[Read]) -> None:
+        """Fill several buffers by requests of at most ``RANGE_BYTES``, several at a time."""
+        pieces = [piece for read in reads for piece in self._pieces(read)]
+        if len(pieces) == 1:
+            self._request(pieces[0])
         else:
-            self.folder.for_each(read_one, starts, RANGES_IN_FLIGHT)
+            self.folder.for_each(self._request, pieces, self.folder.ranges_in_flight)
 
-    def _stamp(self, path: str) -> ObjectStamp:
-        if path not in self.stamps:
-            raise CheckpointError(f"{path}: was not there when {self.location} was listed")
-        return self.stamps[path]
+    def _pieces(self, read: Read) -> Iterator[Read]:
+        """A read cut into requests; it must lie within the file as it was listed."""
+        if read.path not in self.stamps:
+            raise CheckpointError(f"{read.path}: was not there when {self.location} was listed")
+        stop, size_bytes = read.byte_offset + len(read.buffer), self.stamps[read.path].size_bytes
+        if stop > size_bytes:
+            raise CheckpointError(
+                f"{read.path}: ends at byte {size_bytes}, bytes up to {stop} were asked for"
+            )
+        for start in range(0, len(read.buffer), RANGE_BYTES):
+            yield Read(read.path, read.byte_offset + start, read.buffer[start : start + RANGE_BYTES])
+
+    def _request(self, piece: Read) -> None:
+        self.folder.attempt(
+            piece.path,
+            self.folder.read_range,
+            piece.path,
+            self.stamps[piece.path],
+            piece.byte_offset,
+            piece.buffer,
+        )
 
     def check_unchanged(self) -> None:
         """Refuse if any file is not the one that was seen at the start."""

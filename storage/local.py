@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from paddle_reshard.pipeline.errors import CheckpointError, TargetError
-from paddle_reshard.storage.store import NewFile, Receipt
+from paddle_reshard.storage.store import NewFile, ReadRange, Receipt
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class FileStamp:
     modified_ns: int
 
 
-class LocalSource:
+class LocalSource(ReadRange):
     """A checkpoint folder, read only."""
 
     def __init__(self, root: Path) -> None:

@@ -43,6 +43,8 @@ _CONFIG = {
 class S3Folder(FsspecFolder):
     """A prefix in a bucket, through the client that s3fs sets up."""
 
+    ranges_in_flight = 16
+
     def _open(self, options: dict[str, Any]) -> tuple[Any, str]:
         options["config_kwargs"] = {**_CONFIG, **options.get("config_kwargs", {})}
         options["use_listings_cache"] = False

@@ -33,11 +33,25 @@ class Receipt:
     tag: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A buffer to be filled with the bytes of a file from ``byte_offset`` on."""
+
+    path: str
+    byte_offset: int
+    buffer: memoryview
+
+
 class ReadRange(Protocol):
     """Ranged reads from the files of one checkpoint. Can be pickled, and used by several threads."""
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on, all of it or raise."""
+
+    def read_many(self, reads: Sequence[Read]) -> None:
+        """Fill several buffers, or raise; a store that answers late is asked for all of them at once."""
+        for read in reads:
+            self.read_into(read.path, read.byte_offset, read.buffer)
 
 
 class Source(ReadRange, Protocol):

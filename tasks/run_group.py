@@ -19,7 +19,7 @@ from paddle_reshard.pipeline.planning.match import COMPARE, MOVE, Ops
 from paddle_reshard.pipeline.planning.plan import Bands
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.pipeline.tensors import DTYPES
-from paddle_reshard.storage.store import ReadRange, Receipt, WritePart
+from paddle_reshard.storage.store import Read, ReadRange, Receipt, WritePart
 from paddle_reshard.tasks.cast import bfloat16_bits, blocks
 from paddle_reshard.tasks.device import HOST, Box, Buffer, Mover
 
@@ -61,10 +61,14 @@ def load_band(source: ReadRange, path: str, start: int, stop: int) -> Buffer:
 
 
 def _load_bands(work: GroupWork, source: ReadRange) -> list[Buffer]:
-    return [
-        load_band(source, work.source_paths[int(band["file"])], int(band["start"]), int(band["stop"]))
-        for band in work.bands
-    ]
+    bands = [np.empty(int(band["stop"] - band["start"]), dtype=np.uint8) for band in work.bands]
+    source.read_many(
+        [
+            Read(work.source_paths[int(band["file"])], int(band["start"]), buffer.data)
+            for band, buffer in zip(work.bands, bands, strict=True)
+        ]
+    )
+    return bands
 
 
 def finish_group(

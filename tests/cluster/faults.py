@@ -23,7 +23,7 @@ def first_time(marker: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class KilledOnceReading:
+class KilledOnceReading(ReadRange):
     source: ReadRange
     marker: Path
 
@@ -48,7 +48,7 @@ class KilledOnceWriting:
 
 
 @dataclass(frozen=True)
-class KillsItsReader:
+class KillsItsReader(ReadRange):
     """Dies at one byte of one file, whoever reads it."""
 
     source: ReadRange
@@ -62,7 +62,7 @@ class KillsItsReader:
 
 
 @dataclass(frozen=True)
-class OneByteOff:
+class OneByteOff(ReadRange):
     """A file in which one byte is another."""
 
     source: ReadRange
@@ -77,7 +77,7 @@ class OneByteOff:
 
 
 @dataclass(frozen=True)
-class Unreachable:
+class Unreachable(ReadRange):
     """Fails as a store does that cannot be reached."""
 
     password: str
@@ -87,7 +87,7 @@ class Unreachable:
 
 
 @dataclass(frozen=True)
-class Watched:
+class Watched(ReadRange):
     """Notes which process reads, on which GPU; takes its time."""
 
     source: ReadRange

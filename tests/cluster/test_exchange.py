@@ -90,7 +90,7 @@ def test_a_share_needs_only_its_own_bands(tmp_path: Path) -> None:
             assert len(share.needs) > 0 or len(share.work.ops) == 0
 
 
-class Broken:
+class Broken(ReadRange):
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         raise CheckpointError(f"{path}: vanished")
 

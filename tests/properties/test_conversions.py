@@ -24,6 +24,7 @@ from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
 from paddle_reshard.pipeline.tensors import DTYPES
 from paddle_reshard.pipeline.workflow import index_checkpoint
 from paddle_reshard.storage.local import LocalSource
+from paddle_reshard.storage.store import ReadRange
 from paddle_reshard.tasks.run_group import run_group
 from tests import oracle
 from tests.properties import synthetic
@@ -322,7 +323,7 @@ def test_a_topology_is_taken_or_refused_without_a_trace(model: Model, target: Ta
 # --- groups -------------------------------------------------------------------------------------------
 
 
-class Recorder:
+class Recorder(ReadRange):
     """A target in memory that counts how often each byte is written, and what a group holds at once."""
 
     def __init__(self, files: TargetFiles, source: LocalSource) -> None:
