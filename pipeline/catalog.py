@@ -18,11 +18,11 @@ import numpy.typing as npt
 from paddle_reshard.pipeline.errors import CoverageError
 from paddle_reshard.pipeline.geometry import (
     MAX_DIMS,
+    Boxes,
     Ints,
     Shape,
-    intersect,
+    meeting_pairs,
     padded,
-    pairs_within,
 )
 from paddle_reshard.pipeline.tensors import DTYPES, DType, Tensor
 
@@ -165,16 +165,14 @@ def check_coverage(
     skip: Iterable[int] = (),
 ) -> None:
     """The boxes of every tensor (but those in ``skip``) are disjoint and fill it."""
-    fragments = fragments[np.argsort(fragments["tensor"], kind="stable")]
     covered = np.bincount(fragments["tensor"], weights=volumes(fragments), minlength=len(tensors))
     wanted = np.array([t.elements for t in tensors], dtype=np.float64)
     wanted[list(skip)] = 0
-    i, j = pairs_within(fragments["tensor"], fragments["tensor"], len(tensors))
-    i, j = i[i < j], j[i < j]
-    a, b = fragments[i], fragments[j]
-    _, _, meets = intersect(a["offset"], a["extents"], b["offset"], b["extents"])
-    if meets.any():
-        first, second = a[meets][0], b[meets][0]
+    boxes = Boxes(fragments["tensor"], fragments["offset"], fragments["extents"])
+    i, j = meeting_pairs(boxes, boxes)
+    overlaps = np.flatnonzero(i < j)
+    if len(overlaps):
+        first, second = fragments[i[overlaps[0]]], fragments[j[overlaps[0]]]
         raise CoverageError(
             tensors[first["tensor"]].label,
             f"two pieces overlap: at {_ints(first['offset'])} of extents {_ints(first['extents'])}, and at "

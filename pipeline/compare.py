@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paddle_reshard.pipeline.catalog import Catalog, File, Fragments
-from paddle_reshard.pipeline.planning.match import COMPARE, Ops, match
+from paddle_reshard.pipeline.planning.match import COMPARE, Ops, feeds, match
 from paddle_reshard.pipeline.planning.plan import Plan, group_ops, plan_bands, plan_parts
 
 
@@ -64,7 +64,7 @@ def plan_comparison(
             common.append(identity)
     common.sort()
     tensors = tuple(a.tensors[ids_a[identity]] for identity in common)
-    ops = _comparisons(a, b, [ids_a[i] for i in common], [ids_b[i] for i in common], len(common))
+    ops = _comparisons(a, b, [ids_a[i] for i in common], [ids_b[i] for i in common])
     ops, groups = group_ops(ops, tensors, budget_bytes)
     files = _prefixed("A", a.files) + _prefixed("B", b.files)
     bands = plan_bands(ops, groups)
@@ -94,41 +94,47 @@ def _prefixed(side: str, files: Iterable[File]) -> tuple[File, ...]:
     return tuple(File(f"{side}/{file.path}", file.size_bytes) for file in files)
 
 
-def _comparisons(a: Catalog, b: Catalog, ids_a: list[int], ids_b: list[int], count: int) -> Ops:
+def _comparisons(a: Catalog, b: Catalog, ids_a: list[int], ids_b: list[int]) -> Ops:
     """Ops that compare each common tensor of ``a`` with that of ``b``, and the copies within each side."""
-    follows = {i for i in _follows_from_master(a, ids_a) & _follows_from_master(b, ids_b)}
+    follows = _follows_from_master(a, ids_a) & _follows_from_master(b, ids_b)
     rows_a = _rows(a, ids_a, 0, follows)
     rows_b = _rows(b, ids_b, len(a.files), follows)
     one, two = rows_a[rows_a["replica"] == 0], rows_b[rows_b["replica"] == 0]
     ops = np.concatenate(
         [
-            match(one, two, {}, count, kind=COMPARE),
-            match(one, rows_a[rows_a["replica"] > 0], {}, count, kind=COMPARE),
-            match(two, rows_b[rows_b["replica"] > 0], {}, count, kind=COMPARE),
+            match(one, two, {}, kind=COMPARE),
+            match(one, rows_a[rows_a["replica"] > 0], {}, kind=COMPARE),
+            match(two, rows_b[rows_b["replica"] > 0], {}, kind=COMPARE),
         ]
     )
     # What is read from a master weight is done beside the master weight, so that its bytes are read once.
     for catalog, ids in ((a, ids_a), (b, ids_b)):
         place = {tensor: i for i, tensor in enumerate(ids)}
-        for tensor, master in catalog.implied.items():
-            if tensor in place and master in place:
-                ops["feed"][ops["tensor"] == place[tensor]] = place[master]
+        beside = {
+            place[tensor]: place[master]
+            for tensor, master in catalog.implied.items()
+            if tensor in place and master in place
+        }
+        moved = np.isin(ops["tensor"], list(beside))
+        ops["feed"][moved] = feeds(ops["tensor"][moved], beside)
     return ops
 
 
 def _follows_from_master(catalog: Catalog, ids: list[int]) -> set[int]:
     """Tensors that are equal if their master weights are, which are compared too."""
-    return {i for i, tensor in enumerate(ids) if catalog.implied.get(tensor) in set(ids)}
+    chosen = set(ids)
+    return {i for i, tensor in enumerate(ids) if catalog.implied.get(tensor) in chosen}
 
 
 def _rows(catalog: Catalog, ids: list[int], first_file: int, leave_out: set[int]) -> Fragments:
     """Where the values of the chosen tensors lie, numbered by their place in ``ids``; files shifted."""
-    rows = []
-    for i, tensor in enumerate(ids):
-        if i not in leave_out:
-            stored = catalog.stored(tensor).copy()
-            stored["tensor"] = i
-            rows.append(stored)
-    found = np.concatenate(rows) if rows else catalog.fragments[:0].copy()
+    order = np.argsort(catalog.fragments["tensor"], kind="stable")
+    first = np.searchsorted(catalog.fragments["tensor"][order], np.arange(len(catalog.tensors) + 1))
+    numbers = [i for i in range(len(ids)) if i not in leave_out]
+    stored = np.array([catalog.implied.get(ids[i], ids[i]) for i in numbers], dtype=np.int64)
+    lengths = first[stored + 1] - first[stored]
+    within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    found = catalog.fragments[order[np.repeat(first[stored], lengths) + within]]
+    found["tensor"] = np.repeat(np.array(numbers, dtype=np.int32), lengths)
     found["file"] += first_file
     return found

@@ -6,9 +6,9 @@ columnar form every box has exactly ``MAX_DIMS`` of them, the missing ones trail
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -85,28 +85,111 @@ def padded(values: Sequence[int], fill: int) -> Shape:
     return (*values, *(fill,) * (MAX_DIMS - len(values)))
 
 
-def intersect(
-    offset_a: Ints, extents_a: Ints, offset_b: Ints, extents_b: Ints
-) -> tuple[Ints, Ints, npt.NDArray[np.bool_]]:
-    """Row-wise intersection of two columns of boxes, all of shape ``(n, MAX_DIMS)``.
-
-    Returns ``(offset, extents, meets)``; rows where ``meets`` is false hold no box.
-    """
+def intersect(offset_a: Ints, extents_a: Ints, offset_b: Ints, extents_b: Ints) -> tuple[Ints, Ints]:
+    """Row-wise intersection of two columns of boxes that meet, all of shape ``(n, MAX_DIMS)``."""
     low = np.maximum(offset_a, offset_b)
-    extents = np.minimum(offset_a + extents_a, offset_b + extents_b) - low
-    return low, extents, np.asarray((extents > 0).all(axis=1))
+    return low, np.minimum(offset_a + extents_a, offset_b + extents_b) - low
 
 
-def pairs_within(left: npt.NDArray[Any], right: npt.NDArray[Any], count: int) -> tuple[Ints, Ints]:
-    """All pairs ``(i, j)`` with ``left[i] == right[j]``, both sorted columns of ids in ``[0, count)``.
+class Boxes(NamedTuple):
+    """Columns of boxes, each of one tensor."""
 
-    The pairs are ordered by id, then ``i``, then ``j``.
+    tensor: npt.NDArray[Any]
+    """Whole numbers from 0."""
+    offset: Ints
+    extents: Ints
+
+
+_BLOCK_PAIRS = 1 << 18
+"""Candidates looked at in one go, so that memory does not grow with their number."""
+
+
+def meeting_pairs(left: Boxes, right: Boxes) -> tuple[Ints, Ints]:
+    """All pairs ``(i, j)`` of a ``left`` and a ``right`` box of the same tensor that share an element.
+
+    Ordered by tensor, then ``i``, then ``j``. The boxes are swept along one dim, for each tensor the one that
+    leaves fewest candidates: with slices on both sides these are hardly more than the pairs themselves.
     """
-    right_count = np.bincount(right, minlength=count)
-    right_first = np.cumsum(right_count) - right_count
-    repeats = right_count[left]
-    i = np.repeat(np.arange(len(left)), repeats)
-    run_start = np.cumsum(repeats) - repeats
-    within = np.arange(int(repeats.sum())) - np.repeat(run_start, repeats)
-    j = np.repeat(right_first[left], repeats) + within
-    return i.astype(np.int64), j.astype(np.int64)
+    dims = [d for d in range(MAX_DIMS) if _tells_apart(left, d) or _tells_apart(right, d)]
+    if not len(left.tensor) or not len(right.tensor):
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    sides = [{d: _interval(boxes, d) for d in dims} for boxes in (left, right)]
+    sweeps = [_sweep(left, right, d, sides) for d in dims or (0,)]
+    count = 1 + int(max(left.tensor.max(), right.tensor.max()))
+    candidates = [np.bincount(right.tensor, weights=s.last - s.first, minlength=count) for s in sweeps]
+    best = np.argmin(candidates, axis=0)[right.tensor]
+    found = [
+        _kept(block, sides, dims)
+        for number, sweep in enumerate(sweeps)
+        for block in _blocks(sweep, np.flatnonzero(best == number))
+    ]
+    i, j = (np.concatenate([pairs[side] for pairs in found]) for side in (0, 1))
+    order = np.lexsort((j, i, left.tensor[i]))
+    return i[order], j[order]
+
+
+def _tells_apart(boxes: Boxes, dim: int) -> bool:
+    return bool((boxes.offset[:, dim] != 0).any() or (boxes.extents[:, dim] != 1).any())
+
+
+def _interval(boxes: Boxes, dim: int) -> tuple[Ints, Ints]:
+    start = np.ascontiguousarray(boxes.offset[:, dim])
+    return start, start + boxes.extents[:, dim]
+
+
+class _Sweep(NamedTuple):
+    """For every right box the run ``[first, last)`` of ``order``, left boxes that it may meet."""
+
+    order: Ints
+    first: Ints
+    last: Ints
+
+
+def _sweep(left: Boxes, right: Boxes, dim: int, sides: list[dict[int, tuple[Ints, Ints]]]) -> _Sweep:
+    """Left boxes by where they start along ``dim``: those that start before a right one ends, from the first
+    on that reaches beyond its start."""
+    whole = (np.zeros(len(left.tensor), dtype=np.int64), np.ones(len(left.tensor), dtype=np.int64))
+    (start, stop), (from_, to) = (side.get(dim, whole) for side in sides)
+    tensors = 1 + int(max(left.tensor.max(), right.tensor.max()))
+    span = 1 + int(max(stop.max(), to.max()))
+    if (
+        tensors * span >= 1 << 62
+    ):  # one number for tensor and place would not fit: number the places that occur
+        places, ranks = np.unique(np.concatenate([start, stop, from_, to]), return_inverse=True)
+        cuts = np.cumsum([len(start), len(stop), len(from_)])
+        start, stop, from_, to = (part.astype(np.int64) for part in np.split(ranks.ravel(), cuts))
+        span = len(places) + 1
+    base, other = left.tensor.astype(np.int64) * span, right.tensor.astype(np.int64) * span
+    order = np.argsort(base + start, kind="stable")
+    reach = np.maximum.accumulate((base + stop)[order])
+    first = np.searchsorted(reach, other + from_, side="right")
+    last = np.searchsorted((base + start)[order], other + to, side="left")
+    return _Sweep(order, first, np.maximum(first, last))
+
+
+def _blocks(sweep: _Sweep, rows: Ints) -> Iterator[tuple[Ints, Ints]]:
+    """Candidate pairs ``(i, j)`` of some right boxes, a bounded number at a time."""
+    lengths = (sweep.last - sweep.first)[rows]
+    ends = np.cumsum(lengths)
+    start = 0
+    while start < len(rows):
+        done = int(ends[start - 1]) if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, done + _BLOCK_PAIRS, side="right")))
+        length = lengths[start:stop]
+        within = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
+        j = np.repeat(rows[start:stop], length)
+        yield sweep.order[sweep.first[j] + within], j
+        start = stop
+
+
+def _kept(
+    pairs: tuple[Ints, Ints], sides: list[dict[int, tuple[Ints, Ints]]], dims: list[int]
+) -> tuple[Ints, Ints]:
+    """The candidates that share an element."""
+    i, j = pairs
+    left, right = sides
+    for dim in dims:
+        low = np.maximum(left[dim][0][i], right[dim][0][j])
+        meets = low < np.minimum(left[dim][1][i], right[dim][1][j])
+        i, j = i[meets], j[meets]
+    return i, j

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from paddle_reshard.pipeline.catalog import Catalog, Fragments, volumes
 from paddle_reshard.pipeline.errors import CoverageError, PlanError, UnsupportedError
-from paddle_reshard.pipeline.geometry import MAX_DIMS, Ints, intersect, padded, pairs_within
+from paddle_reshard.pipeline.geometry import MAX_DIMS, Boxes, Ints, intersect, meeting_pairs, padded
 from paddle_reshard.pipeline.tensors import DTYPES, Tensor
 
 MOVE, COMPARE, CHECK = 0, 1, 2
@@ -42,43 +42,48 @@ Ops = npt.NDArray[np.void]
 _CASTS = {("float32", "bfloat16")}
 """Casts by definition of a format: a bf16 parameter is its master weight, rounded to nearest even."""
 
+_BLOCK_OPS = 1 << 16
+"""Ops that are described in one go: what lies between stays in the cache."""
+
 ITEMSIZES = np.array([dtype.itemsize for dtype in DTYPES], dtype=np.int64)
 
 
 def feeds(tensor_ids: npt.NDArray[np.int32], implied: Mapping[int, int]) -> npt.NDArray[np.int32]:
     """For each tensor the one whose fragments hold its values."""
-    feed = np.array(tensor_ids, dtype=np.int32)
-    for tensor, source in implied.items():
-        feed[tensor_ids == tensor] = source
-    return feed
+    count = 1 + max([int(tensor_ids.max(initial=-1)), *implied])
+    feed = np.arange(count, dtype=np.int32)
+    feed[list(implied)] = list(implied.values())
+    return feed[tensor_ids]
 
 
-def match(
-    source: Fragments, target: Fragments, implied: Mapping[int, int], count: int, kind: int = MOVE
-) -> Ops:
+def match(source: Fragments, target: Fragments, implied: Mapping[int, int], kind: int = MOVE) -> Ops:
     """One op for every pair of boxes of the same values that meet.
 
-    ``count`` is the number of tensors. Ops are ordered by feed, then by the order of ``source``.
+    Ops are ordered by feed, then by the order of ``source`` and of ``target``.
     """
     feed = feeds(target["tensor"], implied)
-    target = target[order := np.argsort(feed, kind="stable")]
-    feed = feed[order]
-    source = source[np.argsort(source["tensor"], kind="stable")]
-    i, j = pairs_within(source["tensor"], feed, count)
-    low, extents, meets = intersect(
-        source["offset"][i], source["extents"][i], target["offset"][j], target["extents"][j]
+    i, j = meeting_pairs(
+        Boxes(source["tensor"], source["offset"], source["extents"]),
+        Boxes(feed, target["offset"], target["extents"]),
     )
-    i, j, low, extents = i[meets], j[meets], low[meets], extents[meets]
-    ops = np.zeros(len(i), dtype=OP)
-    ops["kind"], ops["tensor"], ops["feed"] = kind, target["tensor"][j], feed[j]
-    ops["offset"], ops["extents"] = low, extents
-    for side, fragments, index in (("source", source, i), ("target", target, j)):
-        ops[f"{side}_file"] = fragments["file"][index]
-        ops[f"{side}_dtype"] = fragments["dtype"][index]
-        ops[f"{side}_strides"] = fragments["strides"][index]
-        shift = ((low - fragments["offset"][index]) * fragments["strides"][index]).sum(axis=1)
-        ops[f"{side}_byte"] = fragments["byte_base"][index] + shift
+    ops = np.empty(len(i), dtype=OP)
+    for first in range(0, len(i), _BLOCK_OPS):
+        block = slice(first, first + _BLOCK_OPS)
+        _fill(ops[block], source[i[block]], target[j[block]])
+        ops["feed"][block] = feed[j[block]]
+    ops["kind"] = kind
     return ops
+
+
+def _fill(ops: Ops, source: Fragments, target: Fragments) -> None:
+    """Describe what each pair of fragments has in common."""
+    low, extents = intersect(source["offset"], source["extents"], target["offset"], target["extents"])
+    ops["tensor"], ops["offset"], ops["extents"] = target["tensor"], low, extents
+    for side, fragments in (("source", source), ("target", target)):
+        for column in ("file", "dtype", "strides"):
+            ops[f"{side}_{column}"] = fragments[column]
+        skipped = ((low - fragments["offset"]) * fragments["strides"]).sum(axis=1)
+        ops[f"{side}_byte"] = fragments["byte_base"] + skipped
 
 
 def op_volumes(ops: Ops) -> Ints:
@@ -105,9 +110,8 @@ def plan_ops(source: Catalog, target: Fragments, compare_replicas: bool = True) 
     PlanError
         If a source tensor would be dropped.
     """
-    count = len(source.tensors)
     primary = source.fragments[source.fragments["replica"] == 0]
-    moves = match(primary, target, source.implied, count)
+    moves = match(primary, target, source.implied)
     _check_casts(moves, source.tensors)
     _check_written_once(moves, clipped(target, source.tensors), source.tensors)
     unmoved = sorted(set(np.unique(primary["tensor"])) - set(np.unique(moves["feed"])))
@@ -117,8 +121,8 @@ def plan_ops(source: Catalog, target: Fragments, compare_replicas: bool = True) 
     return np.concatenate(
         [
             moves,
-            match(primary, copies, implied, count, kind=COMPARE),
-            match(primary, left_out, implied, count, kind=CHECK),
+            match(primary, copies, implied, kind=COMPARE),
+            match(primary, left_out, implied, kind=CHECK),
         ]
     )
 
@@ -146,11 +150,14 @@ def _implied_by_definition(source: Catalog, unmoved: Sequence[int]) -> dict[int,
 
 
 def _check_casts(moves: Ops, tensors: Sequence[Tensor]) -> None:
-    for row in moves[moves["source_dtype"] != moves["target_dtype"]]:
-        pair = (DTYPES[row["source_dtype"]].name, DTYPES[row["target_dtype"]].name)
-        if pair not in _CASTS:
+    pairs, first = np.unique(
+        moves["source_dtype"].astype(np.int64) * len(DTYPES) + moves["target_dtype"], return_index=True
+    )
+    for pair, row in zip(pairs.tolist(), first.tolist(), strict=True):
+        one, two = (DTYPES[number] for number in divmod(pair, len(DTYPES)))
+        if one != two and (one.name, two.name) not in _CASTS:
             raise UnsupportedError(
-                f"{tensors[row['tensor']].label}: stored as {pair[0]}, the target wants {pair[1]}; this "
+                f"{tensors[moves['tensor'][row]].label}: stored as {one.name}, the target wants {two.name}; this "
                 "cast is not defined by the format"
             )
 

@@ -8,13 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paddle_reshard.pipeline import geometry
 from paddle_reshard.pipeline.geometry import (
     MAX_DIMS,
+    Boxes,
     boxes_of_flat_range,
     column_major_strides,
     intersect,
+    meeting_pairs,
     padded,
-    pairs_within,
     row_major_strides,
 )
 
@@ -78,23 +80,45 @@ def elements_of(offset: np.ndarray, extents: np.ndarray) -> set[tuple[int, ...]]
     return set(product(*(range(o, o + max(e, 0)) for o, e in zip(offset, extents, strict=True))))
 
 
-@given(st.lists(st.tuples(BOXES, BOXES), min_size=1, max_size=6))
-def test_intersection_holds_the_elements_of_both(pairs: list) -> None:
-    offset_a, extents_a = box_columns([a for a, _ in pairs])
-    offset_b, extents_b = box_columns([b for _, b in pairs])
-    offset, extents, meets = intersect(offset_a, extents_a, offset_b, extents_b)
-    for row in range(len(pairs)):
-        common = elements_of(offset_a[row], extents_a[row]) & elements_of(offset_b[row], extents_b[row])
-        assert meets[row] == bool(common)
-        if common:
-            assert elements_of(offset[row], extents[row]) == common
+TENSORS_AND_BOXES = st.lists(st.tuples(st.integers(0, 3), BOXES), max_size=12)
 
 
-IDS = st.lists(st.integers(0, 5), max_size=8).map(sorted)
+def columns_of(boxes: list[tuple[int, list[tuple[int, int]]]]) -> Boxes:
+    return Boxes(np.array([tensor for tensor, _ in boxes], np.int32), *box_columns([b for _, b in boxes]))
 
 
-@given(IDS, IDS)
-def test_pairs_of_equal_ids_are_complete_and_in_order(left: list[int], right: list[int]) -> None:
-    i, j = pairs_within(np.array(left, dtype=np.int32), np.array(right, dtype=np.int32), 6)
-    expected = [(a, b) for a in range(len(left)) for b in range(len(right)) if left[a] == right[b]]
+@given(TENSORS_AND_BOXES, TENSORS_AND_BOXES, st.sampled_from((1, 2, 1 << 18)), st.sampled_from((1, 1 << 59)))
+def test_boxes_that_meet_are_found_once_and_in_order(left: list, right: list, block: int, scale: int) -> None:
+    """In blocks of any size, and where tensor and place together need more than 64 bits."""
+    one, two = columns_of(left), columns_of(right)
+    one.offset[:, 0] *= scale
+    two.offset[:, 0] *= scale
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(geometry, "_BLOCK_PAIRS", block)
+        i, j = meeting_pairs(one, two)
+    expected = []
+    for tensor in range(4):
+        for a, b in product(range(len(left)), range(len(right))):
+            start = np.maximum(one.offset[a], two.offset[b])
+            stop = np.minimum(one.offset[a] + one.extents[a], two.offset[b] + two.extents[b])
+            if one.tensor[a] == two.tensor[b] == tensor and (start < stop).all():
+                expected.append((a, b))
     assert list(zip(i.tolist(), j.tolist(), strict=True)) == expected
+
+
+@given(TENSORS_AND_BOXES, TENSORS_AND_BOXES)
+def test_intersection_holds_the_elements_of_both(left: list, right: list) -> None:
+    one, two = columns_of(left), columns_of(right)
+    i, j = meeting_pairs(one, two)
+    offset, extents = intersect(one.offset[i], one.extents[i], two.offset[j], two.extents[j])
+    for row in range(len(i)):
+        common = elements_of(one.offset[i[row]], one.extents[i[row]])
+        common &= elements_of(two.offset[j[row]], two.extents[j[row]])
+        assert elements_of(offset[row], extents[row]) == common
+
+
+def test_boxes_without_elements_meet_nothing() -> None:
+    empty = columns_of([(0, [(1, 0), (0, 1), (0, 1), (0, 1)])])
+    whole = columns_of([(0, [(0, 4), (0, 1), (0, 1), (0, 1)])])
+    for left, right in ((empty, whole), (whole, empty), (empty, empty)):
+        assert [len(side) for side in meeting_pairs(left, right)] == [0, 0]
