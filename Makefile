@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: help demo test check fuzz format parity clean
+.PHONY: help demo test check fuzz format parity bench s3 clean
 
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
@@ -12,6 +12,8 @@ help:
 	@echo "make check    formatter, linter, types, import contracts"
 	@echo "make fuzz     longer fuzzing of everything that reads a checkpoint"
 	@echo "make parity   the real trainer resumes from our conversions (needs Python 3.11; 10 minutes)"
+	@echo "make bench    4 GB converted beside cp -r, paddle.load and others, into docs/performance.md (ARGS=--quick: a glance)"
+	@echo "make s3       conversions on a Ceph server of its own, into docs/s3.md (Debian; 10 minutes)"
 
 $(VENV)/.made:
 	$(PYTHON) -m venv $(VENV)
@@ -55,5 +57,11 @@ format: $(VENV)/.test
 parity: $(VENV)/.test
 	$(BIN)/python -m tests.parity.run
 
+bench: $(VENV)/.test
+	$(BIN)/python -m benchmarks.disk $(ARGS)
+
+s3: $(VENV)/.test
+	$(BIN)/python -m benchmarks.s3 $(ARGS)
+
 clean:
-	rm -rf $(VENV) .demo .parity build dist *.egg-info
+	rm -rf $(VENV) .demo .parity .bench .s3 build dist *.egg-info

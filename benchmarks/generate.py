@@ -33,7 +33,7 @@ POWERS = ("beta1_pow_acc_0", "beta2_pow_acc_0")
 
 @dataclass(frozen=True)
 class Llama:
-    """A model by the numbers of its ``config.json``. tp up to 4 divides them, in the smallest one up to 2."""
+    """A model by the numbers of its ``config.json``. tp up to 4 divides them."""
 
     hidden: int
     layers: int = 8
@@ -95,7 +95,7 @@ class Llama:
 
 def llama_of(size_bytes: int) -> Llama:
     """The llama whose sharded checkpoint comes closest to a size."""
-    wide = [Llama(hidden) for hidden in (256, 512, 1024, 1536, 2048, 4096)]
+    wide = [Llama(hidden) for hidden in (512, 1024, 1536, 2048, 4096)]
     fitting = [model for model in wide if model.sharded_bytes <= size_bytes] or wide[:1]
     layers = range(4, 129)
     return min(

@@ -1,0 +1,380 @@
+"""How fast, how lean: conversions on this machine's disk, side by side with ``cp -r`` and with what else there is.
+
+    make bench                       4 GB, medians of 5; figures go into docs/performance.md
+    make bench ARGS='--quick'        300 MB, once, printed only
+
+Contenders take turns in every round, and a ratio is the median over rounds of the ratios within a round, because
+disks of virtual machines are never quiet. The source lies in the page cache where memory allows (warm), for all
+contenders alike; nothing here can drop caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from benchmarks.generate import generate, llama_of, parse_size
+from benchmarks.measure import (
+    CommandFailed,
+    Measured,
+    alternate,
+    machine,
+    median,
+    ratio_of_rounds,
+    run,
+    spread,
+    table,
+    write_figures,
+)
+
+DOCUMENT = Path("docs/performance.md")
+SOURCE = "tp=2,pp=2,sharding=2"
+V2 = "stage1v2"
+MIB = 1 << 20
+PEER_PYTHON = "PADDLENLP_PYTHON"
+MEMORY_OF_PEERS = 5
+"""What loading everything takes, as a multiple of the checkpoint: such a contender must not push others out."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A contender of ours."""
+
+    name: str
+    to: str
+    strategy: str | None = V2
+    memory: str = "1GiB"
+    goal: float = 0
+    """Largest wanted ratio to ``cp -r``."""
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "to": self.to,
+            "sharding_strategy": self.strategy,
+            "memory": self.memory,
+            **dict(self.options),
+        }
+
+
+AGAINST_COPY = (
+    Conversion("tp, pp, sharding change", "tp=4,pp=1,sharding=4", goal=1.5),
+    Conversion("the same in 256 MiB", "tp=4,pp=1,sharding=4", memory="256MiB", goal=1.5),
+    Conversion("only pp changes", "tp=2,pp=4,sharding=2", goal=1.1),
+    Conversion("only sharding changes", "tp=2,pp=2,sharding=4", goal=1.1),
+    Conversion("stage 1 v2 to v1", "tp=2,pp=2,sharding=2", strategy="stage1v1", goal=1.1),
+)
+TO_SINGLE_CARD = Conversion("to a single card", "tp=1", strategy=None)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A goal and what was measured."""
+
+    what: str
+    goal: str
+    measured: str
+    met: bool | None
+    """``None``: not measured."""
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        return self.what, self.goal, self.measured, {True: "yes", False: "**no**", None: "–"}[self.met]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What all runs of one conversion needed."""
+
+    cpu_seconds: float
+    peak_bytes: int
+    budget_bytes: int
+    read: float
+    """Bytes read, as a multiple of the source's; replicas that are compared count."""
+    written: float
+    copied: float | None
+
+    HEAD: ClassVar = ("CPU s", "private MiB / budget", "read", "written", "copied by the disk")
+
+    @classmethod
+    def of(cls, conversion: Conversion, runs: Sequence[Measured], source_bytes: int) -> Figures:
+        said = json.loads(runs[-1].output)
+        return cls(
+            median(runs, "cpu_seconds"),
+            max(found.private_bytes for found in runs),
+            said["plan"]["budget_bytes"],
+            said["moved"]["read_bytes"] / source_bytes,
+            said["moved"]["written_bytes"] / _target_bytes(said),
+            copied_share(said),
+        )
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return (
+            f"{self.cpu_seconds:.1f}",
+            f"{self.peak_bytes / MIB:.0f} / {self.budget_bytes / MIB:.0f}",
+            f"{self.read:.3f}",
+            f"{self.written:.3f}",
+            "–" if self.copied is None else f"{self.copied:.2f}",
+        )
+
+
+class Bench:
+    """One run: where it works, how often, and what it has found."""
+
+    def __init__(self, scratch: Path, size_bytes: int, rounds: int) -> None:
+        self.scratch, self.rounds = scratch, rounds
+        self.source, self.target = scratch / "source", scratch / "target"
+        self.model = llama_of(size_bytes)
+        self.verdicts: list[Verdict] = []
+
+    def prepare(self) -> None:
+        say(f"writing a llama of {self.model.parameters / 1e6:.0f} M parameters, {SOURCE} {V2}")
+        generate(self.model, self.source, SOURCE, V2)
+
+    @property
+    def source_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.source.iterdir())
+
+    def fresh(self, contender: Callable[[], Measured]) -> Callable[[], Measured]:
+        """Before a contender runs, the target of the one before it is removed."""
+
+        def go() -> Measured:
+            shutil.rmtree(self.target, ignore_errors=True)
+            os.sync()
+            return contender()
+
+        return go
+
+    def ours(self, conversion: Conversion) -> Callable[[], Measured]:
+        command = [sys.executable, "-m", "benchmarks.steps", str(self.source), str(self.target)]
+        return self.fresh(lambda: run([*command, json.dumps(conversion.arguments)]))
+
+    def other(self, *command: str) -> Callable[[], Measured]:
+        return self.fresh(lambda: run(command))
+
+    # ------------------------------------------------------------------------------------------- the sections
+
+    def against_copy(self) -> str:
+        """Time against ``cp -r``, bytes, memory, share that the storage moved."""
+        copy = f"cp -r {self.source} {self.target}"
+        durable = f"{copy} && find {self.target} -type f -exec sync {{}} +"
+        contenders = {
+            "`cp -r`": self.other("sh", "-c", copy),
+            "`cp -r`, then fsync": self.other("sh", "-c", durable),
+            **{c.name: self.ours(c) for c in AGAINST_COPY},
+        }
+        runs = alternate(contenders, self.rounds, say)
+        plain, synced = list(runs.values())[:2]
+        rows = [
+            ("`cp -r`", spread(plain), "1.00", *["–"] * 6),
+            (
+                "`cp -r`, then fsync",
+                spread(synced),
+                f"{ratio_of_rounds(synced, plain):.2f}",
+                "1.00",
+                *["–"] * 5,
+            ),
+        ]
+        figures = [Figures.of(c, runs[c.name], self.source_bytes) for c in AGAINST_COPY]
+        for c, figure in zip(AGAINST_COPY, figures, strict=True):
+            found = runs[c.name]
+            ratio, against_synced = ratio_of_rounds(found, plain), ratio_of_rounds(found, synced)
+            rows.append((c.name, spread(found), f"{ratio:.2f}", f"{against_synced:.2f}", *figure.cells))
+            self.verdicts.append(
+                Verdict(f"{c.name}: time ÷ `cp -r`", f"≤ {c.goal}", f"{ratio:.2f}", ratio <= c.goal)
+            )
+        self._judge_worst(figures)
+        head = ("", "seconds", "÷ `cp -r`", "÷ with fsync", *Figures.HEAD)
+        return f"{table(head, rows)}\n\n{self._steps(runs)}"
+
+    def _judge_worst(self, figures: Sequence[Figures]) -> None:
+        memory = max(f.peak_bytes / f.budget_bytes for f in figures)
+        read, written = max(f.read for f in figures), max(f.written for f in figures)
+        self.verdicts += [
+            Verdict("private memory ÷ budget, the worst", "≤ 1", f"{memory:.2f}", memory <= 1),
+            Verdict("bytes read ÷ source, the worst", "≤ 1.05", f"{read:.3f}", read <= 1.05),
+            Verdict("bytes written ÷ target, the worst", "1.00", f"{written:.3f}", round(written, 2) == 1),
+        ]
+
+    def _steps(self, runs: dict[str, list[Measured]]) -> str:
+        """Where the time of the last run of each conversion went."""
+        rows = []
+        for c in AGAINST_COPY:
+            seconds = json.loads(runs[c.name][-1].output)["seconds"]
+            rows.append((c.name, *(f"{seconds.get(step, 0):.2f}" for step in STEPS)))
+        return "Seconds of the steps in the last round:\n\n" + table(("", *STEPS), rows)
+
+    def against_peers(self) -> str:
+        """Time and memory against loading everything."""
+        available = _available_bytes()
+        if available < MEMORY_OF_PEERS * self.source_bytes:
+            self.verdicts.append(
+                Verdict("faster than loading everything with Paddle", "≥ 5", "not run", None)
+            )
+            return (
+                f"Not run: loading everything takes about {MEMORY_OF_PEERS} times the checkpoint, and "
+                f"{available / 1e9:.0f} GB of memory are free."
+            )
+        small = Conversion(**{**TO_SINGLE_CARD.__dict__, "memory": "512MiB"})
+        contenders = {"paddle-reshard": self.ours(small)}
+        if importlib.util.find_spec("paddle"):
+            naive = (sys.executable, "-m", "benchmarks.naive", str(self.source), str(self.target))
+            contenders["`paddle.load`, concat, `paddle.save`"] = self.other(*naive)
+        peer = os.environ.get(PEER_PYTHON)
+        script = str(Path(__file__).with_name("checkpoint_converter.py"))
+        note = ""
+        if peer:
+            contenders["PaddleNLP CheckpointConverter"] = self.fresh(
+                lambda: _inner_seconds(run([peer, script, str(self.source)]))
+            )
+            note = (
+                "CheckpointConverter only loads into the memory of a running job: the time is that of the load, "
+                "without imports, and nothing is written; ours reads, converts, writes and makes durable."
+            )
+        else:
+            note = (
+                f"PaddleNLP's CheckpointConverter was not run: {PEER_PYTHON} names no Python with paddlenlp "
+                "3.0.0b4 and paddlepaddle 3.0.0."
+            )
+        runs = alternate(contenders, min(self.rounds, 3), say)
+        mine = runs["paddle-reshard"]
+        rows = []
+        for name, found in runs.items():
+            times = ratio_of_rounds(found, mine)
+            lean = max(r.private_bytes for r in mine) / max(r.private_bytes for r in found)
+            peak = max(r.private_bytes for r in found) / (1 << 20)
+            rows.append((name, spread(found), f"{times:.1f}", f"{peak:.0f}", f"{lean:.3f}"))
+            if found is not mine:
+                self.verdicts.append(Verdict(f"times faster than {name}", "≥ 5", f"{times:.1f}", times >= 5))
+                self.verdicts.append(Verdict(f"memory ÷ that of {name}", "≤ 0.1", f"{lean:.3f}", lean <= 0.1))
+        head = ("to a single card", "seconds", "÷ ours", "private MiB", "ours ÷ this")
+        return f"{table(head, rows)}\n\n{note}"
+
+    def workers(self) -> str:
+        """One worker against two."""
+        conversion = AGAINST_COPY[0]
+        counted = {
+            f"{engine}, {count} worker{'s' * (count > 1)}": self.ours(
+                Conversion(conversion.name, conversion.to, options=(("cluster", engine), ("workers", count)))
+            )
+            for engine in ("inline", "ray")
+            for count in (1, 2)
+        }
+        runs = {
+            name: [json.loads(r.output)["seconds"]["move"] for r in found]
+            for name, found in alternate(counted, min(self.rounds, 3), say).items()
+        }
+        rows = []
+        for engine in ("inline", "ray"):
+            one, two = runs[f"{engine}, 1 worker"], runs[f"{engine}, 2 workers"]
+            gain = statistics.median(a / b for a, b in zip(one, two, strict=True))
+            rows.append(
+                (engine, f"{statistics.median(one):.2f}", f"{statistics.median(two):.2f}", f"{gain:.2f}")
+            )
+            self.verdicts.append(Verdict(f"{engine}: 1 → 2 workers", "≥ 1.8", f"{gain:.2f}", gain >= 1.8))
+        head = ("engine", "1 worker: seconds of moving", "2 workers", "times faster")
+        return table(head, rows)
+
+
+STEPS = ("import", "plan", "move", "verify", "publish")
+
+
+def copied_share(said: dict[str, Any]) -> float | None:
+    """Share of the written bytes that the storage moved itself."""
+    copied = said["moved"].get("copied_bytes")
+    return None if copied is None else copied / max(said["moved"]["written_bytes"], 1)
+
+
+def planning() -> str:
+    """The table of the planning benchmark, which stands on its own."""
+    found = subprocess.run(
+        [sys.executable, "-m", "benchmarks.planning"], capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip() or f"not run: {found.stderr.strip().splitlines()[-1:]}"
+
+
+def _inner_seconds(measured: Measured) -> Measured:
+    """The time that the command said it took, without its imports."""
+    seconds = float(measured.output.split("seconds ")[1].split()[0])
+    return Measured(**{**measured.__dict__, "seconds": seconds})
+
+
+def _target_bytes(said: dict[str, Any]) -> int:
+    plan = said["plan"]
+    return sum(file["size_bytes"] for file in (*plan["files"], *plan["carried"]))
+
+
+def _available_bytes() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+SECTIONS = ("copy", "peers", "workers", "planning")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", default="4GB", help="of the source checkpoint")
+    parser.add_argument("--rounds", type=int, default=5, help="medians of so many; slow contenders: 3")
+    parser.add_argument("--quick", action="store_true", help="300 MB, one round, printed only")
+    parser.add_argument("--only", choices=SECTIONS, action="append", help="this section, printed")
+    parser.add_argument("--scratch", type=Path, default=Path(".bench"), help="a folder to make and remove")
+    arguments = parser.parse_args()
+    size, rounds = ("300MB", 1) if arguments.quick else (arguments.size, arguments.rounds)
+    chosen: Sequence[str] = arguments.only or SECTIONS
+    if arguments.scratch.exists():
+        parser.error(f"{arguments.scratch} is there already: left over, or somebody else's?")
+    arguments.scratch.mkdir(parents=True)
+    try:
+        text = report(Bench(arguments.scratch, parse_size(size), rounds), chosen)
+    except CommandFailed as error:
+        sys.exit(str(error))
+    finally:
+        shutil.rmtree(arguments.scratch)
+    if arguments.quick or arguments.only:
+        print(text)
+    else:
+        write_figures(DOCUMENT, text)
+        say(f"{DOCUMENT} holds the figures")
+
+
+def report(bench: Bench, chosen: Sequence[str]) -> str:
+    """Run the chosen sections; the goals come first."""
+    facts = machine(bench.scratch)
+    bench.prepare()
+    facts.append(
+        f"source: a llama of {bench.model.parameters / 1e6:.0f} M parameters, {SOURCE}, {V2}, "
+        f"{bench.source_bytes / 1e9:.2f} GB; {bench.rounds} rounds; warm (source in the page cache)"
+    )
+    titles = {
+        "copy": ("Against `cp -r` of the same bytes", bench.against_copy),
+        "peers": ("Against loading everything", bench.against_peers),
+        "workers": ("One worker, two workers", bench.workers),
+        "planning": ("Planning", planning),
+    }
+    parts = []
+    for name in chosen:
+        say(titles[name][0])
+        parts.append(f"### {titles[name][0]}\n\n{titles[name][1]()}")
+    goals = table(("goal", "wanted", "measured", "met"), [v.row for v in bench.verdicts])
+    return "\n\n".join(["\n".join(f"- {fact}" for fact in facts), "### Goals", goals, *parts])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""How a command is measured, and how figures become a table.
+
+Everything measured is a process of its own, so that imports, memory and threads are paid by the one that needs
+them. Linux only: memory and bytes come from ``/proc``.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+SAMPLE_SECONDS = 0.01
+BLOCK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run of one command."""
+
+    seconds: float
+    cpu_seconds: float
+    private_bytes: int
+    """Largest private (anonymous) memory of the process and its children together, sampled."""
+    read_bytes: int
+    written_bytes: int
+    """What read and write calls moved, in-kernel copies included; no mapped pages."""
+    output: str
+
+
+class CommandFailed(Exception):
+    """A measured command did not end well."""
+
+
+def run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Measured:
+    """Run a command to its end. Its standard output is kept, its errors are shown if it fails."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        start = time.perf_counter()
+        process = subprocess.Popen(
+            command, stdout=output, stderr=errors, env={**os.environ, **(environment or {})}
+        )
+        watch = _Watch(process.pid)
+        watch.start()
+        try:
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            seconds = time.perf_counter() - start
+            moved = _moved_bytes(process.pid)
+        finally:
+            watch.ended.set()
+            watch.join()
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                process.wait()
+        output.seek(0)
+        errors.seek(0)
+        if process.returncode != 0:
+            said = errors.read().decode(errors="replace")[-2000:]
+            raise CommandFailed(f"{' '.join(command)}: exit status {process.returncode}\n{said}")
+        return Measured(seconds, watch.cpu_seconds, watch.peak, *moved, output.read().decode())
+
+
+def kill_after(command: Sequence[str], seconds: float) -> bool:
+    """Kill a command without warning after a while; whether it was still running."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return True
+    return False
+
+
+class _Watch(threading.Thread):
+    """Samples the memory and the time of a process and its children."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self.pid, self.ended, self.peak, self.cpu_seconds = pid, threading.Event(), 0, 0.0
+
+    def run(self) -> None:
+        while True:
+            family = _family(self.pid)
+            self.peak = max(self.peak, sum(map(_private_bytes, family)))
+            self.cpu_seconds = max(self.cpu_seconds, sum(map(_cpu_seconds, family)))
+            if self.ended.wait(SAMPLE_SECONDS):
+                return
+
+
+def _family(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    found = [pid]
+    for member in found:
+        try:
+            for children in Path(f"/proc/{member}/task").glob("*/children"):
+                found += map(int, children.read_text().split())
+        except OSError:
+            continue
+    return found
+
+
+def _private_bytes(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
+
+
+def _cpu_seconds(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def _moved_bytes(pid: int) -> tuple[int, int]:
+    """Of a process that has ended and was not waited for."""
+    counts = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+    return int(counts["rchar"]), int(counts["wchar"])
+
+
+# -------------------------------------------------------------------------------------------- side by side
+
+
+def alternate(
+    contenders: Mapping[str, Callable[[], Measured]], rounds: int, say: Callable[[str], None]
+) -> dict[str, list[Measured]]:
+    """Let contenders run in turns, so that what disturbs the machine disturbs all of them."""
+    runs: dict[str, list[Measured]] = {name: [] for name in contenders}
+    for number in range(rounds):
+        for name, contender in contenders.items():
+            os.sync()  # nobody writes back what another one wrote
+            runs[name].append(contender())
+            say(f"  {number + 1}/{rounds} {name}: {runs[name][-1].seconds:.2f} s")
+    return runs
+
+
+def median(runs: Sequence[Measured], what: str = "seconds") -> float:
+    """The median of one figure."""
+    return statistics.median(getattr(run, what) for run in runs)
+
+
+def spread(runs: Sequence[Measured]) -> str:
+    """Median, smallest and largest time."""
+    times = [run.seconds for run in runs]
+    if len(times) == 1:
+        return f"{times[0]:.2f}"
+    return f"{statistics.median(times):.2f} ({min(times):.2f}–{max(times):.2f})"
+
+
+def ratio_of_rounds(runs: Sequence[Measured], others: Sequence[Measured]) -> float:
+    """The median over rounds of one contender's time over another's in the same round."""
+    return statistics.median(run.seconds / other.seconds for run, other in zip(runs, others, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------- machine
+
+
+def machine(directory: Path) -> list[str]:
+    """What the figures were taken on; the rates are measured now, in ``directory``."""
+    memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    gib = int(memory["MemTotal"].split()[0]) / (1 << 20)
+    model = [
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if "model name" in line
+    ]
+    write, read = _disk_rates(directory)
+    kind = subprocess.run(
+        ["findmnt", "-n", "-o", "FSTYPE", "-T", directory], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    return [
+        f"{len(os.sched_getaffinity(0))} cores ({model[0] if model else platform.machine()}), {gib:.0f} GiB memory, "
+        f"Linux {platform.release().split('-')[0]}, {kind}",
+        f"disk: 1 GiB written and made durable at {write:.2f} GB/s, read back from the page cache at {read:.2f} GB/s",
+        f"Python {platform.python_version()}, numpy {metadata.version('numpy')}, "
+        f"paddle-reshard {metadata.version('paddle-reshard')}",
+    ]
+
+
+def _disk_rates(directory: Path) -> tuple[float, float]:
+    """GB/s of writing 1 GiB with fsync, and of reading it again."""
+    block, count = os.urandom(BLOCK_BYTES), (1 << 30) // BLOCK_BYTES
+    with tempfile.NamedTemporaryFile(dir=directory, buffering=0) as file:
+        start = time.perf_counter()
+        for _ in range(count):
+            file.write(block)
+        os.fsync(file.fileno())
+        written = time.perf_counter()
+        buffer = bytearray(BLOCK_BYTES)
+        for index in range(count):
+            os.preadv(file.fileno(), [buffer], index * BLOCK_BYTES)
+        read = time.perf_counter()
+    return (1 << 30) / (written - start) / 1e9, (1 << 30) / (read - written) / 1e9
+
+
+# --------------------------------------------------------------------------------------------------- tables
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A markdown table whose columns also line up in plain text."""
+    cells = [list(head), *map(list, rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+
+    def line(row: Sequence[str]) -> str:
+        first, *others = (
+            cell.ljust(w) if i == 0 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        return f"| {' | '.join([first, *others])} |"
+
+    rule = [("-" * w) if i == 0 else ("-" * (w - 1) + ":") for i, w in enumerate(widths)]
+    return "\n".join([line(cells[0]), line(rule), *map(line, cells[1:])])
+
+
+BEGIN, END = "<!-- figures: written by the run, do not edit -->", "<!-- end of figures -->"
+
+
+def write_figures(document: Path, figures: str) -> None:
+    """Put figures between the two marks of a document; the text around them stays."""
+    text = document.read_text("utf-8")
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    document.write_text(f"{before}{BEGIN}\n\n{figures.strip()}\n\n{END}{after}", "utf-8")

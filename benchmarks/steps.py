@@ -1,0 +1,36 @@
+"""One conversion through the Python API, with the seconds of its steps; a process of its own, so that it is measured.
+
+python -m benchmarks.steps SRC DST '{"to": "tp=4"}'        prints one JSON object
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+start = time.perf_counter()
+
+import paddle_reshard  # noqa: E402
+from paddle_reshard.pipeline.report import conversion_data  # noqa: E402
+from paddle_reshard.pipeline.workflow import Event, StepEnded, StepStarted  # noqa: E402
+
+
+def main() -> None:
+    source, target, arguments = sys.argv[1:]
+    seconds = {"import": time.perf_counter() - start}
+    began = 0.0
+
+    def observe(event: Event) -> None:
+        nonlocal began
+        if isinstance(event, StepStarted):
+            began = time.perf_counter()
+        elif isinstance(event, StepEnded):
+            seconds[event.step] = time.perf_counter() - began
+
+    report = paddle_reshard.convert(source, target, observe=observe, **json.loads(arguments))
+    print(json.dumps({"seconds": seconds, **conversion_data(report)}))
+
+
+if __name__ == "__main__":
+    main()
