@@ -945,10 +945,10 @@ class _Encoder:
     def _array(self, slot: ArraySlot) -> None:
         nbytes = _slot_bytes(slot)
         if slot.name is not None:
-            self._shared("tuple", _stack_global_of("builtins", "tuple"))
+            self._shared("tuple", _TUPLE)
             self.emit(_scalar(slot.name))
-        self._shared("_reconstruct", _stack_global_of("numpy.core.multiarray", "_reconstruct"))
-        self._shared("ndarray", _stack_global_of("numpy", "ndarray"))
+        self._shared("_reconstruct", _RECONSTRUCT)
+        self._shared("ndarray", _ARRAY_CLASS)
         self.emit(b"K\x00\x85C\x01b\x87R(K\x01")
         self._tuple(slot.shape, 0)
         self._dtype(slot.dtype)
@@ -1038,3 +1038,8 @@ def _sized(data: bytes, short: bytes, long: bytes) -> bytes:
     if len(data) < 256:
         return short + bytes((len(data),)) + data
     return long + len(data).to_bytes(4, "little") + data
+
+
+_TUPLE: Final = _stack_global_of("builtins", "tuple")
+_RECONSTRUCT: Final = _stack_global_of("numpy.core.multiarray", "_reconstruct")
+_ARRAY_CLASS: Final = _stack_global_of("numpy", "ndarray")

@@ -15,6 +15,7 @@ from math import prod
 from paddle_reshard.pipeline.catalog import FragmentRow, fragment_row
 from paddle_reshard.pipeline.errors import RuleError
 from paddle_reshard.pipeline.geometry import (
+    MAX_DIMS,
     Shape,
     boxes_of_flat_range,
     column_major_strides,
@@ -67,6 +68,13 @@ class TensorCut:
             return []
         length = local_shape[self.dim] // self.parts
         return [(part * length, (part * self.tp + rank) * length, length) for part in range(self.parts)]
+
+    def step(self, local_shape: Shape) -> Shape:
+        """How much further along each dim (``MAX_DIMS`` of them) the boxes of each next rank lie."""
+        if self.dim is None or self.tp == 1:
+            return (0,) * MAX_DIMS
+        length = local_shape[self.dim] // self.parts
+        return tuple(length if dim == self.dim else 0 for dim in range(MAX_DIMS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,16 @@ values, zero padding. Names, order of keys and padding are the real trainer's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
+import numpy as np
+import numpy.typing as npt
+
 from paddle_reshard.pipeline.catalog import File, FragmentRow, Fragments, fragment_rows
 from paddle_reshard.pipeline.errors import PlanError, RuleError, UnsupportedError
-from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.geometry import MAX_DIMS, Shape
 from paddle_reshard.pipeline.layouts.hybrid.meta import (
     CellMeta,
     ParameterMeta,
@@ -36,7 +39,6 @@ from paddle_reshard.pipeline.layouts.hybrid.names import (
     rank_file_name,
 )
 from paddle_reshard.pipeline.layouts.hybrid.placement import (
-    Piece,
     TensorCut,
     flat_pieces,
     place,
@@ -62,6 +64,7 @@ from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.storage.formats.paddle_pickle import (
     STRUCTURED_NAMES,
     ArraySlot,
+    EncodedFile,
     encode_pickle,
 )
 
@@ -182,10 +185,25 @@ class _Cell:
     """The optimizer's list: trained tensors, each parameter once."""
     shares: Shares
     """Of every parameter, what each rank of the sharding group stores."""
+    held: dict[int, list[ModelTensor]]
+    """Rank of the sharding group → parameters of which its optimizer holds anything."""
+    left: dict[int, list[ModelTensor]]
+    """Rank of the sharding group → tensors of its model_state."""
 
-    def first_key(self, key: str) -> str:
-        """The key under which the optimizer holds the parameter that ``key`` names."""
-        return next(k for k, name in self.names.items() if name == self.names[key])
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """A file of one rank, its tp coordinate left open: tp ranks write the same but for where a box lies."""
+
+    kind: str
+    shard: int | None
+    encoded: EncodedFile
+    fills: tuple[tuple[int, int], ...]
+    """``(byte offset, number of zero bytes)``."""
+    fragments: Fragments
+    """As tp rank 0 has them, of file 0."""
+    step: npt.NDArray[np.int64]
+    """What each next tp rank adds to the offsets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,17 +232,23 @@ class _Writer:
         self.files: list[File] = []
         self.literals: list[tuple[int, int, bytes]] = []
         self.fills: list[tuple[int, int, int]] = []
-        self.rows: list[FragmentRow] = []
+        self.fragments: list[Fragments] = [fragment_rows([])]
 
     def layout(self) -> TargetFiles:
-        cells = [
-            self._cell(tp, pp, tensors)
-            for pp, tensors in enumerate(self._stages())
-            for tp in range(self.topology.tp)
-        ]
-        for cell in cells:
-            for shard in range(self.topology.sharding):
-                self._rank_files(cell, shard)
+        cells: list[_Cell] = []
+        for pp, tensors in enumerate(self._stages()):
+            layouts: list[_Layout] = []
+            for tp in range(self.topology.tp):
+                cell = self._cell(tp, pp, tensors, cells[-1] if tp else None)
+                if not tp or cell.names != cells[-1].names:
+                    layouts = [
+                        layout
+                        for shard in range(self.topology.sharding)
+                        for layout in self._rank_files(cell, shard)
+                    ]
+                for layout in layouts:
+                    self._file(layout, cell)
+                cells.append(cell)
         if self.target.writes_meta:
             metas = {cell_name(cell.tp, cell.pp): self._cell_meta(cell) for cell in cells}
             text = format_model_meta(self.model.table.convention, self.topology, metas)
@@ -235,7 +259,7 @@ class _Writer:
             tuple(self.files),
             tuple(self.literals),
             tuple(self.fills),
-            fragment_rows(self.rows),
+            np.concatenate(self.fragments),
             {cell_name(c.tp, c.pp): c.names for c in cells},
         )
 
@@ -243,11 +267,7 @@ class _Writer:
 
     def _stages(self) -> list[list[ModelTensor]]:
         """The tensors of every stage, in model order."""
-        items: list[tuple[str, int | None]] = []
-        for tensor in self.model.tensors:
-            item = (tensor.rule.item, tensor.layer)
-            if item not in items:
-                items.append(item)
+        items = list(dict.fromkeys((tensor.rule.item, tensor.layer) for tensor in self.model.tensors))
         described = {item.name: item for item in self.model.table.items}
         place = segment(
             [described[name] for name, _ in items],
@@ -262,7 +282,10 @@ class _Writer:
             stages[stage_of[tensor.rule.item, tensor.layer]].append(tensor)
         return stages
 
-    def _cell(self, tp: int, pp: int, tensors: list[ModelTensor]) -> _Cell:
+    def _cell(self, tp: int, pp: int, tensors: list[ModelTensor], sibling: _Cell | None) -> _Cell:
+        """``sibling`` is the cell of another tp rank of the stage; only given names can differ between them."""
+        if sibling is not None and self.target.names is None:
+            return replace(sibling, tp=tp)
         names = self._names(tp, pp, tensors)
         if self.topology.pp > 1:
             # Layers are named as they are built, but a stage lists the layers that it shares with another
@@ -282,7 +305,13 @@ class _Writer:
             for t in parameters
         ]
         shares = share_out(self.target.strategy, listed, self.topology.sharding, self.target.sharding)
-        return _Cell(tp, pp, tensors, names, local, cuts, parameters, shares)
+        held: dict[int, list[ModelTensor]] = {shard: [] for shard in range(self.topology.sharding)}
+        for tensor in parameters:
+            for shard in shares[tensor.key]:
+                held[shard].append(tensor)
+        cell = _Cell(tp, pp, tensors, names, local, cuts, parameters, shares, held, {})
+        cell.left = self._model_state_tensors(cell)
+        return cell
 
     def _names(self, tp: int, pp: int, tensors: list[ModelTensor]) -> Mapping[str, str]:
         if self.target.names is None:
@@ -302,39 +331,42 @@ class _Writer:
 
     # -- which files
 
-    def _rank_files(self, cell: _Cell, shard: int) -> None:
+    def _rank_files(self, cell: _Cell, shard: int) -> Iterator[_Layout]:
         if self.target.writes_meta:
-            self._model_state(cell, shard, self._model_state_tensors(cell, shard))
+            yield self._model_state(cell, shard, cell.left[shard])
         elif shard == 0:
-            self._model_state(cell, None, self._model_state_tensors(cell, shard))
-        self._optimizer(cell, shard)
+            yield self._model_state(cell, None, cell.left[shard])
+        yield self._optimizer(cell, shard)
         if self.checkpoint.has_ema:
-            self._ema(cell, shard)
+            yield self._ema(cell, shard)
 
-    def _model_state_tensors(self, cell: _Cell, shard: int) -> list[ModelTensor]:
-        """What a rank's model_state holds: everything on rank 0, or what sharded saving leaves.
+    def _model_state_tensors(self, cell: _Cell) -> dict[int, list[ModelTensor]]:
+        """What each rank's model_state holds: everything on rank 0, or what sharded saving leaves.
 
         bf16 parameters with a master weight are left out; of the rest, v1 keeps the owner's, v2 hands the
         optimizer's list out round robin, and what the optimizer does not know goes to rank 0 (PaddleNLP
         3.0 ``sharding_io.py:73-106``).
         """
+        left: dict[int, list[ModelTensor]] = {shard: [] for shard in range(self.topology.sharding)}
         if not self.target.writes_meta:
-            return cell.tensors if shard == 0 else []
-        listed = [t.key for t in cell.parameters]
-        held = []
+            left[0] = cell.tensors
+            return left
+        listed = {t.key: place for place, t in enumerate(cell.parameters)}
+        first_key: dict[str, str] = {}
+        for key, name in cell.names.items():
+            first_key.setdefault(name, key)
         for tensor in cell.tensors:
             if tensor.master and tensor.dtype.name == "bfloat16":
                 continue
-            key = cell.first_key(tensor.key)
+            key = first_key[cell.names[tensor.key]]
             if key not in listed:
                 owner = 0
             elif self.target.strategy == "stage1v1":
                 (owner,) = cell.shares[key]
             else:
-                owner = listed.index(key) % self.topology.sharding
-            if owner == shard:
-                held.append(tensor)
-        return held
+                owner = listed[key] % self.topology.sharding
+            left[owner].append(tensor)
+        return left
 
     def _name(self, kind: str, cell: _Cell, shard: int | None) -> str:
         degrees = self.topology
@@ -345,15 +377,15 @@ class _Writer:
             shard if degrees.sharding > 1 else None,
         )
 
-    def _model_state(self, cell: _Cell, shard: int | None, tensors: Sequence[ModelTensor]) -> None:
+    def _model_state(self, cell: _Cell, shard: int | None, tensors: Sequence[ModelTensor]) -> _Layout:
         uses = [_SlotUse(t.key, PARAM, cell.local_shapes[t.key], None) for t in tensors]
         root: dict[str, object] = {
             self.written[use.key]: self._slot(i, use, name=None) for i, use in enumerate(uses)
         }
         root[STRUCTURED_NAMES] = {self.written[use.key]: cell.names[use.key] for use in uses}
-        self._file(self._name(MODEL_STATE, cell, shard), root, cell, uses)
+        return self._layout(MODEL_STATE, shard, root, cell, uses)
 
-    def _optimizer(self, cell: _Cell, shard: int) -> None:
+    def _optimizer(self, cell: _Cell, shard: int) -> _Layout:
         accumulators = [a for a in ACCUMULATORS if any(a in t.accumulators for t in cell.parameters)]
         with_master = any(t.master for t in self._of_shard(cell, shard))
         uses: list[_SlotUse] = []
@@ -373,17 +405,13 @@ class _Writer:
             root["LR_Scheduler"] = self.checkpoint.lr_scheduler
         if not with_master:
             root[STRUCTURED_NAMES] = {key: key for key in tensor_keys}
-        self._file(self._name(OPTIMIZER, cell, shard), root, cell, uses)
+        return self._layout(OPTIMIZER, shard, root, cell, uses)
 
-    def _ema(self, cell: _Cell, shard: int) -> None:
+    def _ema(self, cell: _Cell, shard: int) -> _Layout:
         uses: list[_SlotUse] = []
         masters = self._master_weights(cell, shard, EMA_MASTER_WEIGHT, uses)
         root: dict[str, object] = {"master_weights": masters}
-        plain = [
-            t
-            for t in self._model_state_tensors(cell, shard)
-            if (self.identity[t.key], EMA_PARAM) in self.tensor_index
-        ]
+        plain = [t for t in cell.left[shard] if (self.identity[t.key], EMA_PARAM) in self.tensor_index]
         for tensor in plain:
             use = _SlotUse(tensor.key, EMA_PARAM, cell.local_shapes[tensor.key], None)
             name = cell.names[tensor.key] if masters else None
@@ -391,7 +419,7 @@ class _Writer:
             uses.append(use)
         if not masters:
             root[STRUCTURED_NAMES] = {self.written[t.key]: cell.names[t.key] for t in plain}
-        self._file(self._name(EMA, cell, shard), root, cell, uses)
+        return self._layout(EMA, shard, root, cell, uses)
 
     def _master_weights(self, cell: _Cell, shard: int, state: str, uses: list[_SlotUse]) -> dict[str, object]:
         masters: dict[str, object] = {}
@@ -424,8 +452,7 @@ class _Writer:
 
         Stage 3 puts the parameters that it cuts first.
         """
-        held = [t for t in cell.parameters if shard in cell.shares[t.key]]
-        return sorted(held, key=lambda t: cell.shares[t.key][shard] is None)
+        return sorted(cell.held[shard], key=lambda t: cell.shares[t.key][shard] is None)
 
     def _of_shard_by_master(self, cell: _Cell, shard: int) -> list[ModelTensor]:
         """The same in the order of its master weights: stage 2 makes them in order of size."""
@@ -476,24 +503,36 @@ class _Writer:
         self.files.append(File(path, len(content)))
         self.literals.append((len(self.files) - 1, 0, content))
 
-    def _file(self, path: str, root: Mapping[str, object], cell: _Cell, uses: Sequence[_SlotUse]) -> None:
+    def _layout(
+        self, kind: str, shard: int | None, root: Mapping[str, object], cell: _Cell, uses: Sequence[_SlotUse]
+    ) -> _Layout:
         encoded = encode_pickle(root)
-        file = len(self.files)
-        self.files.append(File(path, encoded.size_bytes))
-        self.literals.extend((file, offset, content) for offset, content in encoded.literals)
+        fills: list[tuple[int, int]] = []
+        rows: list[FragmentRow] = []
+        steps: list[Shape] = []
         for slot, byte_offset, nbytes in encoded.slots:
-            self._fill_slot(file, byte_offset, nbytes, cell, uses[slot])
+            use = uses[slot]
+            dtype = self._dtype(use)
+            if use.flat is None:
+                pieces = [whole_piece(0, byte_offset, dtype, use.shape)]
+            else:
+                pieces = list(flat_pieces(0, byte_offset, dtype, use.shape, use.flat.start, use.flat.stop))
+                real = max(0, min(use.flat.stop, prod(use.shape)) - use.flat.start) * dtype.itemsize
+                if real < nbytes:
+                    fills.append((byte_offset + real, nbytes - real))
+            per_parameter = use.state in ACCUMULATORS and ACCUMULATORS[use.state].per_parameter
+            cut = TensorCut(1, None) if per_parameter else cell.cuts[use.key]
+            rows.extend(place(pieces, cut, 0, use.shape, self._tensor(use), dtype, 0))
+            steps.extend([cut.step(use.shape)] * (len(rows) - len(steps)))
+        step = np.array(steps, dtype=np.int64).reshape(-1, MAX_DIMS)
+        return _Layout(kind, shard, encoded, tuple(fills), fragment_rows(rows), step)
 
-    def _fill_slot(self, file: int, byte_offset: int, nbytes: int, cell: _Cell, use: _SlotUse) -> None:
-        dtype = self._dtype(use)
-        pieces: list[Piece]
-        if use.flat is None:
-            pieces = [whole_piece(file, byte_offset, dtype, use.shape)]
-        else:
-            pieces = list(flat_pieces(file, byte_offset, dtype, use.shape, use.flat.start, use.flat.stop))
-            real = max(0, min(use.flat.stop, prod(use.shape)) - use.flat.start) * dtype.itemsize
-            if real < nbytes:
-                self.fills.append((file, byte_offset + real, nbytes - real))
-        per_parameter = use.state in ACCUMULATORS and ACCUMULATORS[use.state].per_parameter
-        cut = TensorCut(1, None) if per_parameter else cell.cuts[use.key]
-        self.rows.extend(place(pieces, cut, cell.tp, use.shape, self._tensor(use), dtype, 0))
+    def _file(self, layout: _Layout, cell: _Cell) -> None:
+        file = len(self.files)
+        self.files.append(File(self._name(layout.kind, cell, layout.shard), layout.encoded.size_bytes))
+        self.literals.extend((file, offset, content) for offset, content in layout.encoded.literals)
+        self.fills.extend((file, offset, nbytes) for offset, nbytes in layout.fills)
+        fragments = layout.fragments.copy()
+        fragments["file"] = file
+        fragments["offset"] += layout.step * cell.tp
+        self.fragments.append(fragments)
