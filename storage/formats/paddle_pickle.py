@@ -3,7 +3,7 @@
 *Reading.* :func:`parse_pickle` walks the pickle opcodes of a ``.pdparams``, ``.pdopt`` or ``.distcp`` file
 one by one and builds plain containers in which every array is an :class:`ArrayRef`, a byte range left in the
 file. It is an interpreter with no power: nothing is imported, nothing is called. The few globals such a file
-needs stand in one table (``_GLOBALS``), each with the only form of call it may appear in.
+needs stand in one table (``ARRAY_GLOBALS``), each with the only form of call it may appear in.
 
 *Writing.* :func:`encode_pickle` lays out a protocol-4 file around arrays that nobody has read yet: it returns
 every byte that is not payload, and the byte range of each payload.
@@ -131,26 +131,37 @@ def parse_pickle(read: Callable[[int, int], bytes], size_bytes: int, path: str) 
     FormatError
         It is cut short, lies about a length, or contradicts itself. ``reason`` says which.
     """
-    return _Machine(_Window(read, size_bytes, path)).run()
+    machine = Machine(Window(read, size_bytes, path))
+    root, opcodes = machine.run()
+    plain = _plain(machine, root, opcodes + MAX_SHARED_VALUES)
+    return PicklePayload(_rejoined(machine, plain), machine.protocol)
 
 
 # ---------------------------------------------------------------------------------------------- reading bytes
 
 
-class _Window:
+class Window:
     """A forward-only view of the file: what was read last, and how far it is consumed."""
 
-    __slots__ = ("_at", "_base", "_data", "_read", "path", "size_bytes")
+    __slots__ = ("_at", "_base", "_data", "_read", "_read_ahead_bytes", "path", "size_bytes")
 
-    def __init__(self, read: Callable[[int, int], bytes], size_bytes: int, path: str) -> None:
-        self.size_bytes, self.path = size_bytes, path
+    def __init__(
+        self,
+        read: Callable[[int, int], bytes],
+        size_bytes: int,
+        path: str,
+        read_ahead_bytes: int = READ_AHEAD_BYTES,
+    ) -> None:
+        self.size_bytes, self.path, self._read_ahead_bytes = size_bytes, path, read_ahead_bytes
         self._read, self._base, self._data, self._at = read, 0, b"", 0
 
     @property
     def position(self) -> int:
+        """Byte offset of the next byte."""
         return self._base + self._at
 
     def byte(self) -> int:
+        """Take one byte."""
         if self._at >= len(self._data):
             self._refill(1)
         value = self._data[self._at]
@@ -158,6 +169,7 @@ class _Window:
         return value
 
     def take(self, nbytes: int) -> bytes:
+        """Take the next bytes."""
         if self._at + nbytes > len(self._data):
             self._refill(nbytes)
         start = self._at
@@ -165,6 +177,7 @@ class _Window:
         return self._data[start : self._at]
 
     def unsigned(self, width_bytes: int) -> int:
+        """Take a little-endian number."""
         return int.from_bytes(self.take(width_bytes), "little")
 
     def length(self, width_bytes: int) -> int:
@@ -174,17 +187,25 @@ class _Window:
         return nbytes
 
     def require(self, nbytes: int) -> None:
+        """Refuse to go beyond the end of the file."""
         left = self.size_bytes - self.position
         if nbytes > left:
             detail = f"announces {nbytes} bytes where the file has {left} left"
             raise FormatError("length_beyond_end", self.path, self.position, detail)
 
+    @property
+    def ahead(self) -> tuple[bytes, int]:
+        """What was read last, and where in it the bytes begin that are not consumed."""
+        return self._data, self._at
+
     def skip(self, nbytes: int) -> None:
+        """Pass over bytes without reading them."""
         self._at += nbytes
         if self._at > len(self._data):
             self._base, self._data, self._at = self.position, b"", 0
 
     def line(self) -> bytes:
+        """Take the bytes before the next newline, and the newline."""
         start, found = self.position, bytearray()
         while (value := self.byte()) != 0x0A:
             found.append(value)
@@ -195,6 +216,7 @@ class _Window:
         return bytes(found)
 
     def read_at(self, byte_offset: int, nbytes: int) -> bytes:
+        """Read bytes anywhere in the file."""
         data = self._read(byte_offset, nbytes)
         if len(data) != nbytes:
             detail = f"asked for {nbytes} bytes, the store returned {len(data)}"
@@ -208,7 +230,7 @@ class _Window:
             raise FormatError(
                 "truncated", self.path, position, "the file ends inside the pickle, before its STOP"
             )
-        data = self.read_at(position, min(max(nbytes, READ_AHEAD_BYTES), left))
+        data = self.read_at(position, min(max(nbytes, self._read_ahead_bytes), left))
         self._base, self._data, self._at = position, data, 0
 
 
@@ -239,37 +261,49 @@ class _Array:
     ref: ArrayRef | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Global:
-    """An allowed global, and the one form of call it may appear in (``None``: never called)."""
+@dataclass(slots=True, eq=False)
+class Instance:
+    """An instance of an allowed class: its name, and its attributes once BUILD has told them."""
 
-    call: Callable[[_Machine, tuple[object, ...]], object] | None
+    kind: str
+    state: dict[object, object] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Global:
+    """An allowed global, and the one form of use it may appear in."""
+
+    call: Callable[[Machine, tuple[object, ...]], object] | None
+    """REDUCE of it; ``None``: never called."""
+    kind: str | None = None
+    """Name of the class of which NEWOBJ without arguments makes an instance; ``None``: no such class."""
 
 
 # ------------------------------------------------------------------------------------------------ the machine
 
 
-class _Machine:
+class Machine:
     """The pickle machine: a stack, marks and a memo. Every opcode is a function in ``_OPCODES``."""
 
-    __slots__ = ("marks", "memo", "opcode_offset", "protocol", "stack", "text_bytes", "window")
+    __slots__ = ("globals", "marks", "memo", "opcode_offset", "protocol", "stack", "text_bytes", "window")
 
-    def __init__(self, window: _Window) -> None:
+    def __init__(self, window: Window, allowed: Mapping[tuple[str, str], Global] | None = None) -> None:
         self.window = window
+        self.globals = ARRAY_GLOBALS if allowed is None else allowed
         self.stack: list[object] = []
         self.marks: list[list[object]] = []
         self.memo: dict[int, object] = {}
         self.protocol, self.opcode_offset, self.text_bytes = 0, 0, 0
 
-    def run(self) -> PicklePayload:
+    def run(self) -> tuple[object, int]:
+        """Take every opcode; return the root as it was built, and how many opcodes that took."""
         window = self.window
         self._start()
         for count in range(MAX_OPCODES):
             self.opcode_offset = window.position
             opcode = window.byte()
             if opcode == _STOP:
-                root = _plain(self, self._root(), count + MAX_SHARED_VALUES)
-                return PicklePayload(_rejoined(self, root), self.protocol)
+                return self._root(), count
             step = _OPCODES[opcode]
             if step is None:
                 self.unsafe("forbidden_opcode", f"opcode 0x{opcode:02x} has no place in a checkpoint")
@@ -280,19 +314,44 @@ class _Machine:
         self.bad("too_many_opcodes", f"more than {MAX_OPCODES} opcodes")
 
     def bad(self, reason: str, detail: str) -> NoReturn:
+        """Refuse the file at the current opcode."""
         raise FormatError(reason, self.window.path, self.opcode_offset, detail)
 
     def unsafe(self, reason: str, detail: str) -> NoReturn:
+        """Refuse something outside the allow-list."""
         raise UnsafePickleError(
             reason, self.window.path, self.opcode_offset, f"{detail}; nothing was executed"
         )
 
+    def is_key(self, value: object) -> bool:
+        """Whether a dict of this kind of file may have such a key."""
+        return isinstance(value, str) or _is_integer(value, -_MAX_INTEGER_KEY, _MAX_INTEGER_KEY)
+
+    def make(self, kind: str) -> Instance:
+        """Make a new instance, without attributes yet."""
+        return Instance(kind)
+
+    def remember(self, index: int | None) -> None:
+        """Store the top of the stack under ``index``, or under the next one."""
+        index = len(self.memo) if index is None else index
+        if index in self.memo:
+            self.bad("memo_overwritten", f"stores value {index} twice")
+        self.memo[index] = self.stack[-1]
+
+    def recall(self, index: int) -> object:
+        """Return the value stored under ``index``."""
+        if index not in self.memo:
+            self.bad("missing_memo", f"refers to value {index}, which was never stored")
+        return self.memo[index]
+
     def pop_mark(self) -> list[object]:
+        """Take everything since the last MARK."""
         items = self.stack
         self.stack = self.marks.pop()
         return items
 
     def count_text(self, nbytes: int) -> None:
+        """Refuse a text that is too long, or too much text in all."""
         self.text_bytes += nbytes
         if nbytes > MAX_TEXT_BYTES:
             self.bad("value_too_long", f"a text or bytes value of {nbytes} bytes outside an array")
@@ -317,7 +376,7 @@ class _Machine:
         return self.stack[0]
 
 
-_Step: TypeAlias = Callable[[_Machine], None]
+_Step: TypeAlias = Callable[[Machine], None]
 
 
 def _shown(value: str) -> str:
@@ -332,22 +391,22 @@ def _constant(value: object) -> _Step:
 
 
 def _integer(width_bytes: int, signed: bool) -> _Step:
-    def step(m: _Machine) -> None:
+    def step(m: Machine) -> None:
         m.stack.append(int.from_bytes(m.window.take(width_bytes), "little", signed=signed))
 
     return step
 
 
-def _long1(m: _Machine) -> None:
+def _long1(m: Machine) -> None:
     m.stack.append(int.from_bytes(m.window.take(m.window.byte()), "little", signed=True))
 
 
-def _float(m: _Machine) -> None:
+def _float(m: Machine) -> None:
     m.stack.append(struct.unpack(">d", m.window.take(8))[0])
 
 
 def _text(width_bytes: int) -> _Step:
-    def step(m: _Machine) -> None:
+    def step(m: Machine) -> None:
         nbytes = m.window.length(width_bytes)
         if nbytes > MAX_TEXT_BYTES and m.protocol == 2:
             _refuse_text_payload(m)
@@ -357,7 +416,7 @@ def _text(width_bytes: int) -> _Step:
     return step
 
 
-def _decoded(m: _Machine, data: bytes) -> str:
+def _decoded(m: Machine, data: bytes) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
@@ -365,7 +424,7 @@ def _decoded(m: _Machine, data: bytes) -> str:
 
 
 def _blob(width_bytes: int) -> _Step:
-    def step(m: _Machine) -> None:
+    def step(m: Machine) -> None:
         window = m.window
         nbytes = window.length(width_bytes)
         byte_offset = window.position
@@ -379,26 +438,26 @@ def _blob(width_bytes: int) -> _Step:
     return step
 
 
-def _empty_dict(m: _Machine) -> None:
+def _empty_dict(m: Machine) -> None:
     m.stack.append({})
 
 
-def _empty_list(m: _Machine) -> None:
+def _empty_list(m: Machine) -> None:
     m.stack.append([])
 
 
-def _mark(m: _Machine) -> None:
+def _mark(m: Machine) -> None:
     m.marks.append(m.stack)
     m.stack = []
 
 
-def _tuple_from_mark(m: _Machine) -> None:
+def _tuple_from_mark(m: Machine) -> None:
     items = m.pop_mark()
     m.stack.append(tuple(items))
 
 
 def _tuple_of(count: int) -> _Step:
-    def step(m: _Machine) -> None:
+    def step(m: Machine) -> None:
         stack = m.stack
         items = tuple(stack[-count:])
         if len(items) < count:
@@ -408,23 +467,23 @@ def _tuple_of(count: int) -> _Step:
     return step
 
 
-def _setitem(m: _Machine) -> None:
+def _setitem(m: Machine) -> None:
     value, key = m.stack.pop(), m.stack.pop()
     _put(m, m.stack[-1], [key, value])
 
 
-def _setitems(m: _Machine) -> None:
+def _setitems(m: Machine) -> None:
     items = m.pop_mark()
     _put(m, m.stack[-1], items)
 
 
-def _put(m: _Machine, target: object, items: list[object]) -> None:
+def _put(m: Machine, target: object, items: list[object]) -> None:
     """Set keys and values, given in turn; a key that would silently replace another is an attack."""
     if not isinstance(target, dict) or len(items) % 2:
         m.bad("bad_target", "sets items of something that is not a dict, or half an item")
     for index in range(0, len(items), 2):
         key = items[index]
-        if not isinstance(key, str) and not _is_integer(key, -_MAX_INTEGER_KEY, _MAX_INTEGER_KEY):
+        if not m.is_key(key):
             m.bad("bad_key", "a dict key that is neither text nor a small integer")
         if key in target:
             m.bad("duplicate_key", f"the key {_shown(str(key))} appears twice in one dict")
@@ -435,66 +494,53 @@ def _is_integer(value: object, start: int, stop: int) -> bool:
     return type(value) is int and start <= value < stop
 
 
-def _append(m: _Machine) -> None:
+def _append(m: Machine) -> None:
     value = m.stack.pop()
     _extend(m, m.stack[-1], [value])
 
 
-def _appends(m: _Machine) -> None:
+def _appends(m: Machine) -> None:
     items = m.pop_mark()
     _extend(m, m.stack[-1], items)
 
 
-def _extend(m: _Machine, target: object, items: list[object]) -> None:
+def _extend(m: Machine, target: object, items: list[object]) -> None:
     if not isinstance(target, list):
         m.bad("bad_target", "appends to something that is not a list")
     target.extend(items)
 
 
 def _memo_get(width_bytes: int) -> _Step:
-    def step(m: _Machine) -> None:
-        index = m.window.unsigned(width_bytes)
-        try:
-            m.stack.append(m.memo[index])
-        except KeyError:
-            m.bad("missing_memo", f"refers to value {index}, which was never stored")
-
-    return step
+    return lambda m: m.stack.append(m.recall(m.window.unsigned(width_bytes)))
 
 
 def _memo_put(width_bytes: int) -> _Step:
-    return lambda m: _remember(m, m.window.unsigned(width_bytes))
+    return lambda m: m.remember(m.window.unsigned(width_bytes))
 
 
-def _memoize(m: _Machine) -> None:
-    _remember(m, len(m.memo))
+def _memoize(m: Machine) -> None:
+    m.remember(None)
 
 
-def _remember(m: _Machine, index: int) -> None:
-    if index in m.memo:
-        m.bad("memo_overwritten", f"stores value {index} twice")
-    m.memo[index] = m.stack[-1]
-
-
-def _frame(m: _Machine) -> None:
+def _frame(m: Machine) -> None:
     """A frame is only a hint to read ahead (PEP 3154); its length must still be true."""
     m.window.length(8)
 
 
-def _global(m: _Machine) -> None:
+def _global(m: Machine) -> None:
     module, name = m.window.line(), m.window.line()
     m.stack.append(_allowed(m, _decoded(m, module), _decoded(m, name)))
 
 
-def _stack_global(m: _Machine) -> None:
+def _stack_global(m: Machine) -> None:
     name, module = m.stack.pop(), m.stack.pop()
     m.stack.append(_allowed(m, module, name))
 
 
-def _allowed(m: _Machine, module: object, name: object) -> _Global:
+def _allowed(m: Machine, module: object, name: object) -> Global:
     if not isinstance(module, str) or not isinstance(name, str):
         m.unsafe("forbidden_global", "a global whose name is not text")
-    found = _GLOBALS.get((module, name))
+    found = m.globals.get((module, name))
     if found is None:
         m.unsafe(
             "forbidden_global", f"asks for the global {_shown(f'{module}.{name}')}, which is not allowed"
@@ -502,27 +548,32 @@ def _allowed(m: _Machine, module: object, name: object) -> _Global:
     return found
 
 
-def _reduce(m: _Machine) -> None:
+def _reduce(m: Machine) -> None:
     arguments, function = m.stack.pop(), m.stack.pop()
-    if not isinstance(function, _Global) or function.call is None or not isinstance(arguments, tuple):
+    if not isinstance(function, Global) or function.call is None or not isinstance(arguments, tuple):
         m.unsafe("forbidden_call", "calls something that is not on the list of calls")
     m.stack.append(function.call(m, arguments))
 
 
-def _newobj(m: _Machine) -> None:
-    """No class is allowed in a file of arrays. A list of allowed classes would be consulted here."""
-    m.unsafe("forbidden_call", "makes an instance of a class")
+def _newobj(m: Machine) -> None:
+    """Make an instance without arguments of a class on the list; in a file of arrays there is none."""
+    arguments, cls = m.stack.pop(), m.stack.pop()
+    if not isinstance(cls, Global) or cls.kind is None or arguments != ():
+        m.unsafe("forbidden_call", "makes an instance of a class")
+    m.stack.append(m.make(cls.kind))
 
 
-def _build(m: _Machine) -> None:
+def _build(m: Machine) -> None:
     state, target = m.stack.pop(), m.stack[-1]
     if isinstance(target, _Array) and target.ref is None:
         target.ref = _array_ref(m, state)
     elif isinstance(target, _Dtype) and not target.built:
         _check_dtype_state(m, target.code, state)
         target.built = True
+    elif isinstance(target, Instance) and target.state is None and isinstance(state, dict):
+        target.state = state
     else:
-        m.unsafe("forbidden_build", "sets the state of something that is not a new array or dtype")
+        m.unsafe("forbidden_build", "sets the state of something that is not new")
 
 
 _STOP: Final = ord(".")
@@ -548,7 +599,7 @@ not occur in them and are refused, above all because some of them import or call
 # ---------------------------------------------------------------------------------------------- allowed calls
 
 
-def _call_reconstruct(m: _Machine, arguments: tuple[object, ...]) -> object:
+def _call_reconstruct(m: Machine, arguments: tuple[object, ...]) -> object:
     """``_reconstruct(numpy.ndarray, (0,), b'b')``: an array without state (numpy ``ndarray.__reduce__``)."""
     known = len(arguments) == 3 and arguments[0] is _NDARRAY and arguments[1] == (0,)
     if known and _short_bytes(arguments[2]) == b"b":
@@ -556,7 +607,7 @@ def _call_reconstruct(m: _Machine, arguments: tuple[object, ...]) -> object:
     m.unsafe("forbidden_call", "_reconstruct in another form than for a numpy array")
 
 
-def _call_dtype(m: _Machine, arguments: tuple[object, ...]) -> object:
+def _call_dtype(m: Machine, arguments: tuple[object, ...]) -> object:
     """``numpy.dtype(code, False, True)`` (numpy ``dtype.__reduce__``)."""
     if len(arguments) != 3 or arguments[1:] != (False, True) or not isinstance(arguments[0], str):
         m.unsafe("forbidden_call", "numpy.dtype in another form than for a plain number type")
@@ -565,7 +616,7 @@ def _call_dtype(m: _Machine, arguments: tuple[object, ...]) -> object:
     return _Dtype(arguments[0])
 
 
-def _call_scalar(m: _Machine, arguments: tuple[object, ...]) -> object:
+def _call_scalar(m: Machine, arguments: tuple[object, ...]) -> object:
     """``scalar(dtype, payload)``: a numpy number, as learning-rate schedulers leave them."""
     if len(arguments) == 2 and isinstance(arguments[0], _Dtype) and arguments[0].built:
         code, data = arguments[0].code, _short_bytes(arguments[1])
@@ -576,7 +627,7 @@ def _call_scalar(m: _Machine, arguments: tuple[object, ...]) -> object:
     m.unsafe("forbidden_call", "scalar in another form than for a plain number")
 
 
-def _call_tuple(m: _Machine, arguments: tuple[object, ...]) -> object:
+def _call_tuple(m: Machine, arguments: tuple[object, ...]) -> object:
     """``tuple((tensor.name, array))``: a tensor (Paddle 3.3.1 ``framework/io.py:432-443``)."""
     pair = arguments[0] if len(arguments) == 1 else None
     if isinstance(pair, tuple) and len(pair) == 2:
@@ -586,7 +637,7 @@ def _call_tuple(m: _Machine, arguments: tuple[object, ...]) -> object:
     m.unsafe("forbidden_call", "tuple in another form than for a tensor's name and array")
 
 
-def _call_eval(m: _Machine, arguments: tuple[object, ...]) -> object:
+def _call_eval(m: Machine, arguments: tuple[object, ...]) -> object:
     """``eval('data', {'data': array})``: a raw DenseTensor (Paddle 3.3.1 ``framework/io.py:445-453``)."""
     if len(arguments) == 2 and arguments[0] == "data":
         scope = arguments[1]
@@ -597,7 +648,7 @@ def _call_eval(m: _Machine, arguments: tuple[object, ...]) -> object:
     m.unsafe("forbidden_call", "eval in another form than eval('data', {'data': <array>})")
 
 
-def _call_encode(m: _Machine, arguments: tuple[object, ...]) -> object:
+def _call_encode(m: Machine, arguments: tuple[object, ...]) -> object:
     """``_codecs.encode(text, 'latin1')``: how protocol 2 spells bytes (CPython ``Pickler.save_bytes``)."""
     if len(arguments) == 2 and isinstance(arguments[0], str) and arguments[1] == "latin1":
         try:
@@ -607,33 +658,31 @@ def _call_encode(m: _Machine, arguments: tuple[object, ...]) -> object:
     m.unsafe("forbidden_call", "_codecs.encode in another form than for bytes")
 
 
-def _call_bytes(m: _Machine, arguments: tuple[object, ...]) -> object:
+def _call_bytes(m: Machine, arguments: tuple[object, ...]) -> object:
     """``bytes()``: how protocol 2 spells empty bytes."""
     if arguments:
         m.unsafe("forbidden_call", "bytes with arguments")
     return b""
 
 
-def _call_ordered_dict(m: _Machine, arguments: tuple[object, ...]) -> object:
+def _call_ordered_dict(m: Machine, arguments: tuple[object, ...]) -> object:
     """``OrderedDict()``; its items follow as SETITEMS."""
     if arguments:
         m.unsafe("forbidden_call", "OrderedDict with arguments")
     return {}
 
 
-_NDARRAY: Final = _Global(None)
-_GLOBALS: Final[Mapping[tuple[str, str], _Global]] = {
+_NDARRAY: Final = Global(None)
+ARRAY_GLOBALS: Final[Mapping[tuple[str, str], Global]] = {
     ("numpy", "ndarray"): _NDARRAY,
-    ("numpy", "dtype"): _Global(_call_dtype),
-    ("collections", "OrderedDict"): _Global(_call_ordered_dict),
-    ("_codecs", "encode"): _Global(_call_encode),
-    **{
-        (f"numpy.{core}.multiarray", "_reconstruct"): _Global(_call_reconstruct) for core in ("core", "_core")
-    },
-    **{(f"numpy.{core}.multiarray", "scalar"): _Global(_call_scalar) for core in ("core", "_core")},
-    **{(builtins, "tuple"): _Global(_call_tuple) for builtins in ("builtins", "__builtin__")},
-    **{(builtins, "bytes"): _Global(_call_bytes) for builtins in ("builtins", "__builtin__")},
-    **{(builtins, "eval"): _Global(_call_eval) for builtins in ("builtins", "__builtin__")},
+    ("numpy", "dtype"): Global(_call_dtype),
+    ("collections", "OrderedDict"): Global(_call_ordered_dict),
+    ("_codecs", "encode"): Global(_call_encode),
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): Global(_call_reconstruct) for core in ("core", "_core")},
+    **{(f"numpy.{core}.multiarray", "scalar"): Global(_call_scalar) for core in ("core", "_core")},
+    **{(builtins, "tuple"): Global(_call_tuple) for builtins in ("builtins", "__builtin__")},
+    **{(builtins, "bytes"): Global(_call_bytes) for builtins in ("builtins", "__builtin__")},
+    **{(builtins, "eval"): Global(_call_eval) for builtins in ("builtins", "__builtin__")},
 }
 """Everything a file may name. numpy renamed ``core`` to ``_core`` in 2.0; protocol 2 says ``__builtin__``."""
 
@@ -645,7 +694,7 @@ def _short_bytes(value: object) -> bytes | None:
     return value.data if isinstance(value, _Blob) else value if isinstance(value, bytes) else None
 
 
-def _check_dtype_state(m: _Machine, code: str, state: object) -> None:
+def _check_dtype_state(m: Machine, code: str, state: object) -> None:
     """``(3, order, None, None, None, -1, -1, 0)`` (numpy ``dtype.__reduce__``, plain types)."""
     if not isinstance(state, tuple) or len(state) != 8 or state[0] != 3:
         m.bad("bad_dtype", f"the state of dtype {code} is not of the known form")
@@ -658,7 +707,7 @@ def _check_dtype_state(m: _Machine, code: str, state: object) -> None:
         m.bad("bad_dtype", f"dtype {code} is not a plain number type")
 
 
-def _array_ref(m: _Machine, state: object) -> ArrayRef:
+def _array_ref(m: Machine, state: object) -> ArrayRef:
     """``(1, shape, dtype, fortran, payload)`` (numpy ``ndarray.__setstate__``)."""
     if not isinstance(state, tuple) or len(state) != 5 or state[0] != 1:
         m.bad("bad_array", "the state of an array is not of the known form")
@@ -682,7 +731,7 @@ def _is_shape(shape: object) -> bool:
     return all(_is_integer(extent, 0, _MAX_DIMENSION) for extent in shape)
 
 
-def _payload_range(m: _Machine, payload: object) -> tuple[int, int]:
+def _payload_range(m: Machine, payload: object) -> tuple[int, int]:
     if isinstance(payload, _Blob):
         return payload.byte_offset, payload.nbytes
     if payload == b"":
@@ -692,7 +741,7 @@ def _payload_range(m: _Machine, payload: object) -> tuple[int, int]:
     m.bad("bad_array", "an array whose payload is not bytes")
 
 
-def _refuse_text_payload(m: _Machine) -> NoReturn:
+def _refuse_text_payload(m: Machine) -> NoReturn:
     """Protocol 2 stores payloads as UTF-8 text: bytes from 0x80 take two, so no sub-range has an address."""
     m.bad(
         "protocol_2_payload",
@@ -715,7 +764,7 @@ class _Level:
         self.pending: Iterator[object] = iter(source.values() if isinstance(source, dict) else source)
         self.done: list[object] = []
 
-    def add(self, m: _Machine, value: object) -> None:
+    def add(self, m: Machine, value: object) -> None:
         if (
             self._keys is not None
             and isinstance(value, ArrayRef)
@@ -730,7 +779,7 @@ class _Level:
         return tuple(self.done) if isinstance(self.source, tuple) else self.done
 
 
-def _plain(m: _Machine, root: object, budget: int) -> object:
+def _plain(m: Machine, root: object, budget: int) -> object:
     """Copy the graph the opcodes built into plain values, at most ``budget`` of them.
 
     The graph may share and even contain itself (that is what a memo is for), so its size as a tree has no
@@ -756,25 +805,25 @@ def _plain(m: _Machine, root: object, budget: int) -> object:
             levels[-1].add(m, level.result())
 
 
-def _refuse_nesting(m: _Machine, levels: list[_Level]) -> NoReturn:
+def _refuse_nesting(m: Machine, levels: list[_Level]) -> NoReturn:
     if len({id(level.source) for level in levels}) < len(levels):
         m.bad("cyclic", "a container contains itself")
     m.bad("nesting_too_deep", f"containers nested more than {MAX_NESTING} deep")
 
 
-def _leaf(m: _Machine, value: object) -> object:
+def _leaf(m: Machine, value: object) -> object:
     if isinstance(value, _Array):
         if value.ref is None:
             m.bad("bad_array", "an array without a state")
         return value.ref
     if isinstance(value, _Blob):
         return _loose_bytes(m, value)
-    if isinstance(value, (_Global, _Dtype)):
+    if isinstance(value, (Global, _Dtype)):
         m.bad("bad_value", "a type stands where a value should be")
     return value
 
 
-def _loose_bytes(m: _Machine, blob: _Blob) -> bytes:
+def _loose_bytes(m: Machine, blob: _Blob) -> bytes:
     """Read a bytes value that is not the payload of an array."""
     if blob.data is None:
         m.count_text(blob.nbytes)
@@ -785,7 +834,7 @@ def _loose_bytes(m: _Machine, blob: _Blob) -> bytes:
 # ----------------------------------------------------------------------------------------------- split arrays
 
 
-def _rejoined(m: _Machine, root: object) -> object:
+def _rejoined(m: Machine, root: object) -> object:
     """Put every split array back under its own key, in the place of its first part."""
     if not isinstance(root, dict) or BIG_PARAM_INFO not in root:
         return root
@@ -812,7 +861,7 @@ def _rejoined(m: _Machine, root: object) -> object:
     return out
 
 
-def _split_entry(m: _Machine, key: str, entry: object) -> tuple[list[str], tuple[int, ...]]:
+def _split_entry(m: Machine, key: str, entry: object) -> tuple[list[str], tuple[int, ...]]:
     """Read ``{"OriginShape": shape, "slices": [part keys]}``."""
     if isinstance(entry, dict) and set(entry) == {"OriginShape", "slices"}:
         names, shape = entry["slices"], entry["OriginShape"]
@@ -826,7 +875,7 @@ def _split_entry(m: _Machine, key: str, entry: object) -> tuple[list[str], tuple
     m.bad("bad_split", f"the entry of the split array {_shown(key)} is not of the known form")
 
 
-def _split_array(m: _Machine, key: str, found: list[object], shape: tuple[int, ...]) -> SplitArray:
+def _split_array(m: Machine, key: str, found: list[object], shape: tuple[int, ...]) -> SplitArray:
     parts = tuple(part for part in found if isinstance(part, ArrayRef) and len(part.shape) == 1)
     if len(parts) != len(found) or len({part.dtype for part in parts}) != 1:
         m.bad(
