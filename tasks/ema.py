@@ -1,0 +1,94 @@
+"""Exponential moving averages: the arithmetic, and how the decay changes while training goes on.
+
+``average = decay · average + (1 − decay) · values`` in float32, as the trainers' own callback computes it
+(PaddleFormers 1.2 ``zero_cost_checkpoint.py``: both factors are rounded to float32, then each product, then the
+sum).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from paddle_reshard.pipeline.errors import UsageError
+
+Floats = npt.NDArray[np.float32]
+STARTS = ("weights", "zero")
+BLOCK_ELEMENTS = 1 << 16
+"""Elements averaged at a time: both operands and the product stay in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Averaging:
+    """How values are averaged.
+
+    Parameters
+    ----------
+    decay
+        Weight of the average so far, in [0, 1).
+    warm_up
+        Let the decay grow with the number of updates ``n``: ``min(decay, (1 + n) / (10 + n))``.
+    start
+        ``"weights"``: the first update takes the values as they are. ``"zero"``: the average starts at zero, and
+        whoever reads it divides by the weight that the values have so far (:meth:`Progress.correction`).
+    """
+
+    decay: float
+    warm_up: bool = False
+    start: str = "weights"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise UsageError(f"decay {self.decay} must be at least 0 and below 1")
+        if self.start not in STARTS:
+            raise UsageError(f"unknown start {self.start!r}; known are {', '.join(STARTS)}")
+
+    def decay_at(self, updates: int) -> float:
+        """The decay of an update after ``updates`` earlier ones."""
+        if updates == 0 and self.start == "weights":
+            return 0.0
+        return min(self.decay, (1 + updates) / (10 + updates)) if self.warm_up else self.decay
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far an average has come. It is the same on every rank."""
+
+    updates: int = 0
+    """Updates that it contains."""
+    step: int = 0
+    """Training step of the last one."""
+    start_weight: float = 1.0
+    """Weight that what it started from still has: the product of all decays."""
+
+    def after(self, step: int, decays: tuple[float, ...]) -> Progress:
+        """The progress after one more update for each of ``decays``, the last of them at ``step``."""
+        weight = self.start_weight
+        for decay in decays:
+            weight *= decay
+        return Progress(self.updates + len(decays), step, weight)
+
+    def correction(self, averaging: Averaging) -> float:
+        """What an average is divided by so that its weights add up to one."""
+        return 1.0 if averaging.start == "weights" else 1.0 - self.start_weight
+
+
+def blend(average: Floats, values: Floats, decay: float, scratch: Floats | None = None) -> None:
+    """Make one update of ``average``, in place; both are one-dim and contiguous.
+
+    ``scratch`` has at least ``BLOCK_ELEMENTS`` elements. With a decay of zero the values are taken as they are,
+    NaN and infinity in the average so far notwithstanding.
+    """
+    if decay == 0.0:
+        np.copyto(average, values)
+        return
+    scratch = np.empty(BLOCK_ELEMENTS, dtype=np.float32) if scratch is None else scratch
+    keep, take = np.float32(decay), np.float32(1 - decay)
+    for start in range(0, len(average), BLOCK_ELEMENTS):
+        block = average[start : start + BLOCK_ELEMENTS]
+        product = scratch[: len(block)]
+        np.multiply(values[start : start + BLOCK_ELEMENTS], take, out=product)
+        np.multiply(block, keep, out=block)
+        np.add(block, product, out=block)

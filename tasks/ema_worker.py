@@ -1,0 +1,99 @@
+"""The process beside a training rank that averages its weights: ``python -m … FD NBYTES``.
+
+The shared memory is a header, the values as they were handed over, and the average::
+
+    [ updates begun, updates done : int64 ] [ values : float32 × n ] [ average : float32 × n ]
+
+An update that was begun and not done has spoilt the average; otherwise it survives this process.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import mmap
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from paddle_reshard.tasks.ema import BLOCK_ELEMENTS, Floats, blend
+
+HEADER_BYTES = 64
+POLITENESS = 10
+"""Niceness: training comes first."""
+
+
+class Shared:
+    """The memory that a training rank and its companion share."""
+
+    def __init__(self, memory: mmap.mmap, nbytes: int) -> None:
+        elements = elements_in(nbytes)
+        self.counts = np.frombuffer(memory, dtype=np.int64, count=2)
+        self.values: Floats = np.frombuffer(memory, dtype=np.float32, count=elements, offset=HEADER_BYTES)
+        self.average: Floats = np.frombuffer(
+            memory, dtype=np.float32, count=elements, offset=HEADER_BYTES + 4 * elements
+        )
+
+    @property
+    def intact(self) -> bool:
+        """Whether no update was cut short."""
+        return bool(self.counts[0] == self.counts[1])
+
+
+def shared_bytes(elements: int) -> int:
+    """Size of the shared memory for so many elements."""
+    return HEADER_BYTES + 2 * 4 * elements
+
+
+def elements_in(nbytes: int) -> int:
+    """The reverse of :func:`shared_bytes`."""
+    return (nbytes - HEADER_BYTES) // 8
+
+
+def main(descriptor: int, nbytes: int) -> None:
+    """Do what is asked, line by line, until the input ends."""
+    shared = Shared(mmap.mmap(descriptor, nbytes), nbytes)
+    os.nice(POLITENESS)
+    scratch: Floats = np.empty(BLOCK_ELEMENTS, dtype=np.float32)
+    does: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
+        "blend": lambda request: _blend(shared, request, scratch),
+        "save": lambda request: _save(shared, request),
+    }
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        answer = {"done": request["do"]}
+        try:
+            does[request["do"]](request)
+        except OSError as error:
+            answer["error"] = f"{request.get('path', '')}: cannot be written: {error.strerror or error}"
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def _blend(shared: Shared, request: Mapping[str, Any], scratch: Floats) -> None:
+    shared.counts[0] += 1
+    blend(shared.average, shared.values, request["decay"], scratch)
+    shared.counts[1] += 1
+
+
+def _save(shared: Shared, request: Mapping[str, Any]) -> None:
+    """Write a file of literal bytes and of slices of the average; it appears whole."""
+    path = request["path"]
+    unfinished = f"{path}.unfinished"
+    with open(unfinished, "wb") as file:
+        for byte_offset, literal in request["literals"]:
+            file.seek(byte_offset)
+            file.write(base64.b64decode(literal))
+        for byte_offset, start, stop in request["slots"]:
+            file.seek(byte_offset)
+            file.write(shared.average[start:stop].data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
