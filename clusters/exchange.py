@@ -96,6 +96,7 @@ def merge_reports(work: GroupWork, reports: Sequence[GroupReport]) -> GroupRepor
         receipts=tuple(chain.from_iterable(report.receipts for report in reports)),
         compared_elements=sum(report.compared_elements for report in reports),
         differences=tuple(chain.from_iterable(report.differences for report in reports)),
+        figures=tuple(chain.from_iterable(report.figures for report in reports)),
     )
 
 

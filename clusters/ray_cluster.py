@@ -254,7 +254,8 @@ class _Run:
             max_task_retries=0,
             scheduling_strategy=strategy,
         )
-        return options.remote(self.source, self.target, None if self.bundles is None else engine.place)
+        place = None if self.bundles is None else engine.place
+        return options.remote(self.source, self.target, place, number)
 
     def _ask_whether_there(self, worker: _Worker) -> None:
         self.pending[worker.actor.prepare.remote()] = (worker, None)

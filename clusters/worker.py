@@ -9,13 +9,17 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 from paddle_reshard.pipeline.errors import ReshardError
 from paddle_reshard.pipeline.planning.work import GroupWork
+from paddle_reshard.storage.retry_counts import count_retries
 from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.device import HOST, Buffer, Mover, PaddleMover
+from paddle_reshard.tasks.figures import WorkerFigures, add_figures
 from paddle_reshard.tasks.run_group import GroupReport, finish_group, load_band, run_group
 
 P = ParamSpec("P")
@@ -28,12 +32,12 @@ class ReshardWorker:
     Its memory is that of one call: a whole group, or one band, or one part.
     """
 
-    def __init__(self, source: ReadRange, target: WritePart, place: str | None) -> None:
+    def __init__(self, source: ReadRange, target: WritePart, place: str | None, number: int) -> None:
         """``place`` is Paddle's name of the device that moves are made on; ``None`` is NumPy."""
         self.source, self.target, self.place = source, target, place
         self.mover: Mover = HOST
         self.prepared = False
-        self.counters = _Counters()
+        self.figures = _Figures(number)
 
     def prepare(self) -> str | ReshardError:
         """Get ready, and say where this worker is; may be asked again to learn whether it lives."""
@@ -48,15 +52,18 @@ class ReshardWorker:
 
     def run(self, work: GroupWork) -> GroupReport | ReshardError:
         """A whole group."""
+        begun = time.monotonic()
         report = _refusals_returned(run_group, work, self.source, self.target, self.mover)
-        if isinstance(report, GroupReport):
-            self.counters.add(report.read_bytes, report.written_bytes, groups=1)
-        return report
+        if isinstance(report, ReshardError):
+            return report
+        self.figures.add(begun, 1, report.read_bytes, report.written_bytes)
+        return replace(report, figures=(self.figures.tell(),))
 
     def load(self, path: str, start: int, stop: int) -> Buffer | ReshardError:
         """One band, to be shared as an object."""
+        begun = time.monotonic()
         band = _refusals_returned(load_band, self.source, path, start, stop)
-        self.counters.add(0 if isinstance(band, ReshardError) else len(band), 0)
+        self.figures.add(begun, read_bytes=0 if isinstance(band, ReshardError) else len(band))
         return band
 
     def finish(self, share: GroupWork, *bands: Buffer | ReshardError) -> GroupReport | ReshardError:
@@ -66,10 +73,12 @@ class ReshardWorker:
             if isinstance(band, ReshardError):
                 return band
             loaded.append(band)
+        begun = time.monotonic()
         report = _refusals_returned(finish_group, share, loaded, self.target, self.mover)
-        if isinstance(report, GroupReport):
-            self.counters.add(0, report.written_bytes)
-        return report
+        if isinstance(report, ReshardError):
+            return report
+        self.figures.add(begun, 1, written_bytes=report.written_bytes)
+        return replace(report, figures=(self.figures.tell(),))
 
 
 def _refusals_returned(do: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | ReshardError:
@@ -79,27 +88,61 @@ def _refusals_returned(do: Callable[P, R], *args: P.args, **kwargs: P.kwargs) ->
         return error.with_traceback(None)
 
 
-class _Counters:
+class _Figures:
+    """What one worker did: told to the driver with each report, and to Ray's metrics endpoint."""
+
+    def __init__(self, number: int) -> None:
+        self.nothing = WorkerFigures(number, socket.gethostname())
+        self.since, self.counted = self.nothing, count_retries()
+        self.metrics = _Metrics(number)
+
+    def add(self, begun: float, groups: int = 0, read_bytes: int = 0, written_bytes: int = 0) -> None:
+        """A call that began at ``begun`` (``time.monotonic``) has done this."""
+        counted = count_retries()
+        did = replace(
+            self.nothing,
+            groups=groups,
+            read_bytes=read_bytes,
+            written_bytes=written_bytes,
+            busy_seconds=time.monotonic() - begun,
+            retries=dict(counted - self.counted),
+        )
+        self.counted = counted
+        (self.since,) = add_figures((self.since, did))
+        self.metrics.add(did)
+
+    def tell(self) -> WorkerFigures:
+        """What was done since this was last asked."""
+        told, self.since = self.since, self.nothing
+        return told
+
+
+class _Metrics:
     """Figures of one worker for Ray's metrics endpoint; they are never a reason to fail."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
         self.counters: dict[str, Any] = {}
         with contextlib.suppress(Exception):
             from ray.util.metrics import Counter
 
-            self.counters = {
-                name: Counter(f"paddle_reshard_{name}_total", description=f"paddle-reshard: {what}")
-                for name, what in (
-                    ("read_bytes", "bytes read from the source"),
-                    ("written_bytes", "bytes written to the target"),
-                    ("groups", "groups that one worker ran from end to end"),
+            for name, what, labels in (
+                ("groups", "groups that this worker ran, or had a share in", ()),
+                ("read_bytes", "bytes read from the source", ()),
+                ("written_bytes", "bytes written to the target", ()),
+                ("busy_seconds", "seconds in which this worker did not wait for work", ()),
+                ("retries", "requests to a store that were repeated", ("failure",)),
+            ):
+                counter = Counter(
+                    f"paddle_reshard_{name}_total", f"paddle-reshard: {what}", ("worker", *labels)
                 )
-            }
+                counter.set_default_tags({"worker": str(number)})
+                self.counters[name] = counter
 
-    def add(self, read_bytes: int, written_bytes: int, groups: int = 0) -> None:
+    def add(self, did: WorkerFigures) -> None:
         """Count what a call did."""
         with contextlib.suppress(Exception):
-            amounts = {"read_bytes": read_bytes, "written_bytes": written_bytes, "groups": groups}
-            for name, amount in amounts.items():
-                if amount:
+            for name in ("groups", "read_bytes", "written_bytes", "busy_seconds"):
+                if amount := getattr(did, name):
                     self.counters[name].inc(amount)
+            for failure, times in did.retries.items():
+                self.counters["retries"].inc(times, {"failure": failure})

@@ -40,7 +40,9 @@ from paddle_reshard.pipeline.workflow import (
     run_conversion,
 )
 from paddle_reshard.storage.locate import StorageOptions, open_source, open_target
+from paddle_reshard.storage.retry_counts import count_retries
 from paddle_reshard.storage.store import Read, ReadRange, Source, Target
+from paddle_reshard.tasks.figures import add_retries
 from paddle_reshard.tasks.run_group import compare_group
 
 PathLike = str | os.PathLike[str]
@@ -283,6 +285,7 @@ def convert(
         If the conversion is refused, or the source turns out to contradict itself while it is read.
     """
     engine = choose_engine(cluster, workers, parse_memory(memory), exchange, device)
+    counted = count_retries()
     observe(StepStarted("plan"))
     conversion = plan(
         source,
@@ -306,6 +309,7 @@ def convert(
     )
     sink = open_target(os.fspath(target), overwrite, storage_options or {})
     moved = run_conversion(conversion, sink, engine, observe)
+    moved = replace(moved, retries=add_retries((moved.retries, count_retries() - counted)))
     return ConversionReport(conversion.store.location, sink.location, conversion, moved)
 
 

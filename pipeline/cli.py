@@ -51,6 +51,7 @@ from paddle_reshard.pipeline.workflow import ConversionPlan, Event
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 SHOWN_DIFFERENCES = 20
+SHOWN_WORKERS = 16
 EXCHANGES = ("auto", "always", "never")
 DEVICES = ("cpu", "gpu")
 
@@ -457,6 +458,16 @@ def _show_conversion(report: ConversionReport) -> None:
         facts.add_row("drift", line)
     if len(drift) > SHOWN_DIFFERENCES:
         facts.add_row("drift", f"… and {len(drift) - SHOWN_DIFFERENCES} more, listed in {MANIFEST}")
+    for worker in report.moved.workers[:SHOWN_WORKERS]:
+        facts.add_row(
+            f"worker {worker.number}",
+            f"{worker.groups} groups, {_size(worker.read_bytes)} read, {_size(worker.written_bytes)} written, "
+            f"busy for {worker.busy_seconds:.1f} s, on {worker.host}",
+        )
+    if len(report.moved.workers) > SHOWN_WORKERS:
+        facts.add_row("workers", f"… and {len(report.moved.workers) - SHOWN_WORKERS} more, shown with --json")
+    if retries := report.moved.retries:
+        facts.add_row("repeated", ", ".join(f"{times} × {failure}" for failure, times in retries.items()))
     facts.add_row("done", report.target)
     _console().print(facts)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conver
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.storage.locate import place
 from paddle_reshard.storage.store import NewFile, Receipt, Source, Target, WritePart
+from paddle_reshard.tasks.figures import WorkerFigures, add_figures, add_retries
 from paddle_reshard.tasks.index import index_tensor_files, read_json
 
 COPY_BYTES = 8 << 20
@@ -99,6 +100,10 @@ class MoveReport:
     compared_elements: int
     replica_drift: tuple[str, ...]
     """Copies that differ, where that was allowed."""
+    workers: tuple[WorkerFigures, ...] = ()
+    """What each worker of a cluster did."""
+    retries: Mapping[str, int] = field(default_factory=dict)
+    """Failure of a store → how often a request was repeated for it, on all machines."""
 
 
 # ------------------------------------------------------------------------------------------------- index
@@ -281,12 +286,14 @@ def _move(
     read = written = compared = groups = 0
     drift: list[str] = []
     receipts: list[Receipt] = []
+    figures: list[WorkerFigures] = []
     with closing(engine(plan_work(plan), source, writer)) as reports:
         for report in reports:
             groups += 1
             read, written = read + report.read_bytes, written + report.written_bytes
             compared += report.compared_elements
             receipts += report.receipts
+            figures += report.figures
             drift += [f"{d.tensor}: {d.detail}: {d.path_a}, {d.path_b}" for d in report.differences]
             observe(Progress(report.written_bytes))
     for carried in plan.carried:
@@ -294,7 +301,9 @@ def _move(
         read, written = read + carried.size_bytes, written + carried.size_bytes
         observe(Progress(carried.size_bytes))
     # Groups end in any order on a cluster; the manifest must not depend on it.
-    return MoveReport(groups, read, written, compared, tuple(sorted(drift))), receipts
+    workers = add_figures(figures)
+    retries = add_retries(worker.retries for worker in workers)
+    return MoveReport(groups, read, written, compared, tuple(sorted(drift)), workers, retries), receipts
 
 
 def _carry(source: Source, carried: CarriedFile, writer: WritePart) -> list[Receipt]:

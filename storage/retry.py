@@ -1,6 +1,6 @@
 """Which failures of a store pass by themselves, and how often is it asked again?
 
-All retries are made here and counted here: the clients below are told to try once. A failure that would only
+All retries are made here, and counted: the clients below are told to try once. A failure that would only
 repeat itself (no permission, no such object, a condition that does not hold) is never asked twice.
 """
 
@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import http.client
 import logging
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
@@ -18,6 +16,8 @@ from typing import Any, ParamSpec, TypeVar
 import aiohttp
 import botocore.exceptions
 import tenacity
+
+from paddle_reshard.storage.retry_counts import note_retry
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -117,21 +117,10 @@ def is_transient(error: BaseException) -> bool:
     return any(number in _STATUSES for number in numbers if isinstance(number, int))
 
 
-_counts: Counter[str] = Counter()
-_lock = threading.Lock()
-
-
-def count_retries() -> dict[str, int]:
-    """Failure → how often it was met and the request repeated, in this process so far."""
-    with _lock:
-        return dict(_counts)
-
-
 def _note(state: tenacity.RetryCallState) -> None:
     error = state.outcome.exception() if state.outcome else None
     code = code_of(error) if error else "unknown"
-    with _lock:
-        _counts[code] += 1
+    note_retry(code)
     logger.info(
         "attempt %d failed with %s; again in %.1f s", state.attempt_number, code, state.upcoming_sleep
     )

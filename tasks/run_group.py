@@ -22,6 +22,7 @@ from paddle_reshard.pipeline.tensors import DTYPES
 from paddle_reshard.storage.store import Read, ReadRange, Receipt, WritePart
 from paddle_reshard.tasks.cast import bfloat16_bits, blocks
 from paddle_reshard.tasks.device import HOST, Box, Buffer, Mover
+from paddle_reshard.tasks.figures import WorkerFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class GroupReport:
     receipts: tuple[Receipt, ...] = ()
     compared_elements: int = 0
     differences: tuple[DriftError, ...] = field(default=())
+    figures: tuple[WorkerFigures, ...] = ()
+    """What the workers of a cluster that ran it have done since they last told."""
 
 
 def run_group(work: GroupWork, source: ReadRange, target: WritePart, mover: Mover = HOST) -> GroupReport:

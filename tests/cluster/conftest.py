@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -67,7 +67,7 @@ class Conversion:
         made = self.folder / "made"
         report = run_conversion(self.plan, LocalTarget(made, overwrite=False), engine, ignore_events)
         assert contents(made) == self.files
-        assert report == self.inline
+        assert replace(report, workers=()) == self.inline
         return report
 
 

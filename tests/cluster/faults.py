@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from paddle_reshard.storage import retry
 from paddle_reshard.storage.store import ReadRange, Receipt, WritePart
 
 
@@ -45,6 +46,22 @@ class KilledOnceWriting:
             self.writer.write_part(path, byte_offset, buffer[: len(buffer) // 2])
             _die()
         return self.writer.write_part(path, byte_offset, buffer)
+
+
+@dataclass(frozen=True)
+class FailsOnce(ReadRange):
+    """Loses one connection."""
+
+    source: ReadRange
+    marker: Path
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        retry.call(retry.HURRIED, self._try, path, byte_offset, buffer)
+
+    def _try(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        if first_time(self.marker):
+            raise ConnectionResetError
+        self.source.read_into(path, byte_offset, buffer)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from paddle_reshard.pipeline.workflow import Engine, run_conversion
 from paddle_reshard.storage.local import LocalTarget
 from tests.cluster.conftest import CASE, Conversion, Plan, contents, is_running
 from tests.cluster.faults import (
+    FailsOnce,
     KilledOnceReading,
     KilledOnceWriting,
     KillsItsReader,
@@ -62,6 +64,31 @@ def test_exchanged(conversion: Conversion, exchanged: list[int]) -> None:
     several = sum(len(work.bands) > 1 for work in plan_work(conversion.plan.plan))
     assert several > 20
     assert exchanged == [2] * several
+
+
+@pytest.mark.parametrize("exchange", ["never", "always"])
+def test_every_worker_tells_what_it_did(conversion: Conversion, exchange: str) -> None:
+    report = conversion.run(engine(exchange=exchange))
+    carried = sum(file.size_bytes for file in conversion.plan.plan.carried)
+    assert [worker.number for worker in report.workers] == [0, 1]
+    assert sum(worker.read_bytes for worker in report.workers) == report.read_bytes - carried
+    assert sum(worker.written_bytes for worker in report.workers) == report.written_bytes - carried
+    assert all(worker.groups and worker.busy_seconds > 0 for worker in report.workers)
+    if exchange == "never":
+        assert sum(worker.groups for worker in report.workers) == report.groups
+
+
+def test_retries_of_a_worker_reach_the_report(plan: Plan, tmp_path: Path) -> None:
+    conversion = plan()
+    report = run_conversion(
+        conversion.plan,
+        LocalTarget(tmp_path / "made", overwrite=False),
+        lambda works, source, target: engine()(works, FailsOnce(source, tmp_path / "failed"), target),
+        lambda event: None,
+    )
+    assert report.retries == {"ConnectionResetError": 1}
+    assert [worker.retries for worker in report.workers if worker.retries] == [report.retries]
+    assert contents(tmp_path / "made") == conversion.files
 
 
 def test_fewer_groups_than_workers_are_shared(
@@ -186,7 +213,7 @@ def test_drift_that_is_allowed_is_reported(plan: Plan, tmp_path: Path) -> None:
             )
         )
     assert len(reports[0].replica_drift) == 1
-    assert reports[0] == reports[1]
+    assert reports[0] == replace(reports[1], workers=())
 
 
 def test_groups_are_asked_for_as_they_are_run(conversion: Conversion) -> None:

@@ -12,6 +12,7 @@ import pytest
 import paddle_reshard
 from paddle_reshard.pipeline.errors import ReshardError, TargetError
 from paddle_reshard.storage import retry
+from paddle_reshard.storage.retry_counts import count_retries
 from paddle_reshard.storage.s3 import S3Folder
 from tests.conftest import REPO
 from tests.storage.contents import (
@@ -98,14 +99,14 @@ def test_failures_that_pass_are_retried_and_counted(
     for_one_card: dict[str, bytes],
 ) -> None:
     proxy.fault = first(2, kind, wanted)
-    before = sum(retry.count_retries().values())
+    before = sum(count_retries().values())
     paddle_reshard.convert(
         small_source if wanted is _reading else SMALL,
         f"s3://{bucket}/there",
         storage_options=_through(proxy, store, kind),
         **ONE_CARD,
     )
-    counted = sum(retry.count_retries().values()) - before
+    counted = sum(count_retries().values()) - before
     # A connection that was used before and is closed is opened anew by the HTTP library, once.
     assert counted >= (1 if kind in ("reset", "lose") else 2)
     assert counted <= 2 or kind == "hang"
@@ -200,9 +201,9 @@ def test_a_part_that_arrives_altered_is_sent_again(
         return answer
 
     monkeypatch.setattr(S3Folder, "request", alter)
-    before = retry.count_retries().get("DamagedBody", 0)
+    before = count_retries().get("DamagedBody", 0)
     paddle_reshard.convert(SMALL, f"s3://{bucket}/c", storage_options=store.options, **ONE_CARD)
-    assert retry.count_retries()["DamagedBody"] - before == 2
+    assert count_retries()["DamagedBody"] - before == 2
 
 
 def test_a_store_without_conditional_writes_is_written_all_the_same(
