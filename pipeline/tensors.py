@@ -18,6 +18,10 @@ EMA_PARAM = "ema_param"
 EMA_MASTER_WEIGHT = "ema_master_weight"
 
 
+Cast = tuple[str, str]
+"""Names of the dtype that values are stored as, and of the one that they become."""
+
+
 @dataclass(frozen=True, slots=True)
 class DType:
     """An element type: its name, NumPy's code of the stored bytes, and its size."""

@@ -8,8 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
 
+from paddle_reshard.pipeline.catalog import Catalog
 from paddle_reshard.pipeline.errors import CheckpointError, FormatError
+from paddle_reshard.pipeline.layouts.huggingface.source import read_huggingface
+from paddle_reshard.pipeline.layouts.huggingface.target import INDEX, HuggingFaceTarget
+from paddle_reshard.pipeline.layouts.hybrid.model import Model
 from paddle_reshard.storage.formats.paddle_pickle import parse_pickle
+from paddle_reshard.storage.formats.safetensors import SafetensorsPayload, parse_index, parse_safetensors
 
 LARGEST_JSON_BYTES = 1 << 30
 FILES_IN_FLIGHT = 16
@@ -39,6 +44,34 @@ def index_tensor_files(store: Readable, sizes: Mapping[str, int]) -> dict[str, d
         return dict(
             zip(sizes, pool.map(partial(index_tensor_file, store), sizes, sizes.values()), strict=True)
         )
+
+
+def index_huggingface(
+    store: Readable, sizes: Mapping[str, int], model: Model, target: HuggingFaceTarget | None = None
+) -> Catalog:
+    """The parameters of ``model``, as a Hugging Face checkpoint holds them.
+
+    Parameters
+    ----------
+    sizes
+        Path of every file → size in bytes.
+    target
+        What it must have been made as, where that is known.
+
+    Raises
+    ------
+    CheckpointError
+        If it holds another model, or is not whole; naming the tensor and the file.
+    """
+    weights = {path: size for path, size in sizes.items() if path.endswith(".safetensors")}
+
+    def index(path: str) -> SafetensorsPayload:
+        return parse_safetensors(partial(store.read, path), weights[path], path)
+
+    with ThreadPoolExecutor(FILES_IN_FLIGHT) as pool:
+        payloads = dict(zip(weights, pool.map(index, weights), strict=True))
+    listed = parse_index(store.read(INDEX, 0, sizes[INDEX]), INDEX) if INDEX in sizes else None
+    return read_huggingface(model, weights, payloads, listed, target)
 
 
 def read_json(store: Readable, path: str, sizes: Mapping[str, int]) -> dict[str, Any]:

@@ -10,12 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
-import numpy as np
-import numpy.typing as npt
-
-from paddle_reshard.pipeline.catalog import File, FragmentRow, Fragments, fragment_rows
+from paddle_reshard.pipeline.catalog import File, Fragments
 from paddle_reshard.pipeline.errors import PlanError, RuleError, UnsupportedError
-from paddle_reshard.pipeline.geometry import MAX_DIMS, Shape
+from paddle_reshard.pipeline.geometry import Shape
 from paddle_reshard.pipeline.layouts.hybrid.meta import (
     CellMeta,
     ParameterMeta,
@@ -38,12 +35,8 @@ from paddle_reshard.pipeline.layouts.hybrid.names import (
     master_tensor_name,
     rank_file_name,
 )
-from paddle_reshard.pipeline.layouts.hybrid.placement import (
-    TensorCut,
-    flat_pieces,
-    place,
-    whole_piece,
-)
+from paddle_reshard.pipeline.layouts.hybrid.placement import ArrayKind, Placements, TensorCut
+from paddle_reshard.pipeline.layouts.hybrid.ranks import first_keys
 from paddle_reshard.pipeline.layouts.hybrid.segments import Segmentation, segment
 from paddle_reshard.pipeline.layouts.hybrid.sharding import (
     FlatSlice,
@@ -58,6 +51,7 @@ from paddle_reshard.pipeline.tensors import (
     EMA_PARAM,
     MASTER_WEIGHT,
     PARAM,
+    Cast,
     DType,
 )
 from paddle_reshard.pipeline.topology import Topology
@@ -104,6 +98,8 @@ class TargetFiles:
     fragments: Fragments
     parameter_names: Mapping[str, Mapping[str, str]]
     """Cell → structured key → parameter name."""
+    casts: frozenset[Cast] = frozenset()
+    """Casts that were asked for."""
 
 
 def check_target(target: HybridTarget) -> None:
@@ -200,10 +196,8 @@ class _Layout:
     encoded: EncodedFile
     fills: tuple[tuple[int, int], ...]
     """``(byte offset, number of zero bytes)``."""
-    fragments: Fragments
-    """As tp rank 0 has them, of file 0."""
-    step: npt.NDArray[np.int64]
-    """What each next tp rank adds to the offsets."""
+    slots: tuple[tuple[int, int, int, DType], ...]
+    """``(kind of array, tensor, byte offset, dtype)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +226,7 @@ class _Writer:
         self.files: list[File] = []
         self.literals: list[tuple[int, int, bytes]] = []
         self.fills: list[tuple[int, int, int]] = []
-        self.fragments: list[Fragments] = [fragment_rows([])]
+        self.placements = Placements()
 
     def layout(self) -> TargetFiles:
         cells: list[_Cell] = []
@@ -259,7 +253,7 @@ class _Writer:
             tuple(self.files),
             tuple(self.literals),
             tuple(self.fills),
-            np.concatenate(self.fragments),
+            self.placements.fragments(),
             {cell_name(c.tp, c.pp): c.names for c in cells},
         )
 
@@ -352,9 +346,7 @@ class _Writer:
             left[0] = cell.tensors
             return left
         listed = {t.key: place for place, t in enumerate(cell.parameters)}
-        first_key: dict[str, str] = {}
-        for key, name in cell.names.items():
-            first_key.setdefault(name, key)
+        first_key = first_keys(cell.names)
         for tensor in cell.tensors:
             if tensor.master and tensor.dtype.name == "bfloat16":
                 continue
@@ -508,31 +500,25 @@ class _Writer:
     ) -> _Layout:
         encoded = encode_pickle(root)
         fills: list[tuple[int, int]] = []
-        rows: list[FragmentRow] = []
-        steps: list[Shape] = []
+        slots: list[tuple[int, int, int, DType]] = []
         for slot, byte_offset, nbytes in encoded.slots:
             use = uses[slot]
             dtype = self._dtype(use)
-            if use.flat is None:
-                pieces = [whole_piece(0, byte_offset, dtype, use.shape)]
-            else:
-                pieces = list(flat_pieces(0, byte_offset, dtype, use.shape, use.flat.start, use.flat.stop))
-                real = max(0, min(use.flat.stop, prod(use.shape)) - use.flat.start) * dtype.itemsize
+            flat = None if use.flat is None else (use.flat.start, use.flat.stop)
+            if flat is not None:
+                real = max(0, min(flat[1], prod(use.shape)) - flat[0]) * dtype.itemsize
                 if real < nbytes:
                     fills.append((byte_offset + real, nbytes - real))
             per_parameter = use.state in ACCUMULATORS and ACCUMULATORS[use.state].per_parameter
             cut = TensorCut(1, None) if per_parameter else cell.cuts[use.key]
-            rows.extend(place(pieces, cut, 0, use.shape, self._tensor(use), dtype, 0))
-            steps.extend([cut.step(use.shape)] * (len(rows) - len(steps)))
-        step = np.array(steps, dtype=np.int64).reshape(-1, MAX_DIMS)
-        return _Layout(kind, shard, encoded, tuple(fills), fragment_rows(rows), step)
+            array = self.placements.kind(ArrayKind(use.shape, cut, dtype.itemsize, flat))
+            slots.append((array, self._tensor(use), byte_offset, dtype))
+        return _Layout(kind, shard, encoded, tuple(fills), tuple(slots))
 
     def _file(self, layout: _Layout, cell: _Cell) -> None:
         file = len(self.files)
         self.files.append(File(self._name(layout.kind, cell, layout.shard), layout.encoded.size_bytes))
         self.literals.extend((file, offset, content) for offset, content in layout.encoded.literals)
         self.fills.extend((file, offset, nbytes) for offset, nbytes in layout.fills)
-        fragments = layout.fragments.copy()
-        fragments["file"] = file
-        fragments["offset"] += layout.step * cell.tp
-        self.fragments.append(fragments)
+        for kind, tensor, byte_offset, dtype in layout.slots:
+            self.placements.add(kind, cell.tp, tensor, file, byte_offset, dtype, 0)

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from math import prod
 from typing import Any
@@ -17,6 +18,22 @@ from paddle_reshard.pipeline.errors import RuleError, UsageError
 from paddle_reshard.pipeline.geometry import Shape
 
 Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFaceForm:
+    """What becomes of a tensor in a Hugging Face checkpoint: one tensor, or the parts that are fused in it."""
+
+    keys: tuple[str, ...]
+    """Key of each part there; ``{layer}`` and ``{expert}`` stand for the numbers in the key of the row."""
+    transposed: bool = False
+    """Whether the two dims change places: ``[in, out]`` here is ``[out, in]`` there."""
+    widths: tuple[str, ...] | None = None
+    """Extent of each part along the last dim here, as sums of products of config entries; needed for several."""
+    groups: str | None = None
+    """Config entry: into how many groups the last dim is cut, each with its share of every part in turn."""
+    keep_float32: bool = False
+    """Whether it stays float32 when the model is given another dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +72,17 @@ class Rule:
     """The whole parameter name where the library gives it: ``{n}`` counts, ``{layer}`` is the decoder layer."""
     where: tuple[tuple[str, Any], ...] = ()
     """Config entries that must have these values for the row to apply."""
+    huggingface: HuggingFaceForm | None = None
+    """What it is in a Hugging Face checkpoint; ``None``: not known."""
 
     def pattern(self) -> re.Pattern[str]:
         """The whole key as a regular expression."""
-        key = re.escape(self.key).replace(re.escape("{layer}"), r"(?P<layer>\d+)")
-        return re.compile(key.replace(re.escape("{expert}"), r"\d+"))
+        return _pattern(self.key)
+
+    def fill_in(self, form: str, key: str) -> str:
+        """Another spelling of a key of this row, with the same numbers."""
+        match = self.pattern().fullmatch(key)
+        return form.format(**(match.groupdict() if match else {}))
 
     def split_dim(self, config: Config, tp: int, key: str | None = None) -> int | None:
         """The dim that ``tp`` ranks cut in this model, or ``None`` where each holds the whole tensor."""
@@ -135,6 +158,12 @@ class RuleTable:
         return rule, None if layer is None else int(layer)
 
 
+@cache
+def _pattern(key: str) -> re.Pattern[str]:
+    pattern = re.escape(key).replace(re.escape("{layer}"), r"(?P<layer>\d+)")
+    return re.compile(pattern.replace(re.escape("{expert}"), r"(?P<expert>\d+)"))
+
+
 def expected_shape(rule: Rule, config: Config, key: str | None = None) -> Shape | None:
     """The global shape by the config, or ``None`` where the row gives no shape.
 
@@ -145,8 +174,13 @@ def expected_shape(rule: Rule, config: Config, key: str | None = None) -> Shape 
     """
     if rule.shape is None:
         return None
+    return evaluate_sizes(rule.shape, config, key or rule.key)
+
+
+def evaluate_sizes(texts: Sequence[str], config: Config, key: str) -> Shape:
+    """The numbers that sums of products of config entries stand for; ``key`` names the row in an error."""
     values = derived_sizes(config)
-    return tuple(_evaluate(text, values, key or rule.key) for text in rule.shape)
+    return tuple(_evaluate(text, values, key) for text in texts)
 
 
 def derived_sizes(config: Config) -> dict[str, int]:
@@ -224,7 +258,16 @@ _RULE_FIELDS: dict[str, tuple[type, ...]] = {
     "key_pp": (str,),
     "parameter_name": (str,),
     "where": (dict,),
+    "huggingface": (dict,),
 }
+_FORM_FIELDS: dict[str, tuple[type, ...]] = {
+    "keys": (list,),
+    "transposed": (bool,),
+    "widths": (list,),
+    "groups": (str,),
+    "keep_float32": (bool,),
+}
+_PLACEHOLDER = re.compile(r"\{layer\}|\{expert\}|[{}]")
 
 
 def _check_fields(row: object, known: Mapping[str, tuple[type, ...]], where: str) -> dict[str, Any]:
@@ -263,12 +306,38 @@ def _parse_rule(row: object, where: str) -> Rule:
     conditions = tuple(sorted(fields.pop("where", {}).items()))
     if shape is not None and not all(isinstance(dim, str) for dim in shape):
         raise UsageError(f"{where}: shape {shape!r} must be a list of texts in {_short(row)}")
-    rule = Rule(**fields, shape=None if shape is None else tuple(shape), where=conditions)
+    if twice := [name for name in ("{layer}", "{expert}") if fields["key"].count(name) > 1]:
+        raise UsageError(f"{where}: {twice[0]} stands twice in the key of {_short(row)}")
+    form = _parse_form(fields.pop("huggingface"), fields["key"], where) if "huggingface" in fields else None
+    shape = None if shape is None else tuple(shape)
+    rule = Rule(**fields, shape=shape, where=conditions, huggingface=form)
     if rule.parts < 1 or (rule.split is not None and rule.split < 0):
         raise UsageError(
             f"{where}: split and parts cannot be {rule.split} and {rule.parts} in the row {row!r}"
         )
     return rule
+
+
+def _parse_form(row: object, key: str, where: str) -> HuggingFaceForm:
+    fields = _check_fields(row, _FORM_FIELDS, where)
+    _lacking(fields, ("keys",), where)
+    for name in ("keys", "widths"):
+        if not all(isinstance(text, str) for text in fields.get(name, ())):
+            raise UsageError(f"{where}: {name} must be a list of texts in {_short(row)}")
+    keys, widths = tuple(fields.pop("keys")), fields.pop("widths", None)
+    form = HuggingFaceForm(**fields, keys=keys, widths=None if widths is None else tuple(widths))
+    numbers = sorted(_PLACEHOLDER.findall(key))
+    if not keys or any(sorted(_PLACEHOLDER.findall(spelled)) != numbers for spelled in keys):
+        raise UsageError(
+            f"{where}: keys must name the same {{layer}} and {{expert}} as {key!r} in {_short(row)}"
+        )
+    if len(numbers) > sum(key.count(name) for name in ("{layer}", "{expert}")):
+        raise UsageError(f"{where}: braces that stand for no number in {_short(row)}")
+    if (len(keys) > 1) != (form.widths is not None) or len(form.widths or keys) != len(keys):
+        raise UsageError(f"{where}: several keys, and only they, need one width each in {_short(row)}")
+    if form.groups is not None and len(keys) == 1:
+        raise UsageError(f"{where}: groups without several keys in {_short(row)}")
+    return form
 
 
 def shipped_tables() -> list[RuleTable]:

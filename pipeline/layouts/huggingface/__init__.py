@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints: ``model*.safetensors`` with the names and layouts of ``transformers``."""

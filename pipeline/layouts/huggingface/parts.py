@@ -1,0 +1,129 @@
+"""What becomes of a tensor of the model in a Hugging Face checkpoint?
+
+A linear layer is ``[in, out]`` in Paddle and ``[out, in]`` there: the same elements, read along the other dim first.
+What Paddle fuses (``qkv_proj``, ``up_gate_proj``) is several tensors there. So every tensor there is one or several
+boxes of a tensor here, each with strides of its own, and nothing has to be transposed or split before it is moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from paddle_reshard.pipeline.errors import RuleError
+from paddle_reshard.pipeline.geometry import Shape, row_major_strides
+from paddle_reshard.pipeline.layouts.hybrid.model import Model, ModelTensor
+from paddle_reshard.pipeline.layouts.rules import Config, HuggingFaceForm, evaluate_sizes
+
+
+@dataclass(frozen=True, slots=True)
+class PartBox:
+    """A box of the model's tensor, and where it lies in the array there. All numbers are elements."""
+
+    offset: Shape
+    extents: Shape
+    first_element: int
+    strides: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor of a Hugging Face checkpoint."""
+
+    key: str
+    shape: Shape
+    boxes: tuple[PartBox, ...]
+    keep_float32: bool
+
+
+def model_parts(model: Model) -> Iterator[tuple[ModelTensor, tuple[Part, ...]]]:
+    """Every tensor of the model, in its order, with its parts; tied ones once.
+
+    Raises
+    ------
+    RuleError
+        If the rule table does not say what becomes of a tensor, or says it for other shapes; naming the tensor.
+    """
+    owners: dict[str, str] = {}
+    for tensor in model.tensors:
+        if tensor.tied_to is not None:
+            continue
+        parts = tensor_parts(tensor, model)
+        for part in parts:
+            owner = owners.setdefault(part.key, tensor.key)
+            if owner != tensor.key:
+                raise RuleError(
+                    tensor.key, f"it and {owner} would both be {part.key} in a Hugging Face checkpoint"
+                )
+        yield tensor, parts
+
+
+def tensor_parts(tensor: ModelTensor, model: Model) -> tuple[Part, ...]:
+    """What one tensor becomes."""
+    form = tensor.rule.huggingface
+    if form is None:
+        raise RuleError(
+            tensor.key,
+            f"the {model.table.convention} rule table {model.table.family!r} does not say what it is in a "
+            "Hugging Face checkpoint; add 'huggingface' to its row in a copy of the table, and pass that with "
+            "--rules FILE",
+        )
+    dims = len(tensor.global_shape)
+    if dims == 0 or (form.transposed and dims != 2):
+        raise RuleError(tensor.key, f"a tensor of shape {tensor.global_shape} cannot become {form.keys[0]}")
+    widths, groups = _widths(form, model.config, tensor)
+    group_width = sum(widths)
+    starts = [sum(widths[:i]) for i in range(len(widths))]
+    return tuple(
+        _part(tensor, form, tensor.rule.fill_in(spelled, tensor.key), start, width, group_width, groups)
+        for spelled, start, width in zip(form.keys, starts, widths, strict=True)
+    )
+
+
+def _widths(form: HuggingFaceForm, config: Config, tensor: ModelTensor) -> tuple[Shape, int]:
+    """Extent of each part within one group, along the last dim, and the number of groups."""
+    last = tensor.global_shape[-1]
+    if form.widths is None:
+        return (last,), 1
+    totals = evaluate_sizes(form.widths, config, tensor.key)
+    groups = 1 if form.groups is None else evaluate_sizes([form.groups], config, tensor.key)[0]
+    if sum(totals) != last or groups < 1 or any(total < 1 or total % groups for total in totals):
+        raise RuleError(
+            tensor.key,
+            f"its last dim of {last} elements is not made of {groups} groups with parts of {list(totals)} elements "
+            "together, as the rule table says of Hugging Face checkpoints",
+        )
+    return tuple(total // groups for total in totals), groups
+
+
+def _part(
+    tensor: ModelTensor,
+    form: HuggingFaceForm,
+    key: str,
+    start: int,
+    width: int,
+    group_width: int,
+    groups: int,
+) -> Part:
+    shape = (*tensor.global_shape[:-1], width * groups)
+    strides = row_major_strides(shape, 1)
+    if form.transposed:
+        shape = (shape[1], shape[0])
+        strides = tuple(reversed(row_major_strides(shape, 1)))
+    leading = tensor.global_shape[:-1]
+    boxes = tuple(
+        PartBox(
+            offset=(*(0,) * len(leading), group * group_width + start),
+            extents=(*leading, width),
+            first_element=group * width * strides[-1],
+            strides=strides,
+        )
+        for group in range(groups)
+    )
+    return Part(key, shape, boxes, form.keep_float32)
+
+
+def part_elements(part: Part) -> int:
+    """Number of elements."""
+    return prod(part.shape)

@@ -1,0 +1,69 @@
+"""What becomes of the small files around the tensors in a Hugging Face checkpoint?"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
+from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META, parse_rank_file
+from paddle_reshard.pipeline.layouts.hybrid.sidecars import CONFIG, MANIFEST, Sidecars
+
+_TRAINING = re.compile(
+    r"scheduler\.pdparams|scaler\.pdparams|trainer_state\.(json|bin)|training_args\.bin|rng_state(_\d+)?\.pth|"
+    r"static_name_to_dyg_name\.json"
+)
+_MARKER = re.compile(r"\.(model|optimizer|checkpoint)_done|save_signal_TMP_\d+|saved_signal_\d+")
+_DTYPE_ENTRIES = ("torch_dtype", "dtype")
+_OF_PADDLE = ("source", "tensor_model_parallel_size", "tensor_parallel_degree", "tensor_parallel_rank")
+"""Entries of ``config.json`` that speak of Paddle's layout of the weights or of the job that wrote them."""
+_OWN_CLASS = re.compile(r"(Deprecated)?(Pipe)?(Deprecated)?$")
+
+
+def plan_huggingface_sidecars(
+    paths: Mapping[str, int],
+    folders: Sequence[str],
+    config: Mapping[str, Any],
+    source_config: Mapping[str, Any],
+    target: HuggingFaceTarget,
+) -> Sidecars:
+    """Carry what belongs to the model (tokenizer, generation config, …); name what belongs to training.
+
+    ``config`` is that of the model as the target holds it. ``config.json`` is written anew, as ``transformers`` writes
+    it, only where an entry changes.
+    """
+    carried, left = [], [(name, "a folder, not part of the checkpoint's own files") for name in folders]
+    for path in sorted(paths):
+        if path in (MODEL_META, MANIFEST, CONFIG) or parse_rank_file(path):
+            continue
+        if _MARKER.fullmatch(path):
+            left.append((path, "a completion marker of the source's own job"))
+        elif _TRAINING.fullmatch(path):
+            left.append((path, "state of the training job, not of the model"))
+        else:
+            carried.append(path)
+    exported = exported_config(config, target)
+    if exported == source_config:
+        return Sidecars((*carried, CONFIG), (), tuple(left))
+    text = json.dumps(exported, indent=2, sort_keys=True) + "\n"
+    return Sidecars(tuple(carried), ((CONFIG, text.encode()),), tuple(left))
+
+
+def exported_config(config: Mapping[str, Any], target: HuggingFaceTarget) -> dict[str, Any]:
+    """``config.json`` as the model is called and stored there.
+
+    Without the entries about Paddle's own layout, with the dtype that was asked for, and with the class names that
+    ``transformers`` knows: ``…Pipe`` and ``…Deprecated`` are PaddleFormers' variants of the same models.
+    """
+    found = {key: value for key, value in config.items() if key not in _OF_PADDLE}
+    if target.dtype is not None:
+        entries = [entry for entry in _DTYPE_ENTRIES if entry in found] or [_DTYPE_ENTRIES[0]]
+        found |= dict.fromkeys(entries, target.dtype.name)
+    classes = found.get("architectures")
+    if isinstance(classes, list):
+        found["architectures"] = [
+            _OWN_CLASS.sub("", name) if isinstance(name, str) else name for name in classes
+        ]
+    return found

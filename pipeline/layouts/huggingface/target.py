@@ -1,0 +1,220 @@
+"""What will every file of a Hugging Face checkpoint look like, byte for byte?
+
+One ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` with an index. The order of the tensors, their
+distribution over files and the names are those of ``huggingface_hub`` and of the safetensors library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from paddle_reshard.pipeline.catalog import Catalog, File, FragmentRow, fragment_row, fragment_rows
+from paddle_reshard.pipeline.errors import PlanError
+from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, part_elements
+from paddle_reshard.pipeline.layouts.hybrid.model import ModelTensor
+from paddle_reshard.pipeline.layouts.hybrid.source import HybridCheckpoint
+from paddle_reshard.pipeline.layouts.hybrid.target import TargetFiles
+from paddle_reshard.pipeline.tensors import (
+    EMA_MASTER_WEIGHT,
+    EMA_PARAM,
+    MASTER_WEIGHT,
+    PARAM,
+    Cast,
+    DType,
+)
+from paddle_reshard.storage.formats.safetensors import Index, TensorSlot, encode_safetensors, format_index
+
+EMA = "ema"
+EXPORTED_STATES = (PARAM, EMA)
+FLOATING = ("bfloat16", "float16", "float32")
+"""What the values can be stored as; others (integers, booleans) keep their dtype."""
+INDEX = "model.safetensors.index.json"
+METADATA = {"format": "pt"}
+"""``transformers`` opens files with this entry only."""
+TAGS = {
+    "float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFaceTarget:
+    """What goes out, and how."""
+
+    state: str = PARAM
+    """``param``: the parameters. ``ema``: their exponential moving average, as a model."""
+    dtype: DType | None = None
+    """Of all floating tensors but those that the model keeps in float32; ``None``: that of the parameters."""
+    max_shard_bytes: int = 5 * 10**9
+    """Tensors of a file together; a larger tensor has a file of its own."""
+
+
+@dataclass(frozen=True)
+class HuggingFaceFiles:
+    """The files to make, and what of the source they are made of."""
+
+    catalog: Catalog
+    """The tensors of the source that go out, or are needed for it, in the order of the files."""
+    files: TargetFiles
+    left_states: tuple[str, ...]
+    """States of the source of which nothing goes out."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Exported:
+    """One tensor of the target: a part of a tensor of the source."""
+
+    part: Part
+    tensor: int
+    """Index in the source's catalog of the tensor whose values it takes."""
+    dtype: DType
+
+    @property
+    def nbytes(self) -> int:
+        return part_elements(self.part) * self.dtype.itemsize
+
+
+def layout_huggingface(
+    source: Catalog, wanted: HybridCheckpoint, target: HuggingFaceTarget
+) -> HuggingFaceFiles:
+    """Lay out all tensor files of the target, and its index.
+
+    ``wanted`` is the source as the target is to hold it (its vocabulary may have another size).
+
+    Raises
+    ------
+    PlanError
+        If the source lacks the state, or the rule table does not know the form of a tensor.
+    """
+    exported = list(_exported(wanted, target))
+    shards = _shards(exported, target.max_shard_bytes)
+    names = _names(len(shards))
+    files: list[File] = []
+    literals: list[tuple[int, int, bytes]] = []
+    rows: list[tuple[int, _Exported, int]] = []
+    for name, shard in zip(names, shards, strict=True):
+        slots = [TensorSlot(i, e.part.key, TAGS[e.dtype.name], e.part.shape) for i, e in enumerate(shard)]
+        encoded = encode_safetensors(slots, METADATA)
+        literals += [(len(files), offset, content) for offset, content in encoded.literals]
+        rows += [(len(files), shard[slot], byte_offset) for slot, byte_offset, _ in encoded.slots]
+        files.append(File(name, encoded.size_bytes))
+    catalog, places = _chosen(source, [e.tensor for _, e, _ in rows])
+    fragments = fragment_rows([row for f, e, at in rows for row in _fragments(f, e, at, places[e.tensor])])
+    if len(names) > 1:
+        index = _index(names, shards)
+        literals.append((len(files), 0, index))
+        files.append(File(INDEX, len(index)))
+    return HuggingFaceFiles(
+        catalog,
+        TargetFiles(tuple(files), tuple(literals), (), fragments, {}, _casts(source, exported)),
+        tuple(sorted({t.state for t in source.tensors} - {t.state for t in catalog.tensors})),
+    )
+
+
+def _exported(wanted: HybridCheckpoint, target: HuggingFaceTarget) -> Iterator[_Exported]:
+    if target.state == EMA and not wanted.has_ema:
+        raise PlanError("the checkpoint has no EMA state, so --state ema has nothing to export")
+    index = wanted.catalog.index()
+    for tensor, parts in model_parts(wanted.model):
+        for part in parts:
+            dtype = exported_dtype(tensor, part, target)
+            state = _state(tensor, dtype, target.state, index)
+            yield _Exported(part, index[tensor.key, state], dtype)
+
+
+def exported_dtype(tensor: ModelTensor, part: Part, target: HuggingFaceTarget) -> DType:
+    """The dtype of one tensor of the target."""
+    kept = part.keep_float32 and tensor.dtype.name == "float32"
+    if target.dtype is None or kept or tensor.dtype.name not in FLOATING:
+        return tensor.dtype
+    return target.dtype
+
+
+def _state(tensor: ModelTensor, dtype: DType, state: str, index: Mapping[tuple[str, str], int]) -> str:
+    """Whose values go out: they are rounded once, from the most exact that the checkpoint holds.
+
+    What is not trained has no average: it goes out as it is.
+    """
+    if state == EMA:
+        choice = (EMA_MASTER_WEIGHT, EMA_PARAM) if tensor.trained else (PARAM,)
+    else:
+        choice = (PARAM,) if dtype == tensor.dtype else (MASTER_WEIGHT, PARAM)
+    for candidate in choice:
+        if (tensor.key, candidate) in index:
+            return candidate
+    raise PlanError(f"{tensor.key} ({choice[0]}): the target needs it, the source does not have it")
+
+
+def _shards(exported: Sequence[_Exported], max_shard_bytes: int) -> list[list[_Exported]]:
+    """Tensors of each file: in model order, a new file where the next one would be too much.
+
+    As ``split_state_dict_into_shards_factory`` of huggingface_hub 1.33.0 does (``serialization/_base.py``).
+    """
+    shards: list[list[_Exported]] = []
+    current: list[_Exported] = []
+    filled_bytes = 0
+    for one in exported:
+        if one.nbytes > max_shard_bytes:
+            shards.append([one])
+            continue
+        if filled_bytes + one.nbytes > max_shard_bytes:
+            shards.append(current)
+            current, filled_bytes = [], 0
+        current.append(one)
+        filled_bytes += one.nbytes
+    return [*shards, current] if current else shards
+
+
+def _names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _index(names: Sequence[str], shards: Sequence[Sequence[_Exported]]) -> bytes:
+    total_bytes = sum(e.nbytes for shard in shards for e in shard)
+    weight_map = {e.part.key: name for name, shard in zip(names, shards, strict=True) for e in shard}
+    return format_index(Index(dict(sorted(weight_map.items())), {"total_size": total_bytes}, {}))
+
+
+def _casts(source: Catalog, exported: Sequence[_Exported]) -> frozenset[Cast]:
+    pairs = {(source.tensors[e.tensor].dtype.name, e.dtype.name) for e in exported}
+    return frozenset((stored, wanted) for stored, wanted in pairs if {stored, wanted} <= set(FLOATING))
+
+
+def _fragments(file: int, one: _Exported, byte_offset: int, tensor: int) -> Iterator[FragmentRow]:
+    size = one.dtype.itemsize
+    for box in one.part.boxes:
+        strides = [stride * size for stride in box.strides]
+        base = byte_offset + box.first_element * size
+        yield fragment_row(tensor, file, one.dtype, 0, base, box.offset, box.extents, strides)
+
+
+def _chosen(source: Catalog, wanted: Sequence[int]) -> tuple[Catalog, dict[int, int]]:
+    """The part of a catalog that ``wanted`` tensors need, in their order, and where each of them is there.
+
+    Beside them: master weights that imply a parameter, and stored parameters whose master weight goes out in
+    their place, which the planner compares with it.
+    """
+    index = source.index()
+    chosen: dict[int, int] = {}
+    for tensor in wanted:
+        related = [tensor, source.implied.get(tensor, tensor)]
+        if source.tensors[tensor].state == MASTER_WEIGHT:
+            related.append(index[source.tensors[tensor].key, PARAM])
+        for one in related:
+            chosen.setdefault(one, len(chosen))
+    places = np.full(len(source.tensors), -1, dtype=np.int32)
+    places[list(chosen)] = list(chosen.values())
+    fragments = source.fragments.copy()
+    fragments["tensor"] = places[fragments["tensor"]]
+    catalog = Catalog(
+        tuple(source.tensors[tensor] for tensor in chosen),
+        source.files,
+        fragments[fragments["tensor"] >= 0],
+        {chosen[t]: chosen[m] for t, m in source.implied.items() if t in chosen and m in chosen},
+    )
+    return catalog, chosen
