@@ -86,7 +86,7 @@ class Dims:
 
 LLAMA_7B = Dims(4096, 11008, 32, 32, 32, 32000)
 LLAMA_70B = Dims(8192, 28672, 80, 64, 8, 32000)
-MOE_671B = Dims(7168, 6144, 60, 64, 8, 129280, experts=84)
+MOE_671B = Dims(7168, 18432, 60, 64, 8, 129280, experts=28)
 """671 billion parameters; experts without expert parallelism, cut by tp."""
 
 

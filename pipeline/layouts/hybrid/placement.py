@@ -2,26 +2,29 @@
 
 One description serves both directions: a source file's arrays become fragments to read, a target file's
 slots become fragments to write. Two steps compose: an array is the whole tensor-parallel local tensor or
-a slice of its flattening (*pieces*), and the local tensor is one or several boxes of the logical one
-(*shards*, several where logical parts are fused).
+a slice of its flattening, and the local tensor is one or several boxes of the logical one (*shards*, several
+where logical parts are fused).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from paddle_reshard.pipeline.catalog import FragmentRow, fragment_row
+import numpy as np
+
+from paddle_reshard.pipeline.catalog import FragmentRow, Fragments, fragment_rows
 from paddle_reshard.pipeline.errors import RuleError
 from paddle_reshard.pipeline.geometry import (
     MAX_DIMS,
     Shape,
     boxes_of_flat_range,
     column_major_strides,
+    padded,
     row_major_strides,
 )
-from paddle_reshard.pipeline.tensors import DType
+from paddle_reshard.pipeline.tensors import DTYPES, DType
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,73 +81,98 @@ class TensorCut:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of a tensor-parallel local tensor with a place in a file."""
+class ArrayKind:
+    """What decides which boxes an array is, wherever it lies."""
 
-    file: int
-    byte_base: int
-    offset: Shape
-    extents: Shape
-    strides: Shape
-
-
-def whole_piece(file: int, byte_offset: int, dtype: DType, shape: Shape, fortran: bool = False) -> Piece:
-    """The whole local tensor as one array."""
-    order = column_major_strides if fortran else row_major_strides
-    return Piece(file, byte_offset, (0,) * len(shape), shape, order(shape, dtype.itemsize))
+    local_shape: Shape
+    """Of the tensor-parallel local tensor."""
+    cut: TensorCut
+    itemsize: int
+    flat: tuple[int, int] | None = None
+    """The array is 1-D and holds ``[start, stop)`` of the flattened local tensor; what lies beyond it is padding.
+    ``None``: it is the whole local tensor."""
+    fortran: bool = False
 
 
-def flat_pieces(
-    file: int, byte_offset: int, dtype: DType, local_shape: Shape, start: int, stop: int
-) -> Iterator[Piece]:
-    """A 1-D array holding ``[start, stop)`` of the flattened local tensor; what lies beyond it is padding."""
-    strides = row_major_strides(local_shape, dtype.itemsize)
-    elements = prod(local_shape)
-    for offset, extents in boxes_of_flat_range(min(start, elements), min(stop, elements), local_shape):
-        first_byte = sum(o * s for o, s in zip(offset, strides, strict=True)) - start * dtype.itemsize
-        yield Piece(file, byte_offset + first_byte, offset, extents, strides)
+class Placements:
+    """Collects the fragments of many arrays. Arrays of one kind are the same boxes, worked out once."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[ArrayKind, int] = {}
+        self._boxes: list[list[FragmentRow]] = []
+        self._steps: list[Shape] = []
+        self._arrays: list[tuple[int, int, int, int, int, int, int]] = []
+
+    def kind(self, kind: ArrayKind) -> int:
+        """The number of a kind of arrays."""
+        number = self._kinds.setdefault(kind, len(self._kinds))
+        if number == len(self._boxes):
+            self._boxes.append(list(_boxes_of(kind)))
+            self._steps.append(kind.cut.step(kind.local_shape))
+        return number
+
+    def add(
+        self, kind: int, rank: int, tensor: int, file: int, byte_offset: int, dtype: DType, replica: int
+    ) -> None:
+        """An array of a kind, of tp rank ``rank``, stored at ``byte_offset``."""
+        self._arrays.append((kind, rank, tensor, file, byte_offset, DTYPES.index(dtype), replica))
+
+    def fragments(self) -> Fragments:
+        """The boxes of all arrays, in the order in which they were added."""
+        arrays = np.array(self._arrays, dtype=np.int64).reshape(-1, 7)
+        kind, rank, tensor, file, byte_offset, dtype, replica = arrays.T
+        boxes = fragment_rows([box for of_kind in self._boxes for box in of_kind])
+        counts = np.array([len(of_kind) for of_kind in self._boxes], dtype=np.int64)
+        first = np.cumsum(counts) - counts
+        count = counts[kind]
+        array = np.repeat(np.arange(len(arrays)), count)
+        within = np.arange(len(array)) - np.repeat(np.cumsum(count) - count, count)
+        rows = boxes[first[kind][array] + within]
+        steps = np.array(self._steps, dtype=np.int64).reshape(-1, MAX_DIMS)
+        rows["tensor"], rows["file"] = tensor[array], file[array]
+        rows["dtype"], rows["replica"] = dtype[array], replica[array]
+        rows["byte_base"] += byte_offset[array]
+        rows["offset"] += (steps[kind] * rank[:, None])[array]
+        return rows
 
 
-def place(
-    pieces: Iterable[Piece],
-    cut: TensorCut,
-    rank: int,
-    local_shape: Shape,
-    tensor: int,
-    dtype: DType,
-    replica: int,
+def _boxes_of(kind: ArrayKind) -> Iterator[FragmentRow]:
+    """The boxes of an array of tp rank 0 that lies at byte 0."""
+    shape, itemsize = kind.local_shape, kind.itemsize
+    order = column_major_strides if kind.fortran else row_major_strides
+    strides = order(shape, itemsize)
+    if kind.flat is None:
+        yield from _shards(kind, 0, (0,) * len(shape), shape, strides)
+        return
+    start, stop = kind.flat
+    elements = prod(shape)
+    for offset, extents in boxes_of_flat_range(min(start, elements), min(stop, elements), shape):
+        first_byte = sum(o * s for o, s in zip(offset, strides, strict=True)) - start * itemsize
+        yield from _shards(kind, first_byte, offset, extents, strides)
+
+
+def _shards(
+    kind: ArrayKind, byte_base: int, offset: Shape, extents: Shape, strides: Shape
 ) -> Iterator[FragmentRow]:
-    """Rows of the catalog for one rank's pieces of one tensor."""
-    shards = cut.shards(rank, local_shape)
-    for piece in pieces:
-        if not shards:
-            yield fragment_row(
-                tensor,
-                piece.file,
-                dtype,
-                replica,
-                piece.byte_base,
-                piece.offset,
-                piece.extents,
-                piece.strides,
+    """The boxes of the logical tensor that a box of the local one is."""
+    shards = kind.cut.shards(0, kind.local_shape)
+    if not shards:
+        yield _row(byte_base, offset, extents, strides)
+    for local_start, logical_start, length in shards:
+        dim = kind.cut.dim or 0
+        low = max(offset[dim], local_start)
+        high = min(offset[dim] + extents[dim], local_start + length)
+        if low < high:
+            yield _row(
+                byte_base + (low - offset[dim]) * strides[dim],
+                _with(offset, dim, low - local_start + logical_start),
+                _with(extents, dim, high - low),
+                strides,
             )
-        for local_start, logical_start, length in shards:
-            dim = cut.dim or 0
-            low = max(piece.offset[dim], local_start)
-            high = min(piece.offset[dim] + piece.extents[dim], local_start + length)
-            if low >= high:
-                continue
-            skipped_bytes = (low - piece.offset[dim]) * piece.strides[dim]
-            yield fragment_row(
-                tensor,
-                piece.file,
-                dtype,
-                replica,
-                piece.byte_base + skipped_bytes,
-                _with(piece.offset, dim, low - local_start + logical_start),
-                _with(piece.extents, dim, high - low),
-                piece.strides,
-            )
+
+
+def _row(byte_base: int, offset: Shape, extents: Shape, strides: Shape) -> FragmentRow:
+    return (0, 0, 0, 0, byte_base, padded(offset, 0), padded(extents, 1), padded(strides, 0))
 
 
 def _with(values: Shape, dim: int, value: int) -> Shape:

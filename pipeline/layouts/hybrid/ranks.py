@@ -115,6 +115,14 @@ class Ranks:
     has_ema: bool
 
 
+def first_keys(names: Mapping[str, str]) -> dict[str, str]:
+    """Parameter name → structured key under which a cell's optimizer holds it: the first one of that name."""
+    keys: dict[str, str] = {}
+    for key, name in names.items():
+        keys.setdefault(name, key)
+    return keys
+
+
 def sort_ranks(
     paths: Mapping[str, int],
     roots: Mapping[str, Any],
@@ -275,9 +283,7 @@ def _read_cell(
         _names_from_meta(cell, meta)
     for file in model_files:
         _add_parameters(cell, file, roots[file.path])
-    keys: dict[str, str] = {}
-    for key, name in cell.names.items():
-        keys.setdefault(name, key)
+    keys = first_keys(cell.names)
     for file in (f for f in mine if f.kind == OPTIMIZER):
         _add_optimizer(cell, file, roots[file.path], keys)
     for file in (f for f in mine if f.kind == EMA):
@@ -310,10 +316,11 @@ def _complete_shapes(cell: Cell, strategy: str) -> None:
     A parameter that is not stored is bfloat16: sharded saving leaves out no other (PaddleNLP 3.0
     ``sharding_io.py:381-419``).
     """
-    for key in cell.names:
+    holders = first_keys(cell.names)
+    for key, name in cell.names.items():
         if key in cell.shapes:
             continue
-        holder = next(k for k, name in cell.names.items() if name == cell.names[key])
+        holder = holders[name]
         stored = cell.arrays.get((key, PARAM))
         masters = cell.arrays.get((holder, MASTER_WEIGHT))
         if stored:
@@ -369,7 +376,7 @@ def _add(cell: Cell, key: str, state: str, file: RankFile, value: object) -> Non
     if value is None:
         raise CheckpointError(f"{file.path}: {key} ({state}) is not an array")
     stored = cell.arrays.setdefault((key, state), [])
-    if any(other.path == file.path for other in stored):
+    if stored and stored[-1].path == file.path:  # files are read one after the other
         raise CoverageError(f"{key} ({state})", "stored twice in one file", (file.path,))
     stored.append(StoredArray(file.shard or 0, file.path, value))
 

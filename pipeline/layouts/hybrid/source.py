@@ -12,14 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from paddle_reshard.pipeline.catalog import (
     Catalog,
     File,
-    FragmentRow,
     check_catalog,
-    fragment_rows,
 )
 from paddle_reshard.pipeline.errors import (
     CheckpointError,
@@ -35,14 +33,15 @@ from paddle_reshard.pipeline.layouts.hybrid.model import (
     predict_parameter_names,
 )
 from paddle_reshard.pipeline.layouts.hybrid.names import ACCUMULATORS, MODEL_META
-from paddle_reshard.pipeline.layouts.hybrid.placement import (
-    Piece,
-    TensorCut,
-    flat_pieces,
-    place,
-    whole_piece,
+from paddle_reshard.pipeline.layouts.hybrid.placement import ArrayKind, Placements, TensorCut
+from paddle_reshard.pipeline.layouts.hybrid.ranks import (
+    Cell,
+    PredictNames,
+    Ranks,
+    StoredArray,
+    first_keys,
+    sort_ranks,
 )
-from paddle_reshard.pipeline.layouts.hybrid.ranks import Cell, PredictNames, Ranks, StoredArray, sort_ranks
 from paddle_reshard.pipeline.layouts.hybrid.sharding import (
     padded_elements,
     stage3_slice_elements,
@@ -62,7 +61,7 @@ from paddle_reshard.pipeline.tensors import (
     Tensor,
 )
 from paddle_reshard.pipeline.topology import Topology
-from paddle_reshard.storage.formats.paddle_pickle import ArrayRef, SplitArray
+from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 
 AUTOMATIC_NAME = re.compile(r"(eager_tmp|generated_tensor)_\d+")
 """What Paddle calls a tensor that nobody named; the number counts all such tensors of the process."""
@@ -220,8 +219,9 @@ def _read_model(ranks: Ranks, table: RuleTable, config: Mapping[str, Any]) -> Mo
     found: dict[str, ModelTensor] = {}
     order: dict[str, int] = {}
     for cell in ranks.cells:
-        for key in cell.names:
-            tensor = _read_tensor(cell, key, ranks, table, config)
+        holders = first_keys(cell.names)
+        for key, name in cell.names.items():
+            tensor = _read_tensor(cell, key, holders[name], ranks, table, config)
             known = found.setdefault(key, tensor)
             order.setdefault(key, len(order))
             _check_agreement(known, tensor, cell)
@@ -238,8 +238,9 @@ def _read_model(ranks: Ranks, table: RuleTable, config: Mapping[str, Any]) -> Mo
 
 
 def _read_tensor(
-    cell: Cell, key: str, ranks: Ranks, table: RuleTable, config: Mapping[str, Any]
+    cell: Cell, key: str, holder: str, ranks: Ranks, table: RuleTable, config: Mapping[str, Any]
 ) -> ModelTensor:
+    """``holder`` is the key under which the cell's optimizer holds the tensor."""
     rule, layer = table.find(key, config)
     cut = TensorCut(ranks.tp, rule.split_dim(config, ranks.tp, key), rule.parts)
     shape = cut.global_shape(key, cell.shapes[key])
@@ -256,24 +257,18 @@ def _read_tensor(
             f"{MODEL_META} says is_distributed={cell.distributed[key]}, the rule table says that tp "
             f"{'cuts dim ' + str(cut.dim) if cut.dim is not None else 'does not cut it'}",
         )
-    holder = _holder(cell, key)
-    states = [state for k, state in cell.arrays if k == holder and state in ACCUMULATORS]
+    states = tuple(name for name in ACCUMULATORS if (holder, name) in cell.arrays)
     return ModelTensor(
         key=key,
         rule=rule,
         layer=layer,
         global_shape=shape,
         dtype=cell.dtypes[key],
-        accumulators=tuple(name for name in ACCUMULATORS if name in states),
+        accumulators=states,
         master=(holder, MASTER_WEIGHT) in cell.arrays,
         tied_to=rule.twin(config),
         automatic_name=None if states or not AUTOMATIC_NAME.fullmatch(cell.names[key]) else cell.names[key],
     )
-
-
-def _holder(cell: Cell, key: str) -> str:
-    """The key under which a cell's optimizer holds a tensor: the first of those with its parameter name."""
-    return next(k for k, name in cell.names.items() if name == cell.names[key])
 
 
 def _check_agreement(known: ModelTensor, tensor: ModelTensor, cell: Cell) -> None:
@@ -335,6 +330,16 @@ def _check_names(ranks: Ranks, model: Model) -> tuple[bool | None, str | None]:
 # ------------------------------------------------------------------------------------------- the catalog
 
 
+class _Placed(NamedTuple):
+    """An array in a file."""
+
+    file: int
+    byte_offset: int
+    flat: tuple[int, int] | None
+    """Which elements of the flattened tensor it holds; ``None``: it is the whole tensor."""
+    fortran: bool
+
+
 class _Cataloguer:
     """Collects tensors and fragment rows, numbering the copies of each tensor."""
 
@@ -345,7 +350,11 @@ class _Cataloguer:
         self.tensors: dict[tuple[str, str], Tensor] = {}
         self.tensor_index: dict[tuple[str, str], int] = {}
         self.copies: dict[int, int] = {}
-        self.rows: list[FragmentRow] = []
+        self.placements = Placements()
+        self.aliases: dict[str, tuple[str, ...]] = {}
+        for tensor in model.tensors:
+            if tensor.tied_to is not None:
+                self.aliases[tensor.tied_to] = (*self.aliases.get(tensor.tied_to, ()), tensor.key)
 
     def catalog(self) -> Catalog:
         for cell in self.ranks.cells:
@@ -353,7 +362,7 @@ class _Cataloguer:
                 self._add(cell, key, state, cell.arrays[key, state])
         implied = self._imply()
         self._check_states()
-        return Catalog(tuple(self.tensors.values()), tuple(self.files), fragment_rows(self.rows), implied)
+        return Catalog(tuple(self.tensors.values()), tuple(self.files), self.placements.fragments(), implied)
 
     def _identity(self, key: str) -> str:
         tied_to = self.by_key[key].tied_to
@@ -362,10 +371,10 @@ class _Cataloguer:
     def _tensor(self, key: str, state: str, dtype: DType, shape: Shape, where: str) -> int:
         identity = self._identity(key)
         place = self.tensor_index.setdefault((identity, state), len(self.tensor_index))
-        aliases = tuple(
-            t.key for t in self.model.tensors if t.tied_to == identity and state in (PARAM, EMA_PARAM)
-        )
-        tensor = self.tensors.setdefault((identity, state), Tensor(identity, state, dtype, shape, aliases))
+        tensor = self.tensors.get((identity, state))
+        if tensor is None:
+            aliases = self.aliases.get(identity, ()) if state in (PARAM, EMA_PARAM) else ()
+            tensor = self.tensors[identity, state] = Tensor(identity, state, dtype, shape, aliases)
         if (tensor.dtype, tensor.global_shape) != (dtype, shape):
             raise CoverageError(
                 tensor.label,
@@ -391,9 +400,12 @@ class _Cataloguer:
         index = self._tensor(key, state, dtype, tensor.global_shape, arrays[0].path)
         rank = cell.tp if cut.dim is not None else 0
         for copy in self._copies(cell, key, state, arrays):
-            pieces = list(self._pieces(cell, key, state, dtype, copy))
             replica = self._replica(index, rank)
-            self.rows.extend(place(pieces, cut, rank, cell.shapes[key], index, dtype, replica))
+            for array in self._placed(cell, key, state, dtype, copy):
+                kind = self.placements.kind(
+                    ArrayKind(cell.shapes[key], cut, dtype.itemsize, array.flat, array.fortran)
+                )
+                self.placements.add(kind, rank, index, array.file, array.byte_offset, dtype, replica)
 
     def _flat(self, cell: Cell, key: str, state: str) -> bool:
         """Whether the ranks of a sharding group hold slices of the flattened tensor."""
@@ -437,16 +449,19 @@ class _Cataloguer:
                     (stored.path,),
                 )
             index = self._tensor(key, state, dtype, (1,), stored.path)
-            piece = whole_piece(self.file_index[stored.path], array.byte_offset, dtype, (1,))
-            cut = TensorCut(1, None)
-            self.rows.extend(place([piece], cut, 0, (1,), index, dtype, self._replica(index, 0)))
+            kind = self.placements.kind(ArrayKind((1,), TensorCut(1, None), dtype.itemsize))
+            replica = self._replica(index, 0)
+            self.placements.add(
+                kind, 0, index, self.file_index[stored.path], array.byte_offset, dtype, replica
+            )
 
-    def _pieces(
+    def _placed(
         self, cell: Cell, key: str, state: str, dtype: DType, arrays: list[StoredArray]
-    ) -> Iterator[Piece]:
+    ) -> Iterator[_Placed]:
+        """Where the arrays of one copy lie, and what each holds."""
         shape = cell.shapes[key]
         if self._flat(cell, key, state):
-            yield from self._flat_pieces(cell, key, state, dtype, arrays)
+            yield from self._flat_placed(cell, key, state, arrays)
             return
         (stored,) = arrays
         if state != PARAM and cell.owners.get(key, stored.shard) != stored.shard:
@@ -459,11 +474,9 @@ class _Cataloguer:
                 f"stored with shape {stored.array.shape}, under {self.strategy} a rank's whole tensor has {shape}",
                 (stored.path,),
             )
-        yield from self._array_pieces(stored, dtype, shape, 0, 0)
+        yield from self._array_placed(stored, None)
 
-    def _flat_pieces(
-        self, cell: Cell, key: str, state: str, dtype: DType, arrays: list[StoredArray]
-    ) -> Iterator[Piece]:
+    def _flat_placed(self, cell: Cell, key: str, state: str, arrays: list[StoredArray]) -> Iterator[_Placed]:
         shape = cell.shapes[key]
         label = f"{key} ({state})"
         total = self._padded(prod(shape), cell.dtypes[key])
@@ -498,7 +511,7 @@ class _Cataloguer:
             )
         first = 0
         for stored in arrays:
-            yield from self._array_pieces(stored, dtype, shape, first, stored.array.shape[0])
+            yield from self._array_placed(stored, (first, first + stored.array.shape[0]))
             first += stored.array.shape[0]
 
     def _padded(self, elements: int, dtype: DType) -> int:
@@ -508,20 +521,16 @@ class _Cataloguer:
             return stage3_slice_elements(elements, dtype, degree) * degree
         return padded_elements(elements, dtype, degree)
 
-    def _array_pieces(
-        self, stored: StoredArray, dtype: DType, shape: Shape, start: int, elements: int
-    ) -> Iterator[Piece]:
-        """``elements`` from ``start`` of the flattened tensor, or the whole tensor where ``elements`` is 0."""
+    def _array_placed(self, stored: StoredArray, flat: tuple[int, int] | None) -> Iterator[_Placed]:
         file, array = self.file_index[stored.path], stored.array
-        if isinstance(array, SplitArray):
-            for part in array.parts:
-                length = part.shape[0]
-                yield from flat_pieces(file, part.byte_offset, dtype, shape, start, start + length)
-                start += length
-        elif elements:
-            yield from flat_pieces(file, array.byte_offset, dtype, shape, start, start + elements)
-        else:
-            yield whole_piece(file, array.byte_offset, dtype, shape, array.fortran)
+        if isinstance(array, ArrayRef):
+            yield _Placed(file, array.byte_offset, flat, flat is None and array.fortran)
+            return
+        start = 0 if flat is None else flat[0]
+        for part in array.parts:
+            stop = start + part.shape[0]
+            yield _Placed(file, part.byte_offset, (start, stop), False)
+            start = stop
 
     def _imply(self) -> dict[int, int]:
         """Parameters that no file holds are the cast of their master weight, by definition of the format."""
