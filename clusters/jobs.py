@@ -28,7 +28,7 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from paddle_reshard.pipeline.errors import ReshardError, UsageError
+from paddle_reshard.pipeline.errors import JobError, ReshardError, UsageError
 
 UPLOADS = ("auto", "always", "never")
 PACKAGE = Path(__file__).parents[1]
@@ -42,10 +42,6 @@ _LOG_IN_MESSAGE = ", last available logs"
 _PROBE = "from paddle_reshard.clusters.jobs import package_digest; print(package_digest())"
 
 Tell = Callable[[str], None]
-
-
-class JobError(ReshardError):
-    """The cluster could not be reached, or would not take the job."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paddle_reshard.clusters.exchange import band_bytes, merge_reports, split_group
 from paddle_reshard.clusters.worker import ReshardWorker
-from paddle_reshard.pipeline.errors import MemoryBudgetError, ReshardError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.errors import (
+    ClusterError,
+    GroupFailedError,
+    MemoryBudgetError,
+    ReshardError,
+    UnsupportedError,
+    UsageError,
+)
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.run_group import GroupReport
@@ -51,17 +58,6 @@ SHARED_BYTES = 32 << 20
 PATIENCE_SECONDS = 15.0
 """How long nothing may happen before work is dealt to the workers that are there, and the log says what is
 missing if there are none."""
-
-
-class GroupFailedError(ReshardError):
-    """A group could not be run, wherever it was tried. ``tensor`` is the first one in it."""
-
-    def __init__(self, tensor: str, group: int, attempts: int, cause: str) -> None:
-        super().__init__(tensor, group, attempts, cause)
-        self.tensor, self.group, self.attempts, self.cause = tensor, group, attempts, cause
-
-    def __str__(self) -> str:
-        return f"{self.tensor}: group {self.group} failed {self.attempts} times, at last with: {self.cause}"
 
 
 @dataclass(frozen=True)
@@ -133,11 +129,17 @@ def _joined_ray(engine: RayEngine) -> Iterator[None]:
             **(local if address == "local" else {}),
         )
     except (OSError, ValueError, RuntimeError) as error:
-        raise UsageError(f"cannot join Ray at {address!r}: {_one_line(error)}") from error
+        kind = UsageError if isinstance(error, ValueError) else ClusterError
+        raise kind(f"cannot join Ray at {address!r}: {_one_line(error)}{_token_hint()}") from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _token_hint() -> str:
+    """Ray does not say that a cluster was silent because it wants a token."""
+    return "" if "RAY_AUTH_MODE" in os.environ else "; if it wants a token, set RAY_AUTH_MODE=token"
 
 
 def _check_answers(address: str) -> None:
@@ -273,7 +275,7 @@ class _Run:
         if not worker.ready and worker.starts >= ATTEMPTS:
             self.workers.remove(worker)
             if not self.workers:
-                raise ReshardError(f"no worker could be started on the Ray cluster: {cause}") from answer
+                raise ClusterError(f"no worker could be started on the Ray cluster: {cause}") from answer
             log.warning("worker %d: given up after %d starts: %s", worker.number, worker.starts, cause)
             return
         log.warning("worker %d: lost, and started again: %s", worker.number, cause)

@@ -13,9 +13,15 @@
     │   ├── MemoryBudgetError
     │   └── UnsupportedError  known, named, and not done by this version
     ├── TargetError           the target is occupied
+    ├── ListingError          a store would not show what it holds, or not take a small file
+    ├── ClusterError          a cluster could not be reached, or did not do what it was asked
+    │   ├── JobError          it would not take a job, or was lost on the way
+    │   └── GroupFailedError  a group could not be run, wherever it was tried
     └── DriftError            copies of one tensor differ (only the bytes can show it)
 
-Facts are passed positionally, so every error survives pickling and crosses process boundaries whole.
+A store may refuse any of this to the source or the target: that is a CheckpointError or a TargetError whose
+``retryable`` is true. Facts are passed positionally, so every error survives pickling and crosses process
+boundaries whole.
 """
 
 from __future__ import annotations
@@ -25,6 +31,9 @@ class ReshardError(Exception):
     """Base of all errors of this package. ``str(error)`` is one clear sentence."""
 
     exit_status = 1
+    retryable = False
+    """Whether the same request may end otherwise later, though neither it nor the checkpoint has changed: the trouble
+    was a store's or a cluster's."""
 
 
 class UsageError(ReshardError):
@@ -105,6 +114,33 @@ class UnsupportedError(PlanError):
 
 class TargetError(ReshardError):
     """The target is occupied, or was changed under us."""
+
+
+class ListingError(ReshardError):
+    """A store would not show what it holds, or not take a small file."""
+
+    retryable = True
+
+
+class ClusterError(ReshardError):
+    """A cluster could not be reached, or did not do what it was asked."""
+
+    retryable = True
+
+
+class JobError(ClusterError):
+    """The cluster would not take a job, or contact with it was lost."""
+
+
+class GroupFailedError(ClusterError):
+    """A group could not be run, wherever it was tried. ``tensor`` is the first one in it."""
+
+    def __init__(self, tensor: str, group: int, attempts: int, cause: str) -> None:
+        super().__init__(tensor, group, attempts, cause)
+        self.tensor, self.group, self.attempts, self.cause = tensor, group, attempts, cause
+
+    def __str__(self) -> str:
+        return f"{self.tensor}: group {self.group} failed {self.attempts} times, at last with: {self.cause}"
 
 
 class DriftError(CheckpointError):

@@ -97,4 +97,4 @@ def verify_data(report: VerifyReport) -> Json:
 
 def error_data(error: ReshardError) -> Json:
     """What any command prints with ``--json`` when it refuses."""
-    return {"error": str(error), "kind": type(error).__name__}
+    return {"error": str(error), "kind": type(error).__name__, "retryable": error.retryable}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import paddle_reshard
 from paddle_reshard.pipeline.claims import State
+from paddle_reshard.pipeline.errors import JobError
 from paddle_reshard.pipeline.workflow import Event, StepEnded, StepStarted
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def convert_inline(conversion: Conversion) -> Convert:
 
 def convert_as_job(request_of: Callable[[str, str], JobRequest], address: str | None) -> Convert:
     """Conversions as jobs of a Ray cluster, one at a time. Their arguments must ask for ``--json``."""
-    from paddle_reshard.clusters.jobs import JobError, follow_job, submit_conversion
+    from paddle_reshard.clusters.jobs import follow_job, submit_conversion
 
     def convert(source: str, target: str, check: Callable[[], None]) -> None:
         check()
@@ -93,5 +94,5 @@ def outcome_of_job(lines: Sequence[str], message: str) -> Outcome:
         except ValueError:
             continue
         if isinstance(said, dict) and "error" in said and "kind" in said:
-            return Outcome(State.REFUSED, str(said["error"]))
+            return Outcome(State.FAILED if said.get("retryable") else State.REFUSED, str(said["error"]))
     return Outcome(State.FAILED, f"{message} {lines[-1] if lines else ''}".strip())

@@ -49,12 +49,12 @@ from paddle_reshard.pipeline.claims import (
     superfluous,
     this_process,
 )
-from paddle_reshard.pipeline.errors import CheckpointError, ReshardError, TargetError, UsageError
+from paddle_reshard.pipeline.errors import CheckpointError, ListingError, ReshardError, UsageError
 from paddle_reshard.pipeline.layouts.hybrid.sidecars import MANIFEST
 from paddle_reshard.pipeline.runners import Conversion, Convert, Outcome, convert_inline
 from paddle_reshard.pipeline.workflow import MoveReport, describe_target, index_checkpoint, load_tables
-from paddle_reshard.storage.listing import ListingError, Shelf, open_shelf
-from paddle_reshard.storage.locate import is_local, open_source
+from paddle_reshard.storage.listing import Shelf, open_shelf
+from paddle_reshard.storage.locate import open_source
 
 log = logging.getLogger(__name__)
 
@@ -401,7 +401,7 @@ class Watcher:
         try:
             self.convert(self.run.at(name), self.out.at(name), check)
         except ReshardError as error:
-            state, reason = (State.FAILED if self._may_pass(error) else State.REFUSED), str(error)
+            state, reason = (State.FAILED if error.retryable else State.REFUSED), str(error)
         except Outcome as outcome:
             state, reason = outcome.state, outcome.reason
         except (OSError, MemoryError) as error:
@@ -412,13 +412,6 @@ class Watcher:
         if state is State.DONE and not plan_id:
             state, reason = State.FAILED, "the conversion ended without a target"
         return replace(attempt, state=state, reason=reason, plan_id=plan_id, seen_at=self.clock())
-
-    def _may_pass(self, error: ReshardError) -> bool:
-        """Whether another try may end differently though nothing has changed here: a store had troubles."""
-        local = is_local(self.run.location) and is_local(self.out.location)
-        return isinstance(error, ListingError) or (
-            not local and type(error) in (CheckpointError, TargetError)
-        )
 
     @contextmanager
     def _alive(self, attempt: Attempt) -> Iterator[None]:

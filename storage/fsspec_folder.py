@@ -225,7 +225,9 @@ class FsspecFolder:
             "a body came damaged" if code == "DamagedBody" else f"{code}: {self._redacted(error)}"
         )
         place = f"{self.location}/{name}" if name else self.location
-        return self.failure(f"{place}: {sentence}{tried}")
+        told = self.failure(f"{place}: {sentence}{tried}")
+        told.retryable = True
+        return told
 
     def _redacted(self, error: BaseException) -> str:
         text = " ".join(str(error).split())

@@ -16,15 +16,11 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from paddle_reshard.pipeline.errors import ReshardError
+from paddle_reshard.pipeline.errors import ListingError
 from paddle_reshard.storage.locate import StorageOptions, _open_folder, is_local, local_path
 
 if TYPE_CHECKING:
     from paddle_reshard.storage.fsspec_folder import FsspecFolder
-
-
-class ListingError(ReshardError):
-    """A store would not show what it holds, or not take a small file."""
 
 
 class Shelf(Protocol):

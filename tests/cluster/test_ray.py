@@ -14,8 +14,15 @@ from ray.cluster_utils import Cluster
 
 from paddle_reshard.clusters import ray_cluster
 from paddle_reshard.clusters.inline import run_inline
-from paddle_reshard.clusters.ray_cluster import ATTEMPTS, GroupFailedError, RayEngine
-from paddle_reshard.pipeline.errors import DriftError, MemoryBudgetError, UnsupportedError, UsageError
+from paddle_reshard.clusters.ray_cluster import ATTEMPTS, RayEngine
+from paddle_reshard.pipeline.errors import (
+    ClusterError,
+    DriftError,
+    GroupFailedError,
+    MemoryBudgetError,
+    UnsupportedError,
+    UsageError,
+)
 from paddle_reshard.pipeline.planning.match import COMPARE
 from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
 from paddle_reshard.pipeline.workflow import Engine, run_conversion
@@ -353,11 +360,15 @@ def test_a_ray_of_our_own_ends_with_the_run(plan: Plan, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "reason"), [("127.0.0.1:1", "Connection refused"), ("nobody", "Invalid address format")]
+    ("address", "kind", "reason"),
+    [
+        ("127.0.0.1:1", ClusterError, "Connection refused"),
+        ("nobody", UsageError, "Invalid address format"),
+    ],
 )
 def test_a_cluster_that_is_not_there_is_told(
-    address: str, reason: str, monkeypatch: pytest.MonkeyPatch
+    address: str, kind: type[Exception], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    with pytest.raises(UsageError, match=f"cannot join Ray at '{address}': .*{reason}"):
+    with pytest.raises(kind, match=f"cannot join Ray at '{address}': .*{reason}"):
         next(RayEngine(address=address)(iter([None]), None, None))

@@ -131,6 +131,8 @@ def test_a_refusal_is_told_from_a_crash() -> None:
     said = json.dumps({"error": "tp=3 does not divide", "kind": "UnsupportedError"})
     refused = outcome_of_job(["plan: …", said, "paddle-reshard: …"], "FAILED")
     assert (refused.state, refused.reason) == (State.REFUSED, "tp=3 does not divide")
+    passing = json.dumps({"error": "the store asks to slow down", "kind": "TargetError", "retryable": True})
+    assert outcome_of_job([passing], "FAILED").state is State.FAILED
     crashed = outcome_of_job(["plan: …", "Killed"], "job x FAILED:")
     assert (crashed.state, crashed.reason) == (State.FAILED, "job x FAILED: Killed")
     assert outcome_of_job([], "job x STOPPED:").state is State.FAILED

@@ -17,8 +17,10 @@ import pytest
 import paddle_reshard
 from paddle_reshard.pipeline import watch
 from paddle_reshard.pipeline.claims import Policy, conversion_id
+from paddle_reshard.pipeline.errors import GroupFailedError, TargetError
 from paddle_reshard.pipeline.runners import Conversion, convert_inline
 from paddle_reshard.pipeline.watch import Result, open_watcher
+from paddle_reshard.storage.fsspec_folder import FsspecFolder
 from tests.jobs.command import GOLDEN, MAIN, command_line, copy_checkpoint, invoke, run, snapshot
 
 INTERRUPTED = """
@@ -409,14 +411,22 @@ def test_a_checkpoint_of_another_format_is_refused_and_the_others_are_converted(
     assert "1 converted, 0 converted before, 0 waiting, 1 failed" in done.stderr
 
 
-def test_failures_are_tried_again_so_many_times(training: Run) -> None:
-
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        OSError(28, "No space left on device"),
+        GroupFailedError("w (param)", 7, 4, "No space left on its node"),
+        FsspecFolder("memory://c", {}, TargetError).explain(OSError("No space left in the bucket"), "file"),
+    ],
+    ids=lambda trouble: type(trouble).__name__,
+)
+def test_failures_are_tried_again_so_many_times(training: Run, trouble: Exception) -> None:
     copy_checkpoint(training.run / "checkpoint-3")
     now, calls = [1e9], []
 
     def convert(source: str, target: str, check) -> None:
         calls.append(now[0])
-        raise OSError(28, "No space left on device")
+        raise trouble
 
     conversion = Conversion({"to": "tp=1"}, lambda source, target: "id")
     policy = Policy(retries=2, backoff_seconds=60)

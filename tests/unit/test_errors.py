@@ -7,9 +7,13 @@ import pytest
 from paddle_reshard.pipeline import errors
 from paddle_reshard.pipeline.errors import (
     CheckpointError,
+    ClusterError,
     CoverageError,
     DriftError,
     FormatError,
+    GroupFailedError,
+    JobError,
+    ListingError,
     MemoryBudgetError,
     PlanError,
     ReshardError,
@@ -56,6 +60,14 @@ EXAMPLES = [
     ),
     (UnsupportedError("ep=2"), "ep=2", 1),
     (TargetError("out: is not empty"), "out: is not empty", 1),
+    (ListingError("s3://b/run: access denied"), "s3://b/run: access denied", 1),
+    (ClusterError("cannot join Ray at 'head:6379'"), "cannot join Ray at 'head:6379'", 1),
+    (JobError("the cluster did not take the job"), "the cluster did not take the job", 1),
+    (
+        GroupFailedError("w (param)", 7, 4, "WorkerCrashedError: it died"),
+        "w (param): group 7 failed 4 times, at last with: WorkerCrashedError: it died",
+        1,
+    ),
     (
         DriftError("w (moment1)", "element (0,) is 1.0 and 2.0", "a", "b", True),
         "w (moment1): element (0,) is 1.0 and 2.0: a and b differ; with --allow-replica-drift the first copy is "
@@ -83,6 +95,14 @@ def test_survives_pickling(error: ReshardError, text: str, status: int, protocol
     assert str(copy) == str(error) == text
     assert vars(copy) == vars(error)
     assert copy.exit_status == status
+
+
+def test_only_troubles_of_stores_and_clusters_are_worth_another_try() -> None:
+    kinds = {type(error) for error, _, _ in EXAMPLES if error.retryable}
+    assert kinds == {ListingError, ClusterError, JobError, GroupFailedError}
+    refused_by_a_store = TargetError("s3://b/c: the store asks to slow down")
+    refused_by_a_store.retryable = True
+    assert pickle.loads(pickle.dumps(refused_by_a_store)).retryable
 
 
 def test_the_suggested_budget_is_enough() -> None:
