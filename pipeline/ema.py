@@ -11,12 +11,11 @@ Needs Paddle's tensors or NumPy arrays, and neither pyarrow nor ray.
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
@@ -66,8 +65,7 @@ class EmaCounts:
     loss_too_high: int = 0
     skipped: int = 0
     """Updates for which the worker was not ready; the next one makes up for their decay."""
-    lost: int = 0
-    """Updates while there was no worker."""
+    lost_workers: int = 0
     waited_seconds: float = 0.0
     handed_over_seconds: float = 0.0
 
@@ -132,6 +130,9 @@ class AsyncEma:
         self.counts = EmaCounts()
         self.owed: tuple[float, ...] = ()
         """Decays of skipped updates."""
+        self.asked = 0
+        """Updates that were asked of the worker since the average began."""
+        self.last_request: Mapping[str, Any] = {}
         self.companion: Companion | None = None
         self.places: dict[tuple[str, str], _Place] = {}
 
@@ -158,10 +159,11 @@ class AsyncEma:
             if not loss < self.loss_threshold:
                 self.counts.loss_too_high += 1
                 return False
-        with self._losses_survived():
+        try:
             return self._hand_over(step)
-        self.counts.lost += 1
-        return False
+        except CompanionLost as error:
+            self._start_again(error)
+            return self._hand_over(step)
 
     def _hand_over(self, step: int) -> bool:
         began = time.perf_counter()
@@ -176,7 +178,9 @@ class AsyncEma:
             companion.wait()
         ready = time.perf_counter()
         _copy(weights, self.places, self.shared.values)
-        companion.ask({"do": "blend", "decay": prod(decays)})
+        self.last_request = {"do": "blend", "decay": prod(decays)}
+        companion.ask(self.last_request)
+        self.asked += 1
         self.progress = self.progress.after(step, decays)
         self.owed = ()
         self.counts.handed_over += 1
@@ -202,24 +206,28 @@ class AsyncEma:
             )
         return self.companion
 
-    @contextlib.contextmanager
-    def _losses_survived(self) -> Iterator[None]:
-        """Start another worker in place of a lost one, unless that is to be raised."""
-        try:
-            yield
-        except CompanionLost as error:
-            if self.when_lost == "raise" or self.companion is None:
-                raise
-            if self.shared.intact:
-                kept = "its average is whole and goes on"
-            else:
-                kept = "its average was spoilt and begins anew"
-                self.progress, self.owed = Progress(), ()
-                self.shared.counts[:] = 0
-                self.shared.average[:] = 0
-            logger.warning("the average of the weights: %s; %s", error, kept)
-            self.companion.end()
-            self.companion.start()
+    def _start_again(self, error: CompanionLost) -> None:
+        """Start another worker in place of a lost one, unless that is to be raised.
+
+        What was handed over and not begun is still there; an update that was begun and not done has spoilt the
+        average.
+        """
+        if self.when_lost == "raise" or self.companion is None:
+            raise error
+        self.counts.lost_workers += 1
+        self.companion.end()
+        self.companion.start()
+        begun, done = (int(count) for count in self.shared.counts)
+        if begun == done:
+            kept = "its average is whole and goes on"
+            if done < self.asked:
+                self.companion.ask(self.last_request)
+        else:
+            kept = "its average was spoilt and begins anew"
+            self.progress, self.owed, self.asked = Progress(), (), 0
+            self.shared.counts[:] = 0
+            self.shared.average[:] = 0
+        logger.warning("the average of the weights: %s; %s", error, kept)
 
     # --------------------------------------------------------------------------------------- save and load
 
@@ -324,7 +332,13 @@ class AsyncEma:
     def _drain(self) -> Companion:
         if self.companion is None or not self.progress.updates:
             raise UsageError("no average yet: no update was made and nothing was loaded")
-        self.companion.wait()
+        try:
+            self.companion.wait()
+        except CompanionLost as error:
+            self._start_again(error)
+            self.companion.wait()
+            if not self.progress.updates:
+                raise UsageError("the average was lost with its worker") from error
         return self.companion
 
     def close(self) -> None:
@@ -380,7 +394,7 @@ def _array(tensor: Any) -> Floats:
         return tensor
     if not tensor.place.is_cpu_place():
         tensor = tensor.cpu()
-    return np.from_dlpack(tensor.detach())
+    return np.asarray(np.from_dlpack(tensor.detach()), dtype=np.float32)
 
 
 def _shape(places: Mapping[tuple[str, str], _Place], entry: tuple[str, str]) -> str:

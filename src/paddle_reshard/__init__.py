@@ -9,12 +9,15 @@ from paddle_reshard.pipeline.api import (
     plan,
     verify,
 )
+from paddle_reshard.pipeline.ema import AsyncEma
+from paddle_reshard.pipeline.ema_trainer import ema_callback
 from paddle_reshard.pipeline.errors import ReshardError
 from paddle_reshard.pipeline.topology import Topology
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncEma",
     "ConversionReport",
     "Inspection",
     "ReshardError",
@@ -22,6 +25,7 @@ __all__ = [
     "VerifyReport",
     "__version__",
     "convert",
+    "ema_callback",
     "inspect",
     "plan",
     "verify",

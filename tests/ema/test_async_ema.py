@@ -193,14 +193,45 @@ def test_training_goes_on_without_the_worker_and_the_average_survives(
         assert ema.companion is not None
         ema.companion.process.kill()
         ema.companion.process.wait()
-        job.step()
-        lost = ema.update(4)
-        seen += [dict(job.masters)] if lost else []
-        seen += job.run(ema, 2, first=5)
+        seen += job.run(ema, 2, first=4)
         assert same_bits(
             by_paddle(seen, 0.5), {k: np.array(v) for k, v in ema.state().master_weights.items()}
         )
     assert "its average is whole and goes on" in caplog.text
+
+
+def test_an_update_that_the_lost_worker_had_not_begun_is_made_by_the_next(tmp_path: Path) -> None:
+    job = Job()
+    with AsyncEma(job.weights, decay=0.5) as ema:
+        seen = job.run(ema, 2)
+        ema.state()
+        stop(ema)
+        seen += job.run(ema, 1, first=3)
+        assert ema.companion is not None
+        ema.companion.process.kill()
+        ema.companion.process.wait()
+        ema.save(tmp_path, FILE)
+        assert same_bits(
+            by_paddle(seen, 0.5), {k: np.array(v) for k, v in ema.state().master_weights.items()}
+        )
+        assert (ema.progress.updates, ema.counts.lost_workers) == (3, 1)
+
+
+def test_a_spoilt_average_begins_anew(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    with AsyncEma(job.weights, decay=0.5) as ema, caplog.at_level(logging.WARNING):
+        job.run(ema, 3)
+        ema.state()
+        assert ema.companion is not None
+        ema.companion.process.kill()
+        ema.companion.process.wait()
+        ema.shared.counts[0] += 1  # as if it had been killed while it averaged
+        seen = job.run(ema, 2, first=4)
+        assert same_bits(
+            by_paddle(seen, 0.5), {k: np.array(v) for k, v in ema.state().master_weights.items()}
+        )
+        assert ema.progress.updates == 2
+    assert "was spoilt and begins anew" in caplog.text
 
 
 def test_a_lost_worker_can_be_an_error() -> None:

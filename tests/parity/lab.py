@@ -121,24 +121,44 @@ def resume(
     timeout_seconds: float,
     environment: Mapping[str, str],
 ) -> list[str]:
-    """Let the real trainer resume from a checkpoint and dump what it then holds; return the ranks' logs.
+    """Let the real trainer resume from a checkpoint and dump what it then holds; return the ranks' logs."""
+    return run_trainer(
+        lab,
+        name,
+        out,
+        driver=DRIVER,
+        options=["--resume", str(checkpoint)],
+        ranks=ranks,
+        arguments=arguments,
+        model=model,
+        timeout_seconds=timeout_seconds,
+        environment=environment,
+    )
+
+
+def run_trainer(
+    lab: Lab,
+    name: str,
+    out: Path,
+    *,
+    driver: Path,
+    options: list[str],
+    ranks: int,
+    arguments: Mapping[str, Any],
+    model: Mapping[str, Any],
+    timeout_seconds: float,
+    environment: Mapping[str, str],
+) -> list[str]:
+    """Run the laboratory's script under ``driver``, one process per rank; return the ranks' logs.
 
     Raises
     ------
     LabError
         If a rank fails or the time is over; with the end of the log of a rank that failed.
     """
-    command = [
-        str(lab.python),
-        str(DRIVER),
-        str(lab.scripts / "train_pf.py"),
-        "--case",
-        name,
-        "--out",
-        str(out),
-    ]
-    command += ["--args", json.dumps(dict(arguments)), "--model", json.dumps(dict(model))]
-    command += ["--resume", str(checkpoint)]
+    command = [str(lab.python), str(driver), str(lab.scripts / "train_pf.py"), "--case", name]
+    command += ["--out", str(out), "--args", json.dumps(dict(arguments)), "--model", json.dumps(dict(model))]
+    command += options
     logs = [out.parent / f"rank{rank}.log" for rank in range(ranks)]
     with _mailbox() as box:
         ends = _run_ranks(command, logs, _environments(ranks, box, environment), timeout_seconds)

@@ -145,7 +145,7 @@ def main(wanted: list[str]) -> int:
         say("parity: the corpus of real checkpoints is not at hand")
         return 2
     try:
-        with _alone():
+        with alone():
             lab = open_lab()
             failed = [name for name in wanted or ROWS if not _report(lab, name, ROWS[name])]
     except LabError as error:
@@ -156,7 +156,7 @@ def main(wanted: list[str]) -> int:
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """Keep a second run away from the files of this one."""
     PARITY.mkdir(exist_ok=True)
     with (PARITY / "lock").open("w") as lock:

@@ -1,10 +1,13 @@
 """Files of tensors as raw bytes, and how two of them differ. Shares no code with the package."""
 
 import json
+import pickle
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8}
 
@@ -45,3 +48,10 @@ def differences(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
             wrong = [i // size for i in items if mine.data[i : i + size] != real.data[i : i + size]]
             found.append(f"{key}: {len(wrong)} of {len(items)} elements, the first at {wrong[0]}")
     return found
+
+
+def read_ema_file(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of an ``ema.*.pdopt`` that this run has made, in the order of the file."""
+    root = pickle.loads(path.read_bytes())
+    arrays = {**root.pop("master_weights"), **root}
+    return {key: value[1] if isinstance(value, tuple) else value for key, value in arrays.items()}

@@ -1,0 +1,58 @@
+"""What the average beside training costs a step: ``python -m benchmarks.ema [--elements 100000000]``.
+
+Ratios, side by side in one run, medians: the time that ``update`` takes over that of one copy of the same bytes, and
+the bytes that the worker's arithmetic moves a second (average read and written, values read) over those that a copy
+moves.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from paddle_reshard.pipeline.ema import AsyncEma, Weights
+from paddle_reshard.tasks.ema import blend
+
+PASSES = 7
+
+
+def seconds(do: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    do()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--elements", type=int, default=100_000_000)
+    parser.add_argument("--tensors", type=int, default=300)
+    options = parser.parse_args()
+    each = options.elements // options.tensors
+    random = np.random.default_rng(1)
+    held = {f"linear_{i}.w_0": random.standard_normal(each, dtype=np.float32) for i in range(options.tensors)}
+    copy = {key: np.zeros_like(value) for key, value in held.items()}
+    average, values = (np.zeros(options.elements, np.float32) for _ in range(2))
+    steps: dict[str, list[float]] = {"update": [], "copy": [], "blend": [], "copy whole": []}
+    with AsyncEma(lambda: Weights(held), decay=0.999) as ema:
+        ema.update(0)
+        for step in range(1, PASSES + 1):
+            ema.state()  # the worker has nothing to do: what is measured is the step's share
+            steps["update"].append(seconds(lambda step=step: ema.update(step)))
+            ema.state()
+            steps["copy"].append(
+                seconds(lambda: [np.copyto(copy[key], value) for key, value in held.items()])
+            )
+            steps["blend"].append(seconds(lambda: blend(average, values, 0.999)))
+            steps["copy whole"].append(seconds(lambda: np.copyto(average, values)))
+    median = {name: statistics.median(found) for name, found in steps.items()}
+    bandwidth = (3 / median["blend"]) / (2 / median["copy whole"])
+    print(f"{options.tensors} tensors, {4 * options.elements / 1e6:.0f} MB, medians of {PASSES}")
+    print(f"update {1e3 * median['update']:.0f} ms, a copy of the same bytes {1e3 * median['copy']:.0f} ms")
+    print(f"update / copy               {median['update'] / median['copy']:.2f}   goal <= 1.2")
+    print(f"arithmetic / copy bandwidth {bandwidth:.2f}   goal >= 0.5")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""The average beside training, for the ``Trainer`` of PaddleFormers and PaddleNLP."""
+
+from __future__ import annotations
+
+import logging
+import os
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from paddle_reshard.pipeline.ema import MASTER_WEIGHTS, AsyncEma, Weights
+from paddle_reshard.pipeline.errors import ReshardError, UsageError
+
+logger = logging.getLogger(__name__)
+
+
+def ema_callback(trainer: Any, *, resume_from: str | os.PathLike[str] | None = None, **options: Any) -> Any:
+    """A callback that averages what ``trainer`` trains, and saves it into its checkpoints.
+
+    ``trainer.add_callback(ema_callback(trainer, decay=0.999))``. Files are those of the trainer's own average
+    (``ema.tp00_pp00_shard00.pdopt``), so it is for jobs that save sharded models, as that one is.
+
+    Parameters
+    ----------
+    trainer
+        A ``Trainer`` that saves sharded models.
+    resume_from
+        A checkpoint of the same topology to go on from.
+    options
+        See :class:`~paddle_reshard.pipeline.ema.AsyncEma`.
+
+    Raises
+    ------
+    UsageError
+        If the trainer saves in another format.
+    """
+    if getattr(trainer, "sharding_io", None) is None:
+        raise UsageError(
+            "the average of a trainer's weights goes into sharded checkpoints; train with "
+            "save_checkpoint_format=sharding_io (PaddleFormers) or save_sharded_model=true (PaddleNLP)"
+        )
+    if options.get("loss_threshold") is not None and trainer.args.zcc_save_ema_coef is None:
+        raise UsageError(
+            "the trainer tells its callbacks the loss of a step only where zcc_save_ema_coef is set"
+        )
+    base = import_module(f"{_library(trainer)}.trainer").TrainerCallback
+    callback = type("EmaCallback", (_EmaCallback, base), {})
+    return callback(trainer, resume_from, AsyncEma(lambda: weights_of(trainer), **options))
+
+
+def _library(trainer: Any) -> str:
+    for cls in type(trainer).__mro__:
+        if cls.__name__ == "Trainer" and cls.__module__.startswith(("paddleformers.", "paddlenlp.")):
+            return cls.__module__.partition(".")[0]
+    raise UsageError(f"{type(trainer).__name__} is not a Trainer of PaddleFormers or PaddleNLP")
+
+
+def weights_of(trainer: Any) -> Weights:
+    """What the trainer's own average is made of: this rank's master weights and the float32 parameters it saves."""
+    unwrap_model = import_module(f"{_library(trainer)}.transformers.model_utils").unwrap_model
+    sharding_io = trainer.sharding_io
+    saved, *_ = sharding_io.manipulate_state_dict_and_config(
+        unwrap_model(sharding_io.model), merge_tensor_parallel=False
+    )
+    params = {key: tensor for key, tensor in saved.items() if str(tensor.dtype).endswith("float32")}
+    return Weights(trainer.optimizer.state_dict().get(MASTER_WEIGHTS, {}), params)
+
+
+class _EmaCallback:
+    """Calls the average at the end of every step; joined with the trainer's base class when it is made."""
+
+    def __init__(self, trainer: Any, resume_from: str | os.PathLike[str] | None, ema: AsyncEma) -> None:
+        self.trainer, self.resume_from, self.ema = trainer, resume_from, ema
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.resume_from is not None:
+            self.ema.load(self.resume_from, self._file_name(args))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.ema.update(state.global_step, getattr(state, "loss", None))
+        if control.should_save and self.ema.progress.updates:
+            self._save(Path(args.output_dir) / f"checkpoint-{state.global_step}", self._file_name(args))
+
+    def _save(self, directory: Path, file_name: str) -> None:
+        try:
+            self.ema.save(directory, file_name)
+        except ReshardError as error:
+            if self.ema.when_lost == "raise":
+                raise
+            logger.error("%s has no average of the weights: %s", directory / file_name, error)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        logger.info("the average of the weights: %s", self.ema.counts)
+        self.ema.close()
+
+    def _file_name(self, args: Any) -> str:
+        suffix = args.optimizer_name_suffix
+        return f"ema.{suffix}.pdopt" if suffix else "ema.pdopt"

@@ -1,0 +1,63 @@
+"""Runs in the trainer's Python: the laboratory's script, with our average beside the trainer's own.
+
+``EMA_DECAY``: of both. ``EMA_SEEN``: a folder for the master weights of every step, as the rank holds them.
+``EMA_RESUME``: a checkpoint from which the trainer and our average go on.
+"""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    script = Path(sys.argv[1])
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(script.parent)
+
+    import paddle
+
+    paddle.set_device("cpu")
+    import cpu_gloo_shim  # noqa: F401
+    from paddleformers.trainer import Trainer
+
+    train = Trainer.train
+
+    def train_with_averages(trainer, *_, **__):
+        resumed = os.environ.get("EMA_RESUME")
+        trainer.add_callback(_our_callback(trainer, resumed))
+        if resumed is None:
+            trainer.add_non_zcc_ema_callback(None)
+        return train(trainer, resume_from_checkpoint=resumed)
+
+    Trainer.train = train_with_averages
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _our_callback(trainer, resumed):
+    import numpy as np
+
+    before = set(sys.modules)
+    from paddle_reshard.pipeline.ema_trainer import ema_callback, weights_of
+
+    if heavy := (set(sys.modules) - before) & {"pyarrow", "ray"}:
+        raise ImportError(f"the average beside training has imported {heavy}")
+
+    callback = ema_callback(trainer, decay=float(os.environ["EMA_DECAY"]), resume_from=resumed)
+    update, save = callback.ema.update, callback.ema.save
+
+    def update_and_show(step, loss=None):
+        masters = {key: tensor.numpy() for key, tensor in weights_of(trainer).master_weights.items()}
+        file_name = callback._file_name(trainer.args)
+        np.savez(Path(os.environ["EMA_SEEN"]) / f"step{step}_{file_name}.npz", **masters)
+        return update(step, loss)
+
+    def save_beside(directory, file_name):
+        save(f"{directory}-ours", file_name)
+
+    callback.ema.update, callback.ema.save = update_and_show, save_beside
+    return callback
+
+
+if __name__ == "__main__":
+    main()
