@@ -111,15 +111,18 @@ def _make_user(iam: Any, name: str, actions: list[str]) -> tuple[str, str]:
 Fault = Callable[[str, str], str | None]
 SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 INTERNAL = b"<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>"
+ANSWERS = {"slow_down": (503, SLOW_DOWN), "internal": (500, INTERNAL), "late": (200, INTERNAL)}
 
 
 @dataclass
 class Proxy:
     """Passes requests on. ``fault(method, path)`` names what goes wrong with a request, or None.
 
-    ``slow_down``, ``internal``: the answer. ``reset``: the connection is closed instead of an answer. ``lose``: the
-    same, after the store has done what was asked. ``cut``: half of the body. ``hang``: nothing, for as long as the
-    proxy lives.
+    ``slow_down``, ``internal``: the answer. ``late``: the answer ``internal``, but with status 200, as S3 does where
+    it began to answer before it was done. ``reset``: the connection is closed instead of an answer. ``lose``: the
+    same, after the store has done what was asked. ``cut``: half of the body that was announced. ``short``, ``long``:
+    a whole body of one byte less or more. ``stall``: half of the body, then nothing; ``hang``: nothing at all, for as
+    long as the proxy lives. The method of a part that the store copies is ``COPY``.
     """
 
     url: str = ""
@@ -143,71 +146,79 @@ def first(count: int, kind: str, wanted: Fault) -> Fault:
     return fault
 
 
+class _Server(ThreadingHTTPServer):
+    proxy: Proxy
+    upstream: str
+    daemon_threads = True
+    request_queue_size = 128
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that was killed is what some tests are about."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def log_message(self, format: str, *args: Any) -> None:
+        return
+
+    def pass_on(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        method = "COPY" if "x-amz-copy-source" in self.headers else self.command
+        self.server.proxy.seen.append((method, self.path))
+        kind = self.server.proxy.fault(method, self.path)
+        if kind in ANSWERS:
+            self.answer(ANSWERS[kind][0], {}, ANSWERS[kind][1])
+        elif kind == "reset":
+            self.close_connection = True
+        elif kind == "hang":
+            self.server.proxy.hanging.set()
+            self.server.proxy.closing.wait()
+            self.close_connection = True
+        else:
+            self.forward(body, kind)
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = pass_on
+
+    def forward(self, body: bytes, kind: str | None) -> None:
+        connection = http.client.HTTPConnection(self.server.upstream)
+        try:
+            headers = {name: value for name, value in self.headers.items() if name.lower() != "expect"}
+            connection.request(self.command, self.path, body, headers)
+            answer = connection.getresponse()
+            content = answer.read()
+        finally:
+            connection.close()
+        if kind == "lose":
+            self.close_connection = True
+            return
+        if kind in ("short", "long"):
+            content = content[:-1] if kind == "short" else content + b"x"
+        self.answer(answer.status, dict(answer.getheaders()), content, kind)
+
+    def answer(self, status: int, headers: dict[str, str], content: bytes, kind: str | None = None) -> None:
+        broken = kind in ("cut", "stall")
+        self.send_response_only(status)
+        for name, value in headers.items():
+            if name.lower() not in ("content-length", "connection", "transfer-encoding"):
+                self.send_header(name, value)
+        length = headers.get("Content-Length") if self.command == "HEAD" else str(len(content))
+        self.send_header("Content-Length", length or "0")
+        self.end_headers()
+        self.wfile.write(content[: len(content) // 2] if broken else content)
+        if kind == "stall":
+            self.server.proxy.closing.wait()
+        self.close_connection = self.close_connection or broken
+
+
 @contextlib.contextmanager
 def running_proxy(store_url: str) -> Iterator[Proxy]:
     """A proxy before a store, in this process."""
     proxy = Proxy()
-    upstream = store_url.removeprefix("http://")
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True
-
-        def log_message(self, format: str, *args: Any) -> None:
-            return
-
-        def pass_on(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            proxy.seen.append((self.command, self.path))
-            kind = proxy.fault(self.command, self.path)
-            if kind in ("slow_down", "internal"):
-                self.answer(
-                    503 if kind == "slow_down" else 500, {}, SLOW_DOWN if kind == "slow_down" else INTERNAL
-                )
-            elif kind == "reset":
-                self.close_connection = True
-            elif kind == "hang":
-                proxy.hanging.set()
-                proxy.closing.wait()
-                self.close_connection = True
-            else:
-                self.forward(body, kind)
-
-        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = pass_on
-
-        def forward(self, body: bytes, kind: str | None) -> None:
-            connection = http.client.HTTPConnection(upstream)
-            try:
-                headers = {name: value for name, value in self.headers.items() if name.lower() != "expect"}
-                connection.request(self.command, self.path, body, headers)
-                answer = connection.getresponse()
-                content = answer.read()
-            finally:
-                connection.close()
-            if kind == "lose":
-                self.close_connection = True
-                return
-            self.answer(answer.status, dict(answer.getheaders()), content, cut=kind == "cut")
-
-        def answer(self, status: int, headers: dict[str, str], content: bytes, cut: bool = False) -> None:
-            self.send_response_only(status)
-            for name, value in headers.items():
-                if name.lower() not in ("content-length", "connection", "transfer-encoding"):
-                    self.send_header(name, value)
-            length = headers.get("Content-Length") if self.command == "HEAD" else str(len(content))
-            self.send_header("Content-Length", length or "0")
-            self.end_headers()
-            self.wfile.write(content[: len(content) // 2] if cut else content)
-            self.close_connection = self.close_connection or cut
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-        request_queue_size = 128
-
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            """A client that was killed is what some tests are about."""
-
-    server = Server((HOST, 0), Handler)
+    server = _Server((HOST, 0), _Handler)
+    server.proxy, server.upstream = proxy, store_url.removeprefix("http://")
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     proxy.url = f"http://{HOST}:{server.server_address[1]}"
