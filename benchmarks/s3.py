@@ -1,0 +1,492 @@
+"""Conversions on a real S3 server: Ceph with its gateway, started here from Debian's packages.
+
+    make s3                       real and generated checkpoints; figures go into docs/s3.md
+    make s3 ARGS='--quick'        300 MB, one round, printed only
+
+Client and server share the machine's cores: the ratios count, not the rates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import s3fs
+
+from benchmarks.disk import Verdict, copied_share, say
+from benchmarks.generate import generate, llama_of, parse_size
+from benchmarks.measure import (
+    CommandFailed,
+    Measured,
+    alternate,
+    machine,
+    median,
+    ratio_of_rounds,
+    run,
+    spread,
+    table,
+    write_figures,
+)
+
+DOCUMENT = Path("docs/s3.md")
+SCRIPT = Path(__file__).with_name("ceph.sh")
+REAL = Path("tests/golden/cases/mp2pp2sh2_s1v2_meta_ema/checkpoint-3")
+BUCKET = "checkpoints"
+SOURCE, V2 = "tp=2,pp=2,sharding=2", "stage1v2"
+ALL_AXES = ("--to", "tp=4,pp=1,sharding=4", "--sharding-strategy", V2)
+ONLY_PP = ("--to", "tp=2,pp=4,sharding=2", "--sharding-strategy", V2)
+GATEWAY_DOWN_SECONDS = 2.0
+KILLED_AT = 0.4
+MANIFEST = "paddle_reshard.json"
+
+
+# -------------------------------------------------------------------------------------------------- server
+
+
+class Ceph:
+    """The server: a monitor, a store and a gateway."""
+
+    def __init__(self, home: Path) -> None:
+        self.home, self.port = home, _free_port()
+
+    def start(self) -> None:
+        self._script("start", str(self.port), str(_free_port()))
+
+    def stop(self) -> None:
+        self._script("stop")
+
+    def kill_gateway(self) -> None:
+        os.kill(int((self.home / "state" / "client.rgw.s3.pid").read_text()), signal.SIGKILL)
+
+    def start_gateway(self) -> None:
+        self._script("gateway")
+
+    def _script(self, action: str, *arguments: str) -> None:
+        subprocess.run([SCRIPT, action, self.home, *arguments], check=True, stdout=subprocess.DEVNULL)
+
+    def options(self, user: str) -> dict[str, Any]:
+        """What s3fs needs to act as a user."""
+        return {
+            "key": user,
+            "secret": f"{user}-secret",
+            "endpoint_url": f"http://127.0.0.1:{self.port}",
+            "use_listings_cache": False,
+        }
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes that clients have read from the gateway, and have sent to it, since it was started."""
+        counters = self._ask("perf dump")["rgw"]
+        return counters["get_b"], counters["put_b"]
+
+    def _ask(self, command: str) -> Any:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str((self.home / "state" / "client.rgw.s3.asok").resolve()))
+            connection.sendall(json.dumps({"prefix": command}).encode() + b"\0")
+            with connection.makefile("rb") as answer:
+                return json.loads(answer.read(int.from_bytes(answer.read(4), "big")))
+
+
+def _free_port() -> int:
+    """A port that nobody listens on, below those that outgoing connections take."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def let_reader_read(writer: s3fs.S3FileSystem) -> None:
+    """The reader sees the bucket; its key cannot write at all."""
+    statement = {
+        "Effect": "Allow",
+        "Principal": {"AWS": ["arn:aws:iam:::user/reader"]},
+        "Action": ["s3:GetObject", "s3:ListBucket"],
+        "Resource": [f"arn:aws:s3:::{BUCKET}", f"arn:aws:s3:::{BUCKET}/*"],
+    }
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+    writer.call_s3("put_bucket_policy", Bucket=BUCKET, Policy=policy)
+
+
+# ----------------------------------------------------------------------------------------------------- run
+
+
+@dataclass
+class Session:
+    """A server with checkpoints in it, and what was found out."""
+
+    ceph: Ceph
+    scratch: Path
+    rounds: int
+    checks: list[tuple[str, str]] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for user in ("writer", "reader"):
+            (self.scratch / user).write_text(json.dumps(self.ceph.options(user)))
+        self.store = s3fs.S3FileSystem(**self.ceph.options("writer"))
+
+    def command(self, *arguments: str, user: str = "writer") -> list[str]:
+        """A command line of ours."""
+        options = ["--storage-options", f"@{self.scratch / user}", "--json"]
+        return [sys.executable, "-m", "paddle_reshard", *arguments, *options]
+
+    def url(self, name: str) -> str:
+        return f"s3://{BUCKET}/{name}"
+
+    def remove(self, place: str) -> None:
+        if not place.startswith("s3://"):
+            shutil.rmtree(place, ignore_errors=True)
+        elif self.store.exists(place):
+            self.store.rm(place, recursive=True)
+
+    def check(self, what: str, holds: bool, found: str) -> None:
+        """Note an outcome; one that is not as promised fails the run."""
+        say(f"  {'ok' if holds else 'NOT OK'}: {what}: {found}")
+        self.checks.append((what, found if holds else f"**not as promised**: {found}"))
+        if not holds:
+            self.failed.append(what)
+
+    def equal(self, a: str | Path, b: str | Path) -> bool:
+        """Whether two checkpoints hold the same values, bit for bit."""
+        answer = subprocess.run(
+            self.command("verify", str(a), str(b)), capture_output=True, text=True, check=False
+        )
+        return answer.returncode == 0 and bool(json.loads(answer.stdout)["equal"])
+
+    def objects(self, place: str) -> dict[str, str]:
+        """Name → ETag of every object below a place."""
+        found = self.store.find(place, detail=True) if self.store.exists(place) else {}
+        return {path.rsplit("/", 1)[1]: entry["ETag"] for path, entry in found.items()}
+
+
+def real_checkpoint(s: Session) -> None:
+    """A checkpoint that the real trainer wrote: every way in and out, and back to what it was."""
+    source, disk = s.url("real/checkpoint-3"), str(s.scratch / "real-disk")
+    s.store.put(f"{REAL}/", f"{source}/", recursive=True)
+    ways = {
+        "S3 to S3, to a single card": (source, s.url("real/one")),
+        "S3 to disk, to a single card": (source, disk),
+        "disk to S3, to a single card": (str(REAL), s.url("real/two")),
+    }
+    for name, (start, end) in ways.items():
+        run(s.command("convert", start, end, "--to", "tp=1"))
+        s.check(f"real checkpoint: {name}", s.equal(REAL, end), "equal to the source, bit for bit")
+    same = s.objects(s.url("real/one")) == s.objects(s.url("real/two"))
+    s.check("the same target from S3 and from disk", same, "every object has the same ETag")
+    back = s.url("real/back")
+    run(s.command("convert", s.url("real/one"), back, "--to", SOURCE, "--sharding-strategy", V2))
+    s.check("and back to 8 ranks", s.equal(REAL, back), "equal to the source, bit for bit")
+
+
+def refusals(s: Session) -> None:
+    """Keys that may not do it, before any work."""
+    for what, user, reason in (
+        ("a key that may only read", "reader", "denied"),
+        ("a wrong secret", "stranger", "denied"),
+    ):
+        options = (
+            {**s.ceph.options("writer"), "secret": "wrong"} if user == "stranger" else s.ceph.options(user)
+        )
+        (s.scratch / user).write_text(json.dumps(options))
+        target = s.url(f"refused/{user}")
+        start = time.perf_counter()
+        answer = subprocess.run(
+            s.command("convert", s.url("large/source"), target, *ALL_AXES, user=user),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        took = time.perf_counter() - start
+        said = answer.stderr.strip().removeprefix("paddle-reshard: ")
+        holds = answer.returncode == 1 and reason in said and not s.objects(target)
+        s.check(what, holds, f"refused after {took:.1f} s, nothing written: “{said}”")
+    readable = subprocess.run(
+        s.command("inspect", s.url("large/source"), user="reader"), capture_output=True, check=False
+    )
+    s.check("a key that may only read, for reading", readable.returncode == 0, "inspect works")
+
+
+@dataclass(frozen=True)
+class Way:
+    """A contender: plain s3fs, or one of ours beside the plain one that moves the same bytes."""
+
+    name: str
+    places: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    beside: str = ""
+
+    def command(self, s: Session) -> list[str]:
+        if self.beside:
+            return s.command("convert", *self.places, *self.options)
+        return [sys.executable, "-m", "benchmarks.s3_plain", str(s.scratch / "writer"), *self.places]
+
+
+@dataclass
+class Timed:
+    """The runs of one way; traffic is that of the last one: bytes that clients read from the gateway, and sent."""
+
+    runs: list[Measured]
+    traffic: tuple[int, int]
+
+
+HEAD = (
+    "",
+    "seconds",
+    "client CPU s",
+    "downloaded",
+    "uploaded",
+    "÷ s3fs",
+    "copied by the store",
+    "retries",
+    "private MiB / budget",
+)
+
+
+def timings(s: Session, local: Path) -> str:
+    """The generated checkpoint: ours beside plain s3fs, in turns."""
+    source, target = s.url("large/source"), s.url("large/target")
+    disk, between = str(s.scratch / "out"), str(s.scratch / "between")
+    both, down, up = "s3fs: download, upload", "s3fs: download", "s3fs: upload"
+    ways = (
+        Way(both, (source, target, between)),
+        Way(down, (source, disk)),
+        Way(up, (str(local), target)),
+        Way("S3 to S3: tp, pp, sharding change", (source, target), ALL_AXES, both),
+        Way("S3 to S3: only pp changes", (source, target), ONLY_PP, both),
+        Way("S3 to disk: tp, pp, sharding change", (source, disk), ALL_AXES, down),
+        Way("disk to S3: tp, pp, sharding change", (str(local), target), ALL_AXES, up),
+    )
+    timed = run_in_turns(s, ways, (target, disk, between))
+    size = sum(path.stat().st_size for path in local.iterdir())
+    for way in ways:
+        if way.beside:
+            judge(s, way, timed)
+            s.remove(way.places[1])
+            run(way.command(s))
+            s.check(way.name, s.equal(local, way.places[1]), "equal to the source, bit for bit")
+    s.remove(disk)
+    return table(HEAD, [row(way, timed, size) for way in ways])
+
+
+def run_in_turns(s: Session, ways: Sequence[Way], places: Sequence[str]) -> dict[str, Timed]:
+    """Run every way in every round, each into empty places."""
+    traffic: dict[str, tuple[int, int]] = {}
+
+    def contender(way: Way) -> Measured:
+        for place in places:
+            s.remove(place)
+        os.sync()
+        before = s.ceph.traffic()
+        measured = run(way.command(s))
+        after = s.ceph.traffic()
+        traffic[way.name] = (after[0] - before[0], after[1] - before[1])
+        return measured
+
+    runs = alternate({way.name: partial(contender, way) for way in ways}, s.rounds, say)
+    return {way.name: Timed(runs[way.name], traffic[way.name]) for way in ways}
+
+
+def judge(s: Session, way: Way, timed: dict[str, Timed]) -> None:
+    """Is it as fast as moving the bytes, and as lean as it was told to be?"""
+    runs = timed[way.name].runs
+    ratio = ratio_of_rounds(runs, timed[way.beside].runs)
+    peak, budget = memory_of(runs)
+    s.verdicts.append(Verdict(f"{way.name}: time ÷ {way.beside}", "≤ 1.0", f"{ratio:.2f}", ratio <= 1))
+    s.verdicts.append(Verdict(f"{way.name}: private memory, MiB", f"≤ {budget}", f"{peak}", peak <= budget))
+
+
+def row(way: Way, timed: dict[str, Timed], size: int) -> tuple[str, ...]:
+    """A line of the table."""
+    runs, traffic = timed[way.name].runs, timed[way.name].traffic
+    common = (
+        way.name,
+        spread(runs),
+        f"{median(runs, 'cpu_seconds'):.1f}",
+        *(f"{n / size:.2f}" for n in traffic),
+    )
+    if not way.beside:
+        return (*common, "1.00", "–", "–", "–")
+    said = json.loads(runs[-1].output)
+    share, retries = copied_share(said), retries_of(said)
+    peak, budget = memory_of(runs)
+    return (
+        *common,
+        f"{ratio_of_rounds(runs, timed[way.beside].runs):.2f}",
+        "–" if share is None else f"{share:.2f}",
+        "–" if retries is None else str(retries),
+        f"{peak} / {budget}",
+    )
+
+
+def memory_of(runs: Sequence[Measured]) -> tuple[int, int]:
+    """Largest private memory and budget, in MiB."""
+    budget = json.loads(runs[-1].output)["plan"]["budget_bytes"]
+    return max(r.private_bytes for r in runs) >> 20, budget >> 20
+
+
+def in_little_memory(s: Session, local: Path) -> None:
+    """The smallest budget that there is."""
+    target = s.url("large/lean")
+    what = "S3 to S3 in 256 MiB: tp, pp, sharding change"
+    command = s.command("convert", s.url("large/source"), target, *ALL_AXES, "--memory", "256MiB")
+    try:
+        peak, budget = memory_of([run(command)])
+    except CommandFailed as error:
+        s.check(what, False, str(error).splitlines()[-1])
+        return
+    holds = peak <= budget and s.equal(local, target)
+    s.check(what, holds, f"equal to the source, {peak} MiB of private memory at most")
+    s.remove(target)
+
+
+def retries_of(said: dict[str, Any]) -> int | None:
+    """How many requests were made again, where the report says so."""
+    found = said["moved"].get("retries")
+    return sum(found.values()) if isinstance(found, dict) else found
+
+
+def gateway_dies(s: Session, local: Path) -> None:
+    """The gateway is killed in the middle of a conversion and comes back: retries, and the same result."""
+    target = s.url("large/survivor")
+    with _later(1.5, s.ceph.kill_gateway), _later(1.5 + GATEWAY_DOWN_SECONDS, s.ceph.start_gateway):
+        try:
+            said = json.loads(run(s.command("convert", s.url("large/source"), target, *ALL_AXES)).output)
+            retries = retries_of(said)
+            found = "converted" if retries is None else f"converted, {retries} requests made again"
+        except CommandFailed as error:
+            found = str(error).splitlines()[-1]
+    s.check(
+        f"gateway killed in mid-conversion, back after {GATEWAY_DOWN_SECONDS:.0f} s",
+        s.equal(local, target),
+        f"{found}; equal to the source, bit for bit",
+    )
+    s.remove(target)
+
+
+def killed_and_resumed(s: Session, local: Path) -> None:
+    """Kill -9 in the middle, then the same command with --resume."""
+    whole, target = s.url("large/whole"), s.url("large/resumed")
+    size = sum(path.stat().st_size for path in local.iterdir())
+    undisturbed = run(s.command("convert", s.url("large/source"), whole, *ALL_AXES)).seconds
+    command = s.command("convert", s.url("large/source"), target, *ALL_AXES)
+    already = s.ceph.traffic()[1]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and s.ceph.traffic()[1] - already < KILLED_AT * size:
+        time.sleep(0.02)
+    alive = process.poll() is None
+    process.kill()
+    process.wait()
+    visible = s.objects(target)
+    s.check(
+        f"killed (-9) when {KILLED_AT:.0%} of the bytes were uploaded",
+        alive and MANIFEST not in visible,
+        f"{len(visible)} objects to be seen, no manifest" if visible else "nothing to be seen in the target",
+    )
+    try:
+        seconds = run([*command, "--resume"]).seconds
+    except CommandFailed as error:
+        s.check("resumed", False, str(error).splitlines()[-1])
+        return
+    same = s.objects(target) == s.objects(whole) and s.equal(local, target)
+    s.check(
+        "resumed",
+        same,
+        f"{seconds:.1f} s instead of {undisturbed:.1f} s; every object has the ETag of an undisturbed run",
+    )
+    s.remove(whole)
+    s.remove(target)
+
+
+@contextlib.contextmanager
+def _later(seconds: float, action: Callable[[], None]) -> Iterator[None]:
+    timer = threading.Timer(seconds, action)
+    timer.start()
+    yield
+    timer.join()
+
+
+def report(ceph: Ceph, scratch: Path, size: str, rounds: int) -> tuple[str, list[str]]:
+    """Run everything; the text, and what was not as promised."""
+    facts = machine(scratch)
+    say("starting Ceph")
+    ceph.start()
+    s = Session(ceph, scratch, rounds)
+    s.store.mkdir(BUCKET)
+    let_reader_read(s.store)
+    say("real checkpoint")
+    real_checkpoint(s)
+    local = scratch / "source"
+    generate(llama_of(parse_size(size)), local, SOURCE, V2)
+    s.store.put(f"{local}/", f"{s.url('large/source')}/", recursive=True)
+    say("keys")
+    refusals(s)
+    say("times")
+    times = timings(s, local)
+    say("memory and trouble")
+    in_little_memory(s, local)
+    gateway_dies(s, local)
+    killed_and_resumed(s, local)
+    gigabytes = sum(path.stat().st_size for path in local.iterdir()) / 1e9
+    facts.append("Ceph 16 (one monitor, one store on a file, one gateway) on the same machine")
+    facts.append(f"generated source: {SOURCE}, {V2}, {gigabytes:.2f} GB; {rounds} rounds")
+    parts = [
+        "\n".join(f"- {fact}" for fact in facts),
+        "### Checks",
+        "\n".join(f"- {what}: {outcome}" for what, outcome in s.checks),
+        "### Times",
+        table(("goal", "wanted", "measured", "met"), [v.row for v in s.verdicts]),
+        times,
+    ]
+    return "\n\n".join(parts), s.failed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", default="1GB", help="of the generated checkpoint")
+    parser.add_argument("--rounds", type=int, default=5, help="medians of so many")
+    parser.add_argument("--quick", action="store_true", help="300 MB, one round, printed only")
+    parser.add_argument(
+        "--scratch", type=Path, default=Path(".s3"), help="a folder to work in; Ceph stays in it"
+    )
+    arguments = parser.parse_args()
+    size, rounds = ("300MB", 1) if arguments.quick else (arguments.size, arguments.rounds)
+    scratch: Path = arguments.scratch / "work"
+    if scratch.exists():
+        parser.error(f"{scratch} is there already: left over, or is another run under way?")
+    scratch.mkdir(parents=True)
+    ceph = Ceph(arguments.scratch / "ceph")
+    try:
+        text, failed = report(ceph, scratch, size, rounds)
+    except (CommandFailed, subprocess.CalledProcessError) as error:
+        sys.exit(str(error))
+    finally:
+        ceph.stop()
+        shutil.rmtree(scratch)
+        shutil.rmtree(ceph.home / "state", ignore_errors=True)
+    if arguments.quick:
+        print(text)
+    else:
+        write_figures(DOCUMENT, text)
+        say(f"{DOCUMENT} holds the figures")
+    if failed:
+        sys.exit(f"not as promised: {'; '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
