@@ -247,7 +247,7 @@ class _Blob:
 
 
 @dataclass(slots=True, eq=False)
-class _Dtype:
+class NumpyDtype:
     """A ``numpy.dtype``; usable once BUILD has told its byte order."""
 
     code: str
@@ -560,14 +560,15 @@ def _newobj(m: Machine) -> None:
     arguments, cls = m.stack.pop(), m.stack.pop()
     if not isinstance(cls, Global) or cls.kind is None or arguments != ():
         m.unsafe("forbidden_call", "makes an instance of a class")
-    m.stack.append(m.make(cls.kind))
+    instance = m.make(cls.kind)  # which may have exchanged the stack
+    m.stack.append(instance)
 
 
 def _build(m: Machine) -> None:
     state, target = m.stack.pop(), m.stack[-1]
     if isinstance(target, _Array) and target.ref is None:
         target.ref = _array_ref(m, state)
-    elif isinstance(target, _Dtype) and not target.built:
+    elif isinstance(target, NumpyDtype) and not target.built:
         _check_dtype_state(m, target.code, state)
         target.built = True
     elif isinstance(target, Instance) and target.state is None and isinstance(state, dict):
@@ -613,12 +614,12 @@ def _call_dtype(m: Machine, arguments: tuple[object, ...]) -> object:
         m.unsafe("forbidden_call", "numpy.dtype in another form than for a plain number type")
     if arguments[0] not in _ITEM_BYTES:
         m.bad("unsupported_dtype", f"dtype {_shown(arguments[0])} is not a plain number type")
-    return _Dtype(arguments[0])
+    return NumpyDtype(arguments[0])
 
 
 def _call_scalar(m: Machine, arguments: tuple[object, ...]) -> object:
     """``scalar(dtype, payload)``: a numpy number, as learning-rate schedulers leave them."""
-    if len(arguments) == 2 and isinstance(arguments[0], _Dtype) and arguments[0].built:
+    if len(arguments) == 2 and isinstance(arguments[0], NumpyDtype) and arguments[0].built:
         code, data = arguments[0].code, _short_bytes(arguments[1])
         if data is None or len(data) != _ITEM_BYTES[code]:
             m.bad("size_mismatch", f"a number of dtype {code} whose payload is not {_ITEM_BYTES[code]} bytes")
@@ -712,7 +713,7 @@ def _array_ref(m: Machine, state: object) -> ArrayRef:
     if not isinstance(state, tuple) or len(state) != 5 or state[0] != 1:
         m.bad("bad_array", "the state of an array is not of the known form")
     _, shape, dtype, fortran, payload = state
-    if not isinstance(dtype, _Dtype) or not dtype.built:
+    if not isinstance(dtype, NumpyDtype) or not dtype.built:
         m.bad("bad_array", "an array without a dtype")
     if not isinstance(fortran, bool):
         m.bad("bad_array", "an array whose Fortran flag is not a flag")
@@ -818,7 +819,7 @@ def _leaf(m: Machine, value: object) -> object:
         return value.ref
     if isinstance(value, _Blob):
         return _loose_bytes(m, value)
-    if isinstance(value, (Global, _Dtype)):
+    if isinstance(value, (Global, NumpyDtype)):
         m.bad("bad_value", "a type stands where a value should be")
     return value
 
@@ -974,7 +975,7 @@ class _Encoder:
         elif isinstance(value, tuple):
             self._tuple(value, depth)
         else:
-            self.emit(_scalar(value))
+            self.emit(plain_opcodes(value))
 
     def _items(self, empty: bytes, add: bytes, items: Sequence[tuple[object, ...]], depth: int) -> None:
         self.emit(empty)
@@ -995,7 +996,7 @@ class _Encoder:
         nbytes = _slot_bytes(slot)
         if slot.name is not None:
             self._shared("tuple", _TUPLE)
-            self.emit(_scalar(slot.name))
+            self.emit(plain_opcodes(slot.name))
         self._shared("_reconstruct", _RECONSTRUCT)
         self._shared("ndarray", _ARRAY_CLASS)
         self.emit(b"K\x00\x85C\x01b\x87R(K\x01")
@@ -1011,8 +1012,8 @@ class _Encoder:
             return
         self._shared("dtype", _stack_global_of("numpy", "dtype"))
         order = "<" if _ITEM_BYTES[code] > 1 else "|"
-        state = b"(K\x03" + _scalar(order) + b"NNN" + _scalar(-1) * 2 + b"K\x00tb"
-        self._shared(code, _scalar(code) + b"\x89\x88\x87R" + state)
+        state = b"(K\x03" + plain_opcodes(order) + b"NNN" + plain_opcodes(-1) * 2 + b"K\x00tb"
+        self._shared(code, plain_opcodes(code) + b"\x89\x88\x87R" + state)
 
     def _shared(self, key: str, opcodes: bytes) -> None:
         """Emit a value in full the first time, and a reference to the memo later."""
@@ -1048,11 +1049,11 @@ def _slot_bytes(slot: ArraySlot) -> int:
 
 
 def _stack_global_of(module: str, name: str) -> bytes:
-    return _scalar(module) + _scalar(name) + b"\x93"
+    return plain_opcodes(module) + plain_opcodes(name) + b"\x93"
 
 
-def _scalar(value: object) -> bytes:
-    """Opcodes of one plain value."""
+def plain_opcodes(value: object) -> bytes:
+    """Opcodes of one plain value: None, a bool, int, float, text or bytes."""
     if value is None:
         return b"N"
     if isinstance(value, bool):

@@ -1,0 +1,680 @@
+"""Which piece of which tensor lies in which file of a dist checkpoint?
+
+A dist checkpoint (FlexCheckpoint, auto-parallel) is a folder of data files and one ``.metadata`` file: a pickle of
+three of Paddle's classes. It has had four forms, under two module paths:
+
+======== ============================================ ================================== =======================
+Paddle   module                                       ``LocalTensorMetadata``            ``LocalTensorIndex``
+======== ============================================ ================================== =======================
+2.6      ``paddle.distributed.checkpoint.metadata``   global_offset, local_shape         tensor_key,
+                                                                                         global_offset
+3.0, 3.1 the same                                     + dtype                            the same
+3.2      ``paddle.distributed.flex_checkpoint``       + global_shape                     the same
+         ``.dcp.metadata``
+3.3      the same                                     + is_flattened, flattened_range    + is_flattened,
+                                                                                         flattened_range,
+                                                                                         replica_id, local_shape
+======== ============================================ ================================== =======================
+
+``Metadata`` has ``state_dict_metadata`` (key → pieces), ``storage_metadata`` (index of a piece → file) and, since
+3.0, ``flat_mapping`` (key → its path in the nested dict). Checked in the wheels of 2.6.2, 3.0.0, 3.2.0 and 3.3.1.
+
+*Reading.* :func:`parse_dist_metadata` takes the pickle opcode by opcode, as
+:mod:`~paddle_reshard.storage.formats.paddle_pickle` does and with the same promise: nothing is imported, nothing is
+called. Real files have millions of entries, so the result is columns, and the runs of entries that all look
+alike are taken by :mod:`~paddle_reshard.storage.formats.dist_metadata_rows`.
+
+*Writing.* :func:`encode_dist_metadata` makes the file of any of the four forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any, Final, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from paddle_reshard.pipeline.errors import FormatError
+from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.storage.formats.dist_metadata_rows import (
+    DEFAULTS,
+    INDEX,
+    INDEX_FIELDS,
+    PIECE,
+    PIECE_FIELDS,
+    IndexRows,
+    Memo,
+    PieceRows,
+)
+from paddle_reshard.storage.formats.paddle_pickle import (
+    ARRAY_GLOBALS,
+    Global,
+    Instance,
+    Machine,
+    Window,
+    plain_opcodes,
+)
+
+READ_AHEAD_BYTES: Final = 1 << 23
+"""Size of one ranged read."""
+MAX_FILE_BYTES: Final = 1 << 32
+"""Largest file; one of 227 MiB describes four million pieces."""
+
+METADATA: Final = "Metadata"
+_MODULES: Final = (
+    "paddle.distributed.checkpoint.metadata",
+    "paddle.distributed.flex_checkpoint.dcp.metadata",
+)
+_NAMED: Final = ("scalar", "dtype", "OrderedDict", "encode", "bytes")
+_GLOBALS: Final[Mapping[tuple[str, str], Global]] = {
+    **{name: allowed for name, allowed in ARRAY_GLOBALS.items() if name[1] in _NAMED},
+    **{(module, kind): Global(None, kind) for module in _MODULES for kind in (METADATA, PIECE, INDEX)},
+}
+"""Everything such a file may name: the three classes, and how numpy numbers among the integers are spelled."""
+
+GENERATIONS: Final[Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]]] = {
+    "2.6": (_MODULES[0], PIECE_FIELDS[:2], INDEX_FIELDS[:2]),
+    "3.0": (_MODULES[0], PIECE_FIELDS[:3], INDEX_FIELDS[:2]),
+    "3.2": (_MODULES[1], PIECE_FIELDS[:4], INDEX_FIELDS[:2]),
+    "3.3": (_MODULES[1], PIECE_FIELDS, INDEX_FIELDS),
+}
+"""Paddle version that introduced a form → module, attributes of a piece, attributes of an index."""
+
+PIECE_COLUMNS: Final = np.dtype(
+    [
+        ("key", np.int32),  # index into DistMetadata.keys
+        ("dtype", np.int32),  # index into DistMetadata.dtypes; -1: the file does not say
+        ("global_offset", np.int32),  # index into DistMetadata.shapes
+        ("local_shape", np.int32),  # index into DistMetadata.shapes
+        ("global_shape", np.int32),  # index into DistMetadata.shapes; -1: the file does not say
+        ("flattened_range", np.int32),  # index into DistMetadata.shapes; -1: the piece is not flattened
+    ]
+)
+PLACE_COLUMNS: Final = np.dtype(
+    [
+        ("piece", np.int32),  # index into DistMetadata.pieces
+        ("file", np.int32),  # index into DistMetadata.files
+        ("replica", np.int32),  # replica_id; -1: none
+    ]
+)
+
+_SHAPES: Final = ("global_offset", "local_shape", "global_shape", "flattened_range")
+_MAX_SIZE: Final = 1 << 62
+"""Of an offset, an extent, or the number of elements of a piece: the sum of two still is an int64."""
+
+Columns = npt.NDArray[np.void]
+Ids = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class DistMetadata:
+    """What one ``.metadata`` file says, as columns."""
+
+    keys: tuple[str, ...]
+    """Every key, ascending."""
+    dtypes: tuple[str, ...]
+    """Every dtype, by Paddle's name without ``paddle.``, ascending."""
+    shapes: tuple[Shape, ...]
+    """Every offset, shape and range that occurs, ascending: what the columns refer to."""
+    files: tuple[str, ...]
+    """Every data file, ascending."""
+    pieces: Columns
+    """One row of :data:`PIECE_COLUMNS` per distinct piece, by key and offset; no two are alike."""
+    places: Columns
+    """One row of :data:`PLACE_COLUMNS` per piece and file that holds it, by both; every piece has one at least."""
+    flat_mapping: Mapping[str, tuple[str, ...]]
+    """Key → path in the nested dict; empty where the file has none."""
+
+    def __post_init__(self) -> None:
+        if self.pieces.dtype != PIECE_COLUMNS or self.places.dtype != PLACE_COLUMNS:
+            raise TypeError("pieces and places must have the columns PIECE_COLUMNS and PLACE_COLUMNS")
+        self.pieces.flags.writeable = False
+        self.places.flags.writeable = False
+
+
+def parse_dist_metadata(read: Callable[[int, int], bytes], size_bytes: int, path: str) -> DistMetadata:
+    """Read one ``.metadata`` file of any form without executing it.
+
+    Parameters
+    ----------
+    read
+        ``read(byte_offset, nbytes)`` returns exactly ``nbytes`` bytes; asked for up to
+        :data:`READ_AHEAD_BYTES` at a time, once for each byte of the file.
+    size_bytes
+        Size of the file.
+    path
+        The file's name, for error messages only.
+
+    Raises
+    ------
+    UnsafePickleError
+        The file asks for an opcode, a global or a call outside the allow-list (``forbidden_*``).
+    FormatError
+        It is cut short, lies about a length, or contradicts itself: a piece outside its tensor, a piece or an
+        index twice, one without the other. ``reason`` says which.
+    """
+    if size_bytes > MAX_FILE_BYTES:
+        detail = f"{size_bytes} bytes, at most {MAX_FILE_BYTES} are read"
+        raise FormatError("file_too_large", path, None, detail)
+    machine = _Machine(Window(read, size_bytes, path, READ_AHEAD_BYTES))
+    root, _ = machine.run()
+    return _Assembly(machine).result(root)
+
+
+# ---------------------------------------------------------------------------------------------- from opcodes
+
+
+class _Machine(Machine):
+    """The pickle machine with the classes of a ``.metadata`` file, and with two fast lanes."""
+
+    __slots__ = ("indexes", "pieces", "values")
+
+    def __init__(self, window: Window) -> None:
+        super().__init__(window, _GLOBALS)
+        self.values = Memo()
+        self.pieces = PieceRows(self, self.values)
+        self.indexes = IndexRows(self, self.values)
+
+    def is_key(self, value: object) -> bool:
+        return isinstance(value, str) or (isinstance(value, Instance) and value.kind == INDEX)
+
+    def make(self, kind: str) -> Instance:
+        """Make a new instance; first, as many whole ones as the fast lane can take.
+
+        The stack is the same before and after: a class was just taken off it to be made an instance of.
+        """
+        lane = {PIECE: self.pieces, INDEX: self.indexes}.get(kind)
+        if lane is None:
+            return Instance(kind)
+        return lane.follow()
+
+    def remember(self, index: int | None) -> None:
+        memo = self.values
+        if index is not None and index != len(memo):
+            reason = "memo_overwritten" if index < len(memo) else "memo_out_of_order"
+            self.bad(reason, f"stores value {index} when {len(memo)} are stored")
+        if self.stack[-1] is None:
+            self.bad("bad_memo", "stores None, which is never referred to")
+        memo.append(self.stack[-1])
+
+    def recall(self, index: int) -> object:
+        if index >= len(self.values):
+            self.bad("missing_memo", f"refers to value {index}, which was never stored")
+        value = self.values[index]
+        if _is_container(value):
+            self.bad("shared_value", f"refers to value {index}, a container that may have one place only")
+        return value
+
+
+def _is_container(value: object) -> bool:
+    """Whether two places of it would be two owners: anything but a finished list of numbers."""
+    if isinstance(value, list):
+        return not value or not all(type(v) is int for v in value)
+    return isinstance(value, (dict, Instance))
+
+
+# ------------------------------------------------------------------------------------------------ to columns
+
+
+class _Table:
+    """Distinct values, numbered as they come."""
+
+    def __init__(self) -> None:
+        self.ids: dict[Any, int] = {}
+
+    def add(self, value: Any) -> int:
+        return self.ids.setdefault(value, len(self.ids))
+
+
+class _Assembly:
+    """Columns of value ids → checked columns of the result."""
+
+    def __init__(self, machine: _Machine) -> None:
+        self.machine, self.path = machine, machine.window.path
+        self.keys, self.dtypes, self.shapes, self.files = _Table(), _Table(), _Table(), _Table()
+
+    def bad(self, reason: str, detail: str) -> NoReturn:
+        raise FormatError(reason, self.path, None, detail)
+
+    def result(self, root: object) -> DistMetadata:
+        if not isinstance(root, Instance) or root.kind != METADATA or root.state is None:
+            self.bad("bad_metadata", f"the root is not an instance of {METADATA}")
+        state = dict(root.state)
+        piece_columns = self._piece_columns(state.pop("state_dict_metadata", None))
+        index_columns = self._index_columns(state.pop("storage_metadata", None))
+        flat_mapping = self._flat_mapping(state.pop("flat_mapping", None))
+        if state:
+            self.bad("unknown_attribute", f"{METADATA} has {_shown(str(next(iter(state))))}")
+        pieces = self._pieces(piece_columns)
+        places = self._places(pieces, index_columns)
+        return self._in_order(pieces, places, flat_mapping)
+
+    def _in_order(
+        self, pieces: Columns, places: Columns, flat_mapping: Mapping[str, tuple[str, ...]]
+    ) -> DistMetadata:
+        """Values and rows ascending: the result does not depend on what was taken in runs."""
+        keys, key_order = _ascending(self.keys)
+        dtypes, dtype_order = _ascending(self.dtypes)
+        shapes, shape_order = _ascending(self.shapes)
+        files, file_order = _ascending(self.files)
+        pieces["key"], pieces["dtype"] = key_order[pieces["key"]], dtype_order[pieces["dtype"]]
+        for name in _SHAPES:
+            pieces[name] = shape_order[pieces[name]]
+        places["file"] = file_order[places["file"]]
+        first = _packed(pieces["key"], pieces["global_offset"])
+        second = _packed(pieces["local_shape"], pieces["flattened_range"])
+        order = np.lexsort((second, first))
+        moved = np.empty(len(order), dtype=np.int32)
+        moved[order] = np.arange(len(order))
+        places["piece"] = moved[places["piece"]]
+        place_order = np.argsort(_packed(places["piece"], places["file"]), kind="stable")
+        return DistMetadata(keys, dtypes, shapes, files, pieces[order], places[place_order], flat_mapping)
+
+    # -- the dicts, as they were built
+
+    def _piece_columns(self, table: object) -> dict[str, Ids]:
+        """Columns of value ids: ``key`` and the attributes of a piece."""
+        lane, values = self.machine.pieces, self.machine.values
+        if table is None:
+            table = {}
+        if not isinstance(table, dict) or (lane.owner is not None and lane.owner is not table):
+            self.bad("bad_metadata", "state_dict_metadata is not a dict of lists of pieces")
+        slow = []
+        for key, pieces in table.items():
+            if not isinstance(key, str) or not isinstance(pieces, list):
+                self.bad("bad_metadata", "state_dict_metadata is not a dict of lists of pieces")
+            key_id = values.add(key)
+            for piece in pieces:
+                slow.append((key_id, *self._attributes(piece, PIECE, lane.fields)))
+            lane.keys.append(key_id)
+        names = [values.value(key_id) for key_id in lane.keys]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            self.bad("duplicate_key", f"the key {_shown(str(twice))} appears twice in one dict")
+        return dict(zip(("key", *lane.fields), lane.columns(slow), strict=True))
+
+    def _index_columns(self, table: object) -> dict[str, Ids]:
+        """Columns of value ids: the attributes of an index, and ``file``."""
+        lane, values = self.machine.indexes, self.machine.values
+        if table is None:
+            table = {}
+        if not isinstance(table, dict) or (lane.owner is not None and lane.owner is not table):
+            self.bad("bad_metadata", "storage_metadata is not a dict of indexes and files")
+        slow = [
+            (*self._attributes(index, INDEX, lane.fields), values.add(file)) for index, file in table.items()
+        ]
+        return dict(zip((*lane.fields, "file"), lane.columns(slow), strict=True))
+
+    def _attributes(self, instance: object, kind: str, fields: Sequence[str]) -> Iterator[int]:
+        if not isinstance(instance, Instance) or instance.kind != kind or instance.state is None:
+            self.bad("bad_metadata", f"something else stands where an instance of {kind} should be")
+        for name in instance.state:
+            if name not in fields:
+                self.bad("unknown_attribute", f"{kind} has {_shown(str(name))}")
+        for name in fields:
+            value = instance.state.get(name, DEFAULTS.get(name))
+            yield self.machine.values.add(value)
+
+    def _flat_mapping(self, table: object) -> dict[str, tuple[str, ...]]:
+        if table is None:
+            return {}
+        if not isinstance(table, dict):
+            self.bad("bad_metadata", "flat_mapping is not a dict")
+        for key, path in table.items():
+            known = isinstance(key, str) and isinstance(path, tuple) and path
+            if not known or not all(isinstance(part, str) for part in path):
+                self.bad("bad_metadata", f"flat_mapping of {_shown(str(key))} is not a tuple of names")
+        return table
+
+    # -- the columns
+
+    def _column(self, ids: Ids, convert: Callable[[object], int]) -> Ids:
+        """``convert`` of every value, called once for each distinct id."""
+        values = self.machine.values
+        used = np.zeros(values.count, dtype=bool)
+        used[ids] = True
+        converted = np.full(values.count, -1, dtype=np.int32)
+        for value_id in np.flatnonzero(used).tolist():
+            converted[value_id] = convert(values.value(value_id))
+        return converted[ids]
+
+    def _key(self, value: object) -> int:
+        if not isinstance(value, str) or not value:
+            self.bad("bad_key", "a key that is not text")
+        return self.keys.add(value)
+
+    def _file(self, value: object) -> int:
+        if not isinstance(value, str) or value in ("", ".", "..") or set(value) & set("/\\\0"):
+            self.bad("bad_file", f"{_shown(str(value))} is not the name of a file beside the metadata")
+        return self.files.add(value)
+
+    def _dtype(self, value: object) -> int:
+        if value is None:
+            return -1
+        if not isinstance(value, str) or not value:
+            self.bad("bad_dtype", "a dtype that is not text")
+        return self.dtypes.add(value)
+
+    def _shape(self, value: object) -> int:
+        shape = self._shape_or_none(value)
+        if shape < 0:
+            self.bad("bad_shape", "a piece without an offset or a shape")
+        return shape
+
+    def _shape_or_none(self, value: object) -> int:
+        if value is None:
+            return -1
+        known = isinstance(value, (tuple, list)) and len(value) <= 64
+        if not known or not all(type(v) is int and 0 <= v < _MAX_SIZE for v in value):  # type: ignore[attr-defined]
+            self.bad("bad_shape", "an offset, shape or range that is not a tuple of sizes below 2**62")
+        return self.shapes.add(tuple(value))  # type: ignore[arg-type]
+
+    def _flag(self, value: object) -> int:
+        if not isinstance(value, bool):
+            self.bad("bad_range", "is_flattened is not a flag")
+        return int(value)
+
+    def _replica(self, value: object) -> int:
+        if value is None:
+            return -1
+        if type(value) is not int or not 0 <= value < 1 << 31:
+            self.bad("bad_replica", f"replica_id {_shown(str(value))} is not a small number")
+        return value
+
+    def _range(self, rows: Mapping[str, Ids]) -> Ids:
+        ranges = self._column(rows["flattened_range"], self._shape_or_none)
+        flags = self._column(rows["is_flattened"], self._flag)
+        if ((ranges >= 0) != (flags > 0)).any():
+            self.bad("bad_range", "is_flattened and flattened_range contradict each other")
+        return ranges
+
+    def _pieces(self, rows: Mapping[str, Ids]) -> Columns:
+        pieces = np.empty(len(rows["key"]), dtype=PIECE_COLUMNS)
+        pieces["key"] = self._column(rows["key"], self._key)
+        pieces["dtype"] = self._column(rows["dtype"], self._dtype)
+        pieces["global_offset"] = self._column(rows["global_offset"], self._shape)
+        pieces["local_shape"] = self._column(rows["local_shape"], self._shape)
+        pieces["global_shape"] = self._column(rows["global_shape"], self._shape_or_none)
+        pieces["flattened_range"] = self._range(rows)
+        self._check_geometry(pieces)
+        return pieces
+
+    def _check_geometry(self, pieces: Columns) -> None:
+        """Every piece lies in its tensor, and every range in its piece."""
+        shapes = list(self.shapes.ids)
+        extents = _as_matrix(shapes)
+        dims = np.array([len(shape) for shape in shapes], dtype=np.int64)
+        elements = np.array([min(prod(shape), _MAX_SIZE) for shape in shapes], dtype=np.int64)
+        offset, local = pieces["global_offset"], pieces["local_shape"]
+        whole, flat = pieces["global_shape"], pieces["flattened_range"]
+        wrong = dims[offset] != dims[local]
+        outside = (extents[offset] + extents[local] > extents[whole]).any(axis=1)
+        wrong |= (whole >= 0) & ((dims[whole] != dims[local]) | outside)
+        start, stop = extents[flat, 0], extents[flat, 1]
+        wrong |= (flat >= 0) & ((dims[flat] != 2) | (start > stop) | (stop > elements[local]))
+        if wrong.any():
+            row = pieces[np.flatnonzero(wrong)[0]]
+            told = [shapes[i] if i >= 0 else None for i in (row[name] for name in _SHAPES)]
+            self.bad(
+                "bad_piece",
+                f"a piece of {_shown(list(self.keys.ids)[row['key']])} contradicts itself: "
+                + ", ".join(f"{name} {shape}" for name, shape in zip(_SHAPES, told, strict=True)),
+            )
+
+    def _places(self, pieces: Columns, rows: Mapping[str, Ids]) -> Columns:
+        places = np.empty(len(rows["file"]), dtype=PLACE_COLUMNS)
+        places["replica"] = self._column(rows["replica_id"], self._replica)
+        places["file"] = self._column(rows["file"], self._file)
+        # The replicas of a piece follow one another: only the first of each run is looked up.
+        named = {name: column for name, column in rows.items() if name not in ("replica_id", "file")}
+        firsts, lengths = _runs(list(named.values()))
+        named = {name: column[firsts] for name, column in named.items()}
+        key = self._column(named["tensor_key"], self._key)
+        offset = self._column(named["global_offset"], self._shape)
+        local = self._column(named["local_shape"], self._shape_or_none)
+        flat = self._range(named)
+        # Up to 3.2 an index says neither shape nor range: then offsets tell the pieces of a key apart.
+        says_shape = bool(len(local)) and bool((local >= 0).all())
+        if not says_shape and (local >= 0).any():
+            self.bad("bad_index", "some indexes have a local_shape, others have none")
+        own, wanted = [_packed(pieces["key"], pieces["global_offset"])], [_packed(key, offset)]
+        if says_shape:
+            own.append(_packed(pieces["local_shape"], pieces["flattened_range"]))
+            wanted.append(_packed(local, flat))
+        places["piece"] = np.repeat(self._join(pieces, *_numbered(own, wanted), key), lengths)
+        self._check_places(pieces, places)
+        return places
+
+    def _join(
+        self, pieces: Columns, own: npt.NDArray[np.int64], wanted: npt.NDArray[np.int64], key: Ids
+    ) -> npt.NDArray[np.int64]:
+        """The piece of each index; none may be missing or double."""
+        keys = list(self.keys.ids)
+        order = np.argsort(own, kind="stable")
+        own = own[order]
+        double = np.flatnonzero(own[1:] == own[:-1])
+        if len(double):
+            name = keys[pieces["key"][order[double[0]]]]
+            self.bad("duplicate_piece", f"two pieces of {_shown(name)} cannot be told apart")
+        at = np.searchsorted(own, wanted)
+        found = at < len(own)
+        found[found] = own[at[found]] == wanted[found]
+        if not found.all():
+            name = keys[key[np.flatnonzero(~found)[0]]]
+            self.bad(
+                "unknown_piece", f"storage_metadata places a piece of {_shown(name)} that does not exist"
+            )
+        return order[at]
+
+    def _check_places(self, pieces: Columns, places: Columns) -> None:
+        keys = list(self.keys.ids)
+        lost = np.bincount(places["piece"], minlength=len(pieces)) == 0
+        if lost.any():
+            name = keys[pieces["key"][np.flatnonzero(lost)[0]]]
+            self.bad("lost_piece", f"no file holds a piece of {_shown(name)}")
+        by_key = pieces["key"][places["piece"]]
+        for reason, pairs in (
+            ("duplicate_index", _packed(places["piece"], places["replica"])),
+            ("two_pieces_in_one_file", _packed(by_key, places["file"])),
+        ):
+            twice = _first_double(pairs)
+            if twice is not None:
+                self.bad(
+                    reason, f"a piece of {_shown(keys[by_key[twice]])} is placed twice in storage_metadata"
+                )
+
+
+def _runs(columns: Sequence[Ids]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """First row and length of every run of equal rows."""
+    count = len(columns[0])
+    changes = np.zeros(max(count - 1, 0), dtype=bool)
+    for column in columns:
+        changes |= column[1:] != column[:-1]
+    firsts = np.concatenate([np.zeros(min(count, 1), np.int64), np.flatnonzero(changes) + 1])
+    return firsts, np.diff(firsts, append=count)
+
+
+def _as_matrix(shapes: Sequence[Shape]) -> npt.NDArray[np.int64]:
+    """A row per shape, filled up with zeros."""
+    width = max([2, *map(len, shapes)])
+    return np.array([(*shape, *(0,) * (width - len(shape))) for shape in shapes], dtype=np.int64).reshape(
+        -1, width
+    )
+
+
+def _packed(high: Ids, low: Ids) -> npt.NDArray[np.int64]:
+    """Two columns of ids from -1 on as one column."""
+    return (high.astype(np.int64) << 32) + (low.astype(np.int64) + 1)
+
+
+def _numbered(
+    own: Sequence[npt.NDArray[np.int64]], wanted: Sequence[npt.NDArray[np.int64]]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """One number per row for rows of several columns, the same for the same row; -1: not among ``own``."""
+    own_numbers, wanted_numbers = np.zeros(len(own[0]), np.int64), np.zeros(len(wanted[0]), np.int64)
+    for ours, theirs in zip(own, wanted, strict=True):
+        known = np.unique(ours)
+        at = np.searchsorted(known, theirs)
+        there = at < len(known)
+        there[there] = known[at[there]] == theirs[there]
+        own_numbers = own_numbers * len(known) + np.searchsorted(known, ours)
+        wanted_numbers = np.where(there & (wanted_numbers >= 0), wanted_numbers * len(known) + at, -1)
+    return own_numbers, wanted_numbers
+
+
+def _first_double(values: npt.NDArray[np.int64]) -> int | None:
+    order = np.argsort(values, kind="stable")
+    double = np.flatnonzero(values[order][1:] == values[order][:-1])
+    return int(order[double[0] + 1]) if len(double) else None
+
+
+def _ascending(table: _Table) -> tuple[tuple[Any, ...], Ids]:
+    """The values in order, and the new number of each old one; -1 stays -1."""
+    ordered = sorted(table.ids)
+    numbers = np.full(len(ordered) + 1, -1, dtype=np.int32)
+    for new, value in enumerate(ordered):
+        numbers[table.ids[value]] = new
+    return tuple(ordered), numbers
+
+
+def _shown(value: str) -> str:
+    return repr(value if len(value) <= 100 else value[:100] + "...")
+
+
+# ---------------------------------------------------------------------------------------------------- writing
+
+
+def encode_dist_metadata(metadata: DistMetadata, generation: str = "3.3") -> bytes:
+    """Bytes of a ``.metadata`` file that Paddle reads, and :func:`parse_dist_metadata` as the same value.
+
+    Parameters
+    ----------
+    generation
+        The form, one of :data:`GENERATIONS`: ``"3.3"`` for the current Paddle.
+
+    Raises
+    ------
+    ValueError
+        What ``metadata`` says has no place in that form: a flattened piece, a replica, a missing dtype.
+    """
+    if generation not in GENERATIONS:
+        raise ValueError(f"generation {generation!r}; known are {', '.join(GENERATIONS)}")
+    return _Encoder(metadata, generation).encoded()
+
+
+_BATCH: Final = 1000
+"""Items per MARK..SETITEMS, as CPython: a reader's stack stays small."""
+
+
+class _Encoder:
+    """Writes the opcodes of protocol 4 without frames; names, keys and files are written once."""
+
+    def __init__(self, metadata: DistMetadata, generation: str) -> None:
+        self.metadata = metadata
+        self.module, self.piece_fields, self.index_fields = GENERATIONS[generation]
+        self.has_mapping = generation != "2.6"
+        self.shapes = [_tuple_opcodes(shape) for shape in metadata.shapes]
+        self.memo: dict[object, bytes] = {}
+        self.out = bytearray(b"\x80\x04")
+        if "dtype" in self.piece_fields and (metadata.pieces["dtype"] < 0).any():
+            raise ValueError(f"Paddle {generation} wants a dtype of every piece")
+        lossy = (metadata.pieces["flattened_range"] >= 0).any() or (metadata.places["replica"] >= 0).any()
+        if "flattened_range" not in self.piece_fields and lossy:
+            raise ValueError(f"the metadata of Paddle {generation} has no flattened pieces and no replicas")
+        if metadata.flat_mapping and not self.has_mapping:
+            raise ValueError(f"the metadata of Paddle {generation} has no flat_mapping")
+
+    def encoded(self) -> bytes:
+        self._new(METADATA)
+        self.out += self._text("state_dict_metadata")
+        self._dict(self._pieces_by_key())
+        self.out += self._text("storage_metadata")
+        self._dict(self._places())
+        if self.has_mapping:
+            self.out += self._text("flat_mapping")
+            self._dict(self._paths())
+        self.out += b"ub."
+        return bytes(self.out)
+
+    def _text(self, value: str) -> bytes:
+        """A text in full the first time, a reference to the memo later; to be written at once."""
+        return self._stored(value, lambda: plain_opcodes(value))
+
+    def _stored(self, name: object, opcodes: Callable[[], bytes]) -> bytes:
+        if name in self.memo:
+            return self.memo[name]
+        index = len(self.memo)
+        self.memo[name] = b"h" + bytes([index]) if index < 256 else b"j" + index.to_bytes(4, "little")
+        return opcodes() + b"\x94"
+
+    def _new(self, kind: str) -> None:
+        """A new instance, open for its attributes."""
+        class_ = self.module, kind
+        self.out += self._stored(class_, lambda: b"".join(map(plain_opcodes, class_)) + b"\x93")
+        self.out += b")\x81}("
+
+    def _dict(self, items: Iterator[None]) -> None:
+        """A dict of which each step of ``items`` writes one item."""
+        self.out += b"}("
+        for number, _ in enumerate(items, start=1):
+            if number % _BATCH == 0:
+                self.out += b"u("
+        self.out += b"u"
+
+    def _pieces_by_key(self) -> Iterator[None]:
+        pieces = self.metadata.pieces
+        order = np.argsort(pieces["key"], kind="stable")
+        bounds = np.searchsorted(pieces["key"][order], np.arange(len(self.metadata.keys) + 1))
+        for key, (start, stop) in zip(self.metadata.keys, pairwise(bounds.tolist()), strict=True):
+            self.out += self._text(key) + b"]("
+            for row in pieces[order[start:stop]].tolist():
+                self._instance(PIECE, self.piece_fields, _named(row))
+            self.out += b"e"
+            yield
+
+    def _places(self) -> Iterator[None]:
+        metadata = self.metadata
+        rows = zip(metadata.places.tolist(), metadata.pieces[metadata.places["piece"]].tolist(), strict=True)
+        for (_, file, replica), row in rows:
+            self._instance(INDEX, self.index_fields, {**_named(row), "replica_id": replica})
+            self.out += self._text(metadata.files[file])
+            yield
+
+    def _paths(self) -> Iterator[None]:
+        for key, path in self.metadata.flat_mapping.items():
+            self.out += self._text(key) + b"("
+            for part in path:
+                self.out += self._text(part)
+            self.out += b"t"
+            yield
+
+    def _instance(self, kind: str, fields: Sequence[str], ids: Mapping[str, int]) -> None:
+        self._new(kind)
+        for name in fields:
+            self.out += self._text(name)
+            self.out += self._value(name, ids)
+        self.out += b"ub"
+
+    def _value(self, name: str, ids: Mapping[str, int]) -> bytes:
+        if name == "is_flattened":
+            return plain_opcodes(ids["flattened_range"] >= 0)
+        if name == "tensor_key":
+            return self._text(self.metadata.keys[ids["key"]])
+        if ids[name] < 0:
+            return plain_opcodes(None)
+        if name == "dtype":
+            return self._text(self.metadata.dtypes[ids[name]])
+        return plain_opcodes(ids[name]) if name == "replica_id" else self.shapes[ids[name]]
+
+
+def _named(piece: tuple[int, ...]) -> dict[str, int]:
+    return dict(zip(PIECE_COLUMNS.names or (), piece, strict=True))
+
+
+def _tuple_opcodes(shape: Shape) -> bytes:
+    items = b"".join(plain_opcodes(extent) for extent in shape)
+    return items + (b")", b"\x85", b"\x86", b"\x87")[len(shape)] if len(shape) < 4 else b"(" + items + b"t"

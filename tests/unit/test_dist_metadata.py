@@ -1,0 +1,528 @@
+"""The oracle is Python's own ``pickle`` with Paddle's classes; it shares no code with the parser."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+import types
+import warnings
+from collections import Counter
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from paddle_reshard.pipeline.errors import FormatError
+from paddle_reshard.storage.formats import dist_metadata_rows
+from paddle_reshard.storage.formats.dist_metadata import (
+    GENERATIONS,
+    READ_AHEAD_BYTES,
+    DistMetadata,
+    encode_dist_metadata,
+    parse_dist_metadata,
+)
+from tests.conftest import corpus_root
+
+MODULES = {
+    "2.6": "paddle.distributed.checkpoint.metadata",
+    "3.0": "paddle.distributed.checkpoint.metadata",
+    "3.2": "paddle.distributed.flex_checkpoint.dcp.metadata",
+    "3.3": "paddle.distributed.flex_checkpoint.dcp.metadata",
+}
+CLASSES = {
+    "2.6": """
+@dataclass
+class LocalTensorMetadata:
+    global_offset: tuple
+    local_shape: tuple
+@dataclass(frozen=True)
+class LocalTensorIndex:
+    tensor_key: str
+    global_offset: tuple
+@dataclass
+class Metadata:
+    state_dict_metadata: dict = None
+    storage_metadata: dict = None
+""",
+    "3.0": """
+@dataclass
+class LocalTensorMetadata:
+    global_offset: tuple
+    local_shape: tuple
+    dtype: str
+@dataclass(frozen=True)
+class LocalTensorIndex:
+    tensor_key: str
+    global_offset: tuple
+@dataclass
+class Metadata:
+    state_dict_metadata: dict = None
+    storage_metadata: dict = None
+    flat_mapping: dict = None
+""",
+    "3.2": """
+@dataclass
+class LocalTensorMetadata:
+    global_offset: tuple
+    local_shape: tuple
+    dtype: str
+    global_shape: tuple = None
+@dataclass(frozen=True)
+class LocalTensorIndex:
+    tensor_key: str
+    global_offset: tuple
+@dataclass
+class Metadata:
+    state_dict_metadata: dict = None
+    storage_metadata: dict = None
+    flat_mapping: dict = None
+""",
+    "3.3": """
+@dataclass(frozen=True)
+class LocalTensorMetadata:
+    global_offset: tuple
+    local_shape: tuple
+    dtype: str
+    global_shape: tuple = None
+    is_flattened: bool = False
+    flattened_range: tuple = None
+@dataclass(frozen=True)
+class LocalTensorIndex:
+    tensor_key: str
+    global_offset: tuple
+    is_flattened: bool = False
+    flattened_range: tuple = None
+    replica_id: int = None
+    local_shape: tuple = None
+@dataclass
+class Metadata:
+    state_dict_metadata: dict = None
+    storage_metadata: dict = None
+    flat_mapping: dict = None
+""",
+}
+"""The classes of each Paddle version, as its wheel has them."""
+
+
+def classes_of(generation: str) -> types.ModuleType:
+    """A module that calls itself like Paddle's, so that ``pickle`` writes what Paddle would."""
+    module = types.ModuleType(MODULES[generation])
+    module.dataclass = dataclass
+    exec(compile(CLASSES[generation], generation, "exec", dont_inherit=True), module.__dict__)
+    for name in ("LocalTensorMetadata", "LocalTensorIndex", "Metadata"):
+        getattr(module, name).__module__ = MODULES[generation]
+    return module
+
+
+class as_imported:
+    """``pickle`` looks classes up by name: let it find these, and put back what was there."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        self.module, self.before = module, {}
+
+    def __enter__(self):
+        parts = self.module.__name__.split(".")
+        for end in range(1, len(parts) + 1):
+            name = ".".join(parts[:end])
+            self.before[name] = sys.modules.get(name)
+            sys.modules[name] = self.module if end == len(parts) else types.ModuleType(name)
+        return self.module
+
+    def __exit__(self, *_):
+        for name, module in self.before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+def dumped(metadata, module, protocol: int = 4, python: bool = False) -> bytes:
+    with as_imported(module):
+        return (pickle._dumps if python else pickle.dumps)(metadata, protocol)
+
+
+def loaded(data: bytes, module):
+    with as_imported(module):
+        return pickle.loads(data)
+
+
+def parse(data: bytes) -> DistMetadata:
+    def read(byte_offset: int, nbytes: int) -> bytes:
+        assert 0 < nbytes <= READ_AHEAD_BYTES
+        assert byte_offset + nbytes <= len(data)
+        return data[byte_offset : byte_offset + nbytes]
+
+    return parse_dist_metadata(read, len(data), "0.metadata")
+
+
+def shape(found: DistMetadata, index: int):
+    return found.shapes[index] if index >= 0 else None
+
+
+def entries(found: DistMetadata) -> tuple[Counter, Counter]:
+    """What was parsed, as plain values: pieces, and indexes with their file."""
+    pieces, named = Counter(), []
+    for key, dtype, offset, local, whole, flat in found.pieces.tolist():
+        values = (found.keys[key], *(shape(found, i) for i in (offset, local, whole, flat)))
+        named.append(values)
+        pieces[(*values, found.dtypes[dtype] if dtype >= 0 else None)] += 1
+    places = Counter()
+    for piece, file, replica in found.places.tolist():
+        key, offset, local, _, flat = named[piece]
+        places[key, offset, local, flat, replica if replica >= 0 else None, found.files[file]] += 1
+    return pieces, places
+
+
+def plain(value):
+    return tuple(int(v) for v in value) if value is not None else None
+
+
+def expected(metadata) -> tuple[Counter, Counter]:
+    """The same of Paddle's own objects; where an index does not tell the shape, from the piece."""
+    pieces, places, by_offset = Counter(), Counter(), {}
+    for key, found in metadata.state_dict_metadata.items():
+        for piece in found:
+            whole = plain(getattr(piece, "global_shape", None))
+            flat = plain(getattr(piece, "flattened_range", None))
+            offset, local = plain(piece.global_offset), plain(piece.local_shape)
+            pieces[key, offset, local, whole, flat, getattr(piece, "dtype", None)] += 1
+            by_offset[key, offset] = (local, flat)
+    for index, file in metadata.storage_metadata.items():
+        key, offset = index.tensor_key, plain(index.global_offset)
+        local, flat = by_offset[key, offset]
+        if getattr(index, "local_shape", None) is not None:
+            local, flat = plain(index.local_shape), plain(index.flattened_range)
+        places[key, offset, local, flat, getattr(index, "replica_id", None), file] += 1
+    return pieces, places
+
+
+def in_order(metadata):
+    """Paddle's own objects; the order of the pieces of a key says nothing."""
+    for pieces in metadata.state_dict_metadata.values():
+        pieces.sort(key=repr)
+    return metadata
+
+
+def same(a: DistMetadata, b: DistMetadata) -> bool:
+    values = [(m.keys, m.dtypes, m.shapes, m.files, dict(m.flat_mapping)) for m in (a, b)]
+    return values[0] == values[1] and (a.pieces == b.pieces).all() and (a.places == b.places).all()
+
+
+# --- real files ---------------------------------------------------------------------------------------
+
+
+def real_files() -> list[Path]:
+    root = corpus_root()
+    return sorted(root.glob("corpus*/*/checkpoint-*/*/*.metadata")) if root else []
+
+
+@pytest.mark.skipif(corpus_root() is None, reason="the corpus is not here")
+def test_real_files_say_what_pickle_finds_in_them():
+    module = classes_of("3.3")
+    files = real_files()
+    flattened = 0
+    for path in files:
+        data = path.read_bytes()
+        found, wanted = parse(data), loaded(data, module)
+        assert entries(found) == expected(wanted), path
+        assert found.flat_mapping == wanted.flat_mapping
+        assert found.keys == tuple(sorted(wanted.state_dict_metadata))
+        assert all((path.parent / name).exists() for name in found.files)
+        flattened += int((found.pieces["flattened_range"] >= 0).sum())
+    assert len(files) >= 28
+    assert flattened > 500
+
+
+@pytest.mark.skipif(corpus_root() is None, reason="the corpus is not here")
+def test_real_files_are_written_again():
+    module = classes_of("3.3")
+    for path in real_files():
+        data = path.read_bytes()
+        found = parse(data)
+        again = encode_dist_metadata(found)
+        assert in_order(loaded(again, module)) == in_order(loaded(data, module))
+        assert same(parse(again), found)
+
+
+# --- every generation ---------------------------------------------------------------------------------
+
+NAMES = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8),
+    st.sampled_from(["dtype", "global_offset", "float32", "model.w", "é", "k" * 300]),
+)
+EXTENTS = st.sampled_from([1, 2, 3, 255, 256, 65535, 65536, 1 << 31, 1 << 40])
+
+
+@st.composite
+def metadatas(draw, generation: str):
+    """Metadata as Paddle makes it: tensors cut along dim 0, pieces flattened or not, replicas or not."""
+    module = classes_of(generation)
+    keys = draw(st.lists(NAMES, unique=True, max_size=6))
+    number = draw(st.sampled_from([int, np.int64]))
+    shared = draw(st.booleans())  # one process: the same objects in both dicts; gathered: copies
+    wholly = generation == "3.3"
+    pieces, places = {}, {}
+    for key in keys:
+        dims = draw(st.lists(EXTENTS, max_size=4))
+        count = draw(st.integers(1, 3)) if dims else 1
+        rows = []
+        for part in range(count):
+            whole = tuple([dims[0] * count, *dims[1:]]) if dims else ()
+            offset = tuple([dims[0] * part] + [0] * (len(dims) - 1)) if dims else ()
+            local = tuple(dims)
+            elements = min(prod(dims), (1 << 62) - 1)
+            cuts = [None]
+            if wholly and draw(st.booleans()):
+                middle = draw(st.integers(0, elements))
+                cuts = [(number(0), number(middle)), (number(middle), number(elements))]
+            for place, cut in enumerate(cuts):
+                rows.append((offset, local, whole, cut, f"{part * 2 + place}_0.distcp"))
+        dtype = draw(st.sampled_from(["float32", "bfloat16"]))
+        pieces[key] = []
+        for offset, local, whole, cut, file in rows:
+            known = {"global_offset": offset, "local_shape": local, "dtype": dtype, "global_shape": whole}
+            known |= {"is_flattened": cut is not None, "flattened_range": cut}
+            fields = module.LocalTensorMetadata.__dataclass_fields__
+            piece = module.LocalTensorMetadata(**{name: known[name] for name in fields})
+            pieces[key].append(piece)
+            if not shared:
+                offset, local, cut = (tuple(list(v)) if v is not None else None for v in (offset, local, cut))
+            own = key if shared else "".join(list(key))
+            if not wholly:
+                places[module.LocalTensorIndex(own, offset)] = file
+                continue
+            index = module.LocalTensorIndex(own, offset, cut is not None, cut, None, local)
+            if draw(st.booleans()):
+                places[index] = file
+            else:
+                places[replace(index, replica_id=0)] = file
+                places[replace(index, replica_id=1)] = f"9{file}"
+    metadata = module.Metadata(pieces, places)
+    if generation != "2.6":
+        metadata.flat_mapping = {key: tuple(key.split(".")) if "." in key else (key,) for key in keys}
+    return module, metadata
+
+
+@pytest.mark.parametrize("generation", MODULES)
+@settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+@given(st.data(), st.sampled_from([2, 3, 4]), st.booleans())
+def test_every_generation_says_what_pickle_finds_in_it(generation, data, protocol, python):
+    module, metadata = data.draw(metadatas(generation))
+    found = parse(dumped(metadata, module, protocol, python))
+    assert entries(found) == expected(metadata)
+    assert found.flat_mapping == (getattr(metadata, "flat_mapping", None) or {})
+
+
+@pytest.mark.parametrize("generation", MODULES)
+@settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_what_is_written_pickle_loads_as_it_was(generation, data):
+    module, metadata = data.draw(metadatas(generation))
+    found = parse(dumped(metadata, module))
+    again = encode_dist_metadata(found, generation)
+    assert in_order(loaded(again, module)) == in_order(metadata)
+    assert same(parse(again), found)
+
+
+def test_the_written_modules_and_attributes_are_those_of_paddle():
+    assert {name: module for name, (module, _, _) in GENERATIONS.items()} == MODULES
+    for generation, (_, pieces, indexes) in GENERATIONS.items():
+        module = classes_of(generation)
+        assert tuple(module.LocalTensorMetadata.__dataclass_fields__) == pieces
+        assert tuple(module.LocalTensorIndex.__dataclass_fields__) == indexes
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="No ccache found")
+        paddle = importlib.import_module(MODULES["3.3"])
+    for name in ("LocalTensorMetadata", "LocalTensorIndex", "Metadata"):
+        ours, theirs = getattr(classes_of("3.3"), name), getattr(paddle, name)
+        assert list(ours.__dataclass_fields__) == list(theirs.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("generation", ["2.6", "3.0", "3.2"])
+def test_what_an_older_form_cannot_say_is_refused(generation):
+    module = classes_of("3.3")
+    piece = module.LocalTensorMetadata((0,), (4,), "float32", (4,), True, (0, 2))
+    index = module.LocalTensorIndex("w", (0,), True, (0, 2), None, (4,))
+    found = parse(dumped(module.Metadata({"w": [piece]}, {index: "0_0.distcp"}, {}), module))
+    with pytest.raises(ValueError, match="no flattened pieces"):
+        encode_dist_metadata(found, generation)
+
+
+# --- large files --------------------------------------------------------------------------------------
+
+
+def replicated(module, keys: int, world: int):
+    """What a fully replicated checkpoint gathers: an index per key and rank, whose fields are shared."""
+    pieces, places = {}, {}
+    for i in range(keys):
+        local = (7168, 2048) if i % 3 else (2048,)
+        offset = (0,) * len(local)
+        pieces[f"layer.{i}.w"] = [module.LocalTensorMetadata(offset, local, "float32", tuple(list(local)))]
+        index = module.LocalTensorIndex("".join(["layer.", f"{i}.w"]), offset, False, None, None, local)
+        for replica in range(world):
+            places[replace(index, replica_id=replica)] = f"{(replica + i) % world}_0.distcp"
+    return module.Metadata(pieces, places, {key: (key,) for key in pieces})
+
+
+def flattened(module, keys: int, world: int):
+    """What sharding gathers: a range of each tensor on each rank, half of the bounds numpy numbers."""
+    pieces, places = {}, {}
+    for i in range(keys):
+        local = (1024, 256)
+        cuts = [1024 * 256 * rank // world for rank in range(world + 1)]
+        pieces[f"layer.{i}.w"] = []
+        for rank in range(world):
+            number = np.int64 if rank % 2 else int
+            for make in (tuple, list):
+                cut = tuple(map(number, (cuts[rank], cuts[rank + 1])))
+                if make is tuple:
+                    piece = module.LocalTensorMetadata(
+                        (0, 0), tuple(make(local)), "float32", local, True, cut
+                    )
+                    pieces[f"layer.{i}.w"].append(piece)
+                else:
+                    index = module.LocalTensorIndex(
+                        f"layer.{i}.w", (0, 0), True, cut, None, tuple(make(local))
+                    )
+                    places[index] = f"{rank}_0.distcp"
+    return module.Metadata(pieces, places, {key: (key,) for key in pieces})
+
+
+@pytest.mark.parametrize(
+    ("make", "keys", "world"), [(replicated, 40, 300), (flattened, 40, 64), (flattened, 3, 1500)]
+)
+def test_large_files_say_what_pickle_finds_in_them(make, keys, world):
+    """Long enough for frames, for batches of 1000 items, and for every width of a memo index."""
+    module = classes_of("3.3")
+    metadata = make(module, keys, world)
+    found = parse(dumped(metadata, module))
+    assert entries(found) == expected(metadata)
+
+
+@pytest.mark.parametrize("make", [replicated, flattened])
+def test_nearly_every_entry_of_a_large_file_is_taken_in_runs(make, monkeypatch):
+    """Opcode by opcode a real file takes minutes; how many are taken so is counted, not timed."""
+    one_by_one = []
+    follow = dist_metadata_rows._Rows.follow
+
+    def counted(rows):
+        instance = follow(rows)
+        one_by_one.append(instance)
+        return instance
+
+    monkeypatch.setattr(dist_metadata_rows._Rows, "follow", counted)
+    module = classes_of("3.3")
+    metadata = make(module, 40, 300)
+    found = parse(dumped(metadata, module))
+    assert len(one_by_one) * 50 < len(found.places)
+
+
+# --- what a file may not say --------------------------------------------------------------------------
+
+
+def one(**changed):
+    """Metadata of one piece ``w``; ``changed`` are attributes of the piece, ``index_*`` of its index."""
+    module = classes_of("3.3")
+    piece = {"global_offset": (0, 0), "local_shape": (2, 3), "dtype": "float32", "global_shape": (4, 3)}
+    index = {"tensor_key": "w", "global_offset": (0, 0), "local_shape": (2, 3)}
+    piece |= {name: value for name, value in changed.items() if not name.startswith("index_")}
+    index |= {name[6:]: value for name, value in changed.items() if name.startswith("index_")}
+    file = index.pop("file", "0_0.distcp")
+    metadata = module.Metadata(
+        {"w": [module.LocalTensorMetadata(**piece)]}, {module.LocalTensorIndex(**index): file}, {"w": ("w",)}
+    )
+    return dumped(metadata, module)
+
+
+def test_the_file_that_the_next_test_spoils_is_read():
+    assert entries(parse(one()))[0].total() == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"global_offset": (0,)}, "bad_piece"),
+        ({"global_shape": (4, 3, 1)}, "bad_piece"),
+        ({"global_offset": (3, 0)}, "bad_piece"),
+        ({"local_shape": (2, -3)}, "bad_shape"),
+        ({"local_shape": (2, 3.0)}, "bad_shape"),
+        ({"local_shape": (2, True)}, "bad_shape"),
+        ({"local_shape": (2, 1 << 62)}, "bad_shape"),
+        ({"local_shape": None}, "bad_shape"),
+        ({"local_shape": "23"}, "bad_shape"),
+        ({"is_flattened": True}, "bad_range"),
+        ({"flattened_range": (0, 2)}, "bad_range"),
+        ({"is_flattened": 1, "flattened_range": (0, 2)}, "bad_range"),
+        ({"is_flattened": True, "flattened_range": (0, 7)}, "bad_piece"),
+        ({"is_flattened": True, "flattened_range": (3, 2)}, "bad_piece"),
+        ({"is_flattened": True, "flattened_range": (3,)}, "bad_piece"),
+        ({"dtype": 5}, "bad_dtype"),
+        ({"index_tensor_key": "v"}, "unknown_piece"),
+        ({"index_global_offset": (2, 0)}, "unknown_piece"),
+        ({"index_local_shape": (3, 2)}, "unknown_piece"),
+        ({"index_is_flattened": True, "index_flattened_range": (0, 2)}, "unknown_piece"),
+        ({"index_replica_id": -1}, "bad_replica"),
+        ({"index_replica_id": "0"}, "bad_replica"),
+        ({"index_file": "../0_0.distcp"}, "bad_file"),
+        ({"index_file": ""}, "bad_file"),
+        ({"index_file": None}, "bad_file"),
+    ],
+)
+def test_contradictions_are_refused(changed, reason):
+    with pytest.raises(FormatError) as caught:
+        parse(one(**changed))
+    assert caught.value.reason == reason
+
+
+def many(edit, count: int = 300) -> bytes:
+    """Metadata of many pieces, one of which ``edit`` spoils: most of it is taken in runs."""
+    module = classes_of("3.3")
+    pieces = {f"k{i}": [module.LocalTensorMetadata((0,), (4,), "float32", (4,))] for i in range(count)}
+    places = {
+        module.LocalTensorIndex(f"k{i}", (0,), False, None, None, (4,)): f"{i}_0.distcp" for i in range(count)
+    }
+    edit(module, pieces, places)
+    return dumped(module.Metadata(pieces, places, {}), module)
+
+
+def _twice(module, pieces, places):
+    pieces["k200"].append(replace(pieces["k200"][0]))
+
+
+def _lost(module, pieces, places):
+    del places[module.LocalTensorIndex("k200", (0,), False, None, None, (4,))]
+
+
+def _same_file(module, pieces, places):
+    pieces["k200"] = [
+        replace(pieces["k200"][0], local_shape=(2,)),
+        replace(pieces["k200"][0], global_offset=(2,), local_shape=(2,)),
+    ]
+    _lost(module, pieces, places)
+    for at in (0, 2):
+        places[module.LocalTensorIndex("k200", (at,), False, None, None, (2,))] = "200_0.distcp"
+
+
+def _outside(module, pieces, places):
+    pieces["k200"] = [replace(pieces["k200"][0], global_shape=(3,))]
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        (_twice, "duplicate_piece"),
+        (_lost, "lost_piece"),
+        (_same_file, "two_pieces_in_one_file"),
+        (_outside, "bad_piece"),
+    ],
+)
+def test_one_bad_entry_among_many_is_found_and_named(edit, reason):
+    with pytest.raises(FormatError, match="'k200'") as caught:
+        parse(many(edit))
+    assert caught.value.reason == reason
+    assert parse(many(lambda *_: None)).pieces.size == 300
