@@ -26,6 +26,7 @@ import click
 import paddle_reshard
 from paddle_reshard.pipeline.claims import Policy, conversion_id
 from paddle_reshard.pipeline.errors import ReshardError, UsageError
+from paddle_reshard.pipeline.options import check_given
 from paddle_reshard.pipeline.runners import Conversion, convert_as_job
 from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.pipeline.watch import Result, Watcher, open_watcher
@@ -55,7 +56,8 @@ class Request:
     def read(cls, command: click.Command, arguments: Sequence[str]) -> Request:
         """Let ``convert`` read its arguments; click reports mistakes."""
         given = command.make_context("convert", list(arguments))
-        plain = command.make_context("convert", ["SRC", "DST", "--to", "tp=1"])
+        check_given(given.params["format_name"], given.params)
+        plain = command.make_context("convert", ["SRC", "DST"])
         return cls(command, given.params, plain.params)
 
     def options(self) -> Iterator[tuple[click.Option, Any]]:
@@ -63,7 +65,7 @@ class Request:
         for option in self.command.params:
             if isinstance(option, click.Option) and option.name is not None:
                 value = self.values[option.name]
-                if option.name == "to" or value != self.defaults[option.name]:
+                if value != self.defaults[option.name]:
                     yield option, value
 
     def files(self) -> dict[str, bytes]:

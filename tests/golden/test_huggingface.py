@@ -1,0 +1,400 @@
+"""Hugging Face checkpoints of real training checkpoints hold the truth, and are what the real exporters write.
+
+The truth is renamed, taken apart and transposed here once more, with NumPy; the files are opened with the safetensors
+library. ``tests/golden/exports`` holds what PaddleFormers itself exports of the same models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tarfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+
+import paddle_reshard
+from paddle_reshard.pipeline.errors import CastError, CheckpointError, PlanError, RuleError, UsageError
+from tests import oracle
+from tests.conftest import case_directory, corpus_root, hybrid_cases
+
+GOLDEN = Path(__file__).parent
+EXPORTS = GOLDEN / "exports"
+FAMILIES = ("qwen2_single", "qwen3_single", "qwen2_mp2pp2sh2_s1v2_meta", "nlp_qwen2_mp2pp2sh2_s1v2_meta")
+MIXTURES = {
+    "moe_single": "moe_single",
+    "moe_pp2": None,
+    "moe_sh2_s1v1_meta": None,
+    "moe_mp2pp2sh2_s1v2_meta_ema": None,
+    "qwen2moe_single": "qwen2moe_single",
+    "ernie45moe_single": "ernie45moe_single",
+    "dsv3_single": "dsv3_single",
+    "nlp_dsv2_single": None,
+    "nlp_qwen2moe_single": None,
+}
+"""Case of the corpus → its real export."""
+DRIFTED = ("moe_mp2pp2sh2_s1v2_meta_ema",)
+TAG = {np.dtype("u2"): "BF16", np.dtype("f4"): "F32", np.dtype("f2"): "F16"}
+PREFIX = re.compile(r"^(llama|qwen2|qwen2_moe|deepseek_v2)\.(?=embed|layers|norm)")
+LINEAR = re.compile(r"\.(\w+_proj|kv_a_proj_with_mqa|gate|shared_expert_gate)\.weight$")
+Entry = tuple[str, tuple[int, ...], bytes]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cases of other families, unpacked."""
+    unpacked = tmp_path_factory.mktemp("families")
+    for name in (*FAMILIES, "nlp_gpt_single"):
+        with tarfile.open(GOLDEN / "families" / f"{name}.tar.xz", "r:xz") as packed:
+            packed.extractall(unpacked, filter="data")
+    return unpacked
+
+
+@cache
+def _truth(case: Path) -> dict[str, np.ndarray]:
+    return oracle.read_truth(case / "truth.safetensors")
+
+
+def _config(case: Path) -> dict[str, Any]:
+    (path,) = case.glob("checkpoint-*/config.json")
+    return json.loads(path.read_text())
+
+
+def _checkpoint(case: Path) -> Path:
+    (path,) = case.glob("checkpoint-*")
+    return path
+
+
+def _read(folder: Path) -> dict[str, Entry]:
+    """Every tensor of a Hugging Face checkpoint: dtype, shape, bytes."""
+    found: dict[str, Entry] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        for key, entry in safetensors.deserialize(path.read_bytes()):
+            assert key not in found
+            found[key] = (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"]))
+    return found
+
+
+def _entry(array: np.ndarray) -> Entry:
+    return TAG[array.dtype], array.shape, np.ascontiguousarray(array).tobytes()
+
+
+def _parameters(truth: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {key: truth[key] for key in oracle.shapes_of(truth) if not key.endswith(".ema")}
+
+
+def _expected(parameters: dict[str, np.ndarray], config: dict[str, Any]) -> dict[str, Entry]:
+    """What ``transformers`` calls these parameters, and how it stores them."""
+    nlp = "paddlenlp_version" in config
+    found: dict[str, np.ndarray] = {}
+    for key, array in parameters.items():
+        name = PREFIX.sub("model.", key)
+        if name == "lm_head.weight" and config["tie_word_embeddings"]:
+            continue
+        if "qkv_proj" in name:
+            for which, part in zip("qkv", _heads(array, config), strict=True):
+                found[name.replace("qkv", which)] = part
+        elif "up_gate_proj" in name or "gate_up_fused_proj" in name:
+            gate, up = np.split(array, 2, axis=1)
+            found[re.sub("up_gate_proj|gate_up_fused_proj", "gate_proj", name)] = gate
+            found[re.sub("up_gate_proj|gate_up_fused_proj", "up_proj", name)] = up
+        else:
+            found[name] = array
+    return {
+        key: _entry(array.T if LINEAR.search(key) or (nlp and key == "lm_head.weight") else array)
+        for key, array in found.items()
+    }
+
+
+def _heads(fused: np.ndarray, config: dict[str, Any]) -> list[np.ndarray]:
+    """q, k and v of ``[q, q, …, k, v]`` per key-value head."""
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    size = fused.shape[-1] // (heads + 2 * groups)
+    by_group = fused.reshape(*fused.shape[:-1], groups, heads // groups + 2, size)
+    cut = (by_group[..., :-2, :], by_group[..., -2, :], by_group[..., -1, :])
+    return [part.reshape(*fused.shape[:-1], -1) for part in cut]
+
+
+def _export(case: Path, target: Path, **options: Any) -> dict[str, Entry]:
+    paddle_reshard.convert(_checkpoint(case), target, format="huggingface", **options)
+    return _read(target)
+
+
+# ------------------------------------------------------------------------------------------------ parameters
+
+
+@pytest.mark.parametrize("name", hybrid_cases())
+def test_every_case_becomes_the_truth(name: str, tmp_path: Path) -> None:
+    case = case_directory(name)
+    assert _export(case, tmp_path / "hf") == _expected(_parameters(_truth(case)), _config(case))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_other_families(name: str, folder: Path, tmp_path: Path) -> None:
+    case = folder / name
+    assert _export(case, tmp_path / "hf") == _expected(_parameters(_truth(case)), _config(case))
+
+
+@pytest.mark.parametrize("name", MIXTURES if corpus_root() else ())
+def test_mixtures_of_experts(name: str, tmp_path: Path) -> None:
+    case = corpus_root() / "corpus-moe" / name
+    found = _export(case, tmp_path / "hf", allow_replica_drift=name in DRIFTED)
+    assert found == _expected(_parameters(_truth(case)), _config(case))
+    assert any(tag == "F32" for tag, _, _ in found.values()) == (not name.startswith("nlp"))
+
+
+@pytest.mark.parametrize("to", ["tp=2,pp=2,sharding=2", "sharding=3", "pp=4"])
+def test_the_topology_of_the_source_does_not_matter(to: str, tmp_path: Path) -> None:
+    case = case_directory("mp2pp2sh2_s1v2_meta_ema")
+    paddle_reshard.convert(_checkpoint(case), tmp_path / "other", to=to)
+    paddle_reshard.convert(tmp_path / "other", tmp_path / "hf", format="huggingface")
+    assert _read(tmp_path / "hf") == _expected(_parameters(_truth(case)), _config(case))
+
+
+# ------------------------------------------------------------------------------------- the real exporters
+
+
+def _real_export(name: str) -> dict[str, tuple[str, tuple[int, ...], str]]:
+    data = json.loads((EXPORTS / f"{name}.json").read_text())
+    return {key: (tag, tuple(shape), digest) for key, (tag, shape, digest) in data.items()}
+
+
+def _digests(found: dict[str, Entry]) -> dict[str, tuple[str, tuple[int, ...], str]]:
+    return {key: (tag, shape, hashlib.sha256(data).hexdigest()) for key, (tag, shape, data) in found.items()}
+
+
+@pytest.mark.parametrize("name", ["mp2sh2_s1v2_meta_mid", "qwen2_single", "qwen3_single"])
+def test_it_is_what_paddleformers_exports(name: str, folder: Path, tmp_path: Path) -> None:
+    case = folder / name if name in FAMILIES else case_directory(name)
+    assert _digests(_export(case, tmp_path / "hf")) == _real_export(name)
+
+
+def test_tied_embeddings_are_written_once(tmp_path: Path) -> None:
+    real = _real_export("mp2_tied")
+    assert real.pop("lm_head.weight") == real["model.embed_tokens.weight"]
+    assert _digests(_export(case_directory("mp2_tied"), tmp_path / "hf")) == real
+
+
+@pytest.mark.parametrize("name", [n for n, real in MIXTURES.items() if real] if corpus_root() else ())
+def test_mixtures_are_what_paddleformers_exports(name: str, tmp_path: Path) -> None:
+    """In bfloat16, to which it casts the routers of most families; what it keeps in float32 is kept."""
+    found = _export(corpus_root() / "corpus-moe" / name, tmp_path / "hf", dtype="bfloat16")
+    assert _digests(found) == _real_export(name)
+
+
+@pytest.mark.skipif(corpus_root() is None, reason="no real export at hand")
+def test_the_same_training_saved_by_the_trainer_as_hugging_face_has_the_same_bytes(tmp_path: Path) -> None:
+    """``single`` and ``single_tohf`` are one training; the second was saved with ``save_to_hf``."""
+    real = _checkpoint(case_directory("single_tohf"))
+    _export(case_directory("single"), tmp_path / "hf")
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "hf" / file).read_bytes() == (real / file).read_bytes()
+    assert paddle_reshard.verify(_checkpoint(case_directory("single")), real, states=["param"]).equal
+
+
+# ----------------------------------------------------------------------------------------- files and config
+
+
+@pytest.mark.parametrize("limit", ["40KB", "12KB"])
+def test_several_files_as_huggingface_hub_splits_them(limit: str, tmp_path: Path) -> None:
+    case = case_directory("mp2_tied")
+    whole = _export(case, tmp_path / "one")
+    assert _export(case, tmp_path / "several", max_shard_size=limit) == whole
+    split = json.loads((EXPORTS / "mp2_tied.files.json").read_text())[limit]
+    names = [f"model-{i:05d}-of-{len(split):05d}.safetensors" for i in range(1, len(split) + 1)]
+    for name, keys in zip(names, split, strict=True):
+        with safetensors.safe_open(tmp_path / "several" / name, "np") as file:
+            assert sorted(file.keys()) == sorted(keys)
+            assert file.metadata() == {"format": "pt"}
+    index = json.loads((tmp_path / "several" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {key: name for name, keys in zip(names, split, strict=True) for key in keys}
+    assert index["metadata"] == {"total_size": sum(len(data) for _, _, data in whole.values())}
+
+
+def test_small_files(tmp_path: Path) -> None:
+    """What belongs to the model goes along, what belongs to training is named."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for path in _checkpoint(case_directory("mp2_tied")).iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    for name in ("tokenizer.json", "generation_config.json"):
+        (source / name).write_text("{}")
+    report = paddle_reshard.convert(source, tmp_path / "hf", format="huggingface", dtype="float16")
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "paddle_reshard.json",
+        "tokenizer.json",
+    }
+    given = json.loads((source / "config.json").read_text())
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config == {
+        **{k: v for k, v in given.items() if k not in ("source", "tensor_model_parallel_size")},
+        "torch_dtype": "float16",
+    }
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert {"training_args.bin", "scheduler.pdparams", "rng_state_0.pth"} <= {p for p, _ in report.plan.left}
+    assert set(report.plan.left_states) == {"moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc"}
+
+
+def test_class_names_of_paddleformers_become_those_of_transformers(folder: Path, tmp_path: Path) -> None:
+    case = folder / "qwen2_mp2pp2sh2_s1v2_meta"
+    assert _config(case)["architectures"] == ["Qwen2ForCausalLMPipeDeprecated"]
+    _export(case, tmp_path / "hf")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
+
+
+def test_a_trimmed_vocabulary(tmp_path: Path) -> None:
+    case = case_directory("nlp_fused_mp2")
+    trimmed = {
+        key: array[:100] if "embed_tokens" in key else array[:, :100] if key == "lm_head.weight" else array
+        for key, array in _parameters(_truth(case)).items()
+    }
+    assert _export(case, tmp_path / "hf", vocab_trim=100) == _expected(trimmed, _config(case))
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"] == 100
+
+
+# ---------------------------------------------------------------------------------------------- dtype and EMA
+
+
+def test_float32_is_the_master_weight(tmp_path: Path) -> None:
+    case = case_directory("mp2sh2_s1v2_meta_mid")
+    truth = _truth(case)
+    masters = {key: truth[f"{key}.w_0"] for key in _parameters(truth)}
+    assert _export(case, tmp_path / "hf", dtype="float32") == _expected(masters, _config(case))
+
+
+@pytest.mark.parametrize("name", ["mp2sh2_s1v2_meta_mid", "mp2_tied", "sh2_s1v1_meta_fp32"])
+def test_float16_is_rounded_once(name: str, tmp_path: Path) -> None:
+    case = case_directory(name)
+    truth = _truth(case)
+    halves = {
+        key: truth.get(f"{key}.w_0", array).astype(np.float16) for key, array in _parameters(truth).items()
+    }
+    assert _export(case, tmp_path / "hf", dtype="float16") == _expected(halves, _config(case))
+
+
+def test_bfloat16_of_a_float32_training(tmp_path: Path) -> None:
+    case = case_directory("sh2_s1v1_meta_fp32")
+    rounded = {key: oracle.round_to_bfloat16(a) for key, a in _parameters(_truth(case)).items()}
+    assert _export(case, tmp_path / "hf", dtype="bfloat16") == _expected(rounded, _config(case))
+
+
+def test_a_value_that_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
+    case = case_directory("sh2_s1v1_meta_fp32")
+    source = tmp_path / "source"
+    source.mkdir()
+    start = _truth(case)["model.norm.weight"].tobytes()[:64]
+    for path in _checkpoint(case).iterdir():
+        content = path.read_bytes()
+        if path.name.startswith("model_state"):
+            content = content.replace(start, np.float32(70000).tobytes() + start[4:])
+        (source / path.name).write_bytes(content)
+    with pytest.raises(
+        CastError, match=r"model\.norm\.weight \(param\): the value 70000\.0 is too large"
+    ) as caught:
+        paddle_reshard.convert(source, tmp_path / "hf", format="huggingface", dtype="float16")
+    assert caught.value.tensor == "model.norm.weight (param)"
+    assert not (tmp_path / "hf").exists()
+    found = paddle_reshard.convert(source, tmp_path / "hf", format="huggingface", dtype="bfloat16")
+    assert found.moved.written_bytes
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_the_average_as_a_model(dtype: str | None, tmp_path: Path) -> None:
+    case = case_directory("mp2pp2sh2_s1v2_meta_ema")
+    truth = _truth(case)
+    averages = {key: truth[f"{key}.ema_w_0"] for key in _parameters(truth)}
+    if dtype is None:
+        averages = {key: oracle.round_to_bfloat16(array) for key, array in averages.items()}
+    assert _export(case, tmp_path / "hf", state="ema", dtype=dtype) == _expected(averages, _config(case))
+
+
+@pytest.mark.skipif(corpus_root() is None, reason="no such case at hand")
+def test_the_average_of_parameters_without_master_weights(tmp_path: Path) -> None:
+    case = corpus_root() / "corpus-moe" / "moe_mp2pp2sh2_s1v2_meta_ema"
+    truth = _truth(case)
+    averages = {
+        key: truth[f"{key}.ema"]
+        if f"{key}.ema" in truth
+        else oracle.round_to_bfloat16(truth[f"{key}.ema_w_0"])
+        for key in _parameters(truth)
+    }
+    found = _export(case, tmp_path / "hf", state="ema", allow_replica_drift=True)
+    assert found == _expected(averages, _config(case))
+
+
+# ----------------------------------------------------------------------------------------- verify and refusals
+
+
+def test_verify_compares_with_the_training_checkpoint(tmp_path: Path) -> None:
+    source = _checkpoint(case_directory("nlp_fused_mp2"))
+    paddle_reshard.convert(source, tmp_path / "hf", format="huggingface", max_shard_size="40KB")
+    for sides in ((source, tmp_path / "hf"), (tmp_path / "hf", source)):
+        report = paddle_reshard.verify(*sides, states=["param"])
+        assert report.equal
+        assert report.tensors == 27
+    assert not paddle_reshard.verify(source, tmp_path / "hf").equal
+    whole = _read(tmp_path / "hf")
+    path = sorted((tmp_path / "hf").glob("*.safetensors"))[3]
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 0x40
+    path.write_bytes(content)
+    (difference,) = paddle_reshard.verify(source, tmp_path / "hf", states=["param"]).differences
+    assert path.name in difference.detail
+    (key,) = [key for key, entry in whole.items() if _read(tmp_path / "hf")[key] != entry]
+    assert difference.tensor == f"{key.replace('model.', 'llama.')} (param)"
+    path.unlink()
+    with pytest.raises(CheckpointError, match=f"the index says that {path.name} holds it, no file does"):
+        paddle_reshard.verify(source, tmp_path / "hf", states=["param"])
+
+
+@pytest.mark.skipif(corpus_root() is None, reason="no unified checkpoint at hand")
+def test_weights_in_paddles_own_layout_are_not_taken_for_hugging_face(tmp_path: Path) -> None:
+    source, unified = (_checkpoint(case_directory(name)) for name in ("single", "uc_single"))
+    for name in ("model-00001-of-00001.safetensors", "config.json"):
+        (tmp_path / name).write_bytes((unified / name).read_bytes())
+    with pytest.raises(CheckpointError, match="weights in Paddle's own layout"):
+        paddle_reshard.verify(source, tmp_path, states=["param"])
+
+
+def test_an_average_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="no EMA state"):
+        _export(case_directory("mp2_tied"), tmp_path / "hf", state="ema")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_family_whose_form_is_not_known(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        RuleError, match=r"gpt\.embeddings.*does not say what it is in a Hugging Face checkpoint"
+    ):
+        _export(folder / "nlp_gpt_single", tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"format": "huggingface", "to": "tp=1"},
+            "--to says nothing about a target of the format huggingface",
+        ),
+        ({"format": "huggingface", "sharding_strategy": "none"}, "--sharding-strategy says nothing"),
+        ({"format": "huggingface", "layout": {"sort_parameters": True}}, "layout says nothing"),
+        ({"to": "tp=1", "dtype": "float16"}, "dtype says nothing about a target of the format hybrid"),
+        ({"to": "tp=1", "state": "ema"}, "state says nothing"),
+        ({"format": "huggingface", "dtype": "int8"}, "unknown dtype 'int8'"),
+        ({"format": "huggingface", "state": "moment1"}, "unknown state 'moment1'"),
+        ({"format": "huggingface", "max_shard_size": "0"}, "holds nothing"),
+        ({"format": "hf", "to": "tp=1"}, "unknown format 'hf'"),
+        ({}, "--to is missing: the topology of the target"),
+    ],
+)
+def test_requests_that_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        paddle_reshard.plan(_checkpoint(case_directory("mp2_tied")), tmp_path / "hf", **options)

@@ -1,0 +1,287 @@
+"""Values of the Hugging Face layout: rows of rule tables, casts between dtypes, refusals of odd files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_reshard.pipeline.cli import convert
+from paddle_reshard.pipeline.cli_jobs import Request
+from paddle_reshard.pipeline.errors import CheckpointError, CoverageError, RuleError, UsageError
+from paddle_reshard.pipeline.layouts.huggingface.parts import model_parts
+from paddle_reshard.pipeline.layouts.huggingface.source import is_huggingface, read_huggingface
+from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
+from paddle_reshard.pipeline.layouts.hybrid.model import Model, ModelTensor
+from paddle_reshard.pipeline.layouts.rules import RuleTable, parse_rule_table
+from paddle_reshard.pipeline.tensors import dtype_named
+from paddle_reshard.storage.formats.safetensors import (
+    Index,
+    SafetensorsPayload,
+    TensorSlot,
+    encode_safetensors,
+    parse_safetensors,
+)
+from paddle_reshard.tasks.cast import cast, cast_in_range
+from paddle_reshard.tasks.device import Box, PaddleMover
+
+F4, F2, BITS = np.dtype("<f4"), np.dtype("<f2"), np.dtype("<u2")
+QKV = {
+    "keys": ["q.weight", "k.weight", "v.weight"],
+    "transposed": True,
+    "widths": ["2*heads", "heads", "heads"],
+    "groups": "heads",
+}
+
+
+def _table(*forms: tuple[str, Any]) -> RuleTable:
+    """A table of one row per ``(key, huggingface)``."""
+    rows = [
+        {"key": k, "item": "layer", "name_class": "linear", "source": "here", "huggingface": f}
+        for k, f in forms
+    ]
+    return parse_rule_table(
+        json.dumps(
+            {
+                "family": "toy",
+                "convention": "paddleformers",
+                "model_types": [],
+                "items": [{"name": "layer", "layer_class": "Layer", "repeated": True}],
+                "rules": rows,
+            }
+        ),
+        "toy.json",
+    )
+
+
+def _model(config: Mapping[str, Any], *tensors: tuple[str, tuple[int, ...], Any]) -> Model:
+    table = _table(*((key, form) for key, _, form in tensors))
+    return Model(
+        tuple(
+            ModelTensor(key, table.rules[i], None, shape, dtype_named("float32"), (), False)
+            for i, (key, shape, _) in enumerate(tensors)
+        ),
+        table,
+        config,
+    )
+
+
+# -------------------------------------------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize(
+    ("key", "form", "message"),
+    [
+        ("a", {}, "'keys' is missing"),
+        ("a", {"keys": []}, "keys must name"),
+        ("a", {"keys": ["b"], "rotated": True}, "unknown field 'rotated'"),
+        ("a", {"keys": ["b"], "transposed": 1}, "transposed cannot be 1"),
+        ("a", {"keys": [1]}, "keys must be a list of texts"),
+        ("{layer}.a", {"keys": ["a"]}, "keys must name the same"),
+        ("{layer}.a", {"keys": ["{layer}.{expert}.a"]}, "keys must name the same"),
+        ("{head}.a", {"keys": ["{head}.a"]}, "braces that stand for no number"),
+        ("{layer}.{layer}", {"keys": ["{layer}.{layer}"]}, "stands twice"),
+        ("a", {"keys": ["b", "c"]}, "need one width each"),
+        ("a", {"keys": ["b", "c"], "widths": ["1"]}, "need one width each"),
+        ("a", {"keys": ["b"], "widths": ["1"]}, "need one width each"),
+        ("a", {"keys": ["b"], "groups": "heads"}, "groups without several keys"),
+    ],
+)
+def test_rows_that_are_refused(key: str, form: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        _table((key, form))
+
+
+def test_boxes_of_a_grouped_projection() -> None:
+    """``[q q k v | q q k v]`` of two heads: every box of every part, filled through its strides."""
+    model = _model({"heads": 2}, ("qkv.weight", (3, 8), QKV))
+    logical = np.arange(24).reshape(3, 8)
+    ((_, parts),) = model_parts(model)
+    for part, columns in zip(parts, ([0, 1, 4, 5], [2, 6], [3, 7]), strict=True):
+        array = np.full(part.shape, -1)
+        flat = array.reshape(-1)
+        for box in part.boxes:
+            for row in range(box.extents[0]):
+                for column in range(box.extents[1]):
+                    place = box.first_element + row * box.strides[0] + column * box.strides[1]
+                    flat[place] = logical[box.offset[0] + row, box.offset[1] + column]
+        np.testing.assert_array_equal(array, logical[:, columns].T)
+
+
+@pytest.mark.parametrize(
+    ("config", "shape", "form", "message"),
+    [
+        ({"heads": 2}, (3, 9), QKV, "its last dim of 9 elements is not made of 2 groups"),
+        ({}, (3, 8), QKV, "needs heads from config.json"),
+        ({}, (3,), {"keys": ["w"], "transposed": True}, r"a tensor of shape \(3,\) cannot become w"),
+        ({}, (), {"keys": ["w"]}, r"a tensor of shape \(\) cannot become w"),
+    ],
+)
+def test_tensors_that_the_row_does_not_fit(
+    config: dict[str, int], shape: tuple[int, ...], form: Any, message: str
+) -> None:
+    with pytest.raises(RuleError, match=message):
+        list(model_parts(_model(config, ("x", shape, form))))
+
+
+def test_two_tensors_of_one_name() -> None:
+    model = _model({}, ("a", (2,), {"keys": ["w"]}), ("b", (2,), {"keys": ["w"]}))
+    with pytest.raises(RuleError, match="it and a would both be w"):
+        list(model_parts(model))
+
+
+# ------------------------------------------------------------------------------------------------- files
+
+
+def _payload(
+    path: str, metadata: Mapping[str, str], *tensors: tuple[str, str, tuple[int, ...]]
+) -> SafetensorsPayload:
+    encoded = encode_safetensors(
+        [TensorSlot(i, key, tag, shape) for i, (key, tag, shape) in enumerate(tensors)], metadata
+    )
+    content = bytearray(encoded.size_bytes)
+    for offset, literal in encoded.literals:
+        content[offset : offset + len(literal)] = literal
+    return parse_safetensors(lambda at, nbytes: bytes(content[at : at + nbytes]), len(content), path)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "metadata", "index", "message"),
+    [
+        ([("a", "F32", (2, 3))], {}, None, "b: no file holds it"),
+        (
+            [("a", "F32", (2, 3)), ("b", "F32", (2,)), ("c", "F32", (2,))],
+            {},
+            None,
+            "c: in m.safetensors, and the model",
+        ),
+        (
+            [("a", "F32", (3, 2)), ("b", "F32", (2,))],
+            {},
+            None,
+            r"a: stored with shape \(3, 2\), the model expects \(2, 3\)",
+        ),
+        ([("a", "U32", (2, 3)), ("b", "F32", (2,))], {}, None, "a: dtype U32 is not supported"),
+        ([("a", "BF16", (2, 3)), ("b", "F32", (2,))], {}, None, "a: stored as bfloat16, planned was float32"),
+        (
+            [("a", "F32", (2, 3)), ("b", "F32", (2,))],
+            {"format": "np"},
+            None,
+            "weights in Paddle's own layout",
+        ),
+        (
+            [("a", "F32", (2, 3)), ("b", "F32", (2,))],
+            {},
+            {"a": "m.safetensors"},
+            "b: the index says that no file holds it",
+        ),
+    ],
+)
+def test_files_that_are_refused(
+    tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str], index: Any, message: str
+) -> None:
+    model = _model({}, ("x", (3, 2), {"keys": ["a"], "transposed": True}), ("b", (2,), {"keys": ["b"]}))
+    payload = _payload("m.safetensors", metadata, *tensors)
+    listed = None if index is None else Index(index, {}, {})
+    with pytest.raises(CheckpointError, match=message):
+        read_huggingface(
+            model, {"m.safetensors": 10**6}, {"m.safetensors": payload}, listed, HuggingFaceTarget()
+        )
+
+
+def test_parts_of_several_dtypes() -> None:
+    model = _model({"heads": 2}, ("qkv.weight", (3, 8), QKV))
+    payload = _payload(
+        "m", {}, ("q.weight", "F32", (4, 3)), ("k.weight", "BF16", (2, 3)), ("v.weight", "F32", (2, 3))
+    )
+    with pytest.raises(CoverageError, match="are stored as bfloat16, float32"):
+        read_huggingface(model, {"m": 10**6}, {"m": payload}, None, None)
+
+
+def test_two_files_that_hold_the_same() -> None:
+    model = _model({}, ("b", (2,), {"keys": ["b"]}))
+    payloads = {name: _payload(name, {}, ("b", "F32", (2,))) for name in ("m", "n")}
+    with pytest.raises(CoverageError, match="two files hold it"):
+        read_huggingface(model, dict.fromkeys(payloads, 10**6), payloads, None, None)
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        (["model.safetensors", "config.json"], True),
+        (["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], True),
+        (["model-00001-of-00001.safetensors", "optimizer-00001-of-00001.safetensors"], False),
+        (["model_state.pdparams"], False),
+    ],
+)
+def test_what_a_hugging_face_checkpoint_looks_like(paths: list[str], expected: bool) -> None:
+    assert is_huggingface(paths) == expected
+
+
+# ------------------------------------------------------------------------------------------------- casts
+
+
+def test_every_bfloat16_and_float16_is_widened_exactly() -> None:
+    patterns = np.arange(1 << 16, dtype=np.uint16)
+    wide = cast(patterns, F4)
+    assert wide.view(np.uint32).tobytes() == (patterns.astype(np.uint32) << 16).tobytes()
+    halves = patterns.view(F2)
+    np.testing.assert_array_equal(cast(halves, F4), [float(half) for half in halves])
+
+
+def test_float16_is_the_nearest_one_with_ties_to_even() -> None:
+    """Between neighbouring float16 values: at, below and above the middle."""
+    low = np.arange(0x0000, 0x7BFF, dtype=np.uint16).view(F2).astype(np.float64)
+    high = np.arange(0x0001, 0x7C00, dtype=np.uint16).view(F2).astype(np.float64)
+    middle = (low + high) / 2
+    for sign in (1, -1):
+        values = (sign * middle).astype(np.float32)
+        exact = values.astype(np.float64) == sign * middle
+        assert exact.all()
+        even = np.where(np.arange(len(low)) % 2 == 0, low, high)
+        np.testing.assert_array_equal(cast_in_range(values, F2), sign * even)
+        np.testing.assert_array_equal(cast_in_range(np.nextafter(values, np.float32(0)), F2), sign * low)
+        beyond = np.nextafter(values, np.float32(sign * np.inf))
+        np.testing.assert_array_equal(cast_in_range(beyond, F2), sign * high)
+
+
+def test_bfloat16_to_float16_and_back() -> None:
+    values = np.array([1.5, -2.0, 0.0, 65280.0], dtype=np.float32)
+    patterns = (values.view(np.uint32) >> 16).astype(np.uint16)
+    np.testing.assert_array_equal(cast_in_range(patterns, F2), values.astype(np.float16))
+    np.testing.assert_array_equal(cast_in_range(values.astype(np.float16), BITS), patterns)
+
+
+def test_what_float16_cannot_hold() -> None:
+    with pytest.raises(OverflowError, match=r"the value 65520\.0 is too large for float16"):
+        cast_in_range(np.float32([1.0, 65520.0]), F2)
+    kept = cast_in_range(np.float32([65519.0, np.inf, -np.inf, np.nan]), F2)
+    np.testing.assert_array_equal(kept, np.float16([65504.0, np.inf, -np.inf, np.nan]))
+
+
+@pytest.mark.parametrize(("one", "two"), [(F4, F2), (BITS, F4), (BITS, F2), (F2, F4), (F2, BITS), (F4, BITS)])
+def test_paddle_gives_the_same_bits(one: np.dtype, two: np.dtype) -> None:
+    mover = PaddleMover("cpu")
+    values = np.linspace(-100, 100, 24, dtype=np.float32)
+    source = np.ascontiguousarray(cast(values, one)).view(np.uint8)
+    made = mover.zeros(24 * two.itemsize)
+    extents = (6, 4)
+    mover.move(
+        Box(mover.load(source), 0, one, extents, (one.itemsize, 6 * one.itemsize)),
+        Box(made, 0, two, extents, (4 * two.itemsize, two.itemsize)),
+    )
+    expected = cast(source.view(one), two).reshape(4, 6).T
+    assert mover.fetch(made).tobytes() == np.ascontiguousarray(expected).tobytes()
+
+
+# -------------------------------------------------------------------------------------------------- jobs
+
+
+def test_a_conversion_without_a_topology_can_be_sent_as_a_job() -> None:
+    one = Request.read(convert, ["a", "b", "--format", "huggingface", "--dtype", "float16"])
+    two = Request.read(convert, ["a", "b", "--format", "huggingface"])
+    assert one.identify("a", "b") != two.identify("a", "b")
+    assert one.spell("/a", "/b")[2:] == ("--format", "huggingface", "--dtype", "float16")
