@@ -10,10 +10,13 @@ from typing import Any
 
 from paddle_reshard.clusters.choose import choose_engine
 from paddle_reshard.pipeline.compare import Difference, plan_comparison
-from paddle_reshard.pipeline.errors import UsageError
+from paddle_reshard.pipeline.errors import CheckpointError, ReshardError, UsageError
+from paddle_reshard.pipeline.integrity import IntegrityReport, check_target
 from paddle_reshard.pipeline.layouts.hybrid.model import ModelTensor
 from paddle_reshard.pipeline.layouts.hybrid.names import ACCUMULATORS
+from paddle_reshard.pipeline.layouts.hybrid.sidecars import MANIFEST
 from paddle_reshard.pipeline.layouts.hybrid.source import HybridCheckpoint
+from paddle_reshard.pipeline.manifest import parse_manifest
 from paddle_reshard.pipeline.options import (
     FORMATS,
     REPLICAS,
@@ -33,6 +36,7 @@ from paddle_reshard.pipeline.workflow import (
     check_apart,
     ignore_events,
     index_checkpoint,
+    is_made,
     load_layout,
     load_tables,
     load_target_names,
@@ -172,6 +176,7 @@ def plan(
     layout: PathLike | Mapping[str, Any] | None = None,
     target_meta: PathLike | None = None,
     overwrite: bool = False,
+    resume: bool = False,
     replicas: str = "compare",
     allow_replica_drift: bool = False,
     vocab_pad: int | None = None,
@@ -203,6 +208,8 @@ def plan(
         Report copies that differ instead of refusing.
     vocab_pad, vocab_trim
         Give the target a vocabulary of this many rows: new ones are zero in every state, trimmed ones are gone.
+    resume
+        Plan also where an unfinished conversion is, which may be gone on with.
     storage_options
         What fsspec needs to reach a store that is not a local folder: credentials, endpoint, profile.
 
@@ -223,17 +230,21 @@ def plan(
         vocab_pad=vocab_pad,
         vocab_trim=vocab_trim,
     )
-    store, sink = _open(source, target, overwrite, storage_options)
+    store, sink = _open(source, target, overwrite, resume, storage_options)
     checkpoint = index_checkpoint(store, load_tables(_path(rules)))
     return plan_checkpoint(store, checkpoint, request, sink.smallest_part_bytes)
 
 
 def _open(
-    source: PathLike, target: PathLike, overwrite: bool, storage_options: StorageOptions | None
+    source: PathLike,
+    target: PathLike,
+    overwrite: bool,
+    resume: bool,
+    storage_options: StorageOptions | None,
 ) -> tuple[Source, Target]:
     """Both ends of a conversion; refuses an occupied target before anything is read."""
     check_apart(os.fspath(source), os.fspath(target))
-    sink = open_target(os.fspath(target), overwrite, storage_options or {})
+    sink = open_target(os.fspath(target), overwrite, storage_options or {}, resume)
     return open_source(os.fspath(source), storage_options or {}), sink
 
 
@@ -249,6 +260,8 @@ def convert(
     layout: PathLike | Mapping[str, Any] | None = None,
     target_meta: PathLike | None = None,
     overwrite: bool = False,
+    resume: bool = False,
+    take_over: bool = False,
     replicas: str = "compare",
     allow_replica_drift: bool = False,
     vocab_pad: int | None = None,
@@ -260,12 +273,17 @@ def convert(
     device: str = "cpu",
     observe: Observer = ignore_events,
 ) -> ConversionReport:
-    """Convert a checkpoint; afterwards the target is there, whole, or nothing has changed.
+    """Convert a checkpoint; afterwards the target is there, whole, or nothing looks like a finished one.
 
     The parameters are those of :func:`plan`, and:
 
     Parameters
     ----------
+    resume
+        Go on where an unfinished run of this very conversion stopped, if there is one; and if all was done, do
+        nothing.
+    take_over
+        Also if it ran on another machine and may still be alive; implies ``resume``.
     cluster
         ``"inline"``: in this process. ``"ray"``: on the Ray that ``RAY_ADDRESS`` names, else on one of our own;
         ``"ray:ADDRESS"``: on that one.
@@ -286,6 +304,7 @@ def convert(
     """
     engine = choose_engine(cluster, workers, parse_memory(memory), exchange, device)
     counted = count_retries()
+    resume = resume or take_over
     observe(StepStarted("plan"))
     conversion = plan(
         source,
@@ -298,6 +317,7 @@ def convert(
         layout=layout,
         target_meta=target_meta,
         overwrite=overwrite,
+        resume=resume,
         replicas=replicas,
         allow_replica_drift=allow_replica_drift,
         vocab_pad=vocab_pad,
@@ -307,8 +327,11 @@ def convert(
     observe(
         StepEnded("plan", f"{conversion.plan.groups} groups, {conversion.plan.written_bytes} bytes to write")
     )
-    sink = open_target(os.fspath(target), overwrite, storage_options or {})
-    moved = run_conversion(conversion, sink, engine, observe)
+    sink = open_target(os.fspath(target), overwrite, storage_options or {}, resume, take_over)
+    if resume and is_made(conversion, sink):
+        moved = MoveReport(0, 0, 0, 0, (), resumed_groups=conversion.plan.groups)
+    else:
+        moved = run_conversion(conversion, sink, engine, observe)
     moved = replace(moved, retries=add_retries((moved.retries, count_retries() - counted)))
     return ConversionReport(conversion.store.location, sink.location, conversion, moved)
 
@@ -354,6 +377,43 @@ def verify(
     for store in stores:
         store.check_unchanged()
     return VerifyReport(comparison.tensors, elements, read, tuple(differences))
+
+
+def check(target: PathLike, *, storage_options: StorageOptions | None = None) -> IntegrityReport:
+    """Compare a target with its manifest: every file, every part, every byte.
+
+    Raises
+    ------
+    CheckpointError
+        If it has no manifest, so that it is no finished target, or one without checksums.
+    """
+    store = open_source(os.fspath(target), storage_options or {})
+    sizes = store.sizes()
+    if MANIFEST not in sizes:
+        raise CheckpointError(
+            f"{store.location}: has no {MANIFEST}, so it was not made by this package or is not whole"
+        )
+    manifest = parse_manifest(store.read(MANIFEST, 0, sizes[MANIFEST]), f"{store.location}/{MANIFEST}")
+    try:
+        source = open_source(manifest.source, storage_options or {})
+    except ReshardError:
+        source = None
+    return check_target(store, manifest, source)
+
+
+def clean(
+    target: PathLike, *, take_over: bool = False, storage_options: StorageOptions | None = None
+) -> tuple[str, ...]:
+    """Remove what an unfinished conversion has left at a target, and say what: nothing is left to resume.
+
+    Raises
+    ------
+    TargetError
+        If the conversion is running. One on another machine whose lock has not expired is overruled with
+        ``take_over``.
+    """
+    sink = open_target(os.fspath(target), False, storage_options or {}, resume=True, take_over=take_over)
+    return tuple(sink.clean())
 
 
 @dataclass(frozen=True, slots=True)

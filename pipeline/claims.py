@@ -1,22 +1,20 @@
 """What do earlier attempts at a conversion mean for the next one?
 
 An *attempt* is a small file beside the targets that one process has created: who, since when, how it ended. All here
-is a function of such records and of what can be seen; nothing is read or written but this process's own identity.
+is a function of such records and of what can be seen; nothing is read or written.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import platform
 import re
-import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any
+
+from paddle_reshard.storage.holder import Holder
 
 CLAIMS = ".paddle_reshard/claims"
 LONGEST_BACKOFF_SECONDS = 3600.0
@@ -74,19 +72,6 @@ class Policy:
     """Convert again what has changed since it was converted."""
     forget_before: float = 0.0
     """Failures and refusals before this moment, seconds since the epoch, do not count."""
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """A process that can be told from all others, and looked for."""
-
-    host: str
-    machine: str
-    """Tells machines of one name apart; empty where there is no ``/etc/machine-id``."""
-    boot: str
-    pid_space: str
-    pid: int
-    started: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,21 +202,6 @@ def _decide_again(
     return Decision(Action.LOOK)
 
 
-def is_gone(holder: Holder, me: Holder, start_of: Callable[[int], str | None]) -> bool:
-    """Whether a process has surely ended: this host has booted since, or its pid is free or another's.
-
-    ``start_of`` gives the start of a running process, ``None`` where there is none. Processes of other hosts and
-    of other containers cannot be looked for.
-    """
-    if (holder.host, holder.machine) != (me.host, me.machine):
-        return False
-    if holder.boot != me.boot:
-        return True
-    if holder.pid_space != me.pid_space:
-        return False
-    return start_of(holder.pid) != holder.started
-
-
 def steps_of(folders: Sequence[str]) -> list[tuple[int, str]]:
     """The checkpoints among folder names, ascending by step.
 
@@ -245,43 +215,6 @@ def superfluous(converted: Sequence[str], keep: int | None) -> list[str]:
     """Of converted targets, those that ``--keep`` does not keep, oldest first."""
     ordered = [name for _, name in steps_of(converted)]
     return [] if keep is None else ordered[: max(0, len(ordered) - keep)]
-
-
-# -------------------------------------------------------------------------------------------- this process
-
-
-def this_process() -> Holder:
-    """This process, as a claim names it."""
-    pid = os.getpid()
-    machine = Path("/etc/machine-id")
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    space = Path("/proc/self/ns/pid")
-    return Holder(
-        host=socket.gethostname() or platform.node(),
-        machine=hashlib.sha256(machine.read_bytes()).hexdigest()[:8] if machine.exists() else "",
-        boot=boot.read_text().strip() if boot.exists() else "",
-        pid_space=os.readlink(space) if space.exists() else "",
-        pid=pid,
-        started=process_start(pid) or "",
-    )
-
-
-def process_start(pid: int) -> str | None:
-    """When a process of this host started, in a form that only it has; ``None`` where there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        if Path("/proc/self").exists():
-            return None
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return None
-        except PermissionError:
-            return ""
-        return ""
-    fields = text.rpartition(")")[2].split()
-    return None if fields[0] == "Z" else fields[19]
 
 
 # ----------------------------------------------------------------------------------------------- names

@@ -35,7 +35,8 @@ from paddle_reshard.pipeline.api import (
     VerifyReport,
 )
 from paddle_reshard.pipeline.cli_jobs import job_commands
-from paddle_reshard.pipeline.errors import ReshardError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.errors import ReshardError, UsageError
+from paddle_reshard.pipeline.integrity import IntegrityReport
 from paddle_reshard.pipeline.layouts.hybrid.sidecars import MANIFEST
 from paddle_reshard.pipeline.options import FORMATS, REPLICAS
 from paddle_reshard.pipeline.report import (
@@ -43,6 +44,7 @@ from paddle_reshard.pipeline.report import (
     conversion_data,
     error_data,
     inspection_data,
+    integrity_data,
     plan_data,
     verify_data,
 )
@@ -205,7 +207,12 @@ def plan(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -
     show_default=True,
     help="gpu: on Ray, one GPU for each worker, and Paddle.",
 )
-@click.option("--resume", is_flag=True, help="Go on where a killed conversion stopped.")
+@click.option("--resume", is_flag=True, help="Go on where a killed conversion stopped, if there is one.")
+@click.option(
+    "--take-over",
+    is_flag=True,
+    help="Resume a conversion of another machine that has ended there, without waiting for its lock to expire.",
+)
 def convert(
     source: str,
     target: str,
@@ -214,16 +221,13 @@ def convert(
     exchange: str,
     device: str,
     resume: bool,
+    take_over: bool,
     as_json: bool,
     quiet: bool,
     **options: Any,
 ) -> None:
-    """Convert a checkpoint. Afterwards the target is there, whole, or nothing has changed."""
+    """Convert a checkpoint. Afterwards the target is there, whole, or nothing looks like a finished one."""
     with _reporting(as_json), _observing(quiet or as_json) as observe:
-        if resume:
-            raise UnsupportedError(
-                "--resume: this version always begins anew; nothing of a killed run is reused"
-            )
         report = paddle_reshard.convert(
             source,
             target,
@@ -231,6 +235,8 @@ def convert(
             workers=workers,
             exchange=exchange,
             device=device,
+            resume=resume,
+            take_over=take_over,
             observe=observe,
             **api_arguments(options),
         )
@@ -239,7 +245,7 @@ def convert(
 
 @cli.command()
 @click.argument("a", metavar="A")
-@click.argument("b", metavar="B")
+@click.argument("b", metavar="[B]", required=False)
 @click.option("--state", "states", metavar="LIST", help="Only these states, comma-separated: param,moment1,…")
 @click.option("--subset", is_flag=True, help="B may lack tensors that A has.")
 @memory_option
@@ -249,7 +255,7 @@ def convert(
 @quiet_option
 def verify(
     a: str,
-    b: str,
+    b: str | None,
     states: str | None,
     subset: bool,
     memory: str,
@@ -258,7 +264,17 @@ def verify(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Compare the logical content of two checkpoints of any topologies, bit for bit."""
+    """Compare the logical content of two checkpoints of any topologies, bit for bit.
+
+    With one argument: compare every byte of a target with the checksums in its manifest.
+    """
+    if b is None:
+        if states is not None or subset or rules is not None:
+            raise click.UsageError("--state, --subset and --rules need two checkpoints")
+        with _reporting(as_json):
+            found = paddle_reshard.check(a, storage_options=storage_options)
+        _answer(integrity_data(found), as_json, quiet, lambda: _show_integrity(found))
+        sys.exit(0 if found.intact else 1)
     with _reporting(as_json):
         chosen = None if states is None else [state.strip() for state in states.split(",")]
         report = paddle_reshard.verify(
@@ -272,6 +288,30 @@ def verify(
         )
     _answer(verify_data(report), as_json, quiet, lambda: _show_verification(report))
     sys.exit(0 if report.equal else 1)
+
+
+@cli.command()
+@click.argument("target", metavar="DST")
+@click.option(
+    "--take-over",
+    is_flag=True,
+    help="Also what a conversion of another machine has left, without waiting for its lock to expire.",
+)
+@storage_option
+@json_option
+@quiet_option
+def clean(
+    target: str, take_over: bool, storage_options: dict[str, Any] | None, as_json: bool, quiet: bool
+) -> None:
+    """Remove what an unfinished conversion has left at a target; refused while it runs."""
+    with _reporting(as_json):
+        removed = paddle_reshard.clean(target, take_over=take_over, storage_options=storage_options)
+
+    def show() -> None:
+        for line in removed or (f"{target}: no unfinished conversion is here",):
+            click.echo(f"removed {line}" if removed else line)
+
+    _answer({"removed": list(removed)}, as_json, quiet, show)
 
 
 def api_arguments(options: dict[str, Any]) -> dict[str, Any]:
@@ -326,7 +366,7 @@ def _reporting(as_json: bool) -> Iterator[None]:
     except (OSError, MemoryError) as error:
         _fail(f"{type(error).__name__}: {error}", 1)
     except KeyboardInterrupt:
-        _fail("interrupted; the target is as it was before", 130)
+        _fail("interrupted", 130)
 
 
 def _fail(message: str, status: int) -> None:
@@ -483,6 +523,22 @@ def _show_verification(report: VerifyReport) -> None:
         f"{verdict}; {report.tensors} tensors, {report.compared_elements:,} elements compared "
         f"({_size(report.read_bytes)} read)"
     )
+
+
+def _show_integrity(report: IntegrityReport) -> None:
+    console = _console()
+    for damage in report.damages[:SHOWN_DIFFERENCES]:
+        stop = damage.byte_offset + damage.nbytes
+        console.print(f"{damage.path}, bytes {damage.byte_offset} to {stop}: {damage.detail}", markup=False)
+    if len(report.damages) > SHOWN_DIFFERENCES:
+        console.print(f"… and {len(report.damages) - SHOWN_DIFFERENCES} more")
+    verdict = "intact" if report.intact else f"damaged: {len(report.damages)} parts"
+    unchecked = f"; {_size(report.unchecked_bytes)} could not be checked" if report.unchecked_bytes else ""
+    console.print(
+        f"{verdict}; {report.files} files, {report.parts} parts ({_size(report.read_bytes)} read){unchecked}"
+    )
+    if report.unchecked_bytes:
+        console.print("these were copied by the storage, and the source is gone or has changed")
 
 
 def _console() -> Console:

@@ -7,6 +7,7 @@ from typing import Any
 
 from paddle_reshard.pipeline.api import ConversionReport, Inspection, VerifyReport
 from paddle_reshard.pipeline.errors import ReshardError
+from paddle_reshard.pipeline.integrity import IntegrityReport
 from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.pipeline.workflow import ConversionPlan
 
@@ -92,6 +93,18 @@ def verify_data(report: VerifyReport) -> Json:
         "compared_elements": report.compared_elements,
         "read_bytes": report.read_bytes,
         "differences": [asdict(difference) for difference in report.differences],
+    }
+
+
+def integrity_data(report: IntegrityReport) -> Json:
+    """What ``verify --json`` of one target prints."""
+    return {
+        "intact": report.intact,
+        "files": report.files,
+        "parts": report.parts,
+        "read_bytes": report.read_bytes,
+        "unchecked_bytes": report.unchecked_bytes,
+        "damages": [asdict(damage) for damage in report.damages],
     }
 
 

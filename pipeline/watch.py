@@ -43,16 +43,14 @@ from paddle_reshard.pipeline.claims import (
     State,
     claim_path,
     decide,
-    is_gone,
-    process_start,
     steps_of,
     superfluous,
-    this_process,
 )
 from paddle_reshard.pipeline.errors import CheckpointError, ListingError, ReshardError, UsageError
 from paddle_reshard.pipeline.layouts.hybrid.sidecars import MANIFEST
 from paddle_reshard.pipeline.runners import Conversion, Convert, Outcome, convert_inline
-from paddle_reshard.pipeline.workflow import MoveReport, describe_target, index_checkpoint, load_tables
+from paddle_reshard.pipeline.workflow import describe_target, index_checkpoint, load_tables
+from paddle_reshard.storage.holder import is_gone, process_start, this_process
 from paddle_reshard.storage.listing import Shelf, open_shelf
 from paddle_reshard.storage.locate import open_source
 
@@ -327,7 +325,7 @@ class Watcher:
             return Decision(Action.WAIT, str(error))
         except ReshardError as error:
             return Decision(Action.FAIL, str(error))
-        wanted = describe_target(planned, MoveReport(0, 0, 0, 0, ()))
+        wanted = describe_target(planned)
         found = self._manifest(name)
         if _content(wanted) != _content(found):
             if self.policy.overwrite:

@@ -7,7 +7,7 @@ told to an observer as event values.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,11 +29,12 @@ from paddle_reshard.pipeline.layouts.hybrid.target import (
 )
 from paddle_reshard.pipeline.layouts.hybrid.vocab import resize_vocabulary
 from paddle_reshard.pipeline.layouts.rules import RuleTable, parse_rule_table, shipped_tables
+from paddle_reshard.pipeline.manifest import FORMAT, describe_parts, format_manifest
 from paddle_reshard.pipeline.options import ConversionRequest, LayoutOptions
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.work import plan_work
-from paddle_reshard.storage.locate import place
-from paddle_reshard.storage.store import NewFile, Receipt, Source, Target, WritePart
+from paddle_reshard.storage.locate import absolute, place
+from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, Source, Target, WritePart
 from paddle_reshard.tasks.figures import WorkerFigures, add_figures, add_retries
 from paddle_reshard.tasks.index import index_tensor_files, read_json
 
@@ -104,6 +105,8 @@ class MoveReport:
     """What each worker of a cluster did."""
     retries: Mapping[str, int] = field(default_factory=dict)
     """Failure of a store → how often a request was repeated for it, on all machines."""
+    resumed_groups: int = 0
+    """Groups that an earlier run had done; they count nowhere else."""
 
 
 # ------------------------------------------------------------------------------------------------- index
@@ -247,22 +250,52 @@ def check_apart(source_location: str, target_location: str) -> None:
         raise UsageError(f"{target}: source and target may not lie one inside the other")
 
 
+def identify(conversion: ConversionPlan) -> Identity:
+    """Which conversion this is: what it makes, from which very files, by which version."""
+    from paddle_reshard import __version__
+
+    store, versions = conversion.store, conversion.store.versions()
+    files = {path: f"{size} bytes, {versions[path]}" for path, size in store.sizes().items()}
+    return Identity(conversion.plan.plan_id, __version__, store.location, files)
+
+
+def is_made(conversion: ConversionPlan, target: Target) -> bool:
+    """Whether the target is what this conversion would make: a run was killed when all was done."""
+    manifest = target.published(MANIFEST)
+    if manifest is None:
+        return False
+    try:
+        found = json.loads(manifest)
+        source = found["source"]
+    except (ValueError, TypeError, KeyError):
+        return False
+    wanted = describe_target(conversion)
+    return all(found.get(name) == wanted[name] for name in ("format", "version", "plan_id", "files")) and all(
+        source.get(name) == wanted["source"][name] for name in ("files", "versions")
+    )
+
+
 def run_conversion(
     conversion: ConversionPlan, target: Target, engine: Engine, observe: Observer
 ) -> MoveReport:
-    """Move, verify and publish: afterwards the target is there, whole, or it is as it was before."""
+    """Move, verify and publish: afterwards the target is there, whole.
+
+    If it does not come to that, nothing looks like a finished target: what is done is kept for a later run to go on
+    with, or taken back if the checkpoint was refused.
+    """
     plan, source = conversion.plan, conversion.store
     with target:
         observe(StepStarted("move", plan.written_bytes))
-        report, receipts = _move(source, plan, target, engine, observe)
-        observe(StepEnded("move", f"{report.groups} groups, {report.written_bytes} bytes written"))
+        report, receipts = _move(conversion, target, engine, observe)
+        before = f", {report.resumed_groups} groups were done before" if report.resumed_groups else ""
+        observe(StepEnded("move", f"{report.groups} groups, {report.written_bytes} bytes written{before}"))
         observe(StepStarted("verify"))
         source.check_unchanged()
         _check_staged(target.finish(receipts), conversion)
         observe(StepEnded("verify", "the staged target reads back as a whole checkpoint"))
         observe(StepStarted("publish"))
-        manifest = json.dumps(describe_target(conversion, report), indent=1).encode()
-        target.publish(MANIFEST, manifest)
+        described = describe_target(conversion, report.replica_drift, receipts, target.etags())
+        target.publish(MANIFEST, format_manifest(described))
         observe(StepEnded("publish", target.location))
     return report
 
@@ -280,30 +313,44 @@ def _new_files(plan: Plan) -> list[NewFile]:
 
 
 def _move(
-    source: Source, plan: Plan, target: Target, engine: Engine, observe: Observer
+    conversion: ConversionPlan, target: Target, engine: Engine, observe: Observer
 ) -> tuple[MoveReport, list[Receipt]]:
-    writer = target.begin(_new_files(plan))
+    source, plan = conversion.store, conversion.plan
+    writer, records = target.begin(_new_files(plan), identify(conversion))
+    # What differed and was allowed then is not taken over by a run that does not allow it.
+    done = {record.unit: record for record in records if plan.allow_replica_drift or not record.drift}
+    resumed = sum(unit < plan.groups for unit in done)
     read = written = compared = groups = 0
-    drift: list[str] = []
-    receipts: list[Receipt] = []
+    drift = [line for record in done.values() for line in record.drift]
+    receipts = [receipt for record in done.values() for receipt in record.receipts]
+    observe(Progress(sum(receipt.nbytes for receipt in receipts)))
     figures: list[WorkerFigures] = []
-    with closing(engine(plan_work(plan), source, writer)) as reports:
+    with closing(engine((w for w in plan_work(plan) if w.group not in done), source, writer)) as reports:
         for report in reports:
             groups += 1
             read, written = read + report.read_bytes, written + report.written_bytes
             compared += report.compared_elements
             receipts += report.receipts
             figures += report.figures
-            drift += [f"{d.tensor}: {d.detail}: {d.path_a}, {d.path_b}" for d in report.differences]
+            found = tuple(f"{d.tensor}: {d.detail}: {d.path_a}, {d.path_b}" for d in report.differences)
+            drift += found
+            target.note(Record(report.group, tuple(report.receipts), found))
             observe(Progress(report.written_bytes))
-    for carried in plan.carried:
-        receipts += _carry(source, carried, writer)
+    for unit, carried in enumerate(plan.carried, plan.groups):
+        if unit in done:
+            continue
+        written_parts = _carry(source, carried, writer)
+        receipts += written_parts
+        target.note(Record(unit, tuple(written_parts)))
         read, written = read + carried.size_bytes, written + carried.size_bytes
         observe(Progress(carried.size_bytes))
     # Groups end in any order on a cluster; the manifest must not depend on it.
     workers = add_figures(figures)
     retries = add_retries(worker.retries for worker in workers)
-    return MoveReport(groups, read, written, compared, tuple(sorted(drift)), workers, retries), receipts
+    moved = MoveReport(
+        groups, read, written, compared, tuple(sorted(drift)), workers, retries, resumed_groups=resumed
+    )
+    return moved, receipts
 
 
 def _carry(source: Source, carried: CarriedFile, writer: WritePart) -> list[Receipt]:
@@ -330,13 +377,18 @@ def _check_staged(staged: Source, conversion: ConversionPlan) -> None:
         raise CheckpointError(f"{odd[0][0]} ({odd[0][1]}): not the same in the source and the staged target")
 
 
-def describe_target(conversion: ConversionPlan, moved: MoveReport) -> dict[str, Any]:
+def describe_target(
+    conversion: ConversionPlan,
+    replica_drift: Sequence[str] = (),
+    receipts: Iterable[Receipt] = (),
+    etags: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """The manifest: what was made, and from what. The same conversion gives the same bytes."""
     from paddle_reshard import __version__
 
-    plan, source = conversion.plan, conversion.source
+    plan, source, store = conversion.plan, conversion.source, conversion.store
     return {
-        "format": "paddle-reshard manifest",
+        "format": FORMAT,
         "version": __version__,
         "plan_id": plan.plan_id,
         "topology": str(conversion.target.topology),
@@ -344,10 +396,14 @@ def describe_target(conversion: ConversionPlan, moved: MoveReport) -> dict[str, 
         "files": {f.path: f.size_bytes for f in plan.target_files}
         | {c.target_path: c.size_bytes for c in plan.carried},
         "source": {
+            "location": absolute(store.location),
             "topology": str(source.topology),
             "sharding_strategy": source.strategy,
-            "files": conversion.store.sizes(),
+            "files": store.sizes(),
+            "versions": store.versions(),
             "not_carried": dict(conversion.left),
-            "replica_drift": list(moved.replica_drift),
+            "replica_drift": list(replica_drift),
         },
+        "etags": dict(etags or {}),
+        "parts": describe_parts(receipts, {}),
     }

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from paddle_reshard.pipeline.errors import CheckpointError
+from paddle_reshard.pipeline.layouts.hybrid.sidecars import MANIFEST
 from paddle_reshard.storage import retry
 from paddle_reshard.storage.fsspec_folder import FsspecFolder
+from paddle_reshard.storage.ledger import OWN_PREFIX, SESSION
 from paddle_reshard.storage.store import Read, ReadRange
 
 RANGE_BYTES = 8 << 20
@@ -23,9 +25,15 @@ class FsspecSource(ReadRange):
         listing = folder.listing(retry.HURRIED)
         if not listing.files and not listing.folders:
             raise folder.failure(f"{folder.location}: nothing is there")
+        if names is None and SESSION in listing.files and MANIFEST not in listing.files:
+            raise folder.failure(f"{folder.location}: a conversion to this place has not ended yet")
         self.folder = folder
         self.location = folder.location
-        self.stamps = {n: stamp for n, stamp in listing.files.items() if names is None or n in names}
+        self.stamps = {
+            name: stamp
+            for name, stamp in listing.files.items()
+            if (not name.startswith(OWN_PREFIX) if names is None else name in names)
+        }
         self.folders = list(listing.folders) if names is None else []
 
     def __repr__(self) -> str:
@@ -34,6 +42,10 @@ class FsspecSource(ReadRange):
     def sizes(self) -> dict[str, int]:
         """Name of every file → size in bytes, as seen at the start."""
         return {path: stamp.size_bytes for path, stamp in self.stamps.items()}
+
+    def versions(self) -> dict[str, str]:
+        """Name of every file → the store's word for its version, as seen at the start."""
+        return {path: stamp.version for path, stamp in self.stamps.items()}
 
     def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
         """Exactly ``nbytes`` bytes of a file."""

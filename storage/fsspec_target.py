@@ -7,14 +7,16 @@ checkpoint goes, the new markers appear, and the manifest is last.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
 import secrets
-import shutil
 import tempfile
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 
@@ -24,12 +26,24 @@ from paddle_reshard.pipeline.layouts.hybrid.target import SIGNAL_PREFIX
 from paddle_reshard.storage import retry
 from paddle_reshard.storage.fsspec_folder import FsspecFolder, Listing
 from paddle_reshard.storage.fsspec_source import FsspecSource
+from paddle_reshard.storage.ledger import (
+    OWN_PREFIX,
+    Phase,
+    Place,
+    Session,
+    SessionRecord,
+    check_receipts,
+    find_session,
+    refuse_busy,
+    refuse_unfinished,
+    seize,
+)
 from paddle_reshard.storage.local import LocalWriter
-from paddle_reshard.storage.retry import RetryPolicy
-from paddle_reshard.storage.store import NewFile, Receipt, WritePart
+from paddle_reshard.storage.staging import Staging
+from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, WritePart
 
 RANK_FILES = ("model_state.", "optimizer.")
-PROBE_PREFIX = ".paddle_reshard_probe-"
+PROBE_PREFIX = f"{OWN_PREFIX}probe-"
 
 logger = logging.getLogger(__name__)
 
@@ -44,25 +58,49 @@ class FsspecTarget(ABC):
 
     smallest_part_bytes = 1
 
-    def __init__(self, folder: FsspecFolder, overwrite: bool) -> None:
+    def __init__(self, folder: FsspecFolder, overwrite: bool, resume: bool, take_over: bool) -> None:
         self.folder, self.overwrite = folder, overwrite
+        self.resume, self.take_over = resume, take_over
         self.location = folder.location
         self.files: dict[str, NewFile] = {}
-        self.replaced = self.check_free(retry.HURRIED)
-        self.tags: Mapping[tuple[str, int], str] = {}
+        self.receipts: Mapping[tuple[str, int], Receipt] = {}
+        self.session: Session | None = None
         self.made: set[str] = set()
-        self.published = False
+        self.place = self.find_place()
+        listing = folder.listing(retry.HURRIED)
+        left = find_session(self.place)
+        if left is not None and not self.is_over(left, listing):
+            if not resume:
+                refuse_busy(left, self.location, False, time.time())
+                refuse_unfinished(left, self.location)
+        elif not resume:
+            self.check_free(listing)
         folder.probe(PROBE_PREFIX + secrets.token_hex(8), deleting=overwrite)
 
-    def check_free(self, policy: RetryPolicy | None = None) -> Listing:
+    @abstractmethod
+    def find_place(self) -> Place:
+        """Where the session is kept."""
+
+    @abstractmethod
+    def begin_files(self, files: Sequence[NewFile], identity: Identity) -> tuple[WritePart, Sequence[Record]]:
+        """Take the session and make room for all files; sets ``session``."""
+
+    @abstractmethod
+    def make_visible(self, name: str) -> None:
+        """All parts of a file are written: let it appear, whole. Can be repeated."""
+
+    @abstractmethod
+    def take_back(self) -> int:
+        """Drop what is written and did not appear; says how many things could not be dropped."""
+
+    def check_free(self, listing: Listing) -> None:
         """Refuse a folder that holds something; with ``overwrite``, only what is no checkpoint.
 
-        A probe that a killed process left behind is nothing.
+        What a killed process left behind is nothing.
         """
-        listing = self.folder.listing(policy)
-        names = [name for name in listing.files if not name.startswith(PROBE_PREFIX)]
+        names = [name for name in listing.files if not name.startswith(OWN_PREFIX)]
         if not names and not listing.folders:
-            return listing
+            return
         if not self.overwrite:
             raise TargetError(
                 f"{self.location}: is not empty; give another target, or --overwrite to replace it"
@@ -76,22 +114,60 @@ class FsspecTarget(ABC):
             raise TargetError(
                 f"{self.location}: --overwrite replaces a checkpoint, and this folder does not hold one"
             )
-        return listing
+
+    def is_over(self, left: SessionRecord, listing: Listing) -> bool:
+        """Whether a session is only what a run left that was killed when its manifest was there already."""
+        if left.phase is not Phase.PUBLISH or MANIFEST not in listing.files:
+            return False
+        try:
+            manifest = json.loads(self._read(MANIFEST, listing))
+        except ValueError:
+            return False
+        return isinstance(manifest, dict) and manifest.get("plan_id") == left.identity.plan_id
+
+    def _read(self, name: str, listing: Listing) -> bytes:
+        stamp = listing.files[name]
+        buffer = bytearray(stamp.size_bytes)
+        self.folder.attempt(name, self.folder.read_range, name, stamp, 0, memoryview(buffer))
+        return bytes(buffer)
 
     def __enter__(self) -> FsspecTarget:
         return self
 
-    @abstractmethod
-    def begin(self, files: Sequence[NewFile]) -> WritePart:
-        """Make room for all files but the manifest."""
+    def published(self, manifest_path: str) -> bytes | None:
+        """The manifest, if a whole checkpoint is here and no conversion is under way."""
+        listing = self._sweep()
+        if manifest_path not in listing.files or find_session(self.place) is not None:
+            return None
+        return self._read(manifest_path, listing)
 
-    @abstractmethod
-    def make_visible(self, name: str) -> None:
-        """All parts of a file are written: let it appear, whole."""
+    def _sweep(self) -> Listing:
+        """Remove what a run left that was killed when its manifest was there already."""
+        listing = self.folder.listing()
+        left = find_session(self.place)
+        if left is not None and self.is_over(left, listing):
+            seize(self.place, self.location, self.take_over)
+            self.place.remove()
+            return self.folder.listing()
+        return listing
 
-    @abstractmethod
-    def take_back(self) -> int:
-        """Drop what is written and did not appear; says how many things could not be dropped."""
+    def begin(self, files: Sequence[NewFile], identity: Identity) -> tuple[WritePart, Sequence[Record]]:
+        """Make room for all files but the manifest, or find what an earlier run has made."""
+        listing = self._sweep()
+        if find_session(self.place) is None:
+            self.check_free(listing)
+        self.files = {new.path: new for new in files}
+        return self.begin_files(files, identity)
+
+    def held(self) -> Session:
+        """The session, which has begun."""
+        if self.session is None:
+            raise TargetError(f"{self.location}: the conversion has not begun")
+        return self.session
+
+    def note(self, record: Record) -> None:
+        """Add a line to the ledger."""
+        self.held().note(record)
 
     def finish(self, receipts: Iterable[Receipt]) -> FsspecSource:
         """Let all files but the markers appear, and look at them as they are in the store.
@@ -99,12 +175,17 @@ class FsspecTarget(ABC):
         Files by which a folder is known for a checkpoint come first: if this is cut short, ``--overwrite`` can
         replace what is there.
         """
-        self.check_receipts(receipts)
-        self.replaced = self.check_free()
+        self.receipts = check_receipts(self.location, self.files.values(), receipts)
+        session, listing = self.held(), self.folder.listing()
+        session.flush()
+        if session.phase is Phase.MOVE:
+            self.check_free(listing)
+            session.update(phase=Phase.FINISH)
+        if session.phase is Phase.FINISH:  # later, the markers are ours
+            self.folder.for_each(self._delete, [name for name in listing.files if is_marker(name)])
         names = [name for name in self.files if not is_marker(name)]
-        self.folder.for_each(self._delete, [name for name in self.replaced.files if is_marker(name)])
-        self._show([name for name in names if name.startswith(RANK_FILES)])
-        self._show([name for name in names if not name.startswith(RANK_FILES)])
+        self._show([name for name in names if name.startswith(RANK_FILES)], listing)
+        self._show([name for name in names if not name.startswith(RANK_FILES)], listing)
         source = FsspecSource(self.folder, names)
         sizes = source.sizes()
         for name in names:
@@ -115,48 +196,34 @@ class FsspecTarget(ABC):
                 )
         return source
 
-    def check_receipts(self, receipts: Iterable[Receipt]) -> None:
-        """Refuse unless there is exactly one receipt for every part of every file."""
-        wanted = {
-            (new.path, start): stop - start
-            for new in self.files.values()
-            for start, stop in pairwise((*new.part_starts, new.size_bytes))
-            if new.size_bytes
-        }
-        tags: dict[tuple[str, int], str] = {}
-        for receipt in receipts:
-            part = receipt.path, receipt.byte_offset
-            if wanted.get(part) != receipt.nbytes or tags.setdefault(part, receipt.tag) != receipt.tag:
-                raise TargetError(
-                    f"{receipt.path}: {receipt.nbytes} bytes written at {receipt.byte_offset} are no part of it"
-                )
-        if missing := wanted.keys() - tags.keys():
-            path, start = min(missing)
-            raise TargetError(
-                f"{path}: the part at byte {start} was never written ({len(missing)} are missing)"
-            )
-        self.tags = tags
+    def etags(self) -> Mapping[str, str]:
+        """Not every store names files by what they hold."""
+        return {}
 
     def publish(self, manifest_path: str, manifest: bytes) -> None:
         """Remove what is left of an overwritten checkpoint, show the markers, write the manifest last."""
-        self.folder.for_each(self._delete, self.replaced.files.keys() - self.files.keys() - {manifest_path})
-        self._show([name for name in self.files if is_marker(name)])
+        session, listing = self.held(), self.folder.listing()
+        if session.phase is Phase.FINISH:
+            left = {n for n in listing.files if n.startswith(PROBE_PREFIX) or not n.startswith(OWN_PREFIX)}
+            self.folder.for_each(self._delete, left - self.files.keys() - {manifest_path})
+            session.update(phase=Phase.PUBLISH)
+        self._show([name for name in self.files if is_marker(name)], listing)
+        session.check()
         if self.overwrite:
             self.folder.attempt(manifest_path, self.folder.put, manifest_path, manifest)
         elif not self.folder.attempt(manifest_path, self.folder.put_new, manifest_path, manifest):
-            self.made.clear()
             raise TargetError(
                 f"{self.location}: another conversion was written here at the same time; what is there now may be "
                 "of both, remove it"
             )
-        self.published = True
+        session.remove()
+        self.session = None
 
-    def _show(self, names: Sequence[str]) -> None:
+    def _show(self, names: Sequence[str], before: Listing) -> None:
         def show(name: str) -> None:
-            if name not in self.replaced.files:
+            if name not in before.files:
                 self.made.add(name)
             self.folder.attempt(name, self.make_visible, name)
-            self.made.add(name)
 
         self.folder.for_each(show, names)
 
@@ -166,9 +233,18 @@ class FsspecTarget(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.session is None or self.session.keep(error):
+            return
+        self.session.stop()
+        self.place.hurry()
         left = self.take_back()
-        if not self.published:
-            left += self.try_each(self.folder.delete, sorted(self.made, key=lambda n: (not is_marker(n), n)))
+        visible = self.made if self.overwrite or self.session.phase is Phase.MOVE else self.files.keys()
+        left += self.try_each(self.folder.delete, sorted(visible, key=lambda n: (not is_marker(n), n)))
+        try:
+            self.place.remove()
+        except ReshardError:
+            self.session.release()
+            left += 1
         if left:
             logger.warning(
                 "%s: %d things of an unfinished conversion could not be removed", self.location, left
@@ -206,27 +282,40 @@ class StagedWriter:
 class StagedTarget(FsspecTarget):
     """A target of any fsspec store: files are staged whole in a temporary folder, then uploaded.
 
-    The temporary folder (``TMPDIR`` says where) needs room for the whole checkpoint.
+    The temporary folder (``TMPDIR`` says where) needs room for the whole checkpoint. The session is there too, so
+    only this machine knows of it.
     """
 
-    staging: Path | None = None
+    def find_place(self) -> Place:
+        """A folder that only this user can write, of a name that only this target has."""
+        digest = hashlib.sha256(self.location.encode()).hexdigest()[:16]
+        folder = Path(tempfile.gettempdir()) / f"paddle_reshard-{os.getuid()}-{digest}"
+        self.staging = Staging(folder, self.location)
+        return self.staging.place
 
-    def begin(self, files: Sequence[NewFile]) -> StagedWriter:
-        """Make every file in its final size in the staging folder."""
-        self.files = {new.path: new for new in files}
-        self.staging = Path(tempfile.mkdtemp(prefix="paddle_reshard-"))
-        for new in files:
-            with open(self.staging / new.path, "xb") as file:
-                file.truncate(new.size_bytes)
-        return StagedWriter(self.staging)
+    def begin_files(
+        self, files: Sequence[NewFile], identity: Identity
+    ) -> tuple[StagedWriter, Sequence[Record]]:
+        """Make every file in its final size in the staging folder, or find what an earlier run has made."""
+        folder = self.staging.place.folder
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            raise TargetError(f"{folder}: belongs to somebody else; set TMPDIR to another folder")
+        self.session, records = self.staging.begin(files, identity, self.resume, self.take_over)
+        return StagedWriter(self.staging.files), records
 
     def make_visible(self, name: str) -> None:
         """Upload a staged file."""
-        if self.staging is not None:
-            self.folder.put_file(self.staging / name, name)
+        self.folder.put_file(self.staging.files / name, name)
 
     def take_back(self) -> int:
-        """Remove the staging folder."""
-        if self.staging is not None:
-            shutil.rmtree(self.staging, ignore_errors=True)
+        """What is staged goes with the session."""
         return 0
+
+    def clean(self) -> list[str]:
+        """Remove what an unfinished conversion has left here; what has appeared in the store stays. Says what."""
+        folder = self.staging.place.folder
+        if not seize(self.place, self.location, self.take_over) and not folder.is_dir():
+            return []
+        self.place.remove()
+        return [str(folder)]

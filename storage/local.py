@@ -7,15 +7,24 @@ no moment an unfinished one can be taken for a finished one.
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from paddle_reshard.pipeline.errors import CheckpointError, TargetError
-from paddle_reshard.storage.store import NewFile, ReadRange, Receipt
+from paddle_reshard.storage.checksum import checksum
+from paddle_reshard.storage.ledger import (
+    Phase,
+    Session,
+    check_receipts,
+    refuse_busy,
+    refuse_unfinished,
+    seize,
+)
+from paddle_reshard.storage.staging import Staging, sync
+from paddle_reshard.storage.store import Identity, NewFile, ReadRange, Receipt, Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +70,10 @@ class LocalSource(ReadRange):
                     )
                 done += count
 
+    def versions(self) -> dict[str, str]:
+        """Name of every file → when it was changed last, as seen at the start."""
+        return {path: f"modified {stamp.modified_ns} ns" for path, stamp in self.stamps.items()}
+
     def check_unchanged(self) -> None:
         """Refuse if any file is not the one that was seen at the start."""
         for path, stamp in self.stamps.items():
@@ -91,7 +104,7 @@ class LocalWriter:
             done = 0
             while done < len(buffer):
                 done += os.pwrite(file.fileno(), buffer[done:], byte_offset + done)
-        return Receipt(path, byte_offset, len(buffer))
+        return Receipt(path, byte_offset, len(buffer), checksum=checksum(buffer))
 
 
 class LocalTarget:
@@ -99,48 +112,105 @@ class LocalTarget:
 
     smallest_part_bytes = 1
 
-    def __init__(self, root: Path, overwrite: bool) -> None:
-        check_free(root, overwrite)
+    def __init__(self, root: Path, overwrite: bool, resume: bool = False, take_over: bool = False) -> None:
         self.root = Path(os.path.abspath(root))
         self.location = str(root)
-        self.overwrite = overwrite
+        self.overwrite, self.resume, self.take_over = overwrite, resume, take_over
+        self.staging = Staging(self.root.parent / f".{self.root.name}.reshard", self.location)
+        self.files: Sequence[NewFile] = ()
+        self.session: Session | None = None
+        left = self.staging.find()
+        if left is None or self.staging.is_moved(left):
+            if not resume:
+                check_free(root, overwrite)
+        elif not resume:
+            refuse_busy(left, self.location, False, time.time())
+            refuse_unfinished(left, self.location)
 
     def __enter__(self) -> LocalTarget:
-        self.root.parent.mkdir(parents=True, exist_ok=True)
-        self.staging = Path(tempfile.mkdtemp(prefix=f".{self.root.name}.reshard-", dir=self.root.parent))
-        self.staging.chmod(0o777 & ~_umask())
         return self
 
-    def begin(self, files: Sequence[NewFile]) -> LocalWriter:
-        """Make every file in its final size."""
-        for new in files:
-            with open(self.staging / new.path, "xb") as file:
-                file.truncate(new.size_bytes)
-        return LocalWriter(self.staging)
+    def published(self, manifest_path: str) -> bytes | None:
+        """The manifest, if a whole checkpoint is here and no conversion is under way."""
+        self._sweep()
+        if self.staging.find() is not None or not (self.root / manifest_path).is_file():
+            return None
+        return (self.root / manifest_path).read_bytes()
+
+    def _sweep(self) -> None:
+        """Remove what a run left that was killed when its target was in its place already."""
+        left = self.staging.find()
+        if left is not None and self.staging.is_moved(left):
+            seize(self.staging.place, self.location, self.take_over)
+            self.staging.place.remove()
+
+    def begin(self, files: Sequence[NewFile], identity: Identity) -> tuple[LocalWriter, Sequence[Record]]:
+        """Make every file in its final size, or find what an earlier run has made."""
+        self._sweep()
+        if self.staging.find() is None:
+            check_free(self.root, self.overwrite)
+        self.files = files
+        self.session, records = self.staging.begin(files, identity, self.resume, self.take_over)
+        return LocalWriter(self.staging.files), records
+
+    def note(self, record: Record) -> None:
+        """Write a line of the ledger."""
+        self._held().note(record)
+
+    def _held(self) -> Session:
+        if self.session is None:
+            raise TargetError(f"{self.location}: the conversion has not begun")
+        return self.session
 
     def finish(self, receipts: Iterable[Receipt]) -> LocalSource:
         """Nothing is left to do for files on a disk but to look at them."""
-        return LocalSource(self.staging)
+        check_receipts(self.location, self.files, receipts)
+        return LocalSource(self.staging.files)
+
+    def etags(self) -> Mapping[str, str]:
+        """A disk has no name for what a file holds."""
+        return {}
 
     def publish(self, manifest_path: str, manifest: bytes) -> None:
         """Make everything durable, then put the folder in its place."""
-        (self.staging / manifest_path).write_bytes(manifest)
-        for path in (*self.staging.iterdir(), self.staging):
-            _sync(path)
+        session, staging = self._held(), self.staging
+        (staging.files / manifest_path).write_bytes(manifest)
+        for path in (*staging.files.iterdir(), staging.files):
+            sync(path)
         check_free(self.root, self.overwrite)
-        replaced: Path | None = None
+        session.update(phase=Phase.PUBLISH)
         if self.root.is_dir() and any(self.root.iterdir()):
-            replaced = Path(tempfile.mkdtemp(prefix=f".{self.root.name}.replaced-", dir=self.root.parent))
-            os.rename(self.root, replaced)
-        os.rename(self.staging, self.root)
-        _sync(self.root.parent)
-        if replaced is not None:
-            shutil.rmtree(replaced)
+            if staging.replaced.exists():
+                raise TargetError(
+                    f"{self.root}: something was put here while the checkpoint that was here stood aside in "
+                    f"{staging.replaced}; remove one of them"
+                )
+            os.rename(self.root, staging.replaced)
+        os.rename(staging.files, self.root)
+        sync(self.root.parent)
+        session.remove()
+        self.session = None
+
+    def clean(self) -> list[str]:
+        """Remove what an unfinished conversion has left; says what."""
+        folder = self.staging.place.folder
+        if not seize(self.staging.place, self.location, self.take_over) and not folder.is_dir():
+            return []
+        self._take_back()
+        return [str(folder)]
+
+    def _take_back(self) -> None:
+        """Remove all that is staged. A checkpoint that stood aside comes back."""
+        if self.staging.replaced.is_dir() and not self.root.exists():
+            os.rename(self.staging.replaced, self.root)
+        self.staging.place.remove()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        shutil.rmtree(self.staging, ignore_errors=True)
+        if self.session is not None and not self.session.keep(error):
+            self.session.stop()
+            self._take_back()
 
 
 def check_free(root: Path, overwrite: bool) -> None:
@@ -154,17 +224,3 @@ def check_free(root: Path, overwrite: bool) -> None:
         raise TargetError(f"{root}: is not empty; give another target, or --overwrite to replace it")
     if names and not any(name.startswith(("model_state.", "optimizer.")) for name in names):
         raise TargetError(f"{root}: --overwrite replaces a checkpoint, and this folder does not hold one")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

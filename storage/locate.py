@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from paddle_reshard.pipeline.errors import CheckpointError, ReshardError, TargetError, UnsupportedError
 from paddle_reshard.storage.local import LocalSource, LocalTarget
-from paddle_reshard.storage.store import Source, Target
+from paddle_reshard.storage.store import Source
 
 if TYPE_CHECKING:
     from paddle_reshard.storage.fsspec_folder import FsspecFolder
+    from paddle_reshard.storage.fsspec_target import StagedTarget
+    from paddle_reshard.storage.s3 import S3Target
 
 StorageOptions = Mapping[str, Any]
 _LOCAL_SCHEMES = ("file", "local")
@@ -34,8 +36,17 @@ def open_source(location: str, options: StorageOptions) -> Source:
     return FsspecSource(_open_folder(location, options, CheckpointError))
 
 
-def open_target(location: str, overwrite: bool, options: StorageOptions) -> Target:
+def open_target(
+    location: str,
+    overwrite: bool,
+    options: StorageOptions,
+    resume: bool = False,
+    take_over: bool = False,
+) -> LocalTarget | StagedTarget | S3Target:
     """Check that a place for a new checkpoint is free, and can be written; nothing is written yet.
+
+    With ``resume`` it may hold an unfinished conversion; ``take_over``: also one whose process on another machine
+    may still be alive.
 
     Raises
     ------
@@ -43,12 +54,14 @@ def open_target(location: str, overwrite: bool, options: StorageOptions) -> Targ
         If it holds something already, or cannot be written with these options.
     """
     if is_local(location):
-        return LocalTarget(local_path(location), overwrite)
+        return LocalTarget(local_path(location), overwrite, resume, take_over)
     from paddle_reshard.storage.fsspec_target import StagedTarget
     from paddle_reshard.storage.s3 import S3Folder, S3Target
 
     folder = _open_folder(location, options, TargetError)
-    return S3Target(folder, overwrite) if isinstance(folder, S3Folder) else StagedTarget(folder, overwrite)
+    if isinstance(folder, S3Folder):
+        return S3Target(folder, overwrite, resume, take_over)
+    return StagedTarget(folder, overwrite, resume, take_over)
 
 
 def _open_folder(location: str, options: StorageOptions, failure: type[ReshardError]) -> FsspecFolder:
@@ -73,6 +86,11 @@ def local_path(location: str) -> Path:
     if not is_local(location):
         raise UnsupportedError(f"{location.split('://', 1)[0]}:// is not a local folder")
     return Path(location.split("://", 1)[-1])
+
+
+def absolute(location: str) -> str:
+    """A location that means the same from every working directory."""
+    return str(local_path(location).absolute()) if is_local(location) else location
 
 
 def place(location: str) -> PurePath:

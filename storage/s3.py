@@ -21,10 +21,14 @@ from fsspec.asyn import sync
 
 from paddle_reshard.pipeline.errors import TargetError, UsageError
 from paddle_reshard.storage import retry
+from paddle_reshard.storage.checksum import checksum, source_checksum
 from paddle_reshard.storage.fsspec_folder import FsspecFolder, Listing, ObjectStamp
-from paddle_reshard.storage.fsspec_target import FsspecTarget
+from paddle_reshard.storage.fsspec_source import FsspecSource
+from paddle_reshard.storage.fsspec_target import FsspecTarget, is_marker
+from paddle_reshard.storage.ledger import OWN_PREFIX, SESSION, Phase, Place, Session, find_session, seize
 from paddle_reshard.storage.retry import DamagedBody, RetryPolicy
-from paddle_reshard.storage.store import NewFile, Receipt
+from paddle_reshard.storage.s3_session import S3Place
+from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record
 
 SCHEMES = ("s3", "s3a")
 SMALLEST_PART_BYTES = 5 << 20
@@ -38,6 +42,14 @@ _CONFIG = {
     "response_checksum_validation": "when_required",
     "max_pool_connections": 32,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of an upload as the store lists it."""
+
+    size_bytes: int
+    tag: str
 
 
 class S3Folder(FsspecFolder):
@@ -125,6 +137,39 @@ class S3Folder(FsspecFolder):
             self.put(name, content)
         return True
 
+    def read_object(self, name: str) -> tuple[bytes, str] | None:
+        """A small file and its ETag, ``None`` where there is none."""
+        file_system, _ = self.open()
+        bucket, key = self.key(name)
+        try:
+            content, tag = sync(file_system.loop, _read_object, file_system, {"Bucket": bucket, "Key": key})
+        except OSError as error:
+            if retry.code_of(error) in ("NoSuchKey", "404", "FileNotFoundError"):
+                return None
+            raise
+        return content, tag
+
+    def put_if(self, name: str, content: bytes, version: str | None) -> str | None:
+        """Write a small file if it still has this ETag (``None``: if there is none); its new ETag, else ``None``.
+
+        A request whose answer got lost is repeated and then refused: so a file with these very bytes is ours. A
+        store without conditional writes is looked at first.
+        """
+        condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
+        body = {"Body": content, "ContentMD5": _base64_md5(content)}
+        try:
+            return str(self.request("put_object", name, **body, **condition)["ETag"])
+        except OSError as error:
+            code = retry.code_of(error)
+            if code not in ("PreconditionFailed", "NoSuchKey", "NotImplemented"):
+                raise
+            found = self.read_object(name)
+            if found is not None and found[0] == content:
+                return found[1]
+            if code != "NotImplemented" or (None if found is None else found[1]) != version:
+                return None
+        return str(self.request("put_object", name, **body)["ETag"])
+
     def _etag(self, name: str) -> str:
         return str(self.request("head_object", name)["ETag"])
 
@@ -160,6 +205,41 @@ class S3Folder(FsspecFolder):
             if retry.code_of(error) != "NoSuchUpload":
                 raise
 
+    def list_parts(self, name: str, upload_id: str) -> dict[int, Part] | None:
+        """Number of every part that an upload has; ``None`` if the upload is gone."""
+        parts: dict[int, Part] = {}
+        more: dict[str, Any] = {}
+        try:
+            while True:
+                page = self.request("list_parts", name, UploadId=upload_id, **more)
+                for part in page.get("Parts", []):
+                    parts[part["PartNumber"]] = Part(part["Size"], part["ETag"].strip('"'))
+                if not page.get("IsTruncated"):
+                    return parts
+                more = {"PartNumberMarker": page["NextPartNumberMarker"]}
+        except OSError as error:
+            if retry.code_of(error) != "NoSuchUpload":
+                raise
+            return None
+
+    def list_uploads(self) -> list[tuple[str, str]]:
+        """File and upload id of every upload directly below the prefix that is neither completed nor aborted."""
+        bucket, prefix = self.key("")
+        found: list[tuple[str, str]] = []
+        more: dict[str, Any] = {}
+        while True:
+            page = self.open()[0].call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **more)
+            for upload in page.get("Uploads", []):
+                name = upload["Key"].removeprefix(prefix)
+                if upload["Key"].startswith(prefix) and "/" not in name:
+                    found.append((name, upload["UploadId"]))
+            if not page.get("IsTruncated"):
+                return found
+            more = {
+                "KeyMarker": page["NextKeyMarker"],
+                "UploadIdMarker": page["NextUploadIdMarker"],
+            }
+
     def upload_part(self, name: str, upload_id: str, number: int, buffer: memoryview) -> str:
         """Upload one part; its ETag."""
         md5 = _md5(buffer)
@@ -189,8 +269,18 @@ class S3Folder(FsspecFolder):
             )
         except OSError as error:
             known = all(_is_md5(tag) for tag in tags)
-            if retry.code_of(error) != "NoSuchUpload" or not known or self._etag(name) != _joined_etag(tags):
+            if retry.code_of(error) != "NoSuchUpload" or not known or self._etag(name) != joined_etag(tags):
                 raise
+
+
+async def _read_object(file_system: Any, request: Mapping[str, Any]) -> tuple[bytes, str]:
+    """A whole small file and its ETag."""
+    answer = await file_system._call_s3("get_object", **request)
+    body = answer["Body"]
+    try:
+        return await body.read(), str(answer["ETag"])
+    finally:
+        body.close()
 
 
 async def _read_body(file_system: Any, request: Mapping[str, Any], buffer: memoryview) -> str:
@@ -255,7 +345,7 @@ def _encrypted(answer: Mapping[str, Any]) -> bool:
     return "SSECustomerAlgorithm" in answer or str(answer.get("ServerSideEncryption", "")).startswith("aws:")
 
 
-def _joined_etag(tags: Sequence[str]) -> str:
+def joined_etag(tags: Sequence[str]) -> str:
     """The ETag of a file that was made of parts with these ETags."""
     digests = b"".join(bytes.fromhex(tag.strip('"')) for tag in tags)
     return f'"{_md5(digests).hex()}-{len(tags)}"'
@@ -294,45 +384,162 @@ class S3Writer:
         tag = self.folder.attempt(
             path, self.folder.upload_part, path, upload.upload_id, number, buffer.cast("B")
         )
-        return Receipt(path, byte_offset, nbytes, tag)
+        return Receipt(path, byte_offset, nbytes, tag, checksum(buffer))
 
 
 class S3Target(FsspecTarget):
-    """A new checkpoint on S3."""
+    """A new checkpoint on S3. Its session lists the uploads; a file that is empty has none (``""``)."""
 
     smallest_part_bytes = SMALLEST_PART_BYTES
 
-    def __init__(self, folder: S3Folder, overwrite: bool) -> None:
+    def __init__(self, folder: S3Folder, overwrite: bool, resume: bool, take_over: bool) -> None:
         self.s3 = folder
-        self.uploads: dict[str, Upload] = {}
-        super().__init__(folder, overwrite)
+        self.uploads: dict[str, str] = {}
+        self.completed: set[str] = set()
+        super().__init__(folder, overwrite, resume, take_over)
 
-    def begin(self, files: Sequence[NewFile]) -> S3Writer:
-        """Begin the upload of every file that has bytes."""
+    def find_place(self) -> Place:
+        """Beside the files that are to appear."""
+        return S3Place(self.s3)
+
+    def begin_files(self, files: Sequence[NewFile], identity: Identity) -> tuple[S3Writer, Sequence[Record]]:
+        """Begin the upload of every file that has bytes, or find what an earlier run has uploaded."""
         for new in files:
             check_limits(new)
-        self.files = {new.path: new for new in files}
-        self.folder.for_each(self._begin, [new for new in files if new.size_bytes])
-        return S3Writer(self.s3, dict(self.uploads))
+        session = Session.take(self.place, self.location, identity, self.resume, self.take_over)
+        self.session = session
+        self.uploads = dict(session.record.uploads)
+        if self.resume:
+            self._abort_strays()
+        listed = self._list_parts(files)
+        if session.phase is Phase.MOVE:
+            gone = [new for new in files if listed.get(new.path) is None]
+            self.uploads |= dict(self.folder.for_each(self._begin, gone))
+            session.update(uploads=self.uploads)
+        else:
+            gone = [new for new in files if new.size_bytes and listed.get(new.path) is None]
+            self._find_completed(gone, session.records)
+        records = [
+            record
+            for record in session.records
+            if all(
+                receipt.path in self.completed or _is_listed(receipt, listed, self.files)
+                for receipt in record.receipts
+            )
+        ]
+        if session.phase is not Phase.MOVE and len(records) < len(session.records):
+            raise TargetError(
+                f"{self.location}: parts of the unfinished conversion are gone from the store; paddle-reshard clean "
+                f"{self.location} removes the rest"
+            )
+        uploads = {
+            new.path: Upload(self.uploads[new.path], new.part_starts, new.size_bytes)
+            for new in files
+            if new.size_bytes
+        }
+        return S3Writer(self.s3, uploads), records
 
-    def _begin(self, new: NewFile) -> None:
-        upload_id = self.folder.attempt(new.path, self.s3.create_upload, new.path)
-        self.uploads[new.path] = Upload(upload_id, new.part_starts, new.size_bytes)
+    def _begin(self, new: NewFile) -> tuple[str, str]:
+        if not new.size_bytes:
+            return new.path, ""
+        return new.path, self.folder.attempt(new.path, self.s3.create_upload, new.path)
+
+    def _list_parts(self, files: Sequence[NewFile]) -> dict[str, dict[int, Part] | None]:
+        """What is there of the files whose upload an earlier run has begun."""
+        begun = [new.path for new in files if self.uploads.get(new.path)]
+
+        def parts(name: str) -> tuple[str, dict[int, Part] | None]:
+            return name, self.folder.attempt(name, self.s3.list_parts, name, self.uploads[name])
+
+        return dict(self.folder.for_each(parts, begun))
+
+    def _abort_strays(self) -> None:
+        """Abort uploads of our files that a killed run has begun and no session knows."""
+        for name, upload_id in self.folder.attempt("", self.s3.list_uploads):
+            ours = name in self.files or name.startswith(OWN_PREFIX)
+            if ours and upload_id != self.uploads.get(name):
+                self.folder.attempt(name, self.s3.abort_upload, name, upload_id)
+
+    def _find_completed(self, files: Sequence[NewFile], records: Sequence[Record]) -> None:
+        """Files whose upload is gone are there, whole, or the conversion cannot go on."""
+        receipts = {(r.path, r.byte_offset): r for record in records for r in record.receipts}
+        source = FsspecSource(self.folder, [new.path for new in files])
+        for new in files:
+            parts = [receipts[new.path, start] for start in new.part_starts if (new.path, start) in receipts]
+            if len(parts) < len(new.part_starts) or not _is_made_of(source, new, parts):
+                raise TargetError(
+                    f"{self.location}/{new.path}: its upload is gone, and the file is not there; paddle-reshard clean "
+                    f"{self.location} removes the rest"
+                )
+            self.completed.add(new.path)
+
+    def _tags(self, name: str) -> list[str]:
+        return [self.receipts[name, start].tag for start in self.files[name].part_starts]
+
+    def etags(self) -> Mapping[str, str]:
+        """The ETag of every file whose parts have their MD5 as theirs; other stores choose as they like."""
+        tags = {name: self._tags(name) for name, new in self.files.items() if new.size_bytes}
+        return {name: joined_etag(of) for name, of in tags.items() if all(_is_md5(tag) for tag in of)}
 
     def make_visible(self, name: str) -> None:
         """Complete a file's upload; an empty file has none."""
-        upload = self.uploads.get(name)
-        if upload is None:
+        if not self.files[name].size_bytes:
             self.s3.put(name, b"")
-        else:
-            tags = [self.tags[name, start] for start in upload.part_starts]
-            self.s3.complete_upload(name, upload.upload_id, tags)
-            del self.uploads[name]
+        elif name not in self.completed:
+            self.s3.complete_upload(name, self.uploads[name], self._tags(name))
+            self.completed.add(name)
 
     def take_back(self) -> int:
         """Abort all uploads that are not completed."""
-        uploads = dict(self.uploads)
-        return self.try_each(lambda name: self.s3.abort_upload(name, uploads[name].upload_id), uploads)
+        uploads = {name: of for name, of in self.uploads.items() if of and name not in self.completed}
+        return self.try_each(lambda name: self.s3.abort_upload(name, uploads[name]), uploads)
+
+    def clean(self) -> list[str]:
+        """Remove what an unfinished conversion has left: its uploads, files that it let appear, its session.
+
+        What is left of a checkpoint that it was to replace stays. Says what was removed.
+        """
+        listing = self._sweep()
+        left = find_session(self.place) if seize(self.place, self.location, self.take_over) else None
+        strays = self.folder.attempt("", self.s3.list_uploads)
+        known = {} if left is None else dict(left.uploads)
+        going = [(name, of) for name, of in strays if left is not None or name.startswith(OWN_PREFIX)]
+        visible: list[str] = []
+        if left is not None and left.phase is not Phase.MOVE:
+            open_uploads = {of for _, of in strays}
+            visible = [name for name, of in known.items() if of not in open_uploads and name in listing.files]
+        own = [name for name in listing.files if name.startswith(OWN_PREFIX)]
+        self.folder.for_each(lambda each: self.folder.attempt(each[0], self.s3.abort_upload, *each), going)
+        self.folder.for_each(self._delete, sorted(visible, key=lambda n: (not is_marker(n), n)))
+        self.place.remove()
+        self.folder.for_each(self._delete, [name for name in own if name != SESSION])
+        return [
+            f"{self.location}/{name}" for name in (*(f"{name} (upload)" for name, _ in going), *visible, *own)
+        ]
+
+
+def _is_listed(
+    receipt: Receipt, listed: Mapping[str, dict[int, Part] | None], files: Mapping[str, NewFile]
+) -> bool:
+    """Whether the store has the very part that a receipt is of."""
+    parts = listed.get(receipt.path)
+    if parts is None:
+        return False
+    number = files[receipt.path].part_starts.index(receipt.byte_offset) + 1
+    return parts.get(number) == Part(receipt.nbytes, receipt.tag.strip('"'))
+
+
+def _is_made_of(source: FsspecSource, new: NewFile, parts: Sequence[Receipt]) -> bool:
+    """Whether a file is there and made of these parts: by its ETag, else by the checksums of its bytes."""
+    if source.sizes().get(new.path) != new.size_bytes:
+        return False
+    tags = [part.tag for part in parts]
+    if all(_is_md5(tag) for tag in tags):
+        return source.versions()[new.path].strip('"') == joined_etag(tags).strip('"')
+    return all(
+        part.checksum and source_checksum(source, new.path, part.byte_offset, part.nbytes) == part.checksum
+        for part in parts
+    )
 
 
 def check_limits(new: NewFile) -> None:

@@ -25,12 +25,37 @@ class NewFile:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What storage says of a part it has taken; ``tag`` is its own word for it, empty where it has none."""
+    """What is known of a part that storage has taken."""
 
     path: str
     byte_offset: int
     nbytes: int
     tag: str = ""
+    """The store's own word for it, empty where it has none."""
+    checksum: str = ""
+    """Of its bytes, taken by the worker that had them; empty for a part that the storage copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which conversion this is: only the very same one may go on with what it left."""
+
+    plan_id: str
+    version: str
+    source: str
+    """Where it is, for people."""
+    files: Mapping[str, str]
+    """Every file of the source → a text that changes when the file does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A unit of work that is done: one line of the ledger."""
+
+    unit: int
+    """Number of a group; carried files are counted on after the last group."""
+    receipts: tuple[Receipt, ...]
+    drift: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +96,9 @@ class Source(ReadRange, Protocol):
     def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
         """Exactly ``nbytes`` bytes of a file."""
 
+    def versions(self) -> Mapping[str, str]:
+        """Name of every file → a text that changes when the file does, as seen at the start."""
+
     def check_unchanged(self) -> None:
         """Refuse if any file is not the one that was seen at the start."""
 
@@ -83,7 +111,11 @@ class WritePart(Protocol):
 
 
 class Target(Protocol):
-    """A checkpoint to be made. As a context, it takes back what was not published."""
+    """A checkpoint to be made.
+
+    As a context, it ends the session when an error comes through: what is done is kept for a later run to go on
+    with, unless nothing is, or the checkpoint itself was refused: then everything is taken back.
+    """
 
     @property
     def location(self) -> str:
@@ -93,11 +125,26 @@ class Target(Protocol):
     def smallest_part_bytes(self) -> int:
         """Every part but the last of a file must have at least this size."""
 
-    def begin(self, files: Sequence[NewFile]) -> WritePart:
-        """Make room for all files but the manifest."""
+    def published(self, manifest_path: str) -> bytes | None:
+        """The manifest, if a whole checkpoint is here and no conversion is under way."""
+
+    def begin(self, files: Sequence[NewFile], identity: Identity) -> tuple[WritePart, Sequence[Record]]:
+        """Make room for all files but the manifest, or go on with what an earlier run has done.
+
+        Raises
+        ------
+        TargetError
+            If the place is occupied, another run is at work, or what was left is another conversion's.
+        """
+
+    def note(self, record: Record) -> None:
+        """Remember that a unit is done."""
 
     def finish(self, receipts: Iterable[Receipt]) -> Source:
         """All parts are written: make the files whole, and let them be read back."""
+
+    def etags(self) -> Mapping[str, str]:
+        """What the store calls the content of each file, where it is known beforehand; after ``finish``."""
 
     def publish(self, manifest_path: str, manifest: bytes) -> None:
         """Write the manifest last; from now on the target is there."""

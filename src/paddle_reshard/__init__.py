@@ -4,6 +4,8 @@ from paddle_reshard.pipeline.api import (
     ConversionReport,
     Inspection,
     VerifyReport,
+    check,
+    clean,
     convert,
     inspect,
     plan,
@@ -12,6 +14,7 @@ from paddle_reshard.pipeline.api import (
 from paddle_reshard.pipeline.ema import AsyncEma
 from paddle_reshard.pipeline.ema_trainer import ema_callback
 from paddle_reshard.pipeline.errors import ReshardError
+from paddle_reshard.pipeline.integrity import IntegrityReport
 from paddle_reshard.pipeline.topology import Topology
 
 __version__ = "0.1.0"
@@ -20,10 +23,13 @@ __all__ = [
     "AsyncEma",
     "ConversionReport",
     "Inspection",
+    "IntegrityReport",
     "ReshardError",
     "Topology",
     "VerifyReport",
     "__version__",
+    "check",
+    "clean",
     "convert",
     "ema_callback",
     "inspect",

@@ -27,6 +27,7 @@ from paddle_reshard.pipeline.planning.match import COMPARE
 from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
 from paddle_reshard.pipeline.workflow import Engine, run_conversion
 from paddle_reshard.storage.local import LocalTarget
+from paddle_reshard.storage.store import Identity
 from tests.cluster.conftest import CASE, Conversion, Plan, contents, is_running
 from tests.cluster.faults import (
     FailsOnce,
@@ -248,13 +249,13 @@ def test_closing_ends_all_workers(conversion: Conversion, tmp_path: Path) -> Non
     notes = tmp_path / "notes"
     writer = LocalTarget(tmp_path / "T", overwrite=False)
     with writer as target:
-        begun = target.begin([])
+        begun, _ = target.begin([], Identity("plan", "version", "source", {}))
         works = plan_work(conversion.plan.plan)
         source = Watched(conversion.plan.store, notes, seconds=0.5)
         with pytest.raises(FileNotFoundError):  # nothing was begun: the first part has no file to go to
             begun.write_part("none", 0, memoryview(b""))
         for file in conversion.plan.plan.target_files:
-            (target.staging / file.path).touch()
+            (target.staging.files / file.path).touch()
         reports = engine()(works, source, begun)
         next(reports)
         reports.close()

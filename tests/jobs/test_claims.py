@@ -10,19 +10,16 @@ import pytest
 from paddle_reshard.pipeline.claims import (
     Action,
     Attempt,
-    Holder,
     Policy,
     Sight,
     State,
     claim_path,
     decide,
-    is_gone,
-    process_start,
     steps_of,
     superfluous,
-    this_process,
 )
 from paddle_reshard.pipeline.watch import lacking
+from paddle_reshard.storage.holder import Holder, is_gone, process_start, this_process
 
 HERE = Holder("gpu-1", "m1", "boot-1", "pid:[1]", 100, "5000")
 NEW = Sight("source-a", "", None, "0.1.0")

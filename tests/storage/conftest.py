@@ -1,7 +1,9 @@
 """One S3 server per test process; buckets, a proxy and quick retries per test."""
 
 import secrets
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -61,7 +63,9 @@ def _quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _empty_memory() -> Iterator[None]:
+def _empty_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing of one test is seen by another, in memory or staged for it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
     fsspec.filesystem("memory").store.clear()
     fsspec.filesystem("memory").pseudo_dirs[:] = [""]

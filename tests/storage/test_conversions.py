@@ -26,6 +26,7 @@ from tests.storage.contents import (
     looks_finished,
     middle,
     uploads,
+    visible,
 )
 from tests.storage.servers import Store
 
@@ -159,7 +160,7 @@ def test_overwrite_leaves_nothing_of_the_old_checkpoint(
     found = in_bucket(store, bucket, "c/") if scheme == "s3" else in_memory(f"/{bucket}/c")
     assert_same_checkpoint(found, for_one_card)
     # While it is made, the old one stays whole; once it is replaced, nothing says that it is finished.
-    assert seen["move"] == in_folder(old)
+    assert visible(seen["move"]) == in_folder(old)
     assert looks_finished(seen["verify"]) == []
 
 
@@ -183,17 +184,19 @@ def test_a_failure_while_moving_leaves_an_overwritten_checkpoint_as_it_was(
             observe=fail,
             **ONE_CARD,
         )
+    assert visible(in_bucket(store, bucket, "c/")) == in_memory(f"/{bucket}/c") == in_folder(SMALL)
+    assert paddle_reshard.clean(f"{scheme}://{bucket}/c", storage_options={"s3": store.options})
     assert in_bucket(store, bucket, "c/") == in_memory(f"/{bucket}/c") == in_folder(SMALL)
     assert uploads(store, bucket) == []
 
 
 @pytest.mark.parametrize("scheme", ["s3", "memory"])
-def test_a_failure_after_the_files_appeared_takes_them_back(scheme: str, store: Store, bucket: str) -> None:
+def test_a_refusal_after_the_files_appeared_takes_them_back(scheme: str, store: Store, bucket: str) -> None:
     def fail(event: Event) -> None:
         if isinstance(event, StepEnded) and event.step == "verify":
-            raise InterruptedError
+            raise CheckpointError("not what was planned")
 
-    with pytest.raises(InterruptedError):
+    with pytest.raises(CheckpointError, match="planned"):
         paddle_reshard.convert(
             SMALL,
             f"{scheme}://{bucket}/c",
@@ -215,6 +218,8 @@ def test_a_target_that_fills_up_meanwhile_is_refused(store: Store, bucket: str) 
         paddle_reshard.convert(
             SMALL, f"s3://{bucket}/c", storage_options=store.options, observe=intrude, **ONE_CARD
         )
+    assert visible(in_bucket(store, bucket)) == {"c/theirs": b"theirs"}
+    paddle_reshard.clean(f"s3://{bucket}/c", storage_options=store.options)
     assert in_bucket(store, bucket) == {"c/theirs": b"theirs"}
     assert uploads(store, bucket) == []
 

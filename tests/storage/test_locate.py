@@ -13,6 +13,7 @@ from paddle_reshard.storage.fsspec_folder import FsspecFolder, choose_options, w
 from paddle_reshard.storage.local import LocalSource, LocalTarget
 from paddle_reshard.storage.locate import is_local, open_source, open_target, place
 from paddle_reshard.storage.s3 import S3Target
+from paddle_reshard.storage.store import Identity
 from tests.storage.contents import SMALL, TARGET, fill_memory
 from tests.storage.servers import Store
 
@@ -94,7 +95,8 @@ def test_plans_reports_and_manifests_hold_no_secret(store: Store, bucket: str, s
     target = open_target(f"s3://{bucket}/new", False, store.options)
     assert isinstance(target, S3Target)
     with target:
-        shown = [repr(report), manifest, repr(target), repr(target.begin([])), repr(vars(target))]
+        begun = target.begin([], Identity("plan", "version", "source", {}))
+        shown = [repr(report), manifest, repr(target), repr(begun), repr(vars(target))]
     assert [text for text in shown if store.key in text or store.secret in text] == []
 
 

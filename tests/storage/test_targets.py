@@ -10,8 +10,8 @@ import pytest
 
 from paddle_reshard.pipeline.errors import TargetError, UnsupportedError
 from paddle_reshard.storage.locate import open_source, open_target
-from paddle_reshard.storage.store import NewFile, Receipt, Target, WritePart
-from tests.storage.contents import in_bucket, in_memory, uploads
+from paddle_reshard.storage.store import Identity, NewFile, Receipt, Target, WritePart
+from tests.storage.contents import in_bucket, in_memory, uploads, visible
 from tests.storage.servers import Store
 
 PART = 5 << 20
@@ -30,6 +30,10 @@ CONTENTS = {
     "config.json": b"{}",
 }
 assert [len(CONTENTS[new.path]) for new in FILES] == [new.size_bytes for new in FILES]
+
+
+def _begin(target: Target) -> WritePart:
+    return target.begin(FILES, Identity("plan", "version", "source", {}))[0]
 
 
 def _write(writer: WritePart, backwards: bool = True) -> list[Receipt]:
@@ -52,10 +56,10 @@ def _found(scheme: str, store: Store, bucket: str) -> dict[str, bytes]:
 @pytest.mark.parametrize("scheme", ["s3", "memory"])
 def test_nothing_appears_before_its_time(scheme: str, store: Store, bucket: str) -> None:
     with _open(scheme, store, bucket) as target:
-        writer = target.begin(FILES)
+        writer = _begin(target)
         receipts = _write(pickle.loads(pickle.dumps(writer)))
         if scheme == "s3":
-            assert in_bucket(store, bucket) == {}
+            assert visible(in_bucket(store, bucket)) == {}
             # A part that is written again replaces itself.
             again = writer.write_part("config.json", 0, memoryview(b"{}"))
             assert again in receipts
@@ -79,7 +83,7 @@ def _without(receipts: Sequence[Receipt], path: str, byte_offset: int) -> list[R
 @pytest.mark.parametrize("scheme", ["s3", "memory"])
 def test_receipts_that_do_not_cover_every_file_are_refused(scheme: str, store: Store, bucket: str) -> None:
     with pytest.raises(TargetError, match="never written"), _open(scheme, store, bucket) as target:
-        target.finish(_without(_write(target.begin(FILES)), "model_state.pdparams", PART))
+        target.finish(_without(_write(_begin(target)), "model_state.pdparams", PART))
     for wrong in (
         Receipt("model_state.pdparams", PART, 3),
         Receipt("model_state.pdparams", PART + 1, PART),
@@ -87,14 +91,14 @@ def test_receipts_that_do_not_cover_every_file_are_refused(scheme: str, store: S
         Receipt("config.json", 0, 2, "another tag"),
     ):
         with pytest.raises(TargetError, match="no part of it"), _open(scheme, store, bucket) as target:
-            target.finish([*_write(target.begin(FILES)), wrong])
+            target.finish([*_write(_begin(target)), wrong])
     assert in_bucket(store, bucket) == {}
     assert uploads(store, bucket) == []
 
 
 def test_parts_that_were_not_announced_are_refused(store: Store, bucket: str) -> None:
     with _open("s3", store, bucket) as target:
-        writer = target.begin(FILES)
+        writer = _begin(target)
         with pytest.raises(TargetError, match="no part starts at byte 1"):
             writer.write_part("model_state.pdparams", 1, memoryview(b"1"))
         with pytest.raises(TargetError, match="has 7 bytes, not 8"):
@@ -105,7 +109,7 @@ def test_parts_that_were_not_announced_are_refused(store: Store, bucket: str) ->
 def test_staged_parts_can_only_be_written_where_they_are_staged(bucket: str, tmp_path: Path) -> None:
     target = open_target(f"memory://{bucket}/c", False, {})
     with target:
-        writer = target.begin(FILES)
+        writer = _begin(target)
     with pytest.raises(UnsupportedError, match="this worker runs on another"):
         writer.write_part("config.json", 0, memoryview(b"{}"))
 
@@ -119,7 +123,7 @@ def test_a_short_upload_is_noticed(bucket: str, monkeypatch: pytest.MonkeyPatch)
         put(self, local, remote)
 
     with _open("memory", None, bucket) as target:
-        receipts = _write(target.begin(FILES))
+        receipts = _write(_begin(target))
         monkeypatch.setattr(memory, "put_file", put_short)
         with pytest.raises(TargetError, match="10485766 bytes in the store, 10485767 were written"):
             target.finish(receipts)
@@ -132,6 +136,6 @@ def test_a_probe_that_was_left_behind_is_nothing(scheme: str, store: Store, buck
     store.client.put_object(Bucket=bucket, Key=left, Body=b"")
     fsspec.filesystem("memory").pipe_file(f"/{bucket}/{left}", b"")
     with _open(scheme, store, bucket) as target:
-        target.finish(_write(target.begin(FILES)))
+        target.finish(_write(_begin(target)))
         target.publish("paddle_reshard.json", b"{}")
     assert _found(scheme, store, bucket) == {**CONTENTS, "paddle_reshard.json": b"{}"}

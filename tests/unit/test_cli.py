@@ -113,7 +113,6 @@ def test_verify_tells_equal_from_different_by_its_exit_status(one_card: Path, tm
         (["--to", "tp=1", "--workers", "2"], 2, "inline has one worker"),
         (["--to", "tp=1", "--device", "gpu"], 2, "belong to cluster ray"),
         (["--to", "tp=1", "--cluster", "ray:127.0.0.1:1"], 1, "cannot join Ray"),
-        (["--to", "tp=1", "--resume"], 1, "--resume"),
         (["--to", "cp=2"], 2, "unknown axis 'cp'"),
         (["--to", "tp=two"], 2, "'two'"),
         (["--to", "tp=0"], 2, "axis tp has size 0"),

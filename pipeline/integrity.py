@@ -1,0 +1,116 @@
+"""Is a target still what its manifest says? Every byte is read, nothing else is asked."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from paddle_reshard.pipeline.errors import CheckpointError
+from paddle_reshard.pipeline.manifest import Manifest, ManifestPart
+from paddle_reshard.storage.checksum import ALGORITHM, source_checksum, stretches
+from paddle_reshard.storage.store import ReadRange, Source
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A part of a target that is not what its manifest says."""
+
+    path: str
+    byte_offset: int
+    nbytes: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class IntegrityReport:
+    """What was found in a target."""
+
+    files: int
+    parts: int
+    read_bytes: int
+    unchecked_bytes: int
+    """Of parts that the storage copied, where it gave no checksum and the source is not there any more."""
+    damages: tuple[Damage, ...]
+
+    @property
+    def intact(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.damages
+
+
+def check_target(target: Source, manifest: Manifest, source: Source | None) -> IntegrityReport:
+    """Compare every part of a target with its manifest.
+
+    A part that the storage copied has no checksum. It is compared with the tag that the store gave, where that is an
+    MD5, else with the range of ``source`` that it was copied from, if that is still the same file.
+    """
+    sizes = target.sizes()
+    damages = [
+        Damage(path, 0, size, f"has {sizes.get(path, 'no')} bytes, the manifest says {size}")
+        for path, size in manifest.files.items()
+        if sizes.get(path) != size
+    ]
+    wrong = {damage.path for damage in damages}
+    usable = _usable(manifest, source)
+    read = unchecked = 0
+    for part in manifest.parts:
+        if part.path in wrong:
+            continue
+        detail = _check_part(target, part, source if part.copied and part.copied[0] in usable else None)
+        if detail is None:
+            unchecked += part.nbytes
+            continue
+        read += part.nbytes
+        if detail:
+            damages.append(Damage(part.path, part.byte_offset, part.nbytes, detail))
+    return IntegrityReport(len(manifest.files), len(manifest.parts), read, unchecked, tuple(damages))
+
+
+def _usable(manifest: Manifest, source: Source | None) -> set[str]:
+    """Files of the source that are what they were when they were converted."""
+    if source is None:
+        return set()
+    sizes, versions = source.sizes(), source.versions()
+    return {
+        path
+        for path, size in manifest.source_files.items()
+        if sizes.get(path) == size and versions.get(path) == manifest.source_versions.get(path)
+    }
+
+
+def _check_part(target: ReadRange, part: ManifestPart, source: ReadRange | None) -> str | None:
+    """What is wrong with a part, ``""`` if nothing is, ``None`` if nobody can tell."""
+    if part.checksum is not None:
+        found = source_checksum(target, part.path, part.byte_offset, part.nbytes)
+        return "" if found == part.checksum else f"{ALGORITHM} is {found}, the manifest says {part.checksum}"
+    if part.copied is None:
+        raise CheckpointError(
+            f"{part.path}: the part at byte {part.byte_offset} has neither checksum nor source"
+        )
+    path, byte_offset, tag = part.copied
+    if len(tag) == 32:
+        digest = hashlib.md5(usedforsecurity=False)
+        for block in stretches(target, part.path, part.byte_offset, part.nbytes):
+            digest.update(block)
+        return "" if digest.hexdigest() == tag else f"MD5 is {digest.hexdigest()}, the manifest says {tag}"
+    if source is None:
+        return None
+    there = stretches(target, part.path, part.byte_offset, part.nbytes)
+    return _compare(there, stretches(source, path, byte_offset, part.nbytes), part, path, byte_offset)
+
+
+def _compare(
+    there: Iterator[memoryview], wanted: Iterator[memoryview], part: ManifestPart, path: str, byte_offset: int
+) -> str:
+    """Where two stretches differ first, ``""`` if nowhere."""
+    done = 0
+    for one, two in zip(there, wanted, strict=True):
+        if one != two:
+            at = next(i for i, (a, b) in enumerate(zip(one, two, strict=True)) if a != b)
+            return (
+                f"byte {part.byte_offset + done + at} is {one[at]}, byte {byte_offset + done + at} of {path}, which it "
+                f"was copied from, is {two[at]}"
+            )
+        done += len(one)
+    return ""

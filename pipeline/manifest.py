@@ -1,0 +1,135 @@
+"""The manifest of a target: what was made, from what, and how to find out later that not a byte has changed.
+
+The same conversion gives the same bytes, whatever ran it and however often it was resumed. For every file, columns
+list its parts, in order: their sizes and checksums, so 100,000 parts are a few megabytes. A part that the storage
+copied has no checksum (``null``), for nobody looked at its bytes; ``copied`` says for its number from which file and
+byte it was taken, and the store's own tag where it has one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paddle_reshard.pipeline.errors import CheckpointError, FormatError
+from paddle_reshard.storage.checksum import ALGORITHM
+from paddle_reshard.storage.store import Receipt
+
+FORMAT = "paddle-reshard manifest"
+Copies = Mapping[tuple[str, int], tuple[str, int]]
+"""File and byte offset of a copied part → file and byte of the source."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestPart:
+    """A part of a target file as its manifest describes it."""
+
+    path: str
+    byte_offset: int
+    nbytes: int
+    checksum: str | None
+    copied: tuple[str, int, str] | None
+    """File and byte of the source that it was copied from, and the store's tag, for one without a checksum."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a manifest says of the files."""
+
+    files: Mapping[str, int]
+    """File → size in bytes."""
+    parts: tuple[ManifestPart, ...]
+    source: str
+    """Where the source was."""
+    source_files: Mapping[str, int]
+    source_versions: Mapping[str, str]
+
+
+def describe_parts(receipts: Iterable[Receipt], copies: Copies) -> dict[str, Any]:
+    """File → columns of its parts."""
+    unique = {(receipt.path, receipt.byte_offset): receipt for receipt in receipts}
+    files: dict[str, Any] = {}
+    for (path, byte_offset), receipt in sorted(unique.items()):
+        columns = files.setdefault(path, {"bytes": [], ALGORITHM: []})
+        if (path, byte_offset) in copies:
+            place = [*copies[path, byte_offset], receipt.tag.strip('"')]
+            columns.setdefault("copied", {})[str(len(columns["bytes"]))] = place
+        columns["bytes"].append(receipt.nbytes)
+        columns[ALGORITHM].append(receipt.checksum or None)
+    return files
+
+
+def format_manifest(values: Mapping[str, Any]) -> bytes:
+    """As JSON with one line for each entry, and for each file's columns.
+
+    >>> print(format_manifest({"version": "1", "parts": {"a": {"bytes": [1, 2]}}}).decode())
+    {
+     "version": "1",
+     "parts": {
+      "a": {"bytes":[1,2]}
+     }
+    }
+    """
+    parts = values.get("parts", {})
+    text = json.dumps({**values, "parts": dict.fromkeys(parts)}, indent=1)
+    for path, columns in parts.items():
+        name = json.dumps(path)
+        line = json.dumps(columns, separators=(",", ":"))
+        text = text.replace(f"\n  {name}: null", f"\n  {name}: {line}", 1)
+    return text.encode()
+
+
+def parse_manifest(data: bytes, path: str) -> Manifest:
+    """What a manifest says.
+
+    Raises
+    ------
+    FormatError
+        If it is none of ours, or contradicts itself.
+    CheckpointError
+        If it was written by a version that recorded no checksums.
+    """
+    try:
+        values = json.loads(data)
+    except ValueError as error:
+        raise FormatError("not_json", path, None, f"not valid JSON: {error}") from error
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise FormatError("not_a_manifest", path, None, f"is no {FORMAT}")
+    if "parts" not in values:
+        raise CheckpointError(
+            f"{path}: was written by version {values.get('version')}, which took no checksums"
+        )
+    try:
+        files, source = values["files"], values["source"]
+        parts = tuple(part for name in files for part in _parts_of(name, values["parts"].get(name, {})))
+        manifest = Manifest(files, parts, source["location"], source["files"], source["versions"])
+        for name, size in files.items():
+            told = sum(part.nbytes for part in parts if part.path == name) if size else 0
+            if told != size:
+                raise FormatError(
+                    "parts_do_not_tile", path, None, f"{name}: {told} of {size} bytes are in parts"
+                )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError("damaged", path, None, f"not what a manifest holds: {error!r}") from error
+    return manifest
+
+
+def _parts_of(path: str, columns: Mapping[str, Any]) -> Iterator[ManifestPart]:
+    byte_offset = 0
+    copied = columns.get("copied", {})
+    for number, (nbytes, checksum) in enumerate(
+        zip(columns.get("bytes", ()), columns.get(ALGORITHM, ()), strict=True)
+    ):
+        place = copied.get(str(number))
+        if checksum is None and place is None:
+            raise ValueError(f"{path}: part {number} has neither a checksum nor a source")
+        yield ManifestPart(
+            path,
+            byte_offset,
+            int(nbytes),
+            checksum,
+            None if place is None else (place[0], int(place[1]), str(place[2])),
+        )
+        byte_offset += int(nbytes)

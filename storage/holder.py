@@ -1,0 +1,76 @@
+"""Which process holds something, and has it ended? What locks and claims say of their owner."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A process that can be told from all others, and looked for."""
+
+    host: str
+    machine: str
+    """Tells machines of one name apart; empty where there is no ``/etc/machine-id``."""
+    boot: str
+    pid_space: str
+    pid: int
+    started: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def is_gone(holder: Holder, me: Holder, start_of: Callable[[int], str | None]) -> bool:
+    """Whether a process has surely ended: this host has booted since, or its pid is free or another's.
+
+    ``start_of`` gives the start of a running process, ``None`` where there is none. Processes of other hosts and
+    of other containers cannot be looked for.
+    """
+    if (holder.host, holder.machine) != (me.host, me.machine):
+        return False
+    if holder.boot != me.boot:
+        return True
+    if holder.pid_space != me.pid_space:
+        return False
+    return start_of(holder.pid) != holder.started
+
+
+def this_process() -> Holder:
+    """This process, as a lock or a claim names it."""
+    pid = os.getpid()
+    machine = Path("/etc/machine-id")
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    space = Path("/proc/self/ns/pid")
+    return Holder(
+        host=socket.gethostname() or platform.node(),
+        machine=hashlib.sha256(machine.read_bytes()).hexdigest()[:8] if machine.exists() else "",
+        boot=boot.read_text().strip() if boot.exists() else "",
+        pid_space=os.readlink(space) if space.exists() else "",
+        pid=pid,
+        started=process_start(pid) or "",
+    )
+
+
+def process_start(pid: int) -> str | None:
+    """When a process of this host started, in a form that only it has; ``None`` where there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        if Path("/proc/self").exists():
+            return None
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+        except PermissionError:
+            return ""
+        return ""
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] == "Z" else fields[19]
