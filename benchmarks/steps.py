@@ -17,8 +17,13 @@ from paddle_reshard.pipeline.workflow import Event, StepEnded, StepStarted  # no
 
 
 def main() -> None:
-    source, target, arguments = sys.argv[1:]
+    source, target, text = sys.argv[1:]
+    arguments = json.loads(text)
     seconds = {"import": time.perf_counter() - start}
+    if arguments.get("cluster") == "ray":
+        import ray  # a conversion joins the Ray that its process is in
+
+        ray.init("local", num_cpus=arguments["workers"], include_dashboard=False, log_to_driver=False)
     began = 0.0
 
     def observe(event: Event) -> None:
@@ -28,7 +33,7 @@ def main() -> None:
         elif isinstance(event, StepEnded):
             seconds[event.step] = time.perf_counter() - began
 
-    report = paddle_reshard.convert(source, target, observe=observe, **json.loads(arguments))
+    report = paddle_reshard.convert(source, target, observe=observe, **arguments)
     print(json.dumps({"seconds": seconds, **conversion_data(report)}))
 
 

@@ -1,0 +1,91 @@
+"""How much of a large checkpoint would the store move by itself? Planned, without a byte of it.
+
+python -m benchmarks.shares
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from benchmarks.measure import table
+from benchmarks.synthetic import LLAMA_7B, LLAMA_70B, Dims, catalog_of
+from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_hybrid
+from paddle_reshard.pipeline.planning.limits import CopyLimits, PartLimits
+from paddle_reshard.pipeline.planning.plan import plan_conversion
+from paddle_reshard.pipeline.topology import Topology
+
+S3 = PartLimits(smallest_bytes=5 << 20, most=10_000, copies=CopyLimits(5 << 20, 256 << 20))
+"""Parts of at least 5 MiB, 10,000 of a file at most."""
+BUDGET_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class Case:
+    """A conversion, and the share that is wanted."""
+
+    model: str
+    dims: Dims
+    source: str
+    target: str
+    goal: float | None = None
+
+
+CASES = (
+    Case("7B", LLAMA_7B, "pp=2", "pp=4", 0.9),
+    Case("7B", LLAMA_7B, "sharding=4 stage1v2", "sharding=8 stage1v2", 0.9),
+    Case("7B", LLAMA_7B, "sharding=4 stage1v1", "sharding=8 stage1v1", 0.9),
+    Case("7B", LLAMA_7B, "sharding=4 stage1v2", "sharding=4 stage1v1", 0.9),
+    Case("7B", LLAMA_7B, "tp=8", "tp=8,pp=2"),
+    Case("7B", LLAMA_7B, "tp=1", "tp=2"),
+    Case("70B", LLAMA_70B, "tp=8,pp=4", "tp=8,pp=8", 0.9),
+    Case("70B", LLAMA_70B, "tp=8,sharding=4 stage1v2", "tp=8,sharding=8 stage1v2", 0.9),
+    Case("70B", LLAMA_70B, "tp=8,sharding=4 stage1v2", "tp=8,sharding=4 stage1v1", 0.9),
+    Case("70B", LLAMA_70B, "tp=8,pp=4", "tp=4,pp=4"),
+)
+
+
+def job(text: str) -> HybridTarget:
+    """``tp=8,sharding=4 stage1v2`` as what the job decides."""
+    topology, _, strategy = text.partition(" ")
+    return HybridTarget(Topology.parse(topology), strategy or "none")
+
+
+def row(case: Case) -> tuple[str, ...]:
+    """Plan one conversion as from S3 to S3."""
+    checkpoint = catalog_of(case.dims, job(case.source))
+    start = time.perf_counter()
+    files = layout_hybrid(checkpoint, job(case.target))
+    plan = plan_conversion(checkpoint.catalog, files, [], BUDGET_BYTES, S3)
+    seconds = time.perf_counter() - start
+    share = plan.copied_share
+    return (
+        f"{case.model}: {case.source} → {case.target}",
+        f"{plan.written_bytes / 1e9:.0f}",
+        f"{share:.3f}",
+        "" if case.goal is None else f"≥ {case.goal}",
+        "" if case.goal is None else ("yes" if share >= case.goal else "**no**"),
+        f"{plan.read_amplification:.3f}",
+        f"{plan.peak_bytes / (1 << 20):.0f}",
+        f"{len(plan.parts):,}",
+        f"{seconds:.1f}",
+    )
+
+
+def main() -> None:
+    head = (
+        "S3 to S3",
+        "GB",
+        "copied by the store",
+        "goal",
+        "met",
+        "read amplification",
+        "peak MiB",
+        "parts",
+        "planned in s",
+    )
+    print(table(head, [row(case) for case in CASES]))
+
+
+if __name__ == "__main__":
+    main()
