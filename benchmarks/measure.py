@@ -68,18 +68,6 @@ def run(command: Sequence[str], environment: Mapping[str, str] | None = None) ->
         return Measured(seconds, watch.cpu_seconds, watch.peak, *moved, output.read().decode())
 
 
-def kill_after(command: Sequence[str], seconds: float) -> bool:
-    """Kill a command without warning after a while; whether it was still running."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        return True
-    return False
-
-
 class _Watch(threading.Thread):
     """Samples the memory and the time of a process and its children."""
 
