@@ -103,8 +103,8 @@ PLACE_COLUMNS: Final = np.dtype(
 )
 
 _SHAPES: Final = ("global_offset", "local_shape", "global_shape", "flattened_range")
-_MAX_SIZE: Final = 1 << 62
-"""Of an offset, an extent, or the number of elements of a piece: the sum of two still is an int64."""
+_MAX_SIZE: Final = 1 << 60
+"""Of an offset, an extent, or the elements of a piece: two add up within an int64, and no two hash alike."""
 
 Columns = npt.NDArray[np.void]
 Ids = npt.NDArray[np.int32]
@@ -248,7 +248,7 @@ class _Assembly:
         index_columns = self._index_columns(state.pop("storage_metadata", None))
         flat_mapping = self._flat_mapping(state.pop("flat_mapping", None))
         if state:
-            self.bad("unknown_attribute", f"{METADATA} has {_shown(str(next(iter(state))))}")
+            self.bad("unknown_attribute", f"{METADATA} has {_told(next(iter(state)))}")
         pieces = self._pieces(piece_columns)
         places = self._places(pieces, index_columns)
         return self._in_order(pieces, places, flat_mapping)
@@ -294,7 +294,7 @@ class _Assembly:
         names = [values.value(key_id) for key_id in lane.keys]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            self.bad("duplicate_key", f"the key {_shown(str(twice))} appears twice in one dict")
+            self.bad("duplicate_key", f"the key {_told(twice)} appears twice in one dict")
         return dict(zip(("key", *lane.fields), lane.columns(slow), strict=True))
 
     def _index_columns(self, table: object) -> dict[str, Ids]:
@@ -314,7 +314,7 @@ class _Assembly:
             self.bad("bad_metadata", f"something else stands where an instance of {kind} should be")
         for name in instance.state:
             if name not in fields:
-                self.bad("unknown_attribute", f"{kind} has {_shown(str(name))}")
+                self.bad("unknown_attribute", f"{kind} has {_told(name)}")
         for name in fields:
             value = instance.state.get(name, DEFAULTS.get(name))
             yield self.machine.values.add(value)
@@ -327,7 +327,7 @@ class _Assembly:
         for key, path in table.items():
             known = isinstance(key, str) and isinstance(path, tuple) and path
             if not known or not all(isinstance(part, str) for part in path):
-                self.bad("bad_metadata", f"flat_mapping of {_shown(str(key))} is not a tuple of names")
+                self.bad("bad_metadata", f"flat_mapping of {_told(key)} is not a tuple of names")
         return table
 
     # -- the columns
@@ -349,7 +349,7 @@ class _Assembly:
 
     def _file(self, value: object) -> int:
         if not isinstance(value, str) or value in ("", ".", "..") or set(value) & set("/\\\0"):
-            self.bad("bad_file", f"{_shown(str(value))} is not the name of a file beside the metadata")
+            self.bad("bad_file", f"{_told(value)} is not the name of a file beside the metadata")
         return self.files.add(value)
 
     def _dtype(self, value: object) -> int:
@@ -370,7 +370,7 @@ class _Assembly:
             return -1
         known = isinstance(value, (tuple, list)) and len(value) <= 64
         if not known or not all(type(v) is int and 0 <= v < _MAX_SIZE for v in value):  # type: ignore[attr-defined]
-            self.bad("bad_shape", "an offset, shape or range that is not a tuple of sizes below 2**62")
+            self.bad("bad_shape", "an offset, shape or range that is not a tuple of sizes below 2**60")
         return self.shapes.add(tuple(value))  # type: ignore[arg-type]
 
     def _flag(self, value: object) -> int:
@@ -382,7 +382,7 @@ class _Assembly:
         if value is None:
             return -1
         if type(value) is not int or not 0 <= value < 1 << 31:
-            self.bad("bad_replica", f"replica_id {_shown(str(value))} is not a small number")
+            self.bad("bad_replica", f"replica_id {_told(value)} is not a small number")
         return value
 
     def _range(self, rows: Mapping[str, Ids]) -> Ids:
@@ -539,6 +539,13 @@ def _ascending(table: _Table) -> tuple[tuple[Any, ...], Ids]:
     for new, value in enumerate(ordered):
         numbers[table.ids[value]] = new
     return tuple(ordered), numbers
+
+
+def _told(value: object) -> str:
+    """A value as far as it may be printed: a container from a file has no bound when it is written out."""
+    if isinstance(value, str):
+        return _shown(value)
+    return str(value) if type(value) is int and value.bit_length() < 64 else f"a {type(value).__name__}"
 
 
 def _shown(value: str) -> str:
