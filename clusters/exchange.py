@@ -17,7 +17,7 @@ import numpy.typing as npt
 from paddle_reshard.pipeline.geometry import Ints
 from paddle_reshard.pipeline.planning.match import MOVE
 from paddle_reshard.pipeline.planning.work import GroupWork
-from paddle_reshard.tasks.run_group import GroupReport, locate
+from paddle_reshard.tasks.run_group import GroupReport, locate, locate_bands
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ def split_group(work: GroupWork, count: int) -> tuple[Share, ...]:
     maker = _deal(work.parts["stop"] - work.parts["start"], count)
     moves = work.ops["kind"] == MOVE
     compares = work.ops["kind"] != MOVE
-    first_band = locate(work.bands, work.ops, "source")
+    first_band = locate_bands(work.bands, work.ops, "source")
     second_band = first_band.copy()
-    second_band[compares] = locate(work.bands, work.ops[compares], "target")
+    second_band[compares] = locate_bands(work.bands, work.ops[compares], "target")
     worker = np.empty(len(work.ops), dtype=np.int64)
     worker[moves] = maker[locate(work.parts, work.ops[moves], "target")]
     worker[compares] = loader[first_band[compares]]

@@ -24,6 +24,7 @@ from paddle_reshard.pipeline.options import (
     parse_choice,
     parse_memory,
 )
+from paddle_reshard.pipeline.planning.limits import PartLimits
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.pipeline.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.topology import Topology
@@ -179,6 +180,7 @@ def plan(
     resume: bool = False,
     replicas: str = "compare",
     allow_replica_drift: bool = False,
+    allow_reread: bool = False,
     vocab_pad: int | None = None,
     vocab_trim: int | None = None,
     storage_options: StorageOptions | None = None,
@@ -206,6 +208,8 @@ def plan(
         only the first is looked at.
     allow_replica_drift
         Report copies that differ instead of refusing.
+    allow_reread
+        Read source bytes several times where the budget demands it, instead of refusing.
     vocab_pad, vocab_trim
         Give the target a vocabulary of this many rows: new ones are zero in every state, trimmed ones are gone.
     resume
@@ -227,12 +231,14 @@ def plan(
         budget_bytes=parse_memory(memory),
         compare_replicas=parse_choice(replicas, REPLICAS, "choice of replicas"),
         allow_replica_drift=allow_replica_drift,
+        allow_reread=allow_reread,
         vocab_pad=vocab_pad,
         vocab_trim=vocab_trim,
     )
     store, sink = _open(source, target, overwrite, resume, storage_options)
     checkpoint = index_checkpoint(store, load_tables(_path(rules)))
-    return plan_checkpoint(store, checkpoint, request, sink.smallest_part_bytes)
+    limits = PartLimits(sink.smallest_part_bytes, sink.most_parts, sink.copies_from(store))
+    return plan_checkpoint(store, checkpoint, request, limits)
 
 
 def _open(
@@ -264,6 +270,7 @@ def convert(
     take_over: bool = False,
     replicas: str = "compare",
     allow_replica_drift: bool = False,
+    allow_reread: bool = False,
     vocab_pad: int | None = None,
     vocab_trim: int | None = None,
     storage_options: StorageOptions | None = None,
@@ -320,6 +327,7 @@ def convert(
         resume=resume,
         replicas=replicas,
         allow_replica_drift=allow_replica_drift,
+        allow_reread=allow_reread,
         vocab_pad=vocab_pad,
         vocab_trim=vocab_trim,
         storage_options=storage_options,

@@ -54,6 +54,7 @@ from paddle_reshard.pipeline.workflow import ConversionPlan, Event
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 SHOWN_DIFFERENCES = 20
 SHOWN_WORKERS = 16
+SHOWN_AMPLIFICATION = 1.05
 EXCHANGES = ("auto", "always", "never")
 DEVICES = ("cpu", "gpu")
 
@@ -149,6 +150,11 @@ conversion_options = _options(
     ),
     click.option(
         "--allow-replica-drift", is_flag=True, help="Take the first copy where copies differ, and report it."
+    ),
+    click.option(
+        "--allow-reread",
+        is_flag=True,
+        help="Read source bytes several times where --memory is too small for reading them once.",
     ),
     click.option(
         "--vocab-pad", type=click.IntRange(1), help="Grow the vocabulary to this many rows, new ones zero."
@@ -463,12 +469,19 @@ def _show_plan(planned: ConversionPlan) -> None:
     facts.add_row("from", f"{planned.source.topology}, {planned.source.strategy}")
     facts.add_row("to", f"{target.topology}, {target.strategy}")
     facts.add_row("tensors", f"{len(plan.tensors)} ({len(planned.source.model.tensors)} parameters)")
-    ratio = plan.read_bytes / max(plan.payload_bytes, 1)
-    again = f", {ratio:.2f} times the bytes that are needed" if ratio > 1.05 else ""
+    again = ""
+    if plan.read_amplification > SHOWN_AMPLIFICATION:
+        again = f", {plan.read_amplification:.2f} times the bytes that are needed"
+    if plan.read_once_budget_bytes is not None:
+        again += f"; once with a budget of {_size(plan.read_once_budget_bytes)}"
     facts.add_row("reads", f"{_size(plan.read_bytes)} from {len(plan.source_files)} tensor files{again}")
     facts.add_row(
         "writes", f"{_size(plan.written_bytes)} in {len(plan.target_files) + len(plan.carried)} files"
     )
+    if plan.copied_bytes:
+        facts.add_row(
+            "copies", f"{_size(plan.copied_bytes)} ({plan.copied_share:.0%}) are copied by the storage itself"
+        )
     facts.add_row(
         "memory",
         f"{_size(plan.peak_bytes)} at most in {plan.groups} groups, budget {_size(plan.budget_bytes)}",

@@ -12,7 +12,7 @@ import numpy as np
 
 from paddle_reshard.pipeline.catalog import Catalog, File, Fragments
 from paddle_reshard.pipeline.planning.match import COMPARE, Ops, feeds, match
-from paddle_reshard.pipeline.planning.plan import Plan, group_ops, plan_bands, plan_parts
+from paddle_reshard.pipeline.planning.plan import Plan, plan_comparisons
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +65,8 @@ def plan_comparison(
     common.sort()
     tensors = tuple(a.tensors[ids_a[identity]] for identity in common)
     ops = _comparisons(a, b, [ids_a[i] for i in common], [ids_b[i] for i in common])
-    ops, groups = group_ops(ops, tensors, budget_bytes)
     files = _prefixed("A", a.files) + _prefixed("B", b.files)
-    bands = plan_bands(ops, groups)
-    count = int(groups.max(initial=-1)) + 1
-    peaks = np.bincount(bands["group"], weights=bands["stop"] - bands["start"], minlength=count)
-    plan = Plan(
-        tensors=tensors,
-        source_files=files,
-        target_files=(),
-        ops=ops,
-        op_groups=groups,
-        bands=bands,
-        parts=plan_parts(ops, groups, ()),
-        literals=(),
-        group_peaks=peaks.astype(np.int64),
-        budget_bytes=budget_bytes,
-        carried=(),
-    )
+    plan = plan_comparisons(ops, tensors, files, budget_bytes)
     return Comparison(tuple(sorted(differences, key=lambda d: d.tensor)), plan, len(common))
 
 

@@ -11,6 +11,7 @@
     ├── PlanError             it is whole, but cannot become what was asked
     │   ├── RuleError         no rule covers a tensor, or a rule contradicts it
     │   ├── MemoryBudgetError
+    │   │   └── RereadError   it would do if source bytes were read several times
     │   └── UnsupportedError  known, named, and not done by this version
     ├── TargetError           the target is occupied
     ├── ListingError          a store would not show what it holds, or not take a small file
@@ -105,6 +106,25 @@ class MemoryBudgetError(PlanError):
         return (
             f"{self.tensor}: needs {self.needed_bytes} bytes of memory at once, the budget is "
             f"{self.budget_bytes} bytes; use --memory {-(-self.needed_bytes >> 20)}MiB or more"
+        )
+
+
+class RereadError(MemoryBudgetError):
+    """The budget suffices only if source bytes are read ``amplification`` times on average.
+
+    ``needed_bytes`` is a budget with which each would be read once.
+    """
+
+    def __init__(self, tensor: str, budget_bytes: int, needed_bytes: int, amplification: float) -> None:
+        super().__init__(tensor, budget_bytes, needed_bytes)
+        self.args = (tensor, budget_bytes, needed_bytes, amplification)
+        self.amplification = amplification
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tensor}: within the budget of {self.budget_bytes} bytes, source bytes would be read "
+            f"{self.amplification:.2f} times; use --memory {-(-self.needed_bytes >> 20)}MiB or more to read them "
+            "once, or --allow-reread"
         )
 
 

@@ -109,6 +109,7 @@ class ConversionRequest:
     budget_bytes: int
     compare_replicas: bool
     allow_replica_drift: bool
+    allow_reread: bool
     vocab_pad: int | None
     vocab_trim: int | None
 

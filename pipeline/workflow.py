@@ -31,6 +31,7 @@ from paddle_reshard.pipeline.layouts.hybrid.vocab import resize_vocabulary
 from paddle_reshard.pipeline.layouts.rules import RuleTable, parse_rule_table, shipped_tables
 from paddle_reshard.pipeline.manifest import FORMAT, describe_parts, format_manifest
 from paddle_reshard.pipeline.options import ConversionRequest, LayoutOptions
+from paddle_reshard.pipeline.planning.limits import PartLimits
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.storage.locate import absolute, place
@@ -107,6 +108,8 @@ class MoveReport:
     """Failure of a store → how often a request was repeated for it, on all machines."""
     resumed_groups: int = 0
     """Groups that an earlier run had done; they count nowhere else."""
+    copied_bytes: int = 0
+    """Of the written ones, those that the storage copied by itself."""
 
 
 # ------------------------------------------------------------------------------------------------- index
@@ -212,9 +215,12 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def plan_checkpoint(
-    store: Source, source: HybridCheckpoint, request: ConversionRequest, smallest_part_bytes: int = 1
+    store: Source,
+    source: HybridCheckpoint,
+    request: ConversionRequest,
+    limits: PartLimits = PartLimits(),  # noqa: B008 (a frozen value)
 ) -> ConversionPlan:
-    """Plan a conversion; pure but for the sizes that ``store`` has seen."""
+    """Plan a conversion; pure but for the sizes that ``store`` has seen. ``limits`` are those of the target."""
     target = request.target_for(source.model.table.convention, source.sequence_parallel)
     wanted = source
     if request.vocab_pad is not None:
@@ -231,9 +237,10 @@ def plan_checkpoint(
         files,
         carried,
         request.budget_bytes,
-        smallest_part_bytes,
+        limits,
         request.compare_replicas,
         request.allow_replica_drift,
+        request.allow_reread,
     )
     return ConversionPlan(store, source, target, wanted, files, plan, sidecars.left)
 
@@ -320,7 +327,7 @@ def _move(
     # What differed and was allowed then is not taken over by a run that does not allow it.
     done = {record.unit: record for record in records if plan.allow_replica_drift or not record.drift}
     resumed = sum(unit < plan.groups for unit in done)
-    read = written = compared = groups = 0
+    read = written = copied = compared = groups = 0
     drift = [line for record in done.values() for line in record.drift]
     receipts = [receipt for record in done.values() for receipt in record.receipts]
     observe(Progress(sum(receipt.nbytes for receipt in receipts)))
@@ -329,6 +336,7 @@ def _move(
         for report in reports:
             groups += 1
             read, written = read + report.read_bytes, written + report.written_bytes
+            copied += report.copied_bytes
             compared += report.compared_elements
             receipts += report.receipts
             figures += report.figures
@@ -348,7 +356,15 @@ def _move(
     workers = add_figures(figures)
     retries = add_retries(worker.retries for worker in workers)
     moved = MoveReport(
-        groups, read, written, compared, tuple(sorted(drift)), workers, retries, resumed_groups=resumed
+        groups,
+        read,
+        written,
+        compared,
+        tuple(sorted(drift)),
+        workers,
+        retries,
+        resumed_groups=resumed,
+        copied_bytes=copied,
     )
     return moved, receipts
 

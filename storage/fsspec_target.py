@@ -19,10 +19,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import ClassVar
 
 from paddle_reshard.pipeline.errors import ReshardError, TargetError, UnsupportedError
 from paddle_reshard.pipeline.layouts.hybrid.sidecars import MANIFEST
 from paddle_reshard.pipeline.layouts.hybrid.target import SIGNAL_PREFIX
+from paddle_reshard.pipeline.planning.limits import CopyLimits
 from paddle_reshard.storage import retry
 from paddle_reshard.storage.fsspec_folder import FsspecFolder, Listing
 from paddle_reshard.storage.fsspec_source import FsspecSource
@@ -40,7 +42,7 @@ from paddle_reshard.storage.ledger import (
 )
 from paddle_reshard.storage.local import LocalWriter
 from paddle_reshard.storage.staging import Staging
-from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, WritePart
+from paddle_reshard.storage.store import Identity, NewFile, ReadRange, Receipt, Record, Source, WritePart
 
 RANK_FILES = ("model_state.", "optimizer.")
 PROBE_PREFIX = f"{OWN_PREFIX}probe-"
@@ -57,6 +59,7 @@ class FsspecTarget(ABC):
     """What all targets without a rename have in common; how a file is written and appears is the store's."""
 
     smallest_part_bytes = 1
+    most_parts: int | None = None
 
     def __init__(self, folder: FsspecFolder, overwrite: bool, resume: bool, take_over: bool) -> None:
         self.folder, self.overwrite = folder, overwrite
@@ -130,6 +133,10 @@ class FsspecTarget(ABC):
         buffer = bytearray(stamp.size_bytes)
         self.folder.attempt(name, self.folder.read_range, name, stamp, 0, memoryview(buffer))
         return bytes(buffer)
+
+    def copies_from(self, source: Source) -> CopyLimits | None:
+        """Nothing, as far as is known of any store."""
+        return None
 
     def __enter__(self) -> FsspecTarget:
         return self
@@ -268,6 +275,7 @@ class StagedWriter:
     """Writes into the staging folder, which only this machine sees."""
 
     staging: Path
+    copies_in_flight: ClassVar[int] = 1
 
     def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
         """Write one whole part."""
@@ -277,6 +285,18 @@ class StagedWriter:
                 "this worker runs on another; use one machine, or an S3 target"
             )
         return LocalWriter(self.staging).write_part(path, byte_offset, buffer)
+
+    def copy_part(
+        self,
+        path: str,
+        byte_offset: int,
+        nbytes: int,
+        source: ReadRange,
+        source_path: str,
+        source_offset: int,
+    ) -> Receipt:
+        """Never asked for."""
+        raise UnsupportedError(f"{path}: this kind of store copies nothing by itself")
 
 
 class StagedTarget(FsspecTarget):

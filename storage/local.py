@@ -6,14 +6,17 @@ no moment an unfinished one can be taken for a finished one.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import ClassVar
 
-from paddle_reshard.pipeline.errors import CheckpointError, TargetError
+from paddle_reshard.pipeline.errors import CheckpointError, TargetError, UnsupportedError
+from paddle_reshard.pipeline.planning.limits import CopyLimits
 from paddle_reshard.storage.checksum import checksum
 from paddle_reshard.storage.ledger import (
     Phase,
@@ -24,7 +27,12 @@ from paddle_reshard.storage.ledger import (
     seize,
 )
 from paddle_reshard.storage.staging import Staging, sync
-from paddle_reshard.storage.store import Identity, NewFile, ReadRange, Receipt, Record
+from paddle_reshard.storage.store import Identity, NewFile, ReadRange, Receipt, Record, Source
+
+COPIES = CopyLimits(smallest_bytes=1 << 20, largest_bytes=256 << 20)
+COPY_BLOCK_BYTES = 1 << 20
+_CANNOT_COPY = {errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
+"""What the kernel says of files that it cannot copy between by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +105,7 @@ class LocalWriter:
     """Positioned writes into the staging folder."""
 
     staging: Path
+    copies_in_flight: ClassVar[int] = 1
 
     def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
         """Write all of ``buffer`` into a file that was begun."""
@@ -106,11 +115,54 @@ class LocalWriter:
                 done += os.pwrite(file.fileno(), buffer[done:], byte_offset + done)
         return Receipt(path, byte_offset, len(buffer), checksum=checksum(buffer))
 
+    def copy_part(
+        self,
+        path: str,
+        byte_offset: int,
+        nbytes: int,
+        source: ReadRange,
+        source_path: str,
+        source_offset: int,
+    ) -> Receipt:
+        """Copy inside the kernel, or through a small buffer where the file systems cannot."""
+        if not isinstance(source, LocalSource):
+            raise UnsupportedError(f"{path}: only files of this machine can be copied on it")
+        with (
+            open(source.root / source_path, "rb", buffering=0) as one,
+            open(self.staging / path, "r+b", buffering=0) as other,
+        ):
+            done = _copy_in_kernel(one.fileno(), other.fileno(), nbytes, source_offset, byte_offset)
+        buffer = memoryview(bytearray(min(COPY_BLOCK_BYTES, nbytes - done)))
+        while done < nbytes:
+            block = buffer[: nbytes - done]
+            source.read_into(source_path, source_offset + done, block)
+            self.write_part(path, byte_offset + done, block)
+            done += len(block)
+        return Receipt(path, byte_offset, nbytes)
+
+
+def _copy_in_kernel(one: int, other: int, nbytes: int, from_byte: int, to_byte: int) -> int:
+    """Copy between two open files by ``copy_file_range``; says how many bytes that did before it could not."""
+    copy = getattr(os, "copy_file_range", None)
+    done = 0
+    while copy is not None and done < nbytes:
+        try:
+            count = copy(one, other, nbytes - done, from_byte + done, to_byte + done)
+        except OSError as error:
+            if error.errno not in _CANNOT_COPY:
+                raise
+            break
+        if count == 0:
+            break
+        done += count
+    return done
+
 
 class LocalTarget:
     """A new checkpoint folder, staged beside its place and renamed when it is whole."""
 
     smallest_part_bytes = 1
+    most_parts = None
 
     def __init__(self, root: Path, overwrite: bool, resume: bool = False, take_over: bool = False) -> None:
         self.root = Path(os.path.abspath(root))
@@ -126,6 +178,10 @@ class LocalTarget:
         elif not resume:
             refuse_busy(left, self.location, False, time.time())
             refuse_unfinished(left, self.location)
+
+    def copies_from(self, source: Source) -> CopyLimits | None:
+        """Files of this machine are copied on it."""
+        return COPIES if isinstance(source, LocalSource) else None
 
     def __enter__(self) -> LocalTarget:
         return self

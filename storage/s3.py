@@ -10,31 +10,37 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
+import secrets
 from base64 import b64encode
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from fsspec.asyn import sync
 
-from paddle_reshard.pipeline.errors import TargetError, UsageError
+from paddle_reshard.pipeline.errors import ReshardError, TargetError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.planning.limits import CopyLimits
 from paddle_reshard.storage import retry
 from paddle_reshard.storage.checksum import checksum, source_checksum
 from paddle_reshard.storage.fsspec_folder import FsspecFolder, Listing, ObjectStamp
 from paddle_reshard.storage.fsspec_source import FsspecSource
-from paddle_reshard.storage.fsspec_target import FsspecTarget, is_marker
+from paddle_reshard.storage.fsspec_target import PROBE_PREFIX, FsspecTarget, is_marker
 from paddle_reshard.storage.ledger import OWN_PREFIX, SESSION, Phase, Place, Session, find_session, seize
 from paddle_reshard.storage.retry import DamagedBody, RetryPolicy
 from paddle_reshard.storage.s3_session import S3Place
-from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record
+from paddle_reshard.storage.store import Identity, NewFile, ReadRange, Receipt, Record, Source
 
 SCHEMES = ("s3", "s3a")
 SMALLEST_PART_BYTES = 5 << 20
 LARGEST_PART_BYTES = 5 << 30
 MOST_PARTS = 10_000
 LARGEST_OBJECT_BYTES = 5 << 40
+COPIES = CopyLimits(smallest_bytes=SMALLEST_PART_BYTES, largest_bytes=256 << 20)
+COPIES_IN_FLIGHT = 16
+PROBE_COPY_BYTES = 1 << 10
 _CONFIG = {
     # Retries are ours. Checksums: parts carry Content-MD5, which also those stores know that choke on newer ones.
     "retries": {"total_max_attempts": 1},
@@ -50,6 +56,9 @@ class Part:
 
     size_bytes: int
     tag: str
+
+
+logger = logging.getLogger(__name__)
 
 
 class S3Folder(FsspecFolder):
@@ -191,6 +200,29 @@ class S3Folder(FsspecFolder):
         if deleting:
             self.attempt("", self.delete, name, policy=retry.HURRIED)
 
+    def endpoint(self) -> str:
+        """Where requests go to; the same for two folders of one store."""
+        return str(self.open()[0].s3.meta.endpoint_url)
+
+    def probe_copy(self, name: str, source: FsspecSource, source_name: str, start: int, nbytes: int) -> str:
+        """Copy a range into an upload that is dropped; the ETag of what was copied."""
+        upload_id = self.attempt("", self.create_upload, name, policy=retry.HURRIED)
+        try:
+            return self.attempt(
+                "",
+                self.copy_part,
+                name,
+                upload_id,
+                1,
+                source,
+                source_name,
+                start,
+                nbytes,
+                policy=retry.HURRIED,
+            )
+        finally:
+            self.attempt("", self.abort_upload, name, upload_id, policy=retry.HURRIED)
+
     # -------------------------------------------------------------------------------------- multipart uploads
 
     def create_upload(self, name: str) -> str:
@@ -255,6 +287,40 @@ class S3Folder(FsspecFolder):
         if _is_md5(tag) and not _encrypted(answer) and tag.strip('"') != md5.hex():
             raise DamagedBody(f"part {number}: the store has {tag}, sent was {md5.hex()}")
         return tag
+
+    def copy_part(
+        self,
+        name: str,
+        upload_id: str,
+        number: int,
+        source: FsspecSource,
+        source_name: str,
+        start: int,
+        nbytes: int,
+    ) -> str:
+        """Have the store make a part of a range of a file that is still the version that was seen; its ETag."""
+        if not isinstance(source.folder, S3Folder):
+            raise UnsupportedError(f"{name}: only files of the same store can be copied there")
+        bucket, key = source.folder.key(source_name)
+        condition = {"CopySourceIfMatch": v} if (v := source.stamps[source_name].version) else {}
+        try:
+            answer = self.request(
+                "upload_part_copy",
+                name,
+                UploadId=upload_id,
+                PartNumber=number,
+                CopySource={"Bucket": bucket, "Key": key},
+                CopySourceRange=f"bytes={start}-{start + nbytes - 1}",
+                **condition,
+            )
+        except OSError as error:
+            if retry.code_of(error) in _SOURCE_GONE:
+                raise source.folder.explain(error, source_name) from None
+            raise
+        tag = answer.get("CopyPartResult", {}).get("ETag")
+        if not tag:
+            raise DamagedBody(f"part {number}: the store does not say what it has copied")
+        return str(tag)
 
     def complete_upload(self, name: str, upload_id: str, tags: Sequence[str]) -> None:
         """Let an upload appear as a file.
@@ -351,6 +417,10 @@ def joined_etag(tags: Sequence[str]) -> str:
     return f'"{_md5(digests).hex()}-{len(tags)}"'
 
 
+_SOURCE_GONE = ("PreconditionFailed", "NoSuchKey", "InvalidRange")
+"""What is said of a source that is not the one that was seen."""
+
+
 @dataclass(frozen=True, slots=True)
 class Upload:
     """A file that is being uploaded."""
@@ -374,6 +444,7 @@ class S3Writer:
 
     folder: S3Folder
     uploads: Mapping[str, Upload]
+    copies_in_flight: ClassVar[int] = COPIES_IN_FLIGHT
 
     def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
         """Upload one whole part."""
@@ -386,11 +457,41 @@ class S3Writer:
         )
         return Receipt(path, byte_offset, nbytes, tag, checksum(buffer))
 
+    def copy_part(
+        self,
+        path: str,
+        byte_offset: int,
+        nbytes: int,
+        source: ReadRange,
+        source_path: str,
+        source_offset: int,
+    ) -> Receipt:
+        """Have the store copy one whole part."""
+        upload = self.uploads[path]
+        number, wanted = upload.part(byte_offset)
+        if nbytes != wanted:
+            raise TargetError(f"{path}: the part at {byte_offset} has {wanted} bytes, not {nbytes}")
+        if not isinstance(source, FsspecSource):
+            raise UnsupportedError(f"{path}: only files of the same store can be copied there")
+        tag = self.folder.attempt(
+            path,
+            self.folder.copy_part,
+            path,
+            upload.upload_id,
+            number,
+            source,
+            source_path,
+            source_offset,
+            nbytes,
+        )
+        return Receipt(path, byte_offset, nbytes, tag)
+
 
 class S3Target(FsspecTarget):
     """A new checkpoint on S3. Its session lists the uploads; a file that is empty has none (``""``)."""
 
     smallest_part_bytes = SMALLEST_PART_BYTES
+    most_parts = MOST_PARTS
 
     def __init__(self, folder: S3Folder, overwrite: bool, resume: bool, take_over: bool) -> None:
         self.s3 = folder
@@ -401,6 +502,28 @@ class S3Target(FsspecTarget):
     def find_place(self) -> Place:
         """Beside the files that are to appear."""
         return S3Place(self.s3)
+
+    def copies_from(self, source: Source) -> CopyLimits | None:
+        """Try to copy a few bytes of the largest file, as real parts will be, into an upload that is dropped."""
+        if not isinstance(source, FsspecSource) or not isinstance(source.folder, S3Folder):
+            return None
+        if source.folder.endpoint() != self.s3.endpoint():
+            return None
+        largest = max(source.stamps, key=lambda name: source.stamps[name].size_bytes, default="")
+        if not largest or source.stamps[largest].size_bytes <= SMALLEST_PART_BYTES:
+            return None
+        try:
+            wanted = source.read(largest, 1, PROBE_COPY_BYTES)
+            tag = self.s3.probe_copy(
+                PROBE_PREFIX + secrets.token_hex(8), source, largest, 1, PROBE_COPY_BYTES
+            )
+        except ReshardError as error:
+            logger.info("%s copies nothing from %s: %s", self.location, source.location, error)
+            return None
+        if _is_md5(tag) and tag.strip('"') != _md5(wanted).hex():
+            logger.info("%s copies other bytes than it is asked for, or encrypts them", self.location)
+            return None
+        return COPIES
 
     def begin_files(self, files: Sequence[NewFile], identity: Identity) -> tuple[S3Writer, Sequence[Record]]:
         """Begin the upload of every file that has bytes, or find what an earlier run has uploaded."""

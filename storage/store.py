@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
+from paddle_reshard.pipeline.planning.limits import CopyLimits
+
 
 @dataclass(frozen=True, slots=True)
 class NewFile:
@@ -106,8 +108,29 @@ class Source(ReadRange, Protocol):
 class WritePart(Protocol):
     """Writes parts of the files of one new checkpoint, in any order. Can be pickled."""
 
+    @property
+    def copies_in_flight(self) -> int:
+        """How many parts may be copied at a time."""
+
     def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
         """Write one whole part; ``byte_offset`` is where it was said to start."""
+
+    def copy_part(
+        self,
+        path: str,
+        byte_offset: int,
+        nbytes: int,
+        source: ReadRange,
+        source_path: str,
+        source_offset: int,
+    ) -> Receipt:
+        """Have the storage copy one whole part from a source that ``Target.copies_from`` has agreed to.
+
+        Raises
+        ------
+        CheckpointError
+            If the source file is no longer the one that was seen.
+        """
 
 
 class Target(Protocol):
@@ -124,6 +147,13 @@ class Target(Protocol):
     @property
     def smallest_part_bytes(self) -> int:
         """Every part but the last of a file must have at least this size."""
+
+    @property
+    def most_parts(self) -> int | None:
+        """How many parts a file may have."""
+
+    def copies_from(self, source: Source) -> CopyLimits | None:
+        """Which stretches of a source the storage can copy by itself; found out by trying where that is needed."""
 
     def published(self, manifest_path: str) -> bytes | None:
         """The manifest, if a whole checkpoint is here and no conversion is under way."""

@@ -1,14 +1,17 @@
-"""Run one group: load its bands, move boxes from bands to parts, write its parts.
+"""Run one group: load its bands, pass by pass, move boxes from bands to parts, write its parts.
 
 Running it again writes the same bytes to the same places. One worker can do all of it (:func:`run_group`), or
-several can share the loading and each finish some parts (:func:`load_band`, :func:`finish_group`).
+several can share the loading and each finish some parts (:func:`load_band`, :func:`finish_group`). Parts that the
+storage copies have no bands; the worker only asks for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +19,7 @@ import numpy.typing as npt
 from paddle_reshard.pipeline.errors import DriftError
 from paddle_reshard.pipeline.geometry import Ints
 from paddle_reshard.pipeline.planning.match import COMPARE, MOVE, Ops
+from paddle_reshard.pipeline.planning.parts import MADE, Parts, part_sizes
 from paddle_reshard.pipeline.planning.plan import Bands
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.pipeline.tensors import DTYPES
@@ -32,11 +36,14 @@ class GroupReport:
     group: int
     read_bytes: int
     written_bytes: int
+    """Of its parts, copied ones included."""
     receipts: tuple[Receipt, ...] = ()
     compared_elements: int = 0
     differences: tuple[DriftError, ...] = field(default=())
     figures: tuple[WorkerFigures, ...] = ()
     """What the workers of a cluster that ran it have done since they last told."""
+    copied_bytes: int = 0
+    """Of those written, the ones that the storage copied."""
 
 
 def run_group(work: GroupWork, source: ReadRange, target: WritePart, mover: Mover = HOST) -> GroupReport:
@@ -48,12 +55,21 @@ def run_group(work: GroupWork, source: ReadRange, target: WritePart, mover: Move
         If two copies of the same values differ; nothing of the group is written then. Where the work allows
         replica drift, it is reported instead; a parameter that is not the cast of its master weight never is.
     """
-    return finish_group(work, _load_bands(work, source), target, mover)
+    report = _make(work, lambda bands: _load_bands(work, bands, source), target, mover)
+    copied = work.parts[work.parts["source_file"] != MADE]
+    receipts = report.receipts + tuple(_copy_parts(work, copied, source, target))
+    nbytes = int(part_sizes(copied).sum())
+    return replace(
+        report, receipts=receipts, written_bytes=report.written_bytes + nbytes, copied_bytes=nbytes
+    )
 
 
 def compare_group(work: GroupWork, source: ReadRange) -> GroupReport:
     """Make the comparisons of one group and report every pair of boxes that differs."""
-    return compare_bands(work, _load_bands(work, source))
+    reports = [
+        _compare(work, turn.bands, turn.ops, _load_bands(work, turn.bands, source)) for turn in _passes(work)
+    ]
+    return _summed(work, reports)
 
 
 def load_band(source: ReadRange, path: str, start: int, stop: int) -> Buffer:
@@ -63,68 +79,128 @@ def load_band(source: ReadRange, path: str, start: int, stop: int) -> Buffer:
     return buffer
 
 
-def _load_bands(work: GroupWork, source: ReadRange) -> list[Buffer]:
-    bands = [np.empty(int(band["stop"] - band["start"]), dtype=np.uint8) for band in work.bands]
+def _load_bands(work: GroupWork, bands: Bands, source: ReadRange) -> list[Buffer]:
+    buffers = [np.empty(int(band["stop"] - band["start"]), dtype=np.uint8) for band in bands]
     source.read_many(
         [
             Read(work.source_paths[int(band["file"])], int(band["start"]), buffer.data)
-            for band, buffer in zip(work.bands, bands, strict=True)
+            for band, buffer in zip(bands, buffers, strict=True)
         ]
     )
-    return bands
+    return buffers
 
 
 def finish_group(
     work: GroupWork, bands: Sequence[Buffer], target: WritePart, mover: Mover = HOST
 ) -> GroupReport:
-    """Compare, make and write the parts of a group whose ``bands`` are loaded; they are only read."""
-    compared = compare_bands(work, bands)
-    for difference in compared.differences:
+    """Compare, make and write the parts of a group whose ``bands`` are loaded, all of them; they are only read."""
+    loaded = iter(bands)
+    return _make(work, lambda wanted: [next(loaded) for _ in wanted], target, mover)
+
+
+class _Pass(NamedTuple):
+    """What is read at once, and what is done with it."""
+
+    bands: Bands
+    ops: Ops
+
+
+def _passes(work: GroupWork) -> Iterator[_Pass]:
+    for number in np.unique(work.bands["pass"]):
+        bands, ops = (
+            rows[slice(*np.searchsorted(rows["pass"], [number, number + 1]))]
+            for rows in (work.bands, work.ops)
+        )
+        yield _Pass(bands, ops)
+
+
+def _make(
+    work: GroupWork, load: Callable[[Bands], list[Buffer]], target: WritePart, mover: Mover
+) -> GroupReport:
+    """Make and write the parts that are not copied; ``load`` gives the bands of one pass."""
+    made = {
+        int(i): mover.zeros(int(part_sizes(work.parts[i : i + 1])[0]))
+        for i in np.flatnonzero(
+            (work.parts["source_file"] == MADE) & (work.parts["start"] < work.parts["stop"])
+        )
+    }
+    reports = []
+    for turn in _passes(work):
+        reports.append(_do_pass(work, turn, load(turn.bands), made, mover))
+    receipts = []
+    for index in sorted(made):
+        part = work.parts[index]
+        buffer = mover.fetch(made.pop(index))
+        for place, offset, content in work.literals:
+            if place == index:
+                buffer[offset : offset + len(content)] = np.frombuffer(content, dtype=np.uint8)
+        path = work.target_paths[int(part["file"])]
+        receipts.append(target.write_part(path, int(part["start"]), buffer.data))
+    written = int(part_sizes(work.parts[work.parts["source_file"] == MADE]).sum())
+    return replace(_summed(work, reports), receipts=tuple(receipts), written_bytes=written)
+
+
+def _do_pass(
+    work: GroupWork, turn: _Pass, bands: Sequence[Buffer], parts: dict[int, Any], mover: Mover
+) -> GroupReport:
+    """Compare, then move boxes from the bands of one pass to parts."""
+    report = _compare(work, turn.bands, turn.ops, bands)
+    for difference in report.differences:
         if not (work.allow_replica_drift and difference.replicas):
             raise difference
+    moves = turn.ops[turn.ops["kind"] == MOVE]
     loaded = [mover.load(band) for band in bands]
-    moves = work.ops[work.ops["kind"] == MOVE]
-    places = locate(work.parts, moves, "target")
-    receipts = []
-    for index, part in enumerate(work.parts):
-        if part["start"] < part["stop"]:
-            buffer = _make_part(work, index, moves[places == index], loaded, mover)
-            path = work.target_paths[int(part["file"])]
-            receipts.append(target.write_part(path, int(part["start"]), buffer.data))
+    places = zip(moves, locate(turn.bands, moves, "source"), locate(work.parts, moves, "target"), strict=True)
+    for op, band, part in places:
+        source = _box(loaded[band], int(turn.bands[band]["start"]), op, "source")
+        mover.move(source, _box(parts[int(part)], int(work.parts[part]["start"]), op, "target"))
+    return report
+
+
+def _copy_parts(work: GroupWork, copied: Parts, source: ReadRange, target: WritePart) -> list[Receipt]:
+    """Have the storage copy parts, as many at a time as it likes."""
+
+    def copy(part: Any) -> Receipt:
+        return target.copy_part(
+            work.target_paths[int(part["file"])],
+            int(part["start"]),
+            int(part["stop"] - part["start"]),
+            source,
+            work.source_paths[int(part["source_file"])],
+            int(part["source_start"]),
+        )
+
+    if len(copied) < 2 or target.copies_in_flight < 2:
+        return [copy(part) for part in copied]
+    with ThreadPoolExecutor(target.copies_in_flight) as pool:
+        futures = [pool.submit(copy, part) for part in copied]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+def _summed(work: GroupWork, reports: Sequence[GroupReport]) -> GroupReport:
+    """One report of all passes of a group."""
     return GroupReport(
         group=work.group,
-        read_bytes=compared.read_bytes,
-        written_bytes=int((work.parts["stop"] - work.parts["start"]).sum()),
-        receipts=tuple(receipts),
-        compared_elements=compared.compared_elements,
-        differences=compared.differences,
+        read_bytes=sum(report.read_bytes for report in reports),
+        written_bytes=0,
+        compared_elements=sum(report.compared_elements for report in reports),
+        differences=tuple(chain.from_iterable(report.differences for report in reports)),
     )
 
 
-def _make_part(work: GroupWork, index: int, moves: Ops, bands: Sequence[Any], mover: Mover) -> Buffer:
-    """All bytes of one part: moved values, literal bytes, and zeros where there is neither."""
-    part = work.parts[index]
-    start = int(part["start"])
-    made = mover.zeros(int(part["stop"]) - start)
-    for op, band in zip(moves, locate(work.bands, moves, "source"), strict=True):
-        source = _box(bands[band], int(work.bands[band]["start"]), op, "source")
-        mover.move(source, _box(made, start, op, "target"))
-    buffer = mover.fetch(made)
-    for place, offset, content in work.literals:
-        if place == index:
-            buffer[offset : offset + len(content)] = np.frombuffer(content, dtype=np.uint8)
-    return buffer
-
-
-def compare_bands(work: GroupWork, bands: Sequence[Buffer]) -> GroupReport:
-    """Make the comparisons of a group whose ``bands`` are loaded, and report every pair that differs."""
+def _compare(work: GroupWork, ranges: Bands, ops: Ops, bands: Sequence[Buffer]) -> GroupReport:
+    """Make the comparisons of a pass whose ``bands`` are loaded, and report every pair that differs."""
     differences = []
     compared = 0
-    ops = work.ops[work.ops["kind"] != MOVE]
-    places = (locate(work.bands, ops, side) for side in ("source", "target"))
+    ops = ops[ops["kind"] != MOVE]
+    places = (locate(ranges, ops, side) for side in ("source", "target"))
     for op, *pair in zip(ops, *places, strict=True):
         one, other = (
-            _box(bands[band], int(work.bands[band]["start"]), op, side).array()
+            _box(bands[band], int(ranges[band]["start"]), op, side).array()
             for band, side in zip(pair, ("source", "target"), strict=True)
         )
         compared += one.size
@@ -145,6 +221,16 @@ def compare_bands(work: GroupWork, bands: Sequence[Buffer]) -> GroupReport:
             )
     read = sum(len(buffer) for buffer in bands)
     return GroupReport(work.group, read, 0, (), compared, tuple(differences))
+
+
+def locate_bands(bands: Bands, ops: Ops, side: str) -> Ints:
+    """For each op of a group, the index of the band of its pass that holds one ``side``."""
+    found = np.zeros(len(ops), dtype=np.int64)
+    for number in np.unique(ops["pass"]):
+        first, last = np.searchsorted(bands["pass"], [number, number + 1])
+        here = ops["pass"] == number
+        found[here] = first + locate(bands[first:last], ops[here], side)
+    return found
 
 
 def locate(ranges: Bands, ops: Ops, side: str) -> Ints:

@@ -25,6 +25,7 @@ OP = np.dtype(
         ("kind", np.int8),  # MOVE, COMPARE or CHECK
         ("tensor", np.int32),  # whose values these are
         ("feed", np.int32),  # the tensor they are read from: another one where it is implied
+        ("pass", np.int32),  # of its group, in which it is done
         ("source_file", np.int32),
         ("source_dtype", np.int8),
         ("target_file", np.int32),  # of all but a MOVE: a source file too
@@ -71,7 +72,7 @@ def match(source: Fragments, target: Fragments, implied: Mapping[int, int], kind
         block = slice(first, first + _BLOCK_OPS)
         _fill(ops[block], source[i[block]], target[j[block]])
         ops["feed"][block] = feed[j[block]]
-    ops["kind"] = kind
+    ops["kind"], ops["pass"] = kind, 0
     return ops
 
 

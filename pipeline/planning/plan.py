@@ -3,22 +3,26 @@
 A *group* is the same stretch of logical tensors in all sibling target files, with the *bands* (source byte
 ranges) that feed it: each band is read once and shared. Every target file is cut into *parts*, contiguous
 byte ranges that tile it; a part belongs to one group. A group is independent of all others, may be run by
-any worker, and running it twice writes the same bytes. Its peak, bands plus parts, is known here.
+any worker, and running it twice writes the same bytes. Its peak, its parts and the bands that it holds at once, is
+known here. Parts that the storage copies by itself need no memory.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from paddle_reshard.pipeline.catalog import Catalog, File, volumes
-from paddle_reshard.pipeline.errors import CoverageError, MemoryBudgetError
+from paddle_reshard.pipeline.errors import CoverageError, MemoryBudgetError, RereadError
 from paddle_reshard.pipeline.geometry import Ints
 from paddle_reshard.pipeline.layouts.hybrid.target import TargetFiles
+from paddle_reshard.pipeline.planning.copies import carve_copies
+from paddle_reshard.pipeline.planning.groups import FileSizes, Room, group_ops, set_passes
+from paddle_reshard.pipeline.planning.limits import PartLimits
 from paddle_reshard.pipeline.planning.match import (
     ITEMSIZES,
     MOVE,
@@ -28,16 +32,37 @@ from paddle_reshard.pipeline.planning.match import (
     op_volumes,
     plan_ops,
 )
+from paddle_reshard.pipeline.planning.parts import MADE, NOBODY, PART, Parts, part_sizes, plan_parts
+from paddle_reshard.pipeline.planning.ranges import merge
 from paddle_reshard.pipeline.tensors import Tensor
 
 SMALLEST_BUDGET_BYTES = 256 << 20
+FOOTPRINT_BYTES = 112 << 20
+"""What a worker process needs for itself: interpreter, libraries, metadata. Groups share the rest of the budget."""
+UNLIMITED_BYTES = 1 << 62
 GROUP_BYTES = 64 << 20
 """Small tensors are gathered into groups of about this peak."""
+PASS_BYTES = 8 << 20
+"""What a group may always read at once, however large its parts are."""
+FILL_BYTES = 16 << 20
+"""More literal bytes or zeros than these become parts of their own."""
+COPY_GROUP_BYTES = 1 << 30
+COPY_GROUP_PARTS = 64
+"""Parts that the storage copies are gathered into groups of about so many bytes, and so many parts at most."""
+TINY_BYTES = 64 << 10
+"""Where parts have a smallest size, a source range up to this size may be read once for every file that it goes to."""
 JOIN_GAP_BYTES = 4096
 """Bands of a file that lie this near each other are read as one."""
 
-BAND = np.dtype([("group", np.int32), ("file", np.int32), ("start", np.int64), ("stop", np.int64)])
-PART = BAND
+BAND = np.dtype(
+    [
+        ("group", np.int32),
+        ("pass", np.int32),  # bands of one pass are held at once
+        ("file", np.int32),
+        ("start", np.int64),
+        ("stop", np.int64),
+    ]
+)
 Bands = npt.NDArray[np.void]
 
 
@@ -58,19 +83,22 @@ class Plan:
     source_files: tuple[File, ...]
     target_files: tuple[File, ...]
     ops: Ops
-    """Sorted by ``op_groups``."""
+    """Sorted by ``op_groups`` and pass. Values that the storage copies are in no op."""
     op_groups: Ints
     bands: Bands
-    """Sorted by group, file and start."""
-    parts: Bands
+    """Sorted by group, pass, file and start."""
+    parts: Parts
     """Sorted by group, file and start; by file and start they tile every target file."""
     literals: tuple[tuple[int, int, bytes], ...]
     group_peaks: Ints
-    """Bytes of memory that each group needs at once: its bands and its parts."""
+    """Bytes of memory that each group needs at once: its parts, and the bands of its largest pass."""
     budget_bytes: int
+    """Of each worker, what its process needs for itself included."""
     carried: tuple[CarriedFile, ...]
     allow_replica_drift: bool = False
     """Whether copies of a tensor may differ; the first one is taken then, and every difference reported."""
+    read_once_budget_bytes: int | None = None
+    """Where source bytes are read several times: a budget with which they would not be."""
 
     @property
     def groups(self) -> int:
@@ -89,10 +117,26 @@ class Plan:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the source that some op needs, each counted once."""
+        """Bytes of the source that some band needs, each counted once; copied ones are not among them."""
         start, stop = hull(self.ops, "source")
-        lows, highs = _merge(self.ops["source_file"], start, stop, 0)[1:]
+        lows, highs = merge(self.ops["source_file"], start, stop)[1:]
         return int((highs - lows).sum())
+
+    @property
+    def read_amplification(self) -> float:
+        """Bytes read or copied for each byte of the source that is needed."""
+        copied = self.copied_bytes
+        return (self.read_bytes + copied) / max(self.payload_bytes + copied, 1)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the target that the storage copies."""
+        return int(part_sizes(self.parts[self.parts["source_file"] != MADE]).sum())
+
+    @property
+    def copied_share(self) -> float:
+        """Share of the target that the storage copies."""
+        return self.copied_bytes / max(self.written_bytes, 1)
 
     @property
     def written_bytes(self) -> int:
@@ -116,9 +160,10 @@ def plan_conversion(
     target: TargetFiles,
     carried: Sequence[CarriedFile],
     budget_bytes: int,
-    smallest_part_bytes: int = 1,
+    limits: PartLimits = PartLimits(),  # noqa: B008 (a frozen value)
     compare_replicas: bool = True,
     allow_replica_drift: bool = False,
+    allow_reread: bool = False,
 ) -> Plan:
     """Plan all groups of a conversion.
 
@@ -127,231 +172,164 @@ def plan_conversion(
     CoverageError, PlanError
         If the target would not be complete, or a source tensor dropped.
     MemoryBudgetError
-        If a single row of a tensor, or what has to be written together, needs more than ``budget_bytes``.
+        If what has to be written together needs more than ``budget_bytes``.
+    RereadError
+        If the budget suffices only where source bytes are read several times, unless ``allow_reread``.
     """
     ops = plan_ops(source, target.fragments, compare_replicas)
-    ops, groups = group_ops(ops, source.tensors, budget_bytes)
-    ops, groups = join_groups(ops, groups, target.files, smallest_part_bytes)
-    bands = plan_bands(ops, groups)
-    parts = plan_parts(ops, groups, target.files)
-    count = int(max(groups.max(initial=-1), parts["group"].max(initial=-1))) + 1
-    peaks = np.bincount(bands["group"], weights=bands["stop"] - bands["start"], minlength=count)
-    peaks += np.bincount(parts["group"], weights=parts["stop"] - parts["start"], minlength=count)
     _check_tiles(ops, target, source.tensors)
-    if peaks.max(initial=0) > budget_bytes:
-        worst = int(peaks.argmax())
-        label = source.tensors[int(ops["tensor"][groups == worst][0])].label
-        raise MemoryBudgetError(label, budget_bytes, int(peaks.max()))
-    return Plan(
+    plan = Plan(
         tensors=source.tensors,
         source_files=source.files,
         target_files=target.files,
         ops=ops,
-        op_groups=groups,
-        bands=bands,
-        parts=parts,
+        op_groups=np.zeros(len(ops), dtype=np.int64),
+        bands=np.zeros(0, dtype=BAND),
+        parts=np.zeros(0, dtype=PART),
         literals=target.literals,
-        group_peaks=peaks.astype(np.int64),
+        group_peaks=np.zeros(0, dtype=np.int64),
         budget_bytes=budget_bytes,
         carried=tuple(carried),
         allow_replica_drift=allow_replica_drift,
     )
+    planned, rereads = _within_limits(plan, limits, budget_bytes)
+    _check_budget(planned)
+    if not rereads:
+        return planned
+    once, _ = _within_limits(plan, limits, UNLIMITED_BYTES)
+    enough_bytes = once.peak_bytes + FOOTPRINT_BYTES
+    if not allow_reread:
+        worst = int(once.group_peaks.argmax())
+        raise RereadError(_label(once, worst), budget_bytes, enough_bytes, planned.read_amplification)
+    return replace(planned, read_once_budget_bytes=enough_bytes)
 
 
-# ------------------------------------------------------------------------------------------------ groups
-
-
-def group_ops(ops: Ops, tensors: Sequence[Tensor], budget_bytes: int) -> tuple[Ops, Ints]:
-    """Assign every op to a group, cutting ops where a tensor is larger than the budget.
-
-    Small tensors share a group, a large one is cut into stretches of rows. Returns the ops sorted by group,
-    and their groups.
-    """
-    ops = ops[np.argsort(ops["feed"], kind="stable")]
-    room_bytes = min(GROUP_BYTES, budget_bytes)
-    sizes = _op_bytes(ops)
-    per_feed = np.bincount(ops["feed"], weights=sizes, minlength=len(tensors))
-    first = np.searchsorted(ops["feed"], np.arange(len(tensors) + 1))
-    cut: list[Ops] = []
-    groups: list[Ints] = []
-    group, filled_bytes = 0, 0.0
-    for feed in np.flatnonzero(per_feed):
-        rows = ops[first[feed] : first[feed + 1]]
-        size = per_feed[feed]
-        if filled_bytes and filled_bytes + size > room_bytes:
-            group, filled_bytes = group + 1, 0.0
-        if size <= room_bytes:
-            cut.append(rows)
-            groups.append(np.full(len(rows), group, dtype=np.int64))
-            filled_bytes += size
-            continue
-        for stretch in _stretches(rows, tensors[int(feed)], room_bytes, budget_bytes):
-            cut.append(stretch)
-            groups.append(np.full(len(stretch), group, dtype=np.int64))
-            group += 1
-    if not cut:
-        return ops, np.zeros(0, dtype=np.int64)
-    return np.concatenate(cut), np.concatenate(groups)
-
-
-def _op_bytes(ops: Ops) -> Ints:
-    """An upper bound of what each op adds to its group's peak."""
-    source_start, source_stop = hull(ops, "source")
-    target_start, target_stop = hull(ops, "target")
-    return np.asarray((source_stop - source_start) + (target_stop - target_start), dtype=np.int64)
-
-
-def _peak(ops: Ops) -> int:
-    groups = np.zeros(len(ops), dtype=np.int64)
-    bands = plan_bands(ops, groups)
-    moves = ops[ops["kind"] == MOVE]
-    start, stop = hull(moves, "target")
-    _, low, high = _merge(moves["target_file"], start, stop, 0)
-    return int((bands["stop"] - bands["start"]).sum() + (high - low).sum())
-
-
-def _stretches(rows: Ops, tensor: Tensor, room_bytes: int, budget_bytes: int) -> list[Ops]:
-    """Cut one tensor's ops into stretches of rows (dim 0), each within ``room_bytes`` if that can be.
-
-    A stretch that still exceeds the room is accepted up to the whole budget.
-    """
-    length = tensor.global_shape[0] if tensor.global_shape else 1
-    step = length
+def _within_limits(plan: Plan, limits: PartLimits, budget_bytes: int) -> tuple[Plan, bool]:
+    """The plan with everything portioned; a file that would have too many parts gets larger ones."""
+    total = np.array([f.size_bytes for f in plan.target_files], dtype=np.int64)
+    smallest = np.full(len(total), limits.smallest_bytes)
     while True:
-        stretches = [_rows_between(rows, low, min(low + step, length)) for low in range(0, length, step)]
-        stretches = [s for s in stretches if len(s)]
-        peak = max(_peak(s) for s in stretches)
-        if peak <= room_bytes or (step == 1 and peak <= budget_bytes):
-            return stretches
-        if step == 1:
-            raise MemoryBudgetError(tensor.label, budget_bytes, peak)
-        step = max(1, min(step // 2, step * room_bytes // peak))
+        files = FileSizes(total, smallest, np.maximum(FILL_BYTES, 2 * smallest))
+        ops, copied = carve_copies(plan.ops, smallest, limits.copies)
+        planned, rereads = _portioned(replace(plan, ops=ops), copied, files, budget_bytes)
+        if limits.most is None:
+            return planned, rereads
+        enough = -(-total // limits.most)
+        too_many = np.bincount(planned.parts["file"], minlength=len(total)) > limits.most
+        if not (too_many & (smallest < enough)).any():
+            return planned, rereads
+        smallest = np.where(too_many, np.maximum(smallest, enough), smallest)
 
 
-def _rows_between(ops: Ops, low: int, high: int) -> Ops:
-    """The parts of ops that lie in rows ``[low, high)`` of their tensor."""
-    start = ops["offset"][:, 0]
-    stop = start + ops["extents"][:, 0]
-    cut = ops[(start < high) & (stop > low)].copy()
-    first = np.maximum(cut["offset"][:, 0], low)
-    last = np.minimum(cut["offset"][:, 0] + cut["extents"][:, 0], high)
-    skipped = first - cut["offset"][:, 0]
-    for side in ("source", "target"):
-        cut[f"{side}_byte"] += skipped * cut[f"{side}_strides"][:, 0]
-    cut["offset"][:, 0] = first
-    cut["extents"][:, 0] = last - first
-    return cut
+def plan_comparisons(
+    ops: Ops, tensors: tuple[Tensor, ...], files: tuple[File, ...], budget_bytes: int
+) -> Plan:
+    """Plan ops that compare what is in ``files``; nothing is written.
+
+    Raises
+    ------
+    MemoryBudgetError
+        If two boxes have to be held that need more than ``budget_bytes``.
+    """
+    plan = Plan(
+        tensors=tensors,
+        source_files=files,
+        target_files=(),
+        ops=ops,
+        op_groups=np.zeros(len(ops), dtype=np.int64),
+        bands=np.zeros(0, dtype=BAND),
+        parts=np.zeros(0, dtype=PART),
+        literals=(),
+        group_peaks=np.zeros(0, dtype=np.int64),
+        budget_bytes=budget_bytes,
+        carried=(),
+    )
+    planned, _ = _within_limits(plan, PartLimits(), budget_bytes)
+    _check_budget(planned)
+    return planned
 
 
-# -------------------------------------------------------------------------------------- bands and parts
+def _portioned(plan: Plan, copied: Parts, files: FileSizes, budget_bytes: int) -> tuple[Plan, bool]:
+    """The plan with groups, parts and bands; and whether bytes are read several times."""
+    room = Room(GROUP_BYTES, PASS_BYTES, budget_bytes - FOOTPRINT_BYTES, TINY_BYTES)
+    ops, groups, rereads = group_ops(plan.ops, copied, files, room)
+    parts = plan_parts(ops, groups, copied, *files)
+    values = int(groups.max(initial=-1)) + 1
+    parts["group"] = _groups_of_parts(parts, values)
+    count = max(values, int(parts["group"].max(initial=-1)) + 1)
+    parts = parts[np.lexsort((parts["start"], parts["file"], parts["group"]))]
+    made = parts[parts["source_file"] == MADE]
+    peaks = np.bincount(made["group"], weights=part_sizes(made), minlength=count).astype(np.int64)
+    ops, groups = set_passes(ops, groups, peaks[:values], room)
+    bands = plan_bands(ops, groups)
+    peaks += largest_passes(bands, count)
+    planned = replace(plan, ops=ops, op_groups=groups, bands=bands, parts=parts, group_peaks=peaks)
+    return planned, rereads
 
 
-def _merge(keys: npt.NDArray[np.int64], start: Ints, stop: Ints, gap: int) -> tuple[Ints, Ints, Ints]:
-    """Union of half-open ranges per key; ranges at most ``gap`` apart are joined. Sorted by key, start."""
-    if not len(start):
-        empty = np.zeros(0, dtype=np.int64)
-        return empty, empty, empty
-    order = np.lexsort((start, keys))
-    keys, start, stop = keys[order].astype(np.int64), start[order], stop[order]
-    # A running maximum within each key: shift every key's ranges beyond those of the key before.
-    shift = np.cumsum(np.r_[0, np.diff(keys) != 0]) * (int(stop.max()) + gap + 1)
-    reach = np.maximum.accumulate(stop + shift)
-    opens = np.r_[True, (start + shift)[1:] > reach[:-1] + gap]
-    begin = np.flatnonzero(opens)
-    end = np.r_[begin[1:], len(start)] - 1
-    return keys[begin], start[begin], (reach - shift)[end]
+def _groups_of_parts(parts: Parts, first: int) -> Ints:
+    """The group of every part: those without values are gathered, those that are copied too."""
+    groups = parts["group"].astype(np.int64)
+    nobody = groups == NOBODY
+    for chosen, most_bytes, most_parts in (
+        (nobody & (parts["source_file"] == MADE), FILL_BYTES, len(parts)),
+        (nobody & (parts["source_file"] != MADE), COPY_GROUP_BYTES, COPY_GROUP_PARTS),
+    ):
+        sizes = part_sizes(parts[chosen])
+        portion = (np.cumsum(sizes) - sizes) // most_bytes
+        number = np.arange(len(sizes)) // max(most_parts, 1)
+        both = portion * (len(sizes) + 1) + number
+        groups[chosen] = first + np.unique(both, return_inverse=True)[1]
+        first += len(np.unique(both))
+    return groups
+
+
+def _check_budget(plan: Plan) -> None:
+    if plan.peak_bytes + FOOTPRINT_BYTES > plan.budget_bytes:
+        worst = int(plan.group_peaks.argmax())
+        raise MemoryBudgetError(_label(plan, worst), plan.budget_bytes, plan.peak_bytes + FOOTPRINT_BYTES)
+
+
+def _label(plan: Plan, group: int) -> str:
+    """What to call a group by: its first tensor, or its first file."""
+    ops = plan.ops[plan.op_groups == group]
+    if len(ops):
+        return plan.tensors[int(ops["tensor"][0])].label
+    return plan.target_files[int(plan.parts["file"][plan.parts["group"] == group][0])].path
+
+
+# ----------------------------------------------------------------------------------------------- bands
 
 
 def plan_bands(ops: Ops, groups: Ints) -> Bands:
-    """The source byte ranges that each group reads, near ones joined."""
+    """The source byte ranges that each group reads in each of its passes, near ones joined."""
     compares = ops["kind"] != MOVE
     source, target = hull(ops, "source"), hull(ops, "target")
     files = int(max(ops["source_file"].max(initial=0), ops["target_file"].max(initial=0))) + 1
-    keys = np.concatenate(
-        [groups * files + ops["source_file"], (groups * files + ops["target_file"])[compares]]
-    )
+    passes = int(ops["pass"].max(initial=0)) + 1
+    held = (groups * passes + ops["pass"]) * files
+    keys = np.concatenate([held + ops["source_file"], (held + ops["target_file"])[compares]])
     start = np.concatenate([source[0], target[0][compares]])
     stop = np.concatenate([source[1], target[1][compares]])
-    key, low, high = _merge(keys, start, stop, JOIN_GAP_BYTES)
-    return _bands(key // files, key % files, low, high)
+    key, low, high = merge(keys, start, stop, JOIN_GAP_BYTES)
+    bands = np.zeros(len(key), dtype=BAND)
+    bands["group"], bands["pass"], bands["file"] = key // files // passes, key // files % passes, key % files
+    bands["start"], bands["stop"] = low, high
+    return bands
 
 
-def _bands(group: Ints, file: Ints, start: Ints, stop: Ints) -> Bands:
-    rows = np.zeros(len(group), dtype=BAND)
-    rows["group"], rows["file"], rows["start"], rows["stop"] = group, file, start, stop
-    return rows
-
-
-def plan_parts(ops: Ops, groups: Ints, files: Sequence[File]) -> Bands:
-    """Cut every target file into parts, each of one group.
-
-    What lies between the values of two groups (literal bytes, padding) goes to the part before it; files
-    without values become parts of one more group.
-    """
-    moves = ops["kind"] == MOVE
-    ops, groups = ops[moves], groups[moves]
-    start, stop = hull(ops, "target")
-    count = int(groups.max(initial=-1)) + 1
-    key, low, _ = _merge(ops["target_file"].astype(np.int64) * max(count, 1) + groups, start, stop, 0)
-    file, group = key // max(count, 1), key % max(count, 1)
-    order = np.lexsort((low, file))
-    file, group, low = file[order], group[order], low[order]
-    first_of_file = np.r_[True, file[1:] != file[:-1]] if len(file) else np.zeros(0, dtype=bool)
-    opens = first_of_file | np.r_[True, group[1:] != group[:-1]] if len(file) else first_of_file
-    file, group, low = file[opens], group[opens], np.where(first_of_file, 0, low)[opens]
-    sizes = np.array([f.size_bytes for f in files], dtype=np.int64)
-    last_of_file = np.r_[file[1:] != file[:-1], True] if len(file) else np.zeros(0, dtype=bool)
-    high = np.where(last_of_file, sizes[file], np.r_[low[1:], 0]) if len(file) else low
-    empty = np.setdiff1d(np.arange(len(files)), file)
-    parts = _bands(
-        np.r_[group, np.full(len(empty), count)].astype(np.int64),
-        np.r_[file, empty],
-        np.r_[low, np.zeros(len(empty), dtype=np.int64)],
-        np.r_[high, sizes[empty]],
+def largest_passes(bands: Bands, count: int) -> Ints:
+    """For each of ``count`` groups the bytes of its bands that are held at once."""
+    passes = int(bands["pass"].max(initial=0)) + 1
+    held = np.bincount(
+        bands["group"].astype(np.int64) * passes + bands["pass"],
+        weights=bands["stop"] - bands["start"],
+        minlength=count * passes,
     )
-    return parts[np.lexsort((parts["start"], parts["file"], parts["group"]))]
+    return np.asarray(held.reshape(count, passes).max(axis=1, initial=0), dtype=np.int64)
 
 
-def join_groups(ops: Ops, groups: Ints, files: Sequence[File], smallest_part_bytes: int) -> tuple[Ops, Ints]:
-    """Join groups until every part but the last of a file has the size that the store wants.
-
-    Along each file, groups are joined from a part that is too small onwards until it has grown large enough.
-    Files of one topology are alike, so the same groups are joined in most of them.
-    """
-    while True:
-        parts = plan_parts(ops, groups, files)
-        parts = parts[np.lexsort((parts["start"], parts["file"]))]
-        parent = np.arange(int(parts["group"].max(initial=-1)) + 1)
-        joins = _joins_of_small_parts(parts, smallest_part_bytes)
-        if not joins:
-            return ops, groups
-        for one, other in joins:
-            a, b = _root(parent, one), _root(parent, other)
-            parent[max(a, b)] = min(a, b)
-        roots = np.array([_root(parent, g) for g in range(len(parent))], dtype=np.int64)
-        _, joined = np.unique(roots[groups], return_inverse=True)
-        order = np.argsort(joined, kind="stable")
-        ops, groups = ops[order], joined[order].astype(np.int64)
-
-
-def _joins_of_small_parts(parts: Bands, smallest_part_bytes: int) -> list[tuple[int, int]]:
-    """Pairs of groups to join; ``parts`` is sorted by file and start."""
-    joins: list[tuple[int, int]] = []
-    file, group, grown_bytes = -1, -1, smallest_part_bytes
-    for part in parts:
-        if part["file"] == file and grown_bytes < smallest_part_bytes:
-            joins.append((group, int(part["group"])))
-        else:
-            grown_bytes = 0
-        file, group = int(part["file"]), int(part["group"])
-        grown_bytes += int(part["stop"] - part["start"])
-    return joins
-
-
-def _root(parent: Ints, group: int) -> int:
-    while parent[group] != group:
-        group = int(parent[group])
-    return group
+# ---------------------------------------------------------------------------------------------- checks
 
 
 def _check_tiles(ops: Ops, target: TargetFiles, tensors: Sequence[Tensor]) -> None:

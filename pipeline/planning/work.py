@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from paddle_reshard.pipeline.geometry import Ints
 from paddle_reshard.pipeline.planning.match import Ops
+from paddle_reshard.pipeline.planning.parts import MADE, Parts
 from paddle_reshard.pipeline.planning.plan import Bands, Plan
 from paddle_reshard.pipeline.tensors import Tensor
 
@@ -19,10 +21,11 @@ class GroupWork:
 
     group: int
     source_paths: dict[int, str]
-    """Source file number → path, of the files that appear in ``bands``."""
+    """Source file number → path, of the files that appear in ``bands`` and are copied from."""
     target_paths: dict[int, str]
     bands: Bands
-    parts: Bands
+    """Sorted by pass, file and start."""
+    parts: Parts
     ops: Ops
     literals: tuple[tuple[int, int, bytes], ...]
     """``(index into parts, byte offset in the part, bytes)``."""
@@ -49,7 +52,7 @@ def plan_work(plan: Plan) -> Iterator[GroupWork]:
         parts = plan.parts[part_first[group] : part_first[group + 1]]
         yield GroupWork(
             group=group,
-            source_paths={int(f): plan.source_files[f].path for f in np.unique(bands["file"])},
+            source_paths={int(f): plan.source_files[f].path for f in _sources(bands, parts)},
             target_paths={int(f): plan.target_files[f].path for f in np.unique(parts["file"])},
             bands=bands,
             parts=parts,
@@ -61,15 +64,21 @@ def plan_work(plan: Plan) -> Iterator[GroupWork]:
         )
 
 
+def _sources(bands: Bands, parts: Parts) -> Ints:
+    copied = parts["source_file"][parts["source_file"] != MADE]
+    return np.unique(np.concatenate([bands["file"], copied]))
+
+
 def _literals_of(
-    parts: Bands, literals: dict[int, list[tuple[int, bytes]]]
+    parts: Parts, literals: dict[int, list[tuple[int, bytes]]]
 ) -> Iterator[tuple[int, int, bytes]]:
-    """The literal bytes of each part; parts begin at values or at the start of a file, never inside them."""
+    """The literal bytes of each part; a literal may reach over several."""
     for index, part in enumerate(parts):
         entries = literals.get(int(part["file"]), [])
         start, stop = int(part["start"]), int(part["stop"])
-        first = bisect_left(entries, start, key=lambda entry: entry[0])
-        for offset, content in entries[first:]:
+        first = bisect_right(entries, start, key=lambda entry: entry[0]) - 1
+        for offset, content in entries[max(first, 0) :]:
             if offset >= stop:
                 break
-            yield index, offset - start, content
+            if offset + len(content) > start:
+                yield index, max(offset - start, 0), content[max(start - offset, 0) : stop - offset]

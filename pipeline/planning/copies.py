@@ -1,0 +1,168 @@
+"""Which stretches of the target files need not travel, because the storage itself can copy them?
+
+A *run* is a stretch of a target file that is one contiguous range of one source file, value for value. What lies
+between two runs (literal bytes, mostly) has to be made, and a made part may have to have a smallest size: so runs are
+trimmed to make room for it, at places where an op can be cut in two boxes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import NamedTuple
+
+import numpy as np
+
+from paddle_reshard.pipeline.geometry import Ints
+from paddle_reshard.pipeline.planning.cut import Flags, dense, outermost, piece
+from paddle_reshard.pipeline.planning.limits import CopyLimits
+from paddle_reshard.pipeline.planning.match import ITEMSIZES, MOVE, Ops, hull
+from paddle_reshard.pipeline.planning.parts import NOBODY, PART, Parts, divided, part_sizes
+
+CAST_FACTOR = 20
+"""Values that have to be read anyway are copied where a run has so many parts of the smallest size."""
+
+
+class Carved(NamedTuple):
+    """Ops from which the copied stretches were taken out."""
+
+    ops: Ops
+    copied: Parts
+
+
+class _Runs(NamedTuple):
+    """Runs by target file and start; ``first`` is the first op of each, in the same order."""
+
+    file: Ints
+    start: Ints
+    stop: Ints
+    first: Ints
+    least: Ints
+    """What a copy of it needs at least."""
+
+
+def carve_copies(ops: Ops, smallest: Ints, limits: CopyLimits | None) -> Carved:
+    """Take out of ``ops`` what the storage can copy; ``smallest`` is the smallest part of every target file.
+
+    Values that are compared with others have to be read, and are not copied. Those that are cast for another place
+    have to be read too: between their copies as little as possible shall be made.
+    """
+    if limits is None or not len(ops):
+        return Carved(ops, np.zeros(0, dtype=PART))
+    compared, cast = np.zeros((2, int(ops["feed"].max()) + 1), dtype=bool)
+    compared[ops["feed"][ops["kind"] != MOVE]] = True
+    cast[ops["feed"][ops["source_dtype"] != ops["target_dtype"]]] = True
+    rows = np.flatnonzero((ops["kind"] == MOVE) & ~compared[ops["feed"]])
+    rows = rows[dense(ops[rows])]
+    rows = rows[np.lexsort((ops["target_byte"][rows], ops["target_file"][rows]))]
+    start, stop = hull(ops[rows], "target")
+    joined = _continues(ops[rows], start, stop)
+    run_of_op = np.cumsum(~joined) - 1
+    first = np.flatnonzero(~joined)
+    if not len(first):
+        return Carved(ops, np.zeros(0, dtype=PART))
+    file = ops["target_file"][rows][first].astype(np.int64)
+    factor = np.where(cast[ops["feed"][rows][first]], CAST_FACTOR, 1)
+    least = np.maximum(factor * smallest[file], limits.smallest_bytes)
+    runs = _Runs(file, start[first], stop[np.r_[first[1:], len(rows)] - 1], first, least)
+    unit = _unit_bytes(ops[rows])
+    low, high = _trim(runs, start, unit, smallest)
+    copied = _copied_parts(ops[rows], runs, low, high, limits.largest_bytes)
+    kept = _left_over(ops[rows], start, stop, unit, low[run_of_op], high[run_of_op])
+    others = np.ones(len(ops), dtype=bool)
+    others[rows] = False
+    return Carved(np.concatenate([ops[others], kept]), copied)
+
+
+def _continues(ops: Ops, start: Ints, stop: Ints) -> Flags:
+    """Whether each op begins, on both sides, where the one before it ends."""
+    if not len(ops):
+        return np.zeros(0, dtype=bool)
+    source_start, source_stop = hull(ops, "source")
+    follows = (start[1:] == stop[:-1]) & (source_start[1:] == source_stop[:-1])
+    for side in ("source_file", "target_file"):
+        follows &= ops[side][1:] == ops[side][:-1]
+    return np.r_[False, follows]
+
+
+def _unit_bytes(ops: Ops) -> Ints:
+    """Bytes of one slab of each op's outermost dim: a cut at a multiple of these leaves boxes."""
+    rows, dim = np.arange(len(ops)), outermost(ops, "target")
+    extents = ops["extents"].prod(axis=1) // ops["extents"][rows, dim]
+    return np.asarray(extents * ITEMSIZES[ops["target_dtype"]], dtype=np.int64)
+
+
+def _trim(runs: _Runs, op_start: Ints, unit: Ints, smallest: Ints) -> tuple[Ints, Ints]:
+    """Which range of every run is copied: ``low == high`` where none is.
+
+    ``smallest`` is what has to be made at least between two copies, in each file.
+    """
+    starts, units = op_start.tolist(), unit.tolist()
+
+    def cut_place(byte: int, run: int, up: bool) -> int:
+        op = bisect_right(starts, byte, lo=int(firsts[run]), hi=int(firsts[run + 1])) - 1
+        slabs = byte - starts[op]
+        return int(starts[op] + (-(-slabs // units[op]) if up else slabs // units[op]) * units[op])
+
+    firsts = [*runs.first.tolist(), len(starts)]
+    low, high = runs.start.tolist(), runs.start.tolist()
+    wanted, least = smallest.tolist(), runs.least.tolist()
+    file, before, made_from = -1, -1, 0
+    for run, (its_file, begin, end) in enumerate(
+        zip(runs.file.tolist(), runs.start.tolist(), runs.stop.tolist(), strict=True)
+    ):
+        if its_file != file:
+            file, before, made_from = its_file, -1, 0
+        shortest = least[run]
+        lack = wanted[file] - (begin - made_from)
+        if begin > made_from and lack > 0:
+            # Borrowed from the neighbour that has more to spare, the rest from the other.
+            spare_here = end - begin - shortest
+            spare_before = high[before] - low[before] - least[before] if before >= 0 else 0
+            from_here = min(lack, spare_here) if spare_here >= spare_before else max(0, lack - spare_before)
+            from_here = from_here and cut_place(begin + from_here, run, True) - begin
+            from_before = max(0, lack - from_here)
+            back = (
+                cut_place(high[before] - from_before, before, False)
+                if from_before and before >= 0
+                else made_from
+            )
+            if (
+                spare_here < from_here
+                or made_from - back < from_before
+                or (from_before and back - low[before] < least[before])
+            ):
+                continue
+            if from_before:
+                high[before] = back
+            begin += from_here
+        if end - begin >= shortest:
+            low[run], high[run] = begin, end
+            before, made_from = run, end
+    return np.array(low, dtype=np.int64), np.array(high, dtype=np.int64)
+
+
+def _copied_parts(ops: Ops, runs: _Runs, low: Ints, high: Ints, largest_bytes: int) -> Parts:
+    """Parts of every copied range, of at most ``largest_bytes`` if they need not be larger."""
+    chosen = np.flatnonzero(high > low)
+    first = ops[runs.first[chosen]]
+    parts = np.zeros(len(chosen), dtype=PART)
+    parts["group"], parts["file"], parts["source_file"] = NOBODY, runs.file[chosen], first["source_file"]
+    parts["start"], parts["stop"] = low[chosen], high[chosen]
+    parts["source_start"] = first["source_byte"] + low[chosen] - runs.start[chosen]
+    return divided(parts, -(-part_sizes(parts) // np.maximum(largest_bytes, 2 * runs.least[chosen])))
+
+
+def _left_over(ops: Ops, start: Ints, stop: Ints, unit: Ints, low: Ints, high: Ints) -> Ops:
+    """What is left of every op outside ``[low, high)``: a head, a tail, or all of it."""
+    count = (stop - start) // unit
+    nothing = high <= low
+    head = np.where(nothing, count, np.clip((low - start) // unit, 0, count))
+    tail = np.where(nothing, 0, count - np.clip((high - start) // unit, 0, count))
+    dim = outermost(ops, "target")
+    heads, tails = np.flatnonzero(head > 0), np.flatnonzero(tail > 0)
+    return np.concatenate(
+        [
+            piece(ops[heads], dim[heads], np.zeros(len(heads), dtype=np.int64), head[heads]),
+            piece(ops[tails], dim[tails], (count - tail)[tails], tail[tails]),
+        ]
+    )

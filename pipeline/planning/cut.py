@@ -1,0 +1,94 @@
+"""Where can ops be cut without tearing apart what lies together?
+
+An op is cut along a dim of its tensor, all ops that belong together at the same places. The two sides of an op may
+be stored in different orders: cut along the *outermost* dim of a side, the one with the largest stride, the pieces
+lie one after the other there; cut along another dim, they lie between each other.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from paddle_reshard.pipeline.geometry import MAX_DIMS, Ints
+from paddle_reshard.pipeline.planning.match import ITEMSIZES, MOVE, Ops, hull, op_volumes
+
+Flags = npt.NDArray[np.bool_]
+
+
+class Pieces(NamedTuple):
+    """Ops that were cut."""
+
+    ops: Ops
+    origin: Ints
+    """Index of the op that each is a piece of."""
+    stretch: Ints
+    """In which stretch of the tensor it lies."""
+
+
+def cut(ops: Ops, dim: Ints, low: Ints, step: Ints) -> Pieces:
+    """Cut every op along its ``dim`` at ``low``, ``low + step``, …, in elements of the tensor."""
+    rows = np.arange(len(ops))
+    start = ops["offset"][rows, dim] - low
+    stop = start + ops["extents"][rows, dim]
+    first, last = start // step, (stop - 1) // step
+    origin = np.repeat(rows, last - first + 1)
+    within = np.arange(len(origin)) - np.repeat(
+        np.cumsum(last - first + 1) - (last - first + 1), last - first + 1
+    )
+    stretch = first[origin] + within
+    begin = np.maximum(start[origin], stretch * step[origin])
+    end = np.minimum(stop[origin], (stretch + 1) * step[origin])
+    return Pieces(piece(ops[origin], dim[origin], begin - start[origin], end - begin), origin, stretch)
+
+
+def piece(ops: Ops, dim: Ints, skipped: Ints, count: Ints) -> Ops:
+    """Of every op ``count`` slabs of its ``dim``, after those that are ``skipped``; ``ops`` is changed."""
+    rows = np.arange(len(ops))
+    for side in ("source", "target"):
+        ops[f"{side}_byte"] += skipped * ops[f"{side}_strides"][rows, dim]
+    ops["offset"][rows, dim] += skipped
+    ops["extents"][rows, dim] = count
+    return ops
+
+
+def outermost(ops: Ops, side: str) -> Ints:
+    """The dim of each op with the largest stride on a side, of those along which it extends; else the last."""
+    strides = np.where(ops["extents"] > 1, ops[f"{side}_strides"], -1)
+    return np.asarray(np.where(strides.max(axis=1) < 0, MAX_DIMS - 1, strides.argmax(axis=1)), dtype=np.int64)
+
+
+def dense(ops: Ops) -> Flags:
+    """Whether an op is one run of bytes, the same on both sides."""
+    extends = ops["extents"] > 1
+    alike = ~(extends & (ops["source_strides"] != ops["target_strides"])).any(axis=1)
+    start, stop = hull(ops, "target")
+    whole = stop - start == op_volumes(ops) * ITEMSIZES[ops["target_dtype"]]
+    return np.asarray(alike & whole & (ops["source_dtype"] == ops["target_dtype"]))
+
+
+def torn(ops: Ops, owner: Ints, count: int, target: bool) -> npt.NDArray[np.bool_]:
+    """For each of ``count`` owners of ops and each dim, whether a cut there would tear a box apart.
+
+    That is a box of the target files if ``target``, else of the source files.
+    """
+    moves = ops["kind"] == MOVE
+    found = np.zeros((count, MAX_DIMS), dtype=bool)
+    sides = [("target", moves)] if target else [("source", np.ones(len(ops), dtype=bool)), ("target", ~moves)]
+    for side, chosen in sides:
+        these, owners = ops[chosen], owner[chosen]
+        outer = outermost(these, side)
+        for dim in range(MAX_DIMS):
+            found[owners[(these["extents"][:, dim] > 1) & (outer != dim)], dim] = True
+    return found
+
+
+def reach(ops: Ops, owner: Ints, count: int) -> tuple[Ints, Ints]:
+    """First element and one past the last along each dim, of all ops of each owner; shapes ``(count, dims)``."""
+    low = np.full((count, MAX_DIMS), np.iinfo(np.int64).max)
+    high = np.zeros((count, MAX_DIMS), dtype=np.int64)
+    np.minimum.at(low, owner, ops["offset"])
+    np.maximum.at(high, owner, ops["offset"] + ops["extents"])
+    return low, high

@@ -1,0 +1,344 @@
+"""Which ops are done together, and in which order are their bands read?
+
+*Atoms* are the ops that cannot be told apart without reading a source byte twice, or writing to one place from two
+sides: their boxes overlap in the bytes of some file. Large atoms are cut along a dim where that does no harm; small
+ones that stand side by side in the target files are gathered into groups. What a group reads may be more than fits
+beside its parts: then it is read in *passes*, one after the other.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from paddle_reshard.pipeline.geometry import MAX_DIMS, Ints
+from paddle_reshard.pipeline.planning.cut import Flags, Pieces, cut, reach, torn
+from paddle_reshard.pipeline.planning.match import MOVE, Ops, hull
+from paddle_reshard.pipeline.planning.parts import Parts, plan_parts, small_parts
+from paddle_reshard.pipeline.planning.ranges import label, merge
+
+
+class Room(NamedTuple):
+    """Bytes of memory for groups."""
+
+    group_bytes: int
+    """Atoms are gathered into groups of about this peak, and cut to about half of it."""
+    pass_bytes: int
+    """What a group may always read at once, beside its parts."""
+    most_bytes: int
+    """What no group's peak may exceed."""
+    tiny_bytes: int
+    """Ranges up to this size may be read by several groups, where a part has a smallest size."""
+
+
+class Grouped(NamedTuple):
+    """Ops, some of them cut, each with a group."""
+
+    ops: Ops
+    groups: Ints
+    rereads: bool
+    """Whether several groups read the same bytes."""
+
+
+class FileSizes(NamedTuple):
+    """Of every target file, in bytes."""
+
+    total: Ints
+    smallest_part: Ints
+    largest_fill: Ints
+
+
+def group_ops(ops: Ops, copied: Parts, files: FileSizes, room: Room) -> Grouped:
+    """Give every op a group, in the order of the target files; ops of atoms that are too large are cut.
+
+    Where an atom can only be cut by reading bytes several times, it is cut only as ``room.most_bytes`` demands.
+    """
+    if not len(ops):
+        return Grouped(ops, np.zeros(0, dtype=np.int64), False)
+    tiny_bytes = room.tiny_bytes if (files.smallest_part > 1).any() else -1
+    ops, atoms, rereads = _cut_large(ops, _atoms(ops, tiny_bytes), files, room)
+    atoms = _by_place(ops, atoms)
+    units = _joined(ops, atoms, copied, files)
+    groups = _gathered(_made_bytes(ops, units) + _read_bytes(ops, units), room.group_bytes)[units]
+    order = np.argsort(groups, kind="stable")
+    return Grouped(ops[order], groups[order], rereads)
+
+
+# ----------------------------------------------------------------------------------------------- atoms
+
+
+def _source_ranges(ops: Ops) -> tuple[Ints, Ints, Ints, Ints]:
+    """What is read: ``(op, file, start, stop)`` of every op's source side, and of the other side of comparisons."""
+    others = np.flatnonzero(ops["kind"] != MOVE)
+    one, other = hull(ops, "source"), hull(ops[others], "target")
+    return (
+        np.concatenate([np.arange(len(ops)), others]),
+        np.concatenate([ops["source_file"], ops["target_file"][others]]).astype(np.int64),
+        np.concatenate([one[0], other[0]]),
+        np.concatenate([one[1], other[1]]),
+    )
+
+
+def _atoms(ops: Ops, tiny_bytes: int) -> Ints:
+    """For each op the number of its atom: of those that overlap in a source file, or in a target file.
+
+    What several files need of a ``tiny`` range each reads for itself: the few values that all ranks hold would tie
+    all their files together.
+    """
+    op, file, start, stop = _source_ranges(ops)
+    apart = (ops["kind"][op] == MOVE) & (stop - start <= tiny_bytes)
+    number = np.where(apart, ops["target_file"][op].astype(np.int64) + 1, 0)
+    moves = np.flatnonzero(ops["kind"] == MOVE)
+    low, high = hull(ops[moves], "target")
+    return _components(
+        len(ops),
+        [
+            (op, label(file * (int(number.max()) + 1) + number, start, stop)),
+            (moves, label(ops["target_file"][moves].astype(np.int64), low, high)),
+        ],
+    )
+
+
+def _clusters(ops: Ops, groups: Ints) -> Ints:
+    """For each op the number of those of its group that overlap in a source file."""
+    op, file, start, stop = _source_ranges(ops)
+    return _components(len(ops), [(op, label(groups[op] * (int(file.max()) + 1) + file, start, stop))])
+
+
+def _components(count: int, links: list[tuple[Ints, Ints]]) -> Ints:
+    """Number things from 0 so that those share a number that are linked: ``(thing, what it has in common)``."""
+    found = np.arange(count)
+    while True:
+        before = found
+        for things, common in links:
+            lowest = np.full(int(common.max(initial=-1)) + 1, count)
+            np.minimum.at(lowest, common, found[things])
+            found = found.copy()
+            np.minimum.at(found, things, lowest[common])
+        found = found[found]
+        if np.array_equal(found, before):
+            return np.unique(found, return_inverse=True)[1].astype(np.int64)
+
+
+def _made_bytes(ops: Ops, owners: Ints) -> Ints:
+    """Bytes that each owner of ops writes."""
+    moves = ops["kind"] == MOVE
+    start, stop = hull(ops[moves], "target")
+    return _union_bytes(owners[moves], ops["target_file"][moves].astype(np.int64), start, stop, owners)
+
+
+def _read_bytes(ops: Ops, owners: Ints) -> Ints:
+    """Bytes that each owner of ops reads."""
+    op, file, start, stop = _source_ranges(ops)
+    return _union_bytes(owners[op], file, start, stop, owners)
+
+
+def _union_bytes(key: Ints, file: Ints, start: Ints, stop: Ints, owners: Ints) -> Ints:
+    files = int(file.max(initial=0)) + 1
+    keys, low, high = merge(key * files + file, start, stop)
+    return _sums(keys // files, high - low, int(owners.max(initial=-1)) + 1)
+
+
+def _sums(keys: Ints, values: Ints, count: int) -> Ints:
+    return np.bincount(keys, weights=values, minlength=count).astype(np.int64)
+
+
+# --------------------------------------------------------------------------------------- cutting atoms
+
+
+def _cut_large(ops: Ops, atoms: Ints, files: FileSizes, room: Room) -> tuple[Ops, Ints, bool]:
+    """Cut atoms until each writes about half of ``room.group_bytes``, if that can be.
+
+    One that only compares is measured by what it reads.
+    """
+    done: list[tuple[Ops, Ints]] = []
+    numbered, rereads = 0, False
+    used = np.full(int(atoms.max(initial=-1)) + 1, MAX_DIMS)
+    most = room.most_bytes - room.pass_bytes
+    while len(ops):
+        made, count = _made_bytes(ops, atoms), len(used)
+        size = np.where(made > 0, made, _read_bytes(ops, atoms))
+        goal = np.clip(2 * _smallest_together(ops, atoms, files, count), room.group_bytes // 2, max(most, 1))
+        kind = _cut_dims(ops, atoms, count)
+        # Another dim than the one an atom was cut along before, or one that makes for reading again, is a last resort.
+        again = (used < MAX_DIMS) & (kind.dim != used) | kind.rereads
+        chosen = (kind.dim < MAX_DIMS) & (size > np.where(again, np.maximum(goal, most), goal))
+        rereads |= bool((chosen & kind.rereads).any())
+        goal = np.where(kind.rereads, max(most, 1), goal)
+        keep = ~chosen[atoms]
+        done.append((ops[keep], _dense_numbers(atoms[keep]) + numbered))
+        numbered += len(np.unique(atoms[keep]))
+        ops, atoms = ops[~keep], atoms[~keep]
+        if not len(ops):
+            break
+        pieces = _cut_evenly(ops, atoms, np.where(chosen, kind.dim, 0), -(-size // np.maximum(goal, 1)))
+        parents = atoms[pieces.origin]
+        ops = pieces.ops
+        atoms = _dense_numbers(parents * (int(pieces.stretch.max()) + 1) + pieces.stretch)
+        used = np.zeros(int(atoms.max()) + 1, dtype=np.int64)
+        used[atoms] = kind.dim[parents]
+    return np.concatenate([o for o, _ in done]), np.concatenate([a for _, a in done]), rereads
+
+
+def _dense_numbers(values: Ints) -> Ints:
+    return np.unique(values, return_inverse=True)[1].astype(np.int64)
+
+
+class _CutDims(NamedTuple):
+    """Along which dim each atom can be cut, ``MAX_DIMS`` where there is none."""
+
+    dim: Ints
+    rereads: Flags
+    """Whether pieces would lie between each other in a source file, so that bytes are read several times."""
+
+
+def _cut_dims(ops: Ops, atoms: Ints, count: int) -> _CutDims:
+    possible = _extends(ops, atoms, count) & ~torn(ops, atoms, count, target=True)
+    harmless = possible & ~torn(ops, atoms, count, target=False)
+    first = np.where(possible.any(axis=1), possible.argmax(axis=1), MAX_DIMS)
+    best = np.where(harmless.any(axis=1), harmless.argmax(axis=1), first)
+    rereads = np.asarray(possible.any(axis=1) & ~harmless.any(axis=1))
+    return _CutDims(best.astype(np.int64), rereads)
+
+
+def _extends(ops: Ops, owners: Ints, count: int) -> Flags:
+    """For each of ``count`` owners of ops and each dim, whether there is anything to cut."""
+    found = np.zeros((count, MAX_DIMS), dtype=bool)
+    for dim in range(MAX_DIMS):
+        found[owners[ops["extents"][:, dim] > 1], dim] = True
+    return found
+
+
+def _cut_evenly(ops: Ops, owners: Ints, dim: Ints, count: Ints) -> Pieces:
+    """Cut the ops of every owner along its ``dim`` into about ``count`` stretches."""
+    low, high = reach(ops, owners, len(dim))
+    at = np.arange(len(dim)), dim
+    step = np.maximum(1, -(-(high[at] - low[at]) // np.maximum(count, 1)))
+    return cut(ops, dim[owners], low[at][owners], step[owners])
+
+
+def _smallest_together(ops: Ops, atoms: Ints, files: FileSizes, count: int) -> Ints:
+    """What each atom has to write at least, so that all files that it writes to get a part of the smallest size."""
+    moves = ops["kind"] == MOVE
+    number = max(len(files.total), 1)
+    pairs = np.unique(atoms[moves] * number + ops["target_file"][moves])
+    return _sums(pairs // number, files.smallest_part[pairs % number], count)
+
+
+# ------------------------------------------------------------------------------------- gathering atoms
+
+
+def _by_place(ops: Ops, atoms: Ints) -> Ints:
+    """Number atoms by where they first write; those that write nothing come after the others, by where they read."""
+    count = int(atoms.max()) + 1
+    moves = ops["kind"] == MOVE
+    file = np.where(moves, ops["target_file"], np.int64(1 << 32) + ops["source_file"])
+    byte = np.where(moves, ops["target_byte"], ops["source_byte"])
+    order = np.lexsort((byte, file))
+    first = np.full(count, len(ops))
+    np.minimum.at(first, atoms[order], np.arange(len(ops)))
+    number = np.empty(count, dtype=np.int64)
+    number[np.argsort(first, kind="stable")] = np.arange(count)
+    return number[atoms]
+
+
+def _joined(ops: Ops, atoms: Ints, copied: Parts, files: FileSizes) -> Ints:
+    """Join atoms until every part has the size that the store wants; numbered in the same order."""
+    if (files.smallest_part <= 1).all():
+        return atoms
+    while True:
+        parts = plan_parts(ops, atoms, copied, files.total, files.smallest_part, files.largest_fill)
+        joins = small_parts(parts, files.total, files.smallest_part)
+        if not joins:
+            return atoms
+        parent = list(range(int(atoms.max()) + 1))
+        for one, other in joins:
+            a, b = _root(parent, one), _root(parent, other)
+            parent[max(a, b)] = min(a, b)
+        atoms = _dense_numbers(np.array([_root(parent, a) for a in range(len(parent))])[atoms])
+
+
+def _root(parent: list[int], one: int) -> int:
+    while parent[one] != one:
+        parent[one] = one = parent[parent[one]]
+    return one
+
+
+def _gathered(sizes: Ints, room_bytes: int) -> Ints:
+    """Which group each of a row of things goes to: as many as fit ``room_bytes``, and at least one."""
+    ends = np.cumsum(sizes)
+    groups = np.zeros(len(sizes), dtype=np.int64)
+    begin = group = 0
+    while begin < len(sizes):
+        before = int(ends[begin - 1]) if begin else 0
+        end = max(begin + 1, int(np.searchsorted(ends, before + room_bytes, side="right")))
+        groups[begin:end] = group
+        begin, group = end, group + 1
+    return groups
+
+
+# ---------------------------------------------------------------------------------------------- passes
+
+
+def set_passes(ops: Ops, groups: Ints, made: Ints, room: Room) -> tuple[Ops, Ints]:
+    """Spread what each group reads over passes, where it does not fit beside ``made``, the bytes of its parts.
+
+    Returns the ops sorted by group and pass, some of them cut, and their groups.
+    """
+    ops["pass"] = 0
+    beside = np.maximum(room.pass_bytes, min(room.group_bytes, room.most_bytes) - made)
+    many = _read_bytes(ops, groups) > beside
+    few = ops[~many[groups]], groups[~many[groups]]
+    ops, groups = ops[many[groups]], groups[many[groups]]
+    if not len(ops):
+        return few
+    ops, groups, clusters = _cut_for_reading(ops, groups, np.maximum(1, beside // 2))
+    group_of = np.zeros(int(clusters.max()) + 1, dtype=np.int64)
+    group_of[clusters] = groups
+    sizes = _read_bytes(ops, clusters)
+    first = np.full(len(sizes), np.iinfo(np.int64).max)
+    np.minimum.at(first, clusters, ops["source_byte"])
+    file = np.zeros(len(sizes), dtype=np.int64)
+    file[clusters] = ops["source_file"]
+    order = np.lexsort((first, file, group_of))
+    before = np.cumsum(sizes[order]) - sizes[order]
+    opens = np.r_[True, group_of[order][1:] != group_of[order][:-1]]
+    before -= np.maximum.accumulate(np.where(opens, before, 0))
+    number = np.empty(len(sizes), dtype=np.int64)
+    number[order] = before // np.maximum(1, beside[group_of[order]] // 2)
+    ops["pass"] = number[clusters]
+    ops, groups = np.concatenate([few[0], ops]), np.concatenate([few[1], groups])
+    order = np.lexsort((ops["pass"], groups))
+    return ops[order], groups[order]
+
+
+def _cut_for_reading(ops: Ops, groups: Ints, most: Ints) -> tuple[Ops, Ints, Ints]:
+    """Cut ops along the outermost dims of their sources until none has to be read with more than ``most[group]``.
+
+    Returns the ops, their groups, and for each the number of those with which it has to be read.
+    """
+    clusters = _clusters(ops, groups)
+    done: list[tuple[Ops, Ints, Ints]] = []
+    numbered = 0
+    while len(ops):
+        count = int(clusters.max()) + 1
+        size = _read_bytes(ops, clusters)
+        possible = _extends(ops, clusters, count) & ~torn(ops, clusters, count, target=False)
+        wanted = np.ones(count, dtype=np.int64)
+        wanted[clusters] = most[groups]
+        chosen = (size > wanted) & possible.any(axis=1)
+        keep = ~chosen[clusters]
+        done.append((ops[keep], groups[keep], _dense_numbers(clusters[keep]) + numbered))
+        numbered += len(np.unique(clusters[keep]))
+        ops, groups, clusters = ops[~keep], groups[~keep], clusters[~keep]
+        if len(ops):
+            pieces = _cut_evenly(ops, clusters, possible.argmax(axis=1), -(-size // wanted))
+            parents = clusters[pieces.origin]
+            ops, groups = pieces.ops, groups[pieces.origin]
+            clusters = _dense_numbers(parents * (int(pieces.stretch.max()) + 1) + pieces.stretch)
+    return (
+        np.concatenate([ops for ops, _, _ in done]),
+        np.concatenate([groups for _, groups, _ in done]),
+        np.concatenate([clusters for _, _, clusters in done]),
+    )
