@@ -7,8 +7,8 @@
                                                 └─ none, failed, stopped ─► submit `<id>`, `<id>-2`, `<id>-3`, …
 
 The cluster's own token authentication applies: Ray reads ``RAY_AUTH_MODE`` and ``RAY_AUTH_TOKEN``. Credentials of
-a store never get into an entrypoint, an id or a message; the variables that hold them are named and go into the
-job's environment.
+a store never get into an entrypoint, an id, a message or what Ray shows of a job; the variables that hold them are
+named, and travel in a file that the job reads (:mod:`paddle_reshard.clusters.environment`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
+from paddle_reshard.clusters import environment
 from paddle_reshard.pipeline.errors import JobError, ReshardError, UsageError
 
 UPLOADS = ("auto", "always", "never")
@@ -106,9 +107,14 @@ def _walk(folder: Path) -> Iterator[Path]:
         yield from (Path(root) / name for name in names)
 
 
-def entrypoint_of(arguments: Sequence[str]) -> str:
+def entrypoint_of(arguments: Sequence[str], with_environment: bool = False) -> str:
     """The shell line that a job runs; ``python`` is the one on the head's ``PATH``."""
-    return shlex.join(["python", "-m", "paddle_reshard", "convert", *arguments])
+    return _shell_line(["python", "-m", "paddle_reshard", "convert", *arguments], with_environment)
+
+
+def _shell_line(words: Sequence[str], with_environment: bool) -> str:
+    line = shlex.join(words)
+    return f". ./{environment.FILE} && {line}" if with_environment else line
 
 
 # ----------------------------------------------------------------------------------------------- submitting
@@ -134,7 +140,7 @@ def submit_conversion(request: JobRequest, address: str | None, tell: Tell) -> J
             runtime_env = _runtime_env(client, request, variables, Path(staging), tell)
             try:
                 client.submit_job(
-                    entrypoint=entrypoint_of(request.arguments),
+                    entrypoint=entrypoint_of(request.arguments, bool(variables)),
                     submission_id=submission_id,
                     runtime_env=runtime_env,
                     entrypoint_num_cpus=request.cpus,
@@ -198,27 +204,37 @@ def _runtime_env(
 ) -> dict[str, Any]:
     """What the job needs on the cluster; folders to upload are put together in ``staging``."""
     runtime_env: dict[str, Any] = {}
-    if variables:
-        runtime_env["env_vars"] = dict(variables)
     if request.pip:
         runtime_env["pip"] = list(request.pip)
-    if request.files:
-        folder = staging / "files"
-        folder.mkdir()
-        for name, data in request.files.items():
-            (folder / name).write_bytes(data)
-        runtime_env["working_dir"] = str(folder)
-    if request.upload == "always" or (request.upload == "auto" and not _has_package(client, variables, tell)):
+    if request.files or variables:
+        runtime_env["working_dir"] = str(_folder(staging / "files", request.files, variables))
+    if request.upload == "always" or (
+        request.upload == "auto" and not _has_package(client, variables, staging, tell)
+    ):
         package = staging / PACKAGE.name
         shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
         runtime_env["py_modules"] = [str(package)]
     return runtime_env
 
 
-def _has_package(client: JobSubmissionClient, variables: Mapping[str, str], tell: Tell) -> bool:
+def _folder(folder: Path, files: Mapping[str, bytes], variables: Mapping[str, str]) -> Path:
+    """The folder that a job starts in; the variables are for nobody else to read."""
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    if variables:
+        (folder / environment.FILE).touch(mode=0o600)
+        (folder / environment.FILE).write_bytes(environment.shell_file(variables))
+    return folder
+
+
+def _has_package(
+    client: JobSubmissionClient, variables: Mapping[str, str], staging: Path, tell: Tell
+) -> bool:
     """Ask the head, by a job of two seconds, whether it has this package with the same source."""
     probe = client.submit_job(
-        entrypoint=shlex.join(["python", "-c", _PROBE]), runtime_env={"env_vars": dict(variables)}
+        entrypoint=_shell_line(["python", "-c", _PROBE], bool(variables)),
+        runtime_env={"working_dir": str(_folder(staging / "probe", {}, variables))} if variables else {},
     )
     deadline = time.monotonic() + PROBE_SECONDS
     while not (status := client.get_job_status(probe)).is_terminal():

@@ -32,6 +32,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from paddle_reshard.clusters.environment import handed_on
 from paddle_reshard.clusters.exchange import band_bytes, merge_reports, split_group
 from paddle_reshard.clusters.worker import ReshardWorker
 from paddle_reshard.pipeline.errors import (
@@ -257,7 +258,7 @@ class _Run:
             scheduling_strategy=strategy,
         )
         place = None if self.bundles is None else engine.place
-        return options.remote(self.source, self.target, place, number)
+        return options.remote(self.source, self.target, place, number, handed_on())
 
     def _ask_whether_there(self, worker: _Worker) -> None:
         self.pending[worker.actor.prepare.remote()] = (worker, None)

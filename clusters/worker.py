@@ -10,7 +10,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
@@ -32,8 +32,19 @@ class ReshardWorker:
     Its memory is that of one call: a whole group, or one band, or one part.
     """
 
-    def __init__(self, source: ReadRange, target: WritePart, place: str | None, number: int) -> None:
-        """``place`` is Paddle's name of the device that moves are made on; ``None`` is NumPy."""
+    def __init__(
+        self,
+        source: ReadRange,
+        target: WritePart,
+        place: str | None,
+        number: int,
+        environment: Mapping[str, str],
+    ) -> None:
+        """``place`` is Paddle's name of the device that moves are made on; ``None`` is NumPy.
+
+        ``environment`` are variables by which the drivers of stores find their credentials.
+        """
+        os.environ.update(environment)
         self.source, self.target, self.place = source, target, place
         self.mover: Mover = HOST
         self.prepared = False

@@ -105,14 +105,15 @@ class Unreachable(ReadRange):
 
 @dataclass(frozen=True)
 class Watched(ReadRange):
-    """Notes which process reads, on which GPU; takes its time."""
+    """Notes which process reads, and a variable of it: by default on which GPU; takes its time."""
 
     source: ReadRange
     notes: Path
     seconds: float = 0.0
+    variable: str = "CUDA_VISIBLE_DEVICES"
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        self.notes.mkdir(exist_ok=True)
-        (self.notes / str(os.getpid())).write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "none"))
+        self.notes.mkdir(parents=True, exist_ok=True)
+        (self.notes / str(os.getpid())).write_text(os.environ.get(self.variable, "none"))
         time.sleep(self.seconds)
         self.source.read_into(path, byte_offset, buffer)

@@ -96,14 +96,14 @@ class Broken(ReadRange):
 
 
 def test_a_band_that_was_refused_is_the_answer_of_whoever_needs_it() -> None:
-    worker = ReshardWorker(Broken(), Written(), None, 7)
+    worker = ReshardWorker(Broken(), Written(), None, 7, {})
     refused = worker.load("a.pdopt", 0, 4)
     assert isinstance(refused, CheckpointError)
     assert worker.finish(None, np.zeros(3, np.uint8), refused) is refused
 
 
 def test_broken_metrics_fail_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = ReshardWorker(Broken(), Written(), None, 7)
+    worker = ReshardWorker(Broken(), Written(), None, 7, {})
     monkeypatch.setattr(worker.figures.metrics, "counters", {})
     worker.figures.add(0.0, groups=1, read_bytes=2, written_bytes=3)
     told = worker.figures.tell()

@@ -1,6 +1,7 @@
 """A plan run on Ray makes the same bytes as inline, whatever happens to the workers."""
 
 import pickle
+import shutil
 import subprocess
 import sys
 import time
@@ -97,6 +98,27 @@ def test_retries_of_a_worker_reach_the_report(plan: Plan, tmp_path: Path) -> Non
     assert report.retries == {"ConnectionResetError": 1}
     assert [worker.retries for worker in report.workers if worker.retries] == [report.retries]
     assert contents(tmp_path / "made") == conversion.files
+
+
+def test_workers_get_the_variables_that_are_named_and_no_others(
+    conversion: Conversion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORE_KEY", "of the driver")
+    monkeypatch.setenv("ANOTHER_KEY", "of the driver")
+    monkeypatch.setenv("PADDLE_RESHARD_WORKER_ENV", "STORE_KEY")
+    notes = tmp_path / "notes"
+    for name in ("STORE_KEY", "ANOTHER_KEY"):
+        conversion.run(
+            lambda works, source, target, name=name: engine()(
+                works, Watched(source, notes / name, variable=name), target
+            )
+        )
+        shutil.rmtree(conversion.folder / "made")
+    assert {note.read_text() for note in (notes / "STORE_KEY").iterdir()} == {"of the driver"}
+    assert {note.read_text() for note in (notes / "ANOTHER_KEY").iterdir()} == {"none"}
+    monkeypatch.delenv("STORE_KEY")
+    with pytest.raises(UsageError, match="PADDLE_RESHARD_WORKER_ENV names STORE_KEY"):
+        conversion.run(engine())
 
 
 def test_fewer_groups_than_workers_are_shared(

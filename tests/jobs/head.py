@@ -25,6 +25,8 @@ class Head:
     address: str
     env: dict[str, str]
     """What a client needs: the token."""
+    folder: Path
+    """Where it keeps its logs and what jobs brought."""
 
 
 @contextmanager
@@ -62,7 +64,7 @@ def running_head() -> Iterator[Head]:
         )
         try:
             _wait_for(dashboard, head, folder / "head.log")
-            yield Head(f"http://127.0.0.1:{dashboard}", {**env, "PATH": os.environ["PATH"]})
+            yield Head(f"http://127.0.0.1:{dashboard}", {**env, "PATH": os.environ["PATH"]}, folder)
         finally:
             _stop(head)
 

@@ -71,10 +71,15 @@ def check_that_it_runs_once(head: Head, tmp_path: Path, one_card: dict[str, byte
     assert "publish: " in second.stdout
     assert snapshot(tmp_path / "out") == one_card
     job = jobs(head)[submission_id]
+    assert job["entrypoint"].startswith(". ./environment.sh && python -m paddle_reshard convert ")
     assert job["entrypoint"].endswith(f"convert {GOLDEN} {tmp_path / 'out'} --to tp=1 --layout layout.json")
-    assert job["runtime_env"]["env_vars"] == {"STORE_SECRET": SECRET}
-    del job["runtime_env"]
     assert SECRET not in "".join((json.dumps(job), said, second.stdout, second.stderr))
+    logs = [path for path in head.folder.rglob("*") if path.is_file() and "logs" in path.parts]
+    assert logs
+    assert [path for path in logs if SECRET.encode() in path.read_bytes()] == []
+    sent = [path for path in head.folder.rglob("environment.sh") if SECRET.encode() in path.read_bytes()]
+    assert sent
+    assert {path.stat().st_mode & 0o777 for path in sent} == {0o600}
 
 
 def check_that_a_failure_is_told(head: Head, tmp_path: Path) -> None:

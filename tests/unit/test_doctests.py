@@ -9,7 +9,7 @@ import pytest
 
 import paddle_reshard
 
-PURE = ("pipeline", "storage.formats", "tasks.cast", "tasks.figures")
+PURE = ("pipeline", "storage.formats", "clusters.environment", "tasks.cast", "tasks.figures")
 
 
 def _modules() -> list[ModuleType]:
