@@ -37,7 +37,9 @@ from paddle_reshard.pipeline.api import (
 from paddle_reshard.pipeline.cli_jobs import job_commands
 from paddle_reshard.pipeline.errors import ReshardError, UsageError
 from paddle_reshard.pipeline.integrity import IntegrityReport
+from paddle_reshard.pipeline.layouts.huggingface.target import EXPORTED_STATES, FLOATING, HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.hybrid.sidecars import MANIFEST
+from paddle_reshard.pipeline.layouts.targets import AnyTarget
 from paddle_reshard.pipeline.options import FORMATS, REPLICAS
 from paddle_reshard.pipeline.report import (
     Json,
@@ -96,9 +98,9 @@ conversion_options = _options(
     click.argument("target", metavar="DST"),
     click.option(
         "--to",
-        required=True,
         metavar="TOPOLOGY",
-        help="axis=size,… of the target job: tp, pp, vpp, sharding, ep, dp; omitted axes are 1.",
+        help="axis=size,… of the target job: tp, pp, vpp, sharding, ep, dp; omitted axes are 1. Needed for the "
+        "hybrid formats.",
     ),
     click.option(
         "--sharding-strategy",
@@ -111,7 +113,25 @@ conversion_options = _options(
         type=click.Choice(FORMATS),
         default="hybrid",
         show_default=True,
-        help="hybrid: with model_meta.json where the trainer writes it; hybrid-plain: without.",
+        help="hybrid: with model_meta.json where the trainer writes it; hybrid-plain: without; huggingface: the "
+        "model alone, for transformers.",
+    ),
+    click.option(
+        "--state",
+        type=click.Choice(EXPORTED_STATES),
+        help="huggingface: the parameters, or as a model their moving average, which is kept in float32 and rounded "
+        "to the dtype of the parameters. Default: param.",
+    ),
+    click.option(
+        "--dtype",
+        type=click.Choice(FLOATING),
+        help="huggingface: of all floating tensors but those that the model keeps in float32; rounded once, from "
+        "the master weight where there is one. Default: each as trained, bit for bit.",
+    ),
+    click.option(
+        "--max-shard-size",
+        metavar="SIZE",
+        help="huggingface: bytes of tensors in one file. Default: 5GB.",
     ),
     memory_option,
     rules_option,
@@ -467,7 +487,7 @@ def _show_plan(planned: ConversionPlan) -> None:
     plan, target = planned.plan, planned.target
     facts = _facts()
     facts.add_row("from", f"{planned.source.topology}, {planned.source.strategy}")
-    facts.add_row("to", f"{target.topology}, {target.strategy}")
+    facts.add_row("to", _described(target))
     facts.add_row("tensors", f"{len(plan.tensors)} ({len(planned.source.model.tensors)} parameters)")
     again = ""
     if plan.read_amplification > SHOWN_AMPLIFICATION:
@@ -487,9 +507,18 @@ def _show_plan(planned: ConversionPlan) -> None:
         f"{_size(plan.peak_bytes)} at most in {plan.groups} groups, budget {_size(plan.budget_bytes)}",
     )
     facts.add_row("plan", plan.plan_id)
+    if planned.left_states:
+        facts.add_row("left out", f"{', '.join(planned.left_states)}: not asked for")
     for reason, paths in _by_reason(planned):
         facts.add_row("not carried", f"{paths}: {reason}")
     _console().print(facts)
+
+
+def _described(target: AnyTarget) -> str:
+    if isinstance(target, HuggingFaceTarget):
+        dtype = "dtypes as trained" if target.dtype is None else target.dtype.name
+        return f"Hugging Face, {target.state}, {dtype}"
+    return f"{target.topology}, {target.strategy}"
 
 
 def _by_reason(planned: ConversionPlan) -> Iterator[tuple[str, str]]:

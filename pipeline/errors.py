@@ -12,7 +12,8 @@
     │   ├── RuleError         no rule covers a tensor, or a rule contradicts it
     │   ├── MemoryBudgetError
     │   │   └── RereadError   it would do if source bytes were read several times
-    │   └── UnsupportedError  known, named, and not done by this version
+    │   ├── UnsupportedError  known, named, and not done by this version
+    │   └── CastError         a value has no place in the dtype that was asked for (only the bytes can show it)
     ├── TargetError           the target is occupied
     ├── ListingError          a store would not show what it holds, or not take a small file
     ├── ClusterError          a cluster could not be reached, or did not do what it was asked
@@ -130,6 +131,17 @@ class RereadError(MemoryBudgetError):
 
 class UnsupportedError(PlanError):
     """Known and named, and not done by this version."""
+
+
+class CastError(PlanError):
+    """A finite value is too large for the dtype that was asked for. Nothing is published."""
+
+    def __init__(self, tensor: str, detail: str) -> None:
+        super().__init__(tensor, detail)
+        self.tensor, self.detail = tensor, detail
+
+    def __str__(self) -> str:
+        return f"{self.tensor}: {self.detail}; ask for bfloat16 or float32, which have the range of float32"
 
 
 class TargetError(ReshardError):

@@ -8,13 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from paddle_reshard.pipeline.errors import UnsupportedError, UsageError
+from paddle_reshard.pipeline.layouts.huggingface.target import (
+    EXPORTED_STATES,
+    FLOATING,
+    HuggingFaceTarget,
+)
 from paddle_reshard.pipeline.layouts.hybrid.segments import Segmentation
 from paddle_reshard.pipeline.layouts.hybrid.sharding import DEFAULT_SEGMENT_ELEMENTS, ShardingOptions
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
 from paddle_reshard.pipeline.planning.plan import SMALLEST_BUDGET_BYTES
+from paddle_reshard.pipeline.tensors import PARAM, dtype_named
 from paddle_reshard.pipeline.topology import STRATEGIES, Topology
 
-FORMATS = ("hybrid", "hybrid-plain")
+FORMATS = ("hybrid", "hybrid-plain", "huggingface")
+HYBRID_ONLY = ("to", "sharding_strategy", "layout", "target_meta")
+HUGGINGFACE_ONLY = ("state", "dtype", "max_shard_size")
 REPLICAS = ("compare", "first")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 
@@ -96,8 +104,8 @@ def parse_memory(text: str) -> int:
 
 
 @dataclass(frozen=True)
-class ConversionRequest:
-    """A conversion as it was asked for, every value read and in range."""
+class HybridRequest:
+    """A hybrid-parallel target as it was asked for."""
 
     topology: Topology
     strategy: str | None
@@ -106,20 +114,12 @@ class ConversionRequest:
     layout: LayoutOptions
     names: Mapping[str, Mapping[str, str]] | None
     """Cell → structured key → parameter name of the target job, where they are given."""
-    budget_bytes: int
-    compare_replicas: bool
-    allow_replica_drift: bool
-    allow_reread: bool
-    vocab_pad: int | None
-    vocab_trim: int | None
 
     def __post_init__(self) -> None:
         if self.strategy not in (None, *STRATEGIES):
             raise UsageError(
                 f"unknown sharding strategy {self.strategy!r}; known are {', '.join(STRATEGIES)}"
             )
-        if self.vocab_pad is not None and self.vocab_trim is not None:
-            raise UsageError("the vocabulary can be padded or trimmed, not both")
 
     def target_for(self, convention: str, sequence_parallel: bool | None) -> HybridTarget:
         """The target job's choices, the open ones taken from the source or the trainer's defaults."""
@@ -150,6 +150,55 @@ class ConversionRequest:
             segmentation=layout.segmentation,
             names=self.names,
         )
+
+
+@dataclass(frozen=True)
+class ConversionRequest:
+    """A conversion as it was asked for, every value read and in range."""
+
+    form: HybridRequest | HuggingFaceTarget
+    """What the target is to be."""
+    budget_bytes: int
+    compare_replicas: bool
+    allow_replica_drift: bool
+    allow_reread: bool
+    vocab_pad: int | None
+    vocab_trim: int | None
+
+    def __post_init__(self) -> None:
+        if self.vocab_pad is not None and self.vocab_trim is not None:
+            raise UsageError("the vocabulary can be padded or trimmed, not both")
+
+
+def parse_huggingface(state: str | None, dtype: str | None, max_shard_size: str | None) -> HuggingFaceTarget:
+    """What goes out as a Hugging Face checkpoint; ``None``: the default of :class:`HuggingFaceTarget`."""
+    defaults = HuggingFaceTarget()
+    if state not in (None, *EXPORTED_STATES):
+        raise UsageError(f"unknown state {state!r}; known are {', '.join(EXPORTED_STATES)}")
+    if dtype not in (None, *FLOATING):
+        raise UsageError(f"unknown dtype {dtype!r}; known are {', '.join(FLOATING)}")
+    shard_bytes = defaults.max_shard_bytes if max_shard_size is None else parse_size(max_shard_size)
+    if shard_bytes < 1:
+        raise UsageError(f"--max-shard-size {max_shard_size} holds nothing")
+    return HuggingFaceTarget(state or PARAM, None if dtype is None else dtype_named(dtype), shard_bytes)
+
+
+def check_given(format: str, given: Mapping[str, Any]) -> None:
+    """Refuse options that say nothing about a target of this format, and a target of no topology that needs one.
+
+    ``given`` holds the values of ``HYBRID_ONLY`` and ``HUGGINGFACE_ONLY``; empty ones were not given.
+
+    Raises
+    ------
+    UsageError
+    """
+    if format not in FORMATS:
+        raise UsageError(f"unknown format {format!r}; known are {', '.join(FORMATS)}")
+    foreign = HYBRID_ONLY if format == "huggingface" else HUGGINGFACE_ONLY
+    if odd := [name for name in foreign if given[name]]:
+        raise UsageError(f"--{odd[0].replace('_', '-')} says nothing about a target of the format {format}")
+    if format != "huggingface" and not given["to"]:
+        raise UsageError("--to is missing: the topology of the target, tp=2,pp=2,sharding=2")
 
 
 def parse_choice(value: str, choices: tuple[str, str], what: str) -> bool:

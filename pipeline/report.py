@@ -8,6 +8,8 @@ from typing import Any
 from paddle_reshard.pipeline.api import ConversionReport, Inspection, VerifyReport
 from paddle_reshard.pipeline.errors import ReshardError
 from paddle_reshard.pipeline.integrity import IntegrityReport
+from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
+from paddle_reshard.pipeline.layouts.targets import AnyTarget
 from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.pipeline.workflow import ConversionPlan
 
@@ -48,20 +50,32 @@ def topology_data(topology: Topology) -> Json:
     return asdict(topology)
 
 
+def target_data(target: AnyTarget) -> Json:
+    """What was asked for."""
+    if isinstance(target, HuggingFaceTarget):
+        return {
+            "format": "huggingface",
+            "state": target.state,
+            "dtype": None if target.dtype is None else target.dtype.name,
+            "max_shard_bytes": target.max_shard_bytes,
+        }
+    return {
+        "topology": topology_data(target.topology),
+        "sharding_strategy": target.strategy,
+        "model_meta": target.writes_meta,
+    }
+
+
 def plan_data(conversion: ConversionPlan) -> Json:
     """What ``plan --json`` prints."""
-    plan, target = conversion.plan, conversion.target
+    plan = conversion.plan
     return {
         "plan_id": plan.plan_id,
         "source": {
             "topology": topology_data(conversion.source.topology),
             "sharding_strategy": conversion.source.strategy,
         },
-        "target": {
-            "topology": topology_data(target.topology),
-            "sharding_strategy": target.strategy,
-            "model_meta": target.writes_meta,
-        },
+        "target": target_data(conversion.target),
         "tensors": len(plan.tensors),
         "groups": plan.groups,
         "peak_bytes": plan.peak_bytes,
@@ -75,6 +89,7 @@ def plan_data(conversion: ConversionPlan) -> Json:
         "files": [{"path": f.path, "size_bytes": f.size_bytes} for f in plan.target_files],
         "carried": [{"path": c.target_path, "size_bytes": c.size_bytes} for c in plan.carried],
         "not_carried": [{"path": path, "reason": reason} for path, reason in conversion.left],
+        "states_left": list(conversion.left_states),
     }
 
 

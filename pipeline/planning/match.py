@@ -8,7 +8,7 @@ not store because they are the cast of their master weight (``CHECK``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from paddle_reshard.pipeline.catalog import Catalog, Fragments, volumes
 from paddle_reshard.pipeline.errors import CoverageError, PlanError, UnsupportedError
 from paddle_reshard.pipeline.geometry import MAX_DIMS, Boxes, Ints, intersect, meeting_pairs, padded
-from paddle_reshard.pipeline.tensors import DTYPES, Tensor
+from paddle_reshard.pipeline.tensors import DTYPES, Cast, Tensor
 
 MOVE, COMPARE, CHECK = 0, 1, 2
 
@@ -99,10 +99,13 @@ def hull(ops: Ops, side: str) -> tuple[Ints, Ints]:
     return start, start + span + ITEMSIZES[ops[f"{side}_dtype"]]
 
 
-def plan_ops(source: Catalog, target: Fragments, compare_replicas: bool = True) -> Ops:
+def plan_ops(
+    source: Catalog, target: Fragments, compare_replicas: bool = True, casts: Collection[Cast] = ()
+) -> Ops:
     """Everything that has to be moved or compared to make ``target`` of ``source``.
 
     Further copies of a tensor are compared with the one that is moved, unless ``compare_replicas`` is off.
+    ``casts`` are those that were asked for, beside the ones that a format defines.
 
     Raises
     ------
@@ -113,7 +116,7 @@ def plan_ops(source: Catalog, target: Fragments, compare_replicas: bool = True) 
     """
     primary = source.fragments[source.fragments["replica"] == 0]
     moves = match(primary, target, source.implied)
-    _check_casts(moves, source.tensors)
+    _check_casts(moves, source.tensors, casts)
     _check_written_once(moves, clipped(target, source.tensors), source.tensors)
     unmoved = sorted(set(np.unique(primary["tensor"])) - set(np.unique(moves["feed"])))
     implied = _implied_by_definition(source, unmoved)
@@ -150,16 +153,16 @@ def _implied_by_definition(source: Catalog, unmoved: Sequence[int]) -> dict[int,
     return implied
 
 
-def _check_casts(moves: Ops, tensors: Sequence[Tensor]) -> None:
+def _check_casts(moves: Ops, tensors: Sequence[Tensor], casts: Collection[Cast]) -> None:
     pairs, first = np.unique(
         moves["source_dtype"].astype(np.int64) * len(DTYPES) + moves["target_dtype"], return_index=True
     )
     for pair, row in zip(pairs.tolist(), first.tolist(), strict=True):
         one, two = (DTYPES[number] for number in divmod(pair, len(DTYPES)))
-        if one != two and (one.name, two.name) not in _CASTS:
+        if one != two and (one.name, two.name) not in {*_CASTS, *casts}:
             raise UnsupportedError(
                 f"{tensors[moves['tensor'][row]].label}: stored as {one.name}, the target wants {two.name}; this "
-                "cast is not defined by the format"
+                "cast is neither defined by the format nor asked for"
             )
 
 

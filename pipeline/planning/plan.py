@@ -176,7 +176,7 @@ def plan_conversion(
     RereadError
         If the budget suffices only where source bytes are read several times, unless ``allow_reread``.
     """
-    ops = plan_ops(source, target.fragments, compare_replicas)
+    ops = plan_ops(source, target.fragments, compare_replicas, target.casts)
     _check_tiles(ops, target, source.tensors)
     plan = Plan(
         tensors=source.tensors,

@@ -20,6 +20,10 @@ import safetensors
 
 import paddle_reshard
 from paddle_reshard.pipeline.errors import CastError, CheckpointError, PlanError, RuleError, UsageError
+from paddle_reshard.pipeline.layouts.huggingface.parts import model_parts
+from paddle_reshard.pipeline.layouts.hybrid.model import Model, ModelTensor
+from paddle_reshard.pipeline.layouts.rules import choose_table, shipped_tables
+from paddle_reshard.pipeline.tensors import dtype_named
 from tests import oracle
 from tests.conftest import case_directory, corpus_root, hybrid_cases
 
@@ -185,6 +189,45 @@ def test_mixtures_are_what_paddleformers_exports(name: str, tmp_path: Path) -> N
     """In bfloat16, to which it casts the routers of most families; what it keeps in float32 is kept."""
     found = _export(corpus_root() / "corpus-moe" / name, tmp_path / "hf", dtype="bfloat16")
     assert _digests(found) == _real_export(name)
+
+
+@pytest.mark.parametrize("path", sorted(EXPORTS.glob("*.forms.json")), ids=lambda path: path.name)
+def test_models_without_a_checkpoint_too(path: Path) -> None:
+    """Every box of every part, read from random parameters and put where its strides say."""
+    data = json.loads(path.read_text())
+    random = np.random.RandomState(5)
+    logical = {}
+    for key, (dtype, shape) in data["parameters"].items():
+        values = random.randn(*shape).astype(np.float32)
+        logical[key] = values if dtype == "float32" else oracle.round_to_bfloat16(values)
+    if data["config"]["tie_word_embeddings"]:  # one parameter with two names: it was drawn twice
+        logical["model.embed_tokens.weight"] = logical["lm_head.weight"]
+    found = {}
+    for tensor, parts in model_parts(_model_of(logical, data["config"])):
+        for part in parts:
+            array = logical[tensor.key]
+            if array.dtype == np.float32 and not part.keep_float32:
+                array = oracle.round_to_bfloat16(array)  # as PaddleFormers does with routers
+            flat = np.empty(np.prod(part.shape, dtype=int), array.dtype)
+            for box in part.boxes:
+                steps = [stride * array.itemsize for stride in box.strides]
+                place = np.lib.stride_tricks.as_strided(flat[box.first_element :], box.extents, steps)
+                place[...] = array[
+                    tuple(slice(o, o + e) for o, e in zip(box.offset, box.extents, strict=True))
+                ]
+            found[part.key] = _entry(flat.reshape(part.shape))
+    real = {key: (tag, tuple(shape), digest) for key, (tag, shape, digest) in data["export"].items()}
+    assert _digests(found) == real
+
+
+def _model_of(parameters: dict[str, np.ndarray], config: dict[str, Any]) -> Model:
+    table = choose_table(shipped_tables(), parameters, config)
+    tensors = []
+    for key, array in parameters.items():
+        rule, layer = table.find(key, config)
+        dtype = dtype_named("float32" if array.dtype == np.float32 else "bfloat16")
+        tensors.append(ModelTensor(key, rule, layer, array.shape, dtype, (), False, rule.twin(config)))
+    return Model(tuple(tensors), table, config)
 
 
 @pytest.mark.skipif(corpus_root() is None, reason="no real export at hand")

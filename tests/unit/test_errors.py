@@ -6,6 +6,7 @@ import pytest
 
 from paddle_reshard.pipeline import errors
 from paddle_reshard.pipeline.errors import (
+    CastError,
     CheckpointError,
     ClusterError,
     CoverageError,
@@ -66,6 +67,12 @@ EXAMPLES = [
         1,
     ),
     (UnsupportedError("ep=2"), "ep=2", 1),
+    (
+        CastError("w (param)", "the value 70000.0 is too large for float16"),
+        "w (param): the value 70000.0 is too large for float16; ask for bfloat16 or float32, which have the range of "
+        "float32",
+        1,
+    ),
     (TargetError("out: is not empty"), "out: is not empty", 1),
     (ListingError("s3://b/run: access denied"), "s3://b/run: access denied", 1),
     (ClusterError("cannot join Ray at 'head:6379'"), "cannot join Ray at 'head:6379'", 1),
