@@ -12,16 +12,19 @@ from paddle_reshard.clusters.choose import choose_engine
 from paddle_reshard.pipeline.compare import Difference, plan_comparison
 from paddle_reshard.pipeline.errors import CheckpointError, ReshardError, UsageError
 from paddle_reshard.pipeline.integrity import IntegrityReport, check_target
+from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.hybrid.model import ModelTensor
 from paddle_reshard.pipeline.layouts.hybrid.names import ACCUMULATORS
 from paddle_reshard.pipeline.layouts.hybrid.sidecars import MANIFEST
 from paddle_reshard.pipeline.layouts.hybrid.source import HybridCheckpoint
 from paddle_reshard.pipeline.manifest import parse_manifest
 from paddle_reshard.pipeline.options import (
-    FORMATS,
     REPLICAS,
     ConversionRequest,
+    HybridRequest,
+    check_given,
     parse_choice,
+    parse_huggingface,
     parse_memory,
 )
 from paddle_reshard.pipeline.planning.limits import PartLimits
@@ -37,6 +40,7 @@ from paddle_reshard.pipeline.workflow import (
     check_apart,
     ignore_events,
     index_checkpoint,
+    index_pair,
     is_made,
     load_layout,
     load_tables,
@@ -169,9 +173,12 @@ def plan(
     source: PathLike,
     target: PathLike,
     *,
-    to: str | Topology,
+    to: str | Topology | None = None,
     sharding_strategy: str | None = None,
     format: str = "hybrid",
+    state: str | None = None,
+    dtype: str | None = None,
+    max_shard_size: str | None = None,
     memory: str = DEFAULT_MEMORY,
     rules: PathLike | None = None,
     layout: PathLike | Mapping[str, Any] | None = None,
@@ -190,11 +197,21 @@ def plan(
     Parameters
     ----------
     to
-        Topology of the target, ``"tp=2,pp=2,sharding=2"``.
+        Topology of the target, ``"tp=2,pp=2,sharding=2"``; a Hugging Face checkpoint has none.
     sharding_strategy
         ``none``, ``stage1v1`` or ``stage1v2``; default ``stage1v1`` where sharding > 1.
     format
-        ``hybrid`` writes ``model_meta.json`` where the trainer does, ``hybrid-plain`` never.
+        ``hybrid`` writes ``model_meta.json`` where the trainer does, ``hybrid-plain`` never; ``huggingface`` writes
+        the model for ``transformers``: one or several ``.safetensors`` files, ``config.json``, the tokenizer.
+    state
+        Of a Hugging Face checkpoint: ``"param"`` (default) writes the parameters, ``"ema"`` their exponential moving
+        average, which is kept in float32, rounded to the dtype of the parameters.
+    dtype
+        Of a Hugging Face checkpoint: ``"bfloat16"``, ``"float16"`` or ``"float32"`` for all floating tensors but those
+        that the model keeps in float32. By default each has the dtype of its parameter, and its bits. Another one is
+        made of the most exact values that the source holds, rounded once: the master weight where there is one.
+    max_shard_size
+        Of a Hugging Face checkpoint: bytes of tensors in one file, ``"5GB"``; a larger tensor has its own file.
     memory
         Budget of each worker, ``"1GiB"``.
     rules
@@ -222,12 +239,31 @@ def plan(
     ReshardError
         If the source is not whole, or cannot become what is asked.
     """
+    check_given(
+        format,
+        {
+            "to": to,
+            "sharding_strategy": sharding_strategy,
+            "layout": layout,
+            "target_meta": target_meta,
+            "state": state,
+            "dtype": dtype,
+            "max_shard_size": max_shard_size,
+        },
+    )
+    form: HybridRequest | HuggingFaceTarget
+    if format == "huggingface":
+        form = parse_huggingface(state, dtype, max_shard_size)
+    else:
+        form = HybridRequest(
+            topology=to if isinstance(to, Topology) else Topology.parse(to or ""),
+            strategy=sharding_strategy,
+            sharded_saving=format == "hybrid",
+            layout=load_layout(layout if isinstance(layout, Mapping) else _path(layout)),
+            names=load_target_names(_path(target_meta)),
+        )
     request = ConversionRequest(
-        topology=to if isinstance(to, Topology) else Topology.parse(to),
-        strategy=sharding_strategy,
-        sharded_saving=parse_choice(format, FORMATS, "format"),
-        layout=load_layout(layout if isinstance(layout, Mapping) else _path(layout)),
-        names=load_target_names(_path(target_meta)),
+        form=form,
         budget_bytes=parse_memory(memory),
         compare_replicas=parse_choice(replicas, REPLICAS, "choice of replicas"),
         allow_replica_drift=allow_replica_drift,
@@ -258,9 +294,12 @@ def convert(
     source: PathLike,
     target: PathLike,
     *,
-    to: str | Topology,
+    to: str | Topology | None = None,
     sharding_strategy: str | None = None,
     format: str = "hybrid",
+    state: str | None = None,
+    dtype: str | None = None,
+    max_shard_size: str | None = None,
     memory: str = DEFAULT_MEMORY,
     rules: PathLike | None = None,
     layout: PathLike | Mapping[str, Any] | None = None,
@@ -319,6 +358,9 @@ def convert(
         to=to,
         sharding_strategy=sharding_strategy,
         format=format,
+        state=state,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
         memory=memory,
         rules=rules,
         layout=layout,
@@ -362,7 +404,7 @@ def verify(
     """
     stores = [open_source(os.fspath(side), storage_options or {}) for side in (a, b)]
     tables = load_tables(_path(rules))
-    one, two = (index_checkpoint(store, tables) for store in stores)
+    one, two = index_pair(stores[0], stores[1], tables)
     known = {t.state for t in (*one.catalog.tensors, *two.catalog.tensors)}
     if unknown := set(states or ()) - known:
         raise UsageError(

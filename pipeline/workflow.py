@@ -16,28 +16,27 @@ from typing import Any
 import numpy as np
 
 from paddle_reshard.clusters.choose import Engine
+from paddle_reshard.pipeline.catalog import Catalog
 from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.layouts.huggingface.source import is_huggingface
+from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.hybrid.meta import parse_model_meta, parse_names
 from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META, parse_rank_file
-from paddle_reshard.pipeline.layouts.hybrid.sidecars import CONFIG, MANIFEST, plan_sidecars
+from paddle_reshard.pipeline.layouts.hybrid.sidecars import CONFIG, MANIFEST
 from paddle_reshard.pipeline.layouts.hybrid.source import HybridCheckpoint, read_hybrid
-from paddle_reshard.pipeline.layouts.hybrid.target import (
-    HybridTarget,
-    TargetFiles,
-    add_literal_files,
-    layout_hybrid,
-)
+from paddle_reshard.pipeline.layouts.hybrid.target import TargetFiles
 from paddle_reshard.pipeline.layouts.hybrid.vocab import resize_vocabulary
 from paddle_reshard.pipeline.layouts.rules import RuleTable, parse_rule_table, shipped_tables
+from paddle_reshard.pipeline.layouts.targets import AnyTarget, lay_out, target_facts
 from paddle_reshard.pipeline.manifest import FORMAT, describe_parts, format_manifest
-from paddle_reshard.pipeline.options import ConversionRequest, LayoutOptions
+from paddle_reshard.pipeline.options import ConversionRequest, HybridRequest, LayoutOptions
 from paddle_reshard.pipeline.planning.limits import PartLimits
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.storage.locate import absolute, place
 from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, Source, Target, WritePart
 from paddle_reshard.tasks.figures import WorkerFigures, add_figures, add_retries
-from paddle_reshard.tasks.index import index_tensor_files, read_json
+from paddle_reshard.tasks.index import index_huggingface, index_tensor_files, read_json
 
 COPY_BYTES = 8 << 20
 TENSOR_SUFFIXES = (".pdparams", ".pdopt", ".distcp", ".pdmodel")
@@ -83,13 +82,28 @@ class ConversionPlan:
     store: Source
     """The source's files, as they were seen when they were indexed."""
     source: HybridCheckpoint
-    target: HybridTarget
+    target: AnyTarget
     wanted: HybridCheckpoint
     """The source as the target is to hold it: the same but for a vocabulary of another size."""
     files: TargetFiles
     plan: Plan
     left: tuple[tuple[str, str], ...]
     """Files of the source that are not in the target, and why."""
+    left_states: tuple[str, ...] = ()
+    """States of tensors that the target's format has no place for."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What two checkpoints are compared by."""
+
+    catalog: Catalog
+    lr_scheduler: Any
+
+    @classmethod
+    def of(cls, checkpoint: HybridCheckpoint) -> Contents:
+        """Of a checkpoint that is understood."""
+        return cls(checkpoint.catalog, checkpoint.lr_scheduler)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +146,25 @@ def index_checkpoint(store: Source, tables: Sequence[RuleTable]) -> HybridCheckp
         store, {p: size for p, size in sizes.items() if parse_rank_file(p) is not None}
     )
     return read_hybrid(sizes, roots, meta, config, tables)
+
+
+def index_pair(a: Source, b: Source, tables: Sequence[RuleTable]) -> tuple[Contents, Contents]:
+    """Understand two checkpoints that are to be compared.
+
+    One of them may be a Hugging Face checkpoint: it holds the parameters of the other one's model.
+    """
+    foreign = [is_huggingface(store.sizes()) for store in (a, b)]
+    if all(foreign):
+        raise UnsupportedError(
+            f"{a.location} and {b.location} are both Hugging Face checkpoints; one side must be a training "
+            "checkpoint, by whose model the other is read"
+        )
+    if not any(foreign):
+        return Contents.of(index_checkpoint(a, tables)), Contents.of(index_checkpoint(b, tables))
+    known, other = (b, a) if foreign[0] else (a, b)
+    checkpoint = index_checkpoint(known, tables)
+    pair = Contents.of(checkpoint), Contents(index_huggingface(other, other.sizes(), checkpoint.model), None)
+    return (pair[1], pair[0]) if foreign[0] else pair
 
 
 def _refuse_other_formats(store: Source) -> None:
@@ -221,20 +254,23 @@ def plan_checkpoint(
     limits: PartLimits = PartLimits(),  # noqa: B008 (a frozen value)
 ) -> ConversionPlan:
     """Plan a conversion; pure but for the sizes that ``store`` has seen. ``limits`` are those of the target."""
-    target = request.target_for(source.model.table.convention, source.sequence_parallel)
+    form = request.form
+    target = (
+        form.target_for(source.model.table.convention, source.sequence_parallel)
+        if isinstance(form, HybridRequest)
+        else form
+    )
     wanted = source
     if request.vocab_pad is not None:
         wanted = resize_vocabulary(source, request.vocab_pad, grow=True)
     elif request.vocab_trim is not None:
         wanted = resize_vocabulary(source, request.vocab_trim, grow=False)
-    files = layout_hybrid(wanted, target)
     sizes = store.sizes()
-    sidecars = plan_sidecars(sizes, store.folders, wanted, source.model.config, target.topology)
-    files = add_literal_files(files, sidecars.written)
-    carried = [CarriedFile(path, path, sizes[path]) for path in sidecars.carried]
+    laid_out = lay_out(source, wanted, target, sizes, store.folders)
+    carried = [CarriedFile(path, path, sizes[path]) for path in laid_out.carried]
     plan = plan_conversion(
-        source.catalog,
-        files,
+        laid_out.catalog,
+        laid_out.files,
         carried,
         request.budget_bytes,
         limits,
@@ -242,7 +278,9 @@ def plan_checkpoint(
         request.allow_replica_drift,
         request.allow_reread,
     )
-    return ConversionPlan(store, source, target, wanted, files, plan, sidecars.left)
+    return ConversionPlan(
+        store, source, target, wanted, laid_out.files, plan, laid_out.left, laid_out.left_states
+    )
 
 
 # -------------------------------------------------------------------------------------- move, verify, publish
@@ -379,6 +417,9 @@ def _carry(source: Source, carried: CarriedFile, writer: WritePart) -> list[Rece
 
 def _check_staged(staged: Source, conversion: ConversionPlan) -> None:
     """Index the staged target as if it were a source: it must be the checkpoint that was planned."""
+    if isinstance(conversion.target, HuggingFaceTarget):
+        index_huggingface(staged, staged.sizes(), conversion.wanted.model, conversion.target)
+        return
     found = index_checkpoint(staged, [conversion.source.model.table])
     wanted, target = conversion.wanted, conversion.target
     planned = (target.topology.tp, target.topology.pp, target.topology.sharding)
@@ -407,8 +448,7 @@ def describe_target(
         "format": FORMAT,
         "version": __version__,
         "plan_id": plan.plan_id,
-        "topology": str(conversion.target.topology),
-        "sharding_strategy": conversion.target.strategy,
+        **target_facts(conversion.target),
         "files": {f.path: f.size_bytes for f in plan.target_files}
         | {c.target_path: c.size_bytes for c in plan.carried},
         "source": {
@@ -418,6 +458,7 @@ def describe_target(
             "files": store.sizes(),
             "versions": store.versions(),
             "not_carried": dict(conversion.left),
+            "states_left": list(conversion.left_states),
             "replica_drift": list(replica_drift),
         },
         "etags": dict(etags or {}),
