@@ -316,6 +316,7 @@ def convert(
     cluster: str = "inline",
     workers: int | None = None,
     exchange: str = "auto",
+    expected_plan: PathLike | None = None,
     device: str = "cpu",
     observe: Observer = ignore_events,
 ) -> ConversionReport:
@@ -338,6 +339,8 @@ def convert(
     exchange
         On Ray, whether several workers share a group through the object store: ``"auto"``, ``"always"``,
         ``"never"``.
+    expected_plan
+        A file that ``plan --save`` made: refuse unless this conversion is that plan.
     device
         ``"cpu"``: NumPy. ``"gpu"``, on Ray: one GPU for each worker, and Paddle.
     observe
@@ -374,6 +377,10 @@ def convert(
         vocab_trim=vocab_trim,
         storage_options=storage_options,
     )
+    if expected_plan is not None:
+        from paddle_reshard.storage.plan_file import check_is_saved
+
+        check_is_saved(conversion.plan, Path(expected_plan))
     observe(
         StepEnded("plan", f"{conversion.plan.groups} groups, {conversion.plan.written_bytes} bytes to write")
     )

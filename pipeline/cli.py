@@ -35,6 +35,7 @@ from paddle_reshard.pipeline.api import (
     VerifyReport,
 )
 from paddle_reshard.pipeline.cli_jobs import job_commands
+from paddle_reshard.pipeline.cli_simulate import simulate_command
 from paddle_reshard.pipeline.errors import ReshardError, UsageError
 from paddle_reshard.pipeline.integrity import IntegrityReport
 from paddle_reshard.pipeline.layouts.huggingface.target import EXPORTED_STATES, FLOATING, HuggingFaceTarget
@@ -204,10 +205,19 @@ def inspect(
 
 @cli.command()
 @conversion_options
-def plan(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -> None:
+@click.option(
+    "--save",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the plan into a file, for simulate and for convert --plan.",
+)
+def plan(source: str, target: str, save: Path | None, as_json: bool, quiet: bool, **options: Any) -> None:
     """Show what a conversion would read, write and need; nothing is moved."""
     with _reporting(as_json):
         planned = paddle_reshard.plan(source, target, **api_arguments(options))
+        if save is not None:
+            from paddle_reshard.storage.plan_file import save_plan
+
+            save_plan(planned.plan, save)
     _answer(plan_data(planned), as_json, quiet, lambda: _show_plan(planned))
 
 
@@ -225,6 +235,12 @@ def plan(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -
     default="auto",
     show_default=True,
     help="On Ray, whether several workers share a group through the object store.",
+)
+@click.option(
+    "--plan",
+    "expected_plan",
+    type=FILE,
+    help="A file that plan --save made: refuse unless this conversion is that plan.",
 )
 @click.option(
     "--device",
@@ -245,6 +261,7 @@ def convert(
     cluster: str,
     workers: int | None,
     exchange: str,
+    expected_plan: Path | None,
     device: str,
     resume: bool,
     take_over: bool,
@@ -260,6 +277,7 @@ def convert(
             cluster=cluster,
             workers=workers,
             exchange=exchange,
+            expected_plan=expected_plan,
             device=device,
             resume=resume,
             take_over=take_over,
@@ -604,6 +622,7 @@ def _size(size_bytes: int) -> str:
 
 for command in job_commands(convert, api_arguments):
     cli.add_command(command)
+cli.add_command(simulate_command(_reporting, _size))
 
 
 def main() -> None:

@@ -1,0 +1,142 @@
+"""How long would a plan take on so many workers?
+
+A model, not a measurement. Groups are handed out in the order of the plan, each to the worker that is free first, as
+a cluster does. A worker reads a group's bands, has the storage copy what it can copy, writes the group's parts, and
+takes the next group. What the stores can do for all workers together is shared evenly. Computing is left out: it is
+several times faster than any store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from math import inf
+
+import numpy as np
+
+from paddle_reshard.pipeline.errors import UsageError
+from paddle_reshard.pipeline.geometry import Ints
+from paddle_reshard.pipeline.planning.parts import MADE, part_sizes
+from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What workers and stores can do."""
+
+    read_bytes_per_second: float = 1e9
+    """Of one worker."""
+    write_bytes_per_second: float = 1e9
+    """Of one worker."""
+    total_read_bytes_per_second: float = inf
+    """Of the source's store, for all workers together."""
+    total_write_bytes_per_second: float = inf
+    """Of the target's store, for all workers together."""
+    copy_bytes_per_second: float = 1e9
+    """Of the storage, for each copy that it makes by itself."""
+    request_seconds: float = 0.02
+    """Until the first byte of an answer."""
+    request_bytes: int = 8 << 20
+    """Longer ranges are read in several requests."""
+    requests_at_once: int = 16
+    """Of one worker."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if not value > 0 and not (name == "request_seconds" and value == 0):
+                raise UsageError(f"{name.replace('_', ' ')} cannot be {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What a plan would take on ``workers`` workers."""
+
+    workers: int
+    seconds: float
+    """Until the last worker has done its last group."""
+    busy_share: float
+    """Of all workers' time until then, how much they work: 1 is perfect balance."""
+    most_read_bytes: int
+    """Of any worker."""
+    most_written_bytes: int
+    """Of any worker, what it had the storage copy included."""
+    peak_bytes: int
+    """Of any worker, what its process needs for itself included."""
+
+
+def simulate(plan: Plan, workers: Sequence[int], rates: Rates) -> list[Simulation]:
+    """Run a plan on each number of workers.
+
+    Raises
+    ------
+    UsageError
+        If a number of workers or a rate makes no sense.
+    """
+    if bad := [count for count in workers if count < 1]:
+        raise UsageError(f"{bad[0]} workers cannot run a plan")
+    work = _work(plan, rates)
+    return [_run(plan, work, count, rates) for count in workers]
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What every group does."""
+
+    read_bytes: Ints
+    written_bytes: Ints
+    copied_bytes: Ints
+    rounds: Ints
+    """How often it waits for an answer."""
+
+
+def _work(plan: Plan, rates: Rates) -> _Work:
+    def per_group(groups: Ints, values: Ints) -> Ints:
+        return np.bincount(groups, weights=values, minlength=plan.groups).astype(np.int64)
+
+    def rounds(requests: Ints) -> Ints:
+        return -(-requests // rates.requests_at_once)
+
+    bands, parts = plan.bands, plan.parts
+    lengths, sizes = bands["stop"] - bands["start"], part_sizes(parts)
+    made = parts["source_file"] == MADE
+    reads = per_group(bands["group"], -(-lengths // rates.request_bytes))
+    writes = per_group(parts["group"], (sizes > 0).astype(np.int64))
+    return _Work(
+        read_bytes=per_group(bands["group"], lengths),
+        written_bytes=per_group(parts["group"][made], sizes[made]),
+        copied_bytes=per_group(parts["group"][~made], sizes[~made]),
+        rounds=rounds(reads) + rounds(writes),
+    )
+
+
+def _run(plan: Plan, work: _Work, workers: int, rates: Rates) -> Simulation:
+    read_rate = min(rates.read_bytes_per_second, rates.total_read_bytes_per_second / workers)
+    write_rate = min(rates.write_bytes_per_second, rates.total_write_bytes_per_second / workers)
+    seconds = (
+        work.rounds * rates.request_seconds
+        + work.read_bytes / read_rate
+        + work.written_bytes / write_rate
+        + work.copied_bytes / (rates.copy_bytes_per_second * rates.requests_at_once)
+    )
+    owner = np.zeros(plan.groups, dtype=np.int64)
+    free = [(0.0, worker) for worker in range(workers)]
+    heapify(free)
+    for group, duration in enumerate(seconds.tolist()):
+        done, worker = free[0]
+        owner[group] = worker
+        heapreplace(free, (done + duration, worker))
+    end = max(done for done, _ in free)
+    read, written = (
+        np.bincount(owner, weights=values, minlength=workers)
+        for values in (work.read_bytes, work.written_bytes + work.copied_bytes)
+    )
+    return Simulation(
+        workers=workers,
+        seconds=end,
+        busy_share=float(seconds.sum()) / (end * workers) if end else 1.0,
+        most_read_bytes=int(read.max()),
+        most_written_bytes=int(written.max()),
+        peak_bytes=plan.peak_bytes + FOOTPRINT_BYTES,
+    )

@@ -1,0 +1,148 @@
+"""A saved plan is the plan, or it is refused."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from benchmarks.synthetic import Dims, catalog_of
+from paddle_reshard.pipeline.errors import FormatError, PlanError, UsageError
+from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_hybrid
+from paddle_reshard.pipeline.planning.limits import CopyLimits, PartLimits
+from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
+from paddle_reshard.pipeline.topology import Topology
+from paddle_reshard.storage import plan_file
+from paddle_reshard.storage.plan_file import check_is_saved, load_plan, save_plan, saved_plan_id
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    source = catalog_of(
+        Dims(64, 128, 4, 8, 8, 512, ema=True), HybridTarget(Topology(tp=2, pp=2, sharding=4), "stage1v2")
+    )
+    files = layout_hybrid(source, HybridTarget(Topology(tp=4, sharding=2), "stage1v1"))
+    carried = [CarriedFile("training_args.bin", "training_args.bin", 77)]
+    limits = PartLimits(copies=CopyLimits(256, 1 << 20))
+    planned = plan_conversion(source.catalog, files, carried, 1 << 30, limits)
+    assert (planned.parts["source_file"] >= 0).any()  # some are copied by the storage
+    return planned
+
+
+@pytest.fixture
+def saved(plan: Plan, tmp_path: Path) -> Path:
+    save_plan(plan, tmp_path / "plan.arrow")
+    return tmp_path / "plan.arrow"
+
+
+def assert_same_plan(one: Plan, two: Plan) -> None:
+    for field in fields(Plan):
+        a, b = getattr(one, field.name), getattr(two, field.name)
+        if isinstance(a, np.ndarray):
+            assert a.dtype == b.dtype, field.name
+            np.testing.assert_array_equal(a, b, field.name)
+        else:
+            assert a == b, field.name
+
+
+@pytest.mark.parametrize("rows", [7, plan_file.BATCH_ROWS])
+def test_a_plan_is_read_back_whole(
+    plan: Plan, tmp_path: Path, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_file, "BATCH_ROWS", rows)
+    changed = replace(plan, allow_replica_drift=True, read_once_budget_bytes=5)
+    for number, each in enumerate((plan, changed)):
+        save_plan(each, tmp_path / str(number))
+        read = load_plan(tmp_path / str(number))
+        assert_same_plan(read, each)
+        assert saved_plan_id(tmp_path / str(number)) == read.plan_id == each.plan_id
+
+
+def test_the_same_plan_is_the_same_file(plan: Plan, saved: Path, tmp_path: Path) -> None:
+    save_plan(plan, tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == saved.read_bytes()
+
+
+def test_any_arrow_library_can_look_at_it(plan: Plan, saved: Path) -> None:
+    with saved.open("rb") as file:
+        pa.ipc.open_stream(file).read_all()
+        ops = pa.ipc.open_stream(file).read_all()
+    assert ops.num_rows == len(plan.ops)
+    assert ops["tensor"].to_pylist() == plan.ops["tensor"].tolist()
+
+
+def test_a_file_cut_short_or_damaged_is_refused(plan: Plan, saved: Path) -> None:
+    """No damage makes another plan of it."""
+    whole = saved.read_bytes()
+    random = np.random.default_rng(0)
+    for stop in (0, 3, *random.integers(4, len(whole) - 1, 20).tolist()):
+        saved.write_bytes(whole[:stop])
+        with pytest.raises(FormatError, match="bad_plan_file"):
+            load_plan(saved)
+    for place in random.integers(0, len(whole), 80).tolist():
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << int(random.integers(8))
+        saved.write_bytes(damaged)
+        try:
+            read = load_plan(saved)
+        except FormatError:
+            continue
+        assert_same_plan(read, plan)  # a bit that means nothing, such as padding
+
+
+def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other.arrow"
+    with pa.OSFile(str(other), "wb") as file, pa.ipc.new_stream(file, pa.schema([("a", pa.int8())])):
+        pass
+    with pytest.raises(FormatError, match="not a paddle-reshard plan"):
+        load_plan(other)
+    other.write_bytes(b"PAR1 something else")
+    with pytest.raises(FormatError, match="not a paddle-reshard plan"):
+        load_plan(other)
+    with pytest.raises(UsageError, match="the plan cannot be read"):
+        load_plan(tmp_path / "missing")
+    with pytest.raises(UsageError, match="the plan cannot be saved"):
+        save_plan_into_a_folder(tmp_path)
+
+
+def save_plan_into_a_folder(folder: Path) -> None:
+    source = catalog_of(Dims(8, 8, 1, 1, 1, 8), HybridTarget(Topology(), "none"))
+    files = layout_hybrid(source, HybridTarget(Topology(), "none"))
+    save_plan(plan_conversion(source.catalog, files, [], 1 << 30), folder)
+
+
+def test_numbers_that_lead_nowhere_are_refused(plan: Plan, tmp_path: Path) -> None:
+    bands, parts = plan.bands.copy(), plan.parts.copy()
+    bands["group"][-1] = plan.groups
+    parts["file"][0] = len(plan.target_files)
+    for changed, what in (
+        (replace(plan, bands=bands), f"names the group {plan.groups}"),
+        (replace(plan, parts=parts), f"names the target file {len(plan.target_files)}"),
+        (replace(plan, op_groups=plan.op_groups[:-1]), "groups of them"),
+    ):
+        save_plan(changed, tmp_path / "plan")
+        with pytest.raises(FormatError, match=what):
+            load_plan(tmp_path / "plan")
+
+
+def test_another_plan_than_the_saved_one_is_refused_with_what_has_changed(plan: Plan, saved: Path) -> None:
+    check_is_saved(plan, saved)
+    grown = tuple(replace(file, size_bytes=file.size_bytes + 1) for file in plan.source_files)
+    name, size = plan.source_files[0].path, plan.source_files[0].size_bytes
+    bands = plan.bands.copy()
+    bands["start"][0] += 1
+    for changed, what in (
+        (
+            replace(plan, source_files=grown),
+            f"{name} has {size} bytes in the saved plan and has {size + 1} bytes now",
+        ),
+        (replace(plan, target_files=plan.target_files[1:]), "and is not there now"),
+        (replace(plan, carried=()), "other files beside them"),
+        (replace(plan, bands=bands), "other parts"),
+        (replace(plan, bands=bands, budget_bytes=7), "the budget was 1073741824 bytes and is 7"),
+    ):
+        with pytest.raises(PlanError, match=what):
+            check_is_saved(changed, saved)
