@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import tarfile
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,14 @@ import pytest
 import safetensors
 
 import paddle_reshard
-from paddle_reshard.pipeline.errors import CastError, CheckpointError, PlanError, RuleError, UsageError
+from paddle_reshard.pipeline.errors import (
+    CastError,
+    CheckpointError,
+    DriftError,
+    PlanError,
+    RuleError,
+    UsageError,
+)
 from paddle_reshard.pipeline.layouts.huggingface.parts import model_parts
 from paddle_reshard.pipeline.layouts.hybrid.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.rules import choose_table, shipped_tables
@@ -349,6 +357,24 @@ def test_a_value_that_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
     assert found.moved.written_bytes
 
 
+def test_a_parameter_that_is_not_its_master_weight_is_refused(tmp_path: Path) -> None:
+    """Asked for in float32, the master weight goes out: a parameter that was changed on its own would be lost."""
+    case = case_directory("nlp_fused_mp2")
+    source = tmp_path / "source"
+    shutil.copytree(_checkpoint(case), source)
+    start = _truth(case)["llama.norm.weight"].tobytes()[:64]
+    for path in source.glob("model_state*"):
+        content = path.read_bytes()
+        assert start in content
+        path.write_bytes(content.replace(start, bytes([start[0] ^ 1]) + start[1:]))
+    with pytest.raises(DriftError, match=r"llama\.norm\.weight \(param\): element \(0,\)"):
+        paddle_reshard.convert(source, tmp_path / "hf", format="huggingface", dtype="float32")
+    changed = _parameters(_truth(case)) | {"llama.norm.weight": _truth(case)["llama.norm.weight"].copy()}
+    changed["llama.norm.weight"].view(np.uint8)[0] ^= 1
+    paddle_reshard.convert(source, tmp_path / "as_trained", format="huggingface")
+    assert _read(tmp_path / "as_trained") == _expected(changed, _config(case))
+
+
 @pytest.mark.parametrize("dtype", [None, "float32"])
 def test_the_average_as_a_model(dtype: str | None, tmp_path: Path) -> None:
     case = case_directory("mp2pp2sh2_s1v2_meta_ema")
@@ -411,6 +437,25 @@ def test_an_average_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="no EMA state"):
         _export(case_directory("mp2_tied"), tmp_path / "hf", state="ema")
     assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"divide_by": 0.271}, "began at zero and has to be divided by 0.271"),
+        ({"divide_by": None}, "divide_by is None"),
+        ({}, "divide_by is None"),
+    ],
+)
+def test_an_average_that_is_not_one_yet(facts: dict[str, Any], message: str, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(_checkpoint(case_directory("mp2pp2sh2_s1v2_meta_ema")), source)
+    (source / "ema.json").write_text(json.dumps(facts))
+    with pytest.raises(paddle_reshard.ReshardError, match=message):
+        paddle_reshard.plan(source, tmp_path / "hf", format="huggingface", state="ema")
+    (source / "ema.json").write_text('{"divide_by": 1}')
+    planned = paddle_reshard.plan(source, tmp_path / "hf", format="huggingface", state="ema")
+    assert ("ema.json", "state of the training job, not of the model") in planned.left
 
 
 def test_a_family_whose_form_is_not_known(folder: Path, tmp_path: Path) -> None:

@@ -7,15 +7,18 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META, parse_rank_file
 from paddle_reshard.pipeline.layouts.hybrid.sidecars import CONFIG, MANIFEST, Sidecars
 
 _TRAINING = re.compile(
     r"scheduler\.pdparams|scaler\.pdparams|trainer_state\.(json|bin)|training_args\.bin|rng_state(_\d+)?\.pth|"
-    r"static_name_to_dyg_name\.json"
+    r"static_name_to_dyg_name\.json|ema\.json"
 )
 _MARKER = re.compile(r"\.(model|optimizer|checkpoint)_done|save_signal_TMP_\d+|saved_signal_\d+")
+AVERAGE = "ema.json"
+"""What the average beside training says of itself."""
 _DTYPE_ENTRIES = ("torch_dtype", "dtype")
 _OF_PADDLE = ("source", "tensor_model_parallel_size", "tensor_parallel_degree", "tensor_parallel_rank")
 """Entries of ``config.json`` that speak of Paddle's layout of the weights or of the job that wrote them."""
@@ -49,6 +52,25 @@ def plan_huggingface_sidecars(
         return Sidecars((*carried, CONFIG), (), tuple(left))
     text = json.dumps(exported, indent=2, sort_keys=True) + "\n"
     return Sidecars(tuple(carried), ((CONFIG, text.encode()),), tuple(left))
+
+
+def check_average(facts: Mapping[str, Any], path: str) -> None:
+    """Refuse an average that is not one yet: ``facts`` is what ``ema.json`` beside it says.
+
+    Raises
+    ------
+    CheckpointError
+        If it does not say by what the average has to be divided.
+    UnsupportedError
+        If that is not 1: the average began at zero.
+    """
+    divide_by = facts.get("divide_by")
+    if not isinstance(divide_by, int | float) or isinstance(divide_by, bool):
+        raise CheckpointError(f"{path}: divide_by is {divide_by!r}, a number is expected")
+    if divide_by != 1:
+        raise UnsupportedError(
+            f"{path}: the average began at zero and has to be divided by {divide_by}, which --state ema does not do"
+        )
 
 
 def exported_config(config: Mapping[str, Any], target: HuggingFaceTarget) -> dict[str, Any]:
