@@ -18,8 +18,9 @@ import numpy as np
 from paddle_reshard.clusters.choose import Engine
 from paddle_reshard.pipeline.catalog import Catalog
 from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.layouts.huggingface.sidecars import AVERAGE, check_average
 from paddle_reshard.pipeline.layouts.huggingface.source import is_huggingface
-from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
+from paddle_reshard.pipeline.layouts.huggingface.target import EMA, HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.hybrid.meta import parse_model_meta, parse_names
 from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META, parse_rank_file
 from paddle_reshard.pipeline.layouts.hybrid.sidecars import CONFIG, MANIFEST
@@ -266,6 +267,8 @@ def plan_checkpoint(
     elif request.vocab_trim is not None:
         wanted = resize_vocabulary(source, request.vocab_trim, grow=False)
     sizes = store.sizes()
+    if isinstance(target, HuggingFaceTarget) and target.state == EMA and AVERAGE in sizes:
+        check_average(read_json(store, AVERAGE, sizes), AVERAGE)
     laid_out = lay_out(source, wanted, target, sizes, store.folders)
     carried = [CarriedFile(path, path, sizes[path]) for path in laid_out.carried]
     plan = plan_conversion(
