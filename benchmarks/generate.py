@@ -94,8 +94,8 @@ class Llama:
 
 
 def llama_of(size_bytes: int) -> Llama:
-    """The llama whose sharded checkpoint comes closest to a size."""
-    wide = [Llama(hidden) for hidden in (512, 1024, 1536, 2048, 4096)]
+    """The widest llama of at least 4 layers whose sharded checkpoint comes close to a size."""
+    wide = [Llama(hidden, layers=4) for hidden in (512, 1024, 1536, 2048, 4096)]
     fitting = [model for model in wide if model.sharded_bytes <= size_bytes] or wide[:1]
     layers = range(4, 129)
     return min(
