@@ -18,6 +18,7 @@ from paddle_reshard.pipeline.catalog import FragmentRow, Fragments, fragment_row
 from paddle_reshard.pipeline.errors import RuleError
 from paddle_reshard.pipeline.geometry import (
     MAX_DIMS,
+    Ints,
     Shape,
     boxes_of_flat_range,
     column_major_strides,
@@ -116,6 +117,11 @@ class Placements:
     ) -> None:
         """An array of a kind, of tp rank ``rank``, stored at ``byte_offset``."""
         self._arrays.append((kind, rank, tensor, file, byte_offset, DTYPES.index(dtype), replica))
+
+    def box_counts(self) -> Ints:
+        """How many boxes each array is, in the order in which they were added."""
+        counts = np.array([len(of_kind) for of_kind in self._boxes], dtype=np.int64)
+        return counts[[array[0] for array in self._arrays]]
 
     def fragments(self) -> Fragments:
         """The boxes of all arrays, in the order in which they were added."""
