@@ -46,6 +46,7 @@ _SENTENCES = {
     "AllAccessDisabled": "access denied; the key may not do this",
     "AuthorizationHeaderMalformed": "the store wants another region; set it in client_kwargs",
     "EndpointConnectionError": "the store cannot be reached; is the endpoint right?",
+    "ConnectTimeoutError": "the store cannot be reached; is the endpoint right?",
     "ExpiredToken": "the session token has expired",
     "FileNotFoundError": "it is not there",
     "InvalidAccessKeyId": "access denied; the store does not know this access key",
@@ -56,11 +57,18 @@ _SENTENCES = {
     "NoSuchBucket": "no such bucket",
     "NoSuchKey": "it is not there",
     "NoSuchUpload": "the upload is gone; was it aborted by someone else?",
+    "PermanentRedirect": "the bucket is in another region; set it in client_kwargs",
     "PermissionError": "access denied",
     "PreconditionFailed": "it changed while it was read",
+    "ReadTimeoutError": "the store did not answer in time",
+    "RequestTimeTooSkewed": "access denied; the clock of this machine is wrong",
+    "SSLError": "no secure connection came about; does the endpoint speak https, with a certificate known here?",
     "SignatureDoesNotMatch": "access denied; the secret does not belong to the access key",
     "SlowDown": "the store asks to slow down",
 }
+_DENIED = ("AccessDenied", "AllAccessDisabled")
+_CHANGED = ("404", "412", "FileNotFoundError", "InvalidRange", "NoSuchKey", "PreconditionFailed")
+"""What was listed is no longer there: no trouble of the store, and asking again would find something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +126,7 @@ class FsspecFolder:
         try:
             self._connect()
         except (TypeError, KeyError, ValueError) as error:
-            raise UsageError(f"{self.location}: storage options: {self._redacted(error)}") from None
+            raise UsageError(f"{self.location}: storage options: {self.redacted(error)}") from None
 
     def _connect(self) -> None:
         with _Translated(self, ""):
@@ -222,14 +230,17 @@ class FsspecFolder:
             error = error.cause
         code = retry.code_of(error)
         sentence = _SENTENCES.get(code) or (
-            "a body came damaged" if code == "DamagedBody" else f"{code}: {self._redacted(error)}"
+            "a body came damaged" if code == "DamagedBody" else f"{code}: {self.redacted(error)}"
         )
+        if code in _DENIED and (operation := retry.operation_of(error)):
+            sentence = f"{sentence} ({operation})"
         place = f"{self.location}/{name}" if name else self.location
         told = self.failure(f"{place}: {sentence}{tried}")
-        told.retryable = True
+        told.retryable = code not in _CHANGED
         return told
 
-    def _redacted(self, error: BaseException) -> str:
+    def redacted(self, error: BaseException) -> str:
+        """The text of an error of a client, without what must not be shown."""
         text = " ".join(str(error).split())
         for secret in sorted(secrets_of(self.url, self.options), key=len, reverse=True):
             text = text.replace(secret, "***")

@@ -105,6 +105,12 @@ def code_of(error: BaseException) -> str:
     return str(response_of(error).get("Error", {}).get("Code", "")) or type(error).__name__
 
 
+def operation_of(error: BaseException) -> str:
+    """The store's name for the request that failed; empty where it is not known."""
+    names = (getattr(each, "operation_name", None) for each in _chain(error))
+    return next((name for name in names if isinstance(name, str)), "")
+
+
 def is_transient(error: BaseException) -> bool:
     """Whether the same request may succeed a little later."""
     response = response_of(error)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from botocore.exceptions import BotoCoreError
 from fsspec.asyn import sync
 
 from paddle_reshard.pipeline.errors import ReshardError, TargetError, UnsupportedError, UsageError
@@ -77,7 +78,10 @@ class S3Folder(FsspecFolder):
         file_system, root = self.open()
         if not root:
             raise UsageError(f"{self.location}: an S3 location is s3://bucket/prefix")
-        file_system.connect()
+        try:
+            file_system.connect()
+        except BotoCoreError as error:  # nothing was asked yet: what is wrong is what was given
+            raise UsageError(f"{self.location}: storage options: {self.redacted(error)}") from None
 
     def key(self, name: str) -> tuple[str, str]:
         """Bucket and key of a file."""

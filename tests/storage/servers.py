@@ -31,18 +31,16 @@ class Store:
     url: str
     key: str
     secret: str
-    read_only_key: str
-    read_only_secret: str
+    read_only: dict[str, Any]
+    """Storage options of someone who may only look."""
+    may_list: dict[str, Any]
+    """Of someone who may not even read what is listed."""
+    may_nothing: dict[str, Any]
 
     @property
     def options(self) -> dict[str, Any]:
         """Storage options of someone who may do everything."""
         return {"key": self.key, "secret": self.secret, "endpoint_url": self.url}
-
-    @property
-    def read_only(self) -> dict[str, Any]:
-        """Storage options of someone who may only look."""
-        return {"key": self.read_only_key, "secret": self.read_only_secret, "endpoint_url": self.url}
 
     @cached_property
     def client(self) -> Any:
@@ -76,8 +74,16 @@ def running_store() -> Iterator[Store]:
         _wait_for(port, process)
         url = f"http://{HOST}:{port}"
         key, secret = _make_user(_client("iam", url, "first", "calls"), "writer", ["*"])
-        reader = _make_user(_client("iam", url, key, secret), "reader", READ_ONLY)
-        yield Store(url, key, secret, *reader)
+        iam = _client("iam", url, key, secret)
+        others = [
+            dict(zip(("key", "secret"), _make_user(iam, name, actions), strict=True), endpoint_url=url)
+            for name, actions in (
+                ("reader", READ_ONLY),
+                ("lister", ["s3:ListBucket"]),
+                ("nobody", ["s3:GetBucketLocation"]),
+            )
+        ]
+        yield Store(url, key, secret, *others)
     finally:
         process.terminate()
         process.wait()

@@ -267,6 +267,30 @@ def test_a_key_that_may_only_read_is_refused_before_anything_is_read(
         )
 
 
+def test_a_permission_that_is_missing_is_named(store: Store, bucket: str) -> None:
+    with pytest.raises(TargetError, match=r"the key may not do this \(CreateMultipartUpload\)"):
+        paddle_reshard.convert(SMALL, f"s3://{bucket}/c", storage_options=store.read_only, **TARGET)
+    fill_bucket(store, bucket, "here/", SMALL)
+    with pytest.raises(CheckpointError, match=r"model_meta.json: .* \(GetObject\)"):
+        paddle_reshard.inspect(f"s3://{bucket}/here", storage_options=store.may_list)
+    with pytest.raises(CheckpointError, match=r"s3://\S+/here: .* \(ListObjectsV2\)"):
+        paddle_reshard.inspect(f"s3://{bucket}/here", storage_options=store.may_nothing)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"profile": "nobody"}, "profile .nobody. could not be found"),
+        ({"key": "AKIA"}, "missing: aws_secret_access_key"),
+        ({"key": "AKIA", "secret": "s", "endpoint_url": "127.0.0.1:9000"}, "Invalid endpoint"),
+        ({"client_kwargs": {"region_name": "mars central"}}, "mars central"),
+    ],
+)
+def test_options_that_make_no_sense_are_a_wrong_request(options: dict[str, object], reason: str) -> None:
+    with pytest.raises(UsageError, match=f"s3://bucket/c: storage options: .*{reason}"):
+        paddle_reshard.inspect("s3://bucket/c", storage_options=options)
+
+
 def test_no_bucket_no_folder_no_server(store: Store, bucket: str) -> None:
     with pytest.raises(TargetError, match="no such bucket"):
         paddle_reshard.plan(SMALL, "s3://not-there-at-all/c", storage_options=store.options, **TARGET)

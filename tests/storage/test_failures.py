@@ -2,6 +2,7 @@
 
 import json
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -16,8 +17,10 @@ import paddle_reshard
 from paddle_reshard.pipeline.cli import cli
 from paddle_reshard.pipeline.errors import ReshardError, TargetError
 from paddle_reshard.storage import retry
+from paddle_reshard.storage.locate import open_source, open_target
 from paddle_reshard.storage.retry_counts import count_retries
 from paddle_reshard.storage.s3 import S3Folder
+from paddle_reshard.storage.store import Identity, NewFile
 from tests.conftest import REPO
 from tests.storage.contents import (
     ONE_CARD,
@@ -77,6 +80,10 @@ def _completing(method: str, path: str) -> bool:
 
 def _completing_marker(method: str, path: str) -> bool:
     return _completing(method, path) and "saved_signal" in path
+
+
+def _copying(method: str, path: str) -> bool:
+    return method == "COPY"
 
 
 def _aborting(method: str, path: str) -> bool:
@@ -150,6 +157,33 @@ def test_failures_that_pass_are_retried_and_counted(
         assert report.moved.retries == {CODES[kind]: 2}
     assert_same_checkpoint(in_bucket(store, bucket, "there/"), for_one_card)
     assert uploads(store, bucket) == []
+
+
+@pytest.mark.parametrize("kind", ["slow_down", "late", "reset", "lose", "cut"])
+def test_copies_by_the_store_are_retried_and_counted(
+    kind: str, proxy: Proxy, store: Store, bucket: str
+) -> None:
+    content, name, part = secrets.token_bytes((10 << 20) + 7), "optimizer.pdopt", 5 << 20
+    store.client.put_object(Bucket=bucket, Key=f"here/{name}", Body=content)
+    options = _through(proxy, store)
+    source = open_source(f"s3://{bucket}/here", options)
+    with open_target(f"s3://{bucket}/there", False, options) as target:
+        assert target.copies_from(source) is not None
+        new = NewFile(name, part + 7, (0, part))
+        writer, _ = target.begin([new], Identity("plan", "version", "source", {}))
+        proxy.fault = (
+            first(4, kind, _of_one(_copying)) if kind in ("reset", "lose") else first(2, kind, _copying)
+        )
+        before = count_retries().total()
+        receipts = [
+            writer.copy_part(name, 0, part, source, name, 3),
+            writer.copy_part(name, part, 7, source, name, 2 * part),
+        ]
+        assert count_retries().total() - before == 2
+        target.finish(receipts)
+        target.publish("paddle_reshard.json", b"{}")
+    made = in_bucket(store, bucket, "there/")
+    assert made[name] == content[3 : part + 3] + content[2 * part : 2 * part + 7]
 
 
 def test_retries_are_told_but_are_no_part_of_what_is_made(
