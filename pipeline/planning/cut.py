@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_reshard.pipeline.geometry import MAX_DIMS, Ints
-from paddle_reshard.pipeline.planning.match import ITEMSIZES, MOVE, Ops, hull, op_volumes
+from paddle_reshard.pipeline.planning.match import ITEMSIZES, MOVE, Ops, hull, op_volumes, set_stops
 
 Flags = npt.NDArray[np.bool_]
 
@@ -41,7 +41,7 @@ def cut(ops: Ops, dim: Ints, low: Ints, step: Ints) -> Pieces:
     stretch = first[origin] + within
     begin = np.maximum(start[origin], stretch * step[origin])
     end = np.minimum(stop[origin], (stretch + 1) * step[origin])
-    return Pieces(piece(ops[origin], dim[origin], begin - start[origin], end - begin), origin, stretch)
+    return Pieces(piece(ops.take(origin), dim[origin], begin - start[origin], end - begin), origin, stretch)
 
 
 def piece(ops: Ops, dim: Ints, skipped: Ints, count: Ints) -> Ops:
@@ -51,13 +51,19 @@ def piece(ops: Ops, dim: Ints, skipped: Ints, count: Ints) -> Ops:
         ops[f"{side}_byte"] += skipped * ops[f"{side}_strides"][rows, dim]
     ops["offset"][rows, dim] += skipped
     ops["extents"][rows, dim] = count
+    set_stops(ops)
     return ops
 
 
 def outermost(ops: Ops, side: str) -> Ints:
     """The dim of each op with the largest stride on a side, of those along which it extends; else the last."""
-    strides = np.where(ops["extents"] > 1, ops[f"{side}_strides"], -1)
-    return np.asarray(np.where(strides.max(axis=1) < 0, MAX_DIMS - 1, strides.argmax(axis=1)), dtype=np.int64)
+    outer = np.full(len(ops), MAX_DIMS - 1)
+    largest = np.full(len(ops), -1)
+    for dim in range(MAX_DIMS):
+        strides = np.where(ops["extents"][:, dim] > 1, ops[f"{side}_strides"][:, dim], -1)
+        outer[strides > largest] = dim
+        np.maximum(largest, strides, out=largest)
+    return outer
 
 
 def dense(ops: Ops) -> Flags:
@@ -78,10 +84,9 @@ def torn(ops: Ops, owner: Ints, count: int, target: bool) -> npt.NDArray[np.bool
     found = np.zeros((count, MAX_DIMS), dtype=bool)
     sides = [("target", moves)] if target else [("source", np.ones(len(ops), dtype=bool)), ("target", ~moves)]
     for side, chosen in sides:
-        these, owners = ops[chosen], owner[chosen]
-        outer = outermost(these, side)
+        outer = outermost(ops, side)
         for dim in range(MAX_DIMS):
-            found[owners[(these["extents"][:, dim] > 1) & (outer != dim)], dim] = True
+            found[owner[chosen & (ops["extents"][:, dim] > 1) & (outer != dim)], dim] = True
     return found
 
 

@@ -8,6 +8,7 @@ beside its parts: then it is read in *passes*, one after the other.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from paddle_reshard.pipeline.geometry import MAX_DIMS, Ints
 from paddle_reshard.pipeline.planning.cut import Flags, Pieces, cut, reach, torn
 from paddle_reshard.pipeline.planning.match import MOVE, Ops, hull
 from paddle_reshard.pipeline.planning.parts import Parts, plan_parts, small_parts
-from paddle_reshard.pipeline.planning.ranges import label, merge
+from paddle_reshard.pipeline.planning.ranges import dense_numbers, label, union_bytes
 
 
 class Room(NamedTuple):
@@ -62,7 +63,7 @@ def group_ops(ops: Ops, copied: Parts, files: FileSizes, room: Room) -> Grouped:
     units = _joined(ops, atoms, copied, files)
     groups = _gathered(_made_bytes(ops, units) + _read_bytes(ops, units), room.group_bytes)[units]
     order = np.argsort(groups, kind="stable")
-    return Grouped(ops[order], groups[order], rereads)
+    return Grouped(ops.take(order), groups[order], rereads)
 
 
 # ----------------------------------------------------------------------------------------------- atoms
@@ -70,8 +71,11 @@ def group_ops(ops: Ops, copied: Parts, files: FileSizes, room: Room) -> Grouped:
 
 def _source_ranges(ops: Ops) -> tuple[Ints, Ints, Ints, Ints]:
     """What is read: ``(op, file, start, stop)`` of every op's source side, and of the other side of comparisons."""
+    one = hull(ops, "source")
     others = np.flatnonzero(ops["kind"] != MOVE)
-    one, other = hull(ops, "source"), hull(ops[others], "target")
+    if not len(others):
+        return np.arange(len(ops)), ops["source_file"].astype(np.int64), *one
+    other = hull(ops[others], "target")
     return (
         np.concatenate([np.arange(len(ops)), others]),
         np.concatenate([ops["source_file"], ops["target_file"][others]]).astype(np.int64),
@@ -90,7 +94,7 @@ def _atoms(ops: Ops, tiny_bytes: int) -> Ints:
     apart = (ops["kind"][op] == MOVE) & (stop - start <= tiny_bytes)
     number = np.where(apart, ops["target_file"][op].astype(np.int64) + 1, 0)
     moves = np.flatnonzero(ops["kind"] == MOVE)
-    low, high = hull(ops[moves], "target")
+    low, high = (side[moves] for side in hull(ops, "target"))
     return _components(
         len(ops),
         [
@@ -118,26 +122,21 @@ def _components(count: int, links: list[tuple[Ints, Ints]]) -> Ints:
             np.minimum.at(found, things, lowest[common])
         found = found[found]
         if np.array_equal(found, before):
-            return np.unique(found, return_inverse=True)[1].astype(np.int64)
+            return dense_numbers(found)
 
 
 def _made_bytes(ops: Ops, owners: Ints) -> Ints:
     """Bytes that each owner of ops writes."""
     moves = ops["kind"] == MOVE
-    start, stop = hull(ops[moves], "target")
-    return _union_bytes(owners[moves], ops["target_file"][moves].astype(np.int64), start, stop, owners)
+    start, stop = (side[moves] for side in hull(ops, "target"))
+    file = ops["target_file"][moves].astype(np.int64)
+    return union_bytes(owners[moves], file, start, stop, int(owners.max(initial=-1)) + 1)
 
 
 def _read_bytes(ops: Ops, owners: Ints) -> Ints:
     """Bytes that each owner of ops reads."""
     op, file, start, stop = _source_ranges(ops)
-    return _union_bytes(owners[op], file, start, stop, owners)
-
-
-def _union_bytes(key: Ints, file: Ints, start: Ints, stop: Ints, owners: Ints) -> Ints:
-    files = int(file.max(initial=0)) + 1
-    keys, low, high = merge(key * files + file, start, stop)
-    return _sums(keys // files, high - low, int(owners.max(initial=-1)) + 1)
+    return union_bytes(owners[op], file, start, stop, int(owners.max(initial=-1)) + 1)
 
 
 def _sums(keys: Ints, values: Ints, count: int) -> Ints:
@@ -167,22 +166,19 @@ def _cut_large(ops: Ops, atoms: Ints, files: FileSizes, room: Room) -> tuple[Ops
         rereads |= bool((chosen & kind.rereads).any())
         goal = np.where(kind.rereads, max(most, 1), goal)
         keep = ~chosen[atoms]
-        done.append((ops[keep], _dense_numbers(atoms[keep]) + numbered))
-        numbered += len(np.unique(atoms[keep]))
-        ops, atoms = ops[~keep], atoms[~keep]
+        kept = dense_numbers(atoms[keep])
+        done.append((ops.compress(keep), kept + numbered))
+        numbered += int(kept.max(initial=-1)) + 1
+        ops, atoms = ops.compress(~keep), atoms[~keep]
         if not len(ops):
             break
         pieces = _cut_evenly(ops, atoms, np.where(chosen, kind.dim, 0), -(-size // np.maximum(goal, 1)))
         parents = atoms[pieces.origin]
         ops = pieces.ops
-        atoms = _dense_numbers(parents * (int(pieces.stretch.max()) + 1) + pieces.stretch)
+        atoms = dense_numbers(parents * (int(pieces.stretch.max()) + 1) + pieces.stretch)
         used = np.zeros(int(atoms.max()) + 1, dtype=np.int64)
         used[atoms] = kind.dim[parents]
     return np.concatenate([o for o, _ in done]), np.concatenate([a for _, a in done]), rereads
-
-
-def _dense_numbers(values: Ints) -> Ints:
-    return np.unique(values, return_inverse=True)[1].astype(np.int64)
 
 
 class _CutDims(NamedTuple):
@@ -222,7 +218,8 @@ def _smallest_together(ops: Ops, atoms: Ints, files: FileSizes, count: int) -> I
     """What each atom has to write at least, so that all files that it writes to get a part of the smallest size."""
     moves = ops["kind"] == MOVE
     number = max(len(files.total), 1)
-    pairs = np.unique(atoms[moves] * number + ops["target_file"][moves])
+    pairs = np.sort(atoms[moves] * number + ops["target_file"][moves])
+    pairs = pairs[np.r_[True, pairs[1:] != pairs[:-1]][: len(pairs)]]
     return _sums(pairs // number, files.smallest_part[pairs % number], count)
 
 
@@ -256,7 +253,7 @@ def _joined(ops: Ops, atoms: Ints, copied: Parts, files: FileSizes) -> Ints:
         for one, other in joins:
             a, b = _root(parent, one), _root(parent, other)
             parent[max(a, b)] = min(a, b)
-        atoms = _dense_numbers(np.array([_root(parent, a) for a in range(len(parent))])[atoms])
+        atoms = dense_numbers(np.array([_root(parent, a) for a in range(len(parent))])[atoms])
 
 
 def _root(parent: list[int], one: int) -> int:
@@ -267,12 +264,12 @@ def _root(parent: list[int], one: int) -> int:
 
 def _gathered(sizes: Ints, room_bytes: int) -> Ints:
     """Which group each of a row of things goes to: as many as fit ``room_bytes``, and at least one."""
-    ends = np.cumsum(sizes)
+    ends = np.cumsum(sizes).tolist()
     groups = np.zeros(len(sizes), dtype=np.int64)
     begin = group = 0
     while begin < len(sizes):
-        before = int(ends[begin - 1]) if begin else 0
-        end = max(begin + 1, int(np.searchsorted(ends, before + room_bytes, side="right")))
+        before = ends[begin - 1] if begin else 0
+        end = max(begin + 1, bisect_right(ends, before + room_bytes, lo=begin))
         groups[begin:end] = group
         begin, group = end, group + 1
     return groups
@@ -310,7 +307,7 @@ def set_passes(ops: Ops, groups: Ints, made: Ints, room: Room) -> tuple[Ops, Int
     ops["pass"] = number[clusters]
     ops, groups = np.concatenate([few[0], ops]), np.concatenate([few[1], groups])
     order = np.lexsort((ops["pass"], groups))
-    return ops[order], groups[order]
+    return ops.take(order), groups[order]
 
 
 def _cut_for_reading(ops: Ops, groups: Ints, most: Ints) -> tuple[Ops, Ints, Ints]:
@@ -329,14 +326,15 @@ def _cut_for_reading(ops: Ops, groups: Ints, most: Ints) -> tuple[Ops, Ints, Int
         wanted[clusters] = most[groups]
         chosen = (size > wanted) & possible.any(axis=1)
         keep = ~chosen[clusters]
-        done.append((ops[keep], groups[keep], _dense_numbers(clusters[keep]) + numbered))
-        numbered += len(np.unique(clusters[keep]))
+        kept = dense_numbers(clusters[keep])
+        done.append((ops[keep], groups[keep], kept + numbered))
+        numbered += int(kept.max(initial=-1)) + 1
         ops, groups, clusters = ops[~keep], groups[~keep], clusters[~keep]
         if len(ops):
             pieces = _cut_evenly(ops, clusters, possible.argmax(axis=1), -(-size // wanted))
             parents = clusters[pieces.origin]
             ops, groups = pieces.ops, groups[pieces.origin]
-            clusters = _dense_numbers(parents * (int(pieces.stretch.max()) + 1) + pieces.stretch)
+            clusters = dense_numbers(parents * (int(pieces.stretch.max()) + 1) + pieces.stretch)
     return (
         np.concatenate([ops for ops, _, _ in done]),
         np.concatenate([groups for _, groups, _ in done]),

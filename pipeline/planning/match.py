@@ -9,6 +9,7 @@ not store because they are the cast of their master weight (``CHECK``).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,8 @@ OP = np.dtype(
         ("target_dtype", np.int8),
         ("source_byte", np.int64),  # of the first element
         ("target_byte", np.int64),
+        ("source_stop", np.int64),  # one past the last byte that is touched
+        ("target_stop", np.int64),
         ("offset", np.int64, (MAX_DIMS,)),  # of the box in the tensor
         ("extents", np.int64, (MAX_DIMS,)),
         ("source_strides", np.int64, (MAX_DIMS,)),
@@ -57,46 +60,80 @@ def feeds(tensor_ids: npt.NDArray[np.int32], implied: Mapping[int, int]) -> npt.
     return feed[tensor_ids]
 
 
-def match(source: Fragments, target: Fragments, implied: Mapping[int, int], kind: int = MOVE) -> Ops:
-    """One op for every pair of boxes of the same values that meet.
+class _Pairs(NamedTuple):
+    """Rows of two columns of fragments that meet."""
 
-    Ops are ordered by feed, then by the order of ``source`` and of ``target``.
-    """
+    source: Fragments
+    target: Fragments
+    i: Ints
+    j: Ints
+    feed: npt.NDArray[np.int32]
+    """Of every pair."""
+
+
+def _meeting(source: Fragments, target: Fragments, implied: Mapping[int, int]) -> _Pairs:
     feed = feeds(target["tensor"], implied)
     i, j = meeting_pairs(
         Boxes(source["tensor"], source["offset"], source["extents"]),
         Boxes(feed, target["offset"], target["extents"]),
     )
-    ops = np.empty(len(i), dtype=OP)
-    for first in range(0, len(i), _BLOCK_OPS):
-        block = slice(first, first + _BLOCK_OPS)
-        _fill(ops[block], source[i[block]], target[j[block]])
-        ops["feed"][block] = feed[j[block]]
-    ops["kind"], ops["pass"] = kind, 0
+    return _Pairs(source, target, i, j, feed[j])
+
+
+def match(source: Fragments, target: Fragments, implied: Mapping[int, int], kind: int = MOVE) -> Ops:
+    """One op for every pair of boxes of the same values that meet.
+
+    Ops are ordered by feed, then by the order of ``source`` and of ``target``.
+    """
+    return _described([(kind, _meeting(source, target, implied))])
+
+
+def _described(found: Sequence[tuple[int, _Pairs]]) -> Ops:
+    """The ops of all pairs, kind by kind."""
+    ops = np.empty(sum(len(pairs.i) for _, pairs in found), dtype=OP)
+    done = 0
+    for kind, (source, target, i, j, feed) in found:
+        for first in range(0, len(i), _BLOCK_OPS):
+            one, other = i[first : first + _BLOCK_OPS], j[first : first + _BLOCK_OPS]
+            block = ops[done : done + len(one)]
+            _fill(block, source.take(one), target.take(other))
+            block["kind"], block["feed"] = kind, feed[first : first + _BLOCK_OPS]
+            done += len(one)
     return ops
 
 
 def _fill(ops: Ops, source: Fragments, target: Fragments) -> None:
     """Describe what each pair of fragments has in common."""
     low, extents = intersect(source["offset"], source["extents"], target["offset"], target["extents"])
-    ops["tensor"], ops["offset"], ops["extents"] = target["tensor"], low, extents
+    ops["tensor"], ops["offset"], ops["extents"], ops["pass"] = target["tensor"], low, extents, 0
     for side, fragments in (("source", source), ("target", target)):
         for column in ("file", "dtype", "strides"):
             ops[f"{side}_{column}"] = fragments[column]
         skipped = ((low - fragments["offset"]) * fragments["strides"]).sum(axis=1)
         ops[f"{side}_byte"] = fragments["byte_base"] + skipped
+    set_stops(ops)
+
+
+def set_stops(ops: Ops) -> None:
+    """Work out anew where the bytes of ops end, from their boxes."""
+    for side in ("source", "target"):
+        stop = ops[f"{side}_byte"] + ITEMSIZES[ops[f"{side}_dtype"]]
+        for dim in range(MAX_DIMS):
+            stop += (ops["extents"][:, dim] - 1) * ops[f"{side}_strides"][:, dim]
+        ops[f"{side}_stop"] = stop
 
 
 def op_volumes(ops: Ops) -> Ints:
     """Elements of each op."""
-    return np.asarray(ops["extents"].prod(axis=1), dtype=np.int64)
+    elements = ops["extents"][:, 0].copy()
+    for dim in range(1, MAX_DIMS):
+        elements *= ops["extents"][:, dim]
+    return np.asarray(elements, dtype=np.int64)
 
 
 def hull(ops: Ops, side: str) -> tuple[Ints, Ints]:
     """First byte and one past the last byte that each op touches on one ``side``."""
-    span = ((ops["extents"] - 1) * ops[f"{side}_strides"]).sum(axis=1)
-    start = ops[f"{side}_byte"]
-    return start, start + span + ITEMSIZES[ops[f"{side}_dtype"]]
+    return np.ascontiguousarray(ops[f"{side}_byte"]), np.ascontiguousarray(ops[f"{side}_stop"])
 
 
 def plan_ops(
@@ -114,21 +151,29 @@ def plan_ops(
     PlanError
         If a source tensor would be dropped.
     """
-    primary = source.fragments[source.fragments["replica"] == 0]
-    moves = match(primary, target, source.implied)
-    _check_casts(moves, source.tensors, casts)
-    _check_written_once(moves, clipped(target, source.tensors), source.tensors)
-    unmoved = sorted(set(np.unique(primary["tensor"])) - set(np.unique(moves["feed"])))
-    implied = _implied_by_definition(source, unmoved)
-    copies = source.fragments[source.fragments["replica"] > 0] if compare_replicas else primary[:0]
-    left_out = primary[np.isin(primary["tensor"], list(implied))]
-    return np.concatenate(
+    primary = source.fragments.compress(source.fragments["replica"] == 0)
+    moved = _meeting(primary, target, source.implied)
+    implied = _implied_by_definition(source, _lacking(primary["tensor"], moved.feed))
+    copies = source.fragments.compress(source.fragments["replica"] > 0) if compare_replicas else primary[:0]
+    left_out = primary[np.isin(primary["tensor"], list(implied))] if implied else primary[:0]
+    ops = _described(
         [
-            moves,
-            match(primary, copies, implied, kind=COMPARE),
-            match(primary, left_out, implied, kind=CHECK),
+            (MOVE, moved),
+            (COMPARE, _meeting(primary, copies, implied)),
+            (CHECK, _meeting(primary, left_out, implied)),
         ]
     )
+    moves = ops[: len(moved.i)]
+    _check_casts(moves, source.tensors, casts)
+    _check_written_once(moves, clipped(target, source.tensors), source.tensors)
+    return ops
+
+
+def _lacking(these: npt.NDArray[np.int32], others: npt.NDArray[np.int32]) -> list[int]:
+    """Numbers that are among ``these`` and not among ``others``."""
+    count = 1 + int(max(these.max(initial=-1), others.max(initial=-1)))
+    lacking = np.bincount(these, minlength=count).astype(bool) & (np.bincount(others, minlength=count) == 0)
+    return np.flatnonzero(lacking).tolist()
 
 
 def clipped(target: Fragments, tensors: Sequence[Tensor]) -> Fragments:
@@ -154,15 +199,14 @@ def _implied_by_definition(source: Catalog, unmoved: Sequence[int]) -> dict[int,
 
 
 def _check_casts(moves: Ops, tensors: Sequence[Tensor], casts: Collection[Cast]) -> None:
-    pairs, first = np.unique(
-        moves["source_dtype"].astype(np.int64) * len(DTYPES) + moves["target_dtype"], return_index=True
-    )
-    for pair, row in zip(pairs.tolist(), first.tolist(), strict=True):
+    pairs = moves["source_dtype"].astype(np.int64) * len(DTYPES) + moves["target_dtype"]
+    for pair in np.flatnonzero(np.bincount(pairs)).tolist():
         one, two = (DTYPES[number] for number in divmod(pair, len(DTYPES)))
         if one != two and (one.name, two.name) not in {*_CASTS, *casts}:
+            tensor = tensors[int(moves["tensor"][np.argmax(pairs == pair)])]
             raise UnsupportedError(
-                f"{tensors[moves['tensor'][row]].label}: stored as {one.name}, the target wants {two.name}; this "
-                "cast is neither defined by the format nor asked for"
+                f"{tensor.label}: stored as {one.name}, the target wants {two.name}; this cast is neither defined "
+                "by the format nor asked for"
             )
 
 

@@ -83,7 +83,7 @@ def plan_parts(
 def _blocks(ops: Ops, owners: Ints, copied: Parts) -> Parts:
     """What has values: consecutive ranges of one owner as one, and the copied parts; sorted by file and start."""
     moves = ops["kind"] == MOVE
-    start, stop = hull(ops[moves], "target")
+    start, stop = (side[moves] for side in hull(ops, "target"))
     count = int(owners.max(initial=-1)) + 1
     key, low, high = merge(
         ops["target_file"][moves].astype(np.int64) * max(count, 1) + owners[moves], start, stop

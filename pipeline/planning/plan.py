@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +34,7 @@ from paddle_reshard.pipeline.planning.match import (
     plan_ops,
 )
 from paddle_reshard.pipeline.planning.parts import MADE, NOBODY, PART, Parts, part_sizes, plan_parts
-from paddle_reshard.pipeline.planning.ranges import merge
+from paddle_reshard.pipeline.planning.ranges import dense_numbers, merge
 from paddle_reshard.pipeline.tensors import Tensor
 
 SMALLEST_BUDGET_BYTES = 256 << 20
@@ -143,15 +144,16 @@ class Plan:
         """Size of the target, carried files included."""
         return sum(f.size_bytes for f in self.target_files) + sum(f.size_bytes for f in self.carried)
 
-    @property
+    @cached_property
     def plan_id(self) -> str:
         """Hash of everything the plan says."""
         digest = hashlib.sha256()
         for rows in (self.ops, self.op_groups, self.bands, self.parts, self.group_peaks):
-            digest.update(np.ascontiguousarray(rows).tobytes())
-        digest.update(
-            repr((self.tensors, self.source_files, self.target_files, self.literals, self.carried)).encode()
-        )
+            digest.update(np.ascontiguousarray(rows).view(np.uint8).data)
+        for file, offset, content in self.literals:
+            digest.update(b"%d %d %d " % (file, offset, len(content)))
+            digest.update(content)
+        digest.update(repr((self.tensors, self.source_files, self.target_files, self.carried)).encode())
         return digest.hexdigest()[:16]
 
 
@@ -279,8 +281,9 @@ def _groups_of_parts(parts: Parts, first: int) -> Ints:
         portion = (np.cumsum(sizes) - sizes) // most_bytes
         number = np.arange(len(sizes)) // max(most_parts, 1)
         both = portion * (len(sizes) + 1) + number
-        groups[chosen] = first + np.unique(both, return_inverse=True)[1]
-        first += len(np.unique(both))
+        numbers = dense_numbers(both)
+        groups[chosen] = first + numbers
+        first += int(numbers.max(initial=-1)) + 1
     return groups
 
 
@@ -337,11 +340,11 @@ def _check_tiles(ops: Ops, target: TargetFiles, tensors: Sequence[Tensor]) -> No
 
     Parts of tensors that reach beyond the source's are zeros, as padding is.
     """
-    moves = ops[ops["kind"] == MOVE]
+    moves = ops["kind"] == MOVE
     count = len(target.files)
     covered = np.bincount(
-        moves["target_file"],
-        weights=op_volumes(moves) * ITEMSIZES[moves["target_dtype"]],
+        ops["target_file"][moves],
+        weights=(op_volumes(ops) * ITEMSIZES[ops["target_dtype"]])[moves],
         minlength=count,
     )
     boxes = target.fragments
