@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 
-from paddle_reshard.clusters.inline import run_inline
+from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.errors import UsageError
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import ReadRange, WritePart
@@ -29,8 +29,6 @@ def choose_engine(cluster: str, workers: int | None, memory_bytes: int, exchange
         return RayEngine(address or None, workers, memory_bytes, exchange, device)
     if cluster != "inline":
         raise UsageError(f"unknown cluster {cluster!r}; known are inline, ray and ray:ADDRESS")
-    if workers not in (None, 1):
-        raise UsageError(f"cluster inline has one worker, not {workers}")
     if device != "cpu" or exchange != "auto":
         raise UsageError(f"device {device!r} and exchange {exchange!r} belong to cluster ray")
-    return run_inline
+    return InlineEngine(memory_bytes, workers)

@@ -1,17 +1,120 @@
-"""Run a plan in this process, one group after another: the definition of what running a plan means."""
+"""Run a plan in this process, several groups at a time.
+
+A few threads run groups from end to end. Reads, copies and writes leave Python's lock alone, so the reads and writes
+of some groups overlap with the moves of others. A group is admitted when its peak fits the credits that are left:
+so memory is bounded in whatever order groups end. Groups are admitted in the order of the plan, so that files are
+read and written from front to back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+import os
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 
+from paddle_reshard.pipeline.errors import MemoryBudgetError, UsageError
+from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import ReadRange, WritePart
-from paddle_reshard.tasks.run_group import GroupReport, run_group
+from paddle_reshard.tasks.device import Mover
+from paddle_reshard.tasks.run_group import GroupReport, compare_group, run_group
+from paddle_reshard.tasks.workspace import Workspace
+
+Reports = Generator[GroupReport, None, None]
+GRAIN_BYTES = 8 << 20
+"""Workspaces are taken in multiples of this, so that groups of about one size can follow each other in one."""
 
 
-def run_inline(
-    works: Iterable[GroupWork], source: ReadRange, target: WritePart
-) -> Generator[GroupReport, None, None]:
-    """Run every group; memory is one group's peak at a time."""
-    for work in works:
-        yield run_group(work, source, target)
+@dataclass(frozen=True)
+class InlineEngine:
+    """Settings of a run in this process; called with groups, it is an ``Engine``."""
+
+    memory_bytes: int = 1 << 30
+    """Of this process, what it needs for itself included."""
+    workers: int | None = None
+    """Groups at a time, as far as memory allows. Default: two for every processor, since half of the time a group
+    waits for storage."""
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and self.workers < 1:
+            raise UsageError(f"{self.workers} workers: at least 1 is needed")
+
+    def __call__(self, works: Iterable[GroupWork], source: ReadRange, target: WritePart) -> Reports:
+        """Run every group, and report each as it is done. Closing the iterator ends all of them."""
+        return self._run(works, lambda work, mover: run_group(work, source, target, mover))
+
+    def compare(self, works: Iterable[GroupWork], source: ReadRange) -> Reports:
+        """Only make the comparisons of every group."""
+        return self._run(works, lambda work, mover: compare_group(work, source, mover))
+
+    def _run(self, works: Iterable[GroupWork], do: Callable[[GroupWork, Mover], GroupReport]) -> Reports:
+        count = self.workers or 2 * len(os.sched_getaffinity(0))
+        desk = _Workspaces(self.memory_bytes - FOOTPRINT_BYTES)
+        running: dict[Future[GroupReport], Workspace] = {}
+        with ThreadPoolExecutor(count, thread_name_prefix="group") as pool:
+            try:
+                for work in works:
+                    while len(running) == count or (space := desk.take(work)) is None:
+                        yield from _settle(running, desk)
+                    running[pool.submit(do, work, space)] = space
+                while running:
+                    yield from _settle(running, desk)
+            finally:
+                for future, space in running.items():
+                    space.stop()
+                    future.cancel()
+
+
+def _settle(running: dict[Future[GroupReport], Workspace], desk: _Workspaces) -> Reports:
+    """Wait until something is done; what it raised comes through."""
+    for future in wait(running, return_when=FIRST_COMPLETED).done:
+        desk.give_back(running.pop(future))
+        yield future.result()
+
+
+class _Workspaces:
+    """The credits of a run: workspaces that are in use or kept for later, never more than the budget."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.idle: list[Workspace] = []
+        self.taken_bytes = 0
+        """Of all workspaces."""
+
+    def take(self, work: GroupWork) -> Workspace | None:
+        """A workspace for a group; ``None`` if others have to end first.
+
+        Raises
+        ------
+        MemoryBudgetError
+            If that would not help.
+        """
+        peak_bytes = work.peak_bytes
+        if peak_bytes > self.budget_bytes:
+            raise MemoryBudgetError(
+                work.label, self.budget_bytes + FOOTPRINT_BYTES, peak_bytes + FOOTPRINT_BYTES
+            )
+        if not peak_bytes:  # the storage copies everything
+            return Workspace(0)
+        fitting = [space for space in self.idle if space.capacity_bytes >= peak_bytes]
+        if fitting:
+            space = min(fitting, key=lambda space: space.capacity_bytes)
+            self.idle.remove(space)
+            space.clear()
+            return space
+        wanted = min(-(-peak_bytes // GRAIN_BYTES) * GRAIN_BYTES, self.budget_bytes)
+        while self.idle and self.taken_bytes + wanted > self.budget_bytes:
+            self.taken_bytes -= self.idle.pop().capacity_bytes
+        if self.taken_bytes + wanted > self.budget_bytes:
+            return None
+        self.taken_bytes += wanted
+        return Workspace(wanted)
+
+    def give_back(self, space: Workspace) -> None:
+        """A group has ended."""
+        if space.capacity_bytes:
+            self.idle.append(space)
+
+
+run_inline = InlineEngine()

@@ -316,7 +316,7 @@ class _Run:
         """How many of the idle workers take a group; 0 where it has to wait for more of them."""
         work, idle, exchange = attempt.work, len(self.idle), self.engine.exchange
         if work.peak_bytes > self.engine.memory_bytes:
-            raise MemoryBudgetError(_first_tensor(work), self.engine.memory_bytes, work.peak_bytes)
+            raise MemoryBudgetError(work.label, self.engine.memory_bytes, work.peak_bytes)
         needed_bytes = band_bytes(work)
         if (
             exchange == "never"
@@ -386,7 +386,7 @@ class _Run:
     def _try_again(self, work: GroupWork, number: int, failure: RayError) -> None:
         cause = _cause(failure)
         if number >= ATTEMPTS:
-            raise GroupFailedError(_first_tensor(work), work.group, number, cause) from failure
+            raise GroupFailedError(work.label, work.group, number, cause) from failure
         log.warning("group %d: attempt %d failed: %s", work.group, number, cause)
         self.queue.appendleft(_Attempt(work, number + 1))
 
@@ -430,13 +430,6 @@ def _readable(demand: Mapping[str, float]) -> str:
         for name, amount in demand.items()
     ]
     return ", ".join(parts)
-
-
-def _first_tensor(work: GroupWork) -> str:
-    """What to call a group by; one without values by its first file."""
-    if len(work.ops):
-        return work.tensors[int(work.ops["tensor"][0])].label
-    return next(iter(work.target_paths.values()), "nothing")
 
 
 def _cause(failure: RayError) -> str:

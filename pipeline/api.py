@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paddle_reshard.clusters.choose import choose_engine
+from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.compare import Difference, plan_comparison
 from paddle_reshard.pipeline.errors import CheckpointError, ReshardError, UsageError
 from paddle_reshard.pipeline.integrity import IntegrityReport, check_target
@@ -52,7 +54,6 @@ from paddle_reshard.storage.locate import StorageOptions, open_source, open_targ
 from paddle_reshard.storage.retry_counts import count_retries
 from paddle_reshard.storage.store import Read, ReadRange, Source, Target
 from paddle_reshard.tasks.figures import add_retries
-from paddle_reshard.tasks.run_group import compare_group
 
 PathLike = str | os.PathLike[str]
 DEFAULT_MEMORY = "1GiB"
@@ -417,20 +418,22 @@ def verify(
         raise UsageError(
             f"neither checkpoint has the state {sorted(unknown)[0]!r}; known: {', '.join(sorted(known))}"
         )
+    engine = InlineEngine(parse_memory(memory))
     comparison = plan_comparison(
-        one.catalog, two.catalog, None if states is None else set(states), subset, parse_memory(memory)
+        one.catalog, two.catalog, None if states is None else set(states), subset, engine.memory_bytes
     )
     differences = list(comparison.differences)
     if states is None and not subset and one.lr_scheduler != two.lr_scheduler:
         differences.append(Difference("LR_Scheduler", f"{one.lr_scheduler} in A, {two.lr_scheduler} in B"))
-    pair = _Pair(*stores)
-    elements = read = 0
-    for work in plan_work(comparison.plan):
-        report = compare_group(work, pair)
-        elements, read = elements + report.compared_elements, read + report.read_bytes
-        differences += [
-            Difference(d.tensor, f"{d.detail}: {d.path_a} and {d.path_b}") for d in report.differences
-        ]
+    with closing(engine.compare(plan_work(comparison.plan), _Pair(*stores))) as made:
+        reports = sorted(made, key=lambda report: report.group)
+    differences += [
+        Difference(d.tensor, f"{d.detail}: {d.path_a} and {d.path_b}")
+        for report in reports
+        for d in report.differences
+    ]
+    elements = sum(report.compared_elements for report in reports)
+    read = sum(report.read_bytes for report in reports)
     for store in stores:
         store.check_unchanged()
     return VerifyReport(comparison.tensors, elements, read, tuple(differences))

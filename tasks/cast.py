@@ -1,14 +1,11 @@
-"""Casts that a format defines, bit for bit."""
+"""Casts that a format defines or a user asks for, bit for bit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-BLOCK_ELEMENTS = 1 << 18
-"""Casts and comparisons work in blocks of about this size, so that they need no memory to speak of."""
 
 
 def bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
@@ -19,25 +16,61 @@ def bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     >>> [hex(b) for b in bfloat16_bits(np.float32([1.0, 1.00390625, 1.01171875]))]
     ['0x3f80', '0x3f80', '0x3f82']
     """
-    bits = np.ascontiguousarray(values, dtype="<f4").view(np.uint32)
-    rounded = ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
-    rounded[np.isnan(values)] = 0x7FFF
-    return rounded
+    flat = np.ascontiguousarray(values, dtype="<f4")
+    words = np.empty(flat.shape, dtype=np.uint32)
+    round_words(flat, words)
+    return words.astype("<u2")
 
 
-def blocks(extents: tuple[int, ...], elements: int = BLOCK_ELEMENTS) -> Iterator[tuple[slice, ...]]:
-    """Cut a box into slices of at most about ``elements`` elements each, in order."""
-    if not extents:
-        yield ()
-        return
-    inner = 1
-    for extent in extents[1:]:
-        inner *= extent
-    rows = max(1, elements // max(inner, 1))
-    for low in range(0, extents[0], rows):
-        high = min(low + rows, extents[0])
-        if inner > elements:
-            for rest in blocks(extents[1:], elements):
-                yield (slice(low, high), *rest)
-        else:
-            yield (slice(low, high),)
+def round_words(values: npt.NDArray[np.float32], words: npt.NDArray[np.uint32]) -> None:
+    """Fill ``words`` with :func:`bfloat16_bits` of ``values``; both contiguous and of one shape."""
+    bits = values.view(np.uint32)
+    np.right_shift(bits, 16, out=words)
+    np.bitwise_and(words, 1, out=words)
+    np.add(words, 0x7FFF, out=words)
+    np.add(words, bits, out=words)  # may wrap around for a NaN
+    np.right_shift(words, 16, out=words)
+    nan = np.isnan(values)
+    if nan.any():
+        words[nan] = 0x7FFF
+
+
+def cast(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """``values`` as another floating dtype, rounded once, to nearest, ties to even; any shape.
+
+    bfloat16 is ``uint16`` on both sides: its bit patterns. What is too large for float16 becomes infinite.
+
+    >>> cast(np.uint16([0x3F80, 0xC000]), np.dtype("<f2"))
+    array([ 1., -2.], dtype=float16)
+    """
+    if values.dtype == dtype:
+        return values
+    wide = _widened(values)
+    if dtype == np.uint16:
+        return bfloat16_bits(wide)
+    with np.errstate(over="ignore"):
+        return wide.astype(dtype)
+
+
+def cast_in_range(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """The same, where no finite value may become infinite.
+
+    Raises
+    ------
+    OverflowError
+        Naming the first one.
+    """
+    found = cast(values, dtype)
+    if dtype == np.float16:
+        wide = _widened(values)
+        lost = np.isinf(found) & np.isfinite(wide)
+        if lost.any():
+            raise OverflowError(f"the value {wide[lost][0]} is too large for {dtype.name}")
+    return found
+
+
+def _widened(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """The same values as float32, which holds every bfloat16 and float16."""
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32, copy=False)

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_reshard.pipeline.errors import UnsupportedError
-from paddle_reshard.tasks.cast import bfloat16_bits, blocks
+from paddle_reshard.tasks.boxes import cast_box, copy_box
+from paddle_reshard.tasks.cast import bfloat16_bits, cast_in_range
 
 Buffer = npt.NDArray[np.uint8]
 OLDEST_PADDLE = (2, 6)
@@ -42,6 +43,12 @@ class Box:
 class Mover(Protocol):
     """Moves boxes between the bands and the parts of a group."""
 
+    def room(self, nbytes: int) -> Buffer:
+        """Host memory that a band is read to."""
+
+    def release(self) -> None:
+        """The bands that were brought here are not needed any more."""
+
     def load(self, band: Buffer) -> Any:
         """Bring a band to where the moves are made; it is only read."""
 
@@ -49,15 +56,27 @@ class Mover(Protocol):
         """A part, all zeros."""
 
     def move(self, source: Box, target: Box) -> None:
-        """Copy a box of a band into a part, or cast it where the dtypes differ."""
+        """Copy a box of a band into a part, or cast it where the dtypes differ.
+
+        Raises
+        ------
+        OverflowError
+            If a finite value is too large for the dtype of the part.
+        """
 
     def fetch(self, part: Any) -> Buffer:
         """Bring a part back into host memory, where it can be written to."""
 
 
-@dataclass(frozen=True, slots=True)
 class HostMover:
     """Moves in host memory, with NumPy."""
+
+    def room(self, nbytes: int) -> Buffer:
+        """Memory as it comes."""
+        return np.empty(nbytes, dtype=np.uint8)
+
+    def release(self) -> None:
+        """Nothing is kept here."""
 
     def load(self, band: Buffer) -> Buffer:
         """The band itself."""
@@ -68,13 +87,9 @@ class HostMover:
         return np.zeros(nbytes, dtype=np.uint8)
 
     def move(self, source: Box, target: Box) -> None:
-        """Copy or cast; a cast works in blocks and needs no memory to speak of."""
-        one, other = source.array(), target.array()
-        if one.dtype == other.dtype:
-            other[...] = one
-            return
-        for block in blocks(one.shape):
-            other[block] = bfloat16_bits(one[block])
+        """Copy or cast, in blocks that need no memory to speak of."""
+        move = copy_box if source.dtype == target.dtype else cast_box
+        move(source.array(), target.array())
 
     def fetch(self, part: Buffer) -> Buffer:
         """The part itself."""
@@ -108,6 +123,13 @@ class PaddleMover:
         if cast.tobytes() != bfloat16_bits(probe).tobytes():
             raise UnsupportedError(f"Paddle on {device!r} does not round float32 to bfloat16 as the CPU does")
 
+    def room(self, nbytes: int) -> Buffer:
+        """Host memory; what is read there is then copied to the device."""
+        return np.empty(nbytes, dtype=np.uint8)
+
+    def release(self) -> None:
+        """Nothing is kept here."""
+
     def load(self, band: Buffer) -> Any:
         """A copy of the band on the device."""
         return self.paddle.to_tensor(band)
@@ -117,14 +139,18 @@ class PaddleMover:
         return self.paddle.zeros([nbytes], dtype="uint8")
 
     def move(self, source: Box, target: Box) -> None:
-        """Copy or cast on the device."""
+        """Copy or cast on the device; casts that no format defines, and only exports ask for, on the host."""
         if source.dtype == target.dtype:
             self._assign(source, target)
             return
         nbytes = prod(source.extents) * source.dtype.itemsize
         aligned = Box(self.zeros(nbytes), 0, source.dtype, source.extents, _contiguous(source))
         self._assign(source, aligned)
-        rounded = aligned.buffer.view("float32").astype("bfloat16").view("uint8")
+        if (source.dtype, target.dtype) == (np.dtype("<f4"), np.dtype("<u2")):
+            rounded = aligned.buffer.view("float32").astype("bfloat16").view("uint8")
+        else:
+            values = aligned.buffer.numpy().view(source.dtype)
+            rounded = self.paddle.to_tensor(cast_in_range(values, target.dtype).view(np.uint8))
         self._assign(Box(rounded, 0, target.dtype, source.extents, _contiguous(target)), target)
 
     def _assign(self, source: Box, target: Box) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.errors import DriftError
+from paddle_reshard.pipeline.errors import CastError, DriftError
 from paddle_reshard.pipeline.geometry import Ints
 from paddle_reshard.pipeline.planning.match import COMPARE, MOVE, Ops
 from paddle_reshard.pipeline.planning.parts import MADE, Parts, part_sizes
@@ -24,7 +24,8 @@ from paddle_reshard.pipeline.planning.plan import Bands
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.pipeline.tensors import DTYPES
 from paddle_reshard.storage.store import Read, ReadRange, Receipt, WritePart
-from paddle_reshard.tasks.cast import bfloat16_bits, blocks
+from paddle_reshard.tasks.boxes import blocks
+from paddle_reshard.tasks.cast import cast
 from paddle_reshard.tasks.device import HOST, Box, Buffer, Mover
 from paddle_reshard.tasks.figures import WorkerFigures
 
@@ -55,7 +56,7 @@ def run_group(work: GroupWork, source: ReadRange, target: WritePart, mover: Move
         If two copies of the same values differ; nothing of the group is written then. Where the work allows
         replica drift, it is reported instead; a parameter that is not the cast of its master weight never is.
     """
-    report = _make(work, lambda bands: _load_bands(work, bands, source), target, mover)
+    report = _make(work, lambda bands: _load_bands(work, bands, source, mover), target, mover)
     copied = work.parts[work.parts["source_file"] != MADE]
     receipts = report.receipts + tuple(_copy_parts(work, copied, source, target))
     nbytes = int(part_sizes(copied).sum())
@@ -64,11 +65,12 @@ def run_group(work: GroupWork, source: ReadRange, target: WritePart, mover: Move
     )
 
 
-def compare_group(work: GroupWork, source: ReadRange) -> GroupReport:
+def compare_group(work: GroupWork, source: ReadRange, mover: Mover = HOST) -> GroupReport:
     """Make the comparisons of one group and report every pair of boxes that differs."""
-    reports = [
-        _compare(work, turn.bands, turn.ops, _load_bands(work, turn.bands, source)) for turn in _passes(work)
-    ]
+    reports = []
+    for turn in _passes(work):
+        reports.append(_compare(work, turn.bands, turn.ops, _load_bands(work, turn.bands, source, mover)))
+        mover.release()
     return _summed(work, reports)
 
 
@@ -79,8 +81,8 @@ def load_band(source: ReadRange, path: str, start: int, stop: int) -> Buffer:
     return buffer
 
 
-def _load_bands(work: GroupWork, bands: Bands, source: ReadRange) -> list[Buffer]:
-    buffers = [np.empty(int(band["stop"] - band["start"]), dtype=np.uint8) for band in bands]
+def _load_bands(work: GroupWork, bands: Bands, source: ReadRange, mover: Mover) -> list[Buffer]:
+    buffers = [mover.room(int(band["stop"] - band["start"])) for band in bands]
     source.read_many(
         [
             Read(work.source_paths[int(band["file"])], int(band["start"]), buffer.data)
@@ -127,6 +129,7 @@ def _make(
     reports = []
     for turn in _passes(work):
         reports.append(_do_pass(work, turn, load(turn.bands), made, mover))
+        mover.release()
     receipts = []
     for index in sorted(made):
         part = work.parts[index]
@@ -153,7 +156,10 @@ def _do_pass(
     places = zip(moves, locate(turn.bands, moves, "source"), locate(work.parts, moves, "target"), strict=True)
     for op, band, part in places:
         source = _box(loaded[band], int(turn.bands[band]["start"]), op, "source")
-        mover.move(source, _box(parts[int(part)], int(work.parts[part]["start"]), op, "target"))
+        try:
+            mover.move(source, _box(parts[int(part)], int(work.parts[part]["start"]), op, "target"))
+        except OverflowError as error:
+            raise CastError(work.tensors[int(op["tensor"])].label, str(error)) from error
     return report
 
 
@@ -260,7 +266,7 @@ def _first_difference(
 ) -> tuple[tuple[int, ...], str, str] | None:
     """Place and both values of the first element whose bits differ, each side as ``dtype``."""
     for block in blocks(one.shape):
-        a, b = (side[block] if side.dtype == dtype else bfloat16_bits(side[block]) for side in (one, other))
+        a, b = (cast(side[block], dtype) for side in (one, other))
         bits = np.dtype(f"<u{dtype.itemsize}")
         differs = np.ascontiguousarray(a).view(bits) != np.ascontiguousarray(b).view(bits)
         if differs.any():

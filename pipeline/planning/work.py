@@ -34,6 +34,13 @@ class GroupWork:
     peak_bytes: int
     allow_replica_drift: bool = False
 
+    @property
+    def label(self) -> str:
+        """What to call it by: its first tensor, or its first file."""
+        if len(self.ops):
+            return self.tensors[int(self.ops["tensor"][0])].label
+        return next(iter(self.target_paths.values()), "nothing")
+
 
 def plan_work(plan: Plan) -> Iterator[GroupWork]:
     """All groups of a plan, in order."""

@@ -1,16 +1,13 @@
-"""The cast to bfloat16 is Paddle's, bit for bit; blocks tile a box."""
+"""The cast to bfloat16 is Paddle's, bit for bit."""
 
 import warnings
 from functools import cache
-from math import prod
 from types import ModuleType
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from paddle_reshard.tasks.cast import bfloat16_bits, blocks
+from paddle_reshard.tasks.cast import bfloat16_bits
 
 
 @cache
@@ -84,17 +81,3 @@ def test_empty_and_tiny_arrays(shape: tuple[int, ...]) -> None:
 def test_strided_input() -> None:
     values = np.random.default_rng(1).integers(0, 1 << 32, (40, 60), dtype=np.uint32).view(np.float32)
     assert bfloat16_bits(values.T[::3, 1::2]).tobytes() == paddle_bits(values)[1::2, ::3].T.tobytes()
-
-
-@given(st.lists(st.integers(0, 6), max_size=4).map(tuple), st.integers(1, 40))
-def test_blocks_tile_a_box_once_and_in_order(extents: tuple[int, ...], elements: int) -> None:
-    numbered = np.arange(prod(extents)).reshape(extents)
-    cut = [numbered[block] for block in blocks(extents, elements)]
-    assert [int(i) for block in cut for i in block.ravel()] == list(range(prod(extents)))
-    assert all(block.size <= elements for block in cut)
-
-
-def test_blocks_of_a_large_box_are_few() -> None:
-    """A box of 64 MiB of float32 is cut into blocks of about 1 MiB."""
-    assert len(list(blocks((4096, 4096)))) == 64
-    assert len(list(blocks((1 << 24,)))) == 64

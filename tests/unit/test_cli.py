@@ -110,7 +110,7 @@ def test_verify_tells_equal_from_different_by_its_exit_status(one_card: Path, tm
         (["--to", "tp=2", "--sharding-strategy", "stage1v2"], 1, "needs sharding > 1"),
         (["--to", "ep=2"], 1, "ep=2"),
         (["--to", "tp=1", "--cluster", "slurm"], 2, "unknown cluster 'slurm'"),
-        (["--to", "tp=1", "--workers", "2"], 2, "inline has one worker"),
+        (["--to", "tp=1", "--workers", "0"], 2, "--workers"),
         (["--to", "tp=1", "--device", "gpu"], 2, "belong to cluster ray"),
         (["--to", "tp=1", "--cluster", "ray:127.0.0.1:1"], 1, "cannot join Ray"),
         (["--to", "cp=2"], 2, "unknown axis 'cp'"),
@@ -191,9 +191,8 @@ def test_layout_comes_from_a_file_and_flags_win(tmp_path: Path) -> None:
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     slow = (
-        "import time, paddle_reshard.clusters.choose as w; "
-        "inner = w.run_inline; "
-        "w.run_inline = lambda *a: (r for r in inner(*a) if print('moving', flush=True) or time.sleep(60) is None); "
+        "import time; from paddle_reshard.clusters.inline import InlineEngine as Engine; run = Engine.__call__; "
+        "Engine.__call__ = lambda *a: (r for r in run(*a) if print('moving', flush=True) or time.sleep(60)); "
         "from paddle_reshard.pipeline.cli import main; main()"
     )
     command = [

@@ -1,0 +1,119 @@
+"""Moves of strided boxes in host memory.
+
+A box may have its dims in any order, gaps between its elements, and its first byte at any address. Work is done
+in blocks that stay in the processor's cache, so it needs no more memory than a few of those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paddle_reshard.tasks.cast import cast_in_range, round_words
+
+BLOCK_ELEMENTS = 1 << 16
+"""Casts and comparisons work in blocks of at most this size: all that one needs fits the second-level cache."""
+TILE_EDGE = 128
+"""Length of a tile along the fastest dim of either side, where these differ."""
+
+Array = npt.NDArray[Any]
+Slices = tuple[slice, ...]
+FLOAT32, BFLOAT16 = np.dtype("<f4"), np.dtype("<u2")
+
+
+def copy_box(source: Array, target: Array) -> None:
+    """Copy a box to another one of the same shape and dtype."""
+    source, target = _in_order_of(target, source, target)
+    if _is_in_order(source):
+        target[...] = source
+        return
+    for tile in _tiles_of(source):
+        target[tile] = source[tile]
+
+
+def cast_box(source: Array, target: Array) -> None:
+    """Cast a box to another one of the same shape, as :func:`~paddle_reshard.tasks.cast.cast_in_range` does.
+
+    Raises
+    ------
+    OverflowError
+        If a finite value is too large for the dtype of ``target``.
+    """
+    source, target = _in_order_of(target, source, target)
+    room = min(source.size, BLOCK_ELEMENTS)
+    # Arithmetic on operands that are not contiguous or not aligned is slow, copying a block is not.
+    values, words, halves = (np.empty(room, dtype) for dtype in (source.dtype, "<u4", "<u2"))
+    for piece in blocks(source.shape) if _is_in_order(source) else _tiles_of(source):
+        box = source[piece]
+        block = values[: box.size]
+        block.reshape(box.shape)[...] = box
+        if (source.dtype, target.dtype) == (FLOAT32, BFLOAT16):
+            round_words(block, words[: box.size])
+            rounded: Array = halves[: box.size]
+            np.copyto(rounded, words[: box.size], casting="unsafe")  # the upper halves are zero
+        else:
+            rounded = cast_in_range(block, target.dtype)
+        target[piece] = rounded.reshape(box.shape)
+
+
+def blocks(extents: Sequence[int], elements: int = BLOCK_ELEMENTS) -> Iterator[Slices]:
+    """Cut a box into slices of at most ``elements`` elements each, in order."""
+    if not extents:
+        yield ()
+        return
+    inner = prod(extents[1:])
+    rows = max(1, elements // max(inner, 1))
+    for low in range(0, extents[0], rows):
+        here = slice(low, min(low + rows, extents[0]))
+        if inner > elements:
+            for rest in blocks(extents[1:], elements):
+                yield (here, *rest)
+        else:
+            yield (here,)
+
+
+def tiles(extents: Sequence[int], other: Sequence[int], edge: int = TILE_EDGE) -> Iterator[Slices]:
+    """Cut a box into slices that are runs of about ``edge`` elements on both sides of a move.
+
+    One side has the dims in their order, the last one the fastest; ``other`` names the dims as they lie on the
+    other side, again the fastest one last. A tile has at most ``edge`` squared elements.
+    """
+    shape = [1] * len(extents)
+    order = range(len(extents) - 1, -1, -1)
+    for dims in (order, reversed(other)):
+        room = edge
+        for dim in dims:
+            shape[dim] = max(shape[dim], min(extents[dim], room))
+            room //= max(1, shape[dim])
+    for dim in order:  # what short dims have left over
+        room = edge * edge // max(1, prod(shape))
+        shape[dim] = min(extents[dim], shape[dim] * max(1, room))
+    return product(
+        *(
+            [slice(low, min(low + step, extent)) for low in range(0, extent, max(1, step))]
+            for extent, step in zip(extents, shape, strict=True)
+        )
+    )
+
+
+def _tiles_of(source: Array) -> Iterator[Slices]:
+    return tiles(source.shape, np.argsort([-stride for stride in source.strides], kind="stable").tolist())
+
+
+def _in_order_of(leader: Array, *boxes: Array) -> tuple[Array, ...]:
+    """Boxes of one shape with their dims as they lie in ``leader``, the fastest last; dims of extent 1 are gone."""
+    gone = [dim for dim, extent in enumerate(leader.shape) if extent == 1]
+    rest = [dim for dim, extent in enumerate(leader.shape) if extent != 1]
+    rest.sort(key=lambda dim: -leader.strides[dim])
+    first = (*(0 for _ in gone), ...)
+    return tuple(box.transpose(*gone, *rest)[first] for box in boxes)
+
+
+def _is_in_order(box: Array) -> bool:
+    """Whether no dim is faster than the one after it."""
+    return all(a >= b for a, b in zip(box.strides, box.strides[1:], strict=False))

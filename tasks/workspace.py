@@ -1,0 +1,76 @@
+"""Memory for one group at a time, kept from group to group.
+
+Fresh memory costs a fault for every page, more than the copy into it. So a worker takes memory once, and every group
+puts its parts and bands there anew.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+
+from paddle_reshard.tasks.device import Box, Buffer, HostMover
+
+
+class Stopped(Exception):
+    """The run that a group belongs to has ended."""
+
+
+class Workspace(HostMover):
+    """Moves in host memory that is kept. For one thread, but for :meth:`stop`.
+
+    Parts are taken before bands. Buffers are valid until :meth:`clear`, those of bands until :meth:`release`.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.memory: Buffer = np.empty(0, dtype=np.uint8)
+        if capacity_bytes:  # not from the heap: what is given back there may stay with the process
+            self.memory = np.frombuffer(mmap.mmap(-1, capacity_bytes, mmap.MAP_PRIVATE), dtype=np.uint8)
+        self.parts_bytes = self.used_bytes = 0
+        self.stopped = False
+
+    def clear(self) -> None:
+        """Forget the parts and bands of the group before."""
+        self.parts_bytes = self.used_bytes = 0
+
+    def stop(self) -> None:
+        """Let the group that is being run fail before its next move or write."""
+        self.stopped = True
+
+    def zeros(self, nbytes: int) -> Buffer:
+        """A part, all zeros."""
+        part = self._take(nbytes)
+        part.fill(0)
+        self.parts_bytes = self.used_bytes
+        return part
+
+    def room(self, nbytes: int) -> Buffer:
+        """Where a band can be read to."""
+        return self._take(nbytes)
+
+    def release(self) -> None:
+        """Forget the bands, so that others take their place."""
+        self.used_bytes = self.parts_bytes
+
+    def move(self, source: Box, target: Box) -> None:
+        """Copy or cast."""
+        self._check()
+        super().move(source, target)
+
+    def fetch(self, part: Buffer) -> Buffer:
+        """The part itself."""
+        self._check()
+        return part
+
+    def _take(self, nbytes: int) -> Buffer:
+        self._check()
+        start, self.used_bytes = self.used_bytes, self.used_bytes + nbytes
+        if self.used_bytes > self.capacity_bytes:
+            raise MemoryError(f"a group needs {self.used_bytes} bytes, its peak was said to be less")
+        return self.memory[start : self.used_bytes]
+
+    def _check(self) -> None:
+        if self.stopped:
+            raise Stopped
