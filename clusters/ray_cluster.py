@@ -123,6 +123,7 @@ def _joined_ray(engine: RayEngine) -> Iterator[None]:
     local: dict[str, Any] = {"num_cpus": engine.workers, "include_dashboard": False}
     try:
         _check_answers(address)
+        _TOKEN_LOG.addFilter(_is_news)
         ray.init(
             address,
             log_to_driver=False,
@@ -132,10 +133,20 @@ def _joined_ray(engine: RayEngine) -> Iterator[None]:
     except (OSError, ValueError, RuntimeError) as error:
         kind = UsageError if isinstance(error, ValueError) else ClusterError
         raise kind(f"cannot join Ray at {address!r}: {_one_line(error)}{_token_hint()}") from error
+    finally:
+        _TOKEN_LOG.removeFilter(_is_news)
     try:
         yield
     finally:
         ray.shutdown()
+
+
+_TOKEN_LOG = logging.getLogger("ray._private.authentication.authentication_token_setup")
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """A Ray that is protected as it should be is nothing to warn of."""
+    return "Token authentication is enabled" not in record.getMessage()
 
 
 def _token_hint() -> str:

@@ -42,6 +42,8 @@ from paddle_reshard.pipeline.layouts.huggingface.target import EXPORTED_STATES, 
 from paddle_reshard.pipeline.layouts.hybrid.sidecars import MANIFEST
 from paddle_reshard.pipeline.layouts.targets import AnyTarget
 from paddle_reshard.pipeline.options import FORMATS, REPLICAS
+from paddle_reshard.pipeline.progress import ProgressLines
+from paddle_reshard.pipeline.progress import readable_bytes as _size
 from paddle_reshard.pipeline.report import (
     Json,
     conversion_data,
@@ -428,13 +430,13 @@ def _answer(data: Json, as_json: bool, quiet: bool, show: Callable[[], None]) ->
 
 @contextmanager
 def _observing(silent: bool) -> Iterator[Callable[[Event], None]]:
-    """An observer that draws a progress bar on a terminal, and prints one line per step otherwise."""
+    """An observer that draws a progress bar on a terminal, and prints lines otherwise."""
     if silent:
         yield workflow.ignore_events
         return
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
-        yield _print_step
+        yield ProgressLines(lambda line: click.echo(line, err=True))
         return
     with Progress(
         TextColumn("{task.description}"),
@@ -446,11 +448,6 @@ def _observing(silent: bool) -> Iterator[Callable[[Event], None]]:
         transient=True,
     ) as bar:
         yield _Bar(bar)
-
-
-def _print_step(event: Event) -> None:
-    if isinstance(event, workflow.StepEnded):
-        click.echo(f"{event.step}: {event.summary}", err=True)
 
 
 class _Bar:
@@ -612,12 +609,6 @@ def _facts() -> Table:
     table.add_column(style="bold", no_wrap=True, min_width=12)
     table.add_column(overflow="fold")
     return table
-
-
-def _size(size_bytes: int) -> str:
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = min(len(units) - 1, max(0, size_bytes.bit_length() - 1) // 10)
-    return f"{size_bytes / 1024**power:.{1 if power else 0}f} {units[power]}"
 
 
 for command in job_commands(convert, api_arguments):
