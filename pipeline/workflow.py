@@ -32,6 +32,7 @@ from paddle_reshard.pipeline.layouts.targets import AnyTarget, lay_out, target_f
 from paddle_reshard.pipeline.manifest import FORMAT, describe_parts, format_manifest
 from paddle_reshard.pipeline.options import ConversionRequest, HybridRequest, LayoutOptions
 from paddle_reshard.pipeline.planning.limits import PartLimits
+from paddle_reshard.pipeline.planning.parts import MADE
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.storage.locate import absolute, place
@@ -465,5 +466,16 @@ def describe_target(
             "replica_drift": list(replica_drift),
         },
         "etags": dict(etags or {}),
-        "parts": describe_parts(receipts, {}),
+        "parts": describe_parts(receipts, _copies(plan)),
+    }
+
+
+def _copies(plan: Plan) -> dict[tuple[str, int], tuple[str, int]]:
+    """File and byte offset of every copied part → file and byte of the source."""
+    return {
+        (plan.target_files[part["file"]].path, int(part["start"])): (
+            plan.source_files[part["source_file"]].path,
+            int(part["source_start"]),
+        )
+        for part in plan.parts[plan.parts["source_file"] != MADE]
     }

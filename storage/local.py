@@ -196,7 +196,9 @@ class LocalTarget:
     def _sweep(self) -> None:
         """Remove what a run left that was killed when its target was in its place already."""
         left = self.staging.find()
-        if left is not None and self.staging.is_moved(left):
+        if left is None:
+            self.staging.place.tidy()
+        elif self.staging.is_moved(left):
             seize(self.staging.place, self.location, self.take_over)
             self.staging.place.remove()
 

@@ -43,7 +43,7 @@ class DiskPlace:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.location = str(folder)
+        self.location = str(folder / "session.json")
         self.session, self.lines = folder / "session.json", folder / "ledger"
 
     def read(self) -> tuple[bytes, str] | None:
@@ -110,9 +110,19 @@ class DiskPlace:
                 entry.unlink(missing_ok=True)
         with self._alone():
             self.session.unlink(missing_ok=True)
-            (self.folder / "lock").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # somebody waits for the lock
-                self.folder.rmdir()
+            self._remove_folder()
+
+    def tidy(self) -> None:
+        """Remove a folder that has no record any more: a run was killed while it removed all this."""
+        if self.folder.is_dir():
+            with self._alone():
+                if not self.session.exists():
+                    self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        (self.folder / "lock").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # somebody waits for the lock
+            self.folder.rmdir()
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:

@@ -1,0 +1,84 @@
+"""Conversions that are killed: a driver process, and a source that is quickly converted."""
+
+import json
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paddle_reshard
+from tests.conftest import COMMITTED, REPO
+from tests.storage.servers import Store, running_store
+
+SMALL = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
+LEFT_OUT = ("ema", "paddle_reshard", "scheduler", "training_args")
+GROUP_BYTES = 1_500_000
+"""Cuts the conversion of the source into four groups."""
+
+
+class Driver:
+    """Runs conversions in processes that can be killed at an effect of their choice."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process = process
+
+    def convert(self, source: Path | str, target: Path | str, **order: Any) -> dict[str, Any]:
+        """Run one conversion; what came of it. ``kill_at`` and ``after`` say when it is killed."""
+        request = {"to": "tp=1", "workers": 1, **order.pop("request", {})}
+        order = {
+            "source": str(source),
+            "target": str(target),
+            "group_bytes": GROUP_BYTES,
+            "request": request,
+            **order,
+        }
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        assert "crash" not in answer, answer["crash"]
+        return answer
+
+
+@pytest.fixture(scope="session")
+def driver() -> Iterator[Driver]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.resume.driver"],
+        cwd=REPO,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    yield Driver(process)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.close()
+    process.wait(30)
+    process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a few files."""
+    folder = tmp_path_factory.mktemp("source") / "two"
+    paddle_reshard.convert(SMALL, folder, to="tp=2")
+    for path in folder.iterdir():
+        if path.name.startswith(LEFT_OUT):
+            path.unlink()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def store() -> Iterator[Store]:
+    with running_store() as store:
+        yield store
+
+
+@pytest.fixture
+def bucket(store: Store) -> str:
+    name = f"test-{secrets.token_hex(6)}"
+    store.client.create_bucket(Bucket=name)
+    return name

@@ -1,0 +1,345 @@
+"""Who may go on with what is left, who may remove it, and what is said to everybody else."""
+
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paddle_reshard
+from paddle_reshard.pipeline.errors import CheckpointError, FormatError, TargetError
+from paddle_reshard.pipeline.planning import plan as planning
+from paddle_reshard.pipeline.workflow import Event, Progress
+from paddle_reshard.storage.ledger import ledger_line, parse_ledger
+from paddle_reshard.storage.store import Receipt, Record
+from tests.resume.conftest import GROUP_BYTES, Driver
+from tests.storage.contents import in_bucket, in_folder, uploads, visible
+from tests.storage.servers import Store
+
+ONE = {"to": "tp=1", "workers": 1}
+
+
+class Stop(Exception):
+    """A failure that has nothing to do with the checkpoint."""
+
+
+def _stopping(after: int, error: BaseException) -> Any:
+    """An observer that fails when so many groups are done."""
+    left = after
+
+    def observe(event: Event) -> None:
+        nonlocal left
+        if isinstance(event, Progress) and event.done_bytes:
+            left -= 1
+            if left == 0:
+                raise error
+
+    return observe
+
+
+@pytest.fixture(autouse=True)
+def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "GROUP_BYTES", GROUP_BYTES)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return tmp_path / "made" / "t"
+
+
+@pytest.fixture
+def unfinished(source: Path, target: Path) -> Path:
+    """A target whose conversion has failed after two groups."""
+    with pytest.raises(Stop):
+        paddle_reshard.convert(source, target, observe=_stopping(2, Stop()), **ONE)
+    assert not target.exists()
+    return target
+
+
+def _session(target: Path) -> Path:
+    return target.parent / f".{target.name}.reshard" / "session.json"
+
+
+def _held_by(target: Path, **holder: Any) -> None:
+    """Let a session be held by somebody else, whose last sign of life is now."""
+    record = json.loads(_session(target).read_text())
+    record["lock"]["holder"].update(holder)
+    record["lock"].update(held=True, renewed_at=time.time())
+    _session(target).write_text(json.dumps(record))
+
+
+def test_a_failed_run_says_how_to_go_on(source: Path, target: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        paddle_reshard.convert(source, target, observe=_stopping(2, KeyboardInterrupt()), **ONE)
+    assert f"--resume goes on, paddle-reshard clean {target} removes it" in caplog.text
+    with pytest.raises(TargetError, match=f"unfinished conversion of {source} .*--resume.*clean {target}"):
+        paddle_reshard.convert(source, target, **ONE)
+    moved = paddle_reshard.convert(source, target, resume=True, **ONE).moved
+    assert (moved.groups, moved.resumed_groups) == (2, 2)
+    assert paddle_reshard.check(target).intact
+
+
+def test_a_refused_checkpoint_leaves_nothing(source: Path, target: Path) -> None:
+    with pytest.raises(CheckpointError, match="not whole"):
+        paddle_reshard.convert(source, target, observe=_stopping(2, CheckpointError("not whole")), **ONE)
+    assert list(target.parent.iterdir()) == []
+
+
+def test_what_has_not_begun_to_move_leaves_nothing(source: Path, target: Path) -> None:
+    target.parent.mkdir()
+    target.write_text("a file")
+    with pytest.raises(TargetError, match="not a folder"):
+        paddle_reshard.convert(source, target, **ONE)
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_resuming_what_is_done_does_nothing(source: Path, target: Path) -> None:
+    paddle_reshard.convert(source, target, resume=True, **ONE)
+    before = {path.name: path.stat().st_mtime_ns for path in target.iterdir()}
+    moved = paddle_reshard.convert(source, target, resume=True, **ONE).moved
+    assert (moved.groups, moved.resumed_groups, moved.written_bytes) == (0, 4, 0)
+    assert {path.name: path.stat().st_mtime_ns for path in target.iterdir()} == before
+    with pytest.raises(TargetError, match="not empty"):
+        paddle_reshard.convert(source, target, resume=True, to="tp=2")
+
+
+# ------------------------------------------------------------------------------------------- another conversion
+
+
+def test_another_plan_is_refused(source: Path, unfinished: Path) -> None:
+    with pytest.raises(TargetError, match=r"begun with plan \w{16}, this is plan \w{16}.*clean"):
+        paddle_reshard.convert(source, unfinished, resume=True, to="tp=2")
+
+
+def test_another_source_is_refused(source: Path, unfinished: Path) -> None:
+    name = "trainer_state.bin"
+    status = (source / name).stat()
+    os.utime(source / name, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    try:
+        with pytest.raises(
+            TargetError,
+            match=f"{name} of the source was .*{status.st_mtime_ns} ns .* is .*{status.st_mtime_ns + 1} ns now",
+        ):
+            paddle_reshard.convert(source, unfinished, resume=True, **ONE)
+    finally:
+        os.utime(source / name, ns=(status.st_atime_ns, status.st_mtime_ns))
+    paddle_reshard.convert(source, unfinished, resume=True, **ONE)
+
+
+def test_another_version_is_refused(source: Path, unfinished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paddle_reshard, "__version__", "9.9")
+    with pytest.raises(TargetError, match=r"begun by version 0\.1\.0 .*, this is version 9\.9"):
+        paddle_reshard.convert(source, unfinished, resume=True, **ONE)
+
+
+def test_a_session_that_is_none_is_refused(source: Path, unfinished: Path) -> None:
+    _session(unfinished).write_text('{"lock": 1}')
+    with pytest.raises(TargetError, match=r"session\.json: is not the record of a conversion"):
+        paddle_reshard.convert(source, unfinished, resume=True, **ONE)
+
+
+def test_a_torn_line_of_the_ledger_does_not_count() -> None:
+    records = [Record(0, (Receipt("a", 0, 5, "", "12"),), ("drift",)), Record(1, ())]
+    lines = b"".join(map(ledger_line, records))
+    for cut in range(len(lines) + 1):
+        whole = lines[:cut].count(b"\n")
+        found, good_bytes = parse_ledger(lines[:cut])
+        assert found == records[:whole]
+        assert good_bytes == (lines[:cut].rfind(b"\n") + 1)
+    assert parse_ledger(b"\0" * 9 + lines) == ([], 0)
+
+
+def test_drift_that_was_allowed_is_still_told(source: Path, target: Path) -> None:
+    """What a ledger says of an earlier run is in the manifest of the one that ends."""
+    with pytest.raises(Stop):
+        paddle_reshard.convert(source, target, observe=_stopping(2, Stop()), allow_replica_drift=True, **ONE)
+    ledger = _session(target).with_name("ledger")
+    records = parse_ledger(ledger.read_bytes())[0]
+    records[0] = dataclasses.replace(records[0], drift=("one tensor: differs",))
+    ledger.write_bytes(b"".join(map(ledger_line, records)))
+    report = paddle_reshard.convert(source, target, resume=True, allow_replica_drift=True, **ONE)
+    assert report.moved.replica_drift == ("one tensor: differs",)
+    assert json.loads((target / "paddle_reshard.json").read_text())["source"]["replica_drift"]
+
+
+# ------------------------------------------------------------------------------------------------ the lock
+
+
+def test_a_second_live_run_is_refused(source: Path, target: Path) -> None:
+    def observe(event: Event) -> None:
+        if isinstance(event, Progress):
+            for resume in (False, True):
+                with pytest.raises(
+                    TargetError, match=f"another conversion is writing it: process {os.getpid()}"
+                ):
+                    paddle_reshard.convert(source, target, resume=resume, **ONE)
+            with pytest.raises(TargetError, match=f"process {os.getpid()} on"):
+                paddle_reshard.clean(target, take_over=True)
+
+    paddle_reshard.convert(source, target, observe=observe, **ONE)
+    assert paddle_reshard.check(target).intact
+
+
+def test_a_process_elsewhere_is_waited_for_or_taken_over(source: Path, unfinished: Path) -> None:
+    _held_by(unfinished, host="gpu-7", machine="other", pid=4711)
+    with pytest.raises(TargetError, match=r"process 4711 on gpu-7.*wait \d+ s, or use --take-over"):
+        paddle_reshard.convert(source, unfinished, resume=True, **ONE)
+    with pytest.raises(TargetError, match="process 4711 on gpu-7"):
+        paddle_reshard.clean(unfinished)
+    moved = paddle_reshard.convert(source, unfinished, take_over=True, **ONE).moved
+    assert moved.resumed_groups == 2
+
+
+def test_a_lock_expires(source: Path, unfinished: Path) -> None:
+    _held_by(unfinished, host="gpu-7", machine="other")
+    record = json.loads(_session(unfinished).read_text())
+    record["lock"]["renewed_at"] -= record["lock"]["lease_seconds"]
+    _session(unfinished).write_text(json.dumps(record))
+    assert paddle_reshard.convert(source, unfinished, resume=True, **ONE).moved.resumed_groups == 2
+
+
+def test_a_process_of_this_host_that_has_ended_frees_it_at_once(source: Path, unfinished: Path) -> None:
+    _held_by(unfinished, started="long ago")
+    assert paddle_reshard.convert(source, unfinished, resume=True, **ONE).moved.resumed_groups == 2
+
+
+@pytest.mark.parametrize("scheme", ["file", "s3"])
+def test_a_run_that_was_taken_over_stops(
+    scheme: str, source: Path, target: Path, store: Store, bucket: str
+) -> None:
+    """It finds out when it next writes its session, and takes nothing back: that is the other one's now."""
+    where = str(target) if scheme == "file" else f"s3://{bucket}/t"
+    key = "t/.paddle_reshard_session.json"
+
+    def observe(event: Event) -> None:
+        if isinstance(event, Progress):
+            if scheme == "file":
+                _held_by(target, host="gpu-7", pid=4711)
+                return
+            record = json.loads(store.client.get_object(Bucket=bucket, Key=key)["Body"].read())
+            record["lock"]["holder"].update(host="gpu-7", pid=4711)
+            store.client.put_object(Bucket=bucket, Key=key, Body=json.dumps(record).encode())
+
+    with pytest.raises(TargetError, match="lock is lost: taken over by process 4711 on gpu-7"):
+        paddle_reshard.convert(source, where, observe=observe, storage_options=store.options, **ONE)
+    if scheme == "file":
+        assert not target.exists() and _session(target).exists()
+    else:
+        assert visible(in_bucket(store, bucket)) == {}
+        assert key in in_bucket(store, bucket) and uploads(store, bucket)
+
+
+# ------------------------------------------------------------------------------------------------- cleaning
+
+
+def test_cleaning_removes_what_is_unfinished_and_nothing_else(source: Path, unfinished: Path) -> None:
+    folder = _session(unfinished).parent
+    assert paddle_reshard.clean(unfinished) == (str(folder),)
+    assert list(unfinished.parent.iterdir()) == []
+    assert paddle_reshard.clean(unfinished) == ()
+    paddle_reshard.convert(source, unfinished, **ONE)
+    made = in_folder(unfinished)
+    assert paddle_reshard.clean(unfinished) == ()
+    assert in_folder(unfinished) == made
+
+
+def test_cleaning_brings_a_replaced_checkpoint_back(driver: Driver, source: Path, target: Path) -> None:
+    paddle_reshard.convert(source, target, to="tp=1")
+    before = in_folder(target)
+    request = {"to": "tp=2", "overwrite": True}
+    driver.convert(source, target, request=request, of=f"os.rename {target.name}", kill_at=1, after=False)
+    assert driver.convert(
+        source, target, request={**request, "resume": True}, of="os.rename files", kill_at=1
+    ) == {"killed": 9}
+    assert not target.exists()
+    paddle_reshard.clean(target)
+    assert in_folder(target) == before
+    assert list(target.parent.iterdir()) == [target]
+
+
+@pytest.mark.parametrize(
+    ("of", "nth"), [("upload_part", 2), ("complete_multipart_upload", 2), ("put_object paddle_reshard", 1)]
+)
+def test_cleaning_a_bucket(
+    of: str, nth: int, driver: Driver, store: Store, bucket: str, source: Path
+) -> None:
+    request = {"storage_options": store.options}
+    driver.convert(source, f"s3://{bucket}/t", request=request, of=of, kill_at=nth)
+    store.client.put_object(Bucket=bucket, Key="t2/theirs", Body=b"")
+    left = store.client.create_multipart_upload(Bucket=bucket, Key="t2/theirs")
+    assert uploads(store, bucket) != ["t2/theirs"] or of == "put_object paddle_reshard"
+    assert paddle_reshard.clean(f"s3://{bucket}/t", storage_options=store.options)
+    assert in_bucket(store, bucket) == {"t2/theirs": b""}
+    assert uploads(store, bucket) == ["t2/theirs"]
+    store.client.abort_multipart_upload(Bucket=bucket, Key="t2/theirs", UploadId=left["UploadId"])
+
+
+# -------------------------------------------------------------------------------------------- one target alone
+
+
+@pytest.mark.parametrize("scheme", ["file", "s3"])
+def test_one_flipped_bit_is_found(scheme: str, source: Path, target: Path, store: Store, bucket: str) -> None:
+    where = str(target) if scheme == "file" else f"s3://{bucket}/t"
+    paddle_reshard.convert(source, where, storage_options=store.options, **ONE)
+    found = paddle_reshard.check(where, storage_options=store.options)
+    assert found.intact and found.unchecked_bytes == 0
+    made = in_folder(target) if scheme == "file" else in_bucket(store, bucket, "t/")
+    assert found.read_bytes == sum(len(c) for name, c in made.items() if name != "paddle_reshard.json")
+    content = bytearray(made["optimizer.pdopt"])
+    content[1_000_000] ^= 4
+    if scheme == "file":
+        (target / "optimizer.pdopt").write_bytes(content)
+    else:
+        store.client.put_object(Bucket=bucket, Key="t/optimizer.pdopt", Body=bytes(content))
+    (damage,) = paddle_reshard.check(where, storage_options=store.options).damages
+    assert damage.path == "optimizer.pdopt"
+    assert damage.byte_offset <= 1_000_000 < damage.byte_offset + damage.nbytes
+    assert "the manifest says" in damage.detail
+
+
+def test_a_file_that_is_missing_or_short_is_found(source: Path, target: Path) -> None:
+    paddle_reshard.convert(source, target, **ONE)
+    (target / "config.json").unlink()
+    os.truncate(target / "optimizer.pdopt", 5)
+    found = {damage.path: damage.detail for damage in paddle_reshard.check(target).damages}
+    assert found == {
+        "config.json": "has no bytes, the manifest says 873",
+        "optimizer.pdopt": "has 5 bytes, the manifest says 1700747",
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        (None, CheckpointError, "has no paddle_reshard.json"),
+        ("{", FormatError, "not valid JSON"),
+        ("[]", FormatError, "is no paddle-reshard manifest"),
+        ('{"format": "paddle-reshard manifest", "version": "0.0.9"}', CheckpointError, "no checksums"),
+        ('{"format": "paddle-reshard manifest", "parts": {}}', FormatError, "not what a manifest holds"),
+        (
+            '{"format": "paddle-reshard manifest", "parts": {}, "files": {"a": 7}, '
+            '"source": {"location": "", "files": {}, "versions": {}}}',
+            FormatError,
+            "a: 0 of 7 bytes are in parts",
+        ),
+    ],
+)
+def test_a_target_without_a_whole_manifest_is_refused(
+    content: str | None, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "paddle_reshard.json").write_text(content)
+    with pytest.raises(error, match=message):
+        paddle_reshard.check(tmp_path)
+
+
+def test_the_manifest_does_not_depend_on_order(source: Path, tmp_path: Path) -> None:
+    made = []
+    for workers in (1, 3):
+        target = tmp_path / str(workers)
+        paddle_reshard.convert(source, target, to="tp=1", workers=workers)
+        made.append((target / "paddle_reshard.json").read_bytes())
+    assert made[0] == made[1]
