@@ -61,7 +61,7 @@ from paddle_reshard.storage.formats.paddle_pickle import (
 
 READ_AHEAD_BYTES: Final = 1 << 23
 """Size of one ranged read."""
-MAX_FILE_BYTES: Final = 1 << 32
+MAX_FILE_BYTES: Final = 1 << 31
 """Largest file; one of 227 MiB describes four million pieces."""
 
 METADATA: Final = "Metadata"

@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -57,6 +58,7 @@ DEFAULTS: Final = {"is_flattened": False}
 _FIRST_SPAN_BYTES: Final = 1 << 12
 _LAST_SPAN_BYTES: Final = 1 << 20
 _MAX_KNOWN: Final = 1 << 20
+_MAX_INDEX: Final = (1 << 31) - 2
 
 Ids = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
@@ -107,7 +109,7 @@ class Memo:
         """Store many."""
         self._ids.frombytes(value_ids.tobytes())
 
-    def ids_at(self, indexes: Longs) -> Ids:
+    def ids_at(self, indexes: Ids) -> Ids:
         """Value ids stored under many indexes."""
         return np.frombuffer(self._ids, dtype=np.int32)[indexes]
 
@@ -175,15 +177,10 @@ class _Table(NamedTuple):
 
 
 class _Codes(dict[bytes, int]):
-    """Byte string → code, worked out once: a chunk's number, a reference to the memo, or :data:`_BAD`.
+    """Byte string → code, worked out once: a chunk's number, a reference to the memo, or :data:`_BAD`."""
 
-    One for each group of the pattern: ``field`` is the attribute that the group is the value of, and
-    ``prefix_bytes`` the length of what stands before the value in the group.
-    """
-
-    def __init__(self, field: str, decode: Callable[[bytes], int], prefix_bytes: int = 0) -> None:
+    def __init__(self, decode: Callable[[bytes], int]) -> None:
         super().__init__()
-        self.field, self.prefix_bytes = field, prefix_bytes
         self._decode = decode
 
     def __missing__(self, raw: bytes) -> int:
@@ -201,8 +198,9 @@ def _is_reference(raw: bytes) -> bool:
 
 
 def _reference(raw: bytes) -> int:
-    """Code of BINGET (2 bytes) or LONG_BINGET (5 bytes)."""
-    return -2 - (int.from_bytes(raw[1:], "little") << 1 | (len(raw) == 5))
+    """Code of BINGET (2 bytes, below 256) or LONG_BINGET (5 bytes, from there on)."""
+    index = int.from_bytes(raw[1:], "little")
+    return -2 - index if (index < 256) == (len(raw) == 2) and index < _MAX_INDEX else _BAD
 
 
 class _ChunkMachine(Machine):
@@ -254,7 +252,11 @@ class _Rows:
         self._made_from: tuple[object, ...] = ()
         self._pattern: re.Pattern[bytes] | None = None
         self._literal_bytes = 0
-        self._groups: list[_Codes] = []
+        self._groups: list[str] = []
+        """Attribute of which each group of the pattern is the value; then what the last one is."""
+        self._prefix_bytes: list[int] = []
+        """Length of what stands before the value in each group."""
+        self._codes = _Codes(self._code)
         self._chunks = _Chunks()
         self._nothing = self._chunks.add(_NONE, 0, ())
         self._span_bytes = _FIRST_SPAN_BYTES
@@ -306,7 +308,8 @@ class _Rows:
         shape = rb"(?:%s){1,3}[\x85-\x87]\x94|%s|\)|\((?:%s){4,}t\x94" % (integer, _REF, integer)
         values = {"tensor_key": rb"%s|%s" % (_TEXT, _REF), "dtype": rb"%s|%s" % (_TEXT, _REF),
                   "replica_id": rb"N|%s" % integer}  # fmt: skip
-        self._groups, self._literal_bytes = [], 0
+        self._groups, self._prefix_bytes, self._literal_bytes = [], [], 0
+        self._codes.clear()
         pattern = self._literal(b"\x94}\x94(")
         order = list(self._order)
         while order:
@@ -314,15 +317,19 @@ class _Rows:
             pattern += self._literal(_get(names[name]))
             if name != "is_flattened":
                 pattern += rb"(%s)" % values.get(name, shape + rb"|N")
-                self._groups.append(_Codes(name, self._value))
+                self._group(name)
                 continue
             # The flag and the range go together: one group.
             if not order or order.pop(0) != "flattened_range":
                 return None
             between = _get(names["flattened_range"])
             pattern += rb"(\x89%sN|\x88%s(?:%s))" % (re.escape(between), re.escape(between), shape)
-            self._groups.append(_Codes("flattened_range", self._range, 1 + len(between)))
+            self._group("flattened_range", 1 + len(between))
         return re.compile(pattern + self._tail(_get(names[self.kind])) + rb"|.+", re.DOTALL)
+
+    def _group(self, name: str, prefix_bytes: int = 0) -> None:
+        self._groups.append(name)
+        self._prefix_bytes.append(prefix_bytes)
 
     def _literal(self, opcodes: bytes) -> bytes:
         self._literal_bytes += len(opcodes)
@@ -334,12 +341,17 @@ class _Rows:
 
     # -- distinct values
 
-    def _value(self, raw: bytes) -> int:
-        """Code of one value."""
+    def _code(self, raw: bytes) -> int:
+        """Code of what one group matched. What groups of different kinds match is never the same."""
         if _is_reference(raw):
             return _reference(raw)
         if raw[0] == 0x8C:
             return self._text(raw)
+        if raw[0] in b"\x88\x89":  # is_flattened, with flattened_range behind it
+            prefix_bytes = max(self._prefix_bytes)
+            if _is_reference(raw[prefix_bytes:]):
+                return _reference(raw[prefix_bytes:])
+            return self._taken_apart(raw, prefix_bytes)
         return self._taken_apart(raw, 0)
 
     def _text(self, raw: bytes) -> int:
@@ -347,17 +359,6 @@ class _Rows:
             return _BAD
         value = self.memo.add(raw[2:-1].decode("ascii"))
         return self._chunks.add(value, len(raw), (value,))
-
-    def _range(self, raw: bytes) -> int:
-        """Code of a flattened_range with its flag in front."""
-        prefix_bytes = self._prefix_bytes
-        if _is_reference(raw[prefix_bytes:]):
-            return _reference(raw[prefix_bytes:])
-        return self._taken_apart(raw, prefix_bytes)
-
-    @property
-    def _prefix_bytes(self) -> int:
-        return 1 + len(_get(self.memo.names["flattened_range"]))
 
     def _taken_apart(self, raw: bytes, skipped_bytes: int) -> int:
         machine = _ChunkMachine(self.machine, self.memo, raw[skipped_bytes:])
@@ -389,16 +390,16 @@ class _Rows:
 
     def _absorb(self, rows: list[tuple[bytes, ...]]) -> int:
         """Take these entries up to the first that must be taken opcode by opcode; return how many."""
-        codes = np.empty((len(rows), len(self._groups)), dtype=np.int64)
-        for column, (group, raws) in enumerate(zip(self._groups, zip(*rows, strict=True), strict=True)):
-            codes[:, column] = np.fromiter(map(group.__getitem__, raws), np.int64, len(rows))
+        groups = len(self._groups)
+        found = map(self._codes.__getitem__, chain.from_iterable(rows))
+        codes = np.fromiter(found, np.int32, len(rows) * groups).reshape(-1, groups)
         table = self._chunks.table()
         chunk = np.where(codes < 0, self._nothing, codes)
         counts = table.counts[chunk]
         stored = counts.sum(axis=1) + len(_NEW_SLOTS)
         first_index = len(self.memo) + np.cumsum(stored) - stored
         refers = codes < _BAD
-        indexes = (-2 - codes) >> 1
+        indexes = -2 - codes
         bad = (codes == _BAD) | (refers & (indexes >= first_index[:, None]))
         wrong = np.flatnonzero(bad.any(axis=1) | self._misplaced(table.kinds[chunk[:, -1]]))
         taken = int(wrong[0]) if len(wrong) else len(rows)
@@ -408,8 +409,7 @@ class _Rows:
         self.memo.extend(_stored(chunk, counts[:taken], table))
         ids = table.values[chunk]
         ids[refers] = self.memo.ids_at(indexes[refers])
-        prefixes = np.array([group.prefix_bytes for group in self._groups])
-        refer_bytes = np.where((-2 - codes) & 1, 5, 2) + prefixes
+        refer_bytes = np.where(indexes < 256, 2, 5) + np.array(self._prefix_bytes)
         nbytes = int(np.where(refers, refer_bytes, table.lengths[chunk]).sum())
         kinds = table.kinds[chunk[:, -1]]
         del table  # the chunks cannot grow while they are viewed
@@ -427,14 +427,14 @@ class _Rows:
 
     def _columns(self, ids: Ids) -> list[Ids]:
         """The columns of ``fields``, the default where an entry does not say."""
-        found = {group.field: ids[:, i] for i, group in enumerate(self._groups)}
+        found = {name: ids[:, i] for i, name in enumerate(self._groups)}
         default = np.full(len(ids), _NONE, dtype=np.int32)
         flat = found.get("flattened_range", default)
         found["is_flattened"] = np.where(flat == _NONE, _FALSE, _TRUE).astype(np.int32)
         return [found.get(name, default) for name in self.fields]
 
 
-def _stored(chunk: Longs, counts: Ids, table: _Table) -> Ids:
+def _stored(chunk: Ids, counts: Ids, table: _Table) -> Ids:
     """What rows of chunks store in the memo, in order: the instance and its dict, then what is in them."""
     counts = np.column_stack([np.full(len(chunk), len(_NEW_SLOTS)), counts]).ravel()
     starts = np.column_stack([np.zeros(len(chunk), np.int64), table.starts[chunk]]).ravel()
@@ -454,7 +454,7 @@ class IndexRows(_Rows):
         return bool(marks and marks[-1]) and len(items) % 2 == 0 and self._owned_by(marks[-1][-1])
 
     def _tail(self, class_: bytes) -> bytes:
-        self._groups.append(_Codes("file", self._value))
+        self._group("file")
         return self._literal(b"ub") + rb"(%s|%s)" % (_TEXT, _REF) + self._literal(class_ + b")\x81")
 
     def _keep(self, ids: Ids, kinds: Ids) -> None:
@@ -474,6 +474,7 @@ class PieceRows(_Rows):
 
     def __init__(self, machine: Machine, memo: Memo) -> None:
         super().__init__(machine, memo)
+        self._class = b""
         self.keys: list[int] = []
         """Value ids of the keys whose lists were taken from their first piece to their last."""
 
@@ -496,12 +497,15 @@ class PieceRows(_Rows):
         return self.machine.marks[-1] if self._is_marked() else self.machine.stack
 
     def _tail(self, class_: bytes) -> bytes:
-        self._groups.append(_Codes("tail", lambda raw: self._tail_code(raw, class_)))
+        self._group("tail")
+        self._class = class_
         head = rb"[ea]%s\]\x94\(?" % _TEXT
         return self._literal(b"ub") + rb"((?:%s)?%s)" % (head, re.escape(class_ + b")\x81"))
 
-    def _tail_code(self, raw: bytes, class_: bytes) -> int:
-        head = raw[: -len(class_) - 2]
+    def _code(self, raw: bytes) -> int:
+        head = raw.removesuffix(self._class + b")\x81")
+        if head == raw or (head and head[0] not in b"ea"):  # with which no value begins
+            return super()._code(raw)
         if not head:
             return self._chunks.add(_NONE, len(raw), (), self._GOES_ON)
         text, _, mark = head[1:].rpartition(b"]\x94")
