@@ -29,6 +29,7 @@ alike are taken by :mod:`~paddle_reshard.storage.formats.dist_metadata_rows`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -291,9 +292,9 @@ class _Assembly:
             for piece in pieces:
                 slow.append((key_id, *self._attributes(piece, PIECE, lane.fields)))
             lane.keys.append(key_id)
-        names = [values.value(key_id) for key_id in lane.keys]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
+        counted = Counter(values.value(key_id) for key_id in lane.keys)
+        if len(counted) < len(lane.keys):
+            twice = counted.most_common(1)[0][0]
             self.bad("duplicate_key", f"the key {_told(twice)} appears twice in one dict")
         return dict(zip(("key", *lane.fields), lane.columns(slow), strict=True))
 
