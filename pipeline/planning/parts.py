@@ -6,11 +6,14 @@ one group moves, literal bytes and zeros.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
 from paddle_reshard.pipeline.errors import UnsupportedError
 from paddle_reshard.pipeline.geometry import Ints
+from paddle_reshard.pipeline.planning.cut import Flags
 from paddle_reshard.pipeline.planning.match import MOVE, Ops, hull
 from paddle_reshard.pipeline.planning.ranges import merge
 
@@ -41,8 +44,9 @@ def plan_parts(
 ) -> Parts:
     """All parts of all files, ``owners`` as their groups, sorted by file and start.
 
-    What lies between the values of two owners (literal bytes, padding) goes to the part before it, but not to one
-    that is copied. Where more than ``largest_fill`` bytes have no values they become parts of ``NOBODY``.
+    What lies between the values of two owners (literal bytes, padding) goes to the part before it, or to the one
+    after it if that before is copied. Where it is longer than ``largest_fill`` most of it becomes parts of
+    ``NOBODY``.
 
     Parameters
     ----------
@@ -55,32 +59,57 @@ def plan_parts(
     UnsupportedError
         If values of two owners lie between each other in a file.
     """
-    blocks = _blocks(ops, owners, copied)
-    file, start, stop = blocks["file"].astype(np.int64), blocks["start"].copy(), blocks["stop"].copy()
+    blocks = _blocks(ops, owners, copied, smallest, largest_fill)
+    file = blocks["file"].astype(np.int64)
     made = blocks["source_file"] == MADE
-    first = np.r_[True, file[1:] != file[:-1]][: len(file)]
-    last = np.r_[first[1:], True][: len(file)]
-    before = np.where(first, 0, np.r_[0, stop[:-1]][: len(file)])
-    _check_apart(before, start, ops, file)
-    after = np.where(last, sizes[file], np.r_[start[1:], 0][: len(file)])
-    made_before = ~first & np.r_[False, made[:-1]][: len(file)]
-    # A gap belongs to the made part before it, else to the made one after it, else to nobody.
-    leading = (start > before) & ~made_before
-    blocks["start"] = np.where(leading & made, before, start)
-    lone = [_fill(file[leading & ~made], before[leading & ~made], start[leading & ~made])]
-    trailing = last & ~made & (after > stop)
-    lone.append(_fill(file[trailing], stop[trailing], after[trailing]))
-    kept = np.maximum(stop, np.minimum(after, blocks["start"] + smallest[file]))
-    split = made & (after - kept > largest_fill[file])
-    blocks["stop"] = np.where(made, np.where(split, kept, after), stop)
-    lone.append(_fill(file[split], kept[split], after[split]))
+    opens = np.r_[True, file[1:] != file[:-1]][: len(file)]
+    closes = np.r_[opens[1:], True][: len(file)]
+    before = np.where(opens, 0, np.r_[0, blocks["stop"][:-1]][: len(file)])
+    _check_apart(blocks, before)
     empty = np.setdiff1d(np.flatnonzero(sizes), file)
-    lone.append(_fill(empty, np.zeros(len(empty), dtype=np.int64), sizes[empty]))
-    parts = np.concatenate([blocks, *(_in_pieces(fill, largest_fill) for fill in lone)])
+    last = np.flatnonzero(closes)
+    # One gap before every block, one after the last of every file, and files that are nothing else.
+    none = np.full(len(empty), -1)
+    gaps = _Gaps(
+        file=np.r_[file, file[last], empty].astype(np.int64),
+        start=np.r_[before, blocks["stop"][last], np.zeros(len(empty), dtype=np.int64)],
+        stop=np.r_[blocks["start"], sizes[file[last]], sizes[empty]],
+        before=np.r_[np.where(opens, -1, np.arange(len(file)) - 1), last, none].astype(np.int64),
+        after=np.r_[np.arange(len(file)), np.full(len(last), -1), none].astype(np.int64),
+    )
+    start, stop = _shared(gaps, blocks, made, smallest, largest_fill)
+    fills = _fill(gaps.file, start, stop)
+    fills = fills[fills["start"] < fills["stop"]]
+    parts = np.concatenate([blocks, divided(fills, -(-part_sizes(fills) // largest_fill[fills["file"]]))])
     return parts[np.lexsort((parts["start"], parts["file"]))]
 
 
-def _blocks(ops: Ops, owners: Ints, copied: Parts) -> Parts:
+class _Gaps(NamedTuple):
+    """What lies between blocks; ``before`` and ``after`` are the blocks there, -1 for none."""
+
+    file: Ints
+    start: Ints
+    stop: Ints
+    before: Ints
+    after: Ints
+
+
+def _shared(gaps: _Gaps, blocks: Parts, made: Flags, smallest: Ints, largest_fill: Ints) -> tuple[Ints, Ints]:
+    """Give every gap to the blocks around it, which are changed; what is left of it is nobody's."""
+    of_before = (gaps.before >= 0) & np.r_[made, False][gaps.before]
+    of_after = (gaps.after >= 0) & np.r_[made, False][gaps.after]
+    size, some = gaps.stop - gaps.start, smallest[gaps.file]
+    front = np.where(of_before, np.minimum(size, some), 0)
+    back = np.where(of_after, np.minimum(size - front, some), 0)
+    long = size - front - back > largest_fill[gaps.file]
+    front = np.where(long, front, np.where(of_before, size, 0))
+    back = np.where(long, back, np.where(of_after & ~of_before, size, 0))
+    blocks["stop"][gaps.before[of_before]] += front[of_before]
+    blocks["start"][gaps.after[of_after]] -= back[of_after]
+    return gaps.start + front, gaps.stop - back
+
+
+def _blocks(ops: Ops, owners: Ints, copied: Parts, smallest: Ints, largest_fill: Ints) -> Parts:
     """What has values: consecutive ranges of one owner as one, and the copied parts; sorted by file and start."""
     moves = ops["kind"] == MOVE
     start, stop = (side[moves] for side in hull(ops, "target"))
@@ -93,22 +122,23 @@ def _blocks(ops: Ops, owners: Ints, copied: Parts) -> Parts:
     pieces["start"], pieces["stop"], pieces["source_file"] = low, high, MADE
     pieces = np.concatenate([pieces, copied])
     pieces = pieces[np.lexsort((pieces["start"], pieces["file"]))]
-    same = (pieces["file"][1:] == pieces["file"][:-1]) & (pieces["group"][1:] == pieces["group"][:-1])
-    both_made = (pieces["source_file"][1:] == MADE) & (pieces["source_file"][:-1] == MADE)
-    opens = np.r_[True, ~(same & both_made)][: len(pieces)]
-    begin = np.flatnonzero(opens)
+    before, after = pieces[:-1], pieces[1:]
+    same = (before["file"] == after["file"]) & (before["group"] == after["group"])
+    same &= (before["source_file"] == MADE) & (after["source_file"] == MADE)
+    same &= after["start"] - before["stop"] <= (largest_fill + 2 * smallest)[after["file"]]
+    begin = np.flatnonzero(np.r_[True, ~same][: len(pieces)])
     blocks = pieces[begin]
     if len(blocks):
         blocks["stop"] = np.maximum.reduceat(pieces["stop"], begin)
     return blocks
 
 
-def _check_apart(before: Ints, start: Ints, ops: Ops, file: Ints) -> None:
-    if (start < before).any():
-        at = int(np.flatnonzero(start < before)[0])
+def _check_apart(blocks: Parts, before: Ints) -> None:
+    if (blocks["start"] < before).any():
+        block = blocks[np.flatnonzero(blocks["start"] < before)[0]]
         raise UnsupportedError(
-            f"target file {int(file[at])}: values that are made separately lie between each other at byte "
-            f"{int(start[at])}; a tensor is stored there in an order that differs from its siblings'"
+            f"target file {int(block['file'])}: values that are made separately lie between each other at byte "
+            f"{int(block['start'])}; a tensor is stored there in an order that differs from its siblings'"
         )
 
 
@@ -117,11 +147,6 @@ def _fill(file: Ints, start: Ints, stop: Ints) -> Parts:
     rows["group"], rows["file"], rows["start"], rows["stop"] = NOBODY, file, start, stop
     rows["source_file"] = MADE
     return rows
-
-
-def _in_pieces(parts: Parts, largest: Ints) -> Parts:
-    """Parts cut evenly into pieces of at most ``largest[file]`` bytes."""
-    return divided(parts, -(-part_sizes(parts) // largest[parts["file"]]))
 
 
 def divided(parts: Parts, counts: Ints) -> Parts:

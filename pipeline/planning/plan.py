@@ -199,7 +199,9 @@ def plan_conversion(
     if not rereads:
         return planned
     once, _ = _within_limits(plan, limits, UNLIMITED_BYTES)
-    enough_bytes = once.peak_bytes + FOOTPRINT_BYTES
+    made = once.parts[once.parts["source_file"] == MADE]
+    largest = int(np.bincount(made["group"], weights=part_sizes(made)).max())
+    enough_bytes = max(once.peak_bytes, largest + PASS_BYTES) + FOOTPRINT_BYTES
     if not allow_reread:
         worst = int(once.group_peaks.argmax())
         raise RereadError(_label(once, worst), budget_bytes, enough_bytes, planned.read_amplification)

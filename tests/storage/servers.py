@@ -117,7 +117,13 @@ def _make_user(iam: Any, name: str, actions: list[str]) -> tuple[str, str]:
 Fault = Callable[[str, str], str | None]
 SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 INTERNAL = b"<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>"
-ANSWERS = {"slow_down": (503, SLOW_DOWN), "internal": (500, INTERNAL), "late": (200, INTERNAL)}
+CHANGED = b"<Error><Code>PreconditionFailed</Code><Message>A condition did not hold.</Message></Error>"
+ANSWERS = {
+    "slow_down": (503, SLOW_DOWN),
+    "internal": (500, INTERNAL),
+    "late": (200, INTERNAL),
+    "changed": (412, CHANGED),
+}
 
 
 @dataclass

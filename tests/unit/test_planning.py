@@ -1,0 +1,376 @@
+"""Groups, passes, parts and copies of hand-made files: what is planned is what running it needs and makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import prod
+
+import numpy as np
+import pytest
+
+from paddle_reshard.pipeline.catalog import Catalog, File, fragment_row, fragment_rows
+from paddle_reshard.pipeline.errors import MemoryBudgetError, RereadError
+from paddle_reshard.pipeline.layouts.hybrid.target import TargetFiles
+from paddle_reshard.pipeline.planning import plan as planning
+from paddle_reshard.pipeline.planning.limits import CopyLimits, PartLimits
+from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan, plan_conversion
+from paddle_reshard.pipeline.planning.work import plan_work
+from paddle_reshard.pipeline.tensors import Tensor, dtype_named
+from paddle_reshard.storage.store import ReadRange, Receipt
+from paddle_reshard.tasks.run_group import run_group
+
+MIB = 1 << 20
+FLOAT32 = dtype_named("float32")
+SIZE = 4
+HEADER, FOOTER = b"header of a file", b"its end"
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A box of a tensor as one file holds it, between a header and a footer."""
+
+    tensor: int
+    offset: tuple[int, ...]
+    extents: tuple[int, ...]
+    order: str = "C"
+    padding: int = 0
+    """Zero bytes after the values."""
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.extents) * SIZE
+
+    def strides(self) -> tuple[int, ...]:
+        return np.empty(self.extents, dtype="<f4", order=self.order).strides
+
+
+def whole(shape: tuple[int, ...], order: str = "C", tensor: int = 0) -> list[list[Stored]]:
+    return [[Stored(tensor, (0,) * len(shape), shape, order)]]
+
+
+def columns(shape: tuple[int, int], count: int, order: str = "C") -> list[list[Stored]]:
+    width = shape[1] // count
+    return [[Stored(0, (0, i * width), (shape[0], width), order)] for i in range(count)]
+
+
+def rows(shape: tuple[int, int], edges: Sequence[int], order: str = "C") -> list[list[Stored]]:
+    return [[Stored(0, (a, 0), (b - a, shape[1]), order)] for a, b in pairwise((0, *edges, shape[0]))]
+
+
+@dataclass
+class Files:
+    """Files whose boxes follow one another, each with literal bytes around it."""
+
+    boxes: list[list[Stored]]
+    rows: list = field(default_factory=list)
+    files: list[File] = field(default_factory=list)
+    literals: list[tuple[int, int, bytes]] = field(default_factory=list)
+    fills: list[tuple[int, int, int]] = field(default_factory=list)
+    places: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for file, boxes in enumerate(self.boxes):
+            self.literals.append((file, 0, HEADER))
+            at, places = len(HEADER), []
+            for box in boxes:
+                places.append(at)
+                self.rows.append(
+                    fragment_row(box.tensor, file, FLOAT32, 0, at, box.offset, box.extents, box.strides())
+                )
+                at += box.nbytes
+                if box.padding:
+                    self.fills.append((file, at, box.padding))
+                at += box.padding
+                self.literals.append((file, at, FOOTER))
+                at += len(FOOTER)
+            self.places.append(places)
+            self.files.append(File(f"{file}.bin", at))
+
+    def contents(self, values: Sequence[np.ndarray]) -> dict[str, bytes]:
+        """What the files hold, by NumPy alone."""
+        found = {}
+        for boxes, file in zip(self.boxes, self.files, strict=True):
+            content = HEADER
+            for box in boxes:
+                where = tuple(slice(o, o + e) for o, e in zip(box.offset, box.extents, strict=True))
+                content += values[box.tensor][where].tobytes(box.order) + bytes(box.padding) + FOOTER
+            found[file.path] = content
+        return found
+
+
+class Memory(ReadRange):
+    """Source and target in memory, which counts what it is asked for."""
+
+    copies_in_flight = 1
+
+    def __init__(self, source: dict[str, bytes], plan: Plan) -> None:
+        self.source = source
+        self.made = {file.path: bytearray(b"\xaa" * file.size_bytes) for file in plan.target_files}
+        self.read_bytes = self.copied_bytes = 0
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        self.read_bytes += len(buffer)
+        buffer[:] = self.source[path][byte_offset : byte_offset + len(buffer)]
+
+    def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
+        self.made[path][byte_offset : byte_offset + len(buffer)] = buffer
+        return Receipt(path, byte_offset, len(buffer))
+
+    def copy_part(
+        self,
+        path: str,
+        byte_offset: int,
+        nbytes: int,
+        source: ReadRange,
+        source_path: str,
+        source_offset: int,
+    ) -> Receipt:
+        assert source is self
+        self.copied_bytes += nbytes
+        self.made[path][byte_offset : byte_offset + nbytes] = self.source[source_path][source_offset:][
+            :nbytes
+        ]
+        return Receipt(path, byte_offset, nbytes)
+
+
+def plan_of(
+    shapes: Sequence[tuple[int, ...]], source: Files, target: Files, room_bytes: int, **options: object
+) -> Plan:
+    tensors = tuple(Tensor(f"w{i}", "moment1", FLOAT32, shape) for i, shape in enumerate(shapes))
+    catalog = Catalog(tensors, tuple(source.files), fragment_rows(source.rows), {})
+    files = TargetFiles(
+        files=tuple(target.files),
+        literals=tuple(target.literals),
+        fills=tuple(target.fills),
+        fragments=fragment_rows(target.rows),
+        parameter_names={},
+    )
+    return plan_conversion(catalog, files, [], FOOTPRINT_BYTES + room_bytes, **options)
+
+
+def run(plan: Plan, source: Files, target: Files, shapes: Sequence[tuple[int, ...]]) -> Memory:
+    """Run all groups, last first, and hold what they made against what NumPy makes."""
+    random = np.random.default_rng(0)
+    values = [random.random(shape, dtype=np.float32) for shape in shapes]
+    memory = Memory(source.contents(values), plan)
+    for work in reversed(list(plan_work(plan))):
+        report = run_group(work, memory, memory)
+        made = sum(r.nbytes for r in report.receipts) - report.copied_bytes
+        assert made <= work.peak_bytes
+    wanted = target.contents(values)
+    for path, content in memory.made.items():
+        assert bytes(content) == wanted[path], path
+    assert memory.read_bytes == plan.read_bytes
+    assert memory.copied_bytes == plan.copied_bytes
+    return memory
+
+
+def check_tiles(plan: Plan, smallest_bytes: int = 1) -> None:
+    for number, file in enumerate(plan.target_files):
+        parts = np.sort(plan.parts[plan.parts["file"] == number], order="start")
+        assert parts["start"][0] == 0
+        assert parts["stop"][-1] == file.size_bytes
+        assert (parts["start"][1:] == parts["stop"][:-1]).all()
+        assert ((parts["stop"] - parts["start"])[:-1] >= smallest_bytes).all()
+
+
+@pytest.fixture
+def _small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All sizes 64 times smaller than they are."""
+    for name in ("GROUP_BYTES", "PASS_BYTES", "FILL_BYTES"):
+        monkeypatch.setattr(planning, name, getattr(planning, name) // 64)
+
+
+# --------------------------------------------------------------------------- tensors larger than the budget
+
+LARGE = (2_000, 5_000)
+"""40 MB."""
+ROOM_BYTES = 6 * MIB
+LAYOUTS = {
+    "rows to rows": (whole(LARGE), rows(LARGE, (700,))),
+    "columns to whole": (columns(LARGE, 4), whole(LARGE)),
+    "whole to columns": (whole(LARGE), columns(LARGE, 5)),
+    "columns to columns": (columns(LARGE, 2), columns(LARGE, 5)),
+    "rows to columns": (rows(LARGE, (3, 501, 1777)), columns(LARGE, 2)),
+    "both transposed": (columns(LARGE, 2, "F"), rows(LARGE, (999,), "F")),
+}
+
+
+@pytest.mark.usefixtures("_small_portions")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_tensor_larger_than_the_budget_is_read_once(name: str) -> None:
+    source, target = (Files(boxes) for boxes in LAYOUTS[name])
+    plan = plan_of([LARGE], source, target, ROOM_BYTES)
+    assert plan.read_once_budget_bytes is None
+    assert plan.peak_bytes <= ROOM_BYTES
+    check_tiles(plan)
+    memory = run(plan, source, target, [LARGE])
+    assert memory.read_bytes <= 1.001 * prod(LARGE) * SIZE
+
+
+TRANSPOSED = {
+    "Fortran order to rows": (whole(LARGE, "F"), whole(LARGE)),
+    "Fortran order to columns": (whole(LARGE, "F"), columns(LARGE, 5)),
+    "rows to Fortran order": (rows(LARGE, (1_500,)), whole(LARGE, "F")),
+}
+
+
+@pytest.mark.usefixtures("_small_portions")
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_what_has_to_be_turned_is_read_several_times_or_refused_with_the_budget_that_would_do(
+    name: str,
+) -> None:
+    source, target = (Files(boxes) for boxes in TRANSPOSED[name])
+    with pytest.raises(RereadError, match=r"w0 \(moment1\): .* --allow-reread") as refusal:
+        plan_of([LARGE], source, target, ROOM_BYTES)
+
+    plan = plan_of([LARGE], source, target, ROOM_BYTES, allow_reread=True)
+    assert plan.peak_bytes <= ROOM_BYTES
+    assert plan.read_amplification > 1.5
+    assert plan.read_amplification == refusal.value.amplification
+    check_tiles(plan)
+    memory = run(plan, source, target, [LARGE])
+    assert memory.read_bytes == pytest.approx(plan.read_amplification * prod(LARGE) * SIZE)
+
+    assert plan.read_once_budget_bytes == refusal.value.needed_bytes
+    enough = plan_of([LARGE], source, target, refusal.value.needed_bytes - FOOTPRINT_BYTES)
+    assert enough.read_once_budget_bytes is None
+    assert enough.peak_bytes + FOOTPRINT_BYTES <= refusal.value.needed_bytes
+    assert enough.peak_bytes < 1.1 * prod(LARGE) * SIZE  # the parts and one pass, not everything twice
+    run(enough, source, target, [LARGE])
+
+
+@pytest.mark.usefixtures("_small_portions")
+@pytest.mark.parametrize("orders", [("C", "C"), ("F", "F")], ids=lambda orders: "".join(orders))
+def test_rows_larger_than_the_budget_are_cut_too(orders: tuple[str, str]) -> None:
+    shape = (3, 2_000_000) if orders[0] == "C" else (2_000_000, 3)
+    source, target = Files(whole(shape, orders[0])), Files(whole(shape, orders[1]))
+    plan = plan_of([shape], source, target, ROOM_BYTES)
+    assert plan.peak_bytes <= ROOM_BYTES < 2_000_000 * SIZE
+    check_tiles(plan)
+    assert run(plan, source, target, [shape]).read_bytes == prod(shape) * SIZE
+
+
+@pytest.mark.usefixtures("_small_portions")
+def test_what_must_be_written_together_and_does_not_fit_is_refused() -> None:
+    """Eight files, each of which wants parts of a mebibyte."""
+    source, target = Files(whole(LARGE)), Files(columns(LARGE, 8))
+    limits = PartLimits(MIB)
+    plan = plan_of([LARGE], source, target, 32 * MIB, limits=limits)
+    check_tiles(plan, MIB)
+    run(plan, source, target, [LARGE])
+    with pytest.raises(MemoryBudgetError, match="w0") as refusal:
+        plan_of([LARGE], source, target, 6 * MIB, limits=limits)
+    assert not isinstance(refusal.value, RereadError)
+    enough = plan_of([LARGE], source, target, refusal.value.needed_bytes - FOOTPRINT_BYTES, limits=limits)
+    assert enough.peak_bytes + FOOTPRINT_BYTES <= refusal.value.needed_bytes
+
+
+# ------------------------------------------------------------------------------------------------- parts
+
+
+@pytest.mark.usefixtures("_small_portions")
+@pytest.mark.parametrize("copies", [None, CopyLimits(10_000, 300_000)], ids=["moved", "copied"])
+@pytest.mark.parametrize("smallest_bytes", [1, 20_000, 100_000])
+def test_parts_have_the_size_that_the_store_wants(smallest_bytes: int, copies: CopyLimits | None) -> None:
+    """Sixty tensors of odd sizes, in files that agree about nothing."""
+    random = np.random.default_rng(1)
+    shapes = [(int(r), int(c)) for r, c in random.integers(1, 300, (60, 2))]
+
+    def spread(count: int) -> list[list[Stored]]:
+        boxes: list[list[Stored]] = [[] for _ in range(count)]
+        for number, shape in enumerate(shapes):
+            for file in boxes:
+                edge = int(random.integers(0, shape[0] + 1))
+                if file is boxes[number % count]:
+                    file.extend(_halves(number, shape, edge))
+        return boxes
+
+    source, target = Files(spread(3)), Files(spread(4))
+    limits = PartLimits(smallest_bytes, 10_000, copies)
+    plan = plan_of(shapes, source, target, 64 * MIB, limits=limits)
+    check_tiles(plan, smallest_bytes)
+    run(plan, source, target, shapes)
+    assert (plan.copied_bytes > 0) == (copies is not None)
+    copied = plan.parts[plan.parts["source_file"] >= 0]
+    sizes = copied["stop"] - copied["start"]
+    if copies is not None:
+        assert sizes.min() >= max(copies.smallest_bytes, smallest_bytes)
+        assert sizes.max() <= max(copies.largest_bytes, 2 * smallest_bytes)
+
+
+def _halves(tensor: int, shape: tuple[int, int], edge: int) -> list[Stored]:
+    edges = [a for a in (0, edge, shape[0]) if a in (0, shape[0]) or 0 < a < shape[0]]
+    return [Stored(tensor, (a, 0), (b - a, shape[1])) for a, b in pairwise(edges) if b > a]
+
+
+def test_a_file_with_too_many_parts_gets_larger_ones() -> None:
+    shape = (1_000, 1_000)
+    source, target = Files(rows(shape, range(10, 1_000, 10))), Files(whole(shape))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "GROUP_BYTES", 80_000)
+        many = plan_of([shape], source, target, 64 * MIB, limits=PartLimits(20_000))
+        plan = plan_of([shape], source, target, 64 * MIB, limits=PartLimits(20_000, most=7))
+    assert len(many.parts) > 7 >= len(plan.parts) > 1
+    check_tiles(plan, 4_000_000 // 7)
+    run(plan, source, target, [shape])
+
+
+def test_padding_is_cut_into_parts() -> None:
+    boxes = [[Stored(0, (0, 0), (10, 10), padding=3_000_000), Stored(0, (10, 0), (10, 10))]]
+    source, target = Files(whole((20, 10))), Files(boxes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "FILL_BYTES", 500_000)
+        plan = plan_of([(20, 10)], source, target, 64 * MIB)
+    check_tiles(plan)
+    assert (plan.parts["stop"] - plan.parts["start"]).max() <= 500_000
+    assert plan.peak_bytes <= 1_000_000
+    run(plan, source, target, [(20, 10)])
+
+
+# ------------------------------------------------------------------------------------------------ copies
+
+
+def test_a_bridge_takes_rows_from_the_longer_neighbour() -> None:
+    """Rows of 40 bytes; between two copies at least 200 bytes are made, 7 of them literal."""
+    shapes = [(100, 10), (30, 10)]
+    source = Files([[Stored(0, (0, 0), shapes[0])], [Stored(1, (0, 0), shapes[1])]])
+    target = Files([[Stored(0, (0, 0), shapes[0]), Stored(1, (0, 0), shapes[1])]])
+    plan = plan_of(shapes, source, target, 64 * MIB, limits=PartLimits(200, 10_000, CopyLimits(200, 1 << 20)))
+    parts = np.sort(plan.parts, order="start")
+    # The header has 16 bytes, so 5 rows follow it in the first part; 5 more are taken before the 7 literal bytes.
+    first, second = 16 + 100 * 40, 16 + 100 * 40 + 7
+    assert parts["start"].tolist() == [0, 216, first - 200, second, second + 1200]
+    assert parts["source_file"].tolist() == [-1, 0, -1, 1, -1]
+    assert parts["source_start"][[1, 3]].tolist() == [216, 16]
+    check_tiles(plan, 200)
+    run(plan, source, target, shapes)
+
+
+def test_without_a_smallest_part_only_literal_bytes_are_made() -> None:
+    shape = (100, 10)
+    source, target = Files(rows(shape, (40,))), Files(whole(shape))
+    plan = plan_of([shape], source, target, 64 * MIB, limits=PartLimits(copies=CopyLimits(1, 1 << 20)))
+    assert plan.copied_bytes == 4_000
+    assert plan.read_bytes == 0
+    assert run(plan, source, target, [shape]).copied_bytes == 4_000
+
+
+def test_columns_are_not_copied() -> None:
+    """They are not one stretch of any source file."""
+    shape = (100, 10)
+    source, target = Files(whole(shape)), Files(columns(shape, 2))
+    plan = plan_of([shape], source, target, 64 * MIB, limits=PartLimits(copies=CopyLimits(1, 1 << 20)))
+    assert plan.copied_bytes == 0
+    run(plan, source, target, [shape])
+
+
+def test_another_order_is_not_copied() -> None:
+    shape = (100, 10)
+    source, target = Files(whole(shape, "F")), Files(whole(shape))
+    plan = plan_of([shape], source, target, 64 * MIB, limits=PartLimits(copies=CopyLimits(1, 1 << 20)))
+    assert plan.copied_bytes == 0
+    run(plan, source, target, [shape])
