@@ -177,6 +177,12 @@ def machine(directory: Path) -> list[str]:
     ]
 
 
+def load(when: str) -> str:
+    """How busy the machine is; what runs beside a benchmark inflates what needs the processor."""
+    one, five, fifteen = os.getloadavg()
+    return f"load average {when} the run: {one:.1f}, {five:.1f}, {fifteen:.1f}"
+
+
 def _disk_rates(directory: Path) -> tuple[float, float]:
     """GB/s of writing 1 GiB with fsync, and of reading it again."""
     block, count = os.urandom(BLOCK_BYTES), (1 << 30) // BLOCK_BYTES

@@ -34,6 +34,7 @@ from benchmarks.measure import (
     CommandFailed,
     Measured,
     alternate,
+    load,
     machine,
     median,
     ratio_of_rounds,
@@ -250,8 +251,8 @@ HEAD = (
     "",
     "seconds",
     "client CPU s",
-    "downloaded",
-    "uploaded",
+    "read",
+    "written",
     "÷ s3fs",
     "copied by the store",
     "retries",
@@ -433,7 +434,7 @@ def killed_and_resumed(s: Session, local: Path) -> None:
 
 def report(ceph: Ceph, scratch: Path, size: str, rounds: int) -> tuple[str, list[str]]:
     """Run everything; the text, and what was not as promised."""
-    facts = machine(scratch)
+    facts = [*machine(scratch), load("before")]
     say("starting Ceph")
     ceph.start()
     s = Session(ceph, scratch, rounds)
@@ -455,6 +456,7 @@ def report(ceph: Ceph, scratch: Path, size: str, rounds: int) -> tuple[str, list
     gigabytes = folder_bytes(local) / 1e9
     facts.append("Ceph 16 (one monitor, one store on a file, one gateway) on the same machine")
     facts.append(f"generated source: {SOURCE}, {V2}, {gigabytes:.2f} GB; {rounds} rounds")
+    facts.append(load("after"))
     parts = [
         "\n".join(f"- {fact}" for fact in facts),
         "### Checks",
