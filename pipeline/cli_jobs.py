@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 ReadOptions = Callable[[dict[str, Any]], dict[str, Any]]
 """Options of ``convert`` as click gives them → keyword arguments of the API."""
 UPLOADS = ("auto", "always", "never")
-NOT_IN_THE_ID = ("memory", "cluster", "workers", "resume", "as_json", "quiet")
+NOT_IN_THE_ID = ("memory", "cluster", "workers", "resume", "take_over", "as_json", "quiet")
 """Options that change how a conversion runs, and not what comes out."""
 _PASS_ON = {"ignore_unknown_options": True}
 
@@ -87,7 +87,7 @@ class Request:
                 identity[name] = list(value) if isinstance(value, tuple) else value
         return conversion_id(identity)
 
-    def spell(self, source: str, target: str, as_json: bool = False) -> tuple[str, ...]:
+    def spell(self, source: str, target: str, unattended: bool = False) -> tuple[str, ...]:
         """The same as arguments for another machine: local files by their names only.
 
         Raises
@@ -110,8 +110,8 @@ class Request:
             else:
                 for one in value if isinstance(value, tuple) else (value,):
                     spelled += [flag, str(one)]
-        if as_json and "--json" not in spelled:
-            spelled.append("--json")
+        if unattended:
+            spelled += [flag for flag in ("--json", "--resume") if flag not in spelled]
         return tuple(spelled)
 
 
@@ -199,13 +199,13 @@ def _job_request(
     source: str | None = None,
     target: str | None = None,
     again: bool = False,
-    as_json: bool = False,
+    unattended: bool = False,
 ) -> JobRequest:
     from paddle_reshard.clusters.jobs import JobRequest
 
     source, target = source or request.values["source"], target or request.values["target"]
     return JobRequest(
-        arguments=request.spell(source, target, as_json),
+        arguments=request.spell(source, target, unattended),
         submission_id=request.identify(source, target),
         files={f"{name}.json": data for name, data in request.files().items()},
         again=again,
@@ -332,7 +332,7 @@ def _watcher(
             raise UsageError(f"--env {missing[0]}: no such variable is set here")
         request.spell("", "")  # refuse credentials before the first job
         convert = convert_as_job(
-            lambda s, t: _job_request(request, job, s, t, again=True, as_json=True), address
+            conversion, lambda s, t: _job_request(request, job, s, t, again=True, unattended=True), address
         )
     elif given := [f"--{name}" for name in ("env", "pip", "cpus") if job[name]]:
         raise UsageError(f"{given[0]} is for jobs: give --submit ADDRESS too")

@@ -15,6 +15,8 @@
     │   ├── UnsupportedError  known, named, and not done by this version
     │   └── CastError         a value has no place in the dtype that was asked for (only the bytes can show it)
     ├── TargetError           the target is occupied
+    │   ├── BusyError         another run is writing it
+    │   └── StaleSessionError    what is left there belongs to another conversion
     ├── ListingError          a store would not show what it holds, or not take a small file
     ├── ClusterError          a cluster could not be reached, or did not do what it was asked
     │   ├── JobError          it would not take a job, or was lost on the way
@@ -146,6 +148,16 @@ class CastError(PlanError):
 
 class TargetError(ReshardError):
     """The target is occupied, or was changed under us."""
+
+
+class BusyError(TargetError):
+    """Another run is writing the target, or has just taken it over."""
+
+    retryable = True
+
+
+class StaleSessionError(TargetError):
+    """What an unfinished conversion has left at the target belongs to another plan, source or version."""
 
 
 class ListingError(ReshardError):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import paddle_reshard
 from paddle_reshard.pipeline.claims import State
-from paddle_reshard.pipeline.errors import JobError
+from paddle_reshard.pipeline.errors import JobError, StaleSessionError
 from paddle_reshard.pipeline.workflow import Event, StepEnded, StepStarted
 
 if TYPE_CHECKING:
@@ -56,17 +56,37 @@ def convert_inline(conversion: Conversion) -> Convert:
             elif isinstance(event, StepEnded):
                 log.info("%s: %s: %s", source.rsplit("/", 1)[-1], event.step, event.summary)
 
-        paddle_reshard.convert(source, target, observe=observe, **conversion.options)
+        options = {**conversion.options, "observe": observe, "resume": True}
+        try:
+            paddle_reshard.convert(source, target, **options)
+        except StaleSessionError as error:
+            _discard(target, conversion, error)
+            paddle_reshard.convert(source, target, **options)
 
     return convert
 
 
-def convert_as_job(request_of: Callable[[str, str], JobRequest], address: str | None) -> Convert:
-    """Conversions as jobs of a Ray cluster, one at a time. Their arguments must ask for ``--json``."""
+def _discard(target: str, conversion: Conversion, reason: object) -> None:
+    """Remove what an earlier attempt left that cannot be gone on with: who has the claim may begin anew."""
+    log.info("%s", reason)
+    paddle_reshard.clean(target, storage_options=conversion.storage_options)
+
+
+def convert_as_job(
+    conversion: Conversion, request_of: Callable[[str, str], JobRequest], address: str | None
+) -> Convert:
+    """Conversions as jobs of a Ray cluster, one at a time. Their arguments must ask for ``--json --resume``."""
     from paddle_reshard.clusters.jobs import follow_job, submit_conversion
 
     def convert(source: str, target: str, check: Callable[[], None]) -> None:
         check()
+        try:
+            run(source, target)
+        except StaleSessionError as error:
+            _discard(target, conversion, error)
+            run(source, target)
+
+    def run(source: str, target: str) -> None:
         lines: list[str] = []
 
         def write(text: str) -> None:
@@ -86,7 +106,7 @@ def convert_as_job(request_of: Callable[[str, str], JobRequest], address: str | 
     return convert
 
 
-def outcome_of_job(lines: Sequence[str], message: str) -> Outcome:
+def outcome_of_job(lines: Sequence[str], message: str) -> Outcome | StaleSessionError:
     """What a failed conversion said: its one JSON object tells a refusal from a crash."""
     for line in reversed(lines):
         try:
@@ -94,5 +114,7 @@ def outcome_of_job(lines: Sequence[str], message: str) -> Outcome:
         except ValueError:
             continue
         if isinstance(said, dict) and "error" in said and "kind" in said:
+            if said["kind"] == StaleSessionError.__name__:
+                return StaleSessionError(str(said["error"]))
             return Outcome(State.FAILED if said.get("retryable") else State.REFUSED, str(said["error"]))
     return Outcome(State.FAILED, f"{message} {lines[-1] if lines else ''}".strip())

@@ -30,10 +30,12 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from paddle_reshard.pipeline.errors import (
+    BusyError,
     CheckpointError,
     MemoryBudgetError,
     PlanError,
     ReshardError,
+    StaleSessionError,
     TargetError,
     UnsupportedError,
 )
@@ -44,15 +46,11 @@ OWN_PREFIX = ".paddle_reshard_"
 """Names that begin so are no files of a checkpoint."""
 SESSION = f"{OWN_PREFIX}session.json"
 """Where the record is kept among the objects of a target."""
-LEASE_SECONDS = 300.0
+LEASE_SECONDS = 120.0
 """How long a lock is good without a sign of life, where its process cannot be looked for."""
-RENEW_SECONDS = 30.0
+RENEW_SECONDS = 20.0
 
 logger = logging.getLogger(__name__)
-
-
-class StaleSessionError(TargetError):
-    """What an earlier conversion left behind belongs to another plan, source or version."""
 
 
 # ------------------------------------------------------------------------------------------------- values
@@ -201,9 +199,9 @@ def keeps(error: BaseException | None) -> bool:
 
     It may not if the checkpoint itself was refused.
     """
-    elsewhere = isinstance(error, (UnsupportedError, MemoryBudgetError)) or getattr(error, "retryable", False)
-    refused = isinstance(error, (CheckpointError, PlanError)) and not elsewhere
-    return error is not None and not refused
+    if isinstance(error, (CheckpointError, PlanError)):
+        return error.retryable or isinstance(error, (UnsupportedError, MemoryBudgetError))
+    return error is not None
 
 
 # ------------------------------------------------------------------------------------------------ effects
@@ -267,10 +265,10 @@ def refuse_busy(record: SessionRecord, location: str, take_over: bool, now: floa
         me.pid_space,
     )
     if here:
-        raise TargetError(f"{location}: another conversion is writing it: {owner}; wait for it, or end it")
+        raise BusyError(f"{location}: another conversion is writing it: {owner}; wait for it, or end it")
     if not take_over:
         left = lock.lease_seconds - max(0.0, now - lock.renewed_at)
-        raise TargetError(
+        raise BusyError(
             f"{location}: another conversion is writing it: {owner}; if that one has ended, wait {left:.0f} s, or "
             "use --take-over"
         )
@@ -305,7 +303,7 @@ def seize(place: Place, location: str, take_over: bool) -> bool:
     refuse_busy(record, location, take_over, now)
     lock = Lock(this_process(), secrets.token_hex(8), now, LEASE_SECONDS, True)
     if place.write(replace(record, lock=lock).data(), found[1]) is None:
-        raise TargetError(f"{location}: another conversion has begun writing it just now")
+        raise BusyError(f"{location}: another conversion has begun writing it just now")
     return True
 
 
@@ -364,7 +362,7 @@ class Session:
         taken = place.write(record.data(), version)
         # A store that does not look at conditions lets everybody in: the last one stays.
         if taken is None or (seen := place.read()) is None or seen[0] != record.data():
-            raise TargetError(f"{location}: another conversion has begun writing it just now")
+            raise BusyError(f"{location}: another conversion has begun writing it just now")
         if found is None:
             place.clear()
         else:
@@ -409,7 +407,7 @@ class Session:
             record = replace(record, lock=replace(record.lock, renewed_at=time.time()))
             version = self.place.write(record.data(), self.version)
             if version is None:
-                raise TargetError(f"{self.location}: the lock is lost: {self._thief()}")
+                raise BusyError(f"{self.location}: the lock is lost: {self._thief()}")
             self.record, self.version = record, version
 
     def _thief(self) -> str:
@@ -423,7 +421,7 @@ class Session:
             try:
                 self._write(lambda record: record)
             except (ReshardError, OSError) as error:
-                self.lost = TargetError(str(error))
+                self.lost = BusyError(str(error))
                 return
 
     def release(self) -> None:

@@ -1,6 +1,6 @@
 """The command line with ``submit`` and ``watch``, as tests start it."""
 
-from __future__ import annotations
+from __future__ import json
 
 import os
 import shutil
@@ -11,6 +11,7 @@ from pathlib import Path
 from click.testing import CliRunner, Result
 
 from paddle_reshard.pipeline import cli
+from paddle_reshard.pipeline.layouts.hybrid.sidecars import MANIFEST
 from tests.conftest import COMMITTED
 
 GOLDEN = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
@@ -50,5 +51,14 @@ def copy_checkpoint(folder: Path, leave_out: tuple[str, ...] = ()) -> Path:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder with its content."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    """Every file below a folder with its content; a manifest without where and when its source was."""
+    return {str(p.relative_to(folder)): _content(p) for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def _content(path: Path) -> bytes:
+    if path.name != MANIFEST:
+        return path.read_bytes()
+    manifest = json.loads(path.read_bytes())
+    for fact in ("location", "versions"):
+        del manifest["source"][fact]
+    return json.dumps(manifest).encode()

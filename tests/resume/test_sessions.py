@@ -1,8 +1,10 @@
 """Who may go on with what is left, who may remove it, and what is said to everybody else."""
 
 import dataclasses
+import hashlib
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,16 @@ from typing import Any
 import pytest
 
 import paddle_reshard
+from paddle_reshard.pipeline.claims import Policy
 from paddle_reshard.pipeline.errors import CheckpointError, FormatError, TargetError
+from paddle_reshard.pipeline.manifest import FORMAT, describe_parts, format_manifest
 from paddle_reshard.pipeline.planning import plan as planning
+from paddle_reshard.pipeline.runners import Conversion
+from paddle_reshard.pipeline.watch import Result, open_watcher
 from paddle_reshard.pipeline.workflow import Event, Progress
+from paddle_reshard.storage.checksum import checksum
 from paddle_reshard.storage.ledger import ledger_line, parse_ledger
+from paddle_reshard.storage.local import LocalSource
 from paddle_reshard.storage.store import Receipt, Record
 from tests.resume.conftest import GROUP_BYTES, Driver
 from tests.storage.contents import in_bucket, in_folder, uploads, visible
@@ -343,3 +351,81 @@ def test_the_manifest_does_not_depend_on_order(source: Path, tmp_path: Path) -> 
         paddle_reshard.convert(source, target, to="tp=1", workers=workers)
         made.append((target / "paddle_reshard.json").read_bytes())
     assert made[0] == made[1]
+
+
+# ------------------------------------------------------------------------------------------------- the watcher
+
+
+@pytest.mark.parametrize(
+    ("before", "told"), [("tp=1", "2 groups were done before"), ("tp=2", "begun with plan")]
+)
+def test_a_watcher_goes_on_with_what_it_can_and_begins_anew_where_not(
+    before: str, told: str, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    shutil.copytree(source, run / "checkpoint-3")
+    with pytest.raises(Stop):
+        paddle_reshard.convert(
+            run / "checkpoint-3",
+            out / "checkpoint-3",
+            observe=_stopping(2, Stop()),
+            to=before,
+            workers=1,
+        )
+    conversion = Conversion({"to": "tp=1", "workers": 1}, lambda one, other: "an-id")
+    with caplog.at_level("INFO"):
+        results = open_watcher(str(run), str(out), conversion, Policy(settle_seconds=0)).once()
+    assert results == {"checkpoint-3": Result.CONVERTED}
+    assert told in caplog.text
+    assert paddle_reshard.check(out / "checkpoint-3").intact
+
+
+# --------------------------------------------------------------------------------------- parts that were copied
+
+
+def test_copied_parts_are_compared_with_their_source(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    for folder in (source, target):
+        folder.mkdir()
+    content = os.urandom(300)
+    (source / "a").write_bytes(content)
+    (target / "b").write_bytes(content[100:200] + b"made")
+    told = LocalSource(source)
+    described = {
+        "format": FORMAT,
+        "files": {"b": 104},
+        "source": {"location": str(source), "files": told.sizes(), "versions": told.versions()},
+        "parts": describe_parts(
+            [Receipt("b", 100, 4, "", checksum(b"made")), Receipt("b", 0, 100)], {("b", 0): ("a", 100)}
+        ),
+    }
+    (target / "paddle_reshard.json").write_bytes(format_manifest(described))
+    found = paddle_reshard.check(target)
+    assert (found.intact, found.parts, found.read_bytes, found.unchecked_bytes) == (True, 2, 104, 0)
+    flipped = bytearray((target / "b").read_bytes())
+    flipped[50] ^= 1
+    (target / "b").write_bytes(flipped)
+    (damage,) = paddle_reshard.check(target).damages
+    assert (
+        f"byte 50 is {flipped[50]}, byte 150 of a, which it was copied from, is {content[150]}"
+        in damage.detail
+    )
+    (source / "a").write_bytes(content + b"more")
+    found = paddle_reshard.check(target)
+    assert (found.intact, found.read_bytes, found.unchecked_bytes) == (True, 4, 100)
+
+
+def test_a_part_that_a_store_copied_is_compared_with_the_tag_it_gave(tmp_path: Path) -> None:
+    content = b"0123456789"
+    (tmp_path / "b").write_bytes(content)
+    tag = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    described = {
+        "format": FORMAT,
+        "files": {"b": 10},
+        "source": {"location": str(tmp_path / "gone"), "files": {}, "versions": {}},
+        "parts": describe_parts([Receipt("b", 0, 10, f'"{tag}"')], {("b", 0): ("a", 0)}),
+    }
+    (tmp_path / "paddle_reshard.json").write_bytes(format_manifest(described))
+    assert paddle_reshard.check(tmp_path).intact
+    (tmp_path / "b").write_bytes(b"0123456780")
+    assert "MD5 is" in paddle_reshard.check(tmp_path).damages[0].detail

@@ -6,6 +6,7 @@ import pytest
 
 from paddle_reshard.pipeline import errors
 from paddle_reshard.pipeline.errors import (
+    BusyError,
     CastError,
     CheckpointError,
     ClusterError,
@@ -20,6 +21,7 @@ from paddle_reshard.pipeline.errors import (
     RereadError,
     ReshardError,
     RuleError,
+    StaleSessionError,
     TargetError,
     UnsafePickleError,
     UnsupportedError,
@@ -74,6 +76,8 @@ EXAMPLES = [
         1,
     ),
     (TargetError("out: is not empty"), "out: is not empty", 1),
+    (BusyError("out: another conversion is writing it"), "out: another conversion is writing it", 1),
+    (StaleSessionError("out: begun with plan 1, this is 2"), "out: begun with plan 1, this is 2", 1),
     (ListingError("s3://b/run: access denied"), "s3://b/run: access denied", 1),
     (ClusterError("cannot join Ray at 'head:6379'"), "cannot join Ray at 'head:6379'", 1),
     (JobError("the cluster did not take the job"), "the cluster did not take the job", 1),
@@ -113,7 +117,7 @@ def test_survives_pickling(error: ReshardError, text: str, status: int, protocol
 
 def test_only_troubles_of_stores_and_clusters_are_worth_another_try() -> None:
     kinds = {type(error) for error, _, _ in EXAMPLES if error.retryable}
-    assert kinds == {ListingError, ClusterError, JobError, GroupFailedError}
+    assert kinds == {BusyError, ListingError, ClusterError, JobError, GroupFailedError}
     refused_by_a_store = TargetError("s3://b/c: the store asks to slow down")
     refused_by_a_store.retryable = True
     assert pickle.loads(pickle.dumps(refused_by_a_store)).retryable

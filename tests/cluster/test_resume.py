@@ -1,0 +1,66 @@
+"""A driver that is killed while Ray's workers move groups; another goes on, on Ray or without."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ray.cluster_utils import Cluster
+
+import paddle_reshard
+from paddle_reshard.pipeline.planning import plan as planning
+from tests.cluster.conftest import CASE, GROUP_BYTES, contents
+from tests.conftest import REPO, committed_case
+
+KILLED_AFTER = 4
+DRIVER = """
+import json, os, signal, sys
+import paddle_reshard
+from paddle_reshard.pipeline.planning import plan as planning
+from paddle_reshard.pipeline.workflow import Progress
+
+request, group_bytes, left = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+planning.GROUP_BYTES = group_bytes
+
+def observe(event):
+    global left
+    if isinstance(event, Progress) and event.done_bytes:
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+paddle_reshard.convert(**request, observe=observe)
+"""
+
+
+@pytest.mark.parametrize("then", ["ray", "inline"])
+def test_a_driver_that_was_killed_is_gone_on_with(
+    then: str, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "GROUP_BYTES", GROUP_BYTES)
+    source, whole, made = committed_case(CASE) / "checkpoint-3", tmp_path / "whole", tmp_path / "made"
+    options = {"to": "tp=2,sharding=3", "memory": "256MiB"}
+    paddle_reshard.convert(source, whole, **options)
+    request = {"source": str(source), "target": str(made), "cluster": f"ray:{cluster.address}", "workers": 2}
+    killed = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            DRIVER,
+            json.dumps({**request, **options}),
+            str(GROUP_BYTES),
+            str(KILLED_AFTER),
+        ],
+        cwd=REPO,
+        timeout=120,
+    )
+    assert killed.returncode == -9
+    assert not made.exists()
+    moved = paddle_reshard.convert(
+        source, made, resume=True, cluster=f"ray:{cluster.address}" if then == "ray" else "inline", **options
+    ).moved
+    assert moved.resumed_groups >= KILLED_AFTER
+    assert moved.groups > 0
+    assert contents(made) == contents(whole)
+    assert (made / "paddle_reshard.json").read_bytes() == (whole / "paddle_reshard.json").read_bytes()
