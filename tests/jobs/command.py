@@ -1,7 +1,8 @@
 """The command line with ``submit`` and ``watch``, as tests start it."""
 
-from __future__ import json
+from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
