@@ -39,7 +39,7 @@ SMALLEST_PART_BYTES = 5 << 20
 LARGEST_PART_BYTES = 5 << 30
 MOST_PARTS = 10_000
 LARGEST_OBJECT_BYTES = 5 << 40
-COPIES = CopyLimits(smallest_bytes=SMALLEST_PART_BYTES, largest_bytes=256 << 20)
+COPIES = CopyLimits(smallest_bytes=SMALLEST_PART_BYTES, largest_bytes=128 << 20)
 COPIES_IN_FLIGHT = 16
 PROBE_COPY_BYTES = 1 << 10
 _CONFIG = {

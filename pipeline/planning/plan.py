@@ -22,14 +22,13 @@ from paddle_reshard.pipeline.errors import CoverageError, MemoryBudgetError, Rer
 from paddle_reshard.pipeline.geometry import Ints
 from paddle_reshard.pipeline.layouts.hybrid.target import TargetFiles
 from paddle_reshard.pipeline.planning.copies import carve_copies
-from paddle_reshard.pipeline.planning.groups import FileSizes, Room, group_ops, set_passes
+from paddle_reshard.pipeline.planning.groups import FileSizes, Room, group_ops, set_passes, source_ranges
 from paddle_reshard.pipeline.planning.limits import PartLimits
 from paddle_reshard.pipeline.planning.match import (
     ITEMSIZES,
     MOVE,
     Ops,
     clipped,
-    hull,
     op_volumes,
     plan_ops,
 )
@@ -47,7 +46,7 @@ PASS_BYTES = 8 << 20
 """What a group may always read at once, however large its parts are."""
 FILL_BYTES = 16 << 20
 """More literal bytes or zeros than these become parts of their own."""
-COPY_GROUP_BYTES = 1 << 30
+COPY_GROUP_BYTES = 512 << 20
 COPY_GROUP_PARTS = 64
 """Parts that the storage copies are gathered into groups of about so many bytes, and so many parts at most."""
 TINY_BYTES = 64 << 10
@@ -119,9 +118,9 @@ class Plan:
     @property
     def payload_bytes(self) -> int:
         """Bytes of the source that some band needs, each counted once; copied ones are not among them."""
-        start, stop = hull(self.ops, "source")
-        lows, highs = merge(self.ops["source_file"], start, stop)[1:]
-        return int((highs - lows).sum())
+        _, file, start, stop = source_ranges(self.ops)
+        _, low, high = merge(file, start, stop)
+        return int((high - low).sum())
 
     @property
     def read_amplification(self) -> float:
@@ -308,14 +307,9 @@ def _label(plan: Plan, group: int) -> str:
 
 def plan_bands(ops: Ops, groups: Ints) -> Bands:
     """The source byte ranges that each group reads in each of its passes, near ones joined."""
-    compares = ops["kind"] != MOVE
-    source, target = hull(ops, "source"), hull(ops, "target")
-    files = int(max(ops["source_file"].max(initial=0), ops["target_file"].max(initial=0))) + 1
-    passes = int(ops["pass"].max(initial=0)) + 1
-    held = (groups * passes + ops["pass"]) * files
-    keys = np.concatenate([held + ops["source_file"], (held + ops["target_file"])[compares]])
-    start = np.concatenate([source[0], target[0][compares]])
-    stop = np.concatenate([source[1], target[1][compares]])
+    op, file, start, stop = source_ranges(ops)
+    files, passes = int(file.max(initial=0)) + 1, int(ops["pass"].max(initial=0)) + 1
+    keys = (groups[op] * passes + ops["pass"][op]) * files + file
     key, low, high = merge(keys, start, stop, JOIN_GAP_BYTES)
     bands = np.zeros(len(key), dtype=BAND)
     bands["group"], bands["pass"], bands["file"] = key // files // passes, key // files % passes, key % files

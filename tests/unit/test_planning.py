@@ -15,11 +15,12 @@ from paddle_reshard.pipeline.errors import MemoryBudgetError, RereadError
 from paddle_reshard.pipeline.layouts.hybrid.target import TargetFiles
 from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.planning.limits import CopyLimits, PartLimits
-from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan, plan_conversion
+from paddle_reshard.pipeline.planning.match import COMPARE, match
+from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan, plan_comparisons, plan_conversion
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.pipeline.tensors import Tensor, dtype_named
 from paddle_reshard.storage.store import ReadRange, Receipt
-from paddle_reshard.tasks.run_group import run_group
+from paddle_reshard.tasks.run_group import compare_group, run_group
 
 MIB = 1 << 20
 FLOAT32 = dtype_named("float32")
@@ -267,6 +268,40 @@ def test_what_must_be_written_together_and_does_not_fit_is_refused() -> None:
     assert not isinstance(refusal.value, RereadError)
     enough = plan_of([LARGE], source, target, refusal.value.needed_bytes - FOOTPRINT_BYTES, limits=limits)
     assert enough.peak_bytes + FOOTPRINT_BYTES <= refusal.value.needed_bytes
+
+
+@pytest.mark.usefixtures("_small_portions")
+@pytest.mark.parametrize(
+    ("one", "other", "most_reads"),
+    [
+        (columns(LARGE, 4), rows(LARGE, (7, 1_000)), 1.0),
+        (whole(LARGE, "F"), columns(LARGE, 2, "F"), 1.0),
+        (whole(LARGE, "F"), whole(LARGE), 20.0),
+    ],
+    ids=["alike", "both transposed", "one transposed"],
+)
+def test_large_tensors_are_compared_within_the_budget(
+    one: list[list[Stored]], other: list[list[Stored]], most_reads: float
+) -> None:
+    a, b = Files(one), Files(other)
+    fragments = [fragment_rows(side.rows) for side in (a, b)]
+    fragments[1]["file"] += len(a.files)
+    named = [[File(f"{side}/{f.path}", f.size_bytes) for f in s.files] for side, s in (("A", a), ("B", b))]
+    tensors = (Tensor("w0", "moment1", FLOAT32, LARGE),)
+    ops = match(*fragments, {}, kind=COMPARE)
+    plan = plan_comparisons(ops, tensors, (*named[0], *named[1]), FOOTPRINT_BYTES + ROOM_BYTES)
+    assert plan.peak_bytes <= ROOM_BYTES
+    assert plan.read_amplification <= most_reads
+
+    values = np.random.default_rng(0).random(LARGE, dtype=np.float32)
+    contents = {f"A/{path}": content for path, content in a.contents([values]).items()}
+    values[1_999, 4_999] += 1
+    contents |= {f"B/{path}": content for path, content in b.contents([values]).items()}
+    memory = Memory(contents, plan)
+    reports = [compare_group(work, memory) for work in plan_work(plan)]
+    assert sum(report.compared_elements for report in reports) == prod(LARGE)
+    (difference,) = [d for report in reports for d in report.differences]
+    assert "element (1999, 4999)" in difference.detail
 
 
 # ------------------------------------------------------------------------------------------------- parts
