@@ -9,15 +9,19 @@ beside its parts: then it is read in *passes*, one after the other.
 from __future__ import annotations
 
 from bisect import bisect_right
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from paddle_reshard.pipeline.geometry import MAX_DIMS, Ints
-from paddle_reshard.pipeline.planning.cut import Flags, Pieces, cut, outermost, reach, torn
-from paddle_reshard.pipeline.planning.match import MOVE, Ops, hull
+from paddle_reshard.pipeline.planning.cut import Flags, Pieces, cut, reach, torn
+from paddle_reshard.pipeline.planning.match import MOVE, Ops, hull, joined, reorder
 from paddle_reshard.pipeline.planning.parts import Parts, plan_parts, small_parts
 from paddle_reshard.pipeline.planning.ranges import dense_numbers, label, union_bytes
+
+_BLOCK_OPS = 1 << 17
+"""Atoms are cut in blocks of about so many ops."""
 
 
 class Room(NamedTuple):
@@ -50,26 +54,27 @@ class FileSizes(NamedTuple):
     largest_fill: Ints
 
 
-def group_ops(ops: Ops, copied: Parts, files: FileSizes, room: Room) -> Grouped:
+def group_ops(chunks: list[Ops], copied: Parts, files: FileSizes, room: Room) -> Grouped:
     """Give every op a group, in the order of the target files; ops of atoms that are too large are cut.
 
     Where an atom can only be cut by reading bytes several times, it is cut only as ``room.most_bytes`` demands.
+    ``chunks`` is emptied, so that the ops are not held beside what they are cut into.
     """
+    ops, atoms, rereads = _cut_large(joined(chunks), files, room)
     if not len(ops):
-        return Grouped(ops, np.zeros(0, dtype=np.int64), False)
-    tiny_bytes = room.tiny_bytes if (files.smallest_part > 1).any() else -1
-    ops, atoms, rereads = _cut_large(ops, _atoms(ops, tiny_bytes), files, room)
+        return Grouped(ops, atoms, False)
     atoms = _by_place(ops, atoms)
     units = _joined(ops, atoms, copied, files)
     groups = _gathered(_made_bytes(ops, units) + _read_bytes(ops, units), room.group_bytes)[units]
     order = np.argsort(groups, kind="stable")
-    return Grouped(ops.take(order), groups[order], rereads)
+    reorder(ops, order)
+    return Grouped(ops, groups[order], rereads)
 
 
 # ----------------------------------------------------------------------------------------------- atoms
 
 
-def source_ranges(ops: Ops) -> tuple[Ints, Ints, Ints, Ints]:
+def _source_ranges(ops: Ops) -> tuple[Ints, Ints, Ints, Ints]:
     """What is read: ``(op, file, start, stop)`` of every op's source side, and of the other side of comparisons."""
     one = hull(ops, "source")
     others = np.flatnonzero(ops["kind"] != MOVE)
@@ -90,7 +95,7 @@ def _atoms(ops: Ops, tiny_bytes: int) -> Ints:
     What several files need of a ``tiny`` range each reads for itself: the few values that all ranks hold would tie
     all their files together.
     """
-    op, file, start, stop = source_ranges(ops)
+    op, file, start, stop = _source_ranges(ops)
     apart = (ops["kind"][op] == MOVE) & (stop - start <= tiny_bytes)
     number = np.where(apart, ops["target_file"][op].astype(np.int64) + 1, 0)
     moves = np.flatnonzero(ops["kind"] == MOVE)
@@ -106,7 +111,7 @@ def _atoms(ops: Ops, tiny_bytes: int) -> Ints:
 
 def _clusters(ops: Ops, groups: Ints) -> Ints:
     """For each op the number of those of its group that overlap in a source file."""
-    op, file, start, stop = source_ranges(ops)
+    op, file, start, stop = _source_ranges(ops)
     return _components(len(ops), [(op, label(groups[op] * (int(file.max()) + 1) + file, start, stop))])
 
 
@@ -135,7 +140,7 @@ def _made_bytes(ops: Ops, owners: Ints) -> Ints:
 
 def _read_bytes(ops: Ops, owners: Ints) -> Ints:
     """Bytes that each owner of ops reads."""
-    op, file, start, stop = source_ranges(ops)
+    op, file, start, stop = _source_ranges(ops)
     return union_bytes(owners[op], file, start, stop, int(owners.max(initial=-1)) + 1)
 
 
@@ -146,12 +151,37 @@ def _sums(keys: Ints, values: Ints, count: int) -> Ints:
 # --------------------------------------------------------------------------------------- cutting atoms
 
 
-def _cut_large(ops: Ops, atoms: Ints, files: FileSizes, room: Room) -> tuple[Ops, Ints, bool]:
-    """Cut atoms until each writes about half of ``room.group_bytes``, if that can be.
+def _cut_large(ops: Ops, files: FileSizes, room: Room) -> tuple[Ops, Ints, bool]:
+    """Cut atoms until each writes about half of ``room.group_bytes``, if that can be; ops and their atoms.
 
-    One that only compares is measured by what it reads.
+    A block of atoms at a time, so that beside the ops only those of one block are held twice.
     """
-    done: list[tuple[Ops, Ints]] = []
+    if not len(ops):
+        return ops, np.zeros(0, dtype=np.int64), False
+    atoms = _atoms(ops, room.tiny_bytes if (files.smallest_part > 1).any() else -1)
+    order = np.argsort(atoms, kind="stable")
+    atoms = atoms[order]
+    bounds = [*np.unique(np.searchsorted(atoms, atoms[::_BLOCK_OPS])).tolist(), len(ops)]
+    blocks = [
+        (ops.take(order[start:stop]), atoms[start:stop] - atoms[start]) for start, stop in pairwise(bounds)
+    ]
+    del ops, order
+    done: list[Ops] = []
+    numbers: list[Ints] = [np.zeros(0, dtype=np.int64)]
+    numbered, rereads = 0, False
+    while blocks:
+        cut_ops, cut_atoms, again = _cut_block(*blocks.pop(), files, room)
+        done.append(cut_ops)
+        numbers.append(cut_atoms + numbered)
+        numbered += int(cut_atoms.max()) + 1
+        rereads |= again
+    return joined(done), np.concatenate(numbers), rereads
+
+
+def _cut_block(ops: Ops, atoms: Ints, files: FileSizes, room: Room) -> tuple[Ops, Ints, bool]:
+    """Cut the atoms of a block. One that only compares is measured by what it reads."""
+    done: list[Ops] = []
+    numbers: list[Ints] = [np.zeros(0, dtype=np.int64)]
     numbered, rereads = 0, False
     used = np.full(int(atoms.max(initial=-1)) + 1, MAX_DIMS)
     most = room.most_bytes - room.pass_bytes
@@ -167,7 +197,8 @@ def _cut_large(ops: Ops, atoms: Ints, files: FileSizes, room: Room) -> tuple[Ops
         goal = np.where(kind.rereads, max(most, 1), goal)
         keep = ~chosen[atoms]
         kept = dense_numbers(atoms[keep])
-        done.append((ops.compress(keep), kept + numbered))
+        done.append(ops if keep.all() else ops.compress(keep))
+        numbers.append(kept + numbered)
         numbered += int(kept.max(initial=-1)) + 1
         ops, atoms = ops.compress(~keep), atoms[~keep]
         if not len(ops):
@@ -176,9 +207,11 @@ def _cut_large(ops: Ops, atoms: Ints, files: FileSizes, room: Room) -> tuple[Ops
         parents = atoms[pieces.origin]
         ops = pieces.ops
         atoms = dense_numbers(parents * (int(pieces.stretch.max()) + 1) + pieces.stretch)
+        del pieces
         used = np.zeros(int(atoms.max()) + 1, dtype=np.int64)
         used[atoms] = kind.dim[parents]
-    return np.concatenate([o for o, _ in done]), np.concatenate([a for _, a in done]), rereads
+    del ops
+    return joined(done), np.concatenate(numbers), rereads
 
 
 class _CutDims(NamedTuple):
@@ -195,22 +228,7 @@ def _cut_dims(ops: Ops, atoms: Ints, count: int) -> _CutDims:
     first = np.where(possible.any(axis=1), possible.argmax(axis=1), MAX_DIMS)
     best = np.where(harmless.any(axis=1), harmless.argmax(axis=1), first)
     rereads = np.asarray(possible.any(axis=1) & ~harmless.any(axis=1))
-    # Boxes that are only compared, and stored in different orders: the larger one is cut, then the other.
-    writes = np.zeros(count, dtype=bool)
-    writes[atoms[ops["kind"] == MOVE]] = True
-    best = np.where(rereads & ~writes, _widest_dims(ops, atoms, count), best)
     return _CutDims(best.astype(np.int64), rereads)
-
-
-def _widest_dims(ops: Ops, atoms: Ints, count: int) -> Ints:
-    """The dim along which what spans most bytes of a source file can be cut, of each atom."""
-    op, _, start, stop = source_ranges(ops)
-    others = op[len(ops) :]
-    outer = np.concatenate([outermost(ops, "source"), outermost(ops[others], "target")])
-    order = np.argsort(stop - start, kind="stable")
-    found = np.zeros(count, dtype=np.int64)
-    found[atoms[op[order]]] = outer[order]  # the last one stays
-    return found
 
 
 def _extends(ops: Ops, owners: Ints, count: int) -> Flags:
@@ -268,10 +286,7 @@ def _joined(ops: Ops, atoms: Ints, copied: Parts, files: FileSizes) -> Ints:
         for one, other in joins:
             a, b = _root(parent, one), _root(parent, other)
             parent[max(a, b)] = min(a, b)
-        joined = dense_numbers(np.array([_root(parent, a) for a in range(len(parent))])[atoms])
-        if int(joined.max()) == int(atoms.max()):
-            return atoms
-        atoms = joined
+        atoms = dense_numbers(np.array([_root(parent, a) for a in range(len(parent))])[atoms])
 
 
 def _root(parent: list[int], one: int) -> int:
@@ -304,10 +319,11 @@ def set_passes(ops: Ops, groups: Ints, made: Ints, room: Room) -> tuple[Ops, Int
     ops["pass"] = 0
     beside = np.maximum(room.pass_bytes, min(room.group_bytes, room.most_bytes) - made)
     many = _read_bytes(ops, groups) > beside
-    few = ops[~many[groups]], groups[~many[groups]]
-    ops, groups = ops[many[groups]], groups[many[groups]]
-    if not len(ops):
-        return few
+    if not many.any():
+        return ops, groups
+    many_ops = many[groups]
+    few = ops.compress(~many_ops), groups[~many_ops]
+    ops, groups = ops.compress(many_ops), groups[many_ops]
     ops, groups, clusters = _cut_for_reading(ops, groups, np.maximum(1, beside // 2))
     group_of = np.zeros(int(clusters.max()) + 1, dtype=np.int64)
     group_of[clusters] = groups
@@ -325,7 +341,8 @@ def set_passes(ops: Ops, groups: Ints, made: Ints, room: Room) -> tuple[Ops, Int
     ops["pass"] = number[clusters]
     ops, groups = np.concatenate([few[0], ops]), np.concatenate([few[1], groups])
     order = np.lexsort((ops["pass"], groups))
-    return ops.take(order), groups[order]
+    reorder(ops, order)
+    return ops, groups[order]
 
 
 def _cut_for_reading(ops: Ops, groups: Ints, most: Ints) -> tuple[Ops, Ints, Ints]:

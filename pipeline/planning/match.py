@@ -136,6 +136,27 @@ def hull(ops: Ops, side: str) -> tuple[Ints, Ints]:
     return np.ascontiguousarray(ops[f"{side}_byte"]), np.ascontiguousarray(ops[f"{side}_stop"])
 
 
+def joined(chunks: list[Ops]) -> Ops:
+    """All rows of several columns of ops. ``chunks`` is emptied, so that no row is held twice for long."""
+    if len(chunks) == 1:
+        return chunks.pop()
+    ops = np.empty(sum(len(chunk) for chunk in chunks), dtype=OP)
+    stop = len(ops)
+    while chunks:
+        start = stop - len(chunks[-1])
+        ops[start:stop] = chunks.pop()
+        stop = start
+    return ops
+
+
+def reorder(ops: Ops, order: Ints) -> None:
+    """Sort rows in place, column by column: a second copy of all would be the most that planning needs at once."""
+    if np.array_equal(order, np.arange(len(order))):
+        return
+    for column in OP.names or ():
+        ops[column] = ops[column][order]
+
+
 def plan_ops(
     source: Catalog, target: Fragments, compare_replicas: bool = True, casts: Collection[Cast] = ()
 ) -> Ops:

@@ -10,7 +10,7 @@ known here. Parts that the storage copies by itself need no memory.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -27,6 +27,7 @@ from paddle_reshard.pipeline.planning.limits import PartLimits
 from paddle_reshard.pipeline.planning.match import (
     ITEMSIZES,
     MOVE,
+    OP,
     Ops,
     clipped,
     op_volumes,
@@ -177,14 +178,18 @@ def plan_conversion(
     RereadError
         If the budget suffices only where source bytes are read several times, unless ``allow_reread``.
     """
-    ops = plan_ops(source, target.fragments, compare_replicas, target.casts)
-    _check_tiles(ops, target, source.tensors)
+
+    def make_ops() -> Ops:
+        ops = plan_ops(source, target.fragments, compare_replicas, target.casts)
+        _check_tiles(ops, target, source.tensors)
+        return ops
+
     plan = Plan(
         tensors=source.tensors,
         source_files=source.files,
         target_files=target.files,
-        ops=ops,
-        op_groups=np.zeros(len(ops), dtype=np.int64),
+        ops=np.zeros(0, dtype=OP),
+        op_groups=np.zeros(0, dtype=np.int64),
         bands=np.zeros(0, dtype=BAND),
         parts=np.zeros(0, dtype=PART),
         literals=target.literals,
@@ -193,11 +198,11 @@ def plan_conversion(
         carried=tuple(carried),
         allow_replica_drift=allow_replica_drift,
     )
-    planned, rereads = _within_limits(plan, limits, budget_bytes)
+    planned, rereads = _within_limits(plan, make_ops, limits, budget_bytes)
     _check_budget(planned)
     if not rereads:
         return planned
-    once, _ = _within_limits(plan, limits, UNLIMITED_BYTES)
+    once, _ = _within_limits(plan, make_ops, limits, UNLIMITED_BYTES)
     made = once.parts[once.parts["source_file"] == MADE]
     largest = int(np.bincount(made["group"], weights=part_sizes(made)).max())
     enough_bytes = max(once.peak_bytes, largest + PASS_BYTES) + FOOTPRINT_BYTES
@@ -207,14 +212,22 @@ def plan_conversion(
     return replace(planned, read_once_budget_bytes=enough_bytes)
 
 
-def _within_limits(plan: Plan, limits: PartLimits, budget_bytes: int) -> tuple[Plan, bool]:
-    """The plan with everything portioned; a file that would have too many parts gets larger ones."""
+def _within_limits(
+    plan: Plan, make_ops: Callable[[], Ops], limits: PartLimits, budget_bytes: int
+) -> tuple[Plan, bool]:
+    """The plan with everything portioned; a file that would have too many parts gets larger ones.
+
+    Ops are made anew for each try: to keep them for one that is hardly ever needed would take as much memory as all
+    the rest.
+    """
     total = np.array([f.size_bytes for f in plan.target_files], dtype=np.int64)
     smallest = np.full(len(total), limits.smallest_bytes)
     while True:
         files = FileSizes(total, smallest, np.maximum(FILL_BYTES, 2 * smallest))
-        ops, copied = carve_copies(plan.ops, smallest, limits.copies)
-        planned, rereads = _portioned(replace(plan, ops=ops), copied, files, budget_bytes)
+        ops, copied = carve_copies(make_ops(), smallest, limits.copies)
+        chunks = [ops]
+        del ops
+        planned, rereads = _portioned(plan, chunks, copied, files, budget_bytes)
         if limits.most is None:
             return planned, rereads
         enough = -(-total // limits.most)
@@ -238,8 +251,8 @@ def plan_comparisons(
         tensors=tensors,
         source_files=files,
         target_files=(),
-        ops=ops,
-        op_groups=np.zeros(len(ops), dtype=np.int64),
+        ops=np.zeros(0, dtype=OP),
+        op_groups=np.zeros(0, dtype=np.int64),
         bands=np.zeros(0, dtype=BAND),
         parts=np.zeros(0, dtype=PART),
         literals=(),
@@ -247,15 +260,20 @@ def plan_comparisons(
         budget_bytes=budget_bytes,
         carried=(),
     )
-    planned, _ = _within_limits(plan, PartLimits(), budget_bytes)
+    planned, _ = _within_limits(plan, lambda: ops.copy(), PartLimits(), budget_bytes)
     _check_budget(planned)
     return planned
 
 
-def _portioned(plan: Plan, copied: Parts, files: FileSizes, budget_bytes: int) -> tuple[Plan, bool]:
-    """The plan with groups, parts and bands; and whether bytes are read several times."""
+def _portioned(
+    plan: Plan, chunks: list[Ops], copied: Parts, files: FileSizes, budget_bytes: int
+) -> tuple[Plan, bool]:
+    """The plan with groups, parts and bands of all ``chunks`` of ops; and whether bytes are read several times.
+
+    ``chunks`` is emptied.
+    """
     room = Room(GROUP_BYTES, PASS_BYTES, budget_bytes - FOOTPRINT_BYTES, TINY_BYTES)
-    ops, groups, rereads = group_ops(plan.ops, copied, files, room)
+    ops, groups, rereads = group_ops(chunks, copied, files, room)
     parts = plan_parts(ops, groups, copied, *files)
     values = int(groups.max(initial=-1)) + 1
     parts["group"] = _groups_of_parts(parts, values)
