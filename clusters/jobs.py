@@ -14,6 +14,7 @@ named, and travel in a file that the job reads (:mod:`paddle_reshard.clusters.en
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shlex
 import shutil
@@ -36,6 +37,8 @@ PACKAGE = Path(__file__).parents[1]
 POLL_SECONDS = 1.0
 PROBE_SECONDS = 60.0
 LOST_CONTACT_SECONDS = 600.0
+_CHATTY = ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging")
+"""Loggers that tell of every package that Ray uploads; what is worth knowing is told here."""
 _API_ADDRESS = "RAY_API_SERVER_ADDRESS"
 _ADDRESS_VARIABLES = (_API_ADDRESS, "RAY_ADDRESS")
 _LOG_IN_MESSAGE = ", last available logs"
@@ -131,6 +134,8 @@ def submit_conversion(request: JobRequest, address: str | None, tell: Tell) -> J
         If a variable that the job should get is not set.
     """
     variables = _variables(request.env)
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)
     with _failing(variables.values()):
         client = connect(address)
         submission_id, running = _place(client, request)

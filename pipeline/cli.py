@@ -93,7 +93,8 @@ storage_option = click.option(
     "--storage-options",
     metavar="JSON|@FILE",
     callback=lambda context, parameter, value: _storage_options(value),
-    help="What fsspec needs to reach the store: key, secret, endpoint_url, profile, … Never printed or stored.",
+    help="What fsspec needs to reach the store: key, secret, endpoint_url, profile, … Never printed or stored; "
+    "@FILE keeps it out of the list of processes.",
 )
 quiet_option = click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 conversion_options = _options(
