@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paddle_reshard.pipeline.geometry import MAX_DIMS, Ints
-from paddle_reshard.pipeline.planning.cut import Flags, Pieces, cut, reach, torn
+from paddle_reshard.pipeline.planning.cut import Flags, Pieces, cut, outermost, reach, torn
 from paddle_reshard.pipeline.planning.match import MOVE, Ops, hull, joined, reorder
 from paddle_reshard.pipeline.planning.parts import Parts, plan_parts, small_parts
 from paddle_reshard.pipeline.planning.ranges import dense_numbers, label, union_bytes
@@ -74,7 +74,7 @@ def group_ops(chunks: list[Ops], copied: Parts, files: FileSizes, room: Room) ->
 # ----------------------------------------------------------------------------------------------- atoms
 
 
-def _source_ranges(ops: Ops) -> tuple[Ints, Ints, Ints, Ints]:
+def source_ranges(ops: Ops) -> tuple[Ints, Ints, Ints, Ints]:
     """What is read: ``(op, file, start, stop)`` of every op's source side, and of the other side of comparisons."""
     one = hull(ops, "source")
     others = np.flatnonzero(ops["kind"] != MOVE)
@@ -95,7 +95,7 @@ def _atoms(ops: Ops, tiny_bytes: int) -> Ints:
     What several files need of a ``tiny`` range each reads for itself: the few values that all ranks hold would tie
     all their files together.
     """
-    op, file, start, stop = _source_ranges(ops)
+    op, file, start, stop = source_ranges(ops)
     apart = (ops["kind"][op] == MOVE) & (stop - start <= tiny_bytes)
     number = np.where(apart, ops["target_file"][op].astype(np.int64) + 1, 0)
     moves = np.flatnonzero(ops["kind"] == MOVE)
@@ -111,7 +111,7 @@ def _atoms(ops: Ops, tiny_bytes: int) -> Ints:
 
 def _clusters(ops: Ops, groups: Ints) -> Ints:
     """For each op the number of those of its group that overlap in a source file."""
-    op, file, start, stop = _source_ranges(ops)
+    op, file, start, stop = source_ranges(ops)
     return _components(len(ops), [(op, label(groups[op] * (int(file.max()) + 1) + file, start, stop))])
 
 
@@ -140,7 +140,7 @@ def _made_bytes(ops: Ops, owners: Ints) -> Ints:
 
 def _read_bytes(ops: Ops, owners: Ints) -> Ints:
     """Bytes that each owner of ops reads."""
-    op, file, start, stop = _source_ranges(ops)
+    op, file, start, stop = source_ranges(ops)
     return union_bytes(owners[op], file, start, stop, int(owners.max(initial=-1)) + 1)
 
 
@@ -228,7 +228,22 @@ def _cut_dims(ops: Ops, atoms: Ints, count: int) -> _CutDims:
     first = np.where(possible.any(axis=1), possible.argmax(axis=1), MAX_DIMS)
     best = np.where(harmless.any(axis=1), harmless.argmax(axis=1), first)
     rereads = np.asarray(possible.any(axis=1) & ~harmless.any(axis=1))
+    # Boxes that are only compared, and stored in different orders: the larger one is cut, then the other.
+    writes = np.zeros(count, dtype=bool)
+    writes[atoms[ops["kind"] == MOVE]] = True
+    best = np.where(rereads & ~writes, _widest_dims(ops, atoms, count), best)
     return _CutDims(best.astype(np.int64), rereads)
+
+
+def _widest_dims(ops: Ops, atoms: Ints, count: int) -> Ints:
+    """The dim along which what spans most bytes of a source file can be cut, of each atom."""
+    op, _, start, stop = source_ranges(ops)
+    others = op[len(ops) :]
+    outer = np.concatenate([outermost(ops, "source"), outermost(ops[others], "target")])
+    order = np.argsort(stop - start, kind="stable")
+    found = np.zeros(count, dtype=np.int64)
+    found[atoms[op[order]]] = outer[order]  # the last one stays
+    return found
 
 
 def _extends(ops: Ops, owners: Ints, count: int) -> Flags:
@@ -286,7 +301,10 @@ def _joined(ops: Ops, atoms: Ints, copied: Parts, files: FileSizes) -> Ints:
         for one, other in joins:
             a, b = _root(parent, one), _root(parent, other)
             parent[max(a, b)] = min(a, b)
-        atoms = dense_numbers(np.array([_root(parent, a) for a in range(len(parent))])[atoms])
+        joined = dense_numbers(np.array([_root(parent, a) for a in range(len(parent))])[atoms])
+        if int(joined.max()) == int(atoms.max()):
+            return atoms
+        atoms = joined
 
 
 def _root(parent: list[int], one: int) -> int:
