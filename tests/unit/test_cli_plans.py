@@ -1,0 +1,63 @@
+"""A plan on the command line: saved, looked at, and held against the conversion that is run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from paddle_reshard.pipeline.cli import cli
+from tests.conftest import case_directory
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def source() -> Path:
+    return case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
+
+
+def test_what_was_planned_is_simulated_and_run_and_nothing_else_is(source: Path, tmp_path: Path) -> None:
+    saved, target = tmp_path / "saved.plan", tmp_path / "target"
+    planned = json.loads(run("plan", source, target, "--to", "tp=2", "--save", saved, "--json").stdout)
+
+    found = json.loads(run("simulate", saved, "--workers", "1,4", "--json").stdout)["simulations"]
+    assert [one["workers"] for one in found] == [1, 4]
+    assert found[0]["most_read_bytes"] == planned["read_bytes"]
+    assert found[0]["seconds"] >= found[1]["seconds"] > 0
+    assert "workers" in run("simulate", saved).stdout
+
+    other = run("convert", source, target, "--to", "tp=1", "--plan", saved)
+    assert other.exit_code == 1
+    assert f"holds the plan {planned['plan_id']}" in other.stderr
+    assert not target.exists()
+
+    done = run("convert", source, target, "--to", "tp=2", "--plan", saved, "--json")
+    assert json.loads(done.stdout)["plan"]["plan_id"] == planned["plan_id"]
+    assert target.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "sentence"),
+    [
+        (["--workers", "many"], 2, "'many' is not a list of whole numbers"),
+        (["--workers", "0"], 2, "0 workers cannot run a plan"),
+        (["--read-rate", "fast"], 2, "'fast' is not a size"),
+        ([], 1, "not a paddle-reshard plan"),
+    ],
+)
+def test_simulate_refuses_in_one_sentence(
+    tmp_path: Path, source: Path, arguments: list[str], status: int, sentence: str
+) -> None:
+    file = tmp_path / "plan"
+    if arguments:
+        run("plan", source, tmp_path / "target", "--to", "tp=1", "--save", file)
+    else:
+        file.write_text("{}")
+    refused = run("simulate", file, *arguments)
+    assert refused.exit_code == status
+    assert sentence in refused.stderr
