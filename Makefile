@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: help demo test check fuzz format parity bench s3 clean
+.PHONY: help demo test check fuzz format parity bench s3 chaos clean
 
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
@@ -14,6 +14,7 @@ help:
 	@echo "make parity   the real trainer resumes from our conversions (needs Python 3.11; 10 minutes)"
 	@echo "make bench    4 GB converted beside cp -r, paddle.load and others, into docs/performance.md (ARGS=--quick: a glance)"
 	@echo "make s3       conversions on a Ceph server of its own, into docs/s3.md (Debian; 10 minutes)"
+	@echo "make chaos    100 random kills of a conversion of 1 GB, each gone on with (ARGS='--kills 10': fewer)"
 
 $(VENV)/.made:
 	$(PYTHON) -m venv $(VENV)
@@ -56,6 +57,7 @@ format: $(VENV)/.test
 
 parity: $(VENV)/.test
 	$(BIN)/python -m tests.parity.run
+	$(BIN)/python -m tests.parity.ema
 
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.disk $(ARGS)
@@ -63,5 +65,8 @@ bench: $(VENV)/.test
 s3: $(VENV)/.test
 	$(BIN)/python -m benchmarks.s3 $(ARGS)
 
+chaos: $(VENV)/.test
+	$(BIN)/python -m benchmarks.chaos $(ARGS)
+
 clean:
-	rm -rf $(VENV) .demo .parity .bench .s3 build dist *.egg-info
+	rm -rf $(VENV) .demo .parity .bench .s3 .chaos build dist *.egg-info

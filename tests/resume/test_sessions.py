@@ -5,10 +5,12 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 import paddle_reshard
@@ -18,7 +20,7 @@ from paddle_reshard.pipeline.manifest import FORMAT, describe_parts, format_mani
 from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.runners import Conversion
 from paddle_reshard.pipeline.watch import Result, open_watcher
-from paddle_reshard.pipeline.workflow import Event, Progress
+from paddle_reshard.pipeline.workflow import Event, Progress, StepEnded
 from paddle_reshard.storage.checksum import checksum
 from paddle_reshard.storage.ledger import ledger_line, parse_ledger
 from paddle_reshard.storage.local import LocalSource
@@ -429,3 +431,27 @@ def test_a_part_that_a_store_copied_is_compared_with_the_tag_it_gave(tmp_path: P
     assert paddle_reshard.check(tmp_path).intact
     (tmp_path / "b").write_bytes(b"0123456780")
     assert "MD5 is" in paddle_reshard.check(tmp_path).damages[0].detail
+
+
+# ------------------------------------------------------------------------------------------------ other stores
+
+
+@pytest.mark.parametrize("step", ["move", "verify"])
+def test_other_stores_go_on_with_what_is_staged_here(
+    step: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def observe(event: Event) -> None:
+        if isinstance(event, StepEnded) and event.step == step:
+            raise Stop
+
+    with pytest.raises(Stop):
+        paddle_reshard.convert(source, "memory://resumed/t", observe=observe, **ONE)
+    with pytest.raises(TargetError, match="--resume goes on"):
+        paddle_reshard.convert(source, "memory://resumed/t", **ONE)
+    moved = paddle_reshard.convert(source, "memory://resumed/t", resume=True, **ONE).moved
+    assert (moved.groups, moved.resumed_groups) == (0, 4)
+    assert paddle_reshard.check("memory://resumed/t").intact
+    assert list(tmp_path.iterdir()) == []
+    fsspec.filesystem("memory").rm("/resumed", recursive=True)
