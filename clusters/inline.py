@@ -33,8 +33,8 @@ class InlineEngine:
     memory_bytes: int = 1 << 30
     """Of this process, what it needs for itself included."""
     workers: int | None = None
-    """Groups at a time, as far as memory allows. Default: two for every processor, since half of the time a group
-    waits for storage."""
+    """Groups at a time, as far as memory allows. Default: two for every processor, since a group waits for storage
+    half of the time."""
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
@@ -48,14 +48,19 @@ class InlineEngine:
         """Only make the comparisons of every group."""
         return self._run(works, lambda work, mover: compare_group(work, source, mover))
 
+    @property
+    def groups_at_a_time(self) -> int:
+        """As far as memory allows."""
+        return self.workers or 2 * len(os.sched_getaffinity(0))
+
     def _run(self, works: Iterable[GroupWork], do: Callable[[GroupWork, Mover], GroupReport]) -> Reports:
-        count = self.workers or 2 * len(os.sched_getaffinity(0))
-        desk = _Workspaces(self.memory_bytes - FOOTPRINT_BYTES)
+        count = self.groups_at_a_time
+        desk = Workspaces(self.memory_bytes - FOOTPRINT_BYTES)
         running: dict[Future[GroupReport], Workspace] = {}
         with ThreadPoolExecutor(count, thread_name_prefix="group") as pool:
             try:
                 for work in works:
-                    while len(running) == count or (space := desk.take(work)) is None:
+                    while len(running) == count or (space := desk.take(work.peak_bytes, work.label)) is None:
                         yield from _settle(running, desk)
                     running[pool.submit(do, work, space)] = space
                 while running:
@@ -66,14 +71,14 @@ class InlineEngine:
                     future.cancel()
 
 
-def _settle(running: dict[Future[GroupReport], Workspace], desk: _Workspaces) -> Reports:
+def _settle(running: dict[Future[GroupReport], Workspace], desk: Workspaces) -> Reports:
     """Wait until something is done; what it raised comes through."""
     for future in wait(running, return_when=FIRST_COMPLETED).done:
         desk.give_back(running.pop(future))
         yield future.result()
 
 
-class _Workspaces:
+class Workspaces:
     """The credits of a run: workspaces that are in use or kept for later, never more than the budget."""
 
     def __init__(self, budget_bytes: int) -> None:
@@ -82,19 +87,16 @@ class _Workspaces:
         self.taken_bytes = 0
         """Of all workspaces."""
 
-    def take(self, work: GroupWork) -> Workspace | None:
-        """A workspace for a group; ``None`` if others have to end first.
+    def take(self, peak_bytes: int, label: str) -> Workspace | None:
+        """A workspace for a group; ``None`` if others have to end first. ``label`` is what to call the group by.
 
         Raises
         ------
         MemoryBudgetError
             If that would not help.
         """
-        peak_bytes = work.peak_bytes
         if peak_bytes > self.budget_bytes:
-            raise MemoryBudgetError(
-                work.label, self.budget_bytes + FOOTPRINT_BYTES, peak_bytes + FOOTPRINT_BYTES
-            )
+            raise MemoryBudgetError(label, self.budget_bytes + FOOTPRINT_BYTES, peak_bytes + FOOTPRINT_BYTES)
         if not peak_bytes:  # the storage copies everything
             return Workspace(0)
         fitting = [space for space in self.idle if space.capacity_bytes >= peak_bytes]
@@ -104,6 +106,8 @@ class _Workspaces:
             space.clear()
             return space
         wanted = min(-(-peak_bytes // GRAIN_BYTES) * GRAIN_BYTES, self.budget_bytes)
+        if self.idle:  # it was outgrown: there are never more workspaces than groups at a time
+            self.taken_bytes -= self.idle.pop().capacity_bytes
         while self.idle and self.taken_bytes + wanted > self.budget_bytes:
             self.taken_bytes -= self.idle.pop().capacity_bytes
         if self.taken_bytes + wanted > self.budget_bytes:

@@ -21,6 +21,7 @@ from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.device import HOST, Buffer, Mover, PaddleMover
 from paddle_reshard.tasks.figures import WorkerFigures, add_figures
 from paddle_reshard.tasks.run_group import GroupReport, finish_group, load_band, run_group
+from paddle_reshard.tasks.workspace import Workspace
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,7 +30,7 @@ R = TypeVar("R")
 class ReshardWorker:
     """Loads bands, moves boxes and writes parts, one call after another.
 
-    Its memory is that of one call: a whole group, or one band, or one part.
+    Its memory is that of one call, a whole group or a share of one. Between whole groups it is kept.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ReshardWorker:
         os.environ.update(environment)
         self.source, self.target, self.place = source, target, place
         self.mover: Mover = HOST
+        self.space = Workspace(0)
         self.prepared = False
         self.figures = _Figures(number)
 
@@ -64,15 +66,25 @@ class ReshardWorker:
     def run(self, work: GroupWork) -> GroupReport | ReshardError:
         """A whole group."""
         begun = time.monotonic()
-        report = _refusals_returned(run_group, work, self.source, self.target, self.mover)
+        report = _refusals_returned(run_group, work, self.source, self.target, self._mover_for(work))
         if isinstance(report, ReshardError):
             return report
         self.figures.add(begun, 1, report.read_bytes, report.written_bytes)
         return replace(report, figures=(self.figures.tell(),))
 
+    def _mover_for(self, work: GroupWork) -> Mover:
+        if self.place is not None:
+            return self.mover
+        if self.space.capacity_bytes < work.peak_bytes:
+            self.space = Workspace(0)  # given back before more is taken
+            self.space = Workspace(work.peak_bytes)
+        self.space.clear()
+        return self.space
+
     def load(self, path: str, start: int, stop: int) -> Buffer | ReshardError:
         """One band, to be shared as an object."""
         begun = time.monotonic()
+        self.space = Workspace(0)  # objects take its place
         band = _refusals_returned(load_band, self.source, path, start, stop)
         self.figures.add(begun, read_bytes=0 if isinstance(band, ReshardError) else len(band))
         return band
@@ -85,6 +97,7 @@ class ReshardWorker:
                 return band
             loaded.append(band)
         begun = time.monotonic()
+        self.space = Workspace(0)
         report = _refusals_returned(finish_group, share, loaded, self.target, self.mover)
         if isinstance(report, ReshardError):
             return report

@@ -111,6 +111,11 @@ class Plan:
         """The largest peak of any group."""
         return int(self.group_peaks.max(initial=0))
 
+    def memory_bytes(self, groups_at_a_time: int) -> int:
+        """The most that a worker will have in use, of its budget, if it runs so many groups at a time."""
+        largest = np.sort(self.group_peaks)[-groups_at_a_time:].sum()
+        return min(FOOTPRINT_BYTES + int(largest), self.budget_bytes)
+
     @property
     def read_bytes(self) -> int:
         """Bytes read from tensor files, gaps that are read along included."""

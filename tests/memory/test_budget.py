@@ -1,0 +1,118 @@
+"""A process stays below its budget, and comes near what the plan says it will need."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import paddle_reshard
+from benchmarks.generate import Llama, write_single_card
+from paddle_reshard.clusters.inline import InlineEngine
+from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
+from tests.memory.watch import private_bytes, run_watched
+
+MIB = 1 << 20
+LARGEST_TENSOR_BYTES = 48 * MIB
+SMALLEST_BUDGET_MIB = FOOTPRINT_BYTES // MIB + 47
+"""Too small for all of the largest tensor."""
+
+
+@dataclass(frozen=True)
+class Wide(Llama):
+    """Few and large tensors, all columns of which are split by tp."""
+
+    @property
+    def intermediate(self) -> int:
+        return LARGEST_TENSOR_BYTES // 4 // self.hidden
+
+
+@pytest.fixture(scope="module")
+def single_card(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("memory") / "single"
+    write_single_card(Wide(hidden=512, layers=1, vocab=2_000), folder)
+    assert sum(file.stat().st_size for file in folder.iterdir()) > 500 * MIB
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def sharded(single_card: Path) -> Iterator[Path]:
+    """The same for four ranks; the bf16 parameters are left out, to be made of their master weights."""
+    folder = single_card.with_name("sharded")
+    paddle_reshard.convert(single_card, folder, to="tp=2,sharding=2", sharding_strategy="stage1v2")
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "made"
+    shutil.rmtree(tmp_path / "made", ignore_errors=True)
+
+
+@pytest.mark.parametrize("budget_mib", [SMALLEST_BUDGET_MIB, 256, 1024])
+@pytest.mark.parametrize("work", ["copies", "casts"])
+def test_a_conversion_stays_below_its_budget(
+    budget_mib: int, work: str, request: pytest.FixtureRequest, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = request.getfixturevalue("single_card" if work == "copies" else "sharded")
+    options = {"to": "tp=4" if work == "copies" else "tp=1", "memory": f"{budget_mib}MiB"}
+    monkeypatch.setattr("paddle_reshard.pipeline.options.SMALLEST_BUDGET_BYTES", 0)
+    plan = paddle_reshard.plan(source, target, **options).plan
+    arguments = ["convert", source, target, "--to", options["to"], "--memory", options["memory"], "--quiet"]
+    (most,) = run_watched(arguments).values()
+    assert most <= budget_mib * MIB
+    assert most >= plan.memory_bytes(InlineEngine().groups_at_a_time) / 2
+
+
+def test_a_comparison_stays_below_its_budget(single_card: Path, sharded: Path) -> None:
+    (most,) = run_watched(["verify", single_card, sharded, "--memory", "256MiB", "--quiet"]).values()
+    assert 100 * MIB < most <= 256 * MIB
+
+
+def test_workers_of_a_cluster_stay_below_their_budget(sharded: Path, target: Path) -> None:
+    most = run_watched(
+        [
+            "convert",
+            sharded,
+            target,
+            "--to",
+            "tp=1",
+            "--cluster",
+            "ray",
+            "--workers",
+            "2",
+            "--memory",
+            "256MiB",
+        ],
+        _workers_of,
+    )
+    assert len(most) == 2
+    for found in most.values():
+        assert 70 * MIB < found <= 256 * MIB
+
+
+def _workers_of(driver: int) -> dict[int, int]:
+    """Private bytes of the Ray workers that descend from a process."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            name, _, rest = (folder / "stat").read_text().rpartition(")")
+            parents[int(folder.name)] = (int(rest.split()[1]), "ray::Reshard" in name)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return {
+        pid: private_bytes(pid)
+        for pid, (parent, is_worker) in parents.items()
+        if is_worker and _descends(pid, driver, parents)
+    }
+
+
+def _descends(pid: int, ancestor: int, parents: dict[int, tuple[int, bool]]) -> bool:
+    while pid in parents and pid != ancestor:
+        pid = parents[pid][0]
+    return pid == ancestor

@@ -1,0 +1,137 @@
+"""Groups run several at a time, within the memory that they were given, and end cleanly."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import paddle_reshard
+from paddle_reshard.clusters.inline import InlineEngine, Workspaces
+from paddle_reshard.pipeline.errors import MemoryBudgetError, UsageError
+from paddle_reshard.pipeline.planning import plan as planning
+from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
+from paddle_reshard.pipeline.planning.work import plan_work
+from paddle_reshard.pipeline.workflow import ConversionPlan
+from paddle_reshard.storage.store import Read, ReadRange
+from paddle_reshard.tasks.workspace import Workspace
+from tests.cluster.test_exchange import Written
+from tests.conftest import committed_case
+
+MIB = 1 << 20
+GROUP_BYTES = 100_000
+PATIENCE_SECONDS = 60
+
+
+@pytest.fixture
+def conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ConversionPlan:
+    """Of a real checkpoint, in many small groups."""
+    monkeypatch.setattr(planning, "GROUP_BYTES", GROUP_BYTES)
+    source = committed_case("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
+    planned = paddle_reshard.plan(source, tmp_path / "T", to="tp=2,sharding=3")
+    assert planned.plan.groups > 20
+    return planned
+
+
+@dataclass
+class Reads(ReadRange):
+    """A source that counts reads; the one of number ``fails`` does, and all wait at a gate if there is one."""
+
+    source: ReadRange
+    fails: int = -1
+    gate: threading.Barrier | None = None
+    made: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        self.source.read_into(path, byte_offset, buffer)
+
+    def read_many(self, reads: Sequence[Read]) -> None:
+        with self.lock:
+            number, self.made = self.made, self.made + 1
+        if self.gate is not None:
+            self.gate.wait()
+        if number == self.fails:
+            raise OSError("the disk is gone")
+        super().read_many(reads)
+
+
+def our_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("group")]
+
+
+@pytest.mark.parametrize("memory_bytes", [FOOTPRINT_BYTES + 2 * GROUP_BYTES, 1 << 30])
+@pytest.mark.parametrize("workers", [1, 2, 5, None])
+def test_any_number_of_workers_makes_the_same(
+    conversion: ConversionPlan, workers: int | None, memory_bytes: int
+) -> None:
+    works = list(plan_work(conversion.plan))
+    one, several = Written(), Written()
+    expected = list(InlineEngine(workers=1)(works, conversion.store, one))
+    assert [report.group for report in expected] == [work.group for work in works]
+    found = list(InlineEngine(memory_bytes, workers)(works, conversion.store, several))
+    assert sorted(found, key=lambda report: report.group) == expected
+    assert several.parts == one.parts
+    assert not our_threads()
+
+
+def test_groups_overlap(conversion: ConversionPlan) -> None:
+    """Nobody comes through a gate alone: with one group at a time, the first would wait in vain."""
+    works = [work for work in plan_work(conversion.plan) if len(work.bands)][:6]
+    source = Reads(conversion.store, gate=threading.Barrier(2, timeout=PATIENCE_SECONDS))
+    reports = list(InlineEngine(workers=2)(works, source, Written()))
+    assert len(reports) == len(works)
+
+
+def test_a_failure_ends_all(conversion: ConversionPlan) -> None:
+    source = Reads(conversion.store, fails=4)
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(InlineEngine(workers=3)(plan_work(conversion.plan), source, Written()))
+    assert source.made <= 8
+    assert not our_threads()
+
+
+def test_a_run_can_be_closed_at_any_time(conversion: ConversionPlan) -> None:
+    source = Reads(conversion.store)
+    with closing(InlineEngine(workers=3)(plan_work(conversion.plan), source, Written())) as reports:
+        next(reports)
+    assert source.made <= 6
+    assert not our_threads()
+
+
+def test_a_group_that_can_never_run_is_named(conversion: ConversionPlan) -> None:
+    works = list(plan_work(conversion.plan))
+    engine = InlineEngine(FOOTPRINT_BYTES + conversion.plan.peak_bytes - 1)
+    with pytest.raises(
+        MemoryBudgetError, match=rf"needs {FOOTPRINT_BYTES + conversion.plan.peak_bytes} bytes"
+    ):
+        list(engine(works, conversion.store, Written()))
+    assert not our_threads()
+
+
+def test_workers_are_counted_from_one() -> None:
+    with pytest.raises(UsageError, match="0 workers"):
+        InlineEngine(workers=0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 3)), max_size=60), st.integers(1, 4))
+def test_workspaces_never_exceed_the_budget(steps: list[tuple[int, int]], count: int) -> None:
+    """Whatever groups come and end in whatever order; alone, every group is admitted."""
+    desk = Workspaces(100 * MIB)
+    running: list[Workspace] = []
+    for peak_mib, ends in steps:
+        if len(running) == count:
+            desk.give_back(running.pop(ends % count))
+        while (space := desk.take(peak_mib * MIB, "a tensor")) is None:
+            desk.give_back(running.pop(ends % len(running)))
+        running.append(space)
+        kept = {id(each): each.capacity_bytes for each in (*running, *desk.idle)}
+        assert space.capacity_bytes >= peak_mib * MIB
+        assert sum(kept.values()) <= 100 * MIB
+        assert sum(capacity > 0 for capacity in kept.values()) <= count
