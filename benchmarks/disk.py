@@ -3,7 +3,7 @@
     make bench                       4 GB, medians of 5; figures go into docs/performance.md
     make bench ARGS='--quick'        300 MB, once, printed only
 
-Contenders take turns in every round, and a ratio is the median over rounds of the ratios within a round, because
+Contenders take turns in every round, in another order each time, and a ratio is the median over rounds of the ratios within a round, because
 disks of virtual machines are never quiet. The source lies in the page cache where memory allows (warm), for all
 contenders alike; nothing here can drop caches.
 """
@@ -28,6 +28,7 @@ from benchmarks.measure import (
     CommandFailed,
     Measured,
     alternate,
+    end_cleanly,
     load,
     machine,
     median,
@@ -179,13 +180,14 @@ class Bench:
         runs = alternate(contenders, self.rounds, say)
         plain, synced = list(runs.values())[:2]
         rows = [
-            ("`cp -r`", spread(plain), "1.00", *["–"] * 6),
+            ("`cp -r`", spread(plain), "1.00", "–", f"{median(plain, 'cpu_seconds'):.1f}", *["–"] * 4),
             (
                 "`cp -r`, then fsync",
                 spread(synced),
                 f"{ratio_of_rounds(synced, plain):.2f}",
                 "1.00",
-                *["–"] * 5,
+                f"{median(synced, 'cpu_seconds'):.1f}",
+                *["–"] * 4,
             ),
         ]
         figures = [Figures.of(c, runs[c.name], self.source_bytes) for c in AGAINST_COPY]
@@ -300,9 +302,9 @@ def copied_share(said: dict[str, Any]) -> float | None:
     return None if copied is None else copied / max(said["moved"]["written_bytes"], 1)
 
 
-def standalone(module: str) -> str:
+def standalone(module: str, *arguments: str) -> str:
     """The table of a benchmark that stands on its own."""
-    found = run([sys.executable, "-m", f"benchmarks.{module}"])
+    found = run([sys.executable, "-m", f"benchmarks.{module}", *arguments])
     return found.output.strip()
 
 
@@ -342,6 +344,7 @@ def main() -> None:
     if arguments.scratch.exists():
         parser.error(f"{arguments.scratch} is there already: left over, or somebody else's?")
     arguments.scratch.mkdir(parents=True)
+    end_cleanly()
     try:
         text = report(Bench(arguments.scratch, parse_size(size), rounds), chosen)
     except CommandFailed as error:
@@ -367,7 +370,10 @@ def report(bench: Bench, chosen: Sequence[str]) -> str:
         "copy": ("Against `cp -r` of the same bytes", bench.against_copy),
         "peers": ("Against loading everything", bench.against_peers),
         "workers": ("One worker, two workers", bench.workers),
-        "planning": ("Planning", partial(standalone, "planning")),
+        "planning": (
+            "Planning",
+            partial(standalone, "planning", *(["--quick"] if bench.rounds == 1 else [])),
+        ),
         "shares": ("Bytes that an object store moves by itself", partial(standalone, "shares")),
     }
     parts = []

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import platform
+import random
 import signal
 import statistics
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -68,6 +70,11 @@ def run(command: Sequence[str], environment: Mapping[str, str] | None = None) ->
         return Measured(seconds, watch.cpu_seconds, watch.peak, *moved, output.read().decode())
 
 
+def end_cleanly() -> None:
+    """When this process is told to end, let it take back what it has made first."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
+
+
 class _Watch(threading.Thread):
     """Samples the memory and the time of a process and its children."""
 
@@ -76,12 +83,14 @@ class _Watch(threading.Thread):
         self.pid, self.ended, self.peak, self.cpu_seconds = pid, threading.Event(), 0, 0.0
 
     def run(self) -> None:
+        last = False
         while True:
             family = _family(self.pid)
             self.peak = max(self.peak, sum(map(_private_bytes, family)))
             self.cpu_seconds = max(self.cpu_seconds, sum(map(_cpu_seconds, family)))
-            if self.ended.wait(SAMPLE_SECONDS):
+            if last:
                 return
+            last = self.ended.wait(SAMPLE_SECONDS)
 
 
 def _family(pid: int) -> list[int]:
@@ -124,12 +133,18 @@ def _moved_bytes(pid: int) -> tuple[int, int]:
 def alternate(
     contenders: Mapping[str, Callable[[], Measured]], rounds: int, say: Callable[[str], None]
 ) -> dict[str, list[Measured]]:
-    """Let contenders run in turns, so that what disturbs the machine disturbs all of them."""
+    """Let contenders run in turns, so that what disturbs the machine disturbs all of them.
+
+    Every round has another order (the same in every run): what one leaves behind in caches and on the disk falls to
+    another one each time.
+    """
     runs: dict[str, list[Measured]] = {name: [] for name in contenders}
+    order, shuffle = list(contenders), random.Random(0).shuffle
     for number in range(rounds):
-        for name, contender in contenders.items():
+        shuffle(order)
+        for name in order:
             os.sync()  # nobody writes back what another one wrote
-            runs[name].append(contender())
+            runs[name].append(contenders[name]())
             say(f"  {number + 1}/{rounds} {name}: {runs[name][-1].seconds:.2f} s")
     return runs
 

@@ -34,6 +34,7 @@ from benchmarks.measure import (
     CommandFailed,
     Measured,
     alternate,
+    end_cleanly,
     load,
     machine,
     median,
@@ -482,6 +483,7 @@ def main() -> None:
     if scratch.exists():
         parser.error(f"{scratch} is there already: left over, or is another run under way?")
     scratch.mkdir(parents=True)
+    end_cleanly()
     ceph = Ceph(arguments.scratch / "ceph")
     try:
         text, failed = report(ceph, scratch, size, rounds)
