@@ -3,9 +3,9 @@
     make bench                       4 GB, medians of 5; figures go into docs/performance.md
     make bench ARGS='--quick'        300 MB, once, printed only
 
-Contenders take turns in every round, in another order each time, and a ratio is the median over rounds of the ratios within a round, because
-disks of virtual machines are never quiet. The source lies in the page cache where memory allows (warm), for all
-contenders alike; nothing here can drop caches.
+Contenders take turns in every round, in another order each time, and a ratio is the median over rounds of the ratios
+within a round, because disks of virtual machines are never quiet. The source lies in the page cache where memory
+allows (warm), for all contenders alike; nothing here can drop caches.
 """
 
 from __future__ import annotations
