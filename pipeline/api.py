@@ -336,7 +336,8 @@ def convert(
         ``"inline"``: in this process. ``"ray"``: on the Ray that ``RAY_ADDRESS`` names, else on one of our own;
         ``"ray:ADDRESS"``: on that one.
     workers
-        How many; on Ray by default as many as there is room for.
+        On Ray how many, by default as many as there is room for; in this process how many groups at a time, by
+        default two for every processor.
     exchange
         On Ray, whether several workers share a group through the object store: ``"auto"``, ``"always"``,
         ``"never"``.

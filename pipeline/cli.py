@@ -230,7 +230,10 @@ def plan(source: str, target: str, save: Path | None, as_json: bool, quiet: bool
     "--cluster", default="inline", show_default=True, metavar="inline|ray|ray:ADDRESS", help="Where it runs."
 )
 @click.option(
-    "--workers", type=click.IntRange(1), help="Number of workers. Default: as many as there is room for."
+    "--workers",
+    type=click.IntRange(1),
+    help="On Ray the number of workers, by default as many as there is room for; in this process the number of groups "
+    "at a time, by default two for every processor.",
 )
 @click.option(
     "--exchange",
