@@ -108,7 +108,7 @@ def test_a_store_that_refuses_is_told_in_one_sentence(store: Store, bucket: str)
     shelf = open_shelf(f"s3://{bucket}/shelf", store.read_only)
     with pytest.raises(ListingError, match="access denied") as refused:
         shelf.create("claims/x.json", b"mine")
-    assert store.read_only_secret not in str(refused.value)
+    assert store.read_only["secret"] not in str(refused.value)
 
 
 def test_watch_converts_in_a_store(store: Store, bucket: str) -> None:

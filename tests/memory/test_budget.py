@@ -66,7 +66,8 @@ def test_a_conversion_stays_below_its_budget(
     arguments = ["convert", source, target, "--to", options["to"], "--memory", options["memory"], "--quiet"]
     (most,) = run_watched(arguments).values()
     assert most <= budget_mib * MIB
-    assert most >= plan.memory_bytes(InlineEngine().groups_at_a_time) / 2
+    if budget_mib >= 256:  # below, most of the projection is a footprint that allows for every store's driver
+        assert most >= plan.memory_bytes(InlineEngine().groups_at_a_time) / 2
 
 
 def test_a_comparison_stays_below_its_budget(single_card: Path, sharded: Path) -> None:
