@@ -140,8 +140,9 @@ def index_checkpoint(store: Source, tables: Sequence[RuleTable]) -> HybridCheckp
         If it is not one whole, consistent hybrid-parallel checkpoint that the rules cover.
     """
     sizes = store.sizes()
+    _refuse_folder_of_checkpoints(store)
     _refuse_other_formats(store)
-    _refuse_unknown_tensor_files(sizes)
+    _refuse_unknown_tensor_files(store)
     meta = parse_model_meta(read_json(store, MODEL_META, sizes)) if MODEL_META in sizes else None
     config = read_json(store, CONFIG, sizes)
     roots = index_tensor_files(
@@ -169,6 +170,15 @@ def index_pair(a: Source, b: Source, tables: Sequence[RuleTable]) -> tuple[Conte
     return (pair[1], pair[0]) if foreign[0] else pair
 
 
+def _refuse_folder_of_checkpoints(store: Source) -> None:
+    """A run's folder is easily taken for one of its checkpoints."""
+    inside = [name for name in sorted(store.folders) if name.startswith("checkpoint-")]
+    if inside and not any(parse_rank_file(path) for path in store.sizes()):
+        raise CheckpointError(
+            f"{store.location}: holds checkpoints and is none itself; give one of them, like {inside[-1]}"
+        )
+
+
 def _refuse_other_formats(store: Source) -> None:
     """Name the formats that look like this one and are not."""
     if "model_state" in store.folders or "dist_ckpt" in store.folders:
@@ -184,8 +194,9 @@ def _refuse_other_formats(store: Source) -> None:
         )
 
 
-def _refuse_unknown_tensor_files(sizes: Mapping[str, int]) -> None:
+def _refuse_unknown_tensor_files(store: Source) -> None:
     """Every file that could hold tensors must be one whose meaning is known."""
+    sizes = store.sizes()
     ranks = [path for path in sizes if parse_rank_file(path) is not None]
     unknown = [
         path
@@ -197,7 +208,9 @@ def _refuse_unknown_tensor_files(sizes: Mapping[str, int]) -> None:
             f"{unknown[0]}: a tensor file whose name has no meaning in a hybrid-parallel checkpoint"
         )
     if not ranks:
-        raise CheckpointError("no model_state or optimizer file: not a hybrid-parallel training checkpoint")
+        raise CheckpointError(
+            f"{store.location}: no model_state or optimizer file: not a hybrid-parallel training checkpoint"
+        )
 
 
 def load_tables(rules: Path | None) -> list[RuleTable]:

@@ -52,6 +52,13 @@ def test_inspect_for_people_lists_rules_on_request() -> None:
     assert "tp cuts dim 1" in done.stdout
 
 
+def test_the_folder_of_a_run_is_told_from_its_checkpoints() -> None:
+    done = run("inspect", DEMO.parent)
+    assert done.returncode == 1
+    assert f"{DEMO.parent}: holds checkpoints and is none itself" in done.stderr
+    assert "like checkpoint-3" in done.stderr
+
+
 def test_plan_moves_nothing_and_says_what_convert_would_write(tmp_path: Path, one_card: Path) -> None:
     done = run("plan", DEMO, tmp_path / "x", "--to", "tp=1", "--json")
     data = json.loads(done.stdout)
