@@ -54,7 +54,7 @@ ALL_AXES = ("--to", "tp=4,pp=1,sharding=4", "--sharding-strategy", V2)
 ONLY_PP = ("--to", "tp=2,pp=4,sharding=2", "--sharding-strategy", V2)
 GATEWAY_DOWN_SECONDS = 2.0
 KILLED_AT = 0.4
-MANIFEST = "paddle_reshard.json"
+MANIFEST, MARKER, OWN = "paddle_reshard.json", "saved_signal_", ".paddle_reshard_"
 
 
 # -------------------------------------------------------------------------------------------------- server
@@ -412,11 +412,14 @@ def killed_and_resumed(s: Session, local: Path) -> None:
     alive = process.poll() is None
     process.kill()
     process.wait()
-    visible = s.objects(target)
+    visible = sorted(s.objects(target))
+    others = [name for name in visible if not name.startswith(OWN)]
+    marked = [name for name in visible if name == MANIFEST or name.startswith(MARKER)]
     s.check(
         f"killed (-9) when {KILLED_AT:.0%} of the bytes were uploaded",
-        alive and MANIFEST not in visible,
-        f"{len(visible)} objects to be seen, no manifest" if visible else "nothing to be seen in the target",
+        alive and not marked,
+        f"nothing looks finished; to be seen are {len(visible) - len(others)} objects that resuming needs, and "
+        + (", ".join(others) or "no others"),
     )
     try:
         seconds = run([*command, "--resume"]).seconds
