@@ -79,7 +79,9 @@ def test_exchanged(conversion: Conversion, exchanged: list[int]) -> None:
 def test_every_worker_tells_what_it_did(conversion: Conversion, exchange: str) -> None:
     report = conversion.run(engine(exchange=exchange))
     carried = sum(file.size_bytes for file in conversion.plan.plan.carried)
-    assert [worker.number for worker in report.workers] == [0, 1]
+    # Unless they have to wait for each other, the first worker to be there may have done all.
+    told = [worker.number for worker in report.workers]
+    assert told in ([[0, 1]] if exchange == "always" else [[0], [1], [0, 1]])
     assert sum(worker.read_bytes for worker in report.workers) == report.read_bytes - carried
     assert sum(worker.written_bytes for worker in report.workers) == report.written_bytes - carried
     assert all(worker.groups and worker.busy_seconds > 0 for worker in report.workers)

@@ -1,6 +1,5 @@
 """A conversion gives the same bytes wherever its ends are, and refuses targets it may not write."""
 
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -29,8 +28,6 @@ from tests.storage.contents import (
     visible,
 )
 from tests.storage.servers import Store
-
-SHORT_SECONDS = 5.0
 
 
 def test_from_a_folder_to_s3(store: Store, bucket: str, for_four: dict[str, bytes]) -> None:
@@ -245,10 +242,9 @@ def test_a_wrong_secret_fails_at_once_and_is_not_shown(store: Store, bucket: str
         ({**store.options, "secret": wrong}, "the secret does not belong"),
         ({**store.options, "key": "AKIA" + wrong[:16]}, "does not know this access key"),
     ):
-        begun = time.monotonic()
         with pytest.raises(TargetError, match=reason) as failure:
             paddle_reshard.convert(SMALL, f"s3://{bucket}/c", storage_options=options, **TARGET)
-        assert time.monotonic() - begun < SHORT_SECONDS
+        assert "gave up" not in str(failure.value)
         for secret in (options["key"], options["secret"], store.key, store.secret):
             assert secret not in str(failure.value)
             assert secret not in repr(failure.value)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -218,7 +217,6 @@ def test_failures_that_do_not_pass_end_it_and_leave_nothing_that_looks_finished(
     kind: str, wanted: Fault, reason: str, proxy: Proxy, store: Store, bucket: str, small_source: str
 ) -> None:
     proxy.fault = lambda method, path: kind if wanted(method, path) else None
-    begun = time.monotonic()
     with pytest.raises(ReshardError, match=f"(?i){reason}") as failure:
         paddle_reshard.convert(
             small_source if wanted is _reading else SMALL,
@@ -227,7 +225,6 @@ def test_failures_that_do_not_pass_end_it_and_leave_nothing_that_looks_finished(
             **ONE_CARD,
         )
     assert "gave up after 4 attempts" in str(failure.value)
-    assert time.monotonic() - begun < 10
     # What is done when files have begun to appear is kept, to be gone on with or cleaned away.
     assert looks_finished(in_bucket(store, bucket, "there/")) == ([SIGNAL] if wanted is _manifest else [])
     paddle_reshard.clean(f"s3://{bucket}/there", storage_options=store.options)
