@@ -26,16 +26,16 @@ import numpy as np
 from paddle_reshard.clusters.companion import Companion, CompanionLost
 from paddle_reshard.pipeline.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.layouts.huggingface.sidecars import AVERAGE
 from paddle_reshard.pipeline.layouts.hybrid.names import parse_rank_file
 from paddle_reshard.storage.formats.paddle_pickle import ArraySlot, encode_pickle
 from paddle_reshard.storage.local import LocalSource
 from paddle_reshard.tasks import ema_worker
 from paddle_reshard.tasks.ema import Averaging, Floats, Progress
 from paddle_reshard.tasks.ema_worker import Shared, shared_bytes
-from paddle_reshard.tasks.index import index_tensor_file
+from paddle_reshard.tasks.index import index_tensor_file, read_json
 
 PathLike = str | os.PathLike[str]
-SIDECAR = "ema.json"
 MASTER_WEIGHTS = "master_weights"
 BEHIND = ("wait", "skip")
 ON_LOSS = ("report", "raise")
@@ -278,7 +278,7 @@ class AsyncEma:
             }
         )
         companion.wait()
-        _write_whole(folder / SIDECAR, json.dumps(self.describe(), indent=1))
+        _write_whole(folder / AVERAGE, json.dumps(self.describe(), indent=1))
 
     def describe(self) -> dict[str, Any]:
         """What no tensor file says of an average: the same on every rank."""
@@ -402,19 +402,22 @@ def _shape(places: Mapping[tuple[str, str], _Place], entry: tuple[str, str]) -> 
 
 
 def _read_progress(store: LocalSource, sizes: Mapping[str, int], averaging: Averaging) -> Progress:
-    if SIDECAR not in sizes:
+    if AVERAGE not in sizes:
         if averaging.start == "zero":
             raise CheckpointError(
-                f"{SIDECAR} is missing, so the weight of what the average began with is not known; an average that "
+                f"{AVERAGE} is missing, so the weight of what the average began with is not known; an average that "
                 'starts at zero cannot go on (start="weights" takes it as whole)'
             )
         return Progress(updates=1, start_weight=0.0)
-    saved = json.loads(store.read(SIDECAR, 0, sizes[SIDECAR]))
+    saved = read_json(store, AVERAGE, sizes)
     if saved.get("start") != averaging.start:
         raise CheckpointError(
-            f"{SIDECAR}: the average started from {saved.get('start')!r}, not {averaging.start!r}"
+            f"{AVERAGE}: the average started from {saved.get('start')!r}, not {averaging.start!r}"
         )
-    return Progress(int(saved["updates"]), int(saved["step"]), float(saved["start_weight"]))
+    try:
+        return Progress(int(saved["updates"]), int(saved["step"]), float(saved["start_weight"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{AVERAGE}: does not say how far the average has come: {error!r}") from error
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -9,6 +9,7 @@ byte it was taken, and the store's own tag where it has one.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -72,13 +73,13 @@ def format_manifest(values: Mapping[str, Any]) -> bytes:
      }
     }
     """
-    parts = values.get("parts", {})
-    text = json.dumps({**values, "parts": dict.fromkeys(parts)}, indent=1)
-    for path, columns in parts.items():
-        name = json.dumps(path)
-        line = json.dumps(columns, separators=(",", ":"))
-        text = text.replace(f"\n  {name}: null", f"\n  {name}: {line}", 1)
-    return text.encode()
+    text = json.dumps({**values, "parts": None}, indent=1)
+    lines = [
+        f"  {json.dumps(path)}: {json.dumps(columns, separators=(',', ':'))}"
+        for path, columns in values.get("parts", {}).items()
+    ]
+    parts = "{\n" + ",\n".join(lines) + "\n }" if lines else "{}"
+    return text.replace('\n "parts": null', f'\n "parts": {parts}', 1).encode()
 
 
 def parse_manifest(data: bytes, path: str) -> Manifest:
@@ -105,11 +106,13 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
         files, source = values["files"], values["source"]
         parts = tuple(part for name in files for part in _parts_of(name, values["parts"].get(name, {})))
         manifest = Manifest(files, parts, source["location"], source["files"], source["versions"])
+        told: Counter[str] = Counter()
+        for part in parts:
+            told[part.path] += part.nbytes
         for name, size in files.items():
-            told = sum(part.nbytes for part in parts if part.path == name) if size else 0
-            if told != size:
+            if told[name] != size:
                 raise FormatError(
-                    "parts_do_not_tile", path, None, f"{name}: {told} of {size} bytes are in parts"
+                    "parts_do_not_tile", path, None, f"{name}: {told[name]} of {size} bytes are in parts"
                 )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FormatError("damaged", path, None, f"not what a manifest holds: {error!r}") from error

@@ -364,9 +364,10 @@ def run_conversion(
 
 def _new_files(plan: Plan) -> list[NewFile]:
     """Every file of the target but the manifest, with the offsets at which its parts start."""
-    parts = plan.parts[np.argsort(plan.parts["start"], kind="stable")]
+    parts = plan.parts[np.lexsort((plan.parts["start"], plan.parts["file"]))]
+    first = np.searchsorted(parts["file"], np.arange(len(plan.target_files) + 1))
     files = [
-        NewFile(file.path, file.size_bytes, tuple(int(s) for s in parts["start"][parts["file"] == i]))
+        NewFile(file.path, file.size_bytes, tuple(parts["start"][first[i] : first[i + 1]].tolist()))
         for i, file in enumerate(plan.target_files)
     ]
     return files + [

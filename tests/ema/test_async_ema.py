@@ -132,6 +132,17 @@ def test_a_file_of_other_tensors_is_refused(tmp_path: Path) -> None:
         ema.load(tmp_path, FILE)
 
 
+@pytest.mark.parametrize("text", ["[]", '{"start": "weights"}', '{"start": "weights", "updates": "x"}', "{"])
+def test_a_damaged_ema_json_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    job = Job()
+    with AsyncEma(job.weights, decay=0.9) as ema:
+        job.run(ema, 1)
+        ema.save(tmp_path, FILE)
+        (tmp_path / "ema.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"ema\.json"):
+            ema.load(tmp_path, FILE)
+
+
 def test_from_zero_the_correction_makes_a_weighted_mean() -> None:
     job = Job()
     with AsyncEma(job.weights, decay=0.9, start="zero") as ema:
