@@ -16,15 +16,14 @@ from typing import Any
 import numpy as np
 
 from paddle_reshard.pipeline.catalog import FRAGMENT, Catalog, File, Fragments
-from paddle_reshard.pipeline.layouts.hybrid.model import Model, ModelTensor
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.files import TargetFiles, add_literal_files
 from paddle_reshard.pipeline.layouts.hybrid.names import parse_rank_file
-from paddle_reshard.pipeline.layouts.hybrid.source import HybridCheckpoint
 from paddle_reshard.pipeline.layouts.hybrid.target import (
     HybridTarget,
-    TargetFiles,
-    add_literal_files,
     layout_hybrid,
 )
+from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable, expected_shape, shipped_tables
 from paddle_reshard.pipeline.tensors import (
     EMA_MASTER_WEIGHT,
@@ -90,7 +89,7 @@ MOE_671B = Dims(7168, 18432, 60, 64, 8, 129280, experts=28)
 """671 billion parameters; experts without expert parallelism, cut by tp."""
 
 
-def logical(dims: Dims) -> HybridCheckpoint:
+def logical(dims: Dims) -> Checkpoint:
     """The checkpoint of one card, as tensors only: no file, no fragment."""
     model = Model(tuple(_model_tensors(dims)), dims.table, dims.config)
     tensors: list[Tensor] = []
@@ -104,12 +103,13 @@ def logical(dims: Dims) -> HybridCheckpoint:
         for state in (*wide, *described.accumulators):
             shape = (1,) if state in PER_PARAMETER else described.global_shape
             tensors.append(Tensor(described.key, state, dtype_named("float32"), shape))
-    return HybridCheckpoint(
+    return Checkpoint(
+        format="hybrid-plain",
         catalog=Catalog(tuple(tensors), (), np.zeros(0, dtype=FRAGMENT), implied),
+        own_files=frozenset(),
         model=model,
         topology=Topology(),
         strategy="none",
-        with_meta=False,
         comm_overlap=False,
         sequence_parallel=None,
         names_predicted=None,
@@ -160,7 +160,7 @@ def files_of(dims: Dims, target: HybridTarget) -> TargetFiles:
     return layout_hybrid(logical(dims), target)
 
 
-def catalog_of(dims: Dims, target: HybridTarget) -> HybridCheckpoint:
+def catalog_of(dims: Dims, target: HybridTarget) -> Checkpoint:
     """The checkpoint that a job of ``target`` would have written, its fragments as reading would find them."""
     checkpoint = logical(dims)
     laid_out = layout_hybrid(checkpoint, target)
@@ -184,7 +184,6 @@ def catalog_of(dims: Dims, target: HybridTarget) -> HybridCheckpoint:
         catalog=catalog,
         topology=target.topology,
         strategy=target.strategy,
-        with_meta=target.writes_meta,
     )
 
 

@@ -13,12 +13,13 @@ from paddle_reshard.clusters.choose import choose_engine
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.compare import Difference, plan_comparison
 from paddle_reshard.pipeline.errors import CheckpointError, ReshardError, UsageError
+from paddle_reshard.pipeline.indexing import index_checkpoint, index_pair
+from paddle_reshard.pipeline.inputs import load_layout, load_tables, load_target_names
 from paddle_reshard.pipeline.integrity import IntegrityReport, check_target
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.files import MANIFEST
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
-from paddle_reshard.pipeline.layouts.hybrid.model import ModelTensor
-from paddle_reshard.pipeline.layouts.hybrid.names import ACCUMULATORS
-from paddle_reshard.pipeline.layouts.hybrid.sidecars import MANIFEST
-from paddle_reshard.pipeline.layouts.hybrid.source import HybridCheckpoint
+from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.pipeline.manifest import parse_manifest
 from paddle_reshard.pipeline.options import (
     REPLICAS,
@@ -31,7 +32,7 @@ from paddle_reshard.pipeline.options import (
 )
 from paddle_reshard.pipeline.planning.limits import PartLimits
 from paddle_reshard.pipeline.planning.work import plan_work
-from paddle_reshard.pipeline.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM
+from paddle_reshard.pipeline.tensors import ACCUMULATORS, EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.pipeline.workflow import (
     ConversionPlan,
@@ -41,12 +42,7 @@ from paddle_reshard.pipeline.workflow import (
     StepStarted,
     check_apart,
     ignore_events,
-    index_checkpoint,
-    index_pair,
     is_made,
-    load_layout,
-    load_tables,
-    load_target_names,
     plan_checkpoint,
     run_conversion,
 )
@@ -79,8 +75,9 @@ class Inspection:
     format: str
     convention: str
     family: str
-    topology: Topology
-    sharding_strategy: str
+    topology: Topology | None
+    """``None`` where the format does not tell."""
+    sharding_strategy: str | None
     comm_overlap: bool
     sequence_parallel: bool | None
     has_ema: bool
@@ -135,7 +132,7 @@ def inspect(
     files = {file.path: file.size_bytes for file in checkpoint.catalog.files}
     return Inspection(
         path=store.location,
-        format="hybrid" if checkpoint.with_meta else "hybrid-plain",
+        format=checkpoint.format,
         convention=checkpoint.model.table.convention,
         family=checkpoint.model.table.family,
         topology=checkpoint.topology,
@@ -151,7 +148,7 @@ def inspect(
     )
 
 
-def _summaries(checkpoint: HybridCheckpoint) -> list[StateSummary]:
+def _summaries(checkpoint: Checkpoint) -> list[StateSummary]:
     catalog = checkpoint.catalog
     order = (PARAM, MASTER_WEIGHT, *ACCUMULATORS, EMA_PARAM, EMA_MASTER_WEIGHT)
     states = sorted({tensor.state for tensor in catalog.tensors}, key=order.index)

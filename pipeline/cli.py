@@ -27,7 +27,7 @@ from rich.progress import (
 from rich.table import Table
 
 import paddle_reshard
-from paddle_reshard.pipeline import workflow
+from paddle_reshard.pipeline import inputs
 from paddle_reshard.pipeline.api import (
     DEFAULT_MEMORY,
     ConversionReport,
@@ -38,8 +38,9 @@ from paddle_reshard.pipeline.cli_jobs import job_commands
 from paddle_reshard.pipeline.cli_simulate import simulate_command
 from paddle_reshard.pipeline.errors import ReshardError, UsageError
 from paddle_reshard.pipeline.integrity import IntegrityReport
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.files import MANIFEST
 from paddle_reshard.pipeline.layouts.huggingface.target import EXPORTED_STATES, FLOATING, HuggingFaceTarget
-from paddle_reshard.pipeline.layouts.hybrid.sidecars import MANIFEST
 from paddle_reshard.pipeline.layouts.targets import AnyTarget
 from paddle_reshard.pipeline.options import FORMATS, REPLICAS
 from paddle_reshard.pipeline.progress import ProgressLines
@@ -54,7 +55,8 @@ from paddle_reshard.pipeline.report import (
     verify_data,
 )
 from paddle_reshard.pipeline.topology import STRATEGIES
-from paddle_reshard.pipeline.workflow import ConversionPlan, Event
+from paddle_reshard.pipeline.workflow import ConversionPlan, Event, StepStarted, ignore_events
+from paddle_reshard.pipeline.workflow import Progress as Moved
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 SHOWN_DIFFERENCES = 20
@@ -369,7 +371,7 @@ def api_arguments(options: dict[str, Any]) -> dict[str, Any]:
     layout: dict[str, Any] = {}
     path: Path | None = options.pop("layout")
     if path is not None:
-        layout.update(workflow.read_layout_file(path))
+        layout.update(inputs.read_layout_file(path))
     flags = {
         "comm_buffer_size_MB": options.pop("comm_buffer_size_mb"),
         "sequence_parallel": options.pop("sequence_parallel"),
@@ -436,7 +438,7 @@ def _answer(data: Json, as_json: bool, quiet: bool, show: Callable[[], None]) ->
 def _observing(silent: bool) -> Iterator[Callable[[Event], None]]:
     """An observer that draws a progress bar on a terminal, and prints lines otherwise."""
     if silent:
-        yield workflow.ignore_events
+        yield ignore_events
         return
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
@@ -462,11 +464,11 @@ class _Bar:
         self.task: TaskID | None = None
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, workflow.StepStarted):
+        if isinstance(event, StepStarted):
             if self.task is not None:
                 self.bar.remove_task(self.task)
             self.task = self.bar.add_task(event.step, total=event.total_bytes)
-        elif isinstance(event, workflow.Progress) and self.task is not None:
+        elif isinstance(event, Moved) and self.task is not None:
             self.bar.advance(self.task, event.done_bytes)
 
 
@@ -475,8 +477,10 @@ def _show_inspection(found: Inspection, tensors: bool) -> None:
     facts = _facts()
     facts.add_row("checkpoint", found.path)
     facts.add_row("format", f"{found.format}, written by {found.convention}, model family {found.family}")
-    facts.add_row("topology", str(found.topology))
-    facts.add_row("sharding", found.sharding_strategy + (", comm overlap" if found.comm_overlap else ""))
+    facts.add_row("topology", str(found.topology or "not told by this format"))
+    if found.sharding_strategy is not None:
+        overlap = ", comm overlap" if found.comm_overlap else ""
+        facts.add_row("sharding", f"{found.sharding_strategy}{overlap}")
     if found.sequence_parallel is not None:
         facts.add_row("sequence parallel", "yes" if found.sequence_parallel else "no")
     facts.add_row("tensor files", f"{found.tensor_files}, {_size(found.tensor_bytes)}")
@@ -505,7 +509,7 @@ def _show_inspection(found: Inspection, tensors: bool) -> None:
 def _show_plan(planned: ConversionPlan) -> None:
     plan, target = planned.plan, planned.target
     facts = _facts()
-    facts.add_row("from", f"{planned.source.topology}, {planned.source.strategy}")
+    facts.add_row("from", _described_source(planned.source))
     facts.add_row("to", _described(target))
     facts.add_row("tensors", f"{len(plan.tensors)} ({len(planned.source.model.tensors)} parameters)")
     again = ""
@@ -531,6 +535,12 @@ def _show_plan(planned: ConversionPlan) -> None:
     for reason, paths in _by_reason(planned):
         facts.add_row("not carried", f"{paths}: {reason}")
     _console().print(facts)
+
+
+def _described_source(source: Checkpoint) -> str:
+    if source.topology is None:
+        return source.format
+    return f"{source.topology}, {source.strategy}"
 
 
 def _described(target: AnyTarget) -> str:

@@ -26,7 +26,7 @@ import numpy as np
 from paddle_reshard.clusters.companion import Companion, CompanionLost
 from paddle_reshard.pipeline.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.geometry import Shape
-from paddle_reshard.pipeline.layouts.huggingface.sidecars import AVERAGE
+from paddle_reshard.pipeline.layouts.files import AVERAGE
 from paddle_reshard.pipeline.layouts.hybrid.names import parse_rank_file
 from paddle_reshard.storage.formats.paddle_pickle import ArraySlot, encode_pickle
 from paddle_reshard.storage.local import LocalSource

@@ -110,11 +110,11 @@ def meeting_pairs(left: Boxes, right: Boxes) -> tuple[Ints, Ints]:
     Ordered by tensor, then ``i``, then ``j``. The boxes are swept along one dim, for each tensor the one that
     leaves fewest candidates: with slices on both sides these are hardly more than the pairs themselves.
     """
-    dims = [d for d in range(MAX_DIMS) if _tells_apart(left, d) or _tells_apart(right, d)]
+    dims = [d for d in range(MAX_DIMS) if _tells_apart(left, d) or _tells_apart(right, d)] or [0]
     if not len(left.tensor) or not len(right.tensor):
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     sides = [{d: _interval(boxes, d) for d in dims} for boxes in (left, right)]
-    sweeps = [_sweep(left, right, d, sides) for d in dims or (0,)]
+    sweeps = [_sweep(left, right, d, sides) for d in dims]
     count = 1 + int(max(left.tensor.max(), right.tensor.max()))
     candidates = [np.bincount(right.tensor, weights=s.last - s.first, minlength=count) for s in sweeps]
     best = np.argmin(candidates, axis=0)[right.tensor]
@@ -148,8 +148,7 @@ class _Sweep(NamedTuple):
 def _sweep(left: Boxes, right: Boxes, dim: int, sides: list[dict[int, tuple[Ints, Ints]]]) -> _Sweep:
     """Left boxes by where they start along ``dim``: those that start before a right one ends, from the first
     on that reaches beyond its start."""
-    whole = (np.zeros(len(left.tensor), dtype=np.int64), np.ones(len(left.tensor), dtype=np.int64))
-    (start, stop), (from_, to) = (side.get(dim, whole) for side in sides)
+    (start, stop), (from_, to) = (side[dim] for side in sides)
     tensors = 1 + int(max(left.tensor.max(), right.tensor.max()))
     span = 1 + int(max(stop.max(), to.max()))
     if (

@@ -45,9 +45,9 @@ def inspection_data(found: Inspection) -> Json:
     }
 
 
-def topology_data(topology: Topology) -> Json:
+def topology_data(topology: Topology | None) -> Json | None:
     """Every axis with its size."""
-    return asdict(topology)
+    return None if topology is None else asdict(topology)
 
 
 def target_data(target: AnyTarget) -> Json:
@@ -72,6 +72,7 @@ def plan_data(conversion: ConversionPlan) -> Json:
     return {
         "plan_id": plan.plan_id,
         "source": {
+            "format": conversion.source.format,
             "topology": topology_data(conversion.source.topology),
             "sharding_strategy": conversion.source.strategy,
         },

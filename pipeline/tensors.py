@@ -18,6 +18,28 @@ EMA_PARAM = "ema_param"
 EMA_MASTER_WEIGHT = "ema_master_weight"
 
 
+@dataclass(frozen=True, slots=True)
+class Accumulator:
+    """A kind of optimizer state. ``per_parameter`` ones are a single number, copied to every rank."""
+
+    name: str
+    per_parameter: bool
+
+
+# Paddle 3.3 optimizer/{adam,adamw,lamb,momentum}.py: the ones whose pieces follow the parameter's own cut.
+ACCUMULATORS = {
+    accumulator.name: accumulator
+    for accumulator in (
+        Accumulator("moment1", False),
+        Accumulator("moment2", False),
+        Accumulator("moment2_max", False),
+        Accumulator("velocity", False),
+        Accumulator("beta1_pow_acc", True),
+        Accumulator("beta2_pow_acc", True),
+    )
+}
+
+
 Cast = tuple[str, str]
 """Names of the dtype that values are stored as, and of the one that they become."""
 

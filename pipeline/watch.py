@@ -47,9 +47,11 @@ from paddle_reshard.pipeline.claims import (
     superfluous,
 )
 from paddle_reshard.pipeline.errors import CheckpointError, ListingError, ReshardError, UsageError
-from paddle_reshard.pipeline.layouts.hybrid.sidecars import MANIFEST
+from paddle_reshard.pipeline.indexing import index_checkpoint
+from paddle_reshard.pipeline.inputs import load_tables
+from paddle_reshard.pipeline.layouts.files import MANIFEST
 from paddle_reshard.pipeline.runners import Conversion, Convert, Outcome, convert_inline
-from paddle_reshard.pipeline.workflow import describe_target, index_checkpoint, load_tables
+from paddle_reshard.pipeline.workflow import describe_target
 from paddle_reshard.storage.holder import is_gone, process_start, this_process
 from paddle_reshard.storage.listing import Shelf, open_shelf
 from paddle_reshard.storage.locate import open_source

@@ -10,27 +10,22 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from paddle_reshard.clusters.choose import Engine
-from paddle_reshard.pipeline.catalog import Catalog
-from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError, UsageError
-from paddle_reshard.pipeline.layouts.huggingface.sidecars import AVERAGE, check_average
-from paddle_reshard.pipeline.layouts.huggingface.source import is_huggingface
+from paddle_reshard.pipeline.errors import CheckpointError, UsageError
+from paddle_reshard.pipeline.indexing import index_checkpoint
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.files import AVERAGE, MANIFEST, TargetFiles
+from paddle_reshard.pipeline.layouts.huggingface.sidecars import check_average
 from paddle_reshard.pipeline.layouts.huggingface.target import EMA, HuggingFaceTarget
-from paddle_reshard.pipeline.layouts.hybrid.meta import parse_model_meta, parse_names
-from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META, parse_rank_file
-from paddle_reshard.pipeline.layouts.hybrid.sidecars import CONFIG, MANIFEST
-from paddle_reshard.pipeline.layouts.hybrid.source import HybridCheckpoint, read_hybrid
-from paddle_reshard.pipeline.layouts.hybrid.target import TargetFiles
-from paddle_reshard.pipeline.layouts.hybrid.vocab import resize_vocabulary
-from paddle_reshard.pipeline.layouts.rules import RuleTable, parse_rule_table, shipped_tables
+from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
 from paddle_reshard.pipeline.layouts.targets import AnyTarget, lay_out, target_facts
+from paddle_reshard.pipeline.layouts.vocab import resize_vocabulary
 from paddle_reshard.pipeline.manifest import FORMAT, describe_parts, format_manifest
-from paddle_reshard.pipeline.options import ConversionRequest, HybridRequest, LayoutOptions
+from paddle_reshard.pipeline.options import ConversionRequest, HybridRequest
 from paddle_reshard.pipeline.planning.limits import PartLimits
 from paddle_reshard.pipeline.planning.parts import MADE
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
@@ -38,12 +33,9 @@ from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.storage.locate import absolute, place
 from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, Source, Target, WritePart
 from paddle_reshard.tasks.figures import WorkerFigures, add_figures, add_retries
-from paddle_reshard.tasks.index import index_huggingface, index_tensor_files, read_json
+from paddle_reshard.tasks.index import index_huggingface, read_json
 
 COPY_BYTES = 8 << 20
-TENSOR_SUFFIXES = (".pdparams", ".pdopt", ".distcp", ".pdmodel")
-PLAIN_STATES = ("scheduler.pdparams", "scaler.pdparams")
-"""Small states of the trainer that are not tensors of the model; carried byte for byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +75,9 @@ class ConversionPlan:
 
     store: Source
     """The source's files, as they were seen when they were indexed."""
-    source: HybridCheckpoint
+    source: Checkpoint
     target: AnyTarget
-    wanted: HybridCheckpoint
+    wanted: Checkpoint
     """The source as the target is to hold it: the same but for a vocabulary of another size."""
     files: TargetFiles
     plan: Plan
@@ -93,19 +85,6 @@ class ConversionPlan:
     """Files of the source that are not in the target, and why."""
     left_states: tuple[str, ...] = ()
     """States of tensors that the target's format has no place for."""
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What two checkpoints are compared by."""
-
-    catalog: Catalog
-    lr_scheduler: Any
-
-    @classmethod
-    def of(cls, checkpoint: HybridCheckpoint) -> Contents:
-        """Of a checkpoint that is understood."""
-        return cls(checkpoint.catalog, checkpoint.lr_scheduler)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,143 +107,12 @@ class MoveReport:
     """Of the written ones, those that the storage copied by itself."""
 
 
-# ------------------------------------------------------------------------------------------------- index
-
-
-def index_checkpoint(store: Source, tables: Sequence[RuleTable]) -> HybridCheckpoint:
-    """Understand a checkpoint from its metadata; no payload is read.
-
-    Raises
-    ------
-    CheckpointError, PlanError
-        If it is not one whole, consistent hybrid-parallel checkpoint that the rules cover.
-    """
-    sizes = store.sizes()
-    _refuse_folder_of_checkpoints(store)
-    _refuse_other_formats(store)
-    _refuse_unknown_tensor_files(store)
-    meta = parse_model_meta(read_json(store, MODEL_META, sizes)) if MODEL_META in sizes else None
-    config = read_json(store, CONFIG, sizes)
-    roots = index_tensor_files(
-        store, {p: size for p, size in sizes.items() if parse_rank_file(p) is not None}
-    )
-    return read_hybrid(sizes, roots, meta, config, tables)
-
-
-def index_pair(a: Source, b: Source, tables: Sequence[RuleTable]) -> tuple[Contents, Contents]:
-    """Understand two checkpoints that are to be compared.
-
-    One of them may be a Hugging Face checkpoint: it holds the parameters of the other one's model.
-    """
-    foreign = [is_huggingface(store.sizes()) for store in (a, b)]
-    if all(foreign):
-        raise UnsupportedError(
-            f"{a.location} and {b.location} are both Hugging Face checkpoints; one side must be a training "
-            "checkpoint, by whose model the other is read"
-        )
-    if not any(foreign):
-        return Contents.of(index_checkpoint(a, tables)), Contents.of(index_checkpoint(b, tables))
-    known, other = (b, a) if foreign[0] else (a, b)
-    checkpoint = index_checkpoint(known, tables)
-    pair = Contents.of(checkpoint), Contents(index_huggingface(other, other.sizes(), checkpoint.model), None)
-    return (pair[1], pair[0]) if foreign[0] else pair
-
-
-def _refuse_folder_of_checkpoints(store: Source) -> None:
-    """A run's folder is easily taken for one of its checkpoints."""
-    inside = [name for name in sorted(store.folders) if name.startswith("checkpoint-")]
-    if inside and not any(parse_rank_file(path) for path in store.sizes()):
-        raise CheckpointError(
-            f"{store.location}: holds checkpoints and is none itself; give one of them, like {inside[-1]}"
-        )
-
-
-def _refuse_other_formats(store: Source) -> None:
-    """Name the formats that look like this one and are not."""
-    if "model_state" in store.folders or "dist_ckpt" in store.folders:
-        raise UnsupportedError(
-            f"{store.location}: a FlexCheckpoint or auto-parallel checkpoint; this version reads "
-            "hybrid-parallel ones"
-        )
-    safetensors = sorted(path for path in store.sizes() if path.endswith(".safetensors"))
-    if safetensors:
-        raise UnsupportedError(
-            f"{store.location}: {safetensors[0]}: a unified or Hugging Face checkpoint; this version reads "
-            "hybrid-parallel ones"
-        )
-
-
-def _refuse_unknown_tensor_files(store: Source) -> None:
-    """Every file that could hold tensors must be one whose meaning is known."""
-    sizes = store.sizes()
-    ranks = [path for path in sizes if parse_rank_file(path) is not None]
-    unknown = [
-        path
-        for path in sorted(sizes)
-        if path.endswith(TENSOR_SUFFIXES) and path not in ranks and path not in PLAIN_STATES
-    ]
-    if unknown:
-        raise CheckpointError(
-            f"{unknown[0]}: a tensor file whose name has no meaning in a hybrid-parallel checkpoint"
-        )
-    if not ranks:
-        raise CheckpointError(
-            f"{store.location}: no model_state or optimizer file: not a hybrid-parallel training checkpoint"
-        )
-
-
-def load_tables(rules: Path | None) -> list[RuleTable]:
-    """The rule table of a file, or the ones that come with the package."""
-    if rules is None:
-        return shipped_tables()
-    return [parse_rule_table(_read_text(rules), str(rules))]
-
-
-def read_layout_file(layout: Path) -> dict[str, Any]:
-    """The entries of a layout file, not validated yet."""
-    return _read_object(layout)
-
-
-def load_layout(layout: Path | Mapping[str, Any] | None) -> LayoutOptions:
-    """Layout options from a JSON file or a mapping."""
-    if isinstance(layout, Path):
-        return LayoutOptions.parse(read_layout_file(layout), str(layout))
-    return LayoutOptions.parse(layout or {}, "layout")
-
-
-def load_target_names(target_meta: Path | None) -> dict[str, dict[str, str]] | None:
-    """Cell → structured key → parameter name, from a ``model_meta.json`` of the target topology."""
-    if target_meta is None:
-        return None
-    try:
-        return parse_names(_read_object(target_meta))
-    except CheckpointError as error:
-        raise UsageError(f"{target_meta}: {error}") from error
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}") from error
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(_read_text(path))
-    except ValueError as error:
-        raise UsageError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UsageError(f"{path}: a JSON object is expected")
-    return value
-
-
 # -------------------------------------------------------------------------------------------------- plan
 
 
 def plan_checkpoint(
     store: Source,
-    source: HybridCheckpoint,
+    source: Checkpoint,
     request: ConversionRequest,
     limits: PartLimits = PartLimits(),  # noqa: B008 (a frozen value)
 ) -> ConversionPlan:
@@ -435,17 +283,19 @@ def _carry(source: Source, carried: CarriedFile, writer: WritePart) -> list[Rece
 
 def _check_staged(staged: Source, conversion: ConversionPlan) -> None:
     """Index the staged target as if it were a source: it must be the checkpoint that was planned."""
-    if isinstance(conversion.target, HuggingFaceTarget):
-        index_huggingface(staged, staged.sizes(), conversion.wanted.model, conversion.target)
-        return
-    found = index_checkpoint(staged, [conversion.source.model.table])
     wanted, target = conversion.wanted, conversion.target
-    planned = (target.topology.tp, target.topology.pp, target.topology.sharding)
-    if (found.topology.tp, found.topology.pp, found.topology.sharding) != planned:
-        raise CheckpointError(
-            f"the staged target reads back as {found.topology}, planned was {target.topology}"
-        )
-    one = {(t.key, t.state, t.dtype, t.global_shape) for t in wanted.catalog.tensors}
+    if isinstance(target, HuggingFaceTarget):
+        index_huggingface(staged, staged.sizes(), wanted.model, target)
+        return
+    found = index_checkpoint(staged, [wanted.model.table], wanted.model.config)
+    if found.topology is not None and isinstance(target, HybridTarget):
+        planned = (target.topology.tp, target.topology.pp, target.topology.sharding)
+        if (found.topology.tp, found.topology.pp, found.topology.sharding) != planned:
+            raise CheckpointError(
+                f"the staged target reads back as {found.topology}, planned was {target.topology}"
+            )
+    kept = [t for t in wanted.catalog.tensors if t.state not in conversion.left_states]
+    one = {(t.key, t.state, t.dtype, t.global_shape) for t in kept}
     two = {(t.key, t.state, t.dtype, t.global_shape) for t in found.catalog.tensors}
     if one != two:
         odd = sorted((key, state) for key, state, *_ in one ^ two)
@@ -471,7 +321,8 @@ def describe_target(
         | {c.target_path: c.size_bytes for c in plan.carried},
         "source": {
             "location": absolute(store.location),
-            "topology": str(source.topology),
+            "format": source.format,
+            "topology": None if source.topology is None else str(source.topology),
             "sharding_strategy": source.strategy,
             "files": store.sizes(),
             "versions": store.versions(),

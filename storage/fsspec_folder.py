@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, ParamSpec, TypeVar
@@ -20,6 +20,7 @@ from fsspec.core import url_to_fs
 from fsspec.registry import known_implementations
 
 from paddle_reshard.pipeline.errors import ReshardError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.layouts.files import TENSOR_FOLDERS
 from paddle_reshard.storage import retry
 from paddle_reshard.storage.retry import DamagedBody, GaveUp, RetryPolicy
 
@@ -81,7 +82,7 @@ class ObjectStamp:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What a folder holds, one level deep."""
+    """What a folder holds. Files in a checkpoint's own folders are among ``files``."""
 
     files: Mapping[str, ObjectStamp]
     folders: tuple[str, ...]
@@ -135,7 +136,20 @@ class FsspecFolder:
     # ------------------------------------------------------------------------------------------- requests
 
     def listing(self, policy: RetryPolicy | None = None) -> Listing:
-        """Ask the store what it holds now; nothing is taken from a cache."""
+        """Ask the store what it holds now, also in the folders that are a checkpoint's own."""
+        level = self.level(policy)
+        files, folders = dict(level.files), []
+        for name in level.folders:
+            if name in TENSOR_FOLDERS:
+                inner = replace(self, url=f"{self.url.rstrip('/')}/{name}").level(policy)
+                files |= {f"{name}/{path}": stamp for path, stamp in inner.files.items()}
+                folders += [f"{name}/{path}" for path in inner.folders]
+            else:
+                folders.append(name)
+        return Listing(files, tuple(folders))
+
+    def level(self, policy: RetryPolicy | None) -> Listing:
+        """What the folder itself holds now; nothing is taken from a cache."""
         entries = self.attempt("", self._ls, policy=policy)
         files, folders = {}, []
         for entry in entries:
@@ -181,6 +195,8 @@ class FsspecFolder:
     def put_file(self, local: Path, name: str) -> None:
         """Write a file whose bytes lie on this machine."""
         file_system, root = self.open()
+        if "/" in name:
+            file_system.makedirs(f"{root}/{name.rpartition('/')[0]}", exist_ok=True)
         file_system.put_file(str(local), f"{root}/{name}")
 
     def delete(self, name: str) -> None:

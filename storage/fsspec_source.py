@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from paddle_reshard.pipeline.errors import CheckpointError
-from paddle_reshard.pipeline.layouts.hybrid.sidecars import MANIFEST
+from paddle_reshard.pipeline.layouts.files import MANIFEST
 from paddle_reshard.storage import retry
 from paddle_reshard.storage.fsspec_folder import FsspecFolder
 from paddle_reshard.storage.ledger import OWN_PREFIX, SESSION

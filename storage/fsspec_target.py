@@ -22,8 +22,12 @@ from types import TracebackType
 from typing import ClassVar
 
 from paddle_reshard.pipeline.errors import ReshardError, TargetError, UnsupportedError
-from paddle_reshard.pipeline.layouts.hybrid.sidecars import MANIFEST
-from paddle_reshard.pipeline.layouts.hybrid.target import SIGNAL_PREFIX
+from paddle_reshard.pipeline.layouts.files import (
+    MANIFEST,
+    SIGNAL_PREFIX,
+    holds_checkpoint,
+    is_tensor_file,
+)
 from paddle_reshard.pipeline.planning.limits import CopyLimits
 from paddle_reshard.storage import retry
 from paddle_reshard.storage.fsspec_folder import FsspecFolder, Listing
@@ -44,7 +48,6 @@ from paddle_reshard.storage.local import LocalWriter
 from paddle_reshard.storage.staging import Staging
 from paddle_reshard.storage.store import Identity, NewFile, ReadRange, Receipt, Record, Source, WritePart
 
-RANK_FILES = ("model_state.", "optimizer.")
 PROBE_PREFIX = f"{OWN_PREFIX}probe-"
 
 logger = logging.getLogger(__name__)
@@ -113,7 +116,7 @@ class FsspecTarget(ABC):
                 f"{self.location}: --overwrite replaces the files of a checkpoint, and here is also the folder "
                 f"{listing.folders[0]}; remove it first"
             )
-        if not any(name.startswith(RANK_FILES) for name in names):
+        if not holds_checkpoint(names):
             raise TargetError(
                 f"{self.location}: --overwrite replaces a checkpoint, and this folder does not hold one"
             )
@@ -191,8 +194,8 @@ class FsspecTarget(ABC):
         if session.phase is Phase.FINISH:  # later, the markers are ours
             self.folder.for_each(self._delete, [name for name in listing.files if is_marker(name)])
         names = [name for name in self.files if not is_marker(name)]
-        self._show([name for name in names if name.startswith(RANK_FILES)], listing)
-        self._show([name for name in names if not name.startswith(RANK_FILES)], listing)
+        self._show([name for name in names if is_tensor_file(name)], listing)
+        self._show([name for name in names if not is_tensor_file(name)], listing)
         source = FsspecSource(self.folder, names)
         sizes = source.sizes()
         for name in names:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from paddle_reshard.pipeline.errors import ListingError
+from paddle_reshard.storage.local import list_folder
 from paddle_reshard.storage.locate import StorageOptions, _open_folder, is_local, local_path
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Shelf(Protocol):
         """Names of the folders directly on the shelf; none where the shelf is not there."""
 
     def files(self, folder: str) -> dict[str, str]:
-        """Name of every file directly in ``folder`` → a text that changes when the file does."""
+        """Name of every file of the checkpoint in ``folder`` → a text that changes when the file does."""
 
     def read(self, path: str) -> bytes | None:
         """A small file, or ``None`` where there is none."""
@@ -79,11 +80,10 @@ class LocalShelf:
         """Name of every file in a folder → its size and time of change."""
         stamps = {}
         try:
-            for entry in os.scandir(self.root / folder):
+            for path in list_folder(self.root / folder)[0]:
                 with contextlib.suppress(FileNotFoundError):
-                    if entry.is_file():
-                        status = entry.stat()
-                        stamps[entry.name] = f"{status.st_size}:{status.st_mtime_ns}"
+                    status = (self.root / folder / path).stat()
+                    stamps[path] = f"{status.st_size}:{status.st_mtime_ns}"
         except (FileNotFoundError, NotADirectoryError):
             return {}
         return stamps

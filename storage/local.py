@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import ClassVar
 
 from paddle_reshard.pipeline.errors import CheckpointError, TargetError, UnsupportedError
+from paddle_reshard.pipeline.layouts.files import TENSOR_FOLDERS, holds_checkpoint
 from paddle_reshard.pipeline.planning.limits import CopyLimits
 from paddle_reshard.storage.checksum import checksum
 from paddle_reshard.storage.ledger import (
@@ -51,9 +52,8 @@ class LocalSource(ReadRange):
             raise CheckpointError(f"{root}: no such folder")
         self.root = Path(os.path.abspath(root))
         self.location = str(root)
-        entries = sorted(os.scandir(root), key=lambda entry: entry.name)
-        self.stamps: Mapping[str, FileStamp] = {e.name: _stamp(Path(e.path)) for e in entries if e.is_file()}
-        self.folders = [entry.name for entry in entries if entry.is_dir()]
+        files, self.folders = list_folder(root)
+        self.stamps: Mapping[str, FileStamp] = {path: _stamp(root / path) for path in files}
 
     def sizes(self) -> dict[str, int]:
         """Name of every file → size in bytes, as seen at the start."""
@@ -90,6 +90,21 @@ class LocalSource(ReadRange):
                 raise CheckpointError(
                     f"{path}: changed while it was read (size {stamp.size_bytes} then, {now.size_bytes} now)"
                 )
+
+
+def list_folder(root: Path) -> tuple[list[str], list[str]]:
+    """Paths of the files in a folder of a checkpoint and in those of its own folders; names of other folders."""
+    files: list[str] = []
+    folders: list[str] = []
+    for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
+        if not entry.is_dir():
+            files += [entry.name] if entry.is_file() else []
+        elif entry.name in TENSOR_FOLDERS:
+            for inner in sorted(os.scandir(entry.path), key=lambda inner: inner.name):
+                (folders if inner.is_dir() else files).append(f"{entry.name}/{inner.name}")
+        else:
+            folders.append(entry.name)
+    return files, folders
 
 
 def _stamp(path: Path) -> FileStamp:
@@ -233,8 +248,10 @@ class LocalTarget:
         """Make everything durable, then put the folder in its place."""
         session, staging = self._held(), self.staging
         (staging.files / manifest_path).write_bytes(manifest)
-        for path in (*staging.files.iterdir(), staging.files):
-            sync(path)
+        files, _ = list_folder(staging.files)
+        inner = {str(Path(path).parent) for path in files}
+        for path in (*files, *sorted(inner, reverse=True)):  # "." is the last of the folders
+            sync(staging.files / path)
         check_free(self.root, self.overwrite)
         session.update(phase=Phase.PUBLISH)
         if self.root.is_dir() and any(self.root.iterdir()):
@@ -277,8 +294,8 @@ def check_free(root: Path, overwrite: bool) -> None:
         raise TargetError(f"{root}: is there already and is not a folder")
     if not root.is_dir():
         return
-    names = {entry.name for entry in root.iterdir()}
-    if names and not overwrite:
+    files, folders = list_folder(root)
+    if (files or folders) and not overwrite:
         raise TargetError(f"{root}: is not empty; give another target, or --overwrite to replace it")
-    if names and not any(name.startswith(("model_state.", "optimizer.")) for name in names):
+    if (files or folders) and not holds_checkpoint(files):
         raise TargetError(f"{root}: --overwrite replaces a checkpoint, and this folder does not hold one")

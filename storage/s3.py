@@ -94,7 +94,7 @@ class S3Folder(FsspecFolder):
         bucket, key = self.key(name)
         return self.open()[0].call_s3(method, Bucket=bucket, Key=key, **parameters)
 
-    def listing(self, policy: RetryPolicy | None = None) -> Listing:
+    def level(self, policy: RetryPolicy | None) -> Listing:
         """All files and folders below the prefix, one level deep, page by page."""
         bucket, prefix = self.key("")
         files: dict[str, ObjectStamp] = {}

@@ -227,6 +227,7 @@ class Staging:
 
 def _make(path: Path, size_bytes: int) -> bool:
     """Give a file its final size; whether it was there and had it."""
+    path.parent.mkdir(exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         as_left = os.fstat(descriptor).st_size == size_bytes

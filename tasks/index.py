@@ -12,7 +12,7 @@ from paddle_reshard.pipeline.catalog import Catalog
 from paddle_reshard.pipeline.errors import CheckpointError, FormatError
 from paddle_reshard.pipeline.layouts.huggingface.source import read_huggingface
 from paddle_reshard.pipeline.layouts.huggingface.target import INDEX, HuggingFaceTarget
-from paddle_reshard.pipeline.layouts.hybrid.model import Model
+from paddle_reshard.pipeline.layouts.model import Model
 from paddle_reshard.storage.formats.paddle_pickle import parse_pickle
 from paddle_reshard.storage.formats.safetensors import SafetensorsPayload, parse_index, parse_safetensors
 

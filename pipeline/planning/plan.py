@@ -20,7 +20,7 @@ import numpy.typing as npt
 from paddle_reshard.pipeline.catalog import Catalog, File, volumes
 from paddle_reshard.pipeline.errors import CoverageError, MemoryBudgetError, RereadError
 from paddle_reshard.pipeline.geometry import Ints
-from paddle_reshard.pipeline.layouts.hybrid.target import TargetFiles
+from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.planning.copies import carve_copies
 from paddle_reshard.pipeline.planning.groups import FileSizes, Room, group_ops, set_passes, source_ranges
 from paddle_reshard.pipeline.planning.limits import PartLimits

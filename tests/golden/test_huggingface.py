@@ -29,7 +29,7 @@ from paddle_reshard.pipeline.errors import (
     UsageError,
 )
 from paddle_reshard.pipeline.layouts.huggingface.parts import model_parts
-from paddle_reshard.pipeline.layouts.hybrid.model import Model, ModelTensor
+from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.rules import choose_table, shipped_tables
 from paddle_reshard.pipeline.tensors import dtype_named
 from tests import oracle

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 
 import paddle_reshard
 from paddle_reshard.pipeline.catalog import Catalog, Fragments
-from paddle_reshard.pipeline.layouts.hybrid.source import HybridCheckpoint
-from paddle_reshard.pipeline.layouts.hybrid.target import TargetFiles, layout_hybrid
+from paddle_reshard.pipeline.indexing import index_checkpoint
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.files import TargetFiles
+from paddle_reshard.pipeline.layouts.hybrid.target import layout_hybrid
 from paddle_reshard.pipeline.layouts.rules import shipped_tables
 from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
 from paddle_reshard.pipeline.tensors import DTYPES
-from paddle_reshard.pipeline.workflow import index_checkpoint
 from paddle_reshard.storage.local import LocalSource
 from paddle_reshard.storage.store import ReadRange
 from paddle_reshard.tasks.run_group import run_group
@@ -354,7 +355,7 @@ class Recorder(ReadRange):
 
 
 def plan_in_groups(
-    checkpoint: HybridCheckpoint, files: TargetFiles, group_bytes: int, gap_bytes: int
+    checkpoint: Checkpoint, files: TargetFiles, group_bytes: int, gap_bytes: int
 ) -> planning.Plan:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "GROUP_BYTES", group_bytes)
@@ -362,7 +363,7 @@ def plan_in_groups(
         return planning.plan_conversion(checkpoint.catalog, files, [], BUDGET_BYTES)
 
 
-def lay_out(source: Path, target: Target, buffer_bytes: int) -> tuple[HybridCheckpoint, TargetFiles]:
+def lay_out(source: Path, target: Target, buffer_bytes: int) -> tuple[Checkpoint, TargetFiles]:
     """The target's files, with communication buffers far smaller than a trainer can be told to use."""
     plan = paddle_reshard.plan(
         source,

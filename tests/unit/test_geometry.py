@@ -122,3 +122,11 @@ def test_boxes_without_elements_meet_nothing() -> None:
     whole = columns_of([(0, [(0, 4), (0, 1), (0, 1), (0, 1)])])
     for left, right in ((empty, whole), (whole, empty), (empty, empty)):
         assert [len(side) for side in meeting_pairs(left, right)] == [0, 0]
+
+
+def test_boxes_of_single_elements_meet() -> None:
+    """Where no dim tells boxes apart, and one side has more of them than the other."""
+    ones = np.ones((3, 4), dtype=np.int64)
+    left = Boxes(np.array([0, 1, 2]), ones * 0, ones)
+    right = Boxes(np.array([2]), ones[:1] * 0, ones[:1])
+    assert [side.tolist() for side in meeting_pairs(left, right)] == [[2], [0]]

@@ -15,7 +15,7 @@ from paddle_reshard.pipeline.errors import CheckpointError, CoverageError, RuleE
 from paddle_reshard.pipeline.layouts.huggingface.parts import model_parts
 from paddle_reshard.pipeline.layouts.huggingface.source import is_huggingface, read_huggingface
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
-from paddle_reshard.pipeline.layouts.hybrid.model import Model, ModelTensor
+from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.rules import RuleTable, parse_rule_table
 from paddle_reshard.pipeline.tensors import dtype_named
 from paddle_reshard.storage.formats.safetensors import (

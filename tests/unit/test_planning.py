@@ -12,7 +12,7 @@ import pytest
 
 from paddle_reshard.pipeline.catalog import Catalog, File, fragment_row, fragment_rows
 from paddle_reshard.pipeline.errors import MemoryBudgetError, RereadError
-from paddle_reshard.pipeline.layouts.hybrid.target import TargetFiles
+from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.planning.limits import CopyLimits, PartLimits
 from paddle_reshard.pipeline.planning.match import COMPARE, match

@@ -1,6 +1,7 @@
 """Rule tables: what is refused in a table, what a table says about a tensor, and what the user is told."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.errors import RuleError, UsageError
+from paddle_reshard.pipeline.indexing import index_checkpoint
+from paddle_reshard.pipeline.layouts.model import read_model
 from paddle_reshard.pipeline.layouts.rules import (
     RuleTable,
     choose_table,
@@ -16,6 +19,8 @@ from paddle_reshard.pipeline.layouts.rules import (
     parse_rule_table,
     shipped_tables,
 )
+from paddle_reshard.storage.locate import open_source
+from tests.conftest import case_directory, hybrid_cases
 from tests.properties import synthetic
 
 CONFIG = {
@@ -344,3 +349,11 @@ def test_a_table_that_cannot_be_read(tmp_path: Path) -> None:
     source = write(tmp_path / "S", synthetic.Model())
     with pytest.raises(UsageError, match=r"none\.json: cannot be read: "):
         paddle_reshard.inspect(source, rules=tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("case", hybrid_cases())
+def test_the_rules_alone_tell_the_model(case: str) -> None:
+    """Formats that hold whole tensors say nothing of the order of parameters: the tables do, as real files hold it."""
+    found = index_checkpoint(open_source(str(case_directory(case) / "checkpoint-3"), {}), shipped_tables())
+    model = read_model(found.catalog.tensors, found.model.table, found.model.config)
+    assert model.tensors == tuple(replace(t, automatic_name=None) for t in found.model.tensors)

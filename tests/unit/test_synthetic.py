@@ -10,11 +10,11 @@ import pytest
 
 from benchmarks.synthetic import Dims, EmptySource, catalog_of, files_of
 from paddle_reshard.pipeline.catalog import Catalog, check_catalog
+from paddle_reshard.pipeline.indexing import index_checkpoint
 from paddle_reshard.pipeline.layouts.hybrid.sharding import ShardingOptions
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
 from paddle_reshard.pipeline.layouts.rules import shipped_tables
 from paddle_reshard.pipeline.topology import Topology
-from paddle_reshard.pipeline.workflow import index_checkpoint
 from paddle_reshard.storage.local import LocalSource
 from tests.conftest import case_directory
 

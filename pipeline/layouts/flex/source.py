@@ -30,9 +30,9 @@ import numpy as np
 from paddle_reshard.pipeline.catalog import Catalog, File, check_catalog
 from paddle_reshard.pipeline.errors import CheckpointError, CoverageError
 from paddle_reshard.pipeline.geometry import Shape, padded
-from paddle_reshard.pipeline.layouts.hybrid.names import ACCUMULATORS
-from paddle_reshard.pipeline.layouts.hybrid.placement import ArrayKind, Placements, TensorCut
+from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.tensors import (
+    ACCUMULATORS,
     EMA_MASTER_WEIGHT,
     EMA_PARAM,
     MASTER_WEIGHT,

@@ -13,7 +13,7 @@ from math import prod
 
 from paddle_reshard.pipeline.errors import RuleError
 from paddle_reshard.pipeline.geometry import Shape, row_major_strides
-from paddle_reshard.pipeline.layouts.hybrid.model import Model, ModelTensor
+from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.rules import Config, HuggingFaceForm, evaluate_sizes
 
 

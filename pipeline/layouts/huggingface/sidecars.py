@@ -8,17 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.files import CONFIG, MANIFEST, Sidecars
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
-from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META, parse_rank_file
-from paddle_reshard.pipeline.layouts.hybrid.sidecars import CONFIG, MANIFEST, Sidecars
 
 _TRAINING = re.compile(
     r"scheduler\.pdparams|scaler\.pdparams|trainer_state\.(json|bin)|training_args\.bin|rng_state(_\d+)?\.pth|"
     r"static_name_to_dyg_name\.json|ema\.json"
 )
 _MARKER = re.compile(r"\.(model|optimizer|checkpoint)_done|save_signal_TMP_\d+|saved_signal_\d+")
-AVERAGE = "ema.json"
-"""What the average beside training says of itself."""
 _DTYPE_ENTRIES = ("torch_dtype", "dtype")
 _OF_PADDLE = ("source", "tensor_model_parallel_size", "tensor_parallel_degree", "tensor_parallel_rank")
 """Entries of ``config.json`` that speak of Paddle's layout of the weights or of the job that wrote them."""
@@ -28,18 +26,18 @@ _OWN_CLASS = re.compile(r"(Deprecated)?(Pipe)?(Deprecated)?$")
 def plan_huggingface_sidecars(
     paths: Mapping[str, int],
     folders: Sequence[str],
-    config: Mapping[str, Any],
+    wanted: Checkpoint,
     source_config: Mapping[str, Any],
     target: HuggingFaceTarget,
 ) -> Sidecars:
     """Carry what belongs to the model (tokenizer, generation config, …); name what belongs to training.
 
-    ``config`` is that of the model as the target holds it. ``config.json`` is written anew, as ``transformers`` writes
+    ``wanted`` is the source as the target holds it. ``config.json`` is written anew, as ``transformers`` writes
     it, only where an entry changes.
     """
     carried, left = [], [(name, "a folder, not part of the checkpoint's own files") for name in folders]
     for path in sorted(paths):
-        if path in (MODEL_META, MANIFEST, CONFIG) or parse_rank_file(path):
+        if path in wanted.own_files or path in (MANIFEST, CONFIG):
             continue
         if _MARKER.fullmatch(path):
             left.append((path, "a completion marker of the source's own job"))
@@ -47,7 +45,7 @@ def plan_huggingface_sidecars(
             left.append((path, "state of the training job, not of the model"))
         else:
             carried.append(path)
-    exported = exported_config(config, target)
+    exported = exported_config(wanted.model.config, target)
     if exported == source_config:
         return Sidecars((*carried, CONFIG), (), tuple(left))
     text = json.dumps(exported, indent=2, sort_keys=True) + "\n"

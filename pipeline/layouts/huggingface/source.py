@@ -20,7 +20,7 @@ from paddle_reshard.pipeline.catalog import (
 from paddle_reshard.pipeline.errors import CheckpointError, CoverageError
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts
 from paddle_reshard.pipeline.layouts.huggingface.target import TAGS, HuggingFaceTarget, exported_dtype
-from paddle_reshard.pipeline.layouts.hybrid.model import Model
+from paddle_reshard.pipeline.layouts.model import Model
 from paddle_reshard.pipeline.tensors import PARAM, DType, Tensor, dtype_named
 from paddle_reshard.storage.formats.safetensors import Index, SafetensorsPayload
 

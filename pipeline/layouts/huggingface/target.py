@@ -13,10 +13,10 @@ import numpy as np
 
 from paddle_reshard.pipeline.catalog import Catalog, File, FragmentRow, fragment_row, fragment_rows
 from paddle_reshard.pipeline.errors import PlanError
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, part_elements
-from paddle_reshard.pipeline.layouts.hybrid.model import ModelTensor
-from paddle_reshard.pipeline.layouts.hybrid.source import HybridCheckpoint
-from paddle_reshard.pipeline.layouts.hybrid.target import TargetFiles
+from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.pipeline.tensors import (
     EMA_MASTER_WEIGHT,
     EMA_PARAM,
@@ -77,9 +77,7 @@ class _Exported:
         return part_elements(self.part) * self.dtype.itemsize
 
 
-def layout_huggingface(
-    source: Catalog, wanted: HybridCheckpoint, target: HuggingFaceTarget
-) -> HuggingFaceFiles:
+def layout_huggingface(source: Catalog, wanted: Checkpoint, target: HuggingFaceTarget) -> HuggingFaceFiles:
     """Lay out all tensor files of the target, and its index.
 
     ``wanted`` is the source as the target is to hold it (its vocabulary may have another size).
@@ -114,7 +112,7 @@ def layout_huggingface(
     )
 
 
-def _exported(wanted: HybridCheckpoint, target: HuggingFaceTarget) -> Iterator[_Exported]:
+def _exported(wanted: Checkpoint, target: HuggingFaceTarget) -> Iterator[_Exported]:
     if target.state == EMA and not wanted.has_ema:
         raise PlanError("the checkpoint has no EMA state, so --state ema has nothing to export")
     index = wanted.catalog.index()

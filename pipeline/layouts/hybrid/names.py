@@ -16,6 +16,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError
+from paddle_reshard.pipeline.tensors import ACCUMULATORS
 
 MODEL_STATE = "model_state"
 OPTIMIZER = "optimizer"
@@ -82,26 +83,6 @@ def cell_name(tp: int, pp: int) -> str:
     return f"tp{tp:0>2d}_pp{pp:0>2d}"
 
 
-@dataclass(frozen=True, slots=True)
-class Accumulator:
-    """A kind of optimizer state. ``per_parameter`` ones are a single number, copied to every rank."""
-
-    name: str
-    per_parameter: bool
-
-
-# Paddle 3.3 optimizer/{adam,adamw,lamb,momentum}.py: the ones whose pieces follow the parameter's own cut.
-ACCUMULATORS = {
-    accumulator.name: accumulator
-    for accumulator in (
-        Accumulator("moment1", False),
-        Accumulator("moment2", False),
-        Accumulator("moment2_max", False),
-        Accumulator("velocity", False),
-        Accumulator("beta1_pow_acc", True),
-        Accumulator("beta2_pow_acc", True),
-    )
-}
 _ACCUMULATOR_TAIL = re.compile(
     r"(?P<master>_fp32_master_\d+)?_(?P<name>"
     + "|".join(sorted(ACCUMULATORS, key=len, reverse=True))

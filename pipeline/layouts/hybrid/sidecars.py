@@ -8,35 +8,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META, parse_rank_file
-from paddle_reshard.pipeline.layouts.hybrid.source import HybridCheckpoint
-from paddle_reshard.pipeline.layouts.hybrid.target import SIGNAL_PREFIX
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.files import CONFIG, MANIFEST, SIGNAL_PREFIX, Sidecars
 from paddle_reshard.pipeline.topology import Topology
 
-CONFIG = "config.json"
-MANIFEST = "paddle_reshard.json"
 _RNG = re.compile(r"rng_state(_\d+)?\.pth")
 _DONE = re.compile(r"\.(model|optimizer|checkpoint)_done|save_signal_TMP_\d+|saved_signal_\d+")
 _TP_FIELD = {"paddleformers": "tensor_model_parallel_size", "paddlenlp": "tensor_parallel_degree"}
 
 
-@dataclass(frozen=True, slots=True)
-class Sidecars:
-    """Where each small file goes."""
-
-    carried: tuple[str, ...]
-    written: tuple[tuple[str, bytes], ...]
-    left: tuple[tuple[str, str], ...]
-    """``(path, why it is not in the target)``."""
-
-
 def plan_sidecars(
     paths: Mapping[str, int],
     folders: Sequence[str],
-    checkpoint: HybridCheckpoint,
+    checkpoint: Checkpoint,
     source_config: Mapping[str, Any],
     topology: Topology,
 ) -> Sidecars:
@@ -44,11 +30,12 @@ def plan_sidecars(
 
     ``config.json`` is written anew, as ``transformers`` writes it, only where an entry changes.
     """
+    own = {*checkpoint.own_files, MANIFEST, CONFIG}
     rng_files = [path for path in paths if _RNG.fullmatch(path)]
     same_ranks = _same_ranks(checkpoint, topology, rng_files)
     carried, left = [], [(name, "a folder, not part of the checkpoint's own files") for name in folders]
     for path in sorted(paths):
-        if path in (MODEL_META, MANIFEST, CONFIG) or parse_rank_file(path) or path.startswith(SIGNAL_PREFIX):
+        if path in own or path.startswith(SIGNAL_PREFIX):
             continue
         if _DONE.fullmatch(path):
             left.append((path, "a completion marker of the source's own job"))
@@ -63,13 +50,13 @@ def plan_sidecars(
     return Sidecars(tuple(carried), ((CONFIG, text.encode()),), tuple(left))
 
 
-def _same_ranks(checkpoint: HybridCheckpoint, topology: Topology, rng_files: list[str]) -> bool:
+def _same_ranks(checkpoint: Checkpoint, topology: Topology, rng_files: list[str]) -> bool:
     """Whether every rank of the target is the same rank of the source.
 
     The source's files do not tell its dp degree, but one random state per rank does.
     """
     source = checkpoint.topology
-    same = (source.tp, source.pp, source.vpp, source.sharding) == (
+    same = source is not None and (source.tp, source.pp, source.vpp, source.sharding) == (
         topology.tp,
         topology.pp,
         topology.vpp,

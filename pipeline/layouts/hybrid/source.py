@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple
@@ -25,15 +25,9 @@ from paddle_reshard.pipeline.errors import (
     RuleError,
 )
 from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.hybrid.meta import ModelMeta
-from paddle_reshard.pipeline.layouts.hybrid.model import (
-    Model,
-    ModelTensor,
-    NamedTensor,
-    predict_parameter_names,
-)
-from paddle_reshard.pipeline.layouts.hybrid.names import ACCUMULATORS, MODEL_META
-from paddle_reshard.pipeline.layouts.hybrid.placement import ArrayKind, Placements, TensorCut
+from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META
 from paddle_reshard.pipeline.layouts.hybrid.ranks import (
     Cell,
     PredictNames,
@@ -46,6 +40,13 @@ from paddle_reshard.pipeline.layouts.hybrid.sharding import (
     padded_elements,
     stage3_slice_elements,
 )
+from paddle_reshard.pipeline.layouts.model import (
+    Model,
+    ModelTensor,
+    NamedTensor,
+    predict_parameter_names,
+)
+from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.layouts.rules import (
     Rule,
     RuleTable,
@@ -53,6 +54,7 @@ from paddle_reshard.pipeline.layouts.rules import (
     expected_shape,
 )
 from paddle_reshard.pipeline.tensors import (
+    ACCUMULATORS,
     EMA_MASTER_WEIGHT,
     EMA_PARAM,
     MASTER_WEIGHT,
@@ -63,26 +65,11 @@ from paddle_reshard.pipeline.tensors import (
 from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 
+HYBRID = "hybrid"
+HYBRID_PLAIN = "hybrid-plain"
+"""Without ``model_meta.json``."""
 AUTOMATIC_NAME = re.compile(r"(eager_tmp|generated_tensor)_\d+")
 """What Paddle calls a tensor that nobody named; the number counts all such tensors of the process."""
-
-
-@dataclass(frozen=True)
-class HybridCheckpoint:
-    """A hybrid-parallel checkpoint, understood."""
-
-    catalog: Catalog
-    model: Model
-    topology: Topology
-    strategy: str
-    with_meta: bool
-    comm_overlap: bool
-    sequence_parallel: bool | None
-    """``None`` where the files cannot tell (tp = 1, or a family whose names do not depend on it)."""
-    names_predicted: str | None
-    """``None`` if the parameter names follow the naming rules; else what differs, in words."""
-    lr_scheduler: Any
-    has_ema: bool
 
 
 def read_hybrid(
@@ -91,7 +78,7 @@ def read_hybrid(
     meta: ModelMeta | None,
     config: Mapping[str, Any],
     tables: Sequence[RuleTable],
-) -> HybridCheckpoint:
+) -> Checkpoint:
     """Understand a checkpoint from the metadata of its files.
 
     Parameters
@@ -120,12 +107,13 @@ def read_hybrid(
     catalog = _Cataloguer(ranks, model, strategy, files).catalog()
     check_catalog(catalog)
     sequence_parallel, names = _check_names(ranks, model)
-    return HybridCheckpoint(
+    return Checkpoint(
+        format=HYBRID if ranks.with_meta else HYBRID_PLAIN,
         catalog=catalog,
+        own_files=frozenset([*roots, *([MODEL_META] if meta is not None else [])]),
         model=model,
         topology=Topology(tp=ranks.tp, pp=ranks.pp, vpp=_vpp(ranks, model), sharding=ranks.sharding),
         strategy=strategy,
-        with_meta=ranks.with_meta,
         comm_overlap=ranks.comm_overlap,
         sequence_parallel=sequence_parallel,
         names_predicted=names,

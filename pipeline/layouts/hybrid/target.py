@@ -10,21 +10,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from paddle_reshard.pipeline.catalog import File, Fragments
+from paddle_reshard.pipeline.catalog import File
 from paddle_reshard.pipeline.errors import PlanError, RuleError, UnsupportedError
 from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.files import SIGNAL_PREFIX, TargetFiles
 from paddle_reshard.pipeline.layouts.hybrid.meta import (
     CellMeta,
     ParameterMeta,
     format_model_meta,
 )
-from paddle_reshard.pipeline.layouts.hybrid.model import (
-    Model,
-    ModelTensor,
-    predict_parameter_names,
-)
 from paddle_reshard.pipeline.layouts.hybrid.names import (
-    ACCUMULATORS,
     EMA,
     MODEL_META,
     MODEL_STATE,
@@ -35,7 +31,6 @@ from paddle_reshard.pipeline.layouts.hybrid.names import (
     master_tensor_name,
     rank_file_name,
 )
-from paddle_reshard.pipeline.layouts.hybrid.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.layouts.hybrid.ranks import first_keys
 from paddle_reshard.pipeline.layouts.hybrid.segments import Segmentation, segment
 from paddle_reshard.pipeline.layouts.hybrid.sharding import (
@@ -45,13 +40,18 @@ from paddle_reshard.pipeline.layouts.hybrid.sharding import (
     Shares,
     share_out,
 )
-from paddle_reshard.pipeline.layouts.hybrid.source import HybridCheckpoint
+from paddle_reshard.pipeline.layouts.model import (
+    Model,
+    ModelTensor,
+    predict_parameter_names,
+)
+from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.tensors import (
+    ACCUMULATORS,
     EMA_MASTER_WEIGHT,
     EMA_PARAM,
     MASTER_WEIGHT,
     PARAM,
-    Cast,
     DType,
 )
 from paddle_reshard.pipeline.topology import Topology
@@ -61,8 +61,6 @@ from paddle_reshard.storage.formats.paddle_pickle import (
     EncodedFile,
     encode_pickle,
 )
-
-SIGNAL_PREFIX = "saved_signal_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,22 +82,6 @@ class HybridTarget:
     def writes_meta(self) -> bool:
         """Whether the trainer would write ``model_meta.json``: stage 1 with sharded saving."""
         return self.sharded_saving and self.strategy.startswith("stage1")
-
-
-@dataclass(frozen=True)
-class TargetFiles:
-    """Exact layout of new files. ``fragments`` are boxes to fill; their ``file`` indexes ``files``."""
-
-    files: tuple[File, ...]
-    literals: tuple[tuple[int, int, bytes], ...]
-    """``(file, byte offset, bytes)``."""
-    fills: tuple[tuple[int, int, int], ...]
-    """``(file, byte offset, number of zero bytes)``: padding."""
-    fragments: Fragments
-    parameter_names: Mapping[str, Mapping[str, str]]
-    """Cell → structured key → parameter name."""
-    casts: frozenset[Cast] = frozenset()
-    """Casts that were asked for."""
 
 
 def check_target(target: HybridTarget) -> None:
@@ -130,7 +112,7 @@ def check_target(target: HybridTarget) -> None:
         raise PlanError("comm_overlap belongs to stage1v2 with pp > 1")
 
 
-def layout_hybrid(checkpoint: HybridCheckpoint, target: HybridTarget) -> TargetFiles:
+def layout_hybrid(checkpoint: Checkpoint, target: HybridTarget) -> TargetFiles:
     """Lay out all files of the target checkpoint.
 
     Raises
@@ -152,19 +134,6 @@ def layout_hybrid(checkpoint: HybridCheckpoint, target: HybridTarget) -> TargetF
             "the target topology with --target-meta model_meta.json",
         )
     return _Writer(checkpoint, target).layout()
-
-
-def add_literal_files(target: TargetFiles, files: Sequence[tuple[str, bytes]]) -> TargetFiles:
-    """The same target with more files whose bytes are known."""
-    first = len(target.files)
-    return replace(
-        target,
-        files=(*target.files, *(File(path, len(content)) for path, content in files)),
-        literals=(
-            *target.literals,
-            *((first + i, 0, content) for i, (_, content) in enumerate(files) if content),
-        ),
-    )
 
 
 @dataclass(slots=True)
@@ -213,7 +182,7 @@ class _SlotUse:
 class _Writer:
     """Builds the files of one target, one after another."""
 
-    def __init__(self, checkpoint: HybridCheckpoint, target: HybridTarget) -> None:
+    def __init__(self, checkpoint: Checkpoint, target: HybridTarget) -> None:
         self.checkpoint, self.target = checkpoint, target
         self.model: Model = checkpoint.model
         self.topology = target.topology

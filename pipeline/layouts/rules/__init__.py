@@ -79,6 +79,10 @@ class Rule:
         """The whole key as a regular expression."""
         return _pattern(self.key)
 
+    def applies(self, config: Config) -> bool:
+        """Whether the row is one of this model's."""
+        return all(config.get(name, False) == value for name, value in self.where)
+
     def fill_in(self, form: str, key: str) -> str:
         """Another spelling of a key of this row, with the same numbers."""
         match = self.pattern().fullmatch(key)
@@ -143,8 +147,7 @@ class RuleTable:
         fits = [
             (rule, match)
             for rule in self.rules
-            if all(config.get(name, False) == value for name, value in rule.where)
-            and (match := rule.pattern().fullmatch(key))
+            if rule.applies(config) and (match := rule.pattern().fullmatch(key))
         ]
         if len(fits) != 1:
             found = "no row" if not fits else f"{len(fits)} rows"

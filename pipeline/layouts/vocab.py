@@ -9,13 +9,13 @@ from dataclasses import replace
 
 from paddle_reshard.pipeline.errors import PlanError
 from paddle_reshard.pipeline.geometry import Shape
-from paddle_reshard.pipeline.layouts.hybrid.model import ModelTensor
-from paddle_reshard.pipeline.layouts.hybrid.source import HybridCheckpoint
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.model import ModelTensor
 
 VOCAB_SIZE = "vocab_size"
 
 
-def resize_vocabulary(checkpoint: HybridCheckpoint, size: int, grow: bool) -> HybridCheckpoint:
+def resize_vocabulary(checkpoint: Checkpoint, size: int, grow: bool) -> Checkpoint:
     """Describe a checkpoint with a vocabulary of ``size``; its fragments stay those of the source.
 
     Raises

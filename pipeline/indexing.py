@@ -1,0 +1,142 @@
+"""What is in a folder? From its files to a checkpoint that is understood, whatever its format.
+
+Only metadata are read: pickle opcodes, headers, JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paddle_reshard.pipeline.catalog import Catalog
+from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.files import CONFIG
+from paddle_reshard.pipeline.layouts.huggingface.source import is_huggingface
+from paddle_reshard.pipeline.layouts.hybrid.meta import parse_model_meta
+from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META, parse_rank_file
+from paddle_reshard.pipeline.layouts.hybrid.source import read_hybrid
+from paddle_reshard.pipeline.layouts.rules import RuleTable
+from paddle_reshard.storage.store import Source
+from paddle_reshard.tasks.index import index_huggingface, index_tensor_files, read_json
+
+TENSOR_SUFFIXES = (".pdparams", ".pdopt", ".distcp", ".pdmodel")
+PLAIN_STATES = ("scheduler.pdparams", "scaler.pdparams")
+"""Small states of the trainer that are not tensors of the model; carried byte for byte."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What two checkpoints are compared by."""
+
+    catalog: Catalog
+    lr_scheduler: Any
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Contents:
+        """Of a checkpoint that is understood."""
+        return cls(checkpoint.catalog, checkpoint.lr_scheduler)
+
+
+def index_checkpoint(
+    store: Source, tables: Sequence[RuleTable], config: Mapping[str, Any] | None = None
+) -> Checkpoint:
+    """Understand a checkpoint from its metadata; no payload is read.
+
+    Parameters
+    ----------
+    tables
+        Rule tables to choose from.
+    config
+        The model's ``config.json``, for a checkpoint that has none.
+
+    Raises
+    ------
+    CheckpointError, PlanError
+        If it is not one whole, consistent hybrid-parallel checkpoint that the rules cover.
+    """
+    sizes = store.sizes()
+    _refuse_folder_of_checkpoints(store)
+    _refuse_other_formats(store)
+    _refuse_unknown_tensor_files(store)
+    meta = parse_model_meta(read_json(store, MODEL_META, sizes)) if MODEL_META in sizes else None
+    config = read_config(store, config)
+    roots = index_tensor_files(
+        store, {p: size for p, size in sizes.items() if parse_rank_file(p) is not None}
+    )
+    return read_hybrid(sizes, roots, meta, config, tables)
+
+
+def read_config(store: Source, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The checkpoint's own ``config.json``; the one that was given where it has none."""
+    sizes = store.sizes()
+    if CONFIG in sizes:
+        return read_json(store, CONFIG, sizes)
+    if given is None:
+        raise CheckpointError(
+            f"{store.location}: {CONFIG} is missing; give that of the model with --config FILE"
+        )
+    return given
+
+
+def index_pair(a: Source, b: Source, tables: Sequence[RuleTable]) -> tuple[Contents, Contents]:
+    """Understand two checkpoints that are to be compared.
+
+    One of them may be a Hugging Face checkpoint: it holds the parameters of the other one's model.
+    """
+    foreign = [is_huggingface(store.sizes()) for store in (a, b)]
+    if all(foreign):
+        raise UnsupportedError(
+            f"{a.location} and {b.location} are both Hugging Face checkpoints; one side must be a training "
+            "checkpoint, by whose model the other is read"
+        )
+    if not any(foreign):
+        return Contents.of(index_checkpoint(a, tables)), Contents.of(index_checkpoint(b, tables))
+    known, other = (b, a) if foreign[0] else (a, b)
+    checkpoint = index_checkpoint(known, tables)
+    pair = Contents.of(checkpoint), Contents(index_huggingface(other, other.sizes(), checkpoint.model), None)
+    return (pair[1], pair[0]) if foreign[0] else pair
+
+
+def _refuse_folder_of_checkpoints(store: Source) -> None:
+    """A run's folder is easily taken for one of its checkpoints."""
+    inside = [name for name in sorted(store.folders) if name.startswith("checkpoint-")]
+    if inside and not any(parse_rank_file(path) for path in store.sizes()):
+        raise CheckpointError(
+            f"{store.location}: holds checkpoints and is none itself; give one of them, like {inside[-1]}"
+        )
+
+
+def _refuse_other_formats(store: Source) -> None:
+    """Name the formats that look like this one and are not."""
+    if "model_state" in store.folders or "dist_ckpt" in store.folders:
+        raise UnsupportedError(
+            f"{store.location}: a FlexCheckpoint or auto-parallel checkpoint; this version reads "
+            "hybrid-parallel ones"
+        )
+    safetensors = sorted(path for path in store.sizes() if path.endswith(".safetensors"))
+    if safetensors:
+        raise UnsupportedError(
+            f"{store.location}: {safetensors[0]}: a unified or Hugging Face checkpoint; this version reads "
+            "hybrid-parallel ones"
+        )
+
+
+def _refuse_unknown_tensor_files(store: Source) -> None:
+    """Every file that could hold tensors must be one whose meaning is known."""
+    sizes = store.sizes()
+    ranks = [path for path in sizes if parse_rank_file(path) is not None]
+    unknown = [
+        path
+        for path in sorted(sizes)
+        if path.endswith(TENSOR_SUFFIXES) and path not in ranks and path not in PLAIN_STATES
+    ]
+    if unknown:
+        raise CheckpointError(
+            f"{unknown[0]}: a tensor file whose name has no meaning in a hybrid-parallel checkpoint"
+        )
+    if not ranks:
+        raise CheckpointError(
+            f"{store.location}: no model_state or optimizer file: not a hybrid-parallel training checkpoint"
+        )

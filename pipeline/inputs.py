@@ -1,0 +1,59 @@
+"""The small files that a user gives beside a checkpoint: rule tables, layouts, names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paddle_reshard.pipeline.errors import CheckpointError, UsageError
+from paddle_reshard.pipeline.layouts.hybrid.meta import parse_names
+from paddle_reshard.pipeline.layouts.rules import RuleTable, parse_rule_table, shipped_tables
+from paddle_reshard.pipeline.options import LayoutOptions
+
+
+def load_tables(rules: Path | None) -> list[RuleTable]:
+    """The rule table of a file, or the ones that come with the package."""
+    if rules is None:
+        return shipped_tables()
+    return [parse_rule_table(_read_text(rules), str(rules))]
+
+
+def read_layout_file(layout: Path) -> dict[str, Any]:
+    """The entries of a layout file, not validated yet."""
+    return _read_object(layout)
+
+
+def load_layout(layout: Path | Mapping[str, Any] | None) -> LayoutOptions:
+    """Layout options from a JSON file or a mapping."""
+    if isinstance(layout, Path):
+        return LayoutOptions.parse(read_layout_file(layout), str(layout))
+    return LayoutOptions.parse(layout or {}, "layout")
+
+
+def load_target_names(target_meta: Path | None) -> dict[str, dict[str, str]] | None:
+    """Cell → structured key → parameter name, from a ``model_meta.json`` of the target topology."""
+    if target_meta is None:
+        return None
+    try:
+        return parse_names(_read_object(target_meta))
+    except CheckpointError as error:
+        raise UsageError(f"{target_meta}: {error}") from error
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from error
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(_read_text(path))
+    except ValueError as error:
+        raise UsageError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{path}: a JSON object is expected")
+    return value

@@ -1,0 +1,91 @@
+"""What are the files of a target, whatever its format?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from paddle_reshard.pipeline.catalog import Catalog, File, Fragments
+from paddle_reshard.pipeline.tensors import Cast
+
+CONFIG = "config.json"
+MANIFEST = "paddle_reshard.json"
+SIGNAL_PREFIX = "saved_signal_"
+"""Begins the names of the trainer's own proofs that a rank had finished."""
+AVERAGE = "ema.json"
+"""What the average beside training says of itself."""
+TENSOR_FOLDERS = ("model_state", "master_weight", "optimizer_state", "ema_state", "dist_ckpt")
+"""Folders inside a checkpoint whose files are its own (PaddleFormers 1.2 ``utils/env.py:166-169``; auto-parallel)."""
+
+
+@dataclass(frozen=True)
+class TargetFiles:
+    """Exact layout of new files. ``fragments`` are boxes to fill; their ``file`` indexes ``files``."""
+
+    files: tuple[File, ...]
+    literals: tuple[tuple[int, int, bytes], ...]
+    """``(file, byte offset, bytes)``."""
+    fills: tuple[tuple[int, int, int], ...]
+    """``(file, byte offset, number of zero bytes)``: padding."""
+    fragments: Fragments
+    parameter_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Cell → structured key → parameter name, where the format has such names."""
+    casts: frozenset[Cast] = frozenset()
+    """Casts that were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sidecars:
+    """Where each small file goes."""
+
+    carried: tuple[str, ...]
+    written: tuple[tuple[str, bytes], ...]
+    left: tuple[tuple[str, str], ...]
+    """``(path, why it is not in the target)``."""
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """The files of a target, and what they are made of."""
+
+    catalog: Catalog
+    """Of the source, what goes into the target."""
+    files: TargetFiles
+    carried: tuple[str, ...]
+    """Paths of files that go to the target byte for byte."""
+    left: tuple[tuple[str, str], ...]
+    """``(path, why it is not in the target)``."""
+    left_states: tuple[str, ...] = ()
+    """States of tensors of which nothing is in the target, because its format has no place for them."""
+
+
+def is_tensor_file(path: str) -> bool:
+    """Whether a file is known by its name for one of a checkpoint of any format.
+
+    >>> is_tensor_file("model_state.tp00.pdparams"), is_tensor_file("model_state/0_0.distcp"), is_tensor_file("a.txt")
+    (True, True, False)
+    """
+    folder, _, name = path.rpartition("/")
+    return (
+        name.startswith(("model_state.", "optimizer."))
+        or name.endswith((".distcp", ".metadata", ".safetensors"))
+        or folder in TENSOR_FOLDERS
+    )
+
+
+def holds_checkpoint(paths: Iterable[str]) -> bool:
+    """Whether a folder with these files holds a checkpoint, or a part of one."""
+    return any(path == MANIFEST or is_tensor_file(path) for path in paths)
+
+
+def add_literal_files(target: TargetFiles, files: Sequence[tuple[str, bytes]]) -> TargetFiles:
+    """The same target with more files whose bytes are known."""
+    first = len(target.files)
+    return replace(
+        target,
+        files=(*target.files, *(File(path, len(content)) for path, content in files)),
+        literals=(
+            *target.literals,
+            *((first + i, 0, content) for i, (_, content) in enumerate(files) if content),
+        ),
+    )

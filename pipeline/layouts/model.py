@@ -1,0 +1,178 @@
+"""What model is this, independent of any topology?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paddle_reshard.pipeline.errors import CoverageError, RuleError
+from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.layouts.placement import TensorCut
+from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable, expected_shape
+from paddle_reshard.pipeline.tensors import (
+    ACCUMULATORS,
+    MASTER_WEIGHT,
+    PARAM,
+    DType,
+    Tensor,
+    dtype_named,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensor:
+    """One structured key of the model."""
+
+    key: str
+    rule: Rule
+    layer: int | None
+    """Number of the decoder layer that owns it."""
+    global_shape: Shape
+    dtype: DType
+    """Of the parameter."""
+    accumulators: tuple[str, ...]
+    """Optimizer states, in the order of the files; empty for a tensor that is not trained."""
+    master: bool
+    """Whether the optimizer keeps a master weight."""
+    tied_to: str | None = None
+    """The key that holds the same values."""
+    automatic_name: str | None = None
+    """Name in the source of a buffer that nobody named; it has no meaning and no loader looks at it."""
+
+    @property
+    def trained(self) -> bool:
+        """Whether the optimizer holds any state of it."""
+        return self.master or bool(self.accumulators)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """All tensors in the order of ``model.parameters()``."""
+
+    tensors: tuple[ModelTensor, ...]
+    table: RuleTable
+    config: Mapping[str, Any]
+
+    def cut(self, tensor: ModelTensor, tp: int) -> TensorCut:
+        """How ``tp`` ranks cut a tensor of this model."""
+        return TensorCut(tp, tensor.rule.split_dim(self.config, tp, tensor.key), tensor.rule.parts)
+
+
+def read_model(tensors: Sequence[Tensor], table: RuleTable, config: Mapping[str, Any]) -> Model:
+    """The model of which ``tensors`` are the logical tensors, by the rules alone.
+
+    For formats that hold whole tensors by structured key and nothing else of the model. A parameter that is not
+    among them is the bfloat16 cast of its master weight, by definition of the formats that leave it out. A tied
+    tensor that is not among them is added.
+
+    Raises
+    ------
+    RuleError
+        Naming the tensor that no row of the table covers, or whose shape is not the one that the config tells.
+    """
+    states: dict[str, dict[str, Tensor]] = {}
+    for tensor in tensors:
+        states.setdefault(tensor.key, {})[tensor.state] = tensor
+    found = {key: _model_tensor(key, of_key, table, config) for key, of_key in states.items()}
+    for rule in table.rules:
+        twin = found.get(rule.twin(config) or "")
+        if rule.key not in found and twin is not None and rule.applies(config):
+            found[rule.key] = replace(twin, key=rule.key, rule=rule, layer=None, tied_to=twin.key)
+    tied = [replace(t, tied_to=t.tied_to if t.tied_to in found else None) for t in found.values()]
+    return Model(tuple(sorted(tied, key=model_order(table))), table, config)
+
+
+def model_order(table: RuleTable) -> Callable[[ModelTensor], tuple[int, ...]]:
+    """Where a tensor comes in ``model.parameters()``: items, layers and rows of the table in their order.
+
+    Rows of experts that follow each other repeat as a whole for every expert.
+    """
+    items = {item.name: place for place, item in enumerate(table.items)}
+    blocks: dict[str, int] = {}
+    rows = {rule.key: place for place, rule in enumerate(table.rules)}
+    previous: Rule | None = None
+    for rule in table.rules:
+        together = previous is not None and "{expert}" in rule.key and "{expert}" in previous.key
+        blocks[rule.key] = blocks[previous.key] if together and previous is not None else rows[rule.key]
+        previous = rule
+
+    def place(tensor: ModelTensor) -> tuple[int, ...]:
+        rule = tensor.rule
+        match = rule.pattern().fullmatch(tensor.key)
+        expert = (match.groupdict().get("expert") if match else None) or "-1"
+        layer = -1 if tensor.layer is None else tensor.layer
+        return items[rule.item], layer, blocks[rule.key], int(expert), rows[rule.key]
+
+    return place
+
+
+def _model_tensor(
+    key: str, states: Mapping[str, Tensor], table: RuleTable, config: Mapping[str, Any]
+) -> ModelTensor:
+    rule, layer = table.find(key, config)
+    whole = states.get(PARAM) or states.get(MASTER_WEIGHT)
+    if whole is None:
+        raise CoverageError(key, f"nothing but its {', '.join(sorted(states))} is stored")
+    expected = expected_shape(rule, config, key)
+    if expected is not None and expected != whole.global_shape:
+        raise RuleError(
+            key,
+            f"config.json and the rule table expect the shape {expected}, the files hold {whole.global_shape}",
+        )
+    return ModelTensor(
+        key=key,
+        rule=rule,
+        layer=layer,
+        global_shape=whole.global_shape,
+        dtype=whole.dtype if PARAM in states else dtype_named("bfloat16"),
+        accumulators=tuple(name for name in ACCUMULATORS if name in states),
+        master=MASTER_WEIGHT in states,
+        tied_to=rule.twin(config),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTensor:
+    """What decides a parameter name."""
+
+    key: str
+    rule: Rule
+    tied_to: str | None
+    automatic_name: str | None = None
+
+
+def predict_parameter_names(
+    tensors: Sequence[ModelTensor | NamedTensor], pp: int, tp: int, sequence_parallel: bool
+) -> dict[str, str]:
+    """Structured key → parameter name in one cell that holds ``tensors``, in model order.
+
+    A name is the layer's class and a counter of that class within the process, as
+    ``paddle.utils.unique_name`` makes it when the layers are built in order. A tied tensor has the name of
+    the one it is tied to where both live in the cell.
+    """
+    counters: dict[str, int] = {}
+    modules: dict[str, str] = {}
+    names: dict[str, str] = {}
+    for tensor in tensors:
+        if tensor.tied_to in names:
+            names[tensor.key] = names[tensor.tied_to or ""]
+            continue
+        if tensor.automatic_name is not None:
+            names[tensor.key] = tensor.automatic_name
+            continue
+        module, _, leaf = tensor.key.rpartition(".")
+        name_class = tensor.rule.class_for(pp, tp, sequence_parallel)
+        if tensor.rule.parameter_name is not None:
+            count = counters.get(name_class, 0)
+            counters[name_class] = count + 1
+            layer = match["layer"] if (match := tensor.rule.pattern().fullmatch(tensor.key)) else None
+            names[tensor.key] = tensor.rule.parameter_name.format(n=count, layer=layer)
+            continue
+        if name_class == "create_parameter":
+            module = tensor.key  # paddle.create_parameter counts its calls, not layers
+        if module not in modules:
+            modules[module] = f"{name_class}_{counters.get(name_class, 0)}"
+            counters[name_class] = counters.get(name_class, 0) + 1
+        names[tensor.key] = f"{modules[module]}.{'b' if leaf == 'bias' else 'w'}_0"
+    return names
