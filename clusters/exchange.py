@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_reshard.pipeline.geometry import Ints
-from paddle_reshard.pipeline.planning.match import MOVE
+from paddle_reshard.pipeline.planning.ops import MOVE
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.tasks.run_group import GroupReport, locate, locate_bands
 

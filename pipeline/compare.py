@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from paddle_reshard.pipeline.catalog import Catalog, File, Fragments
-from paddle_reshard.pipeline.planning.match import COMPARE, Ops, feeds, match
+from paddle_reshard.pipeline.planning.match import feeds, match
+from paddle_reshard.pipeline.planning.ops import COMPARE, Ops
 from paddle_reshard.pipeline.planning.plan import Plan, plan_comparisons
 
 
@@ -84,7 +85,7 @@ def _comparisons(a: Catalog, b: Catalog, ids_a: list[int], ids_b: list[int]) -> 
     rows_a = _rows(a, ids_a, 0, follows)
     rows_b = _rows(b, ids_b, len(a.files), follows)
     one, two = rows_a[rows_a["replica"] == 0], rows_b[rows_b["replica"] == 0]
-    ops = np.concatenate(
+    ops = Ops.joined(
         [
             match(one, two, {}, kind=COMPARE),
             match(one, rows_a[rows_a["replica"] > 0], {}, kind=COMPARE),

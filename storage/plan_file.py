@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from paddle_reshard.pipeline.catalog import File
 from paddle_reshard.pipeline.errors import CheckpointError, FormatError, PlanError, UsageError
-from paddle_reshard.pipeline.planning.match import OP
+from paddle_reshard.pipeline.planning.ops import OP, Ops
 from paddle_reshard.pipeline.planning.parts import PART
 from paddle_reshard.pipeline.planning.plan import BAND, CarriedFile, Plan
 from paddle_reshard.pipeline.tensors import Tensor, dtype_named
@@ -77,8 +77,9 @@ def save_plan(plan: Plan, path: Path) -> None:
         with path.open("wb") as file:
             _write(file, "header", pa.schema([]), (), json.dumps(header | {"digest": _digest(header)}))
             for name, dtype in _ROWS.items():
-                rows = np.ascontiguousarray(getattr(plan, name))
-                _write(file, name, _schema_of(dtype), _batches_of_rows(rows.view(dtype), dtype))
+                rows = getattr(plan, name)
+                rows = rows if isinstance(rows, Ops) else np.ascontiguousarray(rows).view(dtype)
+                _write(file, name, _schema_of(dtype), _batches_of_rows(rows, dtype))
             for name, columns in _tables_of(plan).items():
                 schema = _TABLES[name]
                 _write(file, name, schema, _batches(columns, schema))
@@ -110,7 +111,7 @@ def _schema_of(dtype: np.dtype[Any]) -> pa.Schema:
     return pa.schema(fields)
 
 
-def _batches_of_rows(rows: Rows, dtype: np.dtype[Any]) -> Iterator[pa.RecordBatch]:
+def _batches_of_rows(rows: Ops | Rows, dtype: np.dtype[Any]) -> Iterator[pa.RecordBatch]:
     schema = _schema_of(dtype)
     for first in range(0, len(rows), BATCH_ROWS):
         block = rows[first : first + BATCH_ROWS]
@@ -226,8 +227,11 @@ def _read_plan(file: Any, path: str) -> Plan:
     facts = _read_header(file, path)
     values: dict[str, Any] = {name: facts.get(name) for name in _SCALARS}
     for name, dtype in _ROWS.items():
-        blocks = [_rows_of(batch, dtype) for batch in _read(file, name, _schema_of(dtype), path)]
-        values[name] = np.concatenate([np.zeros(0, dtype=dtype), *blocks])
+        blocks = (_rows_of(batch, dtype) for batch in _read(file, name, _schema_of(dtype), path))
+        if name == "ops":
+            values[name] = Ops.joined([Ops.empty(), *map(Ops.of_rows, blocks)])
+        else:
+            values[name] = np.concatenate([np.zeros(0, dtype=dtype), *blocks])
     for name in ("op_groups", "group_peaks"):
         values[name] = values[name]["value"]
     tables = {}

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from paddle_reshard.pipeline.errors import CastError, DriftError
 from paddle_reshard.pipeline.geometry import Ints
-from paddle_reshard.pipeline.planning.match import COMPARE, MOVE, Ops
+from paddle_reshard.pipeline.planning.ops import COMPARE, MOVE, OpRows
 from paddle_reshard.pipeline.planning.parts import MADE, Parts, part_sizes
 from paddle_reshard.pipeline.planning.plan import Bands
 from paddle_reshard.pipeline.planning.work import GroupWork
@@ -104,7 +104,7 @@ class _Pass(NamedTuple):
     """What is read at once, and what is done with it."""
 
     bands: Bands
-    ops: Ops
+    ops: OpRows
 
 
 def _passes(work: GroupWork) -> Iterator[_Pass]:
@@ -198,7 +198,7 @@ def _summed(work: GroupWork, reports: Sequence[GroupReport]) -> GroupReport:
     )
 
 
-def _compare(work: GroupWork, ranges: Bands, ops: Ops, bands: Sequence[Buffer]) -> GroupReport:
+def _compare(work: GroupWork, ranges: Bands, ops: OpRows, bands: Sequence[Buffer]) -> GroupReport:
     """Make the comparisons of a pass whose ``bands`` are loaded, and report every pair that differs."""
     differences = []
     compared = 0
@@ -229,7 +229,7 @@ def _compare(work: GroupWork, ranges: Bands, ops: Ops, bands: Sequence[Buffer]) 
     return GroupReport(work.group, read, 0, (), compared, tuple(differences))
 
 
-def locate_bands(bands: Bands, ops: Ops, side: str) -> Ints:
+def locate_bands(bands: Bands, ops: OpRows, side: str) -> Ints:
     """For each op of a group, the index of the band of its pass that holds one ``side``."""
     found = np.zeros(len(ops), dtype=np.int64)
     for number in np.unique(ops["pass"]):
@@ -239,7 +239,7 @@ def locate_bands(bands: Bands, ops: Ops, side: str) -> Ints:
     return found
 
 
-def locate(ranges: Bands, ops: Ops, side: str) -> Ints:
+def locate(ranges: Bands, ops: OpRows, side: str) -> Ints:
     """For each op, the index of the range that holds one ``side``; ``ranges`` is sorted by file and start."""
     found = np.zeros(len(ops), dtype=np.int64)
     for file in np.unique(ops[f"{side}_file"]):

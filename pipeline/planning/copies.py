@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from paddle_reshard.pipeline.geometry import Ints
-from paddle_reshard.pipeline.planning.cut import Flags, dense, outermost, piece
+from paddle_reshard.pipeline.planning.cut import dense, outermost, piece
 from paddle_reshard.pipeline.planning.limits import CopyLimits
-from paddle_reshard.pipeline.planning.match import ITEMSIZES, MOVE, Ops, hull
+from paddle_reshard.pipeline.planning.ops import ITEMSIZES, MOVE, Flags, Ops, hull
 from paddle_reshard.pipeline.planning.parts import NOBODY, PART, Parts, divided, part_sizes
 
 CAST_FACTOR = 20
@@ -44,39 +44,35 @@ def carve_copies(ops: Ops, smallest: Ints, limits: CopyLimits | None) -> Carved:
     """Take out of ``ops`` what the storage can copy; ``smallest`` is the smallest part of every target file.
 
     Values that are compared with others have to be read, and are not copied. Those that are cast for another place
-    have to be read too: between their copies as little as possible shall be made.
+    have to be read too: between their copies as little as possible shall be made. Nothing is left in ``ops``.
     """
     if limits is None or not len(ops):
         return Carved(ops, np.zeros(0, dtype=PART))
     compared, cast = np.zeros((2, int(ops["feed"].max()) + 1), dtype=bool)
     compared[ops["feed"][ops["kind"] != MOVE]] = True
     cast[ops["feed"][ops["source_dtype"] != ops["target_dtype"]]] = True
-    rows = np.flatnonzero((ops["kind"] == MOVE) & ~compared[ops["feed"]])
-    rows = rows[dense(ops[rows])]
-    rows = rows[np.lexsort((ops["target_byte"][rows], ops["target_file"][rows]))]
-    start, stop = hull(ops[rows], "target")
-    joined = _continues(ops[rows], start, stop)
+    free = (ops["kind"] == MOVE) & ~compared[ops["feed"]] & dense(ops)
+    if not free.any():
+        return Carved(ops, np.zeros(0, dtype=PART))
+    ops, others = ops.split(free)
+    ops.reorder(np.lexsort((ops["target_byte"], ops["target_file"])))
+    start, stop = hull(ops, "target")
+    joined = _continues(ops, start, stop)
     run_of_op = np.cumsum(~joined) - 1
     first = np.flatnonzero(~joined)
-    if not len(first):
-        return Carved(ops, np.zeros(0, dtype=PART))
-    file = ops["target_file"][rows][first].astype(np.int64)
-    factor = np.where(cast[ops["feed"][rows][first]], CAST_FACTOR, 1)
+    file = ops["target_file"][first].astype(np.int64)
+    factor = np.where(cast[ops["feed"][first]], CAST_FACTOR, 1)
     least = np.maximum(factor * smallest[file], limits.smallest_bytes)
-    runs = _Runs(file, start[first], stop[np.r_[first[1:], len(rows)] - 1], first, least)
-    unit = _unit_bytes(ops[rows])
+    runs = _Runs(file, start[first], stop[np.r_[first[1:], len(ops)] - 1], first, least)
+    unit = _unit_bytes(ops)
     low, high = _trim(runs, start, unit, smallest)
-    copied = _copied_parts(ops[rows], runs, low, high, limits.largest_bytes)
-    kept = _left_over(ops[rows], start, stop, unit, low[run_of_op], high[run_of_op])
-    others = np.ones(len(ops), dtype=bool)
-    others[rows] = False
-    return Carved(np.concatenate([ops[others], kept]), copied)
+    copied = _copied_parts(ops, runs, low, high, limits.largest_bytes)
+    kept = _left_over(ops, start, stop, unit, low[run_of_op], high[run_of_op])
+    return Carved(Ops.joined([others, kept]), copied)
 
 
 def _continues(ops: Ops, start: Ints, stop: Ints) -> Flags:
     """Whether each op begins, on both sides, where the one before it ends."""
-    if not len(ops):
-        return np.zeros(0, dtype=bool)
     source_start, source_stop = hull(ops, "source")
     follows = (start[1:] == stop[:-1]) & (source_start[1:] == source_stop[:-1])
     for side in ("source_file", "target_file"):
@@ -160,7 +156,7 @@ def _left_over(ops: Ops, start: Ints, stop: Ints, unit: Ints, low: Ints, high: I
     tail = np.where(nothing, 0, count - np.clip((high - start) // unit, 0, count))
     dim = outermost(ops, "target")
     heads, tails = np.flatnonzero(head > 0), np.flatnonzero(tail > 0)
-    return np.concatenate(
+    return Ops.joined(
         [
             piece(ops[heads], dim[heads], np.zeros(len(heads), dtype=np.int64), head[heads]),
             piece(ops[tails], dim[tails], (count - tail)[tails], tail[tails]),

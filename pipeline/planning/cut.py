@@ -10,12 +10,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from paddle_reshard.pipeline.geometry import MAX_DIMS, Ints
-from paddle_reshard.pipeline.planning.match import ITEMSIZES, MOVE, Ops, hull, op_volumes, set_stops
-
-Flags = npt.NDArray[np.bool_]
+from paddle_reshard.pipeline.planning.ops import ITEMSIZES, MOVE, Flags, Ops, hull, op_volumes, set_stops
 
 
 class Pieces(NamedTuple):
@@ -41,7 +38,7 @@ def cut(ops: Ops, dim: Ints, low: Ints, step: Ints) -> Pieces:
     stretch = first[origin] + within
     begin = np.maximum(start[origin], stretch * step[origin])
     end = np.minimum(stop[origin], (stretch + 1) * step[origin])
-    return Pieces(piece(ops.take(origin), dim[origin], begin - start[origin], end - begin), origin, stretch)
+    return Pieces(piece(ops[origin], dim[origin], begin - start[origin], end - begin), origin, stretch)
 
 
 def piece(ops: Ops, dim: Ints, skipped: Ints, count: Ints) -> Ops:
@@ -75,7 +72,7 @@ def dense(ops: Ops) -> Flags:
     return np.asarray(alike & whole & (ops["source_dtype"] == ops["target_dtype"]))
 
 
-def torn(ops: Ops, owner: Ints, count: int, target: bool) -> npt.NDArray[np.bool_]:
+def torn(ops: Ops, owner: Ints, count: int, target: bool) -> Flags:
     """For each of ``count`` owners of ops and each dim, whether a cut there would tear a box apart.
 
     That is a box of the target files if ``target``, else of the source files.

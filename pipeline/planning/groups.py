@@ -9,19 +9,15 @@ beside its parts: then it is read in *passes*, one after the other.
 from __future__ import annotations
 
 from bisect import bisect_right
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from paddle_reshard.pipeline.geometry import MAX_DIMS, Ints
-from paddle_reshard.pipeline.planning.cut import Flags, Pieces, cut, outermost, reach, torn
-from paddle_reshard.pipeline.planning.match import MOVE, Ops, hull, joined, reorder
+from paddle_reshard.pipeline.planning.cut import Pieces, cut, outermost, reach, torn
+from paddle_reshard.pipeline.planning.ops import MOVE, Flags, Ops, hull
 from paddle_reshard.pipeline.planning.parts import Parts, plan_parts, small_parts
 from paddle_reshard.pipeline.planning.ranges import dense_numbers, label, union_bytes
-
-_BLOCK_OPS = 1 << 17
-"""Atoms are cut in blocks of about so many ops."""
 
 
 class Room(NamedTuple):
@@ -54,20 +50,20 @@ class FileSizes(NamedTuple):
     largest_fill: Ints
 
 
-def group_ops(chunks: list[Ops], copied: Parts, files: FileSizes, room: Room) -> Grouped:
+def group_ops(ops: Ops, copied: Parts, files: FileSizes, room: Room) -> Grouped:
     """Give every op a group, in the order of the target files; ops of atoms that are too large are cut.
 
     Where an atom can only be cut by reading bytes several times, it is cut only as ``room.most_bytes`` demands.
-    ``chunks`` is emptied, so that the ops are not held beside what they are cut into.
+    Nothing is left in ``ops``, so that they are not held beside what they are cut into.
     """
-    ops, atoms, rereads = _cut_large(joined(chunks), files, room)
+    ops, atoms, rereads = _cut_large(ops, files, room)
     if not len(ops):
         return Grouped(ops, atoms, False)
     atoms = _by_place(ops, atoms)
     units = _joined(ops, atoms, copied, files)
     groups = _gathered(_made_bytes(ops, units) + _read_bytes(ops, units), room.group_bytes)[units]
     order = np.argsort(groups, kind="stable")
-    reorder(ops, order)
+    ops.reorder(order)
     return Grouped(ops, groups[order], rereads)
 
 
@@ -154,34 +150,16 @@ def _sums(keys: Ints, values: Ints, count: int) -> Ints:
 def _cut_large(ops: Ops, files: FileSizes, room: Room) -> tuple[Ops, Ints, bool]:
     """Cut atoms until each writes about half of ``room.group_bytes``, if that can be; ops and their atoms.
 
-    A block of atoms at a time, so that beside the ops only those of one block are held twice.
+    An atom that only compares is measured by what it reads.
     """
     if not len(ops):
         return ops, np.zeros(0, dtype=np.int64), False
     atoms = _atoms(ops, room.tiny_bytes if (files.smallest_part > 1).any() else -1)
     order = np.argsort(atoms, kind="stable")
+    ops.reorder(order)
     atoms = atoms[order]
-    bounds = [*np.unique(np.searchsorted(atoms, atoms[::_BLOCK_OPS])).tolist(), len(ops)]
-    blocks = [
-        (ops.take(order[start:stop]), atoms[start:stop] - atoms[start]) for start, stop in pairwise(bounds)
-    ]
-    del ops, order
     done: list[Ops] = []
-    numbers: list[Ints] = [np.zeros(0, dtype=np.int64)]
-    numbered, rereads = 0, False
-    while blocks:
-        cut_ops, cut_atoms, again = _cut_block(*blocks.pop(), files, room)
-        done.append(cut_ops)
-        numbers.append(cut_atoms + numbered)
-        numbered += int(cut_atoms.max()) + 1
-        rereads |= again
-    return joined(done), np.concatenate(numbers), rereads
-
-
-def _cut_block(ops: Ops, atoms: Ints, files: FileSizes, room: Room) -> tuple[Ops, Ints, bool]:
-    """Cut the atoms of a block. One that only compares is measured by what it reads."""
-    done: list[Ops] = []
-    numbers: list[Ints] = [np.zeros(0, dtype=np.int64)]
+    numbers: list[Ints] = []
     numbered, rereads = 0, False
     used = np.full(int(atoms.max(initial=-1)) + 1, MAX_DIMS)
     most = room.most_bytes - room.pass_bytes
@@ -196,22 +174,20 @@ def _cut_block(ops: Ops, atoms: Ints, files: FileSizes, room: Room) -> tuple[Ops
         rereads |= bool((chosen & kind.rereads).any())
         goal = np.where(kind.rereads, max(most, 1), goal)
         keep = ~chosen[atoms]
-        kept = dense_numbers(atoms[keep])
-        done.append(ops if keep.all() else ops.compress(keep))
+        kept, atoms = dense_numbers(atoms[keep]), atoms[~keep]
         numbers.append(kept + numbered)
         numbered += int(kept.max(initial=-1)) + 1
-        ops, atoms = ops.compress(~keep), atoms[~keep]
-        if not len(ops):
-            break
-        pieces = _cut_evenly(ops, atoms, np.where(chosen, kind.dim, 0), -(-size // np.maximum(goal, 1)))
-        parents = atoms[pieces.origin]
-        ops = pieces.ops
-        atoms = dense_numbers(parents * (int(pieces.stretch.max()) + 1) + pieces.stretch)
-        del pieces
-        used = np.zeros(int(atoms.max()) + 1, dtype=np.int64)
-        used[atoms] = kind.dim[parents]
-    del ops
-    return joined(done), np.concatenate(numbers), rereads
+        enough, ops = ops.split(keep)
+        done.append(enough)
+        if len(ops):
+            pieces = _cut_evenly(ops, atoms, np.where(chosen, kind.dim, 0), -(-size // np.maximum(goal, 1)))
+            parents = atoms[pieces.origin]
+            ops = pieces.ops
+            atoms = dense_numbers(parents * (int(pieces.stretch.max()) + 1) + pieces.stretch)
+            used = np.zeros(int(atoms.max()) + 1, dtype=np.int64)
+            used[atoms] = kind.dim[parents]
+            del pieces, parents
+    return Ops.joined([ops, *done]), np.concatenate([atoms, *numbers]), rereads
 
 
 class _CutDims(NamedTuple):
@@ -340,8 +316,8 @@ def set_passes(ops: Ops, groups: Ints, made: Ints, room: Room) -> tuple[Ops, Int
     if not many.any():
         return ops, groups
     many_ops = many[groups]
-    few = ops.compress(~many_ops), groups[~many_ops]
-    ops, groups = ops.compress(many_ops), groups[many_ops]
+    few_groups, groups = groups[~many_ops], groups[many_ops]
+    ops, few = ops.split(many_ops)
     ops, groups, clusters = _cut_for_reading(ops, groups, np.maximum(1, beside // 2))
     group_of = np.zeros(int(clusters.max()) + 1, dtype=np.int64)
     group_of[clusters] = groups
@@ -357,9 +333,9 @@ def set_passes(ops: Ops, groups: Ints, made: Ints, room: Room) -> tuple[Ops, Int
     number = np.empty(len(sizes), dtype=np.int64)
     number[order] = before // np.maximum(1, beside[group_of[order]] // 2)
     ops["pass"] = number[clusters]
-    ops, groups = np.concatenate([few[0], ops]), np.concatenate([few[1], groups])
+    ops, groups = Ops.joined([few, ops]), np.concatenate([few_groups, groups])
     order = np.lexsort((ops["pass"], groups))
-    reorder(ops, order)
+    ops.reorder(order)
     return ops, groups[order]
 
 
@@ -389,7 +365,7 @@ def _cut_for_reading(ops: Ops, groups: Ints, most: Ints) -> tuple[Ops, Ints, Int
             ops, groups = pieces.ops, groups[pieces.origin]
             clusters = dense_numbers(parents * (int(pieces.stretch.max()) + 1) + pieces.stretch)
     return (
-        np.concatenate([ops for ops, _, _ in done]),
+        Ops.joined([ops for ops, _, _ in done]),
         np.concatenate([groups for _, groups, _ in done]),
         np.concatenate([clusters for _, _, clusters in done]),
     )

@@ -1,9 +1,6 @@
 """Which bytes of the source feed which bytes of the target?
 
-Both sides are fragments of the same logical tensors. Wherever two boxes meet there is one *op*: a strided box
-moved from one place to another (``MOVE``: a copy, or a cast where the dtypes differ), or two strided boxes
-that must hold the same values: further copies of a tensor (``COMPARE``), and parameters that the target does
-not store because they are the cast of their master weight (``CHECK``).
+Both sides are fragments of the same logical tensors. Wherever two boxes meet there is one *op*.
 """
 
 from __future__ import annotations
@@ -17,39 +14,14 @@ import numpy.typing as npt
 from paddle_reshard.pipeline.catalog import Catalog, Fragments, volumes
 from paddle_reshard.pipeline.errors import CoverageError, PlanError, UnsupportedError
 from paddle_reshard.pipeline.geometry import MAX_DIMS, Boxes, Ints, intersect, meeting_pairs, padded
+from paddle_reshard.pipeline.planning.ops import CHECK, COMPARE, MOVE, Ops, op_volumes, set_stops
 from paddle_reshard.pipeline.tensors import DTYPES, Cast, Tensor
-
-MOVE, COMPARE, CHECK = 0, 1, 2
-
-OP = np.dtype(
-    [
-        ("kind", np.int8),  # MOVE, COMPARE or CHECK
-        ("tensor", np.int32),  # whose values these are
-        ("feed", np.int32),  # the tensor they are read from: another one where it is implied
-        ("pass", np.int32),  # of its group, in which it is done
-        ("source_file", np.int32),
-        ("source_dtype", np.int8),
-        ("target_file", np.int32),  # of all but a MOVE: a source file too
-        ("target_dtype", np.int8),
-        ("source_byte", np.int64),  # of the first element
-        ("target_byte", np.int64),
-        ("source_stop", np.int64),  # one past the last byte that is touched
-        ("target_stop", np.int64),
-        ("offset", np.int64, (MAX_DIMS,)),  # of the box in the tensor
-        ("extents", np.int64, (MAX_DIMS,)),
-        ("source_strides", np.int64, (MAX_DIMS,)),
-        ("target_strides", np.int64, (MAX_DIMS,)),
-    ]
-)
-Ops = npt.NDArray[np.void]
 
 _CASTS = {("float32", "bfloat16")}
 """Casts by definition of a format: a bf16 parameter is its master weight, rounded to nearest even."""
 
 _BLOCK_OPS = 1 << 16
 """Ops that are described in one go: what lies between stays in the cache."""
-
-ITEMSIZES = np.array([dtype.itemsize for dtype in DTYPES], dtype=np.int64)
 
 
 def feeds(tensor_ids: npt.NDArray[np.int32], implied: Mapping[int, int]) -> npt.NDArray[np.int32]:
@@ -90,7 +62,7 @@ def match(source: Fragments, target: Fragments, implied: Mapping[int, int], kind
 
 def _described(found: Sequence[tuple[int, _Pairs]]) -> Ops:
     """The ops of all pairs, kind by kind."""
-    ops = np.empty(sum(len(pairs.i) for _, pairs in found), dtype=OP)
+    ops = Ops.empty(sum(len(pairs.i) for _, pairs in found))
     done = 0
     for kind, (source, target, i, j, feed) in found:
         for first in range(0, len(i), _BLOCK_OPS):
@@ -112,49 +84,6 @@ def _fill(ops: Ops, source: Fragments, target: Fragments) -> None:
         skipped = ((low - fragments["offset"]) * fragments["strides"]).sum(axis=1)
         ops[f"{side}_byte"] = fragments["byte_base"] + skipped
     set_stops(ops)
-
-
-def set_stops(ops: Ops) -> None:
-    """Work out anew where the bytes of ops end, from their boxes."""
-    for side in ("source", "target"):
-        stop = ops[f"{side}_byte"] + ITEMSIZES[ops[f"{side}_dtype"]]
-        for dim in range(MAX_DIMS):
-            stop += (ops["extents"][:, dim] - 1) * ops[f"{side}_strides"][:, dim]
-        ops[f"{side}_stop"] = stop
-
-
-def op_volumes(ops: Ops) -> Ints:
-    """Elements of each op."""
-    elements = ops["extents"][:, 0].copy()
-    for dim in range(1, MAX_DIMS):
-        elements *= ops["extents"][:, dim]
-    return np.asarray(elements, dtype=np.int64)
-
-
-def hull(ops: Ops, side: str) -> tuple[Ints, Ints]:
-    """First byte and one past the last byte that each op touches on one ``side``."""
-    return np.ascontiguousarray(ops[f"{side}_byte"]), np.ascontiguousarray(ops[f"{side}_stop"])
-
-
-def joined(chunks: list[Ops]) -> Ops:
-    """All rows of several columns of ops. ``chunks`` is emptied, so that no row is held twice for long."""
-    if len(chunks) == 1:
-        return chunks.pop()
-    ops = np.empty(sum(len(chunk) for chunk in chunks), dtype=OP)
-    stop = len(ops)
-    while chunks:
-        start = stop - len(chunks[-1])
-        ops[start:stop] = chunks.pop()
-        stop = start
-    return ops
-
-
-def reorder(ops: Ops, order: Ints) -> None:
-    """Sort rows in place, column by column: a second copy of all would be the most that planning needs at once."""
-    if np.array_equal(order, np.arange(len(order))):
-        return
-    for column in OP.names or ():
-        ops[column] = ops[column][order]
 
 
 def plan_ops(

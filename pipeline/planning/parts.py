@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from paddle_reshard.pipeline.errors import UnsupportedError
 from paddle_reshard.pipeline.geometry import Ints
-from paddle_reshard.pipeline.planning.cut import Flags
-from paddle_reshard.pipeline.planning.match import MOVE, Ops, hull
+from paddle_reshard.pipeline.planning.ops import MOVE, Flags, Ops, hull
 from paddle_reshard.pipeline.planning.ranges import merge
 
 MADE = -1

@@ -24,15 +24,8 @@ from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.planning.copies import carve_copies
 from paddle_reshard.pipeline.planning.groups import FileSizes, Room, group_ops, set_passes, source_ranges
 from paddle_reshard.pipeline.planning.limits import PartLimits
-from paddle_reshard.pipeline.planning.match import (
-    ITEMSIZES,
-    MOVE,
-    OP,
-    Ops,
-    clipped,
-    op_volumes,
-    plan_ops,
-)
+from paddle_reshard.pipeline.planning.match import clipped, plan_ops
+from paddle_reshard.pipeline.planning.ops import ITEMSIZES, MOVE, Ops, op_volumes
 from paddle_reshard.pipeline.planning.parts import MADE, NOBODY, PART, Parts, part_sizes, plan_parts
 from paddle_reshard.pipeline.planning.ranges import dense_numbers, merge
 from paddle_reshard.pipeline.tensors import Tensor
@@ -153,7 +146,9 @@ class Plan:
     def plan_id(self) -> str:
         """Hash of everything the plan says."""
         digest = hashlib.sha256()
-        for rows in (self.ops, self.op_groups, self.bands, self.parts, self.group_peaks):
+        for ops in self.ops.blocks():
+            digest.update(ops.rows().view(np.uint8).data)
+        for rows in (self.op_groups, self.bands, self.parts, self.group_peaks):
             digest.update(np.ascontiguousarray(rows).view(np.uint8).data)
         for file, offset, content in self.literals:
             digest.update(b"%d %d %d " % (file, offset, len(content)))
@@ -193,7 +188,7 @@ def plan_conversion(
         tensors=source.tensors,
         source_files=source.files,
         target_files=target.files,
-        ops=np.zeros(0, dtype=OP),
+        ops=Ops.empty(),
         op_groups=np.zeros(0, dtype=np.int64),
         bands=np.zeros(0, dtype=BAND),
         parts=np.zeros(0, dtype=PART),
@@ -230,9 +225,7 @@ def _within_limits(
     while True:
         files = FileSizes(total, smallest, np.maximum(FILL_BYTES, 2 * smallest))
         ops, copied = carve_copies(make_ops(), smallest, limits.copies)
-        chunks = [ops]
-        del ops
-        planned, rereads = _portioned(plan, chunks, copied, files, budget_bytes)
+        planned, rereads = _portioned(plan, ops, copied, files, budget_bytes)
         if limits.most is None:
             return planned, rereads
         enough = -(-total // limits.most)
@@ -256,7 +249,7 @@ def plan_comparisons(
         tensors=tensors,
         source_files=files,
         target_files=(),
-        ops=np.zeros(0, dtype=OP),
+        ops=Ops.empty(),
         op_groups=np.zeros(0, dtype=np.int64),
         bands=np.zeros(0, dtype=BAND),
         parts=np.zeros(0, dtype=PART),
@@ -270,15 +263,13 @@ def plan_comparisons(
     return planned
 
 
-def _portioned(
-    plan: Plan, chunks: list[Ops], copied: Parts, files: FileSizes, budget_bytes: int
-) -> tuple[Plan, bool]:
-    """The plan with groups, parts and bands of all ``chunks`` of ops; and whether bytes are read several times.
+def _portioned(plan: Plan, ops: Ops, copied: Parts, files: FileSizes, budget_bytes: int) -> tuple[Plan, bool]:
+    """The plan with groups, parts and bands of all ``ops``; and whether bytes are read several times.
 
-    ``chunks`` is emptied.
+    Nothing is left in ``ops``.
     """
     room = Room(GROUP_BYTES, PASS_BYTES, budget_bytes - FOOTPRINT_BYTES, TINY_BYTES)
-    ops, groups, rereads = group_ops(chunks, copied, files, room)
+    ops, groups, rereads = group_ops(ops, copied, files, room)
     parts = plan_parts(ops, groups, copied, *files)
     values = int(groups.max(initial=-1)) + 1
     parts["group"] = _groups_of_parts(parts, values)

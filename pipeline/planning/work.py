@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paddle_reshard.pipeline.geometry import Ints
-from paddle_reshard.pipeline.planning.match import Ops
+from paddle_reshard.pipeline.planning.ops import OpRows
 from paddle_reshard.pipeline.planning.parts import MADE, Parts
 from paddle_reshard.pipeline.planning.plan import Bands, Plan
 from paddle_reshard.pipeline.tensors import Tensor
@@ -26,7 +26,7 @@ class GroupWork:
     bands: Bands
     """Sorted by pass, file and start."""
     parts: Parts
-    ops: Ops
+    ops: OpRows
     literals: tuple[tuple[int, int, bytes], ...]
     """``(index into parts, byte offset in the part, bytes)``."""
     tensors: dict[int, Tensor]
@@ -54,7 +54,7 @@ def plan_work(plan: Plan) -> Iterator[GroupWork]:
     for entries in literals.values():
         entries.sort(key=lambda entry: entry[0])
     for group in range(count):
-        ops = plan.ops[op_first[group] : op_first[group + 1]]
+        ops = plan.ops[op_first[group] : op_first[group + 1]].rows()
         bands = plan.bands[band_first[group] : band_first[group + 1]]
         parts = plan.parts[part_first[group] : part_first[group + 1]]
         yield GroupWork(

@@ -15,7 +15,8 @@ from paddle_reshard.pipeline.errors import MemoryBudgetError, RereadError
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.planning.limits import CopyLimits, PartLimits
-from paddle_reshard.pipeline.planning.match import COMPARE, match
+from paddle_reshard.pipeline.planning.match import match
+from paddle_reshard.pipeline.planning.ops import COMPARE
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan, plan_comparisons, plan_conversion
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.pipeline.tensors import Tensor, dtype_named

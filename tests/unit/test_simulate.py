@@ -13,7 +13,7 @@ from benchmarks.synthetic import Dims, catalog_of
 from paddle_reshard.pipeline.catalog import File
 from paddle_reshard.pipeline.errors import UsageError
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_hybrid
-from paddle_reshard.pipeline.planning.match import OP
+from paddle_reshard.pipeline.planning.ops import Ops
 from paddle_reshard.pipeline.planning.parts import MADE, PART
 from paddle_reshard.pipeline.planning.plan import BAND, FOOTPRINT_BYTES, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.simulate import Rates, simulate
@@ -41,7 +41,7 @@ def plan_of(groups: list[tuple[int, int, int]]) -> Plan:
         tensors=(),
         source_files=(File("source", 1 << 40),),
         target_files=(File("target", 1 << 40),),
-        ops=np.zeros(0, dtype=OP),
+        ops=Ops.empty(),
         op_groups=np.zeros(0, dtype=np.int64),
         bands=bands,
         parts=parts,
