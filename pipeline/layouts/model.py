@@ -169,10 +169,14 @@ def predict_parameter_names(
             layer = match["layer"] if (match := tensor.rule.pattern().fullmatch(tensor.key)) else None
             names[tensor.key] = tensor.rule.parameter_name.format(n=count, layer=layer)
             continue
+        kind = "b" if leaf == "bias" else "w"
         if name_class == "create_parameter":
-            module = tensor.key  # paddle.create_parameter counts its calls, not layers
+            module, kind = tensor.key, "w"  # paddle.create_parameter counts its calls, not layers
         if module not in modules:
             modules[module] = f"{name_class}_{counters.get(name_class, 0)}"
             counters[name_class] = counters.get(name_class, 0) + 1
-        names[tensor.key] = f"{modules[module]}.{'b' if leaf == 'bias' else 'w'}_0"
+        parameter = f"{modules[module]}.{kind}"
+        count = counters.get(parameter, 0)
+        counters[parameter] = count + 1
+        names[tensor.key] = f"{parameter}_{count}"
     return names

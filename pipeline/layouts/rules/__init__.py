@@ -68,6 +68,14 @@ class Rule:
     """Whether the family ties them whatever the config says."""
     key_pp: str | None = None
     """Key in the files under pipeline parallelism, where it differs; a key of the first stage, in the last one."""
+    name_class_ep: str | None = None
+    """Layer class under expert parallelism, where it differs."""
+    name_class_ep_sp: str | None = None
+    """Layer class under sequence parallelism where experts are spread, where it differs only then."""
+    is_distributed: str | None = None
+    """Where the library's mark of a tensor is not whether tp cuts it: set ``always``, ``never``, or also under ``ep``."""
+    leads_if_unified: bool = False
+    """Whether it comes before the experts in the unified layer of expert parallelism."""
     parameter_name: str | None = None
     """The whole parameter name where the library gives it: ``{n}`` counts, ``{layer}`` is the decoder layer."""
     where: tuple[tuple[str, Any], ...] = ()
@@ -107,13 +115,28 @@ class Rule:
         """The key that holds the same values in this model."""
         return self.tied_to if self.always_tied or config.get("tie_word_embeddings") else None
 
-    def class_for(self, pp: int, tp: int, sequence_parallel: bool) -> str:
+    def class_for(self, pp: int, tp: int, sequence_parallel: bool, ep: int = 1) -> str:
         """Layer class in parameter names of a job."""
         if pp > 1 and self.name_class_pp:
             return self.name_class_pp
+        if ep > 1 and tp > 1 and sequence_parallel and self.name_class_ep_sp:
+            return self.name_class_ep_sp
+        if ep > 1 and self.name_class_ep:
+            return self.name_class_ep
         if tp > 1 and sequence_parallel and self.name_class_sp:
             return self.name_class_sp
         return self.name_class
+
+    @property
+    def of_expert(self) -> bool:
+        """Whether its tensors belong to one routed expert each."""
+        return "{expert}" in self.key
+
+    def marked_distributed(self, cut: bool, ep: int) -> bool:
+        """What the library says of a tensor that every rank holds, if tp does or does not cut it."""
+        if self.is_distributed == "never":
+            return False
+        return cut or self.is_distributed == "always" or (self.is_distributed == "ep" and ep > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +158,10 @@ class RuleTable:
     model_types: tuple[str, ...]
     items: tuple[Item, ...]
     rules: tuple[Rule, ...]
+    experts: str | None = None
+    """Config entry: the number of routed experts in a layer."""
+    experts_over: str | None = None
+    """The axis over which the library can spread routed experts, whole ones to every rank: ``ep``, ``tp`` or ``dp``."""
 
     def find(self, key: str, config: Config) -> tuple[Rule, int | None]:
         """The row for ``key`` and its decoder layer.
@@ -217,7 +244,7 @@ def parse_rule_table(text: str, where: str) -> RuleTable:
         raise UsageError(f"{where}: not valid JSON: {error}") from error
     data = _check_fields(data, _TABLE_FIELDS, where)
     data.pop("comment", None)
-    if lacking := sorted(_TABLE_FIELDS.keys() - data.keys() - {"comment"}):
+    if lacking := sorted(_TABLE_FIELDS.keys() - data.keys() - _OPTIONAL_TABLE_FIELDS):
         raise UsageError(f"{where}: the rule table lacks {lacking[0]!r}")
     if not all(isinstance(name, str) for name in data["model_types"]):
         raise UsageError(f"{where}: model_types cannot be {data['model_types']!r}")
@@ -227,7 +254,11 @@ def parse_rule_table(text: str, where: str) -> RuleTable:
         model_types=tuple(data["model_types"]),
         items=tuple(_parse_item(item, where) for item in data["items"]),
         rules=tuple(_parse_rule(row, where) for row in data["rules"]),
+        experts=data.get("experts"),
+        experts_over=data.get("experts_over"),
     )
+    if table.experts_over not in (None, *EXPERT_AXES):
+        raise UsageError(f"{where}: experts_over {table.experts_over!r} is none of {', '.join(EXPERT_AXES)}")
     if unknown := {rule.item for rule in table.rules} - {item.name for item in table.items}:
         raise UsageError(f"{where}: rules name the items {sorted(unknown)}, which are not in 'items'")
     if sum(item.repeated for item in table.items) != 1:
@@ -242,7 +273,12 @@ _TABLE_FIELDS: dict[str, tuple[type, ...]] = {
     "model_types": (list,),
     "items": (list,),
     "rules": (list,),
+    "experts": (str,),
+    "experts_over": (str,),
 }
+_OPTIONAL_TABLE_FIELDS = {"comment", "experts", "experts_over"}
+EXPERT_AXES = ("ep", "tp", "dp")
+DISTRIBUTED_MARKS = ("always", "never", "ep")
 _ITEM_FIELDS: dict[str, tuple[type, ...]] = {"name": (str,), "layer_class": (str,), "repeated": (bool,)}
 _RULE_FIELDS: dict[str, tuple[type, ...]] = {
     "key": (str,),
@@ -259,6 +295,10 @@ _RULE_FIELDS: dict[str, tuple[type, ...]] = {
     "tied_to": (str,),
     "always_tied": (bool,),
     "key_pp": (str,),
+    "name_class_ep": (str,),
+    "name_class_ep_sp": (str,),
+    "is_distributed": (str,),
+    "leads_if_unified": (bool,),
     "parameter_name": (str,),
     "where": (dict,),
     "huggingface": (dict,),
@@ -317,6 +357,11 @@ def _parse_rule(row: object, where: str) -> Rule:
     if rule.parts < 1 or (rule.split is not None and rule.split < 0):
         raise UsageError(
             f"{where}: split and parts cannot be {rule.split} and {rule.parts} in the row {row!r}"
+        )
+    if rule.is_distributed not in (None, *DISTRIBUTED_MARKS):
+        raise UsageError(
+            f"{where}: is_distributed {rule.is_distributed!r} is none of {', '.join(DISTRIBUTED_MARKS)} in "
+            f"{_short(row)}"
         )
     return rule
 
