@@ -73,7 +73,7 @@ class Rule:
     name_class_ep_sp: str | None = None
     """Layer class under sequence parallelism where experts are spread, where it differs only then."""
     is_distributed: str | None = None
-    """Where the library's mark of a tensor is not whether tp cuts it: set ``always``, ``never``, or also under ``ep``."""
+    """Where the library does not mark a tensor by whether tp cuts it: ``always``, ``never``, or also under ``ep``."""
     leads_if_unified: bool = False
     """Whether it comes before the experts in the unified layer of expert parallelism."""
     parameter_name: str | None = None
