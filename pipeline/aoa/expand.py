@@ -1,0 +1,133 @@
+"""Which tensors does a statement with placeholders mean?
+
+``$LAYER_ID`` and ``$EXPERT_ID`` stand for all numbers with which the first name on the source's side is a key of the
+source; ``$LAYER_ID_OFFSET`` likewise, for a number one lower on the side that is written right. ``*`` stands for all
+keys with a number there, in order: of the source on its side, of the target on the other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from paddle_reshard.pipeline.aoa.language import PLACEHOLDER, Name, Statement, check_form
+
+_NUMBERS = re.compile(r"(?:[0-9]|\*|\$LAYER_ID_OFFSET|\$LAYER_ID|\$EXPERT_ID)+")
+_OPEN = re.compile(r"\*|\$(?:LAYER_ID_OFFSET|LAYER_ID|EXPERT_ID)")
+
+
+class Keys:
+    """Keys, found by what they are but for numbers."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._alike = defaultdict[str, list[str]](list)
+        for key in keys:
+            self._alike[_NUMBERS.sub("#", key)].append(key)
+
+    def matching(self, template: str) -> list[Mapping[str, str]]:
+        """Placeholder (or ``*``) → number, for every key of that form; ordered by the numbers.
+
+        >>> Keys(["a.10.w", "a.2.w", "a.2.b"]).matching("a.$LAYER_ID.w")
+        [{'$LAYER_ID': '2'}, {'$LAYER_ID': '10'}]
+        """
+        groups: dict[str, str] = {}
+        pattern = ""
+        for fixed, opened in _pieces(template):
+            pattern += re.escape(fixed)
+            if opened in groups:
+                pattern += f"(?P={groups[opened]})"
+            elif opened:
+                groups[opened] = f"n{len(groups)}"
+                pattern += f"(?P<{groups[opened]}>[0-9]+)"
+        regex = re.compile(pattern)
+        found = [
+            {opened: match[group] for opened, group in groups.items()}
+            for key in self._alike.get(_NUMBERS.sub("#", template), ())
+            if (match := regex.fullmatch(key))
+        ]
+        return sorted(found, key=lambda numbers: [int(number) for number in numbers.values()])
+
+
+def _pieces(template: str) -> list[tuple[str, str]]:
+    """``(fixed text, what stands open after it)``, to the end of the template."""
+    words = _OPEN.findall(template)
+    return list(zip(_OPEN.split(template), [*words, ""], strict=True))
+
+
+def expand(statement: Statement, source: Keys, wanted: Keys | None) -> list[Statement]:
+    """The statements without placeholders that a statement stands for; none where the source has no such keys.
+
+    Parameters
+    ----------
+    source, wanted
+        Keys of the source, and of the target, if these are known.
+
+    Raises
+    ------
+    UsageError
+        Naming the line.
+    """
+    return [_starred(one, source, wanted) for one in _numbered(statement, source, wanted)]
+
+
+def _numbered(statement: Statement, source: Keys, wanted: Keys | None) -> list[Statement]:
+    names = [name for name in (*statement.left, *statement.right) if not name.is_nothing]
+    if not any(name.placeholders for name in names):
+        return [statement]
+    guide, keys = names[0], source
+    if statement.left[0].is_nothing:
+        if wanted is None:
+            raise statement.refused(
+                "what no file holds is to be created for numbers that only the target's keys could tell; "
+                "write the numbers out"
+            )
+        keys = wanted
+    filled = []
+    for numbers in keys.matching(guide.text):
+        sides = (
+            tuple(_fill(statement, name, guide, numbers) for name in side)
+            for side in (statement.left, statement.right)
+        )
+        left, right = sides
+        filled.append(replace(statement, left=left, right=right))
+    return filled
+
+
+def _fill(statement: Statement, name: Name, guide: Name, numbers: Mapping[str, str]) -> Name:
+    def number(match: re.Match[str]) -> str:
+        text = numbers[match.group()]
+        shift = name.layer_shift - guide.layer_shift
+        if match.group() != "$LAYER_ID_OFFSET" or not shift:
+            return text
+        if int(text) + shift < 0:
+            raise statement.refused(f"layer {text} of {guide.text} would become layer {int(text) + shift}")
+        return str(int(text) + shift)
+
+    return replace(name, text=PLACEHOLDER.sub(number, name.text))
+
+
+def _starred(statement: Statement, source: Keys, wanted: Keys | None) -> Statement:
+    if not any("*" in name.text for name in (*statement.left, *statement.right)):
+        return statement
+    if wanted is None and any("*" in name.text for name in statement.right):
+        raise statement.refused(
+            "'*' on the target's side needs the keys of the target, which are not known; write name[a:b] or all names"
+        )
+    written_out = replace(
+        statement,
+        left=tuple(one for name in statement.left for one in _all(statement, name, source)),
+        right=tuple(one for name in statement.right for one in _all(statement, name, wanted or source)),
+    )
+    check_form(written_out)
+    return written_out
+
+
+def _all(statement: Statement, name: Name, keys: Keys) -> list[Name]:
+    if "*" not in name.text:
+        return [name]
+    numbers = keys.matching(name.text)
+    if not numbers:
+        raise statement.refused(f"{name.text} is not the name of any tensor")
+    return [replace(name, text=name.text.replace("*", found["*"])) for found in numbers]

@@ -1,0 +1,439 @@
+"""What does an AOA program say?
+
+Paddle's FlexCheckpoint tells in *AOA statements* which tensors of a target are made of which tensors of a source
+(Paddle 3.3.1 ``distributed/flex_checkpoint/aoa``)::
+
+    program   := { statement }
+    statement := names "->" names [ "," attribute { "," attribute } ]     one side is a single name
+    name      := [A-Za-z_][A-Za-z0-9_.$*]* [ "[" start ":" stop "]" | "^T" ]
+    attribute := "axis" "=" NUMBER | "permute" "=" "[1,0]" | "dtype" "=" DTYPE
+               | "src_dtype" "=" DTYPE "," "dst_dtype" "=" DTYPE
+               | fused_ffn [ "," axis ]
+               | ( fused_qkv | fused_qkv_old ) "," heads [ "," axis ]
+    heads     := "num_heads" "=" NUMBER "," "num_key_value_groups" "=" NUMBER
+
+``_`` alone on one side stands for nothing. A file is Paddle's JSON (``{"aoa_statements": [...]}``) or plain text,
+one statement per line, with ``#`` comments.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, NoReturn
+
+from paddle_reshard.pipeline.errors import PlanError, UsageError
+from paddle_reshard.pipeline.geometry import Shape
+
+NOTHING = "_"
+FLOATING = ("float16", "float32", "bfloat16")
+"""What values can be cast from and to."""
+PLACEHOLDER = re.compile(r"\$(LAYER_ID_OFFSET|LAYER_ID|EXPERT_ID)")
+_LONGEST_RANGE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A tensor, or a template of tensors."""
+
+    text: str
+    transposed: bool = False
+    """The tensor is read, or in a reversed statement written, with its dims reversed."""
+    layer_shift: int = 0
+    """What ``$LAYER_ID_OFFSET`` adds to the number that the other side has."""
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether it is ``_``."""
+        return self.text == NOTHING
+
+    @property
+    def placeholders(self) -> frozenset[str]:
+        """``LAYER_ID``, ``LAYER_ID_OFFSET``, ``EXPERT_ID``: those in the name."""
+        return frozenset(PLACEHOLDER.findall(self.text))
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """The tensor as it is, under another name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Several tensors one after the other, or one in equal parts."""
+
+    axis: int
+
+
+@dataclass(frozen=True, slots=True)
+class Permute:
+    """Dim ``i`` of the result is dim ``order[i]``; ``None`` reverses all."""
+
+    order: Shape | None
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Another dtype; ``source`` is what the values must have before, if told."""
+
+    source: str | None
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """Parts that are interleaved block by block: ``[gate_0 | up_0 | gate_1 | up_1]``.
+
+    ``fused_qkv`` has one block for each group of heads; the others one for each tensor-parallel shard.
+    """
+
+    macro: str
+    axis: int
+    heads: int = 0
+    groups: int = 0
+
+
+Operation = Rename | Join | Permute | Cast | Fused
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """One statement, as it is written or turned around."""
+
+    where: str
+    """File and line."""
+    text: str
+    left: tuple[Name, ...]
+    right: tuple[Name, ...]
+    operation: Operation
+
+    def refused(self, detail: str) -> UsageError:
+        """What is wrong with what is written here."""
+        return UsageError(f"{self.where}: {detail}, in: {self.text}")
+
+    def impossible(self, detail: str) -> PlanError:
+        """Why it cannot be done with these tensors."""
+        return PlanError(f"{self.where}: {detail}, in: {self.text}")
+
+    @property
+    def only_renames(self) -> bool:
+        """Whether it makes one tensor of one, with the same values in the same blocks."""
+        names = (*self.left, *self.right)
+        fused = isinstance(self.operation, Fused)
+        return len(names) == 2 and not fused and not any(name.is_nothing for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class AoaProgram:
+    """All statements of a file, as they are written."""
+
+    where: str
+    statements: tuple[Statement, ...]
+    reverse: bool
+    """The statements are to be done last to first, from right to left."""
+
+    def reversed(self) -> AoaProgram:
+        """The program that undoes this one."""
+        return replace(self, reverse=not self.reverse)
+
+    def in_order(self) -> tuple[Statement, ...]:
+        """The statements as they are to be done, from left to right.
+
+        Raises
+        ------
+        UsageError
+            Where one cannot be reversed, naming its line.
+        """
+        if not self.reverse:
+            return self.statements
+        return tuple(_inverse(statement) for statement in reversed(self.statements))
+
+
+def _inverse(statement: Statement) -> Statement:
+    operation = statement.operation
+    if isinstance(operation, Permute) and operation.order is not None:
+        inverse = sorted(range(len(operation.order)), key=operation.order.__getitem__)
+        operation = Permute(tuple(inverse))
+    if isinstance(operation, Cast):
+        if operation.source is None:
+            raise statement.refused(
+                "dtype= does not tell what to reverse to; write src_dtype='...', dst_dtype='...'"
+            )
+        operation = Cast(operation.target, operation.source)
+    return replace(statement, left=statement.right, right=statement.left, operation=operation)
+
+
+def parse_aoa(text: str, where: str) -> AoaProgram:
+    """Read a program.
+
+    Parameters
+    ----------
+    text
+        Paddle's JSON, or one statement per line.
+    where
+        What errors call the file.
+
+    Raises
+    ------
+    UsageError
+        Naming the file, the line (of JSON: the statement, from 1) and what was expected.
+    """
+    reverse = False
+    if text.lstrip().startswith("{"):
+        lines, reverse = _json_statements(text, where)
+    else:
+        lines = [
+            (f"{where}, line {number}", line.partition("#")[0])
+            for number, line in enumerate(text.splitlines(), 1)
+        ]
+    statements = tuple(_parse_statement(line.strip(), at) for at, line in lines if line.strip())
+    return AoaProgram(where, statements, reverse)
+
+
+_CONFIG: Mapping[str, type] = {"aoa_statements": list, "aoa_config_reverse": bool, "enable_traceback": bool}
+
+
+def _json_statements(text: str, where: str) -> tuple[list[tuple[str, str]], bool]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("a key stands twice in one object")
+        return dict(pairs)
+
+    try:
+        config = json.loads(text, object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where}: not valid JSON: {error}") from error
+    for key, value in config.items():
+        if type(value) is not _CONFIG.get(key):
+            known = ", ".join(f"{name} ({kind.__name__})" for name, kind in _CONFIG.items())
+            raise UsageError(
+                f"{where}: {key!r} is unknown or of the wrong kind; an AOA configuration has {known}"
+            )
+    if "aoa_statements" not in config:
+        raise UsageError(f"{where}: 'aoa_statements' is missing")
+    found = []
+    for number, statement in enumerate(config["aoa_statements"], 1):
+        if not isinstance(statement, str):
+            raise UsageError(f"{where}, statement {number}: {statement!r} is no text")
+        found += [(f"{where}, statement {number}", line) for line in statement.splitlines()]
+    return found, config.get("aoa_config_reverse", False)
+
+
+class _Token(NamedTuple):
+    kind: str
+    """``->``, one of ``= : [ ] ,``, ``number``, ``string``, ``name``, or ``end``."""
+    text: str
+
+
+_TOKEN = re.compile(
+    r"(?P<mark>->|[=:\[\],])|(?P<number>[0-9]+)|(?P<string>\"[^\"]*\"|'[^']*')"
+    r"|(?P<name>[A-Za-z_][A-Za-z0-9_.$*^]*)|(?P<space>[ \t]+)"
+)
+_NAME = re.compile(r"(?P<text>[A-Za-z_][A-Za-z0-9_.$*]*)(?P<transposed>\^T)?")
+_END = _Token("end", "the end")
+_MACROS = ("fused_ffn", "fused_qkv", "fused_qkv_old")
+_HEADS = ("num_heads", "num_key_value_groups")
+_ATTRIBUTES = {
+    "axis": "number", "num_heads": "number", "num_key_value_groups": "number",
+    "permute": "string", "dtype": "string", "src_dtype": "string", "dst_dtype": "string",
+}  # fmt: skip
+
+
+def _parse_statement(text: str, where: str) -> Statement:
+    parsed = _Parser(text, where).statement()
+    if not any("*" in name.text for name in (*parsed.left, *parsed.right)):
+        check_form(parsed)
+    return parsed
+
+
+class _Parser:
+    """Reads one statement from left to right."""
+
+    def __init__(self, text: str, where: str) -> None:
+        self.text, self.where = text, where
+        self.tokens = list(self._tokens())
+        self.next = 0
+
+    def _fail(self, detail: str) -> NoReturn:
+        raise UsageError(f"{self.where}: {detail}, in: {self.text}")
+
+    def _tokens(self) -> Iterator[_Token]:
+        at = 0
+        while at < len(self.text):
+            match = _TOKEN.match(self.text, at)
+            if match is None:
+                self._fail(f"{self.text[at]!r} cannot stand in a statement (column {at + 1})")
+            kind = match.lastgroup or ""
+            if kind != "space":
+                yield _Token(match.group() if kind == "mark" else kind, match.group())
+            at = match.end()
+
+    def _peek(self, ahead: int = 0) -> _Token:
+        at = self.next + ahead
+        return self.tokens[at] if at < len(self.tokens) else _END
+
+    def _take(self, kind: str, expected: str) -> str:
+        token = self._peek()
+        if token.kind != kind:
+            self._fail(f"expected {expected}, found {token.text!r}" + self._column())
+        self.next += 1
+        return token.text
+
+    def _column(self) -> str:
+        return f" ({self.next} words in)" if self.next else ""
+
+    def statement(self) -> Statement:
+        left = self._names(right=False)
+        self._take("->", "'->'")
+        right = self._names(right=True)
+        macros, values = self._attributes()
+        if self._peek() != _END:
+            self._fail(f"expected ',' or the end, found {self._peek().text!r}" + self._column())
+        return Statement(self.where, self.text, left, right, self._operation(macros, values))
+
+    def _names(self, right: bool) -> tuple[Name, ...]:
+        names = self._name(right)
+        while self._peek().kind == "," and not self._attribute_follows(1):
+            self.next += 1
+            names += self._name(right)
+        return tuple(names)
+
+    def _attribute_follows(self, ahead: int) -> bool:
+        token = self._peek(ahead)
+        return token.kind == "name" and (token.text in _MACROS or self._peek(ahead + 1).kind == "=")
+
+    def _name(self, right: bool) -> list[Name]:
+        """A name, or all that ``name[a:b]`` stands for."""
+        spelled = self._take("name", "the name of a tensor")
+        match = _NAME.fullmatch(spelled)
+        if match is None:
+            self._fail(f"expected the name of a tensor, with ^T at its end at most, found {spelled!r}")
+        text, transposed = match["text"], match["transposed"] is not None
+        if transposed and (right or text == NOTHING):
+            self._fail(
+                f"expected a name without ^T, found {spelled!r}: it is a view that cannot be written to"
+            )
+        if "$" in PLACEHOLDER.sub("", text):
+            self._fail(f"expected $LAYER_ID, $LAYER_ID_OFFSET or $EXPERT_ID, found {spelled!r}")
+        if text.count("*") > 1:
+            self._fail(f"expected one '*' in a name, found {spelled!r}")
+        shift = -1 if right and "$LAYER_ID_OFFSET" in text else 0
+        if self._peek().kind != "[":
+            return [Name(text, transposed, shift)]
+        if transposed:
+            self._fail(f"expected a name without ^T before '[', found {spelled!r}")
+        return [Name(f"{text}_{number}", False, shift) for number in self._range()]
+
+    def _range(self) -> range:
+        self._take("[", "'['")
+        start = int(self._take("number", "the first number of a range"))
+        self._take(":", "':'")
+        stop = int(self._take("number", "the number after the last of a range"))
+        self._take("]", "']'")
+        if not 0 < stop - start <= _LONGEST_RANGE:
+            self._fail(f"expected a range of 1 to {_LONGEST_RANGE} names, found [{start}:{stop}]")
+        return range(start, stop)
+
+    def _attributes(self) -> tuple[list[str], dict[str, str]]:
+        macros: list[str] = []
+        values: dict[str, str] = {}
+        while self._peek().kind == ",":
+            self.next += 1
+            word = self._take("name", "an attribute")
+            if word in _MACROS:
+                macros.append(word)
+                continue
+            if word not in _ATTRIBUTES:
+                self._fail(f"expected one of {', '.join((*_ATTRIBUTES, *_MACROS))}, found {word!r}")
+            self._take("=", f"'=' after {word}")
+            if word in values:
+                self._fail(f"expected {word} once, found it twice")
+            kind = _ATTRIBUTES[word]
+            values[word] = self._take(kind, f"a {kind} as {word}").strip("\"'")
+        return macros, values
+
+    def _operation(self, macros: Sequence[str], values: Mapping[str, str]) -> Operation:
+        if macros:
+            return self._fused(macros, values)
+        if values.keys() == {"src_dtype", "dst_dtype"}:
+            return Cast(self._dtype(values["src_dtype"]), self._dtype(values["dst_dtype"]))
+        if len(values) > 1:
+            self._fail(
+                f"expected one attribute (or src_dtype with dst_dtype), found {', '.join(values)}; "
+                "make it several statements"
+            )
+        makers: Mapping[str, Callable[[str], Operation]] = {
+            "axis": lambda value: Join(int(value)),
+            "permute": self._permute,
+            "dtype": lambda value: Cast(None, self._dtype(value)),
+        }
+        for word, value in values.items():
+            if word not in makers:
+                self._fail(f"expected another attribute beside {word}")
+            return makers[word](value)
+        return Rename()
+
+    def _fused(self, macros: Sequence[str], values: Mapping[str, str]) -> Fused:
+        needed = () if macros[0] == "fused_ffn" else _HEADS
+        if len(macros) > 1 or not set(needed) <= values.keys() <= {*needed, "axis"}:
+            self._fail(
+                f"expected {', '.join((macros[0], *needed))} and axis at most, "
+                f"found {', '.join((*macros, *values))}"
+            )
+        heads, groups = (int(values.get(name, "0")) for name in _HEADS)
+        if needed and (groups < 1 or heads < 1 or heads % groups):
+            self._fail(f"expected num_heads in {groups} equal groups, found {heads}")
+        return Fused(macros[0], int(values.get("axis", "1")), heads, groups)
+
+    def _permute(self, value: str) -> Permute:
+        if not re.fullmatch(r"\[[0-9, \t]*\]", value):
+            self._fail(f'expected permute as "[1, 0]", found {value!r}')
+        words = [word.strip() for word in value[1:-1].split(",")] if value[1:-1].strip() else []
+        if not all(word.isdecimal() for word in words):
+            self._fail(f'expected permute as "[1, 0]", found {value!r}')
+        order = tuple(int(word) for word in words)
+        if sorted(order) != list(range(len(order))):
+            self._fail(f"expected the dims 0 to {len(order) - 1} in another order, found {value!r}")
+        return Permute(order or None)
+
+    def _dtype(self, value: str) -> str:
+        if value not in FLOATING:
+            self._fail(f"expected one of {', '.join(FLOATING)}, found {value!r}")
+        return value
+
+
+_FUSED_FORMS = {
+    "fused_ffn": ((1, 1), (1, 2), (2, 1)),
+    "fused_qkv": ((1, 3), (3, 1)),
+    "fused_qkv_old": ((1, 1), (1, 3), (3, 1)),
+}
+
+
+def check_form(statement: Statement) -> None:
+    """Whether its names and its operation go together; all ``*`` are written out.
+
+    Raises
+    ------
+    UsageError
+        Naming the line and what was expected.
+    """
+    left, right, operation = statement.left, statement.right, statement.operation
+    names = (*left, *right)
+    nothing = [name for name in names if name.is_nothing]
+    if nothing:
+        if len(names) != 2 or len(nothing) != 1 or operation != Rename():
+            raise statement.refused("expected '_' alone on one side, and no attribute")
+    elif isinstance(operation, Fused):
+        if (len(left), len(right)) not in _FUSED_FORMS[operation.macro]:
+            forms = " or ".join(f"{a} -> {b}" for a, b in _FUSED_FORMS[operation.macro])
+            raise statement.refused(
+                f"expected {forms} names with {operation.macro}, found {len(left)} -> {len(right)}"
+            )
+    elif len(left) > 1 and len(right) > 1:
+        raise statement.refused(f"expected one name on one side, found {len(left)} -> {len(right)}")
+    elif len(names) > 2 and not isinstance(operation, Join):
+        raise statement.refused("expected axis=... , as several tensors are joined or split")
+    if len({name.placeholders for name in names if not name.is_nothing}) > 1:
+        raise statement.refused("expected the same $LAYER_ID, $LAYER_ID_OFFSET, $EXPERT_ID in every name")

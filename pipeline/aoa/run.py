@@ -1,0 +1,251 @@
+"""What does every name mean when all statements are done?
+
+A name means a value from the statement that makes it on; the next one that makes it gives it another meaning. So
+that nothing is lost without a word, a meaning has to be used before it is replaced.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from paddle_reshard.pipeline.aoa.expand import Keys, expand
+from paddle_reshard.pipeline.aoa.language import (
+    FLOATING,
+    AoaProgram,
+    Cast,
+    Fused,
+    Join,
+    Name,
+    Permute,
+    Rename,
+    Statement,
+)
+from paddle_reshard.pipeline.aoa.sources import Source
+from paddle_reshard.pipeline.aoa.values import Value, concatenated, permuted, regrouped, split
+from paddle_reshard.pipeline.errors import PlanError
+from paddle_reshard.pipeline.tensors import DType, dtype_named
+
+_WIDENINGS = {("bfloat16", "float32"), ("float16", "float32")}
+"""Casts that every value survives."""
+
+
+@dataclass(slots=True)
+class _Meaning:
+    """What a name means at some point of a program."""
+
+    value: Value
+    root: str | None
+    """The source tensor that it is, up to its dtype and the order of its dims."""
+    made_by: Statement | None
+    used_by: Statement | None = None
+
+
+class Run:
+    """Executes statements one after the other. :meth:`all` comes first, then :meth:`outputs`."""
+
+    def __init__(
+        self,
+        source: Source,
+        program: AoaProgram,
+        wanted: Collection[str] | None,
+        source_blocks: Mapping[str, int],
+        target_blocks: Mapping[str, int],
+    ) -> None:
+        self.source, self.program, self.wanted = source, program, wanted
+        self.source_blocks, self.target_blocks = source_blocks, target_blocks
+        self.names = {
+            name: _Meaning(source.values[owner], name, None) for name, owner in source.owners.items()
+        }
+        self.created: dict[str, Statement] = {}
+        self.dropped: dict[str, Statement] = {}
+        self.idle: list[str] = []
+        """Where statements stand that speak about no tensor."""
+        self._next_name: dict[str, list[tuple[int, str]]] = defaultdict(list)
+        """Name → the statements that only give it another name, and that name."""
+
+    def all(self) -> None:
+        """Execute the program.
+
+        Raises
+        ------
+        UsageError, PlanError
+            Naming the line and the tensor.
+        """
+        statements = self._written_out()
+        for number, statement in enumerate(statements):
+            if statement.only_renames:
+                self._next_name[statement.left[0].text].append((number, statement.right[0].text))
+        for number, statement in enumerate(statements):
+            if statement.left[0].is_nothing:
+                self._create(statement, statement.right[0].text)
+            elif statement.right[0].is_nothing:
+                self._drop(statement, statement.left[0].text)
+            else:
+                self._execute(number, statement)
+
+    def _written_out(self) -> list[Statement]:
+        keys = Keys(self.source.owners)
+        wanted = None if self.wanted is None else Keys(self.wanted)
+        statements: list[Statement] = []
+        for written in self.program.in_order():
+            found = expand(written, keys, wanted)
+            if not found:
+                self.idle.append(written.where)
+            statements += found
+        return statements
+
+    def _create(self, statement: Statement, name: str) -> None:
+        if name in self.names:
+            raise statement.impossible(
+                f"{name} is to be created without values, and it has some; if they are not wanted, write "
+                f"{name} -> _ before"
+            )
+        self.created[name] = statement
+
+    def _drop(self, statement: Statement, name: str) -> None:
+        meaning = self.names.get(name)
+        if meaning is None:
+            self.idle.append(statement.where)
+            return
+        if meaning.used_by is not None:
+            raise statement.impossible(f"{name} is to be dropped, and {meaning.used_by.where} uses it")
+        del self.names[name]
+        self.dropped[name] = statement
+
+    def _execute(self, number: int, statement: Statement) -> None:
+        meanings = [self._read(statement, name.text) for name in statement.left]
+        try:
+            values = [_turned(m.value, name) for m, name in zip(meanings, statement.left, strict=True)]
+            results = self._results(number, statement, values)
+            results = [_turned(v, name) for v, name in zip(results, statement.right, strict=True)]
+        except PlanError as error:
+            raise statement.impossible(str(error)) from error
+        root = meanings[0].root if statement.only_renames else None
+        for name, result in zip(statement.right, results, strict=True):
+            self._write(statement, name.text, _Meaning(result, root, statement))
+
+    def _read(self, statement: Statement, name: str) -> _Meaning:
+        meaning = self.names.get(name)
+        if meaning is not None:
+            meaning.used_by = statement
+            return meaning
+        why = "neither the source nor a statement before has it"
+        if name in self.dropped:
+            why = f"{self.dropped[name].where} drops it"
+        if name in self.created:
+            why = f"{self.created[name].where} creates it without values"
+        raise statement.impossible(f"{name} is used, and {why}")
+
+    def _write(self, statement: Statement, name: str, meaning: _Meaning) -> None:
+        if name in self.created:
+            raise statement.impossible(f"{name} is made twice, first in {self.created[name].where}")
+        before = self.names.pop(name, None)
+        if before is not None and before.used_by is None and before.value != meaning.value:
+            if before.made_by is not None:
+                raise statement.impossible(
+                    f"{name} is made twice, first in {before.made_by.where}, and nothing uses that"
+                )
+            raise statement.impossible(
+                f"{name} of the source would be lost, as nothing has used it; if it is not wanted, write "
+                f"{name} -> _ before"
+            )
+        self.names[name] = meaning
+
+    def _results(self, number: int, statement: Statement, values: Sequence[Value]) -> list[Value]:
+        operation, wanted = statement.operation, len(statement.right)
+        match operation:
+            case Permute(order):
+                return [permuted(values[0], order)]
+            case Cast(expected, target):
+                return [self._cast(values[0], expected, dtype_named(target))]
+            case Join(axis) if len(values) > 1:
+                return [concatenated(values, axis)]
+            case Join(axis) if wanted > 1:
+                return split(values[0], axis, wanted)
+            case Fused():
+                before = self._blocks_before(statement.left[0].text)
+                after = self._blocks_after(statement.right[0].text, number)
+                return regrouped(values, operation, wanted, before, after)
+            case Rename() | Join():
+                return list(values)
+
+    def _blocks_before(self, name: str) -> int:
+        root = self.names[name].root
+        return 1 if root is None else self.source_blocks.get(root, 1)
+
+    def _blocks_after(self, name: str, number: int) -> int:
+        """Of the target tensor that a name becomes after the ``number``-th statement."""
+        while name not in self.target_blocks:
+            later = self._next_name.get(name, [])
+            place = bisect_right(later, number, key=lambda entry: entry[0])
+            if place == len(later):
+                return 1
+            number, name = later[place]
+        return self.target_blocks[name]
+
+    def _cast(self, value: Value, expected: str | None, target: DType) -> Value:
+        """The value in another dtype, provided that what is stored is rounded at most once."""
+        if value.dtype is None:
+            return value  # there is no parameter here, and nothing else is ever cast
+        now = value.dtype.name
+        if expected is not None and expected != now:
+            raise PlanError(f"src_dtype is {expected}, the tensor is {now}")
+        if target.name == now:
+            return value
+        if now not in FLOATING:
+            raise PlanError(f"a tensor of dtype {now} cannot be cast to {target.name}")
+        for key in value.sources:
+            for stored in sorted(self.source.stored_dtypes(key)):
+                if stored != now and (stored, now) not in _WIDENINGS:
+                    raise PlanError(
+                        f"{key} is stored as {stored} and is {now} here; as {target.name} it would be rounded "
+                        f"twice; leave the cast out"
+                    )
+        return replace(value, dtype=target)
+
+    def outputs(self, allow_created: bool) -> dict[str, Value]:
+        """Name → value of every tensor of the target, but those that no file holds.
+
+        Raises
+        ------
+        PlanError
+            If a tensor would be lost, or is not there.
+        """
+        if self.wanted is not None:
+            self.created = {name: made for name, made in self.created.items() if name in self.wanted}
+        if self.created and not allow_created:
+            name, statement = next(iter(self.created.items()))
+            raise statement.impossible(f"{name} is to be created, and no file holds its values")
+        if self.wanted is None:
+            return {name: m.value for name, m in self.names.items() if m.used_by is None}
+        wanted = frozenset(self.wanted)
+        for name in self.wanted:
+            if name not in self.names and name not in self.created:
+                why = "neither the source nor a statement gives it"
+                if name in self.dropped:
+                    why = f"{self.dropped[name].where} drops it"
+                raise PlanError(f"{self.program.where}: the target needs {name}, and {why}")
+        found = {name: m.value for name, m in self.names.items() if name in wanted}
+        self._check_nothing_left(found)
+        return found
+
+    def _check_nothing_left(self, found: Mapping[str, Value]) -> None:
+        """Whatever means something goes out, or is used."""
+        reached = {key for value in found.values() for key in value.sources}
+        for name, meaning in self.names.items():
+            if name in found or meaning.used_by is not None:
+                continue
+            if meaning.made_by is not None:
+                raise meaning.made_by.impossible(f"{name} is made, and the target has no place for it")
+            if self.source.owners[name] not in reached:  # else it is another name of what goes out
+                raise PlanError(
+                    f"{self.program.where}: no statement uses {name}, and the target has no place for it; "
+                    f"if it is not wanted, write {name} -> _"
+                )
+
+
+def _turned(value: Value, name: Name) -> Value:
+    return permuted(value, None) if name.transposed else value

@@ -1,0 +1,65 @@
+"""What can a statement speak about?"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from paddle_reshard.pipeline.aoa.values import Value, source_value
+from paddle_reshard.pipeline.catalog import Catalog
+from paddle_reshard.pipeline.errors import PlanError
+from paddle_reshard.pipeline.tensors import ACCUMULATORS, DTYPES, PARAM
+
+
+def is_number(state: str) -> bool:
+    """Whether the state is a single number, whatever the shape of the parameter."""
+    return state in ACCUMULATORS and ACCUMULATORS[state].per_parameter
+
+
+class Source:
+    """The tensors of a catalog by key, whatever their states.
+
+    Raises
+    ------
+    PlanError
+        If a name means two tensors.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.states: dict[str, dict[str, int]] = {}
+        """Key → state → index into ``catalog.tensors``."""
+        for index, tensor in enumerate(catalog.tensors):
+            self.states.setdefault(tensor.key, {})[tensor.state] = index
+        self.owners = {key: key for key in self.states}
+        """Key or alias → key."""
+        for tensor in catalog.tensors:
+            for alias in tensor.aliases:
+                if self.owners.setdefault(alias, tensor.key) != tensor.key:
+                    raise PlanError(
+                        f"{tensor.label}: its alias {alias} is a name of {self.owners[alias]} too"
+                    )
+        self.values = {key: self._value(key) for key in self.states}
+        """Key → its tensor as it is."""
+        self._stored = defaultdict[int, set[str]](set)
+        stored = catalog.fragments["tensor"].astype(np.int64) * len(DTYPES) + catalog.fragments["dtype"]
+        for pair in np.unique(stored).tolist():
+            number, dtype = divmod(pair, len(DTYPES))
+            self._stored[number].add(DTYPES[dtype].name)
+
+    def _value(self, key: str) -> Value:
+        states = self.states[key]
+        following = [state for state in states if not is_number(state)]
+        shaped = PARAM if PARAM in states else next(iter([*following, *states]))
+        tensor = self.catalog.tensors[states[shaped]]
+        return source_value(key, tensor.global_shape, tensor.dtype if PARAM in states else None)
+
+    def unlike_a_key(self, name: str) -> int:
+        """0: a key of the source; 1: no name of the source; 2: an alias in it."""
+        return 0 if name in self.states else 2 if name in self.owners else 1
+
+    def stored_dtypes(self, key: str) -> set[str]:
+        """What the parameter's values are stored as; another tensor's, where it is implied by that."""
+        parameter = self.states[key][PARAM]
+        return self._stored[self.catalog.implied.get(parameter, parameter)]
