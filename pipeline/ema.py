@@ -24,12 +24,15 @@ from typing import Any
 import numpy as np
 
 from paddle_reshard.clusters.companion import Companion, CompanionLost
+from paddle_reshard.pipeline.ema_resume import Piece, RankPieces, Wanted, read_average
 from paddle_reshard.pipeline.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.inputs import load_config, load_tables
 from paddle_reshard.pipeline.layouts.files import AVERAGE
 from paddle_reshard.pipeline.layouts.hybrid.names import parse_rank_file
-from paddle_reshard.storage.formats.paddle_pickle import ArraySlot, encode_pickle
-from paddle_reshard.storage.local import LocalSource
+from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArraySlot, encode_pickle
+from paddle_reshard.storage.locate import StorageOptions, open_source
+from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks import ema_worker
 from paddle_reshard.tasks.ema import Averaging, Floats, Progress
 from paddle_reshard.tasks.ema_worker import Shared, shared_bytes
@@ -291,24 +294,77 @@ class AsyncEma:
             "divide_by": self.progress.correction(self.averaging),
         }
 
-    def load(self, directory: PathLike, file_name: str) -> None:
-        """Go on from the average that a rank of the same topology wrote.
+    def load(
+        self,
+        directory: PathLike,
+        rank: str | RankPieces,
+        *,
+        rules: PathLike | None = None,
+        config: PathLike | None = None,
+        storage_options: StorageOptions | None = None,
+    ) -> None:
+        """Go on from the average that a checkpoint holds.
 
         Without ``ema.json`` (a trainer's own files) the average counts as whole: as one that began with weights.
 
+        Parameters
+        ----------
+        directory
+            A folder, or a URL that fsspec knows.
+        rank
+            What this rank's tensors are: then the checkpoint may be one of any topology, sharding strategy, size of
+            communication buffers and format, and only what the rank needs is read. Or the name of its file, of a job
+            that is exactly like this one; that the tensors' names and shapes are the same is all that is checked.
+        rules, config
+            A rule table for the model family; the model's ``config.json`` for a checkpoint that has none.
+        storage_options
+            What fsspec needs to reach a store that is not a local folder.
+
         Raises
         ------
-        CheckpointError
-            Naming the tensor and both shapes, if the file is not one of this rank's tensors.
+        CheckpointError, PlanError
+            Naming the tensor and both shapes, if the checkpoint's average is not one of this rank's tensors.
         """
-        store = LocalSource(Path(directory))
-        sizes = store.sizes()
-        if file_name not in sizes:
-            raise CheckpointError(f"{Path(directory) / file_name}: no such file")
+        store = open_source(os.fspath(directory), storage_options or {})
         companion = self._companion(self.weights())
         companion.wait()
+        progress = _read_progress(store, store.sizes(), self.averaging)
+        self.progress, self.owed, self.asked = Progress(), (), 0
+        self.shared.counts[:] = 0
+        try:
+            if isinstance(rank, str):
+                self._read_file(store, rank)
+            else:
+                tables = load_tables(None if rules is None else Path(rules))
+                given = load_config(None if config is None else Path(config))
+                read_average(
+                    store, tables, given, self._wanted(rank), rank, self.shared.average.view(np.uint8)
+                )
+        except BaseException:
+            self.shared.average[:] = 0
+            raise
+        self.progress = progress
+
+    def _wanted(self, rank: RankPieces) -> list[Wanted]:
+        """What every tensor of this rank is."""
+        wanted = []
+        for (group, key), place in self.places.items():
+            piece = rank.master_weights.get(key) if group else Piece(key, place.shape)
+            if piece is None:
+                raise UsageError(
+                    f"{key}: what the rank's pieces are does not say which parameter it belongs to"
+                )
+            wanted.append(Wanted(key, group == MASTER_WEIGHTS, piece, place.shape, 4 * place.start))
+        return wanted
+
+    def _read_file(self, store: Source, file_name: str) -> None:
+        """Read the average that the same rank of the same job has written."""
+        sizes = store.sizes()
+        if file_name not in sizes:
+            raise CheckpointError(f"{store.location}: has no {file_name}")
         root = index_tensor_file(store, file_name, sizes[file_name])
         masters = root.pop(MASTER_WEIGHTS, {})
+        root.pop(STRUCTURED_NAMES, None)
         found = {(MASTER_WEIGHTS, key): value for key, value in masters.items()}
         found |= {("", key): value for key, value in root.items()}
         for entry in (*self.places, *found):
@@ -327,7 +383,6 @@ class AsyncEma:
         for entry, place in self.places.items():
             target = self.shared.average[place.start : place.stop]
             store.read_into(file_name, found[entry].byte_offset, target.view(np.uint8).data)
-        self.progress = _read_progress(store, sizes, self.averaging)
 
     def _drain(self) -> Companion:
         if self.companion is None or not self.progress.updates:
@@ -401,7 +456,7 @@ def _shape(places: Mapping[tuple[str, str], _Place], entry: tuple[str, str]) -> 
     return str(places[entry].shape) if entry in places else "not there"
 
 
-def _read_progress(store: LocalSource, sizes: Mapping[str, int], averaging: Averaging) -> Progress:
+def _read_progress(store: Source, sizes: Mapping[str, int], averaging: Averaging) -> Progress:
     if AVERAGE not in sizes:
         if averaging.start == "zero":
             raise CheckpointError(

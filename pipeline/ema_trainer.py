@@ -9,12 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from paddle_reshard.pipeline.ema import MASTER_WEIGHTS, AsyncEma, Weights
+from paddle_reshard.pipeline.ema_live import rank_pieces
+from paddle_reshard.pipeline.ema_resume import RankPieces
 from paddle_reshard.pipeline.errors import ReshardError, UsageError
 
 logger = logging.getLogger(__name__)
+_TP_DEGREES = {"paddleformers": "tensor_model_parallel_size", "paddlenlp": "tensor_parallel_degree"}
 
 
-def ema_callback(trainer: Any, *, resume_from: str | os.PathLike[str] | None = None, **options: Any) -> Any:
+def ema_callback(
+    trainer: Any,
+    *,
+    resume_from: str | os.PathLike[str] | None = None,
+    rules: str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> Any:
     """A callback that averages what ``trainer`` trains, and saves it into its checkpoints.
 
     ``trainer.add_callback(ema_callback(trainer, decay=0.999))``. Files are those of the trainer's own average
@@ -25,7 +34,9 @@ def ema_callback(trainer: Any, *, resume_from: str | os.PathLike[str] | None = N
     trainer
         A ``Trainer`` that saves sharded models.
     resume_from
-        A checkpoint of the same topology to go on from.
+        A checkpoint to go on from, of any topology, sharding strategy and size of communication buffers.
+    rules
+        A rule table for the model family, instead of those that come with the package.
     options
         See :class:`~paddle_reshard.pipeline.ema.AsyncEma`.
 
@@ -45,7 +56,7 @@ def ema_callback(trainer: Any, *, resume_from: str | os.PathLike[str] | None = N
         )
     base = import_module(f"{_library(trainer)}.trainer").TrainerCallback
     callback = type("EmaCallback", (_EmaCallback, base), {})
-    return callback(trainer, resume_from, AsyncEma(lambda: weights_of(trainer), **options))
+    return callback(trainer, resume_from, rules, AsyncEma(lambda: weights_of(trainer), **options))
 
 
 def _library(trainer: Any) -> str:
@@ -66,15 +77,39 @@ def weights_of(trainer: Any) -> Weights:
     return Weights(trainer.optimizer.state_dict().get(MASTER_WEIGHTS, {}), params)
 
 
+def pieces_of(trainer: Any) -> RankPieces:
+    """Which pieces of the logical tensors this rank of a trainer has.
+
+    Raises
+    ------
+    UnsupportedError
+        If its parameters are cut in a way that is not known, or experts are spread over ranks.
+    """
+    unwrap_model = import_module(f"{_library(trainer)}.transformers.model_utils").unwrap_model
+    args, tp = trainer.args, 1
+    if args.use_hybrid_parallel:
+        tp = int(getattr(args, _TP_DEGREES[_library(trainer)]))
+    tp_rank = int(args.tensor_parallel_rank) if tp > 1 else 0
+    return rank_pieces(
+        unwrap_model(trainer.sharding_io.model), trainer.optimizer, tp=max(tp, 1), tp_rank=tp_rank
+    )
+
+
 class _EmaCallback:
     """Calls the average at the end of every step; joined with the trainer's base class when it is made."""
 
-    def __init__(self, trainer: Any, resume_from: str | os.PathLike[str] | None, ema: AsyncEma) -> None:
-        self.trainer, self.resume_from, self.ema = trainer, resume_from, ema
+    def __init__(
+        self,
+        trainer: Any,
+        resume_from: str | os.PathLike[str] | None,
+        rules: str | os.PathLike[str] | None,
+        ema: AsyncEma,
+    ) -> None:
+        self.trainer, self.resume_from, self.rules, self.ema = trainer, resume_from, rules, ema
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.resume_from is not None:
-            self.ema.load(self.resume_from, self._file_name(args))
+            self.ema.load(self.resume_from, pieces_of(self.trainer), rules=self.rules)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.ema.update(state.global_step, getattr(state, "loss", None))

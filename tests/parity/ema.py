@@ -1,8 +1,9 @@
 """Our average beside the real trainer: the same bits as its own, and it goes on in another topology.
 
 ``python -m tests.parity.ema``. Train three steps with the trainer's own average and ours; both files must hold the
-same bits. Convert the checkpoint to another topology, resume the real trainer and our average there for three
-steps; the file must be the reference average, made with NumPy of what every rank held at every step.
+same bits. Convert the checkpoint to another topology and resume the real trainer there for three steps; our average goes
+on from the checkpoint as it was, in its own topology. The file must be the reference average, made with NumPy of what
+every rank held at every step.
 """
 
 import json
@@ -77,7 +78,7 @@ def _check(lab: Lab, name: str, run: Run) -> list[str]:
     work = PARITY / "work" / f"ema-{name}"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    _train(lab, name, work / "first", run.first | EMA, run.first_ranks, 3, None)
+    _train(lab, name, work / "first", run.first | EMA, run.first_ranks, 3)
     theirs, ours = work / "first" / "out" / "checkpoint-3", work / "first" / "out" / "checkpoint-3-ours"
     found = _differences(_files(ours), _files(theirs), "the trainer's own average")
     found += _differences(
@@ -87,7 +88,7 @@ def _check(lab: Lab, name: str, run: Run) -> list[str]:
         shutil.copy(path, theirs / path.name)
     converted = work / "converted" / "checkpoint-3"
     paddle_reshard.convert(theirs, converted, to=run.to, sharding_strategy=run.strategy)
-    _train(lab, name, work / "second", run.second, run.second_ranks, 6, converted)
+    _train(lab, name, work / "second", run.second, run.second_ranks, 6, converted, theirs)
     went_on = work / "second" / "out" / "checkpoint-6-ours"
     reference = _reference(work / "second", _files(went_on), (4, 5, 6), converted)
     found += _differences(_files(went_on), reference, "the reference after resuming")
@@ -100,13 +101,20 @@ def _check(lab: Lab, name: str, run: Run) -> list[str]:
 
 
 def _train(
-    lab: Lab, name: str, work: Path, arguments: dict[str, Any], ranks: int, steps: int, resumed: Path | None
+    lab: Lab,
+    name: str,
+    work: Path,
+    arguments: dict[str, Any],
+    ranks: int,
+    steps: int,
+    resumed: Path | None = None,
+    averages: Path | None = None,
 ) -> None:
     seen = work / "seen"
     seen.mkdir(parents=True)
     environment = {"EMA_DECAY": str(DECAY), "EMA_SEEN": str(seen), "PYTHONPATH": str(REPO / "src")}
     if resumed is not None:
-        environment["EMA_RESUME"] = str(resumed)
+        environment |= {"EMA_RESUME": str(resumed), "EMA_FROM": str(averages)}
     run_trainer(
         lab,
         name,

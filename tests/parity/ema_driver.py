@@ -1,7 +1,7 @@
 """Runs in the trainer's Python: the laboratory's script, with our average beside the trainer's own.
 
 ``EMA_DECAY``: of both. ``EMA_SEEN``: a folder for the master weights of every step, as the rank holds them.
-``EMA_RESUME``: a checkpoint from which the trainer and our average go on.
+``EMA_RESUME``: a checkpoint from which the trainer goes on; ``EMA_FROM``: the one from which our average does.
 """
 
 import os
@@ -25,7 +25,7 @@ def main() -> None:
 
     def train_with_averages(trainer, *_, **__):
         resumed = os.environ.get("EMA_RESUME")
-        trainer.add_callback(_our_callback(trainer, resumed))
+        trainer.add_callback(_our_callback(trainer, os.environ.get("EMA_FROM")))
         if resumed is None:
             trainer.add_non_zcc_ema_callback(None)
         return train(trainer, resume_from_checkpoint=resumed)

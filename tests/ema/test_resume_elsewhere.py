@@ -1,0 +1,193 @@
+"""An average goes on from a checkpoint of another topology: every rank gets its slices of the truth."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paddle_reshard.pipeline.ema import AsyncEma, Weights
+from paddle_reshard.pipeline.ema_live import rank_pieces
+from paddle_reshard.pipeline.ema_resume import Piece, RankPieces
+from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError, UsageError
+from tests import oracle
+from tests.conftest import case_directory
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # the import of Paddle warns about a missing ccache
+    import paddle
+
+CASE = "mp2pp2sh2_s1v2_meta_ema"
+AVERAGE = ".ema_w_0"
+TP_DIM = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "gate_proj": 1, "up_proj": 1, "o_proj": 0, "down_proj": 0}
+TP_DIM |= {"embed_tokens": 0, "lm_head": 0}
+"""Dims that tensor parallelism cuts, written down once more."""
+
+
+def averages() -> dict[str, np.ndarray]:
+    truth = oracle.read_truth(case_directory(CASE) / "truth.safetensors")
+    return {k.removesuffix(AVERAGE): v for k, v in truth.items() if k.endswith(AVERAGE)}
+
+
+def local(key: str, whole: np.ndarray, tp: int, rank: int) -> np.ndarray:
+    dim = TP_DIM.get(key.split(".")[-2])
+    return whole if dim is None else np.split(whole, tp, axis=dim)[rank]
+
+
+class Rank:
+    """A rank of some job: its tensors, what they are, and what its average must be."""
+
+    def __init__(self, tp: int, tp_rank: int, slices: int = 0) -> None:
+        """With ``slices``, of every parameter the one-dim slice that one of so many sharding ranks might hold."""
+        random = np.random.default_rng(tp + tp_rank + slices)
+        pieces, self.expected = {}, {}
+        for number, (key, whole) in enumerate(averages().items()):
+            mine = local(key, whole, tp, tp_rank)
+            flat, expected = None, mine
+            if slices:
+                padded = -(-mine.size // 7) * 7 + 64
+                start, stop = sorted(random.choice(padded, 2, replace=False).tolist())
+                # Some are padding only, some all of the tensor and padding.
+                flat = {0: (mine.size, padded), 1: (0, padded)}.get(number, (start, stop))
+                expected = np.pad(mine.ravel(), (0, padded - mine.size))[flat[0] : flat[1]]
+            name = f"linear_{number}.w_0"
+            pieces[name] = Piece(key, mine.shape, flat)
+            self.expected[name] = expected
+        self.pieces = RankPieces(pieces, tp, tp_rank)
+
+    def weights(self) -> Weights:
+        return Weights({name: np.full(value.shape, 7, np.float32) for name, value in self.expected.items()})
+
+    def differences(self, ema: AsyncEma) -> list[str]:
+        found = ema.state().master_weights
+        return [k for k, v in self.expected.items() if np.asarray(found[k]).tobytes() != v.tobytes()]
+
+
+@pytest.mark.parametrize("rank", [(1, 0, 0), (2, 1, 0), (1, 0, 3), (2, 0, 2)], ids=str)
+def test_every_rank_of_any_job_gets_its_slices_of_the_truth(rank: tuple[int, int, int]) -> None:
+    job = Rank(*rank)
+    with AsyncEma(job.weights, decay=0.9) as ema:
+        ema.load(case_directory(CASE) / "checkpoint-3", job.pieces)
+        assert job.differences(ema) == []
+        # Without ema.json it counts as whole: the next update goes on from it.
+        ema.update(4)
+        key, before = next(iter(job.expected.items()))
+        after = before * np.float32(0.9) + np.float32(7) * np.float32(1 - 0.9)
+        assert np.asarray(ema.state().master_weights[key]).tobytes() == after.tobytes()
+
+
+def test_only_what_the_rank_needs_is_read(tmp_path: Path) -> None:
+    """Values of the other tensor-parallel rank may be spoilt."""
+    checkpoint = tmp_path / "checkpoint-3"
+    shutil.copytree(case_directory(CASE) / "checkpoint-3", checkpoint)
+    for path in checkpoint.glob("ema.tp01_*.pdopt"):
+        content = path.read_bytes()
+        for values in paddle.load(str(path))["master_weights"].values():
+            content = content.replace(values.numpy().tobytes(), b"\xff" * 4 * values.size)
+        assert content != path.read_bytes()
+        path.write_bytes(content)
+    job = Rank(2, 0)
+    with AsyncEma(job.weights, decay=0.9) as ema:
+        ema.load(checkpoint, job.pieces)
+        assert job.differences(ema) == []
+
+
+def test_progress_comes_along_and_a_failed_load_leaves_nothing(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-3"
+    shutil.copytree(case_directory(CASE) / "checkpoint-3", checkpoint)
+    said = {"start": "weights", "updates": 3, "step": 30, "start_weight": 0.0}
+    (checkpoint / "ema.json").write_text(json.dumps(said))
+    job = Rank(2, 1, 2)
+    with AsyncEma(job.weights, decay=0.9) as ema:
+        ema.load(checkpoint, job.pieces)
+        assert (ema.progress.updates, ema.progress.step) == (3, 30)
+        (checkpoint / "ema.tp01_pp00_shard01.pdopt").write_bytes(b"\x80\x04}.")
+        with pytest.raises(CheckpointError):
+            ema.load(checkpoint, job.pieces)
+        with pytest.raises(UsageError, match="no average yet"):
+            ema.state()
+
+
+def test_what_is_not_this_ranks_is_refused_by_name() -> None:
+    job = Rank(2, 1)
+    source = case_directory(CASE) / "checkpoint-3"
+    name, piece = next(iter(job.pieces.master_weights.items()))
+    wrong = (
+        (Piece("model.layers.9.norm.weight", piece.local_shape), "model.layers.9.norm.weight"),
+        (Piece(piece.key, (3, 5)), rf"{piece.key}: tp=2 makes"),
+        (
+            Piece(piece.key, piece.local_shape, (0, 3)),
+            rf"{name}: is .* in this rank, its piece of {piece.key} is \(3,\)",
+        ),
+    )
+    for other, message in wrong:
+        pieces = RankPieces({**job.pieces.master_weights, name: other}, 2, 1)
+        with AsyncEma(job.weights, decay=0.9) as ema, pytest.raises(CheckpointError, match=message):
+            ema.load(source, pieces)
+    with (
+        AsyncEma(job.weights, decay=0.9) as ema,
+        pytest.raises(UsageError, match="does not say which parameter"),
+    ):
+        ema.load(source, RankPieces())
+    plain = case_directory("sh2_s1v1_meta_fp32") / "checkpoint-3"
+    with AsyncEma(job.weights, decay=0.9) as ema, pytest.raises(CheckpointError, match="holds no average"):
+        ema.load(plain, job.pieces)
+
+
+class TwoLayers(paddle.nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = paddle.nn.Linear(4, 6)
+        self.second = paddle.nn.Linear(6, 2, bias_attr=False)
+
+
+def test_pieces_of_an_optimizer_of_paddle() -> None:
+    model = TwoLayers()
+    model.bfloat16()
+    optimizer = paddle.optimizer.AdamW(parameters=model.parameters(), multi_precision=True)
+    for parameter in model.parameters():
+        optimizer._create_master_weight(parameter)  # as the first step does, which needs a GPU for bfloat16
+    pieces = rank_pieces(model, optimizer, tp=2, tp_rank=1)
+    found = {piece.key: (piece.local_shape, piece.flat) for piece in pieces.master_weights.values()}
+    assert found == {
+        "first.weight": ((4, 6), None),
+        "first.bias": ((6,), None),
+        "second.weight": ((6, 2), None),
+    }
+    assert set(pieces.master_weights) == set(optimizer.state_dict()["master_weights"])
+    model.second.weight.no_sync = True
+    with pytest.raises(
+        UnsupportedError, match=r"second\.weight: belongs to one rank of an expert-parallel group"
+    ):
+        rank_pieces(model, optimizer)
+    with pytest.raises(UsageError, match="a master weight of no parameter"):
+        rank_pieces(model.first, optimizer)
+
+
+def test_a_training_environment_needs_numpy_and_nothing_else(tmp_path: Path) -> None:
+    for package in ("pyarrow", "ray", "fsspec", "s3fs", "aiobotocore", "awscrt", "tenacity", "click", "rich"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(f"raise ImportError('{package} is not here')")
+    key, whole = "model.norm.weight", averages()["model.norm.weight"]
+    script = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import numpy as np
+from paddle_reshard import AsyncEma, ema_callback
+from paddle_reshard.pipeline.ema import Weights
+from paddle_reshard.pipeline.ema_resume import Piece, RankPieces
+with AsyncEma(lambda: Weights({{"w": np.ones({whole.size}, np.float32)}}), decay=0.5) as ema:
+    ema.load({str(case_directory(CASE) / "checkpoint-3")!r}, RankPieces({{"w": Piece({key!r}, {whole.shape})}}))
+    ema.save({str(tmp_path / "made")!r}, "ema.pdopt")
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    assert (
+        paddle.load(str(tmp_path / "made" / "ema.pdopt"))["master_weights"]["w"].numpy().tobytes()
+        == whole.tobytes()
+    )
