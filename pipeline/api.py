@@ -7,30 +7,35 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from paddle_reshard.clusters.choose import choose_engine
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.compare import Difference, plan_comparison
 from paddle_reshard.pipeline.errors import CheckpointError, ReshardError, UsageError
 from paddle_reshard.pipeline.indexing import index_checkpoint, index_pair
-from paddle_reshard.pipeline.inputs import load_layout, load_tables, load_target_names
+from paddle_reshard.pipeline.inputs import load_config, load_layout, load_tables, load_target_names
 from paddle_reshard.pipeline.integrity import IntegrityReport, check_target
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import MANIFEST
-from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.model import ModelTensor
+from paddle_reshard.pipeline.layouts.rules import RuleTable
 from paddle_reshard.pipeline.manifest import parse_manifest
 from paddle_reshard.pipeline.options import (
+    CONVERSION_OPTIONS,
     REPLICAS,
+    TARGET_OPTIONS,
+    ConversionOptions,
     ConversionRequest,
+    Form,
     HybridRequest,
-    check_given,
+    PathLike,
+    TargetOptions,
+    check_options,
     parse_choice,
     parse_huggingface,
     parse_memory,
 )
-from paddle_reshard.pipeline.planning.limits import PartLimits
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.pipeline.tensors import ACCUMULATORS, EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.topology import Topology
@@ -42,16 +47,18 @@ from paddle_reshard.pipeline.workflow import (
     StepStarted,
     check_apart,
     ignore_events,
-    is_made,
     plan_checkpoint,
     run_conversion,
 )
 from paddle_reshard.storage.locate import StorageOptions, open_source, open_target
+from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.retry_counts import count_retries
-from paddle_reshard.storage.store import Read, ReadRange, Source, Target
+from paddle_reshard.storage.store import Read, ReadRange, Source
 from paddle_reshard.tasks.figures import add_retries
 
-PathLike = str | os.PathLike[str]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 DEFAULT_MEMORY = "1GiB"
 
 
@@ -117,6 +124,7 @@ def inspect(
     source: PathLike,
     *,
     rules: PathLike | None = None,
+    config: PathLike | None = None,
     storage_options: StorageOptions | None = None,
 ) -> Inspection:
     """Say what a checkpoint is, from its metadata alone.
@@ -127,7 +135,7 @@ def inspect(
         If it is not one whole, consistent checkpoint that the rules cover.
     """
     store = open_source(os.fspath(source), storage_options or {})
-    checkpoint = index_checkpoint(store, load_tables(_path(rules)))
+    checkpoint = index_checkpoint(store, *_given(rules, config))
     sizes = store.sizes()
     files = {file.path: file.size_bytes for file in checkpoint.catalog.files}
     return Inspection(
@@ -169,161 +177,116 @@ def _summaries(checkpoint: Checkpoint) -> list[StateSummary]:
 
 def plan(
     source: PathLike,
-    target: PathLike,
+    target: PathLike | Mapping[PathLike, TargetOptions],
     *,
-    to: str | Topology | None = None,
-    sharding_strategy: str | None = None,
-    format: str = "hybrid",
-    state: str | None = None,
-    dtype: str | None = None,
-    max_shard_size: str | None = None,
-    memory: str = DEFAULT_MEMORY,
-    rules: PathLike | None = None,
-    layout: PathLike | Mapping[str, Any] | None = None,
-    target_meta: PathLike | None = None,
-    overwrite: bool = False,
     resume: bool = False,
-    replicas: str = "compare",
-    allow_replica_drift: bool = False,
-    allow_reread: bool = False,
-    vocab_pad: int | None = None,
-    vocab_trim: int | None = None,
-    storage_options: StorageOptions | None = None,
+    **options: Unpack[ConversionOptions],
 ) -> ConversionPlan:
-    """Plan a conversion: the exact layout of the target, groups and their peaks. Nothing is moved.
+    """Plan a conversion: the exact layout of the targets, groups and their peaks. Nothing is moved.
 
     Parameters
     ----------
-    to
-        Topology of the target, ``"tp=2,pp=2,sharding=2"``; a Hugging Face checkpoint has none.
-    sharding_strategy
-        ``none``, ``stage1v1`` or ``stage1v2``; default ``stage1v1`` where sharding > 1.
-    format
-        ``hybrid`` writes ``model_meta.json`` where the trainer does, ``hybrid-plain`` never; ``huggingface`` writes
-        the model for ``transformers``: one or several ``.safetensors`` files, ``config.json``, the tokenizer.
-    state
-        Of a Hugging Face checkpoint: ``"param"`` (default) writes the parameters, ``"ema"`` their exponential moving
-        average, which is kept in float32, rounded to the dtype of the parameters.
-    dtype
-        Of a Hugging Face checkpoint: ``"bfloat16"``, ``"float16"`` or ``"float32"`` for all floating tensors but those
-        that the model keeps in float32. By default each has the dtype of its parameter, and its bits. Another one is
-        made of the most exact values that the source holds, rounded once: the master weight where there is one.
-    max_shard_size
-        Of a Hugging Face checkpoint: bytes of tensors in one file, ``"5GB"``; a larger tensor has its own file.
-    memory
-        Budget of each worker, ``"1GiB"``.
-    rules
-        A rule table for the model family, instead of those that come with the package.
-    layout
-        What the target job decides and no topology says: a mapping, or a JSON file.
-    target_meta
-        ``model_meta.json`` of a job of the target topology, to take parameter names from.
-    replicas
-        ``"compare"``: tensors that several ranks hold are compared while the first copy is moved; ``"first"``:
-        only the first is looked at.
-    allow_replica_drift
-        Report copies that differ instead of refusing.
-    allow_reread
-        Read source bytes several times where the budget demands it, instead of refusing.
-    vocab_pad, vocab_trim
-        Give the target a vocabulary of this many rows: new ones are zero in every state, trimmed ones are gone.
+    target
+        Where it goes. Several targets, which are made of one reading of the source, are a mapping from the place of
+        each to its own :class:`TargetOptions`.
     resume
         Plan also where an unfinished conversion is, which may be gone on with.
-    storage_options
-        What fsspec needs to reach a store that is not a local folder: credentials, endpoint, profile.
+    options
+        :class:`ConversionOptions`.
 
     Raises
     ------
     ReshardError
         If the source is not whole, or cannot become what is asked.
     """
-    check_given(
-        format,
-        {
-            "to": to,
-            "sharding_strategy": sharding_strategy,
-            "layout": layout,
-            "target_meta": target_meta,
-            "state": state,
-            "dtype": dtype,
-            "max_shard_size": max_shard_size,
-        },
-    )
-    form: HybridRequest | HuggingFaceTarget
-    if format == "huggingface":
-        form = parse_huggingface(state, dtype, max_shard_size)
+    request, locations = _request(target, options)
+    stores = options.get("storage_options") or {}
+    sinks = _open_targets(source, locations, options, resume, False)
+    store = open_source(os.fspath(source), stores)
+    checkpoint = index_checkpoint(store, *_given(options.get("rules"), options.get("config")))
+    return plan_checkpoint(store, checkpoint, request, sinks.limits(store))
+
+
+def _request(
+    target: PathLike | Mapping[PathLike, TargetOptions], options: ConversionOptions
+) -> tuple[ConversionRequest, list[str]]:
+    """What is asked for, and the places of the targets."""
+    if unknown := options.keys() - set(CONVERSION_OPTIONS):
+        raise TypeError(f"unknown option {sorted(unknown)[0]!r}")
+    if isinstance(target, Mapping):
+        if odd := [name for name in TARGET_OPTIONS if options.get(name)]:
+            raise UsageError(f"{odd[0]} is an option of one target; with several, each has its own")
+        if not target:
+            raise UsageError("no target is given")
+        asked = {os.fspath(place): of_target for place, of_target in target.items()}
     else:
-        form = HybridRequest(
-            topology=to if isinstance(to, Topology) else Topology.parse(to or ""),
-            strategy=sharding_strategy,
-            sharded_saving=format == "hybrid",
-            layout=load_layout(layout if isinstance(layout, Mapping) else _path(layout)),
-            names=load_target_names(_path(target_meta)),
-        )
+        own = {name: options[name] for name in TARGET_OPTIONS if name in options}  # type: ignore[literal-required]
+        asked = {os.fspath(target): cast(TargetOptions, own)}
     request = ConversionRequest(
-        form=form,
-        budget_bytes=parse_memory(memory),
-        compare_replicas=parse_choice(replicas, REPLICAS, "choice of replicas"),
-        allow_replica_drift=allow_replica_drift,
-        allow_reread=allow_reread,
-        vocab_pad=vocab_pad,
-        vocab_trim=vocab_trim,
+        forms=tuple(_form(of_target) for of_target in asked.values()),
+        budget_bytes=parse_memory(options.get("memory", DEFAULT_MEMORY)),
+        compare_replicas=parse_choice(options.get("replicas", REPLICAS[0]), REPLICAS, "choice of replicas"),
+        allow_replica_drift=options.get("allow_replica_drift", False),
+        allow_reread=options.get("allow_reread", False),
+        vocab_pad=options.get("vocab_pad"),
+        vocab_trim=options.get("vocab_trim"),
     )
-    store, sink = _open(source, target, overwrite, resume, storage_options)
-    checkpoint = index_checkpoint(store, load_tables(_path(rules)))
-    limits = PartLimits(sink.smallest_part_bytes, sink.most_parts, sink.copies_from(store))
-    return plan_checkpoint(store, checkpoint, request, limits)
+    return request, list(asked)
 
 
-def _open(
-    source: PathLike,
-    target: PathLike,
-    overwrite: bool,
-    resume: bool,
-    storage_options: StorageOptions | None,
-) -> tuple[Source, Target]:
-    """Both ends of a conversion; refuses an occupied target before anything is read."""
-    check_apart(os.fspath(source), os.fspath(target))
-    sink = open_target(os.fspath(target), overwrite, storage_options or {}, resume)
-    return open_source(os.fspath(source), storage_options or {}), sink
+def _form(options: TargetOptions) -> Form:
+    """One target as it was asked for."""
+    format = options.get("format") or "hybrid"
+    check_options(format, options)
+    if format == "huggingface":
+        return parse_huggingface(options.get("state"), options.get("dtype"), options.get("max_shard_size"))
+    to, layout = options.get("to"), options.get("layout")
+    return HybridRequest(
+        topology=to if isinstance(to, Topology) else Topology.parse(to or ""),
+        strategy=options.get("sharding_strategy"),
+        sharded_saving=format == "hybrid",
+        layout=load_layout(layout if isinstance(layout, Mapping) else _path(layout)),
+        names=load_target_names(_path(options.get("target_meta"))),
+    )
+
+
+def _given(rules: PathLike | None, config: PathLike | None) -> tuple[list[RuleTable], dict[str, Any] | None]:
+    """What a user gives beside a checkpoint, so that it can be understood."""
+    return load_tables(_path(rules)), load_config(_path(config))
+
+
+def _open_targets(
+    source: PathLike, locations: Sequence[str], options: ConversionOptions, resume: bool, take_over: bool
+) -> Outputs:
+    """The places of all targets; an occupied one is refused before anything is read."""
+    stores = options.get("storage_options") or {}
+    for number, location in enumerate(locations):
+        for other in (os.fspath(source), *locations[:number]):
+            check_apart(other, location)
+    overwrite = options.get("overwrite", False)
+    return Outputs([open_target(place, overwrite, stores, resume, take_over) for place in locations])
 
 
 def convert(
     source: PathLike,
-    target: PathLike,
+    target: PathLike | Mapping[PathLike, TargetOptions],
     *,
-    to: str | Topology | None = None,
-    sharding_strategy: str | None = None,
-    format: str = "hybrid",
-    state: str | None = None,
-    dtype: str | None = None,
-    max_shard_size: str | None = None,
-    memory: str = DEFAULT_MEMORY,
-    rules: PathLike | None = None,
-    layout: PathLike | Mapping[str, Any] | None = None,
-    target_meta: PathLike | None = None,
-    overwrite: bool = False,
     resume: bool = False,
     take_over: bool = False,
-    replicas: str = "compare",
-    allow_replica_drift: bool = False,
-    allow_reread: bool = False,
-    vocab_pad: int | None = None,
-    vocab_trim: int | None = None,
-    storage_options: StorageOptions | None = None,
     cluster: str = "inline",
     workers: int | None = None,
     exchange: str = "auto",
     expected_plan: PathLike | None = None,
     device: str = "cpu",
     observe: Observer = ignore_events,
+    **options: Unpack[ConversionOptions],
 ) -> ConversionReport:
-    """Convert a checkpoint; afterwards the target is there, whole, or nothing looks like a finished one.
-
-    The parameters are those of :func:`plan`, and:
+    """Convert a checkpoint; afterwards the targets are there, whole, or nothing looks like a finished one.
 
     Parameters
     ----------
+    target
+        As for :func:`plan`. Several targets appear one after the other, when all of them are whole.
     resume
         Go on where an unfinished run of this very conversion stopped, if there is one; and if all was done, do
         nothing.
@@ -344,38 +307,20 @@ def convert(
         ``"cpu"``: NumPy. ``"gpu"``, on Ray: one GPU for each worker, and Paddle.
     observe
         Is told what happens as event values.
+    options
+        :class:`ConversionOptions`.
 
     Raises
     ------
     ReshardError
         If the conversion is refused, or the source turns out to contradict itself while it is read.
     """
-    engine = choose_engine(cluster, workers, parse_memory(memory), exchange, device)
+    memory_bytes = parse_memory(options.get("memory", DEFAULT_MEMORY))
+    engine = choose_engine(cluster, workers, memory_bytes, exchange, device)
     counted = count_retries()
     resume = resume or take_over
     observe(StepStarted("plan"))
-    conversion = plan(
-        source,
-        target,
-        to=to,
-        sharding_strategy=sharding_strategy,
-        format=format,
-        state=state,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        memory=memory,
-        rules=rules,
-        layout=layout,
-        target_meta=target_meta,
-        overwrite=overwrite,
-        resume=resume,
-        replicas=replicas,
-        allow_replica_drift=allow_replica_drift,
-        allow_reread=allow_reread,
-        vocab_pad=vocab_pad,
-        vocab_trim=vocab_trim,
-        storage_options=storage_options,
-    )
+    conversion = plan(source, target, resume=resume, **options)
     if expected_plan is not None:
         from paddle_reshard.storage.plan_file import check_is_saved
 
@@ -383,13 +328,11 @@ def convert(
     observe(
         StepEnded("plan", f"{conversion.plan.groups} groups, {conversion.plan.written_bytes} bytes to write")
     )
-    sink = open_target(os.fspath(target), overwrite, storage_options or {}, resume, take_over)
-    if resume and is_made(conversion, sink):
-        moved = MoveReport(0, 0, 0, 0, (), resumed_groups=conversion.plan.groups)
-    else:
-        moved = run_conversion(conversion, sink, engine, observe)
+    locations = [os.fspath(place) for place in (target if isinstance(target, Mapping) else (target,))]
+    sinks = _open_targets(source, locations, options, resume, take_over)
+    moved = run_conversion(conversion, sinks, engine, observe, resume)
     moved = replace(moved, retries=add_retries((moved.retries, count_retries() - counted)))
-    return ConversionReport(conversion.store.location, sink.location, conversion, moved)
+    return ConversionReport(conversion.store.location, sinks.location, conversion, moved)
 
 
 def verify(
@@ -400,6 +343,7 @@ def verify(
     subset: bool = False,
     memory: str = DEFAULT_MEMORY,
     rules: PathLike | None = None,
+    config: PathLike | None = None,
     storage_options: StorageOptions | None = None,
 ) -> VerifyReport:
     """Compare the logical content of two checkpoints of any topologies, bit for bit.
@@ -409,8 +353,7 @@ def verify(
     ``b`` has less.
     """
     stores = [open_source(os.fspath(side), storage_options or {}) for side in (a, b)]
-    tables = load_tables(_path(rules))
-    one, two = index_pair(stores[0], stores[1], tables)
+    one, two = index_pair(stores[0], stores[1], *_given(rules, config))
     known = {t.state for t in (*one.catalog.tensors, *two.catalog.tensors)}
     if unknown := set(states or ()) - known:
         raise UsageError(

@@ -73,6 +73,20 @@ class Catalog:
         """``(key, state)`` → index into ``tensors``; aliases are not entries of their own."""
         return {(tensor.key, tensor.state): i for i, tensor in enumerate(self.tensors)}
 
+    def only(self, chosen: Sequence[int]) -> Catalog:
+        """The catalog of some of its tensors, in their order; ``implied`` where both are chosen."""
+        places = np.full(len(self.tensors), -1, dtype=np.int32)
+        places[list(chosen)] = np.arange(len(chosen))
+        fragments = self.fragments.copy()
+        fragments["tensor"] = places[fragments["tensor"]]
+        implied = {int(places[t]): int(places[m]) for t, m in self.implied.items()}
+        return Catalog(
+            tuple(self.tensors[tensor] for tensor in chosen),
+            self.files,
+            fragments[fragments["tensor"] >= 0],
+            {tensor: master for tensor, master in implied.items() if min(tensor, master) >= 0},
+        )
+
     def stored(self, tensor: int) -> Fragments:
         """The fragments of one tensor (of the tensor it is implied by, if it has none)."""
         source = self.implied.get(tensor, tensor)

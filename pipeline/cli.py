@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -42,7 +42,7 @@ from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import MANIFEST
 from paddle_reshard.pipeline.layouts.huggingface.target import EXPORTED_STATES, FLOATING, HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.targets import AnyTarget
-from paddle_reshard.pipeline.options import FORMATS, REPLICAS
+from paddle_reshard.pipeline.options import FORMATS, REPLICAS, PathLike, TargetOptions, parse_target
 from paddle_reshard.pipeline.progress import ProgressLines
 from paddle_reshard.pipeline.progress import readable_bytes as _size
 from paddle_reshard.pipeline.report import (
@@ -88,6 +88,9 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 rules_option = click.option(
     "--rules", type=FILE, help="Rule table of the model family, instead of those that come with the tool."
 )
+config_option = click.option(
+    "--config", type=FILE, help="The model's config.json, for a checkpoint that has none."
+)
 memory_option = click.option(
     "--memory", default=DEFAULT_MEMORY, show_default=True, help="Memory budget of each worker."
 )
@@ -101,7 +104,16 @@ storage_option = click.option(
 quiet_option = click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 conversion_options = _options(
     click.argument("source", metavar="SRC"),
-    click.argument("target", metavar="DST"),
+    click.argument("target", metavar="[DST]", required=False),
+    click.option(
+        "--target",
+        "targets",
+        multiple=True,
+        metavar="DST:FORMAT[:NAME=VALUE,…]",
+        help="In place of DST, and as often as there are targets, which are made of one reading of SRC: "
+        "DST:hybrid:tp=4,pp=2 or DST:huggingface:state=ema; NAME is an axis or one of --sharding-strategy, --layout, "
+        "--target-meta, --state, --dtype, --max-shard-size.",
+    ),
     click.option(
         "--to",
         metavar="TOPOLOGY",
@@ -116,7 +128,7 @@ conversion_options = _options(
     click.option(
         "--format",
         "format_name",
-        type=click.Choice(FORMATS),
+        type=click.Choice(tuple(FORMATS)),
         default="hybrid",
         show_default=True,
         help="hybrid: with model_meta.json where the trainer writes it; hybrid-plain: without; huggingface: the "
@@ -141,6 +153,7 @@ conversion_options = _options(
     ),
     memory_option,
     rules_option,
+    config_option,
     click.option(
         "--layout",
         type=FILE,
@@ -196,15 +209,21 @@ conversion_options = _options(
 @cli.command()
 @click.argument("source", metavar="SRC")
 @rules_option
+@config_option
 @click.option("--tensors", is_flag=True, help="List every tensor with the rule that matched it.")
 @storage_option
 @json_option
 def inspect(
-    source: str, rules: Path | None, tensors: bool, storage_options: dict[str, Any] | None, as_json: bool
+    source: str,
+    rules: Path | None,
+    config: Path | None,
+    tensors: bool,
+    storage_options: dict[str, Any] | None,
+    as_json: bool,
 ) -> None:
     """Say what a checkpoint is, from its metadata alone."""
     with _reporting(as_json):
-        found = paddle_reshard.inspect(source, rules=rules, storage_options=storage_options)
+        found = paddle_reshard.inspect(source, rules=rules, config=config, storage_options=storage_options)
     _answer(inspection_data(found), as_json, False, lambda: _show_inspection(found, tensors))
 
 
@@ -215,10 +234,18 @@ def inspect(
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write the plan into a file, for simulate and for convert --plan.",
 )
-def plan(source: str, target: str, save: Path | None, as_json: bool, quiet: bool, **options: Any) -> None:
+def plan(
+    source: str,
+    target: str | None,
+    targets: tuple[str, ...],
+    save: Path | None,
+    as_json: bool,
+    quiet: bool,
+    **options: Any,
+) -> None:
     """Show what a conversion would read, write and need; nothing is moved."""
     with _reporting(as_json):
-        planned = paddle_reshard.plan(source, target, **api_arguments(options))
+        planned = paddle_reshard.plan(source, _targets(target, targets), **api_arguments(options))
         if save is not None:
             from paddle_reshard.storage.plan_file import save_plan
 
@@ -265,7 +292,8 @@ def plan(source: str, target: str, save: Path | None, as_json: bool, quiet: bool
 )
 def convert(
     source: str,
-    target: str,
+    target: str | None,
+    targets: tuple[str, ...],
     cluster: str,
     workers: int | None,
     exchange: str,
@@ -281,7 +309,7 @@ def convert(
     with _reporting(as_json), _observing(quiet or as_json) as observe:
         report = paddle_reshard.convert(
             source,
-            target,
+            _targets(target, targets),
             cluster=cluster,
             workers=workers,
             exchange=exchange,
@@ -302,6 +330,7 @@ def convert(
 @click.option("--subset", is_flag=True, help="B may lack tensors that A has.")
 @memory_option
 @rules_option
+@config_option
 @storage_option
 @json_option
 @quiet_option
@@ -312,6 +341,7 @@ def verify(
     subset: bool,
     memory: str,
     rules: Path | None,
+    config: Path | None,
     storage_options: dict[str, Any] | None,
     as_json: bool,
     quiet: bool,
@@ -336,6 +366,7 @@ def verify(
             subset=subset,
             memory=memory,
             rules=rules,
+            config=config,
             storage_options=storage_options,
         )
     _answer(verify_data(report), as_json, quiet, lambda: _show_verification(report))
@@ -366,6 +397,18 @@ def clean(
     _answer({"removed": list(removed)}, as_json, quiet, show)
 
 
+def _targets(target: str | None, targets: tuple[str, ...]) -> str | dict[PathLike, TargetOptions]:
+    """The only target, or the places of several with their options."""
+    if (target is None) == (not targets):
+        raise UsageError("give one target, SRC DST, or several with --target DST:FORMAT:…")
+    if target is not None:
+        return target
+    asked: dict[PathLike, TargetOptions] = dict(parse_target(text) for text in targets)
+    if len(asked) < len(targets):
+        raise UsageError("two targets have the same place")
+    return asked
+
+
 def api_arguments(options: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of the API from those of the command line."""
     layout: dict[str, Any] = {}
@@ -378,7 +421,8 @@ def api_arguments(options: dict[str, Any]) -> dict[str, Any]:
         "segmentation": _segmentation(options.pop("segmentation")),
     }
     layout.update({name: value for name, value in flags.items() if value is not None})
-    return {"format": options.pop("format_name"), "layout": layout, **options}
+    format_name = options.pop("format_name")
+    return {"format": None if format_name == "hybrid" else format_name, "layout": layout, **options}
 
 
 def _storage_options(text: str | None) -> dict[str, Any] | None:
@@ -507,10 +551,11 @@ def _show_inspection(found: Inspection, tensors: bool) -> None:
 
 
 def _show_plan(planned: ConversionPlan) -> None:
-    plan, target = planned.plan, planned.target
+    plan, targets = planned.plan, planned.targets
     facts = _facts()
     facts.add_row("from", _described_source(planned.source))
-    facts.add_row("to", _described(target))
+    for number, target in enumerate(targets):
+        facts.add_row(f"to {number}" if len(targets) > 1 else "to", _described(target.form))
     facts.add_row("tensors", f"{len(plan.tensors)} ({len(planned.source.model.tensors)} parameters)")
     again = ""
     if plan.read_amplification > SHOWN_AMPLIFICATION:
@@ -530,10 +575,12 @@ def _show_plan(planned: ConversionPlan) -> None:
         f"{_size(plan.peak_bytes)} at most in {plan.groups} groups, budget {_size(plan.budget_bytes)}",
     )
     facts.add_row("plan", plan.plan_id)
-    if planned.left_states:
-        facts.add_row("left out", f"{', '.join(planned.left_states)}: not asked for")
-    for reason, paths in _by_reason(planned):
-        facts.add_row("not carried", f"{paths}: {reason}")
+    for number, target in enumerate(targets):
+        where = f" {number}" if len(targets) > 1 else ""
+        if target.left_states:
+            facts.add_row(f"left out{where}", f"{', '.join(target.left_states)}: not asked for")
+        for reason, paths in _by_reason(target.left):
+            facts.add_row(f"not carried{where}", f"{paths}: {reason}")
     _console().print(facts)
 
 
@@ -550,11 +597,9 @@ def _described(target: AnyTarget) -> str:
     return f"{target.topology}, {target.strategy}"
 
 
-def _by_reason(planned: ConversionPlan) -> Iterator[tuple[str, str]]:
+def _by_reason(left: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Files left behind, those of one reason together."""
-    for reason, group in groupby(
-        sorted(planned.left, key=lambda entry: entry[1]), key=lambda entry: entry[1]
-    ):
+    for reason, group in groupby(sorted(left, key=lambda entry: entry[1]), key=lambda entry: entry[1]):
         paths = [path for path, _ in group]
         yield reason, paths[0] if len(paths) == 1 else f"{paths[0]} … {paths[-1]} ({len(paths)} files)"
 

@@ -26,7 +26,7 @@ import click
 import paddle_reshard
 from paddle_reshard.pipeline.claims import Policy, conversion_id
 from paddle_reshard.pipeline.errors import ReshardError, UsageError
-from paddle_reshard.pipeline.options import check_given
+from paddle_reshard.pipeline.options import CONVERSION_OPTIONS, check_options
 from paddle_reshard.pipeline.runners import Conversion, convert_as_job
 from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.pipeline.watch import Result, Watcher, open_watcher
@@ -56,7 +56,9 @@ class Request:
     def read(cls, command: click.Command, arguments: Sequence[str]) -> Request:
         """Let ``convert`` read its arguments; click reports mistakes."""
         given = command.make_context("convert", list(arguments))
-        check_given(given.params["format_name"], given.params)
+        if given.params["targets"] or given.params["target"] is None:
+            raise UsageError("submit and watch take one target: SRC DST, without --target")
+        check_options(given.params["format_name"], given.params)
         plain = command.make_context("convert", ["SRC", "DST"])
         return cls(command, given.params, plain.params)
 
@@ -342,7 +344,7 @@ def _watcher(
 
 def _api_options(request: Request, read_options: ReadOptions) -> dict[str, Any]:
     """Keyword arguments of the API; an option that it does not have is refused if it was given."""
-    known = inspect.signature(paddle_reshard.convert).parameters
+    known = {*CONVERSION_OPTIONS, *inspect.signature(paddle_reshard.convert).parameters}
     given = {option.name for option, _ in request.options()}
     outer = ("source", "target", "as_json", "quiet")
     values = read_options({k: v for k, v in request.values.items() if k not in outer})

@@ -80,11 +80,16 @@ def read_config(store: Source, given: Mapping[str, Any] | None) -> Mapping[str, 
     return given
 
 
-def index_pair(a: Source, b: Source, tables: Sequence[RuleTable]) -> tuple[Contents, Contents]:
-    """Understand two checkpoints that are to be compared.
+def index_pair(
+    a: Source, b: Source, tables: Sequence[RuleTable], config: Mapping[str, Any] | None = None
+) -> tuple[Contents, Contents]:
+    """Understand two checkpoints that are to be compared; one that has no ``config.json`` is read by the other's.
 
     One of them may be a Hugging Face checkpoint: it holds the parameters of the other one's model.
     """
+    for store in (a, b):
+        if config is None and CONFIG in store.sizes():
+            config = read_json(store, CONFIG, store.sizes())
     foreign = [is_huggingface(store.sizes()) for store in (a, b)]
     if all(foreign):
         raise UnsupportedError(
@@ -92,9 +97,11 @@ def index_pair(a: Source, b: Source, tables: Sequence[RuleTable]) -> tuple[Conte
             "checkpoint, by whose model the other is read"
         )
     if not any(foreign):
-        return Contents.of(index_checkpoint(a, tables)), Contents.of(index_checkpoint(b, tables))
+        return Contents.of(index_checkpoint(a, tables, config)), Contents.of(
+            index_checkpoint(b, tables, config)
+        )
     known, other = (b, a) if foreign[0] else (a, b)
-    checkpoint = index_checkpoint(known, tables)
+    checkpoint = index_checkpoint(known, tables, config)
     pair = Contents.of(checkpoint), Contents(index_huggingface(other, other.sizes(), checkpoint.model), None)
     return (pair[1], pair[0]) if foreign[0] else pair
 

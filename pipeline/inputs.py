@@ -20,6 +20,11 @@ def load_tables(rules: Path | None) -> list[RuleTable]:
     return [parse_rule_table(_read_text(rules), str(rules))]
 
 
+def load_config(config: Path | None) -> dict[str, Any] | None:
+    """The ``config.json`` of a model that was given."""
+    return None if config is None else _read_object(config)
+
+
 def read_layout_file(layout: Path) -> dict[str, Any]:
     """The entries of a layout file, not validated yet."""
     return _read_object(layout)

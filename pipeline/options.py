@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from os import PathLike as _PathLike
+from typing import Any, TypedDict, cast
 
 from paddle_reshard.pipeline.errors import UnsupportedError, UsageError
 from paddle_reshard.pipeline.layouts.huggingface.target import (
@@ -20,10 +21,15 @@ from paddle_reshard.pipeline.planning.plan import SMALLEST_BUDGET_BYTES
 from paddle_reshard.pipeline.tensors import PARAM, dtype_named
 from paddle_reshard.pipeline.topology import STRATEGIES, Topology
 
-FORMATS = ("hybrid", "hybrid-plain", "huggingface")
-HYBRID_ONLY = ("to", "sharding_strategy", "layout", "target_meta")
-HUGGINGFACE_ONLY = ("state", "dtype", "max_shard_size")
+_OF_HYBRID = ("to", "sharding_strategy", "layout", "target_meta")
+FORMATS: Mapping[str, tuple[str, ...]] = {
+    "hybrid": _OF_HYBRID,
+    "hybrid-plain": _OF_HYBRID,
+    "huggingface": ("state", "dtype", "max_shard_size"),
+}
+"""Target format → options that say something about a target of it."""
 REPLICAS = ("compare", "first")
+PathLike = str | _PathLike[str]
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 
 
@@ -152,12 +158,16 @@ class HybridRequest:
         )
 
 
+Form = HybridRequest | HuggingFaceTarget
+"""A target as it was asked for."""
+
+
 @dataclass(frozen=True)
 class ConversionRequest:
     """A conversion as it was asked for, every value read and in range."""
 
-    form: HybridRequest | HuggingFaceTarget
-    """What the target is to be."""
+    forms: tuple[Form, ...]
+    """What each target is to be."""
     budget_bytes: int
     compare_replicas: bool
     allow_replica_drift: bool
@@ -183,10 +193,69 @@ def parse_huggingface(state: str | None, dtype: str | None, max_shard_size: str 
     return HuggingFaceTarget(state or PARAM, None if dtype is None else dtype_named(dtype), shard_bytes)
 
 
-def check_given(format: str, given: Mapping[str, Any]) -> None:
-    """Refuse options that say nothing about a target of this format, and a target of no topology that needs one.
+class TargetOptions(TypedDict, total=False):
+    """What is asked of a target.
 
-    ``given`` holds the values of ``HYBRID_ONLY`` and ``HUGGINGFACE_ONLY``; empty ones were not given.
+    Which options a format has: ``to``, ``sharding_strategy``, ``layout`` and ``target_meta`` the hybrid ones;
+    ``state``, ``dtype`` and ``max_shard_size`` ``"huggingface"``.
+    """
+
+    format: str | None
+    """``"hybrid"`` (default) writes ``model_meta.json`` where the trainer does, ``"hybrid-plain"`` never;
+    ``"huggingface"`` writes the model for ``transformers``: one or several ``.safetensors`` files, ``config.json``, the
+    tokenizer."""
+    to: str | Topology | None
+    """Topology of the target, ``"tp=2,pp=2,sharding=2"``."""
+    sharding_strategy: str | None
+    """``none``, ``stage1v1``, ``stage1v2``, ``stage2`` or ``stage3``; default ``stage1v1`` where sharding > 1."""
+    layout: PathLike | Mapping[str, Any] | None
+    """What the target job decides and no topology says: a mapping, or a JSON file."""
+    target_meta: PathLike | None
+    """``model_meta.json`` of a job of the target topology, to take parameter names from."""
+    state: str | None
+    """``"param"`` (default) writes the parameters, ``"ema"`` their exponential moving average, which is kept in
+    float32, rounded to the dtype of the parameters."""
+    dtype: str | None
+    """``"bfloat16"``, ``"float16"`` or ``"float32"`` for all floating tensors but those that the model keeps in
+    float32. By default each has the dtype of its parameter, and its bits. Another one is made of the most exact values
+    that the source holds, rounded once: the master weight where there is one."""
+    max_shard_size: str | None
+    """Bytes of tensors in one file, ``"5GB"``; a larger tensor has its own file."""
+
+
+class ConversionOptions(TargetOptions, total=False):
+    """What is asked of a conversion."""
+
+    memory: str
+    """Budget of each worker, default ``"1GiB"``."""
+    rules: PathLike | None
+    """A rule table for the model family, instead of those that come with the package."""
+    config: PathLike | None
+    """The model's ``config.json``, for a source that has none."""
+    overwrite: bool
+    """Replace a checkpoint that a target already holds."""
+    replicas: str
+    """``"compare"`` (default): tensors that several ranks hold are compared while the first copy is moved; ``"first"``:
+    only the first is looked at."""
+    allow_replica_drift: bool
+    """Report copies that differ instead of refusing."""
+    allow_reread: bool
+    """Read source bytes several times where the budget demands it, instead of refusing."""
+    vocab_pad: int | None
+    """Give the targets a vocabulary of this many rows: new ones are zero in every state."""
+    vocab_trim: int | None
+    """The same with fewer rows; what is trimmed is gone."""
+    storage_options: Mapping[str, Any] | None
+    """What fsspec needs to reach a store that is not a local folder: credentials, endpoint, profile."""
+
+
+TARGET_OPTIONS = tuple(TargetOptions.__annotations__)
+CONVERSION_OPTIONS = tuple(ConversionOptions.__annotations__)
+"""Those of targets among them."""
+
+
+def check_options(format: str, given: Mapping[str, Any]) -> None:
+    """Refuse options that say nothing about a target of this format; empty ones were not given.
 
     Raises
     ------
@@ -194,11 +263,47 @@ def check_given(format: str, given: Mapping[str, Any]) -> None:
     """
     if format not in FORMATS:
         raise UsageError(f"unknown format {format!r}; known are {', '.join(FORMATS)}")
-    foreign = HYBRID_ONLY if format == "huggingface" else HUGGINGFACE_ONLY
-    if odd := [name for name in foreign if given[name]]:
-        raise UsageError(f"--{odd[0].replace('_', '-')} says nothing about a target of the format {format}")
-    if format != "huggingface" and not given["to"]:
+    for name, value in given.items():
+        if name in TARGET_OPTIONS and name != "format" and name not in FORMATS[format] and value:
+            raise UsageError(f"--{name.replace('_', '-')} says nothing about a target of the format {format}")
+    if "to" in FORMATS[format] and not given.get("to"):
         raise UsageError("--to is missing: the topology of the target, tp=2,pp=2,sharding=2")
+
+
+_TARGET = re.compile(rf"(?P<place>.+?):(?P<format>{'|'.join(FORMATS)})(?::(?P<options>.*))?")
+
+
+def parse_target(text: str) -> tuple[str, TargetOptions]:
+    """Place and options of ``DST:FORMAT:NAME=VALUE,…``; the axes of a topology are names too.
+
+    >>> parse_target("s3://bucket/a:hybrid:tp=4,pp=2,sharding-strategy=stage2")
+    ('s3://bucket/a', {'format': 'hybrid', 'to': 'tp=4,pp=2', 'sharding_strategy': 'stage2'})
+
+    Raises
+    ------
+    UsageError
+    """
+    match = _TARGET.fullmatch(text)
+    if match is None:
+        raise UsageError(
+            f"--target {text!r}: write DST:FORMAT or DST:FORMAT:NAME=VALUE,…, FORMAT one of {', '.join(FORMATS)}"
+        )
+    given: dict[str, Any] = {"format": match["format"]}
+    axes: list[str] = []
+    for item in filter(None, (match["options"] or "").split(",")):
+        name, mark, value = (part.strip() for part in item.partition("="))
+        name = name.replace("-", "_")
+        if name in Topology.__dataclass_fields__:
+            axes.append(item.strip())
+        elif name in TARGET_OPTIONS and name not in given and mark and value:
+            given[name] = value
+        else:
+            known = ", ".join(name.replace("_", "-") for name in FORMATS[match["format"]])
+            raise UsageError(f"--target {text!r}: {item!r} is not one of {known} with a value, once")
+    if axes:
+        given["to"] = ",".join(axes)
+    check_options(match["format"], given)
+    return match["place"], cast(TargetOptions, given)
 
 
 def parse_choice(value: str, choices: tuple[str, str], what: str) -> bool:

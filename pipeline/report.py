@@ -68,7 +68,7 @@ def target_data(target: AnyTarget) -> Json:
 
 def plan_data(conversion: ConversionPlan) -> Json:
     """What ``plan --json`` prints."""
-    plan = conversion.plan
+    plan, targets = conversion.plan, conversion.targets
     return {
         "plan_id": plan.plan_id,
         "source": {
@@ -76,7 +76,8 @@ def plan_data(conversion: ConversionPlan) -> Json:
             "topology": topology_data(conversion.source.topology),
             "sharding_strategy": conversion.source.strategy,
         },
-        "target": target_data(conversion.target),
+        "target": target_data(targets[0].form) if len(targets) == 1 else None,
+        "targets": [target_data(target.form) for target in targets],
         "tensors": len(plan.tensors),
         "groups": plan.groups,
         "peak_bytes": plan.peak_bytes,
@@ -89,8 +90,8 @@ def plan_data(conversion: ConversionPlan) -> Json:
         "copied_share": round(plan.copied_share, 4),
         "files": [{"path": f.path, "size_bytes": f.size_bytes} for f in plan.target_files],
         "carried": [{"path": c.target_path, "size_bytes": c.size_bytes} for c in plan.carried],
-        "not_carried": [{"path": path, "reason": reason} for path, reason in conversion.left],
-        "states_left": list(conversion.left_states),
+        "not_carried": [{"path": path, "reason": reason} for t in targets for path, reason in t.left],
+        "states_left": sorted({state for target in targets for state in target.left_states}),
     }
 
 

@@ -16,7 +16,6 @@ of all watchers that want attempt 2, one gets it. Only the owner of an attempt r
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import logging
 import os
@@ -50,8 +49,9 @@ from paddle_reshard.pipeline.errors import CheckpointError, ListingError, Reshar
 from paddle_reshard.pipeline.indexing import index_checkpoint
 from paddle_reshard.pipeline.inputs import load_tables
 from paddle_reshard.pipeline.layouts.files import MANIFEST
+from paddle_reshard.pipeline.options import CONVERSION_OPTIONS
 from paddle_reshard.pipeline.runners import Conversion, Convert, Outcome, convert_inline
-from paddle_reshard.pipeline.workflow import describe_target
+from paddle_reshard.pipeline.workflow import describe_targets
 from paddle_reshard.storage.holder import is_gone, process_start, this_process
 from paddle_reshard.storage.listing import Shelf, open_shelf
 from paddle_reshard.storage.locate import open_source
@@ -319,15 +319,14 @@ class Watcher:
 
     def _compare(self, name: str, basis: Basis) -> Decision:
         source, target = self.run.at(name), self.out.at(name)
-        known = inspect.signature(paddle_reshard.plan).parameters
-        options = {k: v for k, v in self.conversion.options.items() if k in known}
+        options = {k: v for k, v in self.conversion.options.items() if k in CONVERSION_OPTIONS}
         try:
             planned = paddle_reshard.plan(source, f"{target}.planned", **{**options, "overwrite": False})
         except CheckpointError as error:
             return Decision(Action.WAIT, str(error))
         except ReshardError as error:
             return Decision(Action.FAIL, str(error))
-        wanted = describe_target(planned)
+        wanted = describe_targets(planned)[""]
         found = self._manifest(name)
         if _content(wanted) != _content(found):
             if self.policy.overwrite:

@@ -22,15 +22,16 @@ from paddle_reshard.pipeline.layouts.files import AVERAGE, MANIFEST, TargetFiles
 from paddle_reshard.pipeline.layouts.huggingface.sidecars import check_average
 from paddle_reshard.pipeline.layouts.huggingface.target import EMA, HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
-from paddle_reshard.pipeline.layouts.targets import AnyTarget, lay_out, target_facts
+from paddle_reshard.pipeline.layouts.targets import AnyTarget, join, lay_out, target_facts
 from paddle_reshard.pipeline.layouts.vocab import resize_vocabulary
 from paddle_reshard.pipeline.manifest import FORMAT, describe_parts, format_manifest
-from paddle_reshard.pipeline.options import ConversionRequest, HybridRequest
+from paddle_reshard.pipeline.options import ConversionRequest, Form, HybridRequest
 from paddle_reshard.pipeline.planning.limits import PartLimits
 from paddle_reshard.pipeline.planning.parts import MADE
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.storage.locate import absolute, place
+from paddle_reshard.storage.outputs import Outputs, prefixes
 from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, Source, Target, WritePart
 from paddle_reshard.tasks.figures import WorkerFigures, add_figures, add_retries
 from paddle_reshard.tasks.index import index_huggingface, read_json
@@ -70,21 +71,31 @@ def ignore_events(event: Event) -> None:
 
 
 @dataclass(frozen=True)
+class PlannedTarget:
+    """One target of a conversion."""
+
+    form: AnyTarget
+    wanted: Checkpoint
+    """The source as the target is to hold it: the same but for a vocabulary of another size."""
+    files: TargetFiles
+    carried: tuple[str, ...]
+    """Files of the source that go to the target byte for byte."""
+    left: tuple[tuple[str, str], ...]
+    """Files of the source that are not in the target, and why."""
+    left_states: tuple[str, ...]
+    """States of tensors that the target has no place for, or that were not asked for."""
+
+
+@dataclass(frozen=True)
 class ConversionPlan:
     """A conversion that can be run: what, from where, and what becomes of every file."""
 
     store: Source
     """The source's files, as they were seen when they were indexed."""
     source: Checkpoint
-    target: AnyTarget
-    wanted: Checkpoint
-    """The source as the target is to hold it: the same but for a vocabulary of another size."""
-    files: TargetFiles
+    targets: tuple[PlannedTarget, ...]
     plan: Plan
-    left: tuple[tuple[str, str], ...]
-    """Files of the source that are not in the target, and why."""
-    left_states: tuple[str, ...] = ()
-    """States of tensors that the target's format has no place for."""
+    """Of all targets together; their paths as :class:`~paddle_reshard.storage.outputs.Outputs` has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,26 +127,24 @@ def plan_checkpoint(
     request: ConversionRequest,
     limits: PartLimits = PartLimits(),  # noqa: B008 (a frozen value)
 ) -> ConversionPlan:
-    """Plan a conversion; pure but for the sizes that ``store`` has seen. ``limits`` are those of the target."""
-    form = request.form
-    target = (
-        form.target_for(source.model.table.convention, source.sequence_parallel)
-        if isinstance(form, HybridRequest)
-        else form
-    )
+    """Plan a conversion; pure but for the sizes that ``store`` has seen. ``limits`` are those of the targets."""
     wanted = source
     if request.vocab_pad is not None:
         wanted = resize_vocabulary(source, request.vocab_pad, grow=True)
     elif request.vocab_trim is not None:
         wanted = resize_vocabulary(source, request.vocab_trim, grow=False)
     sizes = store.sizes()
-    if isinstance(target, HuggingFaceTarget) and target.state == EMA and AVERAGE in sizes:
-        check_average(read_json(store, AVERAGE, sizes), AVERAGE)
-    laid_out = lay_out(source, wanted, target, sizes, store.folders)
-    carried = [CarriedFile(path, path, sizes[path]) for path in laid_out.carried]
+    forms = [_chosen(form, source, store) for form in request.forms]
+    laid_out = [lay_out(source, wanted, form, sizes, store.folders) for form in forms]
+    joined = join(source.catalog, laid_out, prefixes(len(laid_out)))
+    carried = [
+        CarriedFile(path, prefix + path, sizes[path])
+        for prefix, of_target in zip(prefixes(len(laid_out)), laid_out, strict=True)
+        for path in of_target.carried
+    ]
     plan = plan_conversion(
-        laid_out.catalog,
-        laid_out.files,
+        joined.catalog,
+        joined.files,
         carried,
         request.budget_bytes,
         limits,
@@ -143,9 +152,21 @@ def plan_checkpoint(
         request.allow_replica_drift,
         request.allow_reread,
     )
-    return ConversionPlan(
-        store, source, target, wanted, laid_out.files, plan, laid_out.left, laid_out.left_states
-    )
+    targets = [
+        PlannedTarget(form, wanted, one.files, one.carried, one.left, one.left_states)
+        for form, one in zip(forms, laid_out, strict=True)
+    ]
+    return ConversionPlan(store, source, tuple(targets), plan)
+
+
+def _chosen(form: Form, source: Checkpoint, store: Source) -> AnyTarget:
+    """A target with what it leaves open taken from the source."""
+    if isinstance(form, HybridRequest):
+        return form.target_for(source.model.table.convention, source.sequence_parallel)
+    sizes = store.sizes()
+    if isinstance(form, HuggingFaceTarget) and form.state == EMA and AVERAGE in sizes:
+        check_average(read_json(store, AVERAGE, sizes), AVERAGE)
+    return form
 
 
 # -------------------------------------------------------------------------------------- move, verify, publish
@@ -169,7 +190,7 @@ def identify(conversion: ConversionPlan) -> Identity:
     return Identity(conversion.plan.plan_id, __version__, store.location, files)
 
 
-def is_made(conversion: ConversionPlan, target: Target) -> bool:
+def _is_made(described: Mapping[str, Any], target: Target) -> bool:
     """Whether the target is what this conversion would make: a run was killed when all was done."""
     manifest = target.published(MANIFEST)
     if manifest is None:
@@ -179,34 +200,42 @@ def is_made(conversion: ConversionPlan, target: Target) -> bool:
         source = found["source"]
     except (ValueError, TypeError, KeyError):
         return False
-    wanted = describe_target(conversion)
-    return all(found.get(name) == wanted[name] for name in ("format", "version", "plan_id", "files")) and all(
-        source.get(name) == wanted["source"][name] for name in ("files", "versions")
-    )
+    return all(
+        found.get(name) == described[name] for name in ("format", "version", "plan_id", "files")
+    ) and all(source.get(name) == described["source"][name] for name in ("files", "versions"))
 
 
 def run_conversion(
-    conversion: ConversionPlan, target: Target, engine: Engine, observe: Observer
+    conversion: ConversionPlan, outputs: Outputs, engine: Engine, observe: Observer, resume: bool = False
 ) -> MoveReport:
-    """Move, verify and publish: afterwards the target is there, whole.
+    """Move, verify and publish: afterwards the targets are there, whole.
 
     If it does not come to that, nothing looks like a finished target: what is done is kept for a later run to go on
-    with, or taken back if the checkpoint was refused.
+    with, or taken back if the checkpoint was refused. With ``resume``, targets that are there already stay.
     """
     plan, source = conversion.plan, conversion.store
-    with target:
+    if resume:
+        described = describe_targets(conversion)
+        outputs.made = {p for p, target in outputs.targets.items() if _is_made(described[p], target)}
+        if len(outputs.made) == len(described):
+            return MoveReport(0, 0, 0, 0, (), resumed_groups=plan.groups)
+    with outputs:
         observe(StepStarted("move", plan.written_bytes))
-        report, receipts = _move(conversion, target, engine, observe)
+        report, receipts = _move(conversion, outputs, engine, observe)
         before = f", {report.resumed_groups} groups were done before" if report.resumed_groups else ""
         observe(StepEnded("move", f"{report.groups} groups, {report.written_bytes} bytes written{before}"))
         observe(StepStarted("verify"))
         source.check_unchanged()
-        _check_staged(target.finish(receipts), conversion)
-        observe(StepEnded("verify", "the staged target reads back as a whole checkpoint"))
+        planned = dict(zip(outputs.targets, conversion.targets, strict=True))
+        for prefix, staged in outputs.finish(receipts).items():
+            _check_staged(staged, planned[prefix])
+        observe(StepEnded("verify", "what is staged reads back as a whole checkpoint"))
         observe(StepStarted("publish"))
-        described = describe_target(conversion, report.replica_drift, receipts, target.etags())
-        target.publish(MANIFEST, format_manifest(described))
-        observe(StepEnded("publish", target.location))
+        described = describe_targets(conversion, report.replica_drift, receipts)
+        for prefix, target in outputs.pending():
+            manifest = {**described[prefix], "etags": dict(target.etags())}
+            target.publish(MANIFEST, format_manifest(manifest))
+        observe(StepEnded("publish", outputs.location))
     return report
 
 
@@ -224,10 +253,10 @@ def _new_files(plan: Plan) -> list[NewFile]:
 
 
 def _move(
-    conversion: ConversionPlan, target: Target, engine: Engine, observe: Observer
+    conversion: ConversionPlan, outputs: Outputs, engine: Engine, observe: Observer
 ) -> tuple[MoveReport, list[Receipt]]:
     source, plan = conversion.store, conversion.plan
-    writer, records = target.begin(_new_files(plan), identify(conversion))
+    writer, records = outputs.begin(_new_files(plan), identify(conversion))
     # What differed and was allowed then is not taken over by a run that does not allow it.
     done = {record.unit: record for record in records if plan.allow_replica_drift or not record.drift}
     resumed = sum(unit < plan.groups for unit in done)
@@ -246,14 +275,14 @@ def _move(
             figures += report.figures
             found = tuple(f"{d.tensor}: {d.detail}: {d.path_a}, {d.path_b}" for d in report.differences)
             drift += found
-            target.note(Record(report.group, tuple(report.receipts), found))
+            outputs.note(Record(report.group, tuple(report.receipts), found))
             observe(Progress(report.written_bytes))
     for unit, carried in enumerate(plan.carried, plan.groups):
         if unit in done:
             continue
         written_parts = _carry(source, carried, writer)
         receipts += written_parts
-        target.note(Record(unit, tuple(written_parts)))
+        outputs.note(Record(unit, tuple(written_parts)))
         read, written = read + carried.size_bytes, written + carried.size_bytes
         observe(Progress(carried.size_bytes))
     # Groups end in any order on a cluster; the manifest must not depend on it.
@@ -281,9 +310,9 @@ def _carry(source: Source, carried: CarriedFile, writer: WritePart) -> list[Rece
     return receipts
 
 
-def _check_staged(staged: Source, conversion: ConversionPlan) -> None:
-    """Index the staged target as if it were a source: it must be the checkpoint that was planned."""
-    wanted, target = conversion.wanted, conversion.target
+def _check_staged(staged: Source, planned_target: PlannedTarget) -> None:
+    """Index a staged target as if it were a source: it must be the checkpoint that was planned."""
+    wanted, target = planned_target.wanted, planned_target.form
     if isinstance(target, HuggingFaceTarget):
         index_huggingface(staged, staged.sizes(), wanted.model, target)
         return
@@ -294,7 +323,7 @@ def _check_staged(staged: Source, conversion: ConversionPlan) -> None:
             raise CheckpointError(
                 f"the staged target reads back as {found.topology}, planned was {target.topology}"
             )
-    kept = [t for t in wanted.catalog.tensors if t.state not in conversion.left_states]
+    kept = [t for t in wanted.catalog.tensors if t.state not in planned_target.left_states]
     one = {(t.key, t.state, t.dtype, t.global_shape) for t in kept}
     two = {(t.key, t.state, t.dtype, t.global_shape) for t in found.catalog.tensors}
     if one != two:
@@ -302,37 +331,44 @@ def _check_staged(staged: Source, conversion: ConversionPlan) -> None:
         raise CheckpointError(f"{odd[0][0]} ({odd[0][1]}): not the same in the source and the staged target")
 
 
-def describe_target(
-    conversion: ConversionPlan,
-    replica_drift: Sequence[str] = (),
-    receipts: Iterable[Receipt] = (),
-    etags: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """The manifest: what was made, and from what. The same conversion gives the same bytes."""
+def describe_targets(
+    conversion: ConversionPlan, replica_drift: Sequence[str] = (), receipts: Iterable[Receipt] = ()
+) -> dict[str, dict[str, Any]]:
+    """Prefix of each target → its manifest: what was made, and from what. The same conversion gives the same bytes."""
     from paddle_reshard import __version__
 
     plan, source, store = conversion.plan, conversion.source, conversion.store
-    return {
-        "format": FORMAT,
-        "version": __version__,
-        "plan_id": plan.plan_id,
-        **target_facts(conversion.target),
-        "files": {f.path: f.size_bytes for f in plan.target_files}
-        | {c.target_path: c.size_bytes for c in plan.carried},
-        "source": {
-            "location": absolute(store.location),
-            "format": source.format,
-            "topology": None if source.topology is None else str(source.topology),
-            "sharding_strategy": source.strategy,
-            "files": store.sizes(),
-            "versions": store.versions(),
-            "not_carried": dict(conversion.left),
-            "states_left": list(conversion.left_states),
-            "replica_drift": list(replica_drift),
-        },
-        "etags": dict(etags or {}),
-        "parts": describe_parts(receipts, _copies(plan)),
-    }
+    files = {f.path: f.size_bytes for f in plan.target_files}
+    files |= {c.target_path: c.size_bytes for c in plan.carried}
+    parts = describe_parts(receipts, _copies(plan))
+    described = {}
+    for prefix, target in zip(prefixes(len(conversion.targets)), conversion.targets, strict=True):
+        described[prefix] = {
+            "format": FORMAT,
+            "version": __version__,
+            "plan_id": plan.plan_id,
+            **target_facts(target.form),
+            "files": _below(prefix, files),
+            "source": {
+                "location": absolute(store.location),
+                "format": source.format,
+                "topology": None if source.topology is None else str(source.topology),
+                "sharding_strategy": source.strategy,
+                "files": store.sizes(),
+                "versions": store.versions(),
+                "not_carried": dict(target.left),
+                "states_left": list(target.left_states),
+                "replica_drift": list(replica_drift),
+            },
+            "etags": {},
+            "parts": _below(prefix, parts),
+        }
+    return described
+
+
+def _below(prefix: str, of_paths: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of one target, by its own paths."""
+    return {path.removeprefix(prefix): value for path, value in of_paths.items() if path.startswith(prefix)}
 
 
 def _copies(plan: Plan) -> dict[tuple[str, int], tuple[str, int]]:

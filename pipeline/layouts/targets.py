@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+import numpy as np
+
+from paddle_reshard.pipeline.catalog import Catalog, File, Fragments
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.files import LaidOut, add_literal_files
+from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
 from paddle_reshard.pipeline.layouts.huggingface.sidecars import plan_huggingface_sidecars
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget, layout_huggingface
 from paddle_reshard.pipeline.layouts.hybrid.sidecars import plan_sidecars
@@ -44,6 +48,33 @@ def lay_out(
     sidecars = plan_sidecars(sizes, folders, wanted, config, target.topology)
     files = add_literal_files(layout_hybrid(wanted, target), sidecars.written)
     return LaidOut(source.catalog, files, sidecars.carried, sidecars.left)
+
+
+def join(source: Catalog, laid_out: Sequence[LaidOut], prefixes: Sequence[str]) -> LaidOut:
+    """Several targets as one, made of one reading: paths begin with the prefix of their target."""
+    if len(laid_out) == 1:
+        return laid_out[0]
+    chosen = {(t.key, t.state) for one in laid_out for t in one.catalog.tensors}
+    kept = [i for i, tensor in enumerate(source.tensors) if (tensor.key, tensor.state) in chosen]
+    catalog = source.only(kept)
+    index = catalog.index()
+    files: list[File] = []
+    literals: list[tuple[int, int, bytes]] = []
+    fills: list[tuple[int, int, int]] = []
+    fragments: list[Fragments] = []
+    for prefix, one in zip(prefixes, laid_out, strict=True):
+        first = len(files)
+        files += [replace(file, path=prefix + file.path) for file in one.files.files]
+        literals += [(first + file, start, content) for file, start, content in one.files.literals]
+        fills += [(first + file, start, nbytes) for file, start, nbytes in one.files.fills]
+        rows = one.files.fragments.copy()
+        rows["file"] += first
+        places = np.array([index[t.key, t.state] for t in one.catalog.tensors], dtype=np.int32)
+        rows["tensor"] = places[rows["tensor"]]
+        fragments.append(rows)
+    casts = frozenset(cast for one in laid_out for cast in one.files.casts)
+    joined = TargetFiles(tuple(files), tuple(literals), tuple(fills), np.concatenate(fragments), casts=casts)
+    return LaidOut(catalog, joined, (), ())
 
 
 def target_facts(target: AnyTarget) -> dict[str, str]:

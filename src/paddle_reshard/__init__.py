@@ -12,19 +12,26 @@ from paddle_reshard.pipeline.api import (
     verify,
 )
 from paddle_reshard.pipeline.ema import AsyncEma
+from paddle_reshard.pipeline.ema_live import rank_pieces
+from paddle_reshard.pipeline.ema_resume import Piece, RankPieces
 from paddle_reshard.pipeline.ema_trainer import ema_callback
 from paddle_reshard.pipeline.errors import ReshardError
 from paddle_reshard.pipeline.integrity import IntegrityReport
+from paddle_reshard.pipeline.options import ConversionOptions, TargetOptions
 from paddle_reshard.pipeline.topology import Topology
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AsyncEma",
+    "ConversionOptions",
     "ConversionReport",
     "Inspection",
     "IntegrityReport",
+    "Piece",
+    "RankPieces",
     "ReshardError",
+    "TargetOptions",
     "Topology",
     "VerifyReport",
     "__version__",
@@ -34,5 +41,6 @@ __all__ = [
     "ema_callback",
     "inspect",
     "plan",
+    "rank_pieces",
     "verify",
 ]

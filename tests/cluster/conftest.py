@@ -20,6 +20,7 @@ from paddle_reshard.clusters.inline import run_inline
 from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.workflow import ConversionPlan, Engine, MoveReport, ignore_events, run_conversion
 from paddle_reshard.storage.local import LocalTarget
+from paddle_reshard.storage.outputs import Outputs
 from tests.conftest import REPO, committed_case
 
 CASE = "mp2pp2sh2_s1v2_meta_ema"
@@ -65,7 +66,9 @@ class Conversion:
     def run(self, engine: Engine) -> MoveReport:
         """Run it with another engine; the result must not differ in any byte."""
         made = self.folder / "made"
-        report = run_conversion(self.plan, LocalTarget(made, overwrite=False), engine, ignore_events)
+        report = run_conversion(
+            self.plan, Outputs([LocalTarget(made, overwrite=False)]), engine, ignore_events
+        )
         assert contents(made) == self.files
         assert replace(report, workers=()) == self.inline
         return report
@@ -86,7 +89,9 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
         monkeypatch.setattr(planning, "GROUP_BYTES", group_bytes)
         there = tmp_path / "inline"
         planned = paddle_reshard.plan(committed_case(CASE) / "checkpoint-3", there, to=to, **options)
-        report = run_conversion(planned, LocalTarget(there, overwrite=False), run_inline, ignore_events)
+        report = run_conversion(
+            planned, Outputs([LocalTarget(there, overwrite=False)]), run_inline, ignore_events
+        )
         return Conversion(planned, report, contents(there), tmp_path)
 
     return make

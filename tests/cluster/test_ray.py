@@ -24,10 +24,11 @@ from paddle_reshard.pipeline.errors import (
     UnsupportedError,
     UsageError,
 )
-from paddle_reshard.pipeline.planning.match import COMPARE
+from paddle_reshard.pipeline.planning.ops import COMPARE
 from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
 from paddle_reshard.pipeline.workflow import Engine, run_conversion
 from paddle_reshard.storage.local import LocalTarget
+from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.store import Identity
 from tests.cluster.conftest import CASE, Conversion, Plan, contents, is_running
 from tests.cluster.faults import (
@@ -93,7 +94,7 @@ def test_retries_of_a_worker_reach_the_report(plan: Plan, tmp_path: Path) -> Non
     conversion = plan()
     report = run_conversion(
         conversion.plan,
-        LocalTarget(tmp_path / "made", overwrite=False),
+        Outputs([LocalTarget(tmp_path / "made", overwrite=False)]),
         lambda works, source, target: engine()(works, FailsOnce(source, tmp_path / "failed"), target),
         lambda event: None,
     )
@@ -207,7 +208,7 @@ def test_a_store_that_cannot_be_reached_is_named_and_no_secret_is(
 @pytest.mark.parametrize("exchange", ["never", "always"])
 def test_a_refusal_arrives_whole(conversion: Conversion, exchange: str) -> None:
     ops = conversion.plan.plan.ops
-    copy = ops[ops["kind"] == COMPARE][0]
+    copy = ops[ops["kind"] == COMPARE].rows()[0]
     path = conversion.plan.plan.source_files[int(copy["target_file"])].path
 
     def on(inner: Engine) -> DriftError:
@@ -229,11 +230,11 @@ def test_a_refusal_arrives_whole(conversion: Conversion, exchange: str) -> None:
 def test_drift_that_is_allowed_is_reported(plan: Plan, tmp_path: Path) -> None:
     conversion = plan(allow_replica_drift=True)
     ops = conversion.plan.plan.ops
-    copy = ops[ops["kind"] == COMPARE][0]
+    copy = ops[ops["kind"] == COMPARE].rows()[0]
     path = conversion.plan.plan.source_files[int(copy["target_file"])].path
     reports = []
     for inner in (run_inline, engine(exchange="always")):
-        made = LocalTarget(tmp_path / f"drift {len(reports)}", overwrite=False)
+        made = Outputs([LocalTarget(tmp_path / f"drift {len(reports)}", overwrite=False)])
         reports.append(
             run_conversion(
                 conversion.plan,
@@ -361,13 +362,14 @@ from pathlib import Path
 from paddle_reshard.clusters.ray_cluster import RayEngine
 from paddle_reshard.pipeline import workflow
 from paddle_reshard.storage.local import LocalTarget
+from paddle_reshard.storage.outputs import Outputs
 from tests.cluster.faults import Watched
 
 source, target, notes = map(Path, sys.argv[1:])
 plan = paddle_reshard.plan(source, target, to="tp=2,sharding=3")
 engine = RayEngine(workers=1, memory_bytes=64 << 20)
 watched = lambda works, source, writer: engine(works, Watched(source, notes), writer)
-workflow.run_conversion(plan, LocalTarget(target, overwrite=False), watched, workflow.ignore_events)
+workflow.run_conversion(plan, Outputs([LocalTarget(target, overwrite=False)]), watched, workflow.ignore_events)
 assert not ray.is_initialized()
 """
 

@@ -290,8 +290,8 @@ def test_small_files(tmp_path: Path) -> None:
         "torch_dtype": "float16",
     }
     assert config["architectures"] == ["LlamaForCausalLM"]
-    assert {"training_args.bin", "scheduler.pdparams", "rng_state_0.pth"} <= {p for p, _ in report.plan.left}
-    assert set(report.plan.left_states) == {"moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc"}
+    assert {"training_args.bin", "scheduler.pdparams", "rng_state_0.pth"} <= {p for p, _ in report.plan.targets[0].left}
+    assert set(report.plan.targets[0].left_states) == {"moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc"}
 
 
 def test_class_names_of_paddleformers_become_those_of_transformers(folder: Path, tmp_path: Path) -> None:
@@ -455,7 +455,7 @@ def test_an_average_that_is_not_one_yet(facts: dict[str, Any], message: str, tmp
         paddle_reshard.plan(source, tmp_path / "hf", format="huggingface", state="ema")
     (source / "ema.json").write_text('{"divide_by": 1}')
     planned = paddle_reshard.plan(source, tmp_path / "hf", format="huggingface", state="ema")
-    assert ("ema.json", "state of the training job, not of the model") in planned.left
+    assert ("ema.json", "state of the training job, not of the model") in planned.targets[0].left
 
 
 def test_a_family_whose_form_is_not_known(folder: Path, tmp_path: Path) -> None:

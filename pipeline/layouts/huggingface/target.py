@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from paddle_reshard.pipeline.catalog import Catalog, File, FragmentRow, fragment_row, fragment_rows
 from paddle_reshard.pipeline.errors import PlanError
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
@@ -205,14 +203,4 @@ def _chosen(source: Catalog, wanted: Sequence[int]) -> tuple[Catalog, dict[int, 
             related.append(index[source.tensors[tensor].key, PARAM])
         for one in related:
             chosen.setdefault(one, len(chosen))
-    places = np.full(len(source.tensors), -1, dtype=np.int32)
-    places[list(chosen)] = list(chosen.values())
-    fragments = source.fragments.copy()
-    fragments["tensor"] = places[fragments["tensor"]]
-    catalog = Catalog(
-        tuple(source.tensors[tensor] for tensor in chosen),
-        source.files,
-        fragments[fragments["tensor"] >= 0],
-        {chosen[t]: chosen[m] for t, m in source.implied.items() if t in chosen and m in chosen},
-    )
-    return catalog, chosen
+    return source.only(list(chosen)), chosen

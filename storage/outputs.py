@@ -1,0 +1,158 @@
+"""The targets of one conversion as one place to write.
+
+The files of a single target keep their paths. Where there are several, a path begins with the number of its target,
+``1/optimizer.pdopt``: so one plan, one ledger line and one group can speak of all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+from paddle_reshard.pipeline.planning.limits import PartLimits
+from paddle_reshard.storage.store import (
+    Identity,
+    NewFile,
+    ReadRange,
+    Receipt,
+    Record,
+    Source,
+    Target,
+    WritePart,
+)
+
+
+def prefixes(count: int) -> list[str]:
+    """How the paths of each of several targets begin.
+
+    >>> prefixes(1), prefixes(2)
+    ([''], ['0/', '1/'])
+    """
+    return [""] if count == 1 else [f"{number}/" for number in range(count)]
+
+
+class Outputs:
+    """All targets. Those that are there already, because an earlier run was killed between two, are left alone."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self.targets = dict(zip(prefixes(len(targets)), targets, strict=True))
+        self.made: set[str] = set()
+        """Prefixes of targets that are there already."""
+        self._stack = ExitStack()
+
+    @property
+    def location(self) -> str:
+        """Where they will be, for people."""
+        return ", ".join(target.location for target in self.targets.values())
+
+    def limits(self, source: Source) -> PartLimits:
+        """What suits the stores of all targets."""
+        targets = self.targets.values()
+        counts = [target.most_parts for target in targets if target.most_parts is not None]
+        copies = {target.copies_from(source) for target in targets}
+        return PartLimits(
+            max(target.smallest_part_bytes for target in targets),
+            min(counts, default=None),
+            copies.pop() if len(copies) == 1 else None,
+        )
+
+    def pending(self) -> Iterator[tuple[str, Target]]:
+        """Prefix and target, of those that have to be made."""
+        return ((prefix, target) for prefix, target in self.targets.items() if prefix not in self.made)
+
+    def begin(self, files: Sequence[NewFile], identity: Identity) -> tuple[WritePart, list[Record]]:
+        """Begin every target. A unit of work is done where all of them say so."""
+        writers: dict[str, WritePart | None] = dict.fromkeys(self.made)
+        records: list[dict[int, Record]] = []
+        for prefix, target in self.pending():
+            own = [
+                replace(file, path=file.path.removeprefix(prefix))
+                for file in files
+                if file.path.startswith(prefix)
+            ]
+            writers[prefix], found = target.begin(own, identity)
+            records.append({record.unit: _prefixed(record, prefix) for record in found})
+        units = set.intersection(*(set(of_target) for of_target in records)) if records else set()
+        joined = [_joined([of_target[unit] for of_target in records]) for unit in sorted(units)]
+        only = writers.get("")
+        return (_Writers(writers) if only is None else only), joined
+
+    def note(self, record: Record) -> None:
+        """Remember that a unit is done."""
+        for prefix, target in self.pending():
+            target.note(replace(record, receipts=tuple(_own(record.receipts, prefix))))
+
+    def finish(self, receipts: Sequence[Receipt]) -> dict[str, Source]:
+        """Make the files of all targets whole, and let them be read back, by prefix."""
+        return {prefix: target.finish(_own(receipts, prefix)) for prefix, target in self.pending()}
+
+    def __enter__(self) -> Outputs:
+        for _, target in self.pending():
+            self._stack.enter_context(target)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+
+def _own(receipts: Iterable[Receipt], prefix: str) -> list[Receipt]:
+    """The receipts of one target, by its own paths."""
+    return [
+        replace(receipt, path=receipt.path.removeprefix(prefix))
+        for receipt in receipts
+        if receipt.path.startswith(prefix)
+    ]
+
+
+def _prefixed(record: Record, prefix: str) -> Record:
+    return replace(record, receipts=tuple(replace(r, path=prefix + r.path) for r in record.receipts))
+
+
+def _joined(records: Sequence[Record]) -> Record:
+    """What all targets say of one unit; all have noted the same drift."""
+    return replace(records[0], receipts=tuple(r for record in records for r in record.receipts))
+
+
+@dataclass(frozen=True, slots=True)
+class _Writers:
+    """Writes every part into the target that its path names; ``None``: that one is there already."""
+
+    writers: Mapping[str, WritePart | None]
+
+    @property
+    def copies_in_flight(self) -> int:
+        """What suits all."""
+        return min((w.copies_in_flight for w in self.writers.values() if w is not None), default=1)
+
+    def _find(self, path: str) -> tuple[str, WritePart | None]:
+        prefix = path[: path.index("/") + 1]
+        return prefix, self.writers[prefix]
+
+    def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
+        """Write one whole part."""
+        prefix, writer = self._find(path)
+        if writer is None:
+            return Receipt(path, byte_offset, len(buffer))
+        receipt = writer.write_part(path.removeprefix(prefix), byte_offset, buffer)
+        return replace(receipt, path=path)
+
+    def copy_part(
+        self,
+        path: str,
+        byte_offset: int,
+        nbytes: int,
+        source: ReadRange,
+        source_path: str,
+        source_offset: int,
+    ) -> Receipt:
+        """Have the storage copy one whole part."""
+        prefix, writer = self._find(path)
+        if writer is None:
+            return Receipt(path, byte_offset, nbytes)
+        own = path.removeprefix(prefix)
+        receipt = writer.copy_part(own, byte_offset, nbytes, source, source_path, source_offset)
+        return replace(receipt, path=path)

@@ -1,0 +1,112 @@
+"""Several targets of one reading are what separate conversions make, byte for byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paddle_reshard
+from paddle_reshard.pipeline.errors import UsageError
+from paddle_reshard.pipeline.options import TargetOptions, parse_target
+from paddle_reshard.pipeline.workflow import Event, Progress
+from tests.conftest import committed_case
+
+SOURCE = committed_case("mp2sh2_s1v2_meta_mid") / "checkpoint-3"
+TARGETS: dict[str, TargetOptions] = {
+    "cards": {"to": "tp=1"},
+    "stages": {"to": "tp=2,pp=2", "layout": {"sequence_parallel": True}},
+    "shards": {"to": "sharding=4", "sharding_strategy": "stage1v2", "format": "hybrid-plain"},
+    "model": {"format": "huggingface", "max_shard_size": "2MB"},
+    "wide": {"format": "huggingface", "dtype": "float32"},
+}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "paddle_reshard.json"
+    }
+
+
+@pytest.fixture(scope="module")
+def separate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("separate")
+    for name, options in TARGETS.items():
+        paddle_reshard.convert(SOURCE, made / name, **options)
+    return made
+
+
+def test_together_they_are_the_same(separate: Path, tmp_path: Path) -> None:
+    report = paddle_reshard.convert(SOURCE, {tmp_path / name: of for name, of in TARGETS.items()})
+    for name in TARGETS:
+        assert contents(tmp_path / name) == contents(separate / name)
+        assert paddle_reshard.check(tmp_path / name).intact
+    carried = sum(file.size_bytes for file in report.plan.plan.carried)
+    files = {f.path: f.size_bytes for f in report.plan.plan.source_files}
+    assert report.moved.read_bytes - carried <= 1.05 * sum(files.values())
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_killed_one_goes_on(separate: Path, tmp_path: Path) -> None:
+    asked: dict[Any, TargetOptions] = {tmp_path / name: TARGETS[name] for name in ("cards", "model")}
+    moved = 0
+
+    def kill(event: Event) -> None:
+        nonlocal moved
+        moved += isinstance(event, Progress)
+        if moved == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        paddle_reshard.convert(SOURCE, asked, observe=kill)
+    assert not (tmp_path / "cards").exists()
+    assert not (tmp_path / "model").exists()
+    report = paddle_reshard.convert(SOURCE, asked, resume=True)
+    assert report.moved.resumed_groups > 0
+    for name in ("cards", "model"):
+        assert contents(tmp_path / name) == contents(separate / name)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("paddle_reshard.json")}
+    again = paddle_reshard.convert(SOURCE, asked, resume=True)
+    assert (again.moved.written_bytes, again.moved.resumed_groups) == (0, again.plan.plan.groups)
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("paddle_reshard.json")}
+
+
+def test_one_that_is_there_already_stays(separate: Path, tmp_path: Path) -> None:
+    """A run that was killed between publishing two targets."""
+    asked: dict[Any, TargetOptions] = {tmp_path / name: TARGETS[name] for name in ("cards", "model")}
+    paddle_reshard.convert(SOURCE, asked)
+    manifest = (tmp_path / "cards" / "paddle_reshard.json").read_bytes()
+    for path in (tmp_path / "model").iterdir():
+        path.unlink()
+    (tmp_path / "model").rmdir()
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cards").iterdir()}
+    paddle_reshard.convert(SOURCE, asked, resume=True)
+    assert contents(tmp_path / "model") == contents(separate / "model")
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "cards").iterdir()}
+    assert json.loads(manifest)["files"].keys() == contents(tmp_path / "cards").keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a", "write DST:FORMAT"),
+        ("a:tensorflow", "write DST:FORMAT"),
+        ("a:hybrid", "--to is missing"),
+        ("a:hybrid:tp=2,dtype=float32", "--dtype says nothing about a target of the format hybrid"),
+        ("a:huggingface:state", "'state' is not one of state, dtype, max-shard-size with a value, once"),
+        ("a:huggingface:tp=2", "--to says nothing"),
+    ],
+)
+def test_a_malformed_target_is_refused(text: str, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        parse_target(text)
+
+
+def test_two_targets_may_not_be_one_place(tmp_path: Path) -> None:
+    asked: dict[Any, TargetOptions] = {tmp_path / "a": {"to": "tp=1"}, tmp_path / "a" / "b": {"to": "tp=1"}}
+    with pytest.raises(UsageError, match="one inside the other"):
+        paddle_reshard.plan(SOURCE, asked)
