@@ -42,18 +42,19 @@ class InlineEngine:
 
     def __call__(self, works: Iterable[GroupWork], source: ReadRange, target: WritePart) -> Reports:
         """Run every group, and report each as it is done. Closing the iterator ends all of them."""
-        return self._run(works, lambda work, mover: run_group(work, source, target, mover))
+        return self.run(works, lambda work, mover: run_group(work, source, target, mover))
 
     def compare(self, works: Iterable[GroupWork], source: ReadRange) -> Reports:
         """Only make the comparisons of every group."""
-        return self._run(works, lambda work, mover: compare_group(work, source, mover))
+        return self.run(works, lambda work, mover: compare_group(work, source, mover))
 
     @property
     def groups_at_a_time(self) -> int:
         """As far as memory allows."""
         return self.workers or 2 * len(os.sched_getaffinity(0))
 
-    def _run(self, works: Iterable[GroupWork], do: Callable[[GroupWork, Mover], GroupReport]) -> Reports:
+    def run(self, works: Iterable[GroupWork], do: Callable[[GroupWork, Mover], GroupReport]) -> Reports:
+        """Do anything with every group, in the workspace that it is given."""
         count = self.groups_at_a_time
         desk = Workspaces(self.memory_bytes - FOOTPRINT_BYTES)
         running: dict[Future[GroupReport], Workspace] = {}

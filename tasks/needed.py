@@ -1,0 +1,68 @@
+"""Read only the bytes of a group's bands that its moves need.
+
+A band reaches from the first to the last byte that a pass needs of a file. Offline all of it is wanted by one target
+file or another. A process that loads its own columns of a matrix wants a short run out of every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from paddle_reshard.pipeline.geometry import MAX_DIMS, Ints
+from paddle_reshard.pipeline.planning.ops import ITEMSIZES
+from paddle_reshard.pipeline.planning.ranges import merge
+from paddle_reshard.pipeline.planning.work import GroupWork
+from paddle_reshard.storage.store import Read, ReadRange
+
+
+class NeededBytes(ReadRange):
+    """The bands of one group that only moves, as far as they are needed; other bytes of the buffers stay as they are.
+
+    Bytes between two needed ones are read along where they are at most ``gap_bytes``.
+    """
+
+    def __init__(self, source: ReadRange, work: GroupWork, gap_bytes: int) -> None:
+        self.source, self.work, self.gap_bytes = source, work, gap_bytes
+        self.file_numbers = {path: number for number, path in work.source_paths.items()}
+        self.read_bytes = 0
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        """Fill what is needed of one band."""
+        self.read_many([Read(path, byte_offset, buffer)])
+
+    def read_many(self, reads: Sequence[Read]) -> None:
+        """Fill what is needed of several bands."""
+        pieces = [piece for read in reads for piece in self._pieces(read)]
+        self.source.read_many(pieces)
+        self.read_bytes += sum(len(piece.buffer) for piece in pieces)
+
+    def _pieces(self, band: Read) -> Iterator[Read]:
+        ops = self.work.ops
+        start, stop = band.byte_offset, band.byte_offset + len(band.buffer)
+        inside = (ops["source_byte"] >= start) & (ops["source_stop"] <= stop)
+        chosen = ops[inside & (ops["source_file"] == self.file_numbers[band.path])]
+        runs = [self._runs(op) for op in chosen]
+        if not runs:
+            return
+        low, high = (np.concatenate([run[end] for run in runs]) for end in (0, 1))
+        _, low, high = merge(np.zeros(len(low), dtype=np.int64), low, high, self.gap_bytes)
+        for first, last in zip(low.tolist(), high.tolist(), strict=True):
+            yield Read(band.path, first, band.buffer[first - start : last - start])
+
+    def _runs(self, op: np.void) -> tuple[Ints, Ints]:
+        """First bytes, and ones past the last, of the runs that the source side of an op is."""
+        strides, extents = op["source_strides"].tolist(), op["extents"].tolist()
+        length = int(ITEMSIZES[op["source_dtype"]])
+        start = np.array([op["source_byte"]], dtype=np.int64)
+        within = True
+        for dim in sorted(range(MAX_DIMS), key=lambda d: strides[d]):
+            if extents[dim] == 1:
+                continue
+            within = within and strides[dim] - length <= self.gap_bytes
+            if within:
+                length += (extents[dim] - 1) * strides[dim]
+            else:
+                start = (start[:, None] + np.arange(extents[dim]) * strides[dim]).ravel()
+        return start, start + length
