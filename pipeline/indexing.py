@@ -18,8 +18,15 @@ from paddle_reshard.pipeline.layouts.hybrid.meta import parse_model_meta
 from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META, parse_rank_file
 from paddle_reshard.pipeline.layouts.hybrid.source import read_hybrid
 from paddle_reshard.pipeline.layouts.rules import RuleTable
+from paddle_reshard.pipeline.layouts.unified.names import is_unified
 from paddle_reshard.storage.store import Source
-from paddle_reshard.tasks.index import index_huggingface, index_tensor_files, read_json
+from paddle_reshard.tasks.index import (
+    index_huggingface,
+    index_tensor_files,
+    index_unified,
+    index_weights,
+    read_json,
+)
 
 TENSOR_SUFFIXES = (".pdparams", ".pdopt", ".distcp", ".pdmodel")
 PLAIN_STATES = ("scheduler.pdparams", "scaler.pdparams")
@@ -58,6 +65,8 @@ def index_checkpoint(
     """
     sizes = store.sizes()
     _refuse_folder_of_checkpoints(store)
+    if any(path.endswith(".safetensors") for path in sizes):
+        return _index_safetensors(store, tables, read_config(store, config))
     _refuse_other_formats(store)
     _refuse_unknown_tensor_files(store)
     meta = parse_model_meta(read_json(store, MODEL_META, sizes)) if MODEL_META in sizes else None
@@ -85,18 +94,13 @@ def index_pair(
 ) -> tuple[Contents, Contents]:
     """Understand two checkpoints that are to be compared; one that has no ``config.json`` is read by the other's.
 
-    One of them may be a Hugging Face checkpoint: it holds the parameters of the other one's model.
+    If one of them is a Hugging Face checkpoint, it holds the parameters of the other one's model.
     """
     for store in (a, b):
         if config is None and CONFIG in store.sizes():
             config = read_json(store, CONFIG, store.sizes())
     foreign = [is_huggingface(store.sizes()) for store in (a, b)]
-    if all(foreign):
-        raise UnsupportedError(
-            f"{a.location} and {b.location} are both Hugging Face checkpoints; one side must be a training "
-            "checkpoint, by whose model the other is read"
-        )
-    if not any(foreign):
+    if all(foreign) or not any(foreign):
         return Contents.of(index_checkpoint(a, tables, config)), Contents.of(
             index_checkpoint(b, tables, config)
         )
@@ -122,12 +126,23 @@ def _refuse_other_formats(store: Source) -> None:
             f"{store.location}: a FlexCheckpoint or auto-parallel checkpoint; this version reads "
             "hybrid-parallel ones"
         )
-    safetensors = sorted(path for path in store.sizes() if path.endswith(".safetensors"))
-    if safetensors:
+
+
+def _index_safetensors(store: Source, tables: Sequence[RuleTable], config: Mapping[str, Any]) -> Checkpoint:
+    """A unified or Hugging Face checkpoint, or weights of the one beside optimizer states of hybrid ones."""
+    sizes = store.sizes()
+    others = [path for path in sorted(sizes) if path.endswith(TENSOR_SUFFIXES) and path not in PLAIN_STATES]
+    if is_unified(sizes):
+        if others:
+            raise CheckpointError(
+                f"{others[0]}: a tensor file whose name has no meaning in a unified checkpoint"
+            )
+        return index_unified(store, sizes, config, tables)
+    if others:
         raise UnsupportedError(
-            f"{store.location}: {safetensors[0]}: a unified or Hugging Face checkpoint; this version reads "
-            "hybrid-parallel ones"
+            f"{store.location}: weights in the layout of Hugging Face beside {others[0]}: not read by this version"
         )
+    return index_weights(store, sizes, config, tables)
 
 
 def _refuse_unknown_tensor_files(store: Source) -> None:

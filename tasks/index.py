@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
 
 from paddle_reshard.pipeline.catalog import Catalog
 from paddle_reshard.pipeline.errors import CheckpointError, FormatError
-from paddle_reshard.pipeline.layouts.huggingface.source import read_huggingface
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.huggingface.source import huggingface_checkpoint, read_huggingface
 from paddle_reshard.pipeline.layouts.huggingface.target import INDEX, HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.model import Model
+from paddle_reshard.pipeline.layouts.rules import RuleTable
+from paddle_reshard.pipeline.layouts.unified.names import MASTER_WEIGHTS, MODEL, OPTIMIZER, index_name
+from paddle_reshard.pipeline.layouts.unified.source import PADDLE_LAYOUTS, read_unified
 from paddle_reshard.storage.formats.paddle_pickle import parse_pickle
-from paddle_reshard.storage.formats.safetensors import SafetensorsPayload, parse_index, parse_safetensors
+from paddle_reshard.storage.formats.safetensors import (
+    Index,
+    SafetensorsPayload,
+    parse_index,
+    parse_safetensors,
+)
 
+SCHEDULER = "scheduler.pdparams"
 LARGEST_JSON_BYTES = 1 << 30
 FILES_IN_FLIGHT = 16
 """Files whose metadata are read at a time."""
@@ -63,15 +73,65 @@ def index_huggingface(
     CheckpointError
         If it holds another model, or is not whole; naming the tensor and the file.
     """
-    weights = {path: size for path, size in sizes.items() if path.endswith(".safetensors")}
+    weights = _sizes_of_safetensors(sizes)
+    payloads = index_safetensors(store, weights)
+    return read_huggingface(model, weights, payloads, _read_index(store, INDEX, sizes), target)
+
+
+def index_weights(
+    store: Readable, sizes: Mapping[str, int], config: Mapping[str, Any], tables: Sequence[RuleTable]
+) -> Checkpoint:
+    """A checkpoint of weights only, in the layout of Hugging Face or of Paddle, as its files say."""
+    weights = _sizes_of_safetensors(sizes)
+    payloads = index_safetensors(store, weights)
+    index = _read_index(store, INDEX, sizes)
+    if any(payload.metadata.get("format") in PADDLE_LAYOUTS for payload in payloads.values()):
+        return read_unified(sizes, payloads, {} if index is None else {INDEX: index}, config, tables, None)
+    return huggingface_checkpoint(weights, payloads, index, config, tables)
+
+
+def index_unified(
+    store: Readable, sizes: Mapping[str, int], config: Mapping[str, Any], tables: Sequence[RuleTable]
+) -> Checkpoint:
+    """A unified checkpoint with optimizer states."""
+    payloads = index_safetensors(store, _sizes_of_safetensors(sizes))
+    found = {kind: _read_index(store, index_name(kind), sizes) for kind in (MODEL, OPTIMIZER, MASTER_WEIGHTS)}
+    indexes = {index_name(kind): index for kind, index in found.items() if index is not None}
+    return read_unified(sizes, payloads, indexes, config, tables, read_lr_scheduler(store, sizes))
+
+
+def index_safetensors(store: Readable, sizes: Mapping[str, int]) -> dict[str, SafetensorsPayload]:
+    """Headers of several files, read side by side."""
 
     def index(path: str) -> SafetensorsPayload:
-        return parse_safetensors(partial(store.read, path), weights[path], path)
+        return parse_safetensors(partial(store.read, path), sizes[path], path)
 
     with ThreadPoolExecutor(FILES_IN_FLIGHT) as pool:
-        payloads = dict(zip(weights, pool.map(index, weights), strict=True))
-    listed = parse_index(store.read(INDEX, 0, sizes[INDEX]), INDEX) if INDEX in sizes else None
-    return read_huggingface(model, weights, payloads, listed, target)
+        return dict(zip(sizes, pool.map(index, sizes), strict=True))
+
+
+def _sizes_of_safetensors(sizes: Mapping[str, int]) -> dict[str, int]:
+    return {path: size for path, size in sizes.items() if path.endswith(".safetensors")}
+
+
+def _read_index(store: Readable, path: str, sizes: Mapping[str, int]) -> Index | None:
+    """An index file. That of optimizer states which are not merged names no files."""
+    if path not in sizes:
+        return None
+    facts = read_json(store, path, sizes)
+    if "weight_map" not in facts and path == index_name(OPTIMIZER):
+        return Index({}, {}, facts)
+    return parse_index(store.read(path, 0, sizes[path]), path)
+
+
+def read_lr_scheduler(store: Readable, sizes: Mapping[str, int]) -> Any:
+    """What ``scheduler.pdparams`` holds: the same as ``LR_Scheduler`` in the optimizer files of hybrid checkpoints.
+
+    ``None`` where there is none.
+    """
+    if SCHEDULER not in sizes:
+        return None
+    return index_tensor_file(store, SCHEDULER, sizes[SCHEDULER])
 
 
 def read_json(store: Readable, path: str, sizes: Mapping[str, int]) -> dict[str, Any]:

@@ -1,13 +1,17 @@
-"""From the headers of a Hugging Face checkpoint to the tensors of a model that is known.
+"""From the headers of a Hugging Face checkpoint to the parameters of a model.
 
-Such a checkpoint does not say which library it came from, nor what that fuses. So it is read as the parameters of a
-given model: of the checkpoint that it is compared with, or was made from.
+Such a checkpoint does not say which library will train it, nor what that fuses. Where the model is known, of the
+checkpoint that it is compared with or was made from, it is read as the parameters of that model
+(:func:`read_huggingface`). Else the model is found by the rule tables (:func:`huggingface_checkpoint`): the library by
+``config.json`` or ``--rules``, fused tensors as the config says.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from paddle_reshard.pipeline.catalog import (
     Catalog,
@@ -17,13 +21,23 @@ from paddle_reshard.pipeline.catalog import (
     fragment_row,
     fragment_rows,
 )
-from paddle_reshard.pipeline.errors import CheckpointError, CoverageError
-from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts
-from paddle_reshard.pipeline.layouts.huggingface.target import TAGS, HuggingFaceTarget, exported_dtype
-from paddle_reshard.pipeline.layouts.model import Model
+from paddle_reshard.pipeline.errors import CheckpointError, CoverageError, RuleError
+from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, tensor_parts
+from paddle_reshard.pipeline.layouts.huggingface.target import (
+    INDEX,
+    TAGS,
+    HuggingFaceTarget,
+    exported_dtype,
+)
+from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, read_model
+from paddle_reshard.pipeline.layouts.rules import Config, Rule, RuleTable, candidate_tables
+from paddle_reshard.pipeline.layouts.whole import check_whole
 from paddle_reshard.pipeline.tensors import PARAM, DType, Tensor, dtype_named
 from paddle_reshard.storage.formats.safetensors import Index, SafetensorsPayload
 
+HUGGINGFACE = "huggingface"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _DTYPES = {tag: dtype_named(name) for name, tag in TAGS.items()} | {"U16": dtype_named("bfloat16")}
 
@@ -70,15 +84,17 @@ def read_huggingface(
             if target is not None and dtype != (planned := exported_dtype(tensor, part, target)):
                 detail = f"stored as {dtype.name}, planned was {planned.name}"
                 raise CoverageError(part.key, detail, (path,))
-            for box in part.boxes:
-                strides = [stride * dtype.itemsize for stride in box.strides]
-                base = byte_offset + box.first_element * dtype.itemsize
-                rows.append(
-                    fragment_row(
-                        len(tensors), numbers[path], dtype, 0, base, box.offset, box.extents, strides
-                    )
+            rows += _rows(part, len(tensors), numbers[path], dtype, byte_offset, 0)
+        twins = [t for t in model.tensors if t.tied_to == tensor.key]
+        for copy, twin in enumerate((t for t in twins if _stored_twice(t, held)), start=1):
+            (part,) = tensor_parts(twin, model)
+            path, dtype, byte_offset = _find(part, held, payloads)
+            if {dtype} != dtypes:
+                raise CoverageError(
+                    part.key, f"stored as {dtype.name}, and tied to a tensor that is not", (path,)
                 )
-        aliases = tuple(t.key for t in model.tensors if t.tied_to == tensor.key)
+            rows += _rows(part, len(tensors), numbers[path], dtype, byte_offset, copy)
+        aliases = tuple(t.key for t in twins)
         tensors.append(Tensor(tensor.key, PARAM, dtypes.pop(), tensor.global_shape, aliases))
     if held:
         key = min(held)
@@ -86,6 +102,176 @@ def read_huggingface(
     catalog = Catalog(tuple(tensors), files, fragment_rows(rows), {})
     check_catalog(catalog)
     return catalog
+
+
+def _rows(
+    part: Part, tensor: int, file: int, dtype: DType, byte_offset: int, replica: int
+) -> Iterator[FragmentRow]:
+    for box in part.boxes:
+        strides = [stride * dtype.itemsize for stride in box.strides]
+        base = byte_offset + box.first_element * dtype.itemsize
+        yield fragment_row(tensor, file, dtype, replica, base, box.offset, box.extents, strides)
+
+
+def _stored_twice(twin: ModelTensor, held: Mapping[str, str]) -> bool:
+    """Whether a tied tensor is there under its own key too, as PaddleFormers writes it."""
+    form = twin.rule.huggingface
+    return form is not None and len(form.keys) == 1 and twin.rule.fill_in(form.keys[0], twin.key) in held
+
+
+def huggingface_checkpoint(
+    sizes: Mapping[str, int],
+    payloads: Mapping[str, SafetensorsPayload],
+    index: Index | None,
+    config: Config,
+    tables: Sequence[RuleTable],
+) -> Checkpoint:
+    """Understand a checkpoint by itself: its model by the rule tables, of which it holds the parameters.
+
+    The arguments are those of :func:`read_huggingface`, and ``config.json`` and the tables to choose from.
+
+    Raises
+    ------
+    CheckpointError, RuleError
+        Naming the tensor that no row of the tables knows, that is missing, or has another shape.
+    """
+    model = huggingface_model(payloads, config, tables)
+    return Checkpoint(
+        format=HUGGINGFACE,
+        catalog=read_huggingface(model, sizes, payloads, index, None),
+        own_files=frozenset([*payloads, *([INDEX] if index is not None else [])]),
+        model=model,
+        topology=None,
+        strategy=None,
+        comm_overlap=False,
+        sequence_parallel=None,
+        names_predicted=None,
+        lr_scheduler=None,
+        has_ema=False,
+    )
+
+
+def huggingface_model(
+    payloads: Mapping[str, SafetensorsPayload], config: Config, tables: Sequence[RuleTable]
+) -> Model:
+    """The model whose parameters are stored: which tensors it has in Paddle, and of which shapes.
+
+    Raises
+    ------
+    RuleError
+        If no rule table knows all keys, or several do; naming the key, or the tables.
+    """
+    stored = {
+        key: _Stored(array.shape, dtype_of_tag(payload.tags[key], f"{path}: {key}"), path)
+        for path, payload in payloads.items()
+        for key, array in payload.tensors.items()
+    }
+    found: dict[str, tuple[RuleTable, list[Tensor]]] = {}
+    failures: list[tuple[int, RuleError]] = []
+    for table in candidate_tables(tables, config):
+        spellings = _spellings(table, config)
+        places = {key: _place_of(key, spellings, config) for key in stored}
+        if unknown := [key for key, place in places.items() if place is None]:
+            what = (
+                f"no row of the {table.convention} rule table {table.family!r} is called so in a Hugging Face "
+                "checkpoint; add one to a copy of the table and pass it with --rules FILE"
+            )
+            failures.append((len(unknown), RuleError(unknown[0], what)))
+            continue
+        found[f"{table.family} ({table.convention})"] = table, _logical(stored, places)
+    if not found:
+        raise min(failures, key=lambda failure: failure[0])[1]
+    if len(found) > 1:
+        raise RuleError(
+            f"model type {config.get('model_type')!r}",
+            f"a Hugging Face checkpoint does not say which library is to train it, and several rule tables fit: "
+            f"{', '.join(found)}; pass the right one with --rules FILE",
+        )
+    ((table, tensors),) = found.values()
+    model = read_model(tensors, table, config)
+    check_whole(model)
+    return model
+
+
+class _Stored(NamedTuple):
+    shape: Shape
+    dtype: DType
+    path: str
+
+
+class _Place(NamedTuple):
+    """What a tensor of a Hugging Face checkpoint is in Paddle."""
+
+    rule: Rule
+    part: int
+    key: str
+
+
+def _spellings(table: RuleTable, config: Config) -> list[tuple[re.Pattern[str], Rule, int]]:
+    """What each part of each row is called in a Hugging Face checkpoint."""
+    return [
+        (replace(rule, key=spelled).pattern(), rule, part)
+        for rule in table.rules
+        if rule.huggingface is not None and rule.applies(config)
+        for part, spelled in enumerate(rule.huggingface.keys)
+    ]
+
+
+def _place_of(
+    key: str, spellings: Sequence[tuple[re.Pattern[str], Rule, int]], config: Config
+) -> _Place | None:
+    fits = [
+        _Place(rule, part, rule.key.format(**match.groupdict()))
+        for pattern, rule, part in spellings
+        if (match := pattern.fullmatch(key))
+    ]
+    if len(fits) > 1:
+        fits = [fit for fit in fits if _is_fused(fit.rule) == bool(config.get(_fuse_entry(fit.rule)))]
+    return fits[0] if len(fits) == 1 else None
+
+
+def _is_fused(rule: Rule) -> bool:
+    return rule.huggingface is not None and len(rule.huggingface.keys) > 1
+
+
+def _fuse_entry(rule: Rule) -> str:
+    """Config entry that says whether the library fuses it, off by default (PaddleNLP 3.0 ``LlmMetaConfig``)."""
+    return "fuse_attention_qkv" if ".self_attn." in rule.key else "fuse_attention_ffn"
+
+
+def _logical(stored: Mapping[str, _Stored], places: Mapping[str, _Place | None]) -> list[Tensor]:
+    """The tensors in Paddle: parts joined along their last dim there."""
+    parts: dict[str, dict[int, _Stored]] = {}
+    rules: dict[str, Rule] = {}
+    for key, place in places.items():
+        if place is not None:
+            rules[place.key] = place.rule
+            parts.setdefault(place.key, {})[place.part] = stored[key]
+    tensors = []
+    for whole, of_whole in parts.items():
+        form = rules[whole].huggingface
+        assert form is not None  # noqa: S101
+        if missing := [i for i in range(len(form.keys)) if i not in of_whole]:
+            absent = rules[whole].fill_in(form.keys[missing[0]], whole)
+            raise CoverageError(absent, f"no file holds it, and it is a part of {whole}")
+        shapes = [one.shape[::-1] if form.transposed else one.shape for one in of_whole.values()]
+        width = sum(shape[-1] for shape in shapes if shape)
+        shape = (*shapes[0][:-1], width) if shapes[0] else ()
+        tensors.append(Tensor(whole, PARAM, of_whole[min(of_whole)].dtype, shape))
+    return tensors
+
+
+def dtype_of_tag(tag: str, where: str) -> DType:
+    """The dtype that a tag means; ``U16`` is how files written from NumPy spell bfloat16.
+
+    Raises
+    ------
+    CheckpointError
+        If it is none that a checkpoint of ours can hold.
+    """
+    if tag not in _DTYPES:
+        raise CheckpointError(f"{where}: dtype {tag} is not supported")
+    return _DTYPES[tag]
 
 
 def is_huggingface(paths: Collection[str]) -> bool:
@@ -127,6 +313,4 @@ def _find(
         raise CoverageError(
             part.key, f"stored with shape {array.shape}, the model expects {part.shape}", (path,)
         )
-    if tag not in _DTYPES:
-        raise CheckpointError(f"{path}: {part.key}: dtype {tag} is not supported")
-    return path, _DTYPES[tag], array.byte_offset
+    return path, dtype_of_tag(tag, f"{path}: {part.key}"), array.byte_offset

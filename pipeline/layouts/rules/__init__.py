@@ -404,6 +404,29 @@ def choose_table(tables: Sequence[RuleTable], keys: Iterable[str], config: Confi
         Naming the first key that the nearest table does not cover.
     """
     keys = list(keys)
+    candidates = candidate_tables(tables, config)
+    failures = [[key for key in keys if _failure(table, key, config)] for table in candidates]
+    fitting = [table for table, failed in zip(candidates, failures, strict=True) if not failed]
+    if len(fitting) > 1:
+        raise RuleError(
+            f"model type {config.get('model_type')!r}",
+            f"several rule tables fit: {', '.join(f'{t.family} ({t.convention})' for t in fitting)}; pass the "
+            "right one with --rules FILE",
+        )
+    if fitting:
+        return fitting[0]
+    nearest, failed = min(zip(candidates, failures, strict=True), key=lambda pair: len(pair[1]))
+    raise _failure(nearest, failed[0], config) or RuleError(failed[0], "no row fits")
+
+
+def candidate_tables(tables: Sequence[RuleTable], config: Config) -> list[RuleTable]:
+    """The tables of the model's family, and of the library that the config names.
+
+    Raises
+    ------
+    RuleError
+        If there is none.
+    """
     model_type = config.get("model_type")
     library = next((name for name in ("paddleformers", "paddlenlp") if f"{name}_version" in config), None)
     candidates = [
@@ -418,18 +441,7 @@ def choose_table(tables: Sequence[RuleTable], keys: Iterable[str], config: Confi
             f"model type {model_type!r}",
             f"no rule table knows it (known: {', '.join(known)}); write one and pass it with --rules FILE",
         )
-    failures = [[key for key in keys if _failure(table, key, config)] for table in candidates]
-    fitting = [table for table, failed in zip(candidates, failures, strict=True) if not failed]
-    if len(fitting) > 1:
-        raise RuleError(
-            f"model type {model_type!r}",
-            f"several rule tables fit: {', '.join(f'{t.family} ({t.convention})' for t in fitting)}; pass the "
-            "right one with --rules FILE",
-        )
-    if fitting:
-        return fitting[0]
-    nearest, failed = min(zip(candidates, failures, strict=True), key=lambda pair: len(pair[1]))
-    raise _failure(nearest, failed[0], config) or RuleError(failed[0], "no row fits")
+    return candidates
 
 
 def _failure(table: RuleTable, key: str, config: Config) -> RuleError | None:

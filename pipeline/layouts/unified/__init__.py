@@ -1,0 +1,1 @@
+"""Unified checkpoints: safetensors files with whole tensors by structured key, and index files."""

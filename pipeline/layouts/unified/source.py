@@ -1,0 +1,468 @@
+"""From the headers of a unified checkpoint to its logical tensors.
+
+The files hold whole tensors by structured key, so a model is known from them and the rules alone. What the writers
+leave to be known (PaddleFormers 1.2 and PaddleNLP 3.0, ``trainer/unified_checkpoint``):
+
+* **Which way round weights lie.** Files of weights say ``format: np`` where they are in Paddle's own layout. With
+  ``save_to_hf``, PaddleFormers' default, they say ``format: pt`` (``transformers/model_utils.py:621-629``): keys stay
+  those of Paddle and fused tensors stay fused, but linear layers are transposed (``transpose_weight_keys`` of the model
+  class, ``load_save_single_card.py:68-73``): those that are one tensor in a Hugging Face checkpoint too. Optimizer
+  states and master weights are always in Paddle's layout.
+* **Slices.** Under stage 1 v2 PaddleFormers writes what a rank holds: slices of the flattened tensor, padded, under
+  the same key in several files, of which the index names one. They are joined in the order of the files, which is
+  that of the sharding ranks for every pipeline stage. PaddleNLP merges them.
+* **float32 parameters** (routers) are written to ``master_weights`` too (``unified_checkpoint.py``, ``fp32_weight``),
+  although they have no master weight: a copy.
+* **No master weights** beside optimizer states of 16-bit parameters (``remove_master_weight``): the loader makes them
+  of the weights (``load_local.py``). That is what they are here.
+* **No weights** (``skip_save_model_weight``): the master weights go by the name ``model-*.safetensors``, and the
+  weights are their cast.
+* **Tied weights** are one tensor under two keys. On one card only the last of them has optimizer states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import groupby
+from math import prod
+from typing import Any, NamedTuple
+
+from paddle_reshard.pipeline.catalog import Catalog, File, check_catalog
+from paddle_reshard.pipeline.errors import (
+    CheckpointError,
+    CoverageError,
+    RuleError,
+    UnsupportedError,
+)
+from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.huggingface.source import dtype_of_tag
+from paddle_reshard.pipeline.layouts.hybrid.sharding import padded_elements
+from paddle_reshard.pipeline.layouts.model import Model, read_model
+from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
+from paddle_reshard.pipeline.layouts.rules import RuleTable, choose_table, expected_shape
+from paddle_reshard.pipeline.layouts.unified.names import (
+    MASTER_WEIGHTS,
+    MODEL,
+    OPTIMIZER,
+    UnifiedFile,
+    check_indexes,
+    refuse_other_files,
+    sort_files,
+    split_optimizer_key,
+)
+from paddle_reshard.pipeline.layouts.whole import check_whole
+from paddle_reshard.pipeline.tensors import ACCUMULATORS, MASTER_WEIGHT, PARAM, DType, Tensor, dtype_named
+from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
+from paddle_reshard.storage.formats.safetensors import Index, SafetensorsPayload
+
+UNIFIED = "unified"
+PADDLE_LAYOUTS = ("np", "pd")
+"""What files of weights in Paddle's own layout say of themselves (``format`` in their metadata)."""
+_HUGGINGFACE_LAYOUT = "pt"
+_FLOATING = ("float32", "bfloat16", "float16", "float64")
+_HALVES = ("bfloat16", "float16")
+TensorId = tuple[str, str]
+"""Key and state."""
+
+
+class _Stored(NamedTuple):
+    """One array of one file."""
+
+    file: UnifiedFile
+    key: str
+    """Structured key under which it is stored: one of several for tied weights."""
+    array: ArrayRef
+    dtype: DType
+    transposed: bool = False
+    """Whether its dims are in the other order than in Paddle."""
+
+    @property
+    def shape(self) -> Shape:
+        """As Paddle has it."""
+        return self.array.shape[::-1] if self.transposed else self.array.shape
+
+
+def read_unified(
+    sizes: Mapping[str, int],
+    payloads: Mapping[str, SafetensorsPayload],
+    indexes: Mapping[str, Index],
+    config: Mapping[str, Any],
+    tables: Sequence[RuleTable],
+    lr_scheduler: Any,
+) -> Checkpoint:
+    """Understand a checkpoint from its headers.
+
+    Parameters
+    ----------
+    sizes
+        Every path of the checkpoint → size in bytes.
+    payloads
+        Path → header of every ``.safetensors`` file.
+    indexes
+        Path → what an index file says; without a ``weight_map`` where files are those of single ranks.
+    config, tables
+        ``config.json`` and rule tables to choose from.
+    lr_scheduler
+        What lies beside it of the learning-rate schedule.
+
+    Raises
+    ------
+    CheckpointError, PlanError
+        Naming the file, the tensor and the two values, if the files are not one whole, consistent checkpoint, or hold
+        something that cannot be understood exactly.
+    """
+    refuse_other_files(sizes)
+    files = sort_files(payloads)
+    check_indexes(files, payloads, indexes)
+    arrays = _arrays(files, payloads, config)
+    keys = dict.fromkeys(key for key, _ in arrays)
+    table = choose_table(tables, keys, config)
+    arrays = _oriented(_joined_twins(arrays, table, config), payloads, table, config)
+    model = read_model(_tensors(arrays, table, config), table, config)
+    check_whole(model)
+    catalog = _Cataloguer(model, files, sizes).catalog(arrays)
+    check_catalog(catalog)
+    return Checkpoint(
+        format=UNIFIED,
+        catalog=catalog,
+        own_files=frozenset([*payloads, *indexes]),
+        model=model,
+        topology=None,
+        strategy=None,
+        comm_overlap=False,
+        sequence_parallel=None,
+        names_predicted=None,
+        lr_scheduler=lr_scheduler,
+        has_ema=False,
+    )
+
+
+# ---------------------------------------------------------------------------------------- arrays and tensors
+
+
+def _arrays(
+    files: Sequence[UnifiedFile], payloads: Mapping[str, SafetensorsPayload], config: Mapping[str, Any]
+) -> dict[TensorId, list[_Stored]]:
+    """All arrays of each tensor, in the order of the files."""
+    found: dict[TensorId, list[_Stored]] = {}
+    masters_only = _masters_only(files, payloads, config)
+    for file in files:
+        payload = payloads[file.path]
+        for stored_key, array in payload.tensors.items():
+            if file.kind == OPTIMIZER:
+                key, state = split_optimizer_key(stored_key, file.path)
+            else:
+                is_param = file.kind == MODEL and not masters_only
+                key, state = stored_key, PARAM if is_param else MASTER_WEIGHT
+            dtype = dtype_of_tag(payload.tags[stored_key], f"{file.path}: {stored_key}")
+            _check_dtype(key, state, dtype, file)
+            found.setdefault((key, state), []).append(_Stored(file, key, array, dtype))
+    for key in [key for key, state in found if state == MASTER_WEIGHT]:
+        param = found.get((key, PARAM))
+        if param and param[0].dtype.name == "float32":
+            param += found.pop((key, MASTER_WEIGHT))
+    for (key, state), stored in found.items():
+        for one in stored[1:]:
+            if one.dtype != stored[0].dtype:
+                raise CoverageError(
+                    f"{key} ({state})",
+                    f"stored as {stored[0].dtype.name} and as {one.dtype.name}",
+                    (stored[0].file.path, one.file.path),
+                )
+    return found
+
+
+def _masters_only(
+    files: Sequence[UnifiedFile], payloads: Mapping[str, SafetensorsPayload], config: Mapping[str, Any]
+) -> bool:
+    """Whether the files of weights hold master weights: ``skip_save_model_weight``."""
+    kinds = {file.kind for file in files}
+    tags = {tag for file in files if file.kind == MODEL for tag in payloads[file.path].tags.values()}
+    trained_in = config.get("dtype", config.get("torch_dtype"))
+    if MASTER_WEIGHTS in kinds or OPTIMIZER not in kinds or tags != {"F32"} or trained_in == "float32":
+        return False
+    if trained_in == "bfloat16":
+        return True
+    raise UnsupportedError(
+        f"all weights are float32 and config.json says dtype={trained_in!r}: whether they are weights or master "
+        "weights (skip_save_model_weight) is only known where it says float32 or bfloat16"
+    )
+
+
+def _check_dtype(key: str, state: str, dtype: DType, file: UnifiedFile) -> None:
+    if state == PARAM or dtype.name == "float32" or (state in ACCUMULATORS and dtype.name in _FLOATING):
+        return
+    expected = "float32" if state == MASTER_WEIGHT else "a floating dtype"
+    raise CoverageError(f"{key} ({state})", f"stored as {dtype.name}, {expected} is expected", (file.path,))
+
+
+def _joined_twins(
+    arrays: Mapping[TensorId, list[_Stored]], table: RuleTable, config: Mapping[str, Any]
+) -> dict[TensorId, list[_Stored]]:
+    """Tied weights under the one key that is their identity; its own arrays come first."""
+    joined: dict[TensorId, list[_Stored]] = {}
+    for tied in (False, True):
+        for (key, state), stored in arrays.items():
+            twin = table.find(key, config)[0].twin(config)
+            if (twin is not None) == tied:
+                joined.setdefault((twin or key, state), []).extend(stored)
+    return joined
+
+
+def _oriented(
+    arrays: Mapping[TensorId, list[_Stored]],
+    payloads: Mapping[str, SafetensorsPayload],
+    table: RuleTable,
+    config: Mapping[str, Any],
+) -> dict[TensorId, list[_Stored]]:
+    """Mark the arrays whose dims are in the other order."""
+    oriented = {}
+    for (key, state), stored in arrays.items():
+        if state != PARAM:
+            oriented[key, state] = stored
+            continue
+        oriented[key, state] = [
+            one._replace(transposed=_is_transposed(key, one, payloads, table, config)) for one in stored
+        ]
+    return oriented
+
+
+def _is_transposed(
+    key: str,
+    stored: _Stored,
+    payloads: Mapping[str, SafetensorsPayload],
+    table: RuleTable,
+    config: Mapping[str, Any],
+) -> bool:
+    layout = payloads[stored.file.path].metadata.get("format")
+    if layout in PADDLE_LAYOUTS or stored.file.kind != MODEL:
+        return False
+    if layout != _HUGGINGFACE_LAYOUT:
+        raise CheckpointError(
+            f"{stored.file.path}: its metadata say format={layout!r}; np, pd or pt tells the layout of its weights"
+        )
+    if len(stored.array.shape) != 2:
+        return False
+    form = table.find(key, config)[0].huggingface
+    if form is None:
+        raise RuleError(
+            key,
+            f"{stored.file.path} is in the layout of Hugging Face checkpoints, and the {table.convention} rule table "
+            f"{table.family!r} does not say what that is; add 'huggingface' to its row in a copy of the table, and "
+            "pass that with --rules FILE",
+        )
+    return form.transposed and len(form.keys) == 1
+
+
+def _tensors(
+    arrays: Mapping[TensorId, list[_Stored]], table: RuleTable, config: Mapping[str, Any]
+) -> list[Tensor]:
+    """The logical tensors, those that are made of others included."""
+    shapes = {key: _shape(key, arrays, table, config) for key, _ in arrays}
+    tensors = [
+        Tensor(key, state, stored[0].dtype, (1,) if _per_parameter(state) else shapes[key])
+        for (key, state), stored in arrays.items()
+    ]
+    if any(state == MASTER_WEIGHT for _, state in arrays):
+        return tensors
+    trained = {key for key, state in arrays if state in ACCUMULATORS}
+    return tensors + [
+        Tensor(key, MASTER_WEIGHT, dtype_named("float32"), shapes[key])
+        for key in shapes
+        if key in trained and (key, PARAM) in arrays and arrays[key, PARAM][0].dtype.name in _HALVES
+    ]
+
+
+def _shape(
+    key: str, arrays: Mapping[TensorId, list[_Stored]], table: RuleTable, config: Mapping[str, Any]
+) -> Shape:
+    """Global shape of a parameter: of the weight, else of the master weight, else by the rules."""
+    if stored := arrays.get((key, PARAM)):
+        return stored[0].shape
+    masters = arrays.get((key, MASTER_WEIGHT))
+    if masters is None:
+        states = sorted(state for other, state in arrays if other == key)
+        raise CoverageError(key, f"nothing but its {', '.join(states)} is stored")
+    if len(masters[0].shape) > 1:
+        return masters[0].shape
+    expected = expected_shape(table.find(key, config)[0], config, key)
+    if expected is None:
+        raise RuleError(
+            key,
+            "only its flattened master weight is stored, and its rule tells no shape; add 'shape' to its row in a "
+            "copy of the rule table, and pass that with --rules FILE",
+        )
+    return expected
+
+
+def _per_parameter(state: str) -> bool:
+    return state in ACCUMULATORS and ACCUMULATORS[state].per_parameter
+
+
+# ------------------------------------------------------------------------------------------------ the catalog
+
+
+class _Cataloguer:
+    """Collects tensors and fragments, numbering the copies of each tensor."""
+
+    def __init__(self, model: Model, files: Sequence[UnifiedFile], sizes: Mapping[str, int]) -> None:
+        self.model = model
+        self.by_key = {tensor.key: tensor for tensor in model.tensors}
+        self.aliases: dict[str, tuple[str, ...]] = {}
+        for tensor in model.tensors:
+            if tensor.tied_to is not None:
+                self.aliases[tensor.tied_to] = (*self.aliases.get(tensor.tied_to, ()), tensor.key)
+        self.files = [File(file.path, sizes[file.path]) for file in files]
+        self.file_index = {file.path: number for number, file in enumerate(self.files)}
+        self.tp = max((file.tp for file in files), default=0) + 1
+        self.degrees = _sharding_degrees(files)
+        self.tensors: list[Tensor] = []
+        self.copies: dict[tuple[int, int], int] = {}
+        self.placements = Placements()
+
+    def catalog(self, arrays: Mapping[TensorId, list[_Stored]]) -> Catalog:
+        sliced = {
+            (key, state)
+            for (key, state), stored in arrays.items()
+            if state != PARAM and not _per_parameter(state) and self._are_slices(key, stored)
+        }
+        self._check_slices(arrays, sliced)
+        for (key, state), stored in arrays.items():
+            self._add(key, state, stored, bool(sliced))
+        implied = self._imply(set(arrays))
+        self._check_states()
+        return Catalog(tuple(self.tensors), tuple(self.files), self.placements.fragments(), implied)
+
+    def _are_slices(self, key: str, stored: Sequence[_Stored]) -> bool:
+        return len(self.by_key[key].global_shape) > 1 and all(len(one.shape) == 1 for one in stored)
+
+    def _new(self, key: str, state: str, dtype: DType) -> int:
+        shape = (1,) if _per_parameter(state) else self.by_key[key].global_shape
+        self.tensors.append(
+            Tensor(key, state, dtype, shape, self.aliases.get(key, ()) if state == PARAM else ())
+        )
+        return len(self.tensors) - 1
+
+    def _cut(self, key: str, file: UnifiedFile) -> TensorCut:
+        return self.model.cut(self.by_key[key], self.tp) if file.of_rank else TensorCut(1, None)
+
+    def _add(self, key: str, state: str, stored: Sequence[_Stored], sliced: bool) -> None:
+        index = self._new(key, state, stored[0].dtype)
+        for _, group in groupby(stored, key=lambda one: (one.key, one.file.kind, one.file.tp)):
+            of_rank = list(group)
+            cut = self._cut(key, of_rank[0].file)
+            rank = of_rank[0].file.tp if cut.dim is not None else 0
+            if _per_parameter(state):
+                for one in of_rank:
+                    if prod(one.shape) != 1:
+                        detail = f"shape {one.shape}, one number per parameter is expected"
+                        raise CoverageError(f"{key} ({state})", detail, (one.file.path,))
+                    self._place(index, (1,), TensorCut(1, None), 0, one, None, self._replica(index, 0))
+                continue
+            local = cut.local_shape(key, self.by_key[key].global_shape)
+            if sliced and state != PARAM:
+                replica, start = self._replica(index, rank), 0
+                for one in of_rank:
+                    self._place(index, local, cut, rank, one, (start, start + prod(one.shape)), replica)
+                    start += prod(one.shape)
+                continue
+            for one in of_rank:
+                if one.shape != local:
+                    detail = f"stored with shape {one.shape}, {local} is expected"
+                    raise CoverageError(f"{key} ({state})", detail, (one.file.path,))
+                self._place(index, local, cut, rank, one, None, self._replica(index, rank))
+
+    def _place(
+        self,
+        index: int,
+        local: Shape,
+        cut: TensorCut,
+        rank: int,
+        stored: _Stored,
+        flat: tuple[int, int] | None,
+        replica: int,
+    ) -> None:
+        kind = self.placements.kind(ArrayKind(local, cut, stored.dtype.itemsize, flat, stored.transposed))
+        file = self.file_index[stored.file.path]
+        self.placements.add(kind, rank, index, file, stored.array.byte_offset, stored.dtype, replica)
+
+    def _replica(self, tensor: int, rank: int) -> int:
+        count = self.copies.get((tensor, rank), 0)
+        self.copies[tensor, rank] = count + 1
+        return count
+
+    def _check_slices(self, arrays: Mapping[TensorId, list[_Stored]], sliced: Collection[TensorId]) -> None:
+        """Slices are the whole tensor, padded for one sharding degree; experts may have a smaller one."""
+        if not sliced:
+            return
+        totals: dict[TensorId, set[int]] = {}
+        for (key, state), stored in arrays.items():
+            if state == PARAM or _per_parameter(state):
+                continue
+            if odd := [one for one in stored if len(one.shape) != 1]:
+                raise CoverageError(
+                    f"{key} ({state})",
+                    f"stored with shape {odd[0].shape}, other tensors in slices with one dim",
+                    (odd[0].file.path,),
+                )
+            for _, group in groupby(stored, key=lambda one: (one.key, one.file.kind, one.file.tp)):
+                totals.setdefault((key, state), set()).add(sum(one.shape[0] for one in group))
+        for of_experts in (False, True):
+            chosen = {i: t for i, t in totals.items() if self.by_key[i[0]].rule.of_expert == of_experts}
+            misfits = [self._misfit(chosen, degree, arrays) for degree in self.degrees]
+            if chosen and None not in misfits:
+                raise misfits[-1] or CheckpointError("slices of one file")
+
+    def _misfit(
+        self, totals: Mapping[TensorId, set[int]], degree: int, arrays: Mapping[TensorId, list[_Stored]]
+    ) -> CoverageError | None:
+        """What speaks against a sharding degree."""
+        for (key, state), found in totals.items():
+            tensor = self.by_key[key]
+            cut = self._cut(key, arrays[key, state][0].file)
+            elements = prod(cut.local_shape(key, tensor.global_shape))
+            expected = padded_elements(elements, tensor.dtype, degree)
+            if found != {expected}:
+                return CoverageError(
+                    f"{key} ({state})",
+                    f"its slices have {max(found)} elements together, {elements} elements padded for "
+                    f"sharding={degree} are {expected}",
+                    tuple(one.file.path for one in arrays[key, state]),
+                )
+        return None
+
+    def _imply(self, stored: Collection[TensorId]) -> dict[int, int]:
+        """Parameters that no file holds are the cast of their master weight, and master weights of their parameter."""
+        index = {(tensor.key, tensor.state): number for number, tensor in enumerate(self.tensors)}
+        implied = {}
+        for tensor in self.model.tensors:
+            if tensor.tied_to is not None:
+                continue
+            if (tensor.key, PARAM) not in stored:
+                implied[self._new(tensor.key, PARAM, tensor.dtype)] = index[tensor.key, MASTER_WEIGHT]
+            elif tensor.master and (tensor.key, MASTER_WEIGHT) not in stored:
+                master = self._new(tensor.key, MASTER_WEIGHT, dtype_named("float32"))
+                implied[master] = index[tensor.key, PARAM]
+        return implied
+
+    def _check_states(self) -> None:
+        """Every trained tensor has the same optimizer states, and a master weight where it needs one."""
+        trained = [t for t in self.model.tensors if t.trained and t.tied_to is None]
+        wanted = {name for t in trained for name in t.accumulators}
+        masters = any(t.master for t in trained)
+        for tensor in trained:
+            lacking = sorted(wanted - set(tensor.accumulators))
+            if masters and not tensor.master and tensor.dtype.name in _HALVES:
+                lacking.append(MASTER_WEIGHT)
+            if lacking:
+                raise CoverageError(
+                    f"{tensor.key} ({lacking[0]})", "no file holds it, other parameters have it"
+                )
+
+
+def _sharding_degrees(files: Iterable[UnifiedFile]) -> list[int]:
+    """Degrees by which a tensor can have been cut into slices."""
+    own = [file.number for file in files if file.of_rank]
+    ranks = max(own) + 1 if own else sum(file.kind == OPTIMIZER for file in files)
+    return [degree for degree in range(2, ranks + 1) if ranks % degree == 0]
