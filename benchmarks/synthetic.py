@@ -152,7 +152,8 @@ def _keys(dims: Dims) -> Iterator[tuple[str, Rule, int | None]]:
 
 def _applies(rule: Rule, dims: Dims) -> bool:
     dense = ".mlp.up_gate_proj." in rule.key or ".mlp.down_proj." in rule.key
-    return not rule.key.endswith(".bias") and not (dims.experts and dense)
+    stacked = ".mlp.experts." in rule.key and "{expert}" not in rule.key
+    return not rule.key.endswith(".bias") and not (dims.experts and dense) and not stacked
 
 
 def files_of(dims: Dims, target: HybridTarget) -> TargetFiles:

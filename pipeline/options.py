@@ -276,8 +276,8 @@ _TARGET = re.compile(rf"(?P<place>.+?):(?P<format>{'|'.join(FORMATS)})(?::(?P<op
 def parse_target(text: str) -> tuple[str, TargetOptions]:
     """Place and options of ``DST:FORMAT:NAME=VALUE,…``; the axes of a topology are names too.
 
-    >>> parse_target("s3://bucket/a:hybrid:tp=4,pp=2,sharding-strategy=stage2")
-    ('s3://bucket/a', {'format': 'hybrid', 'to': 'tp=4,pp=2', 'sharding_strategy': 'stage2'})
+    >>> parse_target("s3://bucket/a:hybrid:sharding-strategy=stage2,tp=4,sharding=2")
+    ('s3://bucket/a', {'format': 'hybrid', 'sharding_strategy': 'stage2', 'to': 'tp=4,sharding=2'})
 
     Raises
     ------
