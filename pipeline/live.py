@@ -118,11 +118,11 @@ def load_into(
     entries = dict(entries_of(state_dict))
     names = Names(checkpoint.catalog, {**parameter_names_of(entries), **(parameter_to_structured_name or {})})
     numbers = find_tensors(names, entries, [wildcard(pattern) for pattern in allow_missing])
-    if strict:
-        check_complete(checkpoint.catalog.tensors, numbers)
     live = [tensor for path in numbers if (tensor := read_entry(path, entries[path])) is not None]
     pieces = {tensor.piece: numbers[tensor.piece.path] for tensor in live}
     layout = lay_out_live(checkpoint, pieces, tensor_parallel())
+    if strict:
+        check_complete(checkpoint.catalog.tensors, numbers)
     plan = plan_conversion(
         layout.source, layout.target, (), parse_memory(memory), compare_replicas=False, allow_reread=True
     )

@@ -295,9 +295,9 @@ def _as_bytes(tensor: Any) -> Any:
 
 def tensor_parallel() -> TensorParallel:
     """Where this process is among the tp ranks of ``fleet``; where fleet was not initialised, there is one."""
-    topology = sys.modules.get("paddle.distributed.fleet.base.topology")
-    group = topology and topology.get_hybrid_communicate_group()
-    if not group:
+    fleet = sys.modules.get("paddle.distributed.fleet")
+    group = getattr(getattr(fleet, "fleet", None), "_hcg", None)  # its getter fails before fleet.init
+    if group is None:
         return TensorParallel()
     return TensorParallel(int(group.get_model_parallel_world_size()), int(group.get_model_parallel_rank()))
 

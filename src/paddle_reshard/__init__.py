@@ -17,6 +17,9 @@ from paddle_reshard.pipeline.ema_resume import Piece, RankPieces
 from paddle_reshard.pipeline.ema_trainer import ema_callback
 from paddle_reshard.pipeline.errors import ReshardError
 from paddle_reshard.pipeline.integrity import IntegrityReport
+from paddle_reshard.pipeline.live import LoadReport, load_into
+from paddle_reshard.pipeline.live_converter import CheckpointConverter
+from paddle_reshard.pipeline.live_tensors import stage3_state_dict
 from paddle_reshard.pipeline.options import ConversionOptions, TargetOptions
 from paddle_reshard.pipeline.topology import Topology
 
@@ -24,10 +27,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AsyncEma",
+    "CheckpointConverter",
     "ConversionOptions",
     "ConversionReport",
     "Inspection",
     "IntegrityReport",
+    "LoadReport",
     "Piece",
     "RankPieces",
     "ReshardError",
@@ -40,7 +45,9 @@ __all__ = [
     "convert",
     "ema_callback",
     "inspect",
+    "load_into",
     "plan",
     "rank_pieces",
+    "stage3_state_dict",
     "verify",
 ]

@@ -1,0 +1,332 @@
+"""Every entry of a live ``state_dict`` gets its own values of a checkpoint, or is refused by name."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import paddle_reshard
+from paddle_reshard import CheckpointConverter, ReshardError, load_into
+from tests import oracle
+from tests.conftest import case_directory, committed_cases, hybrid_cases
+from tests.properties.synthetic import LR_SCHEDULER, Model, write_checkpoint
+
+MODEL = Model(layers=1)
+KEY = "model.layers.0.mlp.gate_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A small checkpoint of one card, and its tensors."""
+    path = tmp_path_factory.mktemp("live") / "checkpoint-3"
+    return path, write_checkpoint(Model(layers=1, ema=True), path)
+
+
+def blank(array):
+    """Memory of the same shape and dtype, with other values."""
+    return np.full(array.shape, 7, array.dtype)
+
+
+def trained(truth):
+    """The tensors that are loaded by their structured names; averages have a section of their own."""
+    return {key: array for key, array in truth.items() if not key.endswith((".ema", ".ema_w_0"))}
+
+
+def piece(tensor, whole, offset, shape, flat=None):
+    """What FlexCheckpoint calls a ShardedWeight."""
+    return SimpleNamespace(
+        local_tensor=tensor,
+        local_shape=shape,
+        global_shape=whole,
+        global_offset=offset,
+        is_flattened=flat is not None,
+        flattened_range=None if flat is None else slice(*flat),
+    )
+
+
+@pytest.mark.parametrize("name", hybrid_cases())
+def test_whole_tensors(name):
+    truth = trained(oracle.read_truth(case_directory(name) / "truth.safetensors"))
+    live = {key: blank(array) for key, array in truth.items()}
+    report = load_into(live, case_directory(name) / "checkpoint-3")
+    oracle.assert_same_tensors(live, truth)
+    assert report.tensors == len(truth)
+    assert report.filled_bytes == sum(array.nbytes for array in truth.values())
+
+
+def test_names_as_the_optimizer_gives_them(checkpoint):
+    """A flat dict by accumulator names, master weights by parameter name; some spelled as stage 3 spells them."""
+    path, truth = checkpoint
+    names = {name: key for key, name in MODEL.names.items()}
+    optimizer = {
+        f"{'slice@' if 'linear_1' in name else ''}{name}_fp32_master_0_{state}": blank(
+            truth[f"{key}.{state}"]
+        )
+        for name, key in names.items()
+        for state in (*oracle.MOMENTS, *oracle.POWERS)
+    }
+    masters = {name: blank(truth[f"{key}.w_0"]) for name, key in names.items()}
+    schedule = {"last_epoch": 0, "last_lr": 0.0}
+    state_dict = {
+        "model": {key: blank(truth[key]) for key in names.values()},
+        "optimizer": {**optimizer, "master_weights": masters, "LR_Scheduler": schedule},
+    }
+    load_into(state_dict, path, parameter_to_structured_name=names)
+    for name, key in names.items():
+        assert state_dict["model"][key].tobytes() == truth[key].tobytes(), key
+        assert masters[name].tobytes() == truth[f"{key}.w_0"].tobytes(), key
+        for state in (*oracle.MOMENTS, *oracle.POWERS):
+            held = optimizer.get(f"{name}_fp32_master_0_{state}")
+            held = optimizer[f"slice@{name}_fp32_master_0_{state}"] if held is None else held
+            assert held.tobytes() == truth[f"{key}.{state}"].tobytes(), (key, state)
+    assert schedule == LR_SCHEDULER
+
+
+def test_averages(checkpoint):
+    path, truth = checkpoint
+    names = {name: key for key, name in MODEL.names.items()}
+    averages = {name: blank(truth[f"{key}.ema_w_0"]) for name, key in names.items()}
+    load_into({"ema": {"master_weights": averages}}, path, parameter_to_structured_name=names)
+    for name, key in names.items():
+        assert averages[name].tobytes() == truth[f"{key}.ema_w_0"].tobytes(), key
+
+
+@pytest.mark.parametrize("name", [name for name in committed_cases() if name != "nlp_fused_mp2"])
+def test_pieces_and_flattened_ranges(name):
+    """Random boxes, ranges of the flattening of boxes, and padding beyond them."""
+    random = np.random.default_rng(0)
+    truth = trained(oracle.read_truth(case_directory(name) / "truth.safetensors"))
+    live, expected = {}, {}
+    for key, whole in truth.items():
+        offset = tuple(int(random.integers(n)) for n in whole.shape)
+        shape = tuple(int(random.integers(1, n - o + 1)) for n, o in zip(whole.shape, offset, strict=True))
+        box = whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+        padded = np.concatenate([box.ravel(), np.zeros(9, whole.dtype)])
+        start, stop = sorted(random.integers(padded.size + 1, size=2).tolist())
+        flat = (start, stop) if whole.size > 1 and random.integers(2) else None
+        expected[key] = padded[start:stop] if flat else box
+        live[key] = piece(blank(expected[key]), whole.shape, offset, shape, flat)
+    load_into(live, case_directory(name) / "checkpoint-3")
+    oracle.assert_same_tensors({key: held.local_tensor for key, held in live.items()}, expected)
+
+
+def test_pieces_of_fused_projections():
+    """A rank's piece of ``[gate | up]`` is ``[gate_r | up_r]``, though it says that it lies where rank r's does."""
+    truth = trained(oracle.read_truth(case_directory("nlp_fused_mp2") / "truth.safetensors"))
+    live, expected = {}, {}
+    for key, whole in truth.items():
+        if "gate_up_fused_proj" not in key or whole.size == 1:
+            continue
+        hidden, width = whole.shape
+        gate, up = np.split(whole, 2, 1)
+        mine = np.concatenate([gate[:, width // 4 :], up[:, width // 4 :]], 1)
+        expected[key] = mine
+        live[key] = piece(blank(mine), whole.shape, (0, width // 2), (hidden, width // 2))
+    assert len(live) == 4 * 4
+    load_into(live, case_directory("nlp_fused_mp2") / "checkpoint-3", strict=False)
+    oracle.assert_same_tensors({key: held.local_tensor for key, held in live.items()}, expected)
+
+
+# ----------------------------------------------------------------------------------------------- bytes read
+
+
+def _characters_read():
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_only_the_bytes_that_are_needed_are_read(tmp_path):
+    """A column of a matrix is read as such: not the rows that it runs through."""
+    model = Model(layers=1, intermediate=1 << 17)
+    path = tmp_path / "checkpoint-3"
+    truth = write_checkpoint(model, path)
+    width = model.intermediate // 8
+    live = {}
+    for state in ("w_0", "moment1_0", "moment2_0"):
+        cut = blank(truth[f"{KEY}.{state}"][:, :width])
+        live[f"{KEY}.{state}"] = piece(cut, truth[KEY].shape, (0, 3 * width), cut.shape)
+    before = _characters_read()
+    paddle_reshard.inspect(path)
+    metadata = _characters_read() - before
+    report = load_into(live, path, strict=False)
+    read = _characters_read() - before - metadata
+    needed = sum(held.local_tensor.nbytes for held in live.values())
+    for key, held in live.items():
+        assert held.local_tensor.tobytes() == truth[key][:, 3 * width : 4 * width].tobytes()
+    assert report.read_bytes == needed
+    assert read < needed + 2 * metadata
+
+
+def test_a_parameter_and_its_master_weight_are_read_once(checkpoint):
+    """Where no file holds the parameter, both come from the same bytes."""
+    path = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
+    truth = oracle.read_truth(path.parent / "truth.safetensors")
+    live = {key: blank(truth[key]) for key in (KEY, f"{KEY}.w_0")}
+    report = load_into(live, path, strict=False)
+    oracle.assert_same_tensors(live, {key: truth[key] for key in live})
+    assert report.read_bytes == live[f"{KEY}.w_0"].nbytes
+
+
+# --------------------------------------------------------------------------------------------------- refusals
+
+
+def _refusals():
+    whole = Model(layers=1).shapes[KEY]
+    f4 = np.zeros(whole, np.float32)
+    masters = {"master_weights": {"linear_4.w_0": f4}}
+    return {
+        "unknown key": ({"model.layers.9.mlp.gate_proj.weight": f4}, "layers.9.mlp.gate_proj"),
+        "unknown parameter name": (masters, "linear_4.w_0: is neither"),
+        "state that is not there": ({f"{KEY}.velocity_0": f4}, "no velocity of"),
+        "another shape": ({f"{KEY}.w_0": np.zeros(whole[::-1], np.float32)}, rf"\({whole[1]}, {whole[0]}\)"),
+        "a part of a tensor": (
+            {f"{KEY}.w_0": np.zeros((whole[0], whole[1] // 2), np.float32)},
+            "ShardedWeight",
+        ),
+        "another dtype": ({KEY: f4}, "is float32, the checkpoint's .* is bfloat16"),
+        "no tensor": ({KEY: 3}, "a int is no tensor"),
+        "an array in another order": ({f"{KEY}.w_0": np.asfortranarray(f4)}, "C order"),
+        "a piece outside": ({f"{KEY}.w_0": piece(f4, whole, (1, 0), whole)}, "does not lie in a tensor"),
+        "another whole shape": ({f"{KEY}.w_0": piece(f4, (99, 99), (0, 0), whole)}, r"\(99, 99\)"),
+        "a range of another length": ({f"{KEY}.w_0": piece(f4, whole, (0, 0), whole, (0, 3))}, r"\[0, 3\)"),
+        "not all states": ({f"{KEY}.w_0": f4}, r"beta1_pow_acc.*has no place|has no place"),
+        "an empty section": (
+            {KEY: np.zeros(whole, np.uint16), "optimizer": {}},
+            "optimizer: holds no tensor",
+        ),
+        "nothing": ({}, "the state_dict: holds no tensor"),
+        "another schedule": ({KEY: np.zeros(whole, np.uint16), "LR_Scheduler": {"step": 1}}, "LR_Scheduler"),
+    }
+
+
+@pytest.mark.parametrize("wrong", _refusals())
+def test_refusals(checkpoint, wrong):
+    """Named, and before anything is filled."""
+    state_dict, message = _refusals()[wrong]
+    good = blank(checkpoint[1]["model.norm.weight"])
+    if state_dict:
+        state_dict["model.norm.weight"] = good
+    with pytest.raises(ReshardError, match=message):
+        load_into(state_dict, checkpoint[0])
+    assert (good == 7).all()
+
+
+def test_two_entries_of_one_name(checkpoint):
+    array = blank(checkpoint[1]["model.norm.weight"])
+    twice = {"a": {"b": {"model.norm.weight": array}}, "a.b": {"model.norm.weight": array}}
+    with pytest.raises(ReshardError, match="two entries"):
+        load_into(twice, checkpoint[0])
+
+
+def test_what_may_be_missing_keeps_its_values(checkpoint):
+    path, truth = checkpoint
+    live = {"model.norm.weight": blank(truth["model.norm.weight"]), "model.rotary.inv_freq": np.full(3, 7.0)}
+    report = load_into({"model": live}, path, allow_missing=["*.inv_freq", "model.model.norm.*"])
+    assert report.kept == ("model.model.rotary.inv_freq",)
+    assert (live["model.rotary.inv_freq"] == 7).all()
+    assert live["model.norm.weight"].tobytes() == truth["model.norm.weight"].tobytes()
+
+
+def test_a_device_is_written_in_pieces(checkpoint):
+    """Tensors that the processor cannot address are written through Paddle; here they only say that they are such."""
+    paddle = pytest.importorskip("paddle")
+    path, truth = checkpoint
+
+    class Elsewhere:
+        """A tensor of the CPU that says it lies on a device."""
+
+        place = SimpleNamespace(is_cpu_place=lambda: False, is_cuda_pinned_place=lambda: False)
+
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def __getattr__(self, name):
+            return getattr(self.tensor, name)
+
+    keys = [KEY, f"{KEY}.w_0", f"{KEY}.beta1_pow_acc_0"]
+    live = {key: Elsewhere(paddle.to_tensor(blank(truth[key]))) for key in keys}
+    load_into(live, path, strict=False)
+    bits = {key: np.ascontiguousarray(held.tensor.numpy()) for key, held in live.items()}
+    oracle.assert_same_tensors(bits, {key: truth[key] for key in keys})
+
+
+# ------------------------------------------------------------------------------------------------ the drop-in
+
+
+def test_converter_of_upstream(checkpoint):
+    """The same arguments, the same method: names of this job are patched, what is ignored is taken out."""
+    path, truth = checkpoint
+    names = {name: f"my.{key}" for key, name in MODEL.names.items()}
+    patches = {f"my.{key}": key for key in MODEL.names}
+    model = {f"my.{key}": blank(truth[key]) for key in MODEL.names}
+    optimizer = {
+        f"{name}_fp32_master_0_{state}": blank(truth[f"{key}.{state}"])
+        for key, name in MODEL.names.items()
+        for state in (*oracle.MOMENTS, *oracle.POWERS)
+    }
+    masters = {name: blank(truth[f"{key}.w_0"]) for key, name in MODEL.names.items()}
+    state_dict = {"model": model, "optimizer": {**optimizer, "master_weights": masters}}
+    arguments = SimpleNamespace(ignore_load_lr_and_optim=False)
+    CheckpointConverter(path, state_dict, names, arguments, patches).load_from_hybrid_parallel_checkpoint()
+    for key, name in MODEL.names.items():
+        assert model[f"my.{key}"].tobytes() == truth[key].tobytes()
+        assert masters[name].tobytes() == truth[f"{key}.w_0"].tobytes()
+        assert optimizer[f"{name}_fp32_master_0_moment2_0"].tobytes() == truth[f"{key}.moment2_0"].tobytes()
+
+
+def test_converter_without_the_optimizer(checkpoint):
+    path, truth = checkpoint
+    state_dict = {"model": {KEY: blank(truth[KEY])}, "optimizer": {"anything": 3}}
+    arguments = SimpleNamespace(ignore_load_lr_and_optim=True)
+    CheckpointConverter(path, state_dict, {}, arguments).load_from_hybrid_parallel_checkpoint()
+    assert state_dict["model"][KEY].tobytes() == truth[KEY].tobytes()
+    assert "optimizer" not in state_dict
+
+
+def test_converter_refuses_local_experts(checkpoint):
+    with pytest.raises(ReshardError, match="local view"):
+        CheckpointConverter(checkpoint[0], {}, {}, SimpleNamespace(moe_group="mp"))
+
+
+# -------------------------------------------------------------------------------------------- the environment
+
+
+def test_a_training_environment_needs_numpy_only(checkpoint):
+    """Libraries of the converter that a training job may lack, or cannot import, are not imported."""
+    program = """
+        import sys
+
+        class Missing:
+            def find_spec(self, name, path=None, target=None):
+                if name.split(".")[0] in {missing}:
+                    raise ImportError(name)
+
+        sys.meta_path.insert(0, Missing())
+        import numpy as np
+        import paddle_reshard
+
+        norm = np.zeros({shape}, np.uint16)
+        paddle_reshard.load_into({{"model.norm.weight": norm}}, {path!r})
+        assert norm.tobytes() == bytes.fromhex({expected!r})
+    """
+    path, truth = checkpoint
+    norm = truth["model.norm.weight"]
+    missing = (
+        "pyarrow",
+        "ray",
+        "fsspec",
+        "s3fs",
+        "aiobotocore",
+        "awscrt",
+        "tenacity",
+        "click",
+        "rich",
+        "paddle",
+    )
+    source = textwrap.dedent(program).format(
+        missing=missing, shape=norm.shape, path=str(path), expected=norm.tobytes().hex()
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", source], check=True)
