@@ -135,7 +135,7 @@ def inspect(
         If it is not one whole, consistent checkpoint that the rules cover.
     """
     store = open_source(os.fspath(source), storage_options or {})
-    checkpoint = index_checkpoint(store, *_given(rules, config))
+    checkpoint = index_checkpoint(store, *given_inputs(rules, config))
     sizes = store.sizes()
     files = {file.path: file.size_bytes for file in checkpoint.catalog.files}
     return Inspection(
@@ -199,18 +199,23 @@ def plan(
     ReshardError
         If the source is not whole, or cannot become what is asked.
     """
-    request, locations = _request(target, options)
-    stores = options.get("storage_options") or {}
-    sinks = _open_targets(source, locations, options, resume, False)
-    store = open_source(os.fspath(source), stores)
-    checkpoint = index_checkpoint(store, *_given(options.get("rules"), options.get("config")))
+    request = read_request(target, options)
+    sinks = open_targets((source,), target, options, resume, False)
+    store = open_source(os.fspath(source), options.get("storage_options") or {})
+    checkpoint = index_checkpoint(store, *given_inputs(options.get("rules"), options.get("config")))
     return plan_checkpoint(store, checkpoint, request, sinks.limits(store))
 
 
-def _request(
+def read_request(
     target: PathLike | Mapping[PathLike, TargetOptions], options: ConversionOptions
-) -> tuple[ConversionRequest, list[str]]:
-    """What is asked for, and the places of the targets."""
+) -> ConversionRequest:
+    """What is asked for.
+
+    Raises
+    ------
+    UsageError
+        If it makes no sense.
+    """
     if unknown := options.keys() - set(CONVERSION_OPTIONS):
         raise TypeError(f"unknown option {sorted(unknown)[0]!r}")
     if isinstance(target, Mapping):
@@ -218,12 +223,12 @@ def _request(
             raise UsageError(f"{odd[0]} is an option of one target; with several, each has its own")
         if not target:
             raise UsageError("no target is given")
-        asked = {os.fspath(place): of_target for place, of_target in target.items()}
+        asked = list(target.values())
     else:
         own = {name: options[name] for name in TARGET_OPTIONS if name in options}  # type: ignore[literal-required]
-        asked = {os.fspath(target): cast(TargetOptions, own)}
-    request = ConversionRequest(
-        forms=tuple(_form(of_target) for of_target in asked.values()),
+        asked = [cast(TargetOptions, own)]
+    return ConversionRequest(
+        forms=tuple(_form(of_target) for of_target in asked),
         budget_bytes=parse_memory(options.get("memory", DEFAULT_MEMORY)),
         compare_replicas=parse_choice(options.get("replicas", REPLICAS[0]), REPLICAS, "choice of replicas"),
         allow_replica_drift=options.get("allow_replica_drift", False),
@@ -231,7 +236,6 @@ def _request(
         vocab_pad=options.get("vocab_pad"),
         vocab_trim=options.get("vocab_trim"),
     )
-    return request, list(asked)
 
 
 def _form(options: TargetOptions) -> Form:
@@ -250,18 +254,23 @@ def _form(options: TargetOptions) -> Form:
     )
 
 
-def _given(rules: PathLike | None, config: PathLike | None) -> tuple[list[RuleTable], dict[str, Any] | None]:
+def given_inputs(rules: PathLike | None, config: PathLike | None) -> tuple[list[RuleTable], dict[str, Any] | None]:
     """What a user gives beside a checkpoint, so that it can be understood."""
     return load_tables(_path(rules)), load_config(_path(config))
 
 
-def _open_targets(
-    source: PathLike, locations: Sequence[str], options: ConversionOptions, resume: bool, take_over: bool
+def open_targets(
+    sources: Sequence[PathLike],
+    target: PathLike | Mapping[PathLike, TargetOptions],
+    options: ConversionOptions,
+    resume: bool,
+    take_over: bool,
 ) -> Outputs:
     """The places of all targets; an occupied one is refused before anything is read."""
     stores = options.get("storage_options") or {}
+    locations = [os.fspath(place) for place in (target if isinstance(target, Mapping) else (target,))]
     for number, location in enumerate(locations):
-        for other in (os.fspath(source), *locations[:number]):
+        for other in (*(os.fspath(source) for source in sources), *locations[:number]):
             check_apart(other, location)
     overwrite = options.get("overwrite", False)
     return Outputs([open_target(place, overwrite, stores, resume, take_over) for place in locations])
@@ -328,8 +337,7 @@ def convert(
     observe(
         StepEnded("plan", f"{conversion.plan.groups} groups, {conversion.plan.written_bytes} bytes to write")
     )
-    locations = [os.fspath(place) for place in (target if isinstance(target, Mapping) else (target,))]
-    sinks = _open_targets(source, locations, options, resume, take_over)
+    sinks = open_targets((source,), target, options, resume, take_over)
     moved = run_conversion(conversion, sinks, engine, observe, resume)
     moved = replace(moved, retries=add_retries((moved.retries, count_retries() - counted)))
     return ConversionReport(conversion.store.location, sinks.location, conversion, moved)
@@ -353,7 +361,7 @@ def verify(
     ``b`` has less.
     """
     stores = [open_source(os.fspath(side), storage_options or {}) for side in (a, b)]
-    one, two = index_pair(stores[0], stores[1], *_given(rules, config))
+    one, two = index_pair(stores[0], stores[1], *given_inputs(rules, config))
     known = {t.state for t in (*one.catalog.tensors, *two.catalog.tensors)}
     if unknown := set(states or ()) - known:
         raise UsageError(

@@ -8,7 +8,7 @@ pyarrow; ``storage`` turns them into Arrow tables where they are saved.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -51,18 +51,48 @@ class File:
     size_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A step of mixing: ``mixed = keep · mixed + take · values``; each product and the sum are rounded to float32.
+
+    In the first step nothing is kept, and values with a ``take`` of one stay as they are.
+    """
+
+    tensor: int
+    """Whose values."""
+    keep: float
+    """Both factors are float32 numbers."""
+    take: float
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """How the values of a tensor are computed from those of others of its shape, which are float32.
+
+    What the target wants in another dtype is cast at the end.
+    """
+
+    terms: tuple[Term, ...]
+    """One after the other; each tensor once, and all files of a term before those of the next one."""
+    divide_by: float = 1.0
+    """Of the last step, rounded to float32 before and after."""
+
+
 @dataclass(frozen=True)
 class Catalog:
     """All fragments of a checkpoint.
 
     ``implied`` maps a tensor without fragments of its own to the tensor whose cast it is by definition of
-    the format: a bf16 parameter and its master weight.
+    the format: a bf16 parameter and its master weight. ``mixtures`` are the tensors that are computed.
     """
 
     tensors: tuple[Tensor, ...]
     files: tuple[File, ...]
     fragments: Fragments
     implied: Mapping[int, int]
+    mixtures: Mapping[int, Mixture] = field(default_factory=dict)
+    borrowed: int = 0
+    """How many tensors at the end are no content of the checkpoint: they are only mixed."""
 
     def __post_init__(self) -> None:
         if self.fragments.dtype != FRAGMENT:
@@ -74,7 +104,10 @@ class Catalog:
         return {(tensor.key, tensor.state): i for i, tensor in enumerate(self.tensors)}
 
     def only(self, chosen: Sequence[int]) -> Catalog:
-        """The catalog of some of its tensors, in their order; ``implied`` where both are chosen."""
+        """The catalog of some of its tensors, in their order; ``implied`` where both are chosen.
+
+        With a tensor that is mixed, those that it is mixed of have to be chosen.
+        """
         places = np.full(len(self.tensors), -1, dtype=np.int32)
         places[list(chosen)] = np.arange(len(chosen))
         fragments = self.fragments.copy()
@@ -85,6 +118,14 @@ class Catalog:
             self.files,
             fragments[fragments["tensor"] >= 0],
             {tensor: master for tensor, master in implied.items() if min(tensor, master) >= 0},
+            {
+                int(places[mixed]): replace(
+                    mixture,
+                    terms=tuple(replace(term, tensor=int(places[term.tensor])) for term in mixture.terms),
+                )
+                for mixed, mixture in self.mixtures.items()
+                if places[mixed] >= 0
+            },
         )
 
     def stored(self, tensor: int) -> Fragments:

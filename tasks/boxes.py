@@ -28,7 +28,7 @@ FLOAT32, BFLOAT16 = np.dtype("<f4"), np.dtype("<u2")
 
 def copy_box(source: Array, target: Array) -> None:
     """Copy a box to another one of the same shape and dtype."""
-    source, target = _in_order_of(target, source, target)
+    source, target = in_order_of(target, source, target)
     if _is_in_order(source):
         target[...] = source
         return
@@ -44,11 +44,11 @@ def cast_box(source: Array, target: Array) -> None:
     OverflowError
         If a finite value is too large for the dtype of ``target``.
     """
-    source, target = _in_order_of(target, source, target)
+    source, target = in_order_of(target, source, target)
     room = min(source.size, BLOCK_ELEMENTS)
     # Arithmetic on operands that are not contiguous or not aligned is slow, copying a block is not.
     values, words, halves = (np.empty(room, dtype) for dtype in (source.dtype, "<u4", "<u2"))
-    for piece in blocks(source.shape) if _is_in_order(source) else _tiles_of(source):
+    for piece in pieces_of(source):
         box = source[piece]
         block = values[: box.size]
         block.reshape(box.shape)[...] = box
@@ -101,11 +101,16 @@ def tiles(extents: Sequence[int], other: Sequence[int], edge: int = TILE_EDGE) -
     )
 
 
+def pieces_of(source: Array) -> Iterator[Slices]:
+    """Cut a box into slices that are worked on one after the other, the other side's dims being in their order."""
+    return blocks(source.shape) if _is_in_order(source) else _tiles_of(source)
+
+
 def _tiles_of(source: Array) -> Iterator[Slices]:
     return tiles(source.shape, np.argsort([-stride for stride in source.strides], kind="stable").tolist())
 
 
-def _in_order_of(leader: Array, *boxes: Array) -> tuple[Array, ...]:
+def in_order_of(leader: Array, *boxes: Array) -> tuple[Array, ...]:
     """Boxes of one shape with their dims as they lie in ``leader``, the fastest last; dims of extent 1 are gone."""
     gone = [dim for dim, extent in enumerate(leader.shape) if extent == 1]
     rest = [dim for dim, extent in enumerate(leader.shape) if extent != 1]

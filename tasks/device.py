@@ -15,9 +15,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from paddle_reshard.pipeline.catalog import Term
 from paddle_reshard.pipeline.errors import UnsupportedError
 from paddle_reshard.tasks.boxes import cast_box, copy_box
 from paddle_reshard.tasks.cast import bfloat16_bits, cast_in_range
+from paddle_reshard.tasks.ema_boxes import divide_box, mix_box
 
 Buffer = npt.NDArray[np.uint8]
 OLDEST_PADDLE = (2, 6)
@@ -64,6 +66,24 @@ class Mover(Protocol):
             If a finite value is too large for the dtype of the part.
         """
 
+    def mix(self, source: Box, mixed: Box, term: Term, first: bool) -> None:
+        """Make the step of a mixture; the ``first`` one keeps nothing. Both boxes are float32.
+
+        Raises
+        ------
+        UnsupportedError
+            If this mover only moves.
+        """
+
+    def finish(self, mixed: Box, target: Box, divide_by: float) -> None:
+        """After the last step: divide, and cast to ``target`` where that is another place.
+
+        Raises
+        ------
+        OverflowError
+            If a finite value is too large for the dtype of ``target``.
+        """
+
     def fetch(self, part: Any) -> Buffer:
         """Bring a part back into host memory, where it can be written to."""
 
@@ -90,6 +110,17 @@ class HostMover:
         """Copy or cast, in blocks that need no memory to speak of."""
         move = copy_box if source.dtype == target.dtype else cast_box
         move(source.array(), target.array())
+
+    def mix(self, source: Box, mixed: Box, term: Term, first: bool) -> None:
+        """Multiply and add, in blocks that need no memory to speak of."""
+        mix_box(source.array(), mixed.array(), term, first)
+
+    def finish(self, mixed: Box, target: Box, divide_by: float) -> None:
+        """Divide, then cast where ``target`` has another dtype."""
+        if divide_by != 1:
+            divide_box(mixed.array(), divide_by)
+        if mixed.dtype != target.dtype:
+            cast_box(mixed.array(), target.array())
 
     def fetch(self, part: Buffer) -> Buffer:
         """The part itself."""
@@ -152,6 +183,14 @@ class PaddleMover:
             values = aligned.buffer.numpy().view(source.dtype)
             rounded = self.paddle.to_tensor(cast_in_range(values, target.dtype).view(np.uint8))
         self._assign(Box(rounded, 0, target.dtype, source.extents, _contiguous(target)), target)
+
+    def mix(self, source: Box, mixed: Box, term: Term, first: bool) -> None:
+        """Not here: other devices may round a product and a sum together."""
+        raise UnsupportedError("averages are computed on the CPU; leave --device away")
+
+    def finish(self, mixed: Box, target: Box, divide_by: float) -> None:
+        """Not here."""
+        raise UnsupportedError("averages are computed on the CPU; leave --device away")
 
     def _assign(self, source: Box, target: Box) -> None:
         """Copy bytes between two boxes of one dtype; dims that are contiguous on both sides become one."""

@@ -85,10 +85,19 @@ def blend(average: Floats, values: Floats, decay: float, scratch: Floats | None 
         np.copyto(average, values)
         return
     scratch = np.empty(BLOCK_ELEMENTS, dtype=np.float32) if scratch is None else scratch
-    keep, take = np.float32(decay), np.float32(1 - decay)
+    keep, take = factors(decay)
     for start in range(0, len(average), BLOCK_ELEMENTS):
         block = average[start : start + BLOCK_ELEMENTS]
-        product = scratch[: len(block)]
-        np.multiply(values[start : start + BLOCK_ELEMENTS], take, out=product)
-        np.multiply(block, keep, out=block)
-        np.add(block, product, out=block)
+        mix(block, values[start : start + BLOCK_ELEMENTS], keep, take, scratch[: len(block)])
+
+
+def factors(decay: float) -> tuple[np.float32, np.float32]:
+    """What an update with a decay multiplies the average so far with, and the values."""
+    return np.float32(decay), np.float32(1 - decay)
+
+
+def mix(mixed: Floats, values: Floats, keep: np.float32, take: np.float32, scratch: Floats) -> None:
+    """``mixed = keep · mixed + take · values``, in place; each product and the sum are rounded. All of one shape."""
+    np.multiply(values, take, out=scratch)
+    np.multiply(mixed, keep, out=mixed)
+    np.add(mixed, scratch, out=mixed)

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from paddle_reshard.pipeline.catalog import Mixture
 from paddle_reshard.pipeline.errors import CastError, DriftError
 from paddle_reshard.pipeline.geometry import Ints
 from paddle_reshard.pipeline.planning.ops import COMPARE, MOVE, OpRows
 from paddle_reshard.pipeline.planning.parts import MADE, Parts, part_sizes
-from paddle_reshard.pipeline.planning.plan import Bands
+from paddle_reshard.pipeline.planning.plan import ACCUMULATOR_FACTOR, Bands
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.pipeline.tensors import DTYPES
 from paddle_reshard.storage.store import Read, ReadRange, Receipt, WritePart
@@ -126,10 +127,15 @@ def _make(
             (work.parts["source_file"] == MADE) & (work.parts["start"] < work.parts["stop"])
         )
     }
+    mixed = {
+        place: mover.zeros(ACCUMULATOR_FACTOR * int(part_sizes(work.parts[place : place + 1])[0]))
+        for place in _cast_after_mixing(work)
+    }
     reports = []
     for turn in _passes(work):
-        reports.append(_do_pass(work, turn, load(turn.bands), made, mover))
+        reports.append(_do_pass(work, turn, load(turn.bands), made, mixed, mover))
         mover.release()
+    mixed.clear()
     receipts = []
     for index in sorted(made):
         part = work.parts[index]
@@ -143,24 +149,68 @@ def _make(
     return replace(_summed(work, reports), receipts=tuple(receipts), written_bytes=written)
 
 
+def _cast_after_mixing(work: GroupWork) -> list[int]:
+    """Parts that hold mixed values in another dtype: these are mixed beside them."""
+    ops = work.ops[np.isin(work.ops["tensor"], list(work.mixtures))] if work.mixtures else work.ops[:0]
+    ops = ops[ops["target_dtype"] != ops["source_dtype"]]
+    return sorted(set(locate(work.parts, ops, "target").tolist()))
+
+
 def _do_pass(
-    work: GroupWork, turn: _Pass, bands: Sequence[Buffer], parts: dict[int, Any], mover: Mover
+    work: GroupWork,
+    turn: _Pass,
+    bands: Sequence[Buffer],
+    parts: dict[int, Any],
+    mixed: dict[int, Any],
+    mover: Mover,
 ) -> GroupReport:
-    """Compare, then move boxes from the bands of one pass to parts."""
+    """Compare, then move boxes from the bands of one pass to parts, or mix them there."""
     report = _compare(work, turn.bands, turn.ops, bands)
     for difference in report.differences:
         if not (work.allow_replica_drift and difference.replicas):
             raise difference
-    moves = turn.ops[turn.ops["kind"] == MOVE]
+    moves = _in_steps(work, turn.ops[turn.ops["kind"] == MOVE])
     loaded = [mover.load(band) for band in bands]
     places = zip(moves, locate(turn.bands, moves, "source"), locate(work.parts, moves, "target"), strict=True)
     for op, band, part in places:
         source = _box(loaded[band], int(turn.bands[band]["start"]), op, "source")
+        target = _box(parts[int(part)], int(work.parts[part]["start"]), op, "target")
+        mixture = work.mixtures.get(int(op["tensor"]))
         try:
-            mover.move(source, _box(parts[int(part)], int(work.parts[part]["start"]), op, "target"))
+            if mixture is None:
+                mover.move(source, target)
+            else:
+                _mix(source, target, mixed.get(int(part)), mixture, int(op["feed"]), mover)
         except OverflowError as error:
             raise CastError(work.tensors[int(op["tensor"])].label, str(error)) from error
     return report
+
+
+def _in_steps(work: GroupWork, moves: OpRows) -> OpRows:
+    """The same ops, steps of mixtures in their order."""
+    if not work.mixtures:
+        return moves
+    places = {
+        (tensor, term.tensor): place
+        for tensor, mixture in work.mixtures.items()
+        for place, term in enumerate(mixture.terms)
+    }
+    steps = [
+        places.get(pair, 0) for pair in zip(moves["tensor"].tolist(), moves["feed"].tolist(), strict=True)
+    ]
+    return moves[np.argsort(steps, kind="stable")]
+
+
+def _mix(source: Box, target: Box, beside: Any, mixture: Mixture, feed: int, mover: Mover) -> None:
+    """Make the step of a mixture that takes ``feed``, in the part, or ``beside`` it where that has another dtype."""
+    mixed = target
+    if target.dtype != source.dtype:
+        strides = tuple(ACCUMULATOR_FACTOR * stride for stride in target.strides)
+        mixed = Box(beside, ACCUMULATOR_FACTOR * target.byte_offset, source.dtype, target.extents, strides)
+    step = next(place for place, term in enumerate(mixture.terms) if term.tensor == feed)
+    mover.mix(source, mixed, mixture.terms[step], step == 0)
+    if step == len(mixture.terms) - 1:
+        mover.finish(mixed, target, mixture.divide_by)
 
 
 def _copy_parts(work: GroupWork, copied: Parts, source: ReadRange, target: WritePart) -> list[Receipt]:

@@ -8,6 +8,7 @@ trimmed to make room for it, at places where an op can be cut in two boxes.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -40,16 +41,17 @@ class _Runs(NamedTuple):
     """What a copy of it needs at least."""
 
 
-def carve_copies(ops: Ops, smallest: Ints, limits: CopyLimits | None) -> Carved:
+def carve_copies(ops: Ops, smallest: Ints, limits: CopyLimits | None, mixed: Collection[int] = ()) -> Carved:
     """Take out of ``ops`` what the storage can copy; ``smallest`` is the smallest part of every target file.
 
+    Values of tensors that are ``mixed`` are computed.
     Values that are compared with others have to be read, and are not copied. Those that are cast for another place
     have to be read too: between their copies as little as possible shall be made. Nothing is left in ``ops``.
     """
     if limits is None or not len(ops):
         return Carved(ops, np.zeros(0, dtype=PART))
     compared, cast = np.zeros((2, int(ops["feed"].max()) + 1), dtype=bool)
-    compared[ops["feed"][ops["kind"] != MOVE]] = True
+    compared[ops["feed"][(ops["kind"] != MOVE) | np.isin(ops["tensor"], list(mixed))]] = True
     cast[ops["feed"][ops["source_dtype"] != ops["target_dtype"]]] = True
     free = (ops["kind"] == MOVE) & ~compared[ops["feed"]] & dense(ops)
     if not free.any():

@@ -326,7 +326,7 @@ def set_passes(ops: Ops, groups: Ints, made: Ints, room: Room) -> tuple[Ops, Int
     np.minimum.at(first, clusters, ops["source_byte"])
     file = np.zeros(len(sizes), dtype=np.int64)
     file[clusters] = ops["source_file"]
-    order = np.lexsort((first, file, group_of))
+    order = np.lexsort((first, file, group_of))  # by file: the steps of what is mixed in their order
     before = np.cumsum(sizes[order]) - sizes[order]
     opens = np.r_[True, group_of[order][1:] != group_of[order][:-1]]
     before -= np.maximum.accumulate(np.where(opens, before, 0))

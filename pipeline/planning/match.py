@@ -5,13 +5,13 @@ Both sides are fragments of the same logical tensors. Wherever two boxes meet th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.catalog import Catalog, Fragments, volumes
+from paddle_reshard.pipeline.catalog import Catalog, Fragments, Mixture, volumes
 from paddle_reshard.pipeline.errors import CoverageError, PlanError, UnsupportedError
 from paddle_reshard.pipeline.geometry import MAX_DIMS, Boxes, Ints, intersect, meeting_pairs, padded
 from paddle_reshard.pipeline.planning.ops import CHECK, COMPARE, MOVE, Ops, op_volumes, set_stops
@@ -20,6 +20,7 @@ from paddle_reshard.pipeline.tensors import DTYPES, Cast, Tensor
 _CASTS = {("float32", "bfloat16")}
 """Casts by definition of a format: a bf16 parameter is its master weight, rounded to nearest even."""
 
+_FLOAT32 = [dtype.name for dtype in DTYPES].index("float32")
 _BLOCK_OPS = 1 << 16
 """Ops that are described in one go: what lies between stays in the cache."""
 
@@ -102,21 +103,62 @@ def plan_ops(
         If a source tensor would be dropped.
     """
     primary = source.fragments.compress(source.fragments["replica"] == 0)
-    moved = _meeting(primary, target, source.implied)
-    implied = _implied_by_definition(source, _lacking(primary["tensor"], moved.feed))
+    inside = clipped(target, source.tensors)
+    steps = list(_steps(primary, target, inside, source))
+    fed = np.concatenate([pairs.feed for pairs, _ in steps])
+    implied = _implied_by_definition(source, _lacking(primary["tensor"], fed))
     copies = source.fragments.compress(source.fragments["replica"] > 0) if compare_replicas else primary[:0]
     left_out = primary[np.isin(primary["tensor"], list(implied))] if implied else primary[:0]
     ops = _described(
         [
-            (MOVE, moved),
+            *((MOVE, pairs) for pairs, _ in steps),
             (COMPARE, _meeting(primary, copies, implied)),
             (CHECK, _meeting(primary, left_out, implied)),
         ]
     )
-    moves = ops[: len(moved.i)]
-    _check_casts(moves, source.tensors, casts)
-    _check_written_once(moves, clipped(target, source.tensors), source.tensors)
+    _check_casts(ops[: len(fed)], source.tensors, casts)
+    done = 0
+    for pairs, wanted in steps:
+        _check_written_once(ops[done : done + len(pairs.i)], wanted, source.tensors)
+        done += len(pairs.i)
+    _check_steps(ops[: len(fed)], source.mixtures, source.tensors)
     return ops
+
+
+def _steps(
+    primary: Fragments, target: Fragments, inside: Fragments, source: Catalog
+) -> Iterator[tuple[_Pairs, Fragments]]:
+    """What is moved, and the places that it fills: values as they are, then every step of those that are mixed."""
+    mixtures = source.mixtures
+    mixed = np.isin(target["tensor"], list(mixtures))
+    if mixed.any():
+        yield _meeting(primary, target[~mixed], source.implied), inside[~mixed]
+    else:
+        yield _meeting(primary, target, source.implied), inside
+    for step in range(max([0, *(len(mixture.terms) for mixture in mixtures.values())])):
+        fed = {t: m.terms[step].tensor for t, m in mixtures.items() if step < len(m.terms)}
+        rows = np.isin(target["tensor"], list(fed))
+        yield _meeting(primary, target[rows], fed), inside[rows]
+
+
+def _check_steps(moves: Ops, mixtures: Mapping[int, Mixture], tensors: Sequence[Tensor]) -> None:
+    """What is mixed is read as float32, in the order of the files."""
+    last = -1
+    for step in range(max([0, *(len(mixture.terms) for mixture in mixtures.values())])):
+        fed = {t: m.terms[step].tensor for t, m in mixtures.items() if step < len(m.terms)}
+        rows = np.isin(moves["tensor"], list(fed)) & (moves["feed"] == feeds(moves["tensor"], fed))
+        if (odd := rows & (moves["source_dtype"] != _FLOAT32)).any():
+            first = int(np.argmax(odd))
+            raise UnsupportedError(
+                f"{tensors[int(moves['feed'][first])].label}: stored as "
+                f"{DTYPES[int(moves['source_dtype'][first])].name}, only float32 can be averaged"
+            )
+        files = moves["source_file"][rows]
+        if len(files) and files.min() <= last:
+            raise PlanError(
+                f"{tensors[min(fed)].label}: its values are not read in the order in which they are mixed"
+            )
+        last = max(last, int(files.max(initial=-1)))
 
 
 def _lacking(these: npt.NDArray[np.int32], others: npt.NDArray[np.int32]) -> list[int]:

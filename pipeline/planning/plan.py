@@ -10,21 +10,21 @@ known here. Parts that the storage copies by itself need no memory.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.catalog import Catalog, File, volumes
+from paddle_reshard.pipeline.catalog import Catalog, File, Mixture, volumes
 from paddle_reshard.pipeline.errors import CoverageError, MemoryBudgetError, RereadError
 from paddle_reshard.pipeline.geometry import Ints
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.planning.copies import carve_copies
 from paddle_reshard.pipeline.planning.groups import FileSizes, Room, group_ops, set_passes, source_ranges
 from paddle_reshard.pipeline.planning.limits import PartLimits
-from paddle_reshard.pipeline.planning.match import clipped, plan_ops
+from paddle_reshard.pipeline.planning.match import clipped, feeds, plan_ops
 from paddle_reshard.pipeline.planning.ops import ITEMSIZES, MOVE, Ops, op_volumes
 from paddle_reshard.pipeline.planning.parts import MADE, NOBODY, PART, Parts, part_sizes, plan_parts
 from paddle_reshard.pipeline.planning.ranges import dense_numbers, merge
@@ -45,6 +45,8 @@ COPY_GROUP_PARTS = 64
 """Parts that the storage copies are gathered into groups of about so many bytes, and so many parts at most."""
 TINY_BYTES = 64 << 10
 """Where parts have a smallest size, a source range up to this size may be read once for every file that it goes to."""
+ACCUMULATOR_FACTOR = 2
+"""Values are mixed in float32; where a part holds two bytes for each, they have twice its bytes beside it."""
 JOIN_GAP_BYTES = 4096
 """Bands of a file that lie this near each other are read as one."""
 
@@ -93,6 +95,8 @@ class Plan:
     """Whether copies of a tensor may differ; the first one is taken then, and every difference reported."""
     read_once_budget_bytes: int | None = None
     """Where source bytes are read several times: a budget with which they would not be."""
+    mixtures: Mapping[int, Mixture] = field(default_factory=dict)
+    """Tensor number → how its values are computed, of those that are not moved as they are."""
 
     @property
     def groups(self) -> int:
@@ -154,6 +158,8 @@ class Plan:
             digest.update(b"%d %d %d " % (file, offset, len(content)))
             digest.update(content)
         digest.update(repr((self.tensors, self.source_files, self.target_files, self.carried)).encode())
+        if self.mixtures:
+            digest.update(repr(self.mixtures).encode())
         return digest.hexdigest()[:16]
 
 
@@ -181,7 +187,7 @@ def plan_conversion(
 
     def make_ops() -> Ops:
         ops = plan_ops(source, target.fragments, compare_replicas, target.casts)
-        _check_tiles(ops, target, source.tensors)
+        _check_tiles(ops, target, source)
         return ops
 
     plan = Plan(
@@ -197,6 +203,7 @@ def plan_conversion(
         budget_bytes=budget_bytes,
         carried=tuple(carried),
         allow_replica_drift=allow_replica_drift,
+        mixtures=source.mixtures,
     )
     planned, rereads = _within_limits(plan, make_ops, limits, budget_bytes)
     _check_budget(planned)
@@ -224,7 +231,7 @@ def _within_limits(
     smallest = np.full(len(total), limits.smallest_bytes)
     while True:
         files = FileSizes(total, smallest, np.maximum(FILL_BYTES, 2 * smallest))
-        ops, copied = carve_copies(make_ops(), smallest, limits.copies)
+        ops, copied = carve_copies(make_ops(), smallest, limits.copies, plan.mixtures)
         planned, rereads = _portioned(plan, ops, copied, files, budget_bytes)
         if limits.most is None:
             return planned, rereads
@@ -277,11 +284,30 @@ def _portioned(plan: Plan, ops: Ops, copied: Parts, files: FileSizes, budget_byt
     parts = parts[np.lexsort((parts["start"], parts["file"], parts["group"]))]
     made = parts[parts["source_file"] == MADE]
     peaks = np.bincount(made["group"], weights=part_sizes(made), minlength=count).astype(np.int64)
+    peaks += _accumulator_bytes(plan.mixtures, ops, groups, made, count)
     ops, groups = set_passes(ops, groups, peaks[:values], room)
     bands = plan_bands(ops, groups)
     peaks += largest_passes(bands, count)
     planned = replace(plan, ops=ops, op_groups=groups, bands=bands, parts=parts, group_peaks=peaks)
     return planned, rereads
+
+
+def _accumulator_bytes(
+    mixtures: Mapping[int, Mixture], ops: Ops, groups: Ints, made: Parts, count: int
+) -> Ints:
+    """For each of ``count`` groups the memory in which values are mixed that its parts hold in another dtype.
+
+    A worker takes it for a whole part, float32 for every two bytes.
+    """
+    found = np.zeros(count, dtype=np.int64)
+    if not mixtures:
+        return found
+    rows = np.isin(ops["tensor"], list(mixtures)) & (ops["target_dtype"] != ops["source_dtype"])
+    pairs = np.unique(np.stack([groups[rows], ops["target_file"][rows].astype(np.int64)]), axis=1)
+    for group, file in pairs.T.tolist():
+        sizes = part_sizes(made[(made["group"] == group) & (made["file"] == file)])
+        found[group] += ACCUMULATOR_FACTOR * int(sizes.sum())
+    return found
 
 
 def _groups_of_parts(parts: Parts, first: int) -> Ints:
@@ -345,12 +371,16 @@ def largest_passes(bands: Bands, count: int) -> Ints:
 # ---------------------------------------------------------------------------------------------- checks
 
 
-def _check_tiles(ops: Ops, target: TargetFiles, tensors: Sequence[Tensor]) -> None:
+def _check_tiles(ops: Ops, target: TargetFiles, source: Catalog) -> None:
     """Literal bytes, padding and values together are exactly as long as every file.
 
-    Parts of tensors that reach beyond the source's are zeros, as padding is.
+    Parts of tensors that reach beyond the source's are zeros, as padding is. Of what is mixed the last step counts.
     """
+    tensors = source.tensors
     moves = ops["kind"] == MOVE
+    if source.mixtures:
+        finished = feeds(ops["tensor"], {t: m.terms[-1].tensor for t, m in source.mixtures.items()})
+        moves &= ~np.isin(ops["tensor"], list(source.mixtures)) | (ops["feed"] == finished)
     count = len(target.files)
     covered = np.bincount(
         ops["target_file"][moves],

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from paddle_reshard.pipeline.catalog import Mixture
 from paddle_reshard.pipeline.geometry import Ints
 from paddle_reshard.pipeline.planning.ops import OpRows
 from paddle_reshard.pipeline.planning.parts import MADE, Parts
@@ -33,6 +34,8 @@ class GroupWork:
     """Tensor number → what it is, of the tensors that appear in ``ops``."""
     peak_bytes: int
     allow_replica_drift: bool = False
+    mixtures: Mapping[int, Mixture] = field(default_factory=dict)
+    """Tensor number → how it is computed, of those in ``tensors`` that are."""
 
     @property
     def label(self) -> str:
@@ -68,6 +71,9 @@ def plan_work(plan: Plan) -> Iterator[GroupWork]:
             tensors={int(t): plan.tensors[t] for t in np.unique(ops["tensor"])},
             peak_bytes=int(plan.group_peaks[group]),
             allow_replica_drift=plan.allow_replica_drift,
+            mixtures={
+                int(t): plan.mixtures[int(t)] for t in np.unique(ops["tensor"]) if int(t) in plan.mixtures
+            },
         )
 
 

@@ -192,7 +192,7 @@ def _fragments(file: int, one: _Exported, byte_offset: int, tensor: int) -> Iter
 def _chosen(source: Catalog, wanted: Sequence[int]) -> tuple[Catalog, dict[int, int]]:
     """The part of a catalog that ``wanted`` tensors need, in their order, and where each of them is there.
 
-    Beside them: master weights that imply a parameter, and stored parameters whose master weight goes out in
+    Beside them: what they are mixed of, master weights that imply a parameter, and stored parameters whose master weight goes out in
     their place, which the planner compares with it.
     """
     index = source.index()
@@ -201,6 +201,8 @@ def _chosen(source: Catalog, wanted: Sequence[int]) -> tuple[Catalog, dict[int, 
         related = [tensor, source.implied.get(tensor, tensor)]
         if source.tensors[tensor].state == MASTER_WEIGHT:
             related.append(index[source.tensors[tensor].key, PARAM])
+        if tensor in source.mixtures:
+            related += [term.tensor for term in source.mixtures[tensor].terms]
         for one in related:
             chosen.setdefault(one, len(chosen))
     return source.only(list(chosen)), chosen
