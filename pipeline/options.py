@@ -9,6 +9,7 @@ from os import PathLike as _PathLike
 from typing import Any, TypedDict, cast
 
 from paddle_reshard.pipeline.errors import UnsupportedError, UsageError
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.huggingface.target import (
     EXPORTED_STATES,
     FLOATING,
@@ -49,6 +50,11 @@ class LayoutOptions:
     """``"uniform"``, ``"layer:Regex"`` or a list of item numbers; default: as the model class does."""
     stage3_segment_size: int | None = None
     """Elements above which stage 3 cuts a parameter, 0 to cut every one; the trainer's default is 2**20."""
+    experts_over_tp: bool | None = None
+    """Families with a choice (ernie4_5_moe, ``moe_group``): whole experts spread over tp ranks; default: as the source,
+    and as the trainer where tp = 1 cannot tell: on."""
+    use_unified_moe: bool | None = None
+    """Families with a choice (glm4_moe): the unified layer of expert parallelism; default: as the source, else off."""
     convention: str | None = None
     """``"paddleformers"`` or ``"paddlenlp"``; default: the source's."""
 
@@ -62,6 +68,8 @@ class LayoutOptions:
             "sequence_parallel": (bool,),
             "segmentation": (str, list, tuple),
             "stage3_segment_size": (int,),
+            "experts_over_tp": (bool,),
+            "use_unified_moe": (bool,),
             "convention": (str,),
         }
         for name, value in values.items():
@@ -127,22 +135,27 @@ class HybridRequest:
                 f"unknown sharding strategy {self.strategy!r}; known are {', '.join(STRATEGIES)}"
             )
 
-    def target_for(self, convention: str, sequence_parallel: bool | None) -> HybridTarget:
-        """The target job's choices, the open ones taken from the source or the trainer's defaults."""
-        layout = self.layout
+    def target_for(self, source: Checkpoint) -> HybridTarget:
+        """The target job's choices, the open ones taken from the source or the trainer's defaults.
+
+        Where the trainer allows one value only (under expert parallelism), that is the default.
+        """
+        layout, topology = self.layout, self.topology
+        convention = source.model.table.convention
         if layout.convention not in (None, convention):
             raise UnsupportedError(
                 f"convention {layout.convention!r}: the source is {convention}, and this version does not "
                 "translate between the libraries"
             )
-        strategy = self.strategy or ("stage1v1" if self.topology.sharding > 1 else "none")
+        default = "none" if topology.sharding == 1 else "stage1v2" if topology.ep > 1 else "stage1v1"
         overlap = bool(layout.comm_overlap)
         buffer_mb = layout.comm_buffer_size_MB or (128 if overlap else 256)
+        sequence_parallel = source.sequence_parallel or (topology.ep > 1 and topology.tp > 1)
         if layout.sequence_parallel is not None:
             sequence_parallel = layout.sequence_parallel
         return HybridTarget(
             topology=self.topology,
-            strategy=strategy,
+            strategy=self.strategy or default,
             sharded_saving=self.sharded_saving,
             sharding=ShardingOptions(
                 buffer_bytes=buffer_mb << 20,
@@ -155,7 +168,18 @@ class HybridRequest:
             sequence_parallel=bool(sequence_parallel),
             segmentation=layout.segmentation,
             names=self.names,
+            experts_over_tp=self._experts_over_tp(source),
+            unified_experts=bool(
+                source.unified_experts if layout.use_unified_moe is None else layout.use_unified_moe
+            ),
         )
+
+    def _experts_over_tp(self, source: Checkpoint) -> bool:
+        if self.layout.experts_over_tp is not None:
+            return self.layout.experts_over_tp
+        if source.model.table.experts_over != "tp" or self.topology.tp == 1:
+            return False
+        return source.spread == "tp" or source.topology is None or source.topology.tp == 1
 
 
 Form = HybridRequest | HuggingFaceTarget

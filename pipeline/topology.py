@@ -56,6 +56,23 @@ class Topology:
         """Number of ranks."""
         return prod((self.tp, self.pp, self.sharding, self.dp))
 
+    @property
+    def dense_sharding(self) -> int:
+        """Under ``ep``: how many neighbours of a sharding group hold other experts each.
+
+        The ``ep`` ranks that share the experts of a layer out are the ``tp`` ranks of that many neighbours.
+        """
+        return max(1, self.ep // self.tp)
+
+    @property
+    def moe_sharding(self) -> int:
+        """Ranks of a sharding group that hold the same experts and share their optimizer state."""
+        return self.sharding // self.dense_sharding
+
+    def expert_rank(self, tp: int, shard: int) -> int:
+        """Which of the ``ep`` shares of experts a rank holds (Paddle 3.3 ``fleet/base/topology.py:769-870``)."""
+        return (shard % self.dense_sharding) * self.tp + tp if self.ep > 1 else 0
+
     def __str__(self) -> str:
         parts = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) > 1]
         return ",".join(parts) or "tp=1"

@@ -162,7 +162,7 @@ def plan_checkpoint(
 def _chosen(form: Form, source: Checkpoint, store: Source) -> AnyTarget:
     """A target with what it leaves open taken from the source."""
     if isinstance(form, HybridRequest):
-        return form.target_for(source.model.table.convention, source.sequence_parallel)
+        return form.target_for(source)
     sizes = store.sizes()
     if isinstance(form, HuggingFaceTarget) and form.state == EMA and AVERAGE in sizes:
         check_average(read_json(store, AVERAGE, sizes), AVERAGE)

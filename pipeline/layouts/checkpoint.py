@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
-from paddle_reshard.pipeline.catalog import Catalog
+from paddle_reshard.pipeline.catalog import Catalog, File
 from paddle_reshard.pipeline.layouts.model import Model
 from paddle_reshard.pipeline.topology import Topology
+from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
+
+
+@dataclass(frozen=True)
+class MissingPolicy:
+    """What is to become of tensors that no file of a checkpoint holds.
+
+    PaddleFormers' sharded saving loses buffers and parameters that are not trained
+    (``trainer/utils/sharding_io.py:70-107``).
+    """
+
+    filled: Mapping[str, ArrayRef] = field(default_factory=dict)
+    """Structured key → where its values are in ``file``."""
+    file: File | None = None
+    """A file that was given beside the checkpoint; the source serves it under this path."""
+    allowed: tuple[str, ...] = ()
+    """Patterns of structured keys (``*`` stands for anything) that may be missing in the target too."""
+
+    def allows(self, key: str) -> bool:
+        """Whether a tensor may be missing."""
+        return any(fnmatchcase(key, pattern) for pattern in self.allowed)
 
 
 @dataclass(frozen=True)
@@ -35,3 +58,7 @@ class Checkpoint:
     lr_scheduler: Any
     """What the optimizer files hold of the learning-rate schedule; ``None`` where they hold nothing."""
     has_ema: bool
+    spread: str | None = None
+    """The axis over which whole experts are spread: ``ep``, ``tp`` or ``dp``; ``None``: every rank has all of them."""
+    unified_experts: bool | None = None
+    """Whether they are in the unified layer; ``None`` where the order of tensors cannot tell."""

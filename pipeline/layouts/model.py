@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from paddle_reshard.pipeline.errors import CoverageError, RuleError
@@ -18,6 +19,9 @@ from paddle_reshard.pipeline.tensors import (
     Tensor,
     dtype_named,
 )
+
+AUTOMATIC = "eager_tmp"
+"""The class of a tensor that nobody named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,8 @@ class ModelTensor:
     """The key that holds the same values."""
     automatic_name: str | None = None
     """Name in the source of a buffer that nobody named; it has no meaning and no loader looks at it."""
+    missing: bool = False
+    """No file holds it, and that was allowed."""
 
     @property
     def trained(self) -> bool:
@@ -54,8 +60,10 @@ class Model:
     table: RuleTable
     config: Mapping[str, Any]
 
-    def cut(self, tensor: ModelTensor, tp: int) -> TensorCut:
-        """How ``tp`` ranks cut a tensor of this model."""
+    def cut(self, tensor: ModelTensor, tp: int, spread: str | None = None) -> TensorCut:
+        """How ``tp`` ranks cut a tensor of this model; experts that are ``spread`` over ranks are not cut."""
+        if spread is not None and tensor.rule.of_expert:
+            return TensorCut(1, None)
         return TensorCut(tp, tensor.rule.split_dim(self.config, tp, tensor.key), tensor.rule.parts)
 
 
@@ -107,6 +115,22 @@ def model_order(table: RuleTable) -> Callable[[ModelTensor], tuple[int, ...]]:
     return place
 
 
+def lead_experts(tensors: Sequence[ModelTensor], unified: bool) -> list[ModelTensor]:
+    """The same tensors with routers before or after the experts of their layer, where the library has both orders."""
+    ordered: list[ModelTensor] = []
+    for _, run in groupby(tensors, key=lambda t: (t.rule.item, t.layer)):
+        layer = list(run)
+        leading = [t for t in layer if t.rule.leads_if_unified]
+        rest = [t for t in layer if not t.rule.leads_if_unified]
+        experts = [place for place, t in enumerate(rest) if t.rule.of_expert]
+        if not (leading and experts):
+            ordered += layer
+            continue
+        place = experts[0] if unified else experts[-1] + 1
+        ordered += [*rest[:place], *leading, *rest[place:]]
+    return ordered
+
+
 def _model_tensor(
     key: str, states: Mapping[str, Tensor], table: RuleTable, config: Mapping[str, Any]
 ) -> ModelTensor:
@@ -143,7 +167,7 @@ class NamedTensor:
 
 
 def predict_parameter_names(
-    tensors: Sequence[ModelTensor | NamedTensor], pp: int, tp: int, sequence_parallel: bool
+    tensors: Sequence[ModelTensor | NamedTensor], pp: int, tp: int, sequence_parallel: bool, ep: int = 1
 ) -> dict[str, str]:
     """Structured key → parameter name in one cell that holds ``tensors``, in model order.
 
@@ -158,11 +182,13 @@ def predict_parameter_names(
         if tensor.tied_to in names:
             names[tensor.key] = names[tensor.tied_to or ""]
             continue
-        if tensor.automatic_name is not None:
-            names[tensor.key] = tensor.automatic_name
+        name_class = tensor.rule.class_for(pp, tp, sequence_parallel, ep)
+        if name_class == AUTOMATIC:
+            count = counters.get(name_class, 0)
+            counters[name_class] = count + 1
+            names[tensor.key] = tensor.automatic_name or f"{AUTOMATIC}_{count}"
             continue
         module, _, leaf = tensor.key.rpartition(".")
-        name_class = tensor.rule.class_for(pp, tp, sequence_parallel)
         if tensor.rule.parameter_name is not None:
             count = counters.get(name_class, 0)
             counters[name_class] = count + 1

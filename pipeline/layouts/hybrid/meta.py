@@ -35,7 +35,9 @@ class ParameterMeta:
     """Tensor-parallel local shape."""
     dtype: DType
     is_distributed: bool
-    """Whether tp cuts the tensor; never says along which dim."""
+    """Whether ranks hold other values of it; never says along which dim it is cut, or whether it is."""
+    no_sync: bool | None = None
+    """Whether it is of an expert that no other expert rank holds; ``None`` for PaddleNLP, which does not write it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class ModelMeta:
     pp: int | None
     sharding: int | None
     ep: int | None
+    moe_sharding: int | None
     cells: Mapping[str, CellMeta]
 
 
@@ -78,6 +81,7 @@ def parse_model_meta(data: Mapping[str, Any]) -> ModelMeta:
         pp=_degree(config, "pp_degree"),
         sharding=_degree(config, "sharding_degree"),
         ep=_degree(config, "ep_degree"),
+        moe_sharding=_degree(config, "moe_sharding_degree"),
         cells={name: _parse_cell(_mapping(metas, name, MODEL_META), name) for name in metas},
     )
 
@@ -117,9 +121,10 @@ def _parse_parameter(described: object, where: str) -> ParameterMeta:
     if isinstance(described, list) and len(described) >= 3:
         shape, code, distributed = described[:3]
         sizes = isinstance(shape, list) and all(_is_int(n) and 0 <= n < LARGEST_EXTENT for n in shape)
-        if sizes and _is_int(code) and isinstance(distributed, bool):
-            return ParameterMeta(tuple(shape), dtype_of_meta(code, where), distributed)
-    raise CheckpointError(f"{where}: {described!r} is not [local shape, dtype, is_distributed]")
+        no_sync = described[3] if len(described) > 3 else None
+        if sizes and _is_int(code) and isinstance(distributed, bool) and isinstance(no_sync, bool | None):
+            return ParameterMeta(tuple(shape), dtype_of_meta(code, where), distributed, no_sync)
+    raise CheckpointError(f"{where}: {described!r} is not [local shape, dtype, is_distributed, no_sync]")
 
 
 def _names(entry: Mapping[str, Any], cell: str) -> dict[str, str]:
@@ -151,11 +156,16 @@ def _is_int(value: object) -> bool:
 def format_model_meta(convention: str, topology: Topology, cells: Mapping[str, CellMeta]) -> str:
     """``model_meta.json`` as the trainer of a library writes it; ``cells`` in its order, tp fastest."""
     former = convention == "paddleformers"
+    # Without expert parallelism Paddle's topology has no such groups, and the trainer writes 0 for their size.
+    experts = {
+        "ep_degree": topology.ep,
+        "moe_sharding_degree": topology.moe_sharding if topology.ep > 1 else 0,
+    }
     parallel_config = {
         "pp_degree": topology.pp,
         "mp_degree": topology.tp,
         "sharding_degree": topology.sharding,
-        **({"ep_degree": 1, "moe_sharding_degree": 0} if former else {"vpp_degree": 1}),
+        **(experts if former else {"vpp_degree": 1}),
     }
     metas = {name: _format_cell(cell, former) for name, cell in cells.items()}
     return json.dumps({"parallel_config": parallel_config, "sharding_metas": metas})
@@ -164,7 +174,12 @@ def format_model_meta(convention: str, topology: Topology, cells: Mapping[str, C
 def _format_cell(cell: CellMeta, former: bool) -> dict[str, Any]:
     strategy = next(written for written, known in STRATEGIES.items() if known == cell.strategy)
     described: dict[str, Sequence[Any]] = {
-        key: [list(p.local_shape), phi_code(p.dtype), p.is_distributed, *([False] if former else [])]
+        key: [
+            list(p.local_shape),
+            phi_code(p.dtype),
+            p.is_distributed,
+            *([bool(p.no_sync)] if former else []),
+        ]
         for key, p in cell.parameters.items()
     }
     return {

@@ -2,9 +2,13 @@
 
 File names (PaddleNLP 3.0 ``trainer/training_args.py``, PaddleFormers 1.2 the same)::
 
-    model_state | optimizer | ema  [ "." tpNN ["_" ppNN] ["_" shardNN] ]  ".pdparams" | ".pdopt"
+    model_state | optimizer | ema
+        [ "." tpNN ["_" ppNN] ["_" shardNN] ["_" moeNN | "_" moe_shardingNN] ]  ".pdparams" | ".pdopt"
 
-A part is left out where its degree is 1. Accumulator keys (Paddle ``optimizer/optimizer.py``)::
+A part is left out where its degree is 1, but for ``moe``: the data-parallel rank, under ``use_expert_parallel``.
+``moe_sharding`` is the expert rank, in PaddleFormers' ``model_state`` without sharded saving.
+
+Accumulator keys (Paddle ``optimizer/optimizer.py``)::
 
     <parameter name> [ "_fp32_master_" m ] "_" <accumulator> "_" n
 """
@@ -15,7 +19,7 @@ import re
 from collections.abc import Container
 from dataclasses import dataclass
 
-from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError
+from paddle_reshard.pipeline.errors import CheckpointError
 from paddle_reshard.pipeline.tensors import ACCUMULATORS
 
 MODEL_STATE = "model_state"
@@ -25,8 +29,10 @@ MODEL_META = "model_meta.json"
 
 _SUFFIXES = {MODEL_STATE: "pdparams", OPTIMIZER: "pdopt", EMA: "pdopt"}
 _RANK_FILE = re.compile(r"(model_state|optimizer|ema)(?:\.([a-z0-9_]+))?\.(pdparams|pdopt)")
-_PARTS = re.compile(r"(?:tp(?P<tp>\d{2,}))?_?(?:pp(?P<pp>\d{2,}))?_?(?:shard(?P<shard>\d{2,}))?")
-_EXPERT_PART = re.compile(r"(?:^|_)(moe|moe_sharding)\d+")
+_PARTS = re.compile(
+    r"(?:tp(?P<tp>\d{2,}))?_?(?:pp(?P<pp>\d{2,}))?_?(?:shard(?P<shard>\d{2,}))?"
+    r"_?(?:moe(?P<moe>\d{2,})|moe_sharding(?P<ep>\d{2,}))?"
+)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -38,49 +44,53 @@ class RankFile:
     pp: int | None
     shard: int | None
     path: str
+    moe: int | None = None
+    """Data-parallel rank, over which experts may be spread."""
+    ep: int | None = None
+    """Expert rank."""
 
 
 def parse_rank_file(path: str) -> RankFile | None:
     """The coordinates in a file name; ``None`` if it is not a tensor file of this family.
 
     >>> parse_rank_file("optimizer.tp00_pp01_shard03.pdopt")
-    RankFile(kind='optimizer', tp=0, pp=1, shard=3, path='optimizer.tp00_pp01_shard03.pdopt')
-
-    Raises
-    ------
-    UnsupportedError
-        The file belongs to an expert-parallel rank.
+    RankFile(kind='optimizer', tp=0, pp=1, shard=3, path='optimizer.tp00_pp01_shard03.pdopt', moe=None, ep=None)
     """
     match = _RANK_FILE.fullmatch(path)
     if match is None:
         return None
     kind, parts, suffix = match.groups()
-    if _EXPERT_PART.search(parts or ""):
-        raise UnsupportedError(f"{path}: expert-parallel checkpoints are not supported by this version")
     coordinates = _PARTS.fullmatch(parts or "")
     if coordinates is None or suffix != _SUFFIXES[kind] or parts == "" or (parts or "").startswith("_"):
         raise CheckpointError(
             f"{path}: looks like a tensor file, but its name is not {kind}[.tpNN][_ppNN][_shardNN]"
-            f".{_SUFFIXES[kind]}"
+            f"[_moeNN | _moe_shardingNN].{_SUFFIXES[kind]}"
         )
-    tp, pp, shard = (None if value is None else int(value) for value in coordinates.groups())
-    return RankFile(kind, tp, pp, shard, path)
+    tp, pp, shard, moe, ep = (None if value is None else int(value) for value in coordinates.groups())
+    return RankFile(kind, tp, pp, shard, path, moe, ep)
 
 
-def rank_file_name(kind: str, tp: int | None, pp: int | None, shard: int | None) -> str:
+def rank_file_name(
+    kind: str,
+    tp: int | None,
+    pp: int | None,
+    shard: int | None,
+    moe: int | None = None,
+    ep: int | None = None,
+) -> str:
     """The name of a tensor file; a coordinate that is ``None`` leaves no part.
 
     >>> rank_file_name("ema", 0, None, 12)
     'ema.tp00_shard12.pdopt'
     """
-    coordinates = {"tp": tp, "pp": pp, "shard": shard}
+    coordinates = {"tp": tp, "pp": pp, "shard": shard, "moe": moe, "moe_sharding": ep}
     parts = "_".join(f"{axis}{rank:0>2d}" for axis, rank in coordinates.items() if rank is not None)
     return ".".join([kind, *([parts] if parts else []), _SUFFIXES[kind]])
 
 
-def cell_name(tp: int, pp: int) -> str:
-    """The key of a cell in ``model_meta.json``: both parts, even at degree 1."""
-    return f"tp{tp:0>2d}_pp{pp:0>2d}"
+def cell_name(tp: int, pp: int, ep: int | None = None) -> str:
+    """The key of a cell in ``model_meta.json``: both parts, even at degree 1; the third under expert parallelism."""
+    return f"tp{tp:0>2d}_pp{pp:0>2d}" + ("" if ep is None else f"_ep{ep:0>2d}")
 
 
 _ACCUMULATOR_TAIL = re.compile(

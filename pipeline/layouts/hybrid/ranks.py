@@ -1,20 +1,21 @@
 """What does every rank's file set say, cell by cell?
 
-A *cell* is one (tp, pp) coordinate: the scope in which a parameter name has a meaning. This module sorts the
-parsed files into cells, names every array by ``(structured key, state)``, and refuses what does not fit:
-missing or extra files, contradicting degrees, unknown accumulators, names without a structured key.
+A *cell* is one (tp, pp) coordinate, under expert parallelism (tp, pp, ep): the scope in which a parameter name has a
+meaning. This module sorts the parsed files into cells, names every array by ``(structured key, state)``, and
+refuses what does not fit: missing or extra files, contradicting degrees, unknown accumulators, names without a
+structured key.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from paddle_reshard.pipeline.errors import CheckpointError, CoverageError, UnsupportedError
 from paddle_reshard.pipeline.geometry import Shape
-from paddle_reshard.pipeline.layouts.hybrid.meta import ModelMeta
+from paddle_reshard.pipeline.layouts.hybrid.meta import CellMeta, ModelMeta
 from paddle_reshard.pipeline.layouts.hybrid.names import (
     EMA,
     MODEL_META,
@@ -36,16 +37,25 @@ from paddle_reshard.pipeline.tensors import (
     dtype_named,
     dtype_of_code,
 )
+from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArrayRef, SplitArray
 
 Array = ArrayRef | SplitArray
 TensorId = tuple[str, str]
-PredictNames = Callable[[list[str], int, int], list[dict[str, str]]]
-"""``(structured keys of a cell in model order, tp, pp)`` → candidates for their parameter names."""
-_AXES = ("tp", "pp", "shard")
-_META_AXES = {"tp": "mp_degree", "pp": "pp_degree", "shard": "sharding_degree"}
+_META_AXES = {"tp": "mp_degree", "pp": "pp_degree", "shard": "sharding_degree", "ep": "ep_degree"}
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 _LR_SCHEDULER = "LR_Scheduler"
 _SIGNAL = re.compile(r"saved_signal_\d+")
+
+
+class Knowledge(Protocol):
+    """What the files do not say."""
+
+    def predict_names(self, keys: list[str], topology: Topology) -> list[dict[str, str]]:
+        """Candidates for the parameter names of a cell's structured keys, given in model order."""
+
+    def count_experts(self, keys: list[str]) -> int | None:
+        """How many routed experts a layer of the model has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +65,8 @@ class StoredArray:
     shard: int
     path: str
     array: Array
+    copy: int = 0
+    """Which of several copies of the tensor it belongs to, each of which has its own shards."""
 
     def dtype(self) -> DType:
         """What its elements are."""
@@ -63,18 +75,24 @@ class StoredArray:
 
 @dataclass(slots=True)
 class Cell:
-    """Everything that the files of one (tp, pp) coordinate say."""
+    """Everything that the files of one coordinate say."""
 
     tp: int
     pp: int
+    ep: int = 0
+    """Expert rank; the data-parallel rank where file names have a part ``moe``."""
     names: dict[str, str] = field(default_factory=dict)
     """Structured key → parameter name, in model order."""
+    holders: dict[str, str] = field(default_factory=dict)
+    """Structured key → the key under which the optimizer holds the tensor: the first one of its name."""
     shapes: dict[str, Shape] = field(default_factory=dict)
     """Structured key → tensor-parallel local shape."""
     dtypes: dict[str, DType] = field(default_factory=dict)
     """Structured key → dtype of the parameter."""
     distributed: dict[str, bool] = field(default_factory=dict)
     """Structured key → ``is_distributed`` of ``model_meta.json``; empty without it."""
+    no_sync: dict[str, bool] = field(default_factory=dict)
+    """Structured key → ``no_sync`` of ``model_meta.json``, where it is written."""
     owners: dict[str, int] = field(default_factory=dict)
     """Structured key → rank that holds its optimizer state, where ``model_meta.json`` says so."""
     arrays: dict[TensorId, list[StoredArray]] = field(default_factory=dict)
@@ -83,29 +101,34 @@ class Cell:
     """Structured keys of which an entry is marked as a stage 3 slice."""
     master_spellings: set[bool] = field(default_factory=set)
     """Whether accumulators of parameters with master weights are named after those (stage 2 and 3 do not)."""
-    trained: list[str] = field(default_factory=list)
-    """One structured key per parameter that the optimizer holds."""
+    degrees: dict[str, int] = field(default_factory=dict)
+    """Structured key → ranks that share its optimizer state out, where these are not the whole sharding group."""
+
+    def label(self) -> str:
+        """How people read it."""
+        return f"the cell tp={self.tp} pp={self.pp}" + (f" ep={self.ep}" if self.ep else "")
 
     def rename(self, keys: Mapping[str, str]) -> None:
         """Replace structured keys."""
         self.names = {keys.get(key, key): name for key, name in self.names.items()}
+        self.holders = {keys.get(key, key): keys.get(first, first) for key, first in self.holders.items()}
         self.shapes = {keys.get(key, key): shape for key, shape in self.shapes.items()}
         self.dtypes = {keys.get(key, key): dtype for key, dtype in self.dtypes.items()}
         self.distributed = {keys.get(key, key): cut for key, cut in self.distributed.items()}
+        self.no_sync = {keys.get(key, key): alone for key, alone in self.no_sync.items()}
         self.owners = {keys.get(key, key): rank for key, rank in self.owners.items()}
         self.arrays = {(keys.get(key, key), state): stored for (key, state), stored in self.arrays.items()}
         self.sliced = {keys.get(key, key) for key in self.sliced}
-        self.trained = [keys.get(key, key) for key in self.trained]
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """A hybrid-parallel checkpoint as its files describe it."""
 
-    tp: int
-    pp: int
-    sharding: int
+    topology: Topology
+    """``dp`` is known only where file names tell."""
     cells: tuple[Cell, ...]
+    """By pp, then ep, then tp."""
     strategy: str | None
     """Stage 1 variant by ``model_meta.json``; ``None`` without it."""
     comm_overlap: bool
@@ -127,7 +150,7 @@ def sort_ranks(
     paths: Mapping[str, int],
     roots: Mapping[str, Any],
     meta: ModelMeta | None,
-    predict_names: PredictNames,
+    knowledge: Knowledge,
 ) -> Ranks:
     """Sort parsed files into cells.
 
@@ -139,35 +162,33 @@ def sort_ranks(
         Path of a tensor file → what its pickle holds, arrays as references.
     meta
         What ``model_meta.json`` says, or ``None`` where there is none.
-    predict_names
-        Parameter names that the naming rules allow, for files that have none.
+    knowledge
+        Of the model, where files leave something out.
     """
     files = [file for path in sorted(paths) if (file := parse_rank_file(path))]
-    degrees = _degrees(files, meta)
+    topology = _topology(files, meta)
     by_kind = {kind: [f for f in files if f.kind == kind] for kind in (MODEL_STATE, OPTIMIZER, EMA)}
     for kind in (MODEL_STATE, OPTIMIZER):
         if not by_kind[kind]:
             raise CheckpointError(f"no {kind} file: not a hybrid-parallel training checkpoint")
-    sharded_model = any(f.shard is not None for f in by_kind[MODEL_STATE])
     for kind, found in by_kind.items():
         if found:
-            sharded = kind != MODEL_STATE or sharded_model
-            _check_product(kind, found, {**degrees, "shard": degrees["shard"] if sharded else 1})
-    _check_signals(paths, degrees)
+            _check_files(kind, found, topology)
+    _check_signals(paths, topology)
+    places: dict[tuple[int, int, int], list[RankFile]] = {}
+    for file in files:
+        places.setdefault(_place(file, topology), []).append(file)
     cells = [
-        _read_cell(tp, pp, files, roots, meta, lambda keys: predict_names(keys, degrees["tp"], degrees["pp"]))
-        for pp in range(degrees["pp"])
-        for tp in range(degrees["tp"])
+        _read_cell(Cell(tp, pp, ep), places[pp, ep, tp], roots, meta, topology, knowledge)
+        for pp, ep, tp in sorted(places)
     ]
     metas = [] if meta is None else list(meta.cells.values())
     if meta is not None:
-        extra = sorted(meta.cells.keys() - {cell_name(c.tp, c.pp) for c in cells})
+        extra = sorted(meta.cells.keys() - {_meta_name(c, topology) for c in cells})
         if extra:
             raise CheckpointError(f"{MODEL_META}: sharding_metas has a cell {extra[0]}, the files have none")
     return Ranks(
-        tp=degrees["tp"],
-        pp=degrees["pp"],
-        sharding=degrees["shard"],
+        topology=topology,
         cells=tuple(cells),
         strategy=_same("sharding_strategy", [m.strategy for m in metas], MODEL_META),
         comm_overlap=bool(_same("enable_overlap", [m.comm_overlap for m in metas], MODEL_META)),
@@ -177,48 +198,93 @@ def sort_ranks(
     )
 
 
-def _degrees(files: list[RankFile], meta: ModelMeta | None) -> dict[str, int]:
+def _topology(files: list[RankFile], meta: ModelMeta | None) -> Topology:
     """Degree of each axis by the file names, held against ``parallel_config``."""
-    if meta is not None and (meta.ep or 1) > 1:
-        raise UnsupportedError(
-            f"{MODEL_META}: ep_degree={meta.ep}: expert-parallel checkpoints are not supported by this version"
-        )
-    written = {} if meta is None else {"tp": meta.tp, "pp": meta.pp, "shard": meta.sharding}
+    written = {} if meta is None else {"tp": meta.tp, "pp": meta.pp, "shard": meta.sharding, "ep": meta.ep}
     degrees = {}
-    for axis in _AXES:
+    for axis in ("tp", "pp", "shard", "ep", "moe"):
         ranks = {rank for f in files if (rank := getattr(f, axis)) is not None}
         degrees[axis] = max(ranks, default=0) + 1
-        if ranks and degrees[axis] == 1:
+        if ranks and degrees[axis] == 1 and axis != "moe":
             raise CheckpointError(
                 f"file names have a part {axis}00 but no {axis}01: a part appears only when the degree is "
                 f"above 1, so at least one rank's files are missing"
             )
+        if axis == "ep" and not ranks:  # with sharded saving file names do not tell
+            degrees[axis] = written.get(axis) or 1
         if written.get(axis) not in (None, degrees[axis]):
             raise CheckpointError(
                 f"{MODEL_META} says {_META_AXES[axis]}={written[axis]}, the file names say {degrees[axis]}"
             )
-    return degrees
+    if degrees["ep"] > 1 and degrees["moe"] > 1:
+        raise CheckpointError(
+            f"experts over {degrees['ep']} expert ranks and over {degrees['moe']} data ranks"
+        )
+    topology = Topology(
+        tp=degrees["tp"], pp=degrees["pp"], sharding=degrees["shard"], ep=degrees["ep"], dp=degrees["moe"]
+    )
+    _check_expert_ranks(topology, meta)
+    return topology
 
 
-def _check_product(kind: str, files: list[RankFile], degrees: Mapping[str, int]) -> None:
-    """The files of one kind must be exactly the product of the degrees, each once."""
+def _check_expert_ranks(topology: Topology, meta: ModelMeta | None) -> None:
+    if topology.ep == 1:
+        return
+    if topology.ep % topology.tp or topology.sharding % topology.dense_sharding:
+        raise CheckpointError(
+            f"ep={topology.ep} does not fit tp={topology.tp} and sharding={topology.sharding}: tp must divide ep, "
+            "and ep must divide tp × sharding"
+        )
+    written = None if meta is None else meta.moe_sharding
+    if written not in (None, topology.moe_sharding):
+        raise CheckpointError(
+            f"{MODEL_META} says moe_sharding_degree={written}, {topology} makes it {topology.moe_sharding}"
+        )
 
-    def ranks(axis: str) -> list[int | None]:
-        return list(range(degrees[axis])) if degrees[axis] > 1 else [None]
 
-    expected = {
-        (tp, pp, shard): rank_file_name(kind, tp, pp, shard)
-        for tp in ranks("tp")
-        for pp in ranks("pp")
-        for shard in ranks("shard")
-    }
-    seen: dict[tuple[int | None, int | None, int | None], str] = {}
+def _place(file: RankFile, topology: Topology) -> tuple[int, int, int]:
+    """The cell that a file belongs to, as ``(pp, ep, tp)``."""
+    tp = file.tp or 0
+    if file.ep is not None:
+        return file.pp or 0, file.ep, tp
+    if file.moe is not None:
+        return file.pp or 0, file.moe, tp
+    return file.pp or 0, topology.expert_rank(tp, file.shard or 0), tp
+
+
+def _check_files(kind: str, files: list[RankFile], topology: Topology) -> None:
+    """The files of one kind must be exactly those of all ranks that write one, each once."""
+
+    def ranks(degree: int) -> list[int | None]:
+        return list(range(degree)) if degree > 1 else [None]
+
+    sharded = kind != MODEL_STATE or any(f.shard is not None for f in files)
+    moe = list(range(topology.dp)) if any(f.moe is not None for f in files) else [None]
+    places: list[tuple[int | None, int | None, int | None, int | None, int | None]]
+    if kind == MODEL_STATE and topology.ep > 1 and not sharded:
+        # Every expert rank writes a whole cell.
+        places = [
+            (ep % topology.tp if topology.tp > 1 else None, pp, None, None, ep)
+            for pp in ranks(topology.pp)
+            for ep in range(topology.ep)
+        ]
+    else:
+        places = [
+            (tp, pp, shard, rank, None)
+            for tp in ranks(topology.tp)
+            for pp in ranks(topology.pp)
+            for shard in ranks(topology.sharding if sharded else 1)
+            for rank in moe
+        ]
+    expected = {place: rank_file_name(kind, *place) for place in places}
+    seen: dict[tuple[int | None, ...], str] = {}
     for file in files:
-        place = (file.tp, file.pp, file.shard)
-        if place in seen:
-            raise CheckpointError(f"{seen[place]} and {file.path} are the same rank's file")
-        seen[place] = file.path
-    what = f"tp={degrees['tp']} pp={degrees['pp']} sharding={degrees['shard']}"
+        found = (file.tp, file.pp, file.shard, file.moe, file.ep)
+        if found in seen:
+            raise CheckpointError(f"{seen[found]} and {file.path} are the same rank's file")
+        seen[found] = file.path
+    what = f"tp={topology.tp} pp={topology.pp} sharding={topology.sharding}"
+    what += f" ep={topology.ep}" if topology.ep > 1 else ""
     if missing := sorted(expected[place] for place in expected.keys() - seen.keys()):
         raise CheckpointError(
             f"{len(missing)} of {len(expected)} {kind} files for {what} are missing: {missing[0]}"
@@ -227,9 +293,9 @@ def _check_product(kind: str, files: list[RankFile], degrees: Mapping[str, int])
         raise CheckpointError(f"{extra[0]} does not belong to a checkpoint of {what}")
 
 
-def _check_signals(paths: Mapping[str, int], degrees: Mapping[str, int]) -> None:
+def _check_signals(paths: Mapping[str, int], topology: Topology) -> None:
     signals = sum(1 for path in paths if _SIGNAL.fullmatch(path))
-    ranks = degrees["tp"] * degrees["pp"] * degrees["shard"]
+    ranks = topology.world_size
     if signals and signals != ranks:
         raise CheckpointError(
             f"{signals} saved_signal_* files for {ranks} ranks: the trainer had not finished this checkpoint"
@@ -249,8 +315,9 @@ def _lr_scheduler(files: list[RankFile], roots: Mapping[str, Any]) -> Any:
     for path, state in states.items():
         if _holds_array(state):
             raise UnsupportedError(f"{path}: {_LR_SCHEDULER} holds an array; only plain values are written")
-    if states and len(states) < len(files):
-        lacking = next(f.path for f in files if f.path not in states)
+    # Data-parallel ranks above 0 write their own experts and nothing else.
+    lacking = next((f.path for f in files if f.path not in states and not f.moe), None)
+    if states and lacking is not None:
         raise CheckpointError(f"{next(iter(states))} has an {_LR_SCHEDULER} entry, {lacking} has none")
     return _same(_LR_SCHEDULER, list(states.values()), "optimizer files")
 
@@ -264,50 +331,93 @@ def _holds_array(value: object) -> bool:
 
 
 def _read_cell(
-    tp: int,
-    pp: int,
+    cell: Cell,
     files: list[RankFile],
     roots: Mapping[str, Any],
     meta: ModelMeta | None,
-    predict_names: Callable[[list[str]], list[dict[str, str]]],
+    topology: Topology,
+    knowledge: Knowledge,
 ) -> Cell:
-    cell = Cell(tp, pp)
-    mine = [f for f in files if (f.tp or 0, f.pp or 0) == (tp, pp)]
-    model_files = [f for f in mine if f.kind == MODEL_STATE]
+    model_files = [f for f in files if f.kind == MODEL_STATE]
+    optimizers = [f for f in files if f.kind == OPTIMIZER]
     if meta is None:
         _names_from_model_state(cell, model_files, roots)
         if len(cell.names) < len(cell.shapes):
-            optimizers = [roots[file.path] for file in mine if file.kind == OPTIMIZER]
-            cell.names = _names_that_fit(model_files[0], predict_names(list(cell.shapes)), optimizers)
+            candidates = knowledge.predict_names(list(cell.shapes), topology)
+            cell.names = _names_that_fit(model_files[0], candidates, [roots[f.path] for f in optimizers])
     else:
-        _names_from_meta(cell, meta)
+        _names_from_meta(cell, meta, topology, knowledge)
     for file in model_files:
         _add_parameters(cell, file, roots[file.path])
     keys = first_keys(cell.names)
-    for file in (f for f in mine if f.kind == OPTIMIZER):
+    cell.holders = {key: keys[name] for key, name in cell.names.items()}
+    for file in optimizers:
         _add_optimizer(cell, file, roots[file.path], keys)
-    for file in (f for f in mine if f.kind == EMA):
+    for file in (f for f in files if f.kind == EMA):
         _add_ema(cell, file, roots[file.path], keys)
     for stored in cell.arrays.values():
         stored.sort(key=lambda s: s.shard)
     if meta is not None:
-        _complete_shapes(cell, meta.cells[cell_name(tp, pp)].strategy)
-    held = {key for key, state in cell.arrays if state not in (PARAM, EMA_PARAM)}
-    cell.trained = [key for key in keys.values() if key in held]
+        _complete_shapes(cell, meta.cells[_meta_name(cell, topology)].strategy)
     return cell
 
 
-def _names_from_meta(cell: Cell, meta: ModelMeta) -> None:
-    where = cell_name(cell.tp, cell.pp)
+def _meta_name(cell: Cell, topology: Topology) -> str:
+    return cell_name(cell.tp, cell.pp, cell.ep if topology.ep > 1 else None)
+
+
+def _names_from_meta(cell: Cell, meta: ModelMeta, topology: Topology, knowledge: Knowledge) -> None:
+    where = _meta_name(cell, topology)
     if where not in meta.cells:
         raise CheckpointError(f"{MODEL_META}: sharding_metas has no cell {where}")
     described = meta.cells[where]
-    cell.names.update(described.names)
-    cell.owners.update({k: described.owners[n] for k, n in described.names.items() if n in described.owners})
-    for key, parameter in described.parameters.items():
+    first = 0
+    if topology.dp > 1 and cell.ep > 0:
+        first = _first_expert(described, where, cell.ep, topology.dp, knowledge)
+    names = {shift_expert(key, first): name for key, name in described.names.items()}
+    cell.names.update(names)
+    cell.owners.update(
+        {key: described.owners[name] for key, name in names.items() if name in described.owners}
+    )
+    for written, parameter in described.parameters.items():
+        key = shift_expert(written, first)
         cell.shapes[key] = parameter.local_shape
         cell.dtypes[key] = parameter.dtype
         cell.distributed[key] = parameter.is_distributed
+        if parameter.no_sync is not None:
+            cell.no_sync[key] = parameter.no_sync
+
+
+def _first_expert(described: CellMeta, where: str, rank: int, ranks: int, knowledge: Knowledge) -> int:
+    """How far the experts of a data-parallel rank are from those of rank 0, whose names alone are written.
+
+    PaddleNLP 3.0.0b4 spreads experts over data-parallel ranks, and ``model_meta.json`` describes rank 0 only;
+    the parameter names of other ranks are the same, their experts follow in order.
+    """
+    held = experts_of(described.names)
+    count = knowledge.count_experts(list(described.names))
+    if not held or len(held) == count:
+        return 0
+    if held != set(range(len(held))) or len(held) * ranks != count:
+        raise CheckpointError(
+            f"{MODEL_META}: {where} lists the experts {sorted(held)}, and {ranks} data-parallel ranks are to hold "
+            f"{count} together: which are those of rank {rank} is not known"
+        )
+    return rank * len(held)
+
+
+def experts_of(keys: Iterable[str]) -> set[int]:
+    """Numbers of the routed experts among structured keys."""
+    return {int(found[0]) for key in keys if (found := _EXPERT.search(key))}
+
+
+def shift_expert(key: str, by: int) -> str:
+    """The key of the expert that comes ``by`` numbers later; another key as it is.
+
+    >>> shift_expert("model.layers.1.mlp.experts.1.up_proj.weight", 2)
+    'model.layers.1.mlp.experts.3.up_proj.weight'
+    """
+    return _EXPERT.sub(lambda found: str(int(found[0]) + by), key) if by else key
 
 
 def _complete_shapes(cell: Cell, strategy: str) -> None:
@@ -316,11 +426,9 @@ def _complete_shapes(cell: Cell, strategy: str) -> None:
     A parameter that is not stored is bfloat16: sharded saving leaves out no other (PaddleNLP 3.0
     ``sharding_io.py:381-419``).
     """
-    holders = first_keys(cell.names)
-    for key, name in cell.names.items():
+    for key, holder in cell.holders.items():
         if key in cell.shapes:
             continue
-        holder = holders[name]
         stored = cell.arrays.get((key, PARAM))
         masters = cell.arrays.get((holder, MASTER_WEIGHT))
         if stored:

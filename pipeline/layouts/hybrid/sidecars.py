@@ -17,6 +17,7 @@ from paddle_reshard.pipeline.topology import Topology
 _RNG = re.compile(r"rng_state(_\d+)?\.pth")
 _DONE = re.compile(r"\.(model|optimizer|checkpoint)_done|save_signal_TMP_\d+|saved_signal_\d+")
 _TP_FIELD = {"paddleformers": "tensor_model_parallel_size", "paddlenlp": "tensor_parallel_degree"}
+_EP_FIELD = "use_expert_parallel"
 
 
 def plan_sidecars(
@@ -56,11 +57,12 @@ def _same_ranks(checkpoint: Checkpoint, topology: Topology, rng_files: list[str]
     The source's files do not tell its dp degree, but one random state per rank does.
     """
     source = checkpoint.topology
-    same = source is not None and (source.tp, source.pp, source.vpp, source.sharding) == (
+    same = source is not None and (source.tp, source.pp, source.vpp, source.sharding, source.ep) == (
         topology.tp,
         topology.pp,
         topology.vpp,
         topology.sharding,
+        topology.ep,
     )
     per_rank = {f"rng_state_{rank}.pth" for rank in range(topology.world_size)}
     one_file = {f"rng_state_{topology.world_size}.pth" if topology.world_size > 1 else "rng_state.pth"}
@@ -68,9 +70,11 @@ def _same_ranks(checkpoint: Checkpoint, topology: Topology, rng_files: list[str]
 
 
 def _config(config: Mapping[str, Any], convention: str, topology: Topology) -> dict[str, Any]:
-    """``config.json`` with the one entry that follows the topology."""
+    """``config.json`` with the entries that follow the topology."""
     field = _TP_FIELD.get(convention)
     changed = {k: v for k, v in config.items() if k != field}
+    if convention == "paddleformers" and (_EP_FIELD in config or topology.ep > 1):
+        changed[_EP_FIELD] = topology.ep > 1
     if field is not None and topology.tp > 1:
         changed[field] = topology.tp
     return changed

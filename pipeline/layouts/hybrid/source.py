@@ -1,15 +1,15 @@
 """From the files of a hybrid-parallel checkpoint to its logical tensors.
 
 For every (structured key, state): within a cell, join what sharding cut; across cells, join what tensor
-parallelism cut, by the rule table; across pipeline stages, take the union. All of it on references: the
-result is a catalog of fragments, proven to cover every tensor exactly once.
+parallelism cut, by the rule table; across pipeline stages and expert ranks, take the union. All of it on references:
+the result is a catalog of fragments, proven to cover every tensor exactly once.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple
@@ -25,15 +25,19 @@ from paddle_reshard.pipeline.errors import (
     RuleError,
 )
 from paddle_reshard.pipeline.geometry import Shape
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.layouts.hybrid.experts import (
+    check_experts,
+    join_cells,
+    merged_names,
+    spread_over,
+)
 from paddle_reshard.pipeline.layouts.hybrid.meta import ModelMeta
 from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META
 from paddle_reshard.pipeline.layouts.hybrid.ranks import (
     Cell,
-    PredictNames,
     Ranks,
     StoredArray,
-    first_keys,
     sort_ranks,
 )
 from paddle_reshard.pipeline.layouts.hybrid.sharding import (
@@ -44,6 +48,7 @@ from paddle_reshard.pipeline.layouts.model import (
     Model,
     ModelTensor,
     NamedTensor,
+    lead_experts,
     predict_parameter_names,
 )
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
@@ -51,6 +56,7 @@ from paddle_reshard.pipeline.layouts.rules import (
     Rule,
     RuleTable,
     choose_table,
+    derived_sizes,
     expected_shape,
 )
 from paddle_reshard.pipeline.tensors import (
@@ -61,6 +67,7 @@ from paddle_reshard.pipeline.tensors import (
     PARAM,
     DType,
     Tensor,
+    dtype_of_code,
 )
 from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
@@ -78,6 +85,7 @@ def read_hybrid(
     meta: ModelMeta | None,
     config: Mapping[str, Any],
     tables: Sequence[RuleTable],
+    missing: MissingPolicy | None = None,
 ) -> Checkpoint:
     """Understand a checkpoint from the metadata of its files.
 
@@ -91,6 +99,8 @@ def read_hybrid(
         ``model_meta.json`` (or ``None``) and ``config.json``.
     tables
         Rule tables to choose from.
+    missing
+        What is to become of tensors that no file holds; without it they are refused.
 
     Raises
     ------
@@ -98,39 +108,62 @@ def read_hybrid(
         Naming the file, the tensor and the two values, if the files are not one whole, consistent
         checkpoint, or hold something that cannot be understood exactly.
     """
-    ranks = sort_ranks(paths, roots, meta, _name_predictor(tables, config))
-    strategy = _strategy(ranks)
+    ranks = sort_ranks(paths, roots, meta, _Rules(tables, config))
     table = choose_table(tables, dict.fromkeys(key for cell in ranks.cells for key in cell.names), config)
     _name_shared_keys(ranks, table)
-    model = _read_model(ranks, table, config)
+    cells, spread = join_cells(ranks), spread_over(ranks)
+    strategy = _strategy(ranks, cells)
+    stored = _read_model(ranks, cells, spread, table, config)
+    check_experts(ranks, stored.tensors, _expert_count(table, config))
     files = [File(path, paths[path]) for path in sorted(roots)]
-    catalog = _Cataloguer(ranks, model, strategy, files).catalog()
+    cataloguer = _Cataloguer(ranks, cells, stored, spread, strategy, files, missing or MissingPolicy())
+    catalog = cataloguer.catalog()
     check_catalog(catalog)
+    model = replace(
+        stored, tensors=tuple(replace(t, missing=t.key in cataloguer.missing) for t in stored.tensors)
+    )
     sequence_parallel, names = _check_names(ranks, model)
+    topology = ranks.topology
     return Checkpoint(
         format=HYBRID if ranks.with_meta else HYBRID_PLAIN,
         catalog=catalog,
-        own_files=frozenset([*roots, *([MODEL_META] if meta is not None else [])]),
+        own_files=frozenset(
+            [*(file.path for file in catalog.files), *([MODEL_META] if meta is not None else [])]
+        ),
         model=model,
-        topology=Topology(tp=ranks.tp, pp=ranks.pp, vpp=_vpp(ranks, model), sharding=ranks.sharding),
+        topology=replace(topology, vpp=_vpp(cells, model)),
         strategy=strategy,
         comm_overlap=ranks.comm_overlap,
         sequence_parallel=sequence_parallel,
         names_predicted=names,
         lr_scheduler=ranks.lr_scheduler,
         has_ema=ranks.has_ema,
+        spread=spread,
+        unified_experts=_unified(ranks, model) if topology.ep > 1 else None,
     )
 
 
-def _name_predictor(tables: Sequence[RuleTable], config: Mapping[str, Any]) -> PredictNames:
-    """Parameter names by the naming rules, without and with sequence parallelism."""
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """What rule tables know of a checkpoint whose files leave something out."""
 
-    def predict(keys: list[str], tp: int, pp: int) -> list[dict[str, str]]:
-        table = choose_table(tables, keys, config)
-        named = [NamedTensor(key, *_named(table, key, config)) for key in keys]
-        return [predict_parameter_names(named, pp, tp, parallel) for parallel in (False, True)]
+    tables: Sequence[RuleTable]
+    config: Mapping[str, Any]
 
-    return predict
+    def predict_names(self, keys: list[str], topology: Topology) -> list[dict[str, str]]:
+        """Parameter names by the naming rules, without and with sequence parallelism."""
+        table = choose_table(self.tables, keys, self.config)
+        named = [NamedTensor(key, *_named(table, key, self.config)) for key in keys]
+        tp, pp, ep = topology.tp, topology.pp, topology.ep
+        return [predict_parameter_names(named, pp, tp, parallel, ep) for parallel in (False, True)]
+
+    def count_experts(self, keys: list[str]) -> int | None:
+        """How many routed experts a layer has."""
+        return _expert_count(choose_table(self.tables, keys, self.config), self.config)
+
+
+def _expert_count(table: RuleTable, config: Mapping[str, Any]) -> int | None:
+    return None if table.experts is None else derived_sizes(config).get(table.experts)
 
 
 def _named(table: RuleTable, key: str, config: Mapping[str, Any]) -> tuple[Rule, str | None]:
@@ -138,31 +171,39 @@ def _named(table: RuleTable, key: str, config: Mapping[str, Any]) -> tuple[Rule,
     return rule, rule.twin(config)
 
 
-def _strategy(ranks: Ranks) -> str:
+def _strategy(ranks: Ranks, cells: Sequence[Cell]) -> str:
     """Sharding strategy: as ``model_meta.json`` says, or by what tells the files apart.
 
     Stage 3 marks slices and keeps small tensors whole on every rank; stage 2 and 3 name accumulators after the
     parameter although a master weight exists; stage 1 v2 holds one-dim slices only, v1 and stage 2 whole tensors.
     Without master weights stage 2 looks like stage 1 v1 and means the same.
     """
-    if ranks.strategy is not None:
-        return ranks.strategy
-    if ranks.sharding == 1:
+    found = ranks.strategy or _strategy_of_files(ranks, cells)
+    if ranks.topology.ep > 1 and found not in ("none", "stage1v2"):
+        raise CheckpointError(
+            f"{ranks.topology} under {found}: PaddleFormers' optimizer for expert parallelism only supports stage1v2, "
+            "so which ranks hold what is not known"
+        )
+    return found
+
+
+def _strategy_of_files(ranks: Ranks, cells: Sequence[Cell]) -> str:
+    if ranks.topology.sharding == 1:
         return "none"
-    spellings = {spelling for cell in ranks.cells for spelling in cell.master_spellings}
+    spellings = {spelling for cell in cells for spelling in cell.master_spellings}
     if len(spellings) > 1:
         raise CheckpointError(
             "some accumulators are named after master weights and some after parameters that have one"
         )
     shapes = {
         (cell.shapes[key], tuple(stored.array.shape for stored in arrays))
-        for cell in ranks.cells
+        for cell in cells
         for (key, state), arrays in cell.arrays.items()
         if not _whole_in_model_state(state) and not _per_parameter(state)
     }
     several_dims = any(len(shape) > 1 for _, found in shapes for shape in found)
     copies = any(len(local) > 1 and found.count(local) > 1 for local, found in shapes)
-    if any(cell.sliced for cell in ranks.cells) or copies:
+    if any(cell.sliced for cell in cells) or copies:
         return "stage3"
     if not any(len(local) > 1 for local, _ in shapes):
         raise CheckpointError(
@@ -182,11 +223,11 @@ def _per_parameter(state: str) -> bool:
     return state in ACCUMULATORS and ACCUMULATORS[state].per_parameter
 
 
-def _vpp(ranks: Ranks, model: Model) -> int:
+def _vpp(cells: Sequence[Cell], model: Model) -> int:
     """Runs of consecutive decoder layers in a stage: the number of virtual stages."""
     layer_of = {tensor.key: tensor.layer for tensor in model.tensors}
     runs = []
-    for cell in ranks.cells:
+    for cell in cells:
         layers = sorted({layer for key in cell.names if (layer := layer_of[key]) is not None})
         runs.append(sum(1 for a, b in zip([-2, *layers], layers, strict=False) if b != a + 1))
     return max([1, *runs])
@@ -199,19 +240,19 @@ def _name_shared_keys(ranks: Ranks, table: RuleTable) -> None:
     """Give a tensor that the last stage stores under a key of the first one the key of its own row."""
     keys = {rule.key_pp: rule.key for rule in table.rules if rule.key_pp}
     for cell in ranks.cells:
-        if keys and 0 < cell.pp == ranks.pp - 1:
+        if keys and 0 < cell.pp == ranks.topology.pp - 1:
             cell.rename(keys)
 
 
-def _read_model(ranks: Ranks, table: RuleTable, config: Mapping[str, Any]) -> Model:
+def _read_model(
+    ranks: Ranks, cells: Sequence[Cell], spread: str | None, table: RuleTable, config: Mapping[str, Any]
+) -> Model:
     found: dict[str, ModelTensor] = {}
-    order: dict[str, int] = {}
-    for cell in ranks.cells:
-        holders = first_keys(cell.names)
-        for key, name in cell.names.items():
-            tensor = _read_tensor(cell, key, holders[name], ranks, table, config)
+    order = {key: place for place, key in enumerate(_keys_in_order(cells))}
+    for cell in cells:
+        for key in cell.names:
+            tensor = _read_tensor(cell, key, ranks, spread, table, config)
             known = found.setdefault(key, tensor)
-            order.setdefault(key, len(order))
             _check_agreement(known, tensor, cell)
     items = {item.name: place for place, item in enumerate(table.items)}
     ordered = sorted(
@@ -220,31 +261,39 @@ def _read_model(ranks: Ranks, table: RuleTable, config: Mapping[str, Any]) -> Mo
     )
     keys = set(found)
     tied = [replace(t, tied_to=t.tied_to if t.tied_to in keys else None) for t in ordered]
-    _check_tensor_parallel_ranks(ranks, keys)
+    _check_same_tensors(ranks, found)
     _check_layers(tied, config)
-    return Model(tuple(tied), table, config)
+    return Model(tuple(lead_experts(tied, unified=False)), table, config)
+
+
+def _keys_in_order(cells: Sequence[Cell]) -> list[str]:
+    """All keys, those of a stage in model order: experts that only some tp ranks hold are put where they belong."""
+    stages = [list(of_stage) for _, of_stage in groupby(cells, key=lambda cell: cell.pp)]
+    return [key for of_stage in stages for key in merged_names([cell.names for cell in of_stage])]
 
 
 def _read_tensor(
-    cell: Cell, key: str, holder: str, ranks: Ranks, table: RuleTable, config: Mapping[str, Any]
+    cell: Cell,
+    key: str,
+    ranks: Ranks,
+    spread: str | None,
+    table: RuleTable,
+    config: Mapping[str, Any],
 ) -> ModelTensor:
-    """``holder`` is the key under which the cell's optimizer holds the tensor."""
+    tp = ranks.topology.tp
     rule, layer = table.find(key, config)
-    cut = TensorCut(ranks.tp, rule.split_dim(config, ranks.tp, key), rule.parts)
+    whole = spread is not None and rule.of_expert
+    cut = TensorCut(1, None) if whole else TensorCut(tp, rule.split_dim(config, tp, key), rule.parts)
     shape = cut.global_shape(key, cell.shapes[key])
     expected = expected_shape(rule, config, key)
     if expected is not None and expected != shape:
         raise RuleError(
             key,
-            f"config.json and the rule table expect the shape {expected}, the files of tp={ranks.tp} ranks make "
+            f"config.json and the rule table expect the shape {expected}, the files of tp={tp} ranks make "
             f"{shape} (a rank holds {cell.shapes[key]}, cut along dim {cut.dim})",
         )
-    if ranks.tp > 1 and key in cell.distributed and cell.distributed[key] != (cut.dim is not None):
-        raise RuleError(
-            key,
-            f"{MODEL_META} says is_distributed={cell.distributed[key]}, the rule table says that tp "
-            f"{'cuts dim ' + str(cut.dim) if cut.dim is not None else 'does not cut it'}",
-        )
+    _check_marks(cell, key, rule, cut, spread if whole else None, ranks.topology)
+    holder = cell.holders[key]
     states = tuple(name for name in ACCUMULATORS if (holder, name) in cell.arrays)
     return ModelTensor(
         key=key,
@@ -259,26 +308,65 @@ def _read_tensor(
     )
 
 
+def _check_marks(
+    cell: Cell, key: str, rule: Rule, cut: TensorCut, spread: str | None, topology: Topology
+) -> None:
+    """Hold what ``model_meta.json`` says of a tensor against what the rules say of it.
+
+    ``spread`` is the axis over which the tensor's experts are spread, if it is an expert's.
+    """
+    distributed = topology.tp > 1 and cut.dim is not None
+    expected = spread in ("ep", "tp") or rule.marked_distributed(distributed, topology.ep)
+    found = cell.distributed.get(key, expected)
+    if (topology.tp > 1 or topology.ep > 1) and found != expected:
+        raise RuleError(
+            key,
+            f"{MODEL_META} says is_distributed={found}, the rule table says that tp "
+            f"{'cuts dim ' + str(cut.dim) if distributed else 'does not cut it'}",
+        )
+    if cell.no_sync.get(key, spread == "ep") != (spread == "ep"):
+        raise RuleError(
+            key,
+            f"{MODEL_META} says no_sync={cell.no_sync[key]} and {topology}; what is not synchronised are "
+            "experts under expert parallelism, and nothing else",
+        )
+
+
 def _check_agreement(known: ModelTensor, tensor: ModelTensor, cell: Cell) -> None:
     for what in ("global_shape", "dtype", "accumulators", "master"):
         a, b = getattr(known, what), getattr(tensor, what)
         if a != b:
-            raise CoverageError(
-                tensor.key, f"{what} is {a} in one cell and {b} in the cell tp={cell.tp} pp={cell.pp}"
-            )
+            raise CoverageError(tensor.key, f"{what} is {a} in one cell and {b} in {cell.label()}")
 
 
-def _check_tensor_parallel_ranks(ranks: Ranks, keys: set[str]) -> None:
-    for pp, cells in groupby(ranks.cells, key=lambda c: c.pp):
+def _check_same_tensors(ranks: Ranks, tensors: Mapping[str, ModelTensor]) -> None:
+    """All cells of a stage hold the same tensors under the same names, but for the experts of each."""
+
+    def common(cell: Cell) -> list[tuple[str, str]]:
+        return [(key, name) for key, name in cell.names.items() if not tensors[key].rule.of_expert]
+
+    for _, cells in groupby(ranks.cells, key=lambda c: c.pp):
         first, *others = cells
+        held = common(first)
         for other in others:
-            if list(first.names.items()) != list(other.names.items()):
-                odd = sorted(set(first.names.items()) ^ set(other.names.items()))
+            if held != common(other):
+                odd = sorted(set(held) ^ set(common(other)))
                 what = odd[0][0] if odd else "the order of keys"
                 raise CoverageError(
-                    what,
-                    f"the tp ranks {first.tp} and {other.tp} of stage pp={pp} do not hold the same tensors",
+                    what, f"{first.label()} and {other.label()} do not hold the same tensors of the stage"
                 )
+
+
+def _unified(ranks: Ranks, model: Model) -> bool | None:
+    """Whether routers come before the experts of their layer."""
+    rules = {t.key: t.rule for t in model.tensors}
+    for cell in ranks.cells:
+        for key in cell.names:
+            if rules[key].leads_if_unified:
+                return True
+            if rules[key].of_expert:
+                return False if any(rule.leads_if_unified for rule in model.table.rules) else None
+    return None
 
 
 def _check_layers(tensors: Sequence[ModelTensor], config: Mapping[str, Any]) -> None:
@@ -296,17 +384,18 @@ def _check_layers(tensors: Sequence[ModelTensor], config: Mapping[str, Any]) -> 
 
 def _check_names(ranks: Ranks, model: Model) -> tuple[bool | None, str | None]:
     """Whether the source uses sequence parallelism, and where its names break the naming rules."""
+    tp, pp, ep = ranks.topology.tp, ranks.topology.pp, ranks.topology.ep
     problems: dict[bool, str | None] = {}
     for sequence_parallel in (False, True):
         problems[sequence_parallel] = None
         for cell in ranks.cells:
             held = [t for t in model.tensors if t.key in cell.names]
-            predicted = predict_parameter_names(held, ranks.pp, ranks.tp, sequence_parallel)
+            predicted = predict_parameter_names(held, pp, tp, sequence_parallel, ep)
             wrong = [k for k in cell.names if predicted[k] != cell.names[k]]
             if wrong:
                 problems[sequence_parallel] = (
-                    f"{wrong[0]} is called {cell.names[wrong[0]]} in the cell tp={cell.tp} pp={cell.pp}, the "
-                    f"naming rules say {predicted[wrong[0]]}"
+                    f"{wrong[0]} is called {cell.names[wrong[0]]} in {cell.label()}, the naming rules say "
+                    f"{predicted[wrong[0]]}"
                 )
                 break
     fitting = [sp for sp, problem in problems.items() if problem is None]
@@ -331,8 +420,21 @@ class _Placed(NamedTuple):
 class _Cataloguer:
     """Collects tensors and fragment rows, numbering the copies of each tensor."""
 
-    def __init__(self, ranks: Ranks, model: Model, strategy: str, files: list[File]) -> None:
-        self.ranks, self.model, self.strategy, self.files = ranks, model, strategy, files
+    def __init__(
+        self,
+        ranks: Ranks,
+        cells: Sequence[Cell],
+        model: Model,
+        spread: str | None,
+        strategy: str,
+        files: list[File],
+        policy: MissingPolicy,
+    ) -> None:
+        self.ranks, self.cells, self.model, self.spread = ranks, cells, model, spread
+        self.strategy, self.files, self.policy = strategy, files, policy
+        self.tp, self.sharding = ranks.topology.tp, ranks.topology.sharding
+        self.missing: set[str] = set()
+        self.filled: set[str] = set()
         self.file_index = {file.path: i for i, file in enumerate(files)}
         self.by_key = {tensor.key: tensor for tensor in model.tensors}
         self.tensors: dict[tuple[str, str], Tensor] = {}
@@ -345,10 +447,11 @@ class _Cataloguer:
                 self.aliases[tensor.tied_to] = (*self.aliases.get(tensor.tied_to, ()), tensor.key)
 
     def catalog(self) -> Catalog:
-        for cell in self.ranks.cells:
+        for cell in self.cells:
             for key, state in cell.arrays:
                 self._add(cell, key, state, cell.arrays[key, state])
         implied = self._imply()
+        self._check_filled()
         self._check_states()
         return Catalog(tuple(self.tensors.values()), tuple(self.files), self.placements.fragments(), implied)
 
@@ -384,7 +487,7 @@ class _Cataloguer:
             self._add_per_parameter(key, state, dtype, arrays)
             return
         tensor = self.by_key[key]
-        cut = self.model.cut(tensor, self.ranks.tp)
+        cut = self.model.cut(tensor, self.tp, self.spread)
         index = self._tensor(key, state, dtype, tensor.global_shape, arrays[0].path)
         rank = cell.tp if cut.dim is not None else 0
         for copy in self._copies(cell, key, state, arrays):
@@ -403,13 +506,22 @@ class _Cataloguer:
 
     def _copies(self, cell: Cell, key: str, state: str, arrays: list[StoredArray]) -> list[list[StoredArray]]:
         """The arrays of each copy: slices make one copy together, stage 3 keeps the rest whole on every rank."""
+        return [
+            copy
+            for _, of_copy in groupby(arrays, key=lambda stored: stored.copy)
+            for copy in self._copies_of_group(cell, key, state, list(of_copy))
+        ]
+
+    def _copies_of_group(
+        self, cell: Cell, key: str, state: str, arrays: list[StoredArray]
+    ) -> list[list[StoredArray]]:
         if self._flat(cell, key, state):
             return [arrays]
         if self.strategy == "stage3" and not _whole_in_model_state(state):
-            if len(arrays) != self.ranks.sharding:
+            if len(arrays) != self.sharding:
                 raise CoverageError(
                     f"{key} ({state})",
-                    f"{len(arrays)} of {self.ranks.sharding} ranks hold it; stage 3 keeps uncut tensors on every rank",
+                    f"{len(arrays)} of {self.sharding} ranks hold it; stage 3 keeps uncut tensors on every rank",
                     tuple(stored.path for stored in arrays),
                 )
             return [[stored] for stored in arrays]
@@ -423,8 +535,8 @@ class _Cataloguer:
 
     def _replica(self, tensor: int, rank: int) -> int:
         """A copy is complete when every rank of the cut has given its piece; the next ones are replicas."""
-        count = self.copies.get((tensor * self.ranks.tp) + rank, 0)
-        self.copies[(tensor * self.ranks.tp) + rank] = count + 1
+        count = self.copies.get((tensor * self.tp) + rank, 0)
+        self.copies[(tensor * self.tp) + rank] = count + 1
         return count
 
     def _add_per_parameter(self, key: str, state: str, dtype: DType, arrays: list[StoredArray]) -> None:
@@ -467,7 +579,8 @@ class _Cataloguer:
     def _flat_placed(self, cell: Cell, key: str, state: str, arrays: list[StoredArray]) -> Iterator[_Placed]:
         shape = cell.shapes[key]
         label = f"{key} ({state})"
-        total = self._padded(prod(shape), cell.dtypes[key])
+        degree = cell.degrees.get(key, self.sharding)
+        total = self._padded(prod(shape), cell.dtypes[key], degree)
         first = 0
         for rank, stored in enumerate(arrays, start=arrays[0].shard):
             if len(stored.array.shape) != 1:
@@ -486,15 +599,15 @@ class _Cataloguer:
         if first != total:
             raise CoverageError(
                 label,
-                f"its slices have {first} elements together, {prod(shape)} elements padded for sharding="
-                f"{self.ranks.sharding} are {total}",
+                f"its slices have {first} elements together, {prod(shape)} elements padded for {degree} "
+                f"ranks are {total}",
                 tuple(stored.path for stored in arrays),
             )
         lengths = {stored.array.shape[0] for stored in arrays}
-        if self.strategy == "stage3" and (len(arrays) != self.ranks.sharding or len(lengths) > 1):
+        if self.strategy == "stage3" and (len(arrays) != self.sharding or len(lengths) > 1):
             raise CoverageError(
                 label,
-                f"{len(arrays)} slices of {sorted(lengths)} elements, stage 3 makes {self.ranks.sharding} equal ones",
+                f"{len(arrays)} slices of {sorted(lengths)} elements, stage 3 makes {self.sharding} equal ones",
                 tuple(stored.path for stored in arrays),
             )
         first = 0
@@ -502,9 +615,8 @@ class _Cataloguer:
             yield from self._array_placed(stored, (first, first + stored.array.shape[0]))
             first += stored.array.shape[0]
 
-    def _padded(self, elements: int, dtype: DType) -> int:
+    def _padded(self, elements: int, dtype: DType, degree: int) -> int:
         """Elements of all slices of a tensor together."""
-        degree = self.ranks.sharding
         if self.strategy == "stage3":
             return stage3_slice_elements(elements, dtype, degree) * degree
         return padded_elements(elements, dtype, degree)
@@ -529,14 +641,48 @@ class _Cataloguer:
                 continue
             master = self.tensor_index.get((identity, MASTER_WEIGHT))
             if master is None:
-                raise CoverageError(
-                    f"{tensor.key} (param)",
-                    "no file holds it, and it has no master weight to be the cast of (frozen parameters and "
-                    "buffers are lost by sharded saving)",
-                )
+                self._fill(tensor, identity)
+                continue
             index = self._tensor(tensor.key, PARAM, tensor.dtype, tensor.global_shape, MODEL_META)
             implied[index] = master
         return implied
+
+    def _fill(self, tensor: ModelTensor, identity: str) -> None:
+        """Take a tensor that no file holds from where the policy says, or leave it out, or refuse it."""
+        array, file = self.policy.filled.get(tensor.key), self.policy.file
+        if array is None or file is None:
+            if not self.policy.allows(tensor.key):
+                raise CoverageError(
+                    f"{tensor.key} (param)",
+                    "no file holds it, and it has no master weight to be the cast of (sharded saving loses "
+                    "buffers and parameters that are not trained); give it with --fill FILE, a safetensors file "
+                    f"that holds it as {tensor.dtype.name} {list(tensor.global_shape)}, or go on without it with "
+                    f"--allow-missing '{tensor.key}'",
+                )
+            self.missing.add(tensor.key)
+            return
+        dtype = dtype_of_code(array.dtype, file.path)
+        if (dtype, array.shape) != (tensor.dtype, tensor.global_shape):
+            raise CoverageError(
+                f"{tensor.key} (param)",
+                f"{tensor.dtype.name} {tensor.global_shape} in the checkpoint, {dtype.name} {array.shape} in the "
+                "file that was given with --fill",
+                (file.path,),
+            )
+        if not self.filled:
+            self.files.append(file)
+        self.filled.add(tensor.key)
+        index = self._tensor(tensor.key, PARAM, dtype, array.shape, file.path)
+        kind = self.placements.kind(ArrayKind(array.shape, TensorCut(1, None), dtype.itemsize))
+        self.placements.add(kind, 0, index, len(self.files) - 1, array.byte_offset, dtype, 0)
+
+    def _check_filled(self) -> None:
+        """What was given and is not missing would be dropped without a word."""
+        for key in sorted(self.policy.filled.keys() - self.filled):
+            raise CoverageError(
+                key,
+                "given with --fill, but the checkpoint holds it or has no such tensor; take it out of the file",
+            )
 
     def _check_states(self) -> None:
         """Every trained tensor has the same optimizer states, and EMA where there is any."""

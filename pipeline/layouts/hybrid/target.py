@@ -31,7 +31,7 @@ from paddle_reshard.pipeline.layouts.hybrid.names import (
     master_tensor_name,
     rank_file_name,
 )
-from paddle_reshard.pipeline.layouts.hybrid.ranks import first_keys
+from paddle_reshard.pipeline.layouts.hybrid.ranks import experts_of, first_keys
 from paddle_reshard.pipeline.layouts.hybrid.segments import Segmentation, segment
 from paddle_reshard.pipeline.layouts.hybrid.sharding import (
     FlatSlice,
@@ -43,6 +43,7 @@ from paddle_reshard.pipeline.layouts.hybrid.sharding import (
 from paddle_reshard.pipeline.layouts.model import (
     Model,
     ModelTensor,
+    lead_experts,
     predict_parameter_names,
 )
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
@@ -77,6 +78,17 @@ class HybridTarget:
     """Which layers go to which stage; ``None``: as both trainers' model classes do."""
     names: Mapping[str, Mapping[str, str]] | None = None
     """Cell → structured key → parameter name, taken from a job of the target topology."""
+    experts_over_tp: bool = False
+    """Give every tp rank some of the experts, whole ones; without, tp cuts all of them or leaves them whole."""
+    unified_experts: bool = False
+    """Use the unified layer of expert parallelism, in families that have another one too."""
+
+    @property
+    def spread(self) -> str | None:
+        """The axis over which whole experts are spread."""
+        if self.topology.ep > 1:
+            return "ep"
+        return "tp" if self.experts_over_tp and self.topology.tp > 1 else None
 
     @property
     def writes_meta(self) -> bool:
@@ -93,7 +105,7 @@ def check_target(target: HybridTarget) -> None:
     """
     topology, strategy = target.topology, target.strategy
     if topology.ep > 1:
-        raise UnsupportedError(f"ep={topology.ep}: expert parallelism is not written by this version")
+        _check_expert_parallel(target)
     if strategy in ("stage2", "stage3") and topology.pp > 1:
         raise PlanError(
             f"{strategy} with pp={topology.pp}: the trainer refuses sharding stage 2 and 3 with pipeline "
@@ -112,6 +124,72 @@ def check_target(target: HybridTarget) -> None:
         raise PlanError("comm_overlap belongs to stage1v2 with pp > 1")
 
 
+def _check_expert_parallel(target: HybridTarget) -> None:
+    """PaddleFormers 1.2.0's reasons.
+
+    ``trainer/training_args.py:2793-2845``, ``utils/moe_hybrid_parallel_optimizer.py:355-363``,
+    ``nn/moe_deepep/moe_gate.py:133``, and the groups of Paddle 3.3 ``fleet/base/topology.py:769-870``.
+    """
+    topology, ep = target.topology, target.topology.ep
+    if topology.dp > 1:
+        raise PlanError(
+            f"ep={ep} with dp={topology.dp}: the trainer refuses expert parallelism with data parallelism, only "
+            "sharding goes with it"
+        )
+    if target.strategy in ("stage2", "stage3"):
+        raise PlanError(
+            f"ep={ep} with {target.strategy}: the trainer's optimizer for expert parallelism only considers sharding "
+            "stage 1"
+        )
+    if target.strategy == "stage1v1":
+        raise PlanError(
+            f"ep={ep} with stage1v1: the trainer asserts that hybrid expert parallel only supports ShardingV2; "
+            "choose stage1v2"
+        )
+    if ep % topology.tp or topology.tp * topology.sharding % ep:
+        raise PlanError(
+            f"ep={ep} with tp={topology.tp}, sharding={topology.sharding}: expert ranks are the tp ranks of neighbours "
+            "in a sharding group, so tp must divide ep, and ep must divide tp × sharding"
+        )
+    if topology.tp > 1 and not target.sequence_parallel:
+        raise PlanError(
+            f"ep={ep} with tp={topology.tp} without sequence parallelism: the trainer's router asserts "
+            "sequence_parallel when tensor parallelism is used"
+        )
+    if target.sharding.comm_overlap:
+        raise UnsupportedError(
+            f"ep={ep} with comm_overlap: whether the pipeline engine keeps experts in buffers of their own is not known"
+        )
+
+
+def _check_experts(checkpoint: Checkpoint, target: HybridTarget) -> None:
+    """Whether the model can spread its experts as the target asks for."""
+    table, axis = checkpoint.model.table, target.spread
+    if axis is None:
+        return
+    ranks = target.topology.ep if axis == "ep" else target.topology.tp
+    what = f"{axis}={ranks}"
+    if table.experts_over == "dp" and axis == "ep":
+        raise UnsupportedError(
+            f"{what}: PaddleNLP spreads experts over data-parallel ranks (files with a part moeNN), which are read but "
+            "not written by this version"
+        )
+    if table.experts_over != axis:
+        raise PlanError(f"{what}: {table.convention}'s {table.family} does not spread experts over {axis}")
+    experts = [t for t in checkpoint.model.tensors if t.rule.of_expert]
+    count = len(experts_of(t.key for t in experts))
+    if count == 0 or count % ranks:
+        raise PlanError(
+            f"{what}: the layers have {count} experts of their own names, the trainer asserts that {axis} divides them"
+        )
+    plain = next((t.key for t in experts if not t.master), None)
+    if axis == "ep" and target.topology.sharding > 1 and plain is not None:
+        raise PlanError(
+            f"{plain}: has no master weight; the trainer's stage1v2 under expert parallelism only supports "
+            "amp_master_grad, and sharded saving would lose it"
+        )
+
+
 def layout_hybrid(checkpoint: Checkpoint, target: HybridTarget) -> TargetFiles:
     """Lay out all files of the target checkpoint.
 
@@ -121,12 +199,15 @@ def layout_hybrid(checkpoint: Checkpoint, target: HybridTarget) -> TargetFiles:
         If the model cannot take this topology, or a parameter name is not known.
     """
     check_target(target)
-    untrained = [t.key for t in checkpoint.model.tensors if not t.trained and t.tied_to is None]
-    if untrained and target.strategy != "none":
-        raise UnsupportedError(
-            f"{untrained[0]} has no optimizer state: whether the target job counts frozen parameters when it "
-            f"shares parameters out is not known, so {target.strategy} is not written for this model"
-        )
+    _check_experts(checkpoint, target)
+    # PaddleFormers' optimizer has only what is trained (1.2.0 trainer.py:3359).
+    if checkpoint.model.table.convention != "paddleformers" and target.strategy != "none":
+        untrained = [t.key for t in checkpoint.model.tensors if not t.trained and t.tied_to is None]
+        if untrained:
+            raise UnsupportedError(
+                f"{untrained[0]} has no optimizer state: whether the target job counts frozen parameters when it "
+                f"shares parameters out is not known, so {target.strategy} is not written for this model"
+            )
     if target.names is None and checkpoint.names_predicted is not None:
         raise RuleError(
             "parameter names",
@@ -138,10 +219,11 @@ def layout_hybrid(checkpoint: Checkpoint, target: HybridTarget) -> TargetFiles:
 
 @dataclass(slots=True)
 class _Cell:
-    """One (tp, pp) coordinate of the target."""
+    """One coordinate of the target."""
 
     tp: int
     pp: int
+    ep: int
     tensors: list[ModelTensor]
     names: Mapping[str, str]
     local_shapes: dict[str, Shape]
@@ -149,9 +231,9 @@ class _Cell:
     parameters: list[ModelTensor]
     """The optimizer's list: trained tensors, each parameter once."""
     shares: Shares
-    """Of every parameter, what each rank of the sharding group stores."""
+    """Of every parameter, what each rank of the sharding group stores; of an expert, its own cell's ranks only."""
     held: dict[int, list[ModelTensor]]
-    """Rank of the sharding group → parameters of which its optimizer holds anything."""
+    """Rank of the sharding group, if it is of this cell → parameters of which its optimizer holds anything."""
     left: dict[int, list[ModelTensor]]
     """Rank of the sharding group → tensors of its model_state."""
 
@@ -189,6 +271,7 @@ class _Writer:
         self.tensor_index = checkpoint.catalog.index()
         self.tensors = checkpoint.catalog.tensors
         self.identity = {t.key: t.tied_to or t.key for t in self.model.tensors}
+        self.experts = len(experts_of(t.key for t in self.model.tensors))
         self.tied = {key for t in self.model.tensors if t.tied_to for key in (t.key, t.tied_to)}
         under_pp = self.topology.pp > 1
         self.written = {t.key: (under_pp and t.rule.key_pp) or t.key for t in self.model.tensors}
@@ -199,21 +282,21 @@ class _Writer:
 
     def layout(self) -> TargetFiles:
         cells: list[_Cell] = []
+        apart = self.topology.dense_sharding
         for pp, tensors in enumerate(self._stages()):
-            layouts: list[_Layout] = []
-            for tp in range(self.topology.tp):
-                cell = self._cell(tp, pp, tensors, cells[-1] if tp else None)
-                if not tp or cell.names != cells[-1].names:
-                    layouts = [
-                        layout
-                        for shard in range(self.topology.sharding)
-                        for layout in self._rank_files(cell, shard)
-                    ]
-                for layout in layouts:
-                    self._file(layout, cell)
-                cells.append(cell)
+            for neighbour in range(apart):
+                layouts: list[_Layout] = []
+                for tp in range(self.topology.tp):
+                    cell = self._cell(tp, pp, neighbour, tensors, cells[-1] if tp else None)
+                    if not tp or cell.names != cells[-1].names:
+                        layouts = [layout for shard in cell.held for layout in self._rank_files(cell, shard)]
+                    for layout in layouts:
+                        self._file(layout, cell)
+                    cells.append(cell)
+        # As the trainer gathers them: all tp ranks and stages of a neighbour, then the next one's.
+        cells.sort(key=lambda cell: cell.ep // self.topology.tp)
         if self.target.writes_meta:
-            metas = {cell_name(cell.tp, cell.pp): self._cell_meta(cell) for cell in cells}
+            metas = {self._cell_name(cell.tp, cell.pp, cell.ep): self._cell_meta(cell) for cell in cells}
             text = format_model_meta(self.model.table.convention, self.topology, metas)
             self._literal_file(MODEL_META, text.encode())
         for rank in range(self.topology.world_size // self.topology.dp):
@@ -223,8 +306,11 @@ class _Writer:
             tuple(self.literals),
             tuple(self.fills),
             self.placements.fragments(),
-            {cell_name(c.tp, c.pp): c.names for c in cells},
+            {self._cell_name(c.tp, c.pp, c.ep): c.names for c in cells},
         )
+
+    def _cell_name(self, tp: int, pp: int, ep: int) -> str:
+        return cell_name(tp, pp, ep if self.topology.ep > 1 else None)
 
     # -- which tensors, names and slices
 
@@ -245,17 +331,21 @@ class _Writer:
             stages[stage_of[tensor.rule.item, tensor.layer]].append(tensor)
         return stages
 
-    def _cell(self, tp: int, pp: int, tensors: list[ModelTensor], sibling: _Cell | None) -> _Cell:
-        """``sibling`` is the cell of another tp rank of the stage; only given names can differ between them."""
-        if sibling is not None and self.target.names is None:
+    def _cell(
+        self, tp: int, pp: int, neighbour: int, tensors: list[ModelTensor], sibling: _Cell | None
+    ) -> _Cell:
+        """``sibling`` is the cell of another tp rank of the stage; given names and spread experts can differ."""
+        ep = self.topology.expert_rank(tp, neighbour)
+        if sibling is not None and self.target.names is None and self.target.spread is None:
             return replace(sibling, tp=tp)
-        names = self._names(tp, pp, tensors)
+        tensors = self._of_rank(tensors, tp, ep)
+        names = self._names(tp, pp, ep, tensors)
         if self.topology.pp > 1:
             # Layers are named as they are built, but a stage lists the layers that it shares with another
             # stage first: PipelineLayer makes shared_layers before all others (Paddle 3.3.1 pp_layers.py:509).
             tensors = sorted(tensors, key=lambda t: t.key not in self.tied)
             names = {t.key: names[t.key] for t in tensors}
-        cuts = {t.key: self.model.cut(t, self.topology.tp) for t in tensors}
+        cuts = {t.key: self.model.cut(t, self.topology.tp, self.target.spread) for t in tensors}
         local = {t.key: cuts[t.key].local_shape(t.key, t.global_shape) for t in tensors}
         seen: set[str] = set()
         parameters = []
@@ -263,25 +353,53 @@ class _Writer:
             if tensor.trained and names[tensor.key] not in seen:
                 parameters.append(tensor)
             seen.add(names[tensor.key])
-        listed = [
-            Parameter(t.key, prod(local[t.key]), t.dtype, self.chunk[t.rule.item, t.layer])
-            for t in parameters
-        ]
-        shares = share_out(self.target.strategy, listed, self.topology.sharding, self.target.sharding)
-        held: dict[int, list[ModelTensor]] = {shard: [] for shard in range(self.topology.sharding)}
+        shares = self._shares(parameters, local, neighbour)
+        mine = range(neighbour, self.topology.sharding, self.topology.dense_sharding)
+        held: dict[int, list[ModelTensor]] = {shard: [] for shard in mine}
         for tensor in parameters:
-            for shard in shares[tensor.key]:
+            for shard in shares[tensor.key].keys() & held.keys():
                 held[shard].append(tensor)
-        cell = _Cell(tp, pp, tensors, names, local, cuts, parameters, shares, held, {})
+        cell = _Cell(tp, pp, ep, tensors, names, local, cuts, parameters, shares, held, {})
         cell.left = self._model_state_tensors(cell)
         return cell
 
-    def _names(self, tp: int, pp: int, tensors: list[ModelTensor]) -> Mapping[str, str]:
+    def _of_rank(self, tensors: list[ModelTensor], tp: int, ep: int) -> list[ModelTensor]:
+        """The tensors of a stage that a rank holds: of the experts, those of its turn."""
+        spread = self.target.spread
+        if spread is None:
+            return tensors
+        rank, ranks = (ep, self.topology.ep) if spread == "ep" else (tp, self.topology.tp)
+        each = self.experts // ranks
+        mine = range(rank * each, (rank + 1) * each)
+        held = [t for t in tensors if not t.rule.of_expert or experts_of([t.key]) <= set(mine)]
+        return lead_experts(held, self.target.unified_experts) if spread == "ep" else held
+
+    def _shares(
+        self, parameters: Sequence[ModelTensor], local: Mapping[str, Shape], neighbour: int
+    ) -> Shares:
+        """Experts under expert parallelism have buffers of their own, cut for the ranks that hold the same ones."""
+        listed = {
+            alone: [
+                Parameter(t.key, prod(local[t.key]), t.dtype, self.chunk[t.rule.item, t.layer])
+                for t in parameters
+                if (self.topology.ep > 1 and t.rule.of_expert) == alone
+            ]
+            for alone in (False, True)
+        }
+        strategy, options = self.target.strategy, self.target.sharding
+        shares = share_out(strategy, listed[False], self.topology.sharding, options)
+        of_experts = share_out(strategy, listed[True], self.topology.moe_sharding, options)
+        for key, ranks in of_experts.items():
+            shares[key] = {
+                rank * self.topology.dense_sharding + neighbour: piece for rank, piece in ranks.items()
+            }
+        return shares
+
+    def _names(self, tp: int, pp: int, ep: int, tensors: list[ModelTensor]) -> Mapping[str, str]:
         if self.target.names is None:
-            return predict_parameter_names(
-                tensors, self.topology.pp, self.topology.tp, self.target.sequence_parallel
-            )
-        where = cell_name(tp, pp)
+            topology, parallel = self.topology, self.target.sequence_parallel
+            return predict_parameter_names(tensors, topology.pp, topology.tp, parallel, topology.ep)
+        where = self._cell_name(tp, pp, ep)
         given = self.target.names.get(where, {})
         keys = {t.key: self.written[t.key] for t in tensors}
         if set(given) != set(keys.values()):
@@ -297,7 +415,7 @@ class _Writer:
     def _rank_files(self, cell: _Cell, shard: int) -> Iterator[_Layout]:
         if self.target.writes_meta:
             yield self._model_state(cell, shard, cell.left[shard])
-        elif shard == 0:
+        elif shard < self.topology.dense_sharding:
             yield self._model_state(cell, None, cell.left[shard])
         yield self._optimizer(cell, shard)
         if self.checkpoint.has_ema:
@@ -308,15 +426,15 @@ class _Writer:
 
         bf16 parameters with a master weight are left out; of the rest, v1 keeps the owner's, v2 hands the
         optimizer's list out round robin, and what the optimizer does not know goes to rank 0 (PaddleNLP
-        3.0 ``sharding_io.py:73-106``).
+        3.0 ``sharding_io.py:73-106``; PaddleFormers 1.2 does so only where it is told to, and else loses it).
         """
-        left: dict[int, list[ModelTensor]] = {shard: [] for shard in range(self.topology.sharding)}
+        stored = [t for t in cell.tensors if not t.missing]
         if not self.target.writes_meta:
-            left[0] = cell.tensors
-            return left
+            return {shard: stored if shard < self.topology.dense_sharding else [] for shard in cell.held}
+        left: dict[int, list[ModelTensor]] = {shard: [] for shard in range(self.topology.sharding)}
         listed = {t.key: place for place, t in enumerate(cell.parameters)}
         first_key = first_keys(cell.names)
-        for tensor in cell.tensors:
+        for tensor in stored:
             if tensor.master and tensor.dtype.name == "bfloat16":
                 continue
             key = first_key[cell.names[tensor.key]]
@@ -336,6 +454,7 @@ class _Writer:
             cell.tp if degrees.tp > 1 else None,
             cell.pp if degrees.pp > 1 else None,
             shard if degrees.sharding > 1 else None,
+            ep=cell.ep if kind == MODEL_STATE and shard is None and degrees.ep > 1 else None,
         )
 
     def _model_state(self, cell: _Cell, shard: int | None, tensors: Sequence[ModelTensor]) -> _Layout:
@@ -436,7 +555,8 @@ class _Writer:
                 self.written[tensor.key]: ParameterMeta(
                     local_shape=cell.local_shapes[tensor.key],
                     dtype=tensor.dtype,
-                    is_distributed=self.topology.tp > 1 and cell.cuts[tensor.key].dim is not None,
+                    is_distributed=self._is_distributed(cell, tensor),
+                    no_sync=self.target.spread == "ep" and tensor.rule.of_expert,
                 )
                 for tensor in cell.tensors
             },
@@ -444,6 +564,12 @@ class _Writer:
             if self.target.strategy == "stage1v1"
             else {},
         )
+
+    def _is_distributed(self, cell: _Cell, tensor: ModelTensor) -> bool:
+        if self.target.spread is not None and tensor.rule.of_expert:
+            return True
+        cut = self.topology.tp > 1 and cell.cuts[tensor.key].dim is not None
+        return tensor.rule.marked_distributed(cut, self.topology.ep)
 
     # -- bytes
 

@@ -1,0 +1,138 @@
+"""What do cells that share a tp rank and a stage hold together, and which routed experts does each have?
+
+Under expert parallelism the ranks of one (tp, pp) coordinate are several cells: they share every tensor but those of
+the experts, of which each has its own. A parameter name means another expert in each of them, so cells are joined
+by structured keys, after all names are resolved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import TypeVar
+
+from paddle_reshard.pipeline.errors import CheckpointError, CoverageError
+from paddle_reshard.pipeline.layouts.hybrid.ranks import Cell, Ranks, StoredArray, experts_of
+from paddle_reshard.pipeline.layouts.model import ModelTensor
+from paddle_reshard.pipeline.tensors import EMA_PARAM, PARAM
+from paddle_reshard.pipeline.topology import Topology
+
+Value = TypeVar("Value")
+
+
+def join_cells(ranks: Ranks) -> list[Cell]:
+    """One cell for every (tp, pp), in that order of ranks, tp fastest: what its cells hold together."""
+    groups: dict[tuple[int, int], list[Cell]] = {}
+    for cell in ranks.cells:
+        groups.setdefault((cell.pp, cell.tp), []).append(cell)
+    return [_join(groups[place], ranks.topology) for place in sorted(groups)]
+
+
+def _join(cells: Sequence[Cell], topology: Topology) -> Cell:
+    if len(cells) == 1:
+        return cells[0]
+    joined = Cell(cells[0].tp, cells[0].pp)
+    joined.names = merged_names([cell.names for cell in cells])
+    shared = set.intersection(*(set(cell.names) for cell in cells))
+    for cell in cells:
+        _update(joined.holders, cell.holders, cell)
+        _update(joined.shapes, cell.shapes, cell)
+        _update(joined.dtypes, cell.dtypes, cell)
+        _update(joined.distributed, cell.distributed, cell)
+        _update(joined.no_sync, cell.no_sync, cell)
+        _update(joined.owners, cell.owners, cell)
+        joined.sliced |= cell.sliced
+        joined.master_spellings |= cell.master_spellings
+        for (key, state), arrays in cell.arrays.items():
+            stored = joined.arrays.setdefault((key, state), [])
+            stored.extend(_joined_array(a, cell, state, key in shared, topology) for a in arrays)
+    for stored in joined.arrays.values():
+        stored.sort(key=lambda s: (s.copy, s.shard))
+    if topology.ep > 1:
+        joined.degrees = {key: topology.moe_sharding for key in joined.names if key not in shared}
+    return joined
+
+
+def _update(mine: dict[str, Value], other: Mapping[str, Value], cell: Cell) -> None:
+    for key, value in other.items():
+        if mine.setdefault(key, value) != value:
+            raise CoverageError(key, f"{mine[key]} in one cell and {value} in {cell.label()}")
+
+
+def _joined_array(
+    stored: StoredArray, cell: Cell, state: str, shared: bool, topology: Topology
+) -> StoredArray:
+    """Expert ranks share the optimizer state of common tensors out; anything else that several hold is a copy."""
+    if topology.ep == 1 or state in (PARAM, EMA_PARAM):
+        return replace(stored, copy=cell.ep)
+    return stored if shared else replace(stored, shard=stored.shard // topology.dense_sharding)
+
+
+def merged_names(tables: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """All keys in model order: what only a later table has comes before the key that follows it there."""
+    order = list(tables[0])
+    for table in tables[1:]:
+        known = set(order)
+        before: dict[str | None, list[str]] = {}
+        run: list[str] = []
+        for key in table:
+            if key in known:
+                before[key], run = run, []
+            else:
+                run.append(key)
+        order = [key for old in order for key in (*before.get(old, ()), old)] + run
+    names: dict[str, str] = {}
+    for table in tables:
+        names |= table
+    return {key: names[key] for key in order}
+
+
+def spread_over(ranks: Ranks) -> str | None:
+    """The axis over which routed experts are spread; ``None``: every rank has all of them."""
+    if ranks.topology.ep > 1:
+        return "ep"
+    for _, cells in groupby(ranks.cells, key=lambda cell: cell.pp):
+        first, *others = cells
+        for other in others:
+            if experts_of(first.names) != experts_of(other.names):
+                return "dp" if other.ep else "tp"
+    return None
+
+
+def check_experts(ranks: Ranks, tensors: Iterable[ModelTensor], count: int | None) -> None:
+    """Every layer has all its experts, and every cell those that it should have.
+
+    Raises
+    ------
+    CheckpointError
+        Naming the cell or the layer, and the numbers of the experts.
+    """
+    layers: dict[int, set[int]] = {}
+    for tensor in tensors:
+        if tensor.rule.of_expert and tensor.layer is not None:
+            layers.setdefault(tensor.layer, set()).update(experts_of([tensor.key]))
+    total = count if count is not None else max((len(held) for held in layers.values()), default=0)
+    for layer, held in sorted(layers.items()):
+        if held != set(range(total)):
+            odd = sorted(held ^ set(range(total)))
+            raise CheckpointError(
+                f"layer {layer} has {len(held)} experts, the model has {total}; expert {odd[0]} is in only one of them"
+            )
+    over = spread_over(ranks)
+    if over is None:
+        return
+    if not layers:
+        raise CheckpointError(
+            f"{ranks.topology}: no tensor belongs to one expert, so nothing can be spread over ep"
+        )
+    parts = {"ep": ranks.topology.ep, "tp": ranks.topology.tp, "dp": ranks.topology.dp}[over]
+    for cell in ranks.cells:
+        rank = cell.tp if over == "tp" else cell.ep
+        first, stop = rank * total // parts, (rank + 1) * total // parts
+        held = experts_of(cell.names)
+        if total % parts or (held and held != set(range(first, stop))):
+            raise CheckpointError(
+                f"{cell.label()} holds the experts {sorted(held)}; {total} experts spread over {over}={parts} are "
+                f"{first} to {stop - 1} there"
+            )
