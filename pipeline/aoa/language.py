@@ -225,6 +225,8 @@ class _Token(NamedTuple):
     kind: str
     """``->``, one of ``= : [ ] ,``, ``number``, ``string``, ``name``, or ``end``."""
     text: str
+    column: int
+    """From 1."""
 
 
 _TOKEN = re.compile(
@@ -232,7 +234,6 @@ _TOKEN = re.compile(
     r"|(?P<name>[A-Za-z_][A-Za-z0-9_.$*^]*)|(?P<space>[ \t]+)"
 )
 _NAME = re.compile(r"(?P<text>[A-Za-z_][A-Za-z0-9_.$*]*)(?P<transposed>\^T)?")
-_END = _Token("end", "the end")
 _MACROS = ("fused_ffn", "fused_qkv", "fused_qkv_old")
 _HEADS = ("num_heads", "num_key_value_groups")
 _ATTRIBUTES = {
@@ -267,30 +268,26 @@ class _Parser:
                 self._fail(f"{self.text[at]!r} cannot stand in a statement (column {at + 1})")
             kind = match.lastgroup or ""
             if kind != "space":
-                yield _Token(match.group() if kind == "mark" else kind, match.group())
+                yield _Token(match.group() if kind == "mark" else kind, match.group(), at + 1)
             at = match.end()
+        yield _Token("end", "the end", at + 1)
 
     def _peek(self, ahead: int = 0) -> _Token:
-        at = self.next + ahead
-        return self.tokens[at] if at < len(self.tokens) else _END
+        return self.tokens[min(self.next + ahead, len(self.tokens) - 1)]
 
     def _take(self, kind: str, expected: str) -> str:
         token = self._peek()
         if token.kind != kind:
-            self._fail(f"expected {expected}, found {token.text!r}" + self._column())
+            self._fail(f"expected {expected}, found {token.text!r} (column {token.column})")
         self.next += 1
         return token.text
-
-    def _column(self) -> str:
-        return f" ({self.next} words in)" if self.next else ""
 
     def statement(self) -> Statement:
         left = self._names(right=False)
         self._take("->", "'->'")
         right = self._names(right=True)
         macros, values = self._attributes()
-        if self._peek() != _END:
-            self._fail(f"expected ',' or the end, found {self._peek().text!r}" + self._column())
+        self._take("end", "',' or the end")
         return Statement(self.where, self.text, left, right, self._operation(macros, values))
 
     def _names(self, right: bool) -> tuple[Name, ...]:
@@ -434,6 +431,6 @@ def check_form(statement: Statement) -> None:
     elif len(left) > 1 and len(right) > 1:
         raise statement.refused(f"expected one name on one side, found {len(left)} -> {len(right)}")
     elif len(names) > 2 and not isinstance(operation, Join):
-        raise statement.refused("expected axis=... , as several tensors are joined or split")
+        raise statement.refused("expected 'axis=NUMBER', as several tensors are joined or split")
     if len({name.placeholders for name in names if not name.is_nothing}) > 1:
         raise statement.refused("expected the same $LAYER_ID, $LAYER_ID_OFFSET, $EXPERT_ID in every name")

@@ -142,8 +142,13 @@ class Engine:
         self.arrays = {key + SUFFIXES[state]: found for (key, state), found in arrays.items()}
         self.states = {key: [s for k, s in arrays if k == key] for key, _ in arrays}
         source = {
-            name: _descriptions(name, values.shape, dtype, (source_blocks or {}).get(name, 1))
-            for name, (values, dtype) in self.arrays.items()
+            key + SUFFIXES[state]: _descriptions(
+                key + SUFFIXES[state],
+                values.shape,
+                dtype,
+                1 if state in NUMBERS else (source_blocks or {}).get(key, 1),
+            )
+            for (key, state), (values, dtype) in arrays.items()
         }
         target = wanted and {
             key: _descriptions(key, shape, dtype, (target_blocks or {}).get(key, 1))

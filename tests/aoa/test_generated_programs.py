@@ -28,6 +28,8 @@ class Writer:
     used: set[str] = field(default_factory=set)
     joined: set[str] = field(default_factory=set)
     """What is made of several: Paddle's engine does not count the blocks of these."""
+    closed: set[str] = field(default_factory=set)
+    """What has other blocks than its source: Paddle's engine refuses to go on with these."""
     target_blocks: dict[str, int] = field(default_factory=dict)
 
     def name(self) -> str:
@@ -35,7 +37,7 @@ class Writer:
 
     def pick(self, fits: Callable[[Shape], bool] = bool, not_joined: bool = False) -> str | None:
         names = [n for n in self.shapes if (self.copies or n not in self.used) and fits(self.shapes[n])]
-        names = [n for n in names if not (not_joined and n in self.joined)]
+        names = [n for n in names if n not in self.closed and not (not_joined and n in self.joined)]
         return self.draw(st.sampled_from(names)) if names else None
 
     def make(self, line: str, used: list[str], made: dict[str, Shape]) -> None:
@@ -83,6 +85,7 @@ class Writer:
 
         turned = self.draw(st.booleans()) and len(shape) == 2
         names = [n for n in self.shapes if fits(self.shapes[n]) and (self.copies or n not in self.used)]
+        names = [n for n in names if n not in self.closed]
         joined = [one, *self.draw(st.lists(st.sampled_from(names), max_size=3, unique=True))]
         joined = list(dict.fromkeys(joined)) if not self.copies else joined
         total = sum(self.shapes[n][axis] for n in joined)
@@ -109,6 +112,7 @@ class Writer:
             blocks = self.draw(st.sampled_from([1, 2]))
             self.target_blocks[made] = blocks
             self.make(f"{one} -> {made}, fused_ffn", [one], {made: shape})
+            self.closed.add(made)
 
     def qkv(self) -> None:
         one = self.pick(lambda shape: len(shape) == 2 and shape[1] % 8 == 0, not_joined=True)

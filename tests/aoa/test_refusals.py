@@ -1,0 +1,177 @@
+"""Whatever a program says wrong is named with its file, its line and the tensor."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from paddle_reshard.pipeline.aoa.apply import apply_aoa
+from paddle_reshard.pipeline.aoa.language import parse_aoa
+from paddle_reshard.pipeline.errors import PlanError, ReshardError, UsageError
+from tests.aoa.arrays import stored, trained
+
+SHAPES = {
+    "a": ((4, 6), "bfloat16"),
+    "b": ((4, 2), "bfloat16"),
+    "f": ((4, 2), "float32"),
+    "v": ((6,), "bfloat16"),
+    "l.0.w": ((4, 6), "bfloat16"),
+    "l.1.w": ((4, 6), "bfloat16"),
+}
+HEADS = "num_heads=4, num_key_value_groups=2"
+
+SYNTAX = {
+    "a b": "expected '->', found 'b' (column 3)",
+    "-> b": "expected the name of a tensor, found '->'",
+    "a -> ": "expected the name of a tensor, found 'the end'",
+    "a -> b axis=0": "expected ',' or the end, found 'axis'",
+    "a-b -> c": "'-' cannot stand in a statement (column 2)",
+    "a/b -> c": "'/' cannot stand in a statement",
+    "a -> b^T": "expected a name without ^T, found 'b^T'",
+    "_^T -> b": "expected a name without ^T, found '_^T'",
+    "a^Tb -> c": "with ^T at its end at most, found 'a^Tb'",
+    "a -> b, axis=x": "expected a number as axis, found 'x'",
+    "a -> b, c, axis": "expected 'axis=NUMBER'",
+    "a -> b, axis=": "expected a number as axis, found 'the end'",
+    "a -> b, shape=1": "found 'shape'",
+    "a -> b, axis=0, dtype='float32'": "expected one attribute",
+    "a -> b, axis=0, axis=1": "expected axis once, found it twice",
+    "a -> b, src_dtype='float32'": "expected another attribute beside src_dtype",
+    "a -> b, num_heads=4": "expected another attribute beside num_heads",
+    "a -> b, dtype='int8'": "expected one of float16, float32, bfloat16, found 'int8'",
+    "a -> b, permute='1,0'": "expected permute as",
+    "a -> b, permute='[1 0]'": "expected permute as",
+    "a -> b, permute='[0,2]'": "expected the dims 0 to 1 in another order",
+    "a -> b, permute='[0,0]'": "expected the dims 0 to 1 in another order",
+    "a,b -> c": "expected 'axis=NUMBER'",
+    "a,b -> c,d, axis=0": "expected one name on one side, found 2 -> 2",
+    "a,b -> c, dtype='float32'": "expected 'axis=NUMBER'",
+    "a, _ -> c, axis=0": "expected '_' alone on one side",
+    "_ -> _": "expected '_' alone on one side",
+    "a -> _, axis=0": "expected '_' alone on one side, and no attribute",
+    "a[2:2] -> c, axis=0": "expected a range of 1 to",
+    "a[0:999999999] -> c, axis=0": "expected a range of 1 to",
+    "a^T[0:2] -> c, axis=0": "expected a name without ^T before '['",
+    "a[0:] -> c": "expected the number after the last of a range, found ']'",
+    "a.$LAYER -> c": "expected $LAYER_ID, $LAYER_ID_OFFSET or $EXPERT_ID",
+    "l.$LAYER_ID.w -> c": "expected the same $LAYER_ID",
+    "l.$LAYER_ID.w -> l.$LAYER_ID_OFFSET.w": "expected the same $LAYER_ID",
+    "a.*.* -> c": "expected one '*' in a name",
+    "a -> b, c, d, e, fused_ffn": "expected 1 -> 1 or 1 -> 2 or 2 -> 1 names with fused_ffn, found 1 -> 4",
+    f"a -> b, fused_qkv, {HEADS}": "expected 1 -> 3 or 3 -> 1 names with fused_qkv",
+    "a -> b, c, d, fused_qkv": "expected fused_qkv, num_heads, num_key_value_groups and axis at most",
+    f"a -> b, fused_ffn, {HEADS}": "expected fused_ffn and axis at most",
+    "a -> b, fused_ffn, fused_qkv": "expected fused_ffn and axis at most",
+    "a -> b, c, d, fused_qkv, num_heads=3, num_key_value_groups=2": "expected num_heads in 2 equal groups, found 3",
+    "a -> b, c, d, fused_qkv, num_heads=0, num_key_value_groups=0": "equal groups, found 0",
+}
+
+
+@pytest.mark.parametrize("statement", SYNTAX)
+def test_what_cannot_be_read(statement: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_aoa(f"# rules\na -> a\n\n{statement}", "rules.aoa")
+    assert str(caught.value).startswith("rules.aoa, line 4: ")
+    assert SYNTAX[statement] in str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"aoa_statements": ["a -> b", "a b"]}', "rules.json, statement 2: expected '->'"),
+        ('{"aoa_statements": ["a -> b", 3]}', "rules.json, statement 2: 3 is no text"),
+        ('{"aoa_statements": "a -> b"}', "'aoa_statements' is unknown or of the wrong kind"),
+        ('{"aoa_statements": [], "reverse": true}', "'reverse' is unknown"),
+        (
+            '{"aoa_statements": [], "aoa_config_reverse": 1}',
+            "'aoa_config_reverse' is unknown or of the wrong kind",
+        ),
+        ("{}", "'aoa_statements' is missing"),
+        ('{"aoa_statements": [], "aoa_statements": []}', "a key stands twice"),
+        ('{"aoa_statements": ', "not valid JSON"),
+        ("{" * 100000, "not valid JSON"),
+    ],
+)
+def test_json_that_is_no_configuration(text: str, told: str) -> None:
+    with pytest.raises(UsageError, match=r"rules\.json") as caught:
+        parse_aoa(text, "rules.json")
+    assert told in str(caught.value)
+
+
+IMPOSSIBLE = {
+    "x -> y": "line 1: x is used, and neither the source nor a statement before has it",
+    "a -> _\na -> y": "line 2: a is used, and rules.aoa, line 1 drops it",
+    "_ -> y\ny -> z": "line 2: y is used, and rules.aoa, line 1 creates it without values",
+    "a -> y\na -> _": "line 2: a is to be dropped, and rules.aoa, line 1 uses it",
+    "a -> y\nb -> y": "line 2: y is made twice, first in rules.aoa, line 1, and nothing uses that",
+    "a -> b": "line 1: b of the source would be lost, as nothing has used it",
+    "a -> x, x, axis=0": "line 1: x is made twice",
+    "_ -> a": "line 1: a is to be created without values, and it has some",
+    "_ -> y\na -> y": "line 2: y is made twice, first in rules.aoa, line 1",
+    "_ -> y": "line 1: y is to be created, and no file holds its values",
+    "_ -> y.$LAYER_ID": "write the numbers out",
+    "a -> x[0:4], axis=1": "axis 1 of a tensor of shape (4, 6) does not divide into 4 equal parts",
+    "a -> x[0:2], axis=2": "axis 2 does not exist in a tensor of shape (4, 6)",
+    "a, b -> c, axis=0": "tensors of shapes (4, 6) and (4, 2) cannot be joined along axis 0",
+    "a, v -> c, axis=0": "tensors of shapes (4, 6) and (6,) cannot be joined",
+    "b, f -> c, axis=0": "tensors of dtypes bfloat16 and float32 cannot be joined; cast one first",
+    "v -> c, permute='[1,0]'": "permute of 2 dims, the tensor has shape (6,)",
+    "a -> c, src_dtype='float32', dst_dtype='float16'": "src_dtype is float32, the tensor is bfloat16",
+    "a, b -> c, fused_ffn": "units of one size, these have [6, 2]",
+    "v -> c, fused_ffn": "axis 1 does not exist",
+    "a -> q,k,t, fused_qkv, num_heads=999999996, num_key_value_groups=2": "not divide into 1000000000 equal parts",
+    f"a,l.0.w,l.1.w -> c, fused_qkv, {HEADS}": "axis 1 of a tensor of shape (4, 6) does not divide into 4 equal parts",
+    "a,l.0.w,l.1.w -> c, fused_qkv, num_heads=6, num_key_value_groups=2": "units of one size, these have [1, 3, 3]",
+    "l.$LAYER_ID_OFFSET.w -> m.$LAYER_ID_OFFSET.w": "layer 0 of l.$LAYER_ID_OFFSET.w would become layer -1",
+    "l.*.v -> c, axis=0": "l.*.v is not the name of any tensor",
+    "a -> x.*, axis=0": "'*' on the target's side needs the keys of the target",
+    "l.*.w -> c": "expected 'axis=NUMBER'",
+}
+
+
+@pytest.mark.parametrize("text", IMPOSSIBLE)
+def test_what_cannot_be_done(text: str) -> None:
+    catalog, _ = stored(trained(SHAPES, np.random.default_rng(0), states=False), np.random.default_rng(0))
+    with pytest.raises(ReshardError) as caught:
+        apply_aoa(catalog, parse_aoa(text, "rules.aoa"))
+    assert type(caught.value) in (UsageError, PlanError)
+    assert str(caught.value).startswith("rules.aoa, line ")
+    assert IMPOSSIBLE[text] in str(caught.value)
+
+
+TARGETS = {
+    ("a -> x", ("x", "b")): "rules.aoa: no statement uses f, and the target has no place for it",
+    (
+        "a -> x\nf -> _\nv -> _\nl.0.w -> _\nl.1.w -> _",
+        ("x", "b", "y"),
+    ): "the target needs y, and neither the source",
+    ("a -> _\nf -> _", ("a",)): "the target needs a, and rules.aoa, line 1 drops it",
+    (
+        "a -> x[0:2], axis=0",
+        ("x_0", "b", "f", "v", "l.0.w", "l.1.w"),
+    ): "line 1: x_1 is made, and the target has no place for it",
+}
+
+
+@pytest.mark.parametrize(("text", "wanted"), TARGETS)
+def test_what_is_not_what_the_target_has(text: str, wanted: tuple[str, ...]) -> None:
+    catalog, _ = stored(trained(SHAPES, np.random.default_rng(0), states=False), np.random.default_rng(0))
+    with pytest.raises(PlanError) as caught:
+        apply_aoa(catalog, parse_aoa(text, "rules.aoa"), wanted=wanted)
+    assert TARGETS[text, wanted] in str(caught.value)
+
+
+def test_a_cast_that_does_not_tell_what_it_was() -> None:
+    catalog, _ = stored(trained(SHAPES, np.random.default_rng(0), states=False), np.random.default_rng(0))
+    with pytest.raises(UsageError, match=r"rules.aoa, line 1: dtype= does not tell what to reverse to"):
+        apply_aoa(catalog, parse_aoa("c -> a, dtype='float32'", "rules.aoa").reversed())
+
+
+def test_heads_that_do_not_divide_into_blocks() -> None:
+    catalog, _ = stored(
+        trained({"a": ((2, 8), "float32")}, np.random.default_rng(0)), np.random.default_rng(0)
+    )
+    program = parse_aoa("a -> q, k, v, fused_qkv_old, num_heads=4, num_key_value_groups=2", "rules.aoa")
+    with pytest.raises(PlanError, match="4 heads and 2 key-value groups do not divide into 4 blocks"):
+        apply_aoa(catalog, program, source_blocks={"a": 4})
