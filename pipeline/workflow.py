@@ -9,17 +9,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from paddle_reshard.clusters.choose import Engine
-from paddle_reshard.pipeline.errors import CheckpointError, UsageError
+from paddle_reshard.pipeline.catalog import Mixture, Term
+from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.indexing import index_checkpoint
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import AVERAGE, MANIFEST, TargetFiles
-from paddle_reshard.pipeline.layouts.huggingface.sidecars import check_average
+from paddle_reshard.pipeline.layouts.huggingface.sidecars import average_divisor
 from paddle_reshard.pipeline.layouts.huggingface.target import EMA, HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
 from paddle_reshard.pipeline.layouts.targets import AnyTarget, join, lay_out, target_facts
@@ -30,6 +31,7 @@ from paddle_reshard.pipeline.planning.limits import PartLimits
 from paddle_reshard.pipeline.planning.parts import MADE
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.work import plan_work
+from paddle_reshard.pipeline.tensors import EMA_MASTER_WEIGHT, EMA_PARAM
 from paddle_reshard.storage.locate import absolute, place
 from paddle_reshard.storage.outputs import Outputs, prefixes
 from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, Source, Target, WritePart
@@ -128,13 +130,14 @@ def plan_checkpoint(
     limits: PartLimits = PartLimits(),  # noqa: B008 (a frozen value)
 ) -> ConversionPlan:
     """Plan a conversion; pure but for the sizes that ``store`` has seen. ``limits`` are those of the targets."""
+    source = _divided(source, request.forms, store)
     wanted = source
     if request.vocab_pad is not None:
         wanted = resize_vocabulary(source, request.vocab_pad, grow=True)
     elif request.vocab_trim is not None:
         wanted = resize_vocabulary(source, request.vocab_trim, grow=False)
     sizes = store.sizes()
-    forms = [_chosen(form, source, store) for form in request.forms]
+    forms = [_chosen(form, source) for form in request.forms]
     laid_out = [lay_out(source, wanted, form, sizes, store.folders) for form in forms]
     joined = join(source.catalog, laid_out, prefixes(len(laid_out)))
     carried = [
@@ -159,14 +162,33 @@ def plan_checkpoint(
     return ConversionPlan(store, source, tuple(targets), plan)
 
 
-def _chosen(form: Form, source: Checkpoint, store: Source) -> AnyTarget:
+def _chosen(form: Form, source: Checkpoint) -> AnyTarget:
     """A target with what it leaves open taken from the source."""
     if isinstance(form, HybridRequest):
         return form.target_for(source)
-    sizes = store.sizes()
-    if isinstance(form, HuggingFaceTarget) and form.state == EMA and AVERAGE in sizes:
-        check_average(read_json(store, AVERAGE, sizes), AVERAGE)
     return form
+
+
+def _divided(source: Checkpoint, forms: Sequence[Form], store: Source) -> Checkpoint:
+    """The source with its average divided, where it began at zero and goes out as a model."""
+    sizes = store.sizes()
+    if AVERAGE not in sizes or not any(isinstance(f, HuggingFaceTarget) and f.state == EMA for f in forms):
+        return source
+    divide_by = average_divisor(read_json(store, AVERAGE, sizes), AVERAGE)
+    if divide_by == 1:
+        return source
+    if len(forms) > 1:
+        raise UnsupportedError(
+            f"{AVERAGE}: the average began at zero and has to be divided by {divide_by}; make the model of it in a "
+            "conversion of its own"
+        )
+    catalog = source.catalog
+    mixtures = {
+        number: Mixture((Term(number, 0.0, 1.0),), divide_by)
+        for number, tensor in enumerate(catalog.tensors)
+        if tensor.state in (EMA_MASTER_WEIGHT, EMA_PARAM)
+    }
+    return replace(source, catalog=replace(catalog, mixtures=mixtures))
 
 
 # -------------------------------------------------------------------------------------- move, verify, publish
@@ -323,7 +345,8 @@ def _check_staged(staged: Source, planned_target: PlannedTarget) -> None:
             raise CheckpointError(
                 f"the staged target reads back as {found.topology}, planned was {target.topology}"
             )
-    kept = [t for t in wanted.catalog.tensors if t.state not in planned_target.left_states]
+    content = wanted.catalog.tensors[: len(wanted.catalog.tensors) - wanted.catalog.borrowed]
+    kept = [t for t in content if t.state not in planned_target.left_states]
     one = {(t.key, t.state, t.dtype, t.global_shape) for t in kept}
     two = {(t.key, t.state, t.dtype, t.global_shape) for t in found.catalog.tensors}
     if one != two:

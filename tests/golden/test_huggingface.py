@@ -290,7 +290,9 @@ def test_small_files(tmp_path: Path) -> None:
         "torch_dtype": "float16",
     }
     assert config["architectures"] == ["LlamaForCausalLM"]
-    assert {"training_args.bin", "scheduler.pdparams", "rng_state_0.pth"} <= {p for p, _ in report.plan.targets[0].left}
+    assert {"training_args.bin", "scheduler.pdparams", "rng_state_0.pth"} <= {
+        p for p, _ in report.plan.targets[0].left
+    }
     assert set(report.plan.targets[0].left_states) == {"moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc"}
 
 
@@ -442,7 +444,7 @@ def test_an_average_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        ({"divide_by": 0.271}, "began at zero and has to be divided by 0.271"),
+        ({"divide_by": 0}, "divide_by is 0"),
         ({"divide_by": None}, "divide_by is None"),
         ({}, "divide_by is None"),
     ],
@@ -456,6 +458,29 @@ def test_an_average_that_is_not_one_yet(facts: dict[str, Any], message: str, tmp
     (source / "ema.json").write_text('{"divide_by": 1}')
     planned = paddle_reshard.plan(source, tmp_path / "hf", format="huggingface", state="ema")
     assert ("ema.json", "state of the training job, not of the model") in planned.targets[0].left
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_average_that_began_at_zero_is_divided_before_it_is_rounded(dtype: str, tmp_path: Path) -> None:
+    case = case_directory("mp2pp2sh2_s1v2_meta_ema")
+    source = tmp_path / "source"
+    shutil.copytree(_checkpoint(case), source)
+    (source / "ema.json").write_text('{"divide_by": 0.271}')
+    options = {"format": "huggingface", "state": "ema", "dtype": dtype}
+    with pytest.raises(
+        paddle_reshard.ReshardError, match=r"divided by 0\.271; make the model of it in a conversion"
+    ):
+        paddle_reshard.plan(source, {tmp_path / "hf": options, tmp_path / "one": {"to": "tp=1"}})
+    paddle_reshard.convert(source, tmp_path / "hf", **options)
+    made = oracle.read_truth(tmp_path / "hf" / "model.safetensors")
+    truth = oracle.read_truth(case / "truth.safetensors")
+    averages = {k.removesuffix(".ema_w_0"): v for k, v in truth.items() if k.endswith(".ema_w_0")}
+    assert made.keys() == averages.keys()
+    for key, average in averages.items():
+        whole = average / np.float32(0.271)
+        expected = whole if dtype == "float32" else oracle.round_to_bfloat16(whole)
+        got = made[key].T if "_proj" in key else made[key]
+        assert got.tobytes() == expected.tobytes(), key
 
 
 def test_a_family_whose_form_is_not_known(folder: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError
+from paddle_reshard.pipeline.errors import CheckpointError
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import CONFIG, MANIFEST, Sidecars
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
@@ -52,23 +52,20 @@ def plan_huggingface_sidecars(
     return Sidecars(tuple(carried), ((CONFIG, text.encode()),), tuple(left))
 
 
-def check_average(facts: Mapping[str, Any], path: str) -> None:
-    """Refuse an average that is not one yet: ``facts`` is what ``ema.json`` beside it says.
+def average_divisor(facts: Mapping[str, Any], path: str) -> float:
+    """By what the values of an average have to be divided; ``facts`` is what ``ema.json`` beside it says.
+
+    An average that began at zero has to be; that of any other is 1.
 
     Raises
     ------
     CheckpointError
-        If it does not say by what the average has to be divided.
-    UnsupportedError
-        If that is not 1: the average began at zero.
+        If it does not say.
     """
     divide_by = facts.get("divide_by")
-    if not isinstance(divide_by, int | float) or isinstance(divide_by, bool):
-        raise CheckpointError(f"{path}: divide_by is {divide_by!r}, a number is expected")
-    if divide_by != 1:
-        raise UnsupportedError(
-            f"{path}: the average began at zero and has to be divided by {divide_by}, which --state ema does not do"
-        )
+    if not isinstance(divide_by, int | float) or isinstance(divide_by, bool) or not 0 < divide_by <= 1:
+        raise CheckpointError(f"{path}: divide_by is {divide_by!r}, a number above 0 and up to 1 is expected")
+    return float(divide_by)
 
 
 def exported_config(config: Mapping[str, Any], target: HuggingFaceTarget) -> dict[str, Any]:
