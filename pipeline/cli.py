@@ -34,6 +34,7 @@ from paddle_reshard.pipeline.api import (
     Inspection,
     VerifyReport,
 )
+from paddle_reshard.pipeline.cli_ema import ema_command
 from paddle_reshard.pipeline.cli_jobs import job_commands
 from paddle_reshard.pipeline.cli_simulate import simulate_command
 from paddle_reshard.pipeline.errors import ReshardError, UsageError
@@ -102,18 +103,7 @@ storage_option = click.option(
     "@FILE keeps it out of the list of processes.",
 )
 quiet_option = click.option("--quiet", is_flag=True, help="Print nothing but errors.")
-conversion_options = _options(
-    click.argument("source", metavar="SRC"),
-    click.argument("target", metavar="[DST]", required=False),
-    click.option(
-        "--target",
-        "targets",
-        multiple=True,
-        metavar="DST:FORMAT[:NAME=VALUE,…]",
-        help="In place of DST, and as often as there are targets, which are made of one reading of SRC: "
-        "DST:hybrid:tp=4,pp=2 or DST:huggingface:state=ema; NAME is an axis or one of --sharding-strategy, --layout, "
-        "--target-meta, --state, --dtype, --max-shard-size.",
-    ),
+target_options = _options(
     click.option(
         "--to",
         metavar="TOPOLOGY",
@@ -204,6 +194,48 @@ conversion_options = _options(
     json_option,
     quiet_option,
 )
+conversion_options = _options(
+    click.argument("source", metavar="SRC"),
+    click.argument("target", metavar="[DST]", required=False),
+    click.option(
+        "--target",
+        "targets",
+        multiple=True,
+        metavar="DST:FORMAT[:NAME=VALUE,…]",
+        help="In place of DST, and as often as there are targets, which are made of one reading of SRC: "
+        "DST:hybrid:tp=4,pp=2 or DST:huggingface:state=ema; NAME is an axis or one of --sharding-strategy, --layout, "
+        "--target-meta, --state, --dtype, --max-shard-size.",
+    ),
+    target_options,
+)
+run_options = _options(
+    click.option(
+        "--cluster",
+        default="inline",
+        show_default=True,
+        metavar="inline|ray|ray:ADDRESS",
+        help="Where it runs.",
+    ),
+    click.option(
+        "--workers",
+        type=click.IntRange(1),
+        help="On Ray the number of workers, by default as many as there is room for; in this process the number of "
+        "groups at a time, by default two for every processor.",
+    ),
+    click.option(
+        "--exchange",
+        type=click.Choice(EXCHANGES),
+        default="auto",
+        show_default=True,
+        help="On Ray, whether several workers share a group through the object store.",
+    ),
+    click.option("--resume", is_flag=True, help="Go on where a killed conversion stopped, if there is one."),
+    click.option(
+        "--take-over",
+        is_flag=True,
+        help="Resume a conversion of another machine that has ended there, without waiting for its lock to expire.",
+    ),
+)
 
 
 @cli.command()
@@ -255,22 +287,7 @@ def plan(
 
 @cli.command()
 @conversion_options
-@click.option(
-    "--cluster", default="inline", show_default=True, metavar="inline|ray|ray:ADDRESS", help="Where it runs."
-)
-@click.option(
-    "--workers",
-    type=click.IntRange(1),
-    help="On Ray the number of workers, by default as many as there is room for; in this process the number of groups "
-    "at a time, by default two for every processor.",
-)
-@click.option(
-    "--exchange",
-    type=click.Choice(EXCHANGES),
-    default="auto",
-    show_default=True,
-    help="On Ray, whether several workers share a group through the object store.",
-)
+@run_options
 @click.option(
     "--plan",
     "expected_plan",
@@ -283,12 +300,6 @@ def plan(
     default="cpu",
     show_default=True,
     help="gpu: on Ray, one GPU for each worker, and Paddle.",
-)
-@click.option("--resume", is_flag=True, help="Go on where a killed conversion stopped, if there is one.")
-@click.option(
-    "--take-over",
-    is_flag=True,
-    help="Resume a conversion of another machine that has ended there, without waiting for its lock to expire.",
 )
 def convert(
     source: str,
@@ -673,6 +684,17 @@ def _facts() -> Table:
 for command in job_commands(convert, api_arguments):
     cli.add_command(command)
 cli.add_command(simulate_command(_reporting, _size))
+cli.add_command(
+    ema_command(
+        _options(target_options, run_options),
+        _reporting,
+        _observing,
+        api_arguments,
+        lambda report, as_json, quiet: _answer(
+            conversion_data(report), as_json, quiet, lambda: _show_conversion(report)
+        ),
+    )
+)
 
 
 def main() -> None:

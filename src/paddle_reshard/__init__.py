@@ -11,6 +11,7 @@ from paddle_reshard.pipeline.api import (
     plan,
     verify,
 )
+from paddle_reshard.pipeline.averaging import average
 from paddle_reshard.pipeline.ema import AsyncEma
 from paddle_reshard.pipeline.ema_live import rank_pieces
 from paddle_reshard.pipeline.ema_resume import Piece, RankPieces
@@ -40,6 +41,7 @@ __all__ = [
     "Topology",
     "VerifyReport",
     "__version__",
+    "average",
     "check",
     "clean",
     "convert",
