@@ -11,7 +11,7 @@ from typing import Any
 
 from paddle_reshard.pipeline.catalog import Catalog
 from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.files import CONFIG
 from paddle_reshard.pipeline.layouts.huggingface.source import is_huggingface
 from paddle_reshard.pipeline.layouts.hybrid.meta import parse_model_meta
@@ -47,7 +47,10 @@ class Contents:
 
 
 def index_checkpoint(
-    store: Source, tables: Sequence[RuleTable], config: Mapping[str, Any] | None = None
+    store: Source,
+    tables: Sequence[RuleTable],
+    config: Mapping[str, Any] | None = None,
+    missing: MissingPolicy | None = None,
 ) -> Checkpoint:
     """Understand a checkpoint from its metadata; no payload is read.
 
@@ -57,6 +60,8 @@ def index_checkpoint(
         Rule tables to choose from.
     config
         The model's ``config.json``, for a checkpoint that has none.
+    missing
+        What is to become of tensors that no file holds; without it they are refused.
 
     Raises
     ------
@@ -74,7 +79,7 @@ def index_checkpoint(
     roots = index_tensor_files(
         store, {p: size for p, size in sizes.items() if parse_rank_file(p) is not None}
     )
-    return read_hybrid(sizes, roots, meta, config, tables)
+    return read_hybrid(sizes, roots, meta, config, tables, missing)
 
 
 def read_config(store: Source, given: Mapping[str, Any] | None) -> Mapping[str, Any]:

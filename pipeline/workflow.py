@@ -18,7 +18,7 @@ from paddle_reshard.clusters.choose import Engine
 from paddle_reshard.pipeline.catalog import Mixture, Term
 from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.indexing import index_checkpoint
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.files import AVERAGE, MANIFEST, TargetFiles
 from paddle_reshard.pipeline.layouts.huggingface.sidecars import average_divisor
 from paddle_reshard.pipeline.layouts.huggingface.target import EMA, HuggingFaceTarget
@@ -338,10 +338,16 @@ def _check_staged(staged: Source, planned_target: PlannedTarget) -> None:
     if isinstance(target, HuggingFaceTarget):
         index_huggingface(staged, staged.sizes(), wanted.model, target)
         return
-    found = index_checkpoint(staged, [wanted.model.table], wanted.model.config)
+    missing = MissingPolicy(allowed=tuple(t.key for t in wanted.model.tensors if t.missing))
+    found = index_checkpoint(staged, [wanted.model.table], wanted.model.config, missing)
     if found.topology is not None and isinstance(target, HybridTarget):
-        planned = (target.topology.tp, target.topology.pp, target.topology.sharding)
-        if (found.topology.tp, found.topology.pp, found.topology.sharding) != planned:
+        planned, read = target.topology, found.topology
+        if (read.tp, read.pp, read.sharding, read.ep) != (
+            planned.tp,
+            planned.pp,
+            planned.sharding,
+            planned.ep,
+        ):
             raise CheckpointError(
                 f"the staged target reads back as {found.topology}, planned was {target.topology}"
             )

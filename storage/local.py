@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -45,15 +45,17 @@ class FileStamp:
 
 
 class LocalSource(ReadRange):
-    """A checkpoint folder, read only."""
+    """A checkpoint folder, read only. ``names`` restricts it to some of the files."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, names: Collection[str] | None = None) -> None:
         if not root.is_dir():
             raise CheckpointError(f"{root}: no such folder")
         self.root = Path(os.path.abspath(root))
         self.location = str(root)
         files, self.folders = list_folder(root)
-        self.stamps: Mapping[str, FileStamp] = {path: _stamp(root / path) for path in files}
+        self.stamps: Mapping[str, FileStamp] = {
+            path: _stamp(root / path) for path in files if names is None or path in names
+        }
 
     def sizes(self) -> dict[str, int]:
         """Name of every file → size in bytes, as seen at the start."""

@@ -36,6 +36,28 @@ def open_source(location: str, options: StorageOptions) -> Source:
     return FsspecSource(_open_folder(location, options, CheckpointError))
 
 
+def open_file(location: str, options: StorageOptions) -> tuple[Source, str]:
+    """Look at one file: a store that shows nothing else, and the file's name in it.
+
+    Raises
+    ------
+    CheckpointError
+        If it is not there, or cannot be read with these options.
+    """
+    folder, _, name = location.rpartition("/")
+    if is_local(location):
+        path = local_path(location)
+        store: Source = LocalSource(path.parent, {path.name})
+        name = path.name
+    else:
+        from paddle_reshard.storage.fsspec_source import FsspecSource
+
+        store = FsspecSource(_open_folder(folder, options, CheckpointError), {name})
+    if name not in store.sizes():
+        raise CheckpointError(f"{store.location}/{name}: no such file")
+    return store, name
+
+
 def open_target(
     location: str,
     overwrite: bool,
