@@ -8,14 +8,17 @@ from dataclasses import replace
 import numpy as np
 
 from paddle_reshard.pipeline.catalog import Catalog, File, Fragments
+from paddle_reshard.pipeline.errors import PlanError
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
 from paddle_reshard.pipeline.layouts.huggingface.sidecars import plan_huggingface_sidecars
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget, layout_huggingface
 from paddle_reshard.pipeline.layouts.hybrid.sidecars import plan_sidecars
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_hybrid
+from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget, layout_unified
+from paddle_reshard.pipeline.topology import Topology
 
-AnyTarget = HybridTarget | HuggingFaceTarget
+AnyTarget = HybridTarget | HuggingFaceTarget | UnifiedTarget
 
 
 def lay_out(
@@ -45,6 +48,16 @@ def lay_out(
         sidecars = plan_huggingface_sidecars(sizes, folders, wanted, config, target)
         files = add_literal_files(laid_out.files, sidecars.written)
         return LaidOut(laid_out.catalog, files, sidecars.carried, sidecars.left, laid_out.left_states)
+    if isinstance(target, UnifiedTarget):
+        unified = layout_unified(source.catalog, wanted, target)
+        sidecars = plan_sidecars(sizes, folders, wanted, config, Topology(dp=target.files))
+        files = add_literal_files(unified.files, sidecars.written)
+        return LaidOut(unified.catalog, files, sidecars.carried, sidecars.left, unified.left_states)
+    if not any(tensor.trained for tensor in wanted.model.tensors):
+        raise PlanError(
+            "the source holds parameters only; a hybrid checkpoint is for a job to go on from, which needs their "
+            "optimizer states too. Write the weights with --format huggingface or --format unified"
+        )
     sidecars = plan_sidecars(sizes, folders, wanted, config, target.topology)
     files = add_literal_files(layout_hybrid(wanted, target), sidecars.written)
     return LaidOut(source.catalog, files, sidecars.carried, sidecars.left)
@@ -82,4 +95,6 @@ def target_facts(target: AnyTarget) -> dict[str, str]:
     if isinstance(target, HuggingFaceTarget):
         dtype = "as trained" if target.dtype is None else target.dtype.name
         return {"layout": "huggingface", "state": target.state, "dtype": dtype}
+    if isinstance(target, UnifiedTarget):
+        return {"layout": "unified", "files": str(target.files)}
     return {"topology": str(target.topology), "sharding_strategy": target.strategy}

@@ -118,6 +118,7 @@ def read_unified(
     arrays = _arrays(files, payloads, config)
     keys = dict.fromkeys(key for key, _ in arrays)
     table = choose_table(tables, keys, config)
+    _refuse_unknown_dtypes(arrays, table, config)
     arrays = _oriented(_joined_twins(arrays, table, config), payloads, table, config)
     model = read_model(_tensors(arrays, table, config), table, config)
     check_whole(model)
@@ -188,6 +189,20 @@ def _masters_only(
         f"all weights are float32 and config.json says dtype={trained_in!r}: whether they are weights or master "
         "weights (skip_save_model_weight) is only known where it says float32 or bfloat16"
     )
+
+
+def _refuse_unknown_dtypes(
+    arrays: Mapping[TensorId, list[_Stored]], table: RuleTable, config: Mapping[str, Any]
+) -> None:
+    """Master weights without weights do not tell which parameters are float32 themselves: routers are."""
+    if any(state == PARAM for _, state in arrays):
+        return
+    for key, state in arrays:
+        if state == MASTER_WEIGHT and table.find(key, config)[0].of_expert:
+            raise UnsupportedError(
+                f"{key}: a mixture of experts whose files hold master weights and no weights (skip_save_model_weight): "
+                "which of its parameters are float32 is not stored, so the weights cannot be told"
+            )
 
 
 def _check_dtype(key: str, state: str, dtype: DType, file: UnifiedFile) -> None:

@@ -1,0 +1,208 @@
+"""What will every file of a unified checkpoint look like, byte for byte?
+
+What PaddleFormers 1.2 and PaddleNLP 3.0 write (``trainer/unified_checkpoint``): on one card one file of each kind
+(``load_save_single_card.py``), on several those of as many tensor-parallel ranks, which share the merged tensors out by
+their bytes (``utils.py``, ``filter_params``). Index files have the keys in the order of the files and of the trainer's
+state dicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from paddle_reshard.pipeline.catalog import Catalog, File, FragmentRow, fragment_row, fragment_rows
+from paddle_reshard.pipeline.errors import PlanError, UsageError
+from paddle_reshard.pipeline.geometry import row_major_strides
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.files import TargetFiles
+from paddle_reshard.pipeline.layouts.huggingface.target import TAGS
+from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
+from paddle_reshard.pipeline.layouts.unified.names import (
+    MASTER_WEIGHTS,
+    MODEL,
+    OPTIMIZER,
+    file_name,
+    index_name,
+    optimizer_key,
+)
+from paddle_reshard.pipeline.tensors import (
+    ACCUMULATORS,
+    EMA_MASTER_WEIGHT,
+    EMA_PARAM,
+    MASTER_WEIGHT,
+    PARAM,
+    Tensor,
+)
+from paddle_reshard.storage.formats.safetensors import Index, TensorSlot, encode_safetensors, format_index
+
+METADATA = {"format": "np"}
+"""Weights are in Paddle's own layout."""
+_NUMPY_TAGS = TAGS | {"bfloat16": "U16"}
+"""PaddleNLP hands NumPy the bits of bfloat16, PaddleFormers the dtype of ``ml_dtypes``."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnifiedTarget:
+    """How many files."""
+
+    files: int = 1
+    """Of each kind, as a job of that many tensor-parallel ranks writes them. Jobs on several cards read any number, a
+    job on one card reads only the first file of each kind without a word: so one, unless it is asked for."""
+
+    def __post_init__(self) -> None:
+        if self.files < 1:
+            raise UsageError(f"--files {self.files}: a checkpoint has at least one file of each kind")
+
+
+@dataclass(frozen=True)
+class UnifiedFiles:
+    """The files to make, and what of the source they are made of."""
+
+    catalog: Catalog
+    """The source without what the format has no place for."""
+    files: TargetFiles
+    left_states: tuple[str, ...]
+    """States that the format has no place for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One array of the target."""
+
+    key: str
+    tensor: int
+    """Index in the catalog."""
+
+
+def layout_unified(source: Catalog, wanted: Checkpoint, target: UnifiedTarget) -> UnifiedFiles:
+    """Lay out all tensor files of the target, and their index files.
+
+    ``wanted`` is the source as the target is to hold it (its vocabulary may have another size).
+
+    Raises
+    ------
+    PlanError
+        If the source lacks a tensor.
+    """
+    kept = [i for i, t in enumerate(source.tensors) if t.state not in (EMA_PARAM, EMA_MASTER_WEIGHT)]
+    tensors = wanted.catalog.only(kept).tensors
+    index = {(tensor.key, tensor.state): number for number, tensor in enumerate(tensors)}
+    contents = _Contents(wanted.model, index, alone=target.files == 1)
+    writer = _Writer(tensors, _NUMPY_TAGS if wanted.model.table.convention == "paddlenlp" else TAGS, target)
+    writer.add(MODEL, list(contents.parameters()), {})
+    if any(tensor.trained for tensor in wanted.model.tensors):
+        masters = list(contents.master_weights())
+        facts = {} if target.files == 1 else {"quant_ckpt_resume_times": 0}
+        writer.add(OPTIMIZER, list(contents.states()), {**facts, "master_weights": bool(masters)})
+        if masters:
+            writer.add(MASTER_WEIGHTS, masters, {})
+    left = {tensor.state for tensor in source.tensors} - {tensor.state for tensor in tensors}
+    return UnifiedFiles(source.only(kept), writer.target_files(), tuple(sorted(left)))
+
+
+class _Contents:
+    """What goes into the files of each kind, in the trainer's order."""
+
+    def __init__(self, model: Model, index: dict[tuple[str, str], int], alone: bool) -> None:
+        self.model, self.index = model, index
+        self.keys: dict[str, list[str]] = {}
+        for tensor in model.tensors:
+            self.keys.setdefault(tensor.tied_to or tensor.key, []).append(tensor.key)
+        if alone:  # a single card looks the key of a parameter up by its name, and finds the last one
+            self.keys = {identity: keys[-1:] for identity, keys in self.keys.items()}
+        self.identities = [tensor for tensor in model.tensors if tensor.tied_to is None]
+
+    def _entry(self, key: str, tensor: ModelTensor, state: str) -> _Entry:
+        number = self.index.get((tensor.tied_to or tensor.key, state))
+        if number is None:
+            raise PlanError(f"{tensor.key} ({state}): the target needs it, the source does not have it")
+        return _Entry(key, number)
+
+    def parameters(self) -> Iterator[_Entry]:
+        for tensor in self.model.tensors:
+            yield self._entry(tensor.key, tensor, PARAM)
+
+    def states(self) -> Iterator[_Entry]:
+        for state in ACCUMULATORS:
+            for tensor in self.identities:
+                if state in tensor.accumulators:
+                    for key in self.keys[tensor.key]:
+                        yield self._entry(optimizer_key(key, state), tensor, state)
+
+    def master_weights(self) -> Iterator[_Entry]:
+        """Master weights, and after them copies of the parameters that need none."""
+        masters = [tensor for tensor in self.identities if tensor.master]
+        for tensor in masters:
+            for key in self.keys[tensor.key]:
+                yield self._entry(key, tensor, MASTER_WEIGHT)
+        for tensor in self.model.tensors if masters else ():
+            if tensor.dtype.name == "float32":
+                yield self._entry(tensor.key, tensor, PARAM)
+
+
+class _Writer:
+    """Collects files, literals and places for values."""
+
+    def __init__(self, tensors: Sequence[Tensor], tags: dict[str, str], target: UnifiedTarget) -> None:
+        self.tensors, self.tags, self.target = tensors, tags, target
+        self.files: list[File] = []
+        self.literals: list[tuple[int, int, bytes]] = []
+        self.rows: list[FragmentRow] = []
+
+    def add(self, kind: str, entries: Sequence[_Entry], facts: dict[str, object]) -> None:
+        """All files of one kind, and its index."""
+        blocks = share_out([self.tensors[e.tensor].nbytes for e in entries], self.target.files)
+        names = [file_name(kind, number, len(blocks)) for number in range(len(blocks))]
+        weight_map: dict[str, str] = {}
+        for name, block in zip(names, blocks, strict=True):
+            chosen = [entries[place] for place in block]
+            self._add_file(name, chosen)
+            weight_map |= {entry.key: name for entry in chosen}
+        total_bytes = sum(self.tensors[entry.tensor].nbytes for entry in entries)
+        content = format_index(Index(weight_map, {"total_size": total_bytes}, facts))
+        self.literals.append((len(self.files), 0, content))
+        self.files.append(File(index_name(kind), len(content)))
+
+    def _add_file(self, name: str, entries: Sequence[_Entry]) -> None:
+        slots = []
+        for number, entry in enumerate(entries):
+            tensor = self.tensors[entry.tensor]
+            slots.append(TensorSlot(number, entry.key, self.tags[tensor.dtype.name], tensor.global_shape))
+        encoded = encode_safetensors(slots, METADATA)
+        file = len(self.files)
+        self.literals += [(file, offset, content) for offset, content in encoded.literals]
+        for slot, byte_offset, _ in encoded.slots:
+            number = entries[slot].tensor
+            tensor = self.tensors[number]
+            shape = tensor.global_shape
+            strides = row_major_strides(shape, tensor.dtype.itemsize)
+            origin = (0,) * len(shape)
+            self.rows.append(fragment_row(number, file, tensor.dtype, 0, byte_offset, origin, shape, strides))
+        self.files.append(File(name, encoded.size_bytes))
+
+    def target_files(self) -> TargetFiles:
+        return TargetFiles(tuple(self.files), tuple(self.literals), (), fragment_rows(self.rows))
+
+
+def share_out(sizes_bytes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Which of the tensors of these sizes, by place, each of ``ranks`` writes: in order, about as many bytes each.
+
+    >>> share_out([4, 1, 1, 2, 4], 3)
+    [[0], [1, 2, 3], [4]]
+    """
+    if ranks == 1:
+        return [list(range(len(sizes_bytes)))]
+    largest = -(-sum(sizes_bytes) // ranks)
+    blocks: list[list[int]] = []
+    block: list[int] = []
+    shared_bytes = 0
+    for place, nbytes in enumerate(sizes_bytes):
+        full = shared_bytes + nbytes > largest * (len(blocks) + 1)
+        if block and (full or len(sizes_bytes) - place < ranks - len(blocks)):
+            blocks.append(block)
+            block = []
+        block.append(place)
+        shared_bytes += nbytes
+    blocks.append(block)
+    return blocks + [[] for _ in range(ranks - len(blocks))]
