@@ -43,6 +43,7 @@ from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import MANIFEST
 from paddle_reshard.pipeline.layouts.huggingface.target import EXPORTED_STATES, FLOATING, HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.targets import AnyTarget
+from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget
 from paddle_reshard.pipeline.options import FORMATS, REPLICAS, PathLike, TargetOptions, parse_target
 from paddle_reshard.pipeline.progress import ProgressLines
 from paddle_reshard.pipeline.progress import readable_bytes as _size
@@ -605,6 +606,8 @@ def _described(target: AnyTarget) -> str:
     if isinstance(target, HuggingFaceTarget):
         dtype = "dtypes as trained" if target.dtype is None else target.dtype.name
         return f"Hugging Face, {target.state}, {dtype}"
+    if isinstance(target, UnifiedTarget):
+        return f"unified, {target.files} file{'s' if target.files > 1 else ''} of each kind"
     return f"{target.topology}, {target.strategy}"
 
 

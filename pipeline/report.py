@@ -10,6 +10,7 @@ from paddle_reshard.pipeline.errors import ReshardError
 from paddle_reshard.pipeline.integrity import IntegrityReport
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.targets import AnyTarget
+from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget
 from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.pipeline.workflow import ConversionPlan
 
@@ -59,6 +60,8 @@ def target_data(target: AnyTarget) -> Json:
             "dtype": None if target.dtype is None else target.dtype.name,
             "max_shard_bytes": target.max_shard_bytes,
         }
+    if isinstance(target, UnifiedTarget):
+        return {"format": "unified", "files": target.files}
     return {
         "topology": topology_data(target.topology),
         "sharding_strategy": target.strategy,

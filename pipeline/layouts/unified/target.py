@@ -121,7 +121,8 @@ class _Contents:
 
     def parameters(self) -> Iterator[_Entry]:
         for tensor in self.model.tensors:
-            yield self._entry(tensor.key, tensor, PARAM)
+            if not tensor.missing:
+                yield self._entry(tensor.key, tensor, PARAM)
 
     def states(self) -> Iterator[_Entry]:
         for state in ACCUMULATORS:
@@ -137,7 +138,7 @@ class _Contents:
             for key in self.keys[tensor.key]:
                 yield self._entry(key, tensor, MASTER_WEIGHT)
         for tensor in self.model.tensors if masters else ():
-            if tensor.dtype.name == "float32":
+            if tensor.dtype.name == "float32" and not tensor.missing:
                 yield self._entry(tensor.key, tensor, PARAM)
 
 
