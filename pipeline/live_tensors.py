@@ -6,6 +6,7 @@ Paddle's tensors are only asked; Paddle itself is imported where its process gro
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from paddle_reshard.storage.store import ReadRange, Receipt
 from paddle_reshard.tasks.device import Buffer
 
 LR_SCHEDULER = "LR_Scheduler"
+_SHARD = re.compile(r"Shard\(dim=(?P<dim>-?\d+)(?:, shard_order=(?P<order>\d+))?\)")
 
 
 class Memory(Protocol):
@@ -227,19 +229,19 @@ def _box_of(
     A dim is cut into chunks of one size, but the last: ``ceil(extent / ranks)`` (Paddle 3.3
     ``flex_checkpoint/dcp/utils.py:60``). Where it is cut along several axes of the mesh, it is so one after the other.
     """
-    axes = range(len(placements))
-    for axis in axes:
-        placement = placements[axis]
-        if placement.is_partial():
-            raise UnsupportedError(
-                f"{name}: holds partial sums along axis {axis} of its mesh; reshard it first"
-            )
-        if placement.is_shard() and getattr(placement, "get_split_factor", lambda: 1)() != 1:
-            raise UnsupportedError(f"{name}: is rearranged along axis {axis} of its mesh (split_factor)")
     local, offset = list(shape), [0] * len(shape)
-    shards = [axis for axis in axes if placements[axis].is_shard()]
-    for axis in sorted(shards, key=lambda a: getattr(placements[a], "get_co_shard_order", lambda: 0)()):
-        dim = placements[axis].get_dim()
+    cuts = []
+    for axis, placement in enumerate(placements):
+        if placement.is_replicated():
+            continue
+        # What Paddle makes where two axes cut one dim has no get_dim(); all say it in words.
+        said = _SHARD.fullmatch(str(placement))
+        if said is None:
+            raise UnsupportedError(
+                f"{name}: is {placement} along axis {axis} of its mesh; reshard it to Shard or Replicate"
+            )
+        cuts.append((int(said["order"] or 0), axis, int(said["dim"]) % len(shape)))
+    for _, axis, dim in sorted(cuts):
         chunk = -(-local[dim] // mesh_shape[axis])
         start = min(coordinate[axis] * chunk, local[dim])
         local[dim], offset[dim] = min(chunk, local[dim] - start), offset[dim] + start
