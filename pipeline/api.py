@@ -33,6 +33,7 @@ from paddle_reshard.pipeline.options import (
     TargetOptions,
     check_options,
     parse_choice,
+    parse_flex,
     parse_huggingface,
     parse_memory,
 )
@@ -244,13 +245,18 @@ def _form(options: TargetOptions) -> Form:
     check_options(format, options)
     if format == "huggingface":
         return parse_huggingface(options.get("state"), options.get("dtype"), options.get("max_shard_size"))
+    names = load_target_names(_path(options.get("target_meta")))
+    if format in ("flex", "auto-parallel"):
+        return parse_flex(
+            format == "auto-parallel", options.get("files"), options.get("paddle_version"), names
+        )
     to, layout = options.get("to"), options.get("layout")
     return HybridRequest(
         topology=to if isinstance(to, Topology) else Topology.parse(to or ""),
         strategy=options.get("sharding_strategy"),
         sharded_saving=format == "hybrid",
         layout=load_layout(layout if isinstance(layout, Mapping) else _path(layout)),
-        names=load_target_names(_path(options.get("target_meta"))),
+        names=names,
     )
 
 

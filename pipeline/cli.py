@@ -41,6 +41,7 @@ from paddle_reshard.pipeline.errors import ReshardError, UsageError
 from paddle_reshard.pipeline.integrity import IntegrityReport
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import MANIFEST
+from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
 from paddle_reshard.pipeline.layouts.huggingface.target import EXPORTED_STATES, FLOATING, HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.targets import AnyTarget
 from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget
@@ -608,6 +609,8 @@ def _described(target: AnyTarget) -> str:
         return f"Hugging Face, {target.state}, {dtype}"
     if isinstance(target, UnifiedTarget):
         return f"unified, {target.files} file{'s' if target.files > 1 else ''} of each kind"
+    if isinstance(target, FlexTarget):
+        return f"{target.format}, metadata of Paddle {target.generation}"
     return f"{target.topology}, {target.strategy}"
 
 

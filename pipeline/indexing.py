@@ -13,6 +13,7 @@ from paddle_reshard.pipeline.catalog import Catalog
 from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.files import CONFIG
+from paddle_reshard.pipeline.layouts.flex.names import is_dist_file
 from paddle_reshard.pipeline.layouts.huggingface.source import is_huggingface
 from paddle_reshard.pipeline.layouts.hybrid.meta import parse_model_meta
 from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META, parse_rank_file
@@ -20,6 +21,7 @@ from paddle_reshard.pipeline.layouts.hybrid.source import read_hybrid
 from paddle_reshard.pipeline.layouts.rules import RuleTable
 from paddle_reshard.pipeline.layouts.unified.names import is_unified
 from paddle_reshard.storage.store import Source
+from paddle_reshard.tasks.flex_index import index_flex
 from paddle_reshard.tasks.index import (
     index_huggingface,
     index_tensor_files,
@@ -70,9 +72,11 @@ def index_checkpoint(
     """
     sizes = store.sizes()
     _refuse_folder_of_checkpoints(store)
+    if any(map(is_dist_file, sizes)):
+        _refuse_other_tensor_files(store)
+        return index_flex(store, sizes, read_config(store, config), tables)
     if any(path.endswith(".safetensors") for path in sizes):
         return _index_safetensors(store, tables, read_config(store, config))
-    _refuse_other_formats(store)
     _refuse_unknown_tensor_files(store)
     meta = parse_model_meta(read_json(store, MODEL_META, sizes)) if MODEL_META in sizes else None
     config = read_config(store, config)
@@ -124,15 +128,6 @@ def _refuse_folder_of_checkpoints(store: Source) -> None:
         )
 
 
-def _refuse_other_formats(store: Source) -> None:
-    """Name the formats that look like this one and are not."""
-    if "model_state" in store.folders or "dist_ckpt" in store.folders:
-        raise UnsupportedError(
-            f"{store.location}: a FlexCheckpoint or auto-parallel checkpoint; this version reads "
-            "hybrid-parallel ones"
-        )
-
-
 def _index_safetensors(store: Source, tables: Sequence[RuleTable], config: Mapping[str, Any]) -> Checkpoint:
     """A unified or Hugging Face checkpoint, or weights of the one beside optimizer states of hybrid ones."""
     sizes = store.sizes()
@@ -148,6 +143,17 @@ def _index_safetensors(store: Source, tables: Sequence[RuleTable], config: Mappi
             f"{store.location}: weights in the layout of Hugging Face beside {others[0]}: not read by this version"
         )
     return index_weights(store, sizes, config, tables)
+
+
+def _refuse_other_tensor_files(store: Source) -> None:
+    """One folder holds one checkpoint: beside the files of a dist checkpoint lie no others with tensors."""
+    suffixes = (*TENSOR_SUFFIXES, ".safetensors")
+    for path in sorted(store.sizes()):
+        if path.endswith(suffixes) and not is_dist_file(path) and path not in PLAIN_STATES:
+            raise CheckpointError(
+                f"{path}: lies beside a FlexCheckpoint or auto-parallel checkpoint and is no part of it; move one "
+                "of the two elsewhere"
+            )
 
 
 def _refuse_unknown_tensor_files(store: Source) -> None:

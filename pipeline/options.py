@@ -10,6 +10,7 @@ from typing import Any, TypedDict, cast
 
 from paddle_reshard.pipeline.errors import UnsupportedError, UsageError
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
 from paddle_reshard.pipeline.layouts.huggingface.target import (
     EXPORTED_STATES,
     FLOATING,
@@ -27,6 +28,8 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
     "hybrid": _OF_HYBRID,
     "hybrid-plain": _OF_HYBRID,
     "huggingface": ("state", "dtype", "max_shard_size"),
+    "flex": ("files", "paddle_version"),
+    "auto-parallel": ("files", "paddle_version", "target_meta"),
 }
 """Target format → options that say something about a target of it."""
 REPLICAS = ("compare", "first")
@@ -182,7 +185,7 @@ class HybridRequest:
         return source.spread == "tp" or source.topology is None or source.topology.tp == 1
 
 
-Form = HybridRequest | HuggingFaceTarget
+Form = HybridRequest | HuggingFaceTarget | FlexTarget
 """A target as it was asked for."""
 
 
@@ -217,17 +220,45 @@ def parse_huggingface(state: str | None, dtype: str | None, max_shard_size: str 
     return HuggingFaceTarget(state or PARAM, None if dtype is None else dtype_named(dtype), shard_bytes)
 
 
+def parse_flex(
+    auto_parallel: bool,
+    files: int | str | None,
+    paddle_version: str | None,
+    names: Mapping[str, Mapping[str, str]] | None,
+) -> FlexTarget:
+    """A dist checkpoint; ``None``: the default of :class:`FlexTarget`. ``names`` are those of its one cell.
+
+    Raises
+    ------
+    UsageError
+    """
+    if isinstance(files, str) and not (files.isascii() and files.isdigit()):
+        raise UsageError(f"--files {files}: a whole number is expected")
+    if names is not None and len(names) != 1:
+        raise UsageError(
+            f"--target-meta names {len(names)} cells; auto-parallel training has the names of one program"
+        )
+    return FlexTarget(
+        auto_parallel,
+        None if files is None else int(files),
+        paddle_version or FlexTarget().generation,
+        None if names is None else next(iter(names.values())),
+    )
+
+
 class TargetOptions(TypedDict, total=False):
     """What is asked of a target.
 
     Which options a format has: ``to``, ``sharding_strategy``, ``layout`` and ``target_meta`` the hybrid ones;
-    ``state``, ``dtype`` and ``max_shard_size`` ``"huggingface"``.
+    ``state``, ``dtype`` and ``max_shard_size`` ``"huggingface"``; ``files`` and ``paddle_version`` ``"flex"`` and
+    ``"auto-parallel"``, the latter ``target_meta`` too.
     """
 
     format: str | None
     """``"hybrid"`` (default) writes ``model_meta.json`` where the trainer does, ``"hybrid-plain"`` never;
     ``"huggingface"`` writes the model for ``transformers``: one or several ``.safetensors`` files, ``config.json``, the
-    tokenizer."""
+    tokenizer; ``"flex"`` the FlexCheckpoint folders of PaddleFormers; ``"auto-parallel"`` the one folder of
+    auto-parallel training, in which states have parameter names."""
     to: str | Topology | None
     """Topology of the target, ``"tp=2,pp=2,sharding=2"``."""
     sharding_strategy: str | None
@@ -245,6 +276,11 @@ class TargetOptions(TypedDict, total=False):
     that the source holds, rounded once: the master weight where there is one."""
     max_shard_size: str | None
     """Bytes of tensors in one file, ``"5GB"``; a larger tensor has its own file."""
+    files: int | str | None
+    """Data files per folder, at most; default: as many as hold 4 GiB each, for a rank of the target job reads whole
+    files."""
+    paddle_version: str | None
+    """By whose classes the metadata are written: ``"3.3"`` (default), ``"3.2"``, ``"3.0"`` or ``"2.6"``."""
 
 
 class ConversionOptions(TargetOptions, total=False):

@@ -8,6 +8,7 @@ from typing import Any
 from paddle_reshard.pipeline.api import ConversionReport, Inspection, VerifyReport
 from paddle_reshard.pipeline.errors import ReshardError
 from paddle_reshard.pipeline.integrity import IntegrityReport
+from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.targets import AnyTarget
 from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget
@@ -62,6 +63,8 @@ def target_data(target: AnyTarget) -> Json:
         }
     if isinstance(target, UnifiedTarget):
         return {"format": "unified", "files": target.files}
+    if isinstance(target, FlexTarget):
+        return {"format": target.format, "files": target.files, "paddle_version": target.generation}
     return {
         "topology": topology_data(target.topology),
         "sharding_strategy": target.strategy,

@@ -11,6 +11,7 @@ from paddle_reshard.pipeline.catalog import Catalog, File, Fragments
 from paddle_reshard.pipeline.errors import PlanError
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
+from paddle_reshard.pipeline.layouts.flex.target import FlexTarget, layout_flex, small_flex_files
 from paddle_reshard.pipeline.layouts.huggingface.sidecars import plan_huggingface_sidecars
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget, layout_huggingface
 from paddle_reshard.pipeline.layouts.hybrid.sidecars import plan_sidecars
@@ -18,7 +19,7 @@ from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_h
 from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget, layout_unified
 from paddle_reshard.pipeline.topology import Topology
 
-AnyTarget = HybridTarget | HuggingFaceTarget | UnifiedTarget
+AnyTarget = HybridTarget | HuggingFaceTarget | UnifiedTarget | FlexTarget
 
 
 def lay_out(
@@ -53,6 +54,11 @@ def lay_out(
         sidecars = plan_sidecars(sizes, folders, wanted, config, Topology(dp=target.files))
         files = add_literal_files(unified.files, sidecars.written)
         return LaidOut(unified.catalog, files, sidecars.carried, sidecars.left, unified.left_states)
+    if isinstance(target, FlexTarget):
+        sidecars = plan_sidecars(sizes, folders, wanted, config, Topology())
+        written = (*sidecars.written, *small_flex_files(sizes, wanted, target))
+        files = add_literal_files(layout_flex(wanted, target), written)
+        return LaidOut(source.catalog, files, sidecars.carried, sidecars.left)
     if not any(tensor.trained for tensor in wanted.model.tensors):
         raise PlanError(
             "the source holds parameters only; a hybrid checkpoint is for a job to go on from, which needs their "
@@ -97,4 +103,6 @@ def target_facts(target: AnyTarget) -> dict[str, str]:
         return {"layout": "huggingface", "state": target.state, "dtype": dtype}
     if isinstance(target, UnifiedTarget):
         return {"layout": "unified", "files": str(target.files)}
+    if isinstance(target, FlexTarget):
+        return {"layout": target.format, "metadata": target.generation}
     return {"topology": str(target.topology), "sharding_strategy": target.strategy}

@@ -1,82 +1,92 @@
-"""From the metadata and the data files of a dist checkpoint to its tensors.
+"""From the metadata and the data files of a dist checkpoint to where every tensor lies.
 
-The format says itself which box of which tensor each array is, so no rule of tensor parallelism is needed, only
-what a key means. PaddleFormers spreads a checkpoint over folders with metadata each::
-
-    model_state/      <key>                   parameters
-    master_weight/    <key>.w_0
-    optimizer_state/  <key>.moment1_0 ...
-    ema_state/        <key>.w_0, <key>        averages of master weights, and of parameters without one
-
-Auto-parallel training writes one folder of nested dicts whose paths the metadata tells: ``("model", key)`` and
-``("optimizer", name)``, where ``name`` is an accumulator of a *parameter name*, or
-``("optimizer", "master_weights", parameter name)``.
-
-A tensor here is what the format calls one. For fused tensors that tensor parallelism cut part by part
-(``[gate_0 | up_0 | gate_1 | up_1]``) this is not the logical tensor, and the metadata does not tell.
+The format says itself which box of which tensor each array is, but not what a key means (:mod:`.names`), nor what
+the tensor is where tensor parallelism cut it part by part: a fused ``[gate | up]`` of two ranks is stored as
+``[gate_0 | up_0 | gate_1 | up_1]``, and only the number of blocks tells.
 """
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from math import prod
-from typing import Final
 
 import numpy as np
 
 from paddle_reshard.pipeline.catalog import Catalog, File, check_catalog
 from paddle_reshard.pipeline.errors import CheckpointError, CoverageError
 from paddle_reshard.pipeline.geometry import Shape, padded
-from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
-from paddle_reshard.pipeline.tensors import (
-    ACCUMULATORS,
-    EMA_MASTER_WEIGHT,
-    EMA_PARAM,
-    MASTER_WEIGHT,
-    PARAM,
-    DType,
-    Tensor,
-    dtype_named,
-    dtype_of_code,
+from paddle_reshard.pipeline.layouts.flex.names import (
+    FOLDERS,
+    Name,
+    auto_parallel_name,
+    folder_of,
+    paddleformers_name,
 )
-from paddle_reshard.storage.formats.dist_metadata import DistMetadata
+from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
+from paddle_reshard.pipeline.tensors import ACCUMULATORS, DType, Tensor, dtype_named, dtype_of_code
+from paddle_reshard.storage.formats.dist_metadata import Columns, DistMetadata
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 
-FOLDERS: Final = ("model_state", "master_weight", "optimizer_state", "ema_state")
-"""Folders of PaddleFormers (``paddleformers/utils/env.py:166-169``)."""
-
-_STATES: Final = "|".join(sorted(ACCUMULATORS, key=len, reverse=True))
-_ACCUMULATOR: Final = re.compile(rf"(?P<key>.+)\.(?P<state>{_STATES})_0")
-_MASTER: Final = re.compile(r"(?P<key>.+)\.w_0")
-_AUTO_ACCUMULATOR: Final = re.compile(
-    rf"(?P<key>.+?)(?:\.dist)?(?:_fp32_master_\d+)?_(?P<state>{_STATES})_\d+"
-)
-_AUTO_MASTER: Final = re.compile(r"(?P<key>.+)_fp32_master_\d+")
-
-Name = tuple[str, str]
-"""``(key, state)`` of a tensor."""
+Arrays = Mapping[str, Mapping[str, ArrayRef]]
+"""Path of a data file → key → its array."""
+Names = Mapping[str, Sequence[Name]]
+"""Path of a metadata file → what each of its keys is, in their order."""
+Fused = tuple[int, int]
+"""The dim along which parts are fused, and how many."""
 
 
-@dataclass(frozen=True)
-class FlexCheckpoint:
-    """A dist checkpoint, understood."""
-
-    catalog: Catalog
-    """The tensors as the format has them."""
-    by_parameter_name: frozenset[str]
-    """Keys of ``catalog`` that are parameter names: optimizer states of auto-parallel training."""
-    has_ema: bool
+def not_fused(key: str) -> Fused | None:
+    """Tensors as the format has them."""
+    return None
 
 
-def read_flex(
+def read_names(metadata: Mapping[str, DistMetadata]) -> dict[str, list[Name]]:
+    """What every key is, by the format alone: in auto-parallel checkpoints states have parameter names for keys.
+
+    Raises
+    ------
+    CheckpointError
+        Naming the file and the key: one that means nothing known, or two that mean the same; or two metadata
+        files in one folder.
+    """
+    by_folder: dict[str, str] = {}
+    for path in sorted(metadata):
+        other = by_folder.setdefault(folder_of(path), path)
+        if other != path:
+            raise CheckpointError(f"{path}: {other} describes the same folder; one of them is stale")
+    found = {path: [_name(path, key, metadata[path]) for key in metadata[path].keys] for path in metadata}
+    seen: dict[Name, tuple[str, str]] = {}
+    for path, names in found.items():
+        for key, name in zip(metadata[path].keys, names, strict=True):
+            other, earlier = seen.setdefault(name, (path, key))
+            if (other, earlier) != (path, key):
+                raise CoverageError(
+                    f"{name[0]} ({name[1]})", f"two keys mean it, {earlier} and {key}", (other, path)
+                )
+    return found
+
+
+def _name(path: str, key: str, metadata: DistMetadata) -> Name:
+    folder = folder_of(path).rpartition("/")[2]
+    nested = metadata.flat_mapping.get(key, (key,))
+    if ".".join(nested) != key:
+        raise CheckpointError(f"{path}: {key} is said to be {nested} in the nested dict")
+    name = paddleformers_name(folder, key) if folder in FOLDERS else auto_parallel_name(nested)
+    if name is None:
+        raise CheckpointError(f"{path}: {key} is no parameter and no optimizer state that is known")
+    return name
+
+
+def catalog_flex(
     sizes: Mapping[str, int],
     metadata: Mapping[str, DistMetadata],
-    arrays: Mapping[str, Mapping[str, ArrayRef]],
-) -> FlexCheckpoint:
-    """Understand a checkpoint from its metadata and the indexes of its data files.
+    arrays: Arrays,
+    names: Names,
+    fused: Callable[[str], Fused | None] = not_fused,
+) -> Catalog:
+    """Where every tensor lies.
 
     Parameters
     ----------
@@ -84,43 +94,32 @@ def read_flex(
         Path of every data file → size in bytes.
     metadata
         Path of every ``.metadata`` file → what it says.
-    arrays
-        Path of every data file → key → its array.
+    names
+        What each key is; keys of the same name hold copies of one tensor.
+    fused
+        What is fused in the tensor of a key, ``None`` for nothing; tensors are then the logical ones, whose parts
+        are whole.
 
     Raises
     ------
     CheckpointError
-        Naming the file, the tensor and the two values: two metadata files in one folder, a data file that is
-        missing or that no metadata names, an array that is missing, left over, or of another shape or dtype than
-        its metadata say, a key that means nothing known, a hole or an overlap.
+        Naming the file, the tensor and the two values: a data file that is missing or that no metadata names, an
+        array that is missing, left over, or of another shape or dtype than its metadata say, a hole or an overlap.
     """
     _check_folders(metadata, arrays)
-    cataloguer = _Cataloguer(sizes)
+    cataloguer = _Cataloguer(sizes, fused)
     for path in sorted(metadata):
-        cataloguer.add_folder(path, metadata[path], arrays)
+        cataloguer.add_folder(path, metadata[path], arrays, names[path])
     catalog = cataloguer.catalog()
     check_catalog(catalog)
-    states = {tensor.state for tensor in catalog.tensors}
-    return FlexCheckpoint(
-        catalog, frozenset(cataloguer.by_parameter_name), bool(states & {EMA_PARAM, EMA_MASTER_WEIGHT})
-    )
+    return catalog
 
 
-def _folder(path: str) -> str:
-    return path.rpartition("/")[0]
-
-
-def _check_folders(
-    metadata: Mapping[str, DistMetadata], arrays: Mapping[str, Mapping[str, ArrayRef]]
-) -> None:
-    """Every folder has one metadata file, and data files of one kind that it names."""
-    by_folder: dict[str, str] = {}
-    for path in sorted(metadata):
-        other = by_folder.setdefault(_folder(path), path)
-        if other != path:
-            raise CheckpointError(f"{path}: {other} describes the same folder; one of them is stale")
+def _check_folders(metadata: Mapping[str, DistMetadata], arrays: Arrays) -> None:
+    """Every folder has a metadata file, and data files of one kind that it names."""
+    by_folder = {folder_of(path): path for path in metadata}
     for path in sorted(arrays):
-        described = by_folder.get(_folder(path))
+        described = by_folder.get(folder_of(path))
         if described is None:
             raise CheckpointError(f"{path}: a data file in a folder without a .metadata file")
         # A rank whose tensors other ranks saved leaves an empty file, which the metadata do not name.
@@ -129,64 +128,25 @@ def _check_folders(
                 f"{path}: holds {len(arrays[path])} arrays, and {described} does not name it"
             )
     for folder in by_folder:
-        kinds = {path.rpartition(".")[2] for path in arrays if _folder(path) == folder}
+        kinds = {path.rpartition(".")[2] for path in arrays if folder_of(path) == folder}
         if len(kinds) > 1:
             raise CheckpointError(f"{folder}: data files of several kinds, {', '.join(sorted(kinds))}")
-
-
-def paddleformers_name(folder: str, key: str) -> Name | None:
-    """What a key in a folder of PaddleFormers is; ``None``: nothing known.
-
-    >>> paddleformers_name("optimizer_state", "model.norm.weight.beta1_pow_acc_0")
-    ('model.norm.weight', 'beta1_pow_acc')
-    >>> paddleformers_name("ema_state", "model.norm.weight.w_0")
-    ('model.norm.weight', 'ema_master_weight')
-    """
-    if folder == "model_state":
-        return key, PARAM
-    master = _MASTER.fullmatch(key)
-    if folder == "ema_state":
-        return (master["key"], EMA_MASTER_WEIGHT) if master else (key, EMA_PARAM)
-    if folder == "master_weight":
-        return (master["key"], MASTER_WEIGHT) if master else None
-    accumulator = _ACCUMULATOR.fullmatch(key)
-    return (accumulator["key"], accumulator["state"]) if accumulator else None
-
-
-def auto_parallel_name(path: tuple[str, ...]) -> Name | None:
-    """What a path in the nested dict of auto-parallel training is; ``None``: nothing known.
-
-    >>> auto_parallel_name(("optimizer", "linear_0.w_0.dist_moment1_0"))
-    ('linear_0.w_0', 'moment1')
-    >>> auto_parallel_name(("optimizer", "linear_0.w_0_fp32_master_0_moment1_0"))
-    ('linear_0.w_0', 'moment1')
-    >>> auto_parallel_name(("optimizer", "master_weights", "linear_0.w_0"))
-    ('linear_0.w_0', 'master_weight')
-    """
-    if len(path) == 2 and path[0] == "model":
-        return path[1], PARAM
-    if len(path) == 3 and path[:2] == ("optimizer", "master_weights"):
-        return path[2].removesuffix(".dist"), MASTER_WEIGHT
-    if len(path) == 2 and path[0] == "optimizer":
-        accumulator = _AUTO_ACCUMULATOR.fullmatch(path[1])
-        if accumulator:
-            return accumulator["key"], accumulator["state"]
-        master = _AUTO_MASTER.fullmatch(path[1])
-        return (master["key"], MASTER_WEIGHT) if master else None
-    return None
 
 
 class _Cataloguer:
     """Collects the tensors and arrays of all folders."""
 
-    def __init__(self, sizes: Mapping[str, int]) -> None:
+    def __init__(self, sizes: Mapping[str, int], fused: Callable[[str], Fused | None]) -> None:
         self.files = [File(path, sizes[path]) for path in sorted(sizes)]
         self.file_index = {file.path: i for i, file in enumerate(self.files)}
+        self.fused = fused
         self.tensors: dict[Name, Tensor] = {}
-        self.by_parameter_name: set[str] = set()
+        self.tensor_index: dict[Name, int] = {}
+        self.copies = defaultdict[int, int](int)
+        """Tensor → copies of it that are known already."""
         self.placements = Placements()
         self.origins: list[Shape] = []
-        """Where each array begins in its tensor, in elements."""
+        """Where each array begins in its tensor, in elements; not along a dim of which a cut tells it."""
 
     def catalog(self) -> Catalog:
         fragments = self.placements.fragments()
@@ -195,12 +155,15 @@ class _Cataloguer:
             fragments["offset"] += np.repeat(origins, self.placements.box_counts(), axis=0)
         return Catalog(tuple(self.tensors.values()), tuple(self.files), fragments, {})
 
-    def add_folder(
-        self, path: str, metadata: DistMetadata, arrays: Mapping[str, Mapping[str, ArrayRef]]
-    ) -> None:
-        folder = _folder(path)
-        names = self._names(path, metadata)
+    def add_folder(self, path: str, metadata: DistMetadata, arrays: Arrays, names: Sequence[Name]) -> None:
+        folder = folder_of(path)
         tensors = self._tensors(path, metadata, names, arrays)
+        bounds = pairwise(np.searchsorted(metadata.pieces["key"], range(len(metadata.keys) + 1)).tolist())
+        cuts = [
+            self._cut(tensor, metadata, metadata.pieces[start:stop])
+            for (_, tensor), (start, stop) in zip(tensors, bounds, strict=True)
+        ]
+        first_copy = self._number_copies(metadata, [index for index, _ in tensors])
         held = {file: dict(arrays.get(_joined(folder, file), {})) for file in metadata.files}
         pieces, copies = metadata.pieces.tolist(), defaultdict[int, int](int)
         for piece, file, _ in metadata.places.tolist():
@@ -216,86 +179,117 @@ class _Cataloguer:
             index, tensor = tensors[key]
             flattened = metadata.shapes[flat] if flat >= 0 else None
             _check_array(tensor, array, metadata.shapes[local], flattened, stored)
+            cut, origin, rank = cuts[key], metadata.shapes[offset], 0
+            if cut.dim is not None:
+                rank = origin[cut.dim] // metadata.shapes[local][cut.dim]
+                origin = (*origin[: cut.dim], 0, *origin[cut.dim + 1 :])
             kind = self.placements.kind(
                 ArrayKind(
                     metadata.shapes[local],
-                    TensorCut(1, None),
+                    cut,
                     tensor.dtype.itemsize,
                     (flattened[0], flattened[1]) if flattened else None,
                     array.fortran,
                 )
             )
-            replica = copies[piece]
-            copies[piece] += 1
             self.placements.add(
-                kind, 0, index, self.file_index[stored], array.byte_offset, tensor.dtype, replica
+                kind,
+                rank,
+                index,
+                self.file_index[stored],
+                array.byte_offset,
+                tensor.dtype,
+                first_copy[key] + copies[piece],
             )
-            self.origins.append(padded(metadata.shapes[offset], 0))
+            copies[piece] += 1
+            self.origins.append(padded(origin, 0))
         for file, left in held.items():
             if left:
                 raise CoverageError(
                     next(iter(left)), f"a file holds it, and {path} does not say so", (_joined(folder, file),)
                 )
 
-    def _names(self, path: str, metadata: DistMetadata) -> list[Name]:
-        """What each key is."""
-        folder = _folder(path).rpartition("/")[2]
-        names = []
-        for key in metadata.keys:
-            nested = metadata.flat_mapping.get(key, (key,))
-            if ".".join(nested) != key:
-                raise CheckpointError(f"{path}: {key} is said to be {nested} in the nested dict")
-            name = paddleformers_name(folder, key) if folder in FOLDERS else auto_parallel_name(nested)
-            if name is None:
-                raise CheckpointError(f"{path}: {key} is no parameter and no optimizer state that is known")
-            if folder not in FOLDERS and name[1] != PARAM:
-                self.by_parameter_name.add(name[0])
-            names.append(name)
-        return names
+    def _cut(self, tensor: Tensor, metadata: DistMetadata, pieces: Columns) -> TensorCut:
+        """How tensor parallelism cut the tensor part by part; one block: not at all."""
+        fused = None if _per_parameter(tensor.state) else self.fused(tensor.key)
+        if fused is None:
+            return TensorCut(1, None)
+        dim, parts = fused
+        starts = {metadata.shapes[offset][dim] for offset in pieces["global_offset"].tolist()}
+        if len(starts) == 1:
+            return TensorCut(1, None)
+        extents = {metadata.shapes[local][dim] for local in pieces["local_shape"].tolist()}
+        block, rest = divmod(tensor.global_shape[dim], len(starts))
+        if rest or block % parts or extents != {block} or any(start % block for start in starts):
+            raise CoverageError(
+                tensor.label,
+                f"{parts} parts are fused along dim {dim}; its pieces begin at {sorted(starts)[:8]} and have "
+                f"extents {sorted(extents)[:8]} there: not {len(starts)} equal blocks of {parts} parts each",
+            )
+        return TensorCut(len(starts), dim, parts)
+
+    def _number_copies(self, metadata: DistMetadata, tensors: Sequence[int]) -> list[int]:
+        """The number of each key's first copy: those of a key with the same name come before."""
+        of_piece = np.bincount(metadata.places["piece"], minlength=len(metadata.pieces))
+        most = np.zeros(len(metadata.keys), dtype=np.int64)
+        np.maximum.at(most, metadata.pieces["key"], of_piece)
+        first = []
+        for tensor, copies in zip(tensors, most.tolist(), strict=True):
+            first.append(self.copies[tensor])
+            self.copies[tensor] += copies
+        return first
 
     def _tensors(
-        self,
-        path: str,
-        metadata: DistMetadata,
-        names: list[Name],
-        arrays: Mapping[str, Mapping[str, ArrayRef]],
+        self, path: str, metadata: DistMetadata, names: Sequence[Name], arrays: Arrays
     ) -> list[tuple[int, Tensor]]:
         """Index and tensor of each key."""
         shapes = _global_shapes(path, metadata)
-        dtypes = self._dtypes(path, metadata, arrays)
+        dtypes = _dtypes(path, metadata, arrays)
         found = []
         for (key, state), dtype, shape in zip(names, dtypes, shapes, strict=True):
-            tensor = Tensor(key, state, dtype, shape)
-            if (key, state) in self.tensors:
-                raise CoverageError(tensor.label, "two keys mean the same tensor", (path,))
-            found.append((len(self.tensors), tensor))
-            self.tensors[key, state] = tensor
+            if _per_parameter(state):
+                if prod(shape) != 1:
+                    detail = f"shape {shape}, one number per parameter is expected"
+                    raise CoverageError(f"{key} ({state})", detail, (path,))
+                shape = (1,)
+            tensor = self.tensors.setdefault((key, state), Tensor(key, state, dtype, shape))
+            if (tensor.dtype, tensor.global_shape) != (dtype, shape):
+                raise CoverageError(
+                    tensor.label,
+                    f"{tensor.dtype.name} {tensor.global_shape} under one key, {dtype.name} {shape} under another",
+                    (path,),
+                )
+            index = self.tensor_index.setdefault((key, state), len(self.tensor_index))
+            found.append((index, tensor))
         return found
 
-    def _dtypes(
-        self, path: str, metadata: DistMetadata, arrays: Mapping[str, Mapping[str, ArrayRef]]
-    ) -> list[DType]:
-        """The dtype of each key; up to Paddle 2.6 only the arrays tell it."""
-        said: list[set[DType]] = [set() for _ in metadata.keys]
-        pieces = metadata.pieces.tolist()
-        for key, dtype, *_ in pieces:
-            if dtype >= 0:
-                said[key].add(dtype_named(metadata.dtypes[dtype]))
-        for piece, file, _ in metadata.places.tolist():
-            key, dtype, *_ = pieces[piece]
-            stored = _joined(_folder(path), metadata.files[file])
-            array = arrays.get(stored, {}).get(metadata.keys[key])
-            if dtype < 0 and array is not None:
-                said[key].add(dtype_of_code(array.dtype, stored))
-        for key, dtypes in zip(metadata.keys, said, strict=True):
-            if len(dtypes) != 1:
-                told = ", ".join(sorted(dtype.name for dtype in dtypes)) or "nothing"
-                raise CoverageError(key, f"its pieces are of one dtype, these say {told}", (path,))
-        return [dtypes.pop() for dtypes in said]
+
+def _per_parameter(state: str) -> bool:
+    return state in ACCUMULATORS and ACCUMULATORS[state].per_parameter
 
 
 def _joined(folder: str, file: str) -> str:
     return f"{folder}/{file}" if folder else file
+
+
+def _dtypes(path: str, metadata: DistMetadata, arrays: Arrays) -> list[DType]:
+    """The dtype of each key; up to Paddle 2.6 only the arrays tell it."""
+    said: list[set[DType]] = [set() for _ in metadata.keys]
+    pieces = metadata.pieces.tolist()
+    for key, dtype, *_ in pieces:
+        if dtype >= 0:
+            said[key].add(dtype_named(metadata.dtypes[dtype]))
+    for piece, file, _ in metadata.places.tolist():
+        key, dtype, *_ = pieces[piece]
+        stored = _joined(folder_of(path), metadata.files[file])
+        array = arrays.get(stored, {}).get(metadata.keys[key])
+        if dtype < 0 and array is not None:
+            said[key].add(dtype_of_code(array.dtype, stored))
+    for key, dtypes in zip(metadata.keys, said, strict=True):
+        if len(dtypes) != 1:
+            told = ", ".join(sorted(dtype.name for dtype in dtypes)) or "nothing"
+            raise CoverageError(key, f"its pieces are of one dtype, these say {told}", (path,))
+    return [dtypes.pop() for dtypes in said]
 
 
 def _global_shapes(path: str, metadata: DistMetadata) -> list[Shape]:

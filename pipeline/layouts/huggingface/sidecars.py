@@ -41,12 +41,14 @@ def plan_huggingface_sidecars(
             continue
         if _MARKER.fullmatch(path):
             left.append((path, "a completion marker of the source's own job"))
+        elif "/" in path:
+            left.append((path, "lies in a folder of tensors and holds none"))
         elif _TRAINING.fullmatch(path):
             left.append((path, "state of the training job, not of the model"))
         else:
             carried.append(path)
     exported = exported_config(wanted.model.config, target)
-    if exported == source_config:
+    if exported == source_config and CONFIG in paths:
         return Sidecars((*carried, CONFIG), (), tuple(left))
     text = json.dumps(exported, indent=2, sort_keys=True) + "\n"
     return Sidecars(tuple(carried), ((CONFIG, text.encode()),), tuple(left))

@@ -40,12 +40,14 @@ def plan_sidecars(
             continue
         if _DONE.fullmatch(path):
             left.append((path, "a completion marker of the source's own job"))
+        elif "/" in path:
+            left.append((path, "lies in a folder of tensors and holds none"))
         elif path in rng_files and not same_ranks:
             left.append((path, "random state belongs to one rank of the source's topology"))
         else:
             carried.append(path)
     config = _config(checkpoint.model.config, checkpoint.model.table.convention, topology)
-    if config == source_config:
+    if config == source_config and CONFIG in paths:
         return Sidecars((*carried, CONFIG), (), tuple(left))
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     return Sidecars(tuple(carried), ((CONFIG, text.encode()),), tuple(left))

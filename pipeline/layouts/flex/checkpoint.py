@@ -1,0 +1,222 @@
+"""From the tensors of a dist checkpoint to a checkpoint that is understood.
+
+The metadata tell where everything lies; the rule table tells what model it is. Tied weights, parameters that are
+only implied by their master weight, and the parameter names of auto-parallel training are resolved here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from paddle_reshard.pipeline.catalog import Catalog
+from paddle_reshard.pipeline.errors import CheckpointError, CoverageError
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.flex.names import AUTO_PARALLEL, FLEX, FOLDERS, Name, folder_of
+from paddle_reshard.pipeline.layouts.flex.source import Fused, catalog_flex, not_fused, read_names
+from paddle_reshard.pipeline.layouts.model import Model, predict_parameter_names, read_model
+from paddle_reshard.pipeline.layouts.rules import RuleTable, choose_table
+from paddle_reshard.pipeline.tensors import (
+    EMA_MASTER_WEIGHT,
+    EMA_PARAM,
+    MASTER_WEIGHT,
+    PARAM,
+    Tensor,
+)
+from paddle_reshard.storage.formats.dist_metadata import DistMetadata
+from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
+
+_AUTOMATIC: Final = re.compile(r"(eager_tmp|generated_tensor)_\d+")
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """What a data file holds."""
+
+    size_bytes: int
+    arrays: Mapping[str, ArrayRef]
+    """Key → its array."""
+    parameter_names: Mapping[str, str]
+    """Key → name of the tensor that was saved; empty where the file does not tell."""
+
+
+def read_flex(
+    metadata: Mapping[str, DistMetadata],
+    files: Mapping[str, DataFile],
+    config: Mapping[str, Any],
+    tables: Sequence[RuleTable],
+    lr_scheduler: Any,
+) -> Checkpoint:
+    """Understand a dist checkpoint.
+
+    Parameters
+    ----------
+    metadata, files
+        Path of every ``.metadata`` file → what it says; of every data file → what it holds.
+    config
+        The model's ``config.json``.
+    lr_scheduler
+        What ``scheduler.pdparams`` holds; ``None`` without one. The trainer puts the same into ``LR_Scheduler``
+        of optimizer files.
+
+    Raises
+    ------
+    CheckpointError, PlanError
+        If it is not one whole, consistent checkpoint that the rules cover.
+    """
+    names = read_names(metadata)
+    kinds = {folder_of(path).rpartition("/")[2] in FOLDERS: path for path in metadata}
+    if len(kinds) > 1:
+        raise CheckpointError(
+            f"{kinds[True]} belongs to a checkpoint of PaddleFormers, {kinds[False]} to one of auto-parallel "
+            "training: one folder holds one checkpoint"
+        )
+    auto_parallel = False in kinds
+    keys = _structured_keys(names, auto_parallel)
+    table = choose_table(tables, keys, config)
+    twins = {key: table.find(key, config)[0].twin(config) or key for key in keys}
+    # A parameter name is no key of the table; states of auto-parallel training are renamed below.
+    identities = {
+        path: [(twins.get(key, key), state) for key, state in found] for path, found in names.items()
+    }
+    catalog = catalog_flex(
+        {path: file.size_bytes for path, file in files.items()},
+        metadata,
+        {path: file.arrays for path, file in files.items()},
+        identities,
+        # A dist tensor of auto-parallel training is the logical one, however many ranks cut it.
+        not_fused if auto_parallel else _fused(table, config),
+    )
+    if auto_parallel:
+        told = _told_names(names, metadata, files)
+        catalog = _renamed(catalog, told or _predicted_names(catalog, table, config), twins)
+    model = read_model(catalog.tensors, table, config)
+    _check(model, catalog, config)
+    states = {state for found in names.values() for _, state in found}
+    return Checkpoint(
+        format=AUTO_PARALLEL if auto_parallel else FLEX,
+        catalog=_with_implied(catalog, model),
+        own_files=frozenset([*metadata, *files]),
+        model=model,
+        topology=None,
+        strategy=None,
+        comm_overlap=False,
+        sequence_parallel=None,
+        names_predicted=None,
+        lr_scheduler=lr_scheduler,
+        has_ema=bool(states & {EMA_PARAM, EMA_MASTER_WEIGHT}),
+    )
+
+
+def _fused(table: RuleTable, config: Mapping[str, Any]) -> Callable[[str], Fused | None]:
+    def fused(key: str) -> Fused | None:
+        rule, _ = table.find(key, config)
+        return None if rule.parts == 1 or rule.split is None else (rule.split, rule.parts)
+
+    return fused
+
+
+def _check(model: Model, catalog: Catalog, config: Mapping[str, Any]) -> None:
+    """The layers are those of the config; every trained tensor has the same states, in its own shape."""
+    layers = sorted({t.layer for t in model.tensors if t.layer is not None})
+    expected = config.get("num_hidden_layers", len(layers))
+    if layers != list(range(expected if isinstance(expected, int) else 0)):
+        raise CheckpointError(f"config.json says {expected!r} decoder layers, the files hold {_told(layers)}")
+    index = catalog.index()
+    trained = [t for t in model.tensors if t.trained and t.tied_to is None]
+    wanted = {name for t in trained for name in t.accumulators}
+    has_ema = any(state in (EMA_PARAM, EMA_MASTER_WEIGHT) for _, state in index)
+    for tensor in trained:
+        needed = [*sorted(wanted), *([MASTER_WEIGHT] if tensor.master else [])]
+        needed += [EMA_MASTER_WEIGHT if tensor.master else EMA_PARAM] if has_ema else []
+        for state in needed:
+            if (tensor.key, state) not in index:
+                raise CoverageError(f"{tensor.key} ({state})", "no file holds it, other parameters have it")
+    shapes = {t.key: t.global_shape for t in model.tensors}
+    for found in catalog.tensors:
+        if found.global_shape not in (shapes[found.key], (1,)):
+            raise CoverageError(
+                found.label, f"shape {found.global_shape}, the parameter has {shapes[found.key]}"
+            )
+
+
+def _told(layers: Sequence[int]) -> str:
+    return f"{len(layers)}, from {layers[0]} to {layers[-1]}" if layers else "none"
+
+
+def _with_implied(catalog: Catalog, model: Model) -> Catalog:
+    """The same with every parameter: those that no file holds are the cast of their master weight."""
+    aliases: dict[str, tuple[str, ...]] = {}
+    for tensor in model.tensors:
+        if tensor.tied_to is not None:
+            aliases[tensor.tied_to] = (*aliases.get(tensor.tied_to, ()), tensor.key)
+    index = catalog.index()
+    tensors = list(catalog.tensors)
+    implied = {}
+    for of_model in model.tensors:
+        if of_model.tied_to is None and (of_model.key, PARAM) not in index:
+            implied[len(tensors)] = index[of_model.key, MASTER_WEIGHT]
+            tensors.append(Tensor(of_model.key, PARAM, of_model.dtype, of_model.global_shape))
+    shared = (PARAM, EMA_PARAM)
+    named = [replace(t, aliases=aliases.get(t.key, ())) if t.state in shared else t for t in tensors]
+    return replace(catalog, tensors=tuple(named), implied=implied)
+
+
+# ---------------------------------------------------------------------------------------- parameter names
+
+
+def _structured_keys(names: Mapping[str, Sequence[Name]], auto_parallel: bool) -> list[str]:
+    found = (name for of_file in names.values() for name in of_file)
+    return list(dict.fromkeys(key for key, state in found if state == PARAM or not auto_parallel))
+
+
+def _told_names(
+    names: Mapping[str, Sequence[Name]], metadata: Mapping[str, DistMetadata], files: Mapping[str, DataFile]
+) -> dict[str, str]:
+    """Structured key → parameter name, as the data files say; empty where they say nothing."""
+    told: dict[str, str] = {}
+    for path, found in names.items():
+        keys = dict(zip(metadata[path].keys, found, strict=True))
+        for place, file in sorted(files.items()):
+            for stored, full_name in file.parameter_names.items():
+                key, state = keys.get(stored, ("", ""))
+                if state != PARAM or _AUTOMATIC.fullmatch(full_name):
+                    continue
+                name = full_name.removesuffix(".dist")
+                if told.setdefault(key, name) != name:
+                    raise CoverageError(
+                        key, f"called {told[key]} in one file and {name} in another", (place,)
+                    )
+    return told
+
+
+def _predicted_names(catalog: Catalog, table: RuleTable, config: Mapping[str, Any]) -> dict[str, str]:
+    """Structured key → parameter name in a program of one rank, by the naming rules."""
+    parameters = read_model([t for t in catalog.tensors if t.state == PARAM], table, config)
+    return predict_parameter_names(parameters.tensors, 1, 1, False)
+
+
+def _renamed(catalog: Catalog, names: Mapping[str, str], twins: Mapping[str, str]) -> Catalog:
+    """The same with structured keys for all states."""
+    keys: dict[str, str] = {}
+    for structured, name in names.items():
+        identity = twins.get(structured, structured)
+        if keys.setdefault(name, identity) != identity:
+            raise CoverageError(
+                structured, f"it and {keys[name]} are both called {name}, and nothing ties them"
+            )
+    tensors: dict[Name, Tensor] = {}
+    for tensor in catalog.tensors:
+        key = keys.get(tensor.key) if tensor.state != PARAM else tensor.key
+        if key is None:
+            raise CoverageError(
+                tensor.label,
+                "no parameter of the model is called so: neither do the data files name their parameters, nor do "
+                "the naming rules of the table say this name",
+            )
+        if (key, tensor.state) in tensors:
+            raise CoverageError(f"{key} ({tensor.state})", f"stored for two parameters, one is {tensor.key}")
+        tensors[key, tensor.state] = replace(tensor, key=key)
+    return replace(catalog, tensors=tuple(tensors.values()))

@@ -1,0 +1,149 @@
+"""How are tensors called in a dist checkpoint?
+
+PaddleFormers spreads a checkpoint over folders, each with data files and one ``.metadata`` file::
+
+    model_state/      <key>                   parameters
+    master_weight/    <key>.w_0
+    optimizer_state/  <key>.moment1_0 ...
+    ema_state/        <key>.w_0, <key>        averages of master weights, and of parameters without one
+
+Auto-parallel training writes one folder of nested dicts, flattened with dots; the metadata tell the paths::
+
+    dist_ckpt/        model.<key>
+                      optimizer.<parameter name>[.dist][_fp32_master_0]_moment1_0 ...
+                      optimizer.master_weights.<parameter name>[.dist]
+
+Parameter names there are those of a program of one rank. ``.dist`` is what Paddle adds to the name of a parameter
+when it becomes a dist tensor (``base/framework.py``, ``EagerParamBase.from_tensor``).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from paddle_reshard.pipeline.tensors import (
+    ACCUMULATORS,
+    EMA_MASTER_WEIGHT,
+    EMA_PARAM,
+    MASTER_WEIGHT,
+    PARAM,
+)
+
+FLEX: Final = "flex"
+"""Folders of PaddleFormers, structured names."""
+AUTO_PARALLEL: Final = "auto-parallel"
+"""One folder, states under parameter names."""
+MODEL_STATE: Final = "model_state"
+MASTER_WEIGHTS: Final = "master_weight"
+OPTIMIZER_STATE: Final = "optimizer_state"
+EMA_STATE: Final = "ema_state"
+FOLDERS: Final = (MODEL_STATE, MASTER_WEIGHTS, OPTIMIZER_STATE, EMA_STATE)
+"""Folders of PaddleFormers (``paddleformers/utils/env.py:166-169``)."""
+AUTO_FOLDER: Final = "dist_ckpt"
+"""Folder of PaddleNLP's auto-parallel trainer (``trainer/auto_trainer.py``, ``DIST_CKPT_PATH``)."""
+SCHEDULER: Final = "scheduler.pdparams"
+"""State of the learning-rate schedule: what optimizer files of a hybrid-parallel job hold as ``LR_Scheduler``."""
+METADATA: Final = ".metadata"
+DATA_FILES: Final = (".distcp", ".safetensors")
+
+_STATES: Final = "|".join(sorted(ACCUMULATORS, key=len, reverse=True))
+_ACCUMULATOR: Final = re.compile(rf"(?P<key>.+)\.(?P<state>{_STATES})_0")
+_MASTER: Final = re.compile(r"(?P<key>.+)\.w_0")
+_AUTO_ACCUMULATOR: Final = re.compile(
+    rf"(?P<key>.+?)(?:\.dist)?(?:_fp32_master_\d+)?_(?P<state>{_STATES})_\d+"
+)
+_AUTO_MASTER: Final = re.compile(r"(?P<key>.+?)(?:\.dist)?_fp32_master_\d+")
+
+Name = tuple[str, str]
+"""``(key, state)`` of a tensor."""
+
+
+def folder_of(path: str) -> str:
+    """The folder of a file, empty for the checkpoint's own."""
+    return path.rpartition("/")[0]
+
+
+def is_dist_file(path: str) -> bool:
+    """Whether a file is one of a dist checkpoint by its place and name.
+
+    >>> is_dist_file("model_state/0_0.safetensors"), is_dist_file("model.safetensors"), is_dist_file("0_0.distcp")
+    (True, False, True)
+    """
+    if folder_of(path).rpartition("/")[2] in (*FOLDERS, AUTO_FOLDER):
+        return path.endswith((METADATA, *DATA_FILES))
+    # Paddle makes such a file of a Hugging Face folder, for itself.
+    made_by_itself = path.endswith(".auto_generated.metadata")
+    return path.endswith((METADATA, DATA_FILES[0])) and not made_by_itself
+
+
+def paddleformers_name(folder: str, key: str) -> Name | None:
+    """What a key in a folder of PaddleFormers is; ``None``: nothing known.
+
+    >>> paddleformers_name("optimizer_state", "model.norm.weight.beta1_pow_acc_0")
+    ('model.norm.weight', 'beta1_pow_acc')
+    >>> paddleformers_name("ema_state", "model.norm.weight.w_0")
+    ('model.norm.weight', 'ema_master_weight')
+    """
+    if folder == MODEL_STATE:
+        return key, PARAM
+    master = _MASTER.fullmatch(key)
+    if folder == EMA_STATE:
+        return (master["key"], EMA_MASTER_WEIGHT) if master else (key, EMA_PARAM)
+    if folder == MASTER_WEIGHTS:
+        return (master["key"], MASTER_WEIGHT) if master else None
+    accumulator = _ACCUMULATOR.fullmatch(key)
+    return (accumulator["key"], accumulator["state"]) if accumulator else None
+
+
+def paddleformers_key(key: str, state: str) -> tuple[str, str]:
+    """Folder of PaddleFormers in which a tensor lies, and its key there.
+
+    >>> paddleformers_key("model.norm.weight", "moment1")
+    ('optimizer_state', 'model.norm.weight.moment1_0')
+    """
+    if state == PARAM:
+        return MODEL_STATE, key
+    if state == MASTER_WEIGHT:
+        return MASTER_WEIGHTS, f"{key}.w_0"
+    if state in ACCUMULATORS:
+        return OPTIMIZER_STATE, f"{key}.{state}_0"
+    return EMA_STATE, f"{key}.w_0" if state == EMA_MASTER_WEIGHT else key
+
+
+def auto_parallel_name(path: tuple[str, ...]) -> Name | None:
+    """What a path in the nested dict of auto-parallel training is; ``None``: nothing known.
+
+    The key of a state is a parameter name.
+
+    >>> auto_parallel_name(("optimizer", "linear_0.w_0.dist_moment1_0"))
+    ('linear_0.w_0', 'moment1')
+    >>> auto_parallel_name(("optimizer", "linear_0.w_0_fp32_master_0_moment1_0"))
+    ('linear_0.w_0', 'moment1')
+    >>> auto_parallel_name(("optimizer", "master_weights", "linear_0.w_0.dist"))
+    ('linear_0.w_0', 'master_weight')
+    """
+    if len(path) == 2 and path[0] == "model":
+        return path[1], PARAM
+    if len(path) == 3 and path[:2] == ("optimizer", "master_weights"):
+        return path[2].removesuffix(".dist"), MASTER_WEIGHT
+    if len(path) == 2 and path[0] == "optimizer":
+        accumulator = _AUTO_ACCUMULATOR.fullmatch(path[1])
+        if accumulator:
+            return accumulator["key"], accumulator["state"]
+        master = _AUTO_MASTER.fullmatch(path[1])
+        return (master["key"], MASTER_WEIGHT) if master else None
+    return None
+
+
+def auto_parallel_path(key: str, parameter_name: str, state: str, master: bool) -> tuple[str, ...]:
+    """Path in the nested dict of auto-parallel training; ``master``: whether the parameter has a master weight.
+
+    >>> auto_parallel_path("norm.weight", "layer_norm_0.w_0", "moment1", True)
+    ('optimizer', 'layer_norm_0.w_0.dist_fp32_master_0_moment1_0')
+    """
+    if state == PARAM:
+        return "model", key
+    if state == MASTER_WEIGHT:
+        return "optimizer", "master_weights", f"{parameter_name}.dist"
+    return "optimizer", f"{parameter_name}.dist{'_fp32_master_0' if master else ''}_{state}_0"

@@ -1,0 +1,350 @@
+"""What will every file of a dist checkpoint look like, byte for byte?
+
+Tensors are written whole, which every target job can load: its loader takes from each tensor the boxes that it needs.
+(Paddle 3.3.1 reads ragged flattened ranges of three dims and more wrongly, ``dcp/utils.py``, ``minimal_nd_slice``.)
+The files of a folder get consecutive tensors of the model, shared out by bytes; a tensor lies in one file with all
+its states of the folder. Keys and their order are those of the trainer on one card.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from paddle_reshard.pipeline.catalog import File
+from paddle_reshard.pipeline.errors import PlanError, RuleError, UsageError
+from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.files import SIGNAL_PREFIX, TargetFiles
+from paddle_reshard.pipeline.layouts.flex.names import (
+    AUTO_FOLDER,
+    AUTO_PARALLEL,
+    EMA_STATE,
+    FLEX,
+    MASTER_WEIGHTS,
+    METADATA,
+    MODEL_STATE,
+    OPTIMIZER_STATE,
+    SCHEDULER,
+    auto_parallel_path,
+    paddleformers_key,
+)
+from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META
+from paddle_reshard.pipeline.layouts.model import ModelTensor, predict_parameter_names
+from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
+from paddle_reshard.pipeline.tensors import (
+    ACCUMULATORS,
+    EMA_MASTER_WEIGHT,
+    EMA_PARAM,
+    MASTER_WEIGHT,
+    PARAM,
+    Tensor,
+)
+from paddle_reshard.storage.formats.dist_metadata import (
+    GENERATIONS,
+    PIECE_COLUMNS,
+    PLACE_COLUMNS,
+    DistMetadata,
+    encode_dist_metadata,
+)
+from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArraySlot, encode_pickle
+
+_T = TypeVar("_T", bound=Any)
+
+FILE_BYTES = 4 << 30
+"""What a file holds at most where their number is not given, but for a larger tensor: a rank of the target job reads
+whole files into its memory."""
+PADDLE_CLASSES = ("linear", "embedding", "create_parameter", "layer_norm")
+"""Classes in parameter names that are Paddle's own, whatever the model's classes are called."""
+_ONE_CARD = {
+    "pp_degree": 1,
+    "mp_degree": 1,
+    "sharding_degree": 1,
+    "ep_degree": 1,
+    "moe_sharding_degree": 0,
+}
+"""What a job of any other topology compares itself with before it reshards an average; without the file a
+zero-cost-checkpoint job stops (PaddleFormers 1.2 ``zero_cost_checkpoint.py``, ``check_same_strategy``)."""
+STATES = (PARAM, MASTER_WEIGHT, *ACCUMULATORS, EMA_MASTER_WEIGHT, EMA_PARAM)
+
+
+@dataclass(frozen=True, slots=True)
+class FlexTarget:
+    """How a dist checkpoint is to be written."""
+
+    auto_parallel: bool = False
+    """One folder with the nested keys of auto-parallel training; else PaddleFormers' FlexCheckpoint."""
+    files: int | None = None
+    """Data files per folder, at most; ``None``: as many as hold :data:`FILE_BYTES` each."""
+    generation: str = "3.3"
+    """Paddle version by whose classes the metadata are written."""
+    names: Mapping[str, str] | None = None
+    """Auto-parallel: structured key → parameter name in the target job; ``None``: by the naming rules."""
+
+    @property
+    def format(self) -> str:
+        """What the checkpoint is called when it is read."""
+        return AUTO_PARALLEL if self.auto_parallel else FLEX
+
+    def __post_init__(self) -> None:
+        if self.files is not None and self.files < 1:
+            raise UsageError(f"--files {self.files}: at least one file is needed")
+        if self.generation not in GENERATIONS:
+            raise UsageError(
+                f"metadata of Paddle {self.generation!r} are not known; known are {', '.join(GENERATIONS)}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One array of the target."""
+
+    model_key: str
+    """Whose it is: all arrays of one key lie in one file."""
+    folder: str
+    path: tuple[str, ...]
+    """In the nested dict."""
+    stored_name: str
+    """Name of the tensor, as ``StructuredToParameterName@@`` tells it."""
+    index: int
+    """In the catalog."""
+    tensor: Tensor
+
+    @property
+    def key(self) -> str:
+        return ".".join(self.path)
+
+
+def layout_flex(wanted: Checkpoint, target: FlexTarget) -> TargetFiles:
+    """Lay out all files of a dist checkpoint.
+
+    Raises
+    ------
+    PlanError
+        If the source lacks a tensor, or a parameter name of auto-parallel training is not known.
+    """
+    items = _auto_items(wanted, target) if target.auto_parallel else _flex_items(wanted)
+    by_folder = {
+        folder: [item for item in items if item.folder == folder] for folder in _folders(wanted, target)
+    }
+    files = _Files()
+    for folder, of_folder in by_folder.items():
+        files.add_folder(folder, _share_out(of_folder, target.files), target.generation)
+    return TargetFiles(tuple(files.files), tuple(files.literals), (), files.placements.fragments())
+
+
+def _folders(wanted: Checkpoint, target: FlexTarget) -> list[str]:
+    """The folders that the trainer writes and wants to find; without master weights theirs is empty."""
+    if target.auto_parallel:
+        return [AUTO_FOLDER]
+    trained = any(tensor.trained for tensor in wanted.model.tensors)
+    return [
+        MODEL_STATE,
+        *([MASTER_WEIGHTS, OPTIMIZER_STATE] if trained else []),
+        *([EMA_STATE] if wanted.has_ema else []),
+    ]
+
+
+def small_flex_files(
+    paths: Collection[str], wanted: Checkpoint, target: FlexTarget
+) -> list[tuple[str, bytes]]:
+    """Path and content of the small files of the trainer that are not carried.
+
+    ``paths`` are those of the source. A schedule that only its optimizer files hold gets the file of its own.
+    """
+    files = []
+    if SCHEDULER not in paths and wanted.lr_scheduler is not None:
+        ((_, content),) = encode_pickle(wanted.lr_scheduler).literals
+        files.append((SCHEDULER, content))
+    if not target.auto_parallel and any(tensor.trained for tensor in wanted.model.tensors):
+        files.append((f"{SIGNAL_PREFIX}0", b"1"))
+    if wanted.has_ema:
+        text = json.dumps({"parallel_config": _ONE_CARD, "sharding_metas": {}})
+        files.append((MODEL_META, text.encode()))
+    return files
+
+
+# ------------------------------------------------------------------------------------------- what is written
+
+
+def _flex_items(wanted: Checkpoint) -> list[_Item]:
+    """Parameters under all their keys, states under the first of them in the alphabet (Paddle 3.3.1
+    ``optimizer/adamw.py``, ``sharded_state_dict``)."""
+    index = wanted.catalog.index()
+    holders: dict[str, str] = {}
+    for tensor in wanted.model.tensors:
+        identity = tensor.tied_to or tensor.key
+        holders[identity] = min(tensor.key, holders.get(identity, tensor.key))
+    items = []
+    for state in STATES:
+        for tensor in wanted.model.tensors:
+            identity = tensor.tied_to or tensor.key
+            if not _is_written(tensor, state, index) or (state != PARAM and tensor.tied_to is not None):
+                continue
+            key = tensor.key if state == PARAM else holders[identity]
+            folder, stored = paddleformers_key(key, state)
+            place = _place(index, identity, state)
+            items.append(_Item(key, folder, (stored,), stored, place, wanted.catalog.tensors[place]))
+    return items
+
+
+def _auto_items(wanted: Checkpoint, target: FlexTarget) -> list[_Item]:
+    if wanted.has_ema:
+        raise PlanError(
+            "auto-parallel training has no place for an exponential moving average: convert to flex instead, or "
+            "export the average with --format huggingface --state ema"
+        )
+    index, names = wanted.catalog.index(), _parameter_names(wanted, target)
+    items = []
+    for state in (PARAM, *ACCUMULATORS, MASTER_WEIGHT):
+        for tensor in wanted.model.tensors:
+            if not _is_written(tensor, state, index) or (state != PARAM and tensor.tied_to is not None):
+                continue
+            path = auto_parallel_path(tensor.key, names[tensor.key], state, tensor.master)
+            place = _place(index, tensor.tied_to or tensor.key, state)
+            name = f"{names[tensor.key]}.dist" if state == PARAM else path[-1]
+            items.append(_Item(tensor.key, AUTO_FOLDER, path, name, place, wanted.catalog.tensors[place]))
+    return items
+
+
+def _is_written(tensor: ModelTensor, state: str, index: Mapping[tuple[str, str], int]) -> bool:
+    if state == PARAM:
+        return True
+    if state == MASTER_WEIGHT:
+        return tensor.master
+    if state in ACCUMULATORS:
+        return state in tensor.accumulators
+    return (tensor.tied_to or tensor.key, state) in index
+
+
+def _place(index: Mapping[tuple[str, str], int], key: str, state: str) -> int:
+    place = index.get((key, state))
+    if place is None:
+        raise PlanError(f"{key} ({state}): the target needs it, the source does not have it")
+    return place
+
+
+def _parameter_names(wanted: Checkpoint, target: FlexTarget) -> Mapping[str, str]:
+    """Structured key → parameter name in a program of one rank."""
+    model = wanted.model
+    if target.names is not None:
+        if set(target.names) != {t.key for t in model.tensors}:
+            odd = min(set(target.names) ^ {t.key for t in model.tensors})
+            raise RuleError(
+                odd, "it is not both in the model and among the names of the target that were given"
+            )
+        return target.names
+    hint = "give the names of the target job with --target-meta FILE"
+    if wanted.names_predicted is not None:
+        raise RuleError("parameter names", f"{wanted.names_predicted}; {hint}")
+    for tensor in model.tensors:
+        own_class = tensor.rule.parameter_name is not None or tensor.rule.name_class not in PADDLE_CLASSES
+        if model.table.convention == "paddlenlp" and own_class and tensor.tied_to is None:
+            raise RuleError(
+                tensor.key,
+                f"its parameter name begins with the model's own class {tensor.rule.name_class!r}, which is called "
+                f"otherwise in PaddleNLP's auto-parallel models; {hint}",
+            )
+    return predict_parameter_names(model.tensors, 1, 1, False)
+
+
+# --------------------------------------------------------------------------------------------------- bytes
+
+
+def _share_out(items: Sequence[_Item], files: int | None) -> list[list[_Item]]:
+    """The items of each file, in their order: consecutive keys, by bytes; no file but an only one is empty."""
+    sizes: dict[str, int] = {}
+    for item in items:
+        sizes[item.model_key] = sizes.get(item.model_key, 0) + item.tensor.nbytes
+    left_bytes = sum(sizes.values())
+    left_files = -(-left_bytes // FILE_BYTES) if files is None else files
+    number, filled, of_key = 0, 0, dict[str, int]()
+    for key, nbytes in sizes.items():
+        # A file is full when the next tensor would take it farther beyond its share than it now lacks.
+        if (
+            filled
+            and number + 1 < left_files
+            and 2 * filled + nbytes > 2 * left_bytes / (left_files - number)
+        ):
+            left_bytes -= filled
+            number, filled = number + 1, 0
+        of_key[key] = number
+        filled += nbytes
+    shares: list[list[_Item]] = [[] for _ in range(number + 1)]
+    for item in items:
+        shares[of_key[item.model_key]].append(item)
+    return shares
+
+
+class _Files:
+    """Collects the files of all folders."""
+
+    def __init__(self) -> None:
+        self.files: list[File] = []
+        self.literals: list[tuple[int, int, bytes]] = []
+        self.placements = Placements()
+
+    def add_folder(self, folder: str, shares: Sequence[Sequence[_Item]], generation: str) -> None:
+        names = [f"{number}_0.distcp" for number in range(len(shares))]
+        for name, items in zip(names, shares, strict=True):
+            self._data_file(f"{folder}/{name}", items)
+        placed = [(item, name) for name, items in zip(names, shares, strict=True) for item in items]
+        content = encode_dist_metadata(_metadata(placed), generation)
+        self.literals.append((len(self.files), 0, content))
+        self.files.append(File(f"{folder}/0{METADATA}", len(content)))
+
+    def _data_file(self, path: str, items: Sequence[_Item]) -> None:
+        root: dict[str, object] = {
+            item.key: ArraySlot(slot, item.tensor.dtype.code, item.tensor.global_shape, None)
+            for slot, item in enumerate(items)
+        }
+        # Paddle's loader makes tensors of the arrays that are named here.
+        root[STRUCTURED_NAMES] = {item.key: item.stored_name for item in items}
+        encoded = encode_pickle(root)
+        number = len(self.files)
+        self.files.append(File(path, encoded.size_bytes))
+        self.literals.extend((number, offset, content) for offset, content in encoded.literals)
+        for slot, byte_offset, _ in encoded.slots:
+            item = items[slot]
+            whole = ArrayKind(item.tensor.global_shape, TensorCut(1, None), item.tensor.dtype.itemsize)
+            self.placements.add(
+                self.placements.kind(whole), 0, item.index, number, byte_offset, item.tensor.dtype, 0
+            )
+
+
+def _metadata(placed: Iterable[tuple[_Item, str]]) -> DistMetadata:
+    """One whole piece per key."""
+    in_order = sorted(placed, key=lambda pair: pair[0].key)
+    keys = tuple(item.key for item, _ in in_order)
+    dtypes = _numbers(item.tensor.dtype.name for item, _ in in_order)
+    files = _numbers(name for _, name in in_order)
+    shapes = _numbers(
+        shape for item, _ in in_order for shape in (item.tensor.global_shape, _origin(item.tensor))
+    )
+    pieces = [
+        (key, dtypes[t.dtype.name], shapes[_origin(t)], shapes[t.global_shape], shapes[t.global_shape], -1)
+        for key, t in enumerate(item.tensor for item, _ in in_order)
+    ]
+    places = [(piece, files[name], -1) for piece, (_, name) in enumerate(in_order)]
+    return DistMetadata(
+        keys,
+        tuple(dtypes),
+        tuple(shapes),
+        tuple(files),
+        np.array(pieces, dtype=PIECE_COLUMNS),
+        np.array(places, dtype=PLACE_COLUMNS),
+        {item.key: item.path for item, _ in in_order},
+    )
+
+
+def _origin(tensor: Tensor) -> Shape:
+    return (0,) * len(tensor.global_shape)
+
+
+def _numbers(values: Iterable[_T]) -> dict[_T, int]:
+    """Each distinct value, ascending, and its number."""
+    return {value: number for number, value in enumerate(sorted(set(values)))}
