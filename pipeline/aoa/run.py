@@ -93,6 +93,12 @@ class Run:
         for written in self.program.in_order():
             found = expand(written, keys, wanted)
             if not found:
+                made = Keys(name.text for statement in statements for name in statement.right)
+                if expand(written, made, wanted):
+                    raise written.refused(
+                        "its numbers are those of the source's keys, and only statements before make such names; "
+                        "write the numbers out"
+                    )
                 self.idle.append(written.where)
             statements += found
         return statements

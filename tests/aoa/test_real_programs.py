@@ -42,7 +42,7 @@ TIED = {"model.embed_tokens.weight": ("lm_head.weight",)}
 def test_out_and_back(family: str) -> None:
     """What the trainer does on ``save_to_hf``, and then on loading that, with all optimizer states."""
     case, rng = load(family), np.random.default_rng(7)
-    tied = TIED if family in ("llama_tied", "qwen2") else {}
+    tied = TIED if family in ("llama_tied", "qwen2_tied") else {}
     arrays = trained(
         {key: kind for key, kind in case["model"].items() if not tied or key != "lm_head.weight"}, rng
     )

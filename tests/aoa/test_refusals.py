@@ -124,6 +124,7 @@ IMPOSSIBLE = {
     f"a,l.0.w,l.1.w -> c, fused_qkv, {HEADS}": "axis 1 of a tensor of shape (4, 6) does not divide into 4 equal parts",
     "a,l.0.w,l.1.w -> c, fused_qkv, num_heads=6, num_key_value_groups=2": "units of one size, these have [1, 3, 3]",
     "l.$LAYER_ID_OFFSET.w -> m.$LAYER_ID_OFFSET.w": "layer 0 of l.$LAYER_ID_OFFSET.w would become layer -1",
+    "l.$LAYER_ID.w -> m.$LAYER_ID.w\nm.$LAYER_ID.w^T -> n.$LAYER_ID.w": "line 2: its numbers are those of the source",
     "l.*.v -> c, axis=0": "l.*.v is not the name of any tensor",
     "a -> x.*, axis=0": "'*' on the target's side needs the keys of the target",
     "l.*.w -> c": "expected 'axis=NUMBER'",
