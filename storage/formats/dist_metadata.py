@@ -528,9 +528,12 @@ def _numbered(
 
 
 def _first_double(values: npt.NDArray[np.int64]) -> int | None:
+    ascending = np.sort(values)
+    if (ascending[1:] != ascending[:-1]).all():
+        return None
     order = np.argsort(values, kind="stable")
     double = np.flatnonzero(values[order][1:] == values[order][:-1])
-    return int(order[double[0] + 1]) if len(double) else None
+    return int(order[double[0] + 1])
 
 
 def _ascending(table: _Table) -> tuple[tuple[Any, ...], Ids]:

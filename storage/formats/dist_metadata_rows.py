@@ -1,11 +1,11 @@
 """The two kinds of entries that a ``.metadata`` file has by the million, taken many at a time.
 
 A file of 227 MiB has a hundred million opcodes; taken one by one they take minutes. But entry after entry has the
-same sequence of opcodes, only the values differ. So from one entry that was taken opcode by opcode a regular
-expression is made which matches exactly such a sequence: every alternative in it is one whole opcode with its
-argument. It starts where an opcode starts, and it ends where one ends; so what it matches is what the opcodes say.
-What it does not match (a frame boundary, the first use of a name, an unusual spelling, an attack) is taken opcode
-by opcode as always, and after that it is tried again.
+same sequence of opcodes, only the values differ. So one entry is taken opcode by opcode, and then all places at which
+such an entry may begin are walked over together, a step for each opcode. What stands between the values must be equal,
+byte for byte; where a value begins and ends follows from its first opcode. The walk starts where an opcode starts, and
+it ends where one ends; so what it finds is what the opcodes say. What is not like that (a frame, the first use of a
+name, an unusual spelling, an attack) is taken opcode by opcode as always, and after that it is tried again.
 
 The values are byte strings then, and few of them are distinct. Each distinct one is taken apart by the pickle
 machine itself, once. Only references to the memo are looked up in each row.
@@ -15,10 +15,9 @@ A *value id* numbers a value in :class:`Memo`; a row is a tuple of value ids.
 
 from __future__ import annotations
 
-import re
 from array import array
 from collections.abc import Callable, Sequence
-from itertools import chain
+from copy import copy
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -55,13 +54,14 @@ INDEX_FIELDS: Final = (
 DEFAULTS: Final = {"is_flattened": False}
 """Attributes that a file does not set, where the default is not ``None`` (Paddle 3.3.1 ``dcp/metadata.py``)."""
 
-_FIRST_SPAN_BYTES: Final = 1 << 12
-_LAST_SPAN_BYTES: Final = 1 << 20
 _MAX_KNOWN: Final = 1 << 20
 _MAX_INDEX: Final = (1 << 31) - 2
 
 Ids = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.uint64]
+Flags = npt.NDArray[np.bool_]
 
 
 class Memo:
@@ -140,22 +140,20 @@ class _Chunks:
     """What distinct byte strings say: a value, and which values the opcodes store in the memo on the way."""
 
     def __init__(self) -> None:
-        self.values, self.lengths, self.starts = array("i"), array("i"), array("i")
-        self.counts, self.kinds, self.slots = array("i"), array("i"), array("i", _NEW_SLOTS)
+        self.values, self.starts, self.counts = array("i"), array("i"), array("i")
+        self.slots = array("i", _NEW_SLOTS)
 
-    def add(self, value: int, nbytes: int, slots: Sequence[int], kind: int = 0) -> int:
+    def add(self, value: int, slots: Sequence[int]) -> int:
         """Number a chunk."""
         self.values.append(value)
-        self.lengths.append(nbytes)
         self.starts.append(len(self.slots))
         self.counts.append(len(slots))
-        self.kinds.append(kind)
         self.slots.extend(slots)
         return len(self.values) - 1
 
     def table(self) -> _Table:
         """The columns, without a copy: nothing can be added while they are in use."""
-        columns = (self.values, self.lengths, self.starts, self.counts, self.kinds, self.slots)
+        columns = (self.values, self.starts, self.counts, self.slots)
         return _Table(*(np.frombuffer(column, dtype=np.int32) for column in columns))
 
 
@@ -164,14 +162,10 @@ class _Table(NamedTuple):
 
     values: Ids
     """Value id."""
-    lengths: Ids
-    """Length in bytes."""
     starts: Ids
     """Where in ``slots`` begin the value ids that it stores in the memo."""
     counts: Ids
     """How many those are."""
-    kinds: Ids
-    """What kind of tail it is, for those that are one."""
     slots: Ids
     """Value ids stored in the memo; first those that every new instance stores."""
 
@@ -191,16 +185,6 @@ class _Codes(dict[bytes, int]):
 
 
 _BAD: Final = -1
-
-
-def _is_reference(raw: bytes) -> bool:
-    return (raw[0], len(raw)) in ((0x68, 2), (0x6A, 5))
-
-
-def _reference(raw: bytes) -> int:
-    """Code of BINGET (2 bytes, below 256) or LONG_BINGET (5 bytes, from there on)."""
-    index = int.from_bytes(raw[1:], "little")
-    return -2 - index if (index < 256) == (len(raw) == 2) and index < _MAX_INDEX else _BAD
 
 
 class _ChunkMachine(Machine):
@@ -223,16 +207,240 @@ class _ChunkMachine(Machine):
         return self._known[index]
 
 
-# ----------------------------------------------------------------------------------------------- what matches
+# ----------------------------------------------------------------------------------- walking over a window
 
-_INT: Final = rb"K.|M..|J.{4}|\x8a(?:\x04.{4}|\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8})"
-_REF: Final = rb"j.{4}|h."
-_TEXT: Final = rb"\x8c.[ -~]*\x94"
+_WORD_BYTES: Final = 8
+_PADDING_BYTES: Final = 512
+"""Zeros after a window: more than what a step may look at beyond where it begins."""
+_BLOCK_ENTRIES: Final = 1 << 14
+_MAX_NUMBERS: Final = 8
+"""Numbers of a shape; one of more is taken opcode by opcode."""
+_MASKS: Final = np.array([(1 << 8 * n) - 1 for n in range(_WORD_BYTES + 1)], dtype=np.uint64)
+
+
+def _set(opcodes: bytes) -> Flags:
+    found = np.zeros(256, dtype=bool)
+    found[list(opcodes)] = True
+    return found
+
+
+_BYTES_OF: Final = np.zeros(256, dtype=np.int64)
+"""Bytes of an opcode and its argument, where that is always the same."""
+for _opcodes, _nbytes in ((b"N)", 1), (b"hK", 2), (b"M", 3), (b"jJ", 5)):
+    _BYTES_OF[list(_opcodes)] = _nbytes
+_NEWOBJ: Final = 0x81
+_TEXT: Final = 0x8C
+_LONG: Final = 0x8A
+_LONGEST_REFERENCE_BYTES: Final = 5
+_NUMBERS: Final = _set(b"KMJ\x8a")
+_TUPLE_ENDS: Final = _set(b"\x85\x86\x87t")
+_BATCH: Final = b"u("
+"""Between two entries: CPython sets the items of a dict a thousand at a time, at which one begins is all the same."""
+_NUMPY_NUMBER_TAIL: Final = b"\x94\x86\x94R\x94"
 
 
 def _get(index: int) -> bytes:
     """The opcode that refers to a memo index, as CPython spells it."""
     return b"h" + bytes([index]) if index < 256 else b"j" + index.to_bytes(4, "little")
+
+
+class _Values(NamedTuple):
+    """A value of each entry: where it begins in the window, how long it is, and its first opcode."""
+
+    start: Longs
+    nbytes: Longs
+    opcode: Bytes
+    rows: Longs | None
+    """Which entries have it; ``None``: all."""
+
+
+class _Scan:
+    """Walks over many entries of a window together, a step for each of their opcodes.
+
+    What it finds is where values begin and end. Whether they are values is for the pickle machine to say.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.size = data, len(data)
+        padded = data + bytes(_PADDING_BYTES)
+        self.bytes = np.frombuffer(padded, dtype=np.uint8)
+        self.words: Words = np.ndarray(len(padded) - _WORD_BYTES + 1, "<u8", padded, strides=(1,))
+        """The eight bytes from each byte on."""
+        self.rows: Longs | None = None
+        self.at = np.flatnonzero(self.bytes[: self.size] == _NEWOBJ) + 1
+        """Where each entry has been walked to; at first, all places where a new instance may have been made."""
+        self.good = np.ones(len(self.at), dtype=bool)
+        """Whether each looks like an entry so far."""
+        self.values: list[_Values] = []
+
+    def block(self, byte: int) -> _Scan:
+        """A walk over the next entries from a byte on: so many that what lies between stays in the cache."""
+        first = int(np.searchsorted(self.at, byte))
+        part = self.among(np.arange(first, min(first + _BLOCK_ENTRIES, len(self.at))))
+        part.rows, part.values = None, []
+        return part
+
+    def among(self, rows: Longs) -> _Scan:
+        """A walk over some of the entries."""
+        part = copy(self)
+        part.rows, part.at, part.good = rows, self.at[rows], self.good[rows]
+        return part
+
+    def join(self, part: _Scan) -> None:
+        """Go on from where a walk over some entries has come to."""
+        self.at[part.rows], self.good[part.rows] = part.at, part.good
+
+    def drop_bad(self) -> None:
+        """Look at those no more that are no entries."""
+        self.at, self.good = self.at[self.good], self.good[self.good]
+
+    def literal(self, opcodes: bytes) -> None:
+        """Exactly these opcodes."""
+        self.good &= self._begins(self.at, opcodes)
+        self._go(np.int64(len(opcodes)))
+
+    def optional(self, opcodes: bytes) -> Flags:
+        """These opcodes, or not; says which entries have them."""
+        there = self._begins(self.at, opcodes)
+        self._go(there * np.int64(len(opcodes)))
+        return there
+
+    def one_of(self, opcodes: bytes) -> Bytes:
+        """One of these opcodes, none of which has an argument; says which."""
+        opcode = self.bytes[self.at]
+        self.good &= _set(opcodes)[opcode]
+        self._go(np.int64(1))
+        return opcode
+
+    def simple(self, opcodes: bytes) -> None:
+        """A value of one of these opcodes; ``\\x8c`` is a text that is stored in the memo."""
+        opcode = self.bytes[self.at]
+        nbytes = _BYTES_OF[opcode]
+        for counted, more_bytes in ((_TEXT, 3), (_LONG, 2)):
+            rows = np.flatnonzero(opcode == counted)
+            nbytes[rows] = more_bytes + self.bytes[self.at[rows] + 1]
+        self.good &= _set(opcodes)[opcode]
+        self._value(nbytes, opcode)
+
+    def shape(self, number: bytes | None) -> Flags:
+        """``None``, a reference, or a tuple of numbers that is stored in the memo; says where it is not ``None``.
+
+        ``number`` is how a numpy number begins, up to its eight bytes.
+        """
+        opcode = self.bytes[self.at]
+        nbytes = _BYTES_OF[opcode]
+        spelled = _NUMBERS[opcode] | (opcode == ord("("))
+        if number is not None:
+            spelled |= self._begins(self.at, number)
+        rows = np.flatnonzero(spelled)
+        nbytes[rows] = self._tuple_bytes(self.at[rows], number)
+        self.good &= (nbytes > 0) & _set(b"N)hj(KMJ\x8a")[opcode]
+        self._value(nbytes, opcode)
+        return opcode != ord("N")
+
+    def _tuple_bytes(self, start: Longs, number: bytes | None) -> Longs:
+        """Bytes of the tuples that begin at ``start``; 0 where there is none that can be walked over."""
+        found = np.zeros(len(start), dtype=np.int64)
+        at = start + (self.bytes[start] == ord("("))
+        rows = np.arange(len(start))
+        for _ in range(_MAX_NUMBERS + 1):
+            opcode = self.bytes[at]
+            ends = np.flatnonzero(_TUPLE_ENDS[opcode])
+            found[rows[ends]] = at[ends] + 2 - start[rows[ends]]
+            nbytes = np.where(_NUMBERS[opcode], _BYTES_OF[opcode], 0)
+            longs = np.flatnonzero(opcode == _LONG)
+            nbytes[longs] = 2 + self.bytes[at[longs] + 1]
+            if number is not None:
+                nbytes[self._begins(at, number)] = len(number) + 8 + len(_NUMPY_NUMBER_TAIL)
+            on = np.flatnonzero(nbytes)
+            if not len(on):
+                break
+            at, rows = np.minimum(at[on] + nbytes[on], self.size), rows[on]
+        return found
+
+    def _begins(self, at: Longs, opcodes: bytes) -> Flags:
+        there = np.ones(len(at), dtype=bool)
+        for first in range(0, len(opcodes), _WORD_BYTES):
+            word = opcodes[first : first + _WORD_BYTES]
+            there &= self.words[at + first] & _MASKS[len(word)] == np.uint64(int.from_bytes(word, "little"))
+        return there
+
+    def coded(self, start: Longs, nbytes: Longs, code: Callable[[bytes], int]) -> list[int]:
+        """``code`` of each byte string."""
+        return [
+            code(self.data[at : at + size]) for at, size in zip(start.tolist(), nbytes.tolist(), strict=True)
+        ]
+
+    def _value(self, nbytes: Longs, opcode: Bytes) -> None:
+        self.values.append(_Values(self.at, nbytes, opcode, self.rows))
+        self._go(nbytes)
+
+    def _go(self, nbytes: Longs | np.int64) -> None:
+        self.at = np.minimum(self.at + nbytes, self.size)
+
+
+_CACHE_BITS: Final = 15
+_MIX: Final = np.uint64(0x9E3779B97F4A7C15)
+"""An odd number that spreads words over the cache."""
+
+
+class _Cache:
+    """Codes of byte strings of up to so many words by their bytes: a table with one place for each hash."""
+
+    def __init__(self, words: int) -> None:
+        self.longest_bytes = words * _WORD_BYTES
+        self._words = np.zeros((words, 1 << _CACHE_BITS), dtype=np.uint64)
+        self._nbytes = np.zeros(1 << _CACHE_BITS, dtype=np.int64)
+        self._codes = np.zeros(1 << _CACHE_BITS, dtype=np.int32)
+
+    def find(self, scan: _Scan, start: Longs, nbytes: Longs, code: Callable[[bytes], int]) -> Ids:
+        """The code of each byte string; ``code`` tells those that are not known."""
+        words = []
+        mixed = nbytes.astype(np.uint64)
+        for first in range(0, int(nbytes.max(initial=0)), _WORD_BYTES):
+            left = np.clip(nbytes - first, 0, _WORD_BYTES) if first else np.minimum(nbytes, _WORD_BYTES)
+            words.append(scan.words[start + first] & _MASKS[left])
+            mixed = (mixed ^ words[-1]) * _MIX
+        place = (mixed >> np.uint64(64 - _CACHE_BITS)).astype(np.int64)
+        known = self._nbytes[place] == nbytes
+        for word, column in zip(words, self._words, strict=False):
+            known &= column[place] == word
+        found = self._codes[place]
+        rows = np.flatnonzero(~known)
+        if len(rows):
+            found[rows] = scan.coded(start[rows], nbytes[rows], code)
+            place = place[rows]
+            self._nbytes[place], self._codes[place] = nbytes[rows], found[rows]
+            for word, column in zip(words, self._words, strict=False):
+                column[place] = word[rows]
+        return found
+
+
+def _caches() -> tuple[_Cache, ...]:
+    return _Cache(2), _Cache(8)
+
+
+class _Entries(NamedTuple):
+    """What a walk has found; a column for each, in order. Only those that begin where an entry does are entries."""
+
+    last: int
+    """Where in the window the walk for the last one began, even if it led nowhere."""
+    begins: Longs
+    """Where in the window."""
+    ends: Longs
+    """Where the next entry begins, if one follows."""
+    breaks: Longs
+    """Entries that are not followed by the next one, ascending."""
+    kinds: Ids
+    ids: Ids
+    """Value ids, a row per value; of what is no reference to the memo."""
+    indexes: Ids
+    """Memo indexes, a row per value; -1 of what is no reference."""
+    highest: Ids
+    """Largest memo index of each."""
+    first_slot: Longs
+    """Where in ``slots`` begins what each stores in the memo; and where the last one's end."""
+    slots: Ids
 
 
 class _Rows:
@@ -250,16 +458,15 @@ class _Rows:
         self._last: Instance | None = None
         self._order: tuple[str, ...] = ()
         self._made_from: tuple[object, ...] = ()
-        self._pattern: re.Pattern[bytes] | None = None
-        self._literal_bytes = 0
-        self._groups: list[str] = []
-        """Attribute of which each group of the pattern is the value; then what the last one is."""
-        self._prefix_bytes: list[int] = []
-        """Length of what stands before the value in each group."""
+        self._known = False
+        """Whether all names are stored in the memo, without which no entry is known."""
+        self._scan: _Scan | None = None
+        """Of the window; a walk over the next entries goes out from it."""
+        self._entries: _Entries | None = None
         self._codes = _Codes(self._code)
+        self._caches = _caches()
         self._chunks = _Chunks()
-        self._nothing = self._chunks.add(_NONE, 0, ())
-        self._span_bytes = _FIRST_SPAN_BYTES
+        self._nothing = self._chunks.add(_NONE, ())
 
     def follow(self) -> Instance:
         """Take as many entries as look alike, from a new instance on; return the instance after them."""
@@ -282,10 +489,10 @@ class _Rows:
             self.owner = owner
         return self.owner is not None and owner is self.owner
 
-    # -- the pattern
+    # -- the entries of a window
 
     def _ready(self) -> bool:
-        """Make the pattern, and make it anew when a name has come to be stored elsewhere."""
+        """Whether it is known what an entry looks like; forget what was found when a name has come to be stored."""
         if not self._order and self._last is not None and self._last.state:
             names = tuple(self._last.state)
             if set(names) <= set(self.fields):
@@ -294,74 +501,135 @@ class _Rows:
             return False
         made_from = tuple(self.memo.names.get(name) for name in (*self._order, self.kind, "scalar", "i8"))
         if made_from != self._made_from:
-            self._made_from = made_from
-            known = None not in made_from[:-2] and self.machine.protocol == 4
-            self._pattern = self._compiled() if known else None
-        return self._pattern is not None
+            self._made_from, self._entries, self._caches = made_from, None, _caches()
+            self._codes.clear()
+            self._known = None not in made_from[:-2] and self.machine.protocol == 4
+        return self._known
 
-    def _compiled(self) -> re.Pattern[bytes] | None:
+    def _walk(self, scan: _Scan) -> tuple[Longs, Ids]:
+        """Walk over entries; where each begins, and of what kind it is."""
         names = self.memo.names
-        integer = _INT
+        number = None
         if "scalar" in names and "i8" in names:
-            number = _get(names["scalar"]) + _get(names["i8"])
-            integer += rb"|" + re.escape(number) + rb"C\x08.{8}\x94\x86\x94R\x94"
-        shape = rb"(?:%s){1,3}[\x85-\x87]\x94|%s|\)|\((?:%s){4,}t\x94" % (integer, _REF, integer)
-        values = {"tensor_key": rb"%s|%s" % (_TEXT, _REF), "dtype": rb"%s|%s" % (_TEXT, _REF),
-                  "replica_id": rb"N|%s" % integer}  # fmt: skip
-        self._groups, self._prefix_bytes, self._literal_bytes = [], [], 0
-        self._codes.clear()
-        pattern = self._literal(b"\x94}\x94(")
+            number = _get(names["scalar"]) + _get(names["i8"]) + b"C\x08"
         order = list(self._order)
+        scan.literal(b"\x94}\x94(" + _get(names[order[0]]))
+        scan.drop_bad()
+        begins = scan.at - 4 - len(_get(names[order[0]]))
         while order:
             name = order.pop(0)
-            pattern += self._literal(_get(names[name]))
-            if name != "is_flattened":
-                pattern += rb"(%s)" % values.get(name, shape + rb"|N")
-                self._group(name)
-                continue
-            # The flag and the range go together: one group.
-            if not order or order.pop(0) != "flattened_range":
-                return None
-            between = _get(names["flattened_range"])
-            pattern += rb"(\x89%sN|\x88%s(?:%s))" % (re.escape(between), re.escape(between), shape)
-            self._group("flattened_range", 1 + len(between))
-        return re.compile(pattern + self._tail(_get(names[self.kind])) + rb"|.+", re.DOTALL)
+            if name != self._order[0]:
+                scan.literal(_get(names[name]))
+            if name in ("tensor_key", "dtype"):
+                scan.simple(b"\x8chj")
+            elif name == "replica_id":
+                scan.simple(b"NKMJ\x8a")
+            elif name != "is_flattened":
+                scan.shape(number)
+            elif order and order.pop(0) == "flattened_range":
+                flag = scan.one_of(b"\x88\x89")
+                scan.literal(_get(names["flattened_range"]))
+                scan.good &= scan.shape(number) == (flag == 0x88)
+            else:  # the flag and the range go together
+                scan.good[:] = False
+                break
+        kinds = self._tail(scan)
+        scan.literal(_get(names[self.kind]) + b")\x81")
+        return begins, kinds
 
-    def _group(self, name: str, prefix_bytes: int = 0) -> None:
-        self._groups.append(name)
-        self._prefix_bytes.append(prefix_bytes)
-
-    def _literal(self, opcodes: bytes) -> bytes:
-        self._literal_bytes += len(opcodes)
-        return re.escape(opcodes)
-
-    def _tail(self, class_: bytes) -> bytes:
-        """What follows the attributes, up to the next new instance of ``class_``; with one group."""
+    def _tail(self, scan: _Scan) -> Ids:
+        """Walk over what follows the attributes, up to the next new instance; a value, and kinds of what it is."""
         raise NotImplementedError
+
+    def _slots(self, kinds: Ids) -> Ids:
+        """Chunks of what the tails of these kinds store in the memo after their value."""
+        return np.full(len(kinds), self._nothing, dtype=np.int32)
+
+    def _entries_from(self, scan: _Scan) -> _Entries:
+        """What a walk finds."""
+        last = int(scan.at[-1]) if len(scan.at) else scan.size
+        begins, kinds = self._walk(scan)
+        good = np.flatnonzero(scan.good)
+        place = np.cumsum(scan.good) - 1
+        codes = np.full((len(scan.values) + 1, len(good)), self._nothing, dtype=np.int32)
+        for column, value in zip(codes, scan.values, strict=False):
+            rows = good if value.rows is None else np.flatnonzero(scan.good[value.rows])
+            column[... if value.rows is None else place[value.rows[rows]]] = self._coded(scan, value, rows)
+        codes[-1] = self._slots(kinds[good])
+        sound = np.flatnonzero((codes != _BAD).all(axis=0))
+        if len(sound) < len(good):
+            good, codes = good[sound], codes[:, sound]
+        begins, ends = begins[good], scan.at[good]
+        refers = codes < _BAD
+        indexes = np.where(refers, -2 - codes, -1)
+        slots, first_slot, ids = self._stored(np.where(refers, self._nothing, codes))
+        return _Entries(
+            last=last,
+            begins=begins,
+            ends=ends,
+            breaks=np.flatnonzero(np.r_[begins[1:] != ends[:-1], True][: len(begins)]),
+            kinds=kinds[good].astype(np.int32),
+            ids=ids,
+            indexes=indexes,
+            highest=indexes.max(axis=0),
+            first_slot=first_slot,
+            slots=slots,
+        )
+
+    def _coded(self, scan: _Scan, values: _Values, rows: Longs) -> Ids:
+        """Codes of the values in some rows."""
+        start, nbytes, opcode = values.start, values.nbytes, values.opcode
+        if len(rows) < len(start):
+            start, nbytes, opcode = start[rows], nbytes[rows], opcode[rows]
+        short = opcode == ord("h")
+        refers = (short | (opcode == ord("j"))) & (nbytes <= _LONGEST_REFERENCE_BYTES)
+        codes = np.empty(len(start), dtype=np.int32)
+        if refers.any():
+            argument = scan.words[start] >> np.uint64(8)
+            index = np.where(short, argument & _MASKS[1], argument & _MASKS[4]).astype(np.int64)
+            codes[:] = np.where(((index < 256) == short) & (index < _MAX_INDEX), -2 - index, _BAD)
+        spelled = np.flatnonzero(~refers)
+        for cache in self._caches:
+            if not len(spelled):
+                return codes
+            fits = nbytes[spelled] < cache.longest_bytes
+            these, spelled = spelled[fits], spelled[~fits]
+            codes[these] = cache.find(scan, start[these], nbytes[these], self._codes.__getitem__)
+        codes[spelled] = scan.coded(start[spelled], nbytes[spelled], self._codes.__getitem__)
+        return codes
+
+    def _stored(self, chunks: Ids) -> tuple[Ids, Longs, Ids]:
+        """What entries store in the memo: all of it in order, and where it begins for each; then their value ids."""
+        table = self._chunks.table()
+        counts = table.counts[chunks]
+        first_slot = np.r_[0, np.cumsum(counts.sum(axis=0) + len(_NEW_SLOTS))]
+        slots = np.full(int(first_slot[-1]), _OPAQUE, dtype=np.int32)
+        at = first_slot[:-1] + len(_NEW_SLOTS)
+        for chunk, count in zip(chunks, counts, strict=True):
+            rows = np.flatnonzero(count)
+            lengths = count[rows]
+            within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            slots[np.repeat(at[rows], lengths) + within] = table.slots[
+                np.repeat(table.starts[chunk[rows]], lengths) + within
+            ]
+            at[rows] += lengths
+        return slots, first_slot, table.values[chunks]
 
     # -- distinct values
 
     def _code(self, raw: bytes) -> int:
-        """Code of what one group matched. What groups of different kinds match is never the same."""
-        if _is_reference(raw):
-            return _reference(raw)
-        if raw[0] == 0x8C:
-            return self._text(raw)
-        if raw[0] in b"\x88\x89":  # is_flattened, with flattened_range behind it
-            prefix_bytes = max(self._prefix_bytes)
-            if _is_reference(raw[prefix_bytes:]):
-                return _reference(raw[prefix_bytes:])
-            return self._taken_apart(raw, prefix_bytes)
-        return self._taken_apart(raw, 0)
+        """The chunk that a byte string is."""
+        return self._text(raw) if raw[0] == _TEXT else self._taken_apart(raw)
 
     def _text(self, raw: bytes) -> int:
-        if raw[1] != len(raw) - 3:
+        text = raw[2:-1]
+        if raw[-1:] != b"\x94" or not text.isascii():
             return _BAD
-        value = self.memo.add(raw[2:-1].decode("ascii"))
-        return self._chunks.add(value, len(raw), (value,))
+        value = self.memo.add(text.decode("ascii"))
+        return self._chunks.add(value, (value,))
 
-    def _taken_apart(self, raw: bytes, skipped_bytes: int) -> int:
-        machine = _ChunkMachine(self.machine, self.memo, raw[skipped_bytes:])
+    def _taken_apart(self, raw: bytes) -> int:
+        machine = _ChunkMachine(self.machine, self.memo, raw)
         try:
             root, _ = machine.run()
         except FormatError:  # it is taken opcode by opcode then, and refused there if it must be
@@ -369,79 +637,51 @@ class _Rows:
         if not isinstance(root, tuple) or len(root) != 1:
             return _BAD
         slots = [self.memo.add(value) for value in machine.stored]
-        return self._chunks.add(self.memo.add(root[0]), len(raw), slots)
+        return self._chunks.add(self.memo.add(root[0]), slots)
 
     # -- rows
 
     def _take(self) -> bool:
-        """Take the next run of entries; say whether there may be more of it."""
-        if self._pattern is None:
-            return False
+        """Take the entries that follow one another from here on; say whether there were any."""
         data, at = self.machine.window.ahead
-        rows = self._pattern.findall(data, at, min(at + self._span_bytes, len(data)))
-        if rows and not rows[-1][-1]:  # the rest of the span, which no entry matched
-            rows.pop()
-        taken = self._absorb(rows) if rows else 0
-        if taken < len(rows):
-            self._span_bytes = _FIRST_SPAN_BYTES
+        if self._scan is None or self._scan.data is not data:
+            self._scan, self._entries = _Scan(data), None
+        if self._entries is None or at > self._entries.last:
+            self._entries = self._entries_from(self._scan.block(at))
+        found, memo = self._entries, self.memo
+        first = int(np.searchsorted(found.begins, at))
+        if first == len(found.begins) or found.begins[first] != at:
             return False
-        self._span_bytes = min(self._span_bytes * 4, _LAST_SPAN_BYTES)
-        return taken > 0
+        stop = 1 + int(found.breaks[np.searchsorted(found.breaks, first)])
+        first_index = len(memo) + found.first_slot[first:stop] - found.first_slot[first]
+        wrong = (found.highest[first:stop] >= first_index) | self._misplaced(found.kinds[first:stop])
+        if wrong.any():
+            stop = first + int(wrong.argmax())
+        if stop == first:
+            return False
+        memo.extend(found.slots[found.first_slot[first] : found.first_slot[stop]])
+        ids, indexes = found.ids[:, first:stop].copy(), found.indexes[:, first:stop]
+        refers = indexes >= 0
+        ids[refers] = memo.ids_at(indexes[refers])
+        self.machine.window.skip(int(found.ends[stop - 1]) - at)
+        self._keep(ids, found.kinds[first:stop])
+        return True
 
-    def _absorb(self, rows: list[tuple[bytes, ...]]) -> int:
-        """Take these entries up to the first that must be taken opcode by opcode; return how many."""
-        groups = len(self._groups)
-        found = map(self._codes.__getitem__, chain.from_iterable(rows))
-        codes = np.fromiter(found, np.int32, len(rows) * groups).reshape(-1, groups)
-        table = self._chunks.table()
-        chunk = np.where(codes < 0, self._nothing, codes)
-        counts = table.counts[chunk]
-        stored = counts.sum(axis=1) + len(_NEW_SLOTS)
-        first_index = len(self.memo) + np.cumsum(stored) - stored
-        refers = codes < _BAD
-        indexes = -2 - codes
-        bad = (codes == _BAD) | (refers & (indexes >= first_index[:, None]))
-        wrong = np.flatnonzero(bad.any(axis=1) | self._misplaced(table.kinds[chunk[:, -1]]))
-        taken = int(wrong[0]) if len(wrong) else len(rows)
-        if not taken:
-            return 0
-        codes, refers, indexes, chunk = codes[:taken], refers[:taken], indexes[:taken], chunk[:taken]
-        self.memo.extend(_stored(chunk, counts[:taken], table))
-        ids = table.values[chunk]
-        ids[refers] = self.memo.ids_at(indexes[refers])
-        refer_bytes = np.where(indexes < 256, 2, 5) + np.array(self._prefix_bytes)
-        nbytes = int(np.where(refers, refer_bytes, table.lengths[chunk]).sum())
-        kinds = table.kinds[chunk[:, -1]]
-        del table  # the chunks cannot grow while they are viewed
-        self.machine.window.skip(nbytes + taken * self._literal_bytes)
-        self._keep(ids, kinds)
-        return taken
-
-    def _misplaced(self, kinds: Ids) -> npt.NDArray[np.bool_]:
+    def _misplaced(self, kinds: Ids) -> Flags:
         """Rows whose tail cannot follow the row before."""
         return np.zeros(len(kinds), dtype=bool)
 
     def _keep(self, ids: Ids, kinds: Ids) -> None:
-        """Keep rows of value ids, a column per group."""
+        """Keep rows of value ids, a row per value."""
         raise NotImplementedError
 
     def _columns(self, ids: Ids) -> list[Ids]:
         """The columns of ``fields``, the default where an entry does not say."""
-        found = {name: ids[:, i] for i, name in enumerate(self._groups)}
-        default = np.full(len(ids), _NONE, dtype=np.int32)
+        found = dict(zip((name for name in self._order if name != "is_flattened"), ids, strict=False))
+        default = np.full(ids.shape[1], _NONE, dtype=np.int32)
         flat = found.get("flattened_range", default)
         found["is_flattened"] = np.where(flat == _NONE, _FALSE, _TRUE).astype(np.int32)
         return [found.get(name, default) for name in self.fields]
-
-
-def _stored(chunk: Ids, counts: Ids, table: _Table) -> Ids:
-    """What rows of chunks store in the memo, in order: the instance and its dict, then what is in them."""
-    counts = np.column_stack([np.full(len(chunk), len(_NEW_SLOTS)), counts]).ravel()
-    starts = np.column_stack([np.zeros(len(chunk), np.int64), table.starts[chunk]]).ravel()
-    some = np.flatnonzero(counts)
-    counts, starts = counts[some], starts[some]
-    first = np.repeat(starts - (np.cumsum(counts) - counts), counts)
-    return table.slots[first + np.arange(len(first))]
 
 
 class IndexRows(_Rows):
@@ -453,12 +693,14 @@ class IndexRows(_Rows):
         marks, items = self.machine.marks, self.machine.stack
         return bool(marks and marks[-1]) and len(items) % 2 == 0 and self._owned_by(marks[-1][-1])
 
-    def _tail(self, class_: bytes) -> bytes:
-        self._group("file")
-        return self._literal(b"ub") + rb"(%s|%s)" % (_TEXT, _REF) + self._literal(class_ + b")\x81")
+    def _tail(self, scan: _Scan) -> Ids:
+        scan.literal(b"ub")
+        scan.simple(b"\x8chj")
+        scan.optional(_BATCH)
+        return np.zeros(len(scan.at), dtype=np.int32)
 
     def _keep(self, ids: Ids, kinds: Ids) -> None:
-        self._found.append([*self._columns(ids), ids[:, -1]])
+        self._found.append([*self._columns(ids), ids[-2]])
 
 
 class PieceRows(_Rows):
@@ -470,11 +712,10 @@ class PieceRows(_Rows):
 
     kind, fields = PIECE, PIECE_FIELDS
     _GOES_ON, _MANY_MANY, _MANY_ONE, _ONE_MANY, _ONE_ONE = range(5)
-    _KINDS: Final = {(b"e", True): 1, (b"e", False): 2, (b"a", True): 3, (b"a", False): 4}
 
     def __init__(self, machine: Machine, memo: Memo) -> None:
         super().__init__(machine, memo)
-        self._class = b""
+        self._list = self._chunks.add(_NONE, (_OPAQUE,))
         self.keys: list[int] = []
         """Value ids of the keys whose lists were taken from their first piece to their last."""
 
@@ -496,23 +737,23 @@ class PieceRows(_Rows):
         """The stack with keys and lists in turn."""
         return self.machine.marks[-1] if self._is_marked() else self.machine.stack
 
-    def _tail(self, class_: bytes) -> bytes:
-        self._group("tail")
-        self._class = class_
-        head = rb"[ea]%s\]\x94\(?" % _TEXT
-        return self._literal(b"ub") + rb"((?:%s)?%s)" % (head, re.escape(class_ + b")\x81"))
+    def _tail(self, scan: _Scan) -> Ids:
+        scan.literal(b"ub")
+        opcode = scan.bytes[scan.at]
+        ended = np.flatnonzero(_set(b"ea")[opcode])
+        kinds = np.full(len(opcode), self._GOES_ON, dtype=np.int32)
+        part = scan.among(ended)
+        part.one_of(b"ea")
+        part.optional(_BATCH)
+        part.simple(b"\x8c")
+        part.literal(b"]\x94")
+        many = part.optional(b"(")
+        kinds[ended] = np.where(opcode[ended] == ord("e"), self._MANY_ONE, self._ONE_ONE) - many
+        scan.join(part)
+        return kinds
 
-    def _code(self, raw: bytes) -> int:
-        head = raw.removesuffix(self._class + b")\x81")
-        if head == raw or (head and head[0] not in b"ea"):  # with which no value begins
-            return super()._code(raw)
-        if not head:
-            return self._chunks.add(_NONE, len(raw), (), self._GOES_ON)
-        text, _, mark = head[1:].rpartition(b"]\x94")
-        if text[1] != len(text) - 3:
-            return _BAD
-        key = self.memo.add(text[2:-1].decode("ascii"))
-        return self._chunks.add(key, len(raw), (key, _OPAQUE), self._KINDS[head[:1], mark == b"("])
+    def _slots(self, kinds: Ids) -> Ids:
+        return np.where(kinds == self._GOES_ON, self._nothing, self._list).astype(np.int32)
 
     def _misplaced(self, kinds: Ids) -> npt.NDArray[np.bool_]:
         comes_from_many = kinds <= self._MANY_ONE
@@ -523,9 +764,9 @@ class PieceRows(_Rows):
     def _keep(self, ids: Ids, kinds: Ids) -> None:
         begins = np.flatnonzero(kinds != self._GOES_ON)
         # The key of a row is that of the last list that began before it.
-        bounds = [0, *(begins + 1).tolist(), len(ids)]
+        bounds = [0, *(begins + 1).tolist(), len(kinds)]
         lengths = np.diff(bounds)
-        own = [self.memo.add(self._outer()[-2]), *ids[begins, -1].tolist()]
+        own = [self.memo.add(self._outer()[-2]), *ids[-2, begins].tolist()]
         key = np.repeat(np.array(own, dtype=np.int32), lengths)
         self._found.append([key, *self._columns(ids)])
         if len(begins):
