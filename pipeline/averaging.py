@@ -173,7 +173,7 @@ def with_average(
         mixtures,
         borrowed=len(tensors) - len(own.tensors) - len(mixed),
     )
-    return replace(last, catalog=catalog, own_files=last.own_files, has_ema=True)
+    return replace(last, catalog=catalog, has_ema=True)
 
 
 def _part(catalog: Catalog, averaged: Sequence[tuple[str, str]]) -> Catalog:
@@ -186,7 +186,8 @@ def _check_same_model(one: Checkpoint, location: str, last: Checkpoint, last_loc
         if tensor is None:
             return "not there"
         master = " with a master weight" if tensor.master else ""
-        return f"{tensor.dtype.name} {tensor.global_shape}{master}"
+        tied = f", tied to {tensor.tied_to}" if tensor.tied_to else ""
+        return f"{tensor.dtype.name} {tensor.global_shape}{master}{tied}"
 
     ours, theirs = ({t.key: t for t in checkpoint.model.tensors} for checkpoint in (one, last))
     for key in ours | theirs:
@@ -367,6 +368,8 @@ def plan_average(
     locations = [store.location for store in stores]
     series = Series(tuple(stores[:-1]), stores[-1], _said(weighting, stores))
     checkpoint = with_average(checkpoints, locations, weighting)
+    own_files = checkpoint.own_files | series.sizes().keys() - stores[-1].sizes().keys() - {AVERAGE}
+    checkpoint = replace(checkpoint, own_files=own_files)
     return plan_checkpoint(series, checkpoint, request, sinks.limits(series))
 
 

@@ -75,6 +75,18 @@ def test_a_comparison_stays_below_its_budget(single_card: Path, sharded: Path) -
     assert 100 * MIB < most <= 256 * MIB
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_average_stays_below_its_budget(
+    dtype: str, single_card: Path, sharded: Path, target: Path
+) -> None:
+    """In bfloat16 it is made in float32 beside the parts that it goes into."""
+    how = ["--decay", "0.5", "--format", "huggingface", "--dtype", dtype]
+    (most,) = run_watched(
+        ["ema", single_card, sharded, target, *how, "--memory", "256MiB", "--quiet"]
+    ).values()
+    assert 100 * MIB < most <= 256 * MIB
+
+
 def test_workers_of_a_cluster_stay_below_their_budget(sharded: Path, target: Path) -> None:
     most = run_watched(
         [

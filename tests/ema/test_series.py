@@ -1,0 +1,258 @@
+"""The average of a series of checkpoints, against NumPy's float32 arithmetic on the truth."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import paddle_reshard
+from paddle_reshard.pipeline.cli import cli
+from paddle_reshard.pipeline.ema import AsyncEma, Weights
+from paddle_reshard.pipeline.errors import CheckpointError, DriftError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.planning import plan as planning
+from tests import oracle
+from tests.conftest import REPO, case_directory
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # the import of Paddle warns about a missing ccache
+    import paddle
+
+CASE = "mp2pp2sh2_s1v2_meta_ema"
+SCALES = (1.7, -0.3, 1.0)
+"""What the weights of the case are multiplied with in each checkpoint of the series."""
+MASTER, AVERAGE = ".w_0", ".ema_w_0"
+Tensors = dict[str, np.ndarray]
+
+
+def truth() -> Tensors:
+    return oracle.read_truth(case_directory(CASE) / "truth.safetensors")
+
+
+def scale_master_weights(checkpoint: Path, scale: float) -> None:
+    """Multiply all master weights in the files of a checkpoint; padding stays zero."""
+    for path in checkpoint.glob("optimizer*.pdopt"):
+        content = path.read_bytes()
+        for tensor in paddle.load(str(path))["master_weights"].values():
+            values = tensor.numpy()
+            if values.size:
+                content = content.replace(values.tobytes(), (values * np.float32(scale)).tobytes())
+        path.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def series(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three checkpoints of one model, each in another topology."""
+    folder, source = tmp_path_factory.mktemp("series"), case_directory(CASE) / "checkpoint-3"
+    paddle_reshard.convert(
+        source, folder / "checkpoint-1", to="tp=2,sharding=2", sharding_strategy="stage1v2"
+    )
+    paddle_reshard.convert(source, folder / "checkpoint-2", to="pp=2")
+    for place, scale in enumerate(SCALES[:2], 1):
+        scale_master_weights(folder / f"checkpoint-{place}", scale)
+    return [folder / "checkpoint-1", folder / "checkpoint-2", source]
+
+
+def weights() -> list[Tensors]:
+    """The master weights of every checkpoint of the series, by key."""
+    whole = {key.removesuffix(MASTER): value for key, value in truth().items() if key.endswith(MASTER)}
+    return [{key: value * np.float32(scale) for key, value in whole.items()} for scale in SCALES]
+
+
+def by_decay(decay: float) -> Tensors:
+    keep, take = np.float32(decay), np.float32(1 - decay)
+    first, *others = weights()
+    for values in others:
+        first = {key: keep * first[key] + take * values[key] for key in first}
+    return first
+
+
+def by_weights(given: Sequence[float]) -> Tensors:
+    found: Tensors = {}
+    for weight, values in zip(given, weights(), strict=True):
+        for key, value in values.items():
+            product = value * np.float32(weight)
+            found[key] = found[key] + product if key in found else product
+    return found
+
+
+@pytest.fixture
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many groups, and several passes in most of them."""
+    monkeypatch.setattr(planning, "GROUP_BYTES", 40_000)
+    monkeypatch.setattr(planning, "PASS_BYTES", 4_000)
+
+
+@pytest.mark.usefixtures("small_groups")
+@pytest.mark.parametrize(
+    ("to", "strategy"), [("tp=1", None), ("tp=2,pp=2,sharding=2", "stage1v2"), ("sharding=3", "stage3")]
+)
+def test_the_last_checkpoint_with_the_average_of_all(
+    series: list[Path], to: str, strategy: str | None, tmp_path: Path
+) -> None:
+    report = paddle_reshard.average(series, tmp_path / "made", decay=0.7, to=to, sharding_strategy=strategy)
+    assert report.plan.plan.bands["pass"].max() > 0
+    expected = truth() | {f"{key}{AVERAGE}": value for key, value in by_decay(0.7).items()}
+    oracle.assert_same_tensors(oracle.read_checkpoint(tmp_path / "made", oracle.shapes_of(truth())), expected)
+    said = json.loads((tmp_path / "made" / "ema.json").read_bytes())
+    assert (said["decay"], said["updates"], said["step"], said["divide_by"]) == (0.7, 3, 3, 1.0)
+
+
+def test_it_is_what_the_average_beside_training_would_have_been() -> None:
+    held: Tensors = {}
+    with AsyncEma(lambda: Weights(held), decay=0.7) as ema:
+        for step, values in enumerate(weights(), 1):
+            held.update(values)
+            ema.update(step)
+        state = ema.state().master_weights
+        oracle.assert_same_tensors({k: np.array(v) for k, v in state.items()}, by_decay(0.7))
+
+
+GIVEN = {"weights": (0.5, 0.2, 0.3), "uniform": (1 / 3, 1 / 3, 1 / 3)}
+
+
+@pytest.mark.usefixtures("small_groups")
+@pytest.mark.parametrize("dtype", [None, "float16", "float32"])
+@pytest.mark.parametrize("how", GIVEN)
+def test_a_model_of_the_average_is_rounded_once(
+    series: list[Path], how: str, dtype: str | None, tmp_path: Path
+) -> None:
+    given = {how: list(GIVEN[how]) if how == "weights" else True}
+    paddle_reshard.average(series, tmp_path / "hf", **given, format="huggingface", dtype=dtype)
+    made = oracle.read_truth(tmp_path / "hf" / "model.safetensors")
+    rounded = {None: oracle.round_to_bfloat16, "float16": np.float16, "float32": np.float32}[dtype]
+    expected = {key: rounded(value) for key, value in by_weights(GIVEN[how]).items()}
+    made = {key: np.ascontiguousarray(value.T) if "_proj" in key else value for key, value in made.items()}
+    oracle.assert_same_tensors(made, expected)
+
+
+def test_float32_parameters_without_master_weights(tmp_path: Path) -> None:
+    case = case_directory("sh2_s1v1_meta_fp32")
+    source = case / "checkpoint-3"
+    paddle_reshard.average([source, source], tmp_path / "made", weights=[0.3, 0.7], to="tp=2")
+    values = oracle.read_truth(case / "truth.safetensors")
+    made = oracle.read_checkpoint(tmp_path / "made", oracle.shapes_of(values))
+    averages = {key: value for key, value in made.items() if key.endswith(".ema")}
+    assert len(averages) == len(oracle.shapes_of(values))
+    for key, value in averages.items():
+        whole = values[key.removesuffix(".ema")]
+        assert (value == whole * np.float32(0.3) + whole * np.float32(0.7)).all(), key
+
+
+SCRIPT = """
+import os, signal, sys
+import paddle_reshard
+from paddle_reshard.pipeline.planning import plan
+plan.GROUP_BYTES, plan.PASS_BYTES = 40_000, 4_000
+write, left = os.pwrite, 40
+def counted(*arguments):
+    global left
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return write(*arguments)
+os.pwrite = counted
+*sources, target = sys.argv[1:]
+paddle_reshard.average(sources, target, decay=0.7, to="tp=2,sharding=2", workers=1)
+"""
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_a_killed_average_is_gone_on_with(series: list[Path], tmp_path: Path) -> None:
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    done = subprocess.run([sys.executable, "-c", SCRIPT, *series, killed], cwd=REPO, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    options = {"decay": 0.7, "to": "tp=2,sharding=2"}
+    with pytest.raises(paddle_reshard.ReshardError, match="resume"):
+        paddle_reshard.average(series, killed, **options)
+    report = paddle_reshard.average(series, killed, **options, resume=True)
+    assert 0 < report.moved.resumed_groups < report.plan.plan.groups
+    paddle_reshard.average(series, whole, **options)
+    assert {p.name: p.read_bytes() for p in killed.iterdir()} == {
+        p.name: p.read_bytes() for p in whole.iterdir()
+    }
+
+
+def test_another_checkpoint_in_the_series_is_another_conversion(series: list[Path], tmp_path: Path) -> None:
+    one, two, three = series
+    options = {"decay": 0.7, "to": "tp=1"}
+    subprocess.run([sys.executable, "-c", SCRIPT, one, two, three, tmp_path / "made"], cwd=REPO, timeout=120)
+    with pytest.raises(paddle_reshard.ReshardError, match=r"cannot be resumed: SRC0/"):
+        paddle_reshard.average([two, one, three], tmp_path / "made", **options, resume=True)
+
+
+def test_what_is_no_series_is_refused(series: list[Path], tmp_path: Path) -> None:
+    def refused(
+        error: type[Exception], message: str, sources: Sequence[Path] = series, **options: object
+    ) -> None:
+        with pytest.raises(error, match=message):
+            paddle_reshard.average(sources, tmp_path / "made", **{"to": "tp=1", **options})
+        assert not (tmp_path / "made").exists()
+
+    refused(UsageError, "one of --decay, --weights and --uniform")
+    refused(UsageError, "one of --decay, --weights and --uniform", decay=0.5, uniform=True)
+    refused(UsageError, "at least two", series[:1], uniform=True)
+    refused(UsageError, "2 weights are given for 3", weights=[0.5, 0.5])
+    refused(UsageError, r"add up to 0\.8", weights=[0.5, 0.2, 0.1])
+    refused(UsageError, "add up to nan", weights=[0.5, float("nan"), 0.5])
+    refused(UsageError, "decay 1 must be", decay=1)
+    refused(
+        UsageError,
+        "an average goes out as --state ema",
+        to=None,
+        format="huggingface",
+        state="param",
+        decay=0.5,
+    )
+    other = case_directory("mp2_tied") / "checkpoint-3"
+    refused(CheckpointError, "only checkpoints of one model", [other, series[-1]], uniform=True)
+
+
+def test_copies_that_differ_in_any_of_them_are_found(series: list[Path], tmp_path: Path) -> None:
+    drifted = tmp_path / "checkpoint-1"
+    shutil.copytree(series[0], drifted)
+    norm = truth()["model.norm.weight.w_0"] * np.float32(SCALES[0])
+    (path,) = (p for p in drifted.glob("optimizer.tp01_*") if norm.tobytes() in p.read_bytes())
+    path.write_bytes(path.read_bytes().replace(norm.tobytes(), (norm * 2).tobytes()))
+    with pytest.raises(DriftError, match=r"model\.norm\.weight \(master_weight of .*checkpoint-1\)"):
+        paddle_reshard.average([drifted, series[-1]], tmp_path / "made", decay=0.5, to="tp=1")
+
+
+def test_an_average_of_an_average_beside_training_goes_on(series: list[Path], tmp_path: Path) -> None:
+    paddle_reshard.average(series, tmp_path / "checkpoint-3", decay=0.7, to="tp=1")
+    key, whole = "model.norm.weight", by_decay(0.7)["model.norm.weight"]
+    pieces = paddle_reshard.RankPieces({"w": paddle_reshard.Piece(key, whole.shape)})
+    with AsyncEma(lambda: Weights({"w": np.zeros(whole.shape, np.float32)}), decay=0.7) as ema:
+        ema.load(tmp_path / "checkpoint-3", pieces)
+        assert np.asarray(ema.state().master_weights["w"]).tobytes() == whole.tobytes()
+        assert (ema.progress.updates, ema.progress.step) == (3, 3)
+
+
+def test_the_command(series: list[Path], tmp_path: Path) -> None:
+    places = [*map(str, series), str(tmp_path / "made")]
+    ran = CliRunner().invoke(cli, ["ema", *places, "--weights", "0.5,0.2,0.3", "--to", "tp=1", "--json"])
+    assert ran.exit_code == 0, ran.output
+    assert json.loads(ran.stdout)["moved"]["groups"] > 0
+    made = oracle.read_checkpoint(tmp_path / "made", oracle.shapes_of(truth()))
+    expected = by_weights(GIVEN["weights"])
+    assert all(made[f"{key}{AVERAGE}"].tobytes() == value.tobytes() for key, value in expected.items())
+    assert CliRunner().invoke(cli, ["ema", *places, "--weights", "x", "--to", "tp=1"]).exit_code == 2
+
+
+def test_devices_that_may_round_otherwise_are_not_asked() -> None:
+    from paddle_reshard.pipeline.catalog import Term
+    from paddle_reshard.tasks.device import Box, PaddleMover
+
+    mover = PaddleMover("cpu")
+    box = Box(mover.zeros(8), 0, np.dtype("<f4"), (2,), (4,))
+    with pytest.raises(UnsupportedError, match="averages are computed on the CPU"):
+        mover.mix(box, box, Term(0, 0.5, 0.5), first=False)
