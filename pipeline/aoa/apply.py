@@ -73,6 +73,8 @@ def apply_aoa(
     PlanError
         Naming file, line and tensor: one that does not exist, is made twice, is not used, or does not fit what is
         done with it; a cast that would round twice.
+    UnsupportedError
+        If tensors of the source are mixed of others.
     """
     source = Source(catalog)
     run = Run(source, program, wanted, source_blocks or {}, target_blocks or {})

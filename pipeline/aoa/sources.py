@@ -8,7 +8,7 @@ import numpy as np
 
 from paddle_reshard.pipeline.aoa.values import Value, source_value
 from paddle_reshard.pipeline.catalog import Catalog
-from paddle_reshard.pipeline.errors import PlanError
+from paddle_reshard.pipeline.errors import PlanError, UnsupportedError
 from paddle_reshard.pipeline.tensors import ACCUMULATORS, DTYPES, PARAM
 
 
@@ -24,9 +24,16 @@ class Source:
     ------
     PlanError
         If a name means two tensors.
+    UnsupportedError
+        If tensors are computed of others.
     """
 
     def __init__(self, catalog: Catalog) -> None:
+        if catalog.mixtures:
+            label = catalog.tensors[min(catalog.mixtures)].label
+            raise UnsupportedError(
+                f"{label}: it is mixed of others; apply AOA rules before tensors are mixed"
+            )
         self.catalog = catalog
         self.states: dict[str, dict[str, int]] = {}
         """Key → state → index into ``catalog.tensors``."""

@@ -1,12 +1,14 @@
 """What becomes of the states, the single numbers, the casts and the other names of a tensor."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from paddle_reshard.pipeline.aoa.apply import AoaOutcome, apply_aoa
 from paddle_reshard.pipeline.aoa.language import parse_aoa
-from paddle_reshard.pipeline.catalog import Catalog, check_catalog
-from paddle_reshard.pipeline.errors import PlanError
+from paddle_reshard.pipeline.catalog import Catalog, Mixture, Term, check_catalog
+from paddle_reshard.pipeline.errors import PlanError, UnsupportedError
 from paddle_reshard.pipeline.planning.match import COMPARE, MOVE, plan_ops
 from tests.aoa.arrays import Arrays, gather, stored, trained
 from tests.oracle import round_to_bfloat16
@@ -181,6 +183,13 @@ def test_a_tied_tensor_stays_one() -> None:
     assert both["head", "moment2"][0].tobytes() == both["embed", "moment2"][0].tobytes()
     reversed_copy = parse_aoa("embed -> embed\nembed -> head", "rules.aoa").reversed()
     assert apply_aoa(catalog, reversed_copy).catalog.tensors[0].key == "embed"
+
+
+def test_tensors_that_are_mixed() -> None:
+    catalog, _ = stored(trained(PAIR, RNG), RNG)
+    mixed = replace(catalog, mixtures={1: Mixture((Term(1, 0.0, 1.0),), 0.5)})
+    with pytest.raises(UnsupportedError, match="apply AOA rules before tensors are mixed"):
+        apply(JOIN, mixed)
 
 
 def test_averages_follow() -> None:
