@@ -13,9 +13,11 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+import paddle_reshard
 from paddle_reshard.clusters import ray_cluster
 from paddle_reshard.clusters.inline import run_inline
 from paddle_reshard.clusters.ray_cluster import ATTEMPTS, RayEngine
+from paddle_reshard.pipeline.averaging import plan_average
 from paddle_reshard.pipeline.errors import (
     ClusterError,
     DriftError,
@@ -24,9 +26,10 @@ from paddle_reshard.pipeline.errors import (
     UnsupportedError,
     UsageError,
 )
+from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.planning.ops import COMPARE
 from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
-from paddle_reshard.pipeline.workflow import Engine, run_conversion
+from paddle_reshard.pipeline.workflow import Engine, ignore_events, run_conversion
 from paddle_reshard.storage.local import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.store import Identity
@@ -41,6 +44,7 @@ from tests.cluster.faults import (
     Watched,
 )
 from tests.conftest import REPO, committed_case
+from tests.ema.scaled import scale_master_weights
 
 BUDGET_BYTES = 64 << 20
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -74,6 +78,25 @@ def test_exchanged(conversion: Conversion, exchanged: list[int]) -> None:
     several = sum(len(work.bands) > 1 for work in plan_work(conversion.plan.plan))
     assert several > 20
     assert exchanged == [2] * several
+
+
+@pytest.mark.parametrize("exchange", ["never", "always"])
+def test_an_average_of_a_series(
+    exchange: str, tmp_path: Path, exchanged: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "GROUP_BYTES", 100_000)
+    monkeypatch.setattr(planning, "PASS_BYTES", 10_000)
+    source = committed_case(CASE) / "checkpoint-3"
+    shutil.copytree(source, tmp_path / "checkpoint-1")
+    scale_master_weights(tmp_path / "checkpoint-1", 1.7)
+    series = [tmp_path / "checkpoint-1", source]
+    options = {"decay": 0.7, "format": "huggingface"}
+    paddle_reshard.average(series, tmp_path / "inline", **options)
+    planned = plan_average(series, tmp_path / "ray", **options)
+    target = Outputs([LocalTarget(tmp_path / "ray", overwrite=False)])
+    run_conversion(planned, target, engine(exchange=exchange), ignore_events)
+    assert contents(tmp_path / "ray") == contents(tmp_path / "inline")
+    assert bool(exchanged) == (exchange == "always")
 
 
 @pytest.mark.parametrize("exchange", ["never", "always"])

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,10 +21,7 @@ from paddle_reshard.pipeline.errors import CheckpointError, DriftError, Unsuppor
 from paddle_reshard.pipeline.planning import plan as planning
 from tests import oracle
 from tests.conftest import REPO, case_directory
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # the import of Paddle warns about a missing ccache
-    import paddle
+from tests.ema.scaled import scale_master_weights
 
 CASE = "mp2pp2sh2_s1v2_meta_ema"
 SCALES = (1.7, -0.3, 1.0)
@@ -36,17 +32,6 @@ Tensors = dict[str, np.ndarray]
 
 def truth() -> Tensors:
     return oracle.read_truth(case_directory(CASE) / "truth.safetensors")
-
-
-def scale_master_weights(checkpoint: Path, scale: float) -> None:
-    """Multiply all master weights in the files of a checkpoint; padding stays zero."""
-    for path in checkpoint.glob("optimizer*.pdopt"):
-        content = path.read_bytes()
-        for tensor in paddle.load(str(path))["master_weights"].values():
-            values = tensor.numpy()
-            if values.size:
-                content = content.replace(values.tobytes(), (values * np.float32(scale)).tobytes())
-        path.write_bytes(content)
 
 
 @pytest.fixture(scope="module")
