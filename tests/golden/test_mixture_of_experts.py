@@ -55,9 +55,7 @@ def test_on_one_card_it_equals_the_truth(name: str, tmp_path: Path) -> None:
     assert bool(report.moved.replica_drift) == (name in DRIFTED)
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in CASES if n != "dsv3_single" and n != "ernie45moe_single"] if ROOT else ()
-)
+@pytest.mark.parametrize("name", CASES if ROOT else ())
 @pytest.mark.parametrize(("to", "strategy"), TARGETS)
 def test_through_every_strategy_and_back(name: str, to: str, strategy: str | None, tmp_path: Path) -> None:
     layout = {"stage3_segment_size": 512} if strategy == "stage3" else None
@@ -80,11 +78,3 @@ def test_drift_is_refused_unless_allowed(name: str, tmp_path: Path) -> None:
     ):
         paddle_reshard.convert(_case(name) / "checkpoint-3", tmp_path / "one", to="tp=1")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "name", ["ep2_sh2_s1v2", "ep2_mp2", "ep2_sh2_s1v2_meta_ema", "nlp_dsv2_ep_dp2"] if ROOT else ()
-)
-def test_expert_parallel_checkpoints_are_refused_by_name(name: str, tmp_path: Path) -> None:
-    with pytest.raises(paddle_reshard.ReshardError, match="expert-parallel checkpoints are not supported"):
-        paddle_reshard.convert(_case(name) / "checkpoint-3", tmp_path / "one", to="tp=1")

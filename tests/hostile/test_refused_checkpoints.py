@@ -124,7 +124,7 @@ DAMAGES: list[tuple[str, str, Callable[[Path], None], list[str]]] = [
         "expert parallel",
         DEMO,
         meta(lambda data: data["parallel_config"].update(ep_degree=2)),
-        ["ep_degree=2"],
+        ["moe_sharding_degree=0", "ep=2"],
     ),
     (
         "unknown strategy",

@@ -36,12 +36,12 @@ def _join(cells: Sequence[Cell], topology: Topology) -> Cell:
     joined.names = merged_names([cell.names for cell in cells])
     shared = set.intersection(*(set(cell.names) for cell in cells))
     for cell in cells:
-        _update(joined.holders, cell.holders, cell)
-        _update(joined.shapes, cell.shapes, cell)
-        _update(joined.dtypes, cell.dtypes, cell)
-        _update(joined.distributed, cell.distributed, cell)
-        _update(joined.no_sync, cell.no_sync, cell)
-        _update(joined.owners, cell.owners, cell)
+        _update("holder", joined.holders, cell.holders, cell)
+        _update("local shape", joined.shapes, cell.shapes, cell)
+        _update("dtype", joined.dtypes, cell.dtypes, cell)
+        _update("is_distributed", joined.distributed, cell.distributed, cell)
+        _update("no_sync", joined.no_sync, cell.no_sync, cell)
+        _update("owner", joined.owners, cell.owners, cell)
         joined.sliced |= cell.sliced
         joined.master_spellings |= cell.master_spellings
         for (key, state), arrays in cell.arrays.items():
@@ -54,10 +54,10 @@ def _join(cells: Sequence[Cell], topology: Topology) -> Cell:
     return joined
 
 
-def _update(mine: dict[str, Value], other: Mapping[str, Value], cell: Cell) -> None:
+def _update(what: str, mine: dict[str, Value], other: Mapping[str, Value], cell: Cell) -> None:
     for key, value in other.items():
         if mine.setdefault(key, value) != value:
-            raise CoverageError(key, f"{mine[key]} in one cell and {value} in {cell.label()}")
+            raise CoverageError(key, f"{what} is {mine[key]} in one cell and {value} in {cell.label()}")
 
 
 def _joined_array(

@@ -206,8 +206,9 @@ def _topology(files: list[RankFile], meta: ModelMeta | None) -> Topology:
         ranks = {rank for f in files if (rank := getattr(f, axis)) is not None}
         degrees[axis] = max(ranks, default=0) + 1
         if ranks and degrees[axis] == 1 and axis != "moe":
+            part = "moe_sharding" if axis == "ep" else axis
             raise CheckpointError(
-                f"file names have a part {axis}00 but no {axis}01: a part appears only when the degree is "
+                f"file names have a part {part}00 but no {part}01: a part appears only when the degree is "
                 f"above 1, so at least one rank's files are missing"
             )
         if axis == "ep" and not ranks:  # with sharded saving file names do not tell
@@ -406,9 +407,19 @@ def _first_expert(described: CellMeta, where: str, rank: int, ranks: int, knowle
     return rank * len(held)
 
 
+def expert_of(key: str) -> int | None:
+    """Number of the routed expert that a structured key belongs to.
+
+    >>> expert_of("model.layers.1.mlp.experts.13.up_proj.weight")
+    13
+    """
+    found = _EXPERT.search(key)
+    return None if found is None else int(found[0])
+
+
 def experts_of(keys: Iterable[str]) -> set[int]:
     """Numbers of the routed experts among structured keys."""
-    return {int(found[0]) for key in keys if (found := _EXPERT.search(key))}
+    return {expert for key in keys if (expert := expert_of(key)) is not None}
 
 
 def shift_expert(key: str, by: int) -> str:

@@ -386,11 +386,12 @@ def _check_names(ranks: Ranks, model: Model) -> tuple[bool | None, str | None]:
     """Whether the source uses sequence parallelism, and where its names break the naming rules."""
     tp, pp, ep = ranks.topology.tp, ranks.topology.pp, ranks.topology.ep
     problems: dict[bool, str | None] = {}
+    place = {tensor.key: place for place, tensor in enumerate(model.tensors)}
+    held = [[model.tensors[i] for i in sorted(place[key] for key in cell.names)] for cell in ranks.cells]
     for sequence_parallel in (False, True):
         problems[sequence_parallel] = None
-        for cell in ranks.cells:
-            held = [t for t in model.tensors if t.key in cell.names]
-            predicted = predict_parameter_names(held, pp, tp, sequence_parallel, ep)
+        for cell, tensors in zip(ranks.cells, held, strict=True):
+            predicted = predict_parameter_names(tensors, pp, tp, sequence_parallel, ep)
             wrong = [k for k in cell.names if predicted[k] != cell.names[k]]
             if wrong:
                 problems[sequence_parallel] = (

@@ -31,7 +31,7 @@ from paddle_reshard.pipeline.layouts.hybrid.names import (
     master_tensor_name,
     rank_file_name,
 )
-from paddle_reshard.pipeline.layouts.hybrid.ranks import experts_of, first_keys
+from paddle_reshard.pipeline.layouts.hybrid.ranks import expert_of, first_keys
 from paddle_reshard.pipeline.layouts.hybrid.segments import Segmentation, segment
 from paddle_reshard.pipeline.layouts.hybrid.sharding import (
     FlatSlice,
@@ -177,7 +177,7 @@ def _check_experts(checkpoint: Checkpoint, target: HybridTarget) -> None:
     if table.experts_over != axis:
         raise PlanError(f"{what}: {table.convention}'s {table.family} does not spread experts over {axis}")
     experts = [t for t in checkpoint.model.tensors if t.rule.of_expert]
-    count = len(experts_of(t.key for t in experts))
+    count = len({expert_of(t.key) for t in experts})
     if count == 0 or count % ranks:
         raise PlanError(
             f"{what}: the layers have {count} experts of their own names, the trainer asserts that {axis} divides them"
@@ -271,7 +271,8 @@ class _Writer:
         self.tensor_index = checkpoint.catalog.index()
         self.tensors = checkpoint.catalog.tensors
         self.identity = {t.key: t.tied_to or t.key for t in self.model.tensors}
-        self.experts = len(experts_of(t.key for t in self.model.tensors))
+        self.expert = {t.key: expert_of(t.key) for t in self.model.tensors if t.rule.of_expert}
+        self.experts = len(set(self.expert.values()))
         self.tied = {key for t in self.model.tensors if t.tied_to for key in (t.key, t.tied_to)}
         under_pp = self.topology.pp > 1
         self.written = {t.key: (under_pp and t.rule.key_pp) or t.key for t in self.model.tensors}
@@ -371,7 +372,7 @@ class _Writer:
         rank, ranks = (ep, self.topology.ep) if spread == "ep" else (tp, self.topology.tp)
         each = self.experts // ranks
         mine = range(rank * each, (rank + 1) * each)
-        held = [t for t in tensors if not t.rule.of_expert or experts_of([t.key]) <= set(mine)]
+        held = [t for t in tensors if not t.rule.of_expert or self.expert[t.key] in mine]
         return lead_experts(held, self.target.unified_experts) if spread == "ep" else held
 
     def _shares(

@@ -1,0 +1,397 @@
+"""Expert parallelism: real checkpoints are read bit for bit, and what is written has the trainer's own structure.
+
+The same training run exists in many topologies. Values of what is written are read back by a reader that shares no
+code with the converter, which itself reads the trainer's files right.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import paddle_reshard
+from paddle_reshard.clusters.choose import choose_engine
+from paddle_reshard.pipeline import api
+from paddle_reshard.pipeline.errors import CheckpointError, CoverageError, PlanError, RuleError
+from paddle_reshard.pipeline.indexing import index_checkpoint
+from paddle_reshard.pipeline.workflow import ignore_events, plan_checkpoint, run_conversion
+from paddle_reshard.storage.locate import open_source
+from paddle_reshard.tasks.fill import read_filling
+from tests import oracle
+from tests.conftest import corpus_root
+from tests.expert_oracle import differing, read_expert_parallel, slice_lengths
+from tests.golden.compare_one_card import read_one_card
+
+pytestmark = pytest.mark.skipif(corpus_root() is None, reason="needs the corpus of real checkpoints")
+
+QWEN = "ep2_sh2_s1v2_meta_ema"
+DSV3, GLM4 = "dsv3_ep2_sh2_s1v2_meta_ema", "glm4moe_ep2_sh2_s1v2_meta_ema"
+BIAS = "*.e_score_correction_bias"
+COMPLETE = (
+    "ep2_mp2",
+    "ep2_mp2sh2_s1v2_meta",
+    "ep2_pp2sh2_s1v2_meta",
+    "ep2_sh2_s1v2",
+    QWEN,
+    "ernie45moe_mpmoe_mp2",
+    "nlp_dsv2_ep_dp2",
+    "nlp_dsv2_ep_dp2sh2_s1v2_meta",
+    "glm4moe_single",
+    "gptoss_single",
+    "moe_fused_single",
+    "moe_fused_sh2_s1v2_meta",
+)
+DRIFTED = ("ep2_mp2", "ep2_mp2sh2_s1v2_meta")
+
+
+def _case(name: str) -> Path:
+    root = corpus_root()
+    assert root is not None
+    return root / "corpus-moe" / name
+
+
+@cache
+def _truth(name: str) -> Mapping[str, np.ndarray]:
+    return oracle.read_truth(_case(name) / "truth.safetensors")
+
+
+def _bits(truth: Mapping[str, np.ndarray]) -> dict[str, bytes]:
+    return {key: array.tobytes() for key, array in truth.items()}
+
+
+def _shapes(name: str) -> dict[str, tuple[int, ...]]:
+    return {key: s for key, s in oracle.shapes_of(_truth(name)).items() if not key.endswith(".ema")}
+
+
+def _convert(source: Path, target: Path, fill: Path | None = None, allow: tuple[str, ...] = (), **asked: Any):
+    """Convert with what is given for tensors that no file holds."""
+    filling = read_filling(None if fill is None else str(fill), allow, {})
+    store = open_source(str(source), {})
+    checkpoint = index_checkpoint(store, *api.given_inputs(None, None), filling.policy)
+    sinks = api.open_targets((source,), target, asked, False, False)
+    conversion = plan_checkpoint(
+        filling.serve(store), checkpoint, api.read_request(target, asked), sinks.limits(store)
+    )
+    engine = choose_engine("inline", None, 1 << 30, "auto", "cpu")
+    return run_conversion(conversion, sinks, engine, ignore_events, False)
+
+
+def _lost(name: str, folder: Path, **more: np.ndarray) -> Path:
+    """A file of the tensors that sharded saving loses, as the job had them in memory."""
+    lost = {key: np.array(array) for key, array in _truth(name).items() if key.endswith("_correction_bias")}
+    save_file(lost | more, folder / "lost.safetensors")
+    return folder / "lost.safetensors"
+
+
+# --- reading ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMPLETE)
+def test_on_one_card_it_equals_the_truth(name: str, tmp_path: Path) -> None:
+    report = paddle_reshard.convert(
+        _case(name) / "checkpoint-3", tmp_path / "one", to="tp=1", allow_replica_drift=name in DRIFTED
+    )
+    assert read_one_card(tmp_path / "one") == _bits(_truth(name))
+    assert bool(report.moved.replica_drift) == (name in DRIFTED)
+
+
+@pytest.mark.parametrize(
+    ("name", "topology"),
+    [
+        ("ep2_mp2", "tp=2,ep=2"),
+        ("ep2_mp2sh2_s1v2_meta", "tp=2,sharding=2,ep=2"),
+        ("ep2_pp2sh2_s1v2_meta", "pp=2,sharding=2,ep=2"),
+        ("ernie45moe_mpmoe_mp2", "tp=2"),
+        ("nlp_dsv2_ep_dp2", "dp=2"),
+        ("nlp_dsv2_ep_dp2sh2_s1v2_meta", "sharding=2,dp=2"),
+    ],
+)
+def test_the_topology_is_told(name: str, topology: str) -> None:
+    assert str(paddle_reshard.inspect(_case(name) / "checkpoint-3").topology) == topology
+
+
+@pytest.mark.parametrize("name", DRIFTED)
+def test_copies_that_drifted_are_refused_unless_allowed(name: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="with --allow-replica-drift the first copy is taken"):
+        paddle_reshard.convert(_case(name) / "checkpoint-3", tmp_path / "one", to="tp=1")
+    assert not list(tmp_path.iterdir())
+
+
+# --- tensors that no file holds -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [DSV3, GLM4])
+def test_what_no_file_holds_is_refused_filled_or_left_out(name: str, tmp_path: Path) -> None:
+    source, truth = _case(name) / "checkpoint-3", _bits(_truth(name))
+    with pytest.raises(
+        CoverageError, match=r"e_score_correction_bias.*--fill FILE.*float32 \[4\].*--allow-m"
+    ):
+        paddle_reshard.convert(source, tmp_path / "refused", to="tp=1")
+    _convert(source, tmp_path / "filled", fill=_lost(name, tmp_path), to="tp=1")
+    assert read_one_card(tmp_path / "filled") == truth
+    _convert(source, tmp_path / "without", allow=(BIAS,), to="tp=1")
+    lost = {key for key in truth if key.endswith("e_score_correction_bias")}
+    assert len(lost) == 2
+    assert read_one_card(tmp_path / "without") == {k: v for k, v in truth.items() if k not in lost}
+
+
+def test_a_filled_tensor_survives_sharded_saving(tmp_path: Path) -> None:
+    source = _case(GLM4) / "checkpoint-3"
+    _convert(source, tmp_path / "there", fill=_lost(GLM4, tmp_path), to="ep=4,sharding=4")
+    paddle_reshard.convert(tmp_path / "there", tmp_path / "back", to="tp=1")
+    assert read_one_card(tmp_path / "back") == _bits(_truth(GLM4))
+
+
+@pytest.mark.parametrize(
+    ("key", "array", "message"),
+    [
+        ("model.norm.weight", np.zeros(64, np.float32), "the checkpoint holds it"),
+        ("model.no_such.weight", np.zeros(4, np.float32), "has no such tensor"),
+        (
+            "model.layers.1.mlp.gate.e_score_correction_bias",
+            np.zeros(5, np.float32),
+            r"float32 \(4,\) in the checkpoint, float32 \(5,\)",
+        ),
+        (
+            "model.layers.1.mlp.gate.e_score_correction_bias",
+            np.zeros(4, np.float64),
+            r"float32 \(4,\) in the checkpoint, float64 \(4,\)",
+        ),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(
+    key: str, array: np.ndarray, message: str, tmp_path: Path
+) -> None:
+    fill = _lost(GLM4, tmp_path, **{key: array})
+    with pytest.raises(CoverageError, match=message) as caught:
+        _convert(_case(GLM4) / "checkpoint-3", tmp_path / "x", fill=fill, to="tp=1")
+    assert key in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"lost\.safetensors: no such file"):
+        read_filling(str(tmp_path / "lost.safetensors"), (), {})
+
+
+# --- writing ------------------------------------------------------------------------------------------
+
+PARALLEL, SERIAL = {"sequence_parallel": True}, {"sequence_parallel": False}
+UNIFIED = {"use_unified_moe": True}
+FORMS: dict[str, dict[str, Any]] = {
+    "moe_single": {"to": "tp=1"},
+    "moe_mp2": {"to": "tp=2", "layout": SERIAL},
+    "moe_pp2": {"to": "pp=2"},
+    "moe_sh2_s1v1_meta": {"to": "sharding=2", "sharding_strategy": "stage1v1"},
+    "moe_sh2_s1v2_meta": {"to": "sharding=2", "sharding_strategy": "stage1v2"},
+    "ep2_mp2": {"to": "tp=2,ep=2"},
+    "ep2_mp2sh2_s1v2_meta": {"to": "tp=2,ep=2,sharding=2"},
+    "ep2_pp2sh2_s1v2_meta": {"to": "pp=2,ep=2,sharding=2", "sharding_strategy": "stage1v2"},
+    "ep2_sh2_s1v2": {"to": "ep=2,sharding=2", "format": "hybrid-plain"},
+    QWEN: {"to": "ep=2,sharding=2"},
+    "ernie45moe_single": {"to": "tp=1"},
+    "ernie45moe_mpmoe_mp2": {"to": "tp=2"},
+    "moe_fused_single": {"to": "tp=1"},
+    "moe_fused_sh2_s1v2_meta": {"to": "sharding=2", "sharding_strategy": "stage1v2"},
+    "nlp_dsv2_single": {"to": "tp=1"},
+    "dsv3_single": {"to": "tp=1"},
+    "glm4moe_single": {"to": "tp=1"},
+    DSV3: {"to": "ep=2,sharding=2"},
+    GLM4: {"to": "ep=2,sharding=2", "layout": UNIFIED},
+}
+EXPERT_PARALLEL = ("ep2_mp2", "ep2_mp2sh2_s1v2_meta", "ep2_pp2sh2_s1v2_meta", "ep2_sh2_s1v2", QWEN)
+SOURCES = ("moe_single", "moe_mp2pp2sh2_s1v2_meta_ema", "ep2_mp2sh2_s1v2_meta", "ep2_pp2sh2_s1v2_meta")
+PAIRS = [
+    *itertools.product(SOURCES, EXPERT_PARALLEL),
+    *itertools.product(("ep2_mp2", QWEN), ("moe_single", "moe_mp2", "moe_pp2", "moe_sh2_s1v1_meta")),
+    *itertools.product(("ep2_sh2_s1v2",), ("moe_sh2_s1v2_meta", "ep2_mp2")),
+    *itertools.product(("ernie45moe_single", "ernie45moe_mpmoe_mp2"), repeat=2),
+    *itertools.product(("moe_fused_single", "moe_fused_sh2_s1v2_meta"), repeat=2),
+    ("nlp_dsv2_ep_dp2", "nlp_dsv2_single"),
+    ("nlp_dsv2_ep_dp2sh2_s1v2_meta", "nlp_dsv2_single"),
+    (DSV3, DSV3),
+    (GLM4, GLM4),
+    (DSV3, "dsv3_single"),
+    (GLM4, "glm4moe_single"),
+]
+
+
+def _nameless(text: object) -> str:
+    """A buffer that nobody named is called after a counter of all such tensors, and never by that name again."""
+    return re.sub(r"eager_tmp_\d+", "eager_tmp", repr(text))
+
+
+def _structure(folder: Path, ema: bool) -> dict[str, list[str]]:
+    found = oracle.structure(folder)
+    return {
+        name: [_nameless(e) for e in entries] for name, entries in found.items() if ema or name[:3] != "ema"
+    }
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=[f"{a}-to-{b}" for a, b in PAIRS])
+def test_converted_files_are_those_of_the_trainer(source: str, target: str, tmp_path: Path) -> None:
+    real, converted = _case(target) / "checkpoint-3", tmp_path / "checkpoint-3"
+    loses = source in (DSV3, GLM4)
+    fill = _lost(source, tmp_path) if loses and "single" in target else None
+    allow = (BIAS,) if loses and fill is None else ()
+    _convert(
+        _case(source) / "checkpoint-3", converted, fill, allow, **FORMS[target], allow_replica_drift=True
+    )
+    both = source.endswith("ema") and target.endswith("ema")
+    ours, theirs = _structure(converted, both), _structure(real, both)
+    assert sorted(ours) == sorted(theirs)
+    for name in sorted(theirs):
+        for place, (mine, written) in enumerate(itertools.zip_longest(ours[name], theirs[name])):
+            assert mine == written, f"{name}, entry {place}: {mine}, but the trainer writes {written}"
+    assert (converted / "model_meta.json").exists() == (real / "model_meta.json").exists()
+    if (real / "model_meta.json").exists():
+        metas = [oracle.ordered_json(folder / "model_meta.json") for folder in (converted, real)]
+        assert _nameless(metas[0]) == _nameless(metas[1])
+    flags = [
+        json.loads((f / "config.json").read_text()).get("use_expert_parallel") for f in (converted, real)
+    ]
+    assert flags[0] == flags[1]
+
+
+@pytest.mark.parametrize(
+    ("source", "to", "format"),
+    [
+        ("moe_single", "ep=4,sharding=4", "hybrid"),
+        ("moe_mp2pp2sh2_s1v2_meta_ema", "ep=2,sharding=4", "hybrid"),
+        ("ep2_mp2sh2_s1v2_meta", "tp=2,ep=4,sharding=4,pp=2", "hybrid"),
+        ("ep2_pp2sh2_s1v2_meta", "tp=2,ep=2,sharding=3", "hybrid-plain"),
+        ("ep2_mp2", "ep=4,sharding=4,pp=2", "hybrid-plain"),
+        (QWEN, "tp=2,ep=4,sharding=2", "hybrid"),
+    ],
+)
+def test_values_are_found_by_a_reader_of_its_own(source: str, to: str, format: str, tmp_path: Path) -> None:
+    paddle_reshard.convert(
+        _case(source) / "checkpoint-3", tmp_path / "there", to=to, format=format, allow_replica_drift=True
+    )
+    found = read_expert_parallel(tmp_path / "there", _shapes(source))
+    assert list(differing(found, _truth(source))) == []
+    paddle_reshard.convert(tmp_path / "there", tmp_path / "back", to="tp=1")
+    assert read_one_card(tmp_path / "back") == _bits(_truth(source))
+
+
+@pytest.mark.parametrize("name", [*EXPERT_PARALLEL])
+def test_the_reader_of_its_own_reads_the_real_ones(name: str) -> None:
+    found = read_expert_parallel(_case(name) / "checkpoint-3", _shapes(name))
+    assert list(differing(found, _truth(name))) == []
+
+
+def test_experts_are_padded_for_the_ranks_that_hold_them(tmp_path: Path) -> None:
+    """Dense tensors are padded to 128 elements for each of 32 ranks, experts for each of the 16 that share them."""
+    paddle_reshard.convert(_case("moe_single") / "checkpoint-3", tmp_path / "there", to="ep=2,sharding=32")
+    meta = json.loads((tmp_path / "there" / "model_meta.json").read_text())
+    assert meta["parallel_config"]["moe_sharding_degree"] == 16
+    for ep in (0, 1):
+        names = meta["sharding_metas"][f"tp00_pp00_ep{ep:02}"]["structure_name_mapping"]
+        held = slice_lengths(
+            tmp_path / "there", names[f"model.layers.0.mlp.experts.{2 * ep}.down_proj.weight"]
+        )
+        mine = {shard: length for shard, length in held.items() if shard % 2 == ep}
+        assert sum(mine.values()) == 32 * 64
+    norm = names["model.norm.weight"]
+    assert sum(slice_lengths(tmp_path / "there", norm).values()) == 128 * 32
+
+
+@pytest.mark.parametrize(
+    ("source", "asked", "message"),
+    [
+        (
+            "moe_single",
+            {"to": "ep=2,sharding=2", "sharding_strategy": "stage1v1"},
+            "only supports ShardingV2",
+        ),
+        ("moe_single", {"to": "ep=2,sharding=2", "sharding_strategy": "stage3"}, "only considers sharding"),
+        ("moe_single", {"to": "ep=2,dp=2"}, "refuses expert parallelism with data parallelism"),
+        ("moe_single", {"to": "tp=2,ep=2", "layout": SERIAL}, "router asserts sequence_parallel"),
+        ("moe_single", {"to": "ep=2"}, r"ep must divide tp × sharding"),
+        ("moe_single", {"to": "tp=4,ep=2,sharding=2"}, "tp must divide ep"),
+        ("moe_single", {"to": "ep=8,sharding=8"}, "have 4 experts"),
+        ("gptoss_single", {"to": "ep=2,sharding=2"}, "gpt_oss does not spread experts over ep"),
+        ("moe_fused_single", {"to": "ep=2,sharding=2"}, "have 0 experts of their own names"),
+        ("nlp_dsv2_single", {"to": "ep=2,sharding=2"}, "data-parallel ranks .files with a part moeNN"),
+        (
+            "moe_single",
+            {"to": "tp=2", "layout": {"experts_over_tp": True}},
+            "does not spread experts over tp",
+        ),
+    ],
+)
+def test_what_the_trainer_refuses_is_refused_with_its_reason(
+    source: str, asked: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises((PlanError, paddle_reshard.ReshardError), match=message):
+        paddle_reshard.convert(_case(source) / "checkpoint-3", tmp_path / "x", **asked)
+    assert not list(tmp_path.iterdir())
+
+
+# --- damaged checkpoints ------------------------------------------------------------------------------
+
+
+def _meta(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        data = json.loads((folder / "model_meta.json").read_text())
+        change(data)
+        (folder / "model_meta.json").write_text(json.dumps(data))
+
+    return edit
+
+
+def _renumber(data: dict[str, Any]) -> None:
+    """Make expert rank 1 claim the experts of rank 0."""
+    cell = data["sharding_metas"]["tp00_pp00_ep01"]
+    for table in ("structure_name_mapping", "param_meta"):
+        cell[table] = {
+            re.sub(r"experts\.(\d)", lambda m: f"experts.{int(m[1]) - 2}", key): value
+            for key, value in cell[table].items()
+        }
+
+
+def _no_sync(data: dict[str, Any]) -> None:
+    data["sharding_metas"]["tp00_pp00_ep00"]["param_meta"]["model.norm.weight"][3] = True
+
+
+def _fewer(data: dict[str, Any]) -> None:
+    cell = data["sharding_metas"]["tp00_pp00_ep01"]
+    for table in ("structure_name_mapping", "param_meta"):
+        del cell[table]["model.layers.1.mlp.experts.3.down_proj.weight"]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        (QWEN, lambda f: (f / "optimizer.shard01.pdopt").unlink(), "1 of 2 optimizer files"),
+        (
+            "ep2_sh2_s1v2",
+            lambda f: (f / "model_state.moe_sharding01.pdparams").unlink(),
+            "a part moe_sharding00 but no moe_sharding01",
+        ),
+        (QWEN, _meta(lambda d: d["parallel_config"].update(moe_sharding_degree=2)), "moe_sharding_degree=2"),
+        (QWEN, _meta(lambda d: d["parallel_config"].update(ep_degree=1)), "no cell tp00_pp00$"),
+        (QWEN, _meta(lambda d: d["sharding_metas"].pop("tp00_pp00_ep01")), "no cell tp00_pp00_ep01"),
+        (QWEN, _meta(_renumber), "layer 0 has 2 experts, the model has 4"),
+        (QWEN, _meta(_no_sync), "model.norm.weight: no_sync is True in one cell"),
+        (QWEN, _meta(_fewer), r"shard01\.pdopt: master weight linear_11.w_0 belongs to no structured key"),
+    ],
+    ids=["optimizer", "model_state", "moe_sharding", "ep_degree", "cell", "renumbered", "no_sync", "fewer"],
+)
+def test_a_damaged_checkpoint_is_refused(
+    name: str, damage: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
+    shutil.copytree(_case(name) / "checkpoint-3", tmp_path / "source")
+    damage(tmp_path / "source")
+    with pytest.raises((CheckpointError, RuleError), match=message):
+        paddle_reshard.convert(tmp_path / "source", tmp_path / "x", to="tp=1")
+    assert not (tmp_path / "x").exists()
