@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from paddle_reshard.pipeline.catalog import Catalog
-from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError
+from paddle_reshard.pipeline.errors import CheckpointError
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.files import CONFIG
 from paddle_reshard.pipeline.layouts.flex.names import is_dist_file
-from paddle_reshard.pipeline.layouts.huggingface.source import is_huggingface
 from paddle_reshard.pipeline.layouts.hybrid.meta import parse_model_meta
 from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META, parse_rank_file
 from paddle_reshard.pipeline.layouts.hybrid.source import read_hybrid
@@ -23,10 +22,12 @@ from paddle_reshard.pipeline.layouts.unified.names import is_unified
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.flex_index import index_flex
 from paddle_reshard.tasks.index import (
+    holds_huggingface,
     index_huggingface,
     index_tensor_files,
     index_unified,
     index_weights,
+    index_weights_and_states,
     read_json,
 )
 
@@ -76,7 +77,7 @@ def index_checkpoint(
         _refuse_other_tensor_files(store)
         return index_flex(store, sizes, read_config(store, config), tables)
     if any(path.endswith(".safetensors") for path in sizes):
-        return _index_safetensors(store, tables, read_config(store, config))
+        return _index_safetensors(store, tables, read_config(store, config), missing)
     _refuse_unknown_tensor_files(store)
     meta = parse_model_meta(read_json(store, MODEL_META, sizes)) if MODEL_META in sizes else None
     config = read_config(store, config)
@@ -108,7 +109,7 @@ def index_pair(
     for store in (a, b):
         if config is None and CONFIG in store.sizes():
             config = read_json(store, CONFIG, store.sizes())
-    foreign = [is_huggingface(store.sizes()) for store in (a, b)]
+    foreign = [holds_huggingface(store, store.sizes()) for store in (a, b)]
     if all(foreign) or not any(foreign):
         return Contents.of(index_checkpoint(a, tables, config)), Contents.of(
             index_checkpoint(b, tables, config)
@@ -128,7 +129,12 @@ def _refuse_folder_of_checkpoints(store: Source) -> None:
         )
 
 
-def _index_safetensors(store: Source, tables: Sequence[RuleTable], config: Mapping[str, Any]) -> Checkpoint:
+def _index_safetensors(
+    store: Source,
+    tables: Sequence[RuleTable],
+    config: Mapping[str, Any],
+    missing: MissingPolicy | None,
+) -> Checkpoint:
     """A unified or Hugging Face checkpoint, or weights of the one beside optimizer states of hybrid ones."""
     sizes = store.sizes()
     others = [path for path in sorted(sizes) if path.endswith(TENSOR_SUFFIXES) and path not in PLAIN_STATES]
@@ -139,9 +145,8 @@ def _index_safetensors(store: Source, tables: Sequence[RuleTable], config: Mappi
             )
         return index_unified(store, sizes, config, tables)
     if others:
-        raise UnsupportedError(
-            f"{store.location}: weights in the layout of Hugging Face beside {others[0]}: not read by this version"
-        )
+        _refuse_unknown_tensor_files(store)
+        return index_weights_and_states(store, sizes, config, tables, missing)
     return index_weights(store, sizes, config, tables)
 
 

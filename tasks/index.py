@@ -10,13 +10,21 @@ from typing import Any, Protocol
 
 from paddle_reshard.pipeline.catalog import Catalog
 from paddle_reshard.pipeline.errors import CheckpointError, FormatError
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.huggingface.source import huggingface_checkpoint, read_huggingface
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.layouts.huggingface.beside import read_weights_and_states
+from paddle_reshard.pipeline.layouts.huggingface.parts import PADDLE_LAYOUTS
+from paddle_reshard.pipeline.layouts.huggingface.source import (
+    huggingface_checkpoint,
+    is_huggingface,
+    read_huggingface,
+)
 from paddle_reshard.pipeline.layouts.huggingface.target import INDEX, HuggingFaceTarget
+from paddle_reshard.pipeline.layouts.hybrid.meta import parse_model_meta
+from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META, parse_rank_file
 from paddle_reshard.pipeline.layouts.model import Model
 from paddle_reshard.pipeline.layouts.rules import RuleTable
 from paddle_reshard.pipeline.layouts.unified.names import MASTER_WEIGHTS, MODEL, OPTIMIZER, index_name
-from paddle_reshard.pipeline.layouts.unified.source import PADDLE_LAYOUTS, read_unified
+from paddle_reshard.pipeline.layouts.unified.source import read_unified
 from paddle_reshard.storage.formats.paddle_pickle import parse_pickle
 from paddle_reshard.storage.formats.safetensors import (
     Index,
@@ -78,6 +86,15 @@ def index_huggingface(
     return read_huggingface(model, weights, payloads, _read_index(store, INDEX, sizes), target)
 
 
+def holds_huggingface(store: Readable, sizes: Mapping[str, int]) -> bool:
+    """Whether files are weights in the layout of Hugging Face, and nothing else of a training checkpoint."""
+    if not is_huggingface(sizes):
+        return False
+    first = min(_sizes_of_safetensors(sizes))
+    (payload,) = index_safetensors(store, {first: sizes[first]}).values()
+    return payload.metadata.get("format") not in PADDLE_LAYOUTS
+
+
 def index_weights(
     store: Readable, sizes: Mapping[str, int], config: Mapping[str, Any], tables: Sequence[RuleTable]
 ) -> Checkpoint:
@@ -88,6 +105,21 @@ def index_weights(
     if any(payload.metadata.get("format") in PADDLE_LAYOUTS for payload in payloads.values()):
         return read_unified(sizes, payloads, {} if index is None else {INDEX: index}, config, tables, None)
     return huggingface_checkpoint(weights, payloads, index, config, tables)
+
+
+def index_weights_and_states(
+    store: Readable,
+    sizes: Mapping[str, int],
+    config: Mapping[str, Any],
+    tables: Sequence[RuleTable],
+    missing: MissingPolicy | None,
+) -> Checkpoint:
+    """Weights in safetensors files beside the optimizer states of a hybrid checkpoint."""
+    payloads = index_safetensors(store, _sizes_of_safetensors(sizes))
+    ranks = {path: size for path, size in sizes.items() if parse_rank_file(path) is not None}
+    meta = parse_model_meta(read_json(store, MODEL_META, sizes)) if MODEL_META in sizes else None
+    roots = index_tensor_files(store, ranks)
+    return read_weights_and_states(sizes, payloads, roots, meta, config, tables, missing)
 
 
 def index_unified(

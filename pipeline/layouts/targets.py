@@ -17,6 +17,7 @@ from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.hybrid.sidecars import plan_sidecars
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_hybrid
 from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget, layout_unified
+from paddle_reshard.pipeline.tensors import Cast
 from paddle_reshard.pipeline.topology import Topology
 
 AnyTarget = HybridTarget | HuggingFaceTarget | UnifiedTarget | FlexTarget
@@ -43,6 +44,24 @@ def lay_out(
     PlanError
         If the source cannot become this target.
     """
+    laid_out = _laid_out(source, wanted, target, sizes, folders)
+    casts = laid_out.files.casts | _defined_casts(source.catalog)
+    return replace(laid_out, files=replace(laid_out.files, casts=casts))
+
+
+def _defined_casts(source: Catalog) -> frozenset[Cast]:
+    """Casts by which the source's format defines tensors that it does not hold."""
+    pairs = {(source.tensors[of], source.tensors[tensor]) for tensor, of in source.implied.items()}
+    return frozenset((stored.dtype.name, tensor.dtype.name) for stored, tensor in pairs)
+
+
+def _laid_out(
+    source: Checkpoint,
+    wanted: Checkpoint,
+    target: AnyTarget,
+    sizes: Mapping[str, int],
+    folders: Sequence[str],
+) -> LaidOut:
     config = source.model.config
     if isinstance(target, HuggingFaceTarget):
         laid_out = layout_huggingface(source.catalog, wanted, target)

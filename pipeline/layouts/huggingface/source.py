@@ -275,9 +275,10 @@ def dtype_of_tag(tag: str, where: str) -> DType:
 
 
 def is_huggingface(paths: Collection[str]) -> bool:
-    """Whether a folder of these files holds a model for ``transformers``, and no unified checkpoint."""
+    """Whether a folder of these files may hold a model for ``transformers``: weights, and no optimizer states."""
     weights = [path for path in paths if path.endswith(".safetensors")]
-    return bool(weights) and all(_WEIGHTS.fullmatch(path) for path in weights)
+    states = any(path.endswith(".pdopt") for path in paths)
+    return bool(weights) and not states and all(_WEIGHTS.fullmatch(path) for path in weights)
 
 
 def _keys(payloads: Mapping[str, SafetensorsPayload], index: Index | None) -> dict[str, str]:

@@ -192,8 +192,8 @@ def _fragments(file: int, one: _Exported, byte_offset: int, tensor: int) -> Iter
 def _chosen(source: Catalog, wanted: Sequence[int]) -> tuple[Catalog, dict[int, int]]:
     """The part of a catalog that ``wanted`` tensors need, in their order, and where each of them is there.
 
-    Beside them: what they are mixed of, master weights that imply a parameter, and stored parameters whose master weight goes out in
-    their place, which the planner compares with it.
+    Beside them: what they are mixed of, master weights that imply a parameter, and stored parameters whose master
+    weight goes out in their place, which the planner compares with it.
     """
     index = source.index()
     chosen: dict[int, int] = {}

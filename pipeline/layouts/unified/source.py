@@ -3,11 +3,10 @@
 The files hold whole tensors by structured key, so a model is known from them and the rules alone. What the writers
 leave to be known (PaddleFormers 1.2 and PaddleNLP 3.0, ``trainer/unified_checkpoint``):
 
-* **Which way round weights lie.** Files of weights say ``format: np`` where they are in Paddle's own layout. With
-  ``save_to_hf``, PaddleFormers' default, they say ``format: pt`` (``transformers/model_utils.py:621-629``): keys stay
-  those of Paddle and fused tensors stay fused, but linear layers are transposed (``transpose_weight_keys`` of the model
-  class, ``load_save_single_card.py:68-73``): those that are one tensor in a Hugging Face checkpoint too. Optimizer
-  states and master weights are always in Paddle's layout.
+* **Which way round weights lie.** Files of weights say ``format: np`` where they are in Paddle's own layout, and
+  ``format: pt`` with ``save_to_hf``, PaddleFormers' default (``transformers/model_utils.py:621-629``), where linear
+  layers are transposed (:func:`~.huggingface.parts.is_transposed`). Optimizer states and master weights are always in
+  Paddle's layout.
 * **Slices.** Under stage 1 v2 PaddleFormers writes what a rank holds: slices of the flattened tensor, padded, under
   the same key in several files, of which the index names one. They are joined in the order of the files, which is
   that of the sharding ranks for every pipeline stage. PaddleNLP merges them.
@@ -36,6 +35,7 @@ from paddle_reshard.pipeline.errors import (
 )
 from paddle_reshard.pipeline.geometry import Shape
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.huggingface.parts import is_transposed
 from paddle_reshard.pipeline.layouts.huggingface.source import dtype_of_tag
 from paddle_reshard.pipeline.layouts.hybrid.sharding import padded_elements
 from paddle_reshard.pipeline.layouts.model import Model, read_model
@@ -57,9 +57,6 @@ from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 from paddle_reshard.storage.formats.safetensors import Index, SafetensorsPayload
 
 UNIFIED = "unified"
-PADDLE_LAYOUTS = ("np", "pd")
-"""What files of weights in Paddle's own layout say of themselves (``format`` in their metadata)."""
-_HUGGINGFACE_LAYOUT = "pt"
 _FLOATING = ("float32", "bfloat16", "float16", "float64")
 _HALVES = ("bfloat16", "float16")
 TensorId = tuple[str, str]
@@ -231,43 +228,17 @@ def _oriented(
     table: RuleTable,
     config: Mapping[str, Any],
 ) -> dict[TensorId, list[_Stored]]:
-    """Mark the arrays whose dims are in the other order."""
-    oriented = {}
-    for (key, state), stored in arrays.items():
-        if state != PARAM:
-            oriented[key, state] = stored
-            continue
-        oriented[key, state] = [
-            one._replace(transposed=_is_transposed(key, one, payloads, table, config)) for one in stored
-        ]
-    return oriented
+    """Mark the arrays whose dims are in the other order; only weights can be."""
 
+    def oriented(key: str, stored: _Stored) -> _Stored:
+        if stored.file.kind != MODEL:
+            return stored
+        path = stored.file.path
+        layout = payloads[path].metadata.get("format")
+        transposed = is_transposed(key, stored.array.shape, layout, path, table, config)
+        return stored._replace(transposed=transposed)
 
-def _is_transposed(
-    key: str,
-    stored: _Stored,
-    payloads: Mapping[str, SafetensorsPayload],
-    table: RuleTable,
-    config: Mapping[str, Any],
-) -> bool:
-    layout = payloads[stored.file.path].metadata.get("format")
-    if layout in PADDLE_LAYOUTS or stored.file.kind != MODEL:
-        return False
-    if layout != _HUGGINGFACE_LAYOUT:
-        raise CheckpointError(
-            f"{stored.file.path}: its metadata say format={layout!r}; np, pd or pt tells the layout of its weights"
-        )
-    if len(stored.array.shape) != 2:
-        return False
-    form = table.find(key, config)[0].huggingface
-    if form is None:
-        raise RuleError(
-            key,
-            f"{stored.file.path} is in the layout of Hugging Face checkpoints, and the {table.convention} rule table "
-            f"{table.family!r} does not say what that is; add 'huggingface' to its row in a copy of the table, and "
-            "pass that with --rules FILE",
-        )
-    return form.transposed and len(form.keys) == 1
+    return {(key, state): [oriented(key, one) for one in stored] for (key, state), stored in arrays.items()}
 
 
 def _tensors(

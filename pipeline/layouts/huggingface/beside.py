@@ -1,0 +1,103 @@
+"""Weights in safetensors files beside the optimizer states of a hybrid-parallel checkpoint.
+
+What PaddleFormers 1.2 writes by default (``save_to_hf``) where the format is neither unified nor FlexCheckpoint: in the
+place of every ``model_state[.tpNN_ppNN].pdparams`` there is a ``model[.tpNN_ppNN].safetensors``
+(``transformers/model_utils.py``, ``save_pretrained``). It holds the same tensors, cut for the same rank, with the same
+keys; linear layers are transposed, and parameter names are missing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from paddle_reshard.pipeline.errors import CheckpointError
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.layouts.huggingface.parts import is_transposed
+from paddle_reshard.pipeline.layouts.huggingface.source import dtype_of_tag
+from paddle_reshard.pipeline.layouts.hybrid.meta import ModelMeta
+from paddle_reshard.pipeline.layouts.hybrid.source import read_hybrid
+from paddle_reshard.pipeline.layouts.model import ModelTensor, model_order
+from paddle_reshard.pipeline.layouts.rules import RuleTable, choose_table
+from paddle_reshard.storage.formats.safetensors import SafetensorsPayload
+
+_WEIGHTS = re.compile(r"model(\.[a-z0-9_]+)?\.safetensors")
+
+
+def hybrid_name(path: str) -> str:
+    """Name of the file of a hybrid checkpoint that would hold the same weights.
+
+    >>> hybrid_name("model.tp00_pp01.safetensors")
+    'model_state.tp00_pp01.pdparams'
+
+    Raises
+    ------
+    CheckpointError
+        If it is none of a rank's weights.
+    """
+    match = _WEIGHTS.fullmatch(path)
+    if match is None:
+        raise CheckpointError(f"{path}: not the weights of a rank beside optimizer states (.pdopt) of one")
+    return f"model_state{match[1] or ''}.pdparams"
+
+
+def read_weights_and_states(
+    sizes: Mapping[str, int],
+    payloads: Mapping[str, SafetensorsPayload],
+    roots: Mapping[str, Any],
+    meta: ModelMeta | None,
+    config: Mapping[str, Any],
+    tables: Sequence[RuleTable],
+    missing: MissingPolicy | None,
+) -> Checkpoint:
+    """Understand such a checkpoint as the hybrid one that holds the same.
+
+    Parameters
+    ----------
+    sizes
+        Every path of the checkpoint → size in bytes.
+    payloads, roots
+        Path → header of every safetensors file, and what the pickle of every other tensor file holds.
+    meta, config, tables, missing
+        As of :func:`~.hybrid.source.read_hybrid`, whose errors it raises.
+    """
+    table = choose_table(tables, {key for payload in payloads.values() for key in payload.tensors}, config)
+    names = {hybrid_name(path): path for path in payloads}
+    weights = {name: _state_dict(path, payloads[path], table, config) for name, path in names.items()}
+    renamed = {path: size for path, size in sizes.items() if path not in payloads}
+    renamed |= {name: sizes[path] for name, path in names.items()}
+    found = read_hybrid(renamed, {**roots, **weights}, meta, config, [table], missing)
+    files = tuple(replace(file, path=names.get(file.path, file.path)) for file in found.catalog.files)
+    return replace(
+        found,
+        catalog=replace(found.catalog, files=files),
+        own_files=frozenset(names.get(path, path) for path in found.own_files),
+    )
+
+
+def _state_dict(
+    path: str, payload: SafetensorsPayload, table: RuleTable, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arrays as ``model_state`` holds them: in model order, what is transposed in column-major order."""
+    held = {}
+    for key in _in_model_order(payload.tensors, table, config):
+        array = payload.tensors[key]
+        dtype = dtype_of_tag(payload.tags[key], f"{path}: {key}")
+        layout = payload.metadata.get("format")
+        if is_transposed(key, array.shape, layout, path, table, config):
+            array = replace(array, shape=array.shape[::-1], fortran=True)
+        held[key] = replace(array, dtype=dtype.code)
+    return held
+
+
+def _in_model_order(keys: Iterable[str], table: RuleTable, config: Mapping[str, Any]) -> list[str]:
+    """Keys lie in the order of the alphabet there, and parameter names count in the order of the model."""
+    place = model_order(table)
+
+    def place_of(key: str) -> tuple[int, ...]:
+        rule, layer = table.find(key, config)
+        return place(ModelTensor(key, rule, layer, (), dtype_of_tag("F32", key), (), False))
+
+    return sorted(keys, key=place_of)
