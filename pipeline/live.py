@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from paddle_reshard.clusters.inline import InlineEngine, Reports
-from paddle_reshard.pipeline.errors import CheckpointError, PlanError
+from paddle_reshard.pipeline.errors import CheckpointError, PlanError, UsageError
 from paddle_reshard.pipeline.indexing import index_checkpoint
 from paddle_reshard.pipeline.inputs import load_config, load_tables
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.live_layout import Names, check_complete, find_tensors, lay_out_live, wildcard
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.live_layout import Names, check_complete, find_tensors, lay_out_live
 from paddle_reshard.pipeline.live_tensors import (
     LR_SCHEDULER,
     LiveTensor,
@@ -61,7 +61,7 @@ class LoadReport:
 
 
 def load_into(
-    state_dict: MutableMapping[str, Any],
+    state_dict: Mapping[str, Any],
     source: PathLike,
     *,
     parameter_to_structured_name: Mapping[str, str] | None = None,
@@ -97,7 +97,8 @@ def load_into(
         Refuse if the checkpoint holds optimizer states of a parameter that the ``state_dict``, which has others of it,
         has no place for; or if a nested dict is empty.
     allow_missing
-        Names of entries (``*`` stands for any text) that keep their values if the checkpoint has nothing for them.
+        Patterns of names (``*`` stands for any text), of entries that keep their values if the checkpoint has nothing
+        for them, and of parameters that the checkpoint may lack.
 
     Raises
     ------
@@ -106,10 +107,15 @@ def load_into(
         or dtype. An error while bytes are moved (a store is down, the checkpoint is changed under us) leaves some
         tensors filled and others not.
     """
+    if not isinstance(state_dict, Mapping):
+        raise UsageError(
+            f"a {type(state_dict).__name__} is no state_dict; give what its state_dict() returns"
+        )
     location = os.fspath(source)
     store = open_source(location, storage_options or {})
     given = config if isinstance(config, Mapping) or config is None else load_config(Path(config))
-    checkpoint = index_checkpoint(store, load_tables(None if rules is None else Path(rules)), given)
+    policy = MissingPolicy(allowed=tuple(allow_missing))
+    checkpoint = index_checkpoint(store, load_tables(None if rules is None else Path(rules)), given, policy)
     schedules = list(schedules_of(state_dict))
     for schedule in schedules:
         _check_schedule(schedule, checkpoint)
@@ -117,7 +123,7 @@ def load_into(
         _check_sections(state_dict)
     entries = dict(entries_of(state_dict))
     names = Names(checkpoint.catalog, {**parameter_names_of(entries), **(parameter_to_structured_name or {})})
-    numbers = find_tensors(names, entries, [wildcard(pattern) for pattern in allow_missing])
+    numbers = find_tensors(names, entries, policy)
     live = [tensor for path in numbers if (tensor := read_entry(path, entries[path])) is not None]
     pieces = {tensor.piece: numbers[tensor.piece.path] for tensor in live}
     layout = lay_out_live(checkpoint, pieces, tensor_parallel())
@@ -150,15 +156,11 @@ def _check_sections(state_dict: Mapping[str, Any]) -> None:
 
 def _check_schedule(schedule: Any, checkpoint: Checkpoint) -> None:
     found = checkpoint.lr_scheduler
-    if (
-        not isinstance(found, Mapping)
-        or not isinstance(schedule, MutableMapping)
-        or found.keys() != schedule.keys()
-    ):
-        told = f"one of {', '.join(sorted(found))}" if isinstance(found, Mapping) else "none"
+    held, wanted = ([*value] if isinstance(value, MutableMapping) else [] for value in (found, schedule))
+    if not held or sorted(held) != sorted(wanted):
         raise CheckpointError(
-            f"{LR_SCHEDULER}: the tensor files of the checkpoint hold {told}, not of "
-            f"{', '.join(sorted(schedule))}; take it out of the state_dict and load it from scheduler.pdparams"
+            f"{LR_SCHEDULER}: has the entries {sorted(wanted)}, that of the checkpoint's tensor files {sorted(held)}; "
+            "take it out of the state_dict and load it from scheduler.pdparams"
         )
 
 

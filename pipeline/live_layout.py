@@ -18,7 +18,7 @@ import numpy as np
 from paddle_reshard.pipeline.catalog import Catalog, File
 from paddle_reshard.pipeline.errors import PlanError, RuleError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.geometry import Shape, padded
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.hybrid.names import SLICE_PREFIX, split_accumulator_key
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
@@ -139,9 +139,7 @@ class Names:
         return None
 
 
-def find_tensors(
-    names: Names, paths: Iterable[Path], allow_missing: Sequence[re.Pattern[str]]
-) -> dict[Path, int]:
+def find_tensors(names: Names, paths: Iterable[Path], missing_policy: MissingPolicy) -> dict[Path, int]:
     """For each entry the number of the tensor that it is filled from, but for those that may be missing, and are.
 
     Raises
@@ -153,7 +151,7 @@ def find_tensors(
     missing = [
         path
         for path, tensor in found.items()
-        if tensor is None and not any(pattern.fullmatch(".".join(path)) for pattern in allow_missing)
+        if tensor is None and not (missing_policy.allows(path[-1]) or missing_policy.allows(".".join(path)))
     ]
     if missing:
         meaning = names.meaning(missing[0])
@@ -342,8 +340,3 @@ def _is_number(tensor: Tensor) -> bool:
 
 def _and_more(count: int) -> str:
     return f" (and {count} more like it)" if count else ""
-
-
-def wildcard(pattern: str) -> re.Pattern[str]:
-    """A pattern in which ``*`` stands for any text."""
-    return re.compile(".*".join(re.escape(part) for part in pattern.split("*")), re.DOTALL)

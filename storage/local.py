@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar
@@ -28,7 +29,7 @@ from paddle_reshard.storage.ledger import (
     seize,
 )
 from paddle_reshard.storage.staging import Staging, sync
-from paddle_reshard.storage.store import Identity, NewFile, ReadRange, Receipt, Record, Source
+from paddle_reshard.storage.store import Identity, NewFile, Read, ReadRange, Receipt, Record, Source
 
 COPIES = CopyLimits(smallest_bytes=1 << 20, largest_bytes=256 << 20)
 COPY_BLOCK_BYTES = 1 << 20
@@ -69,16 +70,14 @@ class LocalSource(ReadRange):
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on."""
-        with open(self.root / path, "rb", buffering=0) as file:
-            done = 0
-            while done < len(buffer):
-                count = os.preadv(file.fileno(), [buffer[done:]], byte_offset + done)
-                if count == 0:
-                    raise CheckpointError(
-                        f"{path}: ends at byte {byte_offset + done}, {len(buffer) - done} more were there when "
-                        "it was indexed"
-                    )
-                done += count
+        self.read_many([Read(path, byte_offset, buffer)])
+
+    def read_many(self, reads: Sequence[Read]) -> None:
+        """Fill several buffers; a file is opened once for all reads of it that follow each other."""
+        for path, of_file in groupby(reads, key=lambda read: read.path):
+            with open(self.root / path, "rb", buffering=0) as file:
+                for read in of_file:
+                    _read_all(file.fileno(), read)
 
     def versions(self) -> dict[str, str]:
         """Name of every file → when it was changed last, as seen at the start."""
@@ -92,6 +91,18 @@ class LocalSource(ReadRange):
                 raise CheckpointError(
                     f"{path}: changed while it was read (size {stamp.size_bytes} then, {now.size_bytes} now)"
                 )
+
+
+def _read_all(descriptor: int, read: Read) -> None:
+    done = 0
+    while done < len(read.buffer):
+        count = os.preadv(descriptor, [read.buffer[done:]], read.byte_offset + done)
+        if count == 0:
+            raise CheckpointError(
+                f"{read.path}: ends at byte {read.byte_offset + done}, {len(read.buffer) - done} more were there when "
+                "it was indexed"
+            )
+        done += count
 
 
 def list_folder(root: Path) -> tuple[list[str], list[str]]:

@@ -48,7 +48,12 @@ def piece(tensor, whole, offset, shape, flat=None):
     )
 
 
-@pytest.mark.parametrize("name", hybrid_cases())
+MORE_CASES = ("pp4vpp2", "sh2_s1v1", "sh2_s1v2", "sh2_s2", "sh2_s3_seg512")
+
+
+@pytest.mark.parametrize(
+    "name", [*committed_cases(), *(name for name in MORE_CASES if name in hybrid_cases())]
+)
 def test_whole_tensors(name):
     truth = trained(oracle.read_truth(case_directory(name) / "truth.safetensors"))
     live = {key: blank(array) for key, array in truth.items()}
@@ -198,6 +203,7 @@ def _refusals():
             "optimizer: holds no tensor",
         ),
         "nothing": ({}, "the state_dict: holds no tensor"),
+        "no schedule": ({KEY: np.zeros(whole, np.uint16), "LR_Scheduler": {}}, "LR_Scheduler"),
         "another schedule": ({KEY: np.zeros(whole, np.uint16), "LR_Scheduler": {"step": 1}}, "LR_Scheduler"),
     }
 
@@ -212,6 +218,11 @@ def test_refusals(checkpoint, wrong):
     with pytest.raises(ReshardError, match=message):
         load_into(state_dict, checkpoint[0])
     assert (good == 7).all()
+
+
+def test_a_model_is_no_state_dict(checkpoint):
+    with pytest.raises(ReshardError, match=r"state_dict\(\) returns"):
+        load_into(SimpleNamespace(), checkpoint[0])
 
 
 def test_two_entries_of_one_name(checkpoint):
