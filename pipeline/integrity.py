@@ -30,7 +30,7 @@ class IntegrityReport:
     parts: int
     read_bytes: int
     unchecked_bytes: int
-    """Of parts that the storage copied, where it gave no checksum and the source is not there any more."""
+    """Of parts that the storage copied, where it told no MD5 and the source is not there any more."""
     damages: tuple[Damage, ...]
 
     @property
@@ -42,8 +42,8 @@ class IntegrityReport:
 def check_target(target: Source, manifest: Manifest, source: Source | None) -> IntegrityReport:
     """Compare every part of a target with its manifest.
 
-    A part that the storage copied has no checksum. It is compared with the tag that the store gave, where that is an
-    MD5, else with the range of ``source`` that it was copied from, if that is still the same file.
+    A part that the storage copied has no checksum. It is compared with the MD5 that the store told, else with the range
+    of ``source`` that it was copied from, if that is still the same file.
     """
     sizes = target.sizes()
     damages = [
@@ -88,12 +88,12 @@ def _check_part(target: ReadRange, part: ManifestPart, source: ReadRange | None)
         raise CheckpointError(
             f"{part.path}: the part at byte {part.byte_offset} has neither checksum nor source"
         )
-    path, byte_offset, tag = part.copied
-    if len(tag) == 32:
+    path, byte_offset, md5 = part.copied
+    if md5:
         digest = hashlib.md5(usedforsecurity=False)
         for block in stretches(target, part.path, part.byte_offset, part.nbytes):
             digest.update(block)
-        return "" if digest.hexdigest() == tag else f"MD5 is {digest.hexdigest()}, the manifest says {tag}"
+        return "" if digest.hexdigest() == md5 else f"MD5 is {digest.hexdigest()}, the manifest says {md5}"
     if source is None:
         return None
     there = stretches(target, part.path, part.byte_offset, part.nbytes)

@@ -3,7 +3,7 @@
 The same conversion gives the same bytes, whatever ran it and however often it was resumed. For every file, columns
 list its parts, in order: their sizes and checksums, so 100,000 parts are a few megabytes. A part that the storage
 copied has no checksum (``null``), for nobody looked at its bytes; ``copied`` says for its number from which file and
-byte it was taken, and the store's own tag where it has one.
+byte it was taken, and its MD5 where the store told it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ManifestPart:
     nbytes: int
     checksum: str | None
     copied: tuple[str, int, str] | None
-    """File and byte of the source that it was copied from, and the store's tag, for one without a checksum."""
+    """File and byte of the source that it was copied from, and its MD5 or ``""``, for one without a checksum."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def describe_parts(receipts: Iterable[Receipt], copies: Copies) -> dict[str, Any
     for (path, byte_offset), receipt in sorted(unique.items()):
         columns = files.setdefault(path, {"bytes": [], ALGORITHM: []})
         if (path, byte_offset) in copies:
-            place = [*copies[path, byte_offset], receipt.tag.strip('"')]
+            place = [*copies[path, byte_offset], receipt.md5]
             columns.setdefault("copied", {})[str(len(columns["bytes"]))] = place
         columns["bytes"].append(receipt.nbytes)
         columns[ALGORITHM].append(receipt.checksum or None)

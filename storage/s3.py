@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from botocore.exceptions import BotoCoreError
 from fsspec.asyn import sync
@@ -57,6 +57,20 @@ class Part:
 
     size_bytes: int
     tag: str
+
+
+class Taken(NamedTuple):
+    """What the store says of a part that it has taken."""
+
+    tag: str
+    """Its ETag."""
+    md5: str
+    """Of its bytes, ``""`` where the ETag is something else: with most kinds of encryption, and in some stores."""
+
+    @classmethod
+    def of(cls, tag: str, answer: Mapping[str, Any]) -> Taken:
+        """What an answer says."""
+        return cls(tag, tag.strip('"') if _is_md5(tag) and not _encrypted(answer) else "")
 
 
 logger = logging.getLogger(__name__)
@@ -214,8 +228,8 @@ class S3Folder(FsspecFolder):
         """Where requests go to; the same for two folders of one store."""
         return str(self.open()[0].s3.meta.endpoint_url)
 
-    def probe_copy(self, name: str, source: FsspecSource, source_name: str, start: int, nbytes: int) -> str:
-        """Copy a range into an upload that is dropped; the ETag of what was copied."""
+    def probe_copy(self, name: str, source: FsspecSource, source_name: str, start: int, nbytes: int) -> Taken:
+        """Copy a range into an upload that is dropped."""
         upload_id = self.attempt("", self.create_upload, name, policy=retry.HURRIED)
         try:
             return self.attempt(
@@ -282,8 +296,8 @@ class S3Folder(FsspecFolder):
                 "UploadIdMarker": page["NextUploadIdMarker"],
             }
 
-    def upload_part(self, name: str, upload_id: str, number: int, buffer: memoryview) -> str:
-        """Upload one part; its ETag."""
+    def upload_part(self, name: str, upload_id: str, number: int, buffer: memoryview) -> Taken:
+        """Upload one part."""
         md5 = _md5(buffer)
         answer = self.request(
             "upload_part",
@@ -293,10 +307,10 @@ class S3Folder(FsspecFolder):
             Body=_Sent(buffer),
             ContentMD5=b64encode(md5).decode(),
         )
-        tag = str(answer["ETag"])
-        if _is_md5(tag) and not _encrypted(answer) and tag.strip('"') != md5.hex():
-            raise DamagedBody(f"part {number}: the store has {tag}, sent was {md5.hex()}")
-        return tag
+        taken = Taken.of(str(answer["ETag"]), answer)
+        if taken.md5 and taken.md5 != md5.hex():
+            raise DamagedBody(f"part {number}: the store has {taken.md5}, sent was {md5.hex()}")
+        return taken
 
     def copy_part(
         self,
@@ -307,8 +321,8 @@ class S3Folder(FsspecFolder):
         source_name: str,
         start: int,
         nbytes: int,
-    ) -> str:
-        """Have the store make a part of a range of a file that is still the version that was seen; its ETag."""
+    ) -> Taken:
+        """Have the store make a part of a range of a file that is still the version that was seen."""
         if not isinstance(source.folder, S3Folder):
             raise UnsupportedError(f"{name}: only files of the same store can be copied there")
         bucket, key = source.folder.key(source_name)
@@ -330,22 +344,21 @@ class S3Folder(FsspecFolder):
         tag = answer.get("CopyPartResult", {}).get("ETag")
         if not tag:
             raise DamagedBody(f"part {number}: the store does not say what it has copied")
-        return str(tag)
+        return Taken.of(str(tag), answer)
 
-    def complete_upload(self, name: str, upload_id: str, tags: Sequence[str]) -> None:
+    def complete_upload(self, name: str, upload_id: str, receipts: Sequence[Receipt]) -> None:
         """Let an upload appear as a file.
 
         A request whose answer got lost is repeated and then finds no upload: so a file made of these very parts is
         ours.
         """
-        parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]
+        parts = [{"PartNumber": number, "ETag": receipt.tag} for number, receipt in enumerate(receipts, 1)]
         try:
             self.request(
                 "complete_multipart_upload", name, UploadId=upload_id, MultipartUpload={"Parts": parts}
             )
         except OSError as error:
-            known = all(_is_md5(tag) for tag in tags)
-            if retry.code_of(error) != "NoSuchUpload" or not known or self._etag(name) != joined_etag(tags):
+            if retry.code_of(error) != "NoSuchUpload" or self._etag(name) != joined_etag(receipts):
                 raise
 
 
@@ -421,10 +434,12 @@ def _encrypted(answer: Mapping[str, Any]) -> bool:
     return "SSECustomerAlgorithm" in answer or str(answer.get("ServerSideEncryption", "")).startswith("aws:")
 
 
-def joined_etag(tags: Sequence[str]) -> str:
-    """The ETag of a file that was made of parts with these ETags."""
-    digests = b"".join(bytes.fromhex(tag.strip('"')) for tag in tags)
-    return f'"{_md5(digests).hex()}-{len(tags)}"'
+def joined_etag(receipts: Sequence[Receipt]) -> str | None:
+    """The ETag of a file that was made of these parts; ``None`` where an MD5 is missing, and stores do as they like."""
+    if not all(receipt.md5 for receipt in receipts):
+        return None
+    digests = b"".join(bytes.fromhex(receipt.md5) for receipt in receipts)
+    return f'"{_md5(digests).hex()}-{len(receipts)}"'
 
 
 _SOURCE_GONE = ("PreconditionFailed", "NoSuchKey", "InvalidRange")
@@ -462,10 +477,10 @@ class S3Writer:
         number, nbytes = upload.part(byte_offset)
         if len(buffer) != nbytes:
             raise TargetError(f"{path}: the part at {byte_offset} has {nbytes} bytes, not {len(buffer)}")
-        tag = self.folder.attempt(
+        taken = self.folder.attempt(
             path, self.folder.upload_part, path, upload.upload_id, number, buffer.cast("B")
         )
-        return Receipt(path, byte_offset, nbytes, tag, checksum(buffer))
+        return Receipt(path, byte_offset, nbytes, taken.tag, checksum(buffer), taken.md5)
 
     def copy_part(
         self,
@@ -483,7 +498,7 @@ class S3Writer:
             raise TargetError(f"{path}: the part at {byte_offset} has {wanted} bytes, not {nbytes}")
         if not isinstance(source, FsspecSource):
             raise UnsupportedError(f"{path}: only files of the same store can be copied there")
-        tag = self.folder.attempt(
+        taken = self.folder.attempt(
             path,
             self.folder.copy_part,
             path,
@@ -494,7 +509,7 @@ class S3Writer:
             source_offset,
             nbytes,
         )
-        return Receipt(path, byte_offset, nbytes, tag)
+        return Receipt(path, byte_offset, nbytes, taken.tag, md5=taken.md5)
 
 
 class S3Target(FsspecTarget):
@@ -524,14 +539,14 @@ class S3Target(FsspecTarget):
             return None
         try:
             wanted = source.read(largest, 1, PROBE_COPY_BYTES)
-            tag = self.s3.probe_copy(
+            taken = self.s3.probe_copy(
                 PROBE_PREFIX + secrets.token_hex(8), source, largest, 1, PROBE_COPY_BYTES
             )
         except ReshardError as error:
             logger.info("%s copies nothing from %s: %s", self.location, source.location, error)
             return None
-        if _is_md5(tag) and tag.strip('"') != _md5(wanted).hex():
-            logger.info("%s copies other bytes than it is asked for, or encrypts them", self.location)
+        if taken.md5 and taken.md5 != _md5(wanted).hex():
+            logger.info("%s copies other bytes than it is asked for", self.location)
             return None
         return COPIES
 
@@ -606,20 +621,20 @@ class S3Target(FsspecTarget):
                 )
             self.completed.add(new.path)
 
-    def _tags(self, name: str) -> list[str]:
-        return [self.receipts[name, start].tag for start in self.files[name].part_starts]
+    def _parts(self, name: str) -> list[Receipt]:
+        return [self.receipts[name, start] for start in self.files[name].part_starts]
 
     def etags(self) -> Mapping[str, str]:
-        """The ETag of every file whose parts have their MD5 as theirs; other stores choose as they like."""
-        tags = {name: self._tags(name) for name, new in self.files.items() if new.size_bytes}
-        return {name: joined_etag(of) for name, of in tags.items() if all(_is_md5(tag) for tag in of)}
+        """The ETag of every file where the MD5 of all parts are known."""
+        tags = {name: joined_etag(self._parts(name)) for name, new in self.files.items() if new.size_bytes}
+        return {name: tag for name, tag in tags.items() if tag}
 
     def make_visible(self, name: str) -> None:
         """Complete a file's upload; an empty file has none."""
         if not self.files[name].size_bytes:
             self.s3.put(name, b"")
         elif name not in self.completed:
-            self.s3.complete_upload(name, self.uploads[name], self._tags(name))
+            self.s3.complete_upload(name, self.uploads[name], self._parts(name))
             self.completed.add(name)
 
     def take_back(self) -> int:
@@ -666,9 +681,8 @@ def _is_made_of(source: FsspecSource, new: NewFile, parts: Sequence[Receipt]) ->
     """Whether a file is there and made of these parts: by its ETag, else by the checksums of its bytes."""
     if source.sizes().get(new.path) != new.size_bytes:
         return False
-    tags = [part.tag for part in parts]
-    if all(_is_md5(tag) for tag in tags):
-        return source.versions()[new.path].strip('"') == joined_etag(tags).strip('"')
+    if wanted := joined_etag(parts):
+        return source.versions()[new.path].strip('"') == wanted.strip('"')
     return all(
         part.checksum and source_checksum(source, new.path, part.byte_offset, part.nbytes) == part.checksum
         for part in parts

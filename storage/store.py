@@ -36,6 +36,8 @@ class Receipt:
     """The store's own word for it, empty where it has none."""
     checksum: str = ""
     """Of its bytes, taken by the worker that had them; empty for a part that the storage copied."""
+    md5: str = ""
+    """Of its bytes, as the store told it; empty where it did not."""
 
 
 @dataclass(frozen=True, slots=True)

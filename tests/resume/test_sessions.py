@@ -417,15 +417,15 @@ def test_copied_parts_are_compared_with_their_source(tmp_path: Path) -> None:
     assert (found.intact, found.read_bytes, found.unchecked_bytes) == (True, 4, 100)
 
 
-def test_a_part_that_a_store_copied_is_compared_with_the_tag_it_gave(tmp_path: Path) -> None:
+def test_a_part_that_a_store_copied_is_compared_with_the_md5_it_told(tmp_path: Path) -> None:
     content = b"0123456789"
     (tmp_path / "b").write_bytes(content)
-    tag = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
     described = {
         "format": FORMAT,
         "files": {"b": 10},
         "source": {"location": str(tmp_path / "gone"), "files": {}, "versions": {}},
-        "parts": describe_parts([Receipt("b", 0, 10, f'"{tag}"')], {("b", 0): ("a", 0)}),
+        "parts": describe_parts([Receipt("b", 0, 10, md5=md5)], {("b", 0): ("a", 0)}),
     }
     (tmp_path / "paddle_reshard.json").write_bytes(format_manifest(described))
     assert paddle_reshard.check(tmp_path).intact

@@ -1,6 +1,7 @@
 """Parts that the storage copies: inside the kernel on a disk, by one request on S3, and never another version."""
 
 import errno
+import json
 import os
 import pickle
 from pathlib import Path
@@ -14,6 +15,7 @@ from paddle_reshard.pipeline.workflow import Event, StepEnded
 from paddle_reshard.storage import s3
 from paddle_reshard.storage.local import COPY_BLOCK_BYTES, LocalSource, LocalWriter
 from paddle_reshard.storage.locate import open_source, open_target
+from paddle_reshard.storage.s3 import S3Folder
 from paddle_reshard.storage.store import Identity, NewFile
 from tests.properties.synthetic import Model, write_checkpoint
 from tests.storage.contents import (
@@ -220,3 +222,53 @@ def test_copies_are_asked_for_again_when_the_store_is_busy(store: Store, bucket:
             made.read("a", 0, len(content) - 100)
             == content[9 : s3.SMALLEST_PART_BYTES + 9] + content[100:1000]
         )
+
+
+def _other(tag: str) -> str:
+    """The ETag of an encrypted part: it looks like an MD5, and is none."""
+    return f'"{tag.strip(chr(34))[::-1]}"'
+
+
+def _encrypt_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store encrypts with a key, and says so, as S3 does with SSE-KMS; this server cannot."""
+    request = S3Folder.request
+
+    def encrypted(self: S3Folder, method: str, name: str, **parameters: Any) -> dict[str, Any]:
+        if method == "complete_multipart_upload":
+            parts = parameters["MultipartUpload"]["Parts"]
+            parts = [{**part, "ETag": _other(part["ETag"])} for part in parts]
+            parameters["MultipartUpload"] = {"Parts": parts}
+        answer = request(self, method, name, **parameters)
+        told = [answer] if method == "upload_part" else answer.get("Parts", [])
+        told = [answer["CopyPartResult"]] if method == "upload_part_copy" else told
+        for each in told:
+            each["ETag"] = _other(each["ETag"])
+        return {**answer, "ServerSideEncryption": "aws:kms"}
+
+    monkeypatch.setattr(S3Folder, "request", encrypted)
+
+
+def test_parts_that_are_encrypted_are_copied_and_their_etags_taken_for_nothing(
+    store: Store,
+    bucket: str,
+    large: tuple[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, target = f"s3://{bucket}/here", f"s3://{bucket}/c"
+    fill_bucket(store, bucket, "here/", large[1])
+    _encrypt_parts(monkeypatch)
+    report = paddle_reshard.convert(source, target, storage_options=store.options, **TO_TWO)
+    assert report.moved.copied_bytes > 2 * s3.SMALLEST_PART_BYTES
+    found = in_bucket(store, bucket, "c/")
+    wanted = convert_locally(large[1], tmp_path / "local", **TO_TWO)
+    assert [name for name in wanted if found[name] != wanted[name]] == ["paddle_reshard.json"]
+    assert json.loads(found["paddle_reshard.json"])["etags"] == {}
+    # Copies are compared with their source, and not with what looks like an MD5.
+    checked = paddle_reshard.check(target, storage_options=store.options)
+    assert checked.intact
+    assert checked.unchecked_bytes == 0
+    store.client.delete_object(Bucket=bucket, Key="here/optimizer.pdopt")
+    checked = paddle_reshard.check(target, storage_options=store.options)
+    assert checked.intact
+    assert checked.unchecked_bytes == report.moved.copied_bytes
