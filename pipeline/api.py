@@ -14,10 +14,17 @@ from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.compare import Difference, plan_comparison
 from paddle_reshard.pipeline.errors import CheckpointError, ReshardError, UsageError
 from paddle_reshard.pipeline.indexing import index_checkpoint, index_pair
-from paddle_reshard.pipeline.inputs import load_config, load_layout, load_tables, load_target_names
+from paddle_reshard.pipeline.inputs import (
+    load_config,
+    load_layout,
+    load_program,
+    load_tables,
+    load_target_names,
+)
 from paddle_reshard.pipeline.integrity import IntegrityReport, check_target
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import MANIFEST
+from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.pipeline.layouts.rules import RuleTable
 from paddle_reshard.pipeline.manifest import parse_manifest
@@ -36,8 +43,10 @@ from paddle_reshard.pipeline.options import (
     parse_flex,
     parse_huggingface,
     parse_memory,
+    parse_unified,
 )
 from paddle_reshard.pipeline.planning.work import plan_work
+from paddle_reshard.pipeline.rewrite import rewrite
 from paddle_reshard.pipeline.tensors import ACCUMULATORS, EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.pipeline.workflow import (
@@ -56,6 +65,7 @@ from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.retry_counts import count_retries
 from paddle_reshard.storage.store import Read, ReadRange, Source
 from paddle_reshard.tasks.figures import add_retries
+from paddle_reshard.tasks.fill import read_filling
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -202,9 +212,32 @@ def plan(
     """
     request = read_request(target, options)
     sinks = open_targets((source,), target, options, resume, False)
-    store = open_source(os.fspath(source), options.get("storage_options") or {})
-    checkpoint = index_checkpoint(store, *given_inputs(options.get("rules"), options.get("config")))
+    stores = options.get("storage_options") or {}
+    fill = options.get("fill")
+    filling = read_filling(
+        None if fill is None else os.fspath(fill), options.get("allow_missing", ()), stores
+    )
+    program = load_program(_path(options.get("aoa")))
+    tables, config = given_inputs(options.get("rules"), options.get("config"))
+    store = filling.serve(open_source(os.fspath(source), stores))
+    checkpoint = index_checkpoint(store, tables, config, filling.policy)
+    if program is not None:
+        checkpoint = rewrite(checkpoint, program, tables if _by_table(request.forms) else None, config)
     return plan_checkpoint(store, checkpoint, request, sinks.limits(store))
+
+
+def _by_table(forms: Sequence[Form]) -> bool:
+    """Whether the targets are for jobs that cut tensors or name parameters, which only a rule table tells."""
+    for_jobs = {
+        isinstance(form, HybridRequest) or (isinstance(form, FlexTarget) and form.auto_parallel)
+        for form in forms
+    }
+    if len(for_jobs) > 1:
+        raise UsageError(
+            "with --aoa, targets of the formats hybrid, hybrid-plain and auto-parallel hold a model that a rule table "
+            "describes, the others whatever the statements make; convert to them one after the other"
+        )
+    return for_jobs.pop()
 
 
 def read_request(
@@ -245,6 +278,8 @@ def _form(options: TargetOptions) -> Form:
     check_options(format, options)
     if format == "huggingface":
         return parse_huggingface(options.get("state"), options.get("dtype"), options.get("max_shard_size"))
+    if format == "unified":
+        return parse_unified(options.get("files"))
     names = load_target_names(_path(options.get("target_meta")))
     if format in ("flex", "auto-parallel"):
         return parse_flex(
@@ -260,7 +295,9 @@ def _form(options: TargetOptions) -> Form:
     )
 
 
-def given_inputs(rules: PathLike | None, config: PathLike | None) -> tuple[list[RuleTable], dict[str, Any] | None]:
+def given_inputs(
+    rules: PathLike | None, config: PathLike | None
+) -> tuple[list[RuleTable], dict[str, Any] | None]:
     """What a user gives beside a checkpoint, so that it can be understood."""
     return load_tables(_path(rules)), load_config(_path(config))
 

@@ -24,7 +24,7 @@ from paddle_reshard.pipeline.geometry import (
     meeting_pairs,
     padded,
 )
-from paddle_reshard.pipeline.tensors import DTYPES, DType, Tensor
+from paddle_reshard.pipeline.tensors import DTYPES, Cast, DType, Tensor
 
 FRAGMENT = np.dtype(
     [
@@ -127,6 +127,14 @@ class Catalog:
                 if places[mixed] >= 0
             },
         )
+
+    def casts(self) -> frozenset[Cast]:
+        """What fragments are stored as, and what the tensors are of which they are pieces, where that differs."""
+        wanted = np.array([DTYPES.index(tensor.dtype) for tensor in self.tensors], dtype=np.int64)
+        stored = self.fragments["dtype"].astype(np.int64)
+        pairs = np.unique(stored * len(DTYPES) + wanted[self.fragments["tensor"]]).tolist()
+        named = ((DTYPES[pair // len(DTYPES)].name, DTYPES[pair % len(DTYPES)].name) for pair in pairs)
+        return frozenset((stored_as, becomes) for stored_as, becomes in named if stored_as != becomes)
 
     def stored(self, tensor: int) -> Fragments:
         """The fragments of one tensor (of the tensor it is implied by, if it has none)."""

@@ -124,7 +124,8 @@ target_options = _options(
         default="hybrid",
         show_default=True,
         help="hybrid: with model_meta.json where the trainer writes it; hybrid-plain: without; huggingface: the "
-        "model alone, for transformers.",
+        "model alone, for transformers; flex: FlexCheckpoint; auto-parallel: its dist_ckpt; unified: unified "
+        "checkpoint.",
     ),
     click.option(
         "--state",
@@ -139,6 +140,17 @@ target_options = _options(
         "the master weight where there is one. Default: each as trained, bit for bit.",
     ),
     click.option(
+        "--files",
+        type=click.IntRange(1),
+        help="flex, auto-parallel: data files of each folder, at most; by default as many as hold 4 GiB each. "
+        "unified: files of each kind, by default one.",
+    ),
+    click.option(
+        "--paddle-version",
+        metavar="VERSION",
+        help="flex, auto-parallel: the Paddle by whose classes the metadata are written. Default: 3.3.",
+    ),
+    click.option(
         "--max-shard-size",
         metavar="SIZE",
         help="huggingface: bytes of tensors in one file. Default: 5GB.",
@@ -146,6 +158,22 @@ target_options = _options(
     memory_option,
     rules_option,
     config_option,
+    click.option(
+        "--aoa",
+        type=FILE,
+        help="AOA statements by which tensors get other keys, are cut, joined, transposed or cast.",
+    ),
+    click.option(
+        "--fill",
+        metavar="FILE",
+        help="A safetensors file, or its URL, with tensors that no file of SRC holds.",
+    ),
+    click.option(
+        "--allow-missing",
+        multiple=True,
+        metavar="PATTERN",
+        help="Keys that no file of SRC holds and that may be missing in the target too; * stands for anything.",
+    ),
     click.option(
         "--layout",
         type=FILE,
@@ -206,7 +234,7 @@ conversion_options = _options(
         metavar="DST:FORMAT[:NAME=VALUE,…]",
         help="In place of DST, and as often as there are targets, which are made of one reading of SRC: "
         "DST:hybrid:tp=4,pp=2 or DST:huggingface:state=ema; NAME is an axis or one of --sharding-strategy, --layout, "
-        "--target-meta, --state, --dtype, --max-shard-size.",
+        "--target-meta, --state, --dtype, --max-shard-size, --files, --paddle-version.",
     ),
     target_options,
 )

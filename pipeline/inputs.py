@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paddle_reshard.pipeline.aoa.language import AoaProgram, parse_aoa
 from paddle_reshard.pipeline.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.layouts.hybrid.meta import parse_names
 from paddle_reshard.pipeline.layouts.rules import RuleTable, parse_rule_table, shipped_tables
@@ -23,6 +24,11 @@ def load_tables(rules: Path | None) -> list[RuleTable]:
 def load_config(config: Path | None) -> dict[str, Any] | None:
     """The ``config.json`` of a model that was given."""
     return None if config is None else _read_object(config)
+
+
+def load_program(aoa: Path | None) -> AoaProgram | None:
+    """The AOA statements of a file."""
+    return None if aoa is None else parse_aoa(_read_text(aoa), str(aoa))
 
 
 def read_layout_file(layout: Path) -> dict[str, Any]:

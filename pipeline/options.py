@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from os import PathLike as _PathLike
 from typing import Any, TypedDict, cast
 
-from paddle_reshard.pipeline.errors import UnsupportedError, UsageError
+from paddle_reshard.pipeline.errors import PlanError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
 from paddle_reshard.pipeline.layouts.huggingface.target import (
@@ -19,6 +19,7 @@ from paddle_reshard.pipeline.layouts.huggingface.target import (
 from paddle_reshard.pipeline.layouts.hybrid.segments import Segmentation
 from paddle_reshard.pipeline.layouts.hybrid.sharding import DEFAULT_SEGMENT_ELEMENTS, ShardingOptions
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
+from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget
 from paddle_reshard.pipeline.planning.plan import SMALLEST_BUDGET_BYTES
 from paddle_reshard.pipeline.tensors import PARAM, dtype_named
 from paddle_reshard.pipeline.topology import STRATEGIES, Topology
@@ -30,6 +31,7 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
     "huggingface": ("state", "dtype", "max_shard_size"),
     "flex": ("files", "paddle_version"),
     "auto-parallel": ("files", "paddle_version", "target_meta"),
+    "unified": ("files",),
 }
 """Target format → options that say something about a target of it."""
 REPLICAS = ("compare", "first")
@@ -150,14 +152,21 @@ class HybridRequest:
                 f"convention {layout.convention!r}: the source is {convention}, and this version does not "
                 "translate between the libraries"
             )
-        default = "none" if topology.sharding == 1 else "stage1v2" if topology.ep > 1 else "stage1v1"
+        over = self._experts_over(source)
+        default = (
+            "none"
+            if topology.sharding == 1
+            else "stage1v2"
+            if topology.ep > 1 and over is None
+            else "stage1v1"
+        )
         overlap = bool(layout.comm_overlap)
         buffer_mb = layout.comm_buffer_size_MB or (128 if overlap else 256)
-        sequence_parallel = source.sequence_parallel or (topology.ep > 1 and topology.tp > 1)
+        sequence_parallel = source.sequence_parallel or (topology.ep > 1 and topology.tp > 1 and over is None)
         if layout.sequence_parallel is not None:
             sequence_parallel = layout.sequence_parallel
         return HybridTarget(
-            topology=self.topology,
+            topology=replace(topology, ep=1) if over == "dp" else topology,
             strategy=self.strategy or default,
             sharded_saving=self.sharded_saving,
             sharding=ShardingOptions(
@@ -171,21 +180,32 @@ class HybridRequest:
             sequence_parallel=bool(sequence_parallel),
             segmentation=layout.segmentation,
             names=self.names,
-            experts_over_tp=self._experts_over_tp(source),
+            experts_over=over,
             unified_experts=bool(
                 source.unified_experts if layout.use_unified_moe is None else layout.use_unified_moe
             ),
         )
 
-    def _experts_over_tp(self, source: Checkpoint) -> bool:
-        if self.layout.experts_over_tp is not None:
-            return self.layout.experts_over_tp
-        if source.model.table.experts_over != "tp" or self.topology.tp == 1:
-            return False
-        return source.spread == "tp" or source.topology is None or source.topology.tp == 1
+    def _experts_over(self, source: Checkpoint) -> str | None:
+        """The axis beside ``ep`` over which the target's experts are spread.
+
+        PaddleNLP has no axis for it: its experts are spread over data-parallel ranks.
+        """
+        asked, topology = self.layout.experts_over_tp, self.topology
+        if source.model.table.convention == "paddlenlp" and topology.ep > 1:
+            if topology.ep != topology.dp:
+                raise PlanError(
+                    f"ep={topology.ep} with dp={topology.dp}: PaddleNLP spreads experts over data-parallel "
+                    "ranks, so both must be the same"
+                )
+            return "dp"
+        by_default = source.model.table.experts_over == "tp" and (
+            source.spread == "tp" or source.topology is None or source.topology.tp == 1
+        )
+        return "tp" if (by_default if asked is None else asked) else None
 
 
-Form = HybridRequest | HuggingFaceTarget | FlexTarget
+Form = HybridRequest | HuggingFaceTarget | FlexTarget | UnifiedTarget
 """A target as it was asked for."""
 
 
@@ -232,33 +252,44 @@ def parse_flex(
     ------
     UsageError
     """
-    if isinstance(files, str) and not (files.isascii() and files.isdigit()):
-        raise UsageError(f"--files {files}: a whole number is expected")
     if names is not None and len(names) != 1:
         raise UsageError(
             f"--target-meta names {len(names)} cells; auto-parallel training has the names of one program"
         )
     return FlexTarget(
         auto_parallel,
-        None if files is None else int(files),
+        None if files is None else parse_count(files),
         paddle_version or FlexTarget().generation,
         None if names is None else next(iter(names.values())),
     )
+
+
+def parse_unified(files: int | str | None) -> UnifiedTarget:
+    """A unified checkpoint; ``None``: the default of :class:`UnifiedTarget`."""
+    return UnifiedTarget() if files is None else UnifiedTarget(parse_count(files))
+
+
+def parse_count(files: int | str) -> int:
+    """A number of files."""
+    if isinstance(files, str) and not (files.isascii() and files.isdigit()):
+        raise UsageError(f"--files {files}: a whole number is expected")
+    return int(files)
 
 
 class TargetOptions(TypedDict, total=False):
     """What is asked of a target.
 
     Which options a format has: ``to``, ``sharding_strategy``, ``layout`` and ``target_meta`` the hybrid ones;
-    ``state``, ``dtype`` and ``max_shard_size`` ``"huggingface"``; ``files`` and ``paddle_version`` ``"flex"`` and
-    ``"auto-parallel"``, the latter ``target_meta`` too.
+    ``state``, ``dtype`` and ``max_shard_size`` ``"huggingface"``; ``files`` ``"flex"``, ``"auto-parallel"`` and
+    ``"unified"``; ``paddle_version`` the first two of them, ``target_meta`` the second too.
     """
 
     format: str | None
     """``"hybrid"`` (default) writes ``model_meta.json`` where the trainer does, ``"hybrid-plain"`` never;
     ``"huggingface"`` writes the model for ``transformers``: one or several ``.safetensors`` files, ``config.json``, the
     tokenizer; ``"flex"`` the FlexCheckpoint folders of PaddleFormers; ``"auto-parallel"`` the one folder of
-    auto-parallel training, in which states have parameter names."""
+    auto-parallel training, in which states have parameter names; ``"unified"`` the safetensors of unified
+    checkpoints."""
     to: str | Topology | None
     """Topology of the target, ``"tp=2,pp=2,sharding=2"``."""
     sharding_strategy: str | None
@@ -280,11 +311,19 @@ class TargetOptions(TypedDict, total=False):
     """Data files per folder, at most; default: as many as hold 4 GiB each, for a rank of the target job reads whole
     files."""
     paddle_version: str | None
-    """By whose classes the metadata are written: ``"3.3"`` (default), ``"3.2"``, ``"3.0"`` or ``"2.6"``."""
+    """By whose classes the metadata are written: ``"3.3"`` (default), ``"3.2"`` or ``"3.0"``."""
 
 
 class ConversionOptions(TargetOptions, total=False):
     """What is asked of a conversion."""
+
+    aoa: PathLike | None
+    """Rules by which tensors get other keys, are cut, joined, transposed or cast: a file of Paddle's AOA statements.
+    Keys and layouts of the targets are those that the statements make."""
+    fill: PathLike | None
+    """A safetensors file with tensors that no file of the source holds."""
+    allow_missing: Sequence[str]
+    """Patterns (``*`` stands for anything) of keys that no file holds and that may be missing in the targets too."""
 
     memory: str
     """Budget of each worker, default ``"1GiB"``."""

@@ -83,7 +83,7 @@ class PlannedTarget:
     carried: tuple[str, ...]
     """Files of the source that go to the target byte for byte."""
     left: tuple[tuple[str, str], ...]
-    """Files of the source that are not in the target, and why."""
+    """Files and tensors of the source that are not in the target, and why."""
     left_states: tuple[str, ...]
     """States of tensors that the target has no place for, or that were not asked for."""
 
@@ -156,7 +156,7 @@ def plan_checkpoint(
         request.allow_reread,
     )
     targets = [
-        PlannedTarget(form, wanted, one.files, one.carried, one.left, one.left_states)
+        PlannedTarget(form, wanted, one.files, one.carried, (*one.left, *source.left), one.left_states)
         for form, one in zip(forms, laid_out, strict=True)
     ]
     return ConversionPlan(store, source, tuple(targets), plan)

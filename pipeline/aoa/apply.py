@@ -13,14 +13,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from paddle_reshard.pipeline.aoa.follow import target_catalog
 from paddle_reshard.pipeline.aoa.language import AoaProgram
 from paddle_reshard.pipeline.aoa.run import Run
 from paddle_reshard.pipeline.aoa.sources import Source
 from paddle_reshard.pipeline.catalog import Catalog
-from paddle_reshard.pipeline.tensors import DTYPES, Cast
+from paddle_reshard.pipeline.tensors import Cast
 
 
 @dataclass(frozen=True)
@@ -80,12 +78,4 @@ def apply_aoa(
     run = Run(source, program, wanted, source_blocks or {}, target_blocks or {})
     run.all()
     made = target_catalog(source, run.outputs(allow_created), frozenset(untied))
-    return AoaOutcome(made, tuple(run.created), tuple(run.dropped), tuple(run.idle), _casts(made))
-
-
-def _casts(catalog: Catalog) -> frozenset[Cast]:
-    wanted = np.array([DTYPES.index(tensor.dtype) for tensor in catalog.tensors], dtype=np.int64)
-    stored = catalog.fragments["dtype"].astype(np.int64)
-    pairs = np.unique(stored * len(DTYPES) + wanted[catalog.fragments["tensor"]]).tolist()
-    dtypes = [(DTYPES[one].name, DTYPES[two].name) for one, two in (divmod(p, len(DTYPES)) for p in pairs)]
-    return frozenset((stored, becomes) for stored, becomes in dtypes if stored != becomes)
+    return AoaOutcome(made, tuple(run.created), tuple(run.dropped), tuple(run.idle), made.casts())

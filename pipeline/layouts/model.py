@@ -107,8 +107,8 @@ def model_order(table: RuleTable) -> Callable[[ModelTensor], tuple[int, ...]]:
 
     def place(tensor: ModelTensor) -> tuple[int, ...]:
         rule = tensor.rule
-        match = rule.pattern().fullmatch(tensor.key)
-        expert = (match.groupdict().get("expert") if match else None) or "-1"
+        match = rule.pattern().fullmatch(tensor.key) if "{expert}" in rule.key else None
+        expert = match["expert"] if match else "-1"
         layer = -1 if tensor.layer is None else tensor.layer
         return items[rule.item], layer, blocks[rule.key], int(expert), rows[rule.key]
 

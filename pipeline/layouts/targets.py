@@ -50,9 +50,9 @@ def lay_out(
 
 
 def _defined_casts(source: Catalog) -> frozenset[Cast]:
-    """Casts by which the source's format defines tensors that it does not hold."""
+    """Casts by which the source's format defines tensors that it does not hold, or an AOA program makes them."""
     pairs = {(source.tensors[of], source.tensors[tensor]) for tensor, of in source.implied.items()}
-    return frozenset((stored.dtype.name, tensor.dtype.name) for stored, tensor in pairs)
+    return source.casts() | {(stored.dtype.name, tensor.dtype.name) for stored, tensor in pairs}
 
 
 def _laid_out(

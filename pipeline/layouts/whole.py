@@ -23,6 +23,8 @@ def check_whole(model: Model) -> None:
     for rule in model.table.rules:
         if "{" not in rule.key and rule.applies(model.config) and rule.key not in keys:
             raise CoverageError(rule.key, "no file holds it, and every model of this family has it")
+    if not model.table.counts_layers:
+        return
     layers: dict[int, set[str]] = {}
     for tensor in model.tensors:
         if tensor.layer is not None:

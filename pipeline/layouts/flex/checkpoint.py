@@ -7,14 +7,23 @@ only implied by their master weight, and the parameter names of auto-parallel tr
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from paddle_reshard.pipeline.catalog import Catalog
 from paddle_reshard.pipeline.errors import CheckpointError, CoverageError
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.flex.names import AUTO_PARALLEL, FLEX, FOLDERS, Name, folder_of
+from paddle_reshard.pipeline.layouts.flex.names import (
+    AUTO_PARALLEL,
+    EMA_STATE,
+    FLEX,
+    FOLDERS,
+    METADATA,
+    MODEL_STATE,
+    Name,
+    folder_of,
+)
 from paddle_reshard.pipeline.layouts.flex.source import Fused, catalog_flex, not_fused, read_names
 from paddle_reshard.pipeline.layouts.model import Model, predict_parameter_names, read_model
 from paddle_reshard.pipeline.layouts.rules import RuleTable, choose_table
@@ -74,6 +83,8 @@ def read_flex(
             "training: one folder holds one checkpoint"
         )
     auto_parallel = False in kinds
+    if not auto_parallel:
+        _check_all_there({folder_of(path).rpartition("/")[2] for path in metadata})
     keys = _structured_keys(names, auto_parallel)
     table = choose_table(tables, keys, config)
     twins = {key: table.find(key, config)[0].twin(config) or key for key in keys}
@@ -110,6 +121,16 @@ def read_flex(
     )
 
 
+def _check_all_there(folders: Set[str]) -> None:
+    """The trainer writes the folders of a training checkpoint together, also one in which nothing is."""
+    wanted = {MODEL_STATE} if folders <= {MODEL_STATE, EMA_STATE} else {*FOLDERS} - {EMA_STATE}
+    if missing := sorted(wanted - folders):
+        raise CheckpointError(
+            f"{missing[0]}/ is missing or has no {METADATA} file, beside {', '.join(sorted(folders))}: the trainer "
+            "writes them together"
+        )
+
+
 def _fused(table: RuleTable, config: Mapping[str, Any]) -> Callable[[str], Fused | None]:
     def fused(key: str) -> Fused | None:
         rule, _ = table.find(key, config)
@@ -122,7 +143,7 @@ def _check(model: Model, catalog: Catalog, config: Mapping[str, Any]) -> None:
     """The layers are those of the config; every trained tensor has the same states, in its own shape."""
     layers = sorted({t.layer for t in model.tensors if t.layer is not None})
     expected = config.get("num_hidden_layers", len(layers))
-    if layers != list(range(expected if isinstance(expected, int) else 0)):
+    if model.table.counts_layers and layers != list(range(expected if isinstance(expected, int) else 0)):
         raise CheckpointError(f"config.json says {expected!r} decoder layers, the files hold {_told(layers)}")
     index = catalog.index()
     trained = [t for t in model.tensors if t.trained and t.tied_to is None]

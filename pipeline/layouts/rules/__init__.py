@@ -163,6 +163,11 @@ class RuleTable:
     experts_over: str | None = None
     """The axis over which the library can spread routed experts, whole ones to every rank: ``ep``, ``tp`` or ``dp``."""
 
+    @property
+    def counts_layers(self) -> bool:
+        """Whether keys tell their layer, so that the config can be held against their number."""
+        return any("{layer}" in rule.key for rule in self.rules)
+
     def find(self, key: str, config: Config) -> tuple[Rule, int | None]:
         """The row for ``key`` and its decoder layer.
 

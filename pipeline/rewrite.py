@@ -1,0 +1,63 @@
+"""A checkpoint whose tensors are renamed, cut, joined, transposed or cast by an AOA program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from paddle_reshard.pipeline.aoa.apply import AoaOutcome, apply_aoa
+from paddle_reshard.pipeline.aoa.language import AoaProgram
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.model import Model, read_model
+from paddle_reshard.pipeline.layouts.rules import RuleTable, choose_table
+from paddle_reshard.pipeline.layouts.rules.literal import literal_table
+
+
+def rewrite(
+    source: Checkpoint,
+    program: AoaProgram,
+    tables: Sequence[RuleTable] | None,
+    config: Mapping[str, Any] | None,
+) -> Checkpoint:
+    """What the program makes of a checkpoint.
+
+    Parameters
+    ----------
+    tables
+        Where the target is for a job that cuts tensors or names parameters: one of them must describe the new keys.
+        ``None``: the model is described by its keys alone, and its tensors go out as the program makes them.
+    config
+        The ``config.json`` of the model that comes out, where it is not the source's.
+
+    Raises
+    ------
+    UsageError, PlanError
+        Naming file, line and tensor, if the program is wrong or does not fit the checkpoint.
+    """
+    config = source.model.config if config is None else config
+    outcome = apply_aoa(source.catalog, program)
+    if not config.get("tie_word_embeddings"):
+        names = {alias for tensor in outcome.catalog.tensors for alias in tensor.aliases}
+        outcome = apply_aoa(source.catalog, program, untied=names) if names else outcome
+    model = _model(outcome, source, tables, config)
+    return replace(
+        source,
+        catalog=outcome.catalog,
+        model=model,
+        sequence_parallel=None,
+        left=(*source.left, *((name, f"dropped by {program.where}") for name in outcome.dropped)),
+    )
+
+
+def _model(
+    outcome: AoaOutcome,
+    source: Checkpoint,
+    tables: Sequence[RuleTable] | None,
+    config: Mapping[str, Any],
+) -> Model:
+    tensors = outcome.catalog.tensors
+    keys = dict.fromkeys(tensor.key for tensor in tensors)
+    if tables is None:
+        return read_model(tensors, literal_table(keys, source.model.table.convention), config)
+    return read_model(tensors, choose_table(tables, keys, config), config)

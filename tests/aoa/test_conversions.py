@@ -1,0 +1,126 @@
+"""``--aoa FILE`` from end to end: real checkpoints, read back by the libraries of the formats."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from safetensors import safe_open
+
+import paddle_reshard
+from paddle_reshard.pipeline.cli import cli
+from paddle_reshard.pipeline.errors import PlanError, UsageError
+from tests.conftest import committed_case
+
+PROGRAMS = Path(__file__).parent / "programs"
+SOURCE = committed_case("mp2sh2_s1v2_meta_mid") / "checkpoint-3"
+
+
+def tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """By the safetensors library, bit for bit."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "numpy") as file:
+            for key in file.keys():  # noqa: SIM118
+                piece = file.get_slice(key)
+                found[key] = (piece.get_dtype(), tuple(piece.get_shape()))
+        raw = path.read_bytes()
+        header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+        start = 8 + int.from_bytes(raw[:8], "little")
+        for key, entry in header.items():
+            if key != "__metadata__":
+                begin, end = entry["data_offsets"]
+                found[key] = (*found[key], raw[start + begin : start + end])
+    return found
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> dict[str, Path]:
+    """PaddleFormers' own programs: to the layout of Hugging Face, and back."""
+    case = json.loads((PROGRAMS / "llama.json").read_text())
+    files = {}
+    for name in ("inverse", "forward"):
+        files[name] = tmp_path / f"{name}.json"
+        files[name].write_text(json.dumps(case[name]))
+    return files
+
+
+def test_as_the_built_in_rules(llama: dict[str, Path], tmp_path: Path) -> None:
+    paddle_reshard.convert(SOURCE, tmp_path / "built in", format="huggingface")
+    paddle_reshard.convert(SOURCE, tmp_path / "aoa", format="huggingface", aoa=llama["inverse"])
+    assert tensors(tmp_path / "aoa") == tensors(tmp_path / "built in")
+
+
+def test_states_follow_there_and_back(llama: dict[str, Path], tmp_path: Path) -> None:
+    """A FlexCheckpoint in the layout of Hugging Face, and from there a job of another topology."""
+    rewritten = tmp_path / "rewritten"
+    paddle_reshard.convert(SOURCE, rewritten, format="flex", aoa=llama["inverse"])
+    paddle_reshard.convert(SOURCE, tmp_path / "direct", to="tp=2,pp=2")
+    # The rule table describes the model as the trainer has it, so the tensors are turned while they are read.
+    paddle_reshard.convert(SOURCE, tmp_path / "names", format="flex")
+    assert paddle_reshard.verify(tmp_path / "names", tmp_path / "direct").equal
+    key = "model.layers.0.mlp.up_proj.weight"
+    states = {"model_state": key, "master_weight": f"{key}.w_0", "optimizer_state": f"{key}.moment1_0"}
+    for folder, name in states.items():
+        turned = load_pickled(rewritten / folder, name)
+        plain = load_pickled(tmp_path / "names" / folder, name)
+        assert np.array_equal(turned, plain.T)
+        assert turned.shape != plain.shape
+
+
+def load_pickled(folder: Path, key: str) -> np.ndarray:
+    """By Paddle."""
+    import paddle
+
+    (path,) = folder.glob("*.distcp")
+    return np.asarray(paddle.load(str(path), return_numpy=True)[key])
+
+
+def test_a_dropped_tensor_is_named(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.txt"
+    rules.write_text("lm_head.weight -> _   # not wanted\nmodel.norm.weight -> final.weight\n")
+    command = [
+        "convert",
+        str(SOURCE),
+        str(tmp_path / "made"),
+        "--format",
+        "huggingface",
+        "--aoa",
+        str(rules),
+        "--json",
+    ]
+    answer = CliRunner().invoke(cli, command)
+    assert answer.exit_code == 0, answer.output
+    report = json.loads(answer.stdout)["plan"]
+    assert {"path": "lm_head.weight", "reason": f"dropped by {rules}"} in report["not_carried"]
+    made = tensors(tmp_path / "made")
+    assert "final.weight" in made
+    assert not {"lm_head.weight", "model.norm.weight"} & made.keys()
+
+
+@pytest.mark.parametrize(
+    ("rules", "options", "error", "told"),
+    [
+        ("a -> b ->", {"format": "huggingface"}, UsageError, "rules.txt, line 1"),
+        ("nothing.weight -> b", {"format": "huggingface"}, PlanError, "nothing.weight"),
+        ("_ -> b", {"format": "huggingface"}, PlanError, "no file holds"),
+        ("model.norm.weight -> final.weight", {"to": "tp=1"}, PlanError, "final.weight"),
+    ],
+)
+def test_refused(
+    rules: str, options: dict[str, str], error: type[Exception], told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rules.txt").write_text(rules)
+    with pytest.raises(error, match=told):
+        paddle_reshard.plan(SOURCE, tmp_path / "made", aoa=tmp_path / "rules.txt", **options)  # type: ignore[typeddict-item]
+
+
+def test_targets_of_one_program_hold_one_model(tmp_path: Path) -> None:
+    (tmp_path / "rules.txt").write_text("model.norm.weight -> final.weight")
+    with pytest.raises(UsageError, match="one after the other"):
+        paddle_reshard.plan(
+            SOURCE,
+            {tmp_path / "a": {"to": "tp=1"}, tmp_path / "b": {"format": "flex"}},
+            aoa=tmp_path / "rules.txt",
+        )
