@@ -1,0 +1,221 @@
+"""Real unified checkpoints are read as what the trainer had in memory, and written byte for byte as it writes them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors
+
+import paddle_reshard
+from paddle_reshard.pipeline.errors import DriftError, PlanError, UsageError
+from tests import oracle
+from tests.conftest import case_directory, corpus_root
+from tests.golden.unified_cases import (
+    PACKED,
+    read_unified,
+    small_case,
+    small_cases,
+    truth_of,
+)
+
+REFUSED = ("uc_sh2_s1v1_quant", "nlp_uc_mp2sh2_s1v2_ignoremerge")
+MIXTURES = ("ep2_uc_sh2_s1v2", "moe_uc_single_tohf", "moe_single_tohf")
+BIG = (
+    "corpus/uc_single",
+    "corpus/uc_sh2_s1v2",
+    "corpus/nlp_uc_mp2pp2",
+    "corpus/single_tohf",
+    "corpus-moe/moe_uc_single",
+)
+ONE_CARD = {"corpus/single": "corpus/uc_single", "corpus-moe/moe_single": "corpus-moe/moe_uc_single"}
+"""Two savings of one training: the hybrid one, and the unified one."""
+TENSOR_FILES = ("model", "optimizer", "master_weights")
+
+
+def _checkpoint(case: Path) -> Path:
+    (path,) = case.glob("checkpoint-*")
+    return path
+
+
+def _expected(truth: oracle.Tensors, source: Path, name: str) -> oracle.Tensors:
+    """What one card writes of the truth: states of tied weights under the last key."""
+    expected = dict(truth)
+    if name.endswith("removemw"):  # master weights are made of the weights, as the loader does
+        for key in oracle.shapes_of(truth):
+            expected[f"{key}.w_0"] = (truth[key].astype(np.uint32) << 16).view(np.float32)
+    if json.loads((source / "config.json").read_text())["tie_word_embeddings"]:
+        expected = {k: v for k, v in expected.items() if not k.startswith("model.embed_tokens.weight.")}
+    return expected
+
+
+# ------------------------------------------------------------------------------------------------ as a source
+
+
+@pytest.mark.parametrize("name", [name for name in small_cases() if name not in REFUSED])
+def test_a_real_checkpoint_is_the_truth(name: str, tmp_path: Path) -> None:
+    source, truth = _checkpoint(small_case(name)), truth_of(name)
+    paddle_reshard.convert(source, tmp_path / "unified", format="unified")
+    oracle.assert_same_tensors(read_unified(tmp_path / "unified"), _expected(truth, source, name))
+    assert paddle_reshard.verify(source, tmp_path / "unified").equal
+
+
+@pytest.mark.skipif(corpus_root() is None, reason="the corpus is not here")
+@pytest.mark.parametrize("name", BIG)
+def test_a_case_of_the_corpus_is_the_truth(name: str, tmp_path: Path) -> None:
+    case = corpus_root() / name
+    paddle_reshard.convert(_checkpoint(case), tmp_path / "unified", format="unified")
+    truth = oracle.read_truth(case / "truth.safetensors")
+    oracle.assert_same_tensors(read_unified(tmp_path / "unified"), truth)
+
+
+@pytest.mark.parametrize("name", ["uc_sh2_s1v2", "nlp_uc_mp2pp2", "mp2pp2_tohf", "sh2_s1v1_meta_tohf"])
+@pytest.mark.parametrize("to", ["tp=1", "tp=2,pp=2,sharding=2"])
+def test_it_becomes_a_hybrid_checkpoint(name: str, to: str, tmp_path: Path) -> None:
+    """With the learning-rate schedule of ``scheduler.pdparams`` in the optimizer files."""
+    source, truth = _checkpoint(small_case(name)), truth_of(name)
+    paddle_reshard.convert(
+        source, tmp_path / "checkpoint-3", to=to, sharding_strategy="stage1v1" if "," in to else None
+    )
+    shapes = oracle.shapes_of(truth)
+    oracle.assert_same_tensors(oracle.read_checkpoint(tmp_path / "checkpoint-3", shapes), truth)
+    optimizer = oracle.load_with_paddle(next((tmp_path / "checkpoint-3").glob("optimizer*")))
+    assert optimizer["LR_Scheduler"] == oracle.load_with_paddle(source / "scheduler.pdparams")
+
+
+def test_padding_that_paddlenlp_took_for_a_tensor_is_found(tmp_path: Path) -> None:
+    """Its gathering of slices takes one of padding only for whole, where that has as many elements as the tensor."""
+    name = "nlp_uc_mp2sh2_s1v2_ignoremerge"
+    source = _checkpoint(small_case(name))
+    with pytest.raises(
+        DriftError, match=r"layers\.1\.self_attn\.q_proj.*shard00.*shard01.*first copy"
+    ) as caught:
+        paddle_reshard.convert(source, tmp_path / "unified", format="unified")
+    assert caught.value.replicas
+    report = paddle_reshard.convert(source, tmp_path / "unified", format="unified", allow_replica_drift=True)
+    assert report.moved.replica_drift
+    oracle.assert_same_tensors(read_unified(tmp_path / "unified"), truth_of(name))
+
+
+# ------------------------------------------------------------------------------------------------ as a target
+
+
+def _same_tensor_files(made: Path, real: Path) -> None:
+    names = sorted(path.name for path in real.iterdir() if path.name.startswith(TENSOR_FILES))
+    assert names == sorted(path.name for path in made.iterdir() if path.name.startswith(TENSOR_FILES))
+    for name in names:
+        assert (made / name).read_bytes() == (real / name).read_bytes(), name
+
+
+@pytest.mark.skipif(corpus_root() is None, reason="the corpus is not here")
+@pytest.mark.parametrize(("hybrid", "unified"), ONE_CARD.items())
+def test_one_card_is_written_as_paddleformers_writes_it(hybrid: str, unified: str, tmp_path: Path) -> None:
+    paddle_reshard.convert(_checkpoint(corpus_root() / hybrid), tmp_path / "unified", format="unified")
+    _same_tensor_files(tmp_path / "unified", _checkpoint(corpus_root() / unified))
+
+
+def test_several_cards_are_written_as_paddlenlp_writes_them(tmp_path: Path) -> None:
+    """The same training with ``unified_checkpoint`` on two tensor-parallel ranks: every file, every index."""
+    source = _checkpoint(case_directory("nlp_fused_mp2"))
+    paddle_reshard.convert(source, tmp_path, format="unified", files=2, overwrite=True)
+    real = json.loads((PACKED / "nlp_fused_mp2.sha256.json").read_text())
+    made = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in tmp_path.iterdir()}
+    assert {name: digest for name, digest in made.items() if name.startswith(TENSOR_FILES)} == real
+
+
+@pytest.mark.parametrize("name", ["uc_single_tied", "uc_single_fp32"])
+def test_a_real_one_is_reproduced(name: str, tmp_path: Path) -> None:
+    source = _checkpoint(small_case(name))
+    paddle_reshard.convert(source, tmp_path / "again", format="unified")
+    _same_tensor_files(tmp_path / "again", source)
+
+
+IDENTITIES = {
+    "mp2pp2sh2_s1v2_meta_ema": [
+        {"to": "tp=2,pp=2,sharding=2", "sharding_strategy": "stage1v2"},
+        {"to": "sharding=3", "sharding_strategy": "stage2", "format": "hybrid-plain"},
+    ],
+    "mp2_tied": [{"to": "tp=2"}, {"to": "pp=2,sharding=2", "sharding_strategy": "stage1v1"}],
+    "nlp_fused_mp2": [{"to": "tp=2", "format": "hybrid-plain"}],
+    "sh2_s1v1_meta_fp32": [{"to": "sharding=2", "sharding_strategy": "stage1v1"}],
+}
+
+
+@pytest.mark.parametrize("name", IDENTITIES)
+def test_there_and_back_is_the_identity(name: str, tmp_path: Path) -> None:
+    """Every tensor file and ``config.json``, byte for byte; averages have no place in between."""
+    source = _checkpoint(case_directory(name))
+    report = paddle_reshard.convert(source, tmp_path / "unified", format="unified", files=3)
+    averaged = ("ema_master_weight",) if name.endswith("_ema") else ()
+    assert report.plan.targets[0].left_states == averaged
+    for number, options in enumerate(IDENTITIES[name]):
+        direct, back = tmp_path / f"direct{number}", tmp_path / f"back{number}"
+        paddle_reshard.convert(source, direct, **options)
+        paddle_reshard.convert(tmp_path / "unified", back, **options)
+        kept = [
+            p.name for p in direct.iterdir() if not p.name.startswith(("ema", "rng_state", "paddle_reshard"))
+        ]
+        assert {"config.json", "scheduler.pdparams"} < set(kept)
+        for path in kept:
+            assert (back / path).read_bytes() == (direct / path).read_bytes(), path
+
+
+def test_files_are_balanced_and_opened_by_safetensors(tmp_path: Path) -> None:
+    source = _checkpoint(case_directory("mp2_tied"))
+    paddle_reshard.convert(source, tmp_path / "unified", format="unified", files=4)
+    for kind in TENSOR_FILES:
+        paths = sorted((tmp_path / "unified").glob(f"{kind}-*-of-00004.safetensors"))
+        assert len(paths) == 4
+        held = {}
+        for path in paths:
+            with safetensors.safe_open(path, "np") as file:
+                assert file.metadata() == {"format": "np"}
+                held |= dict.fromkeys(file.keys(), path.name)
+        index = json.loads((tmp_path / "unified" / f"{kind}.safetensors.index.json").read_text())
+        assert index["weight_map"] == held
+        sizes = [path.stat().st_size for path in paths]
+        assert max(sizes) < 0.4 * sum(sizes)
+    assert index.keys() == {"metadata", "weight_map"}
+    (facts,) = [json.loads(path.read_text()) for path in (tmp_path / "unified").glob("optimizer*.index.json")]
+    assert (facts["master_weights"], facts["quant_ckpt_resume_times"]) == (True, 0)
+
+
+def test_a_trimmed_vocabulary(tmp_path: Path) -> None:
+    source, truth = _checkpoint(small_case("nlp_uc_mp2pp2")), truth_of("nlp_uc_mp2pp2")
+    paddle_reshard.convert(source, tmp_path / "unified", format="unified", vocab_trim=20)
+    found = read_unified(tmp_path / "unified")
+    for state in ("", ".w_0", ".moment1_0"):
+        for key, rows in (("llama.embed_tokens.weight", np.s_[:20]), ("lm_head.weight", np.s_[:, :20])):
+            np.testing.assert_array_equal(found[key + state], truth[key + state][rows])
+
+
+@pytest.mark.parametrize("files", [0, "two"])
+def test_a_number_of_files(files: object, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=rf"--files {files}"):
+        paddle_reshard.plan(
+            _checkpoint(small_case("uc_single_tied")), tmp_path / "unified", format="unified", files=files
+        )
+
+
+# ----------------------------------------------------------------------------------------------- weights only
+
+
+def test_weights_alone(tmp_path: Path) -> None:
+    """They are a unified checkpoint without states, and no hybrid one: its job would have nothing to go on from."""
+    source, weights = _checkpoint(small_case("nlp_uc_mp2pp2")), tmp_path / "weights"
+    shutil.copytree(
+        source, weights, ignore=shutil.ignore_patterns("optimizer*", "master_weights*", "scheduler*")
+    )
+    paddle_reshard.convert(weights, tmp_path / "unified", format="unified", files=2)
+    parameters = {key: truth_of("nlp_uc_mp2pp2")[key] for key in oracle.shapes_of(truth_of("nlp_uc_mp2pp2"))}
+    oracle.assert_same_tensors(read_unified(tmp_path / "unified"), parameters)
+    assert not list((tmp_path / "unified").glob("optimizer*"))
+    assert paddle_reshard.verify(source, weights, subset=True).equal
+    paddle_reshard.convert(source, tmp_path / "hf", format="huggingface")
+    for holds_no_states in (weights, tmp_path / "hf"):
+        with pytest.raises(PlanError, match=r"parameters only.*--format unified"):
+            paddle_reshard.plan(holds_no_states, tmp_path / "hybrid", to="tp=1")

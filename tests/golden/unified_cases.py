@@ -1,0 +1,56 @@
+"""Small real checkpoints that hold safetensors files, unpacked on first use, and how to open such files."""
+
+import tarfile
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import safetensors
+
+from tests.oracle import Tensors, read_truth
+
+PACKED = Path(__file__).parent / "unified"
+NUMPY = {"BF16": np.uint16, "U16": np.uint16, "F16": np.float16, "F32": np.float32}
+
+
+def small_cases() -> list[str]:
+    """Names of all small cases."""
+    return sorted(path.name.removesuffix(".tar.xz") for path in PACKED.glob("*.tar.xz"))
+
+
+_unpacked = tempfile.TemporaryDirectory(prefix="unified_cases_")
+
+
+@cache
+def small_case(name: str) -> Path:
+    """Folder with ``checkpoint-3/`` and ``truth.safetensors``; not to be changed."""
+    with tarfile.open(PACKED / f"{name}.tar.xz", "r:xz") as packed:
+        packed.extractall(_unpacked.name, filter="data")
+    return Path(_unpacked.name) / name
+
+
+def truth_of(name: str) -> Tensors:
+    """What the trainer had in memory."""
+    return read_truth(small_case(name) / "truth.safetensors")
+
+
+def read_safetensors(folder: Path, pattern: str = "*.safetensors") -> Tensors:
+    """All tensors of the files, by the safetensors library; no key may be there twice."""
+    found: Tensors = {}
+    for path in sorted(folder.glob(pattern)):
+        for key, entry in safetensors.deserialize(path.read_bytes()):
+            assert key not in found, f"{key} is in two files"
+            found[key] = np.frombuffer(entry["data"], NUMPY[entry["dtype"]]).reshape(entry["shape"])
+    return found
+
+
+def read_unified(folder: Path) -> Tensors:
+    """The tensors of a merged unified checkpoint, keyed as in the truth."""
+    found = read_safetensors(folder, "model-*.safetensors")
+    masters = read_safetensors(folder, "master_weights-*.safetensors")
+    found |= {f"{key}.w_0": array for key, array in masters.items() if found[key].dtype == np.uint16}
+    copies = {key: array for key, array in masters.items() if found[key].dtype != np.uint16}
+    assert all(found[key].tobytes() == array.tobytes() for key, array in copies.items())
+    states = read_safetensors(folder, "optimizer-*.safetensors")
+    return found | {key.replace("/", "."): array for key, array in states.items()}
