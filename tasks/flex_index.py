@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from paddle_reshard.pipeline.errors import FormatError
+from paddle_reshard.pipeline.errors import FormatError, UnsupportedError
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.flex.checkpoint import DataFile, read_flex
 from paddle_reshard.pipeline.layouts.flex.names import METADATA, is_dist_file
@@ -64,6 +64,11 @@ def _index_data_file(store: Readable, path: str, size_bytes: int) -> DataFile:
     root = index_tensor_file(store, path, size_bytes)
     names = root.pop(STRUCTURED_NAMES, {})
     for key, value in root.items():
+        if key == "master_weights" and isinstance(value, dict):
+            raise UnsupportedError(
+                f"{path}: an average under parameter names, as PaddleFormers wrote it before its metadata; no file "
+                "says which rank had which slices. Load and save it once with the job that wrote it"
+            )
         if not isinstance(value, ArrayRef):
             raise FormatError(
                 "not_an_array", path, None, f"{key} holds a {type(value).__name__}, an array is expected"

@@ -124,7 +124,7 @@ def test_verify_tells_equal_from_different_by_its_exit_status(one_card: Path, tm
         (["--to", "tp=two"], 2, "'two'"),
         (["--to", "tp=0"], 2, "axis tp has size 0"),
         (["--to", "tp=1", "--memory", "1MiB"], 2, "256MiB"),
-        (["--to", "tp=1", "--format", "flex"], 2, "'flex'"),
+        (["--to", "tp=1", "--format", "zip"], 2, "'zip'"),
         (["--to", "tp=1", "--rules", "missing.json"], 2, "missing.json"),
         ([], 2, "--to"),
     ],

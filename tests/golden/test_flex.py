@@ -1,0 +1,412 @@
+"""FlexCheckpoint and auto-parallel checkpoints from end to end: read, written, loaded by Paddle itself."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_reshard import convert
+from tests import oracle
+from tests.conftest import REPO, case_directory, corpus_root
+
+PACKED = REPO / "tests" / "golden" / "flex_cases"
+SMALL = ("fc_moe_mp2sh2_s1v2_ema", "fc_pp2sh2_s1v2_tied")
+REAL = (
+    ("corpus/fc_single", "corpus/single"),
+    ("corpus/fc_mp2pp2", "corpus/single"),
+    ("corpus/fc_sh2_s1v2", "corpus/single"),
+    ("corpus/fc_mp2pp2sh2_s1v2", "corpus/single"),
+    ("corpus/fc_sh2_s3_seg512", "corpus/single"),
+    ("corpus/defaults_2ranks", "corpus/single"),
+    ("corpus-moe/moe_fc_single", "corpus-moe/moe_single"),
+    ("corpus-moe/ep2_fc_sh2_s1v2", "corpus-moe/moe_single"),
+    ("corpus-moe/ep2_fc_mp2", "corpus-moe/moe_single"),
+)
+"""A real FlexCheckpoint, and a checkpoint of the same model that has its ``config.json``."""
+with_corpus = pytest.mark.skipif(corpus_root() is None, reason="the corpus is not here")
+
+
+@pytest.fixture(scope="session")
+def small_cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("flex_cases")
+    for name in SMALL:
+        with tarfile.open(PACKED / f"{name}.tar.xz", "r:xz") as packed:
+            packed.extractall(folder, filter="data")
+    return folder
+
+
+@dataclass(frozen=True)
+class Case:
+    checkpoint: Path
+    config: Path
+
+    @property
+    def truth(self) -> oracle.Tensors:
+        return oracle.read_truth(self.checkpoint.parent / "truth.safetensors")
+
+    def expected(self, found: oracle.Tensors) -> oracle.Tensors:
+        """The truth; of copies that had drifted apart between tp ranks, the one that the files hold."""
+        other = self.checkpoint.parent / "truth_alt.safetensors"
+        drifted = oracle.read_truth(other) if other.exists() else {}
+        alternatives = {key.partition("@")[0]: value for key, value in drifted.items()}
+        return {
+            key: alternatives[key]
+            if key in alternatives and key in found and alternatives[key].tobytes() == found[key].tobytes()
+            else value
+            for key, value in self.truth.items()
+        }
+
+
+def case_of(name: str, sibling: str) -> Case:
+    return Case(corpus_root() / name / "checkpoint-3", corpus_root() / sibling / "checkpoint-3/config.json")
+
+
+def read(checkpoint: Path, truth: oracle.Tensors) -> oracle.Tensors:
+    shapes = {k: shape for k, shape in oracle.shapes_of(truth).items() if not k.endswith(".ema")}
+    return oracle.read_checkpoint(checkpoint, shapes)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Every file but the manifest, which tells where the target came from."""
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.name != "paddle_reshard.json")
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def unpickle(path: Path) -> Any:
+    """Metadata by Paddle's own classes; Paddle has been imported by its loader before."""
+    return pickle.loads(path.read_bytes())
+
+
+# ------------------------------------------------------------------------------------------------- read
+
+
+def check_against_truth(case: Case, target: Path) -> None:
+    convert(case.checkpoint, target, to="tp=1", config=case.config)
+    found = read(target, case.truth)
+    oracle.assert_same_tensors(found, case.expected(found))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_real_flex_checkpoint_holds_the_truth(name: str, small_cases: Path, tmp_path: Path) -> None:
+    folder = small_cases / name
+    check_against_truth(Case(folder / "checkpoint-3", folder / "config.json"), tmp_path / "hybrid")
+
+
+@with_corpus
+@pytest.mark.parametrize(("name", "sibling"), REAL)
+def test_every_real_flex_checkpoint_holds_the_truth(name: str, sibling: str, tmp_path: Path) -> None:
+    check_against_truth(case_of(name, sibling), tmp_path / "hybrid")
+
+
+@with_corpus
+@pytest.mark.parametrize(
+    ("name", "sibling", "options"),
+    [
+        ("corpus/fc_single", "corpus/single", {"to": "tp=1"}),
+        ("corpus/fc_mp2pp2", "corpus/mp2pp2", {"to": "tp=2,pp=2"}),
+        ("corpus/fc_sh2_s1v2", "corpus/sh2_s1v2_meta", {"to": "sharding=2", "sharding_strategy": "stage1v2"}),
+        (
+            "corpus/fc_sh2_s3_seg512",
+            "corpus/sh2_s3_seg512",
+            {"to": "sharding=2", "sharding_strategy": "stage3", "layout": {"stage3_segment_size": 512}},
+        ),
+        ("corpus-moe/moe_fc_single", "corpus-moe/moe_single", {"to": "tp=1"}),
+    ],
+)
+def test_it_becomes_the_hybrid_checkpoint_of_the_same_training(name, sibling, options, tmp_path) -> None:
+    """The same keys, names and order, the same values, the same schedule in the optimizer files."""
+    case, real = case_of(name, sibling), corpus_root() / sibling / "checkpoint-3"
+    truth = oracle.read_truth(real.parent / "truth.safetensors")
+    assert {k: v.tobytes() for k, v in case.truth.items()} == {k: v.tobytes() for k, v in truth.items()}
+    convert(case.checkpoint, tmp_path / "hybrid", config=case.config, **options)
+    oracle.assert_same_structure(oracle.structure(tmp_path / "hybrid"), oracle.structure(real))
+    oracle.assert_same_tensors(read(tmp_path / "hybrid", truth), truth)
+    assert (tmp_path / "hybrid/config.json").read_bytes() == (real / "config.json").read_bytes()
+
+
+@with_corpus
+def test_safetensors_files_are_read_too(tmp_path: Path) -> None:
+    """Saved again by Paddle, as ``save_state_dict(..., safetensors=True)`` does."""
+    case = case_of("corpus/fc_single", "corpus/single")
+    again = tmp_path / "again"
+    shutil.copytree(case.checkpoint, again, ignore=shutil.ignore_patterns("*.distcp", "*.metadata"))
+    run_paddle(SAVE_AGAIN, case.checkpoint, again)
+    assert sorted(path.name for path in (again / "model_state").iterdir()) == [
+        "0.metadata",
+        "0_0.safetensors",
+    ]
+    for number, source in enumerate((case.checkpoint, again)):
+        convert(source, tmp_path / str(number), to="tp=2", config=case.config)
+    assert files_of(tmp_path / "0") == files_of(tmp_path / "1")
+
+
+# ------------------------------------------------------------------------------------------------ written
+
+
+def there_and_back(source: Path, folder: Path, options: list[dict], **flex) -> None:
+    convert(source, folder / "there", **flex)
+    for number, of_target in enumerate(options):
+        convert(source, folder / f"straight-{number}", **of_target)
+        convert(folder / "there", folder / f"around-{number}", **of_target)
+        assert files_of(folder / f"around-{number}") == files_of(folder / f"straight-{number}"), of_target
+
+
+TARGETS = [
+    {"to": "tp=2,pp=2"},
+    {"to": "pp=2,sharding=3", "sharding_strategy": "stage1v2"},
+    {"to": "tp=2,sharding=2", "sharding_strategy": "stage1v1", "format": "hybrid-plain"},
+]
+
+
+@pytest.mark.parametrize("name", ["mp2pp2sh2_s1v2_meta_ema", "mp2_tied", "sh2_s1v1_meta_fp32"])
+def test_there_and_back_is_the_straight_way(name: str, tmp_path: Path) -> None:
+    there_and_back(case_directory(name) / "checkpoint-3", tmp_path, TARGETS, format="flex", files=3)
+
+
+@with_corpus
+@pytest.mark.parametrize("name", ["moe_sh2_s1v2_meta", "ep2_sh2_s1v2_meta_ema"])
+def test_there_and_back_with_experts(name: str, tmp_path: Path) -> None:
+    source = corpus_root() / "corpus-moe" / name / "checkpoint-3"
+    targets = [{"to": "tp=1"}, {"to": "tp=2,pp=2"}, {"to": "sharding=3", "sharding_strategy": "stage1v2"}]
+    there_and_back(source, tmp_path, targets, format="flex", files=2)
+
+
+@pytest.mark.parametrize("paddle_version", ["3.0", "3.2"])
+def test_metadata_of_older_paddle(paddle_version: str, tmp_path: Path) -> None:
+    source = case_directory("mp2_tied") / "checkpoint-3"
+    there_and_back(source, tmp_path, TARGETS[:1], format="flex", paddle_version=paddle_version)
+
+
+@with_corpus
+def test_one_file_per_folder_is_what_the_trainer_writes_on_one_card(tmp_path: Path) -> None:
+    """Byte for byte in the values, and the same keys, in the same order, with the same metadata."""
+    real, made = case_of("corpus/fc_single", "corpus/single").checkpoint, tmp_path / "made"
+    convert(corpus_root() / "corpus/single/checkpoint-3", made, format="flex")
+    assert set(files_of(made)) == {*files_of(real), "config.json"}
+    for folder in ("model_state", "master_weight", "optimizer_state"):
+        ours, theirs = (oracle.load_with_paddle(root / folder / "0_0.distcp") for root in (made, real))
+        metadata = [unpickle(root / folder / "0.metadata") for root in (made, real)]
+        assert metadata[0].state_dict_metadata == metadata[1].state_dict_metadata
+        assert metadata[0].storage_metadata == metadata[1].storage_metadata
+        assert metadata[0].flat_mapping == metadata[1].flat_mapping
+        assert list(ours) == list(theirs)
+        for key, value in theirs.items():
+            if key != oracle.NAME_TABLE:
+                assert ours[key].shape == value.shape, key
+                assert ours[key].tobytes() == value.tobytes(), key
+    for name in ("scheduler.pdparams", "trainer_state.bin"):
+        assert (made / name).read_bytes() == (real / name).read_bytes()
+
+
+def test_what_has_no_master_weights_has_an_empty_folder_of_them(tmp_path: Path) -> None:
+    """The trainer writes it so, and its loader wants to find the folder."""
+    convert(case_directory("sh2_s1v1_meta_fp32") / "checkpoint-3", tmp_path / "flex", format="flex")
+    assert sorted(path.name for path in (tmp_path / "flex/master_weight").iterdir()) == [
+        "0.metadata",
+        "0_0.distcp",
+    ]
+    assert oracle.load_with_paddle(tmp_path / "flex/master_weight/0_0.distcp") == {oracle.NAME_TABLE: {}}
+    assert unpickle(tmp_path / "flex/master_weight/0.metadata").state_dict_metadata == {}
+
+
+def test_states_of_tied_weights_lie_under_the_first_key(small_cases: Path, tmp_path: Path) -> None:
+    """As ``fc_single_tied`` of the real trainer on one card has them."""
+    folder = small_cases / "fc_pp2sh2_s1v2_tied"
+    convert(folder / "checkpoint-3", tmp_path / "flex", format="flex", config=folder / "config.json")
+    keys = keys_of(tmp_path / "flex")
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= keys["model_state"]
+    assert "lm_head.weight.w_0" in keys["master_weight"]
+    assert not any(
+        key.startswith("model.embed_tokens") for key in keys["master_weight"] | keys["optimizer_state"]
+    )
+
+
+def keys_of(checkpoint: Path) -> dict[str, set[str]]:
+    return {
+        path.parent.name: {
+            key
+            for data in path.parent.glob("*.distcp")
+            for key in oracle.load_with_paddle(data)
+            if key != oracle.NAME_TABLE
+        }
+        for path in checkpoint.glob("*/0.metadata")
+    }
+
+
+def test_files_get_a_like_share_of_whole_tensors(tmp_path: Path) -> None:
+    convert(case_directory("mp2_tied") / "checkpoint-3", tmp_path / "flex", format="flex", files=4)
+    for folder in ("model_state", "master_weight", "optimizer_state"):
+        sizes = [path.stat().st_size for path in (tmp_path / "flex" / folder).glob("*.distcp")]
+        assert len(sizes) == 4
+        assert max(sizes) < 1.35 * sum(sizes) / 4
+    convert(case_directory("mp2_tied") / "checkpoint-3", tmp_path / "many", format="flex", files=1000)
+    for path in (tmp_path / "many").glob("*/*.distcp"):
+        assert len(oracle.load_with_paddle(path)) > 1, path  # beside the names
+
+
+# ----------------------------------------------------------------------------------- loaded by Paddle itself
+
+LOAD = """
+import sys
+import numpy as np
+import paddle
+loaded = 0
+for folder, wanted in zip(sys.argv[1::2], sys.argv[2::2]):
+    wanted = np.load(wanted)
+    kinds = {"uint16": "bfloat16"}
+    state = {k: paddle.zeros(wanted[k].shape, kinds.get(wanted[k].dtype.name, wanted[k].dtype.name)) for k in wanted}
+    paddle.distributed.load_state_dict(state, folder)
+    for key, tensor in state.items():
+        assert tensor.numpy().tobytes() == wanted[key].tobytes(), (folder, key)
+        loaded += 1
+print("equal", loaded)
+"""
+LOAD_SHARDED = """
+import os
+import sys
+import numpy as np
+import paddle
+from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
+paddle.set_device("cpu")
+paddle.Tensor.cuda = lambda self, *args, **more: self
+paddle.distributed.init_parallel_env()
+rank = paddle.distributed.get_rank()
+loaded = 0
+for folder, wanted in zip(sys.argv[1::2], sys.argv[2::2]):
+    wanted, state, pieces = np.load(wanted), {}, {}
+    for i, key in enumerate(wanted):
+        whole = wanted[key]
+        dims = [d for d, extent in enumerate(whole.shape) if extent > 1 and extent % 2 == 0]
+        offset, more = [0] * whole.ndim, {}
+        if i % 3 == 0 and whole.ndim == 2:  # as sharding cuts it: a ragged range of the flattening
+            cut = whole.size // 2 + 5
+            start, stop = ((0, cut), (cut, whole.size))[rank]
+            piece, local = whole.ravel()[start:stop], whole.shape
+            more = {"is_flattened": True, "flattened_range": slice(start, stop)}
+        elif dims:
+            dim = dims[i % len(dims)]
+            piece = np.ascontiguousarray(np.split(whole, 2, axis=dim)[rank])
+            offset[dim], local = rank * piece.shape[dim], piece.shape
+        else:
+            piece, local = whole, whole.shape
+        kind = {"uint16": "bfloat16"}.get(whole.dtype.name, whole.dtype.name)
+        pieces[key] = piece
+        local_tensor = paddle.zeros(piece.shape, kind)
+        state[key] = ShardedWeight(key, local_tensor, tuple(local), whole.shape, tuple(offset), **more)
+    paddle.distributed.load_state_dict(state, folder)
+    for key, piece in pieces.items():
+        assert state[key].local_tensor.numpy().tobytes() == piece.tobytes(), (folder, key)
+        loaded += 1
+print("equal", loaded, flush=True)
+os._exit(0)
+"""
+SAVE_AGAIN = """
+import pathlib
+import sys
+import paddle
+for folder in ("model_state", "master_weight", "optimizer_state"):
+    state = {}
+    for path in sorted(pathlib.Path(sys.argv[1], folder).glob("*.distcp")):
+        state |= paddle.load(str(path))
+    paddle.distributed.save_state_dict(state, f"{sys.argv[2]}/{folder}", safetensors=True)
+"""
+
+
+def start_paddle(program: str, *arguments: Path, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        cwd=REPO,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run_paddle(program: str, *arguments: Path) -> str:
+    process = start_paddle(program, *arguments)
+    told, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, told
+    return told
+
+
+def by_folder(truth: oracle.Tensors) -> dict[str, oracle.Tensors]:
+    """The truth, spelled as the folders of PaddleFormers have it."""
+    found: dict[str, oracle.Tensors] = {}
+    for key, value in truth.items():
+        if key.endswith(".ema_w_0"):
+            folder, name = "ema_state", f"{key.removesuffix('.ema_w_0')}.w_0"
+        elif key.endswith(".ema"):
+            folder, name = "ema_state", key.removesuffix(".ema")
+        elif key.endswith(".w_0"):
+            folder, name = "master_weight", key
+        else:
+            states = (*oracle.MOMENTS, *oracle.POWERS)
+            folder, name = "optimizer_state" if key.endswith(states) else "model_state", key
+        found.setdefault(folder, {})[name] = value
+    return found
+
+
+@pytest.fixture(scope="module")
+def made_checkpoints(
+    tmp_path_factory: pytest.TempPathFactory, small_cases: Path
+) -> Iterator[tuple[list[Path], int]]:
+    """Folders with metadata and what they must hold, alternating; and how many tensors that is."""
+    root = tmp_path_factory.mktemp("made")
+    names = {name: case_directory(name) for name in ("mp2pp2sh2_s1v2_meta_ema", "sh2_s1v1_meta_fp32")}
+    pairs: list[Path] = []
+    count = 0
+    for name, folder in names.items():
+        convert(folder / "checkpoint-3", root / name, format="flex", files=3)
+        for state_folder, tensors in by_folder(oracle.read_truth(folder / "truth.safetensors")).items():
+            np.savez(root / f"{name}-{state_folder}.npz", **tensors)
+            pairs += [root / name / state_folder, root / f"{name}-{state_folder}.npz"]
+            count += len(tensors)
+    yield pairs, count
+    shutil.rmtree(root)
+
+
+def test_paddle_loads_whole_tensors(made_checkpoints) -> None:
+    pairs, count = made_checkpoints
+    assert run_paddle(LOAD, *pairs).strip().endswith(f"equal {count}")
+
+
+def test_two_processes_load_their_boxes_and_ranges(made_checkpoints) -> None:
+    """FlexCheckpoint's own loader over gloo; only the copy to a GPU that it makes on the way is left out."""
+    pairs, count = made_checkpoints
+    with socket.socket() as first, socket.socket() as second:
+        first.bind(("127.0.0.1", 0))
+        second.bind(("127.0.0.1", 0))
+        ends = [f"127.0.0.1:{one.getsockname()[1]}" for one in (first, second)]
+    ranks = [
+        start_paddle(
+            LOAD_SHARDED,
+            *pairs,
+            PADDLE_TRAINER_ID=str(rank),
+            PADDLE_TRAINERS_NUM="2",
+            PADDLE_TRAINER_ENDPOINTS=",".join(ends),
+            PADDLE_CURRENT_ENDPOINT=ends[rank],
+            PADDLE_MASTER=ends[0],
+            PADDLE_DISTRI_BACKEND="gloo",
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = [process.communicate(timeout=200)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    for text in told:
+        assert text.strip().endswith(f"equal {count}"), text[-2000:]
