@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from paddle_reshard.clusters.companion import Companion, CompanionLost
+from paddle_reshard.pipeline.ema_flex import METADATA_PATH, FlexRank
 from paddle_reshard.pipeline.ema_resume import Piece, RankPieces, Wanted, read_average
 from paddle_reshard.pipeline.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.geometry import Shape
@@ -245,43 +246,80 @@ class AsyncEma:
             found[group][key] = self.shared.average[place.start : place.stop].reshape(place.shape)
         return Weights(found[MASTER_WEIGHTS], found[""])
 
-    def save(self, directory: PathLike, file_name: str) -> None:
+    def save(self, directory: PathLike, rank: str | FlexRank) -> None:
         """Write the average of this rank, and beside it what it is (``ema.json``); both appear whole.
 
-        ``file_name`` is that of the rank in its topology: ``ema.tp00_pp01_shard00.pdopt``.
+        Parameters
+        ----------
+        rank
+            The name of the rank's file in its topology, ``ema.tp00_pp01_shard00.pdopt``. Or, for the files of a
+            FlexCheckpoint, the rank among all others: then the first one writes the metadata of all.
 
         Raises
         ------
         UsageError
-            If there is no average yet, or the name is not one of a rank's average.
+            If there is no average yet, the name is not one of a rank's average, or the boxes are not its tensors.
         ReshardError
             If the file cannot be written.
         """
-        named = parse_rank_file(file_name)
-        if named is None or named.kind != "ema":
-            raise UsageError(
-                f"{file_name}: not the name of a rank's average, ema[.tpNN][_ppNN][_shardNN].pdopt"
-            )
+        if isinstance(rank, str):
+            named = parse_rank_file(rank)
+            if named is None or named.kind != "ema":
+                raise UsageError(
+                    f"{rank}: not the name of a rank's average, ema[.tpNN][_ppNN][_shardNN].pdopt"
+                )
         companion = self._drain()
-        masters: dict[str, object] = {}
-        root: dict[str, object] = {}
-        entries = list(self.places.items())
-        for slot, ((group, key), place) in enumerate(entries):
-            (masters if group else root)[key] = ArraySlot(slot, "f4", place.shape, place.tensor_name)
-        root[MASTER_WEIGHTS] = masters
+        root, stretches = self._rank_file() if isinstance(rank, str) else self._flex_file(rank)
         encoded = encode_pickle(root)
         folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / (rank if isinstance(rank, str) else rank.path)
+        path.parent.mkdir(parents=True, exist_ok=True)
         companion.ask(
             {
                 "do": "save",
-                "path": str(folder / file_name),
+                "path": str(path),
                 "literals": [(at, base64.b64encode(text).decode()) for at, text in encoded.literals],
-                "slots": [(at, entries[i][1].start, entries[i][1].stop) for i, at, _ in encoded.slots],
+                "slots": [(at, *stretches[slot]) for slot, at, _ in encoded.slots],
             }
         )
         companion.wait()
-        _write_whole(folder / AVERAGE, json.dumps(self.describe(), indent=1))
+        if isinstance(rank, FlexRank) and rank.number == 0:
+            _write_whole(folder / METADATA_PATH, rank.metadata())
+        _write_whole(folder / AVERAGE, json.dumps(self.describe(), indent=1).encode())
+
+    def _rank_file(self) -> tuple[dict[str, object], list[tuple[int, int]]]:
+        """What the trainers' own file of a rank holds, and which stretch of the average each array is."""
+        masters: dict[str, object] = {}
+        root: dict[str, object] = {}
+        for slot, ((group, key), place) in enumerate(self.places.items()):
+            (masters if group else root)[key] = ArraySlot(slot, "f4", place.shape, place.tensor_name)
+        root[MASTER_WEIGHTS] = masters
+        return root, [(place.start, place.stop) for place in self.places.values()]
+
+    def _flex_file(self, rank: FlexRank) -> tuple[dict[str, object], list[tuple[int, int]]]:
+        """The same for the file of a FlexCheckpoint."""
+        held = {
+            (MASTER_WEIGHTS if master else "", name): box
+            for master, name, box in rank.boxes[rank.number].entries()
+        }
+        for entry, place in self.places.items():
+            box, elements = held.pop(entry, None), prod(place.shape)
+            if box is None and not elements:
+                continue
+            whole = box is not None and box.flattened_range is None
+            if box is None or box.elements > elements or (whole and box.elements < elements):
+                raise UsageError(f"{entry[1]}: is {place.shape} in this rank, and {box} is said of it")
+        if held:
+            raise UsageError(f"{next(iter(held))[1]}: is none of the tensors of this rank")
+        root: dict[str, object] = {}
+        names: dict[str, str] = {}
+        stretches = []
+        for master, name, box in rank.written():
+            place = self.places[MASTER_WEIGHTS if master else "", name]
+            root[box.key] = ArraySlot(len(root), "f4", box.shape, None)
+            names[box.key] = place.tensor_name
+            stretches.append((place.start, place.start + box.elements))
+        return {**root, STRUCTURED_NAMES: names}, stretches
 
     def describe(self) -> dict[str, Any]:
         """What no tensor file says of an average: the same on every rank."""
@@ -300,7 +338,7 @@ class AsyncEma:
         rank: str | RankPieces,
         *,
         rules: PathLike | None = None,
-        config: PathLike | None = None,
+        config: PathLike | Mapping[str, Any] | None = None,
         storage_options: StorageOptions | None = None,
     ) -> None:
         """Go on from the average that a checkpoint holds.
@@ -316,7 +354,8 @@ class AsyncEma:
             communication buffers and format, and only what the rank needs is read. Or the name of its file, of a job
             that is exactly like this one; that the tensors' names and shapes are the same is all that is checked.
         rules, config
-            A rule table for the model family; the model's ``config.json`` for a checkpoint that has none.
+            A rule table for the model family; the model's ``config.json``, or what is in it, for a checkpoint that has
+            none.
         storage_options
             What fsspec needs to reach a store that is not a local folder.
 
@@ -336,7 +375,7 @@ class AsyncEma:
                 self._read_file(store, rank)
             else:
                 tables = load_tables(None if rules is None else Path(rules))
-                given = load_config(None if config is None else Path(config))
+                given = config if isinstance(config, Mapping) or config is None else load_config(Path(config))
                 read_average(
                     store, tables, given, self._wanted(rank), rank, self.shared.average.view(np.uint8)
                 )
@@ -475,11 +514,11 @@ def _read_progress(store: Source, sizes: Mapping[str, int], averaging: Averaging
         raise CheckpointError(f"{AVERAGE}: does not say how far the average has come: {error!r}") from error
 
 
-def _write_whole(path: Path, text: str) -> None:
+def _write_whole(path: Path, content: bytes) -> None:
     """Write a file that every rank writes alike; the last one stands."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    with open(unfinished, "w", encoding="utf-8") as file:
-        file.write(text)
+    with open(unfinished, "wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(unfinished, path)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from paddle_reshard.pipeline.ema_flex import Box, RankBoxes
 from paddle_reshard.pipeline.ema_resume import Piece, RankPieces
 from paddle_reshard.pipeline.errors import UnsupportedError, UsageError
 from paddle_reshard.pipeline.layouts.hybrid.names import SLICE_PREFIX
 
 MASTER_WEIGHTS = "master_weights"
+MASTER_SUFFIX = ".w_0"
 SHARDING_V2 = "DygraphShardingOptimizerV2"
 WHOLE = (
     "HybridParallelOptimizer",
@@ -66,6 +68,48 @@ def rank_pieces(model: Any, optimizer: Any, *, tp: int = 1, tp_rank: int = 0) ->
             )
         pieces[name] = Piece(key, shape, None if slices is None else slices[name])
     return RankPieces(pieces, tp, tp_rank)
+
+
+def rank_boxes(model: Any, optimizer: Any) -> RankBoxes:
+    """Where this rank's master weights and float32 parameters lie, as Paddle's ``sharded_state_dict`` says.
+
+    Parameters are those of :func:`rank_pieces`.
+
+    Raises
+    ------
+    UnsupportedError
+        If FlexCheckpoint stores a tensor in another shape than the model has.
+    UsageError
+        If a master weight belongs to no parameter of the model.
+    """
+    names = {key: tensor.name for key, tensor in model.state_dict().items()}
+    of_model = model.sharded_state_dict()
+    masters = {}
+    for key, weight in optimizer.sharded_state_dict(of_model).items():
+        if key.endswith(MASTER_SUFFIX):
+            name = names.get(key.removesuffix(MASTER_SUFFIX))
+            if name is None:
+                raise UsageError(f"{key}: a master weight of no parameter in the model's state_dict")
+            masters[name] = _box(key, weight)
+    params = {
+        key: _box(key, weight)
+        for key, weight in of_model.items()
+        if str(weight.local_tensor.dtype).endswith("float32")
+    }
+    return RankBoxes(masters, params)
+
+
+def _box(key: str, weight: Any) -> Box:
+    if getattr(weight, "grouped_gemm_param", False):
+        raise UnsupportedError(f"{key}: experts of a grouped product are stored in another shape")
+    flat = weight.flattened_range if weight.is_flattened else None
+    return Box(
+        key,
+        global_shape=tuple(int(extent) for extent in weight.global_shape),
+        global_offset=tuple(int(start) for start in weight.global_offset),
+        local_shape=tuple(int(extent) for extent in weight.local_shape),
+        flattened_range=None if flat is None else (int(flat.start), int(flat.stop)),
+    )
 
 
 def _slices(optimizer: Any) -> dict[str, tuple[int, int]] | None:

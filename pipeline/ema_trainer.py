@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from importlib import import_module
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from paddle_reshard.pipeline.ema import MASTER_WEIGHTS, AsyncEma, Weights
-from paddle_reshard.pipeline.ema_live import rank_pieces
+from paddle_reshard.pipeline.ema_flex import FlexRank, RankBoxes
+from paddle_reshard.pipeline.ema_live import rank_boxes, rank_pieces
 from paddle_reshard.pipeline.ema_resume import RankPieces
 from paddle_reshard.pipeline.errors import ReshardError, UsageError
+from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META
 
 logger = logging.getLogger(__name__)
 _TP_DEGREES = {"paddleformers": "tensor_model_parallel_size", "paddlenlp": "tensor_parallel_degree"}
@@ -27,7 +30,8 @@ def ema_callback(
     """A callback that averages what ``trainer`` trains, and saves it into its checkpoints.
 
     ``trainer.add_callback(ema_callback(trainer, decay=0.999))``. Files are those of the trainer's own average
-    (``ema.tp00_pp00_shard00.pdopt``), so it is for jobs that save sharded models, as that one is.
+    (``ema.tp00_pp00_shard00.pdopt``, or ``ema_state/``), so it is for jobs that save sharded models or
+    FlexCheckpoints, as that one is.
 
     Parameters
     ----------
@@ -45,10 +49,10 @@ def ema_callback(
     UsageError
         If the trainer saves in another format.
     """
-    if getattr(trainer, "sharding_io", None) is None:
+    if getattr(trainer, "sharding_io", None) is None and not _is_flex(trainer):
         raise UsageError(
-            "the average of a trainer's weights goes into sharded checkpoints; train with "
-            "save_checkpoint_format=sharding_io (PaddleFormers) or save_sharded_model=true (PaddleNLP)"
+            "the average of a trainer's weights goes into sharded checkpoints; train with save_checkpoint_format="
+            "sharding_io or flex_checkpoint (PaddleFormers), or save_sharded_model=true (PaddleNLP)"
         )
     if options.get("loss_threshold") is not None and trainer.args.zcc_save_ema_coef is None:
         raise UsageError(
@@ -68,11 +72,11 @@ def _library(trainer: Any) -> str:
 
 def weights_of(trainer: Any) -> Weights:
     """What the trainer's own average is made of: this rank's master weights and the float32 parameters it saves."""
-    unwrap_model = import_module(f"{_library(trainer)}.transformers.model_utils").unwrap_model
-    sharding_io = trainer.sharding_io
-    saved, *_ = sharding_io.manipulate_state_dict_and_config(
-        unwrap_model(sharding_io.model), merge_tensor_parallel=False
-    )
+    model = _model(trainer)
+    if _is_flex(trainer):
+        saved = model.state_dict()
+    else:
+        saved, *_ = trainer.sharding_io.manipulate_state_dict_and_config(model, merge_tensor_parallel=False)
     params = {key: tensor for key, tensor in saved.items() if str(tensor.dtype).endswith("float32")}
     return Weights(trainer.optimizer.state_dict().get(MASTER_WEIGHTS, {}), params)
 
@@ -85,14 +89,21 @@ def pieces_of(trainer: Any) -> RankPieces:
     UnsupportedError
         If its parameters are cut in a way that is not known, or experts are spread over ranks.
     """
-    unwrap_model = import_module(f"{_library(trainer)}.transformers.model_utils").unwrap_model
     args, tp = trainer.args, 1
     if args.use_hybrid_parallel:
         tp = int(getattr(args, _TP_DEGREES[_library(trainer)]))
     tp_rank = int(args.tensor_parallel_rank) if tp > 1 else 0
-    return rank_pieces(
-        unwrap_model(trainer.sharding_io.model), trainer.optimizer, tp=max(tp, 1), tp_rank=tp_rank
-    )
+    return rank_pieces(_model(trainer), trainer.optimizer, tp=max(tp, 1), tp_rank=tp_rank)
+
+
+def _is_flex(trainer: Any) -> bool:
+    return getattr(trainer.args, "save_checkpoint_format", None) == "flex_checkpoint"
+
+
+def _model(trainer: Any) -> Any:
+    """The model whose ``state_dict`` has structured keys."""
+    unwrap_model = import_module(f"{_library(trainer)}.transformers.model_utils").unwrap_model
+    return unwrap_model(trainer.model if _is_flex(trainer) else trainer.sharding_io.model)
 
 
 class _EmaCallback:
@@ -106,23 +117,48 @@ class _EmaCallback:
         ema: AsyncEma,
     ) -> None:
         self.trainer, self.resume_from, self.rules, self.ema = trainer, resume_from, rules, ema
+        self.flex_rank: FlexRank | None = None
+        self.meta: Any = None
+        """``model_meta.json``, without which a trainer does not read the average of a FlexCheckpoint."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.resume_from is not None:
-            self.ema.load(self.resume_from, pieces_of(self.trainer), rules=self.rules)
+            config = _model(self.trainer).config.to_dict()
+            self.ema.load(self.resume_from, pieces_of(self.trainer), rules=self.rules, config=config)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.ema.update(state.global_step, getattr(state, "loss", None))
-        if control.should_save and self.ema.progress.updates:
-            self._save(Path(args.output_dir) / f"checkpoint-{state.global_step}", self._file_name(args))
+        if control.should_save:
+            # The ranks of a FlexCheckpoint tell each other what they hold, also one that has lost its average.
+            rank = self._flex_rank() if _is_flex(self.trainer) else self._file_name(args)
+            if self.ema.progress.updates:
+                self._save(Path(args.output_dir) / f"checkpoint-{state.global_step}", rank)
 
-    def _save(self, directory: Path, file_name: str) -> None:
+    def _save(self, directory: Path, rank: str | FlexRank) -> None:
         try:
-            self.ema.save(directory, file_name)
+            self.ema.save(directory, rank)
+            if isinstance(rank, FlexRank) and rank.number == 0 and self.meta is not None:
+                (directory / MODEL_META).write_text(json.dumps(self.meta))
         except ReshardError as error:
             if self.ema.when_lost == "raise":
                 raise
-            logger.error("%s has no average of the weights: %s", directory / file_name, error)
+            path = rank.path if isinstance(rank, FlexRank) else rank
+            logger.error("%s has no average of the weights: %s", directory / path, error)
+
+    def _flex_rank(self) -> FlexRank:
+        """This rank among all; they tell each other once, for nothing of it changes."""
+        if self.flex_rank is None:
+            distributed = import_module("paddle.distributed")
+            trainer, model = self.trainer, _model(self.trainer)
+            own = rank_boxes(model, trainer.optimizer)
+            boxes: list[RankBoxes] = []
+            if distributed.get_world_size() > 1:
+                distributed.all_gather_object(boxes, own)
+            self.flex_rank = FlexRank(distributed.get_rank(), tuple(boxes or [own]))
+            collector = import_module(f"{_library(trainer)}.trainer.utils.zero_cost_checkpoint")
+            facts = collector.DistInfoCollectorValidator(trainer.args, trainer.hcg)
+            self.meta = facts.gather_distributed_model_meta(model, trainer.optimizer)
+        return self.flex_rank
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         logger.info("the average of the weights: %s", self.ema.counts)

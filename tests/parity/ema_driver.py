@@ -25,13 +25,28 @@ def main() -> None:
 
     def train_with_averages(trainer, *_, **__):
         resumed = os.environ.get("EMA_RESUME")
-        trainer.add_callback(_our_callback(trainer, os.environ.get("EMA_FROM")))
         if resumed is None:
-            trainer.add_non_zcc_ema_callback(None)
+            _add_theirs(trainer)
+        trainer.add_callback(_our_callback(trainer, os.environ.get("EMA_FROM")))
         return train(trainer, resume_from_checkpoint=resumed)
 
     Trainer.train = train_with_averages
     runpy.run_path(str(script), run_name="__main__")
+
+
+def _add_theirs(trainer):
+    """The trainer's own average, as its training loop would add it."""
+    from paddleformers.trainer import TrainerCallback
+
+    os.environ.setdefault("FLAGS_selected_gpus", os.environ["PADDLE_TRAINER_ID"])
+    trainer.add_non_zcc_ema_callback(None)
+    theirs = trainer.callback_handler.callbacks[-1]
+
+    class Later(TrainerCallback):
+        def on_train_begin(self, *_, **__):
+            theirs.buffer.optimizer = trainer.optimizer  # which is made when training begins
+
+    trainer.add_callback(Later())
 
 
 def _our_callback(trainer, resumed):
@@ -52,8 +67,8 @@ def _our_callback(trainer, resumed):
         np.savez(Path(os.environ["EMA_SEEN"]) / f"step{step}_{file_name}.npz", **masters)
         return update(step, loss)
 
-    def save_beside(directory, file_name):
-        save(f"{directory}-ours", file_name)
+    def save_beside(directory, rank):
+        save(f"{directory}-ours", rank)
 
     callback.ema.update, callback.ema.save = update_and_show, save_beside
     return callback

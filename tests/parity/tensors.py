@@ -1,11 +1,12 @@
 """Files of tensors as raw bytes, and how two of them differ. Shares no code with the package."""
 
+import io
 import json
 import pickle
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,3 +56,39 @@ def read_ema_file(path: Path) -> dict[str, np.ndarray]:
     root = pickle.loads(path.read_bytes())
     arrays = {**root.pop("master_weights"), **root}
     return {key: value[1] if isinstance(value, tuple) else value for key, value in arrays.items()}
+
+
+class _Metadata(pickle.Unpickler):
+    """Reads the metadata of a dist checkpoint without Paddle's classes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return type(name, (), {}) if module.startswith("paddle.") else super().find_class(module, name)
+
+
+def read_flex_ema(checkpoint: Path) -> dict[str, np.ndarray]:
+    """The arrays of an ``ema_state`` folder that this run has made, by key and place, as its metadata tell."""
+    folder = checkpoint / "ema_state"
+    metadata = _Metadata(io.BytesIO((folder / "0.metadata").read_bytes())).load()
+    files: dict[str, dict[str, np.ndarray]] = {}
+    found = {}
+    for index, name in metadata.storage_metadata.items():
+        if name not in files:
+            files[name] = pickle.loads((folder / name).read_bytes())
+        key = index.tensor_key
+        (piece,) = [p for p in metadata.state_dict_metadata[key] if _place(p)[:-1] == _place(index)[:-1]]
+        found[f"{key} {_place(piece)}"] = files[name][key]
+    stored = {key for arrays in files.values() for key in arrays if "@@" not in key}
+    if stored != set(metadata.state_dict_metadata) or set(files) != {p.name for p in folder.glob("*.distcp")}:
+        raise ValueError(f"{folder}: the metadata and the files do not hold the same tensors")
+    return dict(sorted(found.items()))
+
+
+def _place(piece: Any) -> tuple[tuple[int, ...], ...]:
+    """Offset, local shape, flattened range, global shape."""
+    ranges = (
+        piece.global_offset,
+        piece.local_shape,
+        piece.flattened_range,
+        getattr(piece, "global_shape", ()),
+    )
+    return tuple(tuple(int(number) for number in of or ()) for of in ranges)
