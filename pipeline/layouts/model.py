@@ -61,8 +61,8 @@ class Model:
     config: Mapping[str, Any]
 
     def cut(self, tensor: ModelTensor, tp: int, spread: str | None = None) -> TensorCut:
-        """How ``tp`` ranks cut a tensor of this model; experts that are ``spread`` over ranks are not cut."""
-        if spread is not None and tensor.rule.of_expert:
+        """How ``tp`` ranks cut a tensor of this model; experts that are ``spread`` over these ranks are not cut."""
+        if spread in ("ep", "tp") and tensor.rule.of_expert:
             return TensorCut(1, None)
         return TensorCut(tp, tensor.rule.split_dim(self.config, tp, tensor.key), tensor.rule.parts)
 

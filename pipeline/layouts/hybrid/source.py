@@ -282,8 +282,13 @@ def _read_tensor(
 ) -> ModelTensor:
     tp = ranks.topology.tp
     rule, layer = table.find(key, config)
-    whole = spread is not None and rule.of_expert
-    cut = TensorCut(1, None) if whole else TensorCut(tp, rule.split_dim(config, tp, key), rule.parts)
+    if not rule.of_expert:
+        spread = None
+    cut = (
+        TensorCut(1, None)
+        if spread in ("ep", "tp")
+        else TensorCut(tp, rule.split_dim(config, tp, key), rule.parts)
+    )
     shape = cut.global_shape(key, cell.shapes[key])
     expected = expected_shape(rule, config, key)
     if expected is not None and expected != shape:
@@ -292,7 +297,7 @@ def _read_tensor(
             f"config.json and the rule table expect the shape {expected}, the files of tp={tp} ranks make "
             f"{shape} (a rank holds {cell.shapes[key]}, cut along dim {cut.dim})",
         )
-    _check_marks(cell, key, rule, cut, spread if whole else None, ranks.topology)
+    _check_marks(cell, key, rule, cut, spread, ranks.topology)
     holder = cell.holders[key]
     states = tuple(name for name in ACCUMULATORS if (holder, name) in cell.arrays)
     return ModelTensor(

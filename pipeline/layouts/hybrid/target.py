@@ -31,7 +31,7 @@ from paddle_reshard.pipeline.layouts.hybrid.names import (
     master_tensor_name,
     rank_file_name,
 )
-from paddle_reshard.pipeline.layouts.hybrid.ranks import expert_of, first_keys
+from paddle_reshard.pipeline.layouts.hybrid.ranks import expert_of, first_keys, shift_expert
 from paddle_reshard.pipeline.layouts.hybrid.segments import Segmentation, segment
 from paddle_reshard.pipeline.layouts.hybrid.sharding import (
     FlatSlice,
@@ -78,8 +78,8 @@ class HybridTarget:
     """Which layers go to which stage; ``None``: as both trainers' model classes do."""
     names: Mapping[str, Mapping[str, str]] | None = None
     """Cell → structured key → parameter name, taken from a job of the target topology."""
-    experts_over_tp: bool = False
-    """Give every tp rank some of the experts, whole ones; without, tp cuts all of them or leaves them whole."""
+    experts_over: str | None = None
+    """``tp`` or ``dp``: give every such rank some of the experts, whole ones. Under ``ep`` that goes without saying."""
     unified_experts: bool = False
     """Use the unified layer of expert parallelism, in families that have another one too."""
 
@@ -88,7 +88,13 @@ class HybridTarget:
         """The axis over which whole experts are spread."""
         if self.topology.ep > 1:
             return "ep"
-        return "tp" if self.experts_over_tp and self.topology.tp > 1 else None
+        ranks = {"tp": self.topology.tp, "dp": self.topology.dp, None: 1}[self.experts_over]
+        return self.experts_over if ranks > 1 else None
+
+    @property
+    def turns(self) -> int:
+        """How many cells a tp rank of a stage is, each with experts of its own."""
+        return self.topology.dp if self.spread == "dp" else self.topology.dense_sharding
 
     @property
     def writes_meta(self) -> bool:
@@ -106,6 +112,8 @@ def check_target(target: HybridTarget) -> None:
     topology, strategy = target.topology, target.strategy
     if topology.ep > 1:
         _check_expert_parallel(target)
+    if target.spread == "dp":
+        _check_experts_over_dp(target)
     if strategy in ("stage2", "stage3") and topology.pp > 1:
         raise PlanError(
             f"{strategy} with pp={topology.pp}: the trainer refuses sharding stage 2 and 3 with pipeline "
@@ -162,18 +170,32 @@ def _check_expert_parallel(target: HybridTarget) -> None:
         )
 
 
+def _check_experts_over_dp(target: HybridTarget) -> None:
+    """PaddleNLP 3.0.0b4's ``use_expert_parallel``: ``transformers/moe_layer.py:150-180``."""
+    topology = target.topology
+    if topology.world_size == topology.dp:
+        raise PlanError(
+            f"experts over dp={topology.dp} and nothing else: the trainer does not set up its groups then, and every "
+            "rank holds all experts; leave ep out"
+        )
+    if target.strategy in ("stage2", "stage3"):
+        raise UnsupportedError(
+            f"experts over dp={topology.dp} with {target.strategy} are not written by this version"
+        )
+
+
 def _check_experts(checkpoint: Checkpoint, target: HybridTarget) -> None:
     """Whether the model can spread its experts as the target asks for."""
-    table, axis = checkpoint.model.table, target.spread
+    table, axis, topology = checkpoint.model.table, target.spread, target.topology
     if axis is None:
+        if table.experts_over == "dp" and 1 < topology.dp < topology.world_size:
+            raise PlanError(
+                f"dp={topology.dp}: {table.convention}'s {table.family} spreads experts over data-parallel ranks "
+                f"wherever there are other axes too; ask for ep={topology.dp}"
+            )
         return
-    ranks = target.topology.ep if axis == "ep" else target.topology.tp
+    ranks = {"ep": topology.ep, "tp": topology.tp, "dp": topology.dp}[axis]
     what = f"{axis}={ranks}"
-    if table.experts_over == "dp" and axis == "ep":
-        raise UnsupportedError(
-            f"{what}: PaddleNLP spreads experts over data-parallel ranks (files with a part moeNN), which are read but "
-            "not written by this version"
-        )
     if table.experts_over != axis:
         raise PlanError(f"{what}: {table.convention}'s {table.family} does not spread experts over {axis}")
     experts = [t for t in checkpoint.model.tensors if t.rule.of_expert]
@@ -183,7 +205,7 @@ def _check_experts(checkpoint: Checkpoint, target: HybridTarget) -> None:
             f"{what}: the layers have {count} experts of their own names, the trainer asserts that {axis} divides them"
         )
     plain = next((t.key for t in experts if not t.master), None)
-    if axis == "ep" and target.topology.sharding > 1 and plain is not None:
+    if axis == "ep" and topology.sharding > 1 and plain is not None:
         raise PlanError(
             f"{plain}: has no master weight; the trainer's stage1v2 under expert parallelism only supports "
             "amp_master_grad, and sharded saving would lose it"
@@ -283,24 +305,26 @@ class _Writer:
 
     def layout(self) -> TargetFiles:
         cells: list[_Cell] = []
-        apart = self.topology.dense_sharding
         for pp, tensors in enumerate(self._stages()):
-            for neighbour in range(apart):
+            for turn in range(self.target.turns):
                 layouts: list[_Layout] = []
                 for tp in range(self.topology.tp):
-                    cell = self._cell(tp, pp, neighbour, tensors, cells[-1] if tp else None)
+                    cell = self._cell(tp, pp, turn, tensors, cells[-1] if tp else None)
                     if not tp or cell.names != cells[-1].names:
                         layouts = [layout for shard in cell.held for layout in self._rank_files(cell, shard)]
                     for layout in layouts:
                         self._file(layout, cell)
                     cells.append(cell)
+        if self.target.spread == "dp":  # the trainer describes the first data-parallel rank only
+            cells = [cell for cell in cells if cell.ep == 0]
         # As the trainer gathers them: all tp ranks and stages of a neighbour, then the next one's.
         cells.sort(key=lambda cell: cell.ep // self.topology.tp)
         if self.target.writes_meta:
             metas = {self._cell_name(cell.tp, cell.pp, cell.ep): self._cell_meta(cell) for cell in cells}
             text = format_model_meta(self.model.table.convention, self.topology, metas)
             self._literal_file(MODEL_META, text.encode())
-        for rank in range(self.topology.world_size // self.topology.dp):
+        saving = 1 if self.target.spread == "dp" else self.topology.dp
+        for rank in range(self.topology.world_size // saving):
             self._literal_file(f"{SIGNAL_PREFIX}{rank}", b"1")
         return TargetFiles(
             tuple(self.files),
@@ -332,11 +356,9 @@ class _Writer:
             stages[stage_of[tensor.rule.item, tensor.layer]].append(tensor)
         return stages
 
-    def _cell(
-        self, tp: int, pp: int, neighbour: int, tensors: list[ModelTensor], sibling: _Cell | None
-    ) -> _Cell:
+    def _cell(self, tp: int, pp: int, turn: int, tensors: list[ModelTensor], sibling: _Cell | None) -> _Cell:
         """``sibling`` is the cell of another tp rank of the stage; given names and spread experts can differ."""
-        ep = self.topology.expert_rank(tp, neighbour)
+        ep = turn if self.target.spread == "dp" else self.topology.expert_rank(tp, turn)
         if sibling is not None and self.target.names is None and self.target.spread is None:
             return replace(sibling, tp=tp)
         tensors = self._of_rank(tensors, tp, ep)
@@ -354,30 +376,38 @@ class _Writer:
             if tensor.trained and names[tensor.key] not in seen:
                 parameters.append(tensor)
             seen.add(names[tensor.key])
-        shares = self._shares(parameters, local, neighbour)
-        mine = range(neighbour, self.topology.sharding, self.topology.dense_sharding)
-        held: dict[int, list[ModelTensor]] = {shard: [] for shard in mine}
+        shares = self._shares(parameters, local, turn)
+        apart = self.topology.dense_sharding
+        held: dict[int, list[ModelTensor]] = {
+            shard: [] for shard in range(turn % apart, self.topology.sharding, apart)
+        }
         for tensor in parameters:
+            if self._only_experts(ep) and not tensor.rule.of_expert:
+                continue
             for shard in shares[tensor.key].keys() & held.keys():
                 held[shard].append(tensor)
         cell = _Cell(tp, pp, ep, tensors, names, local, cuts, parameters, shares, held, {})
         cell.left = self._model_state_tensors(cell)
         return cell
 
+    def _only_experts(self, ep: int) -> bool:
+        """Whether the optimizer files of a cell hold nothing but experts: data-parallel rank 0 writes the rest."""
+        return self.target.spread == "dp" and ep > 0
+
     def _of_rank(self, tensors: list[ModelTensor], tp: int, ep: int) -> list[ModelTensor]:
         """The tensors of a stage that a rank holds: of the experts, those of its turn."""
         spread = self.target.spread
         if spread is None:
             return tensors
-        rank, ranks = (ep, self.topology.ep) if spread == "ep" else (tp, self.topology.tp)
-        each = self.experts // ranks
+        rank = tp if spread == "tp" else ep
+        each = (
+            self.experts // {"ep": self.topology.ep, "tp": self.topology.tp, "dp": self.topology.dp}[spread]
+        )
         mine = range(rank * each, (rank + 1) * each)
         held = [t for t in tensors if not t.rule.of_expert or self.expert[t.key] in mine]
         return lead_experts(held, self.target.unified_experts) if spread == "ep" else held
 
-    def _shares(
-        self, parameters: Sequence[ModelTensor], local: Mapping[str, Shape], neighbour: int
-    ) -> Shares:
+    def _shares(self, parameters: Sequence[ModelTensor], local: Mapping[str, Shape], turn: int) -> Shares:
         """Experts under expert parallelism have buffers of their own, cut for the ranks that hold the same ones."""
         listed = {
             alone: [
@@ -391,9 +421,7 @@ class _Writer:
         shares = share_out(strategy, listed[False], self.topology.sharding, options)
         of_experts = share_out(strategy, listed[True], self.topology.moe_sharding, options)
         for key, ranks in of_experts.items():
-            shares[key] = {
-                rank * self.topology.dense_sharding + neighbour: piece for rank, piece in ranks.items()
-            }
+            shares[key] = {rank * self.topology.dense_sharding + turn: piece for rank, piece in ranks.items()}
         return shares
 
     def _names(self, tp: int, pp: int, ep: int, tensors: list[ModelTensor]) -> Mapping[str, str]:
@@ -402,6 +430,8 @@ class _Writer:
             return predict_parameter_names(tensors, topology.pp, topology.tp, parallel, topology.ep)
         where = self._cell_name(tp, pp, ep)
         given = self.target.names.get(where, {})
+        if self.target.spread == "dp":
+            given = {shift_expert(key, ep * self.experts // self.topology.dp): n for key, n in given.items()}
         keys = {t.key: self.written[t.key] for t in tensors}
         if set(given) != set(keys.values()):
             odd = sorted(set(given) ^ set(keys.values()))
@@ -418,7 +448,7 @@ class _Writer:
             yield self._model_state(cell, shard, cell.left[shard])
         elif shard < self.topology.dense_sharding:
             yield self._model_state(cell, None, cell.left[shard])
-        yield self._optimizer(cell, shard)
+        yield (self._experts if self._only_experts(cell.ep) else self._optimizer)(cell, shard)
         if self.checkpoint.has_ema:
             yield self._ema(cell, shard)
 
@@ -455,6 +485,7 @@ class _Writer:
             cell.tp if degrees.tp > 1 else None,
             cell.pp if degrees.pp > 1 else None,
             shard if degrees.sharding > 1 else None,
+            moe=cell.ep if self.target.spread == "dp" else None,
             ep=cell.ep if kind == MODEL_STATE and shard is None and degrees.ep > 1 else None,
         )
 
@@ -488,11 +519,28 @@ class _Writer:
             root[STRUCTURED_NAMES] = {key: key for key in tensor_keys}
         return self._layout(OPTIMIZER, shard, root, cell, uses)
 
+    def _experts(self, cell: _Cell, shard: int) -> _Layout:
+        """What a data-parallel rank above 0 writes: its experts (PaddleNLP 3.0.0b4 ``trainer.py:2534``)."""
+        uses: list[_SlotUse] = []
+        masters = self._master_weights(cell, shard, MASTER_WEIGHT, uses)
+        root: dict[str, object] = {"master_weights": masters}
+        for tensor in self._of_shard(cell, shard):
+            for accumulator in tensor.accumulators:
+                key = self._accumulator_key(cell, tensor, accumulator, shard)
+                use = self._use(cell, tensor, accumulator, shard)
+                root[key] = self._slot(len(uses), use, name=key if masters else None)
+                uses.append(use)
+        if not masters:
+            root[STRUCTURED_NAMES] = {key: key for key in root if key != "master_weights"}
+        return self._layout(OPTIMIZER, shard, root, cell, uses)
+
     def _ema(self, cell: _Cell, shard: int) -> _Layout:
         uses: list[_SlotUse] = []
         masters = self._master_weights(cell, shard, EMA_MASTER_WEIGHT, uses)
         root: dict[str, object] = {"master_weights": masters}
         plain = [t for t in cell.left[shard] if (self.identity[t.key], EMA_PARAM) in self.tensor_index]
+        if self._only_experts(cell.ep):
+            plain = []
         for tensor in plain:
             use = _SlotUse(tensor.key, EMA_PARAM, cell.local_shapes[tensor.key], None)
             name = cell.names[tensor.key] if masters else None
@@ -567,7 +615,7 @@ class _Writer:
         )
 
     def _is_distributed(self, cell: _Cell, tensor: ModelTensor) -> bool:
-        if self.target.spread is not None and tensor.rule.of_expert:
+        if self.target.spread in ("ep", "tp") and tensor.rule.of_expert:
             return True
         cut = self.topology.tp > 1 and cell.cuts[tensor.key].dim is not None
         return tensor.rule.marked_distributed(cut, self.topology.ep)
