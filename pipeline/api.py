@@ -124,6 +124,10 @@ class VerifyReport:
     compared_elements: int
     read_bytes: int
     differences: tuple[Difference, ...]
+    read_amplification: float
+    """Bytes read for each that is needed."""
+    read_once_budget_bytes: int | None
+    """Where bytes were read several times, because two storage orders did not fit: a budget with which they are not."""
 
     @property
     def equal(self) -> bool:
@@ -428,7 +432,14 @@ def verify(
     read = sum(report.read_bytes for report in reports)
     for store in stores:
         store.check_unchanged()
-    return VerifyReport(comparison.tensors, elements, read, tuple(differences))
+    return VerifyReport(
+        comparison.tensors,
+        elements,
+        read,
+        tuple(differences),
+        comparison.plan.read_amplification,
+        comparison.plan.read_once_budget_bytes,
+    )
 
 
 def check(target: PathLike, *, storage_options: StorageOptions | None = None) -> IntegrityReport:

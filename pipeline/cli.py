@@ -591,6 +591,16 @@ def _show_inspection(found: Inspection, tensors: bool) -> None:
         console.print(rows)
 
 
+def _reread(amplification: float, once_bytes: int | None) -> str:
+    """How often bytes are read, where that is more than once, and what would avoid it."""
+    again = (
+        f", {amplification:.2f} times the bytes that are needed"
+        if amplification > SHOWN_AMPLIFICATION
+        else ""
+    )
+    return again if once_bytes is None else f"{again}; once with a budget of {_size(once_bytes)}"
+
+
 def _show_plan(planned: ConversionPlan) -> None:
     plan, targets = planned.plan, planned.targets
     facts = _facts()
@@ -598,11 +608,7 @@ def _show_plan(planned: ConversionPlan) -> None:
     for number, target in enumerate(targets):
         facts.add_row(f"to {number}" if len(targets) > 1 else "to", _described(target.form))
     facts.add_row("tensors", f"{len(plan.tensors)} ({len(planned.source.model.tensors)} parameters)")
-    again = ""
-    if plan.read_amplification > SHOWN_AMPLIFICATION:
-        again = f", {plan.read_amplification:.2f} times the bytes that are needed"
-    if plan.read_once_budget_bytes is not None:
-        again += f"; once with a budget of {_size(plan.read_once_budget_bytes)}"
+    again = _reread(plan.read_amplification, plan.read_once_budget_bytes)
     facts.add_row("reads", f"{_size(plan.read_bytes)} from {len(plan.source_files)} tensor files{again}")
     facts.add_row(
         "writes", f"{_size(plan.written_bytes)} in {len(plan.target_files) + len(plan.carried)} files"
@@ -682,7 +688,7 @@ def _show_verification(report: VerifyReport) -> None:
     verdict = "equal" if report.equal else f"different: {len(report.differences)} differences"
     console.print(
         f"{verdict}; {report.tensors} tensors, {report.compared_elements:,} elements compared "
-        f"({_size(report.read_bytes)} read)"
+        f"({_size(report.read_bytes)} read{_reread(report.read_amplification, report.read_once_budget_bytes)})"
     )
 
 

@@ -118,6 +118,8 @@ def verify_data(report: VerifyReport) -> Json:
         "tensors": report.tensors,
         "compared_elements": report.compared_elements,
         "read_bytes": report.read_bytes,
+        "read_amplification": round(report.read_amplification, 4),
+        "read_once_budget_bytes": report.read_once_budget_bytes,
         "differences": [asdict(difference) for difference in report.differences],
     }
 

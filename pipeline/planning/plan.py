@@ -247,6 +247,9 @@ def plan_comparisons(
 ) -> Plan:
     """Plan ops that compare what is in ``files``; nothing is written.
 
+    Two boxes that lie in different orders and do not fit ``budget_bytes`` together are compared piece by piece, and
+    read several times; ``read_once_budget_bytes`` says then what would be enough.
+
     Raises
     ------
     MemoryBudgetError
@@ -265,9 +268,12 @@ def plan_comparisons(
         budget_bytes=budget_bytes,
         carried=(),
     )
-    planned, _ = _within_limits(plan, lambda: ops.copy(), PartLimits(), budget_bytes)
+    planned, rereads = _within_limits(plan, ops.copy, PartLimits(), budget_bytes)
     _check_budget(planned)
-    return planned
+    if not rereads:
+        return planned
+    once, _ = _within_limits(plan, ops.copy, PartLimits(), UNLIMITED_BYTES)
+    return replace(planned, read_once_budget_bytes=once.peak_bytes + PASS_BYTES + FOOTPRINT_BYTES)
 
 
 def _portioned(plan: Plan, ops: Ops, copied: Parts, files: FileSizes, budget_bytes: int) -> tuple[Plan, bool]:

@@ -293,6 +293,11 @@ def test_large_tensors_are_compared_within_the_budget(
     plan = plan_comparisons(ops, tensors, (*named[0], *named[1]), FOOTPRINT_BYTES + ROOM_BYTES)
     assert plan.peak_bytes <= ROOM_BYTES
     assert plan.read_amplification <= most_reads
+    assert (plan.read_once_budget_bytes is None) == (plan.read_amplification < 1.05)
+    if plan.read_once_budget_bytes is not None:
+        enough = plan_comparisons(ops, tensors, plan.source_files, plan.read_once_budget_bytes)
+        assert enough.read_amplification == 1
+        assert enough.read_once_budget_bytes is None
 
     values = np.random.default_rng(0).random(LARGE, dtype=np.float32)
     contents = {f"A/{path}": content for path, content in a.contents([values]).items()}
