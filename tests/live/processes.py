@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
@@ -20,8 +21,8 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def run_job(count: int, module: str, *arguments: str) -> None:
-    """Run a module in ``count`` processes; all must end well."""
+def run_job(outputs: Path, count: int, module: str, *arguments: str) -> None:
+    """Run a module in ``count`` processes; all must end well. What they print goes into the folder ``outputs``."""
     *ports, master = _free_ports(count + 1)
     endpoints = [f"127.0.0.1:{port}" for port in ports]
     processes = []
@@ -39,24 +40,23 @@ def run_job(count: int, module: str, *arguments: str) -> None:
             "OMP_NUM_THREADS": "1",
             "PYTHONWARNINGS": "ignore",
         }
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
-                cwd=REPO,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
+        with (outputs / str(rank)).open("w") as output:
+            command = [sys.executable, "-m", module, *arguments]
+            processes.append(
+                subprocess.Popen(command, cwd=REPO, env=environment, stdout=output, stderr=subprocess.STDOUT)
             )
-        )
+    deadline = time.monotonic() + SECONDS
     try:
-        outputs = [process.communicate(timeout=SECONDS)[0] for process in processes]
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            if any(process.poll() for process in processes):  # the others would wait for it
+                deadline = min(deadline, time.monotonic() + 5)
+            time.sleep(0.05)
     finally:
         for process in processes:
             process.kill()
     failed = [
-        f"rank {rank}:\n{output[-6000:]}"
-        for rank, (process, output) in enumerate(zip(processes, outputs, strict=True))
-        if process.returncode
+        f"rank {rank} ({process.wait()}):\n{(outputs / str(rank)).read_text()[-6000:]}"
+        for rank, process in enumerate(processes)
+        if process.wait()
     ]
     assert not failed, "\n".join(failed)
