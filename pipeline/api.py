@@ -223,8 +223,9 @@ def plan(
     )
     program = load_program(_path(options.get("aoa")))
     tables, config = given_inputs(options.get("rules"), options.get("config"))
-    store = filling.serve(open_source(os.fspath(source), stores))
-    checkpoint = index_checkpoint(store, tables, config, filling.policy)
+    own = open_source(os.fspath(source), stores)
+    checkpoint = index_checkpoint(own, tables, config, filling.policy)
+    store = filling.serve(own)
     if program is not None:
         checkpoint = rewrite(checkpoint, program, tables if _by_table(request.forms) else None, config)
     return plan_checkpoint(store, checkpoint, request, sinks.limits(store))

@@ -20,12 +20,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import paddle_reshard
-from paddle_reshard.clusters.choose import choose_engine
-from paddle_reshard.pipeline import api
 from paddle_reshard.pipeline.errors import CheckpointError, CoverageError, PlanError, RuleError
-from paddle_reshard.pipeline.indexing import index_checkpoint
-from paddle_reshard.pipeline.workflow import ignore_events, plan_checkpoint, run_conversion
-from paddle_reshard.storage.locate import open_source
 from paddle_reshard.tasks.fill import read_filling
 from tests import oracle
 from tests.conftest import corpus_root
@@ -71,19 +66,6 @@ def _bits(truth: Mapping[str, np.ndarray]) -> dict[str, bytes]:
 
 def _shapes(name: str) -> dict[str, tuple[int, ...]]:
     return {key: s for key, s in oracle.shapes_of(_truth(name)).items() if not key.endswith(".ema")}
-
-
-def _convert(source: Path, target: Path, fill: Path | None = None, allow: tuple[str, ...] = (), **asked: Any):
-    """Convert with what is given for tensors that no file holds."""
-    filling = read_filling(None if fill is None else str(fill), allow, {})
-    store = open_source(str(source), {})
-    checkpoint = index_checkpoint(store, *api.given_inputs(None, None), filling.policy)
-    sinks = api.open_targets((source,), target, asked, False, False)
-    conversion = plan_checkpoint(
-        filling.serve(store), checkpoint, api.read_request(target, asked), sinks.limits(store)
-    )
-    engine = choose_engine("inline", None, 1 << 30, "auto", "cpu")
-    return run_conversion(conversion, sinks, engine, ignore_events, False)
 
 
 def _lost(name: str, folder: Path, **more: np.ndarray) -> Path:
@@ -137,9 +119,9 @@ def test_what_no_file_holds_is_refused_filled_or_left_out(name: str, tmp_path: P
         CoverageError, match=r"e_score_correction_bias.*--fill FILE.*float32 \[4\].*--allow-m"
     ):
         paddle_reshard.convert(source, tmp_path / "refused", to="tp=1")
-    _convert(source, tmp_path / "filled", fill=_lost(name, tmp_path), to="tp=1")
+    paddle_reshard.convert(source, tmp_path / "filled", fill=_lost(name, tmp_path), to="tp=1")
     assert read_one_card(tmp_path / "filled") == truth
-    _convert(source, tmp_path / "without", allow=(BIAS,), to="tp=1")
+    paddle_reshard.convert(source, tmp_path / "without", allow_missing=(BIAS,), to="tp=1")
     lost = {key for key in truth if key.endswith("e_score_correction_bias")}
     assert len(lost) == 2
     assert read_one_card(tmp_path / "without") == {k: v for k, v in truth.items() if k not in lost}
@@ -147,7 +129,7 @@ def test_what_no_file_holds_is_refused_filled_or_left_out(name: str, tmp_path: P
 
 def test_a_filled_tensor_survives_sharded_saving(tmp_path: Path) -> None:
     source = _case(GLM4) / "checkpoint-3"
-    _convert(source, tmp_path / "there", fill=_lost(GLM4, tmp_path), to="ep=4,sharding=4")
+    paddle_reshard.convert(source, tmp_path / "there", fill=_lost(GLM4, tmp_path), to="ep=4,sharding=4")
     paddle_reshard.convert(tmp_path / "there", tmp_path / "back", to="tp=1")
     assert read_one_card(tmp_path / "back") == _bits(_truth(GLM4))
 
@@ -174,7 +156,7 @@ def test_a_file_that_does_not_fit_is_refused(
 ) -> None:
     fill = _lost(GLM4, tmp_path, **{key: array})
     with pytest.raises(CoverageError, match=message) as caught:
-        _convert(_case(GLM4) / "checkpoint-3", tmp_path / "x", fill=fill, to="tp=1")
+        paddle_reshard.convert(_case(GLM4) / "checkpoint-3", tmp_path / "x", fill=fill, to="tp=1")
     assert key in str(caught.value)
 
 
@@ -244,8 +226,13 @@ def test_converted_files_are_those_of_the_trainer(source: str, target: str, tmp_
     loses = source in (DSV3, GLM4)
     fill = _lost(source, tmp_path) if loses and "single" in target else None
     allow = (BIAS,) if loses and fill is None else ()
-    _convert(
-        _case(source) / "checkpoint-3", converted, fill, allow, **FORMS[target], allow_replica_drift=True
+    paddle_reshard.convert(
+        _case(source) / "checkpoint-3",
+        converted,
+        fill=fill,
+        allow_missing=allow,
+        allow_replica_drift=True,
+        **FORMS[target],
     )
     both = source.endswith("ema") and target.endswith("ema")
     ours, theirs = _structure(converted, both), _structure(real, both)
