@@ -33,7 +33,8 @@ from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.rules import choose_table, shipped_tables
 from paddle_reshard.pipeline.tensors import dtype_named
 from tests import oracle
-from tests.conftest import case_directory, corpus_root, hybrid_cases
+from tests.conftest import REPO, case_directory, corpus_root, hybrid_cases
+from tests.golden.unified_cases import read_unified, small_case, write_safetensors
 
 GOLDEN = Path(__file__).parent
 EXPORTS = GOLDEN / "exports"
@@ -426,13 +427,13 @@ def test_verify_compares_with_the_training_checkpoint(tmp_path: Path) -> None:
         paddle_reshard.verify(source, tmp_path / "hf", states=["param"])
 
 
-@pytest.mark.skipif(corpus_root() is None, reason="no unified checkpoint at hand")
 def test_weights_in_paddles_own_layout_are_not_taken_for_hugging_face(tmp_path: Path) -> None:
-    source, unified = (_checkpoint(case_directory(name)) for name in ("single", "uc_single"))
-    for name in ("model-00001-of-00001.safetensors", "config.json"):
-        (tmp_path / name).write_bytes((unified / name).read_bytes())
-    with pytest.raises(CheckpointError, match="weights in Paddle's own layout"):
-        paddle_reshard.verify(source, tmp_path, states=["param"])
+    """Those of a unified checkpoint: they are read as what they are."""
+    unified = small_case("nlp_uc_mp2pp2") / "checkpoint-3"
+    shutil.copytree(unified, tmp_path / "weights", ignore=shutil.ignore_patterns("optimizer*", "master*"))
+    paddle_reshard.convert(unified, tmp_path / "hf", format="huggingface")
+    for sides in ((unified, tmp_path / "weights"), (tmp_path / "weights", tmp_path / "hf")):
+        assert paddle_reshard.verify(*sides, states=["param"]).equal
 
 
 def test_an_average_that_is_not_there(tmp_path: Path) -> None:
@@ -511,3 +512,109 @@ def test_a_family_whose_form_is_not_known(folder: Path, tmp_path: Path) -> None:
 def test_requests_that_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=message):
         paddle_reshard.plan(_checkpoint(case_directory("mp2_tied")), tmp_path / "hf", **options)
+
+
+# ------------------------------------------------------------------------------------------------ as a source
+
+
+def _read_back(folder: Path, target: Path, **options: Any) -> dict[str, np.ndarray]:
+    """The parameters of a Hugging Face checkpoint as Paddle has them, without the checkpoint that it was made of."""
+    paddle_reshard.convert(folder, target, format="unified", **options)
+    return read_unified(target)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "mp2_tied", "nlp_fused_mp2", "sh2_s1v1_meta_fp32"])
+def test_read_by_itself_it_is_the_truth(name: str, folder: Path, tmp_path: Path) -> None:
+    case = folder / name if name in FAMILIES else case_directory(name)
+    _export(case, tmp_path / "hf", max_shard_size="20KB")
+    found = _read_back(tmp_path / "hf", tmp_path / "unified")
+    oracle.assert_same_tensors(found, _parameters(_truth(case)))
+    assert paddle_reshard.verify(tmp_path / "hf", tmp_path / "unified").equal
+
+
+@pytest.mark.parametrize("name", [*MIXTURES] if corpus_root() else ())
+def test_a_mixture_read_by_itself_is_the_truth(name: str, tmp_path: Path) -> None:
+    case = corpus_root() / "corpus-moe" / name
+    _export(case, tmp_path / "hf", allow_replica_drift=name in DRIFTED)
+    oracle.assert_same_tensors(_read_back(tmp_path / "hf", tmp_path / "unified"), _parameters(_truth(case)))
+
+
+def test_two_are_compared(tmp_path: Path) -> None:
+    case = case_directory("mp2_tied")
+    _export(case, tmp_path / "a")
+    _export(case, tmp_path / "b", max_shard_size="40KB")
+    assert paddle_reshard.verify(tmp_path / "a", tmp_path / "b").equal
+    content = bytearray((tmp_path / "a" / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "a" / "model.safetensors").write_bytes(content)
+    (difference,) = paddle_reshard.verify(tmp_path / "a", tmp_path / "b").differences
+    assert difference.tensor == "model.norm.weight (param)"
+
+
+def _config_of(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def test_what_is_fused_is_what_the_config_says(tmp_path: Path) -> None:
+    case = case_directory("nlp_fused_mp2")
+    _export(case, tmp_path / "hf")
+    _config_of(tmp_path / "hf", fuse_attention_qkv=None, fuse_attention_ffn=False)
+    found = _read_back(tmp_path / "hf", tmp_path / "unified")
+    truth, config = _truth(case), _config(case)
+    q, k, v = _heads(truth["llama.layers.0.self_attn.qkv_proj.weight"], config)
+    gate, up = np.split(truth["llama.layers.0.mlp.gate_up_fused_proj.weight"], 2, axis=1)
+    parts = {"self_attn.q": q, "self_attn.k": k, "self_attn.v": v, "mlp.gate": gate, "mlp.up": up}
+    for name, part in parts.items():
+        np.testing.assert_array_equal(found[f"llama.layers.0.{name}_proj.weight"], part)
+
+
+def test_which_library_it_is_for_must_be_said(tmp_path: Path) -> None:
+    case = case_directory("mp2_tied")
+    _export(case, tmp_path / "hf")
+    _config_of(tmp_path / "hf", paddleformers_version=None)
+    with pytest.raises(RuleError, match=r"llama \(paddleformers\), llama \(paddlenlp\).*--rules FILE"):
+        _read_back(tmp_path / "hf", tmp_path / "unified")
+    rules = REPO / "pipeline" / "layouts" / "rules" / "llama.paddleformers.json"
+    found = _read_back(tmp_path / "hf", tmp_path / "unified", rules=rules)
+    oracle.assert_same_tensors(found, _parameters(_truth(case)))
+
+
+def test_a_tied_head_that_is_stored_too_is_compared(tmp_path: Path) -> None:
+    """As PaddleFormers writes it, and ``transformers`` does not."""
+    _export(case_directory("mp2_tied"), tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    whole = _read(tmp_path / "hf")
+    tag, shape, data = whole["model.embed_tokens.weight"]
+    write_safetensors(path, {**whole, "lm_head.weight": (tag, shape, data)})
+    oracle.assert_same_tensors(
+        _read_back(tmp_path / "hf", tmp_path / "unified"), _parameters(_truth(case_directory("mp2_tied")))
+    )
+    write_safetensors(path, {**whole, "lm_head.weight": (tag, shape, data[::-1])})
+    with pytest.raises(DriftError, match=r"model\.embed_tokens\.weight"):
+        _read_back(tmp_path / "hf", tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("renamed", "message"),
+    [
+        ("model.layers.1.self_attn.k_proj.weight", "k_proj.weight: no file holds it, and it is a part of"),
+        ("model.layers.1.input_layernorm.weight", "no file holds it, and layer 0 has it"),
+        ("model.norm.weight", "no file holds it, and every model of this family has it"),
+    ],
+)
+def test_a_tensor_that_is_missing(renamed: str, message: str, folder: Path, tmp_path: Path) -> None:
+    """Without an index, only the model itself tells."""
+    _export(folder / "qwen2_single", tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    content = path.read_bytes()
+    other = renamed.encode()[:-1] + b"z"
+    path.write_bytes(content.replace(renamed.encode(), other))
+    with pytest.raises(
+        RuleError, match=rf"{other.decode()}: no row .* is called so in a Hugging Face checkpoint"
+    ):
+        _read_back(tmp_path / "hf", tmp_path / "unified")
+    path.write_bytes(content)
+    write_safetensors(path, {k: entry for k, entry in _read(tmp_path / "hf").items() if k != renamed})
+    with pytest.raises(CheckpointError, match=message):
+        _read_back(tmp_path / "hf", tmp_path / "unified")

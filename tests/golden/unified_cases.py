@@ -1,9 +1,12 @@
 """Small real checkpoints that hold safetensors files, unpacked on first use, and how to open such files."""
 
+import json
 import tarfile
 import tempfile
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -54,3 +57,14 @@ def read_unified(folder: Path) -> Tensors:
     assert all(found[key].tobytes() == array.tobytes() for key, array in copies.items())
     states = read_safetensors(folder, "optimizer-*.safetensors")
     return found | {key.replace("/", "."): array for key, array in states.items()}
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, tuple[str, Sequence[int], bytes]]) -> None:
+    """Write tensors (dtype tag, shape, bytes) as ``transformers`` does; bfloat16 too, which NumPy does not know."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for key, (tag, shape, data) in tensors.items():
+        header[key] = {"dtype": tag, "shape": list(shape), "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data for *_, data in tensors.values()))

@@ -22,13 +22,13 @@ leave to be known (PaddleFormers 1.2 and PaddleNLP 3.0, ``trainer/unified_checkp
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple
 
 from paddle_reshard.pipeline.catalog import Catalog, File, check_catalog
 from paddle_reshard.pipeline.errors import (
-    CheckpointError,
     CoverageError,
     RuleError,
     UnsupportedError,
@@ -213,12 +213,12 @@ def _joined_twins(
     arrays: Mapping[TensorId, list[_Stored]], table: RuleTable, config: Mapping[str, Any]
 ) -> dict[TensorId, list[_Stored]]:
     """Tied weights under the one key that is their identity; its own arrays come first."""
+    twins = {key: table.find(key, config)[0].twin(config) for key in dict.fromkeys(key for key, _ in arrays)}
     joined: dict[TensorId, list[_Stored]] = {}
     for tied in (False, True):
         for (key, state), stored in arrays.items():
-            twin = table.find(key, config)[0].twin(config)
-            if (twin is not None) == tied:
-                joined.setdefault((twin or key, state), []).extend(stored)
+            if (twins[key] is not None) == tied:
+                joined.setdefault((twins[key] or key, state), []).extend(stored)
     return joined
 
 
@@ -335,43 +335,40 @@ class _Cataloguer:
 
     def _add(self, key: str, state: str, stored: Sequence[_Stored], sliced: bool) -> None:
         index = self._new(key, state, stored[0].dtype)
-        for _, group in groupby(stored, key=lambda one: (one.key, one.file.kind, one.file.tp)):
+        if _per_parameter(state):
+            self._add_numbers(index, stored)
+            return
+        for _, group in groupby(stored, key=_copy_of):
             of_rank = list(group)
             cut = self._cut(key, of_rank[0].file)
             rank = of_rank[0].file.tp if cut.dim is not None else 0
-            if _per_parameter(state):
-                for one in of_rank:
-                    if prod(one.shape) != 1:
-                        detail = f"shape {one.shape}, one number per parameter is expected"
-                        raise CoverageError(f"{key} ({state})", detail, (one.file.path,))
-                    self._place(index, (1,), TensorCut(1, None), 0, one, None, self._replica(index, 0))
-                continue
             local = cut.local_shape(key, self.by_key[key].global_shape)
+            kind = partial(ArrayKind, local, cut, of_rank[0].dtype.itemsize)
             if sliced and state != PARAM:
                 replica, start = self._replica(index, rank), 0
                 for one in of_rank:
-                    self._place(index, local, cut, rank, one, (start, start + prod(one.shape)), replica)
-                    start += prod(one.shape)
+                    stop = start + one.shape[0]
+                    self._place(index, kind((start, stop)), rank, one, replica)
+                    start = stop
                 continue
             for one in of_rank:
                 if one.shape != local:
                     detail = f"stored with shape {one.shape}, {local} is expected"
                     raise CoverageError(f"{key} ({state})", detail, (one.file.path,))
-                self._place(index, local, cut, rank, one, None, self._replica(index, rank))
+                self._place(index, kind(None, one.transposed), rank, one, self._replica(index, rank))
 
-    def _place(
-        self,
-        index: int,
-        local: Shape,
-        cut: TensorCut,
-        rank: int,
-        stored: _Stored,
-        flat: tuple[int, int] | None,
-        replica: int,
-    ) -> None:
-        kind = self.placements.kind(ArrayKind(local, cut, stored.dtype.itemsize, flat, stored.transposed))
-        file = self.file_index[stored.file.path]
-        self.placements.add(kind, rank, index, file, stored.array.byte_offset, stored.dtype, replica)
+    def _add_numbers(self, index: int, stored: Sequence[_Stored]) -> None:
+        """Every rank that holds something of a parameter holds its numbers."""
+        for one in stored:
+            if prod(one.shape) != 1:
+                detail = f"shape {one.shape}, one number per parameter is expected"
+                raise CoverageError(self.tensors[index].label, detail, (one.file.path,))
+            kind = ArrayKind((1,), TensorCut(1, None), one.dtype.itemsize)
+            self._place(index, kind, 0, one, self._replica(index, 0))
+
+    def _place(self, index: int, kind: ArrayKind, rank: int, stored: _Stored, replica: int) -> None:
+        number, file = self.placements.kind(kind), self.file_index[stored.file.path]
+        self.placements.add(number, rank, index, file, stored.array.byte_offset, stored.dtype, replica)
 
     def _replica(self, tensor: int, rank: int) -> int:
         count = self.copies.get((tensor, rank), 0)
@@ -392,13 +389,14 @@ class _Cataloguer:
                     f"stored with shape {odd[0].shape}, other tensors in slices with one dim",
                     (odd[0].file.path,),
                 )
-            for _, group in groupby(stored, key=lambda one: (one.key, one.file.kind, one.file.tp)):
+            for _, group in groupby(stored, key=_copy_of):
                 totals.setdefault((key, state), set()).add(sum(one.shape[0] for one in group))
         for of_experts in (False, True):
             chosen = {i: t for i, t in totals.items() if self.by_key[i[0]].rule.of_expert == of_experts}
-            misfits = [self._misfit(chosen, degree, arrays) for degree in self.degrees]
-            if chosen and None not in misfits:
-                raise misfits[-1] or CheckpointError("slices of one file")
+            degrees = [1, *self.degrees] if of_experts else self.degrees
+            misfits = [self._misfit(chosen, degree, arrays) for degree in degrees or [1]]
+            if misfit := next(reversed(misfits)) if None not in misfits else None:
+                raise misfit
 
     def _misfit(
         self, totals: Mapping[TensorId, set[int]], degree: int, arrays: Mapping[TensorId, list[_Stored]]
@@ -438,6 +436,11 @@ class _Cataloguer:
         wanted = {name for t in trained for name in t.accumulators}
         masters = any(t.master for t in trained)
         for tensor in trained:
+            if tensor.dtype.name not in _FLOATING:
+                raise CoverageError(
+                    f"{tensor.key} (param)",
+                    f"stored as {tensor.dtype.name}, and it is trained; a floating dtype is expected",
+                )
             lacking = sorted(wanted - set(tensor.accumulators))
             if masters and not tensor.master and tensor.dtype.name in _HALVES:
                 lacking.append(MASTER_WEIGHT)
@@ -445,6 +448,11 @@ class _Cataloguer:
                 raise CoverageError(
                     f"{tensor.key} ({lacking[0]})", "no file holds it, other parameters have it"
                 )
+
+
+def _copy_of(stored: _Stored) -> tuple[str, str, int]:
+    """What arrays have in common that are slices of one copy, or further copies."""
+    return stored.key, stored.file.kind, stored.file.tp
 
 
 def _sharding_degrees(files: Iterable[UnifiedFile]) -> list[int]:
