@@ -175,6 +175,16 @@ def test_a_parameter_and_its_master_weight_are_read_once(checkpoint):
     assert report.read_bytes == live[f"{KEY}.w_0"].nbytes
 
 
+def test_from_an_object_store(checkpoint):
+    fsspec = pytest.importorskip("fsspec")
+    path, truth = checkpoint
+    store = fsspec.filesystem("memory")
+    store.put(f"{path}/", "/live/checkpoint-3/", recursive=True)
+    live = {key: blank(array) for key, array in trained(truth).items()}
+    load_into(live, "memory://live/checkpoint-3")
+    oracle.assert_same_tensors(live, trained(truth))
+
+
 # --------------------------------------------------------------------------------------------------- refusals
 
 
