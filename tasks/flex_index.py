@@ -17,7 +17,13 @@ from paddle_reshard.pipeline.layouts.rules import RuleTable
 from paddle_reshard.storage.formats.dist_metadata import DistMetadata, parse_dist_metadata
 from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArrayRef
 from paddle_reshard.storage.formats.safetensors import parse_safetensors
-from paddle_reshard.tasks.index import FILES_IN_FLIGHT, Readable, index_tensor_file, read_lr_scheduler
+from paddle_reshard.tasks.index import (
+    FILES_IN_FLIGHT,
+    Readable,
+    index_tensor_file,
+    read_json,
+    read_lr_scheduler,
+)
 
 _T = TypeVar("_T")
 
@@ -37,6 +43,8 @@ def index_flex(
     CheckpointError, PlanError
         If it is not one whole, consistent checkpoint that the rules cover.
     """
+    if MODEL_META in sizes:
+        _refuse_muon(read_json(store, MODEL_META, sizes))
     own = {path: size for path, size in sizes.items() if is_dist_file(path)}
     described = {path: size for path, size in own.items() if path.endswith(METADATA)}
     held = {path: size for path, size in own.items() if path not in described}
@@ -45,6 +53,13 @@ def index_flex(
     found = read_flex(metadata, files, config, tables, read_lr_scheduler(store, sizes))
     # Jobs that keep an average say here which ranks wrote the checkpoint.
     return replace(found, own_files=found.own_files | ({MODEL_META} & sizes.keys()))
+
+
+def _refuse_muon(meta: Mapping[str, Any]) -> None:
+    cells = meta.get("sharding_metas")
+    for cell, entry in cells.items() if isinstance(cells, dict) else ():
+        if isinstance(entry, dict) and entry.get("sharding_strategy") == "MuonSharding":
+            raise UnsupportedError(f"{MODEL_META}: {cell}: states of the Muon optimizer are not read")
 
 
 def _side_by_side(sizes: Mapping[str, int], index: Callable[[str, int], _T]) -> dict[str, _T]:

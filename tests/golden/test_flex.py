@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_reshard import convert
+from paddle_reshard import convert, verify
 from tests import oracle
 from tests.conftest import REPO, case_directory, corpus_root
 
@@ -136,20 +136,34 @@ def test_it_becomes_the_hybrid_checkpoint_of_the_same_training(name, sibling, op
     assert (tmp_path / "hybrid/config.json").read_bytes() == (real / "config.json").read_bytes()
 
 
+@pytest.fixture(scope="module")
+def saved_again(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``fc_single``, saved again by Paddle in two other ways."""
+    folder, real = tmp_path_factory.mktemp("again"), corpus_root() / "corpus/fc_single/checkpoint-3"
+    for name in ("safetensors", "zero_cost"):
+        shutil.copytree(real, folder / name, ignore=shutil.ignore_patterns("*.distcp", "*.metadata"))
+    run_paddle(SAVE_AGAIN, real, folder)
+    return folder
+
+
 @with_corpus
-def test_safetensors_files_are_read_too(tmp_path: Path) -> None:
-    """Saved again by Paddle, as ``save_state_dict(..., safetensors=True)`` does."""
+@pytest.mark.parametrize("name", ["safetensors", "zero_cost"])
+def test_other_ways_to_save_say_the_same(name: str, saved_again: Path, tmp_path: Path) -> None:
+    """Data files of the safetensors kind; and no bfloat16 parameters, as zero-cost checkpoints are written."""
     case = case_of("corpus/fc_single", "corpus/single")
-    again = tmp_path / "again"
-    shutil.copytree(case.checkpoint, again, ignore=shutil.ignore_patterns("*.distcp", "*.metadata"))
-    run_paddle(SAVE_AGAIN, case.checkpoint, again)
-    assert sorted(path.name for path in (again / "model_state").iterdir()) == [
-        "0.metadata",
-        "0_0.safetensors",
-    ]
-    for number, source in enumerate((case.checkpoint, again)):
+    kinds = {path.suffix for path in saved_again.glob(f"{name}/*/*_0.*")}
+    assert kinds == ({".safetensors"} if name == "safetensors" else {".distcp"})
+    for number, source in enumerate((case.checkpoint, saved_again / name)):
         convert(source, tmp_path / str(number), to="tp=2", config=case.config)
     assert files_of(tmp_path / "0") == files_of(tmp_path / "1")
+
+
+@with_corpus
+def test_it_verifies_against_the_hybrid_checkpoint_of_the_same_training() -> None:
+    real = corpus_root() / "corpus"
+    report = verify(real / "mp2pp2/checkpoint-3", real / "fc_mp2pp2/checkpoint-3")
+    assert report.equal
+    assert report.tensors == 234
 
 
 # ------------------------------------------------------------------------------------------------ written
@@ -320,7 +334,9 @@ for folder in ("model_state", "master_weight", "optimizer_state"):
     state = {}
     for path in sorted(pathlib.Path(sys.argv[1], folder).glob("*.distcp")):
         state |= paddle.load(str(path))
-    paddle.distributed.save_state_dict(state, f"{sys.argv[2]}/{folder}", safetensors=True)
+    paddle.distributed.save_state_dict(state, f"{sys.argv[2]}/safetensors/{folder}", safetensors=True)
+    kept = {key: value for key, value in state.items() if value.dtype != paddle.bfloat16}
+    paddle.distributed.save_state_dict(kept, f"{sys.argv[2]}/zero_cost/{folder}")
 """
 
 

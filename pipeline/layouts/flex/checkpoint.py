@@ -75,7 +75,6 @@ def read_flex(
     CheckpointError, PlanError
         If it is not one whole, consistent checkpoint that the rules cover.
     """
-    names = read_names(metadata)
     kinds = {folder_of(path).rpartition("/")[2] in FOLDERS: path for path in metadata}
     if len(kinds) > 1:
         raise CheckpointError(
@@ -85,6 +84,7 @@ def read_flex(
     auto_parallel = False in kinds
     if not auto_parallel:
         _check_all_there({folder_of(path).rpartition("/")[2] for path in metadata})
+    names = read_names(metadata)
     keys = _structured_keys(names, auto_parallel)
     table = choose_table(tables, keys, config)
     twins = {key: table.find(key, config)[0].twin(config) or key for key in keys}
@@ -149,9 +149,14 @@ def _check(model: Model, catalog: Catalog, config: Mapping[str, Any]) -> None:
     trained = [t for t in model.tensors if t.trained and t.tied_to is None]
     wanted = {name for t in trained for name in t.accumulators}
     has_ema = any(state in (EMA_PARAM, EMA_MASTER_WEIGHT) for _, state in index)
+    # Beside master weights, what has none is float32 itself; and either all that they imply is left out, or nothing.
+    any_master = any(t.master for t in trained)
+    all_stored = any(t.master and (t.key, PARAM) in index for t in trained)
     for tensor in trained:
-        needed = [*sorted(wanted), *([MASTER_WEIGHT] if tensor.master else [])]
-        needed += [EMA_MASTER_WEIGHT if tensor.master else EMA_PARAM] if has_ema else []
+        has_master = tensor.master or (any_master and tensor.dtype.name != "float32")
+        needed = [*sorted(wanted), *([MASTER_WEIGHT] if has_master else [])]
+        needed += [EMA_MASTER_WEIGHT if has_master else EMA_PARAM] if has_ema else []
+        needed += [PARAM] if all_stored else []
         for state in needed:
             if (tensor.key, state) not in index:
                 raise CoverageError(f"{tensor.key} ({state})", "no file holds it, other parameters have it")

@@ -1,0 +1,190 @@
+"""Dist checkpoints that are not whole, or hold what is not understood: each is refused by name."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paddle_reshard import convert
+from paddle_reshard.pipeline.errors import ReshardError
+from tests import oracle
+from tests.conftest import case_directory
+from tests.golden.test_flex import run_paddle
+
+# Saved by Paddle itself, with one folder changed before.
+SAVE_VARIANTS = """
+import pathlib
+import shutil
+import sys
+import paddle
+source, variants = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
+norm, first = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
+changes = {
+    "moment": ("optimizer_state", lambda s: s.pop(f"{norm}.moment2_0")),
+    "master": ("master_weight", lambda s: s.pop(f"{norm}.w_0")),
+    "parameter": ("model_state", lambda s: s.pop(norm)),
+    "average": ("ema_state", lambda s: s.pop(f"{norm}.w_0")),
+    "muon": ("optimizer_state", lambda s: s.update({f"{norm}.momentum_0": s[f"{norm}.moment1_0"]})),
+    "quantised": ("optimizer_state", lambda s: s.update({f"{norm}.moment1_0@scales": paddle.ones([1])})),
+    "eight_bits": ("model_state", lambda s: s.update({norm: s[norm].astype("float8_e4m3fn")})),
+    "shape": ("master_weight", lambda s: s.update({f"{norm}.w_0": s[f"{norm}.w_0"][:-1]})),
+    "powers": ("optimizer_state", lambda s: s.update({f"{norm}.beta1_pow_acc_0": paddle.ones([2])})),
+    "layer": ("model_state", lambda s: s.update({first.replace("0", "9"): s[first]})),
+    "unknown": ("model_state", lambda s: s.update({"model.extra.weight": s[norm]})),
+}
+for name, (folder, change) in changes.items():
+    shutil.copytree(source, variants / name)
+    state = paddle.load(str(source / folder / "0_0.distcp"))
+    change(state)
+    shutil.rmtree(variants / name / folder)
+    paddle.distributed.save_state_dict(state, str(variants / name / folder))
+"""
+VARIANTS = {
+    "moment": r"model.norm.weight \(moment2\): no file holds it, other parameters have it",
+    "master": r"model.norm.weight \(master_weight\): no file holds it",
+    "parameter": r"model.norm.weight \(param\): no file holds it",
+    "average": r"model.norm.weight \(ema_master_weight\): no file holds it",
+    "muon": r"model.norm.weight.momentum_0 is no parameter and no optimizer state that is known",
+    "quantised": r"model.norm.weight.moment1_0@scales is no parameter and no optimizer state that is known",
+    "eight_bits": r"'float8_e4m3fn' is not supported",
+    "shape": r"model.norm.weight \(master_weight\): shape \(63,\), the parameter has \(64,\)",
+    "powers": r"model.norm.weight \(beta1_pow_acc\): shape \(2,\), one number per parameter",
+    "layer": r"config.json says 4 decoder layers, the files hold 5, from 0 to 9",
+    "unknown": r"model.extra.weight: no row",
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "flex"
+    convert(case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3", folder, format="flex")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def variants(whole: Path) -> Path:
+    folder = whole.parent / "variants"
+    folder.mkdir()
+    run_paddle(SAVE_VARIANTS, whole, folder)
+    return folder
+
+
+def refused(checkpoint: Path, target: Path, told: str) -> None:
+    with pytest.raises(ReshardError, match=told) as caught:
+        convert(checkpoint, target, to="tp=1")
+    assert not target.exists()
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_is_not_whole_or_not_known(name: str, variants: Path, tmp_path: Path) -> None:
+    refused(variants / name, tmp_path / "target", VARIANTS[name])
+
+
+def duplicate(folder: Path) -> None:
+    shutil.copy(folder / "model_state/0.metadata", folder / "model_state/1.metadata")
+
+
+def stale(folder: Path) -> None:
+    """Of an earlier checkpoint in more files: Paddle writes metadata only where there are none."""
+    other = folder.parent / "earlier"
+    convert(case_directory("mp2_tied") / "checkpoint-3", other, format="flex", files=2)
+    shutil.copy(other / "model_state/0.metadata", folder / "model_state/0.metadata")
+
+
+def without_metadata(folder: Path) -> None:
+    (folder / "master_weight/0.metadata").unlink()
+
+
+def without_states(folder: Path) -> None:
+    shutil.rmtree(folder / "optimizer_state")
+
+
+def without_data(folder: Path) -> None:
+    (folder / "master_weight/0_0.distcp").unlink()
+
+
+def unnamed(folder: Path) -> None:
+    shutil.copy(folder / "model_state/0_0.distcp", folder / "model_state/5_0.distcp")
+
+
+def mixed(folder: Path) -> None:
+    (folder / "model_state/1_0.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+
+
+def cut_short(folder: Path) -> None:
+    path = folder / "model_state/0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def beside_hybrid(folder: Path) -> None:
+    (folder / "optimizer.pdopt").write_bytes(b"")
+
+
+def beside_weights(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def beside_auto_parallel(folder: Path) -> None:
+    other = folder.parent / "auto"
+    convert(case_directory("mp2_tied") / "checkpoint-3", other, format="auto-parallel")
+    shutil.copytree(other / "dist_ckpt", folder / "dist_ckpt")
+
+
+def older_average(folder: Path) -> None:
+    shutil.rmtree(folder / "ema_state")
+    (folder / "ema_state").mkdir()
+    (folder / "ema_state/0_0.distcp").write_bytes(pickle.dumps({"master_weights": {}}, protocol=4))
+
+
+def muon(folder: Path) -> None:
+    meta = json.loads((folder / "model_meta.json").read_text())
+    meta["sharding_metas"] = {"tp00_pp00": {"sharding_strategy": "MuonSharding"}}
+    (folder / "model_meta.json").write_text(json.dumps(meta))
+
+
+def no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (duplicate, "1.metadata: model_state/0.metadata describes the same folder; one of them is stale"),
+        (stale, "model_state/0.metadata: names 1_0.distcp, which is missing"),
+        (without_metadata, "master_weight/ is missing or has no .metadata file"),
+        (without_states, "optimizer_state/ is missing or has no .metadata file"),
+        (without_data, "master_weight/0.metadata: names 0_0.distcp, which is missing"),
+        (unnamed, "model_state/5_0.distcp: holds 39 arrays, and model_state/0.metadata does not name it"),
+        (mixed, "model_state: data files of several kinds, distcp, safetensors"),
+        (cut_short, "model_state/0_0.distcp"),
+        (beside_hybrid, "optimizer.pdopt: lies beside a FlexCheckpoint"),
+        (beside_weights, "model.safetensors: lies beside a FlexCheckpoint"),
+        (beside_auto_parallel, "dist_ckpt/0.metadata to one of auto-parallel training"),
+        (older_average, "ema_state/0_0.distcp: an average under parameter names"),
+        (muon, "model_meta.json: tp00_pp00: states of the Muon optimizer are not read"),
+        (no_config, "config.json is missing; give that of the model with --config"),
+    ],
+)
+def test_files_that_do_not_make_one_checkpoint(
+    damage: Callable[[Path], None], told: str, whole: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(whole, tmp_path / "damaged")
+    damage(tmp_path / "damaged")
+    refused(tmp_path / "damaged", tmp_path / "target", told)
+
+
+def test_tied_weights_that_differ_are_found_while_moving(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "flex"
+    convert(case_directory("mp2_tied") / "checkpoint-3", checkpoint, format="flex")
+    path = checkpoint / "model_state/0_0.distcp"
+    value, data = oracle.load_with_paddle(path)["lm_head.weight"].tobytes(), bytearray(path.read_bytes())
+    first = data.index(value)
+    data[data.index(value, first + 1)] ^= 1
+    path.write_bytes(data)
+    refused(checkpoint, tmp_path / "target", r"model.embed_tokens.weight \(param\).*differ")
