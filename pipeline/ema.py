@@ -43,6 +43,7 @@ PathLike = str | os.PathLike[str]
 MASTER_WEIGHTS = "master_weights"
 BEHIND = ("wait", "skip")
 ON_LOSS = ("report", "raise")
+WORKERS = ("process", "ray")
 ALIGNED_ELEMENTS = 16
 """Tensors begin at multiples of 64 bytes in shared memory."""
 
@@ -107,6 +108,9 @@ class AsyncEma:
     when_lost
         The worker has crashed: ``"report"`` it once in the log, start another one, and begin anew if the average was
         spoilt; or ``"raise"``.
+    worker
+        ``"process"``: a process of our own averages. ``"ray"``: an actor on this node, of the Ray that this process is
+        connected to, or else that ``RAY_ADDRESS`` names.
     """
 
     def __init__(
@@ -120,16 +124,22 @@ class AsyncEma:
         start: str = "weights",
         when_behind: str = "wait",
         when_lost: str = "report",
+        worker: str = "process",
     ) -> None:
         if interval < 1:
             raise UsageError(f"interval {interval} must be at least 1")
-        for value, known, what in ((when_behind, BEHIND, "when_behind"), (when_lost, ON_LOSS, "when_lost")):
+        choices = (
+            (when_behind, BEHIND, "when_behind"),
+            (when_lost, ON_LOSS, "when_lost"),
+            (worker, WORKERS, "worker"),
+        )
+        for value, known, what in choices:
             if value not in known:
                 raise UsageError(f"unknown {what} {value!r}; known are {', '.join(known)}")
         self.weights = weights if callable(weights) else lambda: _weights_of(weights)
         self.averaging = Averaging(decay, warm_up, start)
         self.interval, self.loss_threshold = interval, loss_threshold
-        self.when_behind, self.when_lost = when_behind, when_lost
+        self.when_behind, self.when_lost, self.worker = when_behind, when_lost, worker
         self.progress = Progress()
         self.counts = EmaCounts()
         self.owed: tuple[float, ...] = ()
@@ -198,7 +208,7 @@ class AsyncEma:
         if self.companion is None:
             self.places = places
             elements = max((_aligned(place.stop) for place in places.values()), default=0)
-            self.companion = Companion(ema_worker.__name__, shared_bytes(elements))
+            self.companion = self._start_companion(shared_bytes(elements))
             self.shared = Shared(self.companion.memory, self.companion.nbytes)
         elif places != self.places:
             odd = next(
@@ -209,6 +219,13 @@ class AsyncEma:
                 "an average cannot go on over other tensors"
             )
         return self.companion
+
+    def _start_companion(self, nbytes: int) -> Companion:
+        if self.worker == "ray":
+            from paddle_reshard.clusters.ema_actor import ActorCompanion
+
+            return ActorCompanion(ema_worker.__name__, nbytes)
+        return Companion(ema_worker.__name__, nbytes)
 
     def _start_again(self, error: CompanionLost) -> None:
         """Start another worker in place of a lost one, unless that is to be raised.

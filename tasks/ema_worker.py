@@ -53,30 +53,39 @@ def elements_in(nbytes: int) -> int:
     return (nbytes - HEADER_BYTES) // 8
 
 
-def main(descriptor: int, nbytes: int) -> None:
-    """Do what is asked, line by line, until the input ends."""
-    shared = Shared(mmap.mmap(descriptor, nbytes), nbytes)
-    os.nice(POLITENESS)
-    scratch: Floats = np.empty(BLOCK_ELEMENTS, dtype=np.float32)
-    does: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
-        "blend": lambda request: _blend(shared, request, scratch),
-        "save": lambda request: _save(shared, request),
-    }
-    for line in sys.stdin.buffer:
-        request = json.loads(line)
+class Worker:
+    """Does what is asked of the average, one thing after another."""
+
+    def __init__(self, shared: Shared) -> None:
+        self.shared = shared
+        self.scratch: Floats = np.empty(BLOCK_ELEMENTS, dtype=np.float32)
+        self.does: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
+            "blend": self._blend,
+            "save": lambda request: _save(shared, request),
+        }
+        os.nice(POLITENESS)
+
+    def do(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Do what is asked; the answer names an ``error`` if it cannot be done."""
         answer = {"done": request["do"]}
         try:
-            does[request["do"]](request)
+            self.does[request["do"]](request)
         except OSError as error:
             answer["error"] = f"{request.get('path', '')}: cannot be written: {error.strerror or error}"
-        sys.stdout.write(json.dumps(answer) + "\n")
+        return answer
+
+    def _blend(self, request: Mapping[str, Any]) -> None:
+        self.shared.counts[0] += 1
+        blend(self.shared.average, self.shared.values, request["decay"], self.scratch)
+        self.shared.counts[1] += 1
+
+
+def main(descriptor: int, nbytes: int) -> None:
+    """Do what is asked, line by line, until the input ends."""
+    worker = Worker(Shared(mmap.mmap(descriptor, nbytes), nbytes))
+    for line in sys.stdin.buffer:
+        sys.stdout.write(json.dumps(worker.do(json.loads(line))) + "\n")
         sys.stdout.flush()
-
-
-def _blend(shared: Shared, request: Mapping[str, Any], scratch: Floats) -> None:
-    shared.counts[0] += 1
-    blend(shared.average, shared.values, request["decay"], scratch)
-    shared.counts[1] += 1
 
 
 def _save(shared: Shared, request: Mapping[str, Any]) -> None:

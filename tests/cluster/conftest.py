@@ -107,4 +107,4 @@ def conversion(plan: Plan) -> Conversion:
 def is_running(pid: int) -> bool:
     """Whether a process is there and not only waiting to be collected."""
     shown = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
-    return shown.stdout.strip() not in ("", "Z", "Zl")
+    return shown.stdout.strip()[:1] not in ("", "Z")
