@@ -8,7 +8,6 @@ by structured keys, after all names are resolved.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import TypeVar
 
@@ -65,8 +64,10 @@ def _joined_array(
 ) -> StoredArray:
     """Expert ranks share the optimizer state of common tensors out; anything else that several hold is a copy."""
     if topology.ep == 1 or state in (PARAM, EMA_PARAM):
-        return replace(stored, copy=cell.ep)
-    return stored if shared else replace(stored, shard=stored.shard // topology.dense_sharding)
+        return StoredArray(stored.shard, stored.path, stored.array, copy=cell.ep)
+    if shared:
+        return stored
+    return StoredArray(stored.shard // topology.dense_sharding, stored.path, stored.array)
 
 
 def merged_names(tables: Sequence[Mapping[str, str]]) -> dict[str, str]:
