@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: help demo test check fuzz format parity bench s3 chaos clean
+.PHONY: help demo test check fuzz format parity parity-table bench s3 chaos clean
 
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
@@ -12,9 +12,10 @@ help:
 	@echo "make check    formatter, linter, types, import contracts"
 	@echo "make fuzz     longer fuzzing of everything that reads a checkpoint"
 	@echo "make parity   the real trainer resumes from our conversions (needs Python 3.11; 10 minutes)"
+	@echo "make parity-table  losses go on after a change of strategy, into docs/parity.md (two hours; may be interrupted)"
 	@echo "make bench    4 GB converted beside cp -r, paddle.load and others, into docs/performance.md (ARGS=--quick: a glance)"
 	@echo "make s3       conversions on a Ceph server of its own, into docs/s3.md (Debian; 10 minutes)"
-	@echo "make chaos    100 random kills of a conversion of 1 GB, each gone on with (ARGS='--kills 10': fewer)"
+	@echo "make chaos    100 random kills of a conversion of 1 GB, each gone on with (ARGS='--kills 10': fewer; ARGS=--s3: on Ceph)"
 
 $(VENV)/.made:
 	$(PYTHON) -m venv $(VENV)
@@ -58,6 +59,9 @@ format: $(VENV)/.test
 parity: $(VENV)/.test
 	$(BIN)/python -m tests.parity.run
 	$(BIN)/python -m tests.parity.ema
+
+parity-table: $(VENV)/.test
+	$(BIN)/python -m tests.parity.table $(ARGS)
 
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.disk $(ARGS)
