@@ -59,6 +59,7 @@ format: $(VENV)/.test
 parity: $(VENV)/.test
 	$(BIN)/python -m tests.parity.run
 	$(BIN)/python -m tests.parity.ema
+	$(BIN)/python -m tests.parity.live
 
 parity-table: $(VENV)/.test
 	$(BIN)/python -m tests.parity.table $(ARGS)

@@ -156,10 +156,10 @@ def main(wanted: list[str]) -> int:
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
+def alone(folder: Path = PARITY) -> Iterator[None]:
     """Keep a second run away from the files of this one."""
-    PARITY.mkdir(exist_ok=True)
-    with (PARITY / "lock").open("w") as lock:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -219,7 +219,7 @@ def _check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:
         if with_ema or not key.endswith(EMA_STATE)
     }
     found = differences(read_tensors(work / "out" / "truth.safetensors"), truth)
-    found += _differences_of_reports(work / "out" / "truth_report.json", source / "truth_report.json")
+    found += differences_of_reports(work / "out" / "truth_report.json", source / "truth_report.json")
     found += [
         f"the log of rank {rank} does not say {line!r}"
         for rank, log in enumerate(logs)
@@ -229,7 +229,7 @@ def _check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:
     return len(truth), found
 
 
-def _differences_of_reports(loaded: Path, saved: Path) -> list[str]:
+def differences_of_reports(loaded: Path, saved: Path) -> list[str]:
     """Compare what is no tensor, and let replicas and padding speak up."""
     mine, real = json.loads(loaded.read_bytes()), json.loads(saved.read_bytes())
     found = [f"replicas that disagree: {mismatch}" for mismatch in mine["replica_mismatch"]]

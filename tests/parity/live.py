@@ -1,0 +1,110 @@
+"""The real trainer, filled by ``load_into`` while it runs: it then holds the truth of the source, bit for bit.
+
+``python -m tests.parity.live [run ...]``. Nothing is converted: the trainer resumes from the checkpoint of another
+topology, and where it would load, ours does.
+"""
+
+import json
+import shutil
+import signal
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.conftest import case_directory, corpus_root
+from tests.parity.lab import PARITY, REPO, Lab, LabError, open_lab, run_trainer, say
+from tests.parity.run import (
+    ALL_AXES,
+    CHECKPOINT,
+    EMA_STATE,
+    PP2,
+    SHARDING2,
+    STEP_IS_READ,
+    TIMEOUT_SECONDS,
+    TP2,
+    V1,
+    V2,
+    alone,
+    differences_of_reports,
+)
+from tests.parity.tensors import differences, read_tensors
+
+DRIVER = Path(__file__).resolve().parent / "live_driver.py"
+LIGHT = "imported []"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A checkpoint, and the job that is filled from it."""
+
+    source: str
+    ranks: int
+    arguments: dict[str, Any]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+RUNS = {
+    "8ranks-into-mp2sh2-v2": Run(ALL_AXES, 4, TP2 | V2 | SHARDING2),
+    "8ranks-into-sh2-stage3-cut": Run(
+        ALL_AXES, 2, SHARDING2 | {"sharding": "stage3"}, {"SHIM_SEGMENT": "512"}
+    ),
+    "single-into-pp2sh2-v1": Run("single", 4, PP2 | V1 | SHARDING2),
+    "stage3-into-mp2": Run("sh2_s3_seg512", 2, TP2),
+}
+
+
+def main(wanted: list[str]) -> int:
+    """Check the runs asked for, or all; the result is the exit status."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if corpus_root() is None:
+        say("parity: the corpus of real checkpoints is not at hand")
+        return 2
+    failed = 0
+    try:
+        with alone():
+            lab = open_lab()
+            for name in wanted or RUNS:
+                found = _check(lab, name, RUNS[name])
+                say("\n        ".join([f"{'FAILED' if found else 'passed'}  {name}", *found[:8]]))
+                failed += bool(found)
+    except LabError as error:
+        say(f"parity: {error}")
+        return 2
+    say(f"{len(wanted or RUNS) - failed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+def _check(lab: Lab, name: str, run: Run) -> list[str]:
+    source, work = case_directory(run.source), PARITY / "work" / f"live-{name}"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    logs = run_trainer(
+        lab,
+        name,
+        work / "out",
+        driver=DRIVER,
+        options=["--resume", str(source / CHECKPOINT)],
+        ranks=run.ranks,
+        arguments=run.arguments | {"load_checkpoint_format": "flex_checkpoint"},
+        model=json.loads((source / "case.json").read_bytes())["model"] or {},
+        timeout_seconds=TIMEOUT_SECONDS,
+        environment=run.environment | {"PYTHONPATH": str(REPO / "src")},
+    )
+    truth = read_tensors(source / "truth.safetensors")
+    wanted = {key: tensor for key, tensor in truth.items() if not key.endswith(EMA_STATE)}
+    found = differences(read_tensors(work / "out" / "truth.safetensors"), wanted)
+    found += differences_of_reports(work / "out" / "truth_report.json", source / "truth_report.json")
+    for rank, log in enumerate(logs):
+        found += [
+            f"the log of rank {rank} does not say {line!r}"
+            for line in (STEP_IS_READ, LIGHT)
+            if line not in log
+        ]
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
