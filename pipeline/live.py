@@ -18,7 +18,7 @@ from paddle_reshard.clusters.inline import InlineEngine, Reports
 from paddle_reshard.pipeline.errors import CheckpointError, PlanError, UsageError
 from paddle_reshard.pipeline.indexing import index_checkpoint
 from paddle_reshard.pipeline.inputs import load_config, load_tables
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.live_layout import Names, check_complete, find_tensors, lay_out_live
 from paddle_reshard.pipeline.live_tensors import (
     LR_SCHEDULER,
@@ -37,6 +37,7 @@ from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
 from paddle_reshard.storage.locate import StorageOptions, is_local, open_source
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.device import Mover
+from paddle_reshard.tasks.fill import read_filling
 from paddle_reshard.tasks.needed import NeededBytes
 from paddle_reshard.tasks.run_group import GroupReport, run_group
 from paddle_reshard.tasks.workspace import Workspace
@@ -70,6 +71,7 @@ def load_into(
     memory: str = "1GiB",
     storage_options: StorageOptions | None = None,
     strict: bool = True,
+    fill: PathLike | None = None,
     allow_missing: Sequence[str] = (),
 ) -> LoadReport:
     """Fill the tensors of a ``state_dict`` in place from a checkpoint of any topology and format.
@@ -96,6 +98,8 @@ def load_into(
     strict
         Refuse if the checkpoint holds optimizer states of a parameter that the ``state_dict``, which has others of it,
         has no place for; or if a nested dict is empty.
+    fill
+        A safetensors file with the tensors that the checkpoint should hold and no file of it does.
     allow_missing
         Patterns of names (``*`` stands for any text), of entries that keep their values if the checkpoint has nothing
         for them, and of parameters that the checkpoint may lack.
@@ -112,10 +116,13 @@ def load_into(
             f"a {type(state_dict).__name__} is no state_dict; give what its state_dict() returns"
         )
     location = os.fspath(source)
-    store = open_source(location, storage_options or {})
+    stores = storage_options or {}
+    filling = read_filling(None if fill is None else os.fspath(fill), allow_missing, stores)
+    own = open_source(location, stores)
     given = config if isinstance(config, Mapping) or config is None else load_config(Path(config))
-    policy = MissingPolicy(allowed=tuple(allow_missing))
-    checkpoint = index_checkpoint(store, load_tables(None if rules is None else Path(rules)), given, policy)
+    tables = load_tables(None if rules is None else Path(rules))
+    checkpoint = index_checkpoint(own, tables, given, filling.policy)
+    store = filling.serve(own)
     schedules = list(schedules_of(state_dict))
     for schedule in schedules:
         _check_schedule(schedule, checkpoint)
@@ -123,7 +130,7 @@ def load_into(
         _check_sections(state_dict)
     entries = dict(entries_of(state_dict))
     names = Names(checkpoint.catalog, {**parameter_names_of(entries), **(parameter_to_structured_name or {})})
-    numbers = find_tensors(names, entries, policy)
+    numbers = find_tensors(names, entries, filling.policy)
     live = [tensor for path in numbers if (tensor := read_entry(path, entries[path])) is not None]
     pieces = {tensor.piece: numbers[tensor.piece.path] for tensor in live}
     layout = lay_out_live(checkpoint, pieces, tensor_parallel())

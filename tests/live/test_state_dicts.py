@@ -1,5 +1,6 @@
 """Every entry of a live ``state_dict`` gets its own values of a checkpoint, or is refused by name."""
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -8,11 +9,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import paddle_reshard
 from paddle_reshard import CheckpointConverter, ReshardError, load_into
 from tests import oracle
-from tests.conftest import case_directory, committed_cases, hybrid_cases
+from tests.conftest import case_directory, committed_cases, corpus_root, hybrid_cases
 from tests.properties.synthetic import LR_SCHEDULER, Model, write_checkpoint
 
 MODEL = Model(layers=1)
@@ -173,6 +175,34 @@ def test_a_parameter_and_its_master_weight_are_read_once(checkpoint):
     report = load_into(live, path, strict=False)
     oracle.assert_same_tensors(live, {key: truth[key] for key in live})
     assert report.read_bytes == live[f"{KEY}.w_0"].nbytes
+
+
+@pytest.mark.skipif(corpus_root() is None, reason="the corpus of real checkpoints is not at hand")
+@pytest.mark.parametrize("name", ("defaults_2ranks", "fc_sh2_s3_seg512", "uc_sh2_s1v2", "single_tohf"))
+def test_other_formats(name):
+    """FlexCheckpoint (which has no config.json), unified checkpoints, weights in Hugging Face layout."""
+    truth = trained(oracle.read_truth(case_directory(name) / "truth.safetensors"))
+    live = {key: blank(array) for key, array in truth.items()}
+    config = json.loads((case_directory("single") / "checkpoint-3" / "config.json").read_text())
+    load_into(live, case_directory(name) / "checkpoint-3", config=config)
+    oracle.assert_same_tensors(live, truth)
+
+
+@pytest.mark.skipif(corpus_root() is None, reason="the corpus of real checkpoints is not at hand")
+def test_experts_of_several_ranks(tmp_path):
+    """What no file holds comes from another file, or keeps its values."""
+    path = corpus_root() / "corpus-moe" / "dsv3_ep2_sh2_s1v2_meta_ema" / "checkpoint-3"
+    truth = trained(oracle.read_truth(path.parent / "truth.safetensors"))
+    lost = {key: array for key, array in truth.items() if key.endswith("e_score_correction_bias")}
+    assert lost
+    safetensors.numpy.save_file(lost, tmp_path / "lost.safetensors")
+    live = {key: blank(array) for key, array in truth.items()}
+    load_into(live, path, fill=tmp_path / "lost.safetensors")
+    oracle.assert_same_tensors(live, truth)
+    kept = {key: blank(array) for key, array in truth.items()}
+    report = load_into(kept, path, allow_missing=["*.e_score_correction_bias"])
+    assert set(report.kept) == set(lost)
+    oracle.assert_same_tensors(kept, truth | {key: blank(array) for key, array in lost.items()})
 
 
 def test_from_an_object_store(checkpoint):
