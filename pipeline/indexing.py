@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paddle_reshard.pipeline.catalog import Catalog
-from paddle_reshard.pipeline.errors import CheckpointError
+from paddle_reshard.pipeline.errors import CheckpointError, CoverageError
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.files import CONFIG
 from paddle_reshard.pipeline.layouts.flex.names import is_dist_file
@@ -100,7 +100,11 @@ def read_config(store: Source, given: Mapping[str, Any] | None) -> Mapping[str, 
 
 
 def index_pair(
-    a: Source, b: Source, tables: Sequence[RuleTable], config: Mapping[str, Any] | None = None
+    a: Source,
+    b: Source,
+    tables: Sequence[RuleTable],
+    config: Mapping[str, Any] | None = None,
+    missing: MissingPolicy | None = None,
 ) -> tuple[Contents, Contents]:
     """Understand two checkpoints that are to be compared; one that has no ``config.json`` is read by the other's.
 
@@ -111,11 +115,10 @@ def index_pair(
             config = read_json(store, CONFIG, store.sizes())
     foreign = [holds_huggingface(store, store.sizes()) for store in (a, b)]
     if all(foreign) or not any(foreign):
-        return Contents.of(index_checkpoint(a, tables, config)), Contents.of(
-            index_checkpoint(b, tables, config)
-        )
+        one, two = (index_checkpoint(store, tables, config, missing) for store in (a, b))
+        return Contents.of(one), Contents.of(two)
     known, other = (b, a) if foreign[0] else (a, b)
-    checkpoint = index_checkpoint(known, tables, config)
+    checkpoint = index_checkpoint(known, tables, config, missing)
     pair = Contents.of(checkpoint), Contents(index_huggingface(other, other.sizes(), checkpoint.model), None)
     return (pair[1], pair[0]) if foreign[0] else pair
 
@@ -138,6 +141,10 @@ def _index_safetensors(
     """A unified or Hugging Face checkpoint, or weights of the one beside optimizer states of hybrid ones."""
     sizes = store.sizes()
     others = [path for path in sorted(sizes) if path.endswith(TENSOR_SUFFIXES) and path not in PLAIN_STATES]
+    if missing is not None and missing.filled and (is_unified(sizes) or not others):
+        raise CoverageError(
+            min(missing.filled), "given with --fill, and only hybrid checkpoints lose tensors; leave it out"
+        )
     if is_unified(sizes):
         if others:
             raise CheckpointError(

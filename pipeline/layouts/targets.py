@@ -81,7 +81,7 @@ def _laid_out(
     if not any(tensor.trained for tensor in wanted.model.tensors):
         raise PlanError(
             "the source holds parameters only; a hybrid checkpoint is for a job to go on from, which needs their "
-            "optimizer states too. Write the weights with --format huggingface or --format unified"
+            "master weights and optimizer states too. Write the weights with --format huggingface, unified or flex"
         )
     sidecars = plan_sidecars(sizes, folders, wanted, config, target.topology)
     files = add_literal_files(layout_hybrid(wanted, target), sidecars.written)
