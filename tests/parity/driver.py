@@ -25,11 +25,11 @@ def main() -> None:
     import cpu_gloo_shim  # noqa: F401
     import truth
 
-    truth.gather = functools.partial(_show_and_gather, truth, truth.gather)
+    truth.gather = functools.partial(show_and_gather, truth, truth.gather)
     runpy.run_path(str(script), run_name="__main__")
 
 
-def _show_and_gather(truth, gather, trainer, *arguments) -> None:
+def show_and_gather(truth, gather, trainer, *arguments) -> None:
     chain = truth._chain(trainer.optimizer)
     of_pipeline = getattr(trainer.model_wrapped, "_chunk_2_comm_buffers", None) or {}
     for optimizer in chain:

@@ -22,6 +22,7 @@ from typing import Any
 REPO = Path(__file__).resolve().parents[2]
 PARITY = REPO / ".parity"
 SCRIPTS = REPO.parent / "shared" / "corpus" / "gen"
+SCRIPTS_MOE = REPO.parent / "shared" / "corpus-moe" / "gen"
 DRIVER = Path(__file__).resolve().parent / "driver.py"
 LOCK = "requirements-pf.lock.txt"
 PYTHON = "3.11"
@@ -43,16 +44,13 @@ class Lab:
     root: Path
 
 
-def open_lab() -> Lab:
+def open_lab(scripts_from: Path = SCRIPTS, scripts_to: Path = PARITY / "gen") -> Lab:
     """Return the laboratory, made on first use; ``PARITY_LAB`` names one that exists already."""
-    if not (SCRIPTS / LOCK).exists():
-        raise LabError(f"no laboratory at {SCRIPTS}: the parity check needs the scripts that made the corpus")
-    scripts = PARITY / "gen"
-    shutil.rmtree(scripts, ignore_errors=True)
-    shutil.copytree(
-        SCRIPTS, scripts, ignore=shutil.ignore_patterns("__pycache__"), copy_function=shutil.copyfile
-    )
-    scripts.chmod(0o755)
+    if not (scripts_from / LOCK).exists():
+        raise LabError(
+            f"no laboratory at {scripts_from}: the parity check needs the scripts that made the corpus"
+        )
+    scripts = _copy_of_scripts(scripts_from, scripts_to)
     given = os.environ.get("PARITY_LAB")
     root = Path(given).resolve() if given else PARITY / "lab"
     environment = root / "venv-pf"
@@ -62,6 +60,16 @@ def open_lab() -> Lab:
     if not given and not (environment / "complete").exists():
         _make_environment(environment, scripts / LOCK)
     return Lab(python, scripts, root)
+
+
+def _copy_of_scripts(scripts: Path, copy: Path) -> Path:
+    """Copy a folder of the laboratory's scripts, and return the copy."""
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(
+        scripts, copy, ignore=shutil.ignore_patterns("__pycache__"), copy_function=shutil.copyfile
+    )
+    copy.chmod(0o755)
+    return copy
 
 
 def _make_environment(environment: Path, lock: Path) -> None:
@@ -148,15 +156,16 @@ def run_trainer(
     model: Mapping[str, Any],
     timeout_seconds: float,
     environment: Mapping[str, str],
+    script: str = "train_pf.py",
 ) -> list[str]:
-    """Run the laboratory's script under ``driver``, one process per rank; return the ranks' logs.
+    """Run the laboratory's ``script`` under ``driver``, one process per rank; return the ranks' logs.
 
     Raises
     ------
     LabError
         If a rank fails or the time is over; with the end of the log of a rank that failed.
     """
-    command = [str(lab.python), str(driver), str(lab.scripts / "train_pf.py"), "--case", name]
+    command = [str(lab.python), str(driver), str(lab.scripts / script), "--case", name]
     command += ["--out", str(out), "--args", json.dumps(dict(arguments)), "--model", json.dumps(dict(model))]
     command += options
     logs = [out.parent / f"rank{rank}.log" for rank in range(ranks)]
@@ -190,13 +199,17 @@ def _environments(ranks: int, box: Path, more: Mapping[str, str]) -> list[dict[s
     """Tell each rank who it is, as a launcher does."""
     port = _free_ports(ranks)
     shared = {
-        key: value for key, value in os.environ.items() if not key.startswith(("PADDLE_", "PYTHONPATH"))
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("PADDLE_", "PYTHONPATH", "PYTHONDONTWRITE"))
     }
     shared |= {
         "SHIM_BOX": str(box),
         "SHIM_STORE_PORT": str(port + STORE_OFFSET),
         "OMP_NUM_THREADS": "1",
         "GLOG_v": "0",
+        # Compiling the trainer's modules takes a rank most of its time; the environment itself stays as it is.
+        "PYTHONPYCACHEPREFIX": str(PARITY / "bytecode"),
         **more,
     }
     if ranks == 1:

@@ -1,0 +1,205 @@
+"""Runs in the trainer's Python: the laboratory's script, which goes on from a checkpoint and tells what it saw.
+
+``TABLE_RESUME``: the checkpoint from which the trainer goes on. ``TABLE_TRUTH``: tensors with which everything
+that the trainer then holds is overwritten before its first step. ``TABLE_TOLD``: a file for the losses.
+Right after loading (and overwriting), the live state is gathered into the folder ``TABLE_LOADED``; after the
+last step the script gathers it as it always does.
+"""
+
+import functools
+import json
+import os
+import runpy
+import sys
+import types
+from pathlib import Path
+
+from driver import show_and_gather
+
+
+def main() -> None:
+    script = Path(sys.argv[1])
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(script.parent)
+
+    # The order in which the script imports them: the shim patches what the rest then uses.
+    import paddle
+
+    paddle.set_device("cpu")
+    import cpu_gloo_shim  # noqa: F401
+    import moe_models
+    import truth
+    from paddleformers.trainer import Trainer
+
+    moe_models.get = functools.partial(_model, moe_models.get)
+    own_gather = truth.gather
+    truth.gather = functools.partial(show_and_gather, truth, own_gather)
+    train = Trainer.train
+
+    def go_on(trainer, *_, **__):
+        trainer.add_callback(_witness(trainer, truth, own_gather))
+        return train(trainer, resume_from_checkpoint=os.environ.get("TABLE_RESUME"))
+
+    Trainer.train = go_on
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _model(known, family, sequence):
+    """The models of the laboratory and two more: Llama, and Qwen3 with fused qkv and gate-up."""
+    base, *_ = known("qwen3_moe", sequence)
+    small = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    small += ("num_key_value_heads", "max_position_embeddings", "use_cache", "dtype")
+    base_of_dense = {key: base[key] for key in small}
+    if family == "llama":
+        from paddleformers.transformers import LlamaConfig, LlamaForCausalLM, LlamaForCausalLMPipe
+
+        return base_of_dense, LlamaConfig, LlamaForCausalLM, LlamaForCausalLMPipe
+    if family == "qwen3":
+        from paddleformers.transformers.qwen3 import modeling
+        from paddleformers.transformers.qwen3.configuration import Qwen3Config
+
+        dense = base_of_dense | {"head_dim": 16}
+        return (
+            dense,
+            Qwen3Config,
+            modeling.Qwen3ForCausalLMDeprecated,
+            modeling.Qwen3ForCausalLMPipeDeprecated,
+        )
+    return known(family, sequence)
+
+
+def _witness(trainer, truth, own_gather):
+    import paddle
+    import paddleformers
+    from paddle import distributed
+    from paddleformers.trainer import TrainerCallback
+
+    told = {"losses": {}, "learning_rates": {}}
+    told["versions"] = {"paddle": paddle.__version__, "paddleformers": paddleformers.__version__}
+
+    class Witness(TrainerCallback):
+        def on_train_begin(self, args, state, control, **_):
+            if "TABLE_TRUTH" in os.environ:
+                told["overwritten"] = _overwrite(trainer, truth, own_gather, args)
+            if "TABLE_LOADED" in os.environ:
+                where = types.SimpleNamespace(out=os.environ["TABLE_LOADED"])
+                truth.gather(trainer, where, args)
+
+        def on_log(self, args, state, control, logs=None, **_):
+            if "loss" in (logs or {}):
+                told["losses"][state.global_step] = logs["loss"]
+                told["learning_rates"][state.global_step] = float(logs["learning_rate"])
+
+        def on_train_end(self, args, state, control, **_):
+            if distributed.get_rank() == 0:
+                Path(os.environ["TABLE_TOLD"]).write_text(json.dumps(told))
+
+    return Witness()
+
+
+class _Gathered(Exception):
+    """What a rank would have written down: the places of its pieces."""
+
+
+def _overwrite(trainer, truth, own_gather, args) -> int:
+    """Run the laboratory's gathering backwards: it says what lies where, and the truth is written there.
+
+    Every tensor is made NaN first and must hold the wanted value in the end, so that nothing of what the
+    trainer had loaded is left in any place that the gathering knows.
+    """
+    import numpy as np
+    import paddle
+
+    wanted = _read_tensors(np, os.environ["TABLE_TRUTH"])
+    live, look = {}, truth._np
+
+    def look_and_keep(tensor):
+        array = look(tensor)
+        live[id(array)] = (tensor, array)
+        return array
+
+    def stop(gathered, *_):
+        raise _Gathered(gathered)
+
+    # Stage 3 keeps slices between the steps; its whole parameters are only there to be looked at.
+    whole = getattr(trainer.model_wrapped, "get_all_parameters", None)
+    if whole is not None:
+        whole(convert2cpu=True)
+    pickle, truth._np = truth.pickle, look_and_keep
+    truth.pickle = types.SimpleNamespace(dump=stop)
+    try:
+        show_and_gather(
+            truth, own_gather, trainer, types.SimpleNamespace(out=os.environ["TABLE_LOADED"]), args
+        )
+    except _Gathered as gathered:
+        pieces, coordinate = gathered.args[0]["pieces"], gathered.args[0]["coord"]
+    finally:
+        truth.pickle, truth._np = pickle, look
+
+    slices = getattr(trainer.model_wrapped, "_param2buffer", {})
+    of_parameter = dict(trainer.model.state_dict())
+    written = []
+    for piece in pieces:
+        tensor, _ = live[id(piece["arr"])]
+        value = _value(np, truth, wanted, piece, coordinate, truth.tpdeg(args))
+        parameter = of_parameter[piece["struct"]]
+        if (
+            piece["kind"] == "param"
+            and piece["name"] in slices
+            and getattr(parameter, "status", "") == "part"
+        ):
+            start, stop_at = slices[piece["name"]][coordinate["sh"]]
+            flat = np.zeros(max(value.size, stop_at), "float32")
+            flat[: value.size] = value.reshape(-1)
+            tensor, value = parameter.fw_storage, flat[start:stop_at]
+        written.append((tensor, value))
+    with paddle.no_grad():
+        for tensor, value in written:
+            paddle.assign(paddle.full(tensor.shape, float("nan"), "float32").astype(tensor.dtype), tensor)
+            paddle.assign(paddle.to_tensor(value).reshape(tensor.shape).astype(tensor.dtype), tensor)
+    for (tensor, value), piece in zip(written, pieces, strict=True):
+        if not np.array_equal(look(tensor).reshape(-1), value.reshape(-1)):
+            raise ValueError(f"{piece['struct']} {piece['kind']} does not hold what was written")
+    return len(written)
+
+
+def _value(np, truth, wanted, piece, coordinate, degree):
+    """Cut from a logical tensor what this rank holds of it: the reverse of the laboratory's ``merge``."""
+    ending = "" if piece["kind"] == "param" else "." + piece["kind"]
+    key = piece["struct"]
+    if key + ending not in wanted:
+        # A tied head is a tensor of its own on the last stage only.
+        tied = {"lm_head.weight": "model.embed_tokens.weight", "model.embed_tokens.weight": "lm_head.weight"}
+        key = tied[key]
+    value = wanted[key + ending]
+    if piece["tpd"] and "pow_acc" not in piece["kind"]:
+        axis, rank = piece["axis"], coordinate["tp"]
+        parts = np.split(value, 2, axis) if any(name in key for name in truth.FUSED) else [value]
+        value = np.concatenate([np.split(part, degree, axis)[rank] for part in parts], axis)
+    if piece["flat"] is not None:
+        start, stop = piece["flat"]
+        flat = np.zeros(max(value.size, stop), "float32")
+        flat[: value.size] = value.reshape(-1)
+        value = flat[start:stop]
+    return value
+
+
+def _read_tensors(np, path):
+    """The tensors of a safetensors file, as float32."""
+    content = Path(path).read_bytes()
+    header_bytes = int.from_bytes(content[:8], "little")
+    header, payload = json.loads(content[8 : 8 + header_bytes]), memoryview(content)[8 + header_bytes :]
+    tensors = {}
+    for key, entry in header.items():
+        if key != "__metadata__":
+            data = payload[slice(*entry["data_offsets"])]
+            if entry["dtype"] == "BF16":
+                array = (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+            else:
+                array = np.frombuffer(data, {"F32": "<f4", "F16": "<f2"}[entry["dtype"]]).astype("float32")
+            tensors[key] = array.reshape(entry["shape"])
+    return tensors
+
+
+if __name__ == "__main__":
+    main()
