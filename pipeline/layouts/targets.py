@@ -16,7 +16,11 @@ from paddle_reshard.pipeline.layouts.huggingface.sidecars import plan_huggingfac
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget, layout_huggingface
 from paddle_reshard.pipeline.layouts.hybrid.sidecars import plan_sidecars
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_hybrid
-from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget, layout_unified
+from paddle_reshard.pipeline.layouts.unified.target import (
+    UnifiedTarget,
+    layout_unified,
+    small_unified_files,
+)
 from paddle_reshard.pipeline.tensors import Cast
 from paddle_reshard.pipeline.topology import Topology
 
@@ -71,7 +75,8 @@ def _laid_out(
     if isinstance(target, UnifiedTarget):
         unified = layout_unified(source.catalog, wanted, target)
         sidecars = plan_sidecars(sizes, folders, wanted, config, Topology(dp=target.files))
-        files = add_literal_files(unified.files, sidecars.written)
+        written = (*sidecars.written, *small_unified_files(sizes, wanted))
+        files = add_literal_files(unified.files, written)
         return LaidOut(unified.catalog, files, sidecars.carried, sidecars.left, unified.left_states)
     if isinstance(target, FlexTarget):
         sidecars = plan_sidecars(sizes, folders, wanted, config, Topology())

@@ -184,6 +184,17 @@ def test_files_are_balanced_and_opened_by_safetensors(tmp_path: Path) -> None:
     assert (facts["master_weights"], facts["quant_ckpt_resume_times"]) == (True, 0)
 
 
+def test_the_schedule_gets_a_file_of_its_own(tmp_path: Path) -> None:
+    """Where the source holds it in its optimizer files only."""
+    source = tmp_path / "source"
+    real = _checkpoint(case_directory("mp2_tied"))
+    shutil.copytree(real, source, ignore=shutil.ignore_patterns("scheduler*"))
+    paddle_reshard.convert(source, tmp_path / "unified", format="unified")
+    made, expected = (oracle.load_with_paddle(f / "scheduler.pdparams") for f in (tmp_path / "unified", real))
+    assert made == expected
+    assert paddle_reshard.verify(source, tmp_path / "unified").equal
+
+
 def test_a_trimmed_vocabulary(tmp_path: Path) -> None:
     source, truth = _checkpoint(small_case("nlp_uc_mp2pp2")), truth_of("nlp_uc_mp2pp2")
     paddle_reshard.convert(source, tmp_path / "unified", format="unified", vocab_trim=20)

@@ -8,7 +8,7 @@ state dicts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from paddle_reshard.pipeline.catalog import Catalog, File, FragmentRow, fragment_row, fragment_rows
@@ -34,8 +34,10 @@ from paddle_reshard.pipeline.tensors import (
     PARAM,
     Tensor,
 )
+from paddle_reshard.storage.formats.paddle_pickle import encode_pickle
 from paddle_reshard.storage.formats.safetensors import Index, TensorSlot, encode_safetensors, format_index
 
+SCHEDULER = "scheduler.pdparams"
 METADATA = {"format": "np"}
 """Weights are in Paddle's own layout."""
 _NUMPY_TAGS = TAGS | {"bfloat16": "U16"}
@@ -184,6 +186,14 @@ class _Writer:
 
     def target_files(self) -> TargetFiles:
         return TargetFiles(tuple(self.files), tuple(self.literals), (), fragment_rows(self.rows))
+
+
+def small_unified_files(paths: Collection[str], wanted: Checkpoint) -> list[tuple[str, bytes]]:
+    """The learning-rate schedule, for a source that holds it in its optimizer files only; ``paths`` are its own."""
+    if SCHEDULER in paths or wanted.lr_scheduler is None:
+        return []
+    ((_, content),) = encode_pickle(wanted.lr_scheduler).literals
+    return [(SCHEDULER, content)]
 
 
 def share_out(sizes_bytes: Sequence[int], ranks: int) -> list[list[int]]:
