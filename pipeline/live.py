@@ -31,7 +31,7 @@ from paddle_reshard.pipeline.live_tensors import (
     schedules_of,
     tensor_parallel,
 )
-from paddle_reshard.pipeline.options import parse_memory
+from paddle_reshard.pipeline.options import PathLike, parse_memory
 from paddle_reshard.pipeline.planning.plan import JOIN_GAP_BYTES, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
 from paddle_reshard.storage.locate import StorageOptions, is_local, open_source
@@ -42,7 +42,6 @@ from paddle_reshard.tasks.needed import NeededBytes
 from paddle_reshard.tasks.run_group import GroupReport, run_group
 from paddle_reshard.tasks.workspace import Workspace
 
-PathLike = str | os.PathLike[str]
 REMOTE_GAP_BYTES = 1 << 20
 """On a remote store, bytes that nobody needs are read along where they lie between others and are fewer than these."""
 

@@ -50,7 +50,7 @@ _MASTER_OF_NAME = re.compile(r"(?P<name>.+)_fp32_master_\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LivePiece:
     """What a process holds of one tensor, as the entry itself tells."""
 
     path: Path
@@ -193,7 +193,9 @@ def check_complete(tensors: Sequence[Tensor], chosen: Mapping[Path, int]) -> Non
         )
 
 
-def lay_out_live(checkpoint: Checkpoint, pieces: Mapping[Piece, int], ranks: TensorParallel) -> LiveLayout:
+def lay_out_live(
+    checkpoint: Checkpoint, pieces: Mapping[LivePiece, int], ranks: TensorParallel
+) -> LiveLayout:
     """Where every value of every live tensor comes from.
 
     Parameters
@@ -234,7 +236,7 @@ class _Placer:
         self.origins: list[Shape] = []
         self.fills: list[tuple[int, int, int]] = []
 
-    def add(self, file: int, piece: Piece, number: int) -> None:
+    def add(self, file: int, piece: LivePiece, number: int) -> None:
         tensor = self.tensors[number]
         if piece.dtype != tensor.dtype.name:
             raise UnsupportedError(
@@ -262,7 +264,7 @@ class _Placer:
             fragments["offset"] += np.repeat(origins, self.placements.box_counts(), axis=0)
         return TargetFiles(files, (), tuple(self.fills), fragments)
 
-    def _place(self, piece: Piece, tensor: Tensor) -> tuple[TensorCut, int, Shape]:
+    def _place(self, piece: LivePiece, tensor: Tensor) -> tuple[TensorCut, int, Shape]:
         """How the logical tensor is cut, which rank's piece this is, and where that begins."""
         _check_held(piece)
         whole = TensorCut(1, None)
@@ -284,7 +286,7 @@ class _Placer:
         fused = self._cut_of_fused(piece, tensor)
         return (*fused, ()) if fused else (whole, 0, piece.global_offset)
 
-    def _cut_of_plain(self, piece: Piece, tensor: Tensor) -> tuple[TensorCut, int]:
+    def _cut_of_plain(self, piece: LivePiece, tensor: Tensor) -> tuple[TensorCut, int]:
         """A plain tensor is the whole one; under tensor parallelism also the rank's piece, by the rules."""
         if piece.local_shape == tensor.global_shape:
             return TensorCut(1, None), 0
@@ -303,7 +305,7 @@ class _Placer:
             + "; give one that says which piece it is: a DistTensor, or a ShardedWeight of sharded_state_dict()"
         )
 
-    def _cut_of_fused(self, piece: Piece, tensor: Tensor) -> tuple[TensorCut, int] | None:
+    def _cut_of_fused(self, piece: LivePiece, tensor: Tensor) -> tuple[TensorCut, int] | None:
         """The cut of a fused tensor whose pieces were joined rank by rank, ``[gate_0 | up_0 | gate_1 | up_1]``."""
         described = self.cut_by_key.get(tensor.key)
         if described is None or described.rule.parts == 1 or described.rule.split is None:
@@ -321,7 +323,7 @@ class _Placer:
         return TensorCut(extent // local, dim, parts), offset // local
 
 
-def _check_held(piece: Piece) -> None:
+def _check_held(piece: LivePiece) -> None:
     """The values in memory are as many as the box or the range says."""
     if piece.flat is not None:
         start, stop = piece.flat

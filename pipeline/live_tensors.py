@@ -19,7 +19,7 @@ import numpy as np
 from paddle_reshard.pipeline.errors import PlanError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.geometry import Shape
 from paddle_reshard.pipeline.layouts.hybrid.names import SLICE_PREFIX, split_accumulator_key
-from paddle_reshard.pipeline.live_layout import MASTER_WEIGHTS, Path, Piece, TensorParallel
+from paddle_reshard.pipeline.live_layout import MASTER_WEIGHTS, LivePiece, Path, TensorParallel
 from paddle_reshard.pipeline.tensors import ACCUMULATORS, dtype_of_code
 from paddle_reshard.storage.store import ReadRange, Receipt
 from paddle_reshard.tasks.device import Buffer
@@ -64,7 +64,7 @@ class DeviceMemory:
 class LiveTensor:
     """One entry of a ``state_dict`` that this process has something of."""
 
-    piece: Piece
+    piece: LivePiece
     memory: Memory
 
     @property
@@ -183,7 +183,7 @@ def read_entry(path: Path, value: Any) -> LiveTensor | None:
         if hasattr(value, "fw_storage") and not value._is_initialized():
             raise PlanError(f"{name}: is cut by sharding stage 3; give stage3_state_dict(model) instead")
     shape = _shape(value)
-    return LiveTensor(Piece(path, _dtype(name, value), shape, shape), _memory(name, value))
+    return LiveTensor(LivePiece(path, _dtype(name, value), shape, shape), _memory(name, value))
 
 
 def _read_sharded(path: Path, value: Any) -> LiveTensor | None:
@@ -191,7 +191,7 @@ def _read_sharded(path: Path, value: Any) -> LiveTensor | None:
     tensor, flat, name = value.local_tensor, None, ".".join(path)
     if value.is_flattened:
         flat = (int(value.flattened_range.start), int(value.flattened_range.stop))
-    piece = Piece(
+    piece = LivePiece(
         path,
         _dtype(name, tensor),
         _shape(tensor),
@@ -217,7 +217,7 @@ def _read_dist(path: Path, value: Any) -> LiveTensor | None:
     if prod(local_shape) == 0:
         return None
     local = value._local_value()
-    piece = Piece(path, _dtype(name, local), _shape(local), local_shape, _shape(value), offset)
+    piece = LivePiece(path, _dtype(name, local), _shape(local), local_shape, _shape(value), offset)
     return LiveTensor(piece, _memory(name, local))
 
 
