@@ -139,7 +139,7 @@ class _EmaCallback:
             self.ema.save(directory, rank)
             if isinstance(rank, FlexRank) and rank.number == 0 and self.meta is not None:
                 (directory / MODEL_META).write_text(json.dumps(self.meta))
-        except ReshardError as error:
+        except (ReshardError, OSError) as error:
             if self.ema.when_lost == "raise":
                 raise
             path = rank.path if isinstance(rank, FlexRank) else rank

@@ -128,8 +128,8 @@ def _make(
         )
     }
     mixed = {
-        place: mover.zeros(ACCUMULATOR_FACTOR * int(part_sizes(work.parts[place : place + 1])[0]))
-        for place in _cast_after_mixing(work)
+        part: _Accumulator(mover.zeros(ACCUMULATOR_FACTOR * (stop - start)), start)
+        for part, (start, stop) in _cast_after_mixing(work).items()
     }
     reports = []
     for turn in _passes(work):
@@ -149,11 +149,26 @@ def _make(
     return replace(_summed(work, reports), receipts=tuple(receipts), written_bytes=written)
 
 
-def _cast_after_mixing(work: GroupWork) -> list[int]:
-    """Parts that hold mixed values in another dtype: these are mixed beside them."""
-    ops = work.ops[np.isin(work.ops["tensor"], list(work.mixtures))] if work.mixtures else work.ops[:0]
+class _Accumulator(NamedTuple):
+    """Memory beside a part, in which values are mixed that the part holds in another dtype."""
+
+    buffer: Any
+    first_byte: int
+    """Of the part, that it begins with."""
+
+
+def _cast_after_mixing(work: GroupWork) -> dict[int, tuple[int, int]]:
+    """Part → the range of it that holds values which are mixed beside it."""
+    if not work.mixtures:
+        return {}
+    ops = work.ops[np.isin(work.ops["tensor"], list(work.mixtures))]
     ops = ops[ops["target_dtype"] != ops["source_dtype"]]
-    return sorted(set(locate(work.parts, ops, "target").tolist()))
+    parts = locate(work.parts, ops, "target")
+    found = {}
+    for part in np.unique(parts).tolist():
+        here, start = ops[parts == part], int(work.parts[part]["start"])
+        found[part] = int(here["target_byte"].min()) - start, int(here["target_stop"].max()) - start
+    return found
 
 
 def _do_pass(
@@ -161,7 +176,7 @@ def _do_pass(
     turn: _Pass,
     bands: Sequence[Buffer],
     parts: dict[int, Any],
-    mixed: dict[int, Any],
+    mixed: dict[int, _Accumulator],
     mover: Mover,
 ) -> GroupReport:
     """Compare, then move boxes from the bands of one pass to parts, or mix them there."""
@@ -201,12 +216,15 @@ def _in_steps(work: GroupWork, moves: OpRows) -> OpRows:
     return moves[np.argsort(steps, kind="stable")]
 
 
-def _mix(source: Box, target: Box, beside: Any, mixture: Mixture, feed: int, mover: Mover) -> None:
+def _mix(
+    source: Box, target: Box, beside: _Accumulator | None, mixture: Mixture, feed: int, mover: Mover
+) -> None:
     """Make the step of a mixture that takes ``feed``, in the part, or ``beside`` it where that has another dtype."""
     mixed = target
-    if target.dtype != source.dtype:
+    if beside is not None and target.dtype != source.dtype:
+        offset = ACCUMULATOR_FACTOR * (target.byte_offset - beside.first_byte)
         strides = tuple(ACCUMULATOR_FACTOR * stride for stride in target.strides)
-        mixed = Box(beside, ACCUMULATOR_FACTOR * target.byte_offset, source.dtype, target.extents, strides)
+        mixed = Box(beside.buffer, offset, source.dtype, target.extents, strides)
     step = next(place for place, term in enumerate(mixture.terms) if term.tensor == feed)
     mover.mix(source, mixed, mixture.terms[step], step == 0)
     if step == len(mixture.terms) - 1:

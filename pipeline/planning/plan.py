@@ -25,7 +25,7 @@ from paddle_reshard.pipeline.planning.copies import carve_copies
 from paddle_reshard.pipeline.planning.groups import FileSizes, Room, group_ops, set_passes, source_ranges
 from paddle_reshard.pipeline.planning.limits import PartLimits
 from paddle_reshard.pipeline.planning.match import clipped, feeds, plan_ops
-from paddle_reshard.pipeline.planning.ops import ITEMSIZES, MOVE, Ops, op_volumes
+from paddle_reshard.pipeline.planning.ops import ITEMSIZES, MOVE, Flags, Ops, hull, op_volumes
 from paddle_reshard.pipeline.planning.parts import MADE, NOBODY, PART, Parts, part_sizes, plan_parts
 from paddle_reshard.pipeline.planning.ranges import dense_numbers, merge
 from paddle_reshard.pipeline.tensors import Tensor
@@ -212,7 +212,8 @@ def plan_conversion(
     once, _ = _within_limits(plan, make_ops, limits, UNLIMITED_BYTES)
     made = once.parts[once.parts["source_file"] == MADE]
     largest = int(np.bincount(made["group"], weights=part_sizes(made)).max())
-    enough_bytes = max(once.peak_bytes, largest + PASS_BYTES) + FOOTPRINT_BYTES
+    held_bytes = _held_bytes(plan.mixtures, once.ops) * largest + PASS_BYTES
+    enough_bytes = max(once.peak_bytes, held_bytes) + FOOTPRINT_BYTES
     if not allow_reread:
         worst = int(once.group_peaks.argmax())
         raise RereadError(_label(once, worst), budget_bytes, enough_bytes, planned.read_amplification)
@@ -282,7 +283,8 @@ def _portioned(plan: Plan, ops: Ops, copied: Parts, files: FileSizes, budget_byt
     Nothing is left in ``ops``.
     """
     room = Room(GROUP_BYTES, PASS_BYTES, budget_bytes - FOOTPRINT_BYTES, TINY_BYTES)
-    ops, groups, rereads = group_ops(ops, copied, files, room)
+    for_parts = (room.most_bytes - PASS_BYTES) // _held_bytes(plan.mixtures, ops)
+    ops, groups, rereads = group_ops(ops, copied, files, room._replace(most_bytes=PASS_BYTES + for_parts))
     parts = plan_parts(ops, groups, copied, *files)
     values = int(groups.max(initial=-1)) + 1
     parts["group"] = _groups_of_parts(parts, values)
@@ -303,17 +305,36 @@ def _accumulator_bytes(
 ) -> Ints:
     """For each of ``count`` groups the memory in which values are mixed that its parts hold in another dtype.
 
-    A worker takes it for a whole part, float32 for every two bytes.
+    A worker takes it for each part from the first such value to the last, float32 for every two bytes. ``made`` is
+    sorted by group, file and start.
     """
-    found = np.zeros(count, dtype=np.int64)
+    rows = _cast_after_mixing(mixtures, ops)
+    if not rows.any():
+        return np.zeros(count, dtype=np.int64)
+    start, stop = (side[rows] for side in hull(ops, "target"))
+    files = int(made["file"].max()) + 1
+    owners = made["group"].astype(np.int64) * files + made["file"]
+    known, owner = np.unique(owners, return_inverse=True)
+    span = int(made["stop"].max()) + 1
+    of_op = np.searchsorted(known, groups[rows] * files + ops["target_file"][rows])
+    part = np.searchsorted(owner * span + made["start"], of_op * span + start, side="right") - 1
+    low, high = np.full(len(made), span), np.zeros(len(made), dtype=np.int64)
+    np.minimum.at(low, part, start)
+    np.maximum.at(high, part, stop)
+    sizes = ACCUMULATOR_FACTOR * np.maximum(high - low, 0)
+    return np.bincount(made["group"], weights=sizes, minlength=count).astype(np.int64)
+
+
+def _cast_after_mixing(mixtures: Mapping[int, Mixture], ops: Ops) -> Flags:
+    """Whether each op mixes values that its part holds in another dtype."""
     if not mixtures:
-        return found
-    rows = np.isin(ops["tensor"], list(mixtures)) & (ops["target_dtype"] != ops["source_dtype"])
-    pairs = np.unique(np.stack([groups[rows], ops["target_file"][rows].astype(np.int64)]), axis=1)
-    for group, file in pairs.T.tolist():
-        sizes = part_sizes(made[(made["group"] == group) & (made["file"] == file)])
-        found[group] += ACCUMULATOR_FACTOR * int(sizes.sum())
-    return found
+        return np.zeros(len(ops), dtype=bool)
+    return np.isin(ops["tensor"], list(mixtures)) & (ops["target_dtype"] != ops["source_dtype"])
+
+
+def _held_bytes(mixtures: Mapping[int, Mixture], ops: Ops) -> int:
+    """The most that is held for a byte of a part: what is mixed beside it too."""
+    return 1 + ACCUMULATOR_FACTOR if _cast_after_mixing(mixtures, ops).any() else 1
 
 
 def _groups_of_parts(parts: Parts, first: int) -> Ints:

@@ -17,7 +17,13 @@ from click.testing import CliRunner
 import paddle_reshard
 from paddle_reshard.pipeline.cli import cli
 from paddle_reshard.pipeline.ema import AsyncEma, Weights
-from paddle_reshard.pipeline.errors import CheckpointError, DriftError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.errors import (
+    CheckpointError,
+    DriftError,
+    RereadError,
+    UnsupportedError,
+    UsageError,
+)
 from paddle_reshard.pipeline.planning import plan as planning
 from tests import oracle
 from tests.conftest import REPO, case_directory
@@ -118,6 +124,29 @@ def test_a_model_of_the_average_is_rounded_once(
     expected = {key: rounded(value) for key, value in by_weights(GIVEN[how]).items()}
     made = {key: np.ascontiguousarray(value.T) if "_proj" in key else value for key, value in made.items()}
     oracle.assert_same_tensors(made, expected)
+
+
+def test_a_budget_too_small_for_a_tensor_and_what_it_is_mixed_in(
+    series: list[Path], small_groups: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest matrix is stored the other way round in the model: 12 kB, and 24 kB of float32 beside it."""
+    monkeypatch.setattr("paddle_reshard.pipeline.options.SMALLEST_BUDGET_BYTES", 0)
+    monkeypatch.setattr(planning, "GROUP_BYTES", 20_000)
+    options = {"decay": 0.7, "format": "huggingface"}
+
+    def budget(nbytes: int) -> str:
+        return str(planning.FOOTPRINT_BYTES + nbytes)
+
+    with pytest.raises(RereadError) as refused:
+        paddle_reshard.average(series, tmp_path / "hf", **options, memory=budget(32_000))
+    again = paddle_reshard.average(
+        series, tmp_path / "again", **options, memory=budget(32_000), allow_reread=True
+    )
+    assert again.plan.plan.peak_bytes <= 32_000
+    once = paddle_reshard.average(series, tmp_path / "hf", **options, memory=str(refused.value.needed_bytes))
+    assert once.moved.read_bytes < again.moved.read_bytes
+    made, same = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("hf", "again"))
+    assert made == same
 
 
 def test_float32_parameters_without_master_weights(tmp_path: Path) -> None:
