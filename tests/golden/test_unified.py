@@ -195,6 +195,19 @@ def test_the_schedule_gets_a_file_of_its_own(tmp_path: Path) -> None:
     assert paddle_reshard.verify(source, tmp_path / "unified").equal
 
 
+def test_markers_of_asynchronous_saving_stay_behind(tmp_path: Path) -> None:
+    source, markers = (
+        tmp_path / "source",
+        (".saving_info", "async_save_info.json", ".optimizer_weight.done.0"),
+    )
+    shutil.copytree(_checkpoint(small_case("uc_single_tied")), source)
+    for name in markers:
+        (source / name).write_bytes(b"1")
+    for options in ({"format": "unified"}, {"to": "tp=1"}, {"format": "huggingface"}):
+        (target,) = paddle_reshard.plan(source, tmp_path / "target", **options).targets
+        assert set(markers) <= {path for path, reason in target.left if "completion marker" in reason}
+
+
 def test_a_trimmed_vocabulary(tmp_path: Path) -> None:
     source, truth = _checkpoint(small_case("nlp_uc_mp2pp2")), truth_of("nlp_uc_mp2pp2")
     paddle_reshard.convert(source, tmp_path / "unified", format="unified", vocab_trim=20)

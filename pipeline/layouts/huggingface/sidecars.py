@@ -16,7 +16,10 @@ _TRAINING = re.compile(
     r"scheduler\.pdparams|scaler\.pdparams|trainer_state\.(json|bin)|training_args\.bin|rng_state(_\d+)?\.pth|"
     r"static_name_to_dyg_name\.json|ema\.json"
 )
-_MARKER = re.compile(r"\.(model|optimizer|checkpoint)_done|save_signal_TMP_\d+|saved_signal_\d+")
+_MARKER = re.compile(
+    r"\.(model|optimizer|checkpoint)_done|save_signal_TMP_\d+|saved_signal_\d+|"
+    r"\.saving_info|async_save_info\.json|\.(model|optimizer|master)_weight\.done\.\d+"
+)
 _DTYPE_ENTRIES = ("torch_dtype", "dtype")
 _OF_PADDLE = ("source", "tensor_model_parallel_size", "tensor_parallel_degree", "tensor_parallel_rank")
 """Entries of ``config.json`` that speak of Paddle's layout of the weights or of the job that wrote them."""

@@ -15,7 +15,10 @@ from paddle_reshard.pipeline.layouts.files import CONFIG, MANIFEST, SIGNAL_PREFI
 from paddle_reshard.pipeline.topology import Topology
 
 _RNG = re.compile(r"rng_state(_\d+)?\.pth")
-_DONE = re.compile(r"\.(model|optimizer|checkpoint)_done|save_signal_TMP_\d+|saved_signal_\d+")
+_DONE = re.compile(
+    r"\.(model|optimizer|checkpoint)_done|save_signal_TMP_\d+|saved_signal_\d+|"
+    r"\.saving_info|async_save_info\.json|\.(model|optimizer|master)_weight\.done\.\d+"
+)
 _TP_FIELD = {"paddleformers": "tensor_model_parallel_size", "paddlenlp": "tensor_parallel_degree"}
 _EP_FIELD = "use_expert_parallel"
 

@@ -195,7 +195,7 @@ def _refuse_unknown_dtypes(
     if any(state == PARAM for _, state in arrays):
         return
     for key, state in arrays:
-        if state == MASTER_WEIGHT and table.find(key, config)[0].of_expert:
+        if state == MASTER_WEIGHT and ".experts." in table.find(key, config)[0].key:
             raise UnsupportedError(
                 f"{key}: a mixture of experts whose files hold master weights and no weights (skip_save_model_weight): "
                 "which of its parameters are float32 is not stored, so the weights cannot be told"
