@@ -212,7 +212,7 @@ class _ChunkMachine(Machine):
 _WORD_BYTES: Final = 8
 _PADDING_BYTES: Final = 512
 """Zeros after a window: more than what a step may look at beyond where it begins."""
-_BLOCK_ENTRIES: Final = 1 << 14
+_BLOCK_ENTRIES: Final = 1 << 13
 _MAX_NUMBERS: Final = 8
 """Numbers of a shape; one of more is taken opcode by opcode."""
 _MASKS: Final = np.array([(1 << 8 * n) - 1 for n in range(_WORD_BYTES + 1)], dtype=np.uint64)
