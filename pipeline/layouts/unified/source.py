@@ -11,8 +11,8 @@ leave to be known (PaddleFormers 1.2 and PaddleNLP 3.0, ``trainer/unified_checkp
   the same key in several files, of which the index names one. They are joined in the order of the files, which is
   that of the sharding ranks for every pipeline stage. PaddleNLP merges them.
 * **Tensor parallelism** is gone. PaddleNLP merges what it had cut: fused gate and up projections part by part, fused
-  query, key and value projections as they are, which are grouped by key-value head (``transformers/conversion_utils.py``
-  ``naive_fuse_merge_tp``, ``normal_fuse_merge_tp``). PaddleFormers 1.2 cannot and raises.
+  query, key and value projections as they are, which are grouped by key-value head (``naive_fuse_merge_tp`` and
+  ``normal_fuse_merge_tp`` in ``transformers/conversion_utils.py``). PaddleFormers 1.2 cannot and raises.
 * **float32 parameters** (routers) are written to ``master_weights`` too (``unified_checkpoint.py``, ``fp32_weight``),
   although they have no master weight: a copy.
 * **No master weights** beside optimizer states of 16-bit parameters (``remove_master_weight``): the loader makes them
