@@ -17,7 +17,7 @@ from paddle_reshard.pipeline.ema_live import rank_pieces
 from paddle_reshard.pipeline.ema_resume import Piece, RankPieces
 from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError, UsageError
 from tests import oracle
-from tests.conftest import case_directory
+from tests.conftest import case_directory, corpus_root
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the import of Paddle warns about a missing ccache
@@ -96,6 +96,22 @@ def test_only_what_the_rank_needs_is_read(tmp_path: Path) -> None:
     with AsyncEma(job.weights, decay=0.9) as ema:
         ema.load(checkpoint, job.pieces)
         assert job.differences(ema) == []
+
+
+@pytest.mark.skipif(corpus_root() is None, reason="no checkpoint of expert-parallel training at hand")
+def test_experts_of_several_ranks_and_a_float32_router() -> None:
+    case = corpus_root() / "corpus-moe" / "ep2_sh2_s1v2_meta_ema"
+    truth = oracle.read_truth(case / "truth.safetensors")
+    expert, router = "model.layers.1.mlp.experts.3.down_proj.weight", "model.layers.0.mlp.gate.weight"
+    own, other = truth[f"{expert}{AVERAGE}"], truth[f"{router}.ema"]
+    held = Weights(
+        {"linear_9.w_0": np.zeros(own.shape, np.float32)}, {router: np.zeros(other.shape, np.float32)}
+    )
+    with AsyncEma(lambda: held, decay=0.9) as ema:
+        ema.load(case / "checkpoint-3", RankPieces({"linear_9.w_0": Piece(expert, own.shape)}))
+        state = ema.state()
+        assert np.asarray(state.master_weights["linear_9.w_0"]).tobytes() == own.tobytes()
+        assert np.asarray(state.params[router]).tobytes() == other.tobytes()
 
 
 def test_progress_comes_along_and_a_failed_load_leaves_nothing(tmp_path: Path) -> None:
