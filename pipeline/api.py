@@ -22,7 +22,7 @@ from paddle_reshard.pipeline.inputs import (
     load_target_names,
 )
 from paddle_reshard.pipeline.integrity import IntegrityReport, check_target
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.files import MANIFEST
 from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
 from paddle_reshard.pipeline.layouts.model import ModelTensor
@@ -140,6 +140,7 @@ def inspect(
     *,
     rules: PathLike | None = None,
     config: PathLike | None = None,
+    allow_missing: Sequence[str] = (),
     storage_options: StorageOptions | None = None,
 ) -> Inspection:
     """Say what a checkpoint is, from its metadata alone.
@@ -150,7 +151,8 @@ def inspect(
         If it is not one whole, consistent checkpoint that the rules cover.
     """
     store = open_source(os.fspath(source), storage_options or {})
-    checkpoint = index_checkpoint(store, *given_inputs(rules, config))
+    missing = MissingPolicy(allowed=tuple(allow_missing))
+    checkpoint = index_checkpoint(store, *given_inputs(rules, config), missing)
     sizes = store.sizes()
     files = {file.path: file.size_bytes for file in checkpoint.catalog.files}
     return Inspection(
@@ -398,26 +400,36 @@ def verify(
     states: Sequence[str] | None = None,
     subset: bool = False,
     memory: str = DEFAULT_MEMORY,
+    replicas: str = REPLICAS[0],
     rules: PathLike | None = None,
     config: PathLike | None = None,
+    allow_missing: Sequence[str] = (),
     storage_options: StorageOptions | None = None,
 ) -> VerifyReport:
     """Compare the logical content of two checkpoints of any topologies, bit for bit.
 
     An implied parameter is the cast of its master weight; padding is not content; aliases are one tensor. A
     state that only one side has is a difference, unless ``states`` leaves it out, or ``subset`` allows that
-    ``b`` has less.
+    ``b`` has less. So are copies of a tensor that differ within a side, unless ``replicas`` is ``"first"``.
+    Tensors that no file of a side holds are refused, unless a pattern of ``allow_missing`` fits their key.
     """
     stores = [open_source(os.fspath(side), storage_options or {}) for side in (a, b)]
-    one, two = index_pair(stores[0], stores[1], *given_inputs(rules, config))
+    missing = MissingPolicy(allowed=tuple(allow_missing))
+    one, two = index_pair(stores[0], stores[1], *given_inputs(rules, config), missing)
     known = {t.state for t in (*one.catalog.tensors, *two.catalog.tensors)}
     if unknown := set(states or ()) - known:
         raise UsageError(
             f"neither checkpoint has the state {sorted(unknown)[0]!r}; known: {', '.join(sorted(known))}"
         )
+    compare_replicas = parse_choice(replicas, REPLICAS, "choice of replicas")
     engine = InlineEngine(parse_memory(memory))
     comparison = plan_comparison(
-        one.catalog, two.catalog, None if states is None else set(states), subset, engine.memory_bytes
+        one.catalog,
+        two.catalog,
+        None if states is None else set(states),
+        subset,
+        engine.memory_bytes,
+        compare_replicas,
     )
     differences = list(comparison.differences)
     if states is None and not subset and one.lr_scheduler != two.lr_scheduler:

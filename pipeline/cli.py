@@ -94,6 +94,19 @@ rules_option = click.option(
 config_option = click.option(
     "--config", type=FILE, help="The model's config.json, for a checkpoint that has none."
 )
+missing_option = click.option(
+    "--allow-missing",
+    multiple=True,
+    metavar="PATTERN",
+    help="Keys that no file of a checkpoint holds and that may be missing in a target too; * stands for anything.",
+)
+replicas_option = click.option(
+    "--replicas",
+    type=click.Choice(REPLICAS),
+    default="compare",
+    show_default=True,
+    help="Tensors that several ranks hold: compare all copies, or look at the first.",
+)
 memory_option = click.option(
     "--memory", default=DEFAULT_MEMORY, show_default=True, help="Memory budget of each worker."
 )
@@ -168,12 +181,7 @@ target_options = _options(
         metavar="FILE",
         help="A safetensors file, or its URL, with tensors that no file of SRC holds.",
     ),
-    click.option(
-        "--allow-missing",
-        multiple=True,
-        metavar="PATTERN",
-        help="Keys that no file of SRC holds and that may be missing in the target too; * stands for anything.",
-    ),
+    missing_option,
     click.option(
         "--layout",
         type=FILE,
@@ -200,13 +208,7 @@ target_options = _options(
         type=FILE,
         help="model_meta.json of a job of the target topology, for parameter names.",
     ),
-    click.option(
-        "--replicas",
-        type=click.Choice(REPLICAS),
-        default="compare",
-        show_default=True,
-        help="Tensors that several ranks hold: compare all copies while the first is moved, or look at the first.",
-    ),
+    replicas_option,
     click.option(
         "--allow-replica-drift", is_flag=True, help="Take the first copy where copies differ, and report it."
     ),
@@ -272,6 +274,7 @@ run_options = _options(
 @click.argument("source", metavar="SRC")
 @rules_option
 @config_option
+@missing_option
 @click.option("--tensors", is_flag=True, help="List every tensor with the rule that matched it.")
 @storage_option
 @json_option
@@ -279,13 +282,20 @@ def inspect(
     source: str,
     rules: Path | None,
     config: Path | None,
+    allow_missing: tuple[str, ...],
     tensors: bool,
     storage_options: dict[str, Any] | None,
     as_json: bool,
 ) -> None:
     """Say what a checkpoint is, from its metadata alone."""
     with _reporting(as_json):
-        found = paddle_reshard.inspect(source, rules=rules, config=config, storage_options=storage_options)
+        found = paddle_reshard.inspect(
+            source,
+            rules=rules,
+            config=config,
+            allow_missing=allow_missing,
+            storage_options=storage_options,
+        )
     _answer(inspection_data(found), as_json, False, lambda: _show_inspection(found, tensors))
 
 
@@ -369,9 +379,11 @@ def convert(
 @click.argument("b", metavar="[B]", required=False)
 @click.option("--state", "states", metavar="LIST", help="Only these states, comma-separated: param,moment1,…")
 @click.option("--subset", is_flag=True, help="B may lack tensors that A has.")
+@replicas_option
 @memory_option
 @rules_option
 @config_option
+@missing_option
 @storage_option
 @json_option
 @quiet_option
@@ -380,9 +392,11 @@ def verify(
     b: str | None,
     states: str | None,
     subset: bool,
+    replicas: str,
     memory: str,
     rules: Path | None,
     config: Path | None,
+    allow_missing: tuple[str, ...],
     storage_options: dict[str, Any] | None,
     as_json: bool,
     quiet: bool,
@@ -405,9 +419,11 @@ def verify(
             b,
             states=chosen,
             subset=subset,
+            replicas=replicas,
             memory=memory,
             rules=rules,
             config=config,
+            allow_missing=allow_missing,
             storage_options=storage_options,
         )
     _answer(verify_data(report), as_json, quiet, lambda: _show_verification(report))

@@ -6,7 +6,7 @@ An implied parameter is the cast of its master weight, padding is not content, a
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,7 +35,12 @@ class Comparison:
 
 
 def plan_comparison(
-    a: Catalog, b: Catalog, states: Collection[str] | None, subset: bool, budget_bytes: int
+    a: Catalog,
+    b: Catalog,
+    states: Collection[str] | None,
+    subset: bool,
+    budget_bytes: int,
+    compare_replicas: bool = True,
 ) -> Comparison:
     """Plan the comparison of ``a`` and ``b``.
 
@@ -45,6 +50,8 @@ def plan_comparison(
         Only these states; ``None``: all.
     subset
         Whether ``b`` may lack tensors that ``a`` has.
+    compare_replicas
+        Whether all copies that a side has of a tensor are looked at, not only the first.
     """
     ids_a, ids_b = _chosen(a, states), _chosen(b, states)
     differences = [
@@ -65,6 +72,8 @@ def plan_comparison(
             common.append(identity)
     common.sort()
     tensors = tuple(a.tensors[ids_a[identity]] for identity in common)
+    if not compare_replicas:
+        a, b = (replace(side, fragments=side.fragments[side.fragments["replica"] == 0]) for side in (a, b))
     ops = _comparisons(a, b, [ids_a[i] for i in common], [ids_b[i] for i in common])
     files = _prefixed("A", a.files) + _prefixed("B", b.files)
     plan = plan_comparisons(ops, tensors, files, budget_bytes)

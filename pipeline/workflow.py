@@ -39,6 +39,7 @@ from paddle_reshard.tasks.figures import WorkerFigures, add_figures, add_retries
 from paddle_reshard.tasks.index import index_huggingface, read_json
 
 COPY_BYTES = 8 << 20
+ALLOWED = "no file of the source holds it, which was allowed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +156,9 @@ def plan_checkpoint(
         request.allow_replica_drift,
         request.allow_reread,
     )
+    left = (*source.left, *((t.key, ALLOWED) for t in source.model.tensors if t.missing))
     targets = [
-        PlannedTarget(form, wanted, one.files, one.carried, (*one.left, *source.left), one.left_states)
+        PlannedTarget(form, wanted, one.files, one.carried, (*one.left, *left), one.left_states)
         for form, one in zip(forms, laid_out, strict=True)
     ]
     return ConversionPlan(store, source, tuple(targets), plan)

@@ -9,6 +9,7 @@ its states of the folder. Keys and their order are those of the trainer on one c
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -174,23 +175,22 @@ def small_flex_files(
 
 
 def _flex_items(wanted: Checkpoint) -> list[_Item]:
-    """Parameters under all their keys, states under the first of them in the alphabet (Paddle 3.3.1
-    ``optimizer/adamw.py``, ``sharded_state_dict``)."""
+    """Every tensor under its key; tied ones, and their states, under each of their keys.
+
+    The trainer itself writes the states of tied weights under the first key in the alphabet where one rank holds
+    them (Paddle 3.3.1 ``optimizer/adamw.py``, ``sharded_state_dict``), and under both where two stages do. A job of
+    either kind finds its own.
+    """
     index = wanted.catalog.index()
-    holders: dict[str, str] = {}
-    for tensor in wanted.model.tensors:
-        identity = tensor.tied_to or tensor.key
-        holders[identity] = min(tensor.key, holders.get(identity, tensor.key))
     items = []
     for state in STATES:
         for tensor in wanted.model.tensors:
-            identity = tensor.tied_to or tensor.key
-            if not _is_written(tensor, state, index) or (state != PARAM and tensor.tied_to is not None):
-                continue
-            key = tensor.key if state == PARAM else holders[identity]
-            folder, stored = paddleformers_key(key, state)
-            place = _place(index, identity, state)
-            items.append(_Item(key, folder, (stored,), stored, place, wanted.catalog.tensors[place]))
+            if _is_written(tensor, state, index):
+                folder, stored = paddleformers_key(tensor.key, state)
+                place = _place(index, tensor.tied_to or tensor.key, state)
+                items.append(
+                    _Item(tensor.key, folder, (stored,), stored, place, wanted.catalog.tensors[place])
+                )
     return items
 
 
@@ -215,7 +215,7 @@ def _auto_items(wanted: Checkpoint, target: FlexTarget) -> list[_Item]:
 
 def _is_written(tensor: ModelTensor, state: str, index: Mapping[tuple[str, str], int]) -> bool:
     if state == PARAM:
-        return True
+        return not tensor.missing
     if state == MASTER_WEIGHT:
         return tensor.master
     if state in ACCUMULATORS:
@@ -258,28 +258,34 @@ def _parameter_names(wanted: Checkpoint, target: FlexTarget) -> Mapping[str, str
 
 
 def _share_out(items: Sequence[_Item], files: int | None) -> list[list[_Item]]:
-    """The items of each file, in their order: consecutive keys, by bytes; no file but an only one is empty."""
+    """The items of each file, in their order: consecutive keys; no file but an only one is empty."""
     sizes: dict[str, int] = {}
     for item in items:
         sizes[item.model_key] = sizes.get(item.model_key, 0) + item.tensor.nbytes
-    left_bytes = sum(sizes.values())
-    left_files = -(-left_bytes // FILE_BYTES) if files is None else files
-    number, filled, of_key = 0, 0, dict[str, int]()
-    for key, nbytes in sizes.items():
-        # A file is full when the next tensor would take it farther beyond its share than it now lacks.
-        if (
-            filled
-            and number + 1 < left_files
-            and 2 * filled + nbytes > 2 * left_bytes / (left_files - number)
-        ):
-            left_bytes -= filled
-            number, filled = number + 1, 0
-        of_key[key] = number
-        filled += nbytes
-    shares: list[list[_Item]] = [[] for _ in range(number + 1)]
+    numbers = _fill(sizes.values(), FILE_BYTES if files is None else _capacity(list(sizes.values()), files))
+    of_key = dict(zip(sizes, numbers, strict=True))
+    shares: list[list[_Item]] = [[] for _ in range(numbers[-1] + 1 if numbers else 1)]
     for item in items:
         shares[of_key[item.model_key]].append(item)
     return shares
+
+
+def _capacity(sizes: Sequence[int], files: int) -> int:
+    """Bytes per file with which that many files hold everything, none larger than need be."""
+    enough = range(max(sizes, default=0), sum(sizes) + 1)
+    return enough[bisect_left(enough, True, key=lambda capacity: _fill(sizes, capacity)[-1:] < [files])]
+
+
+def _fill(sizes: Iterable[int], capacity: int) -> list[int]:
+    """The number of the file of each size: a file takes what follows until it would hold more than ``capacity``."""
+    numbers: list[int] = []
+    number = filled = 0
+    for nbytes in sizes:
+        if filled and filled + nbytes > capacity:
+            number, filled = number + 1, 0
+        numbers.append(number)
+        filled += nbytes
+    return numbers
 
 
 class _Files:

@@ -42,7 +42,7 @@ class Part:
 
 
 def model_parts(model: Model) -> Iterator[tuple[ModelTensor, tuple[Part, ...]]]:
-    """Every tensor of the model, in its order, with its parts; tied ones once.
+    """Every tensor of the model that is there, in its order, with its parts; tied ones once.
 
     Raises
     ------
@@ -51,7 +51,7 @@ def model_parts(model: Model) -> Iterator[tuple[ModelTensor, tuple[Part, ...]]]:
     """
     owners: dict[str, str] = {}
     for tensor in model.tensors:
-        if tensor.tied_to is not None:
+        if tensor.tied_to is not None or tensor.missing:
             continue
         parts = tensor_parts(tensor, model)
         for part in parts:

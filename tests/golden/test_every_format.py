@@ -1,0 +1,113 @@
+"""Every real checkpoint becomes every format, and from each of them the very files that it becomes directly.
+
+That these hold the truth is what the tests of each family show, with readers of their own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paddle_reshard
+from paddle_reshard.pipeline.options import TargetOptions
+from tests.conftest import committed_case, committed_cases, corpus_root
+
+BUFFERS = ("*e_score_correction_bias",)
+"""Lost by sharded saving, so that no file holds them."""
+TOPOLOGIES: dict[str, TargetOptions] = {
+    "tensor": {"to": "tp=2"},
+    "stages": {"to": "pp=2,sharding=2", "sharding_strategy": "stage1v2"},
+}
+FORMATS: dict[str, TargetOptions] = {
+    "flex": {"format": "flex", "files": 2},
+    "unified": {"format": "unified"},
+    "auto-parallel": {"format": "auto-parallel"},
+    "model": {"format": "huggingface"},
+}
+NAMELESS = ("corpus-moe/dsv3_single", "corpus-moe/glm4moe_single")
+"""Buffers that nobody named have a number in their files, which no other format keeps and no loader looks at."""
+TOY = ("auto_dp2mp2",)
+"""No model of any family; its own test has the rules for it."""
+
+
+def cases() -> list[str]:
+    root = corpus_root()
+    if root is None:
+        return [f"golden/{name}" for name in committed_cases()]
+    found = [
+        f"{group}/{case.name}" for group in ("corpus", "corpus-moe") for case in (root / group).iterdir()
+    ]
+    return sorted(name for name in found if name.partition("/")[2] not in TOY)
+
+
+def folder_of(case: str) -> Path:
+    root, (group, _, name) = corpus_root(), case.partition("/")
+    if root is None:
+        return committed_case(name) / "checkpoint-3"
+    return root / group / name / "checkpoint-3"
+
+
+def config_of(case: str) -> Path | None:
+    """FlexCheckpoints come without it; that of the same model on one card."""
+    folder = folder_of(case)
+    sibling = "moe_single" if case.startswith("corpus-moe") else "single"
+    return (
+        None
+        if (folder / "config.json").exists()
+        else folder_of(f"{case.partition('/')[0]}/{sibling}") / "config.json"
+    )
+
+
+def formats_of(case: str) -> dict[str, TargetOptions]:
+    """Auto-parallel training knows no average and no PaddleNLP heads; stacked experts are no model of transformers."""
+    without = set()
+    if "ema" in case or case.endswith("_mid") or "nlp" in case:
+        without.add("auto-parallel")
+    if "moe_fused" in case:
+        without.add("model")
+    return {name: options for name, options in FORMATS.items() if name not in without}
+
+
+def tensor_files(folder: Path) -> dict[str, bytes]:
+    return {
+        path.name: path.read_bytes()
+        for path in folder.iterdir()
+        if path.suffix in (".pdparams", ".pdopt") and path.name != "scheduler.pdparams"
+    }
+
+
+@pytest.mark.parametrize("case", cases())
+def test_there_and_on_is_the_straight_way(case: str, tmp_path: Path) -> None:
+    source, formats = folder_of(case), formats_of(case)
+    asked: dict[Any, TargetOptions] = {tmp_path / "card": {"to": "tp=1"}}
+    asked |= {tmp_path / name: options for name, options in (TOPOLOGIES | formats).items()}
+    paddle_reshard.convert(
+        source, asked, allow_replica_drift=True, config=config_of(case), allow_missing=BUFFERS
+    )
+    straight = tensor_files(tmp_path / "card")
+    assert straight
+    for name in (TOPOLOGIES | formats).keys() - {"model"}:
+        onward = tmp_path / f"{name} card"
+        paddle_reshard.convert(tmp_path / name, onward, to="tp=1", allow_missing=BUFFERS)
+        found = tensor_files(onward)
+        if name == "unified":  # no averages, and in them routers have master weights
+            assert paddle_reshard.verify(
+                onward, tmp_path / "card", states=states_of(straight), allow_missing=BUFFERS
+            ).equal
+        elif name in TOPOLOGIES or case not in NAMELESS:
+            assert found == straight, name
+        else:
+            assert found.pop("optimizer.pdopt") == straight["optimizer.pdopt"], name
+            assert paddle_reshard.verify(onward, tmp_path / "card").equal, name
+    if "model" in formats:
+        assert paddle_reshard.verify(
+            tmp_path / "card", tmp_path / "model", states=["param"], allow_missing=BUFFERS
+        ).equal
+
+
+def states_of(files: dict[str, bytes]) -> list[str]:
+    """Those of which something is held."""
+    states = ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc")
+    return ["param", *(state for state in states if f"_{state}_0".encode() in files["optimizer.pdopt"])]
