@@ -279,11 +279,11 @@ def _dtypes(path: str, metadata: DistMetadata, arrays: Arrays) -> list[DType]:
     for key, dtype, *_ in pieces:
         if dtype >= 0:
             said[key].add(dtype_named(metadata.dtypes[dtype]))
-    for piece, file, _ in metadata.places.tolist():
-        key, dtype, *_ = pieces[piece]
-        stored = _joined(folder_of(path), metadata.files[file])
+    untold = metadata.places[metadata.pieces["dtype"][metadata.places["piece"]] < 0]
+    for piece, file, _ in untold.tolist():
+        key, stored = pieces[piece][0], _joined(folder_of(path), metadata.files[file])
         array = arrays.get(stored, {}).get(metadata.keys[key])
-        if dtype < 0 and array is not None:
+        if array is not None:
             said[key].add(dtype_of_code(array.dtype, stored))
     for key, dtypes in zip(metadata.keys, said, strict=True):
         if len(dtypes) != 1:
