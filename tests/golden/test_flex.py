@@ -254,6 +254,17 @@ def keys_of(checkpoint: Path) -> dict[str, set[str]]:
     }
 
 
+def test_a_schedule_that_only_optimizer_files_hold_gets_its_file(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(case_directory("mp2_tied") / "checkpoint-3", source)
+    wanted = oracle.load_with_paddle(source / "scheduler.pdparams")
+    (source / "scheduler.pdparams").unlink()
+    convert(source, tmp_path / "flex", format="flex")
+    convert(tmp_path / "flex", tmp_path / "hybrid", to="tp=1")
+    assert oracle.load_with_paddle(tmp_path / "flex/scheduler.pdparams") == wanted
+    assert oracle.load_with_paddle(tmp_path / "hybrid/optimizer.pdopt")["LR_Scheduler"] == wanted
+
+
 def test_files_get_a_like_share_of_whole_tensors(tmp_path: Path) -> None:
     convert(case_directory("mp2_tied") / "checkpoint-3", tmp_path / "flex", format="flex", files=4)
     for folder in ("model_state", "master_weight", "optimizer_state"):
