@@ -219,12 +219,18 @@ def evaluate_sizes(texts: Sequence[str], config: Config, key: str) -> Shape:
 
 
 def derived_sizes(config: Config) -> dict[str, int]:
-    """The integers of a config, with the two that both libraries derive when they are not written."""
+    """The integers of a config, with those that the libraries derive when they are not written.
+
+    ``num_experts``, as ``transformers`` writes it, is another name of ``num_local_experts`` (PaddleFormers 1.2
+    ``qwen3_moe/configuration.py:150``).
+    """
     values = {k: v for k, v in config.items() if isinstance(v, int) and not isinstance(v, bool)}
     if "num_attention_heads" in values:
         values.setdefault("num_key_value_heads", values["num_attention_heads"])
         if "hidden_size" in values:
             values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
+    if "num_experts" in values:
+        values.setdefault("num_local_experts", values["num_experts"])
     return values
 
 
