@@ -641,10 +641,8 @@ def _show_plan(planned: ConversionPlan) -> None:
     for number, target in enumerate(targets):
         where = f" {number}" if len(targets) > 1 else ""
         if target.left_states:
-            facts.add_row(
-                f"left out{where}",
-                f"{', '.join(target.left_states)}: not asked for, or without a place in this format",
-            )
+            states = ", ".join(target.left_states)
+            facts.add_row(f"left out{where}", f"{states}: not asked for, or without a place in this format")
         for reason, paths in _by_reason(target.left):
             facts.add_row(f"not carried{where}", f"{paths}: {reason}")
     _console().print(facts)
