@@ -32,7 +32,9 @@ def test_the_trainer_goes_on_in_another_strategy(tmp_path):
     found = json.loads((tmp_path / "rows" / f"{slug(row.name)}.json").read_bytes())
     assert is_exact(found)
     assert found["losses"].keys() == {"4", "5", "6"}
-    ended = read_tensors(tmp_path / "llama" / "ours" / "sharding2-v1-to-sharding2-v2-ema" / "out" / "truth.safetensors")
+    ended = read_tensors(
+        tmp_path / "llama" / "ours" / "sharding2-v1-to-sharding2-v2-ema" / "out" / "truth.safetensors"
+    )
     began = read_tensors(tmp_path / "llama" / "base" / "sharding2-v1" / "out" / "truth.safetensors")
     assert ended.keys() == began.keys()
     assert any(key.endswith(".ema_w_0") for key in ended)
