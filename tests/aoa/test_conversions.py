@@ -1,6 +1,7 @@
 """``--aoa FILE`` from end to end: real checkpoints, read back by the libraries of the formats."""
 
 import json
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,8 @@ from safetensors import safe_open
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli import cli
-from paddle_reshard.pipeline.errors import PlanError, UsageError
+from paddle_reshard.pipeline.errors import PlanError, RuleError, UsageError
+from tests import oracle
 from tests.conftest import committed_case
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -71,10 +73,8 @@ def test_states_follow_there_and_back(llama: dict[str, Path], tmp_path: Path) ->
 
 def load_pickled(folder: Path, key: str) -> np.ndarray:
     """By Paddle."""
-    import paddle
-
     (path,) = folder.glob("*.distcp")
-    return np.asarray(paddle.load(str(path), return_numpy=True)[key])
+    return np.asarray(oracle.load_with_paddle(path)[key])
 
 
 def test_a_dropped_tensor_is_named(tmp_path: Path) -> None:
@@ -124,3 +124,20 @@ def test_targets_of_one_program_hold_one_model(tmp_path: Path) -> None:
             {tmp_path / "a": {"to": "tp=1"}, tmp_path / "b": {"format": "flex"}},
             aoa=tmp_path / "rules.txt",
         )
+
+
+def test_gpt_as_gpt2(tmp_path: Path) -> None:
+    """A family that no rule table exports: three projections become one, as ``transformers`` names them."""
+    with tarfile.open(Path(__file__).parents[1] / "golden" / "families" / "nlp_gpt_single.tar.xz") as packed:
+        packed.extractall(tmp_path, filter="data")
+    source = tmp_path / "nlp_gpt_single" / "checkpoint-3"
+    with pytest.raises(RuleError, match="--aoa FILE"):
+        paddle_reshard.plan(source, tmp_path / "made", format="huggingface")
+    paddle_reshard.convert(source, tmp_path / "made", format="huggingface", aoa=PROGRAMS / "gpt.txt")
+    model = oracle.load_with_paddle(source / "model_state.pdparams")
+    made = tensors(tmp_path / "made")
+    parts = [model[f"gpt.decoder.layers.0.self_attn.{name}_proj.weight"] for name in "qkv"]
+    wanted = np.concatenate(parts, axis=1)
+    assert made["transformer.h.0.attn.c_attn.weight"] == ("BF16", wanted.shape, wanted.tobytes())
+    assert made["transformer.wte.weight"][1] == model["gpt.embeddings.word_embeddings.weight"].shape
+    assert not any(key.startswith(("gpt.", "lm_head")) for key in made)

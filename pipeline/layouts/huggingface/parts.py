@@ -71,7 +71,7 @@ def tensor_parts(tensor: ModelTensor, model: Model) -> tuple[Part, ...]:
             tensor.key,
             f"the {model.table.convention} rule table {model.table.family!r} does not say what it is in a "
             "Hugging Face checkpoint; add 'huggingface' to its row in a copy of the table, and pass that with "
-            "--rules FILE",
+            "--rules FILE, or say what becomes of every tensor with --aoa FILE",
         )
     dims = len(tensor.global_shape)
     if dims == 0 or (form.transposed and dims != 2):
