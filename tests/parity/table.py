@@ -29,6 +29,7 @@ from tests.parity.run import TIMEOUT_SECONDS, alone
 from tests.parity.table_report import is_exact, write_report
 from tests.parity.table_rows import (
     BEFORE,
+    DRIFT_ROWS,
     EMA,
     EXPERT_PARALLEL_ROWS,
     FLEX_FILES,
@@ -49,7 +50,7 @@ CHECKPOINT = "checkpoint-3"
 TRUTH = "truth.safetensors"
 # What the trainer reads; the rest of a conversion says when it was made.
 NOT_READ = ("manifest", "report", "ledger")
-ALL_ROWS = (*ROWS, *UPSTREAM, *EXPERT_PARALLEL_ROWS, *FLEX_ROWS)
+ALL_ROWS = (*ROWS, *EXPERT_PARALLEL_ROWS, *FLEX_ROWS, *UPSTREAM)
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
@@ -83,6 +84,8 @@ def main(arguments: list[str]) -> int:
                 for name in names or rows:
                     failed += not follow(bench, rows[name])
                 if not names:
+                    for row in DRIFT_ROWS:
+                        _without_conversion(bench, row)
                     _upstreams_converter(bench)
             write_report(REPO / "docs" / "parity.md", *collected())
     except LabError as error:
@@ -108,26 +111,24 @@ def follow(bench: Bench, row: Row) -> bool:
     return good or row.way != "ours"
 
 
-def _followed(bench: Bench, row: Row) -> dict[str, Any]:
+def _without_conversion(bench: Bench, row: Row) -> tuple[Path, Path, Path]:
+    """Train in the first strategy, go on in it, and go on in the second from the truth; return the three runs."""
     base = _base(bench, row.model, row.before)
-    carrier = _base(bench, row.model, row.after)
-    held = base / "out" / TRUTH
-    own = _going_on(
-        bench,
-        row.model,
-        row.before,
-        f"own/{row.before}",
-        base / "out" / CHECKPOINT,
-        STRATEGIES[row.before].can_average,
-    )
-    true_name = f"truth/{row.before} to {row.after}" + (" ema" if row.ema else "")
-    true = _going_on(bench, row.model, row.after, true_name, carrier / "out" / CHECKPOINT, row.ema, held)
+    carrier = _base(bench, row.model, row.after) / "out" / CHECKPOINT
+    averages = STRATEGIES[row.before].can_average
+    own = _going_on(bench, row.model, row.before, f"own/{row.before}", base / "out" / CHECKPOINT, averages)
+    name = f"truth/{row.before} to {row.after}" + (" ema" if row.ema else "")
+    return base, own, _going_on(bench, row.model, row.after, name, carrier, row.ema, base / "out" / TRUTH)
+
+
+def _followed(bench: Bench, row: Row) -> dict[str, Any]:
+    base, own, true = _without_conversion(bench, row)
     convert_seconds = None
     if row.way in ("ours", "ours to flex"):
         source, convert_seconds = _converted(bench, row, base / "out" / CHECKPOINT)
     elif row.way == "flex":
         base_of_flex = _base(bench, row.model, row.before, flex=True)
-        if _digest(base_of_flex / "out" / TRUTH) != _digest(held):
+        if _digest(base_of_flex / "out" / TRUTH) != _digest(base / "out" / TRUTH):
             raise LabError("saving another format has changed the training: nothing to compare with")
         source = base_of_flex / "out" / CHECKPOINT
     else:
@@ -280,7 +281,7 @@ def _run(
                 **how.environment,
                 **environment,
                 "TABLE_TOLD": str(run / "told.json"),
-                "TABLE_LOADED": str(run / "loaded"),
+                **({"TABLE_LOADED": str(run / "loaded")} if "TABLE_RESUME" in environment else {}),
             },
         )
         done |= json.loads((run / "told.json").read_bytes())

@@ -52,29 +52,27 @@ def drift_allowed(row: Mapping[str, Any], pairs: Iterable[Mapping[str, Any]]) ->
     """How far apart strategies alone bring a job, by kind of state and for the loss.
 
     From pairs of jobs without any conversion: from the same state, in two strategies. The row's own pair does
-    not count, nor do strategies with a quirk that neither side of the row has.
+    not count, nor does one whose strategies differ in a quirk in which those of the row do not.
     """
-    before, after, model = row["row"]["before"], row["row"]["after"], row["row"]["model"]
-    quirks = {quirk for name in (before, after) for quirk in quirks_of(model, name)}
+    before, after = _slug(row["row"]["before"]), _slug(row["row"]["after"])
+    of_row = _differ_in(row["row"]["model"], before, after)
     allowed: dict[str, float] = {}
     for pair in pairs:
-        names = {pair["one"], pair["other"]}
-        own = pair["start"] == _slug(before) and names == {_slug(before), _slug(after)}
-        strange = {quirk for name in names for quirk in quirks_of(model, name)} - quirks
-        if not own and not strange:
+        own = pair["start"] == before and {pair["one"], pair["other"]} == {before, after}
+        if not own and _differ_in(row["row"]["model"], pair["one"], pair["other"]) <= of_row:
             for kind, apart in {**pair["kinds"], "loss": pair["loss"]}.items():
                 allowed[kind] = max(allowed.get(kind, 0.0), apart)
     return allowed
 
 
 def quirks_of(model: str, strategy: str) -> set[str]:
-    """Where the laboratory's or the trainer's arithmetic is known to depend on the strategy, beyond rounding."""
-    found = set()
-    if re.search("stage.3", strategy):
-        found.add("stage 3: first moments of cut parameters are halved where gradients are accumulated")
-    if MODELS[model].replicas_drift and "mp" in strategy:
-        found.add("mp: gradients of replicated parameters are not summed")
-    return found
+    """Where the trainer's arithmetic is known to depend on the strategy beyond rounding; docs/parity.md explains."""
+    found = {quirk for quirk in ("pp", "stage-3") if quirk in strategy}
+    return found | ({"mp"} if MODELS[model].replicas_drift and "mp" in strategy else set())
+
+
+def _differ_in(model: str, one: str, other: str) -> set[str]:
+    return quirks_of(model, one) ^ quirks_of(model, other)
 
 
 def share_of_drift(row: Mapping[str, Any], allowed: Mapping[str, float]) -> float:
@@ -143,19 +141,15 @@ def _table(rows: list[dict[str, Any]], pairs: list[Mapping[str, Any]]) -> str:
 
 def _spread(model: str, pairs: list[Mapping[str, Any]]) -> str:
     kinds = ["parameter", "master weight", "moment1", "moment2", "average"]
+    groups: dict[frozenset[str], list[Mapping[str, Any]]] = {}
+    for pair in pairs:
+        groups.setdefault(frozenset(_differ_in(model, pair["one"], pair["other"])), []).append(pair)
     lines = []
-    for name, quirky in (("without quirks", False), ("with", True)):
-        chosen = [
-            pair
-            for pair in pairs
-            if bool(quirks_of(model, pair["one"]) | quirks_of(model, pair["other"])) == quirky
-        ]
-        if chosen:
-            losses = [pair["loss"] for pair in chosen]
-            most = [max(pair["kinds"].get(kind, 0.0) for pair in chosen) for kind in kinds]
-            lines.append(
-                [f"{len(chosen)} pairs {name}", f"{max(losses):.1e}", *(f"{apart:.1e}" for apart in most)]
-            )
+    for quirks, chosen in sorted(groups.items(), key=lambda group: (len(group[0]), sorted(group[0]))):
+        name = "that differ in " + ", ".join(sorted(quirks)) if quirks else "without a quirk between them"
+        most = [max(pair["kinds"].get(kind, 0.0) for pair in chosen) for kind in kinds]
+        loss = max(pair["loss"] for pair in chosen)
+        lines.append([f"{len(chosen)} pairs {name}", *(f"{apart:.1e}" for apart in (loss, *most))])
     return table(["drift in three steps, at most", "loss", *kinds], lines) if lines else ""
 
 

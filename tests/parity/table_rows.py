@@ -49,6 +49,7 @@ def _stage1(kind: dict[str, Any], ranks: int, to: str, *axes: dict[str, Any]) ->
 STRATEGIES = {
     "single": Strategy(1, {}, "tp=1"),
     "dp2": Strategy(2, {"sharding": ""}, "dp=2"),
+    "auto-parallel dp2": Strategy(2, {"enable_auto_parallel": True, "sharding": ""} | FLEX_FILES, "dp=2"),
     "mp2": Strategy(2, TP2, "tp=2"),
     "pp2": Strategy(2, PP2, "pp=2"),
     "mp2 pp2": Strategy(4, TP2 | PP2, "tp=2,pp=2"),
@@ -203,7 +204,17 @@ ROWS = (
 EXPERT_PARALLEL_ROWS = tuple(_rows("qwen3_moe", *EXPERT_PARALLEL))
 FLEX_ROWS = (
     *_rows("llama", *((before, HUB) for before in ("pp4 mp2", "sharding2 stage 3")), way="ours to flex"),
-    *_rows("llama", *((HUB, after) for after in ("mp2 pp2 sharding2 v1", "pp2")), way="ours to flex"),
+    *_rows(
+        "llama",
+        *((HUB, after) for after in ("mp2 pp2 sharding2 v1", "pp2 sharding4 v2", "pp2", "auto-parallel dp2")),
+        way="ours to flex",
+    ),
+)
+# More pairs for the drift: strategies that differ as those of rows do which no other row resembles.
+DRIFT_ROWS = (
+    *_rows("llama", ("mp2 pp2 sharding2 v1", "sharding2 stage 3")),
+    *_rows("qwen3_moe", ("sharding2 v2", "pp2 sharding2 v2"), ("sharding2 v1", "mp2")),
+    *_rows("qwen3 fused, tied", ("sharding2 v2", "mp2")),
 )
 UPSTREAM = (
     *_rows("llama", *((HUB, after) for after in AFTER), way="flex"),
