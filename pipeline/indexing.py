@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paddle_reshard.pipeline.catalog import Catalog
-from paddle_reshard.pipeline.errors import CheckpointError, CoverageError
+from paddle_reshard.pipeline.errors import CheckpointError, CoverageError, PlanError
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.files import CONFIG
 from paddle_reshard.pipeline.layouts.flex.names import is_dist_file
@@ -93,9 +93,9 @@ def read_config(store: Source, given: Mapping[str, Any] | None) -> Mapping[str, 
     if CONFIG in sizes:
         return read_json(store, CONFIG, sizes)
     if given is None:
-        raise CheckpointError(
-            f"{store.location}: {CONFIG} is missing; give that of the model with --config FILE"
-        )
+        # The trainers write none into a dist checkpoint: nobody need wait for it.
+        error = PlanError if any(map(is_dist_file, sizes)) else CheckpointError
+        raise error(f"{store.location}: {CONFIG} is missing; give that of the model with --config FILE")
     return given
 
 

@@ -47,7 +47,7 @@ from paddle_reshard.pipeline.claims import (
 )
 from paddle_reshard.pipeline.errors import CheckpointError, ListingError, ReshardError, UsageError
 from paddle_reshard.pipeline.indexing import index_checkpoint
-from paddle_reshard.pipeline.inputs import load_tables
+from paddle_reshard.pipeline.inputs import load_config, load_tables
 from paddle_reshard.pipeline.layouts.files import MANIFEST
 from paddle_reshard.pipeline.options import CONVERSION_OPTIONS
 from paddle_reshard.pipeline.runners import Conversion, Convert, Outcome, convert_inline
@@ -55,6 +55,7 @@ from paddle_reshard.pipeline.workflow import describe_targets
 from paddle_reshard.storage.holder import is_gone, process_start, this_process
 from paddle_reshard.storage.listing import Shelf, open_shelf
 from paddle_reshard.storage.locate import open_source
+from paddle_reshard.tasks.fill import read_filling
 
 log = logging.getLogger(__name__)
 
@@ -62,10 +63,13 @@ SEEN = ".paddle_reshard/seen"
 HEARTBEAT_SECONDS = 60.0
 _CLAIM = re.compile(r"(?P<id>.+?)(?:\.(?P<number>\d+))?\.json")
 _SIGNAL = re.compile(r"saved_signal_\d+")
+_OF_RANK = re.compile(r"rng_state_(\d+)\.pth|(?:.*/)?(\d+)_\d+\.distcp")
+"""Files that tell the number of the rank that wrote them."""
 _TRAINER_STATE = ("trainer_state.bin", "trainer_state.json")
 _BY_THE_TRAINER = re.compile(
     r"(ema|model_state|optimizer)\..*|saved_signal_\d+|rng_state.*\.pth|model_meta\.json|training_args\.bin|"
-    r"(scheduler|scaler)\.pdparams"
+    r"(scheduler|scaler)\.pdparams|(model_state|master_weight|optimizer_state|ema_state|dist_ckpt)/.*|"
+    r"(model|master_weights|optimizer)[-.].*safetensors.*"
 )
 _UNFINISHED = re.compile(r"save_signal_TMP_\d+")
 """What the trainer renames to ``saved_signal_*`` once the EMA has been merged."""
@@ -111,7 +115,11 @@ class Watcher:
     def __post_init__(self) -> None:
         check_places(self.run.location, self.out.location)
         self.me = this_process()
-        self.tables = load_tables(_path(self.conversion.options.get("rules")))
+        options = self.conversion.options
+        self.tables = load_tables(_path(options.get("rules")))
+        self.config = load_config(_path(options.get("config")))
+        fill, allowed = options.get("fill"), options.get("allow_missing", ())
+        self.missing = read_filling(fill, allowed, self.conversion.storage_options).policy
 
     # ------------------------------------------------------------------------------------- one pass
 
@@ -291,7 +299,7 @@ class Watcher:
         """What is wrong with a checkpoint, by its metadata."""
         try:
             source = open_source(self.run.at(name), self.conversion.storage_options)
-            index_checkpoint(source, self.tables)
+            index_checkpoint(source, self.tables, self.config, self.missing)
         except ReshardError as error:
             return error
         return None
@@ -483,7 +491,9 @@ def lacking(files: Collection[str], before: Collection[str]) -> str | None:
         return "no saved_signal file says that it is finished"
     if not any(path in _TRAINER_STATE for path in files):
         return "trainer_state is not there yet"
-    missing = sorted(path for path in before if path not in files and _BY_THE_TRAINER.fullmatch(path))
+    ranks = {match[1] or match[2] for path in files if (match := _OF_RANK.fullmatch(path))}
+    silent = sorted(f"saved_signal_{rank}" for rank in ranks if f"saved_signal_{rank}" not in files)
+    missing = silent + sorted(p for p in before if p not in files and _BY_THE_TRAINER.fullmatch(p))
     return f"{missing[0]} is not there yet" if missing else None
 
 
@@ -499,8 +509,10 @@ def check_places(run: str, out: str) -> None:
 def _content(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of a manifest that say what a target holds, whatever the budget it was made with."""
     source = manifest.get("source") or {}
-    names = ("topology", "sharding_strategy", "files")
-    return {name: manifest.get(name) for name in names} | {"source": source.get("files")}
+    beside = ("version", "plan_id", "etags", "parts", "source")
+    return {name: value for name, value in manifest.items() if name not in beside} | {
+        "source": source.get("files")
+    }
 
 
 def _digest(files: Mapping[str, str]) -> str:

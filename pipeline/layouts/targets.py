@@ -126,7 +126,7 @@ def target_facts(target: AnyTarget) -> dict[str, str]:
         dtype = "as trained" if target.dtype is None else target.dtype.name
         return {"layout": "huggingface", "state": target.state, "dtype": dtype}
     if isinstance(target, UnifiedTarget):
-        return {"layout": "unified", "files": str(target.files)}
+        return {"layout": "unified"}
     if isinstance(target, FlexTarget):
         return {"layout": target.format, "metadata": target.generation}
     return {"topology": str(target.topology), "sharding_strategy": target.strategy}

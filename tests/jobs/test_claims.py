@@ -180,3 +180,8 @@ def test_what_the_trainer_still_has_to_write() -> None:
     assert lacking(whole - {"trainer_state.bin"}, set()) == "trainer_state is not there yet"
     assert lacking(whole, whole | {"ema.pdopt"}) == "ema.pdopt is not there yet"
     assert lacking(whole, whole | {"my_notes.txt"}) is None
+    assert lacking(whole, whole | {"ema_state/0.metadata"}) == "ema_state/0.metadata is not there yet"
+    assert lacking(whole, whole | {"optimizer.safetensors.index.json"}) is not None
+    for of_rank in ("rng_state_1.pth", "model_state/1_0.distcp"):
+        assert lacking(whole | {of_rank}, set()) == "saved_signal_1 is not there yet"
+        assert lacking(whole | {of_rank, "saved_signal_1"}, set()) is None

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from paddle_reshard.pipeline.errors import GroupFailedError, TargetError
 from paddle_reshard.pipeline.runners import Conversion, convert_inline
 from paddle_reshard.pipeline.watch import Result, open_watcher
 from paddle_reshard.storage.fsspec_folder import FsspecFolder
+from tests.conftest import REPO
 from tests.jobs.command import GOLDEN, MAIN, command_line, copy_checkpoint, invoke, run, snapshot
 
 INTERRUPTED = """
@@ -194,6 +196,65 @@ def test_a_file_that_appears_during_the_conversion_takes_it_back(training: Run) 
     assert watcher.once() == {"checkpoint-3": Result.CONVERTED}
     assert training.states() == ["released", "done"]
     assert (training.out / "checkpoint-3" / "eval_results.json").exists()
+
+
+# ------------------------------------------------------------------------------------------- other formats
+
+
+@pytest.fixture(scope="module")
+def flex_case(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("flex")
+    name = "fc_pp2sh2_s1v2_tied"
+    with tarfile.open(REPO / "tests" / "golden" / "flex_cases" / f"{name}.tar.xz", "r:xz") as packed:
+        packed.extractall(folder, filter="data")
+    return folder / name
+
+
+def test_a_growing_flex_checkpoint_becomes_a_model_when_it_is_whole(training: Run, flex_case: Path) -> None:
+    options = {"format": "huggingface", "config": flex_case / "config.json"}
+    conversion = Conversion(options, lambda source, target: conversion_id({"source": source}))
+    watcher = open_watcher(str(training.run), str(training.out), conversion, Policy())
+    whole, folder = flex_case / "checkpoint-3", training.run / "checkpoint-3"
+    order = (
+        "model_state/",
+        "optimizer_state/",
+        "master_weight/",
+        "saved_signal",
+        "scheduler",
+        "trainer_state",
+    )
+    names = sorted(str(path.relative_to(whole)) for path in whole.rglob("*") if path.is_file())
+    written = [name for prefix in order for name in reversed(names) if name.startswith(prefix)]
+    assert sorted(written) == names
+    for name in written:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        assert watcher.once() == {"checkpoint-3": Result.WAITING}, name
+        shutil.copy(whole / name, folder / name)
+    assert watcher.once() == {"checkpoint-3": Result.CONVERTED}
+    assert watcher.once() == {"checkpoint-3": Result.DONE}
+    made = training.out / "checkpoint-3"
+    assert (made / "model.safetensors").exists()
+    assert paddle_reshard.verify(folder, made, states=["param"]).equal
+
+
+def test_a_flex_checkpoint_without_the_config_of_its_model_is_no_reason_to_wait(
+    training: Run, flex_case: Path
+) -> None:
+    shutil.copytree(flex_case / "checkpoint-3", training.run / "checkpoint-3")
+    done = run("watch", training.run, training.out, "--format", "unified", "--once")
+    assert done.returncode == 1
+    assert "config.json is missing; give that of the model with --config FILE" in done.stderr
+    assert not training.out.exists()
+
+
+def test_a_model_made_by_hand_is_not_taken_for_the_average(training: Run) -> None:
+    folder = copy_checkpoint(training.run / "checkpoint-3")
+    paddle_reshard.convert(folder, training.out / "checkpoint-3", format="huggingface")
+    options = ("watch", training.run, training.out, "--format", "huggingface", "--once")
+    refused = run(*options, "--state", "ema")
+    assert refused.returncode == 1
+    assert "holds another conversion" in refused.stderr
+    assert "1 converted before" in run(*options).stderr
 
 
 # -------------------------------------------------------------------------------- killed, and more than one
@@ -400,11 +461,12 @@ def test_a_refused_conversion_is_not_tried_again_until_the_source_changes(traini
     assert training.converted() == []
 
 
-def test_a_checkpoint_of_another_format_is_refused_and_the_others_are_converted(training: Run) -> None:
+def test_a_checkpoint_that_is_refused_does_not_stop_the_others(training: Run) -> None:
     copy_checkpoint(training.run / "checkpoint-3")
-    unified = training.run / "checkpoint-2"
-    unified.mkdir()
-    (unified / "model.safetensors").touch()
+    copy_checkpoint(training.run / "checkpoint-2")
+    config = json.loads((GOLDEN / "config.json").read_bytes())
+    unknown = json.dumps({**config, "model_type": "unheard_of", "architectures": ["UnheardOf"]})
+    (training.run / "checkpoint-2" / "config.json").write_text(unknown)
     done = training.watch()
     assert done.returncode == 1
     assert "checkpoint-2: refused: " in done.stderr
