@@ -15,6 +15,7 @@ from paddle_reshard.pipeline.layouts.flex.target import FlexTarget, layout_flex,
 from paddle_reshard.pipeline.layouts.huggingface.sidecars import plan_huggingface_sidecars
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget, layout_huggingface
 from paddle_reshard.pipeline.layouts.hybrid.sidecars import plan_sidecars
+from paddle_reshard.pipeline.layouts.hybrid.source import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_hybrid
 from paddle_reshard.pipeline.layouts.unified.target import (
     UnifiedTarget,
@@ -83,7 +84,11 @@ def _laid_out(
         written = (*sidecars.written, *small_flex_files(sizes, wanted, target))
         files = add_literal_files(layout_flex(wanted, target), written)
         return LaidOut(source.catalog, files, sidecars.carried, sidecars.left)
-    if not any(tensor.trained for tensor in wanted.model.tensors):
+    without_states = source.format not in (
+        HYBRID,
+        HYBRID_PLAIN,
+    )  # whose optimizer files tell that it has none
+    if without_states and not any(tensor.trained for tensor in wanted.model.tensors):
         raise PlanError(
             "the source holds parameters only; a hybrid checkpoint is for a job to go on from, which needs their "
             "master weights and optimizer states too. Write the weights with --format huggingface, unified or flex"

@@ -539,7 +539,7 @@ def test_padding_is_not_content(data: st.DataObject, shuffle: random.Random) -> 
     target = Target(sharding=sharding, strategy="stage1v2")
     with workspace() as folder:
         tensors = synthetic.write_checkpoint(model, folder / "S")
-        files = convert(folder / "S", folder / "A", target).plan.files
+        files = convert(folder / "S", folder / "A", target).plan.targets[0].files
         assume(files.fills)
         for file, byte, nbytes in shuffle.sample(files.fills, min(4, len(files.fills))):
             flip_bit(folder / "A" / files.files[file].path, byte + shuffle.randrange(nbytes), 3)

@@ -222,14 +222,15 @@ def layout_hybrid(checkpoint: Checkpoint, target: HybridTarget) -> TargetFiles:
     """
     check_target(target)
     _check_experts(checkpoint, target)
-    # PaddleFormers' optimizer has only what is trained (1.2.0 trainer.py:3359).
-    if checkpoint.model.table.convention != "paddleformers" and target.strategy != "none":
-        untrained = [t.key for t in checkpoint.model.tensors if not t.trained and t.tied_to is None]
-        if untrained:
-            raise UnsupportedError(
-                f"{untrained[0]} has no optimizer state: whether the target job counts frozen parameters when it "
-                f"shares parameters out is not known, so {target.strategy} is not written for this model"
-            )
+    # PaddleFormers' optimizer has only what is trained (1.2.0 trainer.py:3359), which its states tell if there are any.
+    tensors = checkpoint.model.tensors
+    told = checkpoint.model.table.convention == "paddleformers" and any(t.trained for t in tensors)
+    untrained = [t.key for t in tensors if not t.trained and t.tied_to is None]
+    if untrained and not told and target.strategy != "none":
+        raise UnsupportedError(
+            f"{untrained[0]} has no optimizer state: whether the target job counts frozen parameters when it "
+            f"shares parameters out is not known, so {target.strategy} is not written for this model"
+        )
     if target.names is None and checkpoint.names_predicted is not None:
         raise RuleError(
             "parameter names",
