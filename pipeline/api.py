@@ -230,7 +230,8 @@ def plan(
     store = filling.serve(own)
     if program is not None:
         checkpoint = rewrite(checkpoint, program, tables if _by_table(request.forms) else None, config)
-    return plan_checkpoint(store, checkpoint, request, sinks.limits(store))
+    planned = plan_checkpoint(store, checkpoint, request, sinks.limits(store))
+    return replace(planned, places=sinks.locations)
 
 
 def _by_table(forms: Sequence[Form]) -> bool:
@@ -261,7 +262,10 @@ def read_request(
         raise TypeError(f"unknown option {sorted(unknown)[0]!r}")
     if isinstance(target, Mapping):
         if odd := [name for name in TARGET_OPTIONS if options.get(name)]:
-            raise UsageError(f"{odd[0]} is an option of one target; with several, each has its own")
+            option = odd[0].replace("_", "-")
+            raise UsageError(
+                f"--{option} is said of each of several targets: --target DST:FORMAT:NAME=VALUE,…"
+            )
         if not target:
             raise UsageError("no target is given")
         asked = list(target.values())
@@ -320,8 +324,10 @@ def open_targets(
     stores = options.get("storage_options") or {}
     locations = [os.fspath(place) for place in (target if isinstance(target, Mapping) else (target,))]
     for number, location in enumerate(locations):
-        for other in (*(os.fspath(source) for source in sources), *locations[:number]):
-            check_apart(other, location)
+        for source in sources:
+            check_apart(os.fspath(source), location)
+        for other in locations[:number]:
+            check_apart(other, location, "two targets")
     overwrite = options.get("overwrite", False)
     return Outputs([open_target(place, overwrite, stores, resume, take_over) for place in locations])
 

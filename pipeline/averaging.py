@@ -28,7 +28,7 @@ from paddle_reshard.pipeline.api import (
 from paddle_reshard.pipeline.catalog import Catalog, File, Mixture, Term
 from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.indexing import index_checkpoint
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.files import AVERAGE
 from paddle_reshard.pipeline.layouts.huggingface.target import EMA
 from paddle_reshard.pipeline.layouts.model import ModelTensor
@@ -187,7 +187,8 @@ def _check_same_model(one: Checkpoint, location: str, last: Checkpoint, last_loc
             return "not there"
         master = " with a master weight" if tensor.master else ""
         tied = f", tied to {tensor.tied_to}" if tensor.tied_to else ""
-        return f"{tensor.dtype.name} {tensor.global_shape}{master}{tied}"
+        missing = ", held by no file" if tensor.missing else ""
+        return f"{tensor.dtype.name} {tensor.global_shape}{master}{tied}{missing}"
 
     ours, theirs = ({t.key: t for t in checkpoint.model.tensors} for checkpoint in (one, last))
     for key in ours | theirs:
@@ -202,7 +203,7 @@ def _averaged(tensors: Sequence[ModelTensor]) -> list[tuple[str, str]]:
     """Key and state of everything that is averaged."""
     found = []
     for tensor in tensors:
-        if tensor.tied_to is not None:
+        if tensor.tied_to is not None or tensor.missing:
             continue
         if tensor.master:
             found.append((tensor.key, MASTER_WEIGHT))
@@ -358,26 +359,41 @@ def plan_average(
 ) -> ConversionPlan:
     """Plan what :func:`average` does; nothing is moved."""
     weighting = weigh(len(sources), decay, weights, uniform)
+    if foreign := [name for name in ("aoa", "fill") if options.get(name)]:
+        raise UsageError(f"--{foreign[0]} does not go with an average; convert what comes out once more")
     if isinstance(target, Mapping):
         target = {place: _of_average(of_target) for place, of_target in target.items()}
     request = read_request(target, _of_average(options))
     sinks = open_targets(sources, target, options, resume, False)
     stores = [open_source(os.fspath(source), options.get("storage_options") or {}) for source in sources]
     tables, config = given_inputs(options.get("rules"), options.get("config"))
-    checkpoints = [index_checkpoint(store, tables, config) for store in stores]
+    missing = MissingPolicy(allowed=tuple(options.get("allow_missing", ())))
+    checkpoints = [index_checkpoint(store, tables, config, missing) for store in stores]
     locations = [store.location for store in stores]
     series = Series(tuple(stores[:-1]), stores[-1], _said(weighting, stores))
     checkpoint = with_average(checkpoints, locations, weighting)
     own_files = checkpoint.own_files | series.sizes().keys() - stores[-1].sizes().keys() - {AVERAGE}
     checkpoint = replace(checkpoint, own_files=own_files)
-    return plan_checkpoint(series, checkpoint, request, sinks.limits(series))
+    planned = plan_checkpoint(series, checkpoint, request, sinks.limits(series))
+    return replace(planned, places=sinks.locations)
 
 
 Options = TypeVar("Options", bound=TargetOptions)
 
 
 def _of_average(options: Options) -> Options:
-    """The same options; a model is made of the average."""
+    """The same options; a model is made of the average.
+
+    Raises
+    ------
+    UsageError
+        If the format has no place for an average.
+    """
+    if options.get("format") == "unified":
+        raise UsageError(
+            "a unified checkpoint has no place for an average; write it with --format hybrid or flex, or as a model "
+            "with --format huggingface"
+        )
     if options.get("format") != "huggingface":
         return options
     if options.get("state") not in (None, EMA):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -37,6 +38,7 @@ from paddle_reshard.pipeline.api import (
 from paddle_reshard.pipeline.cli_ema import ema_command
 from paddle_reshard.pipeline.cli_jobs import job_commands
 from paddle_reshard.pipeline.cli_simulate import simulate_command
+from paddle_reshard.pipeline.compare import ONLY_IN_A, ONLY_IN_B, Difference
 from paddle_reshard.pipeline.errors import ReshardError, UsageError
 from paddle_reshard.pipeline.integrity import IntegrityReport
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
@@ -171,16 +173,6 @@ target_options = _options(
     memory_option,
     rules_option,
     config_option,
-    click.option(
-        "--aoa",
-        type=FILE,
-        help="AOA statements by which tensors get other keys, are cut, joined, transposed or cast.",
-    ),
-    click.option(
-        "--fill",
-        metavar="FILE",
-        help="A safetensors file, or its URL, with tensors that no file of SRC holds.",
-    ),
     missing_option,
     click.option(
         "--layout",
@@ -237,6 +229,16 @@ conversion_options = _options(
         help="In place of DST, and as often as there are targets, which are made of one reading of SRC: "
         "DST:hybrid:tp=4,pp=2 or DST:huggingface:state=ema; NAME is an axis or one of --sharding-strategy, --layout, "
         "--target-meta, --state, --dtype, --max-shard-size, --files, --paddle-version.",
+    ),
+    click.option(
+        "--aoa",
+        type=FILE,
+        help="AOA statements by which tensors get other keys, are cut, joined, transposed or cast.",
+    ),
+    click.option(
+        "--fill",
+        metavar="FILE",
+        help="A safetensors file, or its URL, with tensors that no file of SRC holds.",
     ),
     target_options,
 )
@@ -406,9 +408,8 @@ def verify(
     With one argument: compare every byte of a target with the checksums in its manifest.
     """
     if b is None:
-        if states is not None or subset or rules is not None:
-            raise click.UsageError("--state, --subset and --rules need two checkpoints")
         with _reporting(as_json):
+            _check_for_one(click.get_current_context())
             found = paddle_reshard.check(a, storage_options=storage_options)
         _answer(integrity_data(found), as_json, quiet, lambda: _show_integrity(found))
         sys.exit(0 if found.intact else 1)
@@ -428,6 +429,16 @@ def verify(
         )
     _answer(verify_data(report), as_json, quiet, lambda: _show_verification(report))
     sys.exit(0 if report.equal else 1)
+
+
+def _check_for_one(context: click.Context) -> None:
+    """Refuse what ``verify`` of one target would not look at."""
+    for option in context.command.params:
+        given = context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT
+        if given and option.name not in ("a", "storage_options", "as_json", "quiet"):
+            raise UsageError(
+                f"{option.opts[0]} is for two checkpoints; one is compared with its manifest, byte for byte"
+            )
 
 
 @cli.command()
@@ -621,8 +632,10 @@ def _show_plan(planned: ConversionPlan) -> None:
     plan, targets = planned.plan, planned.targets
     facts = _facts()
     facts.add_row("from", _described_source(planned.source))
+    places = planned.places if len(targets) > 1 else ()
     for number, target in enumerate(targets):
-        facts.add_row(f"to {number}" if len(targets) > 1 else "to", _described(target.form))
+        where = f"{places[number]}: " if places else ""
+        facts.add_row(_numbered("to", number, targets), f"{where}{_described(target.form)}")
     facts.add_row("tensors", f"{len(plan.tensors)} ({len(planned.source.model.tensors)} parameters)")
     again = _reread(plan.read_amplification, plan.read_once_budget_bytes)
     facts.add_row("reads", f"{_size(plan.read_bytes)} from {len(plan.source_files)} tensor files{again}")
@@ -639,19 +652,29 @@ def _show_plan(planned: ConversionPlan) -> None:
     )
     facts.add_row("plan", plan.plan_id)
     for number, target in enumerate(targets):
-        where = f" {number}" if len(targets) > 1 else ""
         if target.left_states:
             states = ", ".join(target.left_states)
-            facts.add_row(f"left out{where}", f"{states}: not asked for, or without a place in this format")
-        for reason, paths in _by_reason(target.left):
-            facts.add_row(f"not carried{where}", f"{paths}: {reason}")
+            reason = (
+                "not asked for" if isinstance(target.form, HuggingFaceTarget) else "no place in this format"
+            )
+            facts.add_row(_numbered("left out", number, targets), f"{states}: {reason}")
+        for reason, names in _by_reason(target.left):
+            facts.add_row(_numbered("not carried", number, targets), f"{names}: {reason}")
     _console().print(facts)
+
+
+def _numbered(title: str, number: int, targets: Sequence[object]) -> str:
+    return f"{title} {number}" if len(targets) > 1 else title
 
 
 def _described_source(source: Checkpoint) -> str:
     if source.topology is None:
         return source.format
-    return f"{source.topology}, {source.strategy}"
+    return f"{source.format}, {source.topology}, {_described_sharding(source.strategy)}"
+
+
+def _described_sharding(strategy: str | None) -> str:
+    return "no sharding" if strategy in (None, "none") else str(strategy)
 
 
 def _described(target: AnyTarget) -> str:
@@ -662,14 +685,15 @@ def _described(target: AnyTarget) -> str:
         return f"unified, {target.files} file{'s' if target.files > 1 else ''} of each kind"
     if isinstance(target, FlexTarget):
         return f"{target.format}, metadata of Paddle {target.generation}"
-    return f"{target.topology}, {target.strategy}"
+    format = "hybrid" if target.sharded_saving else "hybrid-plain"
+    return f"{format}, {target.topology}, {_described_sharding(target.strategy)}"
 
 
 def _by_reason(left: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Files left behind, those of one reason together."""
+    """Files and tensors left behind, those of one reason together."""
     for reason, group in groupby(sorted(left, key=lambda entry: entry[1]), key=lambda entry: entry[1]):
-        paths = [path for path, _ in group]
-        yield reason, paths[0] if len(paths) == 1 else f"{paths[0]} … {paths[-1]} ({len(paths)} files)"
+        names = [name for name, _ in group]
+        yield reason, names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
 
 
 def _show_conversion(report: ConversionReport) -> None:
@@ -698,15 +722,36 @@ def _show_conversion(report: ConversionReport) -> None:
 
 def _show_verification(report: VerifyReport) -> None:
     console = _console()
-    for difference in report.differences[:SHOWN_DIFFERENCES]:
+    lonely, others = _only_on_one_side(report.differences)
+    for (state, side), keys in lonely.items():
+        more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+        console.print(f"{state} of {keys[0]}{more}: {side}", markup=False)
+    for difference in others[:SHOWN_DIFFERENCES]:
         console.print(f"{difference.tensor}: {difference.detail}", markup=False)
-    if len(report.differences) > SHOWN_DIFFERENCES:
-        console.print(f"… and {len(report.differences) - SHOWN_DIFFERENCES} more")
+    if len(others) > SHOWN_DIFFERENCES:
+        console.print(f"… and {len(others) - SHOWN_DIFFERENCES} more, listed with --json")
+    if lonely:
+        console.print("to compare what both have, name it: --state LIST; or --subset, where B may hold less")
     verdict = "equal" if report.equal else f"different: {len(report.differences)} differences"
     console.print(
         f"{verdict}; {report.tensors} tensors, {report.compared_elements:,} elements compared "
         f"({_size(report.read_bytes)} read{_reread(report.read_amplification, report.read_once_budget_bytes)})"
     )
+
+
+def _only_on_one_side(
+    differences: Sequence[Difference],
+) -> tuple[dict[tuple[str, str], list[str]], list[Difference]]:
+    """State and side → keys of the tensors that only this side has; and all other differences."""
+    lonely: dict[tuple[str, str], list[str]] = {}
+    others = []
+    for difference in differences:
+        if difference.detail in (ONLY_IN_A, ONLY_IN_B):
+            key, _, state = difference.tensor.rpartition(" ")
+            lonely.setdefault((state.strip("()"), difference.detail), []).append(key)
+        else:
+            others.append(difference)
+    return lonely, others
 
 
 def _show_integrity(report: IntegrityReport) -> None:

@@ -15,6 +15,8 @@ from paddle_reshard.pipeline.planning.match import feeds, match
 from paddle_reshard.pipeline.planning.ops import COMPARE, Ops
 from paddle_reshard.pipeline.planning.plan import Plan, plan_comparisons
 
+ONLY_IN_A, ONLY_IN_B = "only in A", "only in B"
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -55,9 +57,9 @@ def plan_comparison(
     """
     ids_a, ids_b = _chosen(a, states), _chosen(b, states)
     differences = [
-        Difference(a.tensors[ids_a[i]].label, "only in A") for i in ids_a if i not in ids_b and not subset
+        Difference(a.tensors[ids_a[i]].label, ONLY_IN_A) for i in ids_a if i not in ids_b and not subset
     ]
-    differences += [Difference(b.tensors[ids_b[i]].label, "only in B") for i in ids_b if i not in ids_a]
+    differences += [Difference(b.tensors[ids_b[i]].label, ONLY_IN_B) for i in ids_b if i not in ids_a]
     common = []
     for identity in ids_a.keys() & ids_b.keys():
         one, two = a.tensors[ids_a[identity]], b.tensors[ids_b[identity]]

@@ -364,9 +364,19 @@ def check_options(format: str, given: Mapping[str, Any]) -> None:
         raise UsageError(f"unknown format {format!r}; known are {', '.join(FORMATS)}")
     for name, value in given.items():
         if name in TARGET_OPTIONS and name != "format" and name not in FORMATS[format] and value:
-            raise UsageError(f"--{name.replace('_', '-')} says nothing about a target of the format {format}")
+            raise UsageError(_misplaced(name, value, format))
     if "to" in FORMATS[format] and not given.get("to"):
         raise UsageError("--to is missing: the topology of the target, tp=2,pp=2,sharding=2")
+
+
+def _misplaced(name: str, value: Any, format: str) -> str:
+    """Why an option cannot be meant, and which could be."""
+    option = f"--{name.replace('_', '-')}"
+    if name == "layout" and isinstance(value, Mapping):
+        option += f" ({', '.join(value)})"
+    formats = " and ".join(known for known, options in FORMATS.items() if name in options)
+    own = " and ".join(f"--{option.replace('_', '-')}" for option in FORMATS[format])
+    return f"{option} says nothing about a target of the format {format}, only about {formats}; {format} has {own}"
 
 
 _TARGET = re.compile(rf"(?P<place>.+?):(?P<format>{'|'.join(FORMATS)})(?::(?P<options>.*))?")
@@ -394,11 +404,16 @@ def parse_target(text: str) -> tuple[str, TargetOptions]:
         name = name.replace("-", "_")
         if name in Topology.__dataclass_fields__:
             axes.append(item.strip())
-        elif name in TARGET_OPTIONS and name not in given and mark and value:
-            given[name] = value
-        else:
-            known = ", ".join(name.replace("_", "-") for name in FORMATS[match["format"]])
-            raise UsageError(f"--target {text!r}: {item!r} is not one of {known} with a value, once")
+            continue
+        if name not in TARGET_OPTIONS or name == "format":
+            own = ", ".join(name.replace("_", "-") for name in FORMATS[match["format"]] if name != "to")
+            known = f"an axis or {own}" if "to" in FORMATS[match["format"]] else own
+            raise UsageError(f"--target {text!r}: unknown name in {item!r}; known: {known}")
+        if not mark or not value:
+            raise UsageError(f"--target {text!r}: {item!r} has no value; write NAME=VALUE")
+        if name in given:
+            raise UsageError(f"--target {text!r}: {name.replace('_', '-')} is given twice")
+        given[name] = value
     if axes:
         given["to"] = ",".join(axes)
     check_options(match["format"], given)

@@ -66,6 +66,7 @@ def target_data(target: AnyTarget) -> Json:
     if isinstance(target, FlexTarget):
         return {"format": target.format, "files": target.files, "paddle_version": target.generation}
     return {
+        "format": "hybrid" if target.sharded_saving else "hybrid-plain",
         "topology": topology_data(target.topology),
         "sharding_strategy": target.strategy,
         "model_meta": target.writes_meta,
@@ -75,6 +76,9 @@ def target_data(target: AnyTarget) -> Json:
 def plan_data(conversion: ConversionPlan) -> Json:
     """What ``plan --json`` prints."""
     plan, targets = conversion.plan, conversion.targets
+    described = [target_data(target.form) for target in targets]
+    for data, place in zip(described, conversion.places, strict=False):
+        data["path"] = place
     return {
         "plan_id": plan.plan_id,
         "source": {
@@ -82,8 +86,8 @@ def plan_data(conversion: ConversionPlan) -> Json:
             "topology": topology_data(conversion.source.topology),
             "sharding_strategy": conversion.source.strategy,
         },
-        "target": target_data(targets[0].form) if len(targets) == 1 else None,
-        "targets": [target_data(target.form) for target in targets],
+        "target": described[0] if len(targets) == 1 else None,
+        "targets": described,
         "tensors": len(plan.tensors),
         "groups": plan.groups,
         "peak_bytes": plan.peak_bytes,

@@ -99,6 +99,8 @@ class ConversionPlan:
     targets: tuple[PlannedTarget, ...]
     plan: Plan
     """Of all targets together; their paths as :class:`~paddle_reshard.storage.outputs.Outputs` has them."""
+    places: tuple[str, ...] = ()
+    """Where the targets will be; empty where nobody has said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,13 +198,13 @@ def _divided(source: Checkpoint, forms: Sequence[Form], store: Source) -> Checkp
 # -------------------------------------------------------------------------------------- move, verify, publish
 
 
-def check_apart(source_location: str, target_location: str) -> None:
-    """Refuse a target that is the source, or inside it, or around it."""
-    source, target = place(source_location), place(target_location)
-    if source == target:
-        raise UsageError(f"{target}: source and target are the same folder")
-    if source in target.parents or target in source.parents:
-        raise UsageError(f"{target}: source and target may not lie one inside the other")
+def check_apart(other_location: str, target_location: str, what: str = "source and target") -> None:
+    """Refuse a target that is the source, or inside it, or around it; ``what`` the two are."""
+    other, target = place(other_location), place(target_location)
+    if other == target:
+        raise UsageError(f"{target}: {what} are the same folder")
+    if other in target.parents or target in other.parents:
+        raise UsageError(f"{target}: {what} may not lie one inside the other")
 
 
 def identify(conversion: ConversionPlan) -> Identity:

@@ -43,9 +43,14 @@ class Outputs:
         self._stack = ExitStack()
 
     @property
+    def locations(self) -> tuple[str, ...]:
+        """Where they will be."""
+        return tuple(target.location for target in self.targets.values())
+
+    @property
     def location(self) -> str:
-        """Where they will be, for people."""
-        return ", ".join(target.location for target in self.targets.values())
+        """The same in one line, for people."""
+        return ", ".join(self.locations)
 
     def limits(self, source: Source) -> PartLimits:
         """What suits the stores of all targets."""

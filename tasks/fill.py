@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paddle_reshard.pipeline.catalog import File
+from paddle_reshard.pipeline.errors import CheckpointError, FormatError
 from paddle_reshard.pipeline.layouts.checkpoint import MissingPolicy
 from paddle_reshard.storage.beside import SourceBeside
 from paddle_reshard.storage.formats.safetensors import parse_safetensors
@@ -43,13 +44,19 @@ def read_filling(location: str | None, allowed: Sequence[str], options: StorageO
 
     Raises
     ------
-    CheckpointError, FormatError
+    CheckpointError
         If the file is not there, or is no safetensors file.
     """
     if location is None:
         return Filling(MissingPolicy(allowed=tuple(allowed)))
     store, name = open_file(location, options)
     size_bytes = store.sizes()[name]
-    payload = parse_safetensors(lambda offset, nbytes: store.read(name, offset, nbytes), size_bytes, name)
-    file = File(f"--fill {store.location}/{name}", size_bytes)
+    shown = f"--fill {store.location}/{name}"
+    try:
+        payload = parse_safetensors(
+            lambda offset, nbytes: store.read(name, offset, nbytes), size_bytes, shown
+        )
+    except FormatError as error:
+        raise CheckpointError(f"{error}; a safetensors file is expected") from error
+    file = File(shown, size_bytes)
     return Filling(MissingPolicy(payload.tensors, file, tuple(allowed)), (store, name))

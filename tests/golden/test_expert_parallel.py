@@ -160,6 +160,23 @@ def test_a_file_that_does_not_fit_is_refused(
     assert key in str(caught.value)
 
 
+def test_an_average_goes_on_without_what_no_file_holds(tmp_path: Path) -> None:
+    source, allowed = _case(DSV3) / "checkpoint-3", ["*e_score_correction_bias"]
+    with pytest.raises(CoverageError, match="e_score_correction_bias"):
+        paddle_reshard.average([source, source], tmp_path / "made", uniform=True, to="tp=1")
+    paddle_reshard.average(
+        [source, source], tmp_path / "made", uniform=True, to="tp=1", allow_missing=allowed
+    )
+    states = ["param", "master_weight", "moment2"]
+    assert paddle_reshard.verify(source, tmp_path / "made", states=states, allow_missing=allowed).equal
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}" * 8)
+    with pytest.raises(CheckpointError, match=r"--fill .*config\.json.*a safetensors file is expected"):
+        read_filling(str(tmp_path / "config.json"), (), {})
+
+
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lost\.safetensors: no such file"):
         read_filling(str(tmp_path / "lost.safetensors"), (), {})

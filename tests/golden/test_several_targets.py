@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import paddle_reshard
+from paddle_reshard.pipeline.cli import cli
 from paddle_reshard.pipeline.errors import UsageError
 from paddle_reshard.pipeline.options import TargetOptions, parse_target
 from paddle_reshard.pipeline.workflow import Event, Progress
@@ -97,8 +99,12 @@ def test_one_that_is_there_already_stays(separate: Path, tmp_path: Path) -> None
         ("a:tensorflow", "write DST:FORMAT"),
         ("a:hybrid", "--to is missing"),
         ("a:hybrid:tp=2,dtype=float32", "--dtype says nothing about a target of the format hybrid"),
-        ("a:huggingface:state", "'state' is not one of state, dtype, max-shard-size with a value, once"),
-        ("a:huggingface:tp=2", "--to says nothing"),
+        ("a:huggingface:state", "'state' has no value"),
+        ("a:huggingface:state=", "'state=' has no value"),
+        ("a:huggingface:tp=2", "--to says nothing about .* huggingface has --state and --dtype and"),
+        ("a:flex:shards=2", "unknown name in 'shards=2'; known: files, paddle-version"),
+        ("a:hybrid:cp=2", "unknown name in 'cp=2'; known: an axis or sharding-strategy, layout"),
+        ("a:flex:files=2,files=3", "files is given twice"),
     ],
 )
 def test_a_malformed_target_is_refused(text: str, told: str) -> None:
@@ -108,5 +114,22 @@ def test_a_malformed_target_is_refused(text: str, told: str) -> None:
 
 def test_two_targets_may_not_be_one_place(tmp_path: Path) -> None:
     asked: dict[Any, TargetOptions] = {tmp_path / "a": {"to": "tp=1"}, tmp_path / "a" / "b": {"to": "tp=1"}}
-    with pytest.raises(UsageError, match="one inside the other"):
+    with pytest.raises(UsageError, match="two targets may not lie one inside the other"):
         paddle_reshard.plan(SOURCE, asked)
+    asked = {str(tmp_path / "a"): {"to": "tp=1"}, f"{tmp_path}/b/../a": {"format": "flex"}}
+    with pytest.raises(UsageError, match="two targets are the same folder"):
+        paddle_reshard.plan(SOURCE, asked)
+
+
+def test_each_target_is_told_with_its_place(tmp_path: Path) -> None:
+    places = {str(tmp_path / "cards"): "hybrid:tp=2", str(tmp_path / "model"): "huggingface:dtype=float32"}
+    targets = [text for place, form in places.items() for text in ("--target", f"{place}:{form}")]
+    told = CliRunner().invoke(cli, ["plan", str(SOURCE), *targets])
+    assert f"{tmp_path}/cards: hybrid, tp=2, no sharding" in told.stdout
+    assert f"{tmp_path}/model: Hugging Face, param, float32" in told.stdout
+    data = json.loads(CliRunner().invoke(cli, ["plan", str(SOURCE), *targets, "--json"]).stdout)
+    assert {target["path"]: target["format"] for target in data["targets"]} == {
+        place: form.split(":")[0] for place, form in places.items()
+    }
+    misplaced = CliRunner().invoke(cli, ["plan", str(SOURCE), *targets, "--to", "tp=1"])
+    assert "--to is said of each of several targets: --target DST:FORMAT:NAME=VALUE" in misplaced.stderr

@@ -106,6 +106,26 @@ def test_verify_tells_equal_from_different_by_its_exit_status(one_card: Path, tm
     assert run("verify", DEMO, tmp_path / "changed", "--state", "param,moment1").returncode == 0
 
 
+def test_verify_tells_of_each_state_that_one_side_lacks_once(tmp_path: Path) -> None:
+    assert run("convert", DEMO, tmp_path / "unified", "--format", "unified", "--quiet").returncode == 0
+    different = run("verify", DEMO, tmp_path / "unified")
+    assert different.returncode == 1
+    assert different.stdout.splitlines()[0] == "ema_master_weight of lm_head.weight and 38 more: only in A"
+    assert different.stdout.count("only in") == 1
+    assert "--state LIST; or --subset" in different.stdout
+    assert len(json.loads(run("verify", DEMO, tmp_path / "unified", "--json").stdout)["differences"]) == 39
+
+
+@pytest.mark.parametrize(
+    "option", ["--state=param", "--subset", "--config=x", "--allow-missing=x", "--memory=2GiB"]
+)
+def test_verify_of_one_target_takes_no_option_of_two(option: str, one_card: Path, tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("{}")
+    done = run("verify", one_card, option, cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"{option.split('=')[0]} is for two checkpoints" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [

@@ -98,7 +98,8 @@ class FlexTarget:
             raise UsageError(f"--files {self.files}: at least one file is needed")
         if self.generation not in WRITTEN_GENERATIONS:
             raise UsageError(
-                f"metadata of Paddle {self.generation!r} are not written; known are {', '.join(WRITTEN_GENERATIONS)}"
+                f"--paddle-version {self.generation}: metadata are written as by {', '.join(WRITTEN_GENERATIONS)}; "
+                "give the last of them that is not newer than the Paddle that will read them"
             )
 
 
