@@ -18,15 +18,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 import click
 
 import paddle_reshard
+from paddle_reshard.pipeline.api import read_request
 from paddle_reshard.pipeline.claims import Policy, conversion_id
 from paddle_reshard.pipeline.errors import ReshardError, UsageError
-from paddle_reshard.pipeline.options import CONVERSION_OPTIONS, check_options
+from paddle_reshard.pipeline.options import CONVERSION_OPTIONS, ConversionOptions, check_options
 from paddle_reshard.pipeline.runners import Conversion, convert_as_job
 from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.pipeline.watch import Result, Watcher, open_watcher
@@ -40,6 +41,8 @@ ReadOptions = Callable[[dict[str, Any]], dict[str, Any]]
 UPLOADS = ("auto", "always", "never")
 NOT_IN_THE_ID = ("memory", "cluster", "workers", "resume", "take_over", "as_json", "quiet")
 """Options that change how a conversion runs, and not what comes out."""
+_PLACES = ("fill",)
+"""Options that name a file which stays where it is, as source and target do."""
 _PASS_ON = {"ignore_unknown_options": True}
 
 
@@ -56,8 +59,10 @@ class Request:
     def read(cls, command: click.Command, arguments: Sequence[str]) -> Request:
         """Let ``convert`` read its arguments; click reports mistakes."""
         given = command.make_context("convert", list(arguments))
-        if given.params["targets"] or given.params["target"] is None:
-            raise UsageError("submit and watch take one target: SRC DST, without --target")
+        if given.params["targets"]:
+            raise UsageError("submit and watch take one target, without --target")
+        if given.params["target"] is None:
+            raise UsageError("two places are needed: what is converted, and where it goes")
         check_options(given.params["format_name"], given.params)
         plain = command.make_context("convert", ["SRC", "DST"])
         return cls(command, given.params, plain.params)
@@ -85,6 +90,8 @@ class Request:
                 identity[name] = hashlib.sha256(files[name]).hexdigest()
             elif name == "to":
                 identity[name] = str(Topology.parse(value))
+            elif name in _PLACES:
+                identity[name] = _absolute(value)
             elif name not in NOT_IN_THE_ID and not _is_secret(name):
                 identity[name] = list(value) if isinstance(value, tuple) else value
         return conversion_id(identity)
@@ -109,6 +116,8 @@ class Request:
                 spelled.append(flag if value else option.secondary_opts[0])
             elif isinstance(value, Path):
                 spelled += [flag, f"{option.name}.json"]
+            elif option.name in _PLACES:
+                spelled += [flag, _absolute(value)]
             else:
                 for one in value if isinstance(value, tuple) else (value,):
                     spelled += [flag, str(one)]
@@ -177,15 +186,16 @@ def _submit_command(convert: click.Command) -> click.Command:
     @click.option("--follow/--no-follow", default=True, show_default=True, help="Show its output and wait.")
     @click.option("--again", is_flag=True, help="Run it even if the same conversion has succeeded before.")
     @_job_options
-    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="SRC DST --to TOPOLOGY [OPTIONS]")
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="SRC DST [OPTIONS]")
     def submit(
         address: str | None, follow: bool, again: bool, arguments: tuple[str, ...], **job: Any
     ) -> None:
-        """Run `paddle-reshard convert SRC DST --to TOPOLOGY …` as a job of a Ray cluster.
+        """Run `paddle-reshard convert SRC DST …` as a job of a Ray cluster.
 
-        Takes every option of convert. The same conversion has the same submission id: submitted twice, it runs
-        once, and the second call follows the first one's job. Exit status 0 if it succeeded, 1 if not. SRC and
-        DST must mean the same on the cluster. Token authentication: RAY_AUTH_MODE, RAY_AUTH_TOKEN.
+        Takes every option of convert but --target: --to TOPOLOGY, --format, …. The same conversion has the same
+        submission id: submitted twice, it runs once, and the second call follows the first one's job. Exit status 0
+        if it succeeded, 1 if not. SRC and DST must mean the same on the cluster. Token authentication: RAY_AUTH_MODE,
+        RAY_AUTH_TOKEN.
         """
         with _reporting("interrupted; submit the same again to follow the job, if there is one"):
             request = _job_request(Request.read(convert, arguments), job, again=again)
@@ -288,9 +298,7 @@ def _watch_command(convert: click.Command, read_options: ReadOptions) -> click.C
     )
     @click.option("--retry-failed", is_flag=True, help="Forget what failed or was refused before now.")
     @_job_options
-    @click.argument(
-        "arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN_DIR DST_ROOT --to TOPOLOGY [OPTIONS]"
-    )
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN_DIR DST_ROOT [OPTIONS]")
     def watch(
         once: bool,
         every: float,
@@ -306,8 +314,9 @@ def _watch_command(convert: click.Command, read_options: ReadOptions) -> click.C
     ) -> None:
         """Convert each RUN_DIR/checkpoint-<step> to DST_ROOT/checkpoint-<step> once it is whole.
 
-        Takes every option of convert. A checkpoint is whole when its files are those of all ranks and every rank
-        has signalled; never by its age. Each is converted once, by however many watchers.
+        Takes every option of convert but --target and --plan: --to TOPOLOGY, --format, …. A checkpoint is whole when
+        its files are those of all ranks and every rank has signalled; never by its age. Each is converted once, by
+        however many watchers.
         """
         with _reporting("stopped; what was claimed is free again"), _stopped_by_signal(143 if once else 0):
             request = Request.read(convert, arguments)
@@ -326,8 +335,12 @@ def _watch_command(convert: click.Command, read_options: ReadOptions) -> click.C
 def _watcher(
     request: Request, read_options: ReadOptions, policy: Policy, address: str | None, job: Mapping[str, Any]
 ) -> Watcher:
+    if request.values["expected_plan"] is not None:
+        raise UsageError("--plan is the plan of one conversion; every checkpoint has its own")
     conversion = Conversion(_api_options(request, read_options), request.identify)
-    request.identify("", "")  # a malformed topology is told now
+    read_request(  # mistakes are told now, and not of every checkpoint
+        "", cast(ConversionOptions, {k: v for k, v in conversion.options.items() if k in CONVERSION_OPTIONS})
+    )
     convert = None
     if address is not None:
         if missing := [name for name in job["env"] if name not in os.environ]:

@@ -84,6 +84,15 @@ def test_a_job_gets_exactly_what_convert_was_given(tmp_path: Path, monkeypatch: 
     assert shlex.split(line)[4:] == list(spelled)
 
 
+def test_a_file_that_fills_gaps_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lost = tmp_path / "lost.safetensors"
+    request = read("/a", "/b", "--to", "tp=1", "--fill", lost.name)
+    assert str(lost) in request.spell("/a", "/b")
+    assert request.identify("/a", "/b") == identity("/a", "/b", "--to", "tp=1", "--fill", lost)
+    assert request.identify("/a", "/b") != identity("/a", "/b", "--to", "tp=1")
+
+
 def test_credentials_are_refused_before_they_are_seen() -> None:
     options = [*cli.convert.params, click.Option(["--storage-options-x"])]
     convert = click.Command("convert", params=options, callback=cli.convert.callback)

@@ -514,6 +514,15 @@ def test_failures_are_tried_again_so_many_times(training: Run, trouble: Exceptio
         (["run", "out", "--to", "tq=1"], 2, "unknown axis 'tq'"),
         (["run", "out", "--to", "tp=1", "--nonsense"], 2, "--nonsense"),
         (["run", "out", "--to", "tp=1", "--keep", "0"], 2, "--keep"),
+        (["run"], 2, "two places are needed"),
+        (["run", "--target", "out:flex"], 2, "without --target"),
+        (["run", "out", "--to", "tp=1", "--plan", __file__], 2, "--plan is the plan of one conversion"),
+        (
+            ["run", "out", "--format", "flex", "--sequence-parallel"],
+            2,
+            "--layout (sequence_parallel) says nothing",
+        ),
+        (["run", "out", "--format", "flex", "--paddle-version", "9"], 2, "--paddle-version 9: "),
     ],
 )
 def test_wrong_use_is_told_before_anything_happens(
