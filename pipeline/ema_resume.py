@@ -20,7 +20,7 @@ from paddle_reshard.pipeline.geometry import Shape
 from paddle_reshard.pipeline.indexing import index_checkpoint
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import TargetFiles
-from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements
+from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.layouts.rules import RuleTable
 from paddle_reshard.pipeline.planning.plan import Plan, plan_conversion
 from paddle_reshard.pipeline.planning.work import plan_work
@@ -46,6 +46,8 @@ class Piece:
     flat: tuple[int, int] | None = None
     """The tensor is one-dim and holds ``[start, stop)`` of the flattened parameter; what lies beyond it is padding.
     ``None``: it is all of it."""
+    whole: bool = False
+    """Tensor parallelism does not cut it, whatever it does with others: an expert of an expert-parallel job."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +129,12 @@ def _places(checkpoint: Checkpoint, wanted: Sequence[Wanted], rank: RankPieces) 
             raise CheckpointError(
                 f"{piece.key} ({state}): the checkpoint holds no average of it for {one.name}"
             )
-        cut = checkpoint.model.cut(tensor, rank.tp)
+        cut = TensorCut(1, None) if piece.whole else checkpoint.model.cut(tensor, rank.tp)
         local_shape = cut.local_shape(tensor.key, tensor.global_shape)
         if local_shape != piece.local_shape:
+            how = "left whole" if piece.whole else f"cut by tp={rank.tp}"
             raise CheckpointError(
-                f"{piece.key}: tp={rank.tp} makes {local_shape} of the checkpoint's {tensor.global_shape}, this rank "
+                f"{piece.key}: is {tensor.global_shape} in the checkpoint, which {how} makes {local_shape}; this rank "
                 f"has {piece.local_shape}"
             )
         shape = piece.local_shape if piece.flat is None else (piece.flat[1] - piece.flat[0],)

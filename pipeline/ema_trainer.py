@@ -11,9 +11,9 @@ from typing import Any
 
 from paddle_reshard.pipeline.ema import MASTER_WEIGHTS, AsyncEma, Weights
 from paddle_reshard.pipeline.ema_flex import FlexRank, RankBoxes
-from paddle_reshard.pipeline.ema_live import rank_boxes, rank_pieces
+from paddle_reshard.pipeline.ema_live import rank_boxes, rank_pieces, stage3_of
 from paddle_reshard.pipeline.ema_resume import RankPieces
-from paddle_reshard.pipeline.errors import ReshardError, UsageError
+from paddle_reshard.pipeline.errors import ReshardError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ def ema_callback(
     Parameters
     ----------
     trainer
-        A ``Trainer`` that saves sharded models.
+        A ``Trainer`` that saves sharded models or FlexCheckpoints.
     resume_from
         A checkpoint to go on from, of any topology, sharding strategy and size of communication buffers.
     rules
@@ -48,17 +48,27 @@ def ema_callback(
     ------
     UsageError
         If the trainer saves in another format.
+    UnsupportedError
+        If experts are spread over data-parallel ranks.
     """
-    if getattr(trainer, "sharding_io", None) is None and not _is_flex(trainer):
+    args, library = trainer.args, _library(trainer)
+    if library == "paddlenlp" and args.use_expert_parallel and args.data_parallel_degree > 1:
+        raise UnsupportedError(
+            "the average beside training does not know experts that PaddleNLP spreads over data-parallel ranks, of "
+            "which all but the first save nothing else; train in PaddleFormers, or without use_expert_parallel"
+        )
+    stage3 = any(option.value == "stage3" for option in args.sharding)
+    if not _is_flex(trainer) and (stage3 or getattr(trainer, "sharding_io", None) is None):
         raise UsageError(
             "the average of a trainer's weights goes into sharded checkpoints; train with save_checkpoint_format="
-            "sharding_io or flex_checkpoint (PaddleFormers), or save_sharded_model=true (PaddleNLP)"
+            "sharding_io or flex_checkpoint (PaddleFormers; under sharding stage 3 the latter), or with "
+            "save_sharded_model=true (PaddleNLP)"
         )
-    if options.get("loss_threshold") is not None and trainer.args.zcc_save_ema_coef is None:
+    if options.get("loss_threshold") is not None and args.zcc_save_ema_coef is None:
         raise UsageError(
             "the trainer tells its callbacks the loss of a step only where zcc_save_ema_coef is set"
         )
-    base = import_module(f"{_library(trainer)}.trainer").TrainerCallback
+    base = import_module(f"{library}.trainer").TrainerCallback
     callback = type("EmaCallback", (_EmaCallback, base), {})
     return callback(trainer, resume_from, rules, AsyncEma(lambda: weights_of(trainer), **options))
 
@@ -71,13 +81,29 @@ def _library(trainer: Any) -> str:
 
 
 def weights_of(trainer: Any) -> Weights:
-    """What the trainer's own average is made of: this rank's master weights and the float32 parameters it saves."""
-    model = _model(trainer)
+    """What the trainer's own average is made of: this rank's master weights and the float32 parameters it saves.
+
+    Raises
+    ------
+    UnsupportedError
+        If sharding stage 3 has cut one of these parameters, or keeps master weights elsewhere (``offload``).
+    """
+    model, stage3 = _model(trainer), stage3_of(trainer.optimizer)
+    if stage3 is not None and stage3._offload:
+        raise UnsupportedError(
+            "sharding stage 3 with offload keeps its master weights where no state_dict shows them; train without"
+        )
     if _is_flex(trainer):
         saved = model.state_dict()
     else:
         saved, *_ = trainer.sharding_io.manipulate_state_dict_and_config(model, merge_tensor_parallel=False)
     params = {key: tensor for key, tensor in saved.items() if str(tensor.dtype).endswith("float32")}
+    cut = next((key for key, tensor in params.items() if hasattr(tensor, "fw_storage")), None)
+    if cut is not None:
+        raise UnsupportedError(
+            f"{cut}: a float32 parameter that sharding stage 3 has cut, for whose slices an average has no place; "
+            "train in bfloat16, or with sharding stage 1 or 2"
+        )
     return Weights(trainer.optimizer.state_dict().get(MASTER_WEIGHTS, {}), params)
 
 
@@ -87,7 +113,7 @@ def pieces_of(trainer: Any) -> RankPieces:
     Raises
     ------
     UnsupportedError
-        If its parameters are cut in a way that is not known, or experts are spread over ranks.
+        If its parameters are cut in a way that is not known.
     """
     args, tp = trainer.args, 1
     if args.use_hybrid_parallel:

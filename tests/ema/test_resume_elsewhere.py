@@ -7,13 +7,17 @@ import shutil
 import subprocess
 import sys
 import warnings
+from math import prod
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from paddle_reshard.pipeline.ema import AsyncEma, Weights
-from paddle_reshard.pipeline.ema_live import rank_pieces
+from paddle_reshard.pipeline.ema_flex import FlexRank
+from paddle_reshard.pipeline.ema_live import rank_boxes, rank_pieces
 from paddle_reshard.pipeline.ema_resume import Piece, RankPieces
 from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError, UsageError
 from tests import oracle
@@ -22,6 +26,9 @@ from tests.conftest import case_directory, corpus_root
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the import of Paddle warns about a missing ccache
     import paddle
+    from paddle.distributed.fleet.meta_parallel.sharding import group_sharded_stage3
+
+    from tests.live.fleet_job import model_of
 
 CASE = "mp2pp2sh2_s1v2_meta_ema"
 AVERAGE = ".ema_w_0"
@@ -108,10 +115,16 @@ def test_experts_of_several_ranks_and_a_float32_router() -> None:
         {"linear_9.w_0": np.zeros(own.shape, np.float32)}, {router: np.zeros(other.shape, np.float32)}
     )
     with AsyncEma(lambda: held, decay=0.9) as ema:
-        ema.load(case / "checkpoint-3", RankPieces({"linear_9.w_0": Piece(expert, own.shape)}))
-        state = ema.state()
-        assert np.asarray(state.master_weights["linear_9.w_0"]).tobytes() == own.tobytes()
-        assert np.asarray(state.params[router]).tobytes() == other.tobytes()
+        # Of an expert, tensor parallelism leaves half, and all where experts are spread over its ranks.
+        for piece, tp in ((Piece(expert, own.shape), 1), (Piece(expert, own.shape, whole=True), 2)):
+            ema.load(case / "checkpoint-3", RankPieces({"linear_9.w_0": piece}, tp, tp - 1))
+            state = ema.state()
+            assert np.asarray(state.master_weights["linear_9.w_0"]).tobytes() == own.tobytes()
+            assert np.asarray(state.params[router]).tobytes() == other.tobytes()
+        with pytest.raises(
+            CheckpointError, match=rf"{expert}: is .* in the checkpoint, which cut by tp=2 makes"
+        ):
+            ema.load(case / "checkpoint-3", RankPieces({"linear_9.w_0": Piece(expert, own.shape)}, 2, 1))
 
 
 def test_progress_comes_along_and_a_failed_load_leaves_nothing(tmp_path: Path) -> None:
@@ -136,7 +149,8 @@ def test_what_is_not_this_ranks_is_refused_by_name() -> None:
     name, piece = next(iter(job.pieces.master_weights.items()))
     wrong = (
         (Piece("model.layers.9.norm.weight", piece.local_shape), "model.layers.9.norm.weight"),
-        (Piece(piece.key, (3, 5)), rf"{piece.key}: tp=2 makes"),
+        (Piece(piece.key, (3, 5)), rf"{piece.key}: is .* in the checkpoint, which cut by tp=2 makes"),
+        (Piece(piece.key, piece.local_shape, whole=True), rf"{piece.key}: .* which left whole makes"),
         (
             Piece(piece.key, piece.local_shape, (0, 3)),
             rf"{name}: is .* in this rank, its piece of {piece.key} is \(3,\)",
@@ -163,12 +177,18 @@ class TwoLayers(paddle.nn.Layer):
         self.second = paddle.nn.Linear(6, 2, bias_attr=False)
 
 
+def optimizer_of(model: paddle.nn.Layer) -> paddle.optimizer.Optimizer:
+    """With master weights, as the first step makes them, which needs a GPU for bfloat16."""
+    optimizer = paddle.optimizer.AdamW(parameters=model.parameters(), multi_precision=True)
+    for parameter in model.parameters():
+        optimizer._create_master_weight(parameter)
+    return optimizer
+
+
 def test_pieces_of_an_optimizer_of_paddle() -> None:
     model = TwoLayers()
     model.bfloat16()
-    optimizer = paddle.optimizer.AdamW(parameters=model.parameters(), multi_precision=True)
-    for parameter in model.parameters():
-        optimizer._create_master_weight(parameter)  # as the first step does, which needs a GPU for bfloat16
+    optimizer = optimizer_of(model)
     pieces = rank_pieces(model, optimizer, tp=2, tp_rank=1)
     found = {piece.key: (piece.local_shape, piece.flat) for piece in pieces.master_weights.values()}
     assert found == {
@@ -177,13 +197,104 @@ def test_pieces_of_an_optimizer_of_paddle() -> None:
         "second.weight": ((6, 2), None),
     }
     assert set(pieces.master_weights) == set(optimizer.state_dict()["master_weights"])
-    model.second.weight.no_sync = True
-    with pytest.raises(
-        UnsupportedError, match=r"second\.weight: belongs to one rank of an expert-parallel group"
-    ):
-        rank_pieces(model, optimizer)
     with pytest.raises(UsageError, match="a master weight of no parameter"):
         rank_pieces(model.first, optimizer)
+
+
+class Experts(paddle.nn.Layer):
+    """Two of four experts, in the list that PaddleFormers makes of them; and one that is no expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = paddle.nn.LayerList([])
+        for number in range(4):
+            self.experts.append(paddle.nn.Linear(4, 2, bias_attr=False) if number >= 2 else None)
+        for parameter in self.experts.parameters():
+            parameter.no_sync = True
+        self.gate = paddle.nn.Linear(4, 4, bias_attr=False)
+
+
+def test_pieces_of_a_rank_that_has_some_of_all_experts() -> None:
+    model = Experts()
+    model.bfloat16()
+    found = rank_pieces(model, optimizer_of(model), tp=2, tp_rank=1).master_weights.values()
+    assert {(piece.key, piece.local_shape, piece.whole) for piece in found} == {
+        ("experts.2.weight", (4, 2), True),
+        ("experts.3.weight", (4, 2), True),
+        ("gate.weight", (4, 4), False),
+    }
+
+
+def test_an_expert_that_may_be_any_of_all_is_refused_by_name() -> None:
+    """A list of this rank's experts alone counts from 0 on every rank."""
+    model = Experts()
+    model.experts = paddle.nn.LayerList([expert for expert in model.experts if expert is not None])
+    model.bfloat16()
+    with pytest.raises(
+        UnsupportedError, match=r"experts\.0\.weight: belongs to one rank of an expert-parallel"
+    ):
+        rank_pieces(model, optimizer_of(model))
+
+
+class Stage3:
+    """A rank of two under sharding stage 3: its model, and its optimizer with slices of the master weights."""
+
+    def __init__(self, rank: int, segment_size: int = 512) -> None:
+        self.rank, self.averages = rank, averages()
+        self.model = model_of(self.averages, self.averages)
+        self.optimizer = paddle.optimizer.AdamW(parameters=self.model.parameters(), multi_precision=True)
+        self.names = {parameter.name: key for key, parameter in self.model.state_dict().items()}
+        with mock.patch.object(group_sharded_stage3.core, "is_compiled_with_cuda", lambda: True):
+            group_sharded_stage3.GroupShardedStage3(
+                self.model,
+                self.optimizer,
+                SimpleNamespace(nranks=2, rank=rank, ranks=[0, 1]),
+                device="cpu",
+                segment_size=segment_size,
+                pretrain_sync_models=False,
+            )
+
+    def expected(self) -> dict[str, np.ndarray]:
+        found = {}
+        for name, master in self.optimizer.state_dict()["master_weights"].items():
+            whole = self.averages[self.names[name.removeprefix("slice@")]]
+            if "@" in name:
+                length = prod(master.shape)
+                whole = np.pad(whole.ravel(), (0, 2 * length - whole.size))[self.rank * length :][:length]
+            found[name] = whole
+        return found
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_average_goes_on_under_sharding_stage_3(rank: int) -> None:
+    job = Stage3(rank)
+    expected = job.expected()
+    assert 0 < sum("@" in name for name in expected) < len(expected)
+    with AsyncEma(job.optimizer, decay=0.9) as ema:
+        ema.load(case_directory(CASE) / "checkpoint-3", rank_pieces(job.model, job.optimizer))
+        state = ema.state().master_weights
+        oracle.assert_same_tensors({name: np.array(value) for name, value in state.items()}, expected)
+        assert not any(p._is_initialized() for p in job.model.parameters() if hasattr(p, "fw_storage"))
+
+
+def test_ranks_of_stage_3_save_a_flex_checkpoint(tmp_path: Path) -> None:
+    jobs = [Stage3(rank) for rank in range(2)]
+    boxes = tuple(rank_boxes(job.model, job.optimizer) for job in jobs)
+    for rank, job in enumerate(jobs):
+        with AsyncEma(job.optimizer, decay=0.9) as ema:
+            ema.load(case_directory(CASE) / "checkpoint-3", rank_pieces(job.model, job.optimizer))
+            ema.save(tmp_path, FlexRank(rank, boxes))
+    loaded = {f"{key}.w_0": paddle.zeros(whole.shape) for key, whole in averages().items()}
+    paddle.distributed.load_state_dict(loaded, str(tmp_path / "ema_state"))
+    held = {key.removesuffix(".w_0"): tensor.numpy() for key, tensor in loaded.items()}
+    oracle.assert_same_tensors(held, averages())
+
+
+def test_a_slice_of_which_nothing_is_known_is_refused() -> None:
+    job = Stage3(0)
+    del job.optimizer.update_slice
+    with pytest.raises(UsageError, match=r"slice@.*the one that group_sharded_parallel has returned"):
+        rank_pieces(job.model, job.optimizer)
 
 
 def test_a_training_environment_needs_numpy_and_nothing_else(tmp_path: Path) -> None:

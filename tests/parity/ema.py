@@ -1,17 +1,18 @@
 """Our average beside the real trainer: the same bits as its own, and it goes on in another topology.
 
 ``python -m tests.parity.ema``. Train three steps with the trainer's own average and ours; both files must hold the
-same bits, also those of a FlexCheckpoint. Convert the checkpoint to another topology and resume the real trainer there
-for three steps; our average goes on from the checkpoint as it was, in its own topology. The file must be the reference
-average, made with NumPy of what every rank held at every step.
+same bits, also those of a FlexCheckpoint. (Under sharding stage 3 there is ours alone: the trainer's own fails at
+parameters without memory.) Convert the checkpoint to another topology and resume the real trainer there for three
+steps; our average goes on from the checkpoint as it was, in its own topology. The files must be the reference average,
+made with NumPy of what every rank held at every step.
 """
 
 import json
+import pickle
 import shutil
 import signal
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 
 import paddle_reshard
 from tests.conftest import case_directory, corpus_root
-from tests.parity.lab import PARITY, REPO, Lab, LabError, open_lab, run_trainer, say
+from tests.parity.lab import PARITY, REPO, SCRIPTS_MOE, Lab, LabError, open_lab, run_trainer, say
 from tests.parity.run import EMA, PP2, SHARDED_FILES, SHARDING2, TIMEOUT_SECONDS, TP2, V1, V2, alone
 from tests.parity.tensors import read_ema_file, read_flex_ema
 
@@ -29,6 +30,13 @@ DRIVER = Path(__file__).resolve().parent / "ema_driver.py"
 DECAY = 0.9
 SHARDING4 = {"sharding_parallel_size": 4}
 FLEX = {"save_checkpoint_format": "flex_checkpoint", "load_checkpoint_format": "flex_checkpoint"}
+PLAIN_TO_FLEX = {
+    "save_checkpoint_format": "flex_checkpoint",
+    "load_checkpoint_format": None,
+    "load_sharded_model": False,
+}
+STAGE3 = SHARDING2 | {"sharding": "stage3"}
+EP2 = {"use_expert_parallel": True, "expert_model_parallel_size": 2}
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,20 @@ class Run:
     strategy: str | None
     second: dict[str, Any]
     second_ranks: int
-    flex: bool = False
-    """Whether the first job saves a FlexCheckpoint."""
+    experts: bool = False
+    """Whether the model has experts."""
+    segments: tuple[int, int] | None = None
+    """In both jobs, the elements above which stage 3 cuts a parameter."""
+    layout: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def flex(self) -> bool:
+        """Whether the first job saves a FlexCheckpoint."""
+        return _is_flex(self.first)
+
+
+def _is_flex(arguments: dict[str, Any]) -> bool:
+    return arguments.get("save_checkpoint_format") == "flex_checkpoint"
 
 
 RUNS = {
@@ -51,7 +71,26 @@ RUNS = {
         TP2 | V2 | SHARDING2, 4, "pp=2,sharding=2", "stage1v1", PP2 | V1 | SHARDING2, 4
     ),
     "fc-mp2sh2-v2-to-sh2-v1": Run(
-        TP2 | V2 | SHARDING2 | FLEX, 4, "sharding=2", "stage1v1", V1 | SHARDING2, 2, flex=True
+        TP2 | V2 | SHARDING2 | FLEX, 4, "sharding=2", "stage1v1", V1 | SHARDING2, 2
+    ),
+    "fc-sh2-stage3-to-sh2-stage3": Run(
+        STAGE3 | FLEX,
+        2,
+        "sharding=2",
+        "stage3",
+        STAGE3 | PLAIN_TO_FLEX,
+        2,
+        segments=(512, 5000),
+        layout={"stage3_segment_size": 5000},
+    ),
+    "ep2sh2-v2-to-ep2mp2": Run(
+        EP2 | V2 | SHARDING2,
+        2,
+        "tp=2,ep=2",
+        None,
+        EP2 | TP2 | {"sequence_parallel": True} | PLAIN_TO_FLEX,
+        2,
+        experts=True,
     ),
 }
 
@@ -65,8 +104,9 @@ def main(wanted: list[str]) -> int:
     failed = 0
     try:
         with alone():
-            lab = open_lab()
             for name in wanted or RUNS:
+                experts = RUNS[name].experts
+                lab = open_lab(SCRIPTS_MOE, PARITY / "gen-moe") if experts else open_lab()
                 found = _check(lab, name, RUNS[name])
                 say(
                     f"{'FAILED' if found else 'passed'}  {name}"
@@ -84,27 +124,31 @@ def _check(lab: Lab, name: str, run: Run) -> list[str]:
     work = PARITY / "work" / f"ema-{name}"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    _train(lab, name, work / "first", run.first | EMA, run.first_ranks, 3)
+    segments = [{"SHIM_SEGMENT": str(s)} for s in run.segments or ()] or [{}, {}]
+    average = {} if run.segments else EMA
+    _train(lab, run, name, work / "first", run.first | average, run.first_ranks, 3, segments[0])
     theirs, ours = work / "first" / "out" / "checkpoint-3", work / "first" / "out" / "checkpoint-3-ours"
-    if run.flex:
-        found = _differences(
-            {"": read_flex_ema(ours)}, {"": read_flex_ema(theirs)}, "the trainer's own average"
-        )
-    else:
-        found = _differences(_files(ours), _files(theirs), "the trainer's own average")
-        found += _differences(
-            _files(ours), _reference(work / "first", _files(ours), (1, 2, 3), None), "the reference"
-        )
+    found = []
+    if run.segments is None:
+        one, other = ({"": read_flex_ema(f)} if run.flex else _files(f) for f in (ours, theirs))
+        found = _differences(one, other, "the trainer's own average")
+    found += _compare(ours, run.first, _reference(work / "first", (1, 2, 3), None), "the reference")
     shutil.copytree(ours, theirs, dirs_exist_ok=True)
     converted = work / "converted" / "checkpoint-3"
     config = case_directory("single") / "checkpoint-3" / "config.json"
     paddle_reshard.convert(
-        theirs, converted, to=run.to, sharding_strategy=run.strategy, config=config if run.flex else None
+        theirs,
+        converted,
+        to=run.to,
+        sharding_strategy=run.strategy,
+        config=config if run.flex else None,
+        layout=run.layout or None,
     )
-    _train(lab, name, work / "second", run.second, run.second_ranks, 6, converted, theirs)
+    environment = segments[1] | {"EMA_RESUME": str(converted), "EMA_FROM": str(theirs)}
+    _train(lab, run, name, work / "second", run.second, run.second_ranks, 6, environment)
     went_on = work / "second" / "out" / "checkpoint-6-ours"
-    reference = _reference(work / "second", _files(went_on), (4, 5, 6), converted)
-    found += _differences(_files(went_on), reference, "the reference after resuming")
+    reference = _reference(work / "second", (4, 5, 6), converted)
+    found += _compare(went_on, run.second, reference, "the reference after resuming")
     progress = json.loads((went_on / "ema.json").read_bytes())
     if (progress["updates"], progress["step"]) != (6, 6):
         found.append(
@@ -115,19 +159,18 @@ def _check(lab: Lab, name: str, run: Run) -> list[str]:
 
 def _train(
     lab: Lab,
+    run: Run,
     name: str,
     work: Path,
     arguments: dict[str, Any],
     ranks: int,
     steps: int,
-    resumed: Path | None = None,
-    averages: Path | None = None,
+    environment: dict[str, str],
 ) -> None:
     seen = work / "seen"
     seen.mkdir(parents=True)
-    environment = {"EMA_DECAY": str(DECAY), "EMA_SEEN": str(seen), "PYTHONPATH": str(REPO / "src")}
-    if resumed is not None:
-        environment |= {"EMA_RESUME": str(resumed), "EMA_FROM": str(averages)}
+    environment |= {"EMA_DECAY": str(DECAY), "EMA_SEEN": str(seen), "PYTHONPATH": str(REPO / "src")}
+    model = json.loads((case_directory("single") / "case.json").read_bytes())["model"] or {}
     run_trainer(
         lab,
         name,
@@ -136,9 +179,10 @@ def _train(
         options=["--steps", str(steps), "--truth", "0"],
         ranks=ranks,
         arguments=SHARDED_FILES | arguments,
-        model=json.loads((case_directory("single") / "case.json").read_bytes())["model"] or {},
+        model={} if run.experts else model,
         timeout_seconds=TIMEOUT_SECONDS,
         environment=environment,
+        script="train_moe.py" if run.experts else "train_pf.py",
     )
 
 
@@ -146,13 +190,12 @@ def _files(folder: Path) -> dict[str, dict[str, np.ndarray]]:
     return {path.name: read_ema_file(path) for path in sorted(folder.glob("ema*.pdopt"))}
 
 
-def _reference(
-    work: Path, names: Iterable[str], steps: tuple[int, ...], start: Path | None
-) -> dict[str, dict[str, np.ndarray]]:
+def _reference(work: Path, steps: tuple[int, ...], start: Path | None) -> dict[str, dict[str, np.ndarray]]:
     """The average of what every rank held at ``steps``, by the name of the rank's file."""
     keep, take = np.float32(DECAY), np.float32(1 - DECAY)
     reference = {}
-    for name in names:
+    first = f"step{steps[0]}_"
+    for name in sorted(path.stem.removeprefix(first) for path in (work / "seen").glob(f"{first}*")):
         average = read_ema_file(start / name) if start else None
         for step in steps:
             with np.load(work / "seen" / f"step{step}_{name}.npz") as held:
@@ -162,6 +205,34 @@ def _reference(
             )
         reference[name] = average or {}
     return reference
+
+
+def _compare(
+    folder: Path, arguments: dict[str, Any], reference: dict[str, dict[str, np.ndarray]], what: str
+) -> list[str]:
+    if not _is_flex(arguments):
+        return _differences(_files(folder), reference, what)
+    found, written = [], set()
+    for number, rank in enumerate(reference.values()):
+        root = pickle.loads((folder / "ema_state" / f"{number}_0.distcp").read_bytes())
+        names = root.pop("StructuredToParameterName@@")
+        for key, value in root.items():
+            name = names[key].removesuffix("_fp32_master_0")
+            (entry,) = {key, name, f"slice@{name}"} & rank.keys()
+            values, padding = np.split(rank[entry].ravel(), [value.size])
+            if values.tobytes() != value.tobytes() or padding.any():
+                found.append(f"{what}: {folder}: {key} of rank {number} differs")
+            written.add((number, entry))
+    for number, rank in enumerate(reference.values()):
+        # What several ranks hold is written by the first of them; a slice may be padding and nothing else.
+        found += [
+            f"{what}: {folder}: {entry} of rank {number} is not there"
+            for entry, value in rank.items()
+            if (number, entry) not in written
+            and value.any()
+            and ("@" in entry or not any((earlier, entry) in written for earlier in range(number)))
+        ]
+    return found if written else [f"{what}: there is nothing to compare"]
 
 
 def _differences(

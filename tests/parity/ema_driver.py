@@ -1,6 +1,6 @@
 """Runs in the trainer's Python: the laboratory's script, with our average beside the trainer's own.
 
-``EMA_DECAY``: of both. ``EMA_SEEN``: a folder for the master weights of every step, as the rank holds them.
+``EMA_DECAY``: of both. ``EMA_SEEN``: a folder for what is averaged of every step, as the rank holds it.
 ``EMA_RESUME``: a checkpoint from which the trainer goes on; ``EMA_FROM``: the one from which our average does.
 """
 
@@ -25,28 +25,11 @@ def main() -> None:
 
     def train_with_averages(trainer, *_, **__):
         resumed = os.environ.get("EMA_RESUME")
-        if resumed is None:
-            _add_theirs(trainer)
         trainer.add_callback(_our_callback(trainer, os.environ.get("EMA_FROM")))
         return train(trainer, resume_from_checkpoint=resumed)
 
     Trainer.train = train_with_averages
     runpy.run_path(str(script), run_name="__main__")
-
-
-def _add_theirs(trainer):
-    """The trainer's own average, as its training loop would add it."""
-    from paddleformers.trainer import TrainerCallback
-
-    os.environ.setdefault("FLAGS_selected_gpus", os.environ["PADDLE_TRAINER_ID"])
-    trainer.add_non_zcc_ema_callback(None)
-    theirs = trainer.callback_handler.callbacks[-1]
-
-    class Later(TrainerCallback):
-        def on_train_begin(self, *_, **__):
-            theirs.buffer.optimizer = trainer.optimizer  # which is made when training begins
-
-    trainer.add_callback(Later())
 
 
 def _our_callback(trainer, resumed):
@@ -62,9 +45,10 @@ def _our_callback(trainer, resumed):
     update, save = callback.ema.update, callback.ema.save
 
     def update_and_show(step, loss=None):
-        masters = {key: tensor.numpy() for key, tensor in weights_of(trainer).master_weights.items()}
+        weights = weights_of(trainer)
+        held = {key: tensor.numpy() for key, tensor in {**weights.master_weights, **weights.params}.items()}
         file_name = callback._file_name(trainer.args)
-        np.savez(Path(os.environ["EMA_SEEN"]) / f"step{step}_{file_name}.npz", **masters)
+        np.savez(Path(os.environ["EMA_SEEN"]) / f"step{step}_{file_name}.npz", **held)
         return update(step, loss)
 
     def save_beside(directory, rank):
