@@ -140,10 +140,9 @@ def inspect(
     *,
     rules: PathLike | None = None,
     config: PathLike | None = None,
-    allow_missing: Sequence[str] = (),
     storage_options: StorageOptions | None = None,
 ) -> Inspection:
-    """Say what a checkpoint is, from its metadata alone.
+    """Say what a checkpoint is, from its metadata alone. Tensors that no file holds are told, not refused.
 
     Raises
     ------
@@ -151,8 +150,7 @@ def inspect(
         If it is not one whole, consistent checkpoint that the rules cover.
     """
     store = open_source(os.fspath(source), storage_options or {})
-    missing = MissingPolicy(allowed=tuple(allow_missing))
-    checkpoint = index_checkpoint(store, *given_inputs(rules, config), missing)
+    checkpoint = index_checkpoint(store, *given_inputs(rules, config), MissingPolicy(allowed=("*",)))
     sizes = store.sizes()
     files = {file.path: file.size_bytes for file in checkpoint.catalog.files}
     return Inspection(

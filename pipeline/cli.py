@@ -276,7 +276,6 @@ run_options = _options(
 @click.argument("source", metavar="SRC")
 @rules_option
 @config_option
-@missing_option
 @click.option("--tensors", is_flag=True, help="List every tensor with the rule that matched it.")
 @storage_option
 @json_option
@@ -284,7 +283,6 @@ def inspect(
     source: str,
     rules: Path | None,
     config: Path | None,
-    allow_missing: tuple[str, ...],
     tensors: bool,
     storage_options: dict[str, Any] | None,
     as_json: bool,
@@ -295,7 +293,6 @@ def inspect(
             source,
             rules=rules,
             config=config,
-            allow_missing=allow_missing,
             storage_options=storage_options,
         )
     _answer(inspection_data(found), as_json, False, lambda: _show_inspection(found, tensors))
@@ -600,6 +597,8 @@ def _show_inspection(found: Inspection, tensors: bool) -> None:
     tied = [f"{t.key} = {t.tied_to}" for t in found.tensors if t.tied_to]
     if tied:
         facts.add_row("tied", ", ".join(tied))
+    if missing := [tensor.key for tensor in found.tensors if tensor.missing]:
+        facts.add_row("in no file", f"{', '.join(missing)}: see --fill and --allow-missing of convert")
     console.print(facts)
     states = Table("state", "dtype", box=None, pad_edge=False, header_style="bold")
     states.add_column("tensors", justify="right")

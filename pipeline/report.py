@@ -39,6 +39,7 @@ def inspection_data(found: Inspection) -> Json:
                 "shape": list(tensor.global_shape),
                 "dtype": tensor.dtype.name,
                 "tied_to": tensor.tied_to,
+                "missing": tensor.missing,
                 "rule": tensor.rule.key,
             }
             for tensor in found.tensors

@@ -162,6 +162,8 @@ def test_a_file_that_does_not_fit_is_refused(
 
 def test_an_average_goes_on_without_what_no_file_holds(tmp_path: Path) -> None:
     source, allowed = _case(DSV3) / "checkpoint-3", ["*e_score_correction_bias"]
+    found = [tensor.key for tensor in paddle_reshard.inspect(source).tensors if tensor.missing]
+    assert found == [f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)]
     with pytest.raises(CoverageError, match="e_score_correction_bias"):
         paddle_reshard.average([source, source], tmp_path / "made", uniform=True, to="tp=1")
     paddle_reshard.average(
