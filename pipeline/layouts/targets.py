@@ -14,9 +14,9 @@ from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_lite
 from paddle_reshard.pipeline.layouts.flex.target import FlexTarget, layout_flex, small_flex_files
 from paddle_reshard.pipeline.layouts.huggingface.sidecars import plan_huggingface_sidecars
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget, layout_huggingface
-from paddle_reshard.pipeline.layouts.hybrid.sidecars import plan_sidecars
 from paddle_reshard.pipeline.layouts.hybrid.source import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_hybrid
+from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
 from paddle_reshard.pipeline.layouts.unified.target import (
     UnifiedTarget,
     layout_unified,

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paddle_reshard.pipeline.errors import CheckpointError
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.files import CONFIG, MANIFEST, Sidecars
+from paddle_reshard.pipeline.layouts.files import Sidecars
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
+from paddle_reshard.pipeline.layouts.sidecars import share_out_sidecars
 
 _TRAINING = re.compile(
     r"scheduler\.pdparams|scaler\.pdparams|trainer_state\.(json|bin)|training_args\.bin|rng_state(_\d+)?\.pth|"
     r"static_name_to_dyg_name\.json|ema\.json"
-)
-_MARKER = re.compile(
-    r"\.(model|optimizer|checkpoint)_done|save_signal_TMP_\d+|saved_signal_\d+|"
-    r"\.saving_info|async_save_info\.json|\.(model|optimizer|master)_weight\.done\.\d+"
 )
 _DTYPE_ENTRIES = ("torch_dtype", "dtype")
 _OF_PADDLE = ("source", "tensor_model_parallel_size", "tensor_parallel_degree", "tensor_parallel_rank")
@@ -35,26 +31,14 @@ def plan_huggingface_sidecars(
 ) -> Sidecars:
     """Carry what belongs to the model (tokenizer, generation config, …); name what belongs to training.
 
-    ``wanted`` is the source as the target holds it. ``config.json`` is written anew, as ``transformers`` writes
-    it, only where an entry changes.
+    ``wanted`` is the source as the target holds it.
     """
-    carried, left = [], [(name, "a folder, not part of the checkpoint's own files") for name in folders]
-    for path in sorted(paths):
-        if path in wanted.own_files or path in (MANIFEST, CONFIG):
-            continue
-        if _MARKER.fullmatch(path):
-            left.append((path, "a completion marker of the source's own job"))
-        elif "/" in path:
-            left.append((path, "lies in a folder of tensors and holds none"))
-        elif _TRAINING.fullmatch(path):
-            left.append((path, "state of the training job, not of the model"))
-        else:
-            carried.append(path)
-    exported = exported_config(wanted.model.config, target)
-    if exported == source_config and CONFIG in paths:
-        return Sidecars((*carried, CONFIG), (), tuple(left))
-    text = json.dumps(exported, indent=2, sort_keys=True) + "\n"
-    return Sidecars(tuple(carried), ((CONFIG, text.encode()),), tuple(left))
+
+    def reason(path: str) -> str | None:
+        return "state of the training job, not of the model" if _TRAINING.fullmatch(path) else None
+
+    config = exported_config(wanted.model.config, target)
+    return share_out_sidecars(paths, folders, wanted.own_files, reason, source_config, config)
 
 
 def average_divisor(facts: Mapping[str, Any], path: str) -> float:

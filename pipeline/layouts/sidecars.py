@@ -1,4 +1,4 @@
-"""What becomes of the small files around the tensors?
+"""What becomes of the small files around the tensors, whatever the format?
 
 Each is carried byte for byte, written anew, or left behind with a reason that the report names.
 """
@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import CONFIG, MANIFEST, SIGNAL_PREFIX, Sidecars
 from paddle_reshard.pipeline.topology import Topology
 
-_RNG = re.compile(r"rng_state(_\d+)?\.pth")
-_DONE = re.compile(
+_RANDOM_STATE = re.compile(r"rng_state(_\d+)?\.pth")
+_MARKER = re.compile(
     r"\.(model|optimizer|checkpoint)_done|save_signal_TMP_\d+|saved_signal_\d+|"
     r"\.saving_info|async_save_info\.json|\.(model|optimizer|master)_weight\.done\.\d+"
 )
@@ -30,26 +30,56 @@ def plan_sidecars(
     source_config: Mapping[str, Any],
     topology: Topology,
 ) -> Sidecars:
+    """Where a job goes on from the target: carry what one of the target topology can use.
+
+    Its own completion markers are written with its tensor files, so those of the source need no word.
+    """
+    rng_files = [path for path in paths if _RANDOM_STATE.fullmatch(path)]
+    same_ranks = _same_ranks(checkpoint, topology, rng_files)
+
+    def reason(path: str) -> str | None:
+        strange = path in rng_files and not same_ranks
+        return "random state belongs to one rank of the source's topology" if strange else None
+
+    own_files = {*checkpoint.own_files, *(path for path in paths if path.startswith(SIGNAL_PREFIX))}
+    config = _config(checkpoint.model.config, checkpoint.model.table.convention, topology)
+    return share_out_sidecars(paths, folders, own_files, reason, source_config, config)
+
+
+def share_out_sidecars(
+    paths: Iterable[str],
+    folders: Sequence[str],
+    own_files: Collection[str],
+    reason_to_leave: Callable[[str], str | None],
+    source_config: Mapping[str, Any],
+    config: Mapping[str, Any],
+) -> Sidecars:
     """Decide about every file that holds no tensors of the model.
 
-    ``config.json`` is written anew, as ``transformers`` writes it, only where an entry changes.
+    Parameters
+    ----------
+    paths, folders
+        All files of the source, and the folders in it.
+    own_files
+        Those that are made anew or need no word: files of tensors, and what says where they lie.
+    reason_to_leave
+        Why the format has no place for a file; ``None``: it is carried.
+    source_config, config
+        ``config.json`` as it is and as it is to be: written anew, as ``transformers`` writes it, only where an entry
+        changes.
     """
-    own = {*checkpoint.own_files, MANIFEST, CONFIG}
-    rng_files = [path for path in paths if _RNG.fullmatch(path)]
-    same_ranks = _same_ranks(checkpoint, topology, rng_files)
     carried, left = [], [(name, "a folder, not part of the checkpoint's own files") for name in folders]
     for path in sorted(paths):
-        if path in own or path.startswith(SIGNAL_PREFIX):
+        if path in own_files or path in (MANIFEST, CONFIG):
             continue
-        if _DONE.fullmatch(path):
+        if _MARKER.fullmatch(path):
             left.append((path, "a completion marker of the source's own job"))
         elif "/" in path:
             left.append((path, "lies in a folder of tensors and holds none"))
-        elif path in rng_files and not same_ranks:
-            left.append((path, "random state belongs to one rank of the source's topology"))
+        elif reason := reason_to_leave(path):
+            left.append((path, reason))
         else:
             carried.append(path)
-    config = _config(checkpoint.model.config, checkpoint.model.table.convention, topology)
     if config == source_config and CONFIG in paths:
         return Sidecars((*carried, CONFIG), (), tuple(left))
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
