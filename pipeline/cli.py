@@ -233,7 +233,8 @@ conversion_options = _options(
     click.option(
         "--aoa",
         type=FILE,
-        help="AOA statements by which tensors get other keys, are cut, joined, transposed or cast.",
+        help="AOA statements by which tensors get other keys, are cut, joined, transposed or cast; --config is then "
+        "that of the model that comes out.",
     ),
     click.option(
         "--fill",

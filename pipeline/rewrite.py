@@ -46,7 +46,11 @@ def rewrite(
         catalog=outcome.catalog,
         model=model,
         sequence_parallel=None,
-        left=(*source.left, *((name, f"dropped by {program.where}") for name in outcome.dropped)),
+        left=(
+            *source.left,
+            *((name, f"dropped by {program.where}") for name in outcome.dropped),
+            *((where, "this statement speaks about no tensor of the source") for where in outcome.idle),
+        ),
     )
 
 

@@ -77,6 +77,18 @@ def load_pickled(folder: Path, key: str) -> np.ndarray:
     return np.asarray(oracle.load_with_paddle(path)[key])
 
 
+def test_statements_that_speak_about_nothing_are_told(tmp_path: Path) -> None:
+    program = tmp_path / "rules.aoa"
+    program.write_text(
+        "model.norm.weight -> norm.weight\nmodel.layers.$LAYER_ID.qq.weight -> $LAYER_ID.q\nno.such -> _\n"
+    )
+    planned = CliRunner().invoke(
+        cli, ["plan", str(SOURCE), str(tmp_path / "x"), "--format", "flex", "--aoa", str(program), "--json"]
+    )
+    told = [e["path"] for e in json.loads(planned.stdout)["not_carried"] if "speaks about no" in e["reason"]]
+    assert told == [f"{program}, line 2", f"{program}, line 3"]
+
+
 def test_a_dropped_tensor_is_named(tmp_path: Path) -> None:
     rules = tmp_path / "rules.txt"
     rules.write_text("lm_head.weight -> _   # not wanted\nmodel.norm.weight -> final.weight\n")
