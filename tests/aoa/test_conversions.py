@@ -80,7 +80,7 @@ def load_pickled(folder: Path, key: str) -> np.ndarray:
 def test_statements_that_speak_about_nothing_are_told(tmp_path: Path) -> None:
     program = tmp_path / "rules.aoa"
     program.write_text(
-        "model.norm.weight -> norm.weight\nmodel.layers.$LAYER_ID.qq.weight -> $LAYER_ID.q\nno.such -> _\n"
+        "model.norm.weight -> norm.weight\nmodel.layers.$LAYER_ID.qq.weight -> q.$LAYER_ID\nno.such -> _\n"
     )
     planned = CliRunner().invoke(
         cli, ["plan", str(SOURCE), str(tmp_path / "x"), "--format", "flex", "--aoa", str(program), "--json"]
