@@ -12,14 +12,14 @@ from benchmarks.measure import table, write_figures
 from tests.parity.table_rows import MODELS
 
 STEPS = ("4", "5", "6")
-SAYS_LENGTH = 220
+SAYS_LENGTH = 160
 
 
 def write_report(
     document: Path,
     rows: list[dict[str, Any]],
     pairs: Mapping[str, list[Mapping[str, Any]]],
-    converter: Mapping[str, str],
+    converter: Mapping[str, Mapping[str, str]],
 ) -> None:
     """Write the figures into the document; the prose around them stays."""
     by_way: dict[str, list[dict[str, Any]]] = {}
@@ -184,16 +184,28 @@ def _how_different(row: Mapping[str, Any]) -> str:
     return f"{len(row['different'])} tensors differ, by {max(row['different'].values())} ulp"
 
 
-def _converter(converter: Mapping[str, str]) -> str:
+def _converter(converter: Mapping[str, Mapping[str, str]]) -> str:
     lines = []
-    for strategy, says in converter.items():
+    for strategy, found_of in converter.items():
+        says = found_of["says"]
         if found := re.search(r"compared (\d+) bad (\d+)", says):
             lines.append([strategy, f"{found[1]} tensors compared, {found[2]} differ"])
         else:
-            lines.append([strategy, _short(re.sub(r"^PEER_FAIL paddlenlp \S+ / paddle \S+ \S+ ", "", says))])
+            lines.append(
+                [
+                    strategy,
+                    _short(
+                        re.sub(
+                            r"^PEER_FAIL paddlenlp \S+ / paddle \S+ \S+ | @?sec [\d.]+$| sec [\d.]+$",
+                            "",
+                            says,
+                        )
+                    ),
+                ]
+            )
     if not lines:
         return ""
-    return table(["CheckpointConverter (PaddleNLP) reads", "what it says"], lines)
+    return table(["CheckpointConverter (PaddleNLP), on one card, of what was saved by", "it says"], lines)
 
 
 def _unfinished(rows: list[dict[str, Any]]) -> list[str]:
@@ -208,7 +220,8 @@ def _unfinished(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _short(says: str) -> str:
-    """The last thing that a log says, without this machine's folders."""
-    text = re.sub(r"(?:/[\w.@+-]+)+/", "", says.replace("|", "¦"))
-    text = text if len(text) <= SAYS_LENGTH else "… " + text[-SAYS_LENGTH:]
-    return "`" + text.replace("`", "'") + "`"
+    """The error that a log ends with, without this machine's folders."""
+    parts = re.sub(r"(?:/[\w.@+-]+)+/", "", says.replace("|", "¦").replace("`", "'")).split(" / ")
+    errors = [part for part in parts if re.match(r"\w+(?:Error|Exception)\b", part)]
+    text = (errors or parts)[-1]
+    return f"`{text if len(text) <= SAYS_LENGTH else text[:SAYS_LENGTH] + ' …'}`"
