@@ -12,6 +12,7 @@ from paddle_reshard.pipeline.errors import FormatError, UnsupportedError
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.flex.checkpoint import DataFile, read_flex
 from paddle_reshard.pipeline.layouts.flex.names import METADATA, is_dist_file
+from paddle_reshard.pipeline.layouts.flex.older_average import OlderAverage, describe_older_average
 from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META
 from paddle_reshard.pipeline.layouts.rules import RuleTable
 from paddle_reshard.storage.formats.dist_metadata import DistMetadata, parse_dist_metadata
@@ -26,6 +27,8 @@ from paddle_reshard.tasks.index import (
 )
 
 _T = TypeVar("_T")
+_MASTERS = "master_weights"
+"""A section of older files of averages, of which the arrays have parameter names for keys."""
 
 
 def index_flex(
@@ -43,16 +46,24 @@ def index_flex(
     CheckpointError, PlanError
         If it is not one whole, consistent checkpoint that the rules cover.
     """
-    if MODEL_META in sizes:
+    # A job without sharding leaves a file that says nothing.
+    if MODEL_META in sizes and store.read(MODEL_META, 0, min(sizes[MODEL_META], 5)) != b"null":
         _refuse_muon(read_json(store, MODEL_META, sizes))
     own = {path: size for path, size in sizes.items() if is_dist_file(path)}
     described = {path: size for path, size in own.items() if path.endswith(METADATA)}
     held = {path: size for path, size in own.items() if path not in described}
     metadata = _side_by_side(described, partial(_index_metadata, store))
-    files = _side_by_side(held, partial(_index_data_file, store))
+    indexed = _side_by_side(held, partial(_index_data_file, store))
+    files = {path: file for path, file in indexed.items() if isinstance(file, DataFile)}
+    averages = {path: file for path, file in indexed.items() if isinstance(file, OlderAverage)}
+    left: tuple[tuple[str, str], ...] = ()
+    if averages:
+        of_average, held_averages, left = describe_older_average(averages, metadata, files)
+        metadata, files = {**metadata, **of_average}, {**files, **held_averages}
     found = read_flex(metadata, files, config, tables, read_lr_scheduler(store, sizes))
     # Jobs that keep an average say here which ranks wrote the checkpoint.
-    return replace(found, own_files=found.own_files | ({MODEL_META} & sizes.keys()))
+    own_files = (found.own_files | {MODEL_META}) & sizes.keys()
+    return replace(found, own_files=own_files, left=(*found.left, *left))
 
 
 def _refuse_muon(meta: Mapping[str, Any]) -> None:
@@ -72,20 +83,18 @@ def _index_metadata(store: Readable, path: str, size_bytes: int) -> DistMetadata
     return parse_dist_metadata(partial(store.read, path), size_bytes, path)
 
 
-def _index_data_file(store: Readable, path: str, size_bytes: int) -> DataFile:
+def _index_data_file(store: Readable, path: str, size_bytes: int) -> DataFile | OlderAverage:
     if path.endswith(".safetensors"):
         payload = parse_safetensors(partial(store.read, path), size_bytes, path)
         return DataFile(size_bytes, payload.tensors, {})
     root = index_tensor_file(store, path, size_bytes)
     names = root.pop(STRUCTURED_NAMES, {})
-    for key, value in root.items():
-        if key == "master_weights" and isinstance(value, dict):
-            raise UnsupportedError(
-                f"{path}: an average under parameter names, as PaddleFormers wrote it before its metadata; no file "
-                "says which rank had which slices. Load and save it once with the job that wrote it"
-            )
+    masters = root.pop(_MASTERS) if isinstance(root.get(_MASTERS), dict) else None
+    for key, value in (*root.items(), *(masters or {}).items()):
         if not isinstance(value, ArrayRef):
             raise FormatError(
                 "not_an_array", path, None, f"{key} holds a {type(value).__name__}, an array is expected"
             )
+    if masters is not None:
+        return OlderAverage(size_bytes, masters, root)
     return DataFile(size_bytes, root, names if isinstance(names, dict) else {})
