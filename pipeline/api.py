@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from paddle_reshard.clusters.choose import choose_engine
+from paddle_reshard.clusters.choose import Engine, choose_engine
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.compare import Difference, plan_comparison
 from paddle_reshard.pipeline.errors import CheckpointError, ReshardError, UsageError
@@ -380,18 +380,39 @@ def convert(
     """
     memory_bytes = parse_memory(options.get("memory", DEFAULT_MEMORY))
     engine = choose_engine(cluster, workers, memory_bytes, exchange, device)
-    counted = count_retries()
     resume = resume or take_over
-    observe(StepStarted("plan"))
-    conversion = plan(source, target, resume=resume, **options)
-    if expected_plan is not None:
-        from paddle_reshard.storage.plan_file import check_is_saved
 
-        check_is_saved(conversion.plan, Path(expected_plan))
-    observe(
-        StepEnded("plan", f"{conversion.plan.groups} groups, {conversion.plan.written_bytes} bytes to write")
+    def make_plan() -> ConversionPlan:
+        made = plan(source, target, resume=resume, **options)
+        if expected_plan is not None:
+            from paddle_reshard.storage.plan_file import check_is_saved
+
+            check_is_saved(made.plan, Path(expected_plan))
+        return made
+
+    return plan_and_run(
+        make_plan,
+        lambda: open_targets((source,), target, options, resume, take_over),
+        engine,
+        observe,
+        resume,
     )
-    sinks = open_targets((source,), target, options, resume, take_over)
+
+
+def plan_and_run(
+    make_plan: Callable[[], ConversionPlan],
+    open_sinks: Callable[[], Outputs],
+    engine: Engine,
+    observe: Observer,
+    resume: bool,
+) -> ConversionReport:
+    """Make a plan, open the targets and carry it out; ``observe`` is told of all steps."""
+    counted = count_retries()
+    observe(StepStarted("plan"))
+    conversion = make_plan()
+    groups, written_bytes = conversion.plan.groups, conversion.plan.written_bytes
+    observe(StepEnded("plan", f"{groups} groups, {written_bytes} bytes to write"))
+    sinks = open_sinks()
     moved = run_conversion(conversion, sinks, engine, observe, resume)
     moved = replace(moved, retries=add_retries((moved.retries, count_retries() - counted)))
     return ConversionReport(conversion.store.location, sinks.location, conversion, moved)

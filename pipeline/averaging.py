@@ -23,6 +23,7 @@ from paddle_reshard.pipeline.api import (
     ConversionReport,
     given_inputs,
     open_targets,
+    plan_and_run,
     read_request,
 )
 from paddle_reshard.pipeline.catalog import Catalog, File, Mixture, Term
@@ -37,17 +38,12 @@ from paddle_reshard.pipeline.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER
 from paddle_reshard.pipeline.workflow import (
     ConversionPlan,
     Observer,
-    StepEnded,
-    StepStarted,
     ignore_events,
     plan_checkpoint,
-    run_conversion,
 )
 from paddle_reshard.storage.locate import open_source
-from paddle_reshard.storage.retry_counts import count_retries
 from paddle_reshard.storage.store import Read, ReadRange, Source
 from paddle_reshard.tasks.ema import Averaging, factors
-from paddle_reshard.tasks.figures import add_retries
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -333,18 +329,16 @@ def average(
     engine = choose_engine(
         cluster, workers, parse_memory(options.get("memory", DEFAULT_MEMORY)), exchange, "cpu"
     )
-    counted = count_retries()
     resume = resume or take_over
-    observe(StepStarted("plan"))
-    conversion = plan_average(
-        sources, target, decay=decay, weights=weights, uniform=uniform, resume=resume, **options
+    return plan_and_run(
+        lambda: plan_average(
+            sources, target, decay=decay, weights=weights, uniform=uniform, resume=resume, **options
+        ),
+        lambda: open_targets(sources, target, options, resume, take_over),
+        engine,
+        observe,
+        resume,
     )
-    plan = conversion.plan
-    observe(StepEnded("plan", f"{plan.groups} groups, {plan.written_bytes} bytes to write"))
-    sinks = open_targets(sources, target, options, resume, take_over)
-    moved = run_conversion(conversion, sinks, engine, observe, resume)
-    moved = replace(moved, retries=add_retries((moved.retries, count_retries() - counted)))
-    return ConversionReport(conversion.store.location, sinks.location, conversion, moved)
 
 
 def plan_average(
