@@ -110,6 +110,7 @@ def join(source: Catalog, laid_out: Sequence[LaidOut], prefixes: Sequence[str]) 
     literals: list[tuple[int, int, bytes]] = []
     fills: list[tuple[int, int, int]] = []
     fragments: list[Fragments] = []
+    left_out: set[int] = set()
     for prefix, one in zip(prefixes, laid_out, strict=True):
         first = len(files)
         files += [replace(file, path=prefix + file.path) for file in one.files.files]
@@ -120,9 +121,27 @@ def join(source: Catalog, laid_out: Sequence[LaidOut], prefixes: Sequence[str]) 
         places = np.array([index[t.key, t.state] for t in one.catalog.tensors], dtype=np.int32)
         rows["tensor"] = places[rows["tensor"]]
         fragments.append(rows)
+        left_out.update(places[_left_out(one)].tolist())
     casts = frozenset(cast for one in laid_out for cast in one.files.casts)
-    joined = TargetFiles(tuple(files), tuple(literals), tuple(fills), np.concatenate(fragments), casts=casts)
+    joined = TargetFiles(
+        tuple(files),
+        tuple(literals),
+        tuple(fills),
+        np.concatenate(fragments),
+        casts=casts,
+        left_out=frozenset(left_out),
+    )
     return LaidOut(catalog, joined, (), ())
+
+
+def _left_out(target: LaidOut) -> list[int]:
+    """Tensors that are stored and of which nothing goes into this target."""
+    catalog = target.catalog
+    fed: set[int] = set()
+    for tensor in np.unique(target.files.fragments["tensor"]).tolist():
+        mixture = catalog.mixtures.get(tensor)
+        fed |= {catalog.implied.get(tensor, tensor)} if mixture is None else {t.tensor for t in mixture.terms}
+    return sorted({*np.unique(catalog.fragments["tensor"]).tolist()} - fed)
 
 
 def target_facts(target: AnyTarget) -> dict[str, str]:

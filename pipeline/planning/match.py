@@ -88,12 +88,17 @@ def _fill(ops: Ops, source: Fragments, target: Fragments) -> None:
 
 
 def plan_ops(
-    source: Catalog, target: Fragments, compare_replicas: bool = True, casts: Collection[Cast] = ()
+    source: Catalog,
+    target: Fragments,
+    compare_replicas: bool = True,
+    casts: Collection[Cast] = (),
+    left_out: Collection[int] = (),
 ) -> Ops:
     """Everything that has to be moved or compared to make ``target`` of ``source``.
 
     Further copies of a tensor are compared with the one that is moved, unless ``compare_replicas`` is off.
-    ``casts`` are those that were asked for, beside the ones that a format defines.
+    ``casts`` are those that were asked for, beside the ones that a format defines. ``left_out`` are tensors that one of
+    several targets leaves out, though another one has them.
 
     Raises
     ------
@@ -106,14 +111,14 @@ def plan_ops(
     inside = clipped(target, source.tensors)
     steps = list(_steps(primary, target, inside, source))
     fed = np.concatenate([pairs.feed for pairs, _ in steps])
-    implied = _implied_by_definition(source, _lacking(primary["tensor"], fed))
+    implied = _implied_by_definition(source, sorted({*_lacking(primary["tensor"], fed), *left_out}))
     copies = source.fragments.compress(source.fragments["replica"] > 0) if compare_replicas else primary[:0]
-    left_out = primary[np.isin(primary["tensor"], list(implied))] if implied else primary[:0]
+    unmoved = primary[np.isin(primary["tensor"], list(implied))] if implied else primary[:0]
     ops = _described(
         [
             *((MOVE, pairs) for pairs, _ in steps),
             (COMPARE, _meeting(primary, copies, implied)),
-            (CHECK, _meeting(primary, left_out, implied)),
+            (CHECK, _meeting(primary, unmoved, implied)),
         ]
     )
     _check_casts(ops[: len(fed)], source.tensors, casts)

@@ -186,7 +186,7 @@ def plan_conversion(
     """
 
     def make_ops() -> Ops:
-        ops = plan_ops(source, target.fragments, compare_replicas, target.casts)
+        ops = plan_ops(source, target.fragments, compare_replicas, target.casts, target.left_out)
         _check_tiles(ops, target, source)
         return ops
 

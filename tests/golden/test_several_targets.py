@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli import cli
-from paddle_reshard.pipeline.errors import UsageError
+from paddle_reshard.pipeline.errors import DriftError, UsageError
 from paddle_reshard.pipeline.options import TargetOptions, parse_target
 from paddle_reshard.pipeline.workflow import Event, Progress
 from tests.conftest import committed_case
@@ -133,3 +133,21 @@ def test_each_target_is_told_with_its_place(tmp_path: Path) -> None:
     }
     misplaced = CliRunner().invoke(cli, ["plan", str(SOURCE), *targets, "--to", "tp=1"])
     assert "--to is said of each of several targets: --target DST:FORMAT:NAME=VALUE" in misplaced.stderr
+
+
+def test_what_one_target_refuses_another_does_not_hide(tmp_path: Path) -> None:
+    """A parameter that is not the cast of its master weight is lost where only the master weight goes out."""
+    source = tmp_path / "source"
+    paddle_reshard.convert(SOURCE, source, to="tp=1")
+    weights = source / "model_state.pdparams"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    sharded: TargetOptions = {"to": "sharding=2", "sharding_strategy": "stage1v2"}
+    asked: dict[Any, TargetOptions] = {tmp_path / "a": sharded, tmp_path / "b": {"format": "huggingface"}}
+    paddle_reshard.convert(source, tmp_path / "weights alone", format="huggingface")
+    for target in ({tmp_path / "alone": sharded}, asked):
+        with pytest.raises(DriftError, match="the target would keep the master weight only"):
+            paddle_reshard.convert(source, target)
+    assert not (tmp_path / "a").exists()
+    assert not (tmp_path / "b").exists()
