@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from paddle_reshard.pipeline.catalog import Catalog
 from paddle_reshard.pipeline.errors import CheckpointError, FormatError
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy, checked_schedule
 from paddle_reshard.pipeline.layouts.huggingface.beside import read_weights_and_states
 from paddle_reshard.pipeline.layouts.huggingface.parts import PADDLE_LAYOUTS
 from paddle_reshard.pipeline.layouts.huggingface.source import (
@@ -163,7 +163,7 @@ def read_lr_scheduler(store: Readable, sizes: Mapping[str, int]) -> Any:
     """
     if SCHEDULER not in sizes:
         return None
-    return index_tensor_file(store, SCHEDULER, sizes[SCHEDULER])
+    return checked_schedule(index_tensor_file(store, SCHEDULER, sizes[SCHEDULER]), SCHEDULER)
 
 
 def read_json(store: Readable, path: str, sizes: Mapping[str, int]) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from paddle_reshard.pipeline.catalog import Catalog, File
+from paddle_reshard.pipeline.errors import UnsupportedError
 from paddle_reshard.pipeline.layouts.model import Model
 from paddle_reshard.pipeline.topology import Topology
-from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
+from paddle_reshard.storage.formats.paddle_pickle import ArrayRef, encode_pickle
 
 
 @dataclass(frozen=True)
@@ -64,3 +65,20 @@ class Checkpoint:
     """The axis over which whole experts are spread: ``ep``, ``tp`` or ``dp``; ``None``: every rank has all of them."""
     unified_experts: bool | None = None
     """Whether they are in the unified layer; ``None`` where the order of tensors cannot tell."""
+
+
+def checked_schedule(state: Any, where: str) -> Any:
+    """The state of a learning-rate schedule, which every target holds anew.
+
+    Raises
+    ------
+    UnsupportedError
+        If it holds an array or anything else that is not a plain value; ``where`` names its place.
+    """
+    try:
+        encode_pickle({"LR_Scheduler": state})
+    except (TypeError, ValueError) as error:
+        raise UnsupportedError(
+            f"{where}: the state of the learning-rate schedule cannot be written anew: {error}; only plain values are"
+        ) from error
+    return state

@@ -33,7 +33,7 @@ def check_whole(model: Model) -> None:
             name = tensor.rule.key.format(layer="{layer}", expert=expert)
             layers.setdefault(tensor.layer, set()).add(name)
     expected = model.config.get("num_hidden_layers", len(layers))
-    if sorted(layers) != list(range(expected if isinstance(expected, int) else -1)):
+    if expected != len(layers) or sorted(layers) != list(range(len(layers))):
         raise CheckpointError(
             f"config.json says num_hidden_layers={expected!r}, the files hold the layers "
             f"{', '.join(map(str, sorted(layers))) or 'none'}"

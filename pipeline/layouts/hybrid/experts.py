@@ -115,10 +115,11 @@ def check_experts(ranks: Ranks, tensors: Iterable[ModelTensor], count: int | Non
             layers.setdefault(tensor.layer, set()).update(experts_of([tensor.key]))
     total = count if count is not None else max((len(held) for held in layers.values()), default=0)
     for layer, held in sorted(layers.items()):
-        if held != set(range(total)):
-            odd = sorted(held ^ set(range(total)))
+        if total != len(held) or max(held, default=-1) >= total:
+            # Not a range of what the config says, which may be any number.
+            odd = next(n for n in (*range(len(held) + 1), *sorted(held)) if (n < total) != (n in held))
             raise CheckpointError(
-                f"layer {layer} has {len(held)} experts, the model has {total}; expert {odd[0]} is in only one of them"
+                f"layer {layer} has {len(held)} experts, the model has {total}; expert {odd} is in only one of them"
             )
     over = spread_over(ranks)
     if over is None:

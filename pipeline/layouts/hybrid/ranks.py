@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from paddle_reshard.pipeline.errors import CheckpointError, CoverageError, UnsupportedError
 from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.layouts.checkpoint import checked_schedule
 from paddle_reshard.pipeline.layouts.hybrid.meta import CellMeta, ModelMeta
 from paddle_reshard.pipeline.layouts.hybrid.names import (
     EMA,
@@ -314,21 +315,12 @@ def _same(what: str, values: list[Any], where: str) -> Any:
 def _lr_scheduler(files: list[RankFile], roots: Mapping[str, Any]) -> Any:
     states = {f.path: roots[f.path].get(_LR_SCHEDULER) for f in files if _LR_SCHEDULER in roots[f.path]}
     for path, state in states.items():
-        if _holds_array(state):
-            raise UnsupportedError(f"{path}: {_LR_SCHEDULER} holds an array; only plain values are written")
+        checked_schedule(state, f"{path}: {_LR_SCHEDULER}")
     # Data-parallel ranks above 0 write their own experts and nothing else.
     lacking = next((f.path for f in files if f.path not in states and not f.moe), None)
     if states and lacking is not None:
         raise CheckpointError(f"{next(iter(states))} has an {_LR_SCHEDULER} entry, {lacking} has none")
     return _same(_LR_SCHEDULER, list(states.values()), "optimizer files")
-
-
-def _holds_array(value: object) -> bool:
-    if isinstance(value, dict):
-        return any(_holds_array(entry) for entry in value.values())
-    if isinstance(value, list | tuple):
-        return any(_holds_array(entry) for entry in value)
-    return isinstance(value, ArrayRef | SplitArray)
 
 
 def _read_cell(

@@ -379,11 +379,11 @@ def _check_layers(tensors: Sequence[ModelTensor], config: Mapping[str, Any]) -> 
     expected = config.get("num_hidden_layers", len(layers))
     if not isinstance(expected, int):
         raise CheckpointError(f"config.json: num_hidden_layers is {expected!r}")
-    if layers != list(range(expected)):
-        missing = sorted(set(range(expected)) ^ set(layers))
+    if expected != len(layers) or layers != list(range(len(layers))):
+        held = set(layers)  # not a range of what the config says, which may be any number
+        odd = next(n for n in (*range(len(layers) + 1), *layers) if (n < expected) != (n in held))
         raise CheckpointError(
-            f"config.json says {expected} decoder layers; layer {missing[0]} is in only one of the config and "
-            "the files"
+            f"config.json says {expected} decoder layers; layer {odd} is in only one of the config and the files"
         )
 
 

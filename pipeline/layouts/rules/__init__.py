@@ -227,7 +227,7 @@ def derived_sizes(config: Config) -> dict[str, int]:
     values = {k: v for k, v in config.items() if isinstance(v, int) and not isinstance(v, bool)}
     if "num_attention_heads" in values:
         values.setdefault("num_key_value_heads", values["num_attention_heads"])
-        if "hidden_size" in values:
+        if "hidden_size" in values and values["num_attention_heads"] > 0:
             values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
     if "num_experts" in values:
         values.setdefault("num_local_experts", values["num_experts"])
