@@ -77,7 +77,7 @@ DEVICES = ("cpu", "gpu")
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(paddle_reshard.__version__, prog_name="paddle-reshard")
 def cli() -> None:
-    """Convert PaddlePaddle hybrid-parallel checkpoints to any other topology, bit for bit."""
+    """Convert PaddlePaddle training checkpoints to any other topology and format, bit for bit."""
 
 
 def _options(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -183,5 +183,5 @@ def _refuse_unknown_tensor_files(store: Source) -> None:
         )
     if not ranks:
         raise CheckpointError(
-            f"{store.location}: no model_state or optimizer file: not a hybrid-parallel training checkpoint"
+            f"{store.location}: holds no checkpoint: no model_state or optimizer file, no .metadata, no .safetensors"
         )

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import tarfile
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
 import pytest
 
 import paddle_reshard
@@ -245,6 +247,23 @@ def test_a_flex_checkpoint_without_the_config_of_its_model_is_no_reason_to_wait(
     assert done.returncode == 1
     assert "config.json is missing; give that of the model with --config FILE" in done.stderr
     assert not training.out.exists()
+
+
+def test_old_flex_targets_are_removed_with_their_folders_in_an_object_store(flex_case: Path) -> None:
+    def identify(source: str, target: str) -> str:
+        return conversion_id({"source": source, "target": target})
+
+    store = fsspec.filesystem("memory")
+    root = f"memory://watch-{uuid.uuid4().hex}"
+    conversion = Conversion({"format": "flex", "config": flex_case / "config.json"}, identify)
+    watcher = open_watcher(f"{root}/run", f"{root}/out", conversion, Policy(keep=1))
+    for step in (1, 2):
+        store.put(str(flex_case / "checkpoint-3"), f"{root}/run/checkpoint-{step}", recursive=True)
+        assert watcher.once()[f"checkpoint-{step}"] is Result.CONVERTED
+    kept = [path for path in store.find(f"{root}/out") if "/.paddle_reshard/" not in path]
+    assert kept
+    assert all("/out/checkpoint-2/" in path for path in kept)
+    assert any("/checkpoint-2/model_state/" in path for path in kept)
 
 
 def test_a_model_made_by_hand_is_not_taken_for_the_average(training: Run) -> None:
