@@ -9,6 +9,7 @@ made with NumPy of what every rank held at every step.
 
 import json
 import pickle
+import re
 import shutil
 import signal
 import sys
@@ -54,6 +55,8 @@ class Run:
     segments: tuple[int, int] | None = None
     """In both jobs, the elements above which stage 3 cuts a parameter."""
     layout: dict[str, Any] = field(default_factory=dict)
+    older: bool = False
+    """Whether the first job saves its own average as the trainer did before 1.2; the second goes on from that."""
 
     @property
     def flex(self) -> bool:
@@ -82,6 +85,9 @@ RUNS = {
         2,
         segments=(512, 5000),
         layout={"stage3_segment_size": 5000},
+    ),
+    "fc-older-sh2-v2-to-sh2-v1": Run(
+        V2 | SHARDING2 | FLEX, 2, "sharding=2", "stage1v1", V1 | SHARDING2, 2, older=True
     ),
     "ep2sh2-v2-to-ep2mp2": Run(
         EP2 | V2 | SHARDING2,
@@ -126,14 +132,21 @@ def _check(lab: Lab, name: str, run: Run) -> list[str]:
     work.mkdir(parents=True)
     segments = [{"SHIM_SEGMENT": str(s)} for s in run.segments or ()] or [{}, {}]
     average = {} if run.segments else EMA
+    if run.older:
+        segments[0]["EMA_OLDER"] = "1"
     _train(lab, run, name, work / "first", run.first | average, run.first_ranks, 3, segments[0])
     theirs, ours = work / "first" / "out" / "checkpoint-3", work / "first" / "out" / "checkpoint-3-ours"
     found = []
-    if run.segments is None:
+    if run.older:
+        found = _verify_older(theirs, ours, work / "newer")
+    elif run.segments is None:
         one, other = ({"": read_flex_ema(f)} if run.flex else _files(f) for f in (ours, theirs))
         found = _differences(one, other, "the trainer's own average")
     found += _compare(ours, run.first, _reference(work / "first", (1, 2, 3), None), "the reference")
-    shutil.copytree(ours, theirs, dirs_exist_ok=True)
+    if run.older:
+        shutil.copy(ours / "ema.json", theirs)
+    else:
+        shutil.copytree(ours, theirs, dirs_exist_ok=True)
     converted = work / "converted" / "checkpoint-3"
     config = case_directory("single") / "checkpoint-3" / "config.json"
     paddle_reshard.convert(
@@ -155,6 +168,15 @@ def _check(lab: Lab, name: str, run: Run) -> list[str]:
             f"ema.json counts {progress['updates']} updates up to step {progress['step']}, not 6 and 6"
         )
     return found
+
+
+def _verify_older(theirs: Path, ours: Path, both: Path) -> list[str]:
+    """The checkpoint with the trainer's average without metadata is the same as with ours, which has them."""
+    shutil.copytree(theirs, both, ignore=shutil.ignore_patterns("ema_state"))
+    shutil.copytree(ours / "ema_state", both / "ema_state")
+    config = case_directory("single") / "checkpoint-3" / "config.json"
+    difference = paddle_reshard.verify(theirs, both, config=config)
+    return [] if difference.equal else [f"the trainer's own average without metadata: {difference}"]
 
 
 def _train(
@@ -213,7 +235,8 @@ def _compare(
     if not _is_flex(arguments):
         return _differences(_files(folder), reference, what)
     found, written = [], set()
-    for number, rank in enumerate(reference.values()):
+    ranks = [reference[name] for name in sorted(reference, key=_coordinate)]
+    for number, rank in enumerate(ranks):
         root = pickle.loads((folder / "ema_state" / f"{number}_0.distcp").read_bytes())
         names = root.pop("StructuredToParameterName@@")
         for key, value in root.items():
@@ -223,7 +246,7 @@ def _compare(
             if values.tobytes() != value.tobytes() or padding.any():
                 found.append(f"{what}: {folder}: {key} of rank {number} differs")
             written.add((number, entry))
-    for number, rank in enumerate(reference.values()):
+    for number, rank in enumerate(ranks):
         # What several ranks hold is written by the first of them; a slice may be padding and nothing else.
         found += [
             f"{what}: {folder}: {entry} of rank {number} is not there"
@@ -233,6 +256,12 @@ def _compare(
             and ("@" in entry or not any((earlier, entry) in written for earlier in range(number)))
         ]
     return found if written else [f"{what}: there is nothing to compare"]
+
+
+def _coordinate(name: str) -> list[str]:
+    """Of the rank with a file of this name, in the order of the trainer's global ranks."""
+    parts = dict(re.findall(r"(tp|pp|shard)(\d+)", name))
+    return [parts.get(axis, "") for axis in ("pp", "shard", "tp")]
 
 
 def _differences(
