@@ -11,6 +11,7 @@ import pickle
 import re
 import shutil
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import paddle_reshard
-from paddle_reshard.pipeline.errors import ReshardError
+from paddle_reshard.pipeline.errors import CoverageError, ReshardError
 from paddle_reshard.pipeline.options import TargetOptions
+from paddle_reshard.storage.formats.dist_metadata import encode_dist_metadata, parse_dist_metadata
 from tests.conftest import REPO
 from tests.golden.unified_cases import small_case
 from tests.hostile.test_fuzz_checkpoints import json_values
@@ -223,4 +225,19 @@ def test_a_schedule_that_is_none(sandboxes: dict[str, Sandbox], name: str) -> No
     donor = sandboxes["fc_pp2sh2_s1v2_tied"].sound / "model_state" / "0_0.distcp"
     shutil.copy(donor, sandbox.source / "scheduler.pdparams")
     with pytest.raises(ReshardError, match=r"scheduler\.pdparams: .*learning-rate schedule"):
+        sandbox.convert()
+
+
+def test_a_fused_tensor_with_too_few_dims(sandboxes: dict[str, Sandbox]) -> None:
+    """A metadata file that takes a vector for a fused projection, and the projection for the vector."""
+    sandbox = sandboxes["fc_moe_mp2sh2_s1v2_ema"]
+    sandbox.reset()
+    path = sandbox.source / "model_state" / "0.metadata"
+    content = path.read_bytes()
+    metadata = parse_dist_metadata(lambda at, nbytes: content[at : at + nbytes], len(content), path.name)
+    vector, fused = "model.norm.weight", "model.layers.0.mlp.experts.0.up_gate_proj.weight"
+    keys = tuple({vector: fused, fused: vector}.get(key, key) for key in metadata.keys)
+    assert keys != metadata.keys
+    path.write_bytes(encode_dist_metadata(replace(metadata, keys=keys, flat_mapping={k: (k,) for k in keys})))
+    with pytest.raises(CoverageError, match=rf"{fused}.*: shape \(16,\), and 2 parts are fused along dim 1"):
         sandbox.convert()

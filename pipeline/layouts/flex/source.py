@@ -215,12 +215,16 @@ class _Cataloguer:
         if fused is None:
             return TensorCut(1, None)
         dim, parts = fused
+        if len(tensor.global_shape) <= dim:
+            raise CoverageError(
+                tensor.label, f"shape {tensor.global_shape}, and {parts} parts are fused along dim {dim}"
+            )
         starts = {metadata.shapes[offset][dim] for offset in pieces["global_offset"].tolist()}
         if len(starts) == 1:
             return TensorCut(1, None)
         extents = {metadata.shapes[local][dim] for local in pieces["local_shape"].tolist()}
         block, rest = divmod(tensor.global_shape[dim], len(starts))
-        if rest or block % parts or extents != {block} or any(start % block for start in starts):
+        if rest or not block or block % parts or extents != {block} or any(start % block for start in starts):
             raise CoverageError(
                 tensor.label,
                 f"{parts} parts are fused along dim {dim}; its pieces begin at {sorted(starts)[:8]} and have "
