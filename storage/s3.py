@@ -23,6 +23,7 @@ from botocore.exceptions import BotoCoreError
 from fsspec.asyn import sync
 
 from paddle_reshard.pipeline.errors import ReshardError, TargetError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.layouts.files import TENSOR_FOLDERS
 from paddle_reshard.pipeline.planning.limits import CopyLimits
 from paddle_reshard.storage import retry
 from paddle_reshard.storage.checksum import checksum, source_checksum
@@ -279,7 +280,9 @@ class S3Folder(FsspecFolder):
             return None
 
     def list_uploads(self) -> list[tuple[str, str]]:
-        """File and upload id of every upload directly below the prefix that is neither completed nor aborted."""
+        """File and upload id of every upload of the folder and of those of a checkpoint in it, neither completed nor
+        aborted.
+        """
         bucket, prefix = self.key("")
         found: list[tuple[str, str]] = []
         more: dict[str, Any] = {}
@@ -287,7 +290,8 @@ class S3Folder(FsspecFolder):
             page = self.open()[0].call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **more)
             for upload in page.get("Uploads", []):
                 name = upload["Key"].removeprefix(prefix)
-                if upload["Key"].startswith(prefix) and "/" not in name:
+                folder, _, _ = name.rpartition("/")
+                if upload["Key"].startswith(prefix) and folder in ("", *TENSOR_FOLDERS):
                     found.append((name, upload["UploadId"]))
             if not page.get("IsTruncated"):
                 return found

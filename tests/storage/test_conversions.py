@@ -2,11 +2,13 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.errors import CheckpointError, TargetError, UsageError
+from paddle_reshard.pipeline.options import TargetOptions
 from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.workflow import Event, StepEnded
 from paddle_reshard.storage import s3
@@ -366,3 +368,35 @@ def test_what_s3_cannot_hold_is_refused_before_anything_is_written(
             paddle_reshard.convert(SMALL, f"s3://{bucket}/c", storage_options=store.options, **TARGET)
     assert in_bucket(store, bucket) == {}
     assert uploads(store, bucket) == []
+
+
+def test_targets_on_a_disk_and_on_s3_together(
+    store: Store, bucket: str, tmp_path: Path, for_four: dict[str, bytes]
+) -> None:
+    """Killed when the first of them is there: the other one is made later, and what is left of it can be removed."""
+    disk, far = tmp_path / "far", f"s3://{bucket}/flex"
+    asked: dict[Any, TargetOptions] = {disk: TARGET, far: {"format": "flex", "files": 2}}
+    paddle_reshard.convert(SMALL, tmp_path / "alone", format="flex", files=2)
+    files = (path for path in (tmp_path / "alone").rglob("*") if path.is_file())
+    alone = {path.relative_to(tmp_path / "alone").as_posix(): path.read_bytes() for path in files}
+
+    def kill(event: Event) -> None:
+        if isinstance(event, StepEnded) and event.step == "move":
+            raise KeyboardInterrupt
+
+    for goes_on in (False, True):
+        with pytest.raises(KeyboardInterrupt):
+            paddle_reshard.convert(SMALL, asked, storage_options=store.options, observe=kill)
+        assert not disk.exists()
+        assert uploads(store, bucket)
+        if goes_on:
+            report = paddle_reshard.convert(SMALL, asked, storage_options=store.options, resume=True)
+            assert report.moved.written_bytes == 0
+        else:
+            paddle_reshard.clean(disk)
+            paddle_reshard.clean(far, storage_options=store.options)
+            assert in_bucket(store, bucket) == {}
+        assert uploads(store, bucket) == []
+    assert_same_checkpoint(in_folder(disk), for_four)
+    found = in_bucket(store, bucket, "flex/")
+    assert_same_checkpoint(found, alone)
