@@ -54,7 +54,7 @@ VARIANTS = {
     "eight_bits": r"'float8_e4m3fn' is not supported",
     "shape": r"model.norm.weight \(master_weight\): shape \(63,\), the parameter has \(64,\)",
     "powers": r"model.norm.weight \(beta1_pow_acc\): shape \(2,\), one number per parameter",
-    "layer": r"config.json says 4 decoder layers, the files hold 5, from 0 to 9",
+    "layer": r"config.json says 4 decoder layers; layer 9 is in only one of the config and the files",
     "unknown": r"model.extra.weight: no row",
 }
 
@@ -177,6 +177,14 @@ def test_files_that_do_not_make_one_checkpoint(
     shutil.copytree(whole, tmp_path / "damaged")
     damage(tmp_path / "damaged")
     refused(tmp_path / "damaged", tmp_path / "target", told)
+
+
+def test_a_tensor_that_no_metadata_names_is_missed(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "rules.aoa").write_text("model.norm.weight -> _")
+    convert(whole, tmp_path / "lacking", format="flex", aoa=tmp_path / "rules.aoa")
+    refused(
+        tmp_path / "lacking", tmp_path / "target", r"model\.norm\.weight.*: no file holds it, and every model"
+    )
 
 
 def test_tied_weights_that_differ_are_found_while_moving(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from paddle_reshard.pipeline.layouts.flex.names import (
 from paddle_reshard.pipeline.layouts.flex.source import Fused, catalog_flex, not_fused, read_names
 from paddle_reshard.pipeline.layouts.model import Model, predict_parameter_names, read_model
 from paddle_reshard.pipeline.layouts.rules import RuleTable, choose_table
+from paddle_reshard.pipeline.layouts.whole import check_whole
 from paddle_reshard.pipeline.tensors import (
     EMA_MASTER_WEIGHT,
     EMA_PARAM,
@@ -104,7 +105,7 @@ def read_flex(
         told = _told_names(names, metadata, files)
         catalog = _renamed(catalog, told or _predicted_names(catalog, table, config), twins)
     model = read_model(catalog.tensors, table, config)
-    _check(model, catalog, config)
+    _check(model, catalog)
     states = {state for found in names.values() for _, state in found}
     return Checkpoint(
         format=AUTO_PARALLEL if auto_parallel else FLEX,
@@ -139,13 +140,9 @@ def _fused(table: RuleTable, config: Mapping[str, Any]) -> Callable[[str], Fused
     return fused
 
 
-def _check(model: Model, catalog: Catalog, config: Mapping[str, Any]) -> None:
-    """The layers are those of the config; every trained tensor has the same states, in its own shape."""
-    layers = sorted({t.layer for t in model.tensors if t.layer is not None})
-    expected = config.get("num_hidden_layers", len(layers))
-    whole = expected == len(layers) and layers == list(range(len(layers)))
-    if model.table.counts_layers and not whole:
-        raise CheckpointError(f"config.json says {expected!r} decoder layers, the files hold {_told(layers)}")
+def _check(model: Model, catalog: Catalog) -> None:
+    """No tensor is missing; every trained one has the same states, in its own shape."""
+    check_whole(model)
     index = catalog.index()
     trained = [t for t in model.tensors if t.trained and t.tied_to is None]
     wanted = {name for t in trained for name in t.accumulators}
@@ -167,10 +164,6 @@ def _check(model: Model, catalog: Catalog, config: Mapping[str, Any]) -> None:
             raise CoverageError(
                 found.label, f"shape {found.global_shape}, the parameter has {shapes[found.key]}"
             )
-
-
-def _told(layers: Sequence[int]) -> str:
-    return f"{len(layers)}, from {layers[0]} to {layers[-1]}" if layers else "none"
 
 
 def _with_implied(catalog: Catalog, model: Model) -> Catalog:

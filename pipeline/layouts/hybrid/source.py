@@ -59,6 +59,7 @@ from paddle_reshard.pipeline.layouts.rules import (
     derived_sizes,
     expected_shape,
 )
+from paddle_reshard.pipeline.layouts.whole import check_layers
 from paddle_reshard.pipeline.tensors import (
     ACCUMULATORS,
     EMA_MASTER_WEIGHT,
@@ -262,7 +263,7 @@ def _read_model(
     keys = set(found)
     tied = [replace(t, tied_to=t.tied_to if t.tied_to in keys else None) for t in ordered]
     _check_same_tensors(ranks, found)
-    _check_layers(tied, config)
+    check_layers(tied, config)
     return Model(tuple(lead_experts(tied, unified=False)), table, config)
 
 
@@ -372,19 +373,6 @@ def _unified(ranks: Ranks, model: Model) -> bool | None:
             if rules[key].of_expert:
                 return False if any(rule.leads_if_unified for rule in model.table.rules) else None
     return None
-
-
-def _check_layers(tensors: Sequence[ModelTensor], config: Mapping[str, Any]) -> None:
-    layers = sorted({t.layer for t in tensors if t.layer is not None})
-    expected = config.get("num_hidden_layers", len(layers))
-    if not isinstance(expected, int):
-        raise CheckpointError(f"config.json: num_hidden_layers is {expected!r}")
-    if expected != len(layers) or layers != list(range(len(layers))):
-        held = set(layers)  # not a range of what the config says, which may be any number
-        odd = next(n for n in (*range(len(layers) + 1), *layers) if (n < expected) != (n in held))
-        raise CheckpointError(
-            f"config.json says {expected} decoder layers; layer {odd} is in only one of the config and the files"
-        )
 
 
 def _check_names(ranks: Ranks, model: Model) -> tuple[bool | None, str | None]:
