@@ -124,9 +124,8 @@ class Row:
     @property
     def name(self) -> str:
         """How a row is called on the command line and in the report."""
-        return f"{self.model}: {self.before} -> {self.after}" + (
-            "" if self.way == "ours" else f" ({self.way})"
-        )
+        way = {"ours": "", "sharding_io": " (sharding_io, average)" if self.ema else " (sharding_io)"}
+        return f"{self.model}: {self.before} -> {self.after}" + way.get(self.way, f" ({self.way})")
 
 
 def _rows(model: str, *pairs: tuple[str, str], way: str = "ours") -> list[Row]:
@@ -215,11 +214,12 @@ DRIFT_ROWS = (
     *_rows(
         "llama",
         ("mp2 pp2 sharding2 v1", "sharding2 stage 3"),
+        ("pp2", "sharding2 stage 3"),
         ("sharding2 stage 3", "dp2"),
         ("mp4 pp2", "dp2"),
     ),
     *_rows("qwen3_moe", ("sharding2 v2", "pp2 sharding2 v2"), ("sharding2 v1", "mp2")),
-    *_rows("qwen3 fused, tied", ("sharding2 v2", "mp2"), ("pp2", "mp2 pp2")),
+    *_rows("qwen3 fused, tied", ("sharding2 v2", "mp2"), ("pp2", "mp2 pp2"), ("mp2", "sharding2 v2")),
 )
 UPSTREAM = (
     *_rows("llama", *((HUB, after) for after in AFTER), way="flex"),
