@@ -22,10 +22,11 @@ from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.layouts.rules import RuleTable
+from paddle_reshard.pipeline.live_tensors import HostMemory, MemoryWriter
 from paddle_reshard.pipeline.planning.plan import Plan, plan_conversion
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.pipeline.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, dtype_named
-from paddle_reshard.storage.store import ReadRange, Receipt, Source
+from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.run_group import run_group
 
 FLOAT32 = dtype_named("float32")
@@ -96,7 +97,7 @@ def read_average(
     if not checkpoint.has_ema:
         raise CheckpointError(f"{store.location}: holds no average of the weights to go on from")
     plan = _plan(checkpoint, wanted, rank, len(memory))
-    target = _Memory(memory)
+    target = MemoryWriter({MEMORY: HostMemory(memory, memory)})
     for work in plan_work(plan):
         run_group(work, store, target)
 
@@ -151,29 +152,3 @@ def _only(catalog: Catalog, wanted: Fragments) -> Catalog:
     """The first copies of the tensors that are wanted, under their own numbers; all others are empty."""
     chosen = np.isin(catalog.fragments["tensor"], wanted["tensor"]) & (catalog.fragments["replica"] == 0)
     return Catalog(catalog.tensors, catalog.files, catalog.fragments[chosen], {})
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """Memory in place of a target's file."""
-
-    memory: npt.NDArray[np.uint8]
-    copies_in_flight: int = 1
-
-    def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
-        """Put a part where it belongs."""
-        self.memory[byte_offset : byte_offset + len(buffer)] = buffer
-        return Receipt(path, byte_offset, len(buffer))
-
-    def copy_part(
-        self,
-        path: str,
-        byte_offset: int,
-        nbytes: int,
-        source: ReadRange,
-        source_path: str,
-        source_offset: int,
-    ) -> Receipt:
-        """Read a part that needs no work."""
-        source.read_into(source_path, source_offset, self.memory[byte_offset : byte_offset + nbytes].data)
-        return Receipt(path, byte_offset, nbytes)

@@ -75,6 +75,7 @@ def index_checkpoint(
     _refuse_folder_of_checkpoints(store)
     if any(map(is_dist_file, sizes)):
         _refuse_other_tensor_files(store)
+        _refuse_fillings(missing)
         return index_flex(store, sizes, read_config(store, config), tables)
     if any(path.endswith(".safetensors") for path in sizes):
         return _index_safetensors(store, tables, read_config(store, config), missing)
@@ -141,10 +142,8 @@ def _index_safetensors(
     """A unified or Hugging Face checkpoint, or weights of the one beside optimizer states of hybrid ones."""
     sizes = store.sizes()
     others = [path for path in sorted(sizes) if path.endswith(TENSOR_SUFFIXES) and path not in PLAIN_STATES]
-    if missing is not None and missing.filled and (is_unified(sizes) or not others):
-        raise CoverageError(
-            min(missing.filled), "given with --fill, and only hybrid checkpoints lose tensors; leave it out"
-        )
+    if is_unified(sizes) or not others:
+        _refuse_fillings(missing)
     if is_unified(sizes):
         if others:
             raise CheckpointError(
@@ -155,6 +154,14 @@ def _index_safetensors(
         _refuse_unknown_tensor_files(store)
         return index_weights_and_states(store, sizes, config, tables, missing)
     return index_weights(store, sizes, config, tables)
+
+
+def _refuse_fillings(missing: MissingPolicy | None) -> None:
+    """What was given would be dropped without a word."""
+    if missing is not None and missing.filled:
+        raise CoverageError(
+            min(missing.filled), "given with --fill, and only hybrid checkpoints lose tensors; leave it out"
+        )
 
 
 def _refuse_other_tensor_files(store: Source) -> None:

@@ -94,8 +94,8 @@ class MemoryWriter:
         source_path: str,
         source_offset: int,
     ) -> Receipt:
-        """Nothing is ever copied by a storage into memory."""
-        raise NotImplementedError
+        """Never asked for: no storage copies into memory."""
+        raise UnsupportedError(f"{path}: no storage copies into memory")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 from paddle_reshard.pipeline.aoa.apply import AoaOutcome, apply_aoa
 from paddle_reshard.pipeline.aoa.language import AoaProgram
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.model import Model, read_model
+from paddle_reshard.pipeline.layouts.model import read_model
 from paddle_reshard.pipeline.layouts.rules import RuleTable, choose_table
 from paddle_reshard.pipeline.layouts.rules.literal import literal_table
 
@@ -37,10 +37,10 @@ def rewrite(
     """
     config = source.model.config if config is None else config
     outcome = apply_aoa(source.catalog, program)
-    if not config.get("tie_word_embeddings"):
-        names = {alias for tensor in outcome.catalog.tensors for alias in tensor.aliases}
-        outcome = apply_aoa(source.catalog, program, untied=names) if names else outcome
-    model = _model(outcome, source, tables, config)
+    table = _table(outcome, source, tables, config)
+    if own := _own_tensors(outcome, table, config):
+        outcome = apply_aoa(source.catalog, program, untied=own)
+    model = read_model(outcome.catalog.tensors, table, config)
     return replace(
         source,
         catalog=outcome.catalog,
@@ -54,14 +54,24 @@ def rewrite(
     )
 
 
-def _model(
+def _table(
     outcome: AoaOutcome,
     source: Checkpoint,
     tables: Sequence[RuleTable] | None,
     config: Mapping[str, Any],
-) -> Model:
-    tensors = outcome.catalog.tensors
-    keys = dict.fromkeys(tensor.key for tensor in tensors)
+) -> RuleTable:
+    """The table that describes all names of the model that comes out."""
+    keys = dict.fromkeys(key for tensor in outcome.catalog.tensors for key in (tensor.key, *tensor.aliases))
     if tables is None:
-        return read_model(tensors, literal_table(keys, source.model.table.convention), config)
-    return read_model(tensors, choose_table(tables, keys, config), config)
+        return literal_table(keys, source.model.table.convention)
+    return choose_table(tables, keys, config)
+
+
+def _own_tensors(outcome: AoaOutcome, table: RuleTable, config: Mapping[str, Any]) -> set[str]:
+    """Names of values that another tensor has too, which the model does not tie to it: they are written as well."""
+    return {
+        alias
+        for tensor in outcome.catalog.tensors
+        for alias in tensor.aliases
+        if table.find(alias, config)[0].twin(config) != tensor.key
+    }

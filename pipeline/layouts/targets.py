@@ -84,11 +84,9 @@ def _laid_out(
         written = (*sidecars.written, *small_flex_files(sizes, wanted, target))
         files = add_literal_files(layout_flex(wanted, target), written)
         return LaidOut(source.catalog, files, sidecars.carried, sidecars.left)
-    without_states = source.format not in (
-        HYBRID,
-        HYBRID_PLAIN,
-    )  # whose optimizer files tell that it has none
-    if without_states and not any(tensor.trained for tensor in wanted.model.tensors):
+    # The optimizer files of a hybrid checkpoint tell that there is nothing in them.
+    weights_only = source.format not in (HYBRID, HYBRID_PLAIN)
+    if weights_only and not any(tensor.trained for tensor in wanted.model.tensors):
         raise PlanError(
             "the source holds parameters only; a hybrid checkpoint is for a job to go on from, which needs their "
             "master weights and optimizer states too. Write the weights with --format huggingface, unified or flex"

@@ -13,7 +13,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.cli import cli
 from paddle_reshard.pipeline.errors import PlanError, RuleError, UsageError
 from tests import oracle
-from tests.conftest import committed_case
+from tests.conftest import case_directory, committed_case
 
 PROGRAMS = Path(__file__).parent / "programs"
 SOURCE = committed_case("mp2sh2_s1v2_meta_mid") / "checkpoint-3"
@@ -109,6 +109,22 @@ def test_a_dropped_tensor_is_named(tmp_path: Path) -> None:
     made = tensors(tmp_path / "made")
     assert "final.weight" in made
     assert not {"lm_head.weight", "model.norm.weight"} & made.keys()
+
+
+@pytest.mark.parametrize("case", ["mp2_tied", "mp2sh2_s1v2_meta_mid"])
+def test_every_name_is_written(case: str, tmp_path: Path) -> None:
+    """Also where the model ties other tensors."""
+    rules = tmp_path / "rules.txt"
+    rules.write_text("model.norm.weight -> a.weight\nmodel.norm.weight -> b.weight")
+    source = case_directory(case) / "checkpoint-3"
+    paddle_reshard.convert(source, tmp_path / "made", format="huggingface", aoa=rules)
+    made = tensors(tmp_path / "made")
+    assert made["a.weight"] == made["b.weight"]
+    assert {"model.embed_tokens.weight", "lm_head.weight"} <= made.keys()
+    paddle_reshard.convert(source, tmp_path / "flex", format="flex", aoa=rules)
+    for key in ("a.weight", "b.weight"):
+        assert load_pickled(tmp_path / "flex" / "model_state", key).tobytes() == made["a.weight"][2]
+        load_pickled(tmp_path / "flex" / "optimizer_state", f"{key}.moment1_0")
 
 
 @pytest.mark.parametrize(
