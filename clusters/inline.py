@@ -13,17 +13,15 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from paddle_reshard.pipeline.errors import MemoryBudgetError, UsageError
+from paddle_reshard.pipeline.errors import UsageError
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.device import Mover
 from paddle_reshard.tasks.run_group import GroupReport, compare_group, run_group
-from paddle_reshard.tasks.workspace import Workspace
+from paddle_reshard.tasks.workspace import Workspace, Workspaces
 
 Reports = Generator[GroupReport, None, None]
-GRAIN_BYTES = 8 << 20
-"""Workspaces are taken in multiples of this, so that groups of about one size can follow each other in one."""
 
 
 @dataclass(frozen=True)
@@ -77,49 +75,6 @@ def _settle(running: dict[Future[GroupReport], Workspace], desk: Workspaces) -> 
     for future in wait(running, return_when=FIRST_COMPLETED).done:
         desk.give_back(running.pop(future))
         yield future.result()
-
-
-class Workspaces:
-    """The credits of a run: workspaces that are in use or kept for later, never more than the budget."""
-
-    def __init__(self, budget_bytes: int) -> None:
-        self.budget_bytes = budget_bytes
-        self.idle: list[Workspace] = []
-        self.taken_bytes = 0
-        """Of all workspaces."""
-
-    def take(self, peak_bytes: int, label: str) -> Workspace | None:
-        """A workspace for a group; ``None`` if others have to end first. ``label`` is what to call the group by.
-
-        Raises
-        ------
-        MemoryBudgetError
-            If that would not help.
-        """
-        if peak_bytes > self.budget_bytes:
-            raise MemoryBudgetError(label, self.budget_bytes + FOOTPRINT_BYTES, peak_bytes + FOOTPRINT_BYTES)
-        if not peak_bytes:  # the storage copies everything
-            return Workspace(0)
-        fitting = [space for space in self.idle if space.capacity_bytes >= peak_bytes]
-        if fitting:
-            space = min(fitting, key=lambda space: space.capacity_bytes)
-            self.idle.remove(space)
-            space.clear()
-            return space
-        wanted = min(-(-peak_bytes // GRAIN_BYTES) * GRAIN_BYTES, self.budget_bytes)
-        if self.idle:  # it was outgrown: there are never more workspaces than groups at a time
-            self.taken_bytes -= self.idle.pop().capacity_bytes
-        while self.idle and self.taken_bytes + wanted > self.budget_bytes:
-            self.taken_bytes -= self.idle.pop().capacity_bytes
-        if self.taken_bytes + wanted > self.budget_bytes:
-            return None
-        self.taken_bytes += wanted
-        return Workspace(wanted)
-
-    def give_back(self, space: Workspace) -> None:
-        """A group has ended."""
-        if space.capacity_bytes:
-            self.idle.append(space)
 
 
 run_inline = InlineEngine()

@@ -1,9 +1,10 @@
 """Run a plan on Ray: the same groups as inline, in any order, on as many workers as there are.
 
-The driver hands out groups one at a time to actors (``ReshardWorker``), so a worker's memory is one group's
-peak and groups are made only as fast as they are run. Ray restarts nothing by itself: groups are idempotent, so
-a group whose worker was lost is handed out again by the driver, up to ``ATTEMPTS`` times, and the worker is
-replaced. A refusal (``ReshardError``) by any worker stops everything and arrives whole.
+The driver hands out groups to actors (``ReshardWorker``), to each at most so many at a time as its memory holds:
+some are read or written while others are moved, and groups are made only as fast as they are run. Ray restarts
+nothing by itself: groups are idempotent, so a group whose worker was lost is handed out again by the driver, up to
+``ATTEMPTS`` times, and the worker is replaced. A refusal (``ReshardError``) by any worker stops everything and
+arrives whole.
 
 A group alone on a worker never touches Ray's object store. A group that is *exchanged* is shared by several
 workers (:mod:`paddle_reshard.clusters.exchange`): its bands become ``ObjectRef``\\ s, which the makers of its
@@ -43,6 +44,7 @@ from paddle_reshard.pipeline.errors import (
     UnsupportedError,
     UsageError,
 )
+from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.run_group import GroupReport
@@ -51,6 +53,10 @@ log = logging.getLogger(__name__)
 
 EXCHANGES = ("auto", "always", "never")
 DEVICES = ("cpu", "gpu")
+SIDE_BY_SIDE = "side_by_side"
+"""Calls of a worker that need not wait for each other."""
+GROUPS_AT_A_TIME = 2
+"""On a worker without a GPU: a group waits for storage half of the time."""
 ATTEMPTS = 4
 """How often a group is tried, and how often a worker is started before its place is given up."""
 CONNECT_SECONDS = 10.0
@@ -170,6 +176,10 @@ class _Worker:
     starts: int = 1
     """Actors that were started here since one was ready."""
     ready: bool = False
+    asked: bool = True
+    """Whether it was asked if it is there, and has not answered."""
+    attempts: list[_Attempt] = field(default_factory=list)
+    """What it is working on."""
 
 
 @dataclass(eq=False)
@@ -178,6 +188,8 @@ class _Attempt:
 
     work: GroupWork
     number: int = 1
+    workers: int = 0
+    """That it was handed to."""
     shares: int = 0
     """Workers that have not yet ended their share of it."""
     object_bytes: int = 0
@@ -200,10 +212,10 @@ class _Run:
         self.patient = True
         """Whether to wait for workers that are still starting, where they could share a group."""
         self.workers: list[_Worker] = []
-        self.idle: list[_Worker] = []
         self.pending: dict[Any, tuple[_Worker, _Attempt | None]] = {}
         """What was asked of whom: a share of a group, or (``None``) whether it is there."""
-        self.actor_class: Any = ray.remote(ReshardWorker)
+        as_actor: Any = ray.remote
+        self.actor_class: Any = as_actor(concurrency_groups={SIDE_BY_SIDE: GROUPS_AT_A_TIME})(ReshardWorker)
         self.bundles: PlacementGroup | None = None
         every: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
         nodes = [node["Resources"] for node in every if node["Alive"]]
@@ -269,9 +281,10 @@ class _Run:
             scheduling_strategy=strategy,
         )
         place = None if self.bundles is None else engine.place
-        return options.remote(self.source, self.target, place, number, handed_on())
+        return options.remote(self.source, self.target, place, number, engine.memory_bytes, handed_on())
 
     def _ask_whether_there(self, worker: _Worker) -> None:
+        worker.asked = True
         self.pending[worker.actor.prepare.remote()] = (worker, None)
 
     def _welcome(self, worker: _Worker, answer: Any) -> None:
@@ -279,8 +292,7 @@ class _Run:
         if not isinstance(answer, RayError):
             if not worker.ready:
                 log.info("worker %d: %s", worker.number, answer)
-            worker.ready, worker.starts = True, 1
-            self.idle.append(worker)
+            worker.ready, worker.starts, worker.asked = True, 1, False
             return
         cause = _cause(answer)
         ray.kill(worker.actor)
@@ -308,36 +320,67 @@ class _Run:
                 self.queue.append(_Attempt(work))
 
     def _hand_out(self) -> None:
-        """Give the waiting groups to idle workers."""
-        while self.idle:
-            self._look_ahead(len(self.idle) + 1)
-            count = self._workers_for(self.queue[0]) if self.queue else 0
-            if count == 0:
+        """Give the waiting groups to workers: idle ones first, then those that have room for one more."""
+        while True:
+            idle = [worker for worker in self.workers if not worker.asked and not worker.attempts]
+            self._look_ahead(1 + len(idle or self.workers))
+            if not self.queue:
                 return
-            attempt = self.queue.popleft()
-            members, self.idle = self.idle[:count], self.idle[count:]
-            self.running += 1
-            attempt.shares = count
-            if count == 1:
-                self.pending[members[0].actor.run.remote(attempt.work)] = (members[0], attempt)
-            else:
-                self._exchange(attempt, members)
+            attempt = self.queue[0]
+            count = self._workers_for(attempt, len(idle)) if idle else 1
+            members = idle[:count] or self._with_room(attempt.work)
+            if count == 0 or not members:
+                return
+            self._hand_to(members, self.queue.popleft())
 
-    def _workers_for(self, attempt: _Attempt) -> int:
+    def _with_room(self, work: GroupWork) -> list[_Worker]:
+        """A busy worker that can take another group; none where so few wait that others will soon be idle."""
+        engine = self.engine
+        if engine.device != "cpu" or engine.exchange == "always":
+            return []
+        if self.exhausted and len(self.queue) <= len(self.workers):
+            return []
+        most_bytes = engine.memory_bytes - FOOTPRINT_BYTES - work.peak_bytes
+        free = (
+            worker
+            for worker in self.workers
+            if not worker.asked
+            and len(worker.attempts) < GROUPS_AT_A_TIME
+            and all(attempt.workers == 1 for attempt in worker.attempts)
+            and sum(attempt.work.peak_bytes for attempt in worker.attempts) <= most_bytes
+        )
+        return sorted(free, key=lambda worker: len(worker.attempts))[:1]
+
+    def _hand_to(self, members: list[_Worker], attempt: _Attempt) -> None:
+        self.running += 1
+        attempt.workers = attempt.shares = len(members)
+        for member in members:
+            member.attempts.append(attempt)
+        if len(members) > 1:
+            self._exchange(attempt, members)
+        else:
+            (member,) = members
+            run = member.actor.run
+            if self.engine.device == "cpu":
+                run = run.options(concurrency_group=SIDE_BY_SIDE)
+            self.pending[run.remote(attempt.work)] = (member, attempt)
+
+    def _workers_for(self, attempt: _Attempt, idle: int) -> int:
         """How many of the idle workers take a group; 0 where it has to wait for more of them."""
-        work, idle, exchange = attempt.work, len(self.idle), self.engine.exchange
-        if work.peak_bytes > self.engine.memory_bytes:
-            raise MemoryBudgetError(work.label, self.engine.memory_bytes, work.peak_bytes)
-        needed_bytes = band_bytes(work)
+        work, exchange = attempt.work, self.engine.exchange
+        needed_bytes = work.peak_bytes + FOOTPRINT_BYTES
+        if needed_bytes > self.engine.memory_bytes:
+            raise MemoryBudgetError(work.label, self.engine.memory_bytes, needed_bytes)
+        object_bytes = band_bytes(work)
         if (
             exchange == "never"
             or attempt.number > 1  # what failed shared is tried in the simplest way
             or len(work.bands) < 2
             or len(self.workers) < 2
-            or needed_bytes > self.most_object_bytes
+            or object_bytes > self.most_object_bytes
         ):
             return 1
-        fits = self.object_bytes + needed_bytes <= self.most_object_bytes
+        fits = self.object_bytes + object_bytes <= self.most_object_bytes
         if exchange == "always":
             return idle if fits and idle > 1 else 0
         if not fits or not self.exhausted or work.peak_bytes < SHARED_BYTES:
@@ -379,12 +422,13 @@ class _Run:
         if attempt is None:
             self._welcome(worker, answer)
             return
-        if isinstance(answer, RayError):
-            attempt.failure = answer
-            self._ask_whether_there(worker)
-        else:
+        worker.attempts.remove(attempt)
+        if not isinstance(answer, RayError):
             attempt.reports.append(answer)
-            self.idle.append(worker)
+        else:
+            attempt.failure = answer
+            if not worker.asked:
+                self._ask_whether_there(worker)
         attempt.shares -= 1
         if attempt.shares == 0:
             self.running -= 1

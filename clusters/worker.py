@@ -9,28 +9,32 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 from paddle_reshard.pipeline.errors import ReshardError
+from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.retry_counts import count_retries
 from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.device import HOST, Buffer, Mover, PaddleMover
 from paddle_reshard.tasks.figures import WorkerFigures, add_figures
 from paddle_reshard.tasks.run_group import GroupReport, finish_group, load_band, run_group
-from paddle_reshard.tasks.workspace import Workspace
+from paddle_reshard.tasks.workspace import Workspace, Workspaces
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class ReshardWorker:
-    """Loads bands, moves boxes and writes parts, one call after another.
+    """Loads bands, moves boxes and writes parts.
 
-    Its memory is that of one call, a whole group or a share of one. Between whole groups it is kept.
+    On the host several whole groups may run side by side (:meth:`run`), so that some are read or written while others
+    are moved; together they stay within the memory of the worker. All other calls come one after another, and while no
+    whole group runs.
     """
 
     def __init__(
@@ -39,16 +43,18 @@ class ReshardWorker:
         target: WritePart,
         place: str | None,
         number: int,
+        memory_bytes: int,
         environment: Mapping[str, str],
     ) -> None:
         """``place`` is Paddle's name of the device that moves are made on; ``None`` is NumPy.
 
-        ``environment`` are variables by which the drivers of stores find their credentials.
+        ``memory_bytes`` is what the worker may use, itself included. ``environment`` are variables by which the
+        drivers of stores find their credentials.
         """
         os.environ.update(environment)
         self.source, self.target, self.place = source, target, place
         self.mover: Mover = HOST
-        self.space = Workspace(0)
+        self.desk = _Desk(memory_bytes - FOOTPRINT_BYTES)
         self.prepared = False
         self.figures = _Figures(number)
 
@@ -65,28 +71,24 @@ class ReshardWorker:
 
     def run(self, work: GroupWork) -> GroupReport | ReshardError:
         """A whole group."""
-        begun = time.monotonic()
-        report = _refusals_returned(run_group, work, self.source, self.target, self._mover_for(work))
+        with self.figures.busy():
+            report = _refusals_returned(self._run, work)
         if isinstance(report, ReshardError):
             return report
-        self.figures.add(begun, 1, report.read_bytes, report.written_bytes)
-        return replace(report, figures=(self.figures.tell(),))
+        return self.figures.told_with(report, report.read_bytes)
 
-    def _mover_for(self, work: GroupWork) -> Mover:
+    def _run(self, work: GroupWork) -> GroupReport:
         if self.place is not None:
-            return self.mover
-        if self.space.capacity_bytes < work.peak_bytes:
-            self.space = Workspace(0)  # given back before more is taken
-            self.space = Workspace(work.peak_bytes)
-        self.space.clear()
-        return self.space
+            return run_group(work, self.source, self.target, self.mover)
+        with self.desk.workspace(work) as space:
+            return run_group(work, self.source, self.target, space)
 
     def load(self, path: str, start: int, stop: int) -> Buffer | ReshardError:
         """One band, to be shared as an object."""
-        begun = time.monotonic()
-        self.space = Workspace(0)  # objects take its place
-        band = _refusals_returned(load_band, self.source, path, start, stop)
-        self.figures.add(begun, read_bytes=0 if isinstance(band, ReshardError) else len(band))
+        self.desk.clear()  # objects take the place of workspaces
+        with self.figures.busy():
+            band = _refusals_returned(load_band, self.source, path, start, stop)
+        self.figures.add_read(0 if isinstance(band, ReshardError) else len(band))
         return band
 
     def finish(self, share: GroupWork, *bands: Buffer | ReshardError) -> GroupReport | ReshardError:
@@ -96,13 +98,38 @@ class ReshardWorker:
             if isinstance(band, ReshardError):
                 return band
             loaded.append(band)
-        begun = time.monotonic()
-        self.space = Workspace(0)
-        report = _refusals_returned(finish_group, share, loaded, self.target, self.mover)
+        self.desk.clear()
+        with self.figures.busy():
+            report = _refusals_returned(finish_group, share, loaded, self.target, self.mover)
         if isinstance(report, ReshardError):
             return report
-        self.figures.add(begun, 1, written_bytes=report.written_bytes)
-        return replace(report, figures=(self.figures.tell(),))
+        return self.figures.told_with(report)
+
+
+class _Desk:
+    """Workspaces for groups that run side by side: one that does not fit waits until another has ended."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.spaces = Workspaces(budget_bytes)
+        self.turn = threading.Condition()
+
+    @contextlib.contextmanager
+    def workspace(self, work: GroupWork) -> Iterator[Workspace]:
+        """Memory for one group."""
+        with self.turn:
+            while (space := self.spaces.take(work.peak_bytes, work.label)) is None:
+                self.turn.wait()
+        try:
+            yield space
+        finally:
+            with self.turn:
+                self.spaces.give_back(space)
+                self.turn.notify_all()
+
+    def clear(self) -> None:
+        """Give memory back that nobody uses."""
+        with self.turn:
+            self.spaces.clear()
 
 
 def _refusals_returned(do: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | ReshardError:
@@ -119,26 +146,47 @@ class _Figures:
         self.nothing = WorkerFigures(number, socket.gethostname())
         self.since, self.counted = self.nothing, count_retries()
         self.metrics = _Metrics(number)
+        self.alone = threading.Lock()
+        self.calls = 0
+        """That are being worked on."""
+        self.begun = 0.0
+        """Since when the worker is busy and has not said so."""
 
-    def add(self, begun: float, groups: int = 0, read_bytes: int = 0, written_bytes: int = 0) -> None:
-        """A call that began at ``begun`` (``time.monotonic``) has done this."""
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Something is being done; calls side by side are busy once."""
+        with self.alone:
+            if self.calls == 0:
+                self.begun = time.monotonic()
+            self.calls += 1
+        try:
+            yield
+        finally:
+            with self.alone:
+                self.calls -= 1
+                now = time.monotonic()
+                self._add(replace(self.nothing, busy_seconds=now - self.begun))
+                self.begun = now
+
+    def add_read(self, nbytes: int) -> None:
+        """A call has read so many bytes of the source."""
+        with self.alone:
+            self._add(replace(self.nothing, read_bytes=nbytes))
+
+    def told_with(self, report: GroupReport, read_bytes: int = 0) -> GroupReport:
+        """The report of a group, with what was done since figures were told last; ``read_bytes`` were read for it."""
+        with self.alone:
+            did = replace(self.nothing, groups=1, read_bytes=read_bytes, written_bytes=report.written_bytes)
+            self._add(did)
+            told, self.since = self.since, self.nothing
+        return replace(report, figures=(told,))
+
+    def _add(self, did: WorkerFigures) -> None:
         counted = count_retries()
-        did = replace(
-            self.nothing,
-            groups=groups,
-            read_bytes=read_bytes,
-            written_bytes=written_bytes,
-            busy_seconds=time.monotonic() - begun,
-            retries=dict(counted - self.counted),
-        )
+        did = replace(did, retries=dict(counted - self.counted))
         self.counted = counted
         (self.since,) = add_figures((self.since, did))
         self.metrics.add(did)
-
-    def tell(self) -> WorkerFigures:
-        """What was done since this was last asked."""
-        told, self.since = self.since, self.nothing
-        return told
 
 
 class _Metrics:

@@ -10,6 +10,7 @@ import errno
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -33,6 +34,9 @@ from paddle_reshard.storage.store import Identity, NewFile, Read, ReadRange, Rec
 
 COPIES = CopyLimits(smallest_bytes=1 << 20, largest_bytes=256 << 20)
 COPY_BLOCK_BYTES = 1 << 20
+WRITEBACK_BYTES = 1 << 20
+"""Smaller writes are left to the kernel."""
+FSYNCS_IN_FLIGHT = 8
 _CANNOT_COPY = {errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 """What the kernel says of files that it cannot copy between by itself."""
 
@@ -141,6 +145,7 @@ class LocalWriter:
             done = 0
             while done < len(buffer):
                 done += os.pwrite(file.fileno(), buffer[done:], byte_offset + done)
+            _start_writeback(file.fileno(), byte_offset, len(buffer))
         return Receipt(path, byte_offset, len(buffer), checksum=checksum(buffer))
 
     def copy_part(
@@ -160,6 +165,7 @@ class LocalWriter:
             open(self.staging / path, "r+b", buffering=0) as other,
         ):
             done = _copy_in_kernel(one.fileno(), other.fileno(), nbytes, source_offset, byte_offset)
+            _start_writeback(other.fileno(), byte_offset, done)
         buffer = memoryview(bytearray(min(COPY_BLOCK_BYTES, nbytes - done)))
         while done < nbytes:
             block = buffer[: nbytes - done]
@@ -184,6 +190,16 @@ def _copy_in_kernel(one: int, other: int, nbytes: int, from_byte: int, to_byte: 
             break
         done += count
     return done
+
+
+def _start_writeback(descriptor: int, byte_offset: int, nbytes: int) -> None:
+    """Let the disk begin with bytes that were written, while others are being made.
+
+    Else the kernel keeps them until they are many or publishing asks for all of them at once. This is what Linux does
+    when it is told that they are not needed soon; others may ignore it.
+    """
+    if nbytes >= WRITEBACK_BYTES and hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, byte_offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 class LocalTarget:
@@ -263,7 +279,10 @@ class LocalTarget:
         (staging.files / manifest_path).write_bytes(manifest)
         files, _ = list_folder(staging.files)
         inner = {str(Path(path).parent) for path in files}
-        for path in (*files, *sorted(inner, reverse=True)):  # "." is the last of the folders
+        with ThreadPoolExecutor(FSYNCS_IN_FLIGHT) as pool:
+            for _ in pool.map(sync, (staging.files / path for path in files)):
+                pass
+        for path in sorted(inner, reverse=True):  # "." is the last of them
             sync(staging.files / path)
         check_free(self.root, self.overwrite)
         session.update(phase=Phase.PUBLISH)

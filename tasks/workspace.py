@@ -10,7 +10,12 @@ import mmap
 
 import numpy as np
 
+from paddle_reshard.pipeline.errors import MemoryBudgetError
+from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.tasks.device import Box, Buffer, HostMover
+
+GRAIN_BYTES = 8 << 20
+"""Workspaces are taken in multiples of this, so that groups of about one size can follow each other in one."""
 
 
 class Stopped(Exception):
@@ -74,3 +79,51 @@ class Workspace(HostMover):
     def _check(self) -> None:
         if self.stopped:
             raise Stopped
+
+
+class Workspaces:
+    """The credits of a run: workspaces that are in use or kept for later, never more than the budget."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.idle: list[Workspace] = []
+        self.taken_bytes = 0
+        """Of all workspaces."""
+
+    def take(self, peak_bytes: int, label: str) -> Workspace | None:
+        """A workspace for a group; ``None`` if others have to end first. ``label`` is what to call the group by.
+
+        Raises
+        ------
+        MemoryBudgetError
+            If that would not help.
+        """
+        if peak_bytes > self.budget_bytes:
+            raise MemoryBudgetError(label, self.budget_bytes + FOOTPRINT_BYTES, peak_bytes + FOOTPRINT_BYTES)
+        if not peak_bytes:  # the storage copies everything
+            return Workspace(0)
+        fitting = [space for space in self.idle if space.capacity_bytes >= peak_bytes]
+        if fitting:
+            space = min(fitting, key=lambda space: space.capacity_bytes)
+            self.idle.remove(space)
+            space.clear()
+            return space
+        wanted = min(-(-peak_bytes // GRAIN_BYTES) * GRAIN_BYTES, self.budget_bytes)
+        if self.idle:  # it was outgrown: there are never more workspaces than groups at a time
+            self.taken_bytes -= self.idle.pop().capacity_bytes
+        while self.idle and self.taken_bytes + wanted > self.budget_bytes:
+            self.taken_bytes -= self.idle.pop().capacity_bytes
+        if self.taken_bytes + wanted > self.budget_bytes:
+            return None
+        self.taken_bytes += wanted
+        return Workspace(wanted)
+
+    def give_back(self, space: Workspace) -> None:
+        """A group has ended."""
+        if space.capacity_bytes:
+            self.idle.append(space)
+
+    def clear(self) -> None:
+        """Keep none for later."""
+        while self.idle:
+            self.taken_bytes -= self.idle.pop().capacity_bytes

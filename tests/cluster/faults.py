@@ -2,12 +2,19 @@
 
 import os
 import signal
+import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from paddle_reshard.storage import retry
-from paddle_reshard.storage.store import ReadRange, Receipt, WritePart
+from paddle_reshard.storage.store import Read, ReadRange, Receipt, WritePart
+
+
+MEETING = threading.Barrier(2, timeout=30)
+MEETING_IS_OVER = threading.Event()
+"""Both in every worker of their own."""
 
 
 def _die() -> None:
@@ -46,6 +53,22 @@ class KilledOnceWriting:
             self.writer.write_part(path, byte_offset, buffer[: len(buffer) // 2])
             _die()
         return self.writer.write_part(path, byte_offset, buffer)
+
+
+@dataclass(frozen=True)
+class ReadsTwoAtATime(ReadRange):
+    """Its first reads wait for each other."""
+
+    source: ReadRange
+
+    def read_many(self, reads: Sequence[Read]) -> None:
+        if not MEETING_IS_OVER.is_set():
+            MEETING.wait()
+            MEETING_IS_OVER.set()
+        self.source.read_many(reads)
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        self.source.read_into(path, byte_offset, buffer)
 
 
 @dataclass(frozen=True)

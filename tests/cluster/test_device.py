@@ -104,7 +104,7 @@ def test_a_whole_conversion(paddle_mover: PaddleMover, tmp_path: Path) -> None:
 def test_a_device_that_is_not_there() -> None:
     with pytest.raises(UnsupportedError, match="this build of Paddle has no device 'gpu'"):
         PaddleMover("gpu")
-    refused = ReshardWorker(None, None, "gpu", 0, {}).prepare()
+    refused = ReshardWorker(None, None, "gpu", 0, 1 << 30, {}).prepare()
     assert isinstance(refused, UnsupportedError)
 
 

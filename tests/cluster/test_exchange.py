@@ -15,7 +15,7 @@ from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
 from paddle_reshard.storage.store import ReadRange, Receipt
 from paddle_reshard.tasks.device import Buffer
-from paddle_reshard.tasks.run_group import finish_group, load_band, run_group
+from paddle_reshard.tasks.run_group import GroupReport, finish_group, load_band, run_group
 from tests.conftest import committed_case
 
 CASES = ("mp2pp2sh2_s1v2_meta_ema", "mp2_tied", "nlp_fused_mp2")
@@ -96,16 +96,17 @@ class Broken(ReadRange):
 
 
 def test_a_band_that_was_refused_is_the_answer_of_whoever_needs_it() -> None:
-    worker = ReshardWorker(Broken(), Written(), None, 7, {})
+    worker = ReshardWorker(Broken(), Written(), None, 7, 1 << 30, {})
     refused = worker.load("a.pdopt", 0, 4)
     assert isinstance(refused, CheckpointError)
     assert worker.finish(None, np.zeros(3, np.uint8), refused) is refused
 
 
 def test_broken_metrics_fail_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = ReshardWorker(Broken(), Written(), None, 7, {})
+    worker = ReshardWorker(Broken(), Written(), None, 7, 1 << 30, {})
     monkeypatch.setattr(worker.figures.metrics, "counters", {})
-    worker.figures.add(0.0, groups=1, read_bytes=2, written_bytes=3)
-    told = worker.figures.tell()
+    report = GroupReport(group=0, read_bytes=2, written_bytes=3)
+    (told,) = worker.figures.told_with(report, read_bytes=2).figures
     assert (told.number, told.groups, told.read_bytes, told.written_bytes) == (7, 1, 2, 3)
-    assert worker.figures.tell().groups == 0
+    (told,) = worker.figures.told_with(report).figures
+    assert (told.groups, told.read_bytes) == (1, 0)

@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import paddle_reshard
-from paddle_reshard.clusters.inline import InlineEngine, Workspaces
+from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.errors import MemoryBudgetError, UsageError
 from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.pipeline.workflow import ConversionPlan
 from paddle_reshard.storage.store import Read, ReadRange
-from paddle_reshard.tasks.workspace import Workspace
+from paddle_reshard.tasks.workspace import Workspace, Workspaces
 from tests.cluster.test_exchange import Written
 from tests.conftest import committed_case
 
