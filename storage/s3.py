@@ -32,6 +32,7 @@ from paddle_reshard.storage.fsspec_source import FsspecSource
 from paddle_reshard.storage.fsspec_target import PROBE_PREFIX, FsspecTarget, is_marker
 from paddle_reshard.storage.ledger import OWN_PREFIX, SESSION, Phase, Place, Session, find_session, seize
 from paddle_reshard.storage.retry import DamagedBody, RetryPolicy
+from paddle_reshard.storage.s3_reads import read_body
 from paddle_reshard.storage.s3_session import S3Place
 from paddle_reshard.storage.store import Identity, NewFile, ReadRange, Receipt, Record, Source
 
@@ -130,16 +131,16 @@ class S3Folder(FsspecFolder):
 
     def read_range(self, name: str, stamp: ObjectStamp, byte_offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` straight from the connection, if the file is still the version that was listed."""
-        file_system, _ = self.open()
-        bucket, key = self.key(name)
+        file_system, root = self.open()
+        bucket, prefix, _ = file_system.split_path(root)
         request = {
             "Bucket": bucket,
-            "Key": key,
+            "Key": f"{prefix}/{name}" if prefix else name,
             "Range": f"bytes={byte_offset}-{byte_offset + len(buffer) - 1}",
         }
         if stamp.version and not getattr(file_system, "local_expiry_check", False):
             request["IfMatch"] = stamp.version
-        version: str = sync(file_system.loop, _read_body, file_system, request, buffer)
+        version: str = sync(file_system.loop, read_body, file_system, request, buffer)
         # Not every store looks at the condition.
         if stamp.version and version.strip('"') != stamp.version.strip('"'):
             raise self.failure(f"{self.location}/{name}: it changed while it was read")
@@ -374,24 +375,6 @@ async def _read_object(file_system: Any, request: Mapping[str, Any]) -> tuple[by
         return await body.read(), str(answer["ETag"])
     finally:
         body.close()
-
-
-async def _read_body(file_system: Any, request: Mapping[str, Any], buffer: memoryview) -> str:
-    """Fill ``buffer`` with the body that answers a request; the version of what was read."""
-    answer = await file_system._call_s3("get_object", **request)
-    body = answer["Body"]
-    done = 0
-    try:
-        while chunk := await body.read(1 << 20):
-            if done + len(chunk) > len(buffer):
-                raise DamagedBody(f"more than {len(buffer)} bytes came")
-            buffer[done : done + len(chunk)] = chunk
-            done += len(chunk)
-    finally:
-        body.close()
-    if done != len(buffer):
-        raise DamagedBody(f"{done} of {len(buffer)} bytes came")
-    return str(answer["ETag"])
 
 
 class _Sent(io.RawIOBase):

@@ -1,0 +1,183 @@
+"""Reads from S3: all but the first from a bucket are made like the first, without the client."""
+
+import random
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+
+import pytest
+
+from paddle_reshard.pipeline.errors import CheckpointError
+from paddle_reshard.storage.locate import open_source
+from paddle_reshard.storage.retry_counts import count_retries
+from tests.storage.servers import HOST, Proxy, Store, first
+
+NAMES = ("plain.bin", "two words", "x+y=1", "50%", "50%25", "größe", "a&b", "~tilde", "q?versionId=1", "a#b")
+
+
+@pytest.fixture
+def contents(store: Store, bucket: str) -> dict[str, bytes]:
+    """Files whose names mean something in a URL, each in its own order of reading."""
+    made = {name: random.Random(name).randbytes(10_000) for name in NAMES}
+    for name, content in made.items():
+        store.client.put_object(Bucket=bucket, Key=f"here/{name}", Body=content)
+    return made
+
+
+def test_ranges_of_files_of_any_name(store: Store, bucket: str, contents: dict[str, bytes]) -> None:
+    source = open_source(f"s3://{bucket}/here", store.options)
+    assert source.sizes() == {name: 10_000 for name in NAMES}
+    chosen = random.Random(1)
+    for name, content in 3 * list(contents.items()):
+        start = chosen.randrange(9_000)
+        assert source.read(name, start, 777) == content[start : start + 777]
+
+
+def test_a_folder_whose_name_means_something_in_a_url(store: Store, bucket: str) -> None:
+    store.client.put_object(Bucket=bucket, Key="a b/100%/file", Body=b"0123456789")
+    source = open_source(f"s3://{bucket}/a b/100%", store.options)
+    assert [source.read("file", start, 3) for start in (0, 5)] == [b"012", b"567"]
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_file_that_changes_between_two_reads(
+    gone: bool, store: Store, bucket: str, contents: dict[str, bytes]
+) -> None:
+    source = open_source(f"s3://{bucket}/here", store.options)
+    assert source.read("plain.bin", 0, 5) == contents["plain.bin"][:5]
+    if gone:
+        store.client.delete_object(Bucket=bucket, Key="here/plain.bin")
+    else:
+        store.client.put_object(Bucket=bucket, Key="here/plain.bin", Body=bytes(10_000))
+    with pytest.raises(
+        CheckpointError, match=r"plain\.bin: it (changed while it was read|is not there)"
+    ) as found:
+        source.read("plain.bin", 5, 5)
+    assert not found.value.retryable
+
+
+def test_what_one_user_may_read_another_may_not(
+    store: Store, bucket: str, contents: dict[str, bytes]
+) -> None:
+    place = f"s3://{bucket}/here"
+    one, other = open_source(place, store.options), open_source(place, store.may_list)
+    assert one.read("plain.bin", 0, 5) == contents["plain.bin"][:5]
+    with pytest.raises(CheckpointError, match="access denied"):
+        other.read("plain.bin", 0, 5)
+    assert one.read("plain.bin", 5, 5) == contents["plain.bin"][5:10]
+
+
+@pytest.mark.parametrize(
+    ("kind", "failure"),
+    [("slow_down", "SlowDown"), ("internal", "InternalError"), ("short", "DamagedBody")],
+)
+def test_failures_that_pass(
+    kind: str, failure: str, store: Store, bucket: str, contents: dict[str, bytes], proxy: Proxy
+) -> None:
+    source = open_source(f"s3://{bucket}/here", {**store.options, "endpoint_url": proxy.url})
+    assert source.read("plain.bin", 0, 5) == contents["plain.bin"][:5]
+    proxy.fault = first(2, kind, lambda method, path: path.endswith("plain.bin"))
+    before, asked = count_retries(), len(proxy.seen)
+    assert source.read("plain.bin", 5, 5) == contents["plain.bin"][5:10]
+    assert count_retries() - before == {failure: 2}
+    assert len(proxy.seen) == asked + 3
+
+
+def test_a_failure_for_good_is_told_with_its_code(
+    store: Store, bucket: str, contents: dict[str, bytes], proxy: Proxy
+) -> None:
+    source = open_source(f"s3://{bucket}/here", {**store.options, "endpoint_url": proxy.url})
+    source.read("plain.bin", 0, 5)
+    proxy.fault = lambda method, path: "slow_down"
+    with pytest.raises(
+        CheckpointError, match=r"plain\.bin: the store asks to slow down; gave up after 4 attempts"
+    ):
+        source.read("plain.bin", 5, 5)
+
+
+# ------------------------------------------------------------------------------------------------- headers
+
+
+class _Recorder(BaseHTTPRequestHandler):
+    """A store that holds one file of zeros and remembers what it was asked."""
+
+    protocol_version = "HTTP/1.1"
+    asked: ClassVar[list[dict[str, str]]] = []
+
+    def log_message(self, format: str, *args: Any) -> None:
+        return
+
+    def do_GET(self) -> None:
+        if "list-type" in self.path:
+            body = (
+                b"<ListBucketResult><Contents><Key>here/file</Key><Size>100</Size><ETag>&quot;e&quot;</ETag>"
+                b"</Contents></ListBucketResult>"
+            )
+            self.send_response(200)
+        else:
+            self.asked.append({name.lower(): value for name, value in self.headers.items()})
+            low, high = self.headers["Range"].removeprefix("bytes=").split("-")
+            body = bytes(int(high) - int(low) + 1)
+            self.send_response(206)
+        self.send_header("ETag", '"e"')
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def recorder() -> Iterator[str]:
+    _Recorder.asked.clear()
+    server = ThreadingHTTPServer((HOST, 0), _Recorder)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield f"http://{HOST}:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"key": "k", "secret": "s"}, {"if-match": '"e"'}),
+        ({"key": "k", "secret": "s", "token": "t"}, {"x-amz-security-token": "t"}),
+        ({"key": "k", "secret": "s", "requester_pays": True}, {"x-amz-request-payer": "requester"}),
+        (
+            {
+                "key": "k",
+                "secret": "s",
+                "s3_additional_kwargs": {"SSECustomerKey": "0" * 32, "SSECustomerAlgorithm": "AES256"},
+            },
+            {"x-amz-server-side-encryption-customer-algorithm": "AES256"},
+        ),
+        ({"anon": True}, {}),
+    ],
+)
+def test_later_requests_say_what_the_first_one_did(
+    options: dict[str, Any], wanted: dict[str, str], recorder: str
+) -> None:
+    source = open_source("s3://bucket/here", {**options, "endpoint_url": recorder})
+    through_client: list[object] = []
+    client = source.folder.open()[0].s3
+    client.meta.events.register("before-call.s3.GetObject", lambda **_: through_client.append(1))
+    for start in (0, 10, 30):
+        assert source.read("file", start, 10) == bytes(10)
+    assert len(through_client) == 1
+    one, *others = _Recorder.asked
+    assert len(others) == 2
+    assert wanted.items() <= one.items()
+    for number, other in enumerate(others):
+        assert other["range"] == ("bytes=10-19", "bytes=30-39")[number]
+        assert ("authorization" in other) == ("key" in options)
+        assert "key" not in options or other["authorization"] != one["authorization"]
+        assert _lasting(other) == _lasting(one)
+
+
+def _lasting(headers: dict[str, str]) -> dict[str, str]:
+    passing = ("range", "authorization", "x-amz-date", "amz-sdk-invocation-id", "amz-sdk-request")
+    return {name: value for name, value in headers.items() if name not in passing}
