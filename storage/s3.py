@@ -49,7 +49,7 @@ _CONFIG = {
     "retries": {"total_max_attempts": 1},
     "request_checksum_calculation": "when_required",
     "response_checksum_validation": "when_required",
-    "max_pool_connections": 32,
+    "max_pool_connections": 64,
 }
 
 

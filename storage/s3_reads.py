@@ -8,9 +8,11 @@ another key and range: signed by the client's own signer, over its own connectio
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 from weakref import WeakKeyDictionary
@@ -25,6 +27,9 @@ from paddle_reshard.storage.retry import DamagedBody
 
 _OPERATION = "GetObject"
 _CHUNK_BYTES = 1 << 20
+_LARGE_BYTES = 1 << 20
+_LARGE_IN_FLIGHT = 32
+"""Bodies above ``_LARGE_BYTES`` that are read at a time: a connection holds about 400 KiB of what comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +72,18 @@ class _Model:
 
 _CONDITIONS = {"Range": "Range", "IfMatch": "If-Match"}
 """Parameters in which reads differ, beside the key, and the header of each."""
-_models: WeakKeyDictionary[Any, dict[str, _Model]] = WeakKeyDictionary()
-"""Client → bucket → how to read from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """What is known of the reads of one client."""
+
+    models: dict[str, _Model] = field(default_factory=dict)
+    """Bucket → how to read from it."""
+    large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_LARGE_IN_FLIGHT))
+
+
+_clients: WeakKeyDictionary[Any, _Reads] = WeakKeyDictionary()
 _signed: ContextVar[list[_Signing] | None] = ContextVar("_signed", default=None)
 """Where the running task wants to see what the client signs for it."""
 
@@ -92,30 +107,36 @@ async def read_body(file_system: Any, request: Mapping[str, str], buffer: memory
     """
     await file_system.set_session()
     client = await file_system.get_s3(request["Bucket"])
-    model = _models.get(client, {}).get(request["Bucket"])
-    if model is not None and _is_plain(request["Key"]):
-        body, version = await model.get(request)
-    else:
-        body, version = await _get_first(file_system, client, request)
+    if client not in _clients:
+        _clients[client] = _Reads()
+        client.meta.events.register(f"before-sign.s3.{_OPERATION}", _note_signing)
+    reads = _clients[client]
+    async with reads.large if len(buffer) > _LARGE_BYTES else nullcontext():
+        model = reads.models.get(request["Bucket"])
+        if model is not None and _is_plain(request["Key"]):
+            body, version = await model.get(request)
+        else:
+            body, version = await _get_first(file_system, client, request)
+        try:
+            await _fill(buffer, body)
+        finally:
+            body.close()
+    return version
+
+
+async def _fill(buffer: memoryview, body: Any) -> None:
     done = 0
-    try:
-        while chunk := await body.read(_CHUNK_BYTES):
-            if done + len(chunk) > len(buffer):
-                raise DamagedBody(f"more than {len(buffer)} bytes came")
-            buffer[done : done + len(chunk)] = chunk
-            done += len(chunk)
-    finally:
-        body.close()
+    while chunk := await body.read(_CHUNK_BYTES):
+        if done + len(chunk) > len(buffer):
+            raise DamagedBody(f"more than {len(buffer)} bytes came")
+        buffer[done : done + len(chunk)] = chunk
+        done += len(chunk)
     if done != len(buffer):
         raise DamagedBody(f"{done} of {len(buffer)} bytes came")
-    return version
 
 
 async def _get_first(file_system: Any, client: Any, request: Mapping[str, str]) -> tuple[Any, str]:
     """Make a request through the client, and look how it does that."""
-    if client not in _models:
-        _models[client] = {}
-        client.meta.events.register(f"before-sign.s3.{_OPERATION}", _note_signing)
     seen: list[_Signing] = []
     _signed.set(seen)
     try:
@@ -127,7 +148,7 @@ async def _get_first(file_system: Any, client: Any, request: Mapping[str, str]) 
     # After a redirection the last one counts. What does not look as it should is left to the client.
     if seen and seen[-1].url.endswith(tail) and _is_plain(tail) and isinstance(connections, AIOHTTPSession):
         base_url = seen[-1].url[: 1 - len(tail)]
-        _models[client][request["Bucket"]] = _Model(base_url, seen[-1], connections.send)
+        _clients[client].models[request["Bucket"]] = _Model(base_url, seen[-1], connections.send)
     return answer["Body"], str(answer["ETag"])
 
 

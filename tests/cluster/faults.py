@@ -11,7 +11,6 @@ from pathlib import Path
 from paddle_reshard.storage import retry
 from paddle_reshard.storage.store import Read, ReadRange, Receipt, WritePart
 
-
 MEETING = threading.Barrier(2, timeout=30)
 MEETING_IS_OVER = threading.Event()
 """Both in every worker of their own."""
