@@ -22,9 +22,11 @@ from paddle_reshard.pipeline.layouts.unified.names import is_unified
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.flex_index import index_flex
 from paddle_reshard.tasks.index import (
+    IndexFiles,
     holds_huggingface,
+    index_here,
     index_huggingface,
-    index_tensor_files,
+    index_tensor_file,
     index_unified,
     index_weights,
     index_weights_and_states,
@@ -54,6 +56,7 @@ def index_checkpoint(
     tables: Sequence[RuleTable],
     config: Mapping[str, Any] | None = None,
     missing: MissingPolicy | None = None,
+    index_files: IndexFiles = index_here,
 ) -> Checkpoint:
     """Understand a checkpoint from its metadata; no payload is read.
 
@@ -65,6 +68,8 @@ def index_checkpoint(
         The model's ``config.json``, for a checkpoint that has none.
     missing
         What is to become of tensors that no file holds; without it they are refused.
+    index_files
+        Where rank files are indexed. Files with a header take a request or two and are indexed here.
 
     Raises
     ------
@@ -76,15 +81,14 @@ def index_checkpoint(
     if any(map(is_dist_file, sizes)):
         _refuse_other_tensor_files(store)
         _refuse_fillings(missing)
-        return index_flex(store, sizes, read_config(store, config), tables)
+        return index_flex(store, sizes, read_config(store, config), tables, index_files)
     if any(path.endswith(".safetensors") for path in sizes):
-        return _index_safetensors(store, tables, read_config(store, config), missing)
+        return _index_safetensors(store, tables, read_config(store, config), missing, index_files)
     _refuse_unknown_tensor_files(store)
     meta = parse_model_meta(read_json(store, MODEL_META, sizes)) if MODEL_META in sizes else None
     config = read_config(store, config)
-    roots = index_tensor_files(
-        store, {p: size for p, size in sizes.items() if parse_rank_file(p) is not None}
-    )
+    ranks = {path: size for path, size in sizes.items() if parse_rank_file(path) is not None}
+    roots = index_files(index_tensor_file, store, ranks)
     return read_hybrid(sizes, roots, meta, config, tables, missing)
 
 
@@ -138,6 +142,7 @@ def _index_safetensors(
     tables: Sequence[RuleTable],
     config: Mapping[str, Any],
     missing: MissingPolicy | None,
+    index_files: IndexFiles,
 ) -> Checkpoint:
     """A unified or Hugging Face checkpoint, or weights of the one beside optimizer states of hybrid ones."""
     sizes = store.sizes()
@@ -152,7 +157,7 @@ def _index_safetensors(
         return index_unified(store, sizes, config, tables)
     if others:
         _refuse_unknown_tensor_files(store)
-        return index_weights_and_states(store, sizes, config, tables, missing)
+        return index_weights_and_states(store, sizes, config, tables, missing, index_files)
     return index_weights(store, sizes, config, tables)
 
 

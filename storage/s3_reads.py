@@ -43,7 +43,7 @@ class _Signing:
 
 
 @dataclass(frozen=True, slots=True)
-class _Model:
+class _Route:
     """What all reads from one bucket have in common."""
 
     base_url: str
@@ -78,7 +78,7 @@ _CONDITIONS = {"Range": "Range", "IfMatch": "If-Match"}
 class _Reads:
     """What is known of the reads of one client."""
 
-    models: dict[str, _Model] = field(default_factory=dict)
+    routes: dict[str, _Route] = field(default_factory=dict)
     """Bucket → how to read from it."""
     large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_LARGE_IN_FLIGHT))
 
@@ -112,9 +112,9 @@ async def read_body(file_system: Any, request: Mapping[str, str], buffer: memory
         client.meta.events.register(f"before-sign.s3.{_OPERATION}", _note_signing)
     reads = _clients[client]
     async with reads.large if len(buffer) > _LARGE_BYTES else nullcontext():
-        model = reads.models.get(request["Bucket"])
-        if model is not None and _is_plain(request["Key"]):
-            body, version = await model.get(request)
+        route = reads.routes.get(request["Bucket"])
+        if route is not None and _is_plain(request["Key"]):
+            body, version = await route.get(request)
         else:
             body, version = await _get_first(file_system, client, request)
         try:
@@ -148,7 +148,7 @@ async def _get_first(file_system: Any, client: Any, request: Mapping[str, str]) 
     # After a redirection the last one counts. What does not look as it should is left to the client.
     if seen and seen[-1].url.endswith(tail) and _is_plain(tail) and isinstance(connections, AIOHTTPSession):
         base_url = seen[-1].url[: 1 - len(tail)]
-        _clients[client].models[request["Bucket"]] = _Model(base_url, seen[-1], connections.send)
+        _clients[client].routes[request["Bucket"]] = _Route(base_url, seen[-1], connections.send)
     return answer["Body"], str(answer["ETag"])
 
 

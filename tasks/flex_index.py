@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from paddle_reshard.pipeline.errors import FormatError, UnsupportedError
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
@@ -17,22 +16,26 @@ from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META
 from paddle_reshard.pipeline.layouts.rules import RuleTable
 from paddle_reshard.storage.formats.dist_metadata import DistMetadata, parse_dist_metadata
 from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArrayRef
-from paddle_reshard.storage.formats.safetensors import parse_safetensors
 from paddle_reshard.tasks.index import (
-    FILES_IN_FLIGHT,
+    IndexFiles,
     Readable,
+    index_here,
+    index_safetensors,
     index_tensor_file,
     read_json,
     read_lr_scheduler,
 )
 
-_T = TypeVar("_T")
 _MASTERS = "master_weights"
 """A section of older files of averages, of which the arrays have parameter names for keys."""
 
 
 def index_flex(
-    store: Readable, sizes: Mapping[str, int], config: Mapping[str, Any], tables: Sequence[RuleTable]
+    store: Readable,
+    sizes: Mapping[str, int],
+    config: Mapping[str, Any],
+    tables: Sequence[RuleTable],
+    index_files: IndexFiles,
 ) -> Checkpoint:
     """A dist checkpoint: FlexCheckpoint folders, or the one of auto-parallel training.
 
@@ -52,8 +55,8 @@ def index_flex(
     own = {path: size for path, size in sizes.items() if is_dist_file(path)}
     described = {path: size for path, size in own.items() if path.endswith(METADATA)}
     held = {path: size for path, size in own.items() if path not in described}
-    metadata = _side_by_side(described, partial(_index_metadata, store))
-    indexed = _side_by_side(held, partial(_index_data_file, store))
+    metadata = index_here(_index_metadata, store, described)
+    indexed = index_files(_index_data_file, store, held)
     files = {path: file for path, file in indexed.items() if isinstance(file, DataFile)}
     averages = {path: file for path, file in indexed.items() if isinstance(file, OlderAverage)}
     left: tuple[tuple[str, str], ...] = ()
@@ -73,20 +76,13 @@ def _refuse_muon(meta: Mapping[str, Any]) -> None:
             raise UnsupportedError(f"{MODEL_META}: {cell}: states of the Muon optimizer are not read")
 
 
-def _side_by_side(sizes: Mapping[str, int], index: Callable[[str, int], _T]) -> dict[str, _T]:
-    """``index(path, size_bytes)`` of several files, for a store that answers late."""
-    with ThreadPoolExecutor(FILES_IN_FLIGHT) as pool:
-        return dict(zip(sizes, pool.map(index, sizes, sizes.values()), strict=True))
-
-
 def _index_metadata(store: Readable, path: str, size_bytes: int) -> DistMetadata:
     return parse_dist_metadata(partial(store.read, path), size_bytes, path)
 
 
 def _index_data_file(store: Readable, path: str, size_bytes: int) -> DataFile | OlderAverage:
     if path.endswith(".safetensors"):
-        payload = parse_safetensors(partial(store.read, path), size_bytes, path)
-        return DataFile(size_bytes, payload.tensors, {})
+        return DataFile(size_bytes, index_safetensors(store, path, size_bytes).tensors, {})
     root = index_tensor_file(store, path, size_bytes)
     names = root.pop(STRUCTURED_NAMES, {})
     masters = root.pop(_MASTERS) if isinstance(root.get(_MASTERS), dict) else None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from paddle_reshard.pipeline.catalog import Catalog
 from paddle_reshard.pipeline.errors import CheckpointError, FormatError
@@ -35,8 +35,10 @@ from paddle_reshard.storage.formats.safetensors import (
 
 SCHEDULER = "scheduler.pdparams"
 LARGEST_JSON_BYTES = 1 << 30
-FILES_IN_FLIGHT = 16
-"""Files whose metadata are read at a time."""
+FILES_IN_FLIGHT = 64
+"""Files whose metadata are read at a time: each waits for a store most of the time."""
+
+T = TypeVar("T")
 
 
 class Readable(Protocol):
@@ -44,6 +46,23 @@ class Readable(Protocol):
 
     def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
         """Exactly ``nbytes`` bytes of a file."""
+
+
+class IndexFiles(Protocol):
+    """Where, and how many at a time, files are indexed."""
+
+    def __call__(
+        self, index: Callable[[Readable, str, int], T], store: Readable, sizes: Mapping[str, int]
+    ) -> dict[str, T]:
+        """``index(store, path, size_bytes)`` of every file; a function of a module, so that it can be sent away."""
+
+
+def index_here(
+    index: Callable[[Readable, str, int], T], store: Readable, sizes: Mapping[str, int]
+) -> dict[str, T]:
+    """Index files side by side in this process, for a store that answers late."""
+    with ThreadPoolExecutor(FILES_IN_FLIGHT) as pool:
+        return dict(zip(sizes, pool.map(partial(index, store), sizes, sizes.values()), strict=True))
 
 
 def index_tensor_file(store: Readable, path: str, size_bytes: int) -> dict[str, Any]:
@@ -54,14 +73,6 @@ def index_tensor_file(store: Readable, path: str, size_bytes: int) -> dict[str, 
             "not_a_dict", path, None, f"holds a {type(root).__name__}, a state dict is expected"
         )
     return root
-
-
-def index_tensor_files(store: Readable, sizes: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    """What several tensor files hold; their metadata are read side by side, for a store that answers late."""
-    with ThreadPoolExecutor(FILES_IN_FLIGHT) as pool:
-        return dict(
-            zip(sizes, pool.map(partial(index_tensor_file, store), sizes, sizes.values()), strict=True)
-        )
 
 
 def index_huggingface(
@@ -82,7 +93,7 @@ def index_huggingface(
         If it holds another model, or is not whole; naming the tensor and the file.
     """
     weights = _sizes_of_safetensors(sizes)
-    payloads = index_safetensors(store, weights)
+    payloads = index_here(index_safetensors, store, weights)
     return read_huggingface(model, weights, payloads, _read_index(store, INDEX, sizes), target)
 
 
@@ -91,7 +102,7 @@ def holds_huggingface(store: Readable, sizes: Mapping[str, int]) -> bool:
     if not is_huggingface(sizes):
         return False
     first = min(_sizes_of_safetensors(sizes))
-    (payload,) = index_safetensors(store, {first: sizes[first]}).values()
+    payload = index_safetensors(store, first, sizes[first])
     return payload.metadata.get("format") not in PADDLE_LAYOUTS
 
 
@@ -100,7 +111,7 @@ def index_weights(
 ) -> Checkpoint:
     """A checkpoint of weights only, in the layout of Hugging Face or of Paddle, as its files say."""
     weights = _sizes_of_safetensors(sizes)
-    payloads = index_safetensors(store, weights)
+    payloads = index_here(index_safetensors, store, weights)
     index = _read_index(store, INDEX, sizes)
     if any(payload.metadata.get("format") in PADDLE_LAYOUTS for payload in payloads.values()):
         return read_unified(sizes, payloads, {} if index is None else {INDEX: index}, config, tables, None)
@@ -113,12 +124,13 @@ def index_weights_and_states(
     config: Mapping[str, Any],
     tables: Sequence[RuleTable],
     missing: MissingPolicy | None,
+    index_files: IndexFiles,
 ) -> Checkpoint:
     """Weights in safetensors files beside the optimizer states of a hybrid checkpoint."""
-    payloads = index_safetensors(store, _sizes_of_safetensors(sizes))
+    payloads = index_here(index_safetensors, store, _sizes_of_safetensors(sizes))
     ranks = {path: size for path, size in sizes.items() if parse_rank_file(path) is not None}
     meta = parse_model_meta(read_json(store, MODEL_META, sizes)) if MODEL_META in sizes else None
-    roots = index_tensor_files(store, ranks)
+    roots = index_files(index_tensor_file, store, ranks)
     return read_weights_and_states(sizes, payloads, roots, meta, config, tables, missing)
 
 
@@ -126,20 +138,15 @@ def index_unified(
     store: Readable, sizes: Mapping[str, int], config: Mapping[str, Any], tables: Sequence[RuleTable]
 ) -> Checkpoint:
     """A unified checkpoint with optimizer states."""
-    payloads = index_safetensors(store, _sizes_of_safetensors(sizes))
+    payloads = index_here(index_safetensors, store, _sizes_of_safetensors(sizes))
     found = {kind: _read_index(store, index_name(kind), sizes) for kind in (MODEL, OPTIMIZER, MASTER_WEIGHTS)}
     indexes = {index_name(kind): index for kind, index in found.items() if index is not None}
     return read_unified(sizes, payloads, indexes, config, tables, read_lr_scheduler(store, sizes))
 
 
-def index_safetensors(store: Readable, sizes: Mapping[str, int]) -> dict[str, SafetensorsPayload]:
-    """Headers of several files, read side by side."""
-
-    def index(path: str) -> SafetensorsPayload:
-        return parse_safetensors(partial(store.read, path), sizes[path], path)
-
-    with ThreadPoolExecutor(FILES_IN_FLIGHT) as pool:
-        return dict(zip(sizes, pool.map(index, sizes), strict=True))
+def index_safetensors(store: Readable, path: str, size_bytes: int) -> SafetensorsPayload:
+    """What the header of a safetensors file says."""
+    return parse_safetensors(partial(store.read, path), size_bytes, path)
 
 
 def _sizes_of_safetensors(sizes: Mapping[str, int]) -> dict[str, int]:
