@@ -1,11 +1,14 @@
 """One conversion through the Python API, with the seconds of its steps; a process of its own, so that it is measured.
 
 python -m benchmarks.steps SRC DST '{"to": "tp=4"}'        prints one JSON object
+
+Beside the arguments of ``paddle_reshard.convert``, ``cores`` says how many processors it may use.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 
@@ -13,12 +16,14 @@ start = time.perf_counter()
 
 import paddle_reshard  # noqa: E402
 from paddle_reshard.pipeline.report import conversion_data  # noqa: E402
-from paddle_reshard.pipeline.workflow import Event, StepEnded, StepStarted  # noqa: E402
+from paddle_reshard.pipeline.workflow import Event, Progress, StepEnded, StepStarted  # noqa: E402
 
 
 def main() -> None:
     source, target, text = sys.argv[1:]
     arguments = json.loads(text)
+    if cores := arguments.pop("cores", None):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
     seconds = {"import": time.perf_counter() - start}
     if arguments.get("cluster") == "ray":
         import ray  # a conversion joins the Ray that its process is in
@@ -30,6 +35,8 @@ def main() -> None:
         nonlocal began
         if isinstance(event, StepStarted):
             began = time.perf_counter()
+        elif isinstance(event, Progress) and event.nbytes:
+            seconds.setdefault("first group", time.perf_counter() - began)
         elif isinstance(event, StepEnded):
             seconds[event.step] = time.perf_counter() - began
 
