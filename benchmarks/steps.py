@@ -35,7 +35,7 @@ def main() -> None:
         nonlocal began
         if isinstance(event, StepStarted):
             began = time.perf_counter()
-        elif isinstance(event, Progress) and event.nbytes:
+        elif isinstance(event, Progress) and event.done_bytes:
             seconds.setdefault("first group", time.perf_counter() - began)
         elif isinstance(event, StepEnded):
             seconds[event.step] = time.perf_counter() - began
