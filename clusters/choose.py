@@ -8,6 +8,7 @@ from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.errors import UsageError
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import ReadRange, WritePart
+from paddle_reshard.tasks.index import IndexFiles, index_here
 from paddle_reshard.tasks.run_group import GroupReport
 
 Engine = Callable[[Iterable[GroupWork], ReadRange, WritePart], Generator[GroupReport, None, None]]
@@ -32,3 +33,13 @@ def choose_engine(cluster: str, workers: int | None, memory_bytes: int, exchange
     if device != "cpu" or exchange != "auto":
         raise UsageError(f"device {device!r} and exchange {exchange!r} belong to cluster ray")
     return InlineEngine(memory_bytes, workers)
+
+
+def choose_indexing(engine: Engine) -> IndexFiles:
+    """Where the files of a checkpoint are indexed that an engine is to convert."""
+    if isinstance(engine, InlineEngine):
+        return index_here
+    from paddle_reshard.clusters.ray_cluster import RayEngine
+    from paddle_reshard.clusters.ray_index import RayIndexing
+
+    return RayIndexing(engine) if isinstance(engine, RayEngine) else index_here

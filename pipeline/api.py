@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from paddle_reshard.clusters.choose import Engine, choose_engine
+from paddle_reshard.clusters.choose import Engine, choose_engine, choose_indexing
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.compare import Difference, plan_comparison
 from paddle_reshard.pipeline.errors import CheckpointError, ReshardError, UsageError
@@ -66,6 +66,7 @@ from paddle_reshard.storage.retry_counts import count_retries
 from paddle_reshard.storage.store import Read, ReadRange, Source
 from paddle_reshard.tasks.figures import add_retries
 from paddle_reshard.tasks.fill import read_filling
+from paddle_reshard.tasks.index import IndexFiles, index_here
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -214,6 +215,16 @@ def plan(
     ReshardError
         If the source is not whole, or cannot become what is asked.
     """
+    return _plan(source, target, resume, options, index_here)
+
+
+def _plan(
+    source: PathLike,
+    target: PathLike | Mapping[PathLike, TargetOptions],
+    resume: bool,
+    options: ConversionOptions,
+    index_files: IndexFiles,
+) -> ConversionPlan:
     request = read_request(target, options)
     sinks = open_targets((source,), target, options, resume, False)
     stores = options.get("storage_options") or {}
@@ -224,7 +235,7 @@ def plan(
     program = load_program(_path(options.get("aoa")))
     tables, config = given_inputs(options.get("rules"), options.get("config"))
     own = open_source(os.fspath(source), stores)
-    checkpoint = index_checkpoint(own, tables, config, filling.policy)
+    checkpoint = index_checkpoint(own, tables, config, filling.policy, index_files)
     store = filling.serve(own)
     if program is not None:
         checkpoint = rewrite(checkpoint, program, tables if _by_table(request.forms) else None, config)
@@ -383,7 +394,7 @@ def convert(
     resume = resume or take_over
 
     def make_plan() -> ConversionPlan:
-        made = plan(source, target, resume=resume, **options)
+        made = _plan(source, target, resume, options, choose_indexing(engine))
         if expected_plan is not None:
             from paddle_reshard.storage.plan_file import check_is_saved
 
@@ -413,7 +424,7 @@ def plan_and_run(
     groups, written_bytes = conversion.plan.groups, conversion.plan.written_bytes
     observe(StepEnded("plan", f"{groups} groups, {written_bytes} bytes to write"))
     sinks = open_sinks()
-    moved = run_conversion(conversion, sinks, engine, observe, resume)
+    moved = run_conversion(conversion, sinks, engine, observe, resume, choose_indexing(engine))
     moved = replace(moved, retries=add_retries((moved.retries, count_retries() - counted)))
     return ConversionReport(conversion.store.location, sinks.location, conversion, moved)
 

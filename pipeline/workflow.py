@@ -36,7 +36,7 @@ from paddle_reshard.storage.locate import absolute, place
 from paddle_reshard.storage.outputs import Outputs, prefixes
 from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, Source, Target, WritePart
 from paddle_reshard.tasks.figures import WorkerFigures, add_figures, add_retries
-from paddle_reshard.tasks.index import index_huggingface, read_json
+from paddle_reshard.tasks.index import IndexFiles, index_here, index_huggingface, read_json
 
 COPY_BYTES = 8 << 20
 ALLOWED = "no file of the source holds it, which was allowed"
@@ -232,12 +232,18 @@ def _is_made(described: Mapping[str, Any], target: Target) -> bool:
 
 
 def run_conversion(
-    conversion: ConversionPlan, outputs: Outputs, engine: Engine, observe: Observer, resume: bool = False
+    conversion: ConversionPlan,
+    outputs: Outputs,
+    engine: Engine,
+    observe: Observer,
+    resume: bool = False,
+    index_files: IndexFiles = index_here,
 ) -> MoveReport:
     """Move, verify and publish: afterwards the targets are there, whole.
 
     If it does not come to that, nothing looks like a finished target: what is done is kept for a later run to go on
-    with, or taken back if the checkpoint was refused. With ``resume``, targets that are there already stay.
+    with, or taken back if the checkpoint was refused. With ``resume``, targets that are there already stay. What is
+    staged is indexed by ``index_files``.
     """
     plan, source = conversion.plan, conversion.store
     if resume:
@@ -254,7 +260,7 @@ def run_conversion(
         source.check_unchanged()
         planned = dict(zip(outputs.targets, conversion.targets, strict=True))
         for prefix, staged in outputs.finish(receipts).items():
-            _check_staged(staged, planned[prefix])
+            _check_staged(staged, planned[prefix], index_files)
         observe(StepEnded("verify", "what is staged reads back as a whole checkpoint"))
         observe(StepStarted("publish"))
         described = describe_targets(conversion, report.replica_drift, receipts)
@@ -336,14 +342,14 @@ def _carry(source: Source, carried: CarriedFile, writer: WritePart) -> list[Rece
     return receipts
 
 
-def _check_staged(staged: Source, planned_target: PlannedTarget) -> None:
+def _check_staged(staged: Source, planned_target: PlannedTarget, index_files: IndexFiles) -> None:
     """Index a staged target as if it were a source: it must be the checkpoint that was planned."""
     wanted, target = planned_target.wanted, planned_target.form
     if isinstance(target, HuggingFaceTarget):
         index_huggingface(staged, staged.sizes(), wanted.model, target)
         return
     missing = MissingPolicy(allowed=tuple(t.key for t in wanted.model.tensors if t.missing))
-    found = index_checkpoint(staged, [wanted.model.table], wanted.model.config, missing)
+    found = index_checkpoint(staged, [wanted.model.table], wanted.model.config, missing, index_files)
     if found.topology is not None and isinstance(target, HybridTarget):
         planned, read = target.topology, found.topology
         if (read.tp, read.pp, read.sharding, read.ep) != (
