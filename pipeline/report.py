@@ -78,6 +78,9 @@ def plan_data(conversion: ConversionPlan) -> Json:
     """What ``plan --json`` prints."""
     plan, targets = conversion.plan, conversion.targets
     described = [target_data(target.form) for target in targets]
+    for data, target in zip(described, targets, strict=True):
+        data["not_carried"] = [{"path": path, "reason": reason} for path, reason in target.left]
+        data["states_left"] = list(target.left_states)
     for data, place in zip(described, conversion.places, strict=False):
         data["path"] = place
     return {
@@ -101,16 +104,17 @@ def plan_data(conversion: ConversionPlan) -> Json:
         "copied_share": round(plan.copied_share, 4),
         "files": [{"path": f.path, "size_bytes": f.size_bytes} for f in plan.target_files],
         "carried": [{"path": c.target_path, "size_bytes": c.size_bytes} for c in plan.carried],
-        "not_carried": [{"path": path, "reason": reason} for t in targets for path, reason in t.left],
+        "not_carried": [left for data in described for left in data["not_carried"]],
         "states_left": sorted({state for target in targets for state in target.left_states}),
     }
 
 
 def conversion_data(report: ConversionReport) -> Json:
     """What ``convert --json`` prints."""
+    places = report.plan.places
     return {
         "source_path": report.source,
-        "target_path": report.target,
+        "target_path": places[0] if len(places) == 1 else None,
         "moved": asdict(report.moved),
         "plan": plan_data(report.plan),
     }

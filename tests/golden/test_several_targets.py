@@ -131,6 +131,10 @@ def test_each_target_is_told_with_its_place(tmp_path: Path) -> None:
     assert {target["path"]: target["format"] for target in data["targets"]} == {
         place: form.split(":")[0] for place, form in places.items()
     }
+    cards, model = data["targets"]
+    assert "moment1" in model["states_left"] and not cards["states_left"]
+    assert "rng_state_0.pth" in {left["path"] for left in model["not_carried"]}
+    assert data["not_carried"] == cards["not_carried"] + model["not_carried"]
     misplaced = CliRunner().invoke(cli, ["plan", str(SOURCE), *targets, "--to", "tp=1"])
     assert "--to is said of each of several targets: --target DST:FORMAT:NAME=VALUE" in misplaced.stderr
 
