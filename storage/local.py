@@ -32,7 +32,7 @@ from paddle_reshard.storage.ledger import (
 from paddle_reshard.storage.staging import Staging, sync
 from paddle_reshard.storage.store import Identity, NewFile, Read, ReadRange, Receipt, Record, Source
 
-COPIES = CopyLimits(smallest_bytes=1 << 20, largest_bytes=256 << 20)
+COPIES = CopyLimits(smallest_bytes=1 << 20, largest_bytes=16 << 20)
 COPY_BLOCK_BYTES = 1 << 20
 WRITEBACK_BYTES = 1 << 20
 """Smaller writes are left to the kernel."""

@@ -40,9 +40,10 @@ PASS_BYTES = 8 << 20
 """What a group may always read at once, however large its parts are."""
 FILL_BYTES = 16 << 20
 """More literal bytes or zeros than these become parts of their own."""
-COPY_GROUP_BYTES = 512 << 20
+COPY_GROUP_FACTOR = 4
 COPY_GROUP_PARTS = 64
-"""Parts that the storage copies are gathered into groups of about so many bytes, and so many parts at most."""
+"""Parts that the storage copies are gathered into groups of about the bytes of so many of the largest, and so many
+parts at most."""
 TINY_BYTES = 64 << 10
 """Where parts have a smallest size, a source range up to this size may be read once for every file that it goes to."""
 ACCUMULATOR_FACTOR = 2
@@ -233,7 +234,10 @@ def _within_limits(
     while True:
         files = FileSizes(total, smallest, np.maximum(FILL_BYTES, 2 * smallest))
         ops, copied = carve_copies(make_ops(), smallest, limits.copies, plan.mixtures)
-        planned, rereads = _portioned(plan, ops, copied, files, budget_bytes)
+        largest_bytes = 0 if limits.copies is None else limits.copies.largest_bytes
+        planned, rereads = _portioned(
+            plan, ops, copied, files, budget_bytes, COPY_GROUP_FACTOR * largest_bytes
+        )
         if limits.most is None:
             return planned, rereads
         enough = -(-total // limits.most)
@@ -277,17 +281,19 @@ def plan_comparisons(
     return replace(planned, read_once_budget_bytes=once.peak_bytes + PASS_BYTES + FOOTPRINT_BYTES)
 
 
-def _portioned(plan: Plan, ops: Ops, copied: Parts, files: FileSizes, budget_bytes: int) -> tuple[Plan, bool]:
+def _portioned(
+    plan: Plan, ops: Ops, copied: Parts, files: FileSizes, budget_bytes: int, copy_group_bytes: int
+) -> tuple[Plan, bool]:
     """The plan with groups, parts and bands of all ``ops``; and whether bytes are read several times.
 
-    Nothing is left in ``ops``.
+    Copied parts form groups of about ``copy_group_bytes``. Nothing is left in ``ops``.
     """
     room = Room(GROUP_BYTES, PASS_BYTES, budget_bytes - FOOTPRINT_BYTES, TINY_BYTES)
     for_parts = (room.most_bytes - PASS_BYTES) // _held_bytes(plan.mixtures, ops)
     ops, groups, rereads = group_ops(ops, copied, files, room._replace(most_bytes=PASS_BYTES + for_parts))
     parts = plan_parts(ops, groups, copied, *files)
     values = int(groups.max(initial=-1)) + 1
-    parts["group"] = _groups_of_parts(parts, values)
+    parts["group"] = _groups_of_parts(parts, values, copy_group_bytes)
     count = max(values, int(parts["group"].max(initial=-1)) + 1)
     parts = parts[np.lexsort((parts["start"], parts["file"], parts["group"]))]
     made = parts[parts["source_file"] == MADE]
@@ -337,13 +343,13 @@ def _held_bytes(mixtures: Mapping[int, Mixture], ops: Ops) -> int:
     return 1 + ACCUMULATOR_FACTOR if _cast_after_mixing(mixtures, ops).any() else 1
 
 
-def _groups_of_parts(parts: Parts, first: int) -> Ints:
+def _groups_of_parts(parts: Parts, first: int, copy_group_bytes: int) -> Ints:
     """The group of every part: those without values are gathered, those that are copied too."""
     groups = parts["group"].astype(np.int64)
     nobody = groups == NOBODY
     for chosen, most_bytes, most_parts in (
         (nobody & (parts["source_file"] == MADE), FILL_BYTES, len(parts)),
-        (nobody & (parts["source_file"] != MADE), COPY_GROUP_BYTES, COPY_GROUP_PARTS),
+        (nobody & (parts["source_file"] != MADE), copy_group_bytes, COPY_GROUP_PARTS),
     ):
         sizes = part_sizes(parts[chosen])
         portion = (np.cumsum(sizes) - sizes) // most_bytes
