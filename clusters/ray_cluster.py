@@ -45,7 +45,7 @@ from paddle_reshard.pipeline.errors import (
     UsageError,
 )
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
-from paddle_reshard.pipeline.planning.work import GroupWork
+from paddle_reshard.pipeline.planning.work import GROUPS_AT_A_TIME, GroupWork
 from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.run_group import GroupReport
 
@@ -54,9 +54,7 @@ log = logging.getLogger(__name__)
 EXCHANGES = ("auto", "always", "never")
 DEVICES = ("cpu", "gpu")
 SIDE_BY_SIDE = "side_by_side"
-"""Calls of a worker that need not wait for each other."""
-GROUPS_AT_A_TIME = 2
-"""On a worker without a GPU: a group waits for storage half of the time."""
+"""Calls of a worker that need not wait for each other. One that has a GPU runs one group at a time."""
 ATTEMPTS = 4
 """How often a group is tried, and how often a worker is started before its place is given up."""
 CONNECT_SECONDS = 10.0

@@ -1,9 +1,9 @@
 """How long would a plan take on so many workers?
 
 A model, not a measurement. Groups are handed out in the order of the plan, each to the worker that is free first, as
-a cluster does. A worker reads a group's bands, has the storage copy what it can copy, writes the group's parts, and
-takes the next group. What the stores can do for all workers together is shared evenly. Computing is left out: it is
-several times faster than any store.
+a cluster does. A worker reads a group's bands, then writes its parts and has the storage copy what it can copy;
+meanwhile it reads the next group, and never has more than two. What the stores can do for all workers together is
+shared evenly. Computing is left out: it is several times faster than any store.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import numpy as np
 from paddle_reshard.pipeline.errors import UsageError
 from paddle_reshard.pipeline.geometry import Ints
 from paddle_reshard.pipeline.planning.parts import MADE, part_sizes
-from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan
+from paddle_reshard.pipeline.planning.plan import Plan
+from paddle_reshard.pipeline.planning.work import GROUPS_AT_A_TIME
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class Simulation:
     seconds: float
     """Until the last worker has done its last group."""
     busy_share: float
-    """Of all workers' time until then, how much they work: 1 is perfect balance."""
+    """Of all workers' time until then, how much they read, or write if that is more: 1 is perfect balance."""
     most_read_bytes: int
     """Of any worker."""
     most_written_bytes: int
@@ -87,7 +88,8 @@ class _Work:
     read_bytes: Ints
     written_bytes: Ints
     copied_bytes: Ints
-    rounds: Ints
+    read_rounds: Ints
+    write_rounds: Ints
     """How often it waits for an answer."""
 
 
@@ -107,27 +109,33 @@ def _work(plan: Plan, rates: Rates) -> _Work:
         read_bytes=per_group(bands["group"], lengths),
         written_bytes=per_group(parts["group"][made], sizes[made]),
         copied_bytes=per_group(parts["group"][~made], sizes[~made]),
-        rounds=rounds(reads) + rounds(writes),
+        read_rounds=rounds(reads),
+        write_rounds=rounds(writes),
     )
 
 
 def _run(plan: Plan, work: _Work, workers: int, rates: Rates) -> Simulation:
     read_rate = min(rates.read_bytes_per_second, rates.total_read_bytes_per_second / workers)
     write_rate = min(rates.write_bytes_per_second, rates.total_write_bytes_per_second / workers)
-    seconds = (
-        work.rounds * rates.request_seconds
-        + work.read_bytes / read_rate
+    reading = work.read_rounds * rates.request_seconds + work.read_bytes / read_rate
+    writing = (
+        work.write_rounds * rates.request_seconds
         + work.written_bytes / write_rate
         + work.copied_bytes / (rates.copy_bytes_per_second * rates.requests_at_once)
     )
     owner = np.zeros(plan.groups, dtype=np.int64)
     free = [(0.0, worker) for worker in range(workers)]
     heapify(free)
-    for group, duration in enumerate(seconds.tolist()):
-        done, worker = free[0]
+    ends = [0.0] * workers
+    for group, (read_seconds, write_seconds) in enumerate(
+        zip(reading.tolist(), writing.tolist(), strict=True)
+    ):
+        start, worker = free[0]
         owner[group] = worker
-        heapreplace(free, (done + duration, worker))
-    end = max(done for done, _ in free)
+        was_read, before = start + read_seconds, ends[worker]
+        ends[worker] = max(was_read, before) + write_seconds
+        heapreplace(free, (max(was_read, before), worker))
+    end = max(ends)
     read, written = (
         np.bincount(owner, weights=values, minlength=workers)
         for values in (work.read_bytes, work.written_bytes + work.copied_bytes)
@@ -135,8 +143,8 @@ def _run(plan: Plan, work: _Work, workers: int, rates: Rates) -> Simulation:
     return Simulation(
         workers=workers,
         seconds=end,
-        busy_share=float(seconds.sum()) / (end * workers) if end else 1.0,
+        busy_share=float(max(reading.sum(), writing.sum())) / (end * workers) if end else 1.0,
         most_read_bytes=int(read.max()),
         most_written_bytes=int(written.max()),
-        peak_bytes=plan.peak_bytes + FOOTPRINT_BYTES,
+        peak_bytes=plan.memory_bytes(GROUPS_AT_A_TIME),
     )

@@ -15,6 +15,9 @@ from paddle_reshard.pipeline.planning.parts import MADE, Parts
 from paddle_reshard.pipeline.planning.plan import Bands, Plan
 from paddle_reshard.pipeline.tensors import Tensor
 
+GROUPS_AT_A_TIME = 2
+"""On a worker of a cluster, as far as its memory allows: a group waits for storage half of the time."""
+
 
 @dataclass(frozen=True)
 class GroupWork:
