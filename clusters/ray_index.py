@@ -30,8 +30,12 @@ T = TypeVar("T")
 
 FEWEST_FILES = 128
 """Fewer are read before workers have begun."""
+FEWEST_FILES_FOR_OUR_OWN = 512
+"""Fewer are read before a Ray of our own has started, for this and once more for moving."""
 BATCH_FILES = 32
-"""Read side by side by one task, as many as keep its processor busy."""
+"""Read side by side by one task."""
+TASKS_AT_A_TIME = 2
+"""On a processor: a task waits for the store half of the time, and for the largest of its files."""
 MEMORY_BYTES = 256 << 20
 """What a task reserves."""
 
@@ -52,25 +56,33 @@ class RayIndexing:
         ClusterError
             If Ray lost the workers of a batch, wherever it was tried.
         """
-        if len(sizes) < FEWEST_FILES or isinstance(store, LocalSource):
+        fewest = FEWEST_FILES if self._is_there() else FEWEST_FILES_FOR_OUR_OWN
+        if len(sizes) < fewest or isinstance(store, LocalSource):
             return index_here(index, store, sizes)
         with _joined_ray(self.engine):
             found = {path: one for batch in self._batches(index, store, sizes) for path, one in batch.items()}
         return {path: found[path] for path in sizes}
+
+    def _is_there(self) -> bool:
+        """Whether others have started the Ray that is joined."""
+        return ray.is_initialized() or bool(self.engine.address or os.environ.get("RAY_ADDRESS"))
 
     def _batches(
         self, index: Callable[[Readable, str, int], T], store: Readable, sizes: Mapping[str, int]
     ) -> Iterator[dict[str, T]]:
         """What the files of each batch hold, as it arrives."""
         task: Any = ray.remote(_index_batch).options(
-            num_cpus=1, memory=MEMORY_BYTES, max_retries=ATTEMPTS - 1, scheduling_strategy="SPREAD"
+            num_cpus=1 / TASKS_AT_A_TIME,
+            memory=MEMORY_BYTES,
+            max_retries=ATTEMPTS - 1,
+            scheduling_strategy="SPREAD",
         )
         shared, environment, paths = ray.put(store), handed_on(), list(sizes)
         waiting = [
             {path: sizes[path] for path in paths[start : start + BATCH_FILES]}
             for start in range(0, len(paths), BATCH_FILES)
         ]
-        at_a_time = self.engine.workers or len(waiting)
+        at_a_time = TASKS_AT_A_TIME * (self.engine.workers or len(waiting))
         running: list[Any] = []
         try:
             while waiting or running:

@@ -393,8 +393,8 @@ def convert(
     engine = choose_engine(cluster, workers, memory_bytes, exchange, device)
     resume = resume or take_over
 
-    def make_plan() -> ConversionPlan:
-        made = _plan(source, target, resume, options, choose_indexing(engine))
+    def make_plan(index_files: IndexFiles) -> ConversionPlan:
+        made = _plan(source, target, resume, options, index_files)
         if expected_plan is not None:
             from paddle_reshard.storage.plan_file import check_is_saved
 
@@ -411,20 +411,20 @@ def convert(
 
 
 def plan_and_run(
-    make_plan: Callable[[], ConversionPlan],
+    make_plan: Callable[[IndexFiles], ConversionPlan],
     open_sinks: Callable[[], Outputs],
     engine: Engine,
     observe: Observer,
     resume: bool,
 ) -> ConversionReport:
     """Make a plan, open the targets and carry it out; ``observe`` is told of all steps."""
-    counted = count_retries()
+    counted, index_files = count_retries(), choose_indexing(engine)
     observe(StepStarted("plan"))
-    conversion = make_plan()
+    conversion = make_plan(index_files)
     groups, written_bytes = conversion.plan.groups, conversion.plan.written_bytes
     observe(StepEnded("plan", f"{groups} groups, {written_bytes} bytes to write"))
     sinks = open_sinks()
-    moved = run_conversion(conversion, sinks, engine, observe, resume, choose_indexing(engine))
+    moved = run_conversion(conversion, sinks, engine, observe, resume, index_files)
     moved = replace(moved, retries=add_retries((moved.retries, count_retries() - counted)))
     return ConversionReport(conversion.store.location, sinks.location, conversion, moved)
 

@@ -44,6 +44,7 @@ from paddle_reshard.pipeline.workflow import (
 from paddle_reshard.storage.locate import open_source
 from paddle_reshard.storage.store import Read, ReadRange, Source
 from paddle_reshard.tasks.ema import Averaging, factors
+from paddle_reshard.tasks.index import IndexFiles, index_here
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -331,8 +332,8 @@ def average(
     )
     resume = resume or take_over
     return plan_and_run(
-        lambda: plan_average(
-            sources, target, decay=decay, weights=weights, uniform=uniform, resume=resume, **options
+        lambda index_files: _plan_average(
+            sources, target, weigh(len(sources), decay, weights, uniform), resume, options, index_files
         ),
         lambda: open_targets(sources, target, options, resume, take_over),
         engine,
@@ -352,7 +353,19 @@ def plan_average(
     **options: Unpack[ConversionOptions],
 ) -> ConversionPlan:
     """Plan what :func:`average` does; nothing is moved."""
-    weighting = weigh(len(sources), decay, weights, uniform)
+    return _plan_average(
+        sources, target, weigh(len(sources), decay, weights, uniform), resume, options, index_here
+    )
+
+
+def _plan_average(
+    sources: Sequence[PathLike],
+    target: PathLike | Mapping[PathLike, TargetOptions],
+    weighting: Weighting,
+    resume: bool,
+    options: ConversionOptions,
+    index_files: IndexFiles,
+) -> ConversionPlan:
     if foreign := [name for name in ("aoa", "fill") if options.get(name)]:
         raise UsageError(f"--{foreign[0]} does not go with an average; convert what comes out once more")
     if isinstance(target, Mapping):
@@ -362,7 +375,7 @@ def plan_average(
     stores = [open_source(os.fspath(source), options.get("storage_options") or {}) for source in sources]
     tables, config = given_inputs(options.get("rules"), options.get("config"))
     missing = MissingPolicy(allowed=tuple(options.get("allow_missing", ())))
-    checkpoints = [index_checkpoint(store, tables, config, missing) for store in stores]
+    checkpoints = [index_checkpoint(store, tables, config, missing, index_files) for store in stores]
     locations = [store.location for store in stores]
     series = Series(tuple(stores[:-1]), stores[-1], _said(weighting, stores))
     checkpoint = with_average(checkpoints, locations, weighting)
