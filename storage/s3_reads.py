@@ -54,7 +54,9 @@ class _Route:
     async def get(self, request: Mapping[str, str]) -> tuple[AioStreamingBody, str]:
         """Make a request: the body that answers it, and the version of the file."""
         headers = {name: request[field] for field, name in _CONDITIONS.items() if field in request}
-        signed = AWSRequest("GET", self.base_url + request["Key"], {**self.signing.headers, **headers})
+        signed = AWSRequest(
+            "GET", self.base_url + _quoted(request["Key"]), {**self.signing.headers, **headers}
+        )
         signed.context.update(self.signing.context)
         signed.stream_output = True
         await self.signing.signer.sign(_OPERATION, signed)
@@ -113,7 +115,7 @@ async def read_body(file_system: Any, request: Mapping[str, str], buffer: memory
     reads = _clients[client]
     async with reads.large if len(buffer) > _LARGE_BYTES else nullcontext():
         route = reads.routes.get(request["Bucket"])
-        if route is not None and _is_plain(request["Key"]):
+        if route is not None:
             body, version = await route.get(request)
         else:
             body, version = await _get_first(file_system, client, request)
@@ -144,9 +146,9 @@ async def _get_first(file_system: Any, client: Any, request: Mapping[str, str]) 
     finally:
         _signed.set(None)
     connections = getattr(getattr(client, "_endpoint", None), "http_session", None)
-    tail = f"/{request['Key']}"
+    tail = f"/{_quoted(request['Key'])}"
     # After a redirection the last one counts. What does not look as it should is left to the client.
-    if seen and seen[-1].url.endswith(tail) and _is_plain(tail) and isinstance(connections, AIOHTTPSession):
+    if seen and seen[-1].url.endswith(tail) and isinstance(connections, AIOHTTPSession):
         base_url = seen[-1].url[: 1 - len(tail)]
         _clients[client].routes[request["Bucket"]] = _Route(base_url, seen[-1], connections.send)
     return answer["Body"], str(answer["ETag"])
@@ -159,6 +161,6 @@ def _note_signing(request: Any, request_signer: Any, **_: Any) -> None:
         seen.append(_Signing(request.url, headers, dict(request.context), request_signer))
 
 
-def _is_plain(key: str) -> bool:
-    """Whether a key stands in a URL as it is."""
-    return quote(key, safe="/~") == key
+def _quoted(key: str) -> str:
+    """A key as the client writes it in a URL."""
+    return quote(key, safe="/~")

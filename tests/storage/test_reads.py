@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from paddle_reshard.pipeline.errors import CheckpointError
+from paddle_reshard.storage.fsspec_source import FsspecSource
 from paddle_reshard.storage.locate import open_source
 from paddle_reshard.storage.retry_counts import count_retries
 from tests.storage.servers import HOST, Proxy, Store, first
@@ -25,13 +26,23 @@ def contents(store: Store, bucket: str) -> dict[str, bytes]:
     return made
 
 
+def watch_client(source: FsspecSource) -> list[object]:
+    """Reads that the client makes from now on."""
+    seen: list[object] = []
+    client = source.folder.open()[0].s3
+    client.meta.events.register("before-call.s3.GetObject", lambda **_: seen.append(1))
+    return seen
+
+
 def test_ranges_of_files_of_any_name(store: Store, bucket: str, contents: dict[str, bytes]) -> None:
     source = open_source(f"s3://{bucket}/here", store.options)
     assert source.sizes() == {name: 10_000 for name in NAMES}
+    through_client = watch_client(source)
     chosen = random.Random(1)
     for name, content in 3 * list(contents.items()):
         start = chosen.randrange(9_000)
         assert source.read(name, start, 777) == content[start : start + 777]
+    assert len(through_client) <= 1
 
 
 def test_a_folder_whose_name_means_something_in_a_url(store: Store, bucket: str) -> None:
@@ -162,9 +173,7 @@ def test_later_requests_say_what_the_first_one_did(
     options: dict[str, Any], wanted: dict[str, str], recorder: str
 ) -> None:
     source = open_source("s3://bucket/here", {**options, "endpoint_url": recorder})
-    through_client: list[object] = []
-    client = source.folder.open()[0].s3
-    client.meta.events.register("before-call.s3.GetObject", lambda **_: through_client.append(1))
+    through_client = watch_client(source)
     for start in (0, 10, 30):
         assert source.read("file", start, 10) == bytes(10)
     assert len(through_client) == 1
