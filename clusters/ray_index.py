@@ -1,7 +1,7 @@
 """Index the rank files of a large checkpoint on Ray.
 
 A rank file is a pickle whose arrays lie between its opcodes, so each takes a small read for every large array: hundreds
-of thousands for a job of thousands of ranks, half a millisecond of one processor each. Files are dealt in batches to
+of thousands for a job of thousands of ranks, most of a millisecond of a processor each. Files are dealt in batches to
 tasks of Ray, which tries those of a lost worker again elsewhere: they have no effect. Refusals arrive whole.
 """
 

@@ -1,4 +1,4 @@
-"""Ranged reads from S3, at a third of what a client spends on each.
+"""Ranged reads from S3, at half of what a client spends on each.
 
 For every request a client resolves the endpoint, checks parameters, composes headers and takes the answer apart by its
 model: of a small read, of which an index of thousands of rank files takes hundreds of thousands, that is most of the
