@@ -31,7 +31,7 @@ from paddle_reshard.pipeline.planning.ranges import dense_numbers, merge
 from paddle_reshard.pipeline.tensors import Tensor
 
 SMALLEST_BUDGET_BYTES = 256 << 20
-FOOTPRINT_BYTES = 112 << 20
+FOOTPRINT_BYTES = 136 << 20
 """What a worker process needs for itself: interpreter, libraries, metadata. Groups share the rest of the budget."""
 UNLIMITED_BYTES = 1 << 62
 GROUP_BYTES = 64 << 20

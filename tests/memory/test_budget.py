@@ -13,7 +13,10 @@ import paddle_reshard
 from benchmarks.generate import Llama, write_single_card
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
+from paddle_reshard.pipeline.planning.work import GROUPS_AT_A_TIME
 from tests.memory.watch import private_bytes, run_watched
+from tests.storage.contents import fill_bucket
+from tests.storage.servers import running_store
 
 MIB = 1 << 20
 LARGEST_TENSOR_BYTES = 48 * MIB
@@ -107,6 +110,25 @@ def test_workers_of_a_cluster_stay_below_their_budget(sharded: Path, target: Pat
     assert len(most) == 2
     for found in most.values():
         assert 70 * MIB < found <= 256 * MIB
+
+
+def test_a_worker_that_reads_and_writes_s3_stays_below_what_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests in flight, and what speaks S3, are in the footprint."""
+    write_single_card(Llama(hidden=512, layers=2, vocab=8_000), tmp_path / "single")
+    with running_store() as store:
+        store.client.create_bucket(Bucket="checkpoints")
+        fill_bucket(store, "checkpoints", "source/", tmp_path / "single")
+        shutil.rmtree(tmp_path / "single")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", store.url)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", store.key)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", store.secret)
+        places = ["s3://checkpoints/source", "s3://checkpoints/target"]
+        plan = paddle_reshard.plan(*places, to="tp=4", memory="256MiB").plan
+        how = ["--to", "tp=4", "--memory", "256MiB", "--cluster", "ray", "--workers", "1"]
+        (most,) = run_watched(["convert", *places, *how], _workers_of).values()
+    assert 100 * MIB < most <= plan.memory_bytes(GROUPS_AT_A_TIME) <= 256 * MIB
 
 
 def _workers_of(driver: int) -> dict[int, int]:
