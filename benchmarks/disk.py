@@ -38,6 +38,7 @@ from benchmarks.measure import (
     run,
     spread,
     table,
+    warm_memory,
     write_figures,
 )
 
@@ -142,6 +143,8 @@ class Bench:
         self.scratch, self.model, self.rounds = scratch, model, rounds
         self.source, self.target = scratch / "source", scratch / "target"
         self.verdicts: list[Verdict] = []
+        self.warm_bytes = 0
+        """Memory to be touched before every contender."""
 
     def prepare(self) -> None:
         say(f"writing a llama of {self.model.parameters / 1e6:.0f} M parameters, {SOURCE} {V2}")
@@ -157,13 +160,17 @@ class Bench:
         def go() -> Measured:
             shutil.rmtree(self.target, ignore_errors=True)
             os.sync()
+            warm_memory(self.scratch, self.warm_bytes)
             return contender()
 
         return go
 
     def ours(self, conversion: Conversion, source: Path | None = None) -> Callable[[], Measured]:
         command = [sys.executable, "-m", "benchmarks.steps", str(source or self.source), str(self.target)]
-        return self.fresh(lambda: run([*command, json.dumps(conversion.arguments)]))
+        arguments = conversion.arguments
+        if arguments.get("cluster") == "ray":  # until it runs, memory is cold again
+            arguments["warm"] = self.warm_bytes
+        return self.fresh(lambda: run([*command, json.dumps(arguments)]))
 
     def other(self, *command: str) -> Callable[[], Measured]:
         return self.fresh(lambda: run(command))
@@ -274,6 +281,7 @@ class Bench:
         try:
             bench = Bench(scratch, self.model, self.rounds)
             shutil.copytree(self.source, bench.source)
+            bench.warm_bytes = bench.source_bytes
             yield bench
             self.verdicts += bench.verdicts
         finally:

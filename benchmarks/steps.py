@@ -2,7 +2,8 @@
 
 python -m benchmarks.steps SRC DST '{"to": "tp=4"}'        prints one JSON object
 
-Beside the arguments of ``paddle_reshard.convert``, ``cores`` says how many processors it may use.
+Beside the arguments of ``paddle_reshard.convert``, ``cores`` says how many processors it may use, and ``warm`` how many
+bytes of memory are touched beside the target before the clock starts.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 start = time.perf_counter()
 
 import paddle_reshard  # noqa: E402
+from benchmarks.measure import warm_memory  # noqa: E402
 from paddle_reshard.pipeline.report import conversion_data  # noqa: E402
 from paddle_reshard.pipeline.workflow import Event, Progress, StepEnded, StepStarted  # noqa: E402
 
@@ -29,6 +32,8 @@ def main() -> None:
         import ray  # a conversion joins the Ray that its process is in
 
         ray.init("local", num_cpus=arguments["workers"], include_dashboard=False, log_to_driver=False)
+    if warm := arguments.pop("warm", 0):
+        warm_memory(Path(target).parent, warm)
     began = 0.0
 
     def observe(event: Event) -> None:
