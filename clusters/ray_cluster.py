@@ -103,7 +103,7 @@ class RayEngine:
         """Run every group, and report each as it is done. Closing the iterator ends all workers."""
         works = iter(works)
         for first in works:
-            with _joined_ray(self):
+            with joined_ray(self):
                 run = _Run(self, chain([first], works), source, target)
                 try:
                     yield from run.reports()
@@ -118,7 +118,7 @@ class RayEngine:
 
 
 @contextlib.contextmanager
-def _joined_ray(engine: RayEngine) -> Iterator[None]:
+def joined_ray(engine: RayEngine) -> Iterator[None]:
     """Be part of a Ray cluster. One of our own ends afterwards; one that others started is only left."""
     if ray.is_initialized():
         yield
@@ -292,7 +292,7 @@ class _Run:
                 log.info("worker %d: %s", worker.number, answer)
             worker.ready, worker.starts, worker.asked = True, 1, False
             return
-        cause = _cause(answer)
+        cause = cause_of(answer)
         ray.kill(worker.actor)
         if not worker.ready and worker.starts >= ATTEMPTS:
             self.workers.remove(worker)
@@ -437,7 +437,7 @@ class _Run:
                 self._try_again(attempt.work, attempt.number, attempt.failure)
 
     def _try_again(self, work: GroupWork, number: int, failure: RayError) -> None:
-        cause = _cause(failure)
+        cause = cause_of(failure)
         if number >= ATTEMPTS:
             raise GroupFailedError(work.label, work.group, number, cause) from failure
         log.warning("group %d: attempt %d failed: %s", work.group, number, cause)
@@ -485,7 +485,7 @@ def _readable(demand: Mapping[str, float]) -> str:
     return ", ".join(parts)
 
 
-def _cause(failure: RayError) -> str:
+def cause_of(failure: RayError) -> str:
     """What went wrong, in one line: the error in the worker, or what Ray says of its end."""
     cause = getattr(failure, "cause", None) if isinstance(failure, RayTaskError) else None
     if isinstance(cause, BaseException):

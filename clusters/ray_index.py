@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import RayError
 
 from paddle_reshard.clusters.environment import handed_on
-from paddle_reshard.clusters.ray_cluster import ATTEMPTS, PATIENCE_SECONDS, RayEngine, _cause, _joined_ray
+from paddle_reshard.clusters.ray_cluster import ATTEMPTS, PATIENCE_SECONDS, RayEngine, cause_of, joined_ray
 from paddle_reshard.pipeline.errors import ClusterError, ReshardError
 from paddle_reshard.storage.local import LocalSource
 from paddle_reshard.storage.retry_counts import count_retries, note_retry
@@ -59,7 +59,7 @@ class RayIndexing:
         fewest = FEWEST_FILES if self._is_there() else FEWEST_FILES_FOR_OUR_OWN
         if len(sizes) < fewest or isinstance(store, LocalSource):
             return index_here(index, store, sizes)
-        with _joined_ray(self.engine):
+        with joined_ray(self.engine):
             found = {path: one for batch in self._batches(index, store, sizes) for path, one in batch.items()}
         return {path: found[path] for path in sizes}
 
@@ -105,7 +105,7 @@ def _settle(ref: Any) -> dict[str, Any]:
     try:
         answer, retries = ray.get(ref)
     except RayError as failure:
-        raise ClusterError(f"files could not be indexed on Ray: {_cause(failure)}") from failure
+        raise ClusterError(f"files could not be indexed on Ray: {cause_of(failure)}") from failure
     for code, times in retries.items():
         for _ in range(times):
             note_retry(code)
