@@ -21,6 +21,9 @@ from benchmarks.measure import warm_memory  # noqa: E402
 from paddle_reshard.pipeline.report import conversion_data  # noqa: E402
 from paddle_reshard.pipeline.workflow import Event, Progress, StepEnded, StepStarted  # noqa: E402
 
+RAY_START_SECONDS = 5.0
+"""While Ray already answers, its helpers are still starting."""
+
 
 def main() -> None:
     source, target, text = sys.argv[1:]
@@ -32,6 +35,7 @@ def main() -> None:
         import ray  # a conversion joins the Ray that its process is in
 
         ray.init("local", num_cpus=arguments["workers"], include_dashboard=False, log_to_driver=False)
+        time.sleep(RAY_START_SECONDS)
     if warm := arguments.pop("warm", 0):
         warm_memory(Path(target).parent, warm)
     began = 0.0

@@ -21,7 +21,8 @@ import pytest
 REPO = Path(__file__).resolve().parents[1]
 UNPACK = REPO.parent / "shared" / "unpack"
 UNPACKED = REPO / ".corpus"
-COMMITTED = REPO / "tests" / "golden" / "cases"
+GOLDEN = REPO / "tests" / "golden"
+COMMITTED = GOLDEN / "cases"
 
 if str(REPO) not in sys.path:
     sys.path.insert(0, str(REPO))
@@ -86,11 +87,14 @@ def committed_cases() -> tuple[str, ...]:
 
 
 @cache
-def committed_case(name: str) -> Path:
-    """Return the folder of a committed case; one that is packed is unpacked on first use."""
-    if (COMMITTED / name).is_dir():
-        return COMMITTED / name
-    archive = COMMITTED / f"{name}.tar.xz"
+def committed_case(name: str, kind: str = "cases") -> Path:
+    """Return the folder of a case that is committed in ``tests/golden/<kind>``; it is not to be changed.
+
+    One that is packed is unpacked on first use.
+    """
+    if (GOLDEN / kind / name).is_dir():
+        return GOLDEN / kind / name
+    archive = GOLDEN / kind / f"{name}.tar.xz"
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()[:16]
     target = UNPACKED / "golden" / f"{name}-{digest}"
     with _one_process_at_a_time():

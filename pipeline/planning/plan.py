@@ -36,6 +36,9 @@ FOOTPRINT_BYTES = 136 << 20
 UNLIMITED_BYTES = 1 << 62
 GROUP_BYTES = 64 << 20
 """Small tensors are gathered into groups of about this peak."""
+GROUPS_IN_BUDGET = 4
+"""They are smaller where the budget would not hold so many: some are read or written while others are moved."""
+SMALLEST_GROUP_BYTES = 16 << 20
 PASS_BYTES = 8 << 20
 """What a group may always read at once, however large its parts are."""
 FILL_BYTES = 16 << 20
@@ -288,7 +291,13 @@ def _portioned(
 
     Copied parts form groups of about ``copy_group_bytes``. Nothing is left in ``ops``.
     """
-    room = Room(GROUP_BYTES, PASS_BYTES, budget_bytes - FOOTPRINT_BYTES, TINY_BYTES)
+    most_bytes = budget_bytes - FOOTPRINT_BYTES
+    room = Room(
+        min(GROUP_BYTES, max(most_bytes // GROUPS_IN_BUDGET, SMALLEST_GROUP_BYTES)),
+        PASS_BYTES,
+        most_bytes,
+        TINY_BYTES,
+    )
     for_parts = (room.most_bytes - PASS_BYTES) // _held_bytes(plan.mixtures, ops)
     ops, groups, rereads = group_ops(ops, copied, files, room._replace(most_bytes=PASS_BYTES + for_parts))
     parts = plan_parts(ops, groups, copied, *files)

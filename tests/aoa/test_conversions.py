@@ -1,7 +1,6 @@
 """``--aoa FILE`` from end to end: real checkpoints, read back by the libraries of the formats."""
 
 import json
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -156,9 +155,7 @@ def test_targets_of_one_program_hold_one_model(tmp_path: Path) -> None:
 
 def test_gpt_as_gpt2(tmp_path: Path) -> None:
     """A family that no rule table exports: three projections become one, as ``transformers`` names them."""
-    with tarfile.open(Path(__file__).parents[1] / "golden" / "families" / "nlp_gpt_single.tar.xz") as packed:
-        packed.extractall(tmp_path, filter="data")
-    source = tmp_path / "nlp_gpt_single" / "checkpoint-3"
+    source = committed_case("nlp_gpt_single", "families") / "checkpoint-3"
     with pytest.raises(RuleError, match="--aoa FILE"):
         paddle_reshard.plan(source, tmp_path / "made", format="huggingface")
     paddle_reshard.convert(source, tmp_path / "made", format="huggingface", aoa=PROGRAMS / "gpt.txt")

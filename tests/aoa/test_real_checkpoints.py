@@ -5,7 +5,6 @@
 
 import hashlib
 import json
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +17,8 @@ from paddle_reshard.pipeline.indexing import index_checkpoint
 from paddle_reshard.pipeline.layouts.rules import shipped_tables
 from paddle_reshard.storage.local import LocalSource
 from tests.aoa.arrays import Arrays, cast, gather
-from tests.conftest import case_directory, corpus_root
+from tests.conftest import GOLDEN, case_directory, committed_case, corpus_root
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 PROGRAMS = {
     "mp2sh2_s1v2_meta_mid": "llama",  # tp 2, sharding 2; parameters are left out
     "mp2_tied": "llama_tied",
@@ -30,12 +28,9 @@ PROGRAMS = {
 }
 
 
-def checkpoint_of(case: str, unpacked: Path) -> Path:
-    archive = GOLDEN / "families" / f"{case}.tar.xz"
-    if archive.exists():
-        with tarfile.open(archive, "r:xz") as packed:
-            packed.extractall(unpacked, filter="data")
-        return unpacked / case / "checkpoint-3"
+def checkpoint_of(case: str) -> Path:
+    if (GOLDEN / "families" / f"{case}.tar.xz").exists():
+        return committed_case(case, "families") / "checkpoint-3"
     if case == "dsv3_single":
         root = corpus_root()
         if root is None:
@@ -75,7 +70,7 @@ def parameters(outcome: AoaOutcome, content: bytes) -> Arrays:
 
 @pytest.mark.parametrize("case", PROGRAMS)
 def test_as_the_real_export(case: str, tmp_path: Path) -> None:
-    folder = checkpoint_of(case, tmp_path)
+    folder = checkpoint_of(case)
     catalog, content = in_one_buffer(index_checkpoint(LocalSource(folder), shipped_tables()).catalog, folder)
     config = json.loads((Path(__file__).parent / "programs" / f"{PROGRAMS[case]}.json").read_text())[
         "inverse"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from paddle_reshard.pipeline.ema import AsyncEma, Weights
 from paddle_reshard.pipeline.ema_resume import Piece, RankPieces
 from paddle_reshard.pipeline.errors import CheckpointError, PlanError
 from tests import oracle
-from tests.conftest import REPO
+from tests.conftest import committed_case
 
 CASE = "fc_moe_mp2sh2_s1v2_ema"
 PADDING = np.zeros(100, np.float32)
@@ -84,12 +83,9 @@ def older(rank: int, checkpoint: Path) -> Root:
     return {"master_weights": masters, **params}
 
 
-@pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("real")
-    with tarfile.open(REPO / "tests" / "golden" / "flex_cases" / f"{CASE}.tar.xz", "r:xz") as packed:
-        packed.extractall(folder, filter="data")
-    return folder / CASE
+@pytest.fixture
+def real() -> Path:
+    return committed_case(CASE, "flex_cases")
 
 
 @pytest.fixture

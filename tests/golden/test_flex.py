@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,8 @@ import pytest
 
 from paddle_reshard import convert, verify
 from tests import oracle
-from tests.conftest import REPO, case_directory, corpus_root
+from tests.conftest import REPO, case_directory, committed_case, corpus_root
 
-PACKED = REPO / "tests" / "golden" / "flex_cases"
 SMALL = ("fc_moe_mp2sh2_s1v2_ema", "fc_pp2sh2_s1v2_tied")
 REAL = (
     ("corpus/fc_single", "corpus/single"),
@@ -36,15 +34,6 @@ REAL = (
 )
 """A real FlexCheckpoint, and a checkpoint of the same model that has its ``config.json``."""
 with_corpus = pytest.mark.skipif(corpus_root() is None, reason="the corpus is not here")
-
-
-@pytest.fixture(scope="session")
-def small_cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("flex_cases")
-    for name in SMALL:
-        with tarfile.open(PACKED / f"{name}.tar.xz", "r:xz") as packed:
-            packed.extractall(folder, filter="data")
-    return folder
 
 
 @dataclass(frozen=True)
@@ -99,8 +88,8 @@ def check_against_truth(case: Case, target: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_real_flex_checkpoint_holds_the_truth(name: str, small_cases: Path, tmp_path: Path) -> None:
-    folder = small_cases / name
+def test_a_real_flex_checkpoint_holds_the_truth(name: str, tmp_path: Path) -> None:
+    folder = committed_case(name, "flex_cases")
     check_against_truth(Case(folder / "checkpoint-3", folder / "config.json"), tmp_path / "hybrid")
 
 
@@ -235,9 +224,9 @@ def test_what_has_no_master_weights_has_an_empty_folder_of_them(tmp_path: Path) 
     assert unpickle(tmp_path / "flex/master_weight/0.metadata").state_dict_metadata == {}
 
 
-def test_tied_weights_lie_under_both_keys_with_all_states(small_cases: Path, tmp_path: Path) -> None:
+def test_tied_weights_lie_under_both_keys_with_all_states(tmp_path: Path) -> None:
     """As two stages of the real trainer write them: a job of one stage looks for one of the keys, of two for both."""
-    folder = small_cases / "fc_pp2sh2_s1v2_tied"
+    folder = committed_case("fc_pp2sh2_s1v2_tied", "flex_cases")
     convert(folder / "checkpoint-3", tmp_path / "flex", format="flex", config=folder / "config.json")
     assert keys_of(tmp_path / "flex") == keys_of(folder / "checkpoint-3")
 
@@ -382,9 +371,7 @@ def by_folder(truth: oracle.Tensors) -> dict[str, oracle.Tensors]:
 
 
 @pytest.fixture(scope="module")
-def made_checkpoints(
-    tmp_path_factory: pytest.TempPathFactory, small_cases: Path
-) -> Iterator[tuple[list[Path], int]]:
+def made_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Path], int]]:
     """Folders with metadata and what they must hold, alternating; and how many tensors that is."""
     root = tmp_path_factory.mktemp("made")
     names = {name: case_directory(name) for name in ("mp2pp2sh2_s1v2_meta_ema", "sh2_s1v1_meta_fp32")}

@@ -10,7 +10,6 @@ import hashlib
 import json
 import re
 import shutil
-import tarfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,11 +32,10 @@ from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.rules import choose_table, shipped_tables
 from paddle_reshard.pipeline.tensors import dtype_named
 from tests import oracle
-from tests.conftest import REPO, case_directory, corpus_root, hybrid_cases
+from tests.conftest import REPO, case_directory, committed_case, corpus_root, hybrid_cases
 from tests.golden.unified_cases import read_unified, small_case, write_safetensors
 
-GOLDEN = Path(__file__).parent
-EXPORTS = GOLDEN / "exports"
+EXPORTS = Path(__file__).parent / "exports"
 FAMILIES = ("qwen2_single", "qwen3_single", "qwen2_mp2pp2sh2_s1v2_meta", "nlp_qwen2_mp2pp2sh2_s1v2_meta")
 MIXTURES = {
     "moe_single": "moe_single",
@@ -58,14 +56,8 @@ LINEAR = re.compile(r"\.(\w+_proj|kv_a_proj_with_mqa|gate|shared_expert_gate)\.w
 Entry = tuple[str, tuple[int, ...], bytes]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cases of other families, unpacked."""
-    unpacked = tmp_path_factory.mktemp("families")
-    for name in (*FAMILIES, "nlp_gpt_single"):
-        with tarfile.open(GOLDEN / "families" / f"{name}.tar.xz", "r:xz") as packed:
-            packed.extractall(unpacked, filter="data")
-    return unpacked
+def _case(name: str) -> Path:
+    return committed_case(name, "families") if name in FAMILIES else case_directory(name)
 
 
 @cache
@@ -148,8 +140,8 @@ def test_every_case_becomes_the_truth(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_other_families(name: str, folder: Path, tmp_path: Path) -> None:
-    case = folder / name
+def test_other_families(name: str, tmp_path: Path) -> None:
+    case = _case(name)
     assert _export(case, tmp_path / "hf") == _expected(_parameters(_truth(case)), _config(case))
 
 
@@ -182,8 +174,8 @@ def _digests(found: dict[str, Entry]) -> dict[str, tuple[str, tuple[int, ...], s
 
 
 @pytest.mark.parametrize("name", ["mp2sh2_s1v2_meta_mid", "qwen2_single", "qwen3_single"])
-def test_it_is_what_paddleformers_exports(name: str, folder: Path, tmp_path: Path) -> None:
-    case = folder / name if name in FAMILIES else case_directory(name)
+def test_it_is_what_paddleformers_exports(name: str, tmp_path: Path) -> None:
+    case = _case(name)
     assert _digests(_export(case, tmp_path / "hf")) == _real_export(name)
 
 
@@ -297,8 +289,8 @@ def test_small_files(tmp_path: Path) -> None:
     assert set(report.plan.targets[0].left_states) == {"moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc"}
 
 
-def test_class_names_of_paddleformers_become_those_of_transformers(folder: Path, tmp_path: Path) -> None:
-    case = folder / "qwen2_mp2pp2sh2_s1v2_meta"
+def test_class_names_of_paddleformers_become_those_of_transformers(tmp_path: Path) -> None:
+    case = _case("qwen2_mp2pp2sh2_s1v2_meta")
     assert _config(case)["architectures"] == ["Qwen2ForCausalLMPipeDeprecated"]
     _export(case, tmp_path / "hf")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
@@ -484,11 +476,11 @@ def test_an_average_that_began_at_zero_is_divided_before_it_is_rounded(dtype: st
         assert got.tobytes() == expected.tobytes(), key
 
 
-def test_a_family_whose_form_is_not_known(folder: Path, tmp_path: Path) -> None:
+def test_a_family_whose_form_is_not_known(tmp_path: Path) -> None:
     with pytest.raises(
         RuleError, match=r"gpt\.embeddings.*does not say what it is in a Hugging Face checkpoint"
     ):
-        _export(folder / "nlp_gpt_single", tmp_path / "hf")
+        _export(committed_case("nlp_gpt_single", "families"), tmp_path / "hf")
 
 
 @pytest.mark.parametrize(
@@ -527,8 +519,8 @@ def _read_back(folder: Path, target: Path, **options: Any) -> dict[str, np.ndarr
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "mp2_tied", "nlp_fused_mp2", "sh2_s1v1_meta_fp32"])
-def test_read_by_itself_it_is_the_truth(name: str, folder: Path, tmp_path: Path) -> None:
-    case = folder / name if name in FAMILIES else case_directory(name)
+def test_read_by_itself_it_is_the_truth(name: str, tmp_path: Path) -> None:
+    case = _case(name)
     _export(case, tmp_path / "hf", max_shard_size="20KB")
     found = _read_back(tmp_path / "hf", tmp_path / "unified")
     oracle.assert_same_tensors(found, _parameters(_truth(case)))
@@ -606,9 +598,9 @@ def test_a_tied_head_that_is_stored_too_is_compared(tmp_path: Path) -> None:
         ("model.norm.weight", "no file holds it, and every model of this family has it"),
     ],
 )
-def test_a_tensor_that_is_missing(renamed: str, message: str, folder: Path, tmp_path: Path) -> None:
+def test_a_tensor_that_is_missing(renamed: str, message: str, tmp_path: Path) -> None:
     """Without an index, only the model itself tells."""
-    _export(folder / "qwen2_single", tmp_path / "hf")
+    _export(_case("qwen2_single"), tmp_path / "hf")
     path = tmp_path / "hf" / "model.safetensors"
     content = path.read_bytes()
     other = renamed.encode()[:-1] + b"z"

@@ -1,16 +1,14 @@
 """Small real checkpoints that hold safetensors files, unpacked on first use, and how to open such files."""
 
 import json
-import tarfile
-import tempfile
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import safetensors
 
+from tests.conftest import committed_case
 from tests.oracle import Tensors, read_truth
 
 PACKED = Path(__file__).parent / "unified"
@@ -22,15 +20,9 @@ def small_cases() -> list[str]:
     return sorted(path.name.removesuffix(".tar.xz") for path in PACKED.glob("*.tar.xz"))
 
 
-_unpacked = tempfile.TemporaryDirectory(prefix="unified_cases_")
-
-
-@cache
 def small_case(name: str) -> Path:
     """Folder with ``checkpoint-3/`` and ``truth.safetensors``; not to be changed."""
-    with tarfile.open(PACKED / f"{name}.tar.xz", "r:xz") as packed:
-        packed.extractall(_unpacked.name, filter="data")
-    return Path(_unpacked.name) / name
+    return committed_case(name, "unified")
 
 
 def truth_of(name: str) -> Tensors:

@@ -10,7 +10,6 @@ import os
 import pickle
 import re
 import shutil
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.errors import CoverageError, ReshardError
 from paddle_reshard.pipeline.options import TargetOptions
 from paddle_reshard.storage.formats.dist_metadata import encode_dist_metadata, parse_dist_metadata
-from tests.conftest import REPO
+from tests.conftest import committed_case
 from tests.golden.unified_cases import small_case
 from tests.hostile.test_fuzz_checkpoints import json_values
 
@@ -36,7 +35,6 @@ SETTINGS = settings(
         HealthCheck.function_scoped_fixture,
     ],
 )
-FLEX = REPO / "tests" / "golden" / "flex_cases"
 MADE: dict[str, TargetOptions] = {
     "experts over ranks": {"to": "ep=2,sharding=2", "sharding_strategy": "stage1v2"},
     "experts over stages": {"to": "ep=2,pp=2,sharding=2", "sharding_strategy": "stage1v2"},
@@ -97,8 +95,7 @@ def sound(name: str, folder: Path) -> Path:
     if name in MADE:
         paddle_reshard.convert(small_case("ep2_uc_sh2_s1v2") / "checkpoint-3", folder / name, **MADE[name])
         return folder / name
-    with tarfile.open(FLEX / f"{name}.tar.xz", "r:xz") as packed:
-        packed.extractall(folder, filter="data")
+    shutil.copytree(committed_case(name, "flex_cases"), folder / name)
     shutil.copy(folder / name / "config.json", folder / name / "checkpoint-3")
     return folder / name / "checkpoint-3"
 

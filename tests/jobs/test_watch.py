@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from paddle_reshard.pipeline.errors import GroupFailedError, TargetError
 from paddle_reshard.pipeline.runners import Conversion, convert_inline
 from paddle_reshard.pipeline.watch import Result, open_watcher
 from paddle_reshard.storage.fsspec_folder import FsspecFolder
-from tests.conftest import REPO
+from tests.conftest import committed_case
 from tests.jobs.command import GOLDEN, MAIN, command_line, copy_checkpoint, invoke, run, snapshot
 
 INTERRUPTED = """
@@ -203,13 +202,9 @@ def test_a_file_that_appears_during_the_conversion_takes_it_back(training: Run) 
 # ------------------------------------------------------------------------------------------- other formats
 
 
-@pytest.fixture(scope="module")
-def flex_case(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("flex")
-    name = "fc_pp2sh2_s1v2_tied"
-    with tarfile.open(REPO / "tests" / "golden" / "flex_cases" / f"{name}.tar.xz", "r:xz") as packed:
-        packed.extractall(folder, filter="data")
-    return folder / name
+@pytest.fixture
+def flex_case() -> Path:
+    return committed_case("fc_pp2sh2_s1v2_tied", "flex_cases")
 
 
 def test_a_growing_flex_checkpoint_becomes_a_model_when_it_is_whole(training: Run, flex_case: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import tarfile
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,8 +20,9 @@ from paddle_reshard.pipeline.errors import RuleError
 from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable, choose_table, shipped_tables
 from paddle_reshard.pipeline.topology import Topology
 from tests import oracle
+from tests.conftest import GOLDEN, committed_case
 
-FAMILIES = Path(__file__).resolve().parents[1] / "golden" / "families"
+FAMILIES = GOLDEN / "families"
 
 
 @dataclass(frozen=True)
@@ -57,46 +57,38 @@ SIBLINGS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with every committed case."""
-    folder = tmp_path_factory.mktemp("families")
-    for archive in sorted(FAMILIES.glob("*.tar.xz")):
-        with tarfile.open(archive, "r:xz") as packed:
-            packed.extractall(folder, filter="data")
-    return folder
+def _case(name: str) -> Path:
+    return committed_case(name, "families")
 
 
-def test_every_committed_case_is_tested(unpacked: Path) -> None:
-    assert {path.name for path in unpacked.iterdir()} == set(CASES)
+def test_every_committed_case_is_tested() -> None:
+    assert {path.name.removesuffix(".tar.xz") for path in FAMILIES.glob("*.tar.xz")} == set(CASES)
 
 
 # --- real checkpoints ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_inspect_names_the_family(name: str, unpacked: Path) -> None:
+def test_inspect_names_the_family(name: str) -> None:
     case = CASES[name]
-    found = paddle_reshard.inspect(unpacked / name / "checkpoint-3")
+    found = paddle_reshard.inspect(_case(name) / "checkpoint-3")
     assert (found.family, found.convention) == (case.family, case.convention)
     assert found.topology == case.topology
     assert found.sharding_strategy == (case.strategy or "none")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_on_one_card_it_equals_the_truth(name: str, unpacked: Path, tmp_path: Path) -> None:
-    paddle_reshard.convert(unpacked / name / "checkpoint-3", tmp_path / "one", to="tp=1")
-    truth = _truth(unpacked / name)
+def test_on_one_card_it_equals_the_truth(name: str, tmp_path: Path) -> None:
+    paddle_reshard.convert(_case(name) / "checkpoint-3", tmp_path / "one", to="tp=1")
+    truth = _truth(_case(name))
     oracle.assert_same_tensors(oracle.read_checkpoint(tmp_path / "one", oracle.shapes_of(truth)), truth)
 
 
 @pytest.mark.parametrize(("source", "target"), SIBLINGS, ids=[f"{a}-to-{b}" for a, b in SIBLINGS])
-def test_converted_files_are_those_of_the_trainer(
-    source: str, target: str, unpacked: Path, tmp_path: Path
-) -> None:
-    real, converted = unpacked / target / "checkpoint-3", tmp_path / "checkpoint-3"
+def test_converted_files_are_those_of_the_trainer(source: str, target: str, tmp_path: Path) -> None:
+    real, converted = _case(target) / "checkpoint-3", tmp_path / "checkpoint-3"
     paddle_reshard.convert(
-        unpacked / source / "checkpoint-3",
+        _case(source) / "checkpoint-3",
         converted,
         to=CASES[target].to,
         sharding_strategy=CASES[target].strategy,
@@ -109,21 +101,21 @@ def test_converted_files_are_those_of_the_trainer(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_through_tensor_parallel_cuts_and_back(name: str, unpacked: Path, tmp_path: Path) -> None:
+def test_through_tensor_parallel_cuts_and_back(name: str, tmp_path: Path) -> None:
     """Fused tensors are cut along the same lines in both directions."""
-    source, cut, back = unpacked / name / "checkpoint-3", tmp_path / "cut", tmp_path / "back"
+    source, cut, back = _case(name) / "checkpoint-3", tmp_path / "cut", tmp_path / "back"
     paddle_reshard.convert(source, cut, to="tp=2,sharding=2", sharding_strategy="stage1v1")
     paddle_reshard.convert(cut, back, to="tp=1")
-    truth = _truth(unpacked / name)
+    truth = _truth(_case(name))
     oracle.assert_same_tensors(oracle.read_checkpoint(back, oracle.shapes_of(truth)), truth)
 
 
-def test_key_value_heads_are_never_divided(unpacked: Path, tmp_path: Path) -> None:
+def test_key_value_heads_are_never_divided(tmp_path: Path) -> None:
     """The trainer asserts it: its fused qkv holds the queries of a key-value head beside it."""
     with pytest.raises(
         RuleError, match=r"self_attn\.qkv_proj\.\w+: tp=4 does not divide num_key_value_heads=2"
     ):
-        paddle_reshard.convert(unpacked / "qwen2_single" / "checkpoint-3", tmp_path / "x", to="tp=4")
+        paddle_reshard.convert(_case("qwen2_single") / "checkpoint-3", tmp_path / "x", to="tp=4")
 
 
 def _truth(case: Path) -> dict[str, np.ndarray]:
