@@ -233,9 +233,9 @@ class Bench:
         room = _available_bytes() // MEMORY_OF_PEERS
         source = self.source
         note = ""
-        if room < self.source_bytes:
+        model = self.model if room >= self.source_bytes else llama_of(room)
+        if model != self.model:
             source = self.scratch / "smaller"
-            model = llama_of(room)
             generate(model, source, SOURCE, V2)
             note = (
                 f"The source is a smaller one, of {model.sharded_bytes / 1e9:.2f} GB: loading everything takes up to "
