@@ -11,7 +11,6 @@ allows (warm), for all contenders alike; nothing here can drop caches.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import os
@@ -19,7 +18,7 @@ import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -274,27 +273,24 @@ class Bench:
         head = ("to a single card", "seconds", "÷ ours", "private MiB", "ours ÷ this")
         return f"{table(head, rows)}\n\n{note}"
 
-    @contextlib.contextmanager
-    def in_memory(self) -> Iterator[Bench]:
-        """The same checkpoint on a file system in memory, where nothing waits for a disk."""
+    def in_memory(self, section: Callable[[Bench], str]) -> str:
+        """A section about the same checkpoint on a file system in memory, where nothing waits for a disk."""
+        wanted = 4 * self.source_bytes  # source and target, and as much for whoever works with them
+        if not MEMORY.is_dir() or min(_available_bytes(), shutil.disk_usage(MEMORY).free) < wanted:
+            return f"Not run: {wanted / 1e9:.0f} GB of memory are not free."
         scratch = Path(tempfile.mkdtemp(prefix="paddle-reshard-", dir=MEMORY))
         try:
             bench = Bench(scratch, self.model, self.rounds)
             shutil.copytree(self.source, bench.source)
             bench.warm_bytes = bench.source_bytes
-            yield bench
+            text = section(bench)
             self.verdicts += bench.verdicts
+            return text
         finally:
             shutil.rmtree(scratch)
 
     def without_disk(self) -> str:
-        """Time against ``cp -r`` in memory."""
-        if note := self._no_room_in_memory():
-            return note
-        with self.in_memory() as bench:
-            return bench._against_copy_in_memory()
-
-    def _against_copy_in_memory(self) -> str:
+        """Time against ``cp -r``, for a scratch folder in memory."""
         conversions = [c for c in AGAINST_COPY if c.memory == Conversion.memory]
         contenders = {
             "`cp -r`": self.other("cp", "-r", str(self.source), str(self.target)),
@@ -311,20 +307,8 @@ class Bench:
             self.verdicts.append(Verdict(name, f"≤ {c.goal}", f"{ratio:.2f}", ratio <= c.goal))
         return table(("in memory", "seconds", "÷ `cp -r`", "CPU s"), rows)
 
-    def _no_room_in_memory(self) -> str:
-        wanted = 4 * self.source_bytes  # source and target, and as much for whoever works with them
-        if MEMORY.is_dir() and min(_available_bytes(), shutil.disk_usage(MEMORY).free) >= wanted:
-            return ""
-        return f"Not run: {wanted / 1e9:.0f} GB of memory are not free."
-
     def workers(self) -> str:
         """One worker on one core against two on two, in memory: a disk does not become faster with them."""
-        if note := self._no_room_in_memory():
-            return note
-        with self.in_memory() as bench:
-            return bench._workers_in_memory()
-
-    def _workers_in_memory(self) -> str:
         conversion = AGAINST_COPY[0]
         counted = {
             f"{engine}, {count}": self.ours(
@@ -431,9 +415,9 @@ def report(bench: Bench, chosen: Sequence[str]) -> str:
     )
     titles = {
         "copy": ("Against `cp -r` of the same bytes", bench.against_copy),
-        "memory": ("The same without a disk", bench.without_disk),
+        "memory": ("The same without a disk", partial(bench.in_memory, Bench.without_disk)),
         "peers": ("Against loading everything", bench.against_peers),
-        "workers": ("One worker, two workers", bench.workers),
+        "workers": ("One worker, two workers", partial(bench.in_memory, Bench.workers)),
         "planning": (
             "Planning",
             partial(standalone, "planning", *(["--quick"] if bench.rounds == 1 else [])),

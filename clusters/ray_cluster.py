@@ -111,6 +111,11 @@ class RayEngine:
                     run.end()
 
     @property
+    def joins(self) -> str | None:
+        """The Ray of others that a process joins which is in none yet; ``None``: there is none."""
+        return self.address or os.environ.get("RAY_ADDRESS") or None
+
+    @property
     def demand(self) -> dict[str, float]:
         """What Ray reserves for each worker."""
         gpu = {"GPU": 1.0} if self.device == "gpu" else {}
@@ -123,7 +128,7 @@ def joined_ray(engine: RayEngine) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    address = engine.address or os.environ.get("RAY_ADDRESS") or "local"
+    address = engine.joins or "local"
     local: dict[str, Any] = {"num_cpus": engine.workers, "include_dashboard": False}
     try:
         _check_answers(address)
@@ -186,12 +191,10 @@ class _Attempt:
 
     work: GroupWork
     number: int = 1
-    workers: int = 0
-    """That it was handed to."""
     shares: int = 0
     """Workers that have not yet ended their share of it."""
     object_bytes: int = 0
-    """Bands of it in the object store."""
+    """Bands of it in the object store; 0 if it is not exchanged."""
     reports: list[GroupReport] = field(default_factory=list)
     failure: RayError | None = None
 
@@ -325,9 +328,11 @@ class _Run:
             if not self.queue:
                 return
             attempt = self.queue[0]
-            count = self._workers_for(attempt, len(idle)) if idle else 1
-            members = idle[:count] or self._with_room(attempt.work)
-            if count == 0 or not members:
+            if idle:
+                members = idle[: self._workers_for(attempt, len(idle))]
+            else:
+                members = self._with_room(attempt.work)
+            if not members:
                 return
             self._hand_to(members, self.queue.popleft())
 
@@ -344,14 +349,14 @@ class _Run:
             for worker in self.workers
             if not worker.asked
             and len(worker.attempts) < GROUPS_AT_A_TIME
-            and all(attempt.workers == 1 for attempt in worker.attempts)
+            and not any(attempt.object_bytes for attempt in worker.attempts)
             and sum(attempt.work.peak_bytes for attempt in worker.attempts) <= most_bytes
         )
         return sorted(free, key=lambda worker: len(worker.attempts))[:1]
 
     def _hand_to(self, members: list[_Worker], attempt: _Attempt) -> None:
         self.running += 1
-        attempt.workers = attempt.shares = len(members)
+        attempt.shares = len(members)
         for member in members:
             member.attempts.append(attempt)
         if len(members) > 1:

@@ -56,16 +56,13 @@ class RayIndexing:
         ClusterError
             If Ray lost the workers of a batch, wherever it was tried.
         """
-        fewest = FEWEST_FILES if self._is_there() else FEWEST_FILES_FOR_OUR_OWN
+        is_there = ray.is_initialized() or self.engine.joins is not None
+        fewest = FEWEST_FILES if is_there else FEWEST_FILES_FOR_OUR_OWN
         if len(sizes) < fewest or isinstance(store, LocalSource):
             return index_here(index, store, sizes)
         with joined_ray(self.engine):
             found = {path: one for batch in self._batches(index, store, sizes) for path, one in batch.items()}
         return {path: found[path] for path in sizes}
-
-    def _is_there(self) -> bool:
-        """Whether others have started the Ray that is joined."""
-        return ray.is_initialized() or bool(self.engine.address or os.environ.get("RAY_ADDRESS"))
 
     def _batches(
         self, index: Callable[[Readable, str, int], T], store: Readable, sizes: Mapping[str, int]

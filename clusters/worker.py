@@ -33,8 +33,8 @@ class ReshardWorker:
     """Loads bands, moves boxes and writes parts.
 
     On the host several whole groups may run side by side (:meth:`run`), so that some are read or written while others
-    are moved; together they stay within the memory of the worker. All other calls come one after another, and while no
-    whole group runs.
+    are moved; together they stay within the memory of the worker. All other calls come one after another; a share of a
+    group comes while no whole group runs.
     """
 
     def __init__(

@@ -7,9 +7,10 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from paddle_reshard.pipeline.ema_flex import Box, RankBoxes
+from paddle_reshard.pipeline.ema_flex import RankBoxes
 from paddle_reshard.pipeline.ema_resume import Piece, RankPieces
 from paddle_reshard.pipeline.errors import UnsupportedError, UsageError
+from paddle_reshard.pipeline.layouts.flex.boxes import Box
 from paddle_reshard.pipeline.layouts.hybrid.names import SLICE_PREFIX
 
 MASTER_WEIGHTS = "master_weights"

@@ -280,8 +280,7 @@ class LocalTarget:
         files, _ = list_folder(staging.files)
         inner = {str(Path(path).parent) for path in files}
         with ThreadPoolExecutor(FSYNCS_IN_FLIGHT) as pool:
-            for _ in pool.map(sync, (staging.files / path for path in files)):
-                pass
+            list(pool.map(sync, (staging.files / path for path in files)))  # raises what any of them raised
         for path in sorted(inner, reverse=True):  # "." is the last of them
             sync(staging.files / path)
         check_free(self.root, self.overwrite)

@@ -39,6 +39,7 @@ GROUP_BYTES = 64 << 20
 GROUPS_IN_BUDGET = 4
 """They are smaller where the budget would not hold so many: some are read or written while others are moved."""
 SMALLEST_GROUP_BYTES = 16 << 20
+"""Smaller ones would not be worth their requests."""
 PASS_BYTES = 8 << 20
 """What a group may always read at once, however large its parts are."""
 FILL_BYTES = 16 << 20

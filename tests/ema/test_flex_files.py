@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from paddle_reshard.pipeline.ema import AsyncEma, Weights
-from paddle_reshard.pipeline.ema_flex import Box, FlexRank, RankBoxes
+from paddle_reshard.pipeline.ema_flex import FlexRank, RankBoxes
 from paddle_reshard.pipeline.errors import UsageError
+from paddle_reshard.pipeline.layouts.flex.boxes import Box
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the import of Paddle warns about a missing ccache

@@ -14,15 +14,13 @@ of nothing but padding, or an average of a bfloat16 parameter beside that of its
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Final, TypeVar
-
-import numpy as np
+from typing import Final
 
 from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError
-from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.layouts.flex.boxes import Box, describe_boxes
 from paddle_reshard.pipeline.layouts.flex.checkpoint import DataFile
 from paddle_reshard.pipeline.layouts.flex.names import (
     EMA_STATE,
@@ -31,10 +29,9 @@ from paddle_reshard.pipeline.layouts.flex.names import (
     MODEL_STATE,
     folder_of,
 )
-from paddle_reshard.storage.formats.dist_metadata import PIECE_COLUMNS, PLACE_COLUMNS, DistMetadata
+from paddle_reshard.storage.formats.dist_metadata import DistMetadata
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 
-_T = TypeVar("_T", bound=Any)
 _MASTER_NAME: Final = re.compile(r"(?P<name>.+)_fp32_master_\d+")
 _SUFFIX: Final = ".w_0"
 
@@ -48,28 +45,6 @@ class OlderAverage:
     """By the name of the parameter."""
     params: Mapping[str, ArrayRef]
     """By structured key."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    key: str
-    global_offset: Shape
-    local_shape: Shape
-    global_shape: Shape
-    flattened_range: Shape | None
-    file: str
-
-    @property
-    def shape(self) -> Shape:
-        """In the file."""
-        if self.flattened_range is None:
-            return self.local_shape
-        return (self.flattened_range[1] - self.flattened_range[0],)
-
-    @property
-    def at_end(self) -> bool:
-        """Whether padding may follow."""
-        return self.flattened_range is not None and self.flattened_range[1] == prod(self.local_shape)
 
 
 def describe_older_average(
@@ -99,16 +74,18 @@ def describe_older_average(
     folder = f"{above}{EMA_STATE}"
     if any(folder_of(path) != folder for path in averages) or any(folder_of(p) == folder for p in metadata):
         raise CheckpointError(f"{first}: an average under parameter names beside one that has metadata")
-    of_masters, of_model = list(_pieces(masters)), list(_pieces(model, "float32"))
-    trained = {piece.key for piece in of_masters}
-    pieces = [*of_masters, *(piece for piece in of_model if f"{piece.key}{_SUFFIX}" not in trained)]
+    of_masters, of_model = list(_places(masters)), list(_places(model, "float32"))
+    trained = {piece.key for piece, _ in of_masters}
+    places = [*of_masters, *(place for place in of_model if f"{place[0].key}{_SUFFIX}" not in trained)]
     found: dict[str, dict[str, ArrayRef]] = {path: {} for path in averages}
-    for piece in pieces:
-        path = f"{folder}/{piece.file}"
+    files_of: dict[Box, list[str]] = {}
+    for piece, file in places:
+        path = f"{folder}/{file}"
+        files_of.setdefault(piece, []).append(file)
         average = averages.get(path)
         if average is None:
             raise _unclear(path, piece.key, "the rank that saved its values has no file of averages")
-        saved = files.get(f"{above}{MASTER_WEIGHTS}/{piece.file}") if piece.key in trained else None
+        saved = files.get(f"{above}{MASTER_WEIGHTS}/{file}") if piece.key in trained else None
         told = {} if saved is None else saved.parameter_names
         found[path][piece.key] = _array(path, piece, average, piece.key in trained, told)
     described = {path: DataFile(averages[path].size_bytes, arrays, {}) for path, arrays in found.items()}
@@ -120,7 +97,7 @@ def describe_older_average(
         for path, average in sorted(averages.items())
         if (count := len(average.master_weights) + len(average.params) - len(found[path]))
     )
-    return {f"{folder}/0{METADATA}": _metadata(pieces)}, described, left
+    return {f"{folder}/0{METADATA}": describe_boxes(files_of)}, described, left
 
 
 def _metadata_of(metadata: Mapping[str, DistMetadata], folder: str, path: str) -> DistMetadata:
@@ -137,26 +114,26 @@ def _unclear(path: str, what: str, why: str) -> UnsupportedError:
     )
 
 
-def _pieces(metadata: DistMetadata, dtype: str | None = None) -> Iterator[_Piece]:
+def _places(metadata: DistMetadata, dtype: str | None = None) -> Iterator[tuple[Box, str]]:
     """What every file holds; with ``dtype``, only of tensors of this one."""
     pieces, shapes = metadata.pieces.tolist(), metadata.shapes
     for number, file, _ in metadata.places.tolist():
         key, dtype_index, offset, local, whole, flat = pieces[number]
         if dtype is not None and (dtype_index < 0 or metadata.dtypes[dtype_index] != dtype):
             continue
-        yield _Piece(
-            metadata.keys[key],
-            shapes[offset],
-            shapes[local],
-            shapes[whole] if whole >= 0 else (),
-            None if flat < 0 else shapes[flat],
+        yield (
+            Box(
+                key=metadata.keys[key],
+                global_shape=None if whole < 0 else shapes[whole],
+                global_offset=shapes[offset],
+                local_shape=shapes[local],
+                flattened_range=None if flat < 0 else shapes[flat],
+            ),
             metadata.files[file],
         )
 
 
-def _array(
-    path: str, piece: _Piece, average: OlderAverage, master: bool, told: Mapping[str, str]
-) -> ArrayRef:
+def _array(path: str, piece: Box, average: OlderAverage, master: bool, told: Mapping[str, str]) -> ArrayRef:
     """Where a piece lies in the rank's file, without padding."""
     if master:
         name = _parameter_name(path, piece.key, average, told)
@@ -165,8 +142,9 @@ def _array(
         name, array = piece.key, average.params.get(piece.key)
     if array is None:
         raise _unclear(path, name, f"is not in it, of which the rank holds {piece.key}")
-    elements, held = prod(piece.shape), prod(array.shape)
-    longer = piece.at_end and master and len(array.shape) == 1 and held > elements
+    elements, held = piece.elements, prod(array.shape)
+    at_end = piece.flattened_range is not None and piece.flattened_range[1] == prod(piece.local_shape)
+    longer = at_end and master and len(array.shape) == 1 and held > elements
     if array.dtype != "f4" or array.fortran or not (array.shape == piece.shape or longer):
         raise _unclear(
             path,
@@ -188,45 +166,3 @@ def _parameter_name(path: str, key: str, average: OlderAverage, told: Mapping[st
             path, key, f"is called {' and '.join(sorted(names)) or 'by no name'} in the rank's files"
         )
     return names.pop()
-
-
-def _metadata(pieces: Iterable[_Piece]) -> DistMetadata:
-    """The metadata of pieces that may lie in several files each."""
-    files_of: dict[_Piece, list[str]] = {}
-    for piece in pieces:
-        files_of.setdefault(replace(piece, file=""), []).append(piece.file)
-    in_order = sorted(files_of, key=lambda p: (p.key, p.global_offset, p.flattened_range or ()))
-    keys = _numbers(piece.key for piece in in_order)
-    files = _numbers(file for names in files_of.values() for file in names)
-    shapes = _numbers(
-        shape
-        for p in in_order
-        for shape in (p.global_offset, p.local_shape, p.global_shape, p.flattened_range)
-        if shape is not None
-    )
-    rows = [
-        (
-            keys[p.key],
-            0,
-            shapes[p.global_offset],
-            shapes[p.local_shape],
-            shapes[p.global_shape] if p.global_shape else -1,
-            -1 if p.flattened_range is None else shapes[p.flattened_range],
-        )
-        for p in in_order
-    ]
-    places = [(n, files[file], -1) for n, p in enumerate(in_order) for file in sorted(files_of[p])]
-    return DistMetadata(
-        tuple(keys),
-        ("float32",),
-        tuple(shapes),
-        tuple(files),
-        np.array(rows, dtype=PIECE_COLUMNS),
-        np.array(places, dtype=PLACE_COLUMNS),
-        {key: (key,) for key in keys},
-    )
-
-
-def _numbers(values: Iterable[_T]) -> dict[_T, int]:
-    """Each distinct value, ascending, and its number."""
-    return {value: number for number, value in enumerate(sorted(set(values)))}

@@ -12,15 +12,12 @@ import json
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import numpy as np
 
 from paddle_reshard.pipeline.catalog import File
 from paddle_reshard.pipeline.errors import PlanError, RuleError, UsageError
-from paddle_reshard.pipeline.geometry import Shape
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import SIGNAL_PREFIX, TargetFiles
+from paddle_reshard.pipeline.layouts.flex.boxes import Box, describe_boxes
 from paddle_reshard.pipeline.layouts.flex.names import (
     AUTO_FOLDER,
     AUTO_PARALLEL,
@@ -47,14 +44,10 @@ from paddle_reshard.pipeline.tensors import (
 )
 from paddle_reshard.storage.formats.dist_metadata import (
     GENERATIONS,
-    PIECE_COLUMNS,
-    PLACE_COLUMNS,
     DistMetadata,
     encode_dist_metadata,
 )
 from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArraySlot, encode_pickle
-
-_T = TypeVar("_T", bound=Any)
 
 FILE_BYTES = 4 << 30
 """What a file holds at most where their number is not given, but for a larger tensor: a rank of the target job reads
@@ -325,35 +318,10 @@ class _Files:
             )
 
 
-def _metadata(placed: Iterable[tuple[_Item, str]]) -> DistMetadata:
+def _metadata(placed: Sequence[tuple[_Item, str]]) -> DistMetadata:
     """One whole piece per key."""
-    in_order = sorted(placed, key=lambda pair: pair[0].key)
-    keys = tuple(item.key for item, _ in in_order)
-    dtypes = _numbers(item.tensor.dtype.name for item, _ in in_order)
-    files = _numbers(name for _, name in in_order)
-    shapes = _numbers(
-        shape for item, _ in in_order for shape in (item.tensor.global_shape, _origin(item.tensor))
-    )
-    pieces = [
-        (key, dtypes[t.dtype.name], shapes[_origin(t)], shapes[t.global_shape], shapes[t.global_shape], -1)
-        for key, t in enumerate(item.tensor for item, _ in in_order)
-    ]
-    places = [(piece, files[name], -1) for piece, (_, name) in enumerate(in_order)]
-    return DistMetadata(
-        keys,
-        tuple(dtypes),
-        tuple(shapes),
-        tuple(files),
-        np.array(pieces, dtype=PIECE_COLUMNS),
-        np.array(places, dtype=PLACE_COLUMNS),
-        {item.key: item.path for item, _ in in_order},
-    )
-
-
-def _origin(tensor: Tensor) -> Shape:
-    return (0,) * len(tensor.global_shape)
-
-
-def _numbers(values: Iterable[_T]) -> dict[_T, int]:
-    """Each distinct value, ascending, and its number."""
-    return {value: number for number, value in enumerate(sorted(set(values)))}
+    files_of = {}
+    for item, name in placed:
+        shape = item.tensor.global_shape
+        files_of[Box(item.key, shape, (0,) * len(shape), shape, dtype=item.tensor.dtype.name)] = (name,)
+    return describe_boxes(files_of, {item.key: item.path for item, _ in placed})
