@@ -3,8 +3,9 @@
 The driver hands out groups to actors (``ReshardWorker``), to each at most so many at a time as its memory holds:
 some are read or written while others are moved, and groups are made only as fast as they are run. Ray restarts
 nothing by itself: groups are idempotent, so a group whose worker was lost is handed out again by the driver, up to
-``ATTEMPTS`` times, and the worker is replaced. A refusal (``ReshardError``) by any worker stops everything and
-arrives whole.
+``ATTEMPTS`` times, and the worker is replaced. A group that failed is tried again alone on a worker, so that one
+that kills its workers takes no other with it more than once. A refusal (``ReshardError``) by any worker stops
+everything and arrives whole.
 
 A group alone on a worker never touches Ray's object store. A group that is *exchanged* is shared by several
 workers (:mod:`paddle_reshard.clusters.exchange`): its bands become ``ObjectRef``\\ s, which the makers of its
@@ -198,6 +199,11 @@ class _Attempt:
     reports: list[GroupReport] = field(default_factory=list)
     failure: RayError | None = None
 
+    @property
+    def alone(self) -> bool:
+        """Whether its workers do nothing else meanwhile: it is exchanged, or it failed before."""
+        return self.number > 1 or self.object_bytes > 0
+
 
 class _Run:
     """One run of all groups. Everything happens on the driver's one thread, between two waits."""
@@ -331,26 +337,26 @@ class _Run:
             if idle:
                 members = idle[: self._workers_for(attempt, len(idle))]
             else:
-                members = self._with_room(attempt.work)
+                members = self._with_room(attempt)
             if not members:
                 return
             self._hand_to(members, self.queue.popleft())
 
-    def _with_room(self, work: GroupWork) -> list[_Worker]:
+    def _with_room(self, attempt: _Attempt) -> list[_Worker]:
         """A busy worker that can take another group; none where so few wait that others will soon be idle."""
         engine = self.engine
-        if engine.device != "cpu" or engine.exchange == "always":
+        if engine.device != "cpu" or engine.exchange == "always" or attempt.alone:
             return []
         if self.exhausted and len(self.queue) <= len(self.workers):
             return []
-        most_bytes = engine.memory_bytes - FOOTPRINT_BYTES - work.peak_bytes
+        most_bytes = engine.memory_bytes - FOOTPRINT_BYTES - attempt.work.peak_bytes
         free = (
             worker
             for worker in self.workers
             if not worker.asked
             and len(worker.attempts) < GROUPS_AT_A_TIME
-            and not any(attempt.object_bytes for attempt in worker.attempts)
-            and sum(attempt.work.peak_bytes for attempt in worker.attempts) <= most_bytes
+            and not any(other.alone for other in worker.attempts)
+            and sum(other.work.peak_bytes for other in worker.attempts) <= most_bytes
         )
         return sorted(free, key=lambda worker: len(worker.attempts))[:1]
 

@@ -1,6 +1,7 @@
 """A plan run on Ray makes the same bytes as inline, whatever happens to the workers."""
 
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -193,7 +194,10 @@ def test_a_worker_killed_while_writing_is_replaced(
     assert marker.exists()
 
 
-def test_a_group_that_always_kills_its_worker_is_named(conversion: Conversion) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_group_that_always_kills_its_worker_is_named(
+    conversion: Conversion, workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
     works = list(plan_work(conversion.plan.plan))
     work = works[10]
     band = work.bands[0]
@@ -207,9 +211,13 @@ def test_a_group_that_always_kills_its_worker_is_named(conversion: Conversion) -
     assert readers == [10]
     with pytest.raises(GroupFailedError) as failed:
         conversion.run(
-            lambda works, source, target: engine()(works, KillsItsReader(source, path, place), target)
+            lambda works, source, target: engine(workers=workers)(
+                works, KillsItsReader(source, path, place), target
+            )
         )
     error = failed.value
+    again = set(re.findall(r"group (\d+): attempt [2-9] failed", caplog.text))
+    assert again == {"10"}, "another group was lost with its worker more than once"
     assert (error.group, error.attempts, ATTEMPTS) == (10, 4, 4)
     assert error.tensor == work.tensors[int(work.ops["tensor"][0])].label
     assert str(error).startswith(f"{error.tensor}: group 10 failed 4 times, at last with: ActorDiedError: ")
