@@ -30,6 +30,7 @@ from benchmarks.measure import (
     Measured,
     alternate,
     end_cleanly,
+    inner_seconds,
     load,
     machine,
     median,
@@ -248,7 +249,7 @@ class Bench:
         script = str(Path(__file__).with_name("checkpoint_converter.py"))
         if peer:
             contenders["PaddleNLP CheckpointConverter"] = self.fresh(
-                lambda: _inner_seconds(run([peer, script, str(source)]))
+                lambda: inner_seconds(run([peer, script, str(source)]))
             )
             note += (
                 "CheckpointConverter only loads into the memory of a running job: the time is that of the load, "
@@ -355,12 +356,6 @@ def standalone(module: str, *arguments: str) -> str:
     return found.output.strip()
 
 
-def _inner_seconds(measured: Measured) -> Measured:
-    """The time that the command said it took, without its imports."""
-    seconds = float(measured.output.split("seconds ")[1].split()[0])
-    return Measured(**{**measured.__dict__, "seconds": seconds})
-
-
 def _target_bytes(said: dict[str, Any]) -> int:
     plan = said["plan"]
     return sum(file["size_bytes"] for file in (*plan["files"], *plan["carried"]))
@@ -375,7 +370,7 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-SECTIONS = ("copy", "memory", "peers", "workers", "planning", "shares")
+SECTIONS = ("copy", "memory", "peers", "workers", "planning", "metadata", "shares")
 
 
 def main() -> None:
@@ -413,6 +408,7 @@ def report(bench: Bench, chosen: Sequence[str]) -> str:
         f"source: a llama of {bench.model.parameters / 1e6:.0f} M parameters, {SOURCE}, {V2}, "
         f"{bench.source_bytes / 1e9:.2f} GB; {bench.rounds} rounds; warm (source in the page cache)"
     )
+    quick = ["--quick"] if bench.rounds == 1 else []
     titles = {
         "copy": ("Against `cp -r` of the same bytes", bench.against_copy),
         "memory": ("The same without a disk", partial(bench.in_memory, Bench.without_disk)),
@@ -420,7 +416,11 @@ def report(bench: Bench, chosen: Sequence[str]) -> str:
         "workers": ("One worker, two workers", partial(bench.in_memory, Bench.workers)),
         "planning": (
             "Planning",
-            partial(standalone, "planning", *(["--quick"] if bench.rounds == 1 else [])),
+            partial(standalone, "planning", *quick),
+        ),
+        "metadata": (
+            "Reading large metadata",
+            partial(standalone, "metadata", "--rounds", str(bench.rounds), *quick),
         ),
         "shares": ("Bytes that an object store moves by itself", partial(standalone, "shares")),
     }
@@ -428,9 +428,11 @@ def report(bench: Bench, chosen: Sequence[str]) -> str:
     for name in chosen:
         say(titles[name][0])
         parts.append(f"### {titles[name][0]}\n\n{titles[name][1]()}")
-    goals = table(("goal", "wanted", "measured", "met"), [v.row for v in bench.verdicts])
+    if bench.verdicts:
+        goals = table(("goal", "wanted", "measured", "met"), [v.row for v in bench.verdicts])
+        parts = ["### Goals", goals, *parts]
     facts.append(load("after"))
-    return "\n\n".join(["\n".join(f"- {fact}" for fact in facts), "### Goals", goals, *parts])
+    return "\n\n".join(["\n".join(f"- {fact}" for fact in facts), *parts])
 
 
 if __name__ == "__main__":
