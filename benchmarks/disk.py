@@ -414,10 +414,7 @@ def report(bench: Bench, chosen: Sequence[str]) -> str:
         "memory": ("The same without a disk", partial(bench.in_memory, Bench.without_disk)),
         "peers": ("Against loading everything", bench.against_peers),
         "workers": ("One worker, two workers", partial(bench.in_memory, Bench.workers)),
-        "planning": (
-            "Planning",
-            partial(standalone, "planning", *quick),
-        ),
+        "planning": ("Planning", partial(standalone, "planning", *quick)),
         "metadata": (
             "Reading large metadata",
             partial(standalone, "metadata", "--rounds", str(bench.rounds), *quick),
