@@ -28,7 +28,10 @@ with warnings.catch_warnings():
     import paddle
     from paddle.distributed.fleet.meta_parallel.sharding import group_sharded_stage3
 
+    from tests.bfloat16 import bfloat16_cpu, to_bfloat16
     from tests.live.fleet_job import model_of
+
+__all__ = ["bfloat16_cpu"]  # a fixture
 
 CASE = "mp2pp2sh2_s1v2_meta_ema"
 AVERAGE = ".ema_w_0"
@@ -185,9 +188,10 @@ def optimizer_of(model: paddle.nn.Layer) -> paddle.optimizer.Optimizer:
     return optimizer
 
 
+@pytest.mark.usefixtures("bfloat16_cpu")
 def test_pieces_of_an_optimizer_of_paddle() -> None:
     model = TwoLayers()
-    model.bfloat16()
+    to_bfloat16(model)
     optimizer = optimizer_of(model)
     pieces = rank_pieces(model, optimizer, tp=2, tp_rank=1)
     found = {piece.key: (piece.local_shape, piece.flat) for piece in pieces.master_weights.values()}
@@ -214,9 +218,10 @@ class Experts(paddle.nn.Layer):
         self.gate = paddle.nn.Linear(4, 4, bias_attr=False)
 
 
+@pytest.mark.usefixtures("bfloat16_cpu")
 def test_pieces_of_a_rank_that_has_some_of_all_experts() -> None:
     model = Experts()
-    model.bfloat16()
+    to_bfloat16(model)
     found = rank_pieces(model, optimizer_of(model), tp=2, tp_rank=1).master_weights.values()
     assert {(piece.key, piece.local_shape, piece.whole) for piece in found} == {
         ("experts.2.weight", (4, 2), True),
@@ -225,11 +230,12 @@ def test_pieces_of_a_rank_that_has_some_of_all_experts() -> None:
     }
 
 
+@pytest.mark.usefixtures("bfloat16_cpu")
 def test_an_expert_that_may_be_any_of_all_is_refused_by_name() -> None:
     """A list of this rank's experts alone counts from 0 on every rank."""
     model = Experts()
     model.experts = paddle.nn.LayerList([expert for expert in model.experts if expert is not None])
-    model.bfloat16()
+    to_bfloat16(model)
     with pytest.raises(
         UnsupportedError, match=r"experts\.0\.weight: belongs to one rank of an expert-parallel"
     ):
@@ -265,6 +271,7 @@ class Stage3:
         return found
 
 
+@pytest.mark.usefixtures("bfloat16_cpu")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_average_goes_on_under_sharding_stage_3(rank: int) -> None:
     job = Stage3(rank)
@@ -277,6 +284,7 @@ def test_an_average_goes_on_under_sharding_stage_3(rank: int) -> None:
         assert not any(p._is_initialized() for p in job.model.parameters() if hasattr(p, "fw_storage"))
 
 
+@pytest.mark.usefixtures("bfloat16_cpu")
 def test_ranks_of_stage_3_save_a_flex_checkpoint(tmp_path: Path) -> None:
     jobs = [Stage3(rank) for rank in range(2)]
     boxes = tuple(rank_boxes(job.model, job.optimizer) for job in jobs)
@@ -290,6 +298,7 @@ def test_ranks_of_stage_3_save_a_flex_checkpoint(tmp_path: Path) -> None:
     oracle.assert_same_tensors(held, averages())
 
 
+@pytest.mark.usefixtures("bfloat16_cpu")
 def test_a_slice_of_which_nothing_is_known_is_refused() -> None:
     job = Stage3(0)
     del job.optimizer.update_slice

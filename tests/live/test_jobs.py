@@ -21,10 +21,11 @@ def test_auto_parallel_training(tmp_path):
     )
 
 
-def test_fleet_and_stage_3(tmp_path):
+@pytest.mark.parametrize("cpu", ["bfloat16_cpu", "other_cpu"])
+def test_fleet_and_stage_3(tmp_path, cpu):
     """Two processes; the source is one rank's share of two, by stage 1 v2."""
     own = case_directory("nlp_fused_mp2")
     source = tmp_path / "checkpoint-3"
     paddle_reshard.convert(own / "checkpoint-3", source, to="sharding=2", sharding_strategy="stage1v2")
     (tmp_path / "truth.safetensors").symlink_to(own / "truth.safetensors")
-    run_job(tmp_path, 2, "tests.live.fleet_job", str(source), str(own / "checkpoint-3"))
+    run_job(tmp_path, 2, "tests.live.fleet_job", str(source), str(own / "checkpoint-3"), cpu)
