@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from paddle_reshard.clusters.choose import Engine, choose_engine, choose_indexing
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.compare import Difference, plan_comparison
-from paddle_reshard.pipeline.errors import CheckpointError, ReshardError, UsageError
+from paddle_reshard.pipeline.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.indexing import index_checkpoint, index_pair
 from paddle_reshard.pipeline.inputs import (
     load_config,
@@ -491,26 +491,31 @@ def verify(
     )
 
 
-def check(target: PathLike, *, storage_options: StorageOptions | None = None) -> IntegrityReport:
+def check(
+    target: PathLike,
+    *,
+    source: PathLike | None = None,
+    storage_options: StorageOptions | None = None,
+) -> IntegrityReport:
     """Compare a target with its manifest: every file, every part, every byte.
+
+    Parts that the storage copied by itself, and told no MD5 of, are compared with ``source``, the checkpoint that the
+    target was made from. The location that the manifest names is never opened.
 
     Raises
     ------
     CheckpointError
-        If it has no manifest, so that it is no finished target, or one without checksums.
+        If it has no manifest, so that it is no finished target, or one without checksums; if ``source`` is not there.
     """
     store = open_source(os.fspath(target), storage_options or {})
+    made_from = None if source is None else open_source(os.fspath(source), storage_options or {})
     sizes = store.sizes()
     if MANIFEST not in sizes:
         raise CheckpointError(
             f"{store.location}: has no {MANIFEST}, so it was not made by this package or is not whole"
         )
     manifest = parse_manifest(store.read(MANIFEST, 0, sizes[MANIFEST]), f"{store.location}/{MANIFEST}")
-    try:
-        source = open_source(manifest.source, storage_options or {})
-    except ReshardError:
-        source = None
-    return check_target(store, manifest, source)
+    return check_target(store, manifest, made_from)
 
 
 def clean(

@@ -18,7 +18,14 @@ from paddle_reshard.storage.holder import Holder
 
 CLAIMS = ".paddle_reshard/claims"
 LONGEST_BACKOFF_SECONDS = 3600.0
-CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,18})")
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("conversion_id", "target", "nonce", "source_stamp", "target_stamp", "version"), (str,)),
+    **dict.fromkeys(("plan_id", "reason"), (str,)),
+    **dict.fromkeys(("started_at", "seen_at"), (float, int)),
+    "number": (int,),
+}
+"""Field of a claim → the types that it may have."""
 
 
 class State(str, Enum):
@@ -104,9 +111,21 @@ class Attempt:
         try:
             values = json.loads(data)
             holder, state = Holder(**values.pop("holder")), State(values.pop("state"))
-            return cls(holder=holder, state=state, **values)
-        except (TypeError, KeyError, AttributeError) as error:
+            attempt = cls(holder=holder, state=state, **values)
+        except (TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a claim: {error}") from error
+        attempt._check()
+        return attempt
+
+    def _check(self) -> None:
+        """Refuse values of other types, and names that would lead out of their folder: both become paths."""
+        for name, kind in _KINDS.items():
+            if type(getattr(self, name)) not in kind:
+                raise ValueError(f"not a claim: {name} is {getattr(self, name)!r}")
+        if "/" in self.conversion_id or not CHECKPOINT.fullmatch(self.target):
+            raise ValueError(f"not a claim of a checkpoint: {self.target!r}, {self.conversion_id!r}")
+        if self.number < 1 or type(self.holder.pid) is not int:
+            raise ValueError("not a claim: the numbers of an attempt and of a process are whole")
 
 
 @dataclass(frozen=True, slots=True)

@@ -379,6 +379,12 @@ def convert(
 @click.argument("b", metavar="[B]", required=False)
 @click.option("--state", "states", metavar="LIST", help="Only these states, comma-separated: param,moment1,…")
 @click.option("--subset", is_flag=True, help="B may lack tensors that A has.")
+@click.option(
+    "--source",
+    metavar="SRC",
+    help="With one argument: what it was converted from, to compare what the storage has copied. What the manifest "
+    "says of it is never opened.",
+)
 @replicas_option
 @memory_option
 @rules_option
@@ -392,6 +398,7 @@ def verify(
     b: str | None,
     states: str | None,
     subset: bool,
+    source: str | None,
     replicas: str,
     memory: str,
     rules: Path | None,
@@ -408,10 +415,14 @@ def verify(
     if b is None:
         with _reporting(as_json):
             _check_for_one(click.get_current_context())
-            found = paddle_reshard.check(a, storage_options=storage_options)
+            found = paddle_reshard.check(a, source=source, storage_options=storage_options)
         _answer(integrity_data(found), as_json, quiet, lambda: _show_integrity(found))
         sys.exit(0 if found.intact else 1)
     with _reporting(as_json):
+        if source is not None:
+            raise UsageError(
+                "--source is for one target and its manifest; two checkpoints are compared as they are"
+            )
         chosen = None if states is None else [state.strip() for state in states.split(",")]
         report = paddle_reshard.verify(
             a,
@@ -433,7 +444,7 @@ def _check_for_one(context: click.Context) -> None:
     """Refuse what ``verify`` of one target would not look at."""
     for option in context.command.params:
         given = context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT
-        if given and option.name not in ("a", "storage_options", "as_json", "quiet"):
+        if given and option.name not in ("a", "source", "storage_options", "as_json", "quiet"):
             raise UsageError(
                 f"{option.opts[0]} is for two checkpoints; one is compared with its manifest, byte for byte"
             )
@@ -761,13 +772,18 @@ def _show_integrity(report: IntegrityReport) -> None:
         console.print(f"{damage.path}, bytes {damage.byte_offset} to {stop}: {damage.detail}", markup=False)
     if len(report.damages) > SHOWN_DIFFERENCES:
         console.print(f"… and {len(report.damages) - SHOWN_DIFFERENCES} more")
-    verdict = "intact" if report.intact else f"damaged: {len(report.damages)} parts"
+    whole = "intact, as far as it was checked" if report.unchecked_bytes else "intact"
+    verdict = whole if report.intact else f"damaged: {len(report.damages)} parts"
     unchecked = f"; {_size(report.unchecked_bytes)} could not be checked" if report.unchecked_bytes else ""
     console.print(
         f"{verdict}; {report.files} files, {report.parts} parts ({_size(report.read_bytes)} read){unchecked}"
     )
     if report.unchecked_bytes:
-        console.print("these were copied by the storage, and the source is gone or has changed")
+        console.print(
+            "these were copied by the storage: to compare them, --source SRC names what it was made from, unchanged "
+            f"since; the manifest says {report.recorded_source}",
+            markup=False,
+        )
 
 
 def _console() -> Console:

@@ -30,8 +30,10 @@ class IntegrityReport:
     parts: int
     read_bytes: int
     unchecked_bytes: int
-    """Of parts that the storage copied, where it told no MD5 and the source is not there any more."""
+    """Of parts that the storage copied, where it told no MD5 and no source was given that still has these files."""
     damages: tuple[Damage, ...]
+    recorded_source: str
+    """Where the manifest says that the source was. Text to show, never to be opened."""
 
     @property
     def intact(self) -> bool:
@@ -43,7 +45,8 @@ def check_target(target: Source, manifest: Manifest, source: Source | None) -> I
     """Compare every part of a target with its manifest.
 
     A part that the storage copied has no checksum. It is compared with the MD5 that the store told, else with the range
-    of ``source`` that it was copied from, if that is still the same file.
+    of ``source`` that it was copied from, if that is still the same file. ``source`` is what a user has named; what the
+    manifest says of its place is not looked at.
     """
     sizes = target.sizes()
     damages = [
@@ -64,7 +67,9 @@ def check_target(target: Source, manifest: Manifest, source: Source | None) -> I
         read += part.nbytes
         if detail:
             damages.append(Damage(part.path, part.byte_offset, part.nbytes, detail))
-    return IntegrityReport(len(manifest.files), len(manifest.parts), read, unchecked, tuple(damages))
+    return IntegrityReport(
+        len(manifest.files), len(manifest.parts), read, unchecked, tuple(damages), manifest.source
+    )
 
 
 def _usable(manifest: Manifest, source: Source | None) -> set[str]:
@@ -75,7 +80,7 @@ def _usable(manifest: Manifest, source: Source | None) -> set[str]:
     return {
         path
         for path, size in manifest.source_files.items()
-        if sizes.get(path) == size and versions.get(path) == manifest.source_versions.get(path)
+        if path in sizes and (sizes[path], versions[path]) == (size, manifest.source_versions.get(path))
     }
 
 

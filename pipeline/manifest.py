@@ -43,7 +43,7 @@ class Manifest:
     """File → size in bytes."""
     parts: tuple[ManifestPart, ...]
     source: str
-    """Where the source was."""
+    """Where the source was. Text to show: nothing that a manifest names is opened."""
     source_files: Mapping[str, int]
     source_versions: Mapping[str, str]
 
@@ -105,7 +105,13 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
     try:
         files, source = values["files"], values["source"]
         parts = tuple(part for name in files for part in _parts_of(name, values["parts"].get(name, {})))
-        manifest = Manifest(files, parts, source["location"], source["files"], source["versions"])
+        manifest = Manifest(
+            _entries(files, int),
+            parts,
+            str(source["location"]),
+            _entries(source["files"], int),
+            _entries(source["versions"], str),
+        )
         told: Counter[str] = Counter()
         for part in parts:
             told[part.path] += part.nbytes
@@ -119,6 +125,14 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
     return manifest
 
 
+def _entries(values: Mapping[str, Any], kind: type) -> Mapping[str, Any]:
+    """The mapping itself, if all its values are of one kind."""
+    for name, value in values.items():
+        if type(value) is not kind:
+            raise ValueError(f"{name}: {value!r}")
+    return values
+
+
 def _parts_of(path: str, columns: Mapping[str, Any]) -> Iterator[ManifestPart]:
     byte_offset = 0
     copied = columns.get("copied", {})
@@ -128,11 +142,13 @@ def _parts_of(path: str, columns: Mapping[str, Any]) -> Iterator[ManifestPart]:
         place = copied.get(str(number))
         if checksum is None and place is None:
             raise ValueError(f"{path}: part {number} has neither a checksum nor a source")
+        if type(nbytes) is not int or nbytes < 0:
+            raise ValueError(f"{path}: part {number} has {nbytes!r} bytes")
         yield ManifestPart(
             path,
             byte_offset,
-            int(nbytes),
+            nbytes,
             checksum,
             None if place is None else (place[0], int(place[1]), str(place[2])),
         )
-        byte_offset += int(nbytes)
+        byte_offset += nbytes

@@ -141,6 +141,7 @@ def integrity_data(report: IntegrityReport) -> Json:
         "parts": report.parts,
         "read_bytes": report.read_bytes,
         "unchecked_bytes": report.unchecked_bytes,
+        "recorded_source": report.recorded_source,
         "damages": [asdict(damage) for damage in report.damages],
     }
 

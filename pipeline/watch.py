@@ -255,7 +255,10 @@ class Watcher:
     def _read_claim(self, file: str) -> Attempt | None:
         data = self.out.read(f"{CLAIMS}/{file}")
         try:
-            return None if data is None else Attempt.parse(data)
+            attempt = None if data is None else Attempt.parse(data)
+            if attempt is not None and claim_path(attempt) != f"{CLAIMS}/{file}":
+                raise ValueError("is the claim of another attempt")
+            return attempt
         except ValueError:
             log.warning("%s: not a claim; delete it if no watcher runs", self.out.at(f"{CLAIMS}/{file}"))
             return None

@@ -402,18 +402,18 @@ def test_copied_parts_are_compared_with_their_source(tmp_path: Path) -> None:
         ),
     }
     (target / "paddle_reshard.json").write_bytes(format_manifest(described))
-    found = paddle_reshard.check(target)
+    found = paddle_reshard.check(target, source=source)
     assert (found.intact, found.parts, found.read_bytes, found.unchecked_bytes) == (True, 2, 104, 0)
     flipped = bytearray((target / "b").read_bytes())
     flipped[50] ^= 1
     (target / "b").write_bytes(flipped)
-    (damage,) = paddle_reshard.check(target).damages
+    (damage,) = paddle_reshard.check(target, source=source).damages
     assert (
         f"byte 50 is {flipped[50]}, byte 150 of a, which it was copied from, is {content[150]}"
         in damage.detail
     )
     (source / "a").write_bytes(content + b"more")
-    found = paddle_reshard.check(target)
+    found = paddle_reshard.check(target, source=source)
     assert (found.intact, found.read_bytes, found.unchecked_bytes) == (True, 4, 100)
 
 

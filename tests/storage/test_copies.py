@@ -265,10 +265,10 @@ def test_parts_that_are_encrypted_are_copied_and_their_etags_taken_for_nothing(
     assert [name for name in wanted if found[name] != wanted[name]] == ["paddle_reshard.json"]
     assert json.loads(found["paddle_reshard.json"])["etags"] == {}
     # Copies are compared with their source, and not with what looks like an MD5.
-    checked = paddle_reshard.check(target, storage_options=store.options)
+    checked = paddle_reshard.check(target, source=source, storage_options=store.options)
     assert checked.intact
     assert checked.unchecked_bytes == 0
     store.client.delete_object(Bucket=bucket, Key="here/optimizer.pdopt")
-    checked = paddle_reshard.check(target, storage_options=store.options)
+    checked = paddle_reshard.check(target, source=source, storage_options=store.options)
     assert checked.intact
     assert checked.unchecked_bytes == report.moved.copied_bytes

@@ -1,0 +1,164 @@
+"""Manifests and claims name places. Nothing that they name is opened, followed or removed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import paddle_reshard
+from paddle_reshard.pipeline.cli import cli
+from paddle_reshard.pipeline.errors import FormatError
+from paddle_reshard.pipeline.manifest import FORMAT, describe_parts, format_manifest
+from paddle_reshard.storage.holder import this_process
+from paddle_reshard.storage.local import LocalSource
+from paddle_reshard.storage.store import Receipt
+
+MANIFEST = "paddle_reshard.json"
+
+
+class Listener:
+    """A server that nobody has a reason to speak to."""
+
+    def __init__(self) -> None:
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self.socket.getsockname()[1]
+        self.heard: list[bytes] = []
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                connection, _ = self.socket.accept()
+            except OSError:
+                return
+            with connection:
+                self.heard.append(connection.recv(1 << 16))
+                connection.sendall(b"HTTP/1.0 404 not here\r\ncontent-length: 0\r\n\r\n")
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    made = Listener()
+    yield made
+    made.socket.close()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    (folder / "a").write_bytes(bytes(range(250)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of one file, which the storage has copied from the source."""
+    folder = tmp_path_factory.mktemp("made") / "target"
+    folder.mkdir()
+    (folder / "b").write_bytes(bytes(range(100, 200)))
+    seen = LocalSource(source)
+    manifest = {
+        "format": FORMAT,
+        "files": {"b": 100},
+        "source": {"location": str(source), "files": seen.sizes(), "versions": seen.versions()},
+        "parts": describe_parts([Receipt("b", 0, 100)], {("b", 0): ("a", 100)}),
+    }
+    (folder / MANIFEST).write_bytes(format_manifest(manifest))
+    return folder
+
+
+def changed(made: Path, folder: Path, change: Any) -> Path:
+    """A copy of a target with another manifest."""
+    shutil.copytree(made, folder)
+    manifest = json.loads((folder / MANIFEST).read_bytes())
+    change(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:{}/c", "reference://::http://127.0.0.1:{}/c.json"])
+def test_no_address_of_a_manifest_is_asked(
+    address: str, made: Path, tmp_path: Path, listener: Listener
+) -> None:
+    def name_it(manifest: dict[str, Any]) -> None:
+        manifest["source"]["location"] = address.format(listener.port)
+
+    target = changed(made, tmp_path / "t", name_it)
+    options = json.dumps({"headers": {"Authorization": "Bearer a-token"}})
+    CliRunner().invoke(cli, ["verify", str(target), "--storage-options", options])
+    assert listener.heard == []
+
+
+def test_what_the_storage_copied_is_compared_with_the_source_that_a_user_names(
+    source: Path, made: Path, tmp_path: Path
+) -> None:
+    alone = paddle_reshard.check(made)
+    assert (alone.intact, alone.unchecked_bytes) == (True, 100)
+    assert alone.recorded_source == str(source)
+    beside = paddle_reshard.check(made, source=source)
+    assert (beside.intact, beside.unchecked_bytes) == (True, 0)
+    told = CliRunner().invoke(cli, ["verify", str(made)]).output
+    assert "intact, as far as it was checked" in told
+    assert "--source SRC" in told
+    assert CliRunner().invoke(cli, ["verify", str(made), "--source", str(source)]).exit_code == 0
+    assert CliRunner().invoke(cli, ["verify", str(made), "--source", str(tmp_path / "no")]).exit_code == 1
+
+
+def test_no_path_of_a_manifest_leads_out_of_the_source(source: Path, made: Path, tmp_path: Path) -> None:
+    """One that claims to be of no size and no version, as a file that nobody has listed is."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(bytes(1000))
+
+    def name_it(manifest: dict[str, Any]) -> None:
+        outside = f"{'../' * 20}{secret.relative_to('/')}"
+        manifest["source"]["files"][outside] = manifest["source"]["versions"][outside] = None
+        manifest["parts"]["b"]["copied"]["0"] = [outside, 0, ""]
+
+    target = changed(made, tmp_path / "t", name_it)
+    with pytest.raises(FormatError, match="not what a manifest holds"):
+        paddle_reshard.check(target, source=source)
+
+
+@pytest.mark.parametrize("bad", [-1, 1.5, "7", None, True])
+def test_sizes_in_a_manifest_are_whole_numbers(bad: object, made: Path, tmp_path: Path) -> None:
+    target = changed(made, tmp_path / "t", lambda manifest: manifest["files"].update({"ghost": bad}))
+    with pytest.raises(FormatError):
+        paddle_reshard.check(target)
+
+
+@pytest.mark.parametrize("field", ["target", "conversion_id"])
+def test_a_claim_that_names_another_folder_removes_nothing(field: str, tmp_path: Path) -> None:
+    """A watcher goes on with a removal that a killed one has begun: of a target beside it, and of nothing else."""
+    run, out, precious = tmp_path / "run", tmp_path / "out", tmp_path / "precious"
+    for folder in (run, precious, out / ".paddle_reshard" / "claims"):
+        folder.mkdir(parents=True)
+    (precious / "work").write_text("of years")
+    holder = this_process()
+    claim = {
+        "conversion_id": "paddle-reshard-0123456789abcdef",
+        "number": 1,
+        "target": "checkpoint-1",
+        "holder": {name: getattr(holder, name) for name in holder.__slots__},
+        "nonce": "n",
+        "state": "removing",
+        "started_at": time.time(),
+        "seen_at": time.time(),
+        "source_stamp": "",
+        "target_stamp": "",
+        "version": "1",
+        field: "../precious",
+    }
+    (out / ".paddle_reshard" / "claims" / "x.json").write_text(json.dumps(claim))
+    before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    CliRunner().invoke(cli, ["watch", str(run), str(out), "--to", "tp=1", "--once", "--keep", "1"])
+    assert (precious / "work").read_text() == "of years"
+    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
