@@ -135,6 +135,10 @@ class VerifyReport:
         """Whether the logical content is the same."""
         return not self.differences
 
+    def __bool__(self) -> bool:
+        """The report is true if the two are equal, so that ``assert verify(a, b)`` means what it says."""
+        return self.equal
+
 
 def inspect(
     source: PathLike,

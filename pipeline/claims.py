@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
+from paddle_reshard.storage.formats.strict_json import parse_json
 from paddle_reshard.storage.holder import Holder
 
 CLAIMS = ".paddle_reshard/claims"
@@ -109,7 +110,7 @@ class Attempt:
     def parse(cls, data: bytes) -> Attempt:
         """From the JSON of its claim file; ``ValueError`` if it is none."""
         try:
-            values = json.loads(data)
+            values = parse_json(data)
             holder, state = Holder(**values.pop("holder")), State(values.pop("state"))
             attempt = cls(holder=holder, state=state, **values)
         except (TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -1,6 +1,7 @@
 """The command line: arguments to API calls, results to tables, lines or JSON.
 
-Exit status: 0 done (and, for ``verify``, equal), 1 refused or different, 2 wrong usage, 130 interrupted.
+Exit status: 0 done, 1 refused, 2 wrong usage, 130 interrupted. ``verify`` follows ``cmp`` and ``diff``: 0 equal, 1
+different, 2 trouble: it could not compare, whatever the reason.
 """
 
 from __future__ import annotations
@@ -62,8 +63,11 @@ from paddle_reshard.pipeline.report import (
 from paddle_reshard.pipeline.topology import STRATEGIES
 from paddle_reshard.pipeline.workflow import ConversionPlan, Event, StepStarted, ignore_events
 from paddle_reshard.pipeline.workflow import Progress as Moved
+from paddle_reshard.storage.formats.strict_json import parse_json
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+DIFFERENT, TROUBLE = 1, 2
+"""Exit statuses of ``verify`` beside 0."""
 SHOWN_DIFFERENCES = 20
 SHOWN_WORKERS = 16
 SHOWN_AMPLIFICATION = 1.05
@@ -411,14 +415,16 @@ def verify(
     """Compare the logical content of two checkpoints of any topologies, bit for bit.
 
     With one argument: compare every byte of a target with the checksums in its manifest.
+
+    Exit status: 0 equal (or intact), 1 different (or damaged), 2 it could not be compared.
     """
     if b is None:
-        with _reporting(as_json):
+        with _reporting(as_json, TROUBLE):
             _check_for_one(click.get_current_context())
             found = paddle_reshard.check(a, source=source, storage_options=storage_options)
         _answer(integrity_data(found), as_json, quiet, lambda: _show_integrity(found))
-        sys.exit(0 if found.intact else 1)
-    with _reporting(as_json):
+        sys.exit(0 if found else DIFFERENT)
+    with _reporting(as_json, TROUBLE):
         if source is not None:
             raise UsageError(
                 "--source is for one target and its manifest; two checkpoints are compared as they are"
@@ -437,7 +443,7 @@ def verify(
             storage_options=storage_options,
         )
     _answer(verify_data(report), as_json, quiet, lambda: _show_verification(report))
-    sys.exit(0 if report.equal else 1)
+    sys.exit(0 if report else DIFFERENT)
 
 
 def _check_for_one(context: click.Context) -> None:
@@ -507,7 +513,7 @@ def _storage_options(text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
-        value = json.loads(Path(text[1:]).read_text("utf-8") if text.startswith("@") else text)
+        value = parse_json(Path(text[1:]).read_text("utf-8") if text.startswith("@") else text)
     except (OSError, ValueError) as error:
         raise click.BadParameter("neither a JSON object nor @FILE with one") from error
     if not isinstance(value, dict):
@@ -528,16 +534,16 @@ def _segmentation(text: str | None) -> str | list[int] | None:
 
 
 @contextmanager
-def _reporting(as_json: bool) -> Iterator[None]:
-    """Turn errors into one sentence on stderr and an exit status."""
+def _reporting(as_json: bool, refused: int | None = None) -> Iterator[None]:
+    """Turn errors into one sentence on stderr and an exit status: ``refused``, or each error's own."""
     try:
         yield
     except ReshardError as error:
         if as_json:
             click.echo(json.dumps(error_data(error)))
-        _fail(str(error), error.exit_status)
+        _fail(str(error), refused or error.exit_status)
     except (OSError, MemoryError) as error:
-        _fail(f"{type(error).__name__}: {error}", 1)
+        _fail(f"{type(error).__name__}: {error}", refused or 1)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from paddle_reshard.pipeline.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.layouts.hybrid.meta import parse_names
 from paddle_reshard.pipeline.layouts.rules import RuleTable, parse_rule_table, shipped_tables
 from paddle_reshard.pipeline.options import LayoutOptions
+from paddle_reshard.storage.formats.strict_json import parse_json
 
 
 def load_tables(rules: Path | None) -> list[RuleTable]:
@@ -62,7 +62,7 @@ def _read_text(path: Path) -> str:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(_read_text(path))
+        value = parse_json(_read_text(path))
     except ValueError as error:
         raise UsageError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):

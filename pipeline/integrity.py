@@ -40,6 +40,10 @@ class IntegrityReport:
         """Whether nothing is wrong."""
         return not self.damages
 
+    def __bool__(self) -> bool:
+        """The report is true if the target is intact, so that ``assert check(target)`` means what it says."""
+        return self.intact
+
 
 def check_target(target: Source, manifest: Manifest, source: Source | None) -> IntegrityReport:
     """Compare every part of a target with its manifest.
@@ -50,7 +54,7 @@ def check_target(target: Source, manifest: Manifest, source: Source | None) -> I
     """
     sizes = target.sizes()
     damages = [
-        Damage(path, 0, size, f"has {sizes.get(path, 'no')} bytes, the manifest says {size}")
+        Damage(path, 0, size, _wrong_size(sizes.get(path), size))
         for path, size in manifest.files.items()
         if sizes.get(path) != size
     ]
@@ -70,6 +74,14 @@ def check_target(target: Source, manifest: Manifest, source: Source | None) -> I
     return IntegrityReport(
         len(manifest.files), len(manifest.parts), read, unchecked, tuple(damages), manifest.source
     )
+
+
+def _wrong_size(found: int | None, wanted: int) -> str:
+    """What is said of a file whose size is not the manifest's, in bytes; ``None``: it is not there."""
+    if found is None:
+        return f"missing; the manifest says {wanted} bytes"
+    word = "truncated" if found < wanted else "longer than it was"
+    return f"{word}: has {found} bytes, the manifest says {wanted}"
 
 
 def _usable(manifest: Manifest, source: Source | None) -> set[str]:

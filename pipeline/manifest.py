@@ -16,6 +16,7 @@ from typing import Any
 
 from paddle_reshard.pipeline.errors import CheckpointError, FormatError
 from paddle_reshard.storage.checksum import ALGORITHM
+from paddle_reshard.storage.formats.strict_json import parse_json
 from paddle_reshard.storage.store import Receipt
 
 FORMAT = "paddle-reshard manifest"
@@ -93,7 +94,7 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
         If it was written by a version that recorded no checksums.
     """
     try:
-        values = json.loads(data)
+        values = parse_json(data)
     except ValueError as error:
         raise FormatError("not_json", path, None, f"not valid JSON: {error}") from error
     if not isinstance(values, dict) or values.get("format") != FORMAT:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.claims import State
 from paddle_reshard.pipeline.errors import JobError, StaleSessionError
 from paddle_reshard.pipeline.workflow import Event, StepEnded, StepStarted
+from paddle_reshard.storage.formats.strict_json import parse_json
 
 if TYPE_CHECKING:
     from paddle_reshard.clusters.jobs import JobRequest
@@ -110,7 +110,7 @@ def outcome_of_job(lines: Sequence[str], message: str) -> Outcome | StaleSession
     """What a failed conversion said: its one JSON object tells a refusal from a crash."""
     for line in reversed(lines):
         try:
-            said = json.loads(line)
+            said = parse_json(line)
         except ValueError:
             continue
         if isinstance(said, dict) and "error" in said and "kind" in said:

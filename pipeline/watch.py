@@ -52,6 +52,7 @@ from paddle_reshard.pipeline.layouts.files import MANIFEST
 from paddle_reshard.pipeline.options import CONVERSION_OPTIONS
 from paddle_reshard.pipeline.runners import Conversion, Convert, Outcome, convert_inline
 from paddle_reshard.pipeline.workflow import describe_targets
+from paddle_reshard.storage.formats.strict_json import parse_json
 from paddle_reshard.storage.holder import is_gone, process_start, this_process
 from paddle_reshard.storage.listing import Shelf, open_shelf
 from paddle_reshard.storage.locate import open_source
@@ -233,7 +234,7 @@ class Watcher:
     def _manifest(self, name: str) -> dict[str, Any]:
         data = self.out.read(f"{name}/{MANIFEST}")
         try:
-            manifest = json.loads(data or b"")
+            manifest = parse_json(data or b"")
         except ValueError:
             return {}
         ours = isinstance(manifest, dict) and manifest.get("format") == "paddle-reshard manifest"
@@ -313,7 +314,7 @@ class Watcher:
             return None
         path, now = f"{SEEN}/{self._id(name)}.json", self.clock()
         try:
-            seen = json.loads(self.out.read(path) or b"{}")
+            seen = parse_json(self.out.read(path) or b"{}")
         except ValueError:
             seen = {}
         if seen.get("stamp") != stamp:

@@ -6,7 +6,6 @@ told to an observer as event values.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -32,6 +31,7 @@ from paddle_reshard.pipeline.planning.parts import MADE
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.pipeline.tensors import EMA_MASTER_WEIGHT, EMA_PARAM
+from paddle_reshard.storage.formats.strict_json import parse_json
 from paddle_reshard.storage.locate import absolute, place
 from paddle_reshard.storage.outputs import Outputs, prefixes
 from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, Source, Target, WritePart
@@ -222,7 +222,7 @@ def _is_made(described: Mapping[str, Any], target: Target) -> bool:
     if manifest is None:
         return False
     try:
-        found = json.loads(manifest)
+        found = parse_json(manifest)
         source = found["source"]
     except (ValueError, TypeError, KeyError):
         return False

@@ -8,7 +8,6 @@ checkpoint goes, the new markers appear, and the manifest is last.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import secrets
@@ -30,6 +29,7 @@ from paddle_reshard.pipeline.layouts.files import (
 )
 from paddle_reshard.pipeline.planning.limits import CopyLimits
 from paddle_reshard.storage import retry
+from paddle_reshard.storage.formats.strict_json import parse_json
 from paddle_reshard.storage.fsspec_folder import FsspecFolder, Listing
 from paddle_reshard.storage.fsspec_source import FsspecSource
 from paddle_reshard.storage.ledger import (
@@ -126,7 +126,7 @@ class FsspecTarget(ABC):
         if left.phase is not Phase.PUBLISH or MANIFEST not in listing.files:
             return False
         try:
-            manifest = json.loads(self._read(MANIFEST, listing))
+            manifest = parse_json(self._read(MANIFEST, listing))
         except ValueError:
             return False
         return isinstance(manifest, dict) and manifest.get("plan_id") == left.identity.plan_id

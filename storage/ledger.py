@@ -39,6 +39,7 @@ from paddle_reshard.pipeline.errors import (
     TargetError,
     UnsupportedError,
 )
+from paddle_reshard.storage.formats.strict_json import parse_json
 from paddle_reshard.storage.holder import Holder, is_gone, process_start, this_process
 from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record
 
@@ -131,7 +132,7 @@ class SessionRecord:
             If it is none.
         """
         try:
-            values = json.loads(data)
+            values = parse_json(data)
             lock = values.pop("lock")
             holder = Holder(**lock.pop("holder"))
             identity, phase = Identity(**values.pop("identity")), Phase(values.pop("phase"))
@@ -161,7 +162,7 @@ def parse_ledger(data: bytes) -> tuple[list[Record], int]:
         try:
             if not line.endswith(b"\n"):
                 break
-            unit, parts, drift = json.loads(line)
+            unit, parts, drift = parse_json(line)
             records.append(Record(unit, tuple(Receipt(*part) for part in parts), tuple(drift)))
         except (ValueError, TypeError):
             break

@@ -23,6 +23,7 @@ from paddle_reshard.pipeline.planning.ops import OP, Ops
 from paddle_reshard.pipeline.planning.parts import PART
 from paddle_reshard.pipeline.planning.plan import BAND, CarriedFile, Plan
 from paddle_reshard.pipeline.tensors import Tensor, dtype_named
+from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 
 FORMAT = "paddle-reshard plan"
 GENERATION = 1
@@ -272,8 +273,8 @@ def _read_header(file: Any, path: str) -> dict[str, Any]:
         list(stream)
         text = (stream.schema.metadata or {}).get(b"facts", b"{}")
     try:
-        facts = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        facts = parse_json(text)
+    except JsonError as error:
         raise _malformed(path, f"not a {FORMAT}") from error
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise _malformed(path, f"not a {FORMAT}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -32,6 +31,7 @@ from paddle_reshard.storage.formats.safetensors import (
     parse_index,
     parse_safetensors,
 )
+from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 
 SCHEDULER = "scheduler.pdparams"
 LARGEST_JSON_BYTES = 1 << 30
@@ -182,8 +182,8 @@ def read_json(store: Readable, path: str, sizes: Mapping[str, int]) -> dict[str,
             "too_large", path, None, f"{sizes[path]} bytes are more than any JSON of a checkpoint"
         )
     try:
-        value = json.loads(store.read(path, 0, sizes[path]))
-    except (ValueError, RecursionError) as error:
+        value = parse_json(store.read(path, 0, sizes[path]))
+    except JsonError as error:
         raise FormatError("not_json", path, None, f"not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise FormatError(

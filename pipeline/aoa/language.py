@@ -18,14 +18,14 @@ one statement per line, with ``#`` comments.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from paddle_reshard.pipeline.errors import PlanError, UsageError
 from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 
 NOTHING = "_"
 FLOATING = ("float16", "float32", "bfloat16")
@@ -196,14 +196,9 @@ _CONFIG: Mapping[str, type] = {"aoa_statements": list, "aoa_config_reverse": boo
 
 
 def _json_statements(text: str, where: str) -> tuple[list[tuple[str, str]], bool]:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) < len(pairs):
-            raise ValueError("a key stands twice in one object")
-        return dict(pairs)
-
     try:
-        config = json.loads(text, object_pairs_hook=once)
-    except (ValueError, RecursionError) as error:
+        config = parse_json(text)
+    except JsonError as error:
         raise UsageError(f"{where}: not valid JSON: {error}") from error
     for key, value in config.items():
         if type(value) is not _CONFIG.get(key):

@@ -140,6 +140,11 @@ def parse_pickle(read: Callable[[int, int], bytes], size_bytes: int, path: str) 
 # ---------------------------------------------------------------------------------------------- reading bytes
 
 
+def truncated(size_bytes: int, needed_bytes: int) -> str:
+    """What is said of a file that ends before what it announces."""
+    return f"truncated: the file has {size_bytes} bytes, what it announces here needs at least {needed_bytes}"
+
+
 class Window:
     """A forward-only view of the file: what was read last, and how far it is consumed."""
 
@@ -190,7 +195,7 @@ class Window:
         """Refuse to go beyond the end of the file."""
         left = self.size_bytes - self.position
         if nbytes > left:
-            detail = f"announces {nbytes} bytes where the file has {left} left"
+            detail = truncated(self.size_bytes, self.position + nbytes)
             raise FormatError("length_beyond_end", self.path, self.position, detail)
 
     @property
@@ -228,7 +233,10 @@ class Window:
         left = self.size_bytes - position
         if nbytes > left:
             raise FormatError(
-                "truncated", self.path, position, "the file ends inside the pickle, before its STOP"
+                "truncated",
+                self.path,
+                position,
+                f"truncated: the file has {self.size_bytes} bytes and ends inside the pickle, before its STOP",
             )
         data = self.read_at(position, min(max(nbytes, self._read_ahead_bytes), left))
         self._base, self._data, self._at = position, data, 0

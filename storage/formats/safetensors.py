@@ -17,14 +17,14 @@ The format: 8 bytes length of the header, the header as JSON, the payloads (safe
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from paddle_reshard.pipeline.errors import FormatError
-from paddle_reshard.storage.formats.paddle_pickle import ArrayRef, EncodedFile
+from paddle_reshard.storage.formats.paddle_pickle import ArrayRef, EncodedFile, truncated
+from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 
 MAX_HEADER_BYTES: Final = 100_000_000
 """Longest header; the safetensors library has the same limit."""
@@ -124,8 +124,7 @@ def parse_safetensors(read: Callable[[int, int], bytes], size_bytes: int, path: 
         raise FormatError("header_too_long", path, 0, detail)
     start = _LENGTH_BYTES + header_bytes
     if start > size_bytes:
-        detail = f"announces a header of {header_bytes} bytes where the file has {size_bytes - 8} left"
-        raise FormatError("length_beyond_end", path, 0, detail)
+        raise FormatError("length_beyond_end", path, 0, truncated(size_bytes, start))
     header = _json_object(_read(read, _LENGTH_BYTES, header_bytes, path), path, _LENGTH_BYTES)
     metadata = header.pop(_METADATA, {})
     _check_metadata(metadata, path)
@@ -146,30 +145,15 @@ def _read(read: Callable[[int, int], bytes], byte_offset: int, nbytes: int, path
 
 
 def _json_object(data: bytes, path: str, byte_offset: int) -> dict[str, Any]:
-    """Parse JSON whose root is an object; a key twice, a number that is none, a lone surrogate are refused."""
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(items)
-        if len(found) != len(items):
-            twice = Counter(key for key, _ in items).most_common(1)[0][0]
-            raise FormatError("duplicate_key", path, byte_offset, f"the key {_shown(twice)} appears twice")
-        return found
-
-    def constant(name: str) -> NoReturn:
-        raise FormatError("bad_json", path, byte_offset, f"{name} is not JSON")
+    """Parse JSON whose root is an object."""
 
     if data[:1] != b"{":
         raise FormatError("bad_json", path, byte_offset, "the JSON does not begin with {")
     try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise FormatError("bad_text", path, byte_offset + error.start, "text that is not UTF-8") from None
-    try:
-        root = json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
-    except RecursionError:
-        raise FormatError("nesting_too_deep", path, byte_offset, "JSON nested without end") from None
-    except ValueError as error:  # also a number of more digits than Python converts
-        raise FormatError("bad_json", path, byte_offset, f"is not JSON: {error}") from None
+        root = parse_json(data)
+    except JsonError as error:
+        place = byte_offset + (error.byte_offset or 0)
+        raise FormatError(error.reason, path, place, error.detail) from None
     if not isinstance(root, dict):
         raise FormatError("bad_json", path, byte_offset, "the JSON is not one object")
     return root
@@ -232,8 +216,7 @@ def _check_tiling(tensors: Iterable[tuple[str, ArrayRef]], start: int, size_byte
             raise FormatError(reason, path, ref.byte_offset, detail)
         start += ref.nbytes
     if start > size_bytes:
-        detail = f"the tensors end at byte {start}, the file has {size_bytes} bytes"
-        raise FormatError("truncated", path, size_bytes, detail)
+        raise FormatError("truncated", path, size_bytes, truncated(size_bytes, start))
     if start < size_bytes:
         raise FormatError("trailing_bytes", path, start, f"{size_bytes - start} bytes after the last tensor")
 

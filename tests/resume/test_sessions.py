@@ -316,8 +316,8 @@ def test_a_file_that_is_missing_or_short_is_found(source: Path, target: Path) ->
     os.truncate(target / "optimizer.pdopt", 5)
     found = {damage.path: damage.detail for damage in paddle_reshard.check(target).damages}
     assert found == {
-        "config.json": "has no bytes, the manifest says 873",
-        "optimizer.pdopt": "has 5 bytes, the manifest says 1700747",
+        "config.json": "missing; the manifest says 873 bytes",
+        "optimizer.pdopt": "truncated: has 5 bytes, the manifest says 1700747",
     }
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import paddle_reshard
 from tests.conftest import COMMITTED
 
 DEMO = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
@@ -104,6 +105,38 @@ def test_verify_tells_equal_from_different_by_its_exit_status(one_card: Path, tm
     assert different.returncode == 1
     assert "(ema_master_weight): element" in different.stdout
     assert run("verify", DEMO, tmp_path / "changed", "--state", "param,moment1").returncode == 0
+
+
+def test_verify_that_could_not_compare_is_trouble_as_for_cmp_and_diff(one_card: Path, tmp_path: Path) -> None:
+    shutil.copytree(one_card, tmp_path / "cut")
+    size_bytes = (tmp_path / "cut" / "optimizer.pdopt").stat().st_size
+    os.truncate(tmp_path / "cut" / "optimizer.pdopt", size_bytes // 2)
+    (tmp_path / "no-manifest").mkdir()
+    for arguments in (
+        ("verify", one_card, tmp_path / "cut"),
+        ("verify", one_card, tmp_path / "nowhere"),
+        ("verify", one_card, one_card, "--state", "momentum"),
+        ("verify", tmp_path / "no-manifest"),
+        ("verify", one_card, "--memory", "2GiB"),
+    ):
+        assert run(*arguments).returncode == 2, arguments
+    told = run("verify", one_card, tmp_path / "cut").stderr
+    assert "optimizer.pdopt at byte " in told
+    assert f"truncated: the file has {size_bytes // 2} bytes, what it announces here needs at least " in told
+    damaged = run("verify", tmp_path / "cut")
+    assert damaged.returncode == 1
+    assert f"truncated: has {size_bytes // 2} bytes, the manifest says {size_bytes}" in damaged.stdout
+
+
+def test_a_report_is_true_only_if_the_two_are_equal(one_card: Path, tmp_path: Path) -> None:
+    assert paddle_reshard.verify(DEMO, one_card)
+    assert paddle_reshard.check(one_card)
+    shutil.copytree(one_card, tmp_path / "changed")
+    data = bytearray((tmp_path / "changed" / "ema.pdopt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "changed" / "ema.pdopt").write_bytes(data)
+    assert not paddle_reshard.verify(DEMO, tmp_path / "changed")
+    assert not paddle_reshard.check(tmp_path / "changed")
 
 
 def test_verify_tells_of_each_state_that_one_side_lacks_once(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from paddle_reshard.pipeline.errors import RuleError, UsageError
 from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 
 Config = Mapping[str, Any]
 
@@ -250,8 +251,8 @@ def _evaluate(text: str, values: Mapping[str, int], key: str) -> int:
 def parse_rule_table(text: str, where: str) -> RuleTable:
     """Read a table from JSON; unknown or missing fields are refused by name."""
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        data = parse_json(text)
+    except JsonError as error:
         raise UsageError(f"{where}: not valid JSON: {error}") from error
     data = _check_fields(data, _TABLE_FIELDS, where)
     data.pop("comment", None)

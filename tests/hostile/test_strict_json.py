@@ -1,0 +1,142 @@
+"""A JSON text with two readings, or with numbers that are none, is refused wherever one comes from outside."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+
+import paddle_reshard
+from paddle_reshard.pipeline.aoa.language import parse_aoa
+from paddle_reshard.pipeline.claims import Attempt
+from paddle_reshard.pipeline.cli import _storage_options
+from paddle_reshard.pipeline.errors import CheckpointError, ReshardError, TargetError, UsageError
+from paddle_reshard.pipeline.inputs import load_config, load_layout, load_tables, load_target_names
+from paddle_reshard.pipeline.manifest import parse_manifest
+from paddle_reshard.storage.formats.safetensors import parse_index, parse_safetensors
+from paddle_reshard.storage.formats.strict_json import JsonError, parse_json, parse_json_with_constants
+from paddle_reshard.storage.ledger import SessionRecord, parse_ledger
+from tests.conftest import COMMITTED
+
+SOURCE = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
+
+TEXTS = {
+    "a key twice": b'{"a": 1, "a": 1}',
+    "a key twice, deep inside": b'{"a": [{"b": {"c": 1, "d": 2, "c": 3}}]}',
+    "a key twice, spelled differently": b'{"ab": 1, "\\u0061b": 2}',
+    "NaN": b'{"a": NaN}',
+    "Infinity": b'{"a": [Infinity]}',
+    "minus Infinity": b'{"a": -Infinity}',
+    "a number that no float holds": b'{"a": 1e999}',
+    "nested without end": b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+    "a number of 10,000 digits": b'{"a": ' + b"9" * 10_000 + b"}",
+    "not UTF-8": b'{"a": "\xff"}',
+}
+
+
+@pytest.mark.parametrize("idea", TEXTS)
+def test_the_reader_refuses(idea: str) -> None:
+    with pytest.raises(JsonError):
+        parse_json(TEXTS[idea])
+
+
+def test_the_reader_reads_what_python_reads_from_json() -> None:
+    value = {"a": [1, -2.5, 1e300, True, None, "é\U0001f600\n"], "": {"b": {}}, "0": 12345678901234567890}
+    for text in (
+        json.dumps(value),
+        json.dumps(value, ensure_ascii=False).encode(),
+        json.dumps(value, indent=2),
+    ):
+        assert parse_json(text) == value
+    assert parse_json_with_constants('[Infinity, {"loss": NaN}]')[0] == float("inf")
+    with pytest.raises(JsonError):
+        parse_json_with_constants('{"a": 1, "a": 1}')
+
+
+def _file(read: Callable[[Path], object]) -> Callable[[bytes, Path], object]:
+    def parse(data: bytes, folder: Path) -> object:
+        path = folder / "given.json"
+        path.write_bytes(data)
+        return read(path)
+
+    return parse
+
+
+def _safetensors(data: bytes, folder: Path) -> object:
+    file = len(data).to_bytes(8, "little") + data
+    return parse_safetensors(lambda start, nbytes: file[start : start + nbytes], len(file), "x")
+
+
+def _ledger(data: bytes, folder: Path) -> object:
+    records, good_bytes = parse_ledger(b"[0," + data + b",[]]\n")
+    if not records and good_bytes == 0:
+        raise TargetError("counts for nothing")
+    return records
+
+
+READERS: dict[str, tuple[Callable[[bytes, Path], object], type[Exception]]] = {
+    "config": (_file(load_config), UsageError),
+    "layout": (_file(load_layout), UsageError),
+    "rules": (_file(load_tables), UsageError),
+    "target meta": (_file(load_target_names), UsageError),
+    "aoa": (lambda data, _: parse_aoa(data.decode("latin-1"), "x"), UsageError),
+    "storage options": (lambda data, _: _storage_options(data.decode("latin-1")), click.BadParameter),
+    "storage options in a file": (_file(lambda path: _storage_options(f"@{path}")), click.BadParameter),
+    "manifest": (lambda data, _: parse_manifest(data, "x"), CheckpointError),
+    "session": (lambda data, _: SessionRecord.parse(data, "x"), TargetError),
+    "ledger": (_ledger, TargetError),
+    "claim": (lambda data, _: Attempt.parse(data), ValueError),
+    "safetensors header": (_safetensors, CheckpointError),
+    "safetensors index": (lambda data, _: parse_index(data, "x"), CheckpointError),
+}
+
+
+GIVEN_AS_TEXT = ("aoa", "storage options")
+"""Readers of what is text already: bytes that are none do not get there."""
+
+
+@pytest.mark.parametrize(
+    ("reader", "idea"),
+    [(r, i) for r in READERS for i in TEXTS if i != "not UTF-8" or r not in GIVEN_AS_TEXT],
+)
+def test_every_reader_refuses(reader: str, idea: str, tmp_path: Path) -> None:
+    read, error = READERS[reader]
+    with pytest.raises(error):
+        read(TEXTS[idea], tmp_path)
+
+
+def _twice(path: Path) -> None:
+    """Repeat the first entry of an object at its end, as it is."""
+    text = path.read_text().rstrip()
+    key, value = next(iter(json.loads(text).items()))
+    path.write_text(text[:-1].rstrip() + f", {json.dumps(key)}: {json.dumps(value)}}}")
+
+
+def _nan(path: Path) -> None:
+    """Add an entry that is no number."""
+    path.write_text(path.read_text().rstrip()[:-1].rstrip() + ', "added": NaN}')
+
+
+@pytest.mark.parametrize("damage", [_twice, _nan])
+@pytest.mark.parametrize("name", ["config.json", "model_meta.json"])
+def test_a_checkpoint_with_such_json_is_refused(
+    name: str, damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(SOURCE, source)
+    damage(source / name)
+    with pytest.raises(ReshardError, match=name):
+        paddle_reshard.plan(source, tmp_path / "x", to="tp=1")
+
+
+@pytest.mark.parametrize("damage", [_twice, _nan])
+def test_an_index_with_such_json_is_refused(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    paddle_reshard.convert(SOURCE, tmp_path / "u", format="unified", files=2)
+    index = next(iter(sorted((tmp_path / "u").glob("*.index.json"))))
+    damage(index)
+    with pytest.raises(ReshardError, match=index.name):
+        paddle_reshard.inspect(tmp_path / "u")
