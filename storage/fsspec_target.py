@@ -58,6 +58,11 @@ def is_marker(name: str) -> bool:
     return name == MANIFEST or name.startswith((SIGNAL_PREFIX, "save_signal_TMP_")) or name.endswith("_done")
 
 
+def _foreign(listing: Listing) -> list[str]:
+    """Names of what is no session, ledger or probe."""
+    return [name for name in listing.files if not name.startswith(OWN_PREFIX)]
+
+
 class FsspecTarget(ABC):
     """What all targets without a rename have in common; how a file is written and appears is the store's."""
 
@@ -104,7 +109,7 @@ class FsspecTarget(ABC):
 
         What a killed process left behind is nothing.
         """
-        names = [name for name in listing.files if not name.startswith(OWN_PREFIX)]
+        names = _foreign(listing)
         if not names and not listing.folders:
             return
         if not self.overwrite:
@@ -190,7 +195,7 @@ class FsspecTarget(ABC):
         session.flush()
         if session.phase is Phase.MOVE:
             self.check_free(listing)
-            session.update(phase=Phase.FINISH)
+            session.update(phase=Phase.FINISH, replaces=bool(_foreign(listing)))
         if session.phase is Phase.FINISH:  # later, the markers are ours
             self.folder.for_each(self._delete, [name for name in listing.files if is_marker(name)])
         names = [name for name in self.files if not is_marker(name)]
@@ -245,6 +250,10 @@ class FsspecTarget(ABC):
     ) -> None:
         if self.session is None or self.session.keep(error):
             return
+        if self.session.record.replaces:  # half of the old checkpoint is gone: there is no way but on
+            self.session.release()
+            logger.warning("%s", _only_forward(self.location))
+            return
         self.session.stop()
         self.place.hurry()
         left = self.take_back()
@@ -271,6 +280,25 @@ class FsspecTarget(ABC):
             return True
 
         return self.folder.for_each(attempt, names).count(False)
+
+
+def refuse_replacing(left: SessionRecord | None, location: str) -> None:
+    """Refuse to remove what has begun to take the place of another checkpoint: neither would be left.
+
+    Raises
+    ------
+    TargetError
+        If the session has come so far.
+    """
+    if left is not None and left.replaces:
+        raise TargetError(_only_forward(location))
+
+
+def _only_forward(location: str) -> str:
+    return (
+        f"{location}: some files of the checkpoint that was here are replaced already, and all of the new one is in "
+        "the store: the same command with --resume completes it; to keep neither, delete the objects yourself"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +343,15 @@ class StagedTarget(FsspecTarget):
         folder = Path(tempfile.gettempdir()) / f"paddle_reshard-{os.getuid()}-{digest}"
         self.staging = Staging(folder, self.location)
         return self.staging.place
+
+    def check_free(self, listing: Listing) -> None:
+        """Refuse a folder that holds anything: uploading takes long, and meanwhile neither checkpoint is whole."""
+        super().check_free(listing)
+        if names := _foreign(listing):
+            raise TargetError(
+                f"{self.location}: holds {names[0]}, and this kind of store cannot replace a checkpoint without a "
+                "long time in which none can be read; give another target, or remove this one first"
+            )
 
     def begin_files(
         self, files: Sequence[NewFile], identity: Identity

@@ -117,6 +117,8 @@ class SessionRecord:
     """Of the machine that has written the staged files, where they are staged on one."""
     uploads: Mapping[str, str] = field(default_factory=dict)
     """File → upload id, where the store has such."""
+    replaces: bool = False
+    """Whether another checkpoint was there when the files began to appear, where they appear one by one."""
 
     def data(self) -> bytes:
         """As JSON."""

@@ -29,7 +29,7 @@ from paddle_reshard.storage import retry
 from paddle_reshard.storage.checksum import checksum, source_checksum
 from paddle_reshard.storage.fsspec_folder import FsspecFolder, Listing, ObjectStamp
 from paddle_reshard.storage.fsspec_source import FsspecSource
-from paddle_reshard.storage.fsspec_target import PROBE_PREFIX, FsspecTarget, is_marker
+from paddle_reshard.storage.fsspec_target import PROBE_PREFIX, FsspecTarget, is_marker, refuse_replacing
 from paddle_reshard.storage.ledger import OWN_PREFIX, SESSION, Phase, Place, Session, find_session, seize
 from paddle_reshard.storage.retry import DamagedBody, RetryPolicy
 from paddle_reshard.storage.s3_reads import read_body
@@ -260,7 +260,7 @@ class S3Folder(FsspecFolder):
         try:
             self.request("abort_multipart_upload", name, UploadId=upload_id)
         except OSError as error:
-            if retry.code_of(error) != "NoSuchUpload":
+            if retry.code_of(error) not in UPLOAD_GONE:
                 raise
 
     def list_parts(self, name: str, upload_id: str) -> dict[int, Part] | None:
@@ -276,7 +276,7 @@ class S3Folder(FsspecFolder):
                     return parts
                 more = {"PartNumberMarker": page["NextPartNumberMarker"]}
         except OSError as error:
-            if retry.code_of(error) != "NoSuchUpload":
+            if retry.code_of(error) not in UPLOAD_GONE:
                 raise
             return None
 
@@ -352,19 +352,9 @@ class S3Folder(FsspecFolder):
         return Taken.of(str(tag), answer)
 
     def complete_upload(self, name: str, upload_id: str, receipts: Sequence[Receipt]) -> None:
-        """Let an upload appear as a file.
-
-        A request whose answer got lost is repeated and then finds no upload: so a file made of these very parts is
-        ours.
-        """
+        """Let an upload appear as a file."""
         parts = [{"PartNumber": number, "ETag": receipt.tag} for number, receipt in enumerate(receipts, 1)]
-        try:
-            self.request(
-                "complete_multipart_upload", name, UploadId=upload_id, MultipartUpload={"Parts": parts}
-            )
-        except OSError as error:
-            if retry.code_of(error) != "NoSuchUpload" or self._etag(name) != joined_etag(receipts):
-                raise
+        self.request("complete_multipart_upload", name, UploadId=upload_id, MultipartUpload={"Parts": parts})
 
 
 async def _read_object(file_system: Any, request: Mapping[str, Any]) -> tuple[bytes, str]:
@@ -428,6 +418,15 @@ def joined_etag(receipts: Sequence[Receipt]) -> str | None:
     digests = b"".join(bytes.fromhex(receipt.md5) for receipt in receipts)
     return f'"{_md5(digests).hex()}-{len(receipts)}"'
 
+
+UPLOAD_GONE = ("NoSuchUpload", "NoSuchKey", "NotFound", "404")
+"""What is said of an upload that was completed or aborted, or never was.
+
+AWS, MinIO, OSS and COS say ``NoSuchUpload`` of every request. Ceph 16 says ``NoSuchKey`` of ListParts, as do its
+newer versions (seen on 16.2.15; ceph/s3-tests#728), and 500 ``InternalError`` of completing an upload whose file is
+not there. AWS and Ceph complete a completed upload once more and say 200; MinIO does not (minio#13318). SeaweedFS
+lists no parts (seaweedfs#11081).
+"""
 
 _SOURCE_GONE = ("PreconditionFailed", "NoSuchKey", "InvalidRange")
 """What is said of a source that is not the one that was seen."""
@@ -547,13 +546,15 @@ class S3Target(FsspecTarget):
         if self.resume:
             self._abort_strays()
         listed = self._list_parts(files)
+        # Not every store tells an upload that is gone from one without parts.
+        gone = [new for new in files if not listed.get(new.path)]
         if session.phase is Phase.MOVE:
-            gone = [new for new in files if listed.get(new.path) is None]
+            empty = [new.path for new in gone if listed.get(new.path) is not None]
+            self.folder.for_each(lambda name: self._abort(name, self.uploads[name]), empty)
             self.uploads |= dict(self.folder.for_each(self._begin, gone))
             session.update(uploads=self.uploads)
         else:
-            gone = [new for new in files if new.size_bytes and listed.get(new.path) is None]
-            self._find_completed(gone, session.records)
+            self._find_completed([new for new in gone if new.size_bytes], session.records)
         records = [
             record
             for record in session.records
@@ -593,7 +594,10 @@ class S3Target(FsspecTarget):
         for name, upload_id in self.folder.attempt("", self.s3.list_uploads):
             ours = name in self.files or name.startswith(OWN_PREFIX)
             if ours and upload_id != self.uploads.get(name):
-                self.folder.attempt(name, self.s3.abort_upload, name, upload_id)
+                self._abort(name, upload_id)
+
+    def _abort(self, name: str, upload_id: str) -> None:
+        self.folder.attempt(name, self.s3.abort_upload, name, upload_id)
 
     def _find_completed(self, files: Sequence[NewFile], records: Sequence[Record]) -> None:
         """Files whose upload is gone are there, whole, or the conversion cannot go on."""
@@ -617,12 +621,24 @@ class S3Target(FsspecTarget):
         return {name: tag for name, tag in tags.items() if tag}
 
     def make_visible(self, name: str) -> None:
-        """Complete a file's upload; an empty file has none."""
+        """Complete a file's upload; an empty file has none.
+
+        A request whose answer got lost is repeated, and stores say different things of an upload that was completed
+        before. So whatever is said: if a file made of these very parts is there, it is ours.
+        """
         if not self.files[name].size_bytes:
             self.s3.put(name, b"")
         elif name not in self.completed:
-            self.s3.complete_upload(name, self.uploads[name], self._parts(name))
+            try:
+                self.s3.complete_upload(name, self.uploads[name], self._parts(name))
+            except OSError:
+                if not self._has_appeared(self.files[name], self._parts(name)):
+                    raise
             self.completed.add(name)
+
+    def _has_appeared(self, new: NewFile, parts: Sequence[Receipt]) -> bool:
+        """Whether a file is there and made of these parts."""
+        return _is_made_of(FsspecSource(self.folder, [new.path]), new, parts)
 
     def take_back(self) -> int:
         """Abort all uploads that are not completed."""
@@ -632,9 +648,11 @@ class S3Target(FsspecTarget):
     def clean(self) -> list[str]:
         """Remove what an unfinished conversion has left: its uploads, files that it let appear, its session.
 
-        What is left of a checkpoint that it was to replace stays. Says what was removed.
+        A checkpoint that it was to replace stays, whole: once it has begun to be replaced, nothing is removed.
+        Says what was removed.
         """
         listing = self._sweep()
+        refuse_replacing(find_session(self.place), self.location)
         left = find_session(self.place) if seize(self.place, self.location, self.take_over) else None
         strays = self.folder.attempt("", self.s3.list_uploads)
         known = {} if left is None else dict(left.uploads)

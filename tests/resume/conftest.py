@@ -12,7 +12,7 @@ import pytest
 
 import paddle_reshard
 from tests.conftest import COMMITTED, REPO
-from tests.storage.servers import Store, running_store
+from tests.storage.servers import Proxy, Store, running_proxy, running_store
 
 SMALL = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
 LEFT_OUT = ("ema", "paddle_reshard", "scheduler", "training_args")
@@ -82,3 +82,9 @@ def bucket(store: Store) -> str:
     name = f"test-{secrets.token_hex(6)}"
     store.client.create_bucket(Bucket=name)
     return name
+
+
+@pytest.fixture
+def proxy(store: Store) -> Iterator[Proxy]:
+    with running_proxy(store.url) as proxy:
+        yield proxy

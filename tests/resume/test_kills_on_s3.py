@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+import paddle_reshard
 from tests.resume.conftest import Driver
 from tests.storage.contents import fill_bucket, in_bucket, in_folder, looks_finished, uploads, visible
-from tests.storage.servers import Store
+from tests.storage.servers import DIALECTS, Proxy, Store, first
 
 KILLED = {"killed": 9}
 SESSION = r"put_object \.paddle_reshard_session"
@@ -70,6 +71,74 @@ def test_a_kill_at_an_effect_is_made_good(
         assert wanted.keys() - left.keys() <= {"paddle_reshard.json"}
 
 
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(
+    ("of", "nth", "after"),
+    [
+        ("complete_multipart_upload", 2, True),
+        ("complete_multipart_upload saved_signal", 1, True),
+    ],
+)
+def test_whatever_a_store_says_of_a_completed_upload(
+    of: str,
+    nth: int,
+    after: bool,
+    dialect: str,
+    driver: Driver,
+    store: Store,
+    proxy: Proxy,
+    bucket: str,
+    source: Path,
+    wanted: dict[str, bytes],
+) -> None:
+    proxy.dialect = DIALECTS[dialect]
+    options = {**store.options, "endpoint_url": proxy.url}
+    request = {"storage_options": options}
+    order = {"of": of, "kill_at": nth, "after": after}
+    assert driver.convert(source, f"s3://{bucket}/t", request=request, **order) == KILLED
+    again = driver.convert(source, f"s3://{bucket}/t", request={**request, "resume": True})
+    assert "error" not in again
+    assert in_bucket(store, bucket, "t/") == wanted
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_the_answer_to_a_completed_upload_is_lost(
+    dialect: str,
+    driver: Driver,
+    store: Store,
+    proxy: Proxy,
+    bucket: str,
+    source: Path,
+    wanted: dict[str, bytes],
+) -> None:
+    proxy.dialect = DIALECTS[dialect]
+    proxy.fault = first(2, "lose", lambda method, path: method == "POST" and "uploadId=" in path)
+    request = {"storage_options": {**store.options, "endpoint_url": proxy.url}}
+    assert "error" not in driver.convert(source, f"s3://{bucket}/t", request=request)
+    assert in_bucket(store, bucket, "t/") == wanted
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_uploads_that_a_rule_of_the_store_has_aborted(
+    dialect: str,
+    driver: Driver,
+    store: Store,
+    proxy: Proxy,
+    bucket: str,
+    source: Path,
+    wanted: dict[str, bytes],
+) -> None:
+    proxy.dialect = DIALECTS[dialect]
+    request = {"storage_options": {**store.options, "endpoint_url": proxy.url}}
+    order = {"of": "upload_part", "kill_at": 4, "after": True}
+    assert driver.convert(source, f"s3://{bucket}/t", request=request, **order) == KILLED
+    for upload in store.client.list_multipart_uploads(Bucket=bucket)["Uploads"]:
+        store.client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+    again = driver.convert(source, f"s3://{bucket}/t", request={**request, "resume": True})
+    assert "error" not in again
+    assert in_bucket(store, bucket, "t/") == wanted
+
+
 @pytest.mark.parametrize(
     ("of", "nth", "marked"),
     [
@@ -97,3 +166,40 @@ def test_an_overwritten_checkpoint_never_looks_finished_again(
     if marked:
         assert left.items() <= in_folder(source).items()
     assert "paddle_reshard.json" not in left
+
+
+@pytest.mark.parametrize(
+    ("of", "nth", "begun"),
+    [
+        ("upload_part", 4, False),
+        (SESSION, 3, False),  # all parts are there
+        ("delete_object saved_signal", 2, True),
+        ("complete_multipart_upload optimizer", 1, True),
+        ("put_object paddle_reshard", 1, True),
+    ],
+)
+def test_clean_leaves_the_old_checkpoint_whole_or_refuses(
+    of: str,
+    nth: int,
+    begun: bool,
+    driver: Driver,
+    store: Store,
+    bucket: str,
+    source: Path,
+    wanted: dict[str, bytes],
+) -> None:
+    fill_bucket(store, bucket, "t/", source)
+    target, request = f"s3://{bucket}/t", {"overwrite": True, "storage_options": store.options}
+    assert driver.convert(source, target, of=of, kill_at=nth, request=request) == KILLED
+    if not begun:
+        paddle_reshard.clean(target, storage_options=store.options)
+        assert in_bucket(store, bucket, "t/") == in_folder(source)
+        return
+    before = in_bucket(store, bucket, "t/")
+    with pytest.raises(paddle_reshard.ReshardError, match="the same command with --resume completes it"):
+        paddle_reshard.clean(target, storage_options=store.options)
+    left = in_bucket(store, bucket, "t/")
+    assert {name: left[name] for name in visible(left)} == {name: before[name] for name in visible(before)}
+    again = driver.convert(source, target, request={**request, "resume": True})
+    assert "error" not in again
+    assert in_bucket(store, bucket, "t/") == wanted

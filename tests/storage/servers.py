@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -126,6 +126,16 @@ ANSWERS = {
 }
 
 
+NO_SUCH_KEY = b"<Error><Code>NoSuchKey</Code><Message>There is no such key.</Message></Error>"
+NO_PARTS = b"<ListPartsResult><IsTruncated>false</IsTruncated></ListPartsResult>"
+DIALECTS: dict[str, dict[str, tuple[int, bytes]]] = {
+    "minio": {},
+    "ceph": {"GET": (404, NO_SUCH_KEY), "POST": (500, INTERNAL)},
+    "seaweedfs": {"GET": (200, NO_PARTS)},
+}
+"""What stores say of an upload that was completed or aborted. Ceph's answers were seen on 16.2.15."""
+
+
 @dataclass
 class Proxy:
     """Passes requests on. ``fault(method, path)`` names what goes wrong with a request, or None.
@@ -139,6 +149,8 @@ class Proxy:
 
     url: str = ""
     fault: Fault = lambda method, path: None
+    dialect: Mapping[str, tuple[int, bytes]] = field(default_factory=dict)
+    """Method → status and body instead of a 404 to a request about an upload."""
     seen: list[tuple[str, str]] = field(default_factory=list)
     hanging: threading.Event = field(default_factory=threading.Event)
     closing: threading.Event = field(default_factory=threading.Event)
@@ -205,6 +217,10 @@ class _Handler(BaseHTTPRequestHandler):
             connection.close()
         if kind == "lose":
             self.close_connection = True
+            return
+        dialect = self.server.proxy.dialect
+        if answer.status == 404 and "uploadId=" in self.path and self.command in dialect:
+            self.answer(dialect[self.command][0], {}, dialect[self.command][1])
             return
         if kind in ("short", "long"):
             content = content[:-1] if kind == "short" else content + b"x"

@@ -134,59 +134,66 @@ def test_a_neighbour_with_the_same_beginning_does_not_occupy(store: Store, bucke
     assert in_bucket(store, bucket) == {"c-2/file.txt": b"mine", "c/": b""}
 
 
-@pytest.mark.parametrize("scheme", ["s3", "memory"])
 def test_overwrite_leaves_nothing_of_the_old_checkpoint(
-    scheme: str, store: Store, bucket: str, tmp_path: Path, for_one_card: dict[str, bytes]
+    store: Store, bucket: str, tmp_path: Path, for_one_card: dict[str, bytes]
 ) -> None:
     old = tmp_path / "old"
     convert_locally(SMALL, old, **TARGET)
     fill_bucket(store, bucket, "c/", old)
-    fill_memory(f"/{bucket}/c", old)
     seen = {}
 
     def look(event: Event) -> None:
         if isinstance(event, StepEnded) and event.step in ("move", "verify"):
-            seen[event.step] = in_bucket(store, bucket, "c/") if scheme == "s3" else in_memory(f"/{bucket}/c")
+            seen[event.step] = in_bucket(store, bucket, "c/")
 
     paddle_reshard.convert(
-        SMALL,
-        f"{scheme}://{bucket}/c",
-        storage_options={"s3": store.options},
-        overwrite=True,
-        observe=look,
-        **ONE_CARD,
+        SMALL, f"s3://{bucket}/c", storage_options=store.options, overwrite=True, observe=look, **ONE_CARD
     )
-    found = in_bucket(store, bucket, "c/") if scheme == "s3" else in_memory(f"/{bucket}/c")
-    assert_same_checkpoint(found, for_one_card)
+    assert_same_checkpoint(in_bucket(store, bucket, "c/"), for_one_card)
     # While it is made, the old one stays whole; once it is replaced, nothing says that it is finished.
     assert visible(seen["move"]) == in_folder(old)
     assert looks_finished(seen["verify"]) == []
 
 
-@pytest.mark.parametrize("scheme", ["s3", "memory"])
-def test_a_failure_while_moving_leaves_an_overwritten_checkpoint_as_it_was(
-    scheme: str, store: Store, bucket: str
-) -> None:
-    fill_bucket(store, bucket, "c/", SMALL)
+def test_a_store_that_is_written_slowly_replaces_nothing(bucket: str) -> None:
+    """Between the first file and the last of an upload neither checkpoint could be read."""
     fill_memory(f"/{bucket}/c", SMALL)
+    with pytest.raises(TargetError, match=r"cannot replace a checkpoint.*give another target"):
+        paddle_reshard.convert(SMALL, f"memory://{bucket}/c", overwrite=True, **ONE_CARD)
+    assert in_memory(f"/{bucket}/c") == in_folder(SMALL)
+
+
+def test_a_failure_while_moving_leaves_an_overwritten_checkpoint_as_it_was(store: Store, bucket: str) -> None:
+    fill_bucket(store, bucket, "c/", SMALL)
 
     def fail(event: Event) -> None:
         if isinstance(event, StepEnded) and event.step == "move":
             raise InterruptedError
 
+    request = {"storage_options": store.options, "overwrite": True, **ONE_CARD}
     with pytest.raises(InterruptedError):
-        paddle_reshard.convert(
-            SMALL,
-            f"{scheme}://{bucket}/c",
-            storage_options={"s3": store.options},
-            overwrite=True,
-            observe=fail,
-            **ONE_CARD,
-        )
-    assert visible(in_bucket(store, bucket, "c/")) == in_memory(f"/{bucket}/c") == in_folder(SMALL)
-    assert paddle_reshard.clean(f"{scheme}://{bucket}/c", storage_options={"s3": store.options})
-    assert in_bucket(store, bucket, "c/") == in_memory(f"/{bucket}/c") == in_folder(SMALL)
+        paddle_reshard.convert(SMALL, f"s3://{bucket}/c", observe=fail, **request)
+    assert visible(in_bucket(store, bucket, "c/")) == in_folder(SMALL)
+    assert paddle_reshard.clean(f"s3://{bucket}/c", storage_options=store.options)
+    assert in_bucket(store, bucket, "c/") == in_folder(SMALL)
     assert uploads(store, bucket) == []
+
+
+def test_a_refusal_while_a_checkpoint_is_replaced_keeps_all_of_the_new_one(
+    store: Store, bucket: str, for_one_card: dict[str, bytes]
+) -> None:
+    fill_bucket(store, bucket, "c/", SMALL)
+
+    def fail(event: Event) -> None:
+        if isinstance(event, StepEnded) and event.step == "verify":
+            raise CheckpointError("not what was planned")
+
+    request = {"storage_options": store.options, "overwrite": True, **ONE_CARD}
+    with pytest.raises(CheckpointError, match="planned"):
+        paddle_reshard.convert(SMALL, f"s3://{bucket}/c", observe=fail, **request)
+    assert looks_finished(in_bucket(store, bucket, "c/")) == []
+    paddle_reshard.convert(SMALL, f"s3://{bucket}/c", resume=True, **request)
+    assert_same_checkpoint(in_bucket(store, bucket, "c/"), for_one_card)
 
 
 @pytest.mark.parametrize("scheme", ["s3", "memory"])
