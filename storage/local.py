@@ -43,10 +43,53 @@ _CANNOT_COPY = {errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """What tells one version of a file from another."""
+    """What tells one version of a file from another.
+
+    Whoever writes into a file can give back its size and time of modification, but not ``changed_ns``, the time of
+    change of its inode; whoever puts another file in its place brings another inode.
+    """
 
     size_bytes: int
     modified_ns: int
+    changed_ns: int
+    inode: int
+    """A network file system has the same on all machines; the number of its device is each machine's own."""
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileStamp:
+        """From what the file system says."""
+        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+
+    def difference(self, status: os.stat_result) -> str | None:
+        """What of a file is another than it was, with both values; ``None`` if nothing is.
+
+        A file system in user space may give a file another inode number whenever it has forgotten the first one, so a
+        number that is all that differs there says nothing.
+        """
+        now = FileStamp.of(status)
+        if (self.size_bytes, self.modified_ns, self.changed_ns) != (
+            now.size_bytes,
+            now.modified_ns,
+            now.changed_ns,
+        ):
+            return (
+                f"size {self.size_bytes} then, {now.size_bytes} now; modified {self.modified_ns} ns then, "
+                f"{now.modified_ns} now; changed {self.changed_ns} ns then, {now.changed_ns} now"
+            )
+        if self.inode != now.inode and not _in_user_space(status.st_dev):
+            return f"inode {self.inode} then, {now.inode} now"
+        return None
+
+
+def _in_user_space(device: int) -> bool:
+    """Whether a device is a FUSE mount, as far as the system tells (Linux ``proc(5)``, ``mountinfo``)."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return False
+    kinds = [line.partition(" - ")[2] for line in mounts if line.split(" ", 3)[2:3] == [number]]
+    return any(kind.startswith("fuse") for kind in kinds)
 
 
 class LocalSource(ReadRange):
@@ -59,7 +102,7 @@ class LocalSource(ReadRange):
         self.location = str(root)
         files, self.folders = list_folder(root)
         self.stamps: Mapping[str, FileStamp] = {
-            path: _stamp(root / path) for path in files if names is None or path in names
+            path: FileStamp.of(_status(root / path)) for path in files if names is None or path in names
         }
 
     def sizes(self) -> dict[str, int]:
@@ -80,8 +123,18 @@ class LocalSource(ReadRange):
         """Fill several buffers; a file is opened once for all reads of it that follow each other."""
         for path, of_file in groupby(reads, key=lambda read: read.path):
             with open(self.root / path, "rb", buffering=0) as file:
+                self.check_open(path, file.fileno())
                 for read in of_file:
                     _read_all(file.fileno(), read)
+
+    def check_open(self, path: str, descriptor: int) -> None:
+        """Refuse a file that was opened and is not the one that was seen at the start."""
+        if path in self.stamps:
+            self._check(path, os.fstat(descriptor))
+
+    def _check(self, path: str, status: os.stat_result) -> None:
+        if difference := self.stamps[path].difference(status):
+            raise CheckpointError(f"{path}: changed while it was read ({difference})")
 
     def versions(self) -> dict[str, str]:
         """Name of every file → when it was changed last, as seen at the start."""
@@ -89,12 +142,8 @@ class LocalSource(ReadRange):
 
     def check_unchanged(self) -> None:
         """Refuse if any file is not the one that was seen at the start."""
-        for path, stamp in self.stamps.items():
-            now = _stamp(self.root / path)
-            if now != stamp:
-                raise CheckpointError(
-                    f"{path}: changed while it was read (size {stamp.size_bytes} then, {now.size_bytes} now)"
-                )
+        for path in self.stamps:
+            self._check(path, _status(self.root / path))
 
 
 def _read_all(descriptor: int, read: Read) -> None:
@@ -124,12 +173,11 @@ def list_folder(root: Path) -> tuple[list[str], list[str]]:
     return files, folders
 
 
-def _stamp(path: Path) -> FileStamp:
+def _status(path: Path) -> os.stat_result:
     try:
-        status = path.stat()
+        return path.stat()
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.name}: vanished while it was read") from error
-    return FileStamp(status.st_size, status.st_mtime_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +212,7 @@ class LocalWriter:
             open(source.root / source_path, "rb", buffering=0) as one,
             open(self.staging / path, "r+b", buffering=0) as other,
         ):
+            source.check_open(source_path, one.fileno())
             done = _copy_in_kernel(one.fileno(), other.fileno(), nbytes, source_offset, byte_offset)
             _start_writeback(other.fileno(), byte_offset, done)
         buffer = memoryview(bytearray(min(COPY_BLOCK_BYTES, nbytes - done)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.errors import ReshardError
+from paddle_reshard.pipeline.workflow import StepStarted
 from tests.conftest import case_directory
 
 DEMO = "mp2pp2sh2_s1v2_meta_ema"
@@ -360,6 +362,41 @@ def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> No
 
     with pytest.raises(ReshardError, match=r"scheduler\.pdparams: changed while it was read"):
         paddle_reshard.convert(source, tmp_path / "target", to="tp=1", observe=change_late)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+
+
+def _rewrite(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    path.with_name("new").write_bytes(data)
+    path.with_name("new").rename(path)
+
+
+@pytest.mark.parametrize("change", [_rewrite, _replace])
+@pytest.mark.parametrize("step", ["move", "verify"])
+def test_a_source_that_changes_and_gets_back_its_size_and_time_is_refused(
+    step: str, change: Callable[[Path, bytes], None], tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(case_directory(DEMO) / "checkpoint-3", source)
+    path = source / "optimizer.tp01_pp00_shard01.pdopt"
+    before = path.stat()
+    data = bytearray(path.read_bytes())
+    data[payload_of(path, "create_parameter_0.w_0_fp32_master_0_moment1_0")] ^= 1
+
+    def change_late(event: object) -> None:
+        if isinstance(event, StepStarted) and event.step == step:
+            change(path, bytes(data))
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+            now = path.stat()
+            assert (now.st_size, now.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+    with pytest.raises(ReshardError, match=rf"{path.name}: changed while it was read"):
+        paddle_reshard.convert(
+            source, tmp_path / "target", to="tp=1", observe=change_late, allow_replica_drift=True
+        )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
 
 
