@@ -30,6 +30,7 @@ from paddle_reshard.pipeline.layouts.rules import RuleTable
 from paddle_reshard.pipeline.manifest import parse_manifest
 from paddle_reshard.pipeline.options import (
     CONVERSION_OPTIONS,
+    DEFAULT_MEMORY,
     REPLICAS,
     TARGET_OPTIONS,
     ConversionOptions,
@@ -70,8 +71,6 @@ from paddle_reshard.tasks.index import IndexFiles, index_here
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-DEFAULT_MEMORY = "1GiB"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ import numpy as np
 
 from paddle_reshard.clusters.choose import choose_engine
 from paddle_reshard.pipeline.api import (
-    DEFAULT_MEMORY,
     ConversionReport,
     given_inputs,
     open_targets,
@@ -31,9 +30,15 @@ from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError, Us
 from paddle_reshard.pipeline.indexing import index_checkpoint
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.files import AVERAGE
-from paddle_reshard.pipeline.layouts.huggingface.target import EMA
+from paddle_reshard.pipeline.layouts.huggingface.choices import EMA
 from paddle_reshard.pipeline.layouts.model import ModelTensor
-from paddle_reshard.pipeline.options import ConversionOptions, PathLike, TargetOptions, parse_memory
+from paddle_reshard.pipeline.options import (
+    DEFAULT_MEMORY,
+    ConversionOptions,
+    PathLike,
+    TargetOptions,
+    parse_memory,
+)
 from paddle_reshard.pipeline.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.workflow import (
     ConversionPlan,

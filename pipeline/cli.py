@@ -12,45 +12,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.table import Table
 
 import paddle_reshard
-from paddle_reshard.pipeline import inputs
-from paddle_reshard.pipeline.api import (
-    DEFAULT_MEMORY,
-    ConversionReport,
-    Inspection,
-    VerifyReport,
-)
 from paddle_reshard.pipeline.cli_ema import ema_command
 from paddle_reshard.pipeline.cli_jobs import job_commands
 from paddle_reshard.pipeline.cli_simulate import simulate_command
-from paddle_reshard.pipeline.compare import ONLY_IN_A, ONLY_IN_B, Difference
 from paddle_reshard.pipeline.errors import ReshardError, UsageError
-from paddle_reshard.pipeline.integrity import IntegrityReport
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.files import MANIFEST
-from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
-from paddle_reshard.pipeline.layouts.huggingface.target import EXPORTED_STATES, FLOATING, HuggingFaceTarget
-from paddle_reshard.pipeline.layouts.targets import AnyTarget
-from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget
-from paddle_reshard.pipeline.options import FORMATS, REPLICAS, PathLike, TargetOptions, parse_target
-from paddle_reshard.pipeline.progress import ProgressLines
-from paddle_reshard.pipeline.progress import readable_bytes as _size
+from paddle_reshard.pipeline.layouts.huggingface.choices import EXPORTED_STATES, FLOATING
+from paddle_reshard.pipeline.options import (
+    DEFAULT_MEMORY,
+    FORMATS,
+    REPLICAS,
+    PathLike,
+    TargetOptions,
+    check_options,
+    parse_memory,
+    parse_target,
+)
 from paddle_reshard.pipeline.report import (
     Json,
     conversion_data,
@@ -60,10 +42,20 @@ from paddle_reshard.pipeline.report import (
     plan_data,
     verify_data,
 )
-from paddle_reshard.pipeline.topology import STRATEGIES
-from paddle_reshard.pipeline.workflow import ConversionPlan, Event, StepStarted, ignore_events
-from paddle_reshard.pipeline.workflow import Progress as Moved
+from paddle_reshard.pipeline.topology import STRATEGIES, Topology
 from paddle_reshard.storage.formats.strict_json import parse_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+    from rich.table import Table
+
+    from paddle_reshard.pipeline.api import ConversionReport, Inspection, VerifyReport
+    from paddle_reshard.pipeline.compare import Difference
+    from paddle_reshard.pipeline.integrity import IntegrityReport
+    from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+    from paddle_reshard.pipeline.layouts.targets import AnyTarget
+    from paddle_reshard.pipeline.workflow import ConversionPlan, Event
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 DIFFERENT, TROUBLE = 1, 2
@@ -321,7 +313,8 @@ def plan(
 ) -> None:
     """Show what a conversion would read, write and need; nothing is moved."""
     with _reporting(as_json):
-        planned = paddle_reshard.plan(source, _targets(target, targets), **api_arguments(options))
+        places = _targets(target, targets, options)
+        planned = paddle_reshard.plan(source, places, **api_arguments(options))
         if save is not None:
             from paddle_reshard.storage.plan_file import save_plan
 
@@ -361,10 +354,12 @@ def convert(
     **options: Any,
 ) -> None:
     """Convert a checkpoint. Afterwards the target is there, whole, or nothing looks like a finished one."""
+    with _reporting(as_json):
+        places = _targets(target, targets, options)
     with _reporting(as_json), _observing(quiet or as_json) as observe:
         report = paddle_reshard.convert(
             source,
-            _targets(target, targets),
+            places,
             cluster=cluster,
             workers=workers,
             exchange=exchange,
@@ -480,11 +475,17 @@ def clean(
     _answer({"removed": list(removed)}, as_json, quiet, show)
 
 
-def _targets(target: str | None, targets: tuple[str, ...]) -> str | dict[PathLike, TargetOptions]:
-    """The only target, or the places of several with their options."""
+def _targets(
+    target: str | None, targets: tuple[str, ...], options: dict[str, Any]
+) -> str | dict[PathLike, TargetOptions]:
+    """The only target, or the places of several with their options. What is wrong is told before anything is loaded."""
+    parse_memory(options["memory"])
     if (target is None) == (not targets):
         raise UsageError("give one target, SRC DST, or several with --target DST:FORMAT:…")
     if target is not None:
+        check_options(options["format_name"], options)
+        if options["to"] is not None:
+            Topology.parse(options["to"])
         return target
     asked: dict[PathLike, TargetOptions] = dict(parse_target(text) for text in targets)
     if len(asked) < len(targets):
@@ -497,6 +498,8 @@ def api_arguments(options: dict[str, Any]) -> dict[str, Any]:
     layout: dict[str, Any] = {}
     path: Path | None = options.pop("layout")
     if path is not None:
+        from paddle_reshard.pipeline import inputs
+
         layout.update(inputs.read_layout_file(path))
     flags = {
         "comm_buffer_size_MB": options.pop("comm_buffer_size_mb"),
@@ -564,13 +567,27 @@ def _answer(data: Json, as_json: bool, quiet: bool, show: Callable[[], None]) ->
 @contextmanager
 def _observing(silent: bool) -> Iterator[Callable[[Event], None]]:
     """An observer that draws a progress bar on a terminal, and prints lines otherwise."""
+    from paddle_reshard.pipeline.progress import ProgressLines
+    from paddle_reshard.pipeline.workflow import ignore_events
+
     if silent:
         yield ignore_events
         return
+    from rich.console import Console
+
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield ProgressLines(lambda line: click.echo(line, err=True))
         return
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -591,6 +608,9 @@ class _Bar:
         self.task: TaskID | None = None
 
     def __call__(self, event: Event) -> None:
+        from paddle_reshard.pipeline.workflow import Progress as Moved
+        from paddle_reshard.pipeline.workflow import StepStarted
+
         if isinstance(event, StepStarted):
             if self.task is not None:
                 self.bar.remove_task(self.task)
@@ -618,6 +638,8 @@ def _show_inspection(found: Inspection, tensors: bool) -> None:
     if missing := [tensor.key for tensor in found.tensors if tensor.missing]:
         facts.add_row("in no file", f"{', '.join(missing)}: see --fill and --allow-missing of convert")
     console.print(facts)
+    from rich.table import Table
+
     states = Table("state", "dtype", box=None, pad_edge=False, header_style="bold")
     states.add_column("tensors", justify="right")
     states.add_column("elements", justify="right")
@@ -646,6 +668,8 @@ def _reread(amplification: float, once_bytes: int | None) -> str:
 
 
 def _show_plan(planned: ConversionPlan) -> None:
+    from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
+
     plan, targets = planned.plan, planned.targets
     facts = _facts()
     facts.add_row("from", _described_source(planned.source))
@@ -695,6 +719,10 @@ def _described_sharding(strategy: str | None) -> str:
 
 
 def _described(target: AnyTarget) -> str:
+    from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
+    from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
+    from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget
+
     if isinstance(target, HuggingFaceTarget):
         dtype = "dtypes as trained" if target.dtype is None else target.dtype.name
         return f"Hugging Face, {target.state}, {dtype}"
@@ -714,6 +742,8 @@ def _by_reason(left: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 
 def _show_conversion(report: ConversionReport) -> None:
+    from paddle_reshard.pipeline.layouts.files import MANIFEST
+
     _show_plan(report.plan)
     facts = _facts()
     drift = report.moved.replica_drift
@@ -760,6 +790,8 @@ def _only_on_one_side(
     differences: Sequence[Difference],
 ) -> tuple[dict[tuple[str, str], list[str]], list[Difference]]:
     """State and side → keys of the tensors that only this side has; and all other differences."""
+    from paddle_reshard.pipeline.compare import ONLY_IN_A, ONLY_IN_B
+
     lonely: dict[tuple[str, str], list[str]] = {}
     others = []
     for difference in differences:
@@ -794,11 +826,21 @@ def _show_integrity(report: IntegrityReport) -> None:
 
 def _console() -> Console:
     """A console for results; where nobody measures the width, lines stay whole."""
+    from rich.console import Console
+
     width = None if sys.stdout.isatty() else 200
     return Console(highlight=False, width=width)
 
 
+def _size(size_bytes: int) -> str:
+    from paddle_reshard.pipeline.progress import readable_bytes
+
+    return readable_bytes(size_bytes)
+
+
 def _facts() -> Table:
+    from rich.table import Table
+
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True, min_width=12)
     table.add_column(overflow="fold")

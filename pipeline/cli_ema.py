@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from paddle_reshard.pipeline.api import ConversionReport
-from paddle_reshard.pipeline.averaging import average
+import paddle_reshard
 from paddle_reshard.pipeline.errors import UsageError
-from paddle_reshard.pipeline.workflow import Observer
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.api import ConversionReport
+    from paddle_reshard.pipeline.workflow import Observer
 
 Decorator = Callable[[Any], Any]
 Reporting = Callable[[bool], AbstractContextManager[None]]
 """Turns errors into one sentence and an exit status."""
-Observing = Callable[[bool], AbstractContextManager[Observer]]
+Observing = Callable[[bool], "AbstractContextManager[Observer]"]
 """Shows progress, unless it is to be silent."""
-Answer = Callable[[ConversionReport, bool, bool], None]
+Answer = Callable[["ConversionReport", bool, bool], None]
 """Prints a report: as JSON, or for people, or not at all."""
 
 
@@ -61,7 +63,7 @@ def ema_command(
         DST becomes the last SRC with the average as its EMA state, or with --format huggingface the average as a model.
         """
         with reporting(as_json), observing(quiet or as_json) as observe:
-            report = average(
+            report = paddle_reshard.average(
                 places[:-1],
                 places[-1],
                 decay=decay,

@@ -6,8 +6,6 @@ is submitted, and an option that ``convert`` learns works here at once.
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import logging
 import os
 import signal
@@ -24,17 +22,14 @@ from urllib.parse import urlsplit
 import click
 
 import paddle_reshard
-from paddle_reshard.pipeline.api import read_request
-from paddle_reshard.pipeline.claims import Policy, conversion_id
 from paddle_reshard.pipeline.errors import ReshardError, UsageError
 from paddle_reshard.pipeline.options import CONVERSION_OPTIONS, ConversionOptions, check_options
-from paddle_reshard.pipeline.runners import Conversion, convert_as_job
 from paddle_reshard.pipeline.topology import Topology
-from paddle_reshard.pipeline.watch import Result, Watcher, open_watcher
-from paddle_reshard.storage.locate import is_local, local_path
 
 if TYPE_CHECKING:
     from paddle_reshard.clusters.jobs import JobRequest
+    from paddle_reshard.pipeline.claims import Policy
+    from paddle_reshard.pipeline.watch import Watcher
 
 ReadOptions = Callable[[dict[str, Any]], dict[str, Any]]
 """Options of ``convert`` as click gives them → keyword arguments of the API."""
@@ -82,6 +77,10 @@ class Request:
 
     def identify(self, source: str, target: str) -> str:
         """The id of this conversion of ``source`` to ``target``."""
+        import hashlib
+
+        from paddle_reshard.pipeline.claims import conversion_id
+
         identity: dict[str, Any] = {"source": _absolute(source), "target": _absolute(target)}
         files = self.files()
         for option, value in self.options():
@@ -132,6 +131,8 @@ def _is_secret(name: str) -> bool:
 
 def _absolute(location: str) -> str:
     """A location that means the same elsewhere."""
+    from paddle_reshard.storage.locate import is_local, local_path
+
     if is_local(location):
         return os.path.abspath(local_path(location))
     if urlsplit(location).password is not None:
@@ -319,6 +320,8 @@ def _watch_command(convert: click.Command, read_options: ReadOptions) -> click.C
         however many watchers.
         """
         with _reporting("stopped; what was claimed is free again"), _stopped_by_signal(143 if once else 0):
+            from paddle_reshard.pipeline.claims import Policy
+
             request = Request.read(convert, arguments)
             overwrite = bool(request.values.get("overwrite"))
             forget_before = time.time() if retry_failed else 0.0
@@ -335,6 +338,10 @@ def _watch_command(convert: click.Command, read_options: ReadOptions) -> click.C
 def _watcher(
     request: Request, read_options: ReadOptions, policy: Policy, address: str | None, job: Mapping[str, Any]
 ) -> Watcher:
+    from paddle_reshard.pipeline.api import read_request
+    from paddle_reshard.pipeline.runners import Conversion, convert_as_job
+    from paddle_reshard.pipeline.watch import open_watcher
+
     if request.values["expected_plan"] is not None:
         raise UsageError("--plan is the plan of one conversion; every checkpoint has its own")
     conversion = Conversion(_api_options(request, read_options), request.identify)
@@ -357,6 +364,8 @@ def _watcher(
 
 def _api_options(request: Request, read_options: ReadOptions) -> dict[str, Any]:
     """Keyword arguments of the API; an option that it does not have is refused if it was given."""
+    import inspect
+
     known = {*CONVERSION_OPTIONS, *inspect.signature(paddle_reshard.convert).parameters}
     given = {option.name for option, _ in request.options()}
     outer = ("source", "target", "as_json", "quiet")
@@ -367,18 +376,18 @@ def _api_options(request: Request, read_options: ReadOptions) -> dict[str, Any]:
 
 
 def _watch_once(watcher: Watcher) -> int:
+    from paddle_reshard.pipeline.watch import Result
+
+    words = {
+        Result.CONVERTED: "converted",
+        Result.DONE: "converted before",
+        Result.WAITING: "waiting",
+        Result.FAILED: "failed",
+    }
     results = list(watcher.once().values())
-    counts = ", ".join(f"{results.count(result)} {text}" for result, text in _WORDS.items())
+    counts = ", ".join(f"{results.count(result)} {text}" for result, text in words.items())
     logging.getLogger(__name__).info("%s", counts)
     return 1 if Result.FAILED in results else 0
-
-
-_WORDS = {
-    Result.CONVERTED: "converted",
-    Result.DONE: "converted before",
-    Result.WAITING: "waiting",
-    Result.FAILED: "failed",
-}
 
 
 # ------------------------------------------------------------------------------------------------- output

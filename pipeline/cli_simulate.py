@@ -7,14 +7,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from paddle_reshard.pipeline.options import parse_size
-from paddle_reshard.pipeline.planning.simulate import Rates, Simulation, simulate
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from paddle_reshard.pipeline.planning.simulate import Simulation
 
 Reporting = Callable[[bool], AbstractContextManager[None]]
 """Turns errors into one sentence and an exit status."""
@@ -55,6 +57,7 @@ def simulate_command(reporting: Reporting, size: Callable[[int], str]) -> click.
     def command(plan: Path, workers: str, latency: float, as_json: bool, **rates: str | None) -> None:
         """Estimate how long a plan takes on many workers. PLAN is a file that plan --save made; nothing is moved."""
         with reporting(as_json):
+            from paddle_reshard.pipeline.planning.simulate import Rates, simulate
             from paddle_reshard.storage.plan_file import load_plan
 
             chosen = Rates(
@@ -69,6 +72,8 @@ def simulate_command(reporting: Reporting, size: Callable[[int], str]) -> click.
         if as_json:
             click.echo(json.dumps({"simulations": [asdict(one) for one in found]}))
         else:
+            from rich.console import Console
+
             Console(highlight=False, width=120).print(_table(found, size))
 
     return command
@@ -88,6 +93,8 @@ def _counts(text: str) -> list[int]:
 
 
 def _table(found: list[Simulation], size: Callable[[int], str]) -> Table:
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("workers", "time", "speed-up", "busy", "most read", "most written", "peak of a worker"):
         table.add_column(heading, justify="right")

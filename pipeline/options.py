@@ -1,4 +1,7 @@
-"""What a user can ask for, read and validated once."""
+"""What a user can ask for, read and validated once.
+
+The command line takes its choices from here, so what needs NumPy is imported where it is used.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,22 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike as _PathLike
-from typing import Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
 from paddle_reshard.pipeline.errors import PlanError, UnsupportedError, UsageError
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
-from paddle_reshard.pipeline.layouts.huggingface.target import (
-    EXPORTED_STATES,
-    FLOATING,
-    HuggingFaceTarget,
-)
-from paddle_reshard.pipeline.layouts.hybrid.segments import Segmentation
-from paddle_reshard.pipeline.layouts.hybrid.sharding import DEFAULT_SEGMENT_ELEMENTS, ShardingOptions
-from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
-from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget
-from paddle_reshard.pipeline.planning.plan import SMALLEST_BUDGET_BYTES
-from paddle_reshard.pipeline.tensors import PARAM, dtype_named
+from paddle_reshard.pipeline.layouts.huggingface.choices import EXPORTED_STATES, FLOATING
 from paddle_reshard.pipeline.topology import STRATEGIES, Topology
 
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+    from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
+    from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
+    from paddle_reshard.pipeline.layouts.hybrid.segments import Segmentation
+    from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
+    from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget
+
+DEFAULT_MEMORY = "1GiB"
+SMALLEST_BUDGET_BYTES = 256 << 20
 _OF_HYBRID = ("to", "sharding_strategy", "layout", "target_meta")
 FORMATS: Mapping[str, tuple[str, ...]] = {
     "hybrid": _OF_HYBRID,
@@ -145,6 +146,9 @@ class HybridRequest:
 
         Where the trainer allows one value only (under expert parallelism), that is the default.
         """
+        from paddle_reshard.pipeline.layouts.hybrid.sharding import DEFAULT_SEGMENT_ELEMENTS, ShardingOptions
+        from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
+
         layout, topology = self.layout, self.topology
         convention = source.model.table.convention
         if layout.convention not in (None, convention):
@@ -205,7 +209,7 @@ class HybridRequest:
         return "tp" if (by_default if asked is None else asked) else None
 
 
-Form = HybridRequest | HuggingFaceTarget | FlexTarget | UnifiedTarget
+Form: TypeAlias = "HybridRequest | HuggingFaceTarget | FlexTarget | UnifiedTarget"
 """A target as it was asked for."""
 
 
@@ -229,6 +233,9 @@ class ConversionRequest:
 
 def parse_huggingface(state: str | None, dtype: str | None, max_shard_size: str | None) -> HuggingFaceTarget:
     """What goes out as a Hugging Face checkpoint; ``None``: the default of :class:`HuggingFaceTarget`."""
+    from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
+    from paddle_reshard.pipeline.tensors import dtype_named
+
     defaults = HuggingFaceTarget()
     if state not in (None, *EXPORTED_STATES):
         raise UsageError(f"unknown state {state!r}; known are {', '.join(EXPORTED_STATES)}")
@@ -237,7 +244,9 @@ def parse_huggingface(state: str | None, dtype: str | None, max_shard_size: str 
     shard_bytes = defaults.max_shard_bytes if max_shard_size is None else parse_size(max_shard_size)
     if shard_bytes < 1:
         raise UsageError(f"--max-shard-size {max_shard_size} holds nothing")
-    return HuggingFaceTarget(state or PARAM, None if dtype is None else dtype_named(dtype), shard_bytes)
+    return HuggingFaceTarget(
+        state or defaults.state, None if dtype is None else dtype_named(dtype), shard_bytes
+    )
 
 
 def parse_flex(
@@ -252,6 +261,8 @@ def parse_flex(
     ------
     UsageError
     """
+    from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
+
     if names is not None and len(names) != 1:
         raise UsageError(
             f"--target-meta names {len(names)} cells; auto-parallel training has the names of one program"
@@ -266,6 +277,8 @@ def parse_flex(
 
 def parse_unified(files: int | str | None) -> UnifiedTarget:
     """A unified checkpoint; ``None``: the default of :class:`UnifiedTarget`."""
+    from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget
+
     return UnifiedTarget() if files is None else UnifiedTarget(parse_count(files))
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paddle_reshard.pipeline.api import ConversionReport, Inspection, VerifyReport
 from paddle_reshard.pipeline.errors import ReshardError
-from paddle_reshard.pipeline.integrity import IntegrityReport
-from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
-from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
-from paddle_reshard.pipeline.layouts.targets import AnyTarget
-from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget
 from paddle_reshard.pipeline.topology import Topology
-from paddle_reshard.pipeline.workflow import ConversionPlan
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.api import ConversionReport, Inspection, VerifyReport
+    from paddle_reshard.pipeline.integrity import IntegrityReport
+    from paddle_reshard.pipeline.layouts.targets import AnyTarget
+    from paddle_reshard.pipeline.workflow import ConversionPlan
 
 Json = dict[str, Any]
 
@@ -55,6 +54,10 @@ def topology_data(topology: Topology | None) -> Json | None:
 
 def target_data(target: AnyTarget) -> Json:
     """What was asked for."""
+    from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
+    from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
+    from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget
+
     if isinstance(target, HuggingFaceTarget):
         return {
             "format": "huggingface",

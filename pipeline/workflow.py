@@ -19,8 +19,9 @@ from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError, Us
 from paddle_reshard.pipeline.indexing import index_checkpoint
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.files import AVERAGE, MANIFEST, TargetFiles
+from paddle_reshard.pipeline.layouts.huggingface.choices import EMA
 from paddle_reshard.pipeline.layouts.huggingface.sidecars import average_divisor
-from paddle_reshard.pipeline.layouts.huggingface.target import EMA, HuggingFaceTarget
+from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
 from paddle_reshard.pipeline.layouts.targets import AnyTarget, join, lay_out, target_facts
 from paddle_reshard.pipeline.layouts.vocab import resize_vocabulary

@@ -30,7 +30,6 @@ from paddle_reshard.pipeline.planning.parts import MADE, NOBODY, PART, Parts, pa
 from paddle_reshard.pipeline.planning.ranges import dense_numbers, merge
 from paddle_reshard.pipeline.tensors import Tensor
 
-SMALLEST_BUDGET_BYTES = 256 << 20
 FOOTPRINT_BYTES = 136 << 20
 """What a worker process needs for itself: interpreter, libraries, metadata. Groups share the rest of the budget."""
 UNLIMITED_BYTES = 1 << 62

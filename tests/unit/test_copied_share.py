@@ -4,8 +4,9 @@ import pytest
 
 from benchmarks.synthetic import LLAMA_7B, LLAMA_70B, Dims, catalog_of, files_of
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
+from paddle_reshard.pipeline.options import SMALLEST_BUDGET_BYTES
 from paddle_reshard.pipeline.planning.limits import PartLimits
-from paddle_reshard.pipeline.planning.plan import SMALLEST_BUDGET_BYTES, plan_conversion
+from paddle_reshard.pipeline.planning.plan import plan_conversion
 from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.storage import s3
 

@@ -13,6 +13,7 @@ from paddle_reshard.pipeline.catalog import Catalog, File, FragmentRow, fragment
 from paddle_reshard.pipeline.errors import PlanError
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import TargetFiles
+from paddle_reshard.pipeline.layouts.huggingface.choices import EMA, FLOATING
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, part_elements
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.pipeline.tensors import (
@@ -25,10 +26,6 @@ from paddle_reshard.pipeline.tensors import (
 )
 from paddle_reshard.storage.formats.safetensors import Index, TensorSlot, encode_safetensors, format_index
 
-EMA = "ema"
-EXPORTED_STATES = (PARAM, EMA)
-FLOATING = ("bfloat16", "float16", "float32")
-"""What the values can be stored as; others (integers, booleans) keep their dtype."""
 INDEX = "model.safetensors.index.json"
 METADATA = {"format": "pt"}
 """``transformers`` opens files with this entry only."""

@@ -1,0 +1,117 @@
+"""What a command loads before it answers: shells complete, scripts ask for the version, people mistype."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import paddle_reshard
+from tests.conftest import COMMITTED
+
+DEMO = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
+STORES = {"pyarrow", "fsspec", "s3fs", "aiobotocore", "awscrt", "ray", "paddle", "asyncio"}
+HEAVY = {"numpy", "rich", *STORES}
+ASK = """
+import atexit, json, sys
+from paddle_reshard.pipeline.cli import main
+atexit.register(lambda: print("\\n" + json.dumps(sorted(sys.modules)), file=sys.stderr))
+main()
+"""
+
+
+def loaded(*arguments: object, status: int = 0, **variables: str) -> set[str]:
+    """Top-level modules that a command has loaded when it ends."""
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **variables},
+    )
+    assert done.returncode == status, done.stderr
+    return {name.partition(".")[0] for name in json.loads(done.stderr.splitlines()[-1])}
+
+
+@pytest.mark.parametrize("command", [(), ("convert",), ("submit",), ("watch",), ("simulate",), ("ema",)])
+def test_help_loads_next_to_nothing(command: tuple[str, ...]) -> None:
+    assert not loaded(*command, "--help") & HEAVY
+
+
+def test_the_version_loads_next_to_nothing() -> None:
+    assert not loaded("--version") & HEAVY
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("convrt",),
+        ("convert", "a", "b", "--too", "tp=1"),
+        ("convert", "a", "b", "--to", "mp=2"),
+        ("convert", "a", "b"),
+        ("convert", "a", "b", "--to", "tp=2", "--dtype", "bfloat16"),
+        ("convert", "a", "b", "--to", "tp=2", "--memory", "1B"),
+        ("convert", "a", "--target", "b:hybrid:mp=2"),
+        ("convert", "a", "b", "--to", "tp=2", "--json", "--format", "unified"),
+        ("plan", "a", "b", "--to", "tp=0"),
+        ("inspect",),
+        ("submit", "a", "b", "--to", "tp=2", "--format", "hf"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_told_before_anything_is_loaded(arguments: tuple[str, ...]) -> None:
+    assert not loaded(*arguments, status=2) & HEAVY
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_loads_next_to_nothing(shell: str) -> None:
+    name = "_PADDLE_RESHARD_COMPLETE"
+    words = {"COMP_WORDS": "paddle-reshard convert --for", "COMP_CWORD": "--for" if shell == "fish" else "2"}
+    program = ASK.replace("import atexit", "import sys; sys.argv[0] = 'paddle-reshard'\nimport atexit")
+    for variables in ({name: f"{shell}_source"}, {name: f"{shell}_complete", **words}):
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, **variables},
+        )
+        assert ("--format" if words.items() <= variables.items() else "paddle-reshard") in done.stdout
+        modules = json.loads(done.stderr.splitlines()[-1])
+        assert not {module.partition(".")[0] for module in modules} & HEAVY
+
+
+def test_inspecting_a_local_checkpoint_loads_no_other_store_and_no_cluster() -> None:
+    modules = loaded("inspect", DEMO, "--json")
+    assert "numpy" in modules
+    assert not modules & (HEAVY - {"numpy"})
+
+
+def test_importing_the_package_loads_nothing() -> None:
+    program = "import sys, paddle_reshard; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert not {name.partition(".")[0] for name in done.stdout.split()} & HEAVY
+    ours = {name for name in done.stdout.split() if name.startswith("paddle_reshard")}
+    assert ours == {"paddle_reshard"}
+
+
+def test_every_public_name_is_there_and_comes_from_where_type_checkers_are_told() -> None:
+    tree = ast.parse(Path(paddle_reshard.__file__).read_text("utf-8"))
+    told = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("paddle_reshard.")
+        for alias in node.names
+    }
+    assert set(told) == {*paddle_reshard.__all__} - {"__version__"} <= set(dir(paddle_reshard))
+    for name, module in told.items():
+        assert getattr(paddle_reshard, name) is getattr(sys.modules[module], name)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        paddle_reshard.nothing  # noqa: B018
