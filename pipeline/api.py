@@ -25,6 +25,7 @@ from paddle_reshard.pipeline.integrity import IntegrityReport, check_target
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.files import MANIFEST
 from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
+from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.pipeline.layouts.rules import RuleTable
 from paddle_reshard.pipeline.manifest import parse_manifest
@@ -41,6 +42,7 @@ from paddle_reshard.pipeline.options import (
     TargetOptions,
     check_options,
     parse_choice,
+    parse_drop,
     parse_flex,
     parse_huggingface,
     parse_memory,
@@ -292,6 +294,7 @@ def read_request(
         allow_reread=options.get("allow_reread", False),
         vocab_pad=options.get("vocab_pad"),
         vocab_trim=options.get("vocab_trim"),
+        dropped_states=parse_drop(options.get("drop", ())),
     )
 
 
@@ -425,7 +428,10 @@ def plan_and_run(
     observe(StepStarted("plan"))
     conversion = make_plan(index_files)
     groups, written_bytes = conversion.plan.groups, conversion.plan.written_bytes
-    observe(StepEnded("plan", f"{groups} groups, {written_bytes} bytes to write"))
+    forms = [target.form for target in conversion.targets]
+    chosen = [f"{f.strategy} ({f.strategy_reason})" for f in forms if isinstance(f, HybridTarget)]
+    facts = (*dict.fromkeys(chosen), f"{groups} groups", f"{written_bytes} bytes to write")
+    observe(StepEnded("plan", ", ".join(facts)))
     sinks = open_sinks()
     moved = run_conversion(conversion, sinks, engine, observe, resume, index_files)
     moved = replace(moved, retries=add_retries((moved.retries, count_retries() - counted)))

@@ -371,7 +371,7 @@ def _plan_average(
     options: ConversionOptions,
     index_files: IndexFiles,
 ) -> ConversionPlan:
-    if foreign := [name for name in ("aoa", "fill") if options.get(name)]:
+    if foreign := [name for name in ("aoa", "fill", "drop") if options.get(name)]:
         raise UsageError(f"--{foreign[0]} does not go with an average; convert what comes out once more")
     if isinstance(target, Mapping):
         target = {place: _of_average(of_target) for place, of_target in target.items()}
@@ -401,12 +401,13 @@ def _of_average(options: Options) -> Options:
     UsageError
         If the format has no place for an average.
     """
-    if options.get("format") == "unified":
+    format = options.get("format")
+    if format in ("unified", "auto-parallel"):
         raise UsageError(
-            "a unified checkpoint has no place for an average; write it with --format hybrid or flex, or as a model "
+            f"the format {format} has no place for an average; write it with --format hybrid or flex, or as a model "
             "with --format huggingface"
         )
-    if options.get("format") != "huggingface":
+    if format != "huggingface":
         return options
     if options.get("state") not in (None, EMA):
         raise UsageError(f"--state {options['state']}: an average goes out as --state {EMA}")

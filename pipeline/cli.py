@@ -126,7 +126,8 @@ target_options = _options(
     click.option(
         "--sharding-strategy",
         type=click.Choice(STRATEGIES),
-        help="Default: stage1v1 where sharding > 1, else none.",
+        help="Default: the source's where the target can have it, else the trainer's own: PaddleFormers stage1v2, "
+        "PaddleNLP stage1v1.",
     ),
     click.option(
         "--format",
@@ -207,6 +208,13 @@ target_options = _options(
     ),
     click.option(
         "--vocab-pad", type=click.IntRange(1), help="Grow the vocabulary to this many rows, new ones zero."
+    ),
+    click.option(
+        "--drop",
+        multiple=True,
+        metavar="NAME",
+        help="Leave this out of every target: ema, the moving average. A format that has no place for it asks for "
+        "that, unless another --target holds it. Can be repeated.",
     ),
     click.option("--vocab-trim", type=click.IntRange(1), help="Cut the vocabulary to this many rows."),
     storage_option,
@@ -669,9 +677,14 @@ def _reread(amplification: float, once_bytes: int | None) -> str:
 
 def _show_plan(planned: ConversionPlan) -> None:
     from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
+    from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
 
     plan, targets = planned.plan, planned.targets
     facts = _facts()
+    for number, target in enumerate(targets):
+        if isinstance(target.form, HybridTarget):
+            chosen = f"{_described_sharding(target.form.strategy)}: {target.form.strategy_reason}"
+            facts.add_row(_numbered("sharding", number, targets), chosen)
     facts.add_row("from", _described_source(planned.source))
     places = planned.places if len(targets) > 1 else ()
     for number, target in enumerate(targets):
@@ -692,6 +705,8 @@ def _show_plan(planned: ConversionPlan) -> None:
         f"{_size(plan.peak_bytes)} at most in {plan.groups} groups, budget {_size(plan.budget_bytes)}",
     )
     facts.add_row("plan", plan.plan_id)
+    if planned.dropped:
+        facts.add_row("dropped", f"{', '.join(planned.dropped)}: as asked for")
     for number, target in enumerate(targets):
         if target.left_states:
             states = ", ".join(target.left_states)

@@ -12,7 +12,7 @@ from os import PathLike as _PathLike
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
 from paddle_reshard.pipeline.errors import PlanError, UnsupportedError, UsageError
-from paddle_reshard.pipeline.layouts.huggingface.choices import EXPORTED_STATES, FLOATING
+from paddle_reshard.pipeline.layouts.huggingface.choices import EMA, EXPORTED_STATES, FLOATING
 from paddle_reshard.pipeline.topology import STRATEGIES, Topology
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class HybridRequest:
 
     topology: Topology
     strategy: str | None
-    """``None``: stage 1 v1 where sharding > 1, else none."""
+    """``None``: as the source where the target can have it, else the trainer's default."""
     sharded_saving: bool
     layout: LayoutOptions
     names: Mapping[str, Mapping[str, str]] | None
@@ -147,7 +147,7 @@ class HybridRequest:
         Where the trainer allows one value only (under expert parallelism), that is the default.
         """
         from paddle_reshard.pipeline.layouts.hybrid.sharding import DEFAULT_SEGMENT_ELEMENTS, ShardingOptions
-        from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
+        from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, with_default_strategy
 
         layout, topology = self.layout, self.topology
         convention = source.model.table.convention
@@ -157,21 +157,14 @@ class HybridRequest:
                 "translate between the libraries"
             )
         over = self._experts_over(source)
-        default = (
-            "none"
-            if topology.sharding == 1
-            else "stage1v2"
-            if topology.ep > 1 and over is None
-            else "stage1v1"
-        )
         overlap = bool(layout.comm_overlap)
         buffer_mb = layout.comm_buffer_size_MB or (128 if overlap else 256)
         sequence_parallel = source.sequence_parallel or (topology.ep > 1 and topology.tp > 1 and over is None)
         if layout.sequence_parallel is not None:
             sequence_parallel = layout.sequence_parallel
-        return HybridTarget(
+        target = HybridTarget(
             topology=replace(topology, ep=1) if over == "dp" else topology,
-            strategy=self.strategy or default,
+            strategy=self.strategy or "none",
             sharded_saving=self.sharded_saving,
             sharding=ShardingOptions(
                 buffer_bytes=buffer_mb << 20,
@@ -189,6 +182,7 @@ class HybridRequest:
                 source.unified_experts if layout.use_unified_moe is None else layout.use_unified_moe
             ),
         )
+        return target if self.strategy else with_default_strategy(target, source)
 
     def _experts_over(self, source: Checkpoint) -> str | None:
         """The axis beside ``ep`` over which the target's experts are spread.
@@ -225,10 +219,38 @@ class ConversionRequest:
     allow_reread: bool
     vocab_pad: int | None
     vocab_trim: int | None
+    dropped_states: tuple[str, ...] = ()
+    """States of which no target is to have anything."""
 
     def __post_init__(self) -> None:
         if self.vocab_pad is not None and self.vocab_trim is not None:
             raise UsageError("the vocabulary can be padded or trimmed, not both")
+        from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
+        from paddle_reshard.pipeline.tensors import EMA_STATES
+
+        averages = [form for form in self.forms if isinstance(form, HuggingFaceTarget) and form.state == EMA]
+        if averages and set(EMA_STATES) & set(self.dropped_states):
+            raise UsageError("--drop ema leaves nothing of which --state ema could make a model")
+
+
+def parse_drop(names: Sequence[str] | str) -> tuple[str, ...]:
+    """The states that are dropped by these names, of :data:`~paddle_reshard.pipeline.tensors.DROPPABLE`.
+
+    >>> parse_drop(["ema"])
+    ('ema_master_weight', 'ema_param')
+
+    Raises
+    ------
+    UsageError
+    """
+    from paddle_reshard.pipeline.tensors import DROPPABLE
+
+    chosen = (names,) if isinstance(names, str) else tuple(names)
+    for name in chosen:
+        if name not in DROPPABLE:
+            raise UsageError(f"--drop {name}: cannot be left out; what can is {', '.join(DROPPABLE)}")
+    return tuple(state for name, states in DROPPABLE.items() if name in chosen for state in states)
+
 
 
 def parse_huggingface(state: str | None, dtype: str | None, max_shard_size: str | None) -> HuggingFaceTarget:
@@ -306,7 +328,9 @@ class TargetOptions(TypedDict, total=False):
     to: str | Topology | None
     """Topology of the target, ``"tp=2,pp=2,sharding=2"``."""
     sharding_strategy: str | None
-    """``none``, ``stage1v1``, ``stage1v2``, ``stage2`` or ``stage3``; default ``stage1v1`` where sharding > 1."""
+    """``none``, ``stage1v1``, ``stage1v2``, ``stage2`` or ``stage3``. Default: the source's where a job of the target
+    topology can have it, else the trainer's own (PaddleFormers ``stage1v2``, PaddleNLP ``stage1v1``); ``none`` where
+    sharding is 1. The plan says which and why."""
     layout: PathLike | Mapping[str, Any] | None
     """What the target job decides and no topology says: a mapping, or a JSON file."""
     target_meta: PathLike | None
@@ -337,6 +361,10 @@ class ConversionOptions(TargetOptions, total=False):
     """A safetensors file with tensors that no file of the source holds."""
     allow_missing: Sequence[str]
     """Patterns (``*`` stands for anything) of keys that no file holds and that may be missing in the targets too."""
+
+    drop: Sequence[str]
+    """What no target is to have though the source has it: ``"ema"``, the exponential moving average. A format that has
+    no place for something refuses unless it is named here, or another target of the same conversion holds it."""
 
     memory: str
     """Budget of each worker, default ``"1GiB"``."""

@@ -73,6 +73,7 @@ def target_data(target: AnyTarget) -> Json:
         "format": "hybrid" if target.sharded_saving else "hybrid-plain",
         "topology": topology_data(target.topology),
         "sharding_strategy": target.strategy,
+        "sharding_strategy_reason": target.strategy_reason,
         "model_meta": target.writes_meta,
     }
 
@@ -109,6 +110,7 @@ def plan_data(conversion: ConversionPlan) -> Json:
         "carried": [{"path": c.target_path, "size_bytes": c.size_bytes} for c in plan.carried],
         "not_carried": [left for data in described for left in data["not_carried"]],
         "states_left": sorted({state for target in targets for state in target.left_states}),
+        "states_dropped": list(conversion.dropped),
     }
 
 

@@ -16,6 +16,9 @@ PARAM = "param"
 MASTER_WEIGHT = "master_weight"
 EMA_PARAM = "ema_param"
 EMA_MASTER_WEIGHT = "ema_master_weight"
+EMA_STATES = (EMA_MASTER_WEIGHT, EMA_PARAM)
+DROPPABLE = {"ema": EMA_STATES}
+"""What a target can be made without → the states that it is. A job goes on without it, but it is gone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from paddle_reshard.pipeline.layouts.huggingface.choices import EMA
 from paddle_reshard.pipeline.layouts.huggingface.sidecars import average_divisor
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
-from paddle_reshard.pipeline.layouts.targets import AnyTarget, join, lay_out, target_facts
+from paddle_reshard.pipeline.layouts.targets import AnyTarget, check_left, join, lay_out, target_facts
 from paddle_reshard.pipeline.layouts.vocab import resize_vocabulary
 from paddle_reshard.pipeline.manifest import FORMAT, describe_parts, format_manifest
 from paddle_reshard.pipeline.options import ConversionRequest, Form, HybridRequest
@@ -102,6 +102,8 @@ class ConversionPlan:
     """Of all targets together; their paths as :class:`~paddle_reshard.storage.outputs.Outputs` has them."""
     places: tuple[str, ...] = ()
     """Where the targets will be; empty where nobody has said."""
+    dropped: tuple[str, ...] = ()
+    """States of the source that no target has, because it was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,8 @@ def plan_checkpoint(
     limits: PartLimits = PartLimits(),  # noqa: B008 (a frozen value)
 ) -> ConversionPlan:
     """Plan a conversion; pure but for the sizes that ``store`` has seen. ``limits`` are those of the targets."""
-    source = _divided(source, request.forms, store)
+    dropped = sorted({t.state for t in source.catalog.tensors} & set(request.dropped_states))
+    source = _divided(source.without(dropped), request.forms, store)
     wanted = source
     if request.vocab_pad is not None:
         wanted = resize_vocabulary(source, request.vocab_pad, grow=True)
@@ -143,6 +146,7 @@ def plan_checkpoint(
     sizes = store.sizes()
     forms = [_chosen(form, source) for form in request.forms]
     laid_out = [lay_out(source, wanted, form, sizes, store.folders) for form in forms]
+    check_left(forms, laid_out)
     joined = join(source.catalog, laid_out, prefixes(len(laid_out)))
     carried = [
         CarriedFile(path, prefix + path, sizes[path])
@@ -164,7 +168,7 @@ def plan_checkpoint(
         PlannedTarget(form, wanted, one.files, one.carried, (*one.left, *left), one.left_states)
         for form, one in zip(forms, laid_out, strict=True)
     ]
-    return ConversionPlan(store, source, tuple(targets), plan)
+    return ConversionPlan(store, source, tuple(targets), plan, dropped=tuple(dropped))
 
 
 def _chosen(form: Form, source: Checkpoint) -> AnyTarget:
@@ -398,6 +402,7 @@ def describe_targets(
                 "versions": store.versions(),
                 "not_carried": dict(target.left),
                 "states_left": list(target.left_states),
+                "states_dropped": list(conversion.dropped),
                 "replica_drift": list(replica_drift),
             },
             "etags": {},

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from paddle_reshard.pipeline.catalog import Catalog, File
 from paddle_reshard.pipeline.errors import UnsupportedError
 from paddle_reshard.pipeline.layouts.model import Model
+from paddle_reshard.pipeline.tensors import EMA_STATES
 from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef, encode_pickle
 
@@ -65,6 +66,15 @@ class Checkpoint:
     """The axis over which whole experts are spread: ``ep``, ``tp`` or ``dp``; ``None``: every rank has all of them."""
     unified_experts: bool | None = None
     """Whether they are in the unified layer; ``None`` where the order of tensors cannot tell."""
+
+    def without(self, states: Collection[str]) -> Checkpoint:
+        """The same checkpoint without the tensors of some states."""
+        tensors = self.catalog.tensors
+        kept = [number for number, tensor in enumerate(tensors) if tensor.state not in states]
+        if len(kept) == len(tensors):
+            return self
+        has_ema = any(tensors[number].state in EMA_STATES for number in kept)
+        return replace(self, catalog=self.catalog.only(kept), has_ema=has_ema)
 
 
 def checked_schedule(state: Any, where: str) -> Any:

@@ -58,7 +58,8 @@ class LaidOut:
     left: tuple[tuple[str, str], ...]
     """``(path, why it is not in the target)``."""
     left_states: tuple[str, ...] = ()
-    """States of tensors of which nothing is in the target, because its format has no place for them."""
+    """States of tensors of which nothing is in the target: its format has no place for them, or they were not asked
+    for."""
 
 
 def is_tensor_file(path: str) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.files import CONFIG, MANIFEST, SIGNAL_PREFIX, Sidecars
+from paddle_reshard.pipeline.layouts.files import AVERAGE, CONFIG, MANIFEST, SIGNAL_PREFIX, Sidecars
 from paddle_reshard.pipeline.topology import Topology
 
 _RANDOM_STATE = re.compile(r"rng_state(_\d+)?\.pth")
@@ -38,8 +38,11 @@ def plan_sidecars(
     same_ranks = _same_ranks(checkpoint, topology, rng_files)
 
     def reason(path: str) -> str | None:
-        strange = path in rng_files and not same_ranks
-        return "random state belongs to one rank of the source's topology" if strange else None
+        if path in rng_files and not same_ranks:
+            return "random state belongs to one rank of the source's topology"
+        if path == AVERAGE and not checkpoint.has_ema:
+            return "it describes a moving average, and this target has none"
+        return None
 
     own_files = {*checkpoint.own_files, *(path for path in paths if path.startswith(SIGNAL_PREFIX))}
     config = _config(checkpoint.model.config, checkpoint.model.table.convention, topology)

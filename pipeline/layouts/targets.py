@@ -22,7 +22,7 @@ from paddle_reshard.pipeline.layouts.unified.target import (
     layout_unified,
     small_unified_files,
 )
-from paddle_reshard.pipeline.tensors import Cast
+from paddle_reshard.pipeline.tensors import EMA_STATES, Cast
 from paddle_reshard.pipeline.topology import Topology
 
 AnyTarget = HybridTarget | HuggingFaceTarget | UnifiedTarget | FlexTarget
@@ -35,7 +35,7 @@ def lay_out(
     sizes: Mapping[str, int],
     folders: Sequence[str],
 ) -> LaidOut:
-    """Lay out a target.
+    """Lay out a target, without the states that its format has no place for.
 
     Parameters
     ----------
@@ -49,9 +49,40 @@ def lay_out(
     PlanError
         If the source cannot become this target.
     """
-    laid_out = _laid_out(source, wanted, target, sizes, folders)
+    homeless = {tensor.state for tensor in source.catalog.tensors} & set(_no_place(target))
+    laid_out = _laid_out(source.without(homeless), wanted.without(homeless), target, sizes, folders)
+    left_states = tuple(sorted({*laid_out.left_states, *homeless}))
     casts = laid_out.files.casts | _defined_casts(source.catalog)
-    return replace(laid_out, files=replace(laid_out.files, casts=casts))
+    return replace(laid_out, files=replace(laid_out.files, casts=casts), left_states=left_states)
+
+
+def _no_place(target: AnyTarget) -> tuple[str, ...]:
+    """States that a format for jobs has no place for."""
+    auto_parallel = isinstance(target, FlexTarget) and target.auto_parallel
+    return EMA_STATES if isinstance(target, UnifiedTarget) or auto_parallel else ()
+
+
+def check_left(targets: Sequence[AnyTarget], laid_out: Sequence[LaidOut]) -> None:
+    """Refuse where a format has no place for a state, and no other of the targets holds it.
+
+    A format for a model alone is for leaving everything else out.
+
+    Raises
+    ------
+    PlanError
+    """
+    for number, (target, one) in enumerate(zip(targets, laid_out, strict=True)):
+        others = (other for place, other in enumerate(laid_out) if place != number)
+        held = {tensor.state for other in others for tensor in other.catalog.tensors}
+        if isinstance(target, HuggingFaceTarget) or not set(one.left_states) - held:
+            continue
+        format = target_facts(target)["layout"]
+        lost = ", ".join(sorted(set(one.left_states) - held))
+        raise PlanError(
+            f"the format {format} has no place for the exponential moving average that the source holds ({lost}): "
+            "leave it out with --drop ema, convert to hybrid or flex, or make a second target that holds it, "
+            "--target DST:huggingface:state=ema"
+        )
 
 
 def _defined_casts(source: Catalog) -> frozenset[Cast]:
@@ -74,11 +105,11 @@ def _laid_out(
         files = add_literal_files(laid_out.files, sidecars.written)
         return LaidOut(laid_out.catalog, files, sidecars.carried, sidecars.left, laid_out.left_states)
     if isinstance(target, UnifiedTarget):
-        unified = layout_unified(source.catalog, wanted, target)
+        unified = layout_unified(wanted, target)
         sidecars = plan_sidecars(sizes, folders, wanted, config, Topology(dp=target.files))
         written = (*sidecars.written, *small_unified_files(sizes, wanted))
-        files = add_literal_files(unified.files, written)
-        return LaidOut(unified.catalog, files, sidecars.carried, sidecars.left, unified.left_states)
+        files = add_literal_files(unified, written)
+        return LaidOut(source.catalog, files, sidecars.carried, sidecars.left)
     if isinstance(target, FlexTarget):
         sidecars = plan_sidecars(sizes, folders, wanted, config, Topology())
         written = (*sidecars.written, *small_flex_files(sizes, wanted, target))

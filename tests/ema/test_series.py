@@ -227,7 +227,7 @@ def test_what_is_no_series_is_refused(series: list[Path], tmp_path: Path) -> Non
         state="param",
         decay=0.5,
     )
-    refused(UsageError, "unified checkpoint has no place", to=None, format="unified", decay=0.5)
+    refused(UsageError, "the format unified has no place", to=None, format="unified", decay=0.5)
     for option in ("aoa", "fill"):
         refused(
             UsageError, f"--{option} does not go with an average", decay=0.5, **{option: tmp_path / "file"}

@@ -189,11 +189,6 @@ def _flex_items(wanted: Checkpoint) -> list[_Item]:
 
 
 def _auto_items(wanted: Checkpoint, target: FlexTarget) -> list[_Item]:
-    if wanted.has_ema:
-        raise PlanError(
-            "auto-parallel training has no place for an exponential moving average: convert to flex instead, or "
-            "export the average with --format huggingface --state ema"
-        )
     index, names = wanted.catalog.index(), _parameter_names(wanted, target)
     items = []
     for state in (PARAM, *ACCUMULATORS, MASTER_WEIGHT):

@@ -82,6 +82,8 @@ class HybridTarget:
     """``tp`` or ``dp``: give every such rank some of the experts, whole ones. Under ``ep`` that goes without saying."""
     unified_experts: bool = False
     """Use the unified layer of expert parallelism, in families that have another one too."""
+    strategy_reason: str = "as asked for"
+    """Why it is this strategy, in words."""
 
     @property
     def spread(self) -> str | None:
@@ -130,6 +132,43 @@ def check_target(target: HybridTarget) -> None:
         raise PlanError(f"sharding strategy {strategy} needs sharding > 1 in the topology, it is 1")
     if target.sharding.comm_overlap and (strategy != "stage1v2" or topology.pp == 1):
         raise PlanError("comm_overlap belongs to stage1v2 with pp > 1")
+
+
+def with_default_strategy(target: HybridTarget, source: Checkpoint) -> HybridTarget:
+    """The target with the sharding strategy that nobody has asked for, and why it is that one.
+
+    The source's own where the target job can have it, else what the trainer itself does.
+    """
+    if target.topology.sharding == 1:
+        return replace(target, strategy="none", strategy_reason="sharding is 1")
+    by_default, reason = _default_of_trainer(source)
+    if source.strategy is None:
+        return replace(
+            target, strategy=by_default, strategy_reason=f"{reason}; what the source had is not known"
+        )
+    if source.strategy == "none":
+        return replace(target, strategy=by_default, strategy_reason=f"{reason}; the source is not sharded")
+    kept = replace(target, strategy=source.strategy, strategy_reason="as the source")
+    try:
+        check_target(kept)
+    except PlanError as error:
+        why = f"{reason}; not {source.strategy} as the source: {error}"
+        return replace(target, strategy=by_default, strategy_reason=why)
+    return kept
+
+
+def _default_of_trainer(source: Checkpoint) -> tuple[str, str]:
+    """The stage 1 that the trainer does unless told otherwise, and why.
+
+    PaddleFormers 1.2 cuts parameters (``trainer/training_args.py:1596``, ``split_param``), which it asserts is done
+    with float32 gradients of half-precision parameters only (``:2339``, ``:1925``). PaddleNLP 3.0 does not
+    (``:748``, ``sharding_parallel_config`` is empty).
+    """
+    if source.model.table.convention == "paddlenlp":
+        return "stage1v1", "the default of PaddleNLP"
+    if not any(tensor.master for tensor in source.model.tensors):
+        return "stage1v1", "PaddleFormers has stage1v2 with master weights only"
+    return "stage1v2", "the default of PaddleFormers"
 
 
 def _check_expert_parallel(target: HybridTarget) -> None:

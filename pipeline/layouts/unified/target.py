@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from paddle_reshard.pipeline.catalog import Catalog, File, FragmentRow, fragment_row, fragment_rows
+from paddle_reshard.pipeline.catalog import File, FragmentRow, fragment_row, fragment_rows
 from paddle_reshard.pipeline.errors import PlanError, UsageError
 from paddle_reshard.pipeline.geometry import row_major_strides
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
@@ -26,14 +26,7 @@ from paddle_reshard.pipeline.layouts.unified.names import (
     index_name,
     optimizer_key,
 )
-from paddle_reshard.pipeline.tensors import (
-    ACCUMULATORS,
-    EMA_MASTER_WEIGHT,
-    EMA_PARAM,
-    MASTER_WEIGHT,
-    PARAM,
-    Tensor,
-)
+from paddle_reshard.pipeline.tensors import ACCUMULATORS, MASTER_WEIGHT, PARAM, Tensor
 from paddle_reshard.storage.formats.paddle_pickle import encode_pickle
 from paddle_reshard.storage.formats.safetensors import Index, TensorSlot, encode_safetensors, format_index
 
@@ -57,17 +50,6 @@ class UnifiedTarget:
             raise UsageError(f"--files {self.files}: a checkpoint has at least one file of each kind")
 
 
-@dataclass(frozen=True)
-class UnifiedFiles:
-    """The files to make, and what of the source they are made of."""
-
-    catalog: Catalog
-    """The source without what the format has no place for."""
-    files: TargetFiles
-    left_states: tuple[str, ...]
-    """States that the format has no place for."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Entry:
     """One array of the target."""
@@ -77,18 +59,17 @@ class _Entry:
     """Index in the catalog."""
 
 
-def layout_unified(source: Catalog, wanted: Checkpoint, target: UnifiedTarget) -> UnifiedFiles:
+def layout_unified(wanted: Checkpoint, target: UnifiedTarget) -> TargetFiles:
     """Lay out all tensor files of the target, and their index files.
 
-    ``wanted`` is the source as the target is to hold it (its vocabulary may have another size).
+    ``wanted`` is the source as the target is to hold it.
 
     Raises
     ------
     PlanError
         If the source lacks a tensor.
     """
-    kept = [i for i, t in enumerate(source.tensors) if t.state not in (EMA_PARAM, EMA_MASTER_WEIGHT)]
-    tensors = wanted.catalog.only(kept).tensors
+    tensors = wanted.catalog.tensors
     index = {(tensor.key, tensor.state): number for number, tensor in enumerate(tensors)}
     contents = _Contents(wanted.model, index, alone=target.files == 1)
     writer = _Writer(tensors, _NUMPY_TAGS if wanted.model.table.convention == "paddlenlp" else TAGS, target)
@@ -99,8 +80,7 @@ def layout_unified(source: Catalog, wanted: Checkpoint, target: UnifiedTarget) -
         writer.add(OPTIMIZER, list(contents.states()), {**facts, "master_weights": bool(masters)})
         if masters:
             writer.add(MASTER_WEIGHTS, masters, {})
-    left = {tensor.state for tensor in source.tensors} - {tensor.state for tensor in tensors}
-    return UnifiedFiles(source.only(kept), writer.target_files(), tuple(sorted(left)))
+    return writer.target_files()
 
 
 class _Contents:
