@@ -252,7 +252,6 @@ def parse_drop(names: Sequence[str] | str) -> tuple[str, ...]:
     return tuple(state for name, states in DROPPABLE.items() if name in chosen for state in states)
 
 
-
 def parse_huggingface(state: str | None, dtype: str | None, max_shard_size: str | None) -> HuggingFaceTarget:
     """What goes out as a Hugging Face checkpoint; ``None``: the default of :class:`HuggingFaceTarget`."""
     from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget

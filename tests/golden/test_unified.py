@@ -96,7 +96,9 @@ def test_padding_that_paddlenlp_took_for_a_tensor_is_found(tmp_path: Path) -> No
     ) as caught:
         paddle_reshard.convert(source, tmp_path / "unified", format="unified", drop=["ema"])
     assert caught.value.replicas
-    report = paddle_reshard.convert(source, tmp_path / "unified", format="unified", drop=["ema"], allow_replica_drift=True)
+    report = paddle_reshard.convert(
+        source, tmp_path / "unified", format="unified", drop=["ema"], allow_replica_drift=True
+    )
     assert report.moved.replica_drift
     oracle.assert_same_tensors(read_unified(tmp_path / "unified"), truth_of(name))
 
@@ -114,7 +116,9 @@ def _same_tensor_files(made: Path, real: Path) -> None:
 @pytest.mark.skipif(corpus_root() is None, reason="the corpus is not here")
 @pytest.mark.parametrize(("hybrid", "unified"), ONE_CARD.items())
 def test_one_card_is_written_as_paddleformers_writes_it(hybrid: str, unified: str, tmp_path: Path) -> None:
-    paddle_reshard.convert(_checkpoint(corpus_root() / hybrid), tmp_path / "unified", format="unified", drop=["ema"])
+    paddle_reshard.convert(
+        _checkpoint(corpus_root() / hybrid), tmp_path / "unified", format="unified", drop=["ema"]
+    )
     _same_tensor_files(tmp_path / "unified", _checkpoint(corpus_root() / unified))
 
 

@@ -30,8 +30,18 @@ def written_strategy(folder: Path) -> str:
     [
         (AVERAGED, "tp=2,pp=2,sharding=3", "stage1v2", "as the source"),
         ("sh2_s1v1_meta_fp32", "sharding=3", "stage1v1", "as the source"),
-        ("mp2_tied", "tp=2,sharding=2", "stage1v2", "the default of PaddleFormers; the source is not sharded"),
-        ("nlp_fused_mp2", "tp=2,sharding=2", "stage1v1", "the default of PaddleNLP; the source is not sharded"),
+        (
+            "mp2_tied",
+            "tp=2,sharding=2",
+            "stage1v2",
+            "the default of PaddleFormers; the source is not sharded",
+        ),
+        (
+            "nlp_fused_mp2",
+            "tp=2,sharding=2",
+            "stage1v1",
+            "the default of PaddleNLP; the source is not sharded",
+        ),
         (AVERAGED, "tp=2", "none", "sharding is 1"),
     ],
 )
@@ -111,7 +121,9 @@ def test_what_describes_an_average_goes_with_it(tmp_path: Path) -> None:
     assert (tmp_path / "averaged" / "ema.json").exists()
     report = paddle_reshard.convert(tmp_path / "averaged", tmp_path / "out", to="tp=1", drop="ema")
     assert not (tmp_path / "out" / "ema.json").exists()
-    assert ("ema.json", "it describes a moving average, and this target has none") in report.plan.targets[0].left
+    assert ("ema.json", "it describes a moving average, and this target has none") in report.plan.targets[
+        0
+    ].left
 
 
 def test_only_what_can_be_done_without_is_dropped(tmp_path: Path) -> None:
@@ -122,6 +134,8 @@ def test_only_what_can_be_done_without_is_dropped(tmp_path: Path) -> None:
             checkpoint(AVERAGED), tmp_path / "x", format="huggingface", state="ema", drop=["ema"]
         )
     with pytest.raises(UsageError, match="--drop does not go with an average"):
-        paddle_reshard.average([checkpoint(AVERAGED)] * 2, tmp_path / "x", uniform=True, to="tp=1", drop=["ema"])
+        paddle_reshard.average(
+            [checkpoint(AVERAGED)] * 2, tmp_path / "x", uniform=True, to="tp=1", drop=["ema"]
+        )
     with pytest.raises(PlanError, match="no place"):
         paddle_reshard.plan(checkpoint(AVERAGED), {tmp_path / "x": {"format": "unified"}})
