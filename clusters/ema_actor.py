@@ -21,6 +21,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from paddle_reshard.clusters.companion import Companion, CompanionLost
+from paddle_reshard.clusters.ray_join import job_config
 from paddle_reshard.pipeline.errors import ReshardError, UnsupportedError
 from paddle_reshard.tasks.ema_worker import Shared, Worker
 
@@ -63,6 +64,7 @@ class ActorCompanion(Companion):
                 address=os.environ.get("RAY_ADDRESS", "auto"),
                 log_to_driver=False,
                 logging_level=logging.WARNING,
+                job_config=job_config(),
             )
         node = ray.get_runtime_context().get_node_id()
         actor: Any = ray.remote(_Averager).options(

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paddle_reshard.clusters.environment import handed_on
 from paddle_reshard.clusters.exchange import band_bytes, merge_reports, split_group
+from paddle_reshard.clusters.ray_join import joined_ray, lost_node, one_line
 from paddle_reshard.clusters.worker import ReshardWorker
 from paddle_reshard.pipeline.errors import (
     ClusterError,
@@ -58,7 +58,6 @@ SIDE_BY_SIDE = "side_by_side"
 """Calls of a worker that need not wait for each other. One that has a GPU runs one group at a time."""
 ATTEMPTS = 4
 """How often a group is tried, and how often a worker is started before its place is given up."""
-CONNECT_SECONDS = 10.0
 SHARED_BYTES = 32 << 20
 """Groups below this peak are not worth sharing; ``exchange="always"`` shares them all the same."""
 PATIENCE_SECONDS = 15.0
@@ -104,7 +103,7 @@ class RayEngine:
         """Run every group, and report each as it is done. Closing the iterator ends all workers."""
         works = iter(works)
         for first in works:
-            with joined_ray(self):
+            with joined_ray(self.joins, self.workers):
                 run = _Run(self, chain([first], works), source, target)
                 try:
                     yield from run.reports()
@@ -121,54 +120,6 @@ class RayEngine:
         """What Ray reserves for each worker."""
         gpu = {"GPU": 1.0} if self.device == "gpu" else {}
         return {"CPU": 1.0, "memory": float(self.memory_bytes), **gpu}
-
-
-@contextlib.contextmanager
-def joined_ray(engine: RayEngine) -> Iterator[None]:
-    """Be part of a Ray cluster. One of our own ends afterwards; one that others started is only left."""
-    if ray.is_initialized():
-        yield
-        return
-    address = engine.joins or "local"
-    local: dict[str, Any] = {"num_cpus": engine.workers, "include_dashboard": False}
-    try:
-        _check_answers(address)
-        _TOKEN_LOG.addFilter(_is_news)
-        ray.init(
-            address,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            **(local if address == "local" else {}),
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        kind = UsageError if isinstance(error, ValueError) else ClusterError
-        raise kind(f"cannot join Ray at {address!r}: {_one_line(error)}{_token_hint()}") from error
-    finally:
-        _TOKEN_LOG.removeFilter(_is_news)
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-_TOKEN_LOG = logging.getLogger("ray._private.authentication.authentication_token_setup")
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """A Ray that is protected as it should be is nothing to warn of."""
-    return "Token authentication is enabled" not in record.getMessage()
-
-
-def _token_hint() -> str:
-    """Ray does not say that a cluster was silent because it wants a token."""
-    return "" if "RAY_AUTH_MODE" in os.environ else "; if it wants a token, set RAY_AUTH_MODE=token"
-
-
-def _check_answers(address: str) -> None:
-    """See that somebody listens at ``host:port``; Ray itself would try for minutes."""
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
 
 
 @dataclass(eq=False)
@@ -241,12 +192,27 @@ class _Run:
             done, asked = ray.wait(list(self.pending), timeout=PATIENCE_SECONDS)
             if not done:
                 self.patient = False
+                self._check_there()
                 if not self.running:
                     log.warning("still waiting for workers; each needs %s", _readable(self.engine.demand))
             if asked:  # whoever else has answered meanwhile
                 done += ray.wait(asked, num_returns=len(asked), timeout=0)[0]
             for ref in done:
                 yield from self._settle(ref)
+
+    def _check_there(self) -> None:
+        """Give up where nothing more can happen.
+
+        Raises
+        ------
+        ClusterError
+            If the node that this process belongs to is dead. Its groups are kept like those of a killed conversion.
+        """
+        if lost := lost_node():
+            raise ClusterError(
+                f"Ray was lost while groups were being moved ({lost}); what was written is kept: run the same again "
+                "with --resume"
+            )
 
     def end(self) -> None:
         """End all workers, whatever they are doing."""
@@ -500,9 +466,5 @@ def cause_of(failure: RayError) -> str:
     """What went wrong, in one line: the error in the worker, or what Ray says of its end."""
     cause = getattr(failure, "cause", None) if isinstance(failure, RayTaskError) else None
     if isinstance(cause, BaseException):
-        return f"{type(cause).__name__}: {_one_line(cause)}"
-    return f"{type(failure).__name__}: {_one_line(failure)}"
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500]
+        return f"{type(cause).__name__}: {one_line(cause)}"
+    return f"{type(failure).__name__}: {one_line(failure)}"

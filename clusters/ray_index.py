@@ -18,7 +18,8 @@ import ray
 from ray.exceptions import RayError
 
 from paddle_reshard.clusters.environment import handed_on
-from paddle_reshard.clusters.ray_cluster import ATTEMPTS, PATIENCE_SECONDS, RayEngine, cause_of, joined_ray
+from paddle_reshard.clusters.ray_cluster import ATTEMPTS, PATIENCE_SECONDS, RayEngine, cause_of
+from paddle_reshard.clusters.ray_join import joined_ray, lost_node
 from paddle_reshard.pipeline.errors import ClusterError, ReshardError
 from paddle_reshard.storage.local import LocalSource
 from paddle_reshard.storage.retry_counts import count_retries, note_retry
@@ -60,7 +61,7 @@ class RayIndexing:
         fewest = FEWEST_FILES if is_there else FEWEST_FILES_FOR_OUR_OWN
         if len(sizes) < fewest or isinstance(store, LocalSource):
             return index_here(index, store, sizes)
-        with joined_ray(self.engine):
+        with joined_ray(self.engine.joins, self.engine.workers):
             found = {path: one for batch in self._batches(index, store, sizes) for path, one in batch.items()}
         return {path: found[path] for path in sizes}
 
@@ -87,6 +88,10 @@ class RayIndexing:
                     running.append(task.remote(index, shared, waiting.pop(0), environment))
                 done, running = ray.wait(running, timeout=PATIENCE_SECONDS)
                 if not done:
+                    if lost := lost_node():
+                        raise ClusterError(
+                            f"Ray was lost while files were being indexed ({lost}); run it again"
+                        )
                     log.info(
                         "%d batches of files are still being indexed, or wait for a worker", len(running)
                     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from paddle_reshard import _import_path  # noqa: F401
+
+# isort: split
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -9,7 +9,7 @@ import pytest
 
 import paddle_reshard
 
-PURE = ("pipeline", "storage.formats", "clusters.environment", "tasks.cast", "tasks.figures")
+PURE = ("_import_path", "pipeline", "storage.formats", "clusters.environment", "tasks.cast", "tasks.figures")
 
 
 def _modules() -> list[ModuleType]:

@@ -1,0 +1,243 @@
+"""A Ray of our own: for nobody else, deaf to what lies in the working directory, and missed when it is lost.
+
+Each runs the command line, or a conversion in a process of its own that is slow enough to be looked at.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+import pytest
+from ray.cluster_utils import Cluster
+from ray.core.generated import gcs_service_pb2 as gcs
+from ray.core.generated import gcs_service_pb2_grpc as gcs_grpc
+
+from tests.cluster.conftest import CASE
+from tests.conftest import REPO, committed_case
+
+SOURCE = committed_case(CASE) / "checkpoint-3"
+T = TypeVar("T")
+SOON_MISSED = {
+    f"RAY_health_check_{name}": value for name, value in (("period_ms", "500"), ("failure_threshold", "2"))
+}
+"""How soon Ray calls a node dead that does not answer."""
+SLOW = """
+import sys
+from pathlib import Path
+import paddle_reshard
+from paddle_reshard.clusters import ray_cluster
+from paddle_reshard.pipeline import workflow
+from paddle_reshard.storage.local import LocalTarget
+from paddle_reshard.storage.outputs import Outputs
+from tests.cluster.faults import Watched
+
+source, target, notes, seconds = *map(Path, sys.argv[1:4]), float(sys.argv[4])
+ray_cluster.PATIENCE_SECONDS = 1.0
+plan = paddle_reshard.plan(source, target, to="tp=2,sharding=3")
+engine = ray_cluster.RayEngine(workers=1, memory_bytes=256 << 20)
+watched = lambda works, source, writer: engine(works, Watched(source, notes, seconds), writer)
+try:
+    workflow.run_conversion(plan, Outputs([LocalTarget(target, overwrite=False)]), watched, workflow.ignore_events)
+except paddle_reshard.ReshardError as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
+
+
+@contextmanager
+def slow_conversion(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A conversion whose worker on a Ray of its own has begun to read, and reads for longer than any test."""
+    notes = folder / "notes"
+    script = folder / "slow.py"
+    script.write_text(SLOW)
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", script, SOURCE, folder / "made", notes, "100"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        | {"PYTHONPATH": str(REPO), **SOON_MISSED},
+    )
+    try:
+        await_true(lambda: notes.exists() or process.poll() is not None)
+        yield process
+    finally:
+        started = descendants(process.pid)
+        process.kill()
+        process.communicate()
+        for pid in started:
+            if any(name in command_line(pid) for name in ("ray", "slow.py")):
+                os.kill(pid, signal.SIGKILL)
+
+
+def await_true(there: Callable[[], T], seconds: float = 120) -> T:
+    deadline = time.monotonic() + seconds
+    while not (found := there()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert found
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """Every process that was started by ``pid``, directly or not."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+            except OSError:
+                continue
+            parents.setdefault(int(parent), []).append(int(entry.name))
+    found, left = [], [pid]
+    while left:
+        children = parents.get(left.pop(), [])
+        found += children
+        left += children
+    return found
+
+
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def listening(pid: int) -> list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]]:
+    """Where a process listens, by the kernel's tables."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+        except OSError:
+            continue
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                host, port = fields[1].split(":")
+                words = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8)]
+                address = ipaddress.ip_address(b"".join(words))
+                found.append((getattr(address, "ipv4_mapped", None) or address, int(port, 16)))
+    return found
+
+
+def test_it_listens_to_this_machine_only_and_wants_its_token(tmp_path: Path) -> None:
+    with slow_conversion(tmp_path) as process:
+        started = [process.pid, *descendants(process.pid)]
+        (gcs_pid,) = (pid for pid in started if "/gcs_server" in command_line(pid))
+        assert any("/raylet/raylet" in command_line(pid) for pid in started)
+        places = {pid: listening(pid) for pid in started}
+        outside = {
+            command_line(pid)[:80]: place
+            for pid, found in places.items()
+            for place in found
+            if not place[0].is_loopback
+        }
+        assert sum(map(len, places.values())) > 3
+        assert not outside
+        environment = Path(f"/proc/{gcs_pid}/environ").read_bytes().split(b"\0")
+        (token,) = (v.partition(b"=")[2] for v in environment if v.startswith(b"RAY_AUTH_TOKEN="))
+        assert len(token) == 64
+        ((host, port),) = places[gcs_pid]
+        with grpc.insecure_channel(f"{host}:{port}") as channel:
+            ask = gcs_grpc.NodeInfoGcsServiceStub(channel).GetAllNodeInfo
+            request = gcs.GetAllNodeInfoRequest()
+            known = ask(request, metadata=[("authorization", f"Bearer {token.decode()}")], timeout=60)
+            assert len(known.node_info_list) == 1
+            for metadata in ([], [("authorization", f"Bearer {'0' * 64}")]):
+                with pytest.raises(grpc.RpcError) as refused:
+                    ask(request, metadata=metadata, timeout=60)
+                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize(
+    ("part", "said"), [("/raylet/raylet", "node 127.0.0.1: "), ("/gcs_server", "its head at 127.0.0.1:")]
+)
+def test_one_that_is_lost_ends_the_conversion_with_a_sentence(part: str, said: str, tmp_path: Path) -> None:
+    with slow_conversion(tmp_path) as process:
+        (lost,) = (pid for pid in descendants(process.pid) if part in command_line(pid))
+        os.kill(lost, signal.SIGKILL)
+        _, errors = process.communicate(timeout=240)
+    last = errors.splitlines()[-1]
+    assert last.startswith(f"ClusterError: Ray was lost while groups were being moved ({said}")
+    assert last.endswith("; what was written is kept: run the same again with --resume")
+
+
+HOSTILE = (
+    "numpy",
+    "ray",
+    "click",
+    "rich",
+    "fsspec",
+    "pyarrow",
+    "psutil",
+    "setproctitle",
+    "dataclasses",
+    "hashlib",
+)
+"""What we and Ray import, and is not imported by every Python before it runs anything."""
+SHADOWS = (
+    *HOSTILE,
+    "paddle_reshard",
+    "sitecustomize",
+    "usercustomize",
+    "json",
+    "logging",
+    "contextlib",
+    "typing",
+)
+
+
+def hostile_checkpoint(folder: Path, modules: tuple[str, ...]) -> Path:
+    """A copy of a checkpoint in which modules lie that note that they were imported; where they note it."""
+    shutil.copytree(SOURCE, folder)
+    notes = folder.parent / f"imported from {folder.name}"
+    notes.mkdir()
+    for name in modules:
+        note = str(notes / name)
+        (folder / f"{name}.py").write_text(
+            f"import sys\nopen({note!r}, 'a').write(repr(sys.argv))\nraise ImportError({name!r})\n"
+        )
+    return notes
+
+
+def convert_from_there(folder: Path, command: list[str], *options: object) -> None:
+    words = [*command, "convert", ".", folder.parent / "out", "--to", "tp=1", "--memory", "256MiB", *options]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTHON"))}
+    done = subprocess.run(
+        [str(w) for w in words], cwd=folder, capture_output=True, text=True, timeout=300, env=clean
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_process_of_ray_imports_what_lies_in_the_working_directory(tmp_path: Path) -> None:
+    notes = hostile_checkpoint(tmp_path / "checkpoint-3", SHADOWS)
+    command = [str(Path(sys.executable).parent / "paddle-reshard")]
+    convert_from_there(tmp_path / "checkpoint-3", command, "--cluster", "ray", "--workers", 2)
+    assert list(notes.iterdir()) == []
+
+
+def test_nor_does_a_worker_of_a_cluster_that_was_there(cluster: Cluster, tmp_path: Path) -> None:
+    notes = hostile_checkpoint(tmp_path / "checkpoint-3", SHADOWS)
+    command = [str(Path(sys.executable).parent / "paddle-reshard")]
+    convert_from_there(
+        tmp_path / "checkpoint-3", command, "--cluster", f"ray:{cluster.address}", "--workers", 2
+    )
+    assert list(notes.iterdir()) == []
+
+
+def test_run_as_a_module_it_leaves_the_working_directory_alone(tmp_path: Path) -> None:
+    notes = hostile_checkpoint(tmp_path / "checkpoint-3", HOSTILE)
+    convert_from_there(tmp_path / "checkpoint-3", [sys.executable, "-m", "paddle_reshard"])
+    assert list(notes.iterdir()) == []
