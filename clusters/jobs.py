@@ -13,7 +13,6 @@ named, and travel in a file that the job reads (:mod:`paddle_reshard.clusters.en
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import shlex
@@ -32,10 +31,8 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 from paddle_reshard.clusters import environment
 from paddle_reshard.pipeline.errors import JobError, ReshardError, UsageError
 
-UPLOADS = ("auto", "always", "never")
 PACKAGE = Path(__file__).parents[1]
 POLL_SECONDS = 1.0
-PROBE_SECONDS = 60.0
 LOST_CONTACT_SECONDS = 600.0
 _CHATTY = ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging")
 """Loggers that tell of every package that Ray uploads; what is worth knowing is told here."""
@@ -43,9 +40,6 @@ _API_ADDRESS = "RAY_API_SERVER_ADDRESS"
 _ADDRESS_VARIABLES = (_API_ADDRESS, "RAY_ADDRESS")
 _LOG_IN_MESSAGE = ", last available logs"
 """Where Ray's message begins to repeat the log."""
-_PROBE = "from paddle_reshard.clusters.jobs import package_digest; print(package_digest())"
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +51,9 @@ class JobRequest:
     submission_id: str
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Name → content of the small files that the arguments name; they travel with the job."""
-    upload: str = "auto"
-    """``auto``: this package is uploaded where the head has none, or another; ``always``; ``never``."""
+    upload: str = "always"
+    """``always``: the job runs this package, which travels with it. Ray keeps what it was sent before, by its hash.
+    ``never``: it runs the one that is installed on the cluster."""
     pip: tuple[str, ...] = ()
     """Requirements that the cluster installs for the job."""
     env: tuple[str, ...] = ()
@@ -94,36 +89,16 @@ class JobEnd:
         return 0 if self.succeeded else 1
 
 
-def package_digest(package: Path = PACKAGE) -> str:
-    """Hash of the source of a package: two clusters with the same one run the same conversions."""
-    digest = hashlib.sha256()
-    paths = [path for path in _walk(package) if path.suffix in (".py", ".json")]
-    for path in sorted(paths, key=lambda path: path.relative_to(package).as_posix()):
-        data = path.read_bytes()
-        digest.update(f"{path.relative_to(package).as_posix()}\0{len(data)}\0".encode() + data)
-    return digest.hexdigest()
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    """Every file below a folder, links followed."""
-    for root, _, names in os.walk(folder, followlinks=True):
-        yield from (Path(root) / name for name in names)
-
-
 def entrypoint_of(arguments: Sequence[str], with_environment: bool = False) -> str:
     """The shell line that a job runs; ``python`` is the one on the head's ``PATH``."""
-    return _shell_line(["python", "-m", "paddle_reshard", "convert", *arguments], with_environment)
-
-
-def _shell_line(words: Sequence[str], with_environment: bool) -> str:
-    line = shlex.join(words)
+    line = shlex.join(["python", "-m", "paddle_reshard", "convert", *arguments])
     return f". ./{environment.FILE} && {line}" if with_environment else line
 
 
 # ----------------------------------------------------------------------------------------------- submitting
 
 
-def submit_conversion(request: JobRequest, address: str | None, tell: Tell) -> Job:
+def submit_conversion(request: JobRequest, address: str | None) -> Job:
     """Submit a conversion, or attach to the job that does it already.
 
     Raises
@@ -142,7 +117,7 @@ def submit_conversion(request: JobRequest, address: str | None, tell: Tell) -> J
         if running:
             return Job(client, submission_id, attached=True)
         with tempfile.TemporaryDirectory(prefix="paddle-reshard-") as staging:
-            runtime_env = _runtime_env(client, request, variables, Path(staging), tell)
+            runtime_env = _runtime_env(request, variables, Path(staging))
             try:
                 client.submit_job(
                     entrypoint=entrypoint_of(request.arguments, bool(variables)),
@@ -204,18 +179,17 @@ def _variables(names: Sequence[str]) -> dict[str, str]:
     return {name: os.environ[name] for name in names}
 
 
-def _runtime_env(
-    client: JobSubmissionClient, request: JobRequest, variables: Mapping[str, str], staging: Path, tell: Tell
-) -> dict[str, Any]:
-    """What the job needs on the cluster; folders to upload are put together in ``staging``."""
-    runtime_env: dict[str, Any] = {}
+def _runtime_env(request: JobRequest, variables: Mapping[str, str], staging: Path) -> dict[str, Any]:
+    """What the job needs on the cluster; folders to upload are put together in ``staging``.
+
+    It always starts in a folder of its own: Python and Ray search the working directory of a job for modules, and
+    that of the head is somebody else's.
+    """
+    folder = _folder(staging / "files", request.files, variables)
+    runtime_env: dict[str, Any] = {"working_dir": str(folder)}
     if request.pip:
         runtime_env["pip"] = list(request.pip)
-    if request.files or variables:
-        runtime_env["working_dir"] = str(_folder(staging / "files", request.files, variables))
-    if request.upload == "always" or (
-        request.upload == "auto" and not _has_package(client, variables, staging, tell)
-    ):
+    if request.upload == "always":
         package = staging / PACKAGE.name
         shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
         runtime_env["py_modules"] = [str(package)]
@@ -231,28 +205,6 @@ def _folder(folder: Path, files: Mapping[str, bytes], variables: Mapping[str, st
         (folder / environment.FILE).touch(mode=0o600)
         (folder / environment.FILE).write_bytes(environment.shell_file(variables))
     return folder
-
-
-def _has_package(
-    client: JobSubmissionClient, variables: Mapping[str, str], staging: Path, tell: Tell
-) -> bool:
-    """Ask the head, by a job of two seconds, whether it has this package with the same source."""
-    probe = client.submit_job(
-        entrypoint=_shell_line(["python", "-c", _PROBE], bool(variables)),
-        runtime_env={"working_dir": str(_folder(staging / "probe", {}, variables))} if variables else {},
-    )
-    deadline = time.monotonic() + PROBE_SECONDS
-    while not (status := client.get_job_status(probe)).is_terminal():
-        if time.monotonic() > deadline:
-            client.stop_job(probe)
-            tell("the head did not say in time whether it has this package: uploading it")
-            return False
-        time.sleep(POLL_SECONDS / 4)
-    same = status == JobStatus.SUCCEEDED and package_digest() in client.get_job_logs(probe)
-    client.delete_job(probe)
-    if not same:
-        tell("the head does not have this version of the package: uploading it")
-    return same
 
 
 # ------------------------------------------------------------------------------------------------ following

@@ -20,6 +20,7 @@ from click.core import ParameterSource
 import paddle_reshard
 from paddle_reshard.pipeline.cli_ema import ema_command
 from paddle_reshard.pipeline.cli_jobs import job_commands
+from paddle_reshard.pipeline.cli_options import access_option, conduct_option, outcome_option, place_option
 from paddle_reshard.pipeline.cli_simulate import simulate_command
 from paddle_reshard.pipeline.errors import ReshardError, UsageError
 from paddle_reshard.pipeline.layouts.huggingface.choices import EXPORTED_STATES, FLOATING
@@ -85,51 +86,51 @@ def _options(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return decorate
 
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-rules_option = click.option(
+json_option = conduct_option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+rules_option = outcome_option(
     "--rules", type=FILE, help="Rule table of the model family, instead of those that come with the tool."
 )
-config_option = click.option(
+config_option = outcome_option(
     "--config", type=FILE, help="The model's config.json, for a checkpoint that has none."
 )
-missing_option = click.option(
+missing_option = outcome_option(
     "--allow-missing",
     multiple=True,
     metavar="PATTERN",
     help="Keys that no file of a checkpoint holds and that may be missing in a target too; * stands for anything.",
 )
-replicas_option = click.option(
+replicas_option = outcome_option(
     "--replicas",
     type=click.Choice(REPLICAS),
     default="compare",
     show_default=True,
     help="Tensors that several ranks hold: compare all copies, or look at the first.",
 )
-memory_option = click.option(
+memory_option = conduct_option(
     "--memory", default=DEFAULT_MEMORY, show_default=True, help="Memory budget of each worker."
 )
-storage_option = click.option(
+storage_option = access_option(
     "--storage-options",
     metavar="JSON|@FILE",
     callback=lambda context, parameter, value: _storage_options(value),
     help="What fsspec needs to reach the store: key, secret, endpoint_url, profile, … Never printed or stored; "
     "@FILE keeps it out of the list of processes.",
 )
-quiet_option = click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+quiet_option = conduct_option("--quiet", is_flag=True, help="Print nothing but errors.")
 target_options = _options(
-    click.option(
+    outcome_option(
         "--to",
         metavar="TOPOLOGY",
         help="axis=size,… of the target job: tp, pp, vpp, sharding, ep, dp; omitted axes are 1. Needed for the "
         "hybrid formats.",
     ),
-    click.option(
+    outcome_option(
         "--sharding-strategy",
         type=click.Choice(STRATEGIES),
         help="Default: the source's where the target can have it, else the trainer's own: PaddleFormers stage1v2, "
         "PaddleNLP stage1v1.",
     ),
-    click.option(
+    outcome_option(
         "--format",
         "format_name",
         type=click.Choice(tuple(FORMATS)),
@@ -139,30 +140,30 @@ target_options = _options(
         "model alone, for transformers; flex: FlexCheckpoint; auto-parallel: its dist_ckpt; unified: unified "
         "checkpoint.",
     ),
-    click.option(
+    outcome_option(
         "--state",
         type=click.Choice(EXPORTED_STATES),
         help="huggingface: the parameters, or as a model their moving average, which is kept in float32 and rounded "
         "to the dtype of the parameters. Default: param.",
     ),
-    click.option(
+    outcome_option(
         "--dtype",
         type=click.Choice(FLOATING),
         help="huggingface: of all floating tensors but those that the model keeps in float32; rounded once, from "
         "the master weight where there is one. Default: each as trained, bit for bit.",
     ),
-    click.option(
+    outcome_option(
         "--files",
         type=click.IntRange(1),
         help="flex, auto-parallel: data files of each folder, at most; by default as many as hold 4 GiB each. "
         "unified: files of each kind, by default one.",
     ),
-    click.option(
+    outcome_option(
         "--paddle-version",
         metavar="VERSION",
         help="flex, auto-parallel: the Paddle by whose classes the metadata are written. Default: 3.3.",
     ),
-    click.option(
+    outcome_option(
         "--max-shard-size",
         metavar="SIZE",
         help="huggingface: bytes of tensors in one file. Default: 5GB.",
@@ -171,61 +172,61 @@ target_options = _options(
     rules_option,
     config_option,
     missing_option,
-    click.option(
+    outcome_option(
         "--layout",
         type=FILE,
         help="JSON with what the target job decides and no topology says: comm_buffer_size_MB, comm_overlap, "
         "sort_parameters, stage3_segment_size, sequence_parallel, segmentation, convention.",
     ),
-    click.option(
+    outcome_option(
         "--comm-buffer-size-mb",
         type=click.IntRange(1),
         help="Stage 1 v2: the job's sharding_comm_buffer_size_MB. Default: 256.",
     ),
-    click.option(
+    outcome_option(
         "--sequence-parallel/--no-sequence-parallel",
         default=None,
         help="Whether the target job uses it; decides parameter names. Default: as the source.",
     ),
-    click.option(
+    outcome_option(
         "--segmentation",
         metavar="HOW",
         help="Layers per stage: uniform, layer:Regex, or item numbers 0,3,6. Default: as the model class does.",
     ),
-    click.option(
+    outcome_option(
         "--target-meta",
         type=FILE,
         help="model_meta.json of a job of the target topology, for parameter names.",
     ),
     replicas_option,
-    click.option(
+    outcome_option(
         "--allow-replica-drift", is_flag=True, help="Take the first copy where copies differ, and report it."
     ),
-    click.option(
+    conduct_option(
         "--allow-reread",
         is_flag=True,
         help="Read source bytes several times where --memory is too small for reading them once.",
     ),
-    click.option(
+    outcome_option(
         "--vocab-pad", type=click.IntRange(1), help="Grow the vocabulary to this many rows, new ones zero."
     ),
-    click.option(
+    outcome_option(
         "--drop",
         multiple=True,
         metavar="NAME",
         help="Leave this out of every target: ema, the moving average. A format that has no place for it asks for "
         "that, unless another --target holds it. Can be repeated.",
     ),
-    click.option("--vocab-trim", type=click.IntRange(1), help="Cut the vocabulary to this many rows."),
+    outcome_option("--vocab-trim", type=click.IntRange(1), help="Cut the vocabulary to this many rows."),
     storage_option,
-    click.option("--overwrite", is_flag=True, help="Replace a checkpoint that the target already holds."),
+    outcome_option("--overwrite", is_flag=True, help="Replace a checkpoint that the target already holds."),
     json_option,
     quiet_option,
 )
 conversion_options = _options(
     click.argument("source", metavar="SRC"),
     click.argument("target", metavar="[DST]", required=False),
-    click.option(
+    outcome_option(
         "--target",
         "targets",
         multiple=True,
@@ -234,13 +235,13 @@ conversion_options = _options(
         "DST:hybrid:tp=4,pp=2 or DST:huggingface:state=ema; NAME is an axis or one of --sharding-strategy, --layout, "
         "--target-meta, --state, --dtype, --max-shard-size, --files, --paddle-version.",
     ),
-    click.option(
+    outcome_option(
         "--aoa",
         type=FILE,
         help="AOA statements by which tensors get other keys, are cut, joined, transposed or cast; --config is then "
         "that of the model that comes out.",
     ),
-    click.option(
+    place_option(
         "--fill",
         metavar="FILE",
         help="A safetensors file, or its URL, with tensors that no file of SRC holds.",
@@ -248,28 +249,30 @@ conversion_options = _options(
     target_options,
 )
 run_options = _options(
-    click.option(
+    conduct_option(
         "--cluster",
         default="inline",
         show_default=True,
         metavar="inline|ray|ray:ADDRESS",
         help="Where it runs.",
     ),
-    click.option(
+    conduct_option(
         "--workers",
         type=click.IntRange(1),
         help="On Ray the number of workers, by default as many as there is room for; in this process the number of "
         "groups at a time, by default two for every processor.",
     ),
-    click.option(
+    conduct_option(
         "--exchange",
         type=click.Choice(EXCHANGES),
         default="auto",
         show_default=True,
         help="On Ray, whether several workers share a group through the object store.",
     ),
-    click.option("--resume", is_flag=True, help="Go on where a killed conversion stopped, if there is one."),
-    click.option(
+    conduct_option(
+        "--resume", is_flag=True, help="Go on where a killed conversion stopped, if there is one."
+    ),
+    conduct_option(
         "--take-over",
         is_flag=True,
         help="Resume a conversion of another machine that has ended there, without waiting for its lock to expire.",
@@ -333,13 +336,13 @@ def plan(
 @cli.command()
 @conversion_options
 @run_options
-@click.option(
+@outcome_option(
     "--plan",
     "expected_plan",
     type=FILE,
     help="A file that plan --save made: refuse unless this conversion is that plan.",
 )
-@click.option(
+@conduct_option(
     "--device",
     type=click.Choice(DEVICES),
     default="cpu",

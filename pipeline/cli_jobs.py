@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 import click
+from click.core import ParameterSource
 
 import paddle_reshard
+from paddle_reshard.pipeline.cli_options import Decides, decides
 from paddle_reshard.pipeline.errors import ReshardError, UsageError
 from paddle_reshard.pipeline.options import CONVERSION_OPTIONS, ConversionOptions, check_options
 from paddle_reshard.pipeline.topology import Topology
@@ -33,11 +35,7 @@ if TYPE_CHECKING:
 
 ReadOptions = Callable[[dict[str, Any]], dict[str, Any]]
 """Options of ``convert`` as click gives them → keyword arguments of the API."""
-UPLOADS = ("auto", "always", "never")
-NOT_IN_THE_ID = ("memory", "cluster", "workers", "resume", "take_over", "as_json", "quiet")
-"""Options that change how a conversion runs, and not what comes out."""
-_PLACES = ("fill",)
-"""Options that name a file which stays where it is, as source and target do."""
+UPLOADS = ("always", "never")
 _PASS_ON = {"ignore_unknown_options": True}
 
 
@@ -49,6 +47,8 @@ class Request:
     values: Mapping[str, Any]
     """Option or argument → value."""
     defaults: Mapping[str, Any]
+    chose_cluster: bool
+    """Whether ``--cluster`` was given."""
 
     @classmethod
     def read(cls, command: click.Command, arguments: Sequence[str]) -> Request:
@@ -60,7 +60,8 @@ class Request:
             raise UsageError("two places are needed: what is converted, and where it goes")
         check_options(given.params["format_name"], given.params)
         plain = command.make_context("convert", ["SRC", "DST"])
-        return cls(command, given.params, plain.params)
+        chose_cluster = given.get_parameter_source("cluster") is not ParameterSource.DEFAULT
+        return cls(command, given.params, plain.params, chose_cluster)
 
     def options(self) -> Iterator[tuple[click.Option, Any]]:
         """Every option that is not as by default."""
@@ -71,12 +72,16 @@ class Request:
                     yield option, value
 
     def files(self) -> dict[str, bytes]:
-        """Name of option → content, for every option that names a local file."""
-        named = ((option.name or "", value) for option, value in self.options() if isinstance(value, Path))
-        return {name: path.read_bytes() for name, path in named if not _is_secret(name)}
+        """Name of option → content, for every option that names a local file which travels with a job."""
+        named = ((option, value) for option, value in self.options() if isinstance(value, Path))
+        return {
+            option.name or "": path.read_bytes()
+            for option, path in named
+            if decides(option) is not Decides.ACCESS
+        }
 
     def identify(self, source: str, target: str) -> str:
-        """The id of this conversion of ``source`` to ``target``."""
+        """The id of this conversion of ``source`` to ``target``: it follows from what each option decides."""
         import hashlib
 
         from paddle_reshard.pipeline.claims import conversion_id
@@ -84,19 +89,21 @@ class Request:
         identity: dict[str, Any] = {"source": _absolute(source), "target": _absolute(target)}
         files = self.files()
         for option, value in self.options():
-            name = option.name or ""
+            name, role = option.name or "", decides(option)
+            if role in (Decides.CONDUCT, Decides.ACCESS):
+                continue
             if name in files:
                 identity[name] = hashlib.sha256(files[name]).hexdigest()
             elif name == "to":
                 identity[name] = str(Topology.parse(value))
-            elif name in _PLACES:
+            elif role is Decides.PLACE:
                 identity[name] = _absolute(value)
-            elif name not in NOT_IN_THE_ID and not _is_secret(name):
+            else:
                 identity[name] = list(value) if isinstance(value, tuple) else value
         return conversion_id(identity)
 
     def spell(self, source: str, target: str, unattended: bool = False) -> tuple[str, ...]:
-        """The same as arguments for another machine: local files by their names only.
+        """The same as arguments for a job: local files by their names only, on the job's cluster if no other is named.
 
         Raises
         ------
@@ -106,7 +113,7 @@ class Request:
         spelled = [_absolute(source), _absolute(target)]
         for option, value in self.options():
             flag = option.opts[0]
-            if _is_secret(option.name or ""):
+            if decides(option) is Decides.ACCESS:
                 raise UsageError(
                     f"{flag} would be readable in the job's command line; put what it holds into environment "
                     "variables and name them with --env"
@@ -115,18 +122,16 @@ class Request:
                 spelled.append(flag if value else option.secondary_opts[0])
             elif isinstance(value, Path):
                 spelled += [flag, f"{option.name}.json"]
-            elif option.name in _PLACES:
+            elif decides(option) is Decides.PLACE:
                 spelled += [flag, _absolute(value)]
             else:
                 for one in value if isinstance(value, tuple) else (value,):
                     spelled += [flag, str(one)]
+        if not self.chose_cluster:
+            spelled += ["--cluster", "ray"]
         if unattended:
             spelled += [flag for flag in ("--json", "--resume") if flag not in spelled]
         return tuple(spelled)
-
-
-def _is_secret(name: str) -> bool:
-    return "storage" in name
 
 
 def _absolute(location: str) -> str:
@@ -155,9 +160,9 @@ def _job_options(function: Any) -> Any:
             click.option(
                 "--upload",
                 type=click.Choice(UPLOADS),
-                default="auto",
+                default="always",
                 show_default=True,
-                help="Send this package along: where the head has none or another, always, or never.",
+                help="Send this package along, or have the job use the one that the cluster has.",
             ),
             click.option(
                 "--pip", multiple=True, metavar="REQUIREMENT", help="Have the cluster install it for the job."
@@ -230,7 +235,7 @@ def _run_job(request: JobRequest, address: str | None, follow: bool) -> int:
     """Submit, follow, and say how it ended; the exit status."""
     from paddle_reshard.clusters.jobs import follow_job, submit_conversion
 
-    job = submit_conversion(request, address, _say)
+    job = submit_conversion(request, address)
     try:
         _say(f"{'attached to' if job.attached else 'submitted'} {job.submission_id}")
         if not follow:

@@ -93,7 +93,7 @@ def convert_as_job(
             lines.extend(line for line in text.splitlines() if line.strip())
 
         try:
-            job = submit_conversion(request_of(source, target), address, log.info)
+            job = submit_conversion(request_of(source, target), address)
             log.info(
                 "%s: %s job %s", source, "attached to" if job.attached else "submitted", job.submission_id
             )

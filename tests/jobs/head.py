@@ -36,6 +36,9 @@ def running_head() -> Iterator[Head]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="head", dir="/tmp")))
         dashboard, *others = _free_ports(7)
         env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        local = {
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"
+        }  # else Ray takes the machine's address for 127.0.0.1
         names = ("port", "ray-client-server-port", "metrics-export-port", "dashboard-agent-listen-port")
         names += ("dashboard-agent-grpc-port", "runtime-env-agent-port")
         command = [
@@ -59,7 +62,7 @@ def running_head() -> Iterator[Head]:
             command,
             stdout=log,
             stderr=log,
-            env={**clean, **env, "PATH": path},
+            env={**clean, **env, **local, "PATH": path},
             start_new_session=True,
         )
         try:

@@ -49,6 +49,7 @@ def check_that_it_runs_once(head: Head, tmp_path: Path, one_card: dict[str, byte
     layout = tmp_path / "target-job.json"
     layout.write_text('{"segmentation": "uniform"}')
     arguments = [GOLDEN, tmp_path / "out", "--to", "tp=1", "--layout", layout, "--env", "STORE_SECRET"]
+    arguments += ["--memory", "256MiB"]
     command = command_line("submit", "--address", head.address, *arguments)
     env = {**os.environ, **head.env, "STORE_SECRET": SECRET}
     with subprocess.Popen(command, stdout=-1, stderr=subprocess.PIPE, text=True, env=env) as first:
@@ -62,7 +63,6 @@ def check_that_it_runs_once(head: Head, tmp_path: Path, one_card: dict[str, byte
         said += first.stderr.read()
         assert first.wait(30) == 130, said
     submission_id = said.split("submitted ")[1].split()[0]
-    assert "the head does not have this version of the package: uploading it" in said
     assert f"the job goes on; follow it with: ray job logs --follow {submission_id}" in said
 
     second = submit(head, *arguments, STORE_SECRET=SECRET)
@@ -70,9 +70,13 @@ def check_that_it_runs_once(head: Head, tmp_path: Path, one_card: dict[str, byte
     assert f"attached to {submission_id}" in second.stderr
     assert "publish: " in second.stdout
     assert snapshot(tmp_path / "out") == one_card
-    job = jobs(head)[submission_id]
+    assert "worker 0" in second.stdout, "the job did not use its cluster"
+    known = jobs(head)
+    assert list(known) == [submission_id], "another job than the conversion was left behind"
+    job = known[submission_id]
     assert job["entrypoint"].startswith(". ./environment.sh && python -m paddle_reshard convert ")
-    assert job["entrypoint"].endswith(f"convert {GOLDEN} {tmp_path / 'out'} --to tp=1 --layout layout.json")
+    line = f"convert {GOLDEN} {tmp_path / 'out'} --to tp=1 --memory 256MiB --layout layout.json --cluster ray"
+    assert job["entrypoint"].endswith(line)
     assert SECRET not in "".join((json.dumps(job), said, second.stdout, second.stderr))
     logs = [path for path in head.folder.rglob("*") if path.is_file() and "logs" in path.parts]
     assert logs
@@ -84,13 +88,12 @@ def check_that_it_runs_once(head: Head, tmp_path: Path, one_card: dict[str, byte
 
 def check_that_a_failure_is_told(head: Head, tmp_path: Path) -> None:
     """Exit status 1 and the converter's own sentence; submitted again, it is another attempt."""
-    arguments = [GOLDEN, tmp_path / "out", "--to", "tp=3", "--env", "PYTHONPATH"]
+    arguments = [GOLDEN, tmp_path / "out", "--to", "tp=3", "--upload", "never", "--env", "PYTHONPATH"]
     source = str(REPO / "src")
     first = submit(head, *arguments, PYTHONPATH=source)
     assert first.returncode == 1
     assert "tp=3 does not divide" in first.stdout
     assert "FAILED: Job entrypoint command failed with exit code 1\n" in first.stderr
-    assert "uploading" not in first.stderr  # with PYTHONPATH the head's python has the package
     second = submit(head, *arguments, "--no-follow", PYTHONPATH=source)
     assert second.returncode == 0
     one, two = first.stderr.split("submitted ")[1].split()[0], second.stdout.strip()

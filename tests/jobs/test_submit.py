@@ -9,13 +9,16 @@ from pathlib import Path
 import click
 import pytest
 
-from paddle_reshard.clusters.jobs import entrypoint_of, package_digest
+from paddle_reshard.clusters.jobs import entrypoint_of
 from paddle_reshard.pipeline import cli
 from paddle_reshard.pipeline.claims import State
 from paddle_reshard.pipeline.cli_jobs import Request
+from paddle_reshard.pipeline.cli_options import Decides, Option
 from paddle_reshard.pipeline.errors import UsageError
 from paddle_reshard.pipeline.runners import outcome_of_job
 from tests.jobs.command import invoke, run
+
+FILE = object()
 
 
 def read(*arguments: object, convert: click.Command = cli.convert) -> Request:
@@ -43,6 +46,59 @@ def test_the_id_is_that_of_the_conversion_however_it_is_spelled(
         assert identity(*spelling) == same, spelling
 
 
+DECIDES = {
+    Decides.OUTCOME: {
+        "to": "tp=2,pp=4", "sharding_strategy": "stage2", "format_name": "hybrid-plain", "state": "ema",
+        "dtype": "float32", "files": 3, "paddle_version": "3.2", "max_shard_size": "1GB", "rules": FILE, "config": FILE,
+        "layout": FILE, "target_meta": FILE, "aoa": FILE, "expected_plan": FILE, "allow_missing": "lm_head.*",
+        "replicas": "first", "allow_replica_drift": True, "comm_buffer_size_mb": 64, "segmentation": "uniform",
+        "sequence_parallel": True,
+        "vocab_pad": 128, "vocab_trim": 64, "overwrite": True, "drop": "ema", "targets": "/c:hybrid:tp=1",
+    },
+    Decides.PLACE: {"fill": "/lost.safetensors"},
+    Decides.CONDUCT: {
+        "memory": "4GiB", "cluster": "ray", "workers": 2, "exchange": "never", "device": "gpu", "allow_reread": True,
+        "resume": True, "take_over": True, "as_json": True, "quiet": True,
+    },
+    Decides.ACCESS: {"storage_options": '{"key": "k"}'},
+}  # fmt: skip
+"""Every option of ``convert``, by what it decides, with a value that is not its default."""
+
+
+def test_every_option_of_convert_says_what_it_decides() -> None:
+    options = [option for option in cli.convert.params if isinstance(option, click.Option)]
+    silent = [option.opts[0] for option in options if not isinstance(option, Option)]
+    assert not silent, "declare these with outcome_option, place_option, conduct_option or access_option"
+    declared = {role: {o.name for o in options if o.decides is role} for role in Decides}
+    assert declared == {role: set(values) for role, values in DECIDES.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "changes"),
+    [
+        (name, value, role in (Decides.OUTCOME, Decides.PLACE))
+        for role, values in DECIDES.items()
+        for name, value in values.items()
+        if name != "targets"  # takes the place of the one target that a job has
+    ],
+)
+def test_the_id_changes_with_what_comes_out_and_with_nothing_else(
+    name: str, value: object, changes: bool, tmp_path: Path
+) -> None:
+    (option,) = (option for option in cli.convert.params if option.name == name)
+    if value is FILE:
+        value = tmp_path / "file.json"
+        value.write_text("{}")
+    plain = ["/a", "/b", "--to", "tp=2"] if name != "to" else ["/a", "/b"]
+    if name in ("state", "dtype", "max_shard_size"):
+        plain = ["/a", "/b", "--format", "huggingface"]
+    if name in ("files", "paddle_version"):
+        plain = ["/a", "/b", "--format", "flex"]
+    given = [option.opts[0]] if value is True else [option.opts[0], value]
+    base = identity(*plain, *(["--to", "tp=2"] if name == "to" else []))
+    assert (identity(*plain, *given) != base) == changes
+
+
 def test_what_decides_the_outcome_decides_the_id(tmp_path: Path) -> None:
     layout = tmp_path / "layout.json"
     layout.write_text("{}")
@@ -50,17 +106,28 @@ def test_what_decides_the_outcome_decides_the_id(tmp_path: Path) -> None:
     layout.write_text('{"segmentation": "uniform"}')
     ids = [
         identity("/a", "/b", "--to", "tp=2"),
-        identity("/a", "/b", "--to", "tp=2,pp=2"),
         identity("/a2", "/b", "--to", "tp=2"),
         identity("/a", "/b2", "--to", "tp=2"),
         identity("s3://a", "/b", "--to", "tp=2"),
         identity("/a", "/b", "--to", "tp=2", "--sequence-parallel"),
         identity("/a", "/b", "--to", "tp=2", "--no-sequence-parallel"),
-        identity("/a", "/b", "--to", "tp=2", "--overwrite"),
         with_layout,
         identity("/a", "/b", "--to", "tp=2", "--layout", layout),
     ]
     assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("given", "spelled"),
+    [
+        ([], ["--cluster", "ray"]),
+        (["--cluster", "inline"], []),
+        (["--cluster", "ray:head:6379"], ["--cluster", "ray:head:6379"]),
+    ],
+)
+def test_a_job_uses_its_cluster_unless_told_otherwise(given: list[str], spelled: list[str]) -> None:
+    request = read("/a", "/b", "--to", "tp=1", *given)
+    assert list(request.spell("/a", "/b")) == ["/a", "/b", "--to", "tp=1", *spelled]
 
 
 def test_a_job_gets_exactly_what_convert_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +144,7 @@ def test_a_job_gets_exactly_what_convert_was_given(tmp_path: Path, monkeypatch: 
         "target": "s3://bucket/out",
         "rules": tmp_path / "my rules.json",
     }
-    assert dict(again.values) == {**request.values, **changed}
+    assert dict(again.values) == {**request.values, **changed, "cluster": "ray"}
     assert request.files() == {"rules": b'{"a": 1}'}
     line = entrypoint_of(spelled)
     assert line.startswith("python -m paddle_reshard convert ")
@@ -94,7 +161,7 @@ def test_a_file_that_fills_gaps_stays_where_it_is(tmp_path: Path, monkeypatch: p
 
 
 def test_credentials_are_refused_before_they_are_seen() -> None:
-    options = [*cli.convert.params, click.Option(["--storage-options-x"])]
+    options = [*cli.convert.params, Option(["--storage-options-x"], decides=Decides.ACCESS)]
     convert = click.Command("convert", params=options, callback=cli.convert.callback)
     request = read("/a", "/b", "--to", "tp=1", "--storage-options-x", "hunter2", convert=convert)
     with pytest.raises(UsageError, match="--env") as refused:
@@ -124,16 +191,6 @@ def test_an_address_that_is_given_wins_and_a_silent_one_is_told_in_one_sentence(
     assert done.stderr.splitlines() == [
         "paddle-reshard: the cluster did not take the job: Failed to connect to Ray at address: http://127.0.0.1:9."
     ]
-
-
-def test_a_package_is_known_by_its_source(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("x = 1")
-    one = package_digest(tmp_path)
-    (tmp_path / "a.pyc").write_text("compiled")
-    assert package_digest(tmp_path) == one
-    (tmp_path / "a.py").write_text("x = 2")
-    assert package_digest(tmp_path) != one
-    assert package_digest() == package_digest()
 
 
 def test_a_refusal_is_told_from_a_crash() -> None:
