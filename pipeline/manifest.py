@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from paddle_reshard.pipeline.errors import CheckpointError, FormatError
+from paddle_reshard.pipeline.layouts.files import MANIFEST_FORMAT
 from paddle_reshard.storage.checksum import ALGORITHM
 from paddle_reshard.storage.formats.strict_json import parse_json
 from paddle_reshard.storage.store import Receipt
 
-FORMAT = "paddle-reshard manifest"
+FORMAT = MANIFEST_FORMAT
 Copies = Mapping[tuple[str, int], tuple[str, int]]
 """File and byte offset of a copied part → file and byte of the source."""
 

@@ -49,6 +49,7 @@ from paddle_reshard.pipeline.errors import CheckpointError, ListingError, Reshar
 from paddle_reshard.pipeline.indexing import index_checkpoint
 from paddle_reshard.pipeline.inputs import load_config, load_tables
 from paddle_reshard.pipeline.layouts.files import MANIFEST
+from paddle_reshard.pipeline.layouts.trainer_files import is_of_training
 from paddle_reshard.pipeline.options import CONVERSION_OPTIONS
 from paddle_reshard.pipeline.runners import Conversion, Convert, Outcome, convert_inline
 from paddle_reshard.pipeline.workflow import describe_targets
@@ -67,11 +68,6 @@ _SIGNAL = re.compile(r"saved_signal_\d+")
 _OF_RANK = re.compile(r"rng_state_(\d+)\.pth|(?:.*/)?(\d+)_\d+\.distcp")
 """Files that tell the number of the rank that wrote them."""
 _TRAINER_STATE = ("trainer_state.bin", "trainer_state.json")
-_BY_THE_TRAINER = re.compile(
-    r"(ema|model_state|optimizer)\..*|saved_signal_\d+|rng_state.*\.pth|model_meta\.json|training_args\.bin|"
-    r"(scheduler|scaler)\.pdparams|(model_state|master_weight|optimizer_state|ema_state|dist_ckpt)/.*|"
-    r"(model|master_weights|optimizer)[-.].*safetensors.*"
-)
 _UNFINISHED = re.compile(r"save_signal_TMP_\d+")
 """What the trainer renames to ``saved_signal_*`` once the EMA has been merged."""
 
@@ -497,7 +493,7 @@ def lacking(files: Collection[str], before: Collection[str]) -> str | None:
         return "trainer_state is not there yet"
     ranks = {match[1] or match[2] for path in files if (match := _OF_RANK.fullmatch(path))}
     silent = sorted(f"saved_signal_{rank}" for rank in ranks if f"saved_signal_{rank}" not in files)
-    missing = silent + sorted(p for p in before if p not in files and _BY_THE_TRAINER.fullmatch(p))
+    missing = silent + sorted(p for p in before if p not in files and is_of_training(p))
     return f"{missing[0]} is not there yet" if missing else None
 
 

@@ -21,6 +21,7 @@ from fsspec.registry import known_implementations
 
 from paddle_reshard.pipeline.errors import ReshardError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.layouts.files import TENSOR_FOLDERS
+from paddle_reshard.pipeline.layouts.replaceable import Entry, Kind
 from paddle_reshard.storage import retry
 from paddle_reshard.storage.retry import DamagedBody, GaveUp, RetryPolicy
 
@@ -86,6 +87,16 @@ class Listing:
 
     files: Mapping[str, ObjectStamp]
     folders: tuple[str, ...]
+
+
+def entries_of(listing: Listing, hidden: str) -> list[Entry]:
+    """What a listing shows, but for files whose names begin with ``hidden``."""
+    files = [
+        Entry(name, Kind.FILE, stamp.size_bytes)
+        for name, stamp in listing.files.items()
+        if not name.startswith(hidden)
+    ]
+    return [*files, *(Entry(name, Kind.FOLDER) for name in listing.folders)]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -21,16 +21,14 @@ from types import TracebackType
 from typing import ClassVar
 
 from paddle_reshard.pipeline.errors import ReshardError, TargetError, UnsupportedError
-from paddle_reshard.pipeline.layouts.files import (
-    MANIFEST,
-    SIGNAL_PREFIX,
-    holds_checkpoint,
-    is_tensor_file,
-)
+from paddle_reshard.pipeline.layouts import trainer_files
+from paddle_reshard.pipeline.layouts.files import MANIFEST
+from paddle_reshard.pipeline.layouts.replaceable import objection
+from paddle_reshard.pipeline.layouts.trainer_files import is_tensor_file
 from paddle_reshard.pipeline.planning.limits import CopyLimits
 from paddle_reshard.storage import retry
 from paddle_reshard.storage.formats.strict_json import parse_json
-from paddle_reshard.storage.fsspec_folder import FsspecFolder, Listing
+from paddle_reshard.storage.fsspec_folder import FsspecFolder, Listing, entries_of
 from paddle_reshard.storage.fsspec_source import FsspecSource
 from paddle_reshard.storage.ledger import (
     OWN_PREFIX,
@@ -45,6 +43,7 @@ from paddle_reshard.storage.ledger import (
     seize,
 )
 from paddle_reshard.storage.local import LocalWriter
+from paddle_reshard.storage.os_errors import told
 from paddle_reshard.storage.staging import Staging
 from paddle_reshard.storage.store import Identity, NewFile, ReadRange, Receipt, Record, Source, WritePart
 
@@ -55,12 +54,7 @@ logger = logging.getLogger(__name__)
 
 def is_marker(name: str) -> bool:
     """Whether a trainer, or this package, takes a checkpoint with this file for a finished one."""
-    return name == MANIFEST or name.startswith((SIGNAL_PREFIX, "save_signal_TMP_")) or name.endswith("_done")
-
-
-def _foreign(listing: Listing) -> list[str]:
-    """Names of what is no session, ledger or probe."""
-    return [name for name in listing.files if not name.startswith(OWN_PREFIX)]
+    return name == MANIFEST or trainer_files.is_marker(name)
 
 
 class FsspecTarget(ABC):
@@ -104,27 +98,25 @@ class FsspecTarget(ABC):
     def take_back(self) -> int:
         """Drop what is written and did not appear; says how many things could not be dropped."""
 
-    def check_free(self, listing: Listing) -> None:
-        """Refuse a folder that holds something; with ``overwrite``, only what is no checkpoint.
+    def check_free(self, listing: Listing) -> list[str]:
+        """Refuse a folder that holds something; with ``overwrite``, what is more than a checkpoint.
 
-        What a killed process left behind is nothing.
+        What a killed process left behind is nothing. The files that may go.
         """
-        names = _foreign(listing)
+        names = [name for name in listing.files if not name.startswith(OWN_PREFIX)]
         if not names and not listing.folders:
-            return
+            return []
         if not self.overwrite:
             raise TargetError(
                 f"{self.location}: is not empty; give another target, or --overwrite to replace it"
             )
-        if listing.folders:
+        manifest = self._read(MANIFEST, listing) if MANIFEST in listing.files else None
+        if (reason := objection(entries_of(listing, OWN_PREFIX), manifest)) is not None:
             raise TargetError(
-                f"{self.location}: --overwrite replaces the files of a checkpoint, and here is also the folder "
-                f"{listing.folders[0]}; remove it first"
+                f"{self.location}: --overwrite replaces a checkpoint and nothing else, and {reason}; move that away, "
+                "or give another target"
             )
-        if not holds_checkpoint(names):
-            raise TargetError(
-                f"{self.location}: --overwrite replaces a checkpoint, and this folder does not hold one"
-            )
+        return names
 
     def is_over(self, left: SessionRecord, listing: Listing) -> bool:
         """Whether a session is only what a run left that was killed when its manifest was there already."""
@@ -194,10 +186,10 @@ class FsspecTarget(ABC):
         session, listing = self.held(), self.folder.listing()
         session.flush()
         if session.phase is Phase.MOVE:
-            self.check_free(listing)
-            session.update(phase=Phase.FINISH, replaces=bool(_foreign(listing)))
+            session.update(phase=Phase.FINISH, replaces=self.check_free(listing))
         if session.phase is Phase.FINISH:  # later, the markers are ours
-            self.folder.for_each(self._delete, [name for name in listing.files if is_marker(name)])
+            old = {MANIFEST, *session.record.replaces}
+            self.folder.for_each(self._delete, [n for n in listing.files if n in old and is_marker(n)])
         names = [name for name in self.files if not is_marker(name)]
         self._show([name for name in names if is_tensor_file(name)], listing)
         self._show([name for name in names if not is_tensor_file(name)], listing)
@@ -219,8 +211,10 @@ class FsspecTarget(ABC):
         """Remove what is left of an overwritten checkpoint, show the markers, write the manifest last."""
         session, listing = self.held(), self.folder.listing()
         if session.phase is Phase.FINISH:
-            left = {n for n in listing.files if n.startswith(PROBE_PREFIX) or not n.startswith(OWN_PREFIX)}
-            self.folder.for_each(self._delete, left - self.files.keys() - {manifest_path})
+            old = {*session.record.replaces, *(n for n in listing.files if n.startswith(PROBE_PREFIX))}
+            self.folder.for_each(
+                self._delete, (old & listing.files.keys()) - self.files.keys() - {manifest_path}
+            )
             session.update(phase=Phase.PUBLISH)
         self._show([name for name in self.files if is_marker(name)], listing)
         session.check()
@@ -344,24 +338,25 @@ class StagedTarget(FsspecTarget):
         self.staging = Staging(folder, self.location)
         return self.staging.place
 
-    def check_free(self, listing: Listing) -> None:
+    def check_free(self, listing: Listing) -> list[str]:
         """Refuse a folder that holds anything: uploading takes long, and meanwhile neither checkpoint is whole."""
-        super().check_free(listing)
-        if names := _foreign(listing):
+        if names := super().check_free(listing):
             raise TargetError(
                 f"{self.location}: holds {names[0]}, and this kind of store cannot replace a checkpoint without a "
                 "long time in which none can be read; give another target, or remove this one first"
             )
+        return names
 
     def begin_files(
         self, files: Sequence[NewFile], identity: Identity
     ) -> tuple[StagedWriter, Sequence[Record]]:
         """Make every file in its final size in the staging folder, or find what an earlier run has made."""
         folder = self.staging.place.folder
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-            raise TargetError(f"{folder}: belongs to somebody else; set TMPDIR to another folder")
-        self.session, records = self.staging.begin(files, identity, self.resume, self.take_over)
+        with told(folder, self.location, TargetError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                raise TargetError(f"{folder}: belongs to somebody else; set TMPDIR to another folder")
+            self.session, records = self.staging.begin(files, identity, self.resume, self.take_over)
         return StagedWriter(self.staging.files), records
 
     def make_visible(self, name: str) -> None:
@@ -375,7 +370,9 @@ class StagedTarget(FsspecTarget):
     def clean(self) -> list[str]:
         """Remove what an unfinished conversion has left here; what has appeared in the store stays. Says what."""
         folder = self.staging.place.folder
-        if not seize(self.place, self.location, self.take_over) and not folder.is_dir():
-            return []
-        self.place.remove()
+        with told(folder, self.location, TargetError):
+            if not folder.is_dir():
+                return []
+            with self.staging.taken(self.take_over):
+                self.staging.place.remove_alone()
         return [str(folder)]

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from paddle_reshard.pipeline.errors import (
     BusyError,
@@ -117,8 +117,9 @@ class SessionRecord:
     """Of the machine that has written the staged files, where they are staged on one."""
     uploads: Mapping[str, str] = field(default_factory=dict)
     """File → upload id, where the store has such."""
-    replaces: bool = False
-    """Whether another checkpoint was there when the files began to appear, where they appear one by one."""
+    replaces: Sequence[str] = ()
+    """Files of an overwritten checkpoint that were there when it was decided that they may go; from ``FINISH`` on,
+    where files appear one by one."""
 
     def data(self) -> bytes:
         """As JSON."""
@@ -143,6 +144,12 @@ class SessionRecord:
             raise TargetError(
                 f"{where}: is not the record of a conversion ({error}); remove it if none is running"
             ) from error
+
+
+def begins_record(data: bytes) -> bool:
+    """Whether a record was being written when this was left."""
+    start = b'{\n "identity": {'
+    return data[: len(start)] == start[: len(data)]
 
 
 def ledger_line(record: Record) -> bytes:
@@ -259,7 +266,8 @@ def refuse_busy(record: SessionRecord, location: str, take_over: bool, now: floa
     """
     me = this_process()
     lock = record.lock
-    owner = blocker(lock, is_gone(lock.holder, me, process_start), now)
+    ended_here = lock.holder == me and lock.nonce not in Session.running
+    owner = blocker(lock, ended_here or is_gone(lock.holder, me, process_start), now)
     if owner is None:
         return
     here = (lock.holder.host, lock.holder.machine, lock.holder.pid_space) == (
@@ -313,6 +321,9 @@ def seize(place: Place, location: str, take_over: bool) -> bool:
 class Session:
     """A session that this run holds. ``records`` is what earlier runs have done."""
 
+    running: ClassVar[set[str]] = set()
+    """Nonces of the runs of this process that have not ended: a full disk may keep one from saying so itself."""
+
     def __init__(
         self, place: Place, location: str, record: SessionRecord, version: str, records: Sequence[Record]
     ) -> None:
@@ -321,6 +332,7 @@ class Session:
         self.records = list(records)
         self.recorded = len(self.records)
         self.lost: ReshardError | None = None
+        self.running.add(record.lock.nonce)
         self._alone = threading.Lock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lock", daemon=True)
@@ -441,6 +453,7 @@ class Session:
         """Renew the lock no more: the session is about to be removed."""
         self._over.set()
         self._thread.join()
+        self.running.discard(self.record.lock.nonce)
 
     def remove(self) -> None:
         """End the session: what it was for is done, or taken back."""

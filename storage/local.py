@@ -7,10 +7,12 @@ no moment an unfinished one can be taken for a finished one.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -18,17 +20,19 @@ from types import TracebackType
 from typing import ClassVar
 
 from paddle_reshard.pipeline.errors import CheckpointError, TargetError, UnsupportedError
-from paddle_reshard.pipeline.layouts.files import TENSOR_FOLDERS, holds_checkpoint
+from paddle_reshard.pipeline.layouts.files import TENSOR_FOLDERS
+from paddle_reshard.pipeline.layouts.replaceable import Kind
 from paddle_reshard.pipeline.planning.limits import CopyLimits
 from paddle_reshard.storage.checksum import checksum
+from paddle_reshard.storage.folders import check_free, object_to, remove_files, set_aside
 from paddle_reshard.storage.ledger import (
     Phase,
     Session,
     check_receipts,
     refuse_busy,
     refuse_unfinished,
-    seize,
 )
+from paddle_reshard.storage.os_errors import told
 from paddle_reshard.storage.staging import Staging, sync
 from paddle_reshard.storage.store import Identity, NewFile, Read, ReadRange, Receipt, Record, Source
 
@@ -39,6 +43,8 @@ WRITEBACK_BYTES = 1 << 20
 FSYNCS_IN_FLIGHT = 8
 _CANNOT_COPY = {errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 """What the kernel says of files that it cannot copy between by itself."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +102,19 @@ class LocalSource(ReadRange):
     """A checkpoint folder, read only. ``names`` restricts it to some of the files."""
 
     def __init__(self, root: Path, names: Collection[str] | None = None) -> None:
-        if not root.is_dir():
-            raise CheckpointError(f"{root}: no such folder")
         self.root = Path(os.path.abspath(root))
         self.location = str(root)
-        files, self.folders = list_folder(root)
-        self.stamps: Mapping[str, FileStamp] = {
-            path: FileStamp.of(_status(root / path)) for path in files if names is None or path in names
-        }
+        with told(self.root, self.location, CheckpointError):
+            if not os.path.lexists(root):
+                raise CheckpointError(f"{root}: no such folder")
+            if root.is_symlink() and not root.exists():
+                raise CheckpointError(f"{root}: is a link to {os.readlink(root)}, which is not there")
+            if not root.is_dir():
+                raise CheckpointError(f"{root}: is a file; give the folder of the checkpoint")
+            files, self.folders = list_folder(root)
+            self.stamps: Mapping[str, FileStamp] = {
+                path: FileStamp.of(_status(root / path)) for path in files if names is None or path in names
+            }
 
     def sizes(self) -> dict[str, int]:
         """Name of every file → size in bytes, as seen at the start."""
@@ -261,16 +272,21 @@ class LocalTarget:
         self.root = Path(os.path.abspath(root))
         self.location = str(root)
         self.overwrite, self.resume, self.take_over = overwrite, resume, take_over
-        self.staging = Staging(self.root.parent / f".{self.root.name}.reshard", self.location)
+        self.staging = Staging(staging_folder(self.root), self.location)
         self.files: Sequence[NewFile] = ()
         self.session: Session | None = None
-        left = self.staging.find()
-        if left is None or self.staging.is_moved(left):
-            if not resume:
-                check_free(root, overwrite)
-        elif not resume:
-            refuse_busy(left, self.location, False, time.time())
-            refuse_unfinished(left, self.location)
+        with self._told():
+            left = self.staging.find()
+            if left is None or self.staging.is_moved(left):
+                if not resume:
+                    check_free(self.root, overwrite)
+            elif not resume:
+                refuse_busy(left, self.location, False, time.time())
+                refuse_unfinished(left, self.location)
+
+    def _told(self) -> AbstractContextManager[None]:
+        """What the file system refuses becomes a sentence about the target."""
+        return told(self.root, self.location, TargetError)
 
     def copies_from(self, source: Source) -> CopyLimits | None:
         """Files of this machine are copied on it."""
@@ -281,10 +297,11 @@ class LocalTarget:
 
     def published(self, manifest_path: str) -> bytes | None:
         """The manifest, if a whole checkpoint is here and no conversion is under way."""
-        self._sweep()
-        if self.staging.find() is not None or not (self.root / manifest_path).is_file():
-            return None
-        return (self.root / manifest_path).read_bytes()
+        with self._told():
+            self._sweep()
+            if self.staging.find() is not None or not (self.root / manifest_path).is_file():
+                return None
+            return (self.root / manifest_path).read_bytes()
 
     def _sweep(self) -> None:
         """Remove what a run left that was killed when its target was in its place already."""
@@ -292,16 +309,19 @@ class LocalTarget:
         if left is None:
             self.staging.place.tidy()
         elif self.staging.is_moved(left):
-            seize(self.staging.place, self.location, self.take_over)
-            self.staging.place.remove()
+            with self.staging.taken(self.take_over) as still:
+                if still is not None and self.staging.is_moved(still):
+                    self._remove_replaced()
+                    self.staging.place.remove_alone()
 
     def begin(self, files: Sequence[NewFile], identity: Identity) -> tuple[LocalWriter, Sequence[Record]]:
         """Make every file in its final size, or find what an earlier run has made."""
-        self._sweep()
-        if self.staging.find() is None:
-            check_free(self.root, self.overwrite)
-        self.files = files
-        self.session, records = self.staging.begin(files, identity, self.resume, self.take_over)
+        with self._told():
+            self._sweep()
+            if self.staging.find() is None:
+                check_free(self.root, self.overwrite)
+            self.files = files
+            self.session, records = self.staging.begin(files, identity, self.resume, self.take_over)
         return LocalWriter(self.staging.files), records
 
     def note(self, record: Record) -> None:
@@ -325,57 +345,89 @@ class LocalTarget:
     def publish(self, manifest_path: str, manifest: bytes) -> None:
         """Make everything durable, then put the folder in its place."""
         session, staging = self._held(), self.staging
-        (staging.files / manifest_path).write_bytes(manifest)
-        files, _ = list_folder(staging.files)
-        inner = {str(Path(path).parent) for path in files}
-        with ThreadPoolExecutor(FSYNCS_IN_FLIGHT) as pool:
-            list(pool.map(sync, (staging.files / path for path in files)))  # raises what any of them raised
-        for path in sorted(inner, reverse=True):  # "." is the last of them
-            sync(staging.files / path)
-        check_free(self.root, self.overwrite)
-        session.update(phase=Phase.PUBLISH)
-        if self.root.is_dir() and any(self.root.iterdir()):
-            if staging.replaced.exists():
-                raise TargetError(
-                    f"{self.root}: something was put here while the checkpoint that was here stood aside in "
-                    f"{staging.replaced}; remove one of them"
-                )
-            os.rename(self.root, staging.replaced)
-        os.rename(staging.files, self.root)
-        sync(self.root.parent)
-        session.remove()
+        with self._told():
+            (staging.files / manifest_path).write_bytes(manifest)
+            files, _ = list_folder(staging.files)
+            inner = {str(Path(path).parent) for path in files}
+            with ThreadPoolExecutor(FSYNCS_IN_FLIGHT) as pool:
+                list(
+                    pool.map(sync, (staging.files / path for path in files))
+                )  # raises what any of them raised
+            for path in sorted(inner, reverse=True):  # "." is the last of them
+                sync(staging.files / path)
+            occupied = check_free(self.root, self.overwrite)
+            session.update(phase=Phase.PUBLISH)
+            if occupied:
+                self._set_aside()
+            os.rename(staging.files, self.root)
+            sync(self.root.parent)
+            self._remove_replaced()
+            session.remove()
         self.session = None
+
+    def _set_aside(self) -> None:
+        """Let the old checkpoint stand aside. What came into it since it was looked at brings it back."""
+        replaced = self.staging.replaced
+        if replaced.exists():
+            raise TargetError(
+                f"{self.root}: something was put here while the checkpoint that was here stood aside in "
+                f"{replaced}; remove one of them"
+            )
+        os.rename(self.root, replaced)
+        if (reason := object_to(replaced)[1]) is not None:
+            os.rename(replaced, self.root)
+            raise TargetError(f"{self.root}: is not replaced, for {reason}; move that away")
+
+    def _remove_replaced(self) -> None:
+        """Remove the checkpoint that stood aside: the files of one. Anything else stays, where it can be found."""
+        replaced = self.staging.replaced
+        if not replaced.is_dir():
+            return
+        entries, reason = object_to(replaced)
+        if reason is None and remove_files(replaced, [e.path for e in entries if e.kind is Kind.FILE]):
+            return
+        kept = set_aside(replaced, self.root)
+        logger.warning(
+            "%s: what was here before is kept in %s: %s",
+            self.location,
+            kept,
+            reason or "it is still written to",
+        )
 
     def clean(self) -> list[str]:
         """Remove what an unfinished conversion has left; says what."""
         folder = self.staging.place.folder
-        if not seize(self.staging.place, self.location, self.take_over) and not folder.is_dir():
-            return []
-        self._take_back()
+        with self._told():
+            if not folder.is_dir():
+                return []
+            with self.staging.taken(self.take_over):
+                self._take_back()
         return [str(folder)]
 
     def _take_back(self) -> None:
         """Remove all that is staged. A checkpoint that stood aside comes back."""
-        if self.staging.replaced.is_dir() and not self.root.exists():
-            os.rename(self.staging.replaced, self.root)
-        self.staging.place.remove()
+        replaced = self.staging.replaced
+        if replaced.is_dir():
+            if not self.root.is_dir() or not any(self.root.iterdir()):
+                os.rename(replaced, self.root)
+            elif self.staging.files.exists():
+                raise TargetError(
+                    f"{self.root}: something was put here while the checkpoint that was here stood aside in "
+                    f"{replaced}; move one of them away"
+                )
+            else:
+                self._remove_replaced()
+        self.staging.place.remove_alone()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.session is not None and not self.session.keep(error):
             self.session.stop()
-            self._take_back()
+            with self._told(), self.staging.place.alone():
+                self._take_back()
 
 
-def check_free(root: Path, overwrite: bool) -> None:
-    """Refuse a target that already holds something; with ``overwrite``, only what is no checkpoint."""
-    if root.is_symlink() or (root.exists() and not root.is_dir()):
-        raise TargetError(f"{root}: is there already and is not a folder")
-    if not root.is_dir():
-        return
-    files, folders = list_folder(root)
-    if (files or folders) and not overwrite:
-        raise TargetError(f"{root}: is not empty; give another target, or --overwrite to replace it")
-    if (files or folders) and not holds_checkpoint(files):
-        raise TargetError(f"{root}: --overwrite replaces a checkpoint, and this folder does not hold one")
+def staging_folder(root: Path) -> Path:
+    """Where the files of a target are staged: beside it, hidden."""
+    return root.with_name(f".{root.name}.reshard")

@@ -20,43 +20,90 @@ import fcntl
 import hashlib
 import os
 import shutil
+import stat
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from paddle_reshard.pipeline.errors import TargetError
 from paddle_reshard.storage.checksum import source_checksum
 from paddle_reshard.storage.holder import this_process
 from paddle_reshard.storage.ledger import (
     Phase,
     Session,
     SessionRecord,
+    begins_record,
     find_session,
     ledger_line,
     parse_ledger,
+    refuse_busy,
 )
+from paddle_reshard.storage.os_errors import NO_SPACE
 from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record
 
+MOST_TRIES = 1000
 _WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
 class DiskPlace:
-    """A session in a folder."""
+    """A session in a folder.
+
+    The folder is used only if it is ours: if the record of a conversion lies in it, or nothing but what is made before
+    there is one.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.location = str(folder / "session.json")
         self.session, self.lines = folder / "session.json", folder / "ledger"
+        self.files, self.lock = folder / "files", folder / "lock"
 
     def read(self) -> tuple[bytes, str] | None:
-        """The record, and a hash of it."""
+        """The record, and a hash of it.
+
+        Raises
+        ------
+        TargetError
+            If the folder is somebody else's.
+        """
+        if self.folder.is_symlink():
+            raise self._foreign(f"a link to {os.readlink(self.folder)}")
         try:
-            data = self.session.read_bytes()
+            data = _read_file(self.session)
         except FileNotFoundError:
+            self._check_half_made()
             return None
         return data, _version(data)
 
+    def _check_half_made(self) -> None:
+        """Refuse a folder without a record that holds more than a run which was killed before it had one leaves."""
+        try:
+            names = sorted(os.listdir(self.folder))
+        except FileNotFoundError:
+            return
+        except NotADirectoryError:
+            raise self._foreign("a file") from None
+        if self.session.name in names:
+            return  # made just now; whoever writes next finds out
+        new = _new(self.session)
+        for name in names:
+            path = self.folder / name
+            with contextlib.suppress(FileNotFoundError):  # another run goes on with it right now
+                empty = path == self.lock and _is_file(path) and path.stat().st_size == 0
+                if not empty and not (path == new and _is_file(path) and begins_record(_read_file(path))):
+                    raise self._foreign(
+                        f"a folder with {name!r} and without a {self.session.name} of this tool"
+                    )
+
+    def _foreign(self, what: str) -> TargetError:
+        return TargetError(
+            f"{self.folder}: new checkpoints are staged under this name, and here is {what}; move it away, or give "
+            "another target"
+        )
+
     def write(self, data: bytes, version: str | None) -> str | None:
         """Replace the record in one step."""
-        with self._alone():
+        with self.alone():
             now = self.read()
             if (None if now is None else now[1]) != version:
                 return None
@@ -91,59 +138,69 @@ class DiskPlace:
         return records
 
     def clear(self) -> None:
-        """Remove staged files and a ledger that no record belongs to."""
-        shutil.rmtree(self.folder / "files", ignore_errors=True)
-        self.lines.unlink(missing_ok=True)
+        """Nothing is there that no record belongs to: the record is made first and removed last."""
 
     def restart(self, records: Sequence[Record]) -> None:
         """Have a ledger of these records only."""
         _replace_file(self.lines, b"".join(ledger_line(record) for record in records))
 
     def remove(self) -> None:
-        """Remove everything in the folder, the record last, and the folder."""
-        if not self.folder.is_dir():
-            return
-        for entry in sorted(self.folder.iterdir()):
-            if entry.is_dir():
-                shutil.rmtree(entry)
-            elif entry.name not in (self.session.name, "lock"):
-                entry.unlink(missing_ok=True)
-        with self._alone():
-            self.session.unlink(missing_ok=True)
-            self._remove_folder()
+        """Remove what this package has put into the folder, the record last, and the folder."""
+        if self.folder.is_dir():
+            with self.alone():
+                self.remove_alone()
+
+    def remove_alone(self) -> None:
+        """The same for who keeps the others out."""
+        if self.files.is_dir():
+            shutil.rmtree(self.files)
+        for path in (self.lines, _new(self.lines), self.session):
+            path.unlink(missing_ok=True)
+        self._remove_folder()
 
     def tidy(self) -> None:
         """Remove a folder that has no record any more: a run was killed while it removed all this."""
         if self.folder.is_dir():
-            with self._alone():
-                if not self.session.exists():
+            with self.alone():
+                if self.read() is None:
                     self._remove_folder()
 
     def _remove_folder(self) -> None:
-        (self.folder / "lock").unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # somebody waits for the lock
+        _new(self.session).unlink(missing_ok=True)
+        self.lock.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # somebody waits for the lock, or has put something here
             self.folder.rmdir()
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keep other processes from replacing the record, for an instant.
+    def alone(self) -> Iterator[None]:
+        """Keep other processes from replacing the record, for a short time.
 
         On a file system that knows no locks two runs that begin in the same instant may both go on until the lock is
         renewed: then one of them finds that it was taken over.
         """
-        while True:
+        for _ in range(MOST_TRIES):
+            self.folder.mkdir(parents=True, exist_ok=True)
             try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                descriptor = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                descriptor, locked = self._open_lock()
             except FileNotFoundError:  # removed by the one before us
                 continue
             try:
                 _lock(descriptor)
-                if _is_there(self.folder / "lock", descriptor):
+                if _is_there(locked, descriptor):
                     yield
                     return
             finally:
                 os.close(descriptor)
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(self.lock))
+
+    def _open_lock(self) -> tuple[int, Path]:
+        """What is locked: a file, or on a full disk that has no room for one the folder itself."""
+        try:
+            return os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), self.lock
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            return os.open(self.folder, os.O_RDONLY | os.O_CLOEXEC), self.folder
 
 
 def _lock(descriptor: int) -> None:
@@ -163,10 +220,25 @@ def _is_there(path: Path, descriptor: int) -> bool:
 
 def _replace_file(path: Path, data: bytes) -> None:
     """Give a file another content in one step that lasts."""
-    new = path.with_name(f"{path.name}.new")
+    new = _new(path)
     new.write_bytes(data)
     sync(new)
     os.replace(new, path)
+
+
+def _new(path: Path) -> Path:
+    return path.with_name(f"{path.name}.new")
+
+
+def _is_file(path: Path) -> bool:
+    return stat.S_ISREG(path.lstat().st_mode)
+
+
+def _read_file(path: Path) -> bytes:
+    """The content of a small file; a link is not followed, so that nothing else is taken for it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        return file.read()
 
 
 def _version(data: bytes) -> str:
@@ -183,6 +255,21 @@ class Staging:
     def find(self) -> SessionRecord | None:
         """The session that is here, whoever holds it."""
         return find_session(self.place)
+
+    @contextlib.contextmanager
+    def taken(self, take_over: bool) -> Iterator[SessionRecord | None]:
+        """Keep everybody else out, in order to remove what is here; this writes nothing, so a full disk allows it.
+
+        Raises
+        ------
+        TargetError
+            If another run holds the session.
+        """
+        with self.place.alone():
+            left = self.find()
+            if left is not None:
+                refuse_busy(left, self.location, take_over, time.time())
+            yield left
 
     def begin(
         self, files: Sequence[NewFile], identity: Identity, resume: bool, take_over: bool

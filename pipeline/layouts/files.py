@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from paddle_reshard.pipeline.catalog import Catalog, File, Fragments
@@ -10,6 +10,7 @@ from paddle_reshard.pipeline.tensors import Cast
 
 CONFIG = "config.json"
 MANIFEST = "paddle_reshard.json"
+MANIFEST_FORMAT = "paddle-reshard manifest"
 SIGNAL_PREFIX = "saved_signal_"
 """Begins the names of the trainer's own proofs that a rank had finished."""
 AVERAGE = "ema.json"
@@ -60,25 +61,6 @@ class LaidOut:
     left_states: tuple[str, ...] = ()
     """States of tensors of which nothing is in the target: its format has no place for them, or they were not asked
     for."""
-
-
-def is_tensor_file(path: str) -> bool:
-    """Whether a file is known by its name for one of a checkpoint of any format.
-
-    >>> is_tensor_file("model_state.tp00.pdparams"), is_tensor_file("model_state/0_0.distcp"), is_tensor_file("a.txt")
-    (True, True, False)
-    """
-    folder, _, name = path.rpartition("/")
-    return (
-        name.startswith(("model_state.", "optimizer."))
-        or name.endswith((".distcp", ".metadata", ".safetensors"))
-        or folder in TENSOR_FOLDERS
-    )
-
-
-def holds_checkpoint(paths: Iterable[str]) -> bool:
-    """Whether a folder with these files holds a checkpoint, or a part of one."""
-    return any(path == MANIFEST or is_tensor_file(path) for path in paths)
 
 
 def add_literal_files(target: TargetFiles, files: Sequence[tuple[str, bytes]]) -> TargetFiles:

@@ -6,19 +6,14 @@ Each is carried byte for byte, written anew, or left behind with a reason that t
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import AVERAGE, CONFIG, MANIFEST, SIGNAL_PREFIX, Sidecars
+from paddle_reshard.pipeline.layouts.trainer_files import is_marker, is_random_state
 from paddle_reshard.pipeline.topology import Topology
 
-_RANDOM_STATE = re.compile(r"rng_state(_\d+)?\.pth")
-_MARKER = re.compile(
-    r"\.(model|optimizer|checkpoint)_done|save_signal_TMP_\d+|saved_signal_\d+|"
-    r"\.saving_info|async_save_info\.json|\.(model|optimizer|master)_weight\.done\.\d+"
-)
 _TP_FIELD = {"paddleformers": "tensor_model_parallel_size", "paddlenlp": "tensor_parallel_degree"}
 _EP_FIELD = "use_expert_parallel"
 
@@ -34,7 +29,7 @@ def plan_sidecars(
 
     Its own completion markers are written with its tensor files, so those of the source need no word.
     """
-    rng_files = [path for path in paths if _RANDOM_STATE.fullmatch(path)]
+    rng_files = [path for path in paths if is_random_state(path)]
     same_ranks = _same_ranks(checkpoint, topology, rng_files)
 
     def reason(path: str) -> str | None:
@@ -75,7 +70,7 @@ def share_out_sidecars(
     for path in sorted(paths):
         if path in own_files or path in (MANIFEST, CONFIG):
             continue
-        if _MARKER.fullmatch(path):
+        if is_marker(path):
             left.append((path, "a completion marker of the source's own job"))
         elif "/" in path:
             left.append((path, "lies in a folder of tensors and holds none"))

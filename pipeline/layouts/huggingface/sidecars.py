@@ -11,11 +11,8 @@ from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import Sidecars
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.sidecars import share_out_sidecars
+from paddle_reshard.pipeline.layouts.trainer_files import is_training_state
 
-_TRAINING = re.compile(
-    r"scheduler\.pdparams|scaler\.pdparams|trainer_state\.(json|bin)|training_args\.bin|rng_state(_\d+)?\.pth|"
-    r"static_name_to_dyg_name\.json|ema\.json"
-)
 _DTYPE_ENTRIES = ("torch_dtype", "dtype")
 _OF_PADDLE = ("source", "tensor_model_parallel_size", "tensor_parallel_degree", "tensor_parallel_rank")
 """Entries of ``config.json`` that speak of Paddle's layout of the weights or of the job that wrote them."""
@@ -35,7 +32,7 @@ def plan_huggingface_sidecars(
     """
 
     def reason(path: str) -> str | None:
-        return "state of the training job, not of the model" if _TRAINING.fullmatch(path) else None
+        return "state of the training job, not of the model" if is_training_state(path) else None
 
     config = exported_config(wanted.model.config, target)
     return share_out_sidecars(paths, folders, wanted.own_files, reason, source_config, config)
