@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -105,11 +106,15 @@ class LocalSource(ReadRange):
         self.root = Path(os.path.abspath(root))
         self.location = str(root)
         with told(self.root, self.location, CheckpointError):
-            if not os.path.lexists(root):
-                raise CheckpointError(f"{root}: no such folder")
-            if root.is_symlink() and not root.exists():
-                raise CheckpointError(f"{root}: is a link to {os.readlink(root)}, which is not there")
-            if not root.is_dir():
+            try:
+                is_folder = stat.S_ISDIR(root.stat().st_mode)
+            except FileNotFoundError:
+                if root.is_symlink():
+                    raise CheckpointError(
+                        f"{root}: is a link to {os.readlink(root)}, which is not there"
+                    ) from None
+                raise CheckpointError(f"{root}: no such folder") from None
+            if not is_folder:
                 raise CheckpointError(f"{root}: is a file; give the folder of the checkpoint")
             files, self.folders = list_folder(root)
             self.stamps: Mapping[str, FileStamp] = {

@@ -66,9 +66,12 @@ class DiskPlace:
         TargetError
             If the folder is somebody else's.
         """
-        if self.folder.is_symlink():
-            raise self._foreign(f"a link to {os.readlink(self.folder)}")
         try:
+            mode = self.folder.lstat().st_mode
+            if stat.S_ISLNK(mode):
+                raise self._foreign(f"a link to {os.readlink(self.folder)}")
+            if not stat.S_ISDIR(mode):
+                raise self._foreign("a file")
             data = _read_file(self.session)
         except FileNotFoundError:
             self._check_half_made()
@@ -81,8 +84,6 @@ class DiskPlace:
             names = sorted(os.listdir(self.folder))
         except FileNotFoundError:
             return
-        except NotADirectoryError:
-            raise self._foreign("a file") from None
         if self.session.name in names:
             return  # made just now; whoever writes next finds out
         new = _new(self.session)

@@ -114,7 +114,7 @@ def test_an_occupied_target_is_refused_before_anything_is_read(
             paddle_reshard.convert(
                 small_source, f"s3://{bucket}/{key}", storage_options=store.options, **TARGET
             )
-    for key, message in (("file", "does not hold one"), ("folder", "also the folder deep")):
+    for key, message in (("file", "there is file.txt"), ("folder", "there is deep/")):
         with pytest.raises(TargetError, match=message):
             paddle_reshard.convert(
                 small_source,

@@ -1,0 +1,363 @@
+"""Nothing of a user's is lost: what --overwrite, clean and a staging folder may touch, on a disk and in stores."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paddle_reshard
+from paddle_reshard.pipeline.errors import ReshardError, TargetError
+from paddle_reshard.pipeline.workflow import Event, StepStarted
+from tests.storage.contents import ONE_CARD, SMALL, fill_bucket, in_bucket
+from tests.storage.servers import Store
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with its manifest."""
+    folder = tmp_path_factory.mktemp("made") / "t"
+    paddle_reshard.convert(SMALL, folder, **ONE_CARD)
+    return folder
+
+
+@pytest.fixture
+def target(made: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    folder = tmp_path / "beside" / "t"
+    shutil.copytree(made, folder)
+    return folder
+
+
+def tree(folder: Path) -> dict[str, bytes | str]:
+    """Everything below a folder."""
+    return {
+        str(path.relative_to(folder)): os.readlink(path)
+        if path.is_symlink()
+        else "folder"
+        if path.is_dir()
+        else path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def _note(folder: Path) -> str:
+    (folder / "notes.txt").write_text("years of work")
+    return "notes.txt"
+
+
+def _code(folder: Path) -> str:
+    (folder / "optimizer.py").write_text("def step(): ...")
+    return "optimizer.py"
+
+
+def _repository(folder: Path) -> str:
+    (folder / ".git").mkdir()
+    (folder / ".git" / "HEAD").write_text("ref: refs/heads/main")
+    return r"\.git/"
+
+
+def _finetuned(folder: Path) -> str:
+    shutil.copytree(SMALL, folder / "finetuned")
+    return "finetuned/"
+
+
+def _link(folder: Path) -> str:
+    (folder / "scaler.pdparams").symlink_to(SMALL / "scheduler.pdparams")
+    return r"scaler.pdparams \(a link\)"
+
+
+def _inner(folder: Path) -> str:
+    (folder / "model_state").mkdir()
+    (folder / "model_state" / "diary.txt").write_text("dear diary")
+    return "model_state/diary.txt"
+
+
+FOREIGN = [_note, _code, _repository, _finetuned, _link, _inner]
+
+
+@pytest.mark.parametrize("put", FOREIGN)
+@pytest.mark.parametrize("kind", ["made", "trained"])
+def test_a_folder_with_more_than_a_checkpoint_is_kept(
+    kind: str, put: Callable[[Path], str], made: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "t"
+    shutil.copytree(made if kind == "made" else SMALL, target)
+    named = put(target)
+    before = tree(tmp_path)
+    with pytest.raises(TargetError, match=f"there is also {named}, which .* move that away, or give another"):
+        paddle_reshard.convert(SMALL, target, to="pp=2", overwrite=True)
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", ["made", "trained"])
+def test_a_checkpoint_alone_is_replaced(kind: str, made: Path, tmp_path: Path) -> None:
+    target = tmp_path / "beside" / "t"
+    shutil.copytree(made if kind == "made" else SMALL, target)
+    paddle_reshard.convert(SMALL, target, to="pp=2", overwrite=True)
+    assert paddle_reshard.check(target).intact
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_project_is_no_checkpoint(tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    (project / ".git").mkdir(parents=True)
+    (project / "optimizer.py").write_text("def step(): ...")
+    (project / "model.safetensors").write_bytes(b"weights")
+    before = tree(project)
+    with pytest.raises(TargetError, match=r"there is also \.git/, optimizer\.py"):
+        paddle_reshard.convert(SMALL, project, overwrite=True, **ONE_CARD)
+    assert tree(project) == before
+
+
+# ---------------------------------------------------------------------------------------- what comes in between
+
+
+def _at_publish(act: Callable[[], Any]) -> Callable[[Event], None]:
+    def observe(event: Event) -> None:
+        if isinstance(event, StepStarted) and event.step == "publish":
+            act()
+
+    return observe
+
+
+def test_what_came_while_it_was_made_is_kept(target: Path) -> None:
+    with pytest.raises(TargetError, match=r"there is also notes\.txt"):
+        paddle_reshard.convert(
+            SMALL, target, to="pp=2", overwrite=True, observe=_at_publish(lambda: _note(target))
+        )
+    assert (target / "notes.txt").read_text() == "years of work"
+    assert (target / "optimizer.pdopt").exists()
+    (target / "notes.txt").unlink()
+    paddle_reshard.convert(SMALL, target, to="pp=2", overwrite=True, resume=True)
+    assert paddle_reshard.check(target).intact
+
+
+def _before_rename(monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[], Any]) -> None:
+    """Have something happen in the instant before the operating system renames a folder of this name."""
+    rename, done = os.rename, []
+
+    def renaming(one: Any, other: Any) -> None:
+        if Path(one).name == name and not done:
+            done.append(act())
+        rename(one, other)
+
+    monkeypatch.setattr(os, "rename", renaming)
+
+
+def test_what_came_after_the_last_look_brings_the_old_one_back(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _before_rename(monkeypatch, "t", lambda: _finetuned(target))
+    with pytest.raises(TargetError, match="is not replaced, for there is also finetuned/"):
+        paddle_reshard.convert(SMALL, target, to="pp=2", overwrite=True)
+    assert (target / "finetuned" / "config.json").exists()
+    assert paddle_reshard.check(target).intact
+
+
+def test_what_came_into_the_old_one_aside_is_kept_and_named(
+    target: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process that has the folder open goes on writing into it, whatever it is called."""
+    aside = target.parent / ".t.reshard" / "replaced"
+    _before_rename(monkeypatch, "files", lambda: _note(aside))
+    paddle_reshard.convert(SMALL, target, to="pp=2", overwrite=True)
+    assert paddle_reshard.check(target).intact
+    kept = target.parent / "t.replaced"
+    assert sorted(target.parent.iterdir()) == [target, kept]
+    assert (kept / "notes.txt").exists() and (kept / "optimizer.pdopt").exists()
+    assert f"what was here before is kept in {kept}: there is also notes.txt" in caplog.text
+
+
+def test_cleaning_never_removes_what_stood_aside_while_something_else_took_its_place(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def theirs() -> None:
+        target.mkdir()
+        _note(target)
+
+    _before_rename(monkeypatch, "files", theirs)
+    with pytest.raises(TargetError, match="not empty"):
+        paddle_reshard.convert(SMALL, target, to="pp=2", overwrite=True)
+    before = tree(target.parent)
+    with pytest.raises(TargetError, match=r"stood aside in .*replaced; move one of them away"):
+        paddle_reshard.clean(target)
+    assert tree(target.parent) == before
+    shutil.rmtree(target)
+    paddle_reshard.clean(target)
+    assert paddle_reshard.check(target).intact
+
+
+# ------------------------------------------------------------------------------------------- staging folders
+
+
+def _files_of_theirs(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "thesis.tex").write_text("years of work")
+
+
+def _a_record_of_theirs(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "session.json").write_text('{"editor": "vi"}')
+
+
+def _a_lock_with_words(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "lock").write_text("the combination is 1234")
+
+
+def _files_without_a_record(folder: Path) -> None:
+    (folder / "files").mkdir(parents=True)
+    (folder / "ledger").write_text("1 2 3")
+
+
+def _a_link_elsewhere(folder: Path) -> None:
+    _files_of_theirs(folder.parent / "elsewhere")
+    folder.symlink_to("elsewhere")
+
+
+def _a_file(folder: Path) -> None:
+    folder.parent.mkdir(parents=True)
+    folder.write_text("a file")
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        _files_of_theirs,
+        _a_record_of_theirs,
+        _a_lock_with_words,
+        _files_without_a_record,
+        _a_link_elsewhere,
+        _a_file,
+    ],
+)
+def test_a_folder_that_only_has_the_name_of_a_staging_folder_is_kept(
+    put: Callable[[Path], None], tmp_path: Path
+) -> None:
+    target = tmp_path / "beside" / "t"
+    put(target.parent / ".t.reshard")
+    before = tree(tmp_path)
+    attempts: list[Callable[[], object]] = [
+        lambda: paddle_reshard.convert(SMALL, target, **ONE_CARD),
+        lambda: paddle_reshard.convert(SMALL, target, resume=True, **ONE_CARD),
+        lambda: paddle_reshard.convert(SMALL, target, take_over=True, **ONE_CARD),
+        lambda: paddle_reshard.plan(SMALL, target, **ONE_CARD),
+        lambda: paddle_reshard.clean(target),
+    ]
+    for attempt in attempts:
+        with pytest.raises(TargetError, match=r"\.t\.reshard"):
+            attempt()
+        assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("lock", [False, True])
+@pytest.mark.parametrize("begun", [None, b"", b'{\n "ide', b'{\n "identity": {\n  "plan_id": "12'])
+def test_what_a_kill_before_the_record_leaves_is_in_nobodys_way(
+    lock: bool, begun: bytes | None, tmp_path: Path
+) -> None:
+    staging = tmp_path / ".t.reshard"
+    staging.mkdir()
+    if lock:
+        (staging / "lock").touch()
+    if begun is not None:
+        (staging / "session.json.new").write_bytes(begun)
+    assert paddle_reshard.clean(tmp_path / "t") == (str(staging),)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_somebody_put_into_a_staging_folder_is_kept(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging = target.parent / ".t.reshard"
+    observe = _at_publish(lambda: (staging / "thesis.tex").write_text("years of work"))
+    paddle_reshard.convert(SMALL, target, to="pp=2", overwrite=True, observe=observe)
+    assert paddle_reshard.check(target).intact
+    assert tree(staging) == {"thesis.tex": b"years of work"}
+
+
+# ---------------------------------------------------------------------------------------------------- in stores
+
+
+@pytest.mark.parametrize("key", ["notes.txt", "optimizer.py", "checkpoint-100/config.json", "runs/events.1"])
+def test_a_prefix_with_more_than_a_checkpoint_is_kept(
+    key: str, store: Store, bucket: str, made: Path
+) -> None:
+    for prefix, folder in (("made/", made), ("trained/", SMALL)):
+        fill_bucket(store, bucket, prefix, folder)
+        store.client.put_object(Bucket=bucket, Key=prefix + key, Body=b"mine")
+    before = in_bucket(store, bucket)
+    for prefix in ("made", "trained"):
+        with pytest.raises(TargetError, match=f"there is also {key.split('/')[0]}.*move that away"):
+            paddle_reshard.convert(
+                SMALL, f"s3://{bucket}/{prefix}", storage_options=store.options, overwrite=True, to="pp=2"
+            )
+    assert in_bucket(store, bucket) == before
+
+
+def test_what_came_under_a_prefix_while_it_was_replaced_stays(store: Store, bucket: str, made: Path) -> None:
+    fill_bucket(store, bucket, "t/", made)
+
+    def put() -> None:
+        store.client.put_object(Bucket=bucket, Key="t/notes.txt", Body=b"mine")
+
+    where = f"s3://{bucket}/t"
+    request = {"storage_options": store.options, "overwrite": True, "to": "pp=2"}
+    paddle_reshard.convert(SMALL, where, observe=_at_publish(put), **request)
+    found = in_bucket(store, bucket, "t/")
+    assert found.pop("notes.txt") == b"mine"
+    listed = json.loads(found["paddle_reshard.json"])["files"]
+    assert found.keys() == {*listed, "paddle_reshard.json"}
+
+
+# ------------------------------------------------------------------------------------------- what cannot be made
+
+
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        ("file/t", "{root}/file is a file, not a folder"),
+        ("file/deep/t", "{root}/file is a file, not a folder"),
+        ("link", "link: is a link to {root}/folder; give the folder itself"),
+        ("dangling", "dangling: is a link to nowhere; give the folder itself"),
+        ("file", "file: is there already and is not a folder"),
+        ("x" * 300, "the name is too long for the file system"),
+    ],
+)
+def test_a_place_that_cannot_be_a_target_is_told_by_its_name(where: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a file")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    before = tree(tmp_path)
+    for attempt in (paddle_reshard.convert, paddle_reshard.plan):
+        with pytest.raises(TargetError) as refused:
+            attempt(SMALL, tmp_path / where, **ONE_CARD)
+        assert told.format(root=tmp_path) in str(refused.value)
+        assert str(tmp_path / where) in str(refused.value)
+    assert tree(tmp_path) == before
+
+
+def test_a_file_system_that_takes_no_folders_is_refused() -> None:
+    with pytest.raises(TargetError, match=r"^/proc/x: "):
+        paddle_reshard.convert(SMALL, "/proc/x", **ONE_CARD)
+
+
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        ("file", "file: is a file; give the folder of the checkpoint"),
+        ("file/t", "{root}/file is a file, not a folder"),
+        ("none", "none: no such folder"),
+        ("dangling", "dangling: is a link to nowhere, which is not there"),
+    ],
+)
+def test_a_place_that_cannot_be_a_source_is_told_by_its_name(where: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a file")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    with pytest.raises(ReshardError) as refused:
+        paddle_reshard.inspect(tmp_path / where)
+    assert told.format(root=tmp_path) in str(refused.value)
