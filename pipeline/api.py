@@ -63,7 +63,13 @@ from paddle_reshard.pipeline.workflow import (
     plan_checkpoint,
     run_conversion,
 )
-from paddle_reshard.storage.locate import StorageOptions, open_source, open_target
+from paddle_reshard.storage.locate import (
+    StorageOptions,
+    open_source,
+    open_target,
+    source_access,
+    target_access,
+)
 from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.retry_counts import count_retries
 from paddle_reshard.storage.store import Read, ReadRange, Source
@@ -147,15 +153,18 @@ def inspect(
     rules: PathLike | None = None,
     config: PathLike | None = None,
     storage_options: StorageOptions | None = None,
+    allow_scheme: Sequence[str] = (),
 ) -> Inspection:
     """Say what a checkpoint is, from its metadata alone. Tensors that no file holds are told, not refused.
+
+    ``storage_options`` and ``allow_scheme`` are those of :class:`ConversionOptions`, here and in all functions.
 
     Raises
     ------
     CheckpointError, PlanError
         If it is not one whole, consistent checkpoint that the rules cover.
     """
-    store = open_source(os.fspath(source), storage_options or {})
+    store = open_source(os.fspath(source), storage_options or {}, allow_scheme)
     checkpoint = index_checkpoint(store, *given_inputs(rules, config), MissingPolicy(allowed=("*",)))
     sizes = store.sizes()
     files = {file.path: file.size_bytes for file in checkpoint.catalog.files}
@@ -232,14 +241,14 @@ def _plan(
 ) -> ConversionPlan:
     request = read_request(target, options)
     sinks = open_targets((source,), target, options, resume, False)
-    stores = options.get("storage_options") or {}
+    access = source_access(options)
     fill = options.get("fill")
     filling = read_filling(
-        None if fill is None else os.fspath(fill), options.get("allow_missing", ()), stores
+        None if fill is None else os.fspath(fill), options.get("allow_missing", ()), access
     )
     program = load_program(_path(options.get("aoa")))
     tables, config = given_inputs(options.get("rules"), options.get("config"))
-    own = open_source(os.fspath(source), stores)
+    own = open_source(os.fspath(source), *access)
     checkpoint = index_checkpoint(own, tables, config, filling.policy, index_files)
     store = filling.serve(own)
     if program is not None:
@@ -336,7 +345,7 @@ def open_targets(
     take_over: bool,
 ) -> Outputs:
     """The places of all targets; an occupied one is refused before anything is read."""
-    stores = options.get("storage_options") or {}
+    access = target_access(options)
     locations = [os.fspath(place) for place in (target if isinstance(target, Mapping) else (target,))]
     for number, location in enumerate(locations):
         for source in sources:
@@ -344,7 +353,12 @@ def open_targets(
         for other in locations[:number]:
             check_apart(other, location, "two targets")
     overwrite = options.get("overwrite", False)
-    return Outputs([open_target(place, overwrite, stores, resume, take_over) for place in locations])
+    return Outputs(
+        [
+            open_target(place, overwrite, access.options, resume, take_over, access.schemes)
+            for place in locations
+        ]
+    )
 
 
 def convert(
@@ -450,6 +464,9 @@ def verify(
     config: PathLike | None = None,
     allow_missing: Sequence[str] = (),
     storage_options: StorageOptions | None = None,
+    source_storage_options: StorageOptions | None = None,
+    target_storage_options: StorageOptions | None = None,
+    allow_scheme: Sequence[str] = (),
 ) -> VerifyReport:
     """Compare the logical content of two checkpoints of any topologies, bit for bit.
 
@@ -457,8 +474,15 @@ def verify(
     state that only one side has is a difference, unless ``states`` leaves it out, or ``subset`` allows that
     ``b`` has less. So are copies of a tensor that differ within a side, unless ``replicas`` is ``"first"``.
     Tensors that no file of a side holds are refused, unless a pattern of ``allow_missing`` fits their key.
+    ``source_storage_options`` are those of ``a``, ``target_storage_options`` those of ``b``.
     """
-    stores = [open_source(os.fspath(side), storage_options or {}) for side in (a, b)]
+    given = {"storage_options": storage_options, "allow_scheme": allow_scheme}
+    given |= {"source_storage_options": source_storage_options}
+    given |= {"target_storage_options": target_storage_options}
+    stores = [
+        open_source(os.fspath(a), *source_access(given)),
+        open_source(os.fspath(b), *target_access(given)),
+    ]
     missing = MissingPolicy(allowed=tuple(allow_missing))
     one, two = index_pair(stores[0], stores[1], *given_inputs(rules, config), missing)
     known = {t.state for t in (*one.catalog.tensors, *two.catalog.tensors)}
@@ -505,6 +529,9 @@ def check(
     *,
     source: PathLike | None = None,
     storage_options: StorageOptions | None = None,
+    source_storage_options: StorageOptions | None = None,
+    target_storage_options: StorageOptions | None = None,
+    allow_scheme: Sequence[str] = (),
 ) -> IntegrityReport:
     """Compare a target with its manifest: every file, every part, every byte.
 
@@ -516,8 +543,11 @@ def check(
     CheckpointError
         If it has no manifest, so that it is no finished target, or one without checksums; if ``source`` is not there.
     """
-    store = open_source(os.fspath(target), storage_options or {})
-    made_from = None if source is None else open_source(os.fspath(source), storage_options or {})
+    given = {"storage_options": storage_options, "allow_scheme": allow_scheme}
+    given |= {"source_storage_options": source_storage_options}
+    given |= {"target_storage_options": target_storage_options}
+    store = open_source(os.fspath(target), *target_access(given))
+    made_from = None if source is None else open_source(os.fspath(source), *source_access(given))
     sizes = store.sizes()
     if MANIFEST not in sizes:
         raise CheckpointError(
@@ -528,7 +558,11 @@ def check(
 
 
 def clean(
-    target: PathLike, *, take_over: bool = False, storage_options: StorageOptions | None = None
+    target: PathLike,
+    *,
+    take_over: bool = False,
+    storage_options: StorageOptions | None = None,
+    allow_scheme: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """Remove what an unfinished conversion has left at a target, and say what: nothing is left to resume.
 
@@ -538,7 +572,9 @@ def clean(
         If the conversion is running. One on another machine whose lock has not expired is overruled with
         ``take_over``.
     """
-    sink = open_target(os.fspath(target), False, storage_options or {}, resume=True, take_over=take_over)
+    sink = open_target(
+        os.fspath(target), False, storage_options or {}, True, take_over=take_over, schemes=allow_scheme
+    )
     return tuple(sink.clean())
 
 

@@ -46,7 +46,7 @@ from paddle_reshard.pipeline.workflow import (
     ignore_events,
     plan_checkpoint,
 )
-from paddle_reshard.storage.locate import open_source
+from paddle_reshard.storage.locate import open_source, source_access
 from paddle_reshard.storage.store import Read, ReadRange, Source
 from paddle_reshard.tasks.ema import Averaging, factors
 from paddle_reshard.tasks.index import IndexFiles, index_here
@@ -377,7 +377,7 @@ def _plan_average(
         target = {place: _of_average(of_target) for place, of_target in target.items()}
     request = read_request(target, _of_average(options))
     sinks = open_targets(sources, target, options, resume, False)
-    stores = [open_source(os.fspath(source), options.get("storage_options") or {}) for source in sources]
+    stores = [open_source(os.fspath(source), *source_access(options)) for source in sources]
     tables, config = given_inputs(options.get("rules"), options.get("config"))
     missing = MissingPolicy(allowed=tuple(options.get("allow_missing", ())))
     checkpoints = [index_checkpoint(store, tables, config, missing, index_files) for store in stores]

@@ -27,6 +27,7 @@ from paddle_reshard.pipeline.layouts.huggingface.choices import EXPORTED_STATES,
 from paddle_reshard.pipeline.options import (
     DEFAULT_MEMORY,
     FORMATS,
+    PLAIN_SCHEMES,
     REPLICAS,
     PathLike,
     TargetOptions,
@@ -64,6 +65,11 @@ DIFFERENT, TROUBLE = 1, 2
 SHOWN_DIFFERENCES = 20
 SHOWN_WORKERS = 16
 SHOWN_AMPLIFICATION = 1.05
+KNOWN_TO_ONE = (
+    *("a", "source", "as_json", "quiet"),
+    *("storage_options", "source_storage_options", "target_storage_options", "allow_scheme"),
+)
+"""Options of ``verify`` that also go with one target alone."""
 EXCHANGES = ("auto", "always", "never")
 DEVICES = ("cpu", "gpu")
 
@@ -109,12 +115,42 @@ replicas_option = outcome_option(
 memory_option = conduct_option(
     "--memory", default=DEFAULT_MEMORY, show_default=True, help="Memory budget of each worker."
 )
-storage_option = access_option(
-    "--storage-options",
-    metavar="JSON|@FILE",
-    callback=lambda context, parameter, value: _storage_options(value),
-    help="What fsspec needs to reach the store: key, secret, endpoint_url, profile, … Never printed or stored; "
-    "@FILE keeps it out of the list of processes.",
+
+
+def _storage_option(text: str, *names: str) -> Callable[[Any], Any]:
+    return access_option(
+        *names,
+        metavar="JSON|@FILE",
+        callback=lambda context, parameter, value: _storage_options(value),
+        help=text,
+    )
+
+
+_REACH = (
+    "What fsspec needs to reach the store: key, secret, endpoint_url, profile, … Never printed or stored; "
+    "@FILE keeps it out of the list of processes."
+)
+allow_scheme_option = conduct_option(
+    "--allow-scheme",
+    multiple=True,
+    metavar="NAME",
+    help=f"Open URLs of this scheme too, beside the plain ones: {', '.join(sorted(PLAIN_SCHEMES))}.",
+)
+storage_option = _options(_storage_option(_REACH, "--storage-options"), allow_scheme_option)
+source_storage_option = _options(
+    _storage_option(_REACH, "--storage-options", "--source-storage-options", "storage_options"),
+    allow_scheme_option,
+)
+target_storage_option = _options(
+    _storage_option(_REACH, "--storage-options", "--target-storage-options", "storage_options"),
+    allow_scheme_option,
+)
+both_storage_options = _options(
+    storage_option,
+    _storage_option("The same for what is read, in place of --storage-options.", "--source-storage-options"),
+    _storage_option(
+        "The same for what is written, in place of --storage-options.", "--target-storage-options"
+    ),
 )
 quiet_option = conduct_option("--quiet", is_flag=True, help="Print nothing but errors.")
 target_options = _options(
@@ -218,7 +254,7 @@ target_options = _options(
         "that, unless another --target holds it. Can be repeated.",
     ),
     outcome_option("--vocab-trim", type=click.IntRange(1), help="Cut the vocabulary to this many rows."),
-    storage_option,
+    both_storage_options,
     outcome_option("--overwrite", is_flag=True, help="Replace a checkpoint that the target already holds."),
     json_option,
     quiet_option,
@@ -285,7 +321,7 @@ run_options = _options(
 @rules_option
 @config_option
 @click.option("--tensors", is_flag=True, help="List every tensor with the rule that matched it.")
-@storage_option
+@source_storage_option
 @json_option
 def inspect(
     source: str,
@@ -293,6 +329,7 @@ def inspect(
     config: Path | None,
     tensors: bool,
     storage_options: dict[str, Any] | None,
+    allow_scheme: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Say what a checkpoint is, from its metadata alone."""
@@ -302,6 +339,7 @@ def inspect(
             rules=rules,
             config=config,
             storage_options=storage_options,
+            allow_scheme=allow_scheme,
         )
     _answer(inspection_data(found), as_json, False, lambda: _show_inspection(found, tensors))
 
@@ -400,7 +438,7 @@ def convert(
 @rules_option
 @config_option
 @missing_option
-@storage_option
+@both_storage_options
 @json_option
 @quiet_option
 def verify(
@@ -414,9 +452,9 @@ def verify(
     rules: Path | None,
     config: Path | None,
     allow_missing: tuple[str, ...],
-    storage_options: dict[str, Any] | None,
     as_json: bool,
     quiet: bool,
+    **reach: Any,
 ) -> None:
     """Compare the logical content of two checkpoints of any topologies, bit for bit.
 
@@ -427,7 +465,7 @@ def verify(
     if b is None:
         with _reporting(as_json, TROUBLE):
             _check_for_one(click.get_current_context())
-            found = paddle_reshard.check(a, source=source, storage_options=storage_options)
+            found = paddle_reshard.check(a, source=source, **reach)
         _answer(integrity_data(found), as_json, quiet, lambda: _show_integrity(found))
         sys.exit(0 if found else DIFFERENT)
     with _reporting(as_json, TROUBLE):
@@ -446,7 +484,7 @@ def verify(
             rules=rules,
             config=config,
             allow_missing=allow_missing,
-            storage_options=storage_options,
+            **reach,
         )
     _answer(verify_data(report), as_json, quiet, lambda: _show_verification(report))
     sys.exit(0 if report else DIFFERENT)
@@ -456,7 +494,7 @@ def _check_for_one(context: click.Context) -> None:
     """Refuse what ``verify`` of one target would not look at."""
     for option in context.command.params:
         given = context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT
-        if given and option.name not in ("a", "source", "storage_options", "as_json", "quiet"):
+        if given and option.name not in KNOWN_TO_ONE:
             raise UsageError(
                 f"{option.opts[0]} is for two checkpoints; one is compared with its manifest, byte for byte"
             )
@@ -469,15 +507,22 @@ def _check_for_one(context: click.Context) -> None:
     is_flag=True,
     help="Also what a conversion of another machine has left, without waiting for its lock to expire.",
 )
-@storage_option
+@target_storage_option
 @json_option
 @quiet_option
 def clean(
-    target: str, take_over: bool, storage_options: dict[str, Any] | None, as_json: bool, quiet: bool
+    target: str,
+    take_over: bool,
+    storage_options: dict[str, Any] | None,
+    allow_scheme: tuple[str, ...],
+    as_json: bool,
+    quiet: bool,
 ) -> None:
     """Remove what an unfinished conversion has left at a target; refused while it runs."""
     with _reporting(as_json):
-        removed = paddle_reshard.clean(target, take_over=take_over, storage_options=storage_options)
+        removed = paddle_reshard.clean(
+            target, take_over=take_over, storage_options=storage_options, allow_scheme=allow_scheme
+        )
 
     def show() -> None:
         for line in removed or (f"{target}: no unfinished conversion is here",):

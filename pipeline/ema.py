@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
@@ -357,6 +357,7 @@ class AsyncEma:
         rules: PathLike | None = None,
         config: PathLike | Mapping[str, Any] | None = None,
         storage_options: StorageOptions | None = None,
+        allow_scheme: Collection[str] = (),
     ) -> None:
         """Go on from the average that a checkpoint holds.
 
@@ -375,13 +376,15 @@ class AsyncEma:
             none.
         storage_options
             What fsspec needs to reach a store that is not a local folder.
+        allow_scheme
+            Schemes of URLs that are opened beside the plain ones.
 
         Raises
         ------
         CheckpointError, PlanError
             Naming the tensor and both shapes, if the checkpoint's average is not one of this rank's tensors.
         """
-        store = open_source(os.fspath(directory), storage_options or {})
+        store = open_source(os.fspath(directory), storage_options or {}, allow_scheme)
         companion = self._companion(self.weights())
         companion.wait()
         progress = _read_progress(store, store.sizes(), self.averaging)

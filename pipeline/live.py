@@ -34,7 +34,7 @@ from paddle_reshard.pipeline.live_tensors import (
 from paddle_reshard.pipeline.options import PathLike, parse_memory
 from paddle_reshard.pipeline.planning.plan import JOIN_GAP_BYTES, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
-from paddle_reshard.storage.locate import StorageOptions, is_local, open_source
+from paddle_reshard.storage.locate import Access, StorageOptions, is_local, open_source
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.device import Mover
 from paddle_reshard.tasks.fill import read_filling
@@ -69,6 +69,7 @@ def load_into(
     rules: PathLike | None = None,
     memory: str = "1GiB",
     storage_options: StorageOptions | None = None,
+    allow_scheme: Sequence[str] = (),
     strict: bool = True,
     fill: PathLike | None = None,
     allow_missing: Sequence[str] = (),
@@ -94,6 +95,8 @@ def load_into(
         How much memory loading may use beside the tensors, ``"1GiB"``.
     storage_options
         What fsspec needs to reach a store that is not a local folder.
+    allow_scheme
+        Schemes of URLs that are opened beside the plain ones.
     strict
         Refuse if the checkpoint holds optimizer states of a parameter that the ``state_dict``, which has others of it,
         has no place for; or if a nested dict is empty.
@@ -115,9 +118,9 @@ def load_into(
             f"a {type(state_dict).__name__} is no state_dict; give what its state_dict() returns"
         )
     location = os.fspath(source)
-    stores = storage_options or {}
-    filling = read_filling(None if fill is None else os.fspath(fill), allow_missing, stores)
-    own = open_source(location, stores)
+    access = Access(storage_options or {}, tuple(allow_scheme))
+    filling = read_filling(None if fill is None else os.fspath(fill), allow_missing, access)
+    own = open_source(location, *access)
     given = config if isinstance(config, Mapping) or config is None else load_config(Path(config))
     tables = load_tables(None if rules is None else Path(rules))
     checkpoint = index_checkpoint(own, tables, given, filling.policy)

@@ -36,6 +36,10 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
 }
 """Target format → options that say something about a target of it."""
 REPLICAS = ("compare", "first")
+PLAIN_SCHEMES = frozenset(
+    ("file", "local", "memory", "s3", "s3a", "gs", "gcs", "oss", "abfs", "abfss", "az", "hdfs")
+)
+"""Schemes of URLs that are stores of files and nothing else; any other is opened only if a user names it."""
 PathLike = str | _PathLike[str]
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 
@@ -386,6 +390,12 @@ class ConversionOptions(TargetOptions, total=False):
     """The same with fewer rows; what is trimmed is gone."""
     storage_options: Mapping[str, Any] | None
     """What fsspec needs to reach a store that is not a local folder: credentials, endpoint, profile."""
+    source_storage_options: Mapping[str, Any] | None
+    """The same for the source alone, in place of ``storage_options``."""
+    target_storage_options: Mapping[str, Any] | None
+    """The same for the targets alone."""
+    allow_scheme: Sequence[str]
+    """Schemes of URLs that are opened beside the plain ones: ``("sftp",)``."""
 
 
 TARGET_OPTIONS = tuple(TargetOptions.__annotations__)

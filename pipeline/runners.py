@@ -12,6 +12,7 @@ from paddle_reshard.pipeline.claims import State
 from paddle_reshard.pipeline.errors import JobError, StaleSessionError
 from paddle_reshard.pipeline.workflow import Event, StepEnded, StepStarted
 from paddle_reshard.storage.formats.strict_json import parse_json
+from paddle_reshard.storage.locate import target_access
 
 if TYPE_CHECKING:
     from paddle_reshard.clusters.jobs import JobRequest
@@ -27,11 +28,6 @@ class Conversion:
     """Keyword arguments of :func:`paddle_reshard.convert`."""
     identify: Callable[[str, str], str]
     """Source and target → conversion id."""
-
-    @property
-    def storage_options(self) -> Mapping[str, Any]:
-        """What fsspec needs to reach the stores."""
-        return self.options.get("storage_options") or {}
 
 
 class Outcome(Exception):
@@ -69,7 +65,8 @@ def convert_inline(conversion: Conversion) -> Convert:
 def _discard(target: str, conversion: Conversion, reason: object) -> None:
     """Remove what an earlier attempt left that cannot be gone on with: who has the claim may begin anew."""
     log.info("%s", reason)
-    paddle_reshard.clean(target, storage_options=conversion.storage_options)
+    options, schemes = target_access(conversion.options)
+    paddle_reshard.clean(target, storage_options=options, allow_scheme=schemes)
 
 
 def convert_as_job(

@@ -56,7 +56,7 @@ from paddle_reshard.pipeline.workflow import describe_targets
 from paddle_reshard.storage.formats.strict_json import parse_json
 from paddle_reshard.storage.holder import is_gone, process_start, this_process
 from paddle_reshard.storage.listing import Shelf, open_shelf
-from paddle_reshard.storage.locate import open_source
+from paddle_reshard.storage.locate import open_source, source_access, target_access
 from paddle_reshard.tasks.fill import read_filling
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class Watcher:
         self.tables = load_tables(_path(options.get("rules")))
         self.config = load_config(_path(options.get("config")))
         fill, allowed = options.get("fill"), options.get("allow_missing", ())
-        self.missing = read_filling(fill, allowed, self.conversion.storage_options).policy
+        self.missing = read_filling(fill, allowed, source_access(options)).policy
 
     # ------------------------------------------------------------------------------------- one pass
 
@@ -298,7 +298,7 @@ class Watcher:
     def _index(self, name: str) -> ReshardError | None:
         """What is wrong with a checkpoint, by its metadata."""
         try:
-            source = open_source(self.run.at(name), self.conversion.storage_options)
+            source = open_source(self.run.at(name), *source_access(self.conversion.options))
             index_checkpoint(source, self.tables, self.config, self.missing)
         except ReshardError as error:
             return error
@@ -533,10 +533,9 @@ def open_watcher(
     run: str, out: str, conversion: Conversion, policy: Policy, convert: Convert | None = None
 ) -> Watcher:
     """A watcher of the checkpoints in ``run`` that converts them below ``out``."""
-    options = conversion.storage_options
     return Watcher(
-        open_shelf(run, options),
-        open_shelf(out, options),
+        open_shelf(run, *source_access(conversion.options)),
+        open_shelf(out, *target_access(conversion.options)),
         conversion,
         convert or convert_inline(conversion),
         policy,

@@ -128,13 +128,13 @@ class FsspecFolder:
 
     def check_options(self) -> None:
         """Refuse a scheme without a driver, and options that the driver does not take."""
-        scheme = self.url.split("://", 1)[0]
-        try:
-            fsspec.get_filesystem_class(scheme)
-        except ImportError as error:
-            raise UnsupportedError(f"{scheme}://: {_missing_driver(scheme)}") from error
-        except ValueError as error:
-            raise UnsupportedError(f"{scheme}:// is not a scheme that fsspec knows") from error
+        for scheme in (link.partition("://")[0] for link in self.url.split("::")):
+            try:
+                fsspec.get_filesystem_class(scheme)
+            except ImportError as error:
+                raise UnsupportedError(f"{scheme}://: {_missing_driver(scheme)}") from error
+            except ValueError as error:
+                raise UnsupportedError(f"{scheme}:// is not a scheme that fsspec knows") from error
         try:
             self._connect()
         except (TypeError, KeyError, ValueError) as error:
@@ -152,7 +152,7 @@ class FsspecFolder:
         files, folders = dict(level.files), []
         for name in level.folders:
             if name in TENSOR_FOLDERS:
-                inner = replace(self, url=f"{self.url.rstrip('/')}/{name}").level(policy)
+                inner = replace(self, url=below(self.url, name)).level(policy)
                 files |= {f"{name}/{path}": stamp for path, stamp in inner.files.items()}
                 folders += [f"{name}/{path}" for path in inner.folders]
             else:
@@ -322,8 +322,23 @@ def choose_options(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in chosen.items() if name not in _OURS}
 
 
+def below(url: str, path: str) -> str:
+    """The URL of something in a folder. Of a chain the first link with a path is the one that goes on.
+
+    >>> below("s3://bucket/a/", "b"), below("zip://a::s3://bucket/c.zip", "b")
+    ('s3://bucket/a/b', 'zip://a/b::s3://bucket/c.zip')
+    """
+    links = url.split("::")
+    number = next((i for i, link in enumerate(links) if "://" in link), 0)
+    link = links[number]
+    links[number] = f"{link}{'' if link.endswith('/') else '/'}{path}" if path else link
+    return "::".join(links)
+
+
 def without_secrets(url: str) -> str:
     """A URL as it may be shown: without user, password and query."""
+    if "::" in url and "://" in url:
+        return "::".join(without_secrets(link) for link in url.split("::"))
     scheme, mark, rest = url.partition("://")
     if not mark:
         return url
@@ -334,8 +349,9 @@ def without_secrets(url: str) -> str:
 
 def secrets_of(url: str, options: Mapping[str, Any]) -> set[str]:
     """Every text in a URL or its options that must not be shown."""
-    parts = urlsplit(url)
-    found = {parts.username or "", parts.password or "", *(value for _, value in parse_qsl(parts.query))}
+    found: set[str] = set()
+    for parts in map(urlsplit, url.split("::")):
+        found |= {parts.username or "", parts.password or "", *(value for _, value in parse_qsl(parts.query))}
     found.update(_secret_values(options, False))
     return {secret for secret in found if len(secret) >= _SHORTEST_SECRET}
 

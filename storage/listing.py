@@ -13,12 +13,13 @@ import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from paddle_reshard.pipeline.errors import ListingError
 from paddle_reshard.storage.local import list_folder
-from paddle_reshard.storage.locate import StorageOptions, _open_folder, is_local, local_path
+from paddle_reshard.storage.locate import StorageOptions, _open_folder, check_scheme, is_local, local_path
 
 if TYPE_CHECKING:
     from paddle_reshard.storage.fsspec_folder import FsspecFolder
@@ -53,8 +54,9 @@ class Shelf(Protocol):
         """Remove a folder with all it holds, ``first`` before all others. Can be repeated."""
 
 
-def open_shelf(location: str, options: StorageOptions) -> Shelf:
-    """The shelf at a path or URL; it need not be there yet."""
+def open_shelf(location: str, options: StorageOptions, schemes: Collection[str] = ()) -> Shelf:
+    """The shelf at a path or URL; it need not be there yet. ``options`` and ``schemes`` as in ``Access``."""
+    check_scheme(location, schemes)
     return LocalShelf(local_path(location)) if is_local(location) else RemoteShelf(location, options)
 
 
@@ -156,7 +158,7 @@ class RemoteShelf:
         self.location = self._folder("").location
 
     def _folder(self, path: str) -> FsspecFolder:
-        return _open_folder(f"{self.url}/{path}".rstrip("/"), self.options, ListingError)
+        return _open_folder(self.at(path), self.options, ListingError)
 
     def _parent(self, path: str) -> tuple[FsspecFolder, str]:
         folder, _, name = path.rpartition("/")
@@ -164,7 +166,9 @@ class RemoteShelf:
 
     def at(self, path: str) -> str:
         """URL of something on the shelf."""
-        return f"{self.url}/{path}"
+        from paddle_reshard.storage.fsspec_folder import below
+
+        return below(self.url, path)
 
     def folders(self) -> list[str]:
         """Names of the folders on the shelf."""

@@ -1,12 +1,25 @@
-"""Which store does a path or URL belong to?"""
+"""Which store does a path or URL belong to?
+
+Here, and only here, a text becomes a place that is opened. It always comes from the user; nothing that a file names
+gets here. Schemes that are stores of files and nothing else are opened; those that read a file to find out what to
+open, that unpack, that cache or that speak to any web server only if the user names them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path, PurePath, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paddle_reshard.pipeline.errors import CheckpointError, ReshardError, TargetError, UnsupportedError
+from paddle_reshard.pipeline.errors import (
+    CheckpointError,
+    ReshardError,
+    TargetError,
+    UnsupportedError,
+    UsageError,
+)
+from paddle_reshard.pipeline.options import PLAIN_SCHEMES
 from paddle_reshard.storage.local import LocalSource, LocalTarget
 from paddle_reshard.storage.store import Source
 
@@ -17,18 +30,53 @@ if TYPE_CHECKING:
 
 StorageOptions = Mapping[str, Any]
 _LOCAL_SCHEMES = ("file", "local")
+_SCHEME = re.compile(r"[a-z][a-z0-9+._-]*")
+_ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/?(?!/)")
 
 
-def open_source(location: str, options: StorageOptions) -> Source:
+class Access(NamedTuple):
+    """What a user gives so that a store can be reached; ``open_source(place, *access)``."""
+
+    options: StorageOptions
+    """Go to fsspec, for a URL; a mapping under the name of a scheme concerns only that scheme. They hold secrets."""
+    schemes: tuple[str, ...] = ()
+    """May be opened beside the plain ones."""
+
+    def __repr__(self) -> str:
+        return f"Access(…, {self.schemes!r})"
+
+
+def source_access(options: Mapping[str, Any]) -> Access:
+    """How what is read is reached, by the options of a conversion."""
+    return _access(options, "source_storage_options")
+
+
+def target_access(options: Mapping[str, Any]) -> Access:
+    """How what is written is reached, by the options of a conversion."""
+    return _access(options, "target_storage_options")
+
+
+def _access(options: Mapping[str, Any], own: str) -> Access:
+    """Options of one side stand in place of those for both: no secret of one store goes to the other."""
+    chosen = options.get(own)
+    if chosen is None:
+        chosen = options.get("storage_options")
+    return Access(chosen or {}, tuple(options.get("allow_scheme") or ()))
+
+
+def open_source(location: str, options: StorageOptions, schemes: Collection[str] = ()) -> Source:
     """Look at a checkpoint: its files and their sizes.
 
-    ``options`` go to fsspec, for a URL; a mapping under the name of a scheme concerns only that scheme.
+    ``options`` and ``schemes`` are those of :class:`Access`.
 
     Raises
     ------
     CheckpointError
         If nothing is there, or it cannot be read with these options.
+    UnsupportedError, UsageError
+        If the scheme of a URL is not opened, or it is none.
     """
+    check_scheme(location, schemes)
     if is_local(location):
         return LocalSource(local_path(location))
     from paddle_reshard.storage.fsspec_source import FsspecSource
@@ -36,7 +84,7 @@ def open_source(location: str, options: StorageOptions) -> Source:
     return FsspecSource(_open_folder(location, options, CheckpointError))
 
 
-def open_file(location: str, options: StorageOptions) -> tuple[Source, str]:
+def open_file(location: str, options: StorageOptions, schemes: Collection[str] = ()) -> tuple[Source, str]:
     """Look at one file: a store that shows nothing else, and the file's name in it.
 
     Raises
@@ -44,6 +92,7 @@ def open_file(location: str, options: StorageOptions) -> tuple[Source, str]:
     CheckpointError
         If it is not there, or cannot be read with these options.
     """
+    check_scheme(location, schemes)
     folder, _, name = location.rpartition("/")
     if is_local(location):
         path = local_path(location)
@@ -64,6 +113,7 @@ def open_target(
     options: StorageOptions,
     resume: bool = False,
     take_over: bool = False,
+    schemes: Collection[str] = (),
 ) -> LocalTarget | StagedTarget | S3Target:
     """Check that a place for a new checkpoint is free, and can be written; nothing is written yet.
 
@@ -74,7 +124,10 @@ def open_target(
     ------
     TargetError
         If it holds something already, or cannot be written with these options.
+    UnsupportedError, UsageError
+        If the scheme of a URL is not opened, or it is none.
     """
+    check_scheme(location, schemes)
     if is_local(location):
         return LocalTarget(local_path(location), overwrite, resume, take_over)
     from paddle_reshard.storage.fsspec_target import StagedTarget
@@ -86,14 +139,60 @@ def open_target(
     return StagedTarget(folder, overwrite, resume, take_over)
 
 
+def check_scheme(location: str, schemes: Collection[str] = ()) -> None:
+    """Refuse a URL whose scheme is neither plain nor among ``schemes``, those that the user has named.
+
+    fsspec reads ``a::b://…`` as a chain: one file system in the files of another. All of them are looked at.
+
+    Raises
+    ------
+    UnsupportedError
+        If a scheme is not to be opened.
+    UsageError
+        If what looks like a URL is none, so that a folder of a strange name would be meant.
+    """
+    first, mark, rest = location.partition("://")
+    if not mark:
+        slip = _ONE_SLASH.match(location)
+        if slip and slip[1].lower() in PLAIN_SCHEMES:
+            raise UsageError(
+                f"{location}: a URL has two slashes, {slip[1].lower()}://…; a folder of this name is ./{location}"
+            )
+        return
+    if first in _LOCAL_SCHEMES:
+        if not rest.startswith("/"):
+            raise UsageError(f"{location}: the URL of a file has three slashes, {first}:///path")
+        return
+    links = [link.partition("://")[0] for link in location.split("::")]
+    for name in links:
+        if not _SCHEME.fullmatch(name):
+            hint = f"; write {name.lower()}://" if _SCHEME.fullmatch(name.lower()) else ""
+            raise UnsupportedError(f"{name!r} is not the name of a scheme{hint}")
+    known = PLAIN_SCHEMES.union(schemes)
+    strange = [name for name in links if name not in known]
+    if len(links) > 1 and not strange and links[0] not in schemes:
+        strange = links[:1]
+    if strange:
+        what = f"{'::'.join(links)}, a chain of file systems," if len(links) > 1 else f"{strange[0]}://"
+        raise UnsupportedError(
+            f"{what} is not opened unless you ask for it: {' '.join(f'--allow-scheme {s}' for s in strange)}; "
+            f"plain stores are {', '.join(sorted(PLAIN_SCHEMES))}"
+        )
+
+
 def _open_folder(location: str, options: StorageOptions, failure: type[ReshardError]) -> FsspecFolder:
     """A folder of the store that a URL names. The drivers are imported here: local work does without them."""
     from paddle_reshard.storage.fsspec_folder import FsspecFolder, choose_options
     from paddle_reshard.storage.s3 import SCHEMES, S3Folder
 
+    if "::" in location:  # fsspec finds the options of each link by its scheme
+        return _checked(FsspecFolder(location, dict(options), failure))
     scheme = location.split("://", 1)[0]
     kind = S3Folder if scheme in SCHEMES else FsspecFolder
-    folder = kind(location, choose_options(scheme, options), failure)
+    return _checked(kind(location, choose_options(scheme, options), failure))
+
+
+def _checked(folder: FsspecFolder) -> FsspecFolder:
     folder.check_options()
     return folder
 

@@ -10,7 +10,7 @@ from paddle_reshard.pipeline.errors import CheckpointError, FormatError
 from paddle_reshard.pipeline.layouts.checkpoint import MissingPolicy
 from paddle_reshard.storage.beside import SourceBeside
 from paddle_reshard.storage.formats.safetensors import parse_safetensors
-from paddle_reshard.storage.locate import StorageOptions, open_file
+from paddle_reshard.storage.locate import Access, open_file
 from paddle_reshard.storage.store import Source
 
 
@@ -30,7 +30,7 @@ class Filling:
         return SourceBeside(source, self.policy.file.path, store, name)
 
 
-def read_filling(location: str | None, allowed: Sequence[str], options: StorageOptions) -> Filling:
+def read_filling(location: str | None, allowed: Sequence[str], access: Access) -> Filling:
     """Read the header of a safetensors file of missing tensors.
 
     Parameters
@@ -39,8 +39,8 @@ def read_filling(location: str | None, allowed: Sequence[str], options: StorageO
         Path or URL of the file; ``None``: nothing is filled.
     allowed
         Patterns of structured keys that may be missing in the target too.
-    options
-        Options of its store.
+    access
+        How its store is reached.
 
     Raises
     ------
@@ -49,7 +49,7 @@ def read_filling(location: str | None, allowed: Sequence[str], options: StorageO
     """
     if location is None:
         return Filling(MissingPolicy(allowed=tuple(allowed)))
-    store, name = open_file(location, options)
+    store, name = open_file(location, *access)
     size_bytes = store.sizes()[name]
     shown = f"--fill {store.location}/{name}"
     try:

@@ -32,12 +32,12 @@ def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = {"class": "no_such_driver.FileSystem", "err": "a hint of fsspec"}
     monkeypatch.setitem(known_implementations, "far", driver)
     with pytest.raises(UnsupportedError, match="far://: the package no_such_driver is missing; install it"):
-        open_source("far://bucket/c", {})
+        open_source("far://bucket/c", {}, ("far",))
     monkeypatch.setitem(known_implementations, "far", {**driver, "class": "fsspec.no_such_driver.FileSystem"})
     with pytest.raises(UnsupportedError, match="far://: a hint of fsspec"):
-        open_target("far://bucket/c", False, {})
+        open_target("far://bucket/c", False, {}, schemes=("far",))
     with pytest.raises(UnsupportedError, match="nonsense:// is not a scheme"):
-        open_target("nonsense://bucket/c", False, {})
+        open_target("nonsense://bucket/c", False, {}, schemes=("nonsense",))
 
 
 def test_unknown_options_are_a_wrong_request(store: Store) -> None:
@@ -63,6 +63,7 @@ def test_urls_are_shown_without_secrets() -> None:
     assert without_secrets("hdfs://me:pass@word@host:9000/a?token=t#f") == "hdfs://host:9000/a"
     assert without_secrets("s3://bucket/a@b/c") == "s3://bucket/a@b/c"
     assert without_secrets("/a@b") == "/a@b"
+    assert without_secrets("zip://a::hdfs://me:pass@host/c?t=1") == "zip://a::hdfs://host/c"
 
 
 SECRETS = ("AKIDSECRETKEY", "s3cr3t-w0rd", "passw0rd", "sig-nature", "t0ken-nested")
