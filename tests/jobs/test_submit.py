@@ -58,9 +58,12 @@ DECIDES = {
     Decides.PLACE: {"fill": "/lost.safetensors"},
     Decides.CONDUCT: {
         "memory": "4GiB", "cluster": "ray", "workers": 2, "exchange": "never", "device": "gpu", "allow_reread": True,
-        "resume": True, "take_over": True, "as_json": True, "quiet": True,
+        "resume": True, "take_over": True, "as_json": True, "quiet": True, "allow_scheme": "sftp",
     },
-    Decides.ACCESS: {"storage_options": '{"key": "k"}'},
+    Decides.ACCESS: {
+        "storage_options": '{"key": "k"}', "source_storage_options": '{"key": "k"}',
+        "target_storage_options": '{"key": "k"}',
+    },
 }  # fmt: skip
 """Every option of ``convert``, by what it decides, with a value that is not its default."""
 
