@@ -372,6 +372,7 @@ def convert(
     exchange: str = "auto",
     expected_plan: PathLike | None = None,
     device: str = "cpu",
+    verify: bool = False,
     observe: Observer = ignore_events,
     **options: Unpack[ConversionOptions],
 ) -> ConversionReport:
@@ -383,7 +384,7 @@ def convert(
         As for :func:`plan`. Several targets appear one after the other, when all of them are whole.
     resume
         Go on where an unfinished run of this very conversion stopped, if there is one; and if all was done, do
-        nothing.
+        nothing but look at the targets: one that is seen to be damaged is refused.
     take_over
         Also if it ran on another machine and may still be alive; implies ``resume``.
     cluster
@@ -399,6 +400,8 @@ def convert(
         A file that ``plan --save`` made: refuse unless this conversion is that plan.
     device
         ``"cpu"``: NumPy. ``"gpu"``, on Ray: one GPU for each worker, and Paddle.
+    verify
+        In the end, read every byte of all targets and compare it with its checksum, also of those that were there.
     observe
         Is told what happens as event values.
     options
@@ -427,6 +430,7 @@ def convert(
         engine,
         observe,
         resume,
+        verify,
     )
 
 
@@ -436,6 +440,7 @@ def plan_and_run(
     engine: Engine,
     observe: Observer,
     resume: bool,
+    verify: bool = False,
 ) -> ConversionReport:
     """Make a plan, open the targets and carry it out; ``observe`` is told of all steps."""
     counted, index_files = count_retries(), choose_indexing(engine)
@@ -447,7 +452,7 @@ def plan_and_run(
     facts = (*dict.fromkeys(chosen), f"{groups} groups", f"{written_bytes} bytes to write")
     observe(StepEnded("plan", ", ".join(facts)))
     sinks = open_sinks()
-    moved = run_conversion(conversion, sinks, engine, observe, resume, index_files)
+    moved = run_conversion(conversion, sinks, engine, observe, resume, index_files, verify)
     moved = replace(moved, retries=add_retries((moved.retries, count_retries() - counted)))
     return ConversionReport(conversion.store.location, sinks.location, conversion, moved)
 

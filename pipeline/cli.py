@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from paddle_reshard.pipeline.api import ConversionReport, Inspection, VerifyReport
     from paddle_reshard.pipeline.compare import Difference
-    from paddle_reshard.pipeline.integrity import IntegrityReport
+    from paddle_reshard.pipeline.integrity import Damage, IntegrityReport
     from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
     from paddle_reshard.pipeline.layouts.targets import AnyTarget
     from paddle_reshard.pipeline.workflow import ConversionPlan, Event
@@ -387,6 +387,12 @@ def plan(
     show_default=True,
     help="gpu: on Ray, one GPU for each worker, and Paddle.",
 )
+@conduct_option(
+    "--verify",
+    is_flag=True,
+    help="In the end, read every byte of the target and compare it with its checksum; with --resume also of one that "
+    "was there already, which else is only looked at.",
+)
 def convert(
     source: str,
     target: str | None,
@@ -398,6 +404,7 @@ def convert(
     device: str,
     resume: bool,
     take_over: bool,
+    verify: bool,
     as_json: bool,
     quiet: bool,
     **options: Any,
@@ -416,6 +423,7 @@ def convert(
             device=device,
             resume=resume,
             take_over=take_over,
+            verify=verify,
             observe=observe,
             **api_arguments(options),
         )
@@ -866,15 +874,20 @@ def _only_on_one_side(
     return lonely, others
 
 
+def _stretch(damage: Damage) -> str:
+    """Which bytes of a file, where that is not all of it."""
+    stop = damage.byte_offset + damage.nbytes
+    return f", bytes {damage.byte_offset} to {stop}" if damage.nbytes else ""
+
+
 def _show_integrity(report: IntegrityReport) -> None:
     console = _console()
     for damage in report.damages[:SHOWN_DIFFERENCES]:
-        stop = damage.byte_offset + damage.nbytes
-        console.print(f"{damage.path}, bytes {damage.byte_offset} to {stop}: {damage.detail}", markup=False)
+        console.print(f"{damage.path}{_stretch(damage)}: {damage.detail}", markup=False)
     if len(report.damages) > SHOWN_DIFFERENCES:
         console.print(f"… and {len(report.damages) - SHOWN_DIFFERENCES} more")
     whole = "intact, as far as it was checked" if report.unchecked_bytes else "intact"
-    verdict = whole if report.intact else f"damaged: {len(report.damages)} parts"
+    verdict = whole if report.intact else f"damaged: {len(report.damages)} findings"
     unchecked = f"; {_size(report.unchecked_bytes)} could not be checked" if report.unchecked_bytes else ""
     console.print(
         f"{verdict}; {report.files} files, {report.parts} parts ({_size(report.read_bytes)} read){unchecked}"

@@ -7,14 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paddle_reshard.pipeline.errors import CheckpointError
+from paddle_reshard.pipeline.layouts.files import MANIFEST
 from paddle_reshard.pipeline.manifest import Manifest, ManifestPart
 from paddle_reshard.storage.checksum import ALGORITHM, source_checksum, stretches
 from paddle_reshard.storage.store import ReadRange, Source
 
+SMALL_FILE_BYTES = 1 << 20
+"""A file of at most this size is read where all are only looked at."""
+
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A part of a target that is not what its manifest says."""
+    """A part of a target that is not what its manifest says, or a file or folder that it does not list."""
 
     path: str
     byte_offset: int
@@ -52,12 +56,7 @@ def check_target(target: Source, manifest: Manifest, source: Source | None) -> I
     of ``source`` that it was copied from, if that is still the same file. ``source`` is what a user has named; what the
     manifest says of its place is not looked at.
     """
-    sizes = target.sizes()
-    damages = [
-        Damage(path, 0, size, _wrong_size(sizes.get(path), size))
-        for path, size in manifest.files.items()
-        if sizes.get(path) != size
-    ]
+    damages = _names_and_sizes(target, manifest)
     wrong = {damage.path for damage in damages}
     usable = _usable(manifest, source)
     read = unchecked = 0
@@ -74,6 +73,54 @@ def check_target(target: Source, manifest: Manifest, source: Source | None) -> I
     return IntegrityReport(
         len(manifest.files), len(manifest.parts), read, unchecked, tuple(damages), manifest.source
     )
+
+
+def glance_at_target(target: Source, manifest: Manifest) -> tuple[Damage, ...]:
+    """What is seen to be wrong with a target without reading all of it.
+
+    Every name and size is looked at, every ETag that the manifest holds, and of small files every byte. A file with
+    another ETag is read: a store gives a copy of the same bytes another one.
+    """
+    damages = _names_and_sizes(target, manifest)
+    wrong = {damage.path for damage in damages}
+    versions = target.versions()
+    for part in manifest.parts:
+        if part.path in wrong or not _is_worth_reading(part.path, manifest, versions.get(part.path, "")):
+            continue
+        if detail := _check_part(target, part, None):
+            damages.append(Damage(part.path, part.byte_offset, part.nbytes, detail))
+    return tuple(damages)
+
+
+def _is_worth_reading(path: str, manifest: Manifest, version: str) -> bool:
+    """Whether a glance reads a file: no ETag vouches for it, and it is small or has another ETag than it had."""
+    etag = manifest.etags.get(path)
+    if etag is not None:
+        return etag.strip('"') != version.strip('"')
+    return manifest.files[path] <= SMALL_FILE_BYTES
+
+
+def _names_and_sizes(target: Source, manifest: Manifest) -> list[Damage]:
+    """What is missing, has another size, or lies there and should not."""
+    sizes = target.sizes()
+    damages = [
+        Damage(path, 0, size, _wrong_size(sizes.get(path), size))
+        for path, size in manifest.files.items()
+        if sizes.get(path) != size
+    ]
+    known = manifest.files.keys() | manifest.beside
+    damages += [
+        Damage(path, 0, size, "is not in the manifest: somebody put it here")
+        for path, size in sorted(sizes.items())
+        if path not in known
+    ]
+    damages += [
+        Damage(f"{folder}/", 0, 0, "a folder that is not in the manifest: somebody put it here")
+        for folder in target.folders
+    ]
+    if manifest.changed:
+        damages.append(Damage(MANIFEST, 0, sizes.get(MANIFEST, 0), manifest.changed))
+    return damages
 
 
 def _wrong_size(found: int | None, wanted: int) -> str:

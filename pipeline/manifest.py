@@ -4,10 +4,16 @@ The same conversion gives the same bytes, whatever ran it and however often it w
 list its parts, in order: their sizes and checksums, so 100,000 parts are a few megabytes. A part that the storage
 copied has no checksum (``null``), for nobody looked at its bytes; ``copied`` says for its number from which file and
 byte it was taken, and its MD5 where the store told it.
+
+It also says what may lie beside the files that it lists, and carries a digest of all its entries, so that an entry
+that was lost or changed is seen. The digest is no signature: who rewrites a manifest on purpose can make another.
+
+``generation`` counts the forms of a manifest. The first had no such entry, no digest and no list.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,12 +21,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from paddle_reshard.pipeline.errors import CheckpointError, FormatError
-from paddle_reshard.pipeline.layouts.files import MANIFEST_FORMAT
+from paddle_reshard.pipeline.layouts.files import MANIFEST, MANIFEST_FORMAT
 from paddle_reshard.storage.checksum import ALGORITHM
 from paddle_reshard.storage.formats.strict_json import parse_json
 from paddle_reshard.storage.store import Receipt
 
 FORMAT = MANIFEST_FORMAT
+GENERATION = 2
 Copies = Mapping[tuple[str, int], tuple[str, int]]
 """File and byte offset of a copied part → file and byte of the source."""
 
@@ -48,6 +55,17 @@ class Manifest:
     """Where the source was. Text to show: nothing that a manifest names is opened."""
     source_files: Mapping[str, int]
     source_versions: Mapping[str, str]
+    etags: Mapping[str, str]
+    """File → what the store called its content, where that was known."""
+    beside: frozenset[str]
+    """Paths of what may lie in the folder though it is none of ``files``."""
+    changed: str
+    """How the manifest is not what was written, empty if it is, or if nobody can tell (first generation)."""
+
+
+def manifest_head(version: str) -> dict[str, Any]:
+    """The entries with which a manifest begins; ``version`` is that of this package."""
+    return {"format": FORMAT, "generation": GENERATION, "version": version, "beside": [MANIFEST]}
 
 
 def describe_parts(receipts: Iterable[Receipt], copies: Copies) -> dict[str, Any]:
@@ -65,17 +83,18 @@ def describe_parts(receipts: Iterable[Receipt], copies: Copies) -> dict[str, Any
 
 
 def format_manifest(values: Mapping[str, Any]) -> bytes:
-    """As JSON with one line for each entry, and for each file's columns.
+    """As JSON with one line for each entry, and for each file's columns; with the digest of all of it.
 
     >>> print(format_manifest({"version": "1", "parts": {"a": {"bytes": [1, 2]}}}).decode())
     {
      "version": "1",
      "parts": {
       "a": {"bytes":[1,2]}
-     }
+     },
+     "digest": "sha256:44b1d199ed51fcad5e6f1eaaeb2cca549168b09aa26b9fb624b46bbc8755cdbc"
     }
     """
-    text = json.dumps({**values, "parts": None}, indent=1)
+    text = json.dumps({**values, "parts": None, "digest": _digest(values)}, indent=1)
     lines = [
         f"  {json.dumps(path)}: {json.dumps(columns, separators=(',', ':'))}"
         for path, columns in values.get("parts", {}).items()
@@ -100,7 +119,15 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
         raise FormatError("not_json", path, None, f"not valid JSON: {error}") from error
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise FormatError("not_a_manifest", path, None, f"is no {FORMAT}")
-    if "parts" not in values:
+    generation = values.get("generation", 1)
+    if type(generation) is not int or not 1 <= generation <= GENERATION:
+        raise FormatError(
+            "unknown_generation",
+            path,
+            None,
+            f"a manifest of generation {generation!r}, this version reads up to {GENERATION}; use a newer version",
+        )
+    if generation == 1 and "parts" not in values:
         raise CheckpointError(
             f"{path}: was written by version {values.get('version')}, which took no checksums"
         )
@@ -113,6 +140,9 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
             str(source["location"]),
             _entries(source["files"], int),
             _entries(source["versions"], str),
+            _entries(values.get("etags", {}), str),
+            frozenset(values.get("beside", [MANIFEST])),
+            _changed(values),
         )
         told: Counter[str] = Counter()
         for part in parts:
@@ -125,6 +155,21 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FormatError("damaged", path, None, f"not what a manifest holds: {error!r}") from error
     return manifest
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    """Of all entries of a manifest but the digest itself, whatever their order."""
+    entries = {name: value for name, value in values.items() if name != "digest"}
+    text = json.dumps(entries, sort_keys=True, separators=(",", ":"))
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _changed(values: Mapping[str, Any]) -> str:
+    """How a manifest is not what was written."""
+    if values.get("generation", 1) < GENERATION:
+        return ""
+    found, said = _digest(values), values.get("digest")
+    return "" if found == said else f"was changed after it was written: its digest is {found}, it says {said}"
 
 
 def _entries(values: Mapping[str, Any], kind: type) -> Mapping[str, Any]:

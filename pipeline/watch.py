@@ -509,7 +509,7 @@ def check_places(run: str, out: str) -> None:
 def _content(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of a manifest that say what a target holds, whatever the budget it was made with."""
     source = manifest.get("source") or {}
-    beside = ("version", "plan_id", "etags", "parts", "source")
+    beside = ("generation", "version", "beside", "digest", "plan_id", "etags", "parts", "source")
     return {name: value for name, value in manifest.items() if name not in beside} | {
         "source": source.get("files")
     }

@@ -15,8 +15,9 @@ import numpy as np
 
 from paddle_reshard.clusters.choose import Engine
 from paddle_reshard.pipeline.catalog import Mixture, Term
-from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.errors import CheckpointError, TargetError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.indexing import index_checkpoint
+from paddle_reshard.pipeline.integrity import check_target, glance_at_target
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.files import AVERAGE, MANIFEST, TargetFiles
 from paddle_reshard.pipeline.layouts.huggingface.choices import EMA
@@ -25,7 +26,7 @@ from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
 from paddle_reshard.pipeline.layouts.targets import AnyTarget, check_left, join, lay_out, target_facts
 from paddle_reshard.pipeline.layouts.vocab import resize_vocabulary
-from paddle_reshard.pipeline.manifest import FORMAT, describe_parts, format_manifest
+from paddle_reshard.pipeline.manifest import describe_parts, format_manifest, manifest_head, parse_manifest
 from paddle_reshard.pipeline.options import ConversionRequest, Form, HybridRequest
 from paddle_reshard.pipeline.planning.limits import PartLimits
 from paddle_reshard.pipeline.planning.parts import MADE
@@ -236,6 +237,23 @@ def _is_made(described: Mapping[str, Any], target: Target) -> bool:
     ) and all(source.get(name) == described["source"][name] for name in ("files", "versions"))
 
 
+def _check_published(target: Target, in_full: bool) -> None:
+    """Refuse a finished target that is not what its manifest says: at a glance, or reading every byte of it."""
+    published = target.reopen()
+    data = published.read(MANIFEST, 0, published.sizes()[MANIFEST])
+    manifest = parse_manifest(data, f"{target.location}/{MANIFEST}")
+    if in_full:
+        damages = check_target(published, manifest, None).damages
+    else:
+        damages = glance_at_target(published, manifest)
+    if damages:
+        more = f", and {len(damages) - 1} more" if len(damages) > 1 else ""
+        raise TargetError(
+            f"{target.location}: is finished, and damaged: {damages[0].path}: {damages[0].detail}{more}; "
+            f"paddle-reshard verify {target.location} tells all, --overwrite without --resume makes it anew"
+        )
+
+
 def run_conversion(
     conversion: ConversionPlan,
     outputs: Outputs,
@@ -243,17 +261,38 @@ def run_conversion(
     observe: Observer,
     resume: bool = False,
     index_files: IndexFiles = index_here,
+    verify: bool = False,
 ) -> MoveReport:
     """Move, verify and publish: afterwards the targets are there, whole.
 
     If it does not come to that, nothing looks like a finished target: what is done is kept for a later run to go on
-    with, or taken back if the checkpoint was refused. With ``resume``, targets that are there already stay. What is
-    staged is indexed by ``index_files``.
+    with, or taken back if the checkpoint was refused. With ``resume``, targets that are there already stay, unless a
+    glance shows that they are damaged. What is staged is indexed by ``index_files``. With ``verify`` every byte of all
+    targets is read in the end and compared with its checksum.
     """
+    report = _run(conversion, outputs, engine, observe, resume, index_files)
+    if verify:
+        observe(StepStarted("read back"))
+        for target in outputs.targets.values():
+            _check_published(target, in_full=True)
+        observe(StepEnded("read back", "every byte is what the manifest says"))
+    return report
+
+
+def _run(
+    conversion: ConversionPlan,
+    outputs: Outputs,
+    engine: Engine,
+    observe: Observer,
+    resume: bool,
+    index_files: IndexFiles,
+) -> MoveReport:
     plan, source = conversion.plan, conversion.store
     if resume:
         described = describe_targets(conversion)
         outputs.made = {p for p, target in outputs.targets.items() if _is_made(described[p], target)}
+        for prefix in sorted(outputs.made):
+            _check_published(outputs.targets[prefix], in_full=False)
         if len(outputs.made) == len(described):
             return MoveReport(0, 0, 0, 0, (), resumed_groups=plan.groups)
     with outputs:
@@ -388,8 +427,7 @@ def describe_targets(
     described = {}
     for prefix, target in zip(prefixes(len(conversion.targets)), conversion.targets, strict=True):
         described[prefix] = {
-            "format": FORMAT,
-            "version": __version__,
+            **manifest_head(__version__),
             "plan_id": plan.plan_id,
             **target_facts(target.form),
             "files": _below(prefix, files),

@@ -203,6 +203,10 @@ class FsspecTarget(ABC):
                 )
         return source
 
+    def reopen(self) -> FsspecSource:
+        """What is published here."""
+        return FsspecSource(self.folder)
+
     def etags(self) -> Mapping[str, str]:
         """Not every store names files by what they hold."""
         return {}

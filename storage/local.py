@@ -308,6 +308,10 @@ class LocalTarget:
                 return None
             return (self.root / manifest_path).read_bytes()
 
+    def reopen(self) -> LocalSource:
+        """What is published here."""
+        return LocalSource(self.root)
+
     def _sweep(self) -> None:
         """Remove what a run left that was killed when its target was in its place already."""
         left = self.staging.find()

@@ -160,6 +160,9 @@ class Target(Protocol):
     def published(self, manifest_path: str) -> bytes | None:
         """The manifest, if a whole checkpoint is here and no conversion is under way."""
 
+    def reopen(self) -> Source:
+        """What is published here, to be read."""
+
     def begin(self, files: Sequence[NewFile], identity: Identity) -> tuple[WritePart, Sequence[Record]]:
         """Make room for all files but the manifest, or go on with what an earlier run has done.
 

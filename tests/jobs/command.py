@@ -62,4 +62,5 @@ def _content(path: Path) -> bytes:
     manifest = json.loads(path.read_bytes())
     for fact in ("location", "versions"):
         del manifest["source"][fact]
+    del manifest["digest"]
     return json.dumps(manifest).encode()
