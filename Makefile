@@ -74,4 +74,4 @@ chaos: $(VENV)/.test
 	$(BIN)/python -m benchmarks.chaos $(ARGS)
 
 clean:
-	rm -rf $(VENV) .demo .parity .bench .s3 .chaos build dist *.egg-info
+	rm -rf $(VENV) .corpus .demo .parity .bench .s3 .chaos build dist *.egg-info

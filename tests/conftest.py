@@ -1,14 +1,9 @@
-"""Where the tests find real checkpoints.
-
-The whole corpus is unpacked once into ``.corpus`` where its archive is at hand. Without it the tests
-run on the cases that are committed in ``tests/golden/cases``.
-"""
+"""Where the tests find real checkpoints: ``tests/corpus``, unpacked case by case when a test asks for one."""
 
 import contextlib
 import fcntl
 import hashlib
 import shutil
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -19,10 +14,11 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parents[1]
-UNPACK = REPO.parent / "shared" / "unpack"
 UNPACKED = REPO / ".corpus"
+CORPUS = REPO / "tests" / "corpus"
 GOLDEN = REPO / "tests" / "golden"
 COMMITTED = GOLDEN / "cases"
+"""The one case that lies unpacked in the repository, so that the tool can be pointed at it."""
 
 if str(REPO) not in sys.path:
     sys.path.insert(0, str(REPO))
@@ -58,62 +54,65 @@ HYBRID_CASES = (
     "single_l8",
     "single_tied",
 )
+"""Hybrid-parallel checkpoints of llama, in the group ``dense``."""
+FEW_CASES = (
+    "mp2_tied",
+    "mp2pp2sh2_s1v2_meta_ema",
+    "mp2sh2_s1v2_meta_mid",
+    "nlp_fused_mp2",
+    "sh2_s1v1_meta_fp32",
+)
+"""Those of them that differ most, for tests that cannot look at all."""
 
 
 @contextlib.contextmanager
-def _one_process_at_a_time() -> Iterator[None]:
+def _one_process_at_a_time(lock: Path) -> Iterator[None]:
     """Let the workers of pytest-xdist unpack one after the other; a killed one leaves no lock behind."""
-    UNPACKED.mkdir(exist_ok=True)
-    with (UNPACKED / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
         yield
 
 
-@cache
-def corpus_root() -> Path | None:
-    """Return the folder below which ``corpus/<case>`` lies, unpacked if need be; None without a corpus."""
-    if UNPACK.exists():
-        with _one_process_at_a_time():
-            subprocess.run([UNPACK, UNPACKED], check=True)
-    return UNPACKED if (UNPACKED / "corpus").is_dir() else None
-
-
-def committed_cases() -> tuple[str, ...]:
-    """Return the names of the cases in ``tests/golden/cases``."""
-    names = {
-        path.name.removesuffix(".tar.xz") for path in COMMITTED.iterdir() if not path.name.startswith(".")
-    }
-    return tuple(sorted(names))
+def case_names(group: str) -> tuple[str, ...]:
+    """Return the names of all cases of a group, ``group/case`` each."""
+    names = {path.name.removesuffix(".tar.xz") for path in (CORPUS / group).glob("*.tar.xz")}
+    if group == "dense":
+        names |= {path.name for path in COMMITTED.iterdir()}
+    return tuple(f"{group}/{name}" for name in sorted(names))
 
 
 @cache
-def committed_case(name: str, kind: str = "cases") -> Path:
-    """Return the folder of a case that is committed in ``tests/golden/<kind>``; it is not to be changed.
+def case_directory(name: str) -> Path:
+    """Return the folder of a case, ``group/case`` or a case of ``dense``; it is not to be changed.
 
-    One that is packed is unpacked on first use.
+    It is unpacked on first use, below ``.corpus`` and under the digest of its archive.
     """
-    if (GOLDEN / kind / name).is_dir():
-        return GOLDEN / kind / name
-    archive = GOLDEN / kind / f"{name}.tar.xz"
+    group, _, case = name.rpartition("/")
+    if not group and (COMMITTED / case).is_dir():
+        return COMMITTED / case
+    archive = CORPUS / (group or "dense") / f"{case}.tar.xz"
+    if group == "dense" and not archive.exists():
+        return case_directory(case)
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()[:16]
-    target = UNPACKED / "golden" / f"{name}-{digest}"
-    with _one_process_at_a_time():
+    target = UNPACKED / (group or "dense") / digest / case
+    with _one_process_at_a_time(target.parent.with_suffix(".lock")):
         if not target.exists():
             target.parent.mkdir(exist_ok=True)
             staged = Path(tempfile.mkdtemp(dir=target.parent))
             with tarfile.open(archive, "r:xz") as packed:
                 packed.extractall(staged, filter="data")
-            (staged / name).rename(target)
+            (staged / case).rename(target)
             shutil.rmtree(staged)
     return target
 
 
+def case_files(groups: tuple[str, ...], pattern: str) -> list[Path]:
+    """Return all files of the cases of some groups whose path in the case matches."""
+    names = [name for group in groups for name in case_names(group)]
+    return sorted(path for name in names for path in case_directory(name).glob(pattern))
+
+
 def hybrid_cases() -> tuple[str, ...]:
-    """Return the names of all hybrid cases that can be read here."""
-    return HYBRID_CASES if corpus_root() else committed_cases()
-
-
-def case_directory(name: str) -> Path:
-    """Return the folder of a case: ``checkpoint-3/`` and ``truth.safetensors``."""
-    root = corpus_root()
-    return root / "corpus" / name if root else committed_case(name)
+    """Return the names of all hybrid-parallel cases of llama."""
+    return HYBRID_CASES

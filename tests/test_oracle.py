@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests import oracle
-from tests.conftest import case_directory, committed_case, committed_cases, hybrid_cases
+from tests.conftest import case_directory, hybrid_cases
 
 DEMO = "mp2pp2sh2_s1v2_meta_ema"
 
@@ -26,14 +26,8 @@ def test_real_checkpoint_equals_its_truth(name: str) -> None:
     oracle.assert_same_tensors(actual, truth)
 
 
-@pytest.mark.parametrize("name", committed_cases())
-def test_committed_case_equals_its_truth(name: str) -> None:
-    actual, truth = _read(committed_case(name))
-    oracle.assert_same_tensors(actual, truth)
-
-
 def test_every_state_is_in_the_truth() -> None:
-    truth = oracle.read_truth(committed_case(DEMO) / "truth.safetensors")
+    truth = oracle.read_truth(case_directory(DEMO) / "truth.safetensors")
     shapes = oracle.shapes_of(truth)
     states = ("w_0", *oracle.MOMENTS, *oracle.POWERS, "ema_w_0")
     assert set(truth) == {*shapes, *(f"{key}.{state}" for key in shapes for state in states)}
@@ -60,11 +54,11 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
 @pytest.fixture
 def damaged(tmp_path: Path) -> Path:
     """A private copy of a real checkpoint, for a test to damage."""
-    return Path(shutil.copytree(committed_case(DEMO) / "checkpoint-3", tmp_path / "checkpoint-3"))
+    return Path(shutil.copytree(case_directory(DEMO) / "checkpoint-3", tmp_path / "checkpoint-3"))
 
 
 def _expect_objection(directory: Path, message: str) -> None:
-    shapes = oracle.shapes_of(oracle.read_truth(committed_case(DEMO) / "truth.safetensors"))
+    shapes = oracle.shapes_of(oracle.read_truth(case_directory(DEMO) / "truth.safetensors"))
     with pytest.raises(AssertionError, match=message):
         oracle.read_checkpoint(directory, shapes)
 
@@ -90,8 +84,8 @@ def _edit_meta(directory: Path, cell: str, **changes: object) -> None:
 
 
 def test_the_copy_is_accepted_before_it_is_damaged(damaged: Path) -> None:
-    actual = oracle.read_checkpoint(damaged, oracle.shapes_of(_read(committed_case(DEMO))[1]))
-    oracle.assert_same_tensors(actual, _read(committed_case(DEMO))[1])
+    actual = oracle.read_checkpoint(damaged, oracle.shapes_of(_read(case_directory(DEMO))[1]))
+    oracle.assert_same_tensors(actual, _read(case_directory(DEMO))[1])
 
 
 @pytest.mark.parametrize("kind", ["optimizer.{}.pdopt", "ema.{}.pdopt", "model_state.{}.pdparams"])
@@ -129,7 +123,7 @@ def test_a_beta_power_that_differs_is_noticed(damaged: Path) -> None:
 
 def test_a_wrong_value_is_a_difference(damaged: Path) -> None:
     _edit_tensor(damaged / "ema.tp01_pp00_shard00.pdopt", "master_weights", "linear_0.w_0", index=7)
-    truth = oracle.read_truth(committed_case(DEMO) / "truth.safetensors")
+    truth = oracle.read_truth(case_directory(DEMO) / "truth.safetensors")
     actual = oracle.read_checkpoint(damaged, oracle.shapes_of(truth))
     with pytest.raises(AssertionError, match=r"1 of 273 tensors differ.*q_proj.weight.ema_w_0: 1 of 4096"):
         oracle.assert_same_tensors(actual, truth)
@@ -188,7 +182,7 @@ def test_names_that_are_wrong_in_the_meta_are_noticed(damaged: Path) -> None:
 
 
 def test_structure_shows_names_in_order() -> None:
-    files = oracle.structure(committed_case(DEMO) / "checkpoint-3")
+    files = oracle.structure(case_directory(DEMO) / "checkpoint-3")
     assert len(files) == 3 * 8 + 1
     assert files["model_state.tp00_pp00_shard00.pdparams"] == [
         ("", None, "dict", 1),
@@ -211,7 +205,7 @@ def test_structure_tells_checkpoints_apart() -> None:
 
 
 def test_structural_differences_are_named() -> None:
-    real = oracle.structure(committed_case(DEMO) / "checkpoint-3")
+    real = oracle.structure(case_directory(DEMO) / "checkpoint-3")
     oracle.assert_same_structure(real, oracle.expected_structure(real, ema=True))
     without = oracle.expected_structure(real, ema=False)
     assert set(real) - set(without) == {name for name in real if name.startswith("ema.")}
@@ -228,7 +222,7 @@ def test_structural_differences_are_named() -> None:
     [(DEMO, "stage1v2"), ("sh2_s1v1_meta_fp32", "stage1v1"), ("mp2_tied", "none")],
 )
 def test_strategy_is_seen_in_the_files(name: str, strategy: str) -> None:
-    assert oracle.strategy_of(committed_case(name) / "checkpoint-3") == strategy
+    assert oracle.strategy_of(case_directory(name) / "checkpoint-3") == strategy
 
 
 def test_structure_of_ema_follows_from_the_optimizer() -> None:

@@ -12,10 +12,10 @@ import paddle_reshard
 from paddle_reshard.pipeline.cli import cli
 from paddle_reshard.pipeline.errors import PlanError, RuleError, UsageError
 from tests import oracle
-from tests.conftest import case_directory, committed_case
+from tests.conftest import case_directory
 
 PROGRAMS = Path(__file__).parent / "programs"
-SOURCE = committed_case("mp2sh2_s1v2_meta_mid") / "checkpoint-3"
+SOURCE = case_directory("mp2sh2_s1v2_meta_mid") / "checkpoint-3"
 
 
 def tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -155,7 +155,7 @@ def test_targets_of_one_program_hold_one_model(tmp_path: Path) -> None:
 
 def test_gpt_as_gpt2(tmp_path: Path) -> None:
     """A family that no rule table exports: three projections become one, as ``transformers`` names them."""
-    source = committed_case("nlp_gpt_single", "families") / "checkpoint-3"
+    source = case_directory("small-families/nlp_gpt_single") / "checkpoint-3"
     with pytest.raises(RuleError, match="--aoa FILE"):
         paddle_reshard.plan(source, tmp_path / "made", format="huggingface")
     paddle_reshard.convert(source, tmp_path / "made", format="huggingface", aoa=PROGRAMS / "gpt.txt")

@@ -17,7 +17,7 @@ from paddle_reshard.pipeline.indexing import index_checkpoint
 from paddle_reshard.pipeline.layouts.rules import shipped_tables
 from paddle_reshard.storage.local import LocalSource
 from tests.aoa.arrays import Arrays, cast, gather
-from tests.conftest import GOLDEN, case_directory, committed_case, corpus_root
+from tests.conftest import CORPUS, GOLDEN, case_directory
 
 PROGRAMS = {
     "mp2sh2_s1v2_meta_mid": "llama",  # tp 2, sharding 2; parameters are left out
@@ -29,14 +29,9 @@ PROGRAMS = {
 
 
 def checkpoint_of(case: str) -> Path:
-    if (GOLDEN / "families" / f"{case}.tar.xz").exists():
-        return committed_case(case, "families") / "checkpoint-3"
-    if case == "dsv3_single":
-        root = corpus_root()
-        if root is None:
-            pytest.skip("the corpus of mixtures of experts is not here")
-        return root / "corpus-moe" / case / "checkpoint-3"
-    return case_directory(case) / "checkpoint-3"
+    small = (CORPUS / "small-families" / f"{case}.tar.xz").exists()
+    group = "small-families" if small else "moe" if case == "dsv3_single" else "dense"
+    return case_directory(f"{group}/{case}") / "checkpoint-3"
 
 
 def in_one_buffer(catalog: Catalog, folder: Path) -> tuple[Catalog, bytes]:

@@ -21,7 +21,7 @@ from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.workflow import ConversionPlan, Engine, MoveReport, ignore_events, run_conversion
 from paddle_reshard.storage.local import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
-from tests.conftest import REPO, committed_case
+from tests.conftest import REPO, case_directory
 
 CASE = "mp2pp2sh2_s1v2_meta_ema"
 GROUP_BYTES = 100_000
@@ -88,7 +88,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
     def make(to: str = "tp=2,sharding=3", group_bytes: int = GROUP_BYTES, **options: object) -> Conversion:
         monkeypatch.setattr(planning, "GROUP_BYTES", group_bytes)
         there = tmp_path / "inline"
-        planned = paddle_reshard.plan(committed_case(CASE) / "checkpoint-3", there, to=to, **options)
+        planned = paddle_reshard.plan(case_directory(CASE) / "checkpoint-3", there, to=to, **options)
         report = run_conversion(
             planned, Outputs([LocalTarget(there, overwrite=False)]), run_inline, ignore_events
         )

@@ -15,7 +15,7 @@ from paddle_reshard.tasks.cast import bfloat16_bits
 from paddle_reshard.tasks.device import HOST, PROBE_BITS, Box, PaddleMover
 from paddle_reshard.tasks.run_group import run_group
 from tests.cluster.test_exchange import Written
-from tests.conftest import committed_case
+from tests.conftest import case_directory
 
 SEED = 20261121
 
@@ -93,7 +93,7 @@ def test_casts_of_all_kinds_of_values(paddle_mover: PaddleMover) -> None:
 
 
 def test_a_whole_conversion(paddle_mover: PaddleMover, tmp_path: Path) -> None:
-    source = committed_case("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
+    source = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
     plan = paddle_reshard.plan(source, tmp_path / "T", to="tp=2,sharding=2", format="hybrid-plain")
     for work in plan_work(plan.plan):
         host, device = Written(), Written()

@@ -16,7 +16,7 @@ from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
 from paddle_reshard.storage.store import ReadRange, Receipt
 from paddle_reshard.tasks.device import Buffer
 from paddle_reshard.tasks.run_group import GroupReport, finish_group, load_band, run_group
-from tests.conftest import committed_case
+from tests.conftest import case_directory
 
 CASES = ("mp2pp2sh2_s1v2_meta_ema", "mp2_tied", "nlp_fused_mp2")
 
@@ -34,7 +34,7 @@ class Written:
 
 
 def works(case: str, folder: Path) -> tuple[ReadRange, Iterator[GroupWork]]:
-    source = committed_case(case) / "checkpoint-3"
+    source = case_directory(case) / "checkpoint-3"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "GROUP_BYTES", 300_000)
         plan = paddle_reshard.plan(source, folder / "T", to="tp=2,pp=2,sharding=2")

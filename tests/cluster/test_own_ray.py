@@ -24,9 +24,9 @@ from ray.core.generated import gcs_service_pb2 as gcs
 from ray.core.generated import gcs_service_pb2_grpc as gcs_grpc
 
 from tests.cluster.conftest import CASE
-from tests.conftest import REPO, committed_case
+from tests.conftest import REPO, case_directory
 
-SOURCE = committed_case(CASE) / "checkpoint-3"
+SOURCE = case_directory(CASE) / "checkpoint-3"
 T = TypeVar("T")
 SOON_MISSED = {
     f"RAY_health_check_{name}": value for name, value in (("period_ms", "500"), ("failure_threshold", "2"))

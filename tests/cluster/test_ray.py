@@ -45,7 +45,7 @@ from tests.cluster.faults import (
     Unreachable,
     Watched,
 )
-from tests.conftest import REPO, committed_case
+from tests.conftest import REPO, case_directory
 from tests.ema.scaled import scale_master_weights
 
 BUDGET_BYTES = 256 << 20
@@ -88,7 +88,7 @@ def test_an_average_of_a_series(
 ) -> None:
     monkeypatch.setattr(planning, "GROUP_BYTES", 100_000)
     monkeypatch.setattr(planning, "PASS_BYTES", 10_000)
-    source = committed_case(CASE) / "checkpoint-3"
+    source = case_directory(CASE) / "checkpoint-3"
     shutil.copytree(source, tmp_path / "checkpoint-1")
     scale_master_weights(tmp_path / "checkpoint-1", 1.7)
     series = [tmp_path / "checkpoint-1", source]
@@ -415,7 +415,7 @@ def test_a_ray_of_our_own_ends_with_the_run(plan: Plan, tmp_path: Path) -> None:
     made, notes = tmp_path / "made", tmp_path / "notes"
     script = tmp_path / "run.py"
     script.write_text(OWN_RAY)
-    source = committed_case(CASE) / "checkpoint-3"
+    source = case_directory(CASE) / "checkpoint-3"
     subprocess.run([sys.executable, script, source, made, notes], cwd=REPO, check=True, timeout=120)
     assert contents(made) == conversion.files
     (worker,) = notes.iterdir()

@@ -11,7 +11,7 @@ from ray.cluster_utils import Cluster
 import paddle_reshard
 from paddle_reshard.pipeline.planning import plan as planning
 from tests.cluster.conftest import CASE, GROUP_BYTES, contents
-from tests.conftest import REPO, committed_case
+from tests.conftest import REPO, case_directory
 
 KILLED_AFTER = 4
 DRIVER = """
@@ -39,7 +39,7 @@ def test_a_driver_that_was_killed_is_gone_on_with(
     then: str, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planning, "GROUP_BYTES", GROUP_BYTES)
-    source, whole, made = committed_case(CASE) / "checkpoint-3", tmp_path / "whole", tmp_path / "made"
+    source, whole, made = case_directory(CASE) / "checkpoint-3", tmp_path / "whole", tmp_path / "made"
     options = {"to": "tp=2,sharding=3", "memory": "256MiB"}
     paddle_reshard.convert(source, whole, **options)
     request = {"source": str(source), "target": str(made), "cluster": f"ray:{cluster.address}", "workers": 2}

@@ -20,7 +20,7 @@ from paddle_reshard.pipeline.ema import AsyncEma, Weights
 from paddle_reshard.pipeline.ema_resume import Piece, RankPieces
 from paddle_reshard.pipeline.errors import CheckpointError, PlanError
 from tests import oracle
-from tests.conftest import committed_case
+from tests.conftest import case_directory
 
 CASE = "fc_moe_mp2sh2_s1v2_ema"
 PADDING = np.zeros(100, np.float32)
@@ -85,7 +85,7 @@ def older(rank: int, checkpoint: Path) -> Root:
 
 @pytest.fixture
 def real() -> Path:
-    return committed_case(CASE, "flex_cases")
+    return case_directory(f"small-flex/{CASE}")
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from paddle_reshard.pipeline.ema_live import rank_boxes, rank_pieces
 from paddle_reshard.pipeline.ema_resume import Piece, RankPieces
 from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError, UsageError
 from tests import oracle
-from tests.conftest import case_directory, corpus_root
+from tests.conftest import case_directory
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the import of Paddle warns about a missing ccache
@@ -108,9 +108,8 @@ def test_only_what_the_rank_needs_is_read(tmp_path: Path) -> None:
         assert job.differences(ema) == []
 
 
-@pytest.mark.skipif(corpus_root() is None, reason="no checkpoint of expert-parallel training at hand")
 def test_experts_of_several_ranks_and_a_float32_router() -> None:
-    case = corpus_root() / "corpus-moe" / "ep2_sh2_s1v2_meta_ema"
+    case = case_directory("moe/ep2_sh2_s1v2_meta_ema")
     truth = oracle.read_truth(case / "truth.safetensors")
     expert, router = "model.layers.1.mlp.experts.3.down_proj.weight", "model.layers.0.mlp.gate.weight"
     own, other = truth[f"{expert}{AVERAGE}"], truth[f"{router}.ema"]

@@ -13,28 +13,26 @@ from paddle_reshard.pipeline.layouts.flex.source import catalog_flex, read_names
 from paddle_reshard.pipeline.tensors import DTYPES, EMA_MASTER_WEIGHT, MASTER_WEIGHT, PARAM
 from paddle_reshard.storage.formats.dist_metadata import encode_dist_metadata, parse_dist_metadata
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef, parse_pickle
-from tests.conftest import corpus_root
+from tests.conftest import case_directory
 from tests.oracle import read_truth
 
-pytestmark = pytest.mark.skipif(corpus_root() is None, reason="the corpus is not here")
-
 CASES = (
-    "corpus/fc_single",
-    "corpus/fc_mp2pp2",
-    "corpus/fc_sh2_s1v2",
-    "corpus/fc_mp2pp2sh2_s1v2",
-    "corpus/fc_sh2_s3_seg512",
-    "corpus/defaults_2ranks",
-    "corpus/auto_dp2mp2",
-    "corpus-moe/moe_fc_single",
-    "corpus-moe/ep2_fc_sh2_s1v2",
-    "corpus-moe/ep2_fc_mp2",
+    "dense/fc_single",
+    "dense/fc_mp2pp2",
+    "dense/fc_sh2_s1v2",
+    "dense/fc_mp2pp2sh2_s1v2",
+    "dense/fc_sh2_s3_seg512",
+    "dense/defaults_2ranks",
+    "dense/auto_dp2mp2",
+    "moe/moe_fc_single",
+    "moe/ep2_fc_sh2_s1v2",
+    "moe/ep2_fc_mp2",
 )
 IN_TRUTH = {PARAM: "", MASTER_WEIGHT: ".w_0", EMA_MASTER_WEIGHT: ".ema_w_0"}
 
 
 def checkpoint(case: str) -> Path:
-    (found,) = (corpus_root() / case).glob("checkpoint-*")
+    (found,) = (case_directory(case)).glob("checkpoint-*")
     return found
 
 
@@ -108,7 +106,7 @@ def test_every_tensor_is_the_one_in_memory(case):
     assert names == set(truth)
 
 
-@pytest.mark.parametrize("case", ["corpus/fc_mp2pp2sh2_s1v2", "corpus/auto_dp2mp2"])
+@pytest.mark.parametrize("case", ["dense/fc_mp2pp2sh2_s1v2", "dense/auto_dp2mp2"])
 def test_older_metadata_say_the_same_where_they_can(case):
     """Without ranges, the older forms describe the same checkpoint; shapes and dtypes come from the pieces."""
     sizes, metadata, arrays = index(checkpoint(case))
@@ -195,7 +193,7 @@ def _cut_short(sizes, metadata, arrays):
     ],
 )
 def test_what_does_not_fit_together_is_refused(damage, told):
-    parts = index(checkpoint("corpus/fc_mp2pp2"))
+    parts = index(checkpoint("dense/fc_mp2pp2"))
     assert len(read(*parts).tensors) == 234
     damage(*parts)
     with pytest.raises(CheckpointError, match=told) as caught:
@@ -204,7 +202,7 @@ def test_what_does_not_fit_together_is_refused(damage, told):
 
 
 def test_blocks_that_are_no_parts_are_refused():
-    sizes, metadata, arrays = index(checkpoint("corpus/fc_mp2pp2"))
+    sizes, metadata, arrays = index(checkpoint("dense/fc_mp2pp2"))
     fused = {"model.layers.1.mlp.up_proj.weight": (1, 5)}
     with pytest.raises(
         CheckpointError, match=r"model.layers.1.mlp.up_proj.weight .*not 2 equal blocks of 5 parts"

@@ -15,7 +15,7 @@ from safetensors import safe_open
 import paddle_reshard
 from paddle_reshard.pipeline.options import TargetOptions
 from tests import oracle
-from tests.conftest import committed_case, committed_cases, corpus_root
+from tests.conftest import case_directory, case_names
 from tests.golden.test_flex import LOAD, by_folder, run_paddle
 
 BUFFERS = ("*e_score_correction_bias",)
@@ -30,33 +30,24 @@ FORMATS: dict[str, TargetOptions] = {
     "auto-parallel": {"format": "auto-parallel"},
     "model": {"format": "huggingface"},
 }
-NAMELESS = ("corpus-moe/dsv3_single", "corpus-moe/glm4moe_single")
+NAMELESS = ("moe/dsv3_single", "moe/glm4moe_single")
 """Buffers that nobody named have a number in their files, which no other format keeps and no loader looks at."""
 TOY = ("auto_dp2mp2",)
 """No model of any family; its own test has the rules for it."""
 
 
 def cases() -> list[str]:
-    root = corpus_root()
-    if root is None:
-        return [f"golden/{name}" for name in committed_cases()]
-    found = [
-        f"{group}/{case.name}" for group in ("corpus", "corpus-moe") for case in (root / group).iterdir()
-    ]
-    return sorted(name for name in found if name.partition("/")[2] not in TOY)
+    return [name for name in (*case_names("dense"), *case_names("moe")) if name.partition("/")[2] not in TOY]
 
 
 def folder_of(case: str) -> Path:
-    root, (group, _, name) = corpus_root(), case.partition("/")
-    if root is None:
-        return committed_case(name) / "checkpoint-3"
-    return root / group / name / "checkpoint-3"
+    return case_directory(case) / "checkpoint-3"
 
 
 def config_of(case: str) -> Path | None:
     """FlexCheckpoints come without it; that of the same model on one card."""
     folder = folder_of(case)
-    sibling = "moe_single" if case.startswith("corpus-moe") else "single"
+    sibling = "moe_single" if case.startswith("moe/") else "single"
     return (
         None
         if (folder / "config.json").exists()
@@ -120,7 +111,7 @@ def states_of(files: dict[str, bytes]) -> list[str]:
     return ["param", *(state for state in states if f"_{state}_0".encode() in files["optimizer.pdopt"])]
 
 
-DRIFTED = "corpus-moe/ep2_fc_mp2"
+DRIFTED = "moe/ep2_fc_mp2"
 """A FlexCheckpoint keeps any rank's copy of what has drifted apart, the truth the first one's."""
 
 

@@ -23,11 +23,9 @@ import paddle_reshard
 from paddle_reshard.pipeline.errors import CheckpointError, CoverageError, PlanError, RuleError
 from paddle_reshard.tasks.fill import read_filling
 from tests import oracle
-from tests.conftest import corpus_root
+from tests.conftest import case_directory
 from tests.expert_oracle import differing, read_expert_parallel, slice_lengths
 from tests.golden.compare_one_card import read_one_card
-
-pytestmark = pytest.mark.skipif(corpus_root() is None, reason="needs the corpus of real checkpoints")
 
 QWEN = "ep2_sh2_s1v2_meta_ema"
 DSV3, GLM4 = "dsv3_ep2_sh2_s1v2_meta_ema", "glm4moe_ep2_sh2_s1v2_meta_ema"
@@ -50,9 +48,7 @@ DRIFTED = ("ep2_mp2", "ep2_mp2sh2_s1v2_meta")
 
 
 def _case(name: str) -> Path:
-    root = corpus_root()
-    assert root is not None
-    return root / "corpus-moe" / name
+    return case_directory(f"moe/{name}")
 
 
 @cache

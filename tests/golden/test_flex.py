@@ -18,22 +18,21 @@ import pytest
 
 from paddle_reshard import convert, verify
 from tests import oracle
-from tests.conftest import REPO, case_directory, committed_case, corpus_root
+from tests.conftest import REPO, case_directory
 
 SMALL = ("fc_moe_mp2sh2_s1v2_ema", "fc_pp2sh2_s1v2_tied")
 REAL = (
-    ("corpus/fc_single", "corpus/single"),
-    ("corpus/fc_mp2pp2", "corpus/single"),
-    ("corpus/fc_sh2_s1v2", "corpus/single"),
-    ("corpus/fc_mp2pp2sh2_s1v2", "corpus/single"),
-    ("corpus/fc_sh2_s3_seg512", "corpus/single"),
-    ("corpus/defaults_2ranks", "corpus/single"),
-    ("corpus-moe/moe_fc_single", "corpus-moe/moe_single"),
-    ("corpus-moe/ep2_fc_sh2_s1v2", "corpus-moe/moe_single"),
-    ("corpus-moe/ep2_fc_mp2", "corpus-moe/moe_single"),
+    ("dense/fc_single", "dense/single"),
+    ("dense/fc_mp2pp2", "dense/single"),
+    ("dense/fc_sh2_s1v2", "dense/single"),
+    ("dense/fc_mp2pp2sh2_s1v2", "dense/single"),
+    ("dense/fc_sh2_s3_seg512", "dense/single"),
+    ("dense/defaults_2ranks", "dense/single"),
+    ("moe/moe_fc_single", "moe/moe_single"),
+    ("moe/ep2_fc_sh2_s1v2", "moe/moe_single"),
+    ("moe/ep2_fc_mp2", "moe/moe_single"),
 )
 """A real FlexCheckpoint, and a checkpoint of the same model that has its ``config.json``."""
-with_corpus = pytest.mark.skipif(corpus_root() is None, reason="the corpus is not here")
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Case:
 
 
 def case_of(name: str, sibling: str) -> Case:
-    return Case(corpus_root() / name / "checkpoint-3", corpus_root() / sibling / "checkpoint-3/config.json")
+    return Case(case_directory(name) / "checkpoint-3", case_directory(sibling) / "checkpoint-3/config.json")
 
 
 def read(checkpoint: Path, truth: oracle.Tensors) -> oracle.Tensors:
@@ -89,34 +88,32 @@ def check_against_truth(case: Case, target: Path) -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_real_flex_checkpoint_holds_the_truth(name: str, tmp_path: Path) -> None:
-    folder = committed_case(name, "flex_cases")
+    folder = case_directory(f"small-flex/{name}")
     check_against_truth(Case(folder / "checkpoint-3", folder / "config.json"), tmp_path / "hybrid")
 
 
-@with_corpus
 @pytest.mark.parametrize(("name", "sibling"), REAL)
 def test_every_real_flex_checkpoint_holds_the_truth(name: str, sibling: str, tmp_path: Path) -> None:
     check_against_truth(case_of(name, sibling), tmp_path / "hybrid")
 
 
-@with_corpus
 @pytest.mark.parametrize(
     ("name", "sibling", "options"),
     [
-        ("corpus/fc_single", "corpus/single", {"to": "tp=1"}),
-        ("corpus/fc_mp2pp2", "corpus/mp2pp2", {"to": "tp=2,pp=2"}),
-        ("corpus/fc_sh2_s1v2", "corpus/sh2_s1v2_meta", {"to": "sharding=2", "sharding_strategy": "stage1v2"}),
+        ("dense/fc_single", "dense/single", {"to": "tp=1"}),
+        ("dense/fc_mp2pp2", "dense/mp2pp2", {"to": "tp=2,pp=2"}),
+        ("dense/fc_sh2_s1v2", "dense/sh2_s1v2_meta", {"to": "sharding=2", "sharding_strategy": "stage1v2"}),
         (
-            "corpus/fc_sh2_s3_seg512",
-            "corpus/sh2_s3_seg512",
+            "dense/fc_sh2_s3_seg512",
+            "dense/sh2_s3_seg512",
             {"to": "sharding=2", "sharding_strategy": "stage3", "layout": {"stage3_segment_size": 512}},
         ),
-        ("corpus-moe/moe_fc_single", "corpus-moe/moe_single", {"to": "tp=1"}),
+        ("moe/moe_fc_single", "moe/moe_single", {"to": "tp=1"}),
     ],
 )
 def test_it_becomes_the_hybrid_checkpoint_of_the_same_training(name, sibling, options, tmp_path) -> None:
     """The same keys, names and order, the same values, the same schedule in the optimizer files."""
-    case, real = case_of(name, sibling), corpus_root() / sibling / "checkpoint-3"
+    case, real = case_of(name, sibling), case_directory(sibling) / "checkpoint-3"
     truth = oracle.read_truth(real.parent / "truth.safetensors")
     assert {k: v.tobytes() for k, v in case.truth.items()} == {k: v.tobytes() for k, v in truth.items()}
     convert(case.checkpoint, tmp_path / "hybrid", config=case.config, **options)
@@ -128,18 +125,17 @@ def test_it_becomes_the_hybrid_checkpoint_of_the_same_training(name, sibling, op
 @pytest.fixture(scope="module")
 def saved_again(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``fc_single``, saved again by Paddle in two other ways."""
-    folder, real = tmp_path_factory.mktemp("again"), corpus_root() / "corpus/fc_single/checkpoint-3"
+    folder, real = tmp_path_factory.mktemp("again"), case_directory("dense/fc_single") / "checkpoint-3"
     for name in ("safetensors", "zero_cost"):
         shutil.copytree(real, folder / name, ignore=shutil.ignore_patterns("*.distcp", "*.metadata"))
     run_paddle(SAVE_AGAIN, real, folder)
     return folder
 
 
-@with_corpus
 @pytest.mark.parametrize("name", ["safetensors", "zero_cost"])
 def test_other_ways_to_save_say_the_same(name: str, saved_again: Path, tmp_path: Path) -> None:
     """Data files of the safetensors kind; and no bfloat16 parameters, as zero-cost checkpoints are written."""
-    case = case_of("corpus/fc_single", "corpus/single")
+    case = case_of("dense/fc_single", "dense/single")
     kinds = {path.suffix for path in saved_again.glob(f"{name}/*/*_0.*")}
     assert kinds == ({".safetensors"} if name == "safetensors" else {".distcp"})
     for number, source in enumerate((case.checkpoint, saved_again / name)):
@@ -147,10 +143,9 @@ def test_other_ways_to_save_say_the_same(name: str, saved_again: Path, tmp_path:
     assert files_of(tmp_path / "0") == files_of(tmp_path / "1")
 
 
-@with_corpus
 def test_it_verifies_against_the_hybrid_checkpoint_of_the_same_training() -> None:
-    real = corpus_root() / "corpus"
-    report = verify(real / "mp2pp2/checkpoint-3", real / "fc_mp2pp2/checkpoint-3")
+    mine, other = (case_directory(name) / "checkpoint-3" for name in ("mp2pp2", "fc_mp2pp2"))
+    report = verify(mine, other)
     assert report.equal
     assert report.tensors == 234
 
@@ -178,10 +173,9 @@ def test_there_and_back_is_the_straight_way(name: str, tmp_path: Path) -> None:
     there_and_back(case_directory(name) / "checkpoint-3", tmp_path, TARGETS, format="flex", files=3)
 
 
-@with_corpus
 @pytest.mark.parametrize("name", ["moe_sh2_s1v2_meta", "ep2_sh2_s1v2_meta_ema"])
 def test_there_and_back_with_experts(name: str, tmp_path: Path) -> None:
-    source = corpus_root() / "corpus-moe" / name / "checkpoint-3"
+    source = case_directory(f"moe/{name}") / "checkpoint-3"
     targets = [{"to": "tp=1"}, {"to": "tp=2,pp=2"}, {"to": "sharding=3", "sharding_strategy": "stage1v2"}]
     there_and_back(source, tmp_path, targets, format="flex", files=2)
 
@@ -192,11 +186,10 @@ def test_metadata_of_older_paddle(paddle_version: str, tmp_path: Path) -> None:
     there_and_back(source, tmp_path, TARGETS[:1], format="flex", paddle_version=paddle_version)
 
 
-@with_corpus
 def test_one_file_per_folder_is_what_the_trainer_writes_on_one_card(tmp_path: Path) -> None:
     """Byte for byte in the values, and the same keys, in the same order, with the same metadata."""
-    real, made = case_of("corpus/fc_single", "corpus/single").checkpoint, tmp_path / "made"
-    convert(corpus_root() / "corpus/single/checkpoint-3", made, format="flex")
+    real, made = case_of("dense/fc_single", "dense/single").checkpoint, tmp_path / "made"
+    convert(case_directory("dense/single") / "checkpoint-3", made, format="flex")
     assert set(files_of(made)) == {*files_of(real), "config.json"}
     for folder in ("model_state", "master_weight", "optimizer_state"):
         ours, theirs = (oracle.load_with_paddle(root / folder / "0_0.distcp") for root in (made, real))
@@ -226,7 +219,7 @@ def test_what_has_no_master_weights_has_an_empty_folder_of_them(tmp_path: Path) 
 
 def test_tied_weights_lie_under_both_keys_with_all_states(tmp_path: Path) -> None:
     """As two stages of the real trainer write them: a job of one stage looks for one of the keys, of two for both."""
-    folder = committed_case("fc_pp2sh2_s1v2_tied", "flex_cases")
+    folder = case_directory("small-flex/fc_pp2sh2_s1v2_tied")
     convert(folder / "checkpoint-3", tmp_path / "flex", format="flex", config=folder / "config.json")
     assert keys_of(tmp_path / "flex") == keys_of(folder / "checkpoint-3")
 

@@ -13,8 +13,8 @@ import pytest
 from paddle_reshard import convert
 from paddle_reshard.pipeline.errors import CheckpointError, PlanError, UsageError
 from tests import oracle
-from tests.conftest import REPO, case_directory, corpus_root
-from tests.golden.test_flex import LOAD, TARGETS, files_of, run_paddle, there_and_back, with_corpus
+from tests.conftest import REPO, case_directory
+from tests.golden.test_flex import LOAD, TARGETS, files_of, run_paddle, there_and_back
 
 RULES = REPO / "pipeline" / "layouts" / "rules"
 STATES = (*oracle.MOMENTS, *oracle.POWERS)
@@ -77,9 +77,8 @@ def by_structured_name(case: Path) -> oracle.Tensors:
     }
 
 
-@with_corpus
 def test_a_real_one_becomes_the_truth_and_stays_itself(given: dict[str, Path], tmp_path: Path) -> None:
-    case = corpus_root() / "corpus/auto_dp2mp2"
+    case = case_directory("dense/auto_dp2mp2")
     real, made = tmp_path / "checkpoint-3", tmp_path / "made"
     shutil.copytree(case / "checkpoint-3", real)
     # It was not written by a trainer, and has no schedule.

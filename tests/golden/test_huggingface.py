@@ -32,7 +32,7 @@ from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.rules import choose_table, shipped_tables
 from paddle_reshard.pipeline.tensors import dtype_named
 from tests import oracle
-from tests.conftest import REPO, case_directory, committed_case, corpus_root, hybrid_cases
+from tests.conftest import REPO, case_directory, hybrid_cases
 from tests.golden.unified_cases import read_unified, small_case, write_safetensors
 
 EXPORTS = Path(__file__).parent / "exports"
@@ -57,7 +57,7 @@ Entry = tuple[str, tuple[int, ...], bytes]
 
 
 def _case(name: str) -> Path:
-    return committed_case(name, "families") if name in FAMILIES else case_directory(name)
+    return case_directory(f"small-families/{name}") if name in FAMILIES else case_directory(name)
 
 
 @cache
@@ -145,9 +145,9 @@ def test_other_families(name: str, tmp_path: Path) -> None:
     assert _export(case, tmp_path / "hf") == _expected(_parameters(_truth(case)), _config(case))
 
 
-@pytest.mark.parametrize("name", MIXTURES if corpus_root() else ())
+@pytest.mark.parametrize("name", MIXTURES)
 def test_mixtures_of_experts(name: str, tmp_path: Path) -> None:
-    case = corpus_root() / "corpus-moe" / name
+    case = case_directory(f"moe/{name}")
     found = _export(case, tmp_path / "hf", allow_replica_drift=name in DRIFTED)
     assert found == _expected(_parameters(_truth(case)), _config(case))
     assert any(tag == "F32" for tag, _, _ in found.values()) == (not name.startswith("nlp"))
@@ -185,10 +185,10 @@ def test_tied_embeddings_are_written_once(tmp_path: Path) -> None:
     assert _digests(_export(case_directory("mp2_tied"), tmp_path / "hf")) == real
 
 
-@pytest.mark.parametrize("name", [n for n, real in MIXTURES.items() if real] if corpus_root() else ())
+@pytest.mark.parametrize("name", [n for n, real in MIXTURES.items() if real])
 def test_mixtures_are_what_paddleformers_exports(name: str, tmp_path: Path) -> None:
     """In bfloat16, to which it casts the routers of most families; what it keeps in float32 is kept."""
-    found = _export(corpus_root() / "corpus-moe" / name, tmp_path / "hf", dtype="bfloat16")
+    found = _export(case_directory(f"moe/{name}"), tmp_path / "hf", dtype="bfloat16")
     assert _digests(found) == _real_export(name)
 
 
@@ -231,7 +231,6 @@ def _model_of(parameters: dict[str, np.ndarray], config: dict[str, Any]) -> Mode
     return Model(tuple(tensors), table, config)
 
 
-@pytest.mark.skipif(corpus_root() is None, reason="no real export at hand")
 def test_the_same_training_saved_by_the_trainer_as_hugging_face_has_the_same_bytes(tmp_path: Path) -> None:
     """``single`` and ``single_tohf`` are one training; the second was saved with ``save_to_hf``."""
     real = _checkpoint(case_directory("single_tohf"))
@@ -380,9 +379,8 @@ def test_the_average_as_a_model(dtype: str | None, tmp_path: Path) -> None:
     assert _export(case, tmp_path / "hf", state="ema", dtype=dtype) == _expected(averages, _config(case))
 
 
-@pytest.mark.skipif(corpus_root() is None, reason="no such case at hand")
 def test_the_average_of_parameters_without_master_weights(tmp_path: Path) -> None:
-    case = corpus_root() / "corpus-moe" / "moe_mp2pp2sh2_s1v2_meta_ema"
+    case = case_directory("moe/moe_mp2pp2sh2_s1v2_meta_ema")
     truth = _truth(case)
     averages = {
         key: truth[f"{key}.ema"]
@@ -480,7 +478,7 @@ def test_a_family_whose_form_is_not_known(tmp_path: Path) -> None:
     with pytest.raises(
         RuleError, match=r"gpt\.embeddings.*does not say what it is in a Hugging Face checkpoint"
     ):
-        _export(committed_case("nlp_gpt_single", "families"), tmp_path / "hf")
+        _export(case_directory("small-families/nlp_gpt_single"), tmp_path / "hf")
 
 
 @pytest.mark.parametrize(
@@ -527,9 +525,9 @@ def test_read_by_itself_it_is_the_truth(name: str, tmp_path: Path) -> None:
     assert paddle_reshard.verify(tmp_path / "hf", tmp_path / "unified").equal
 
 
-@pytest.mark.parametrize("name", [*MIXTURES] if corpus_root() else ())
+@pytest.mark.parametrize("name", [*MIXTURES])
 def test_a_mixture_read_by_itself_is_the_truth(name: str, tmp_path: Path) -> None:
-    case = corpus_root() / "corpus-moe" / name
+    case = case_directory(f"moe/{name}")
     _export(case, tmp_path / "hf", allow_replica_drift=name in DRIFTED)
     oracle.assert_same_tensors(_read_back(tmp_path / "hf", tmp_path / "unified"), _parameters(_truth(case)))
 

@@ -11,10 +11,9 @@ import pytest
 
 import paddle_reshard
 from tests import oracle
-from tests.conftest import corpus_root
+from tests.conftest import case_directory
 from tests.golden.compare_one_card import read_one_card
 
-ROOT = corpus_root()
 CASES = (
     "moe_single",
     "moe_pp2",
@@ -38,8 +37,7 @@ TARGETS = (
 
 
 def _case(name: str) -> Path:
-    assert ROOT is not None
-    return ROOT / "corpus-moe" / name
+    return case_directory(f"moe/{name}")
 
 
 def _truth(name: str) -> dict[str, bytes]:
@@ -47,7 +45,7 @@ def _truth(name: str) -> dict[str, bytes]:
     return {key: array.tobytes() for key, array in truth.items()}
 
 
-@pytest.mark.parametrize("name", CASES if ROOT else ())
+@pytest.mark.parametrize("name", CASES)
 def test_on_one_card_it_equals_the_truth(name: str, tmp_path: Path) -> None:
     source = _case(name) / "checkpoint-3"
     report = paddle_reshard.convert(source, tmp_path / "one", to="tp=1", allow_replica_drift=name in DRIFTED)
@@ -55,7 +53,7 @@ def test_on_one_card_it_equals_the_truth(name: str, tmp_path: Path) -> None:
     assert bool(report.moved.replica_drift) == (name in DRIFTED)
 
 
-@pytest.mark.parametrize("name", CASES if ROOT else ())
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("to", "strategy"), TARGETS)
 def test_through_every_strategy_and_back(name: str, to: str, strategy: str | None, tmp_path: Path) -> None:
     layout = {"stage3_segment_size": 512} if strategy == "stage3" else None
@@ -71,7 +69,7 @@ def test_through_every_strategy_and_back(name: str, to: str, strategy: str | Non
     assert read_one_card(tmp_path / "back") == _truth(name)
 
 
-@pytest.mark.parametrize("name", DRIFTED if ROOT else ())
+@pytest.mark.parametrize("name", DRIFTED)
 def test_drift_is_refused_unless_allowed(name: str, tmp_path: Path) -> None:
     with pytest.raises(
         paddle_reshard.ReshardError, match="with --allow-replica-drift the first copy is taken"

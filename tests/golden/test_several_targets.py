@@ -14,9 +14,9 @@ from paddle_reshard.pipeline.cli import cli
 from paddle_reshard.pipeline.errors import DriftError, UsageError
 from paddle_reshard.pipeline.options import TargetOptions, parse_target
 from paddle_reshard.pipeline.workflow import Event, Progress
-from tests.conftest import committed_case
+from tests.conftest import case_directory
 
-SOURCE = committed_case("mp2sh2_s1v2_meta_mid") / "checkpoint-3"
+SOURCE = case_directory("mp2sh2_s1v2_meta_mid") / "checkpoint-3"
 TARGETS: dict[str, TargetOptions] = {
     "cards": {"to": "tp=1"},
     "stages": {"to": "tp=2,pp=2", "layout": {"sequence_parallel": True}},

@@ -14,7 +14,7 @@ import safetensors
 import paddle_reshard
 from paddle_reshard.pipeline.errors import DriftError, PlanError, UsageError
 from tests import oracle
-from tests.conftest import case_directory, corpus_root
+from tests.conftest import case_directory
 from tests.golden.unified_cases import (
     PACKED,
     read_unified,
@@ -26,13 +26,13 @@ from tests.golden.unified_cases import (
 REFUSED = ("uc_sh2_s1v1_quant", "nlp_uc_mp2sh2_s1v2_ignoremerge")
 MIXTURES = ("ep2_uc_sh2_s1v2", "moe_uc_single_tohf", "moe_single_tohf")
 BIG = (
-    "corpus/uc_single",
-    "corpus/uc_sh2_s1v2",
-    "corpus/nlp_uc_mp2pp2",
-    "corpus/single_tohf",
-    "corpus-moe/moe_uc_single",
+    "dense/uc_single",
+    "dense/uc_sh2_s1v2",
+    "dense/nlp_uc_mp2pp2",
+    "dense/single_tohf",
+    "moe/moe_uc_single",
 )
-ONE_CARD = {"corpus/single": "corpus/uc_single", "corpus-moe/moe_single": "corpus-moe/moe_uc_single"}
+ONE_CARD = {"dense/single": "dense/uc_single", "moe/moe_single": "moe/moe_uc_single"}
 """Two savings of one training: the hybrid one, and the unified one."""
 TENSOR_FILES = ("model", "optimizer", "master_weights")
 
@@ -64,10 +64,9 @@ def test_a_real_checkpoint_is_the_truth(name: str, tmp_path: Path) -> None:
     assert paddle_reshard.verify(source, tmp_path / "unified").equal
 
 
-@pytest.mark.skipif(corpus_root() is None, reason="the corpus is not here")
 @pytest.mark.parametrize("name", BIG)
 def test_a_case_of_the_corpus_is_the_truth(name: str, tmp_path: Path) -> None:
-    case = corpus_root() / name
+    case = case_directory(name)
     paddle_reshard.convert(_checkpoint(case), tmp_path / "unified", format="unified", drop=["ema"])
     truth = oracle.read_truth(case / "truth.safetensors")
     oracle.assert_same_tensors(read_unified(tmp_path / "unified"), truth)
@@ -113,13 +112,12 @@ def _same_tensor_files(made: Path, real: Path) -> None:
         assert (made / name).read_bytes() == (real / name).read_bytes(), name
 
 
-@pytest.mark.skipif(corpus_root() is None, reason="the corpus is not here")
 @pytest.mark.parametrize(("hybrid", "unified"), ONE_CARD.items())
 def test_one_card_is_written_as_paddleformers_writes_it(hybrid: str, unified: str, tmp_path: Path) -> None:
     paddle_reshard.convert(
-        _checkpoint(corpus_root() / hybrid), tmp_path / "unified", format="unified", drop=["ema"]
+        _checkpoint(case_directory(hybrid)), tmp_path / "unified", format="unified", drop=["ema"]
     )
-    _same_tensor_files(tmp_path / "unified", _checkpoint(corpus_root() / unified))
+    _same_tensor_files(tmp_path / "unified", _checkpoint(case_directory(unified)))
 
 
 def test_several_cards_are_written_as_paddlenlp_writes_them(tmp_path: Path) -> None:

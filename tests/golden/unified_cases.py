@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import safetensors
 
-from tests.conftest import committed_case
+from tests.conftest import CORPUS, case_directory
 from tests.oracle import Tensors, read_truth
 
-PACKED = Path(__file__).parent / "unified"
+PACKED = CORPUS / "small-unified"
 NUMPY = {"BF16": np.uint16, "U16": np.uint16, "F16": np.float16, "F32": np.float32}
 
 
@@ -22,7 +22,7 @@ def small_cases() -> list[str]:
 
 def small_case(name: str) -> Path:
     """Folder with ``checkpoint-3/`` and ``truth.safetensors``; not to be changed."""
-    return committed_case(name, "unified")
+    return case_directory(f"small-unified/{name}")
 
 
 def truth_of(name: str) -> Tensors:

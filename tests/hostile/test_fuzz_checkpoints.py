@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 import paddle_reshard
 from paddle_reshard.pipeline.errors import ReshardError
-from tests.conftest import committed_case
+from tests.conftest import case_directory
 
-DEMO = committed_case("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
+DEMO = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
 SETTINGS = settings(
     max_examples=int(os.environ.get("FUZZ_EXAMPLES", "60")),
     deadline=None,

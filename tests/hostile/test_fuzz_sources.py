@@ -22,7 +22,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.errors import CoverageError, ReshardError
 from paddle_reshard.pipeline.options import TargetOptions
 from paddle_reshard.storage.formats.dist_metadata import encode_dist_metadata, parse_dist_metadata
-from tests.conftest import committed_case
+from tests.conftest import case_directory
 from tests.golden.unified_cases import small_case
 from tests.hostile.test_fuzz_checkpoints import json_values
 
@@ -95,7 +95,7 @@ def sound(name: str, folder: Path) -> Path:
     if name in MADE:
         paddle_reshard.convert(small_case("ep2_uc_sh2_s1v2") / "checkpoint-3", folder / name, **MADE[name])
         return folder / name
-    shutil.copytree(committed_case(name, "flex_cases"), folder / name)
+    shutil.copytree(case_directory(f"small-flex/{name}"), folder / name)
     shutil.copy(folder / name / "config.json", folder / name / "checkpoint-3")
     return folder / name / "checkpoint-3"
 

@@ -26,6 +26,7 @@ from paddle_reshard.storage.formats.paddle_pickle import (
     encode_pickle,
     parse_pickle,
 )
+from tests.conftest import case_files
 
 ALLOWED_OPCODES = set(b"N\x88\x89KMJ\x8aG\x8cX\x8dCB\x8e}])(t\x85\x86\x87suae\x94qrhjc\x93R\x81b\x95.")
 FUZZ = settings(
@@ -174,8 +175,8 @@ def test_a_file_cut_anywhere_is_refused(protocol):
 
 
 def test_real_files_cut_anywhere_are_refused():
-    corpus = pathlib.Path(__file__).parents[2] / ".corpus"
-    real = sorted(corpus.rglob("*.pdparams"), key=lambda path: (path.stat().st_size, path))[:40]
+    found = case_files(("dense",), "checkpoint-*/*.pdparams")
+    real = sorted(found, key=lambda path: (path.stat().st_size, path))[:40]
     for data in {path.read_bytes() for path in real if path.stat().st_size < 2000} | {small_file()}:
         assert refusal(data) is None
         assert all(refusal(data[:stop]) is not None for stop in range(len(data)))
@@ -296,8 +297,8 @@ def test_damaged_files_are_parsed_or_refused(base, seed, count):
 
 
 def test_damaged_real_files_are_parsed_or_refused():
-    corpus = pathlib.Path(__file__).parents[2] / ".corpus"
-    real = sorted(corpus.rglob("*.pd[po]*"), key=lambda path: (path.stat().st_size, path))[::12]
+    found = case_files(("dense",), "checkpoint-*/*.pd[po]*")
+    real = sorted(found, key=lambda path: (path.stat().st_size, path))[::12]
     rng = random.Random(7)
     deadline = time.monotonic() + 10
     for base in [path.read_bytes() for path in real] + BASES:

@@ -23,7 +23,7 @@ from paddle_reshard.pipeline.errors import GroupFailedError, TargetError
 from paddle_reshard.pipeline.runners import Conversion, convert_inline
 from paddle_reshard.pipeline.watch import Result, open_watcher
 from paddle_reshard.storage.fsspec_folder import FsspecFolder
-from tests.conftest import committed_case
+from tests.conftest import case_directory
 from tests.jobs.command import GOLDEN, MAIN, command_line, copy_checkpoint, invoke, run, snapshot
 
 INTERRUPTED = """
@@ -204,7 +204,7 @@ def test_a_file_that_appears_during_the_conversion_takes_it_back(training: Run) 
 
 @pytest.fixture
 def flex_case() -> Path:
-    return committed_case("fc_pp2sh2_s1v2_tied", "flex_cases")
+    return case_directory("small-flex/fc_pp2sh2_s1v2_tied")
 
 
 def test_a_growing_flex_checkpoint_becomes_a_model_when_it_is_whole(training: Run, flex_case: Path) -> None:

@@ -14,7 +14,7 @@ import safetensors.numpy
 import paddle_reshard
 from paddle_reshard import CheckpointConverter, ReshardError, load_into
 from tests import oracle
-from tests.conftest import case_directory, committed_cases, corpus_root, hybrid_cases
+from tests.conftest import FEW_CASES, case_directory, hybrid_cases
 from tests.properties.synthetic import LR_SCHEDULER, Model, write_checkpoint
 
 MODEL = Model(layers=1)
@@ -53,9 +53,7 @@ def piece(tensor, whole, offset, shape, flat=None):
 MORE_CASES = ("pp4vpp2", "sh2_s1v1", "sh2_s1v2", "sh2_s2", "sh2_s3_seg512")
 
 
-@pytest.mark.parametrize(
-    "name", [*committed_cases(), *(name for name in MORE_CASES if name in hybrid_cases())]
-)
+@pytest.mark.parametrize("name", [*FEW_CASES, *(name for name in MORE_CASES if name in hybrid_cases())])
 def test_whole_tensors(name):
     truth = trained(oracle.read_truth(case_directory(name) / "truth.safetensors"))
     live = {key: blank(array) for key, array in truth.items()}
@@ -102,7 +100,7 @@ def test_averages(checkpoint):
         assert averages[name].tobytes() == truth[f"{key}.ema_w_0"].tobytes(), key
 
 
-@pytest.mark.parametrize("name", [name for name in committed_cases() if name != "nlp_fused_mp2"])
+@pytest.mark.parametrize("name", [name for name in FEW_CASES if name != "nlp_fused_mp2"])
 def test_pieces_and_flattened_ranges(name):
     """Random boxes, ranges of the flattening of boxes, and padding beyond them."""
     random = np.random.default_rng(0)
@@ -177,7 +175,6 @@ def test_a_parameter_and_its_master_weight_are_read_once(checkpoint):
     assert report.read_bytes == live[f"{KEY}.w_0"].nbytes
 
 
-@pytest.mark.skipif(corpus_root() is None, reason="the corpus of real checkpoints is not at hand")
 @pytest.mark.parametrize("name", ("defaults_2ranks", "fc_sh2_s3_seg512", "uc_sh2_s1v2", "single_tohf"))
 def test_other_formats(name):
     """FlexCheckpoint (which has no config.json), unified checkpoints, weights in Hugging Face layout."""
@@ -188,10 +185,9 @@ def test_other_formats(name):
     oracle.assert_same_tensors(live, truth)
 
 
-@pytest.mark.skipif(corpus_root() is None, reason="the corpus of real checkpoints is not at hand")
 def test_experts_of_several_ranks(tmp_path):
     """What no file holds comes from another file, or keeps its values."""
-    path = corpus_root() / "corpus-moe" / "dsv3_ep2_sh2_s1v2_meta_ema" / "checkpoint-3"
+    path = case_directory("moe/dsv3_ep2_sh2_s1v2_meta_ema") / "checkpoint-3"
     truth = trained(oracle.read_truth(path.parent / "truth.safetensors"))
     lost = {key: array for key, array in truth.items() if key.endswith("e_score_correction_bias")}
     assert lost

@@ -1,7 +1,6 @@
 """The laboratory: the real trainer on CPUs, one process per rank, every process ours to end.
 
-The scripts of the laboratory are not part of this repository. They lie beside it, with the corpus that
-they made, and are used as they are, from a copy.
+The scripts that start it are those that made the corpus, ``tests/lab``; they are used as they are.
 """
 
 import contextlib
@@ -21,10 +20,10 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
 PARITY = REPO / ".parity"
-SCRIPTS = REPO.parent / "shared" / "corpus" / "gen"
-SCRIPTS_MOE = REPO.parent / "shared" / "corpus-moe" / "gen"
+SCRIPTS = REPO / "tests" / "lab" / "dense"
+SCRIPTS_MOE = REPO / "tests" / "lab" / "models"
 DRIVER = Path(__file__).resolve().parent / "driver.py"
-LOCK = "requirements-pf.lock.txt"
+LOCK = REPO / "tests" / "lab" / "environments" / "requirements-pf.lock.txt"
 PYTHON = "3.11"
 GRACE_SECONDS = 3
 PORTS = range(10_000, 14_000, 50)
@@ -37,20 +36,15 @@ class LabError(Exception):
 
 @dataclass(frozen=True)
 class Lab:
-    """A Python with the trainer, and a copy of the scripts that drive it."""
+    """A Python with the trainer, and the scripts that drive it."""
 
     python: Path
     scripts: Path
     root: Path
 
 
-def open_lab(scripts_from: Path = SCRIPTS, scripts_to: Path = PARITY / "gen") -> Lab:
+def open_lab(scripts: Path = SCRIPTS) -> Lab:
     """Return the laboratory, made on first use; ``PARITY_LAB`` names one that exists already."""
-    if not (scripts_from / LOCK).exists():
-        raise LabError(
-            f"no laboratory at {scripts_from}: the parity check needs the scripts that made the corpus"
-        )
-    scripts = _copy_of_scripts(scripts_from, scripts_to)
     given = os.environ.get("PARITY_LAB")
     root = Path(given).resolve() if given else PARITY / "lab"
     environment = root / "venv-pf"
@@ -58,21 +52,11 @@ def open_lab(scripts_from: Path = SCRIPTS, scripts_to: Path = PARITY / "gen") ->
     if given and not python.exists():
         raise LabError(f"PARITY_LAB={given}: there is no {python}")
     if not given and not (environment / "complete").exists():
-        _make_environment(environment, scripts / LOCK)
+        _make_environment(environment)
     return Lab(python, scripts, root)
 
 
-def _copy_of_scripts(scripts: Path, copy: Path) -> Path:
-    """Copy a folder of the laboratory's scripts, and return the copy."""
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(
-        scripts, copy, ignore=shutil.ignore_patterns("__pycache__"), copy_function=shutil.copyfile
-    )
-    copy.chmod(0o755)
-    return copy
-
-
-def _make_environment(environment: Path, lock: Path) -> None:
+def _make_environment(environment: Path) -> None:
     """Install what the lock file pins, and nothing else."""
     base = _python_of_the_lock()
     shutil.rmtree(environment, ignore_errors=True)
@@ -88,7 +72,7 @@ def _make_environment(environment: Path, lock: Path) -> None:
     ]
     for command in (
         [base, "-m", "venv", str(environment)],
-        [*pip, "--no-deps", "-r", str(lock)],
+        [*pip, "--no-deps", "-r", str(LOCK)],
         [*pip, "setuptools<80"],
     ):
         if subprocess.run(command, check=False).returncode:

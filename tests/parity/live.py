@@ -14,7 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.conftest import case_directory, corpus_root
+from tests.conftest import case_directory
 from tests.parity.lab import PARITY, REPO, Lab, LabError, open_lab, run_trainer, say
 from tests.parity.run import (
     ALL_AXES,
@@ -59,9 +59,6 @@ RUNS = {
 def main(wanted: list[str]) -> int:
     """Check the runs asked for, or all; the result is the exit status."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    if corpus_root() is None:
-        say("parity: the corpus of real checkpoints is not at hand")
-        return 2
     failed = 0
     try:
         with alone():

@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> int:
     try:
         with alone(TABLE):
             if "--report" not in options:
-                bench = Bench(open_lab(SCRIPTS_MOE, TABLE / "gen"), TABLE, "--again" in options)
+                bench = Bench(open_lab(SCRIPTS_MOE), TABLE, "--again" in options)
                 wanted = [rows[name] for name in names] or OUR_ROWS
                 failed = sum(not follow(bench, row) for row in wanted)
                 if not names:

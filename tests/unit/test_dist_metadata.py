@@ -22,7 +22,7 @@ from paddle_reshard.storage.formats.dist_metadata import (
     encode_dist_metadata,
     parse_dist_metadata,
 )
-from tests.conftest import corpus_root
+from tests.conftest import case_files
 from tests.dist_metadata_oracle import (
     MODULES,
     classes_of,
@@ -60,11 +60,9 @@ def same(a: DistMetadata, b: DistMetadata) -> bool:
 
 
 def real_files() -> list[Path]:
-    root = corpus_root()
-    return sorted(root.glob("corpus*/*/checkpoint-*/*/*.metadata")) if root else []
+    return case_files(("dense", "moe"), "checkpoint-*/*/*.metadata")
 
 
-@pytest.mark.skipif(corpus_root() is None, reason="the corpus is not here")
 def test_real_files_say_what_pickle_finds_in_them():
     module = classes_of("3.3")
     files = real_files()
@@ -81,7 +79,6 @@ def test_real_files_say_what_pickle_finds_in_them():
     assert flattened > 500
 
 
-@pytest.mark.skipif(corpus_root() is None, reason="the corpus is not here")
 def test_real_files_are_written_again():
     module = classes_of("3.3")
     for path in real_files():

@@ -22,7 +22,7 @@ from paddle_reshard.pipeline.workflow import ConversionPlan
 from paddle_reshard.storage.store import Read, ReadRange
 from paddle_reshard.tasks.workspace import Workspace, Workspaces
 from tests.cluster.test_exchange import Written
-from tests.conftest import committed_case
+from tests.conftest import case_directory
 
 MIB = 1 << 20
 GROUP_BYTES = 100_000
@@ -33,7 +33,7 @@ PATIENCE_SECONDS = 60
 def conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ConversionPlan:
     """Of a real checkpoint, in many small groups."""
     monkeypatch.setattr(planning, "GROUP_BYTES", GROUP_BYTES)
-    source = committed_case("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
+    source = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
     planned = paddle_reshard.plan(source, tmp_path / "T", to="tp=2,sharding=3")
     assert planned.plan.groups > 20
     return planned

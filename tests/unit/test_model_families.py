@@ -1,6 +1,6 @@
 """Real checkpoints of other model families than Llama, by the rule tables that come with the package.
 
-``tests/golden/families`` holds small ones of each; ``PROVENANCE.md`` there tells how they were made.
+``tests/corpus/small-families`` holds small ones of each; ``README.md`` there tells how they were made.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from paddle_reshard.pipeline.errors import RuleError
 from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable, choose_table, shipped_tables
 from paddle_reshard.pipeline.topology import Topology
 from tests import oracle
-from tests.conftest import GOLDEN, committed_case
-
-FAMILIES = GOLDEN / "families"
+from tests.conftest import case_directory, case_names
 
 
 @dataclass(frozen=True)
@@ -58,11 +56,11 @@ SIBLINGS = [
 
 
 def _case(name: str) -> Path:
-    return committed_case(name, "families")
+    return case_directory(f"small-families/{name}")
 
 
-def test_every_committed_case_is_tested() -> None:
-    assert {path.name.removesuffix(".tar.xz") for path in FAMILIES.glob("*.tar.xz")} == set(CASES)
+def test_every_small_case_is_tested() -> None:
+    assert {name.rpartition("/")[2] for name in case_names("small-families")} == set(CASES)
 
 
 # --- real checkpoints ---------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from paddle_reshard.storage.formats.safetensors import (
     parse_index,
     parse_safetensors,
 )
-from tests.conftest import corpus_root
+from tests.conftest import case_files
 
 LIBRARY_NAMES = {
     "U64": "uint64", "I64": "int64", "F64": "float64", "C64": "complex64", "F32": "float32", "U32": "uint32",
@@ -102,11 +102,9 @@ def test_files_equal_those_of_the_library(tensors, metadata):
 
 
 def real_files() -> list[Path]:
-    root = corpus_root()
-    return sorted(root.glob("corpus*/*/checkpoint-*/*.safetensors")) if root else []
+    return case_files(("dense", "moe"), "checkpoint-*/*.safetensors")
 
 
-@pytest.mark.skipif(corpus_root() is None, reason="the corpus is not here")
 def test_real_files_hold_what_the_library_finds_in_them():
     tags = set()
     files = real_files()
@@ -124,7 +122,6 @@ def test_real_files_hold_what_the_library_finds_in_them():
     assert len(files) >= 20
 
 
-@pytest.mark.skipif(corpus_root() is None, reason="the corpus is not here")
 def test_real_files_are_laid_out_again_byte_for_byte():
     for path in real_files():
         data = path.read_bytes()
@@ -138,9 +135,8 @@ def test_real_files_are_laid_out_again_byte_for_byte():
         assert assembled(encode_safetensors(slots, found.metadata), payloads) == data
 
 
-@pytest.mark.skipif(corpus_root() is None, reason="the corpus is not here")
 def test_real_index_files_are_read_and_written_again_byte_for_byte():
-    files = sorted(corpus_root().glob("corpus*/*/checkpoint-*/*.index.json"))
+    files = case_files(("dense", "moe"), "checkpoint-*/*.index.json")
     assert len(files) >= 10
     for path in files:
         data = path.read_bytes()

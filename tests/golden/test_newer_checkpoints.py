@@ -1,0 +1,148 @@
+"""Newer kinds of checkpoints and families: each is converted to its truth, or refused with the reason.
+
+A case that another version learns to convert moves from one table to the other.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import paddle_reshard
+from paddle_reshard.pipeline.errors import ReshardError
+from tests import oracle
+from tests.conftest import case_directory, case_names
+from tests.golden.compare_one_card import read_one_card
+
+CONVERTED = {
+    "states/fc_replicas_sh2_s1v2": "states/fp16_single",
+    "states/fp16_sh2_s1v2_meta": None,
+    "states/fp16_single": None,
+    "states/hfsteps_fc_single": "states/fp16_single",
+    "states/opt_custom_lowp_single": None,
+    "states/opt_custom_single": None,
+    "states/uc_nomerge_sh2_s1v1": None,
+    "states/uc_rmmaster_sh2_s1v1": None,
+    "states/uc_skipmodel_sh2_s1v1": None,
+    "families/ernie4_5_single": None,
+    "families/qwen2_single": None,
+    "families/qwen3_moe_fused_single": None,
+    "families/qwen3_single": None,
+}
+"""Case → the case of the same model whose ``config.json`` it needs, where it has none."""
+
+NO_ROW = r"no row of the paddleformers rule table '{}' fits; .* pass it with --rules FILE"
+MTP_DEEPSEEK = r"layers\.\d\.(enorm\.weight|eh_proj\.bias): " + NO_ROW.format("deepseek_v3")
+MTP_ERNIE = r"model\.mtp_block\.0\..*: " + NO_ROW.format("ernie4_5_moe")
+LORA = r"lora_model_state.*: a tensor file whose name has no meaning in a hybrid-parallel checkpoint"
+LORA_FLEX = r"lora_A: " + NO_ROW.format("llama")
+MUON = r"\(beta1_pow_acc\): no file holds it, other parameters have it"
+PROTOCOL_5 = r"pickle protocol 5; paddle\.save writes 2, 3 or 4"
+NO_OPTIMIZER = r"no optimizer file: not a hybrid-parallel training checkpoint"
+NO_TABLE = r"model type '{}': no rule table knows it .* pass it with --rules FILE"
+REFUSED = {
+    "states/dsv3_mtp_ep2_sh2_s1v2_meta": MTP_DEEPSEEK,
+    "states/dsv3_mtp_fc_sh2_s1v2_ema": MTP_DEEPSEEK,
+    "states/dsv3_mtp_mp2": MTP_DEEPSEEK,
+    "states/dsv3_mtp_pp2": MTP_DEEPSEEK,
+    "states/dsv3_mtp_sh2_s1v1_meta": MTP_DEEPSEEK,
+    "states/dsv3_mtp_sh2_s1v2_meta_ema": MTP_DEEPSEEK,
+    "states/dsv3_mtp_single_tohf": MTP_DEEPSEEK,
+    "states/dsv3_mtp_small_single": MTP_DEEPSEEK,
+    "states/ernie45_mtp_sh2_s1v2_meta_ema": MTP_ERNIE,
+    "states/ernie45_mtp_single": MTP_ERNIE,
+    "states/ernie45_mtp_single_tohf": MTP_ERNIE,
+    "states/lora_fc_mp2": LORA_FLEX,
+    "states/lora_fc_single": LORA_FLEX,
+    "states/lora_pp2": LORA,
+    "states/lora_qwen2_single": LORA,
+    "states/lora_sh2_s1v1": LORA,
+    "states/lora_sh2_s1v2_meta": LORA,
+    "states/lora_single": LORA,
+    "states/muon_fc_mp2": MUON,
+    "states/muon_fc_pp2": MUON,
+    "states/muon_fc_sh2": MUON,
+    "states/muon_fc_sh2_split": MUON,
+    "states/noopt_single": NO_OPTIMIZER,
+    "states/opt_mini_single": r"\(moment2\): stored with shape \(1,\)",
+    "states/p5_fp32_single": PROTOCOL_5,
+    "states/p5_lora_single": LORA,
+    "states/p5_mid_single": PROTOCOL_5,
+    "states/p5_np2_single": PROTOCOL_5,
+    "states/p5_ro_single": PROTOCOL_5,
+    "states/p5_sh2_s1v2_meta": PROTOCOL_5,
+    "states/p5_single": PROTOCOL_5,
+    "states/tfusion_sh2_s1v1": r"master weight generated_tensor_\d+ belongs to no structured key of this cell",
+    "states/uc_optimshard2_sh2_s1v1": r"several files \(optim_shard_num > 1\) are not read by this version",
+    "states/uc_quantO1_sh2_s1v1": r"ckpt_quant_stage is O1: .* save with ckpt_quant_stage O0",
+    "families/deepseek_v3_mtp_single": MTP_DEEPSEEK,
+    "families/ernie4_5_moe_vl_saved": NO_OPTIMIZER,
+    "families/gemma3_text_fc_sh2_s1v2": NO_TABLE.format("gemma3_text"),
+    "families/gemma3_text_sh2_s1v2_meta": NO_TABLE.format("gemma3_text"),
+    "families/gemma3_text_single": NO_TABLE.format("gemma3_text"),
+    "families/gemma3_text_single_tohf": NO_TABLE.format("gemma3_text"),
+    "families/glm4v_moe_mp2": NO_TABLE.format("glm4v_moe"),
+    "families/glm4v_moe_single": NO_TABLE.format("glm4v_moe"),
+    "families/glm_ocr_single": NO_TABLE.format("glm_ocr"),
+    "families/paddleocr_vl_sh2_s1v2_meta": NO_TABLE.format("paddleocr_vl"),
+    "families/paddleocr_vl_single": NO_TABLE.format("paddleocr_vl"),
+    "families/phi3_pp2": NO_TABLE.format("phi3"),
+    "families/phi3_sh2_s1v2_meta": NO_TABLE.format("phi3"),
+    "families/phi3_single": NO_TABLE.format("phi3"),
+    "families/phi3_single_tohf": NO_TABLE.format("phi3"),
+    "families/qwen2_5_vl_fc_sh2_s1v2": NO_TABLE.format("qwen2_5_vl"),
+    "families/qwen2_5_vl_mp2": NO_TABLE.format("qwen2_5_vl"),
+    "families/qwen2_5_vl_single": NO_TABLE.format("qwen2_5_vl"),
+    "families/qwen2_5_vl_single_tohf": NO_TABLE.format("qwen2_5_vl"),
+    "families/qwen3_next_fc_sh2_s1v2": NO_TABLE.format("qwen3_next"),
+    "families/qwen3_next_mp2": NO_TABLE.format("qwen3_next"),
+    "families/qwen3_next_sh2_s1v2_meta": NO_TABLE.format("qwen3_next"),
+    "families/qwen3_next_single": NO_TABLE.format("qwen3_next"),
+    "families/qwen3_next_single_tohf": NO_TABLE.format("qwen3_next"),
+    "families/qwen3_vl_moe_fc_sh2_s1v2": NO_TABLE.format("qwen3_vl_moe"),
+    "families/qwen3_vl_moe_single": NO_TABLE.format("qwen3_vl_moe"),
+    "families/qwen3_vl_sh2_s1v2_meta": NO_TABLE.format("qwen3_vl"),
+    "families/qwen3_vl_single": NO_TABLE.format("qwen3_vl"),
+}
+"""Case → what the error says."""
+
+
+def checkpoint(name: str) -> Path:
+    (found,) = case_directory(name).glob("checkpoint-*")
+    return found
+
+
+def config_of(name: str) -> Path | None:
+    """A FlexCheckpoint holds none; that of the same model on one card."""
+    if (checkpoint(name) / "config.json").exists():
+        return None
+    group, _, case = name.partition("/")
+    siblings = {"dsv3_mtp": "dsv3_mtp_small_single", "lora": "lora_single", "muon": "fp16_single"}
+    family = case.partition("_fc_")[0]
+    sibling = CONVERTED.get(name) or f"{group}/{siblings.get(family, f'{family}_single')}"
+    return checkpoint(sibling) / "config.json"
+
+
+def test_every_case_is_in_one_of_the_tables() -> None:
+    assert sorted([*CONVERTED, *REFUSED]) == sorted([*case_names("states"), *case_names("families")])
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_on_one_card_it_equals_the_truth(name: str, tmp_path: Path) -> None:
+    paddle_reshard.convert(checkpoint(name), tmp_path / "one", to="tp=1", config=config_of(name))
+    truth = oracle.read_truth(case_directory(name) / "truth.safetensors")
+    if "rmmaster" in name:  # saved without master weights, which the loader then makes of the weights
+        for key in oracle.shapes_of(truth):
+            truth[f"{key}.w_0"] = (truth[key].astype(np.uint32) << 16).view(np.float32)
+    assert read_one_card(tmp_path / "one") == {key: array.tobytes() for key, array in truth.items()}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_known_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ReshardError) as caught:
+        paddle_reshard.convert(checkpoint(name), tmp_path / "one", to="tp=1", config=config_of(name))
+    assert re.search(REFUSED[name], str(caught.value), re.DOTALL)
+    assert not (tmp_path / "one").exists()

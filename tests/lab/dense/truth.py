@@ -1,0 +1,271 @@
+"""Ground truth from LIVE objects (never from the checkpoint files).
+
+Every rank dumps what it holds in memory (parameter tensors, Adam accumulators, master
+weights, EMA buffers) plus where each piece sits (tp split axis, flat interval of the
+stage1-v2 comm buffer / stage3 slice) to a private npz; rank 0 joins them to full
+logical tensors, checks that replicas agree bit for bit, and writes safetensors:
+    <struct>                     parameter, in training dtype (bf16)
+    <struct>.w_0                 fp32 master weight
+    <struct>.moment1_0 / .moment2_0 / .beta1_pow_acc_0 / .beta2_pow_acc_0
+    <struct>.ema_w_0             fp32 EMA of the master weight (if EMA ran)
+"""
+
+import json, os, pickle
+import numpy as np
+import paddle
+import paddle.distributed as dist
+from paddle.distributed import fleet
+
+KIND = {
+    "moment1": "moment1_0",
+    "moment2": "moment2_0",
+    "beta1_pow_acc": "beta1_pow_acc_0",
+    "beta2_pow_acc": "beta2_pow_acc_0",
+}
+
+
+def tpdeg(args):
+    return max(
+        getattr(args, "tensor_model_parallel_size", None) or getattr(args, "tensor_parallel_degree", 1), 1
+    )
+
+
+def _np(t):
+    with paddle.no_grad():
+        return t.detach().astype("float32").cpu().numpy().copy()
+
+
+def load_init(model, path, args):
+    full = np.load(path)
+    with paddle.no_grad():
+        for k, p in model.state_dict().items():
+            a = full[k]
+            if getattr(p, "is_distributed", False) and tpdeg(args) > 1:
+                ax = p.split_axis
+                n = a.shape[ax] // tpdeg(args)
+                a = np.take(
+                    a, range(args.tensor_parallel_rank * n, (args.tensor_parallel_rank + 1) * n), axis=ax
+                )
+            assert list(a.shape) == list(p.shape), (k, a.shape, p.shape)
+            paddle.assign(paddle.to_tensor(a).astype(p.dtype), p)
+
+
+def dump_init(model, path):
+    np.savez(path, **{k: _np(v) for k, v in model.state_dict().items()})
+
+
+def _chain(opt):
+    seen = []
+    while opt is not None and opt not in seen:
+        seen.append(opt)
+        d = opt.__dict__
+        opt = d.get("_inner_opt") or d.get("_optim") or d.get("_inner_optimizer")
+    return seen
+
+
+def gather(trainer, A, args, stage3=None):
+    model, opt = trainer.model, trainer.optimizer
+    ws, rank = dist.get_world_size(), dist.get_rank()
+    chain = _chain(opt)
+    inner = chain[-1]
+    hy = args.use_hybrid_parallel
+    coord = dict(
+        tp=args.tensor_parallel_rank if hy else 0,
+        pp=args.pipeline_parallel_rank if hy else 0,
+        sh=args.sharding_parallel_rank if hy else 0,
+        dp=args.data_parallel_rank if ws > 1 else 0,
+        rank=rank,
+    )
+    views = {}
+    for o in chain:
+        for b in o.__dict__.get("_comm_buffer_list", []) or []:
+            for n, v in b._sharding_param_grad_view.items():
+                views[n] = dict(index=v._index, padded=v._padded_size, begin=v._param_begin, end=v._param_end)
+    s3 = {}
+    wrapped = trainer.model_wrapped
+    if "GroupShardedStage3" in type(wrapped).__name__:
+        for n, iv in wrapped._param2buffer.items():
+            s3[n] = [list(map(int, x)) for x in iv]
+    pieces = []
+    ema = {}
+    for cb in trainer.callback_handler.callbacks:
+        if type(cb).__name__ == "NonZCCEMACallback":
+            ema = dict(cb.buffer.master_weights)
+    sd = model.state_dict()
+    for k, p in sd.items():
+        tpd = bool(getattr(p, "is_distributed", False)) and hy and tpdeg(args) > 1
+        base = dict(
+            struct=k,
+            name=p.name,
+            dtype=str(p.dtype).split(".")[-1],
+            tpd=tpd,
+            axis=getattr(p, "split_axis", None) if tpd else None,
+            shape=[int(x) for x in p.shape],
+        )
+        pieces.append(dict(base, kind="param", arr=_np(p), flat=None))
+        mws = inner._master_weights or {}
+        mw = mws.get(p.name, mws.get("slice@" + p.name))  # stage3 keys slices "slice@<param>"
+
+        def emit(kind, t):
+            a = _np(t)
+            flat = None
+            if "pow_acc" not in kind:
+                if p.name in views:
+                    v = views[p.name]
+                    if v["begin"] >= v["end"]:
+                        return
+                    flat = [v["begin"] - v["index"], v["end"] - v["index"]]
+                    assert a.size == flat[1] - flat[0], (k, a.shape, v)
+                elif p.name in s3 and list(a.shape) != base["shape"]:
+                    flat = s3[p.name][coord["sh"]]
+                    assert a.size == flat[1] - flat[0], (k, a.shape, flat)
+            pieces.append(dict(base, kind=kind, arr=a, flat=flat))
+
+        if mw is not None:
+            emit("w_0", mw)
+        for an, d in inner._accumulators.items():
+            for key in ([mw.name] if mw is not None else []) + [p.name]:
+                if key in d:
+                    emit(KIND.get(an, an), d[key])
+                    break
+        if mw is not None and not any(mw.name in d or p.name in d for d in inner._accumulators.values()):
+            # right after a load: states wait in _accumulators_holder until the first step
+            for an, kind in KIND.items():
+                for key in (f"{mw.name}_{an}_0", f"{p.name}_{an}_0"):
+                    t = getattr(inner, "_accumulators_holder", {}).get(key)
+                    if t is not None:
+                        emit(kind, t)
+                        break
+        if p.name in ema:
+            emit("ema_w_0", ema[p.name])
+    os.makedirs(A.out, exist_ok=True)
+    with open(os.path.join(A.out, f"_pieces_{rank}.pkl"), "wb") as f:
+        pickle.dump(
+            dict(coord=coord, pieces=pieces, chain=[type(o).__name__ for o in chain], lr=float(opt.get_lr())),
+            f,
+            4,
+        )
+    if ws > 1:
+        dist.barrier()
+    if rank == 0:
+        merge(A.out, ws)
+    if ws > 1:
+        dist.barrier()
+
+
+def merge(out, ws):
+    import collections
+
+    db = collections.defaultdict(list)
+    info = None
+    for r in range(ws):
+        d = pickle.load(open(os.path.join(out, f"_pieces_{r}.pkl"), "rb"))
+        info = info or dict(chain=d["chain"], lr=d["lr"])
+        for p in d["pieces"]:
+            p["coord"] = d["coord"]
+            db[(p["struct"], p["kind"])].append(p)
+    full, rep = (
+        {},
+        dict(
+            info, world=ws, replicas_checked=0, replica_mismatch=[], names={}, v2_slices=0, padding_nonzero=[]
+        ),
+    )
+    for (k, kind), ps in sorted(db.items()):
+        key0 = f"{k}:{kind}"
+        rep["names"].setdefault(k, sorted({p["name"] for p in ps}))
+        by_tp = collections.defaultdict(list)
+        for p in ps:
+            by_tp[p["coord"]["tp"] if p["tpd"] else 0].append(p)
+        if not ps[0]["tpd"]:
+            pass
+        parts = []
+        for tp in sorted(by_tp):
+            grp = by_tp[tp]
+            if grp[0]["flat"] is None:
+                a = grp[0]["arr"]
+                for q in grp[1:]:
+                    rep["replicas_checked"] += 1
+                    if not np.array_equal(a, q["arr"]):
+                        rep["replica_mismatch"].append(
+                            [k, kind, q["coord"], float(np.abs(a - q["arr"]).max())]
+                        )
+            else:
+                n = int(np.prod(grp[0]["shape"]))
+                end = max(p["flat"][1] for p in grp)
+                buf = np.full(max(end, n), np.nan, "float32")
+                for q in grp:
+                    s, e = q["flat"]
+                    rep["v2_slices"] += 1
+                    cur = buf[s:e]
+                    m = ~np.isnan(cur)
+                    if m.any():
+                        rep["replicas_checked"] += 1
+                        if not np.array_equal(cur[m], q["arr"].reshape(-1)[m]):
+                            rep["replica_mismatch"].append(
+                                [k, kind, q["coord"], float(np.abs(cur[m] - q["arr"].reshape(-1)[m]).max())]
+                            )
+                    buf[s:e] = q["arr"].reshape(-1)
+                assert not np.isnan(buf[:n]).any(), ("hole", k, kind)
+                if buf.size > n and np.nanmax(np.abs(buf[n:])) != 0:
+                    rep["padding_nonzero"].append([k, kind])
+                a = buf[:n].reshape(grp[0]["shape"])
+            parts.append(a)
+        if ps[0]["tpd"] and "pow_acc" not in kind:
+            if "gate_up_fused_proj" in k:
+                # tp rank r holds [gate_r | up_r]; the logical tensor is [gate | up]
+                # (paddlenlp: is_naive_2fuse=True)
+                h = [np.split(q, 2, axis=ps[0]["axis"]) for q in parts]
+                a = np.concatenate([x[0] for x in h] + [x[1] for x in h], axis=ps[0]["axis"])
+                rep.setdefault("interleaved_tp_merge", []).append(key0)
+            else:
+                a = np.concatenate(parts, axis=ps[0]["axis"])
+        else:
+            a = parts[0]
+        key = k if kind == "param" else f"{k}.{kind}"
+        t = paddle.to_tensor(a)
+        if kind == "param" and ps[0]["dtype"] != "float32":
+            t = t.astype(ps[0]["dtype"])
+        full[key] = t
+    import struct as S
+
+    write_safetensors(full, os.path.join(out, "truth.safetensors"))
+    json.dump(rep, open(os.path.join(out, "truth_report.json"), "w"), indent=1)
+    for r in range(ws):
+        os.unlink(os.path.join(out, f"_pieces_{r}.pkl"))
+    print(
+        "TRUTH",
+        len(full),
+        "tensors; replicas checked",
+        rep["replicas_checked"],
+        "mismatch",
+        len(rep["replica_mismatch"]),
+        "flat slices",
+        rep["v2_slices"],
+        "chain",
+        rep["chain"],
+        flush=True,
+    )
+
+
+def write_safetensors(d, path):
+    """minimal writer: keeps bf16 as BF16 without any framework round trip"""
+    hdr, off, blobs = {}, 0, []
+    for k in sorted(d):
+        t = d[k].detach().contiguous()
+        a = t.numpy()
+        dt = {"bfloat16": "BF16", "float32": "F32", "float16": "F16", "int64": "I64"}[
+            str(t.dtype).split(".")[-1]
+        ]
+        b = a.tobytes()
+        hdr[k] = {"dtype": dt, "shape": [int(x) for x in t.shape], "data_offsets": [off, off + len(b)]}
+        off += len(b)
+        blobs.append(b)
+    import struct
+
+    h = json.dumps(hdr).encode()
+    h += b" " * (-len(h) % 8)
+    with open(path, "wb") as f:
+        f.write(struct.pack("<Q", len(h)))
+        f.write(h)
+        for b in blobs:
+            f.write(b)
