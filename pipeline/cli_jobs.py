@@ -53,14 +53,14 @@ class Request:
     @classmethod
     def read(cls, command: click.Command, arguments: Sequence[str]) -> Request:
         """Let ``convert`` read its arguments; click reports mistakes."""
-        from paddle_reshard.storage.locate import check_scheme
-
         given = command.make_context("convert", list(arguments))
         if given.params["targets"]:
             raise UsageError("submit and watch take one target, without --target")
         if given.params["target"] is None:
             raise UsageError("two places are needed: what is converted, and where it goes")
         check_options(given.params["format_name"], given.params)
+        from paddle_reshard.storage.locate import check_scheme
+
         options = (option for option in command.params if isinstance(option, click.Option))
         named = (option.name or "" for option in options if decides(option) is Decides.PLACE)
         for place in ("source", "target", *named):

@@ -72,8 +72,7 @@ def _make_environment(environment: Path) -> None:
     ]
     for command in (
         [base, "-m", "venv", str(environment)],
-        [*pip, "--no-deps", "-r", str(LOCK)],
-        [*pip, "setuptools<80"],
+        [*pip, "-r", str(LOCK)],
     ):
         if subprocess.run(command, check=False).returncode:
             raise LabError(f"failed: {' '.join(command)}")

@@ -99,7 +99,7 @@ def test_importing_the_package_loads_nothing() -> None:
     )
     assert not {name.partition(".")[0] for name in done.stdout.split()} & HEAVY
     ours = {name for name in done.stdout.split() if name.startswith("paddle_reshard")}
-    assert ours == {"paddle_reshard"}
+    assert ours <= {"paddle_reshard", "paddle_reshard._import_path"}
 
 
 def test_every_public_name_is_there_and_comes_from_where_type_checkers_are_told() -> None:
