@@ -13,6 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
 from paddle_reshard.pipeline.errors import PlanError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.layouts.huggingface.choices import EMA, EXPORTED_STATES, FLOATING
+from paddle_reshard.pipeline.limits import (
+    MAX_BUFFER_MB,
+    MAX_BYTES,
+    MAX_ELEMENTS,
+    MAX_TARGET_FILES,
+    MAX_VOCABULARY,
+)
 from paddle_reshard.pipeline.topology import STRATEGIES, Topology
 
 if TYPE_CHECKING:
@@ -93,9 +100,14 @@ class LayoutOptions:
                 raise UsageError(f"{where}: segmentation {segmentation!r} must be a list of whole numbers")
             segmentation = tuple(segmentation)
         options = cls(**{**values, "segmentation": segmentation})
-        for name, smallest in (("comm_buffer_size_MB", 1), ("stage3_segment_size", 0)):
+        for name, smallest, largest in (
+            ("comm_buffer_size_MB", 1, MAX_BUFFER_MB),
+            ("stage3_segment_size", 0, MAX_ELEMENTS),
+        ):
             if values.get(name) is not None and values[name] < smallest:
                 raise UsageError(f"{where}: {name} must be at least {smallest}")
+            if values.get(name) is not None and values[name] > largest:
+                raise UsageError(f"{where}: {name} must be at most {largest}")
         return options
 
 
@@ -107,10 +119,15 @@ def parse_size(text: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise UsageError(f"{text!r} is not a size; write 512MiB, 1GiB, …")
+        raise UsageError(f"{text[:40]!r} is not a size; write 512MiB, 1GiB, …")
     unit = (match[2] or "").lower()
     factor = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}[unit[:1]]
-    return int(float(match[1]) * (1024 if unit.endswith("i") else 1000) ** factor)
+    size = float(match[1]) * (1024 if unit.endswith("i") else 1000) ** factor
+    if size > MAX_BYTES:
+        raise UsageError(
+            f"{text[:40]!r} is more than any file or memory has; at most {MAX_BYTES >> 40}TiB can be said"
+        )
+    return int(size)
 
 
 def parse_memory(text: str) -> int:
@@ -229,6 +246,8 @@ class ConversionRequest:
     def __post_init__(self) -> None:
         if self.vocab_pad is not None and self.vocab_trim is not None:
             raise UsageError("the vocabulary can be padded or trimmed, not both")
+        if self.vocab_pad is not None and self.vocab_pad > MAX_VOCABULARY:
+            raise UsageError(f"--vocab-pad {self.vocab_pad}: at most {MAX_VOCABULARY} rows are supported")
         from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
         from paddle_reshard.pipeline.tensors import EMA_STATES
 
@@ -311,6 +330,8 @@ def parse_count(files: int | str) -> int:
     """A number of files."""
     if isinstance(files, str) and not (files.isascii() and files.isdigit()):
         raise UsageError(f"--files {files}: a whole number is expected")
+    if len(str(files)) > len(str(MAX_TARGET_FILES)) or int(files) > MAX_TARGET_FILES:
+        raise UsageError(f"--files {str(files)[:40]}: at most {MAX_TARGET_FILES} can be asked for")
     return int(files)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from math import prod
 
 from paddle_reshard.pipeline.errors import UsageError
+from paddle_reshard.pipeline.limits import MAX_PARTS, MAX_RANKS
 
 STRATEGIES = ("none", "stage1v1", "stage1v2", "stage2", "stage3")
 
@@ -30,6 +31,13 @@ class Topology:
             size = getattr(self, field.name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise UsageError(f"axis {field.name} has size {size!r}; sizes are whole numbers from 1")
+        if self.world_size > MAX_RANKS or self.ep > MAX_RANKS:
+            size = max(self.world_size, self.ep)
+            raise UsageError(
+                f"a topology of {size} ranks; at most {MAX_RANKS} are supported, make its axes smaller"
+            )
+        if self.vpp > MAX_PARTS:
+            raise UsageError(f"axis vpp has size {self.vpp}; at most {MAX_PARTS} are supported")
 
     @classmethod
     def parse(cls, text: str) -> Topology:

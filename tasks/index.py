@@ -24,6 +24,7 @@ from paddle_reshard.pipeline.layouts.model import Model
 from paddle_reshard.pipeline.layouts.rules import RuleTable
 from paddle_reshard.pipeline.layouts.unified.names import MASTER_WEIGHTS, MODEL, OPTIMIZER, index_name
 from paddle_reshard.pipeline.layouts.unified.source import read_unified
+from paddle_reshard.pipeline.limits import MAX_CONFIG_BYTES, MAX_META_BYTES
 from paddle_reshard.storage.formats.paddle_pickle import parse_pickle
 from paddle_reshard.storage.formats.safetensors import (
     Index,
@@ -34,7 +35,6 @@ from paddle_reshard.storage.formats.safetensors import (
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 
 SCHEDULER = "scheduler.pdparams"
-LARGEST_JSON_BYTES = 1 << 30
 FILES_IN_FLIGHT = 64
 """Files whose metadata are read at a time: each waits for a store most of the time."""
 
@@ -177,9 +177,10 @@ def read_json(store: Readable, path: str, sizes: Mapping[str, int]) -> dict[str,
     """A JSON file whose top is an object."""
     if path not in sizes:
         raise CheckpointError(f"{path} is missing")
-    if sizes[path] > LARGEST_JSON_BYTES:
+    most = MAX_META_BYTES if path == MODEL_META or path.endswith(".index.json") else MAX_CONFIG_BYTES
+    if sizes[path] > most:
         raise FormatError(
-            "too_large", path, None, f"{sizes[path]} bytes are more than any JSON of a checkpoint"
+            "too_large", path, None, f"{sizes[path]} bytes, at most {most} are read of such a file"
         )
     try:
         value = parse_json(store.read(path, 0, sizes[path]))

@@ -137,12 +137,16 @@ def _make(
         mover.release()
     mixed.clear()
     receipts = []
+    literals = iter(work.literals)  # of one part after the other
+    ahead = next(literals, None)
     for index in sorted(made):
         part = work.parts[index]
         buffer = mover.fetch(made.pop(index))
-        for place, offset, content in work.literals:
+        while ahead is not None and ahead[0] <= index:
+            place, offset, content = ahead
             if place == index:
                 buffer[offset : offset + len(content)] = np.frombuffer(content, dtype=np.uint8)
+            ahead = next(literals, None)
         path = work.target_paths[int(part["file"])]
         receipts.append(target.write_part(path, int(part["start"]), buffer.data))
     written = int(part_sizes(work.parts[work.parts["source_file"] == MADE]).sum())

@@ -32,7 +32,7 @@ class GroupWork:
     parts: Parts
     ops: OpRows
     literals: tuple[tuple[int, int, bytes], ...]
-    """``(index into parts, byte offset in the part, bytes)``."""
+    """``(index into parts, byte offset in the part, bytes)``, sorted by part."""
     tensors: dict[int, Tensor]
     """Tensor number → what it is, of the tensors that appear in ``ops``."""
     peak_bytes: int

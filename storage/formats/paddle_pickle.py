@@ -13,7 +13,9 @@ arrays, with :data:`STRUCTURED_NAMES` last. *Pickle*: the caller's own graph, ea
 ``tuple((name, array))``. Both are read, and both can be written.
 
 Whatever a file claims, the work is bounded: one step per opcode (:data:`MAX_OPCODES`), one step per value of
-the result (as many as opcodes, plus :data:`MAX_SHARED_VALUES` for containers met twice), :data:`MAX_NESTING`.
+the result (as many as opcodes, plus :data:`MAX_SHARED_VALUES` for containers met twice), :data:`MAX_NESTING`. So is the
+memory: by the bytes of the file that are not payload, which have to be many for many opcodes and containers, and by the
+depth of the stack (:mod:`~paddle_reshard.pipeline.limits`).
 """
 
 from __future__ import annotations
@@ -25,6 +27,15 @@ from math import prod
 from typing import Final, NoReturn, TypeAlias
 
 from paddle_reshard.pipeline.errors import FormatError, UnsafePickleError
+from paddle_reshard.pipeline.limits import (
+    FREE_VALUES,
+    LISTS_AS_CONTAINERS,
+    MAX_PICKLE_CONTAINERS,
+    MAX_STACK_MARKS,
+    MAX_STACK_VALUES,
+    PICKLE_CONTAINER_BYTES,
+    PICKLE_OPCODE_BYTES,
+)
 
 STRUCTURED_NAMES: Final = "StructuredToParameterName@@"
 """Key of the legacy route's table: dict key -> tensor name (Paddle 3.3.1 ``framework/io.py:163-187``)."""
@@ -49,6 +60,7 @@ _MAX_RANK: Final = 64
 _MAX_DIMENSION: Final = 1 << 63
 _MAX_INTEGER_KEY: Final = 1 << 31
 _INLINE_BYTES: Final = 64
+_OPCODES_BETWEEN_LOOKS: Final = 256
 
 _STRUCT_CODE: Final[Mapping[str, str]] = {
     "b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H", "u4": "I", "u8": "Q",
@@ -148,7 +160,7 @@ def truncated(size_bytes: int, needed_bytes: int) -> str:
 class Window:
     """A forward-only view of the file: what was read last, and how far it is consumed."""
 
-    __slots__ = ("_at", "_base", "_data", "_read", "_read_ahead_bytes", "path", "size_bytes")
+    __slots__ = ("_at", "_base", "_data", "_read", "_read_ahead_bytes", "path", "size_bytes", "skipped_bytes")
 
     def __init__(
         self,
@@ -159,6 +171,7 @@ class Window:
     ) -> None:
         self.size_bytes, self.path, self._read_ahead_bytes = size_bytes, path, read_ahead_bytes
         self._read, self._base, self._data, self._at = read, 0, b"", 0
+        self.skipped_bytes = 0
 
     @property
     def position(self) -> int:
@@ -205,6 +218,7 @@ class Window:
 
     def skip(self, nbytes: int) -> None:
         """Pass over bytes without reading them."""
+        self.skipped_bytes += nbytes
         self._at += nbytes
         if self._at > len(self._data):
             self._base, self._data, self._at = self.position, b"", 0
@@ -293,15 +307,25 @@ class Global:
 class Machine:
     """The pickle machine: a stack, marks and a memo. Every opcode is a function in ``_OPCODES``."""
 
-    __slots__ = ("globals", "marks", "memo", "opcode_offset", "protocol", "stack", "text_bytes", "window")
+    __slots__ = (
+        "containers",
+        "globals",
+        "marks",
+        "memo",
+        "opcode_offset",
+        "protocol",
+        "stack",
+        "text_bytes",
+        "window",
+    )
 
     def __init__(self, window: Window, allowed: Mapping[tuple[str, str], Global] | None = None) -> None:
         self.window = window
         self.globals = ARRAY_GLOBALS if allowed is None else allowed
         self.stack: list[object] = []
         self.marks: list[list[object]] = []
-        self.memo: dict[int, object] = {}
-        self.protocol, self.opcode_offset, self.text_bytes = 0, 0, 0
+        self.memo: list[object] = []
+        self.protocol, self.opcode_offset, self.text_bytes, self.containers = 0, 0, 0, 0
 
     def run(self) -> tuple[object, int]:
         """Take every opcode; return the root as it was built, and how many opcodes that took."""
@@ -309,6 +333,8 @@ class Machine:
         self._start()
         for count in range(MAX_OPCODES):
             self.opcode_offset = window.position
+            if count % _OPCODES_BETWEEN_LOOKS == 0:
+                self._check_size(count)
             opcode = window.byte()
             if opcode == _STOP:
                 return self._root(), count
@@ -320,6 +346,22 @@ class Machine:
             except IndexError:  # the lists a step indexes are the stack and the marks
                 self.bad("stack_underflow", f"opcode 0x{opcode:02x} needs more values than the stack holds")
         self.bad("too_many_opcodes", f"more than {MAX_OPCODES} opcodes")
+
+    def _check_size(self, opcodes: int) -> None:
+        """Refuse what takes more memory than the arrays of a file with so many bytes beside payloads could."""
+        if len(self.marks) > MAX_STACK_MARKS:
+            self.bad("nesting_too_deep", f"more than {MAX_STACK_MARKS} marks on the stack")
+        if len(self.stack) + sum(map(len, self.marks)) > MAX_STACK_VALUES:
+            self.bad("stack_too_deep", f"more than {MAX_STACK_VALUES} values on the stack")
+        told_bytes = self.window.position - self.window.skipped_bytes
+        if opcodes > FREE_VALUES + told_bytes / PICKLE_OPCODE_BYTES:
+            self.bad(
+                "too_many_opcodes", f"{opcodes} opcodes in {told_bytes} bytes; files of arrays have fewer"
+            )
+        most = min(MAX_PICKLE_CONTAINERS, FREE_VALUES + told_bytes // PICKLE_CONTAINER_BYTES)
+        if self.containers > most:
+            detail = f"{self.containers} containers in {told_bytes} bytes, at most {most} are read"
+            self.bad("too_many_values", detail)
 
     def bad(self, reason: str, detail: str) -> NoReturn:
         """Refuse the file at the current opcode."""
@@ -340,15 +382,17 @@ class Machine:
         return Instance(kind)
 
     def remember(self, index: int | None) -> None:
-        """Store the top of the stack under ``index``, or under the next one."""
-        index = len(self.memo) if index is None else index
-        if index in self.memo:
-            self.bad("memo_overwritten", f"stores value {index} twice")
-        self.memo[index] = self.stack[-1]
+        """Store the top of the stack under ``index``, or under the next one: picklers count from 0."""
+        stored = len(self.memo)
+        if index is not None and index != stored:
+            if index < stored:
+                self.bad("memo_overwritten", f"stores value {index} twice")
+            self.bad("memo_out_of_order", f"stores value {index} when {stored} are stored")
+        self.memo.append(self.stack[-1])
 
     def recall(self, index: int) -> object:
         """Return the value stored under ``index``."""
-        if index not in self.memo:
+        if index >= len(self.memo):
             self.bad("missing_memo", f"refers to value {index}, which was never stored")
         return self.memo[index]
 
@@ -447,10 +491,12 @@ def _blob(width_bytes: int) -> _Step:
 
 
 def _empty_dict(m: Machine) -> None:
+    m.containers += LISTS_AS_CONTAINERS
     m.stack.append({})
 
 
 def _empty_list(m: Machine) -> None:
+    m.containers += LISTS_AS_CONTAINERS
     m.stack.append([])
 
 
@@ -461,6 +507,7 @@ def _mark(m: Machine) -> None:
 
 def _tuple_from_mark(m: Machine) -> None:
     items = m.pop_mark()
+    m.containers += 1
     m.stack.append(tuple(items))
 
 
@@ -470,6 +517,7 @@ def _tuple_of(count: int) -> _Step:
         items = tuple(stack[-count:])
         if len(items) < count:
             raise IndexError
+        m.containers += 1
         stack[-count:] = [items]
 
     return step

@@ -11,6 +11,8 @@ import json
 from math import isfinite
 from typing import Any
 
+from paddle_reshard.pipeline.limits import FREE_VALUES, JSON_VALUE_BYTES
+
 _SHOWN_CHARACTERS = 80
 
 
@@ -42,7 +44,8 @@ def parse_json(text: bytes | str) -> Any:
     ------
     JsonError
         If it is not JSON, not UTF-8, holds a key twice in one object, a number that is none or that no float can
-        hold, or is nested without end. It is a ``ValueError``.
+        hold, is nested without end, or has more values than its size allows for
+        (:mod:`~paddle_reshard.pipeline.limits`). It is a ``ValueError``.
     """
     return _parse(text, _refuse_constant)
 
@@ -60,6 +63,7 @@ def _parse(text: bytes | str, constant: Any) -> Any:
         decoded = text if isinstance(text, str) else text.decode("utf-8")
     except UnicodeDecodeError as error:
         raise JsonError("bad_text", "text that is not UTF-8", error.start) from None
+    _check_size(decoded)
     try:
         return json.loads(  # noqa: TID251 (this is the one place)
             decoded, object_pairs_hook=_object, parse_constant=constant, parse_float=_number
@@ -70,6 +74,19 @@ def _parse(text: bytes | str, constant: Any) -> Any:
         raise
     except ValueError as error:  # also a number of more digits than Python converts
         raise JsonError("bad_json", f"is not JSON: {error}") from None
+
+
+def _check_size(text: str) -> None:
+    """Refuse what would take many times its size of memory, before anything of it is built.
+
+    Commas and brackets in strings are counted too, so this is the most that there can be.
+    """
+    values = text.count(",") + text.count("[") + text.count("{")
+    most = FREE_VALUES + len(text) // JSON_VALUE_BYTES
+    if values > most:
+        raise JsonError(
+            "too_many_values", f"{values} values in {len(text)} characters; at most {most} are read"
+        )
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

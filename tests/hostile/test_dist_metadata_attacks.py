@@ -82,7 +82,7 @@ def file_of(pieces: bytes, places: bytes, *more: bytes) -> bytes:
 W = text("w") + b"](" + piece() + b"e"
 AT = index() + text("0_0.distcp")
 LAUGHS = b"()\x94" + b"".join(b"h%c" % level * 2 + b"\x86\x94" for level in range(60)) + b"t"
-DEEP = b")" + b"\x85" * 100_000
+DEEP = b")" + b"\x85" * 10_000
 
 ATTEMPTS = {
     "os.system for the root": (PROTO + named("os", "system") + text("touch MARKER") + b"\x85R.", "forbidden_global"),
@@ -149,9 +149,9 @@ ATTEMPTS = {
     "a billion laughs for a path": (
         file_of(W, AT, text("flat_mapping"), b"}(" + text("w") + LAUGHS + b"u"), "bad_metadata"
     ),
-    "a tuple 100,000 deep for a shape": (file_of(text("w") + b"](" + piece(DEEP) + b"e", AT), "bad_shape"),
-    "a tuple 100,000 deep for a file": (file_of(W, index() + DEEP), "bad_file"),
-    "lists 100,000 deep for pieces": (file_of(text("w") + b"]" * 100_000 + b"a" * 99_999, AT), "bad_metadata"),
+    "a tuple 10,000 deep for a shape": (file_of(text("w") + b"](" + piece(DEEP) + b"e", AT), "bad_shape"),
+    "a tuple 10,000 deep for a file": (file_of(W, index() + DEEP), "bad_file"),
+    "lists 10,000 deep for pieces": (file_of(text("w") + b"]" * 10_000 + b"a" * 9_999, AT), "bad_metadata"),
     "a shape of 65 dims": (file_of(text("w") + b"](" + piece(numbers(*[0] * 65)) + b"e", AT), "bad_shape"),
     "an extent of 2040 bits": (
         file_of(text("w") + b"](" + piece(numbers(0), b"\x8a\xff" + b"\x01" * 255 + b"\x85") + b"e", AT), "bad_shape"

@@ -56,7 +56,7 @@ def test_sizes_are_whole_numbers(size: object) -> None:
         Topology(pp=size)
 
 
-@given(st.fixed_dictionaries({axis: st.integers(1, 300) for axis in AXES}))
+@given(st.fixed_dictionaries({axis: st.integers(1, 20) for axis in AXES}))
 def test_what_is_printed_can_be_parsed(sizes: dict[str, int]) -> None:
     topology = Topology(**sizes)
     assert Topology.parse(str(topology)) == topology

@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from paddle_reshard.pipeline.catalog import Catalog, File, FragmentRow, fragment_row, fragment_rows
-from paddle_reshard.pipeline.errors import PlanError
+from paddle_reshard.pipeline.errors import PlanError, UsageError
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.huggingface.choices import EMA, FLOATING
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, part_elements
 from paddle_reshard.pipeline.layouts.model import ModelTensor
+from paddle_reshard.pipeline.limits import MAX_TARGET_FILES
 from paddle_reshard.pipeline.tensors import (
     EMA_MASTER_WEIGHT,
     EMA_PARAM,
@@ -84,6 +85,11 @@ def layout_huggingface(source: Catalog, wanted: Checkpoint, target: HuggingFaceT
     """
     exported = list(_exported(wanted, target))
     shards = _shards(exported, target.max_shard_bytes)
+    if len(shards) > MAX_TARGET_FILES:
+        raise UsageError(
+            f"with --max-shard-size {target.max_shard_bytes} the model takes {len(shards)} files; at most "
+            f"{MAX_TARGET_FILES} are written, give a larger size"
+        )
     names = _names(len(shards))
     files: list[File] = []
     literals: list[tuple[int, int, bytes]] = []

@@ -20,6 +20,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from paddle_reshard.pipeline.errors import CheckpointError
+from paddle_reshard.pipeline.limits import MAX_RANKS
 from paddle_reshard.pipeline.tensors import ACCUMULATORS
 
 MODEL_STATE = "model_state"
@@ -66,8 +67,19 @@ def parse_rank_file(path: str) -> RankFile | None:
             f"{path}: looks like a tensor file, but its name is not {kind}[.tpNN][_ppNN][_shardNN]"
             f"[_moeNN | _moe_shardingNN].{_SUFFIXES[kind]}"
         )
-    tp, pp, shard, moe, ep = (None if value is None else int(value) for value in coordinates.groups())
+    tp, pp, shard, moe, ep = (_rank(value, path) for value in coordinates.groups())
     return RankFile(kind, tp, pp, shard, path, moe, ep)
+
+
+def _rank(digits: str | None, path: str) -> int | None:
+    if digits is None:
+        return None
+    if len(digits) > len(str(MAX_RANKS)) or int(digits) >= MAX_RANKS:
+        raise CheckpointError(
+            f"{path}: names the rank {digits[:12]}; jobs of at most {MAX_RANKS} ranks are supported. Rename "
+            "the file, or move it elsewhere if it is none of the checkpoint's"
+        )
+    return int(digits)
 
 
 def rank_file_name(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Protocol
 
 from paddle_reshard.pipeline.errors import CheckpointError, CoverageError, UnsupportedError
@@ -29,6 +30,7 @@ from paddle_reshard.pipeline.layouts.hybrid.names import (
     rank_file_name,
     split_accumulator_key,
 )
+from paddle_reshard.pipeline.limits import MAX_RANKS
 from paddle_reshard.pipeline.tensors import (
     EMA_MASTER_WEIGHT,
     EMA_PARAM,
@@ -222,6 +224,10 @@ def _topology(files: list[RankFile], meta: ModelMeta | None) -> Topology:
         raise CheckpointError(
             f"experts over {degrees['ep']} expert ranks and over {degrees['moe']} data ranks"
         )
+    if (ranks_named := prod(degrees[axis] for axis in ("tp", "pp", "shard", "moe"))) > MAX_RANKS:
+        raise CheckpointError(
+            f"file names and {MODEL_META} are those of {ranks_named} ranks; at most {MAX_RANKS} are supported"
+        )
     topology = Topology(
         tp=degrees["tp"], pp=degrees["pp"], sharding=degrees["shard"], ep=degrees["ep"], dp=degrees["moe"]
     )
@@ -262,23 +268,22 @@ def _check_files(kind: str, files: list[RankFile], topology: Topology) -> None:
 
     sharded = kind != MODEL_STATE or any(f.shard is not None for f in files)
     moe = list(range(topology.dp)) if any(f.moe is not None for f in files) else [None]
-    places: list[tuple[int | None, int | None, int | None, int | None, int | None]]
+    places: Iterable[tuple[int | None, int | None, int | None, int | None, int | None]]
     if kind == MODEL_STATE and topology.ep > 1 and not sharded:
         # Every expert rank writes a whole cell.
-        places = [
+        places = (
             (ep % topology.tp if topology.tp > 1 else None, pp, None, None, ep)
             for pp in ranks(topology.pp)
             for ep in range(topology.ep)
-        ]
+        )
     else:
-        places = [
+        places = (
             (tp, pp, shard, rank, None)
             for tp in ranks(topology.tp)
             for pp in ranks(topology.pp)
             for shard in ranks(topology.sharding if sharded else 1)
             for rank in moe
-        ]
-    expected = {place: rank_file_name(kind, *place) for place in places}
+        )
     seen: dict[tuple[int | None, ...], str] = {}
     for file in files:
         found = (file.tp, file.pp, file.shard, file.moe, file.ep)
@@ -287,12 +292,17 @@ def _check_files(kind: str, files: list[RankFile], topology: Topology) -> None:
         seen[found] = file.path
     what = f"tp={topology.tp} pp={topology.pp} sharding={topology.sharding}"
     what += f" ep={topology.ep}" if topology.ep > 1 else ""
-    if missing := sorted(expected[place] for place in expected.keys() - seen.keys()):
-        raise CheckpointError(
-            f"{len(missing)} of {len(expected)} {kind} files for {what} are missing: {missing[0]}"
-        )
-    if extra := sorted(seen[place] for place in seen.keys() - expected.keys()):
-        raise CheckpointError(f"{extra[0]} does not belong to a checkpoint of {what}")
+    expected, missing, first = 0, 0, ""
+    for place in places:
+        expected += 1
+        if seen.pop(place, None) is None:
+            missing += 1
+            name = rank_file_name(kind, *place)
+            first = min(first, name) if first else name
+    if missing:
+        raise CheckpointError(f"{missing} of {expected} {kind} files for {what} are missing: {first}")
+    if seen:
+        raise CheckpointError(f"{min(seen.values())} does not belong to a checkpoint of {what}")
 
 
 def _check_signals(paths: Mapping[str, int], topology: Topology) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from paddle_reshard.pipeline.errors import CheckpointError, CoverageError, UnsupportedError
+from paddle_reshard.pipeline.limits import MAX_TARGET_FILES
 from paddle_reshard.pipeline.tensors import ACCUMULATORS
 from paddle_reshard.storage.formats.safetensors import Index, SafetensorsPayload
 
@@ -168,6 +169,10 @@ def _check_numbers(kind: str, files: list[UnifiedFile]) -> None:
         one, two = list(counts.values())[:2]
         raise CheckpointError(f"{one} and {two} cannot be files of one checkpoint")
     (count,) = counts
+    if count > MAX_TARGET_FILES:
+        raise CheckpointError(
+            f"{counts[count]}: names {count} files; checkpoints of at most {MAX_TARGET_FILES} are supported"
+        )
     expected = {file_name(kind, number, count) for number in range(count)}
     found = {file.path for file in files}
     if missing := sorted(expected - found):
