@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from paddle_reshard.clusters.choose import Engine, choose_engine, choose_indexing
 from paddle_reshard.clusters.inline import InlineEngine
-from paddle_reshard.pipeline.compare import Difference, plan_comparison
+from paddle_reshard.pipeline.compare import Comparison, Difference, plan_comparison, plan_self_comparison
 from paddle_reshard.pipeline.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.indexing import index_checkpoint, index_pair
 from paddle_reshard.pipeline.inputs import (
@@ -30,6 +30,7 @@ from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.pipeline.layouts.rules import RuleTable
 from paddle_reshard.pipeline.manifest import parse_manifest
 from paddle_reshard.pipeline.options import (
+    CHECKS,
     CONVERSION_OPTIONS,
     DEFAULT_MEMORY,
     REPLICAS,
@@ -300,6 +301,8 @@ def read_request(
         budget_bytes=parse_memory(options.get("memory", DEFAULT_MEMORY)),
         compare_replicas=parse_choice(options.get("replicas", REPLICAS[0]), REPLICAS, "choice of replicas"),
         allow_replica_drift=options.get("allow_replica_drift", False),
+        check_in_full=not parse_choice(options.get("check", CHECKS[0]), CHECKS, "choice of checks"),
+        allow_master_drift=options.get("allow_master_drift", False),
         allow_reread=options.get("allow_reread", False),
         vocab_pad=options.get("vocab_pad"),
         vocab_trim=options.get("vocab_trim"),
@@ -459,7 +462,7 @@ def plan_and_run(
 
 def verify(
     a: PathLike,
-    b: PathLike,
+    b: PathLike | None = None,
     *,
     states: Sequence[str] | None = None,
     subset: bool = False,
@@ -480,23 +483,35 @@ def verify(
     ``b`` has less. So are copies of a tensor that differ within a side, unless ``replicas`` is ``"first"``.
     Tensors that no file of a side holds are refused, unless a pattern of ``allow_missing`` fits their key.
     ``source_storage_options`` are those of ``a``, ``target_storage_options`` those of ``b``.
+
+    Without ``b``, what ``a`` stores twice is compared, every element of it: copies of a tensor, and parameters with
+    their master weights.
     """
     given = {"storage_options": storage_options, "allow_scheme": allow_scheme}
     given |= {"source_storage_options": source_storage_options}
     given |= {"target_storage_options": target_storage_options}
+    missing = MissingPolicy(allowed=tuple(allow_missing))
+    compare_replicas = parse_choice(replicas, REPLICAS, "choice of replicas")
+    engine = InlineEngine(parse_memory(memory))
+    if b is None:
+        if states is not None or subset:
+            raise UsageError("states and subset are for two checkpoints; one is held against itself")
+        store = open_source(os.fspath(a), *source_access(given))
+        catalog = index_checkpoint(store, *given_inputs(rules, config), missing).catalog
+        own = plan_self_comparison(catalog, engine.memory_bytes, compare_replicas)
+        report = _compared(own, engine, store, ())
+        store.check_unchanged()
+        return report
     stores = [
         open_source(os.fspath(a), *source_access(given)),
         open_source(os.fspath(b), *target_access(given)),
     ]
-    missing = MissingPolicy(allowed=tuple(allow_missing))
     one, two = index_pair(stores[0], stores[1], *given_inputs(rules, config), missing)
     known = {t.state for t in (*one.catalog.tensors, *two.catalog.tensors)}
     if unknown := set(states or ()) - known:
         raise UsageError(
             f"neither checkpoint has the state {sorted(unknown)[0]!r}; known: {', '.join(sorted(known))}"
         )
-    compare_replicas = parse_choice(replicas, REPLICAS, "choice of replicas")
-    engine = InlineEngine(parse_memory(memory))
     comparison = plan_comparison(
         one.catalog,
         two.catalog,
@@ -505,10 +520,21 @@ def verify(
         engine.memory_bytes,
         compare_replicas,
     )
-    differences = list(comparison.differences)
+    differences = []
     if states is None and not subset and one.lr_scheduler != two.lr_scheduler:
         differences.append(Difference("LR_Scheduler", f"{one.lr_scheduler} in A, {two.lr_scheduler} in B"))
-    with closing(engine.compare(plan_work(comparison.plan), _Pair(*stores))) as made:
+    report = _compared(comparison, engine, _Pair(*stores), differences)
+    for store in stores:
+        store.check_unchanged()
+    return report
+
+
+def _compared(
+    comparison: Comparison, engine: InlineEngine, source: ReadRange, known: Sequence[Difference]
+) -> VerifyReport:
+    """Make a comparison; what is ``known`` to differ is told too."""
+    differences = [*comparison.differences, *known]
+    with closing(engine.compare(plan_work(comparison.plan), source)) as made:
         reports = sorted(made, key=lambda report: report.group)
     differences += [
         Difference(d.tensor, f"{d.detail}: {d.path_a} and {d.path_b}")
@@ -517,8 +543,6 @@ def verify(
     ]
     elements = sum(report.compared_elements for report in reports)
     read = sum(report.read_bytes for report in reports)
-    for store in stores:
-        store.check_unchanged()
     return VerifyReport(
         comparison.tensors,
         elements,
@@ -560,6 +584,11 @@ def check(
         )
     manifest = parse_manifest(store.read(MANIFEST, 0, sizes[MANIFEST]), f"{store.location}/{MANIFEST}")
     return check_target(store, manifest, made_from)
+
+
+def holds_manifest(target: PathLike, **reach: Any) -> bool:
+    """Whether a folder is a target that this package has finished; ``reach`` is how to get there, as for ``check``."""
+    return MANIFEST in open_source(os.fspath(target), *target_access(reach)).sizes()
 
 
 def clean(

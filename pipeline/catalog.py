@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.errors import CoverageError
+from paddle_reshard.pipeline.errors import CheckpointError, CoverageError
 from paddle_reshard.pipeline.geometry import (
     MAX_DIMS,
     Boxes,
@@ -24,7 +24,7 @@ from paddle_reshard.pipeline.geometry import (
     meeting_pairs,
     padded,
 )
-from paddle_reshard.pipeline.tensors import DTYPES, Cast, DType, Tensor
+from paddle_reshard.pipeline.tensors import DTYPES, EMA_PARAM, MASTER_WEIGHT, PARAM, Cast, DType, Tensor
 
 FRAGMENT = np.dtype(
     [
@@ -193,6 +193,30 @@ def check_catalog(catalog: Catalog) -> None:
     check_bounds(catalog.tensors, catalog.files, catalog.fragments)
     primary = catalog.fragments[catalog.fragments["replica"] == 0]
     check_coverage(catalog.tensors, catalog.files, primary, skip=catalog.implied)
+
+
+def check_dtypes(tensors: Sequence[Tensor]) -> None:
+    """Every optimizer state has one dtype, and master weights are float32; parameters may differ, as routers do.
+
+    Raises
+    ------
+    CheckpointError
+        Naming two tensors of one state and their dtypes.
+    """
+    states: dict[str, dict[DType, list[Tensor]]] = {}
+    for tensor in tensors:
+        if tensor.state not in (PARAM, EMA_PARAM):
+            states.setdefault(tensor.state, {}).setdefault(tensor.dtype, []).append(tensor)
+    for state, by_dtype in states.items():
+        odd, *others = sorted(by_dtype.values(), key=len)
+        if others:
+            one, other = odd[0], others[-1][0]
+            raise CheckpointError(
+                f"{one.label} is {one.dtype.name}, {other.label} is {other.dtype.name}: all tensors of a state "
+                "have one dtype"
+            )
+        if state == MASTER_WEIGHT and odd[0].dtype.name != "float32":
+            raise CheckpointError(f"{odd[0].label} is {odd[0].dtype.name}: master weights are float32")
 
 
 def check_bounds(tensors: Sequence[Tensor], files: Sequence[File], fragments: Fragments) -> None:

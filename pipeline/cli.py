@@ -25,6 +25,7 @@ from paddle_reshard.pipeline.cli_simulate import simulate_command
 from paddle_reshard.pipeline.errors import ReshardError, UsageError
 from paddle_reshard.pipeline.layouts.huggingface.choices import EXPORTED_STATES, FLOATING
 from paddle_reshard.pipeline.options import (
+    CHECKS,
     DEFAULT_MEMORY,
     FORMATS,
     PLAIN_SCHEMES,
@@ -237,6 +238,19 @@ target_options = _options(
     replicas_option,
     outcome_option(
         "--allow-replica-drift", is_flag=True, help="Take the first copy where copies differ, and report it."
+    ),
+    conduct_option(
+        "--check",
+        type=click.Choice(CHECKS),
+        default="sample",
+        show_default=True,
+        help="Parameters that are stored beside their master weights: compare what is loaded anyway and a few runs of "
+        "every other array, or read everything for it.",
+    ),
+    outcome_option(
+        "--allow-master-drift",
+        is_flag=True,
+        help="Keep parameters that are not their master weights, rounded, and report them.",
     ),
     conduct_option(
         "--allow-reread",
@@ -466,11 +480,14 @@ def verify(
 ) -> None:
     """Compare the logical content of two checkpoints of any topologies, bit for bit.
 
-    With one argument: compare every byte of a target with the checksums in its manifest.
+    With one argument: compare every byte of a target with the checksums in its manifest. A checkpoint that has none is
+    held against itself: all copies of a tensor, and every parameter with its master weight.
 
     Exit status: 0 equal (or intact), 1 different (or damaged), 2 it could not be compared.
     """
-    if b is None:
+    with _reporting(as_json, TROUBLE):
+        finished = b is None and _holds_manifest(a, reach)
+    if finished:
         with _reporting(as_json, TROUBLE):
             _check_for_one(click.get_current_context())
             found = paddle_reshard.check(a, source=source, **reach)
@@ -479,7 +496,9 @@ def verify(
     with _reporting(as_json, TROUBLE):
         if source is not None:
             raise UsageError(
-                "--source is for one target and its manifest; two checkpoints are compared as they are"
+                f"--source is for one target and its manifest; {a} has none"
+                if b is None
+                else "--source is for one target and its manifest; two checkpoints are compared as they are"
             )
         chosen = None if states is None else [state.strip() for state in states.split(",")]
         report = paddle_reshard.verify(
@@ -494,8 +513,14 @@ def verify(
             allow_missing=allow_missing,
             **reach,
         )
-    _answer(verify_data(report), as_json, quiet, lambda: _show_verification(report))
+    _answer(verify_data(report), as_json, quiet, lambda: _show_verification(report, alone=b is None))
     sys.exit(0 if report else DIFFERENT)
+
+
+def _holds_manifest(location: str, reach: dict[str, Any]) -> bool:
+    from paddle_reshard.pipeline.api import holds_manifest
+
+    return holds_manifest(location, **reach)
 
 
 def _check_for_one(context: click.Context) -> None:
@@ -746,7 +771,9 @@ def _show_plan(planned: ConversionPlan) -> None:
     for number, target in enumerate(targets):
         where = f"{places[number]}: " if places else ""
         facts.add_row(_numbered("to", number, targets), f"{where}{_described(target.form)}")
-    facts.add_row("tensors", f"{len(plan.tensors)} ({len(planned.source.model.tensors)} parameters)")
+    facts.add_row(
+        "tensors", f"{len(plan.tensors) - plan.beside} ({len(planned.source.model.tensors)} parameters)"
+    )
     again = _reread(plan.read_amplification, plan.read_once_budget_bytes)
     facts.add_row("reads", f"{_size(plan.read_bytes)} from {len(plan.source_files)} tensor files{again}")
     facts.add_row(
@@ -755,6 +782,16 @@ def _show_plan(planned: ConversionPlan) -> None:
     if plan.copied_bytes:
         facts.add_row(
             "copies", f"{_size(plan.copied_bytes)} ({plan.copied_share:.0%}) are copied by the storage itself"
+        )
+    if any(plan.held):
+        every, some = plan.held
+        told = [f"{every} in full"] * (every > 0) + [f"{some} by samples of every array"] * (some > 0)
+        facts.add_row("checks", f"parameters against their master weights: {', '.join(told)}")
+    if planned.master_weights_made:
+        facts.add_row(
+            "made",
+            f"{planned.master_weights_made} master weights, of the parameters: the source stores none "
+            "(remove_master_weight), as the trainer does when it resumes",
         )
     facts.add_row(
         "memory",
@@ -819,7 +856,7 @@ def _show_conversion(report: ConversionReport) -> None:
     facts = _facts()
     drift = report.moved.replica_drift
     outcome = f"{len(drift)} differ" if drift else "all equal"
-    facts.add_row("compared", f"{report.moved.compared_elements:,} elements of further copies, {outcome}")
+    facts.add_row("compared", f"{report.moved.compared_elements:,} elements that are stored twice, {outcome}")
     for line in drift[:SHOWN_DIFFERENCES]:
         facts.add_row("drift", line)
     if len(drift) > SHOWN_DIFFERENCES:
@@ -838,7 +875,7 @@ def _show_conversion(report: ConversionReport) -> None:
     _console().print(facts)
 
 
-def _show_verification(report: VerifyReport) -> None:
+def _show_verification(report: VerifyReport, alone: bool) -> None:
     console = _console()
     lonely, others = _only_on_one_side(report.differences)
     for (state, side), keys in lonely.items():
@@ -851,6 +888,13 @@ def _show_verification(report: VerifyReport) -> None:
     if lonely:
         console.print("to compare what both have, name it: --state LIST; or --subset, where B may hold less")
     verdict = "equal" if report.equal else f"different: {len(report.differences)} differences"
+    if alone:
+        from paddle_reshard.pipeline.layouts.files import MANIFEST
+
+        verdict = (
+            "consistent" if report.equal else f"contradicts itself: {len(report.differences)} differences"
+        )
+        console.print(f"has no {MANIFEST}: what it stores twice is compared, nothing else")
     console.print(
         f"{verdict}; {report.tensors} tensors, {report.compared_elements:,} elements compared "
         f"({_size(report.read_bytes)} read{_reread(report.read_amplification, report.read_once_budget_bytes)})"

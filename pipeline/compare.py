@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paddle_reshard.pipeline.catalog import Catalog, File, Fragments
+from paddle_reshard.pipeline.planning.checks import held_parameters
 from paddle_reshard.pipeline.planning.match import feeds, match
 from paddle_reshard.pipeline.planning.ops import COMPARE, Ops
 from paddle_reshard.pipeline.planning.plan import Plan, plan_comparisons
@@ -80,6 +81,20 @@ def plan_comparison(
     files = _prefixed("A", a.files) + _prefixed("B", b.files)
     plan = plan_comparisons(ops, tensors, files, budget_bytes)
     return Comparison(tuple(sorted(differences, key=lambda d: d.tensor)), plan, len(common))
+
+
+def plan_self_comparison(catalog: Catalog, budget_bytes: int, compare_replicas: bool = True) -> Comparison:
+    """Plan the comparison of everything that a checkpoint stores twice: copies, and parameters of master weights."""
+    chunks = [Ops.empty()]
+    if compare_replicas:
+        first = catalog.fragments["replica"] == 0
+        copies = catalog.fragments[~first]
+        chunks.append(match(catalog.fragments[first], copies, catalog.implied, kind=COMPARE))
+    held = held_parameters(catalog, catalog, in_full=True)
+    if held is not None:
+        chunks.append(held.boxes)
+    plan = plan_comparisons(Ops.joined(chunks), catalog.tensors, catalog.files, budget_bytes)
+    return Comparison((), plan, len(catalog.tensors))
 
 
 def _chosen(catalog: Catalog, states: Collection[str] | None) -> dict[tuple[str, str], int]:

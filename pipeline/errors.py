@@ -22,6 +22,7 @@
     │   ├── JobError          it would not take a job, or was lost on the way
     │   └── GroupFailedError  a group could not be run, wherever it was tried
     └── DriftError            copies of one tensor differ (only the bytes can show it)
+        └── MasterDriftError  a parameter is not the cast of its master weight
 
 A store may refuse any of this to the source or the target: that is a CheckpointError or a TargetError whose
 ``retryable`` is true. Facts are passed positionally, so every error survives pickling and crosses process
@@ -203,3 +204,20 @@ class DriftError(CheckpointError):
         if self.replicas:
             return f"{told}; with --allow-replica-drift the first copy is taken"
         return f"{told}; the target would keep the master weight only"
+
+
+class MasterDriftError(DriftError):
+    """A stored parameter is not its stored master weight, rounded. Nothing is published."""
+
+    PHRASE = "its master weight"
+    """In every ``detail``, and nowhere else: it tells these from other drift where only the text is kept."""
+
+    def __init__(self, tensor: str, detail: str, path_a: str, path_b: str) -> None:
+        super().__init__(tensor, detail, path_a, path_b, False)
+        self.args = (tensor, detail, path_a, path_b)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tensor}: {self.detail} ({self.path_a} and {self.path_b}): the files are not of one step, or have "
+            "changed places; with --allow-master-drift both go out as they are"
+        )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paddle_reshard.pipeline.catalog import Catalog
+from paddle_reshard.pipeline.catalog import Catalog, check_dtypes
 from paddle_reshard.pipeline.errors import CheckpointError, CoverageError, PlanError
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.files import CONFIG
@@ -76,6 +76,18 @@ def index_checkpoint(
     CheckpointError, PlanError
         If it is not one whole, consistent hybrid-parallel checkpoint that the rules cover.
     """
+    checkpoint = _indexed(store, tables, config, missing, index_files)
+    check_dtypes(checkpoint.catalog.tensors)
+    return checkpoint
+
+
+def _indexed(
+    store: Source,
+    tables: Sequence[RuleTable],
+    config: Mapping[str, Any] | None,
+    missing: MissingPolicy | None,
+    index_files: IndexFiles,
+) -> Checkpoint:
     sizes = store.sizes()
     _refuse_folder_of_checkpoints(store)
     if any(map(is_dist_file, sizes)):

@@ -47,6 +47,7 @@ PLAIN_SCHEMES = frozenset(
     ("file", "local", "memory", "s3", "s3a", "gs", "gcs", "oss", "abfs", "abfss", "az", "hdfs")
 )
 """Schemes of URLs that are stores of files and nothing else; any other is opened only if a user names it."""
+CHECKS = ("sample", "full")
 PathLike = str | _PathLike[str]
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 
@@ -237,6 +238,8 @@ class ConversionRequest:
     budget_bytes: int
     compare_replicas: bool
     allow_replica_drift: bool
+    check_in_full: bool
+    allow_master_drift: bool
     allow_reread: bool
     vocab_pad: int | None
     vocab_trim: int | None
@@ -403,6 +406,11 @@ class ConversionOptions(TargetOptions, total=False):
     only the first is looked at."""
     allow_replica_drift: bool
     """Report copies that differ instead of refusing."""
+    check: str
+    """Parameters and master weights of the source are held against each other: ``"sample"`` (default) in full where
+    both are loaded anyway, else by a few runs of every array; ``"full"``: every element, whatever has to be read."""
+    allow_master_drift: bool
+    """Keep parameters that are not the cast of their master weights, and report them, instead of refusing."""
     allow_reread: bool
     """Read source bytes several times where the budget demands it, instead of refusing."""
     vocab_pad: int | None

@@ -15,7 +15,13 @@ import numpy as np
 
 from paddle_reshard.clusters.choose import Engine
 from paddle_reshard.pipeline.catalog import Mixture, Term
-from paddle_reshard.pipeline.errors import CheckpointError, TargetError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.errors import (
+    CheckpointError,
+    MasterDriftError,
+    TargetError,
+    UnsupportedError,
+    UsageError,
+)
 from paddle_reshard.pipeline.indexing import index_checkpoint
 from paddle_reshard.pipeline.integrity import check_target, glance_at_target
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
@@ -28,11 +34,12 @@ from paddle_reshard.pipeline.layouts.targets import AnyTarget, check_left, join,
 from paddle_reshard.pipeline.layouts.vocab import resize_vocabulary
 from paddle_reshard.pipeline.manifest import describe_parts, format_manifest, manifest_head, parse_manifest
 from paddle_reshard.pipeline.options import ConversionRequest, Form, HybridRequest
+from paddle_reshard.pipeline.planning.checks import held_parameters
 from paddle_reshard.pipeline.planning.limits import PartLimits
 from paddle_reshard.pipeline.planning.parts import MADE
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.work import plan_work
-from paddle_reshard.pipeline.tensors import EMA_MASTER_WEIGHT, EMA_PARAM
+from paddle_reshard.pipeline.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT
 from paddle_reshard.storage.formats.strict_json import parse_json
 from paddle_reshard.storage.locate import absolute, place
 from paddle_reshard.storage.outputs import Outputs, prefixes
@@ -106,6 +113,14 @@ class ConversionPlan:
     dropped: tuple[str, ...] = ()
     """States of the source that no target has, because it was asked for."""
 
+    @property
+    def master_weights_made(self) -> int:
+        """How many master weights of the targets are made of their parameters, because the source stores none."""
+        if all(MASTER_WEIGHT in target.left_states for target in self.targets):
+            return 0
+        catalog = self.source.catalog
+        return sum(catalog.tensors[number].state == MASTER_WEIGHT for number in catalog.implied)
+
 
 @dataclass(frozen=True, slots=True)
 class MoveReport:
@@ -163,6 +178,8 @@ def plan_checkpoint(
         request.compare_replicas,
         request.allow_replica_drift,
         request.allow_reread,
+        held_parameters(source.catalog, joined.catalog, request.check_in_full),
+        request.allow_master_drift,
     )
     left = (*source.left, *((t.key, ALLOWED) for t in source.model.tensors if t.missing))
     targets = [
@@ -334,7 +351,9 @@ def _move(
     source, plan = conversion.store, conversion.plan
     writer, records = outputs.begin(_new_files(plan), identify(conversion))
     # What differed and was allowed then is not taken over by a run that does not allow it.
-    done = {record.unit: record for record in records if plan.allow_replica_drift or not record.drift}
+    done = {
+        record.unit: record for record in records if all(_is_allowed(plan, line) for line in record.drift)
+    }
     resumed = sum(unit < plan.groups for unit in done)
     read = written = copied = compared = groups = 0
     drift = [line for record in done.values() for line in record.drift]
@@ -376,6 +395,11 @@ def _move(
         copied_bytes=copied,
     )
     return moved, receipts
+
+
+def _is_allowed(plan: Plan, drift: str) -> bool:
+    in_master = MasterDriftError.PHRASE in drift
+    return plan.allow_master_drift if in_master else plan.allow_replica_drift
 
 
 def _carry(source: Source, carried: CarriedFile, writer: WritePart) -> list[Receipt]:

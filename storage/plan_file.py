@@ -57,7 +57,7 @@ _TABLES = {
         [("file", pa.int64()), ("byte_offset", pa.int64()), ("content", pa.large_binary())]
     ),
 }
-_SCALARS = ("budget_bytes", "allow_replica_drift", "read_once_budget_bytes")
+_SCALARS = ("budget_bytes", "allow_replica_drift", "allow_master_drift", "beside", "read_once_budget_bytes")
 
 
 def save_plan(plan: Plan, path: Path) -> None:
@@ -226,7 +226,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def _read_plan(file: Any, path: str) -> Plan:
     facts = _read_header(file, path)
-    values: dict[str, Any] = {name: facts.get(name) for name in _SCALARS}
+    values: dict[str, Any] = {name: facts[name] for name in _SCALARS if name in facts}
     for name, dtype in _ROWS.items():
         blocks = (_rows_of(batch, dtype) for batch in _read(file, name, _schema_of(dtype), path))
         if name == "ops":

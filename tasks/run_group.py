@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_reshard.pipeline.catalog import Mixture
-from paddle_reshard.pipeline.errors import CastError, DriftError
+from paddle_reshard.pipeline.errors import CastError, DriftError, MasterDriftError
 from paddle_reshard.pipeline.geometry import Ints
-from paddle_reshard.pipeline.planning.ops import COMPARE, MOVE, OpRows
+from paddle_reshard.pipeline.planning.ops import COMPARE, HOLD, MOVE, PROBE, OpRows
 from paddle_reshard.pipeline.planning.parts import MADE, Parts, part_sizes
 from paddle_reshard.pipeline.planning.plan import ACCUMULATOR_FACTOR, Bands
 from paddle_reshard.pipeline.planning.work import GroupWork
@@ -55,7 +55,8 @@ def run_group(work: GroupWork, source: ReadRange, target: WritePart, mover: Move
     ------
     DriftError
         If two copies of the same values differ; nothing of the group is written then. Where the work allows
-        replica drift, it is reported instead; a parameter that is not the cast of its master weight never is.
+        replica drift, it is reported instead, and so is a parameter that is not the cast of its master weight where
+        both are kept and the work allows that.
     """
     report = _make(work, lambda bands: _load_bands(work, bands, source, mover), target, mover)
     copied = work.parts[work.parts["source_file"] != MADE]
@@ -186,7 +187,8 @@ def _do_pass(
     """Compare, then move boxes from the bands of one pass to parts, or mix them there."""
     report = _compare(work, turn.bands, turn.ops, bands)
     for difference in report.differences:
-        if not (work.allow_replica_drift and difference.replicas):
+        in_master = isinstance(difference, MasterDriftError)
+        if not (work.allow_master_drift if in_master else work.allow_replica_drift and difference.replicas):
             raise difference
     moves = _in_steps(work, turn.ops[turn.ops["kind"] == MOVE])
     loaded = [mover.load(band) for band in bands]
@@ -283,22 +285,30 @@ def _compare(work: GroupWork, ranges: Bands, ops: OpRows, bands: Sequence[Buffer
         )
         compared += one.size
         tensor = work.tensors[int(op["tensor"])]
-        difference = _first_difference(one, other, np.dtype(f"<{tensor.dtype.code}"))
-        if difference is not None:
-            place, a, b = difference
-            dims = len(tensor.global_shape)
-            index = tuple(int(p + o) for p, o in zip(place[:dims], op["offset"][:dims], strict=True))
-            differences.append(
-                DriftError(
-                    tensor.label,
-                    f"element {index} is {a} and {b}",
-                    work.source_paths[int(op["source_file"])],
-                    work.source_paths[int(op["target_file"])],
-                    bool(op["kind"] == COMPARE),
-                )
-            )
+        in_master = op["kind"] in (HOLD, PROBE)
+        dtype = other.dtype if in_master else np.dtype(f"<{tensor.dtype.code}")
+        place = _first_difference(one, other, dtype, any_nan=in_master)
+        if place is not None:
+            differences.append(_difference(work, op, (one[place], other[place]), place, dtype))
     read = sum(len(buffer) for buffer in bands)
     return GroupReport(work.group, read, 0, (), compared, tuple(differences))
+
+
+def _difference(
+    work: GroupWork, op: np.void, values: tuple[Any, Any], place: tuple[int, ...], dtype: np.dtype[Any]
+) -> DriftError:
+    """What to say of an op whose ``values`` differ at a ``place`` of its box, each side as ``dtype``."""
+    tensor = work.tensors[int(op["tensor"])]
+    dims = len(tensor.global_shape)
+    index = tuple(int(p + o) for p, o in zip(place[:dims], op["offset"][:dims], strict=True))
+    one, other = (work.source_paths[int(op[f"{side}_file"])] for side in ("source", "target"))
+    a, b = (_show(cast(np.array([value]), dtype)[0]) for value in values)
+    if op["kind"] in (HOLD, PROBE):
+        detail = f"element {index} is {b}, {MasterDriftError.PHRASE} {_show(values[0])} is rounded to {a}"
+        return MasterDriftError(tensor.label, detail, other, one)
+    return DriftError(
+        tensor.label, f"element {index} is {a} and {b}", one, other, bool(op["kind"] == COMPARE)
+    )
 
 
 def locate_bands(bands: Bands, ops: OpRows, side: str) -> Ints:
@@ -334,18 +344,29 @@ def _box(buffer: Any, start: int, op: np.void, side: str) -> Box:
 
 
 def _first_difference(
-    one: npt.NDArray[Any], other: npt.NDArray[Any], dtype: np.dtype[Any]
-) -> tuple[tuple[int, ...], str, str] | None:
-    """Place and both values of the first element whose bits differ, each side as ``dtype``."""
+    one: npt.NDArray[Any], other: npt.NDArray[Any], dtype: np.dtype[Any], any_nan: bool
+) -> tuple[int, ...] | None:
+    """Place of the first element whose bits differ, each side as ``dtype``.
+
+    With ``any_nan`` one NaN is as good as another: to which a device rounds one is its own affair.
+    """
     for block in blocks(one.shape):
         a, b = (cast(side[block], dtype) for side in (one, other))
         bits = np.dtype(f"<u{dtype.itemsize}")
         differs = np.ascontiguousarray(a).view(bits) != np.ascontiguousarray(b).view(bits)
+        if any_nan and differs.any():
+            differs &= ~(_is_nan(a) & _is_nan(b))
         if differs.any():
             at = tuple(int(i) for i in np.argwhere(differs)[0])
-            place = tuple(i + (s.start or 0) for i, s in zip(at, block, strict=False)) + at[len(block) :]
-            return place, _show(a[at]), _show(b[at])
+            return tuple(i + (s.start or 0) for i, s in zip(at, block, strict=False)) + at[len(block) :]
     return None
+
+
+def _is_nan(values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """bfloat16 is ``uint16``."""
+    if values.dtype == np.uint16:
+        return np.asarray((values & 0x7FFF) > 0x7F80)
+    return np.isnan(values)
 
 
 def _show(value: Any) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 
 from paddle_reshard.pipeline.geometry import MAX_DIMS, Ints
 from paddle_reshard.pipeline.planning.cut import Pieces, cut, outermost, reach, torn
-from paddle_reshard.pipeline.planning.ops import MOVE, Flags, Ops, hull
+from paddle_reshard.pipeline.planning.ops import MOVE, PROBE, Flags, Ops, hull
 from paddle_reshard.pipeline.planning.parts import Parts, plan_parts, small_parts
 from paddle_reshard.pipeline.planning.ranges import dense_numbers, label, union_bytes
 
@@ -54,9 +54,14 @@ def group_ops(ops: Ops, copied: Parts, files: FileSizes, room: Room) -> Grouped:
     """Give every op a group, in the order of the target files; ops of atoms that are too large are cut.
 
     Where an atom can only be cut by reading bytes several times, it is cut only as ``room.most_bytes`` demands.
-    Nothing is left in ``ops``, so that they are not held beside what they are cut into.
+    Nothing is left in ``ops``, so that they are not held beside what they are cut into. Probes tie nothing together:
+    their few bytes may be read once more, for moves of large tensors shall not wait for each other because of them.
     """
+    probes, ops = ops.split(ops["kind"] == PROBE)
     ops, atoms, rereads = _cut_large(ops, files, room)
+    if len(probes):
+        atoms = np.concatenate([np.arange(len(probes)), atoms + len(probes)])
+        ops = Ops.joined([probes, ops])
     if not len(ops):
         return Grouped(ops, atoms, False)
     atoms = _by_place(ops, atoms)
@@ -251,10 +256,14 @@ def _smallest_together(ops: Ops, atoms: Ints, files: FileSizes, count: int) -> I
 
 
 def _by_place(ops: Ops, atoms: Ints) -> Ints:
-    """Number atoms by where they first write; those that write nothing come after the others, by where they read."""
+    """Number atoms by where they first write; those that write nothing come after the others, by where they read.
+
+    Probes come first of all: what contradicts itself throughout is refused before anything is moved.
+    """
     count = int(atoms.max()) + 1
     moves = ops["kind"] == MOVE
-    file = np.where(moves, ops["target_file"], np.int64(1 << 32) + ops["source_file"])
+    far = np.where(ops["kind"] == PROBE, np.int64(-1 << 32), np.int64(1 << 32))
+    file = np.where(moves, ops["target_file"], far + ops["source_file"])
     byte = np.where(moves, ops["target_byte"], ops["source_byte"])
     order = np.lexsort((byte, file))
     first = np.full(count, len(ops))

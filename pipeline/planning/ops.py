@@ -1,8 +1,9 @@
 """What is moved or compared, as columns.
 
 An *op* is a strided box moved from one place to another (``MOVE``: a copy, or a cast where the dtypes differ), or two
-strided boxes that must hold the same values: further copies of a tensor (``COMPARE``), and parameters that the target
-does not store because they are the cast of their master weight (``CHECK``).
+strided boxes that must hold the same values: further copies of a tensor (``COMPARE``), parameters that the target
+does not store because they are the cast of their master weight (``CHECK``), and parameters that are stored beside
+their master weight (``HOLD``; ``PROBE`` is a few elements of one).
 
 A plan may have millions of ops. Each of their fields is an array of its own: to sort or to select by one field touches
 no other, and while all are sorted, only one field is held twice.
@@ -19,11 +20,11 @@ import numpy.typing as npt
 from paddle_reshard.pipeline.geometry import MAX_DIMS, Ints
 from paddle_reshard.pipeline.tensors import DTYPES
 
-MOVE, COMPARE, CHECK = 0, 1, 2
+MOVE, COMPARE, CHECK, HOLD, PROBE = 0, 1, 2, 3, 4
 
 OP = np.dtype(
     [
-        ("kind", np.int8),  # MOVE, COMPARE or CHECK
+        ("kind", np.int8),  # MOVE, or what is compared: COMPARE, CHECK, HOLD or PROBE
         ("tensor", np.int32),  # whose values these are
         ("feed", np.int32),  # the tensor they are read from: another one where it is implied
         ("pass", np.int32),  # of its group, in which it is done

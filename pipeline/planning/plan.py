@@ -21,11 +21,22 @@ from paddle_reshard.pipeline.catalog import Catalog, File, Mixture, volumes
 from paddle_reshard.pipeline.errors import CoverageError, MemoryBudgetError, RereadError
 from paddle_reshard.pipeline.geometry import Ints
 from paddle_reshard.pipeline.layouts.files import TargetFiles
+from paddle_reshard.pipeline.planning.checks import Held, add_checks
 from paddle_reshard.pipeline.planning.copies import carve_copies
 from paddle_reshard.pipeline.planning.groups import FileSizes, Room, group_ops, set_passes, source_ranges
 from paddle_reshard.pipeline.planning.limits import PartLimits
 from paddle_reshard.pipeline.planning.match import clipped, feeds, plan_ops
-from paddle_reshard.pipeline.planning.ops import ITEMSIZES, MOVE, Flags, Ops, hull, op_volumes
+from paddle_reshard.pipeline.planning.ops import (
+    CHECK,
+    HOLD,
+    ITEMSIZES,
+    MOVE,
+    PROBE,
+    Flags,
+    Ops,
+    hull,
+    op_volumes,
+)
 from paddle_reshard.pipeline.planning.parts import MADE, NOBODY, PART, Parts, part_sizes, plan_parts
 from paddle_reshard.pipeline.planning.ranges import dense_numbers, merge
 from paddle_reshard.pipeline.tensors import Tensor
@@ -97,6 +108,10 @@ class Plan:
     carried: tuple[CarriedFile, ...]
     allow_replica_drift: bool = False
     """Whether copies of a tensor may differ; the first one is taken then, and every difference reported."""
+    allow_master_drift: bool = False
+    """Whether parameters may differ from the cast of their master weights; both are kept then, and it is reported."""
+    beside: int = 0
+    """How many tensors at the end go to no target: they are only compared."""
     read_once_budget_bytes: int | None = None
     """Where source bytes are read several times: a budget with which they would not be."""
     mixtures: Mapping[int, Mixture] = field(default_factory=dict)
@@ -134,6 +149,13 @@ class Plan:
         """Bytes read or copied for each byte of the source that is needed."""
         copied = self.copied_bytes
         return (self.read_bytes + copied) / max(self.payload_bytes + copied, 1)
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """Of how many parameters every element is held against the master weight, and of how many a few runs."""
+        kinds = self.ops["kind"]
+        every, some = (np.unique(self.ops["tensor"][np.isin(kinds, k)]) for k in ((CHECK, HOLD), (PROBE,)))
+        return len(np.setdiff1d(every, some)), len(some)
 
     @property
     def copied_bytes(self) -> int:
@@ -176,8 +198,12 @@ def plan_conversion(
     compare_replicas: bool = True,
     allow_replica_drift: bool = False,
     allow_reread: bool = False,
+    held: Held | None = None,
+    allow_master_drift: bool = False,
 ) -> Plan:
     """Plan all groups of a conversion.
+
+    What is ``held`` against each other is compared beside, in full as far as that costs no more memory.
 
     Raises
     ------
@@ -195,7 +221,7 @@ def plan_conversion(
         return ops
 
     plan = Plan(
-        tensors=source.tensors,
+        tensors=source.tensors if held is None else held.tensors,
         source_files=source.files,
         target_files=target.files,
         ops=Ops.empty(),
@@ -207,13 +233,15 @@ def plan_conversion(
         budget_bytes=budget_bytes,
         carried=tuple(carried),
         allow_replica_drift=allow_replica_drift,
+        allow_master_drift=allow_master_drift,
+        beside=0 if held is None else len(held.tensors) - len(source.tensors),
         mixtures=source.mixtures,
     )
-    planned, rereads = _within_limits(plan, make_ops, limits, budget_bytes)
+    planned, rereads, held = _with_checks(plan, make_ops, limits, held)
     _check_budget(planned)
     if not rereads:
         return planned
-    once, _ = _within_limits(plan, make_ops, limits, UNLIMITED_BYTES)
+    once, _ = _within_limits(plan, make_ops, limits, UNLIMITED_BYTES, held)
     made = once.parts[once.parts["source_file"] == MADE]
     largest = int(np.bincount(made["group"], weights=part_sizes(made)).max())
     held_bytes = _held_bytes(plan.mixtures, once.ops) * largest + PASS_BYTES
@@ -224,8 +252,33 @@ def plan_conversion(
     return replace(planned, read_once_budget_bytes=enough_bytes)
 
 
+def _with_checks(
+    plan: Plan, make_ops: Callable[[], Ops], limits: PartLimits, held: Held | None
+) -> tuple[Plan, bool, Held | None]:
+    """The plan with everything portioned, whether bytes are read several times, and what is held against each other.
+
+    What is compared in full is read together. Where that takes a large part of the budget, large tensors are only
+    sampled, and if that is not enough, all are.
+    """
+    room_bytes = (plan.budget_bytes - FOOTPRINT_BYTES) // 2
+    planned, rereads = _within_limits(plan, make_ops, limits, plan.budget_bytes, held)
+    if held is None or held.in_full:
+        return planned, rereads, held
+    less = held
+    for most_bytes in (SMALLEST_GROUP_BYTES, 0):
+        if not rereads and planned.peak_bytes <= room_bytes:
+            break
+        less = held.up_to(most_bytes)
+        planned, rereads = _within_limits(plan, make_ops, limits, plan.budget_bytes, less)
+    return planned, rereads, less
+
+
 def _within_limits(
-    plan: Plan, make_ops: Callable[[], Ops], limits: PartLimits, budget_bytes: int
+    plan: Plan,
+    make_ops: Callable[[], Ops],
+    limits: PartLimits,
+    budget_bytes: int,
+    held: Held | None = None,
 ) -> tuple[Plan, bool]:
     """The plan with everything portioned; a file that would have too many parts gets larger ones.
 
@@ -237,6 +290,8 @@ def _within_limits(
     while True:
         files = FileSizes(total, smallest, np.maximum(FILL_BYTES, 2 * smallest))
         ops, copied = carve_copies(make_ops(), smallest, limits.copies, plan.mixtures)
+        if held is not None:
+            ops = add_checks(ops, copied, held)
         largest_bytes = 0 if limits.copies is None else limits.copies.largest_bytes
         planned, rereads = _portioned(
             plan, ops, copied, files, budget_bytes, COPY_GROUP_FACTOR * largest_bytes

@@ -37,6 +37,7 @@ class GroupWork:
     """Tensor number → what it is, of the tensors that appear in ``ops``."""
     peak_bytes: int
     allow_replica_drift: bool = False
+    allow_master_drift: bool = False
     mixtures: Mapping[int, Mixture] = field(default_factory=dict)
     """Tensor number → how it is computed, of those in ``tensors`` that are."""
 
@@ -74,6 +75,7 @@ def plan_work(plan: Plan) -> Iterator[GroupWork]:
             tensors={int(t): plan.tensors[t] for t in np.unique(ops["tensor"])},
             peak_bytes=int(plan.group_peaks[group]),
             allow_replica_drift=plan.allow_replica_drift,
+            allow_master_drift=plan.allow_master_drift,
             mixtures={
                 int(t): plan.mixtures[int(t)] for t in np.unique(ops["tensor"]) if int(t) in plan.mixtures
             },

@@ -51,13 +51,15 @@ DECIDES = {
         "to": "tp=2,pp=4", "sharding_strategy": "stage2", "format_name": "hybrid-plain", "state": "ema",
         "dtype": "float32", "files": 3, "paddle_version": "3.2", "max_shard_size": "1GB", "rules": FILE, "config": FILE,
         "layout": FILE, "target_meta": FILE, "aoa": FILE, "expected_plan": FILE, "allow_missing": "lm_head.*",
-        "replicas": "first", "allow_replica_drift": True, "comm_buffer_size_mb": 64, "segmentation": "uniform",
+        "replicas": "first", "allow_replica_drift": True, "allow_master_drift": True,
+        "comm_buffer_size_mb": 64, "segmentation": "uniform",
         "sequence_parallel": True,
         "vocab_pad": 128, "vocab_trim": 64, "overwrite": True, "drop": "ema", "targets": "/c:hybrid:tp=1",
     },
     Decides.PLACE: {"fill": "/lost.safetensors"},
     Decides.CONDUCT: {
         "memory": "4GiB", "cluster": "ray", "workers": 2, "exchange": "never", "device": "gpu", "allow_reread": True,
+        "check": "full",
         "resume": True, "take_over": True, "as_json": True, "quiet": True, "allow_scheme": "sftp",
     },
     Decides.ACCESS: {

@@ -16,6 +16,7 @@ from paddle_reshard.pipeline.errors import (
     GroupFailedError,
     JobError,
     ListingError,
+    MasterDriftError,
     MemoryBudgetError,
     PlanError,
     RereadError,
@@ -95,6 +96,14 @@ EXAMPLES = [
     (
         DriftError("w (param)", "element (0,) is 1.0 and 2.0", "a", "b", False),
         "w (param): element (0,) is 1.0 and 2.0: a and b differ; the target would keep the master weight only",
+        1,
+    ),
+    (
+        MasterDriftError(
+            "w (param)", "element (0,) is 1.0, its master weight 2.0 is rounded to 2.0", "a", "b"
+        ),
+        "w (param): element (0,) is 1.0, its master weight 2.0 is rounded to 2.0 (a and b): the files are not of one "
+        "step, or have changed places; with --allow-master-drift both go out as they are",
         1,
     ),
 ]

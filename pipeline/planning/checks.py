@@ -1,0 +1,208 @@
+"""Which parameters are held against their master weights, and how much of each is looked at?
+
+Where a source stores both, a parameter is its master weight, rounded to nearest even: anything else is parameters of
+one step beside optimizer states of another, or files that have changed places. Where both are loaded anyway, every
+element is compared. Where the storage copies one of them, or the target takes only one, a few runs of every array are
+read for it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from paddle_reshard.pipeline.catalog import Catalog, Fragments
+from paddle_reshard.pipeline.geometry import MAX_DIMS, Ints
+from paddle_reshard.pipeline.planning.match import match
+from paddle_reshard.pipeline.planning.ops import (
+    CHECK,
+    HOLD,
+    ITEMSIZES,
+    MOVE,
+    PROBE,
+    Flags,
+    Ops,
+    hull,
+    op_volumes,
+    set_stops,
+)
+from paddle_reshard.pipeline.planning.parts import MADE, Parts, part_sizes
+from paddle_reshard.pipeline.planning.ranges import merge
+from paddle_reshard.pipeline.tensors import MASTER_WEIGHT, PARAM, Tensor
+
+RUNS = 4
+"""Of a sampled box: the first elements, the last ones, and pseudo-random ones between."""
+RUN_ELEMENTS = 512
+"""All runs together are 4 KiB of a bfloat16 parameter, and 8 KiB of its master weight."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """The parameters of a source that are stored beside their master weights."""
+
+    tensors: tuple[Tensor, ...]
+    """All of the catalog that is moved, and those that are only looked at."""
+    boxes: Ops
+    """``HOLD`` of every element; ``tensor`` is the parameter, ``feed`` the master weight."""
+    seeds: Ints
+    """A number for each tensor that tells where its random runs lie; the same in every run."""
+    in_full: bool = False
+    """Whether everything is read, whatever it takes."""
+
+    def up_to(self, most_bytes: int) -> Held:
+        """The same, where tensors with more bytes than that on both sides together are only sampled."""
+        sizes = op_volumes(self.boxes) * (
+            ITEMSIZES[self.boxes["source_dtype"]] + ITEMSIZES[self.boxes["target_dtype"]]
+        )
+        total = np.bincount(self.boxes["tensor"], weights=sizes, minlength=len(self.tensors))
+        large = total[self.boxes["tensor"]] > most_bytes
+        samples = _samples(self.boxes[large], self.seeds)
+        samples["kind"] = PROBE
+        return replace(self, boxes=Ops.joined([self.boxes[~large], samples]))
+
+
+def held_parameters(whole: Catalog, moved: Catalog, in_full: bool) -> Held | None:
+    """What of the ``whole`` source is stored twice, numbered as in ``moved``; ``None``: nothing.
+
+    Tensors that ``moved`` does not have get numbers after its own. What is mixed of several checkpoints is no cast.
+    """
+    pairs = _stored_pairs(whole)
+    if not pairs:
+        return None
+    numbers = np.arange(len(whole.tensors), dtype=np.int32)
+    tensors = moved.tensors
+    if moved is not whole:
+        index = moved.index()
+        for number in (*pairs, *pairs.values()):
+            tensor = whole.tensors[number]
+            known = index.setdefault((tensor.key, tensor.state), len(tensors))
+            numbers[number] = known
+            if known == len(tensors):
+                tensors = (*tensors, tensor)
+    primary = whole.fragments.compress(whole.fragments["replica"] == 0)
+    boxes = match(primary, _of(primary, pairs), pairs, kind=HOLD)
+    boxes["tensor"], boxes["feed"] = numbers[boxes["tensor"]], numbers[boxes["feed"]]
+    seeds = np.zeros(len(tensors), dtype=np.int64)
+    for number in pairs:
+        seeds[numbers[number]] = zlib.crc32(whole.tensors[number].key.encode())
+    return Held(tensors, boxes, seeds, in_full)
+
+
+def _stored_pairs(whole: Catalog) -> dict[int, int]:
+    """Parameter → master weight, where files hold both."""
+    masters = {t.key: number for number, t in enumerate(whole.tensors) if t.state == MASTER_WEIGHT}
+    stored = np.bincount(whole.fragments["tensor"], minlength=len(whole.tensors)) > 0
+    return {
+        number: masters[tensor.key]
+        for number, tensor in enumerate(whole.tensors)
+        if tensor.state == PARAM
+        and tensor.key in masters
+        and stored[[number, masters[tensor.key]]].all()
+        and not {number, masters[tensor.key]} & whole.mixtures.keys()
+    }
+
+
+def _of(fragments: Fragments, tensors: dict[int, int]) -> Fragments:
+    return fragments[np.isin(fragments["tensor"], list(tensors))]
+
+
+def add_checks(ops: Ops, copied: Parts, held: Held) -> Ops:
+    """The ops and what is compared beside them; ``copied`` are the parts that the storage copies.
+
+    Parameters that ``ops`` compare already, because the target leaves them out, are not compared twice. Nothing is left
+    in ``ops``.
+    """
+    known = np.zeros(len(held.tensors), dtype=bool)
+    known[ops["tensor"][ops["kind"] == CHECK]] = True
+    boxes = held.boxes[~known[held.boxes["tensor"]]]
+    if held.in_full or not len(boxes):
+        return Ops.joined([ops, boxes])
+    loaded = np.zeros(len(held.tensors), dtype=bool)
+    loaded[ops["feed"][ops["kind"] == MOVE]] = True
+    whole = loaded[boxes["tensor"]] & loaded[boxes["feed"]] & (boxes["kind"] == HOLD)
+    for side in ("source", "target"):
+        whole &= ~_touches(boxes, side, copied)
+    sampled = ~whole & (boxes["kind"] == HOLD)
+    return Ops.joined([ops, boxes[~sampled], _samples(boxes[sampled], held.seeds)])
+
+
+def _touches(boxes: Ops, side: str, copied: Parts) -> Flags:
+    """Whether anything of each box is copied by the storage."""
+    copied = copied[copied["source_file"] != MADE]
+    if not len(copied):
+        return np.zeros(len(boxes), dtype=bool)
+    begin = copied["source_start"].astype(np.int64)
+    file, low, high = merge(copied["source_file"].astype(np.int64), begin, begin + part_sizes(copied))
+    start, stop = hull(boxes, side)
+    span = int(max(high.max(), stop.max())) + 1
+    place = boxes[f"{side}_file"].astype(np.int64) * span
+    # The first copied range that ends after the box begins: does it begin before the box ends?
+    found = np.searchsorted(file * span + high, place + start, side="right")
+    following = np.r_[file * span + low, np.iinfo(np.int64).max][found]
+    return np.asarray(following < place + stop)
+
+
+def _samples(boxes: Ops, seeds: Ints) -> Ops:
+    """A few runs of every box; a box that is not larger than these stays whole."""
+    small = op_volumes(boxes) <= RUNS * RUN_ELEMENTS
+    large = boxes[~small]
+    if not len(large):
+        return boxes
+    extents = _run_extents(large)
+    room = large["extents"] - extents
+    found = [boxes[small]]
+    for run in range(RUNS):
+        sample = large.copy()
+        skipped = np.zeros_like(room) if run == 0 else room
+        if 0 < run < RUNS - 1:
+            skipped = _scattered(large, seeds, run) % (room + 1)
+        sample["kind"], sample["extents"] = PROBE, extents
+        sample["offset"] = large["offset"] + skipped
+        for side in ("source", "target"):
+            sample[f"{side}_byte"] = large[f"{side}_byte"] + (skipped * large[f"{side}_strides"]).sum(axis=1)
+        set_stops(sample)
+        found.append(sample)
+    return Ops.joined(found)
+
+
+def _run_extents(boxes: Ops) -> Ints:
+    """The shape of a run of each box, of ``RUN_ELEMENTS`` elements or a little more.
+
+    It lies together on both sides where their dims are in the same order; else it is about as long on one as on the
+    other.
+    """
+    extents = np.ones_like(boxes["extents"])
+    rows = np.arange(len(boxes))
+    orders = [np.argsort(boxes[f"{side}_strides"], axis=1, kind="stable") for side in ("source", "target")]
+    longer = boxes["extents"] > 1
+    fastest = [order[rows, np.take_along_axis(longer, order, axis=1).argmax(axis=1)] for order in orders]
+    edge = np.where(fastest[0] == fastest[1], RUN_ELEMENTS, int(np.ceil(np.sqrt(RUN_ELEMENTS))))
+    for dim in fastest:
+        extents[rows, dim] = np.minimum(boxes["extents"][rows, dim], edge)
+    for place in range(MAX_DIMS):
+        dim = orders[1][:, place]
+        lacking = -(-RUN_ELEMENTS // extents.prod(axis=1))
+        extents[rows, dim] = np.minimum(boxes["extents"][rows, dim], extents[rows, dim] * lacking)
+    return np.asarray(extents, dtype=np.int64)
+
+
+def _scattered(boxes: Ops, seeds: Ints, run: int) -> npt.NDArray[np.int64]:
+    """Pseudo-random numbers, one for each dim of each box, from what tensor it is of and where in it: SplitMix64."""
+    state = seeds[boxes["tensor"]].astype(np.uint64)
+    numbers = np.empty(boxes["extents"].shape, dtype=np.int64)
+    for value in (*boxes["offset"].T, np.full(len(boxes), run)):
+        state = _mixed(state + np.asarray(value, dtype=np.int64).astype(np.uint64))
+    for dim in range(MAX_DIMS):
+        state = _mixed(state)
+        numbers[:, dim] = (state >> np.uint64(1)).astype(np.int64)
+    return numbers
+
+
+def _mixed(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    state = state + np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(state ^ (state >> np.uint64(31)))

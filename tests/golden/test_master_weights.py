@@ -1,0 +1,208 @@
+"""A parameter that is stored beside its master weight is that, rounded: else the files are not of one step."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import paddle_reshard
+from paddle_reshard.pipeline.cli import cli
+from paddle_reshard.pipeline.errors import CheckpointError, DriftError, MasterDriftError
+from paddle_reshard.pipeline.planning.limits import CopyLimits
+from paddle_reshard.storage import local
+from tests.conftest import committed_case
+from tests.ema.scaled import paddle, scale_master_weights
+
+TARGETS: tuple[dict[str, Any], ...] = (
+    {"format": "hybrid-plain", "to": "pp=2"},
+    {"format": "flex"},
+    {"format": "unified"},
+    {"format": "huggingface"},
+)
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.fixture(params=TARGETS, ids=lambda target: target["format"])
+def target(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """A target that takes parameters and master weights, or only the first."""
+    return dict(request.param)
+
+
+@pytest.fixture(params=[None, CopyLimits(100, 5_000)], ids=["moved", "copied"])
+def _copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the storage copies what it can, however short it is."""
+    monkeypatch.setattr(local, "COPIES", request.param)
+
+
+def _one_card(folder: Path) -> Path:
+    source = folder / "source"
+    shutil.copytree(committed_case("qwen2_single", "families") / "checkpoint-3", source)
+    return source
+
+
+def _swap(one: Path, other: Path) -> None:
+    first = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(first)
+
+
+def _tensor_parallel_ranks_swapped(folder: Path) -> Path:
+    source = folder / "source"
+    shutil.copytree(committed_case("mp2_tied") / "checkpoint-3", source)
+    _swap(source / "optimizer.tp00.pdopt", source / "optimizer.tp01.pdopt")
+    return source
+
+
+def _of_another_step(folder: Path) -> Path:
+    source = _one_card(folder)
+    scale_master_weights(source, 1.01)
+    return source
+
+
+def _shards_swapped(folder: Path) -> Path:
+    source = folder / "source"
+    paddle_reshard.convert(
+        committed_case("qwen2_single", "families") / "checkpoint-3",
+        source,
+        format="hybrid-plain",
+        to="sharding=2",
+        sharding_strategy="stage3",
+        layout={"stage3_segment_size": 512},
+    )
+    _swap(source / "optimizer.shard00.pdopt", source / "optimizer.shard01.pdopt")
+    return source
+
+
+@pytest.mark.usefixtures("_copies")
+@pytest.mark.parametrize("spoil", [_tensor_parallel_ranks_swapped, _of_another_step, _shards_swapped])
+def test_states_of_other_parameters_are_refused(
+    spoil: Callable[[Path], Path], target: dict[str, Any], tmp_path: Path
+) -> None:
+    source = spoil(tmp_path)
+    with pytest.raises(MasterDriftError) as refused:
+        paddle_reshard.convert(source, tmp_path / "target", **target)
+    told = str(refused.value)
+    assert re.match(
+        r"\S+ \(param\): element \(\d+,[ \d]*\) is \S+ \(0x[0-9a-f]{4}\), its master weight \S+ \(0x[0-9a-f]{8}\) is "
+        r"rounded to \S+ \(0x[0-9a-f]{4}\) \(model_state\S*\.pdparams and optimizer\S*\.pdopt\)",
+        told,
+    ), told
+    assert "--allow-master-drift" in told
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}
+
+
+def _flip_one_bit(source: Path, at: int) -> None:
+    """Change element ``at`` of the embedding in place."""
+    file = source / "model_state.pdparams"
+    content = bytearray(file.read_bytes())
+    values = paddle.load(str(file))[EMBEDDING].astype("float32").numpy()
+    bits = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    content[content.index(bits) + 2 * at] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.usefixtures("_copies")
+def test_one_bit_is_found_where_everything_is_read(target: dict[str, Any], tmp_path: Path) -> None:
+    source = _one_card(tmp_path)
+    _flip_one_bit(source, 1500)
+    with pytest.raises(MasterDriftError, match=re.escape(EMBEDDING)):
+        paddle_reshard.convert(source, tmp_path / "target", check="full", **target)
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_source_alone_is_held_against_itself(tmp_path: Path) -> None:
+    """Every element, and nothing is changed; what was made by us is still held against its manifest."""
+    source = _one_card(tmp_path)
+    found = paddle_reshard.verify(source)
+    parameters = paddle.load(str(source / "model_state.pdparams")).values()
+    assert found
+    assert found.compared_elements == sum(parameter.size for parameter in parameters)
+    assert 1 <= found.read_amplification <= 1.05
+    _flip_one_bit(source, 1500)
+    different = CliRunner().invoke(cli, ["verify", str(source)])
+    assert different.exit_code == 1
+    assert f"{EMBEDDING} (param): element (62, 12) is " in different.stdout
+    assert "contradicts itself: 1 differences" in different.stdout
+    misplaced = CliRunner().invoke(cli, ["verify", str(source), "--subset"])
+    assert misplaced.exit_code == 2
+    paddle_reshard.convert(
+        source, tmp_path / "made", to="pp=2", format="hybrid-plain", allow_master_drift=True
+    )
+    assert CliRunner().invoke(cli, ["verify", str(tmp_path / "made")]).stdout.startswith("intact")
+
+
+def test_copies_of_a_source_alone_are_compared(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(committed_case("mp2_tied") / "checkpoint-3", source)
+    assert paddle_reshard.verify(source)
+    norm = (
+        paddle.load(str(source / "model_state.tp01.pdparams"))["model.norm.weight"].astype("float32").numpy()
+    )
+    stored = (norm.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    file = source / "model_state.tp01.pdparams"
+    content = bytearray(file.read_bytes())
+    content[content.index(stored)] ^= 1
+    file.write_bytes(content)
+    assert [found.tensor for found in paddle_reshard.verify(source).differences] == [
+        "model.norm.weight (param)"
+    ]
+    assert paddle_reshard.verify(source, replicas="first")
+
+
+@pytest.mark.usefixtures("_copies")
+def test_what_differs_is_kept_where_that_is_allowed(target: dict[str, Any], tmp_path: Path) -> None:
+    source = _of_another_step(tmp_path)
+    report = paddle_reshard.convert(source, tmp_path / "made", allow_master_drift=True, **target)
+    manifest = json.loads((tmp_path / "made" / "paddle_reshard.json").read_bytes())
+    assert manifest["source"]["replica_drift"] == list(report.moved.replica_drift)
+    assert any(line.startswith(f"{EMBEDDING} (param): element (") for line in report.moved.replica_drift)
+    with pytest.raises(DriftError, match="the target would keep the master weight only"):
+        paddle_reshard.convert(source, tmp_path / "sharded", to="sharding=2", allow_master_drift=True)
+
+
+def _retyped(source: Path, names: tuple[str, ...], dtype: str) -> None:
+    """Store one array of the optimizer file as another dtype."""
+    file = source / "optimizer.pdopt"
+    states = pickle.loads(file.read_bytes())
+    holder = states
+    for name in names[:-1]:
+        holder = holder[name]
+    name, values = holder[names[-1]]
+    holder[names[-1]] = (name, values.astype(dtype))
+    file.write_bytes(pickle.dumps(states, protocol=4))
+
+
+@pytest.mark.parametrize(
+    ("names", "dtype", "told"),
+    [
+        (
+            ("master_weights", "linear_0.w_0"),
+            "int32",
+            r"\(master_weight\) is int32, \S+ \(master_weight\) is float32",
+        ),
+        (("master_weights", "linear_0.w_0"), "float16", r"\(master_weight\) is float16, .* is float32"),
+        (
+            ("linear_0.w_0_fp32_master_0_moment1_0",),
+            "float64",
+            r"\(moment1\) is float64, \S+ \(moment1\) is float32",
+        ),
+    ],
+)
+def test_a_state_of_several_dtypes_is_refused(
+    names: tuple[str, ...], dtype: str, told: str, target: dict[str, Any], tmp_path: Path
+) -> None:
+    source = _one_card(tmp_path)
+    _retyped(source, names, "float32")
+    assert paddle_reshard.plan(source, tmp_path / "target", **target)
+    _retyped(source, names, dtype)
+    with pytest.raises(CheckpointError, match=rf"model\.layers\.0\.\S+ {told}"):
+        paddle_reshard.plan(source, tmp_path / "target", **target)
