@@ -155,17 +155,19 @@ def inspect(
     config: PathLike | None = None,
     storage_options: StorageOptions | None = None,
     allow_scheme: Sequence[str] = (),
+    allow_links: bool = False,
 ) -> Inspection:
     """Say what a checkpoint is, from its metadata alone. Tensors that no file holds are told, not refused.
 
-    ``storage_options`` and ``allow_scheme`` are those of :class:`ConversionOptions`, here and in all functions.
+    ``storage_options``, ``allow_scheme`` and ``allow_links`` are those of :class:`ConversionOptions`, as in all
+    functions here.
 
     Raises
     ------
     CheckpointError, PlanError
         If it is not one whole, consistent checkpoint that the rules cover.
     """
-    store = open_source(os.fspath(source), storage_options or {}, allow_scheme)
+    store = open_source(os.fspath(source), storage_options or {}, allow_scheme, allow_links)
     checkpoint = index_checkpoint(store, *given_inputs(rules, config), MissingPolicy(allowed=("*",)))
     sizes = store.sizes()
     files = {file.path: file.size_bytes for file in checkpoint.catalog.files}
@@ -475,6 +477,7 @@ def verify(
     source_storage_options: StorageOptions | None = None,
     target_storage_options: StorageOptions | None = None,
     allow_scheme: Sequence[str] = (),
+    allow_links: bool = False,
 ) -> VerifyReport:
     """Compare the logical content of two checkpoints of any topologies, bit for bit.
 
@@ -487,7 +490,7 @@ def verify(
     Without ``b``, what ``a`` stores twice is compared, every element of it: copies of a tensor, and parameters with
     their master weights.
     """
-    given = {"storage_options": storage_options, "allow_scheme": allow_scheme}
+    given = {"storage_options": storage_options, "allow_scheme": allow_scheme, "allow_links": allow_links}
     given |= {"source_storage_options": source_storage_options}
     given |= {"target_storage_options": target_storage_options}
     missing = MissingPolicy(allowed=tuple(allow_missing))
@@ -561,6 +564,7 @@ def check(
     source_storage_options: StorageOptions | None = None,
     target_storage_options: StorageOptions | None = None,
     allow_scheme: Sequence[str] = (),
+    allow_links: bool = False,
 ) -> IntegrityReport:
     """Compare a target with its manifest: every file, every part, every byte.
 
@@ -572,7 +576,7 @@ def check(
     CheckpointError
         If it has no manifest, so that it is no finished target, or one without checksums; if ``source`` is not there.
     """
-    given = {"storage_options": storage_options, "allow_scheme": allow_scheme}
+    given = {"storage_options": storage_options, "allow_scheme": allow_scheme, "allow_links": allow_links}
     given |= {"source_storage_options": source_storage_options}
     given |= {"target_storage_options": target_storage_options}
     store = open_source(os.fspath(target), *target_access(given))

@@ -68,7 +68,7 @@ SHOWN_WORKERS = 16
 SHOWN_AMPLIFICATION = 1.05
 KNOWN_TO_ONE = (
     *("a", "source", "as_json", "quiet"),
-    *("storage_options", "source_storage_options", "target_storage_options", "allow_scheme"),
+    *("storage_options", "source_storage_options", "target_storage_options", "allow_scheme", "allow_links"),
 )
 """Options of ``verify`` that also go with one target alone."""
 EXCHANGES = ("auto", "always", "never")
@@ -138,7 +138,11 @@ allow_scheme_option = conduct_option(
     help=f"Open URLs of this scheme too, beside the plain ones: {', '.join(sorted(PLAIN_SCHEMES))}.",
 )
 storage_option = _options(_storage_option(_REACH, "--storage-options"), allow_scheme_option)
+allow_links_option = outcome_option(
+    "--allow-links", is_flag=True, help="Follow links in the source that lead out of its folder."
+)
 source_storage_option = _options(
+    allow_links_option,
     _storage_option(_REACH, "--storage-options", "--source-storage-options", "storage_options"),
     allow_scheme_option,
 )
@@ -147,6 +151,7 @@ target_storage_option = _options(
     allow_scheme_option,
 )
 both_storage_options = _options(
+    allow_links_option,
     storage_option,
     _storage_option("The same for what is read, in place of --storage-options.", "--source-storage-options"),
     _storage_option(
@@ -344,6 +349,7 @@ def inspect(
     tensors: bool,
     storage_options: dict[str, Any] | None,
     allow_scheme: tuple[str, ...],
+    allow_links: bool,
     as_json: bool,
 ) -> None:
     """Say what a checkpoint is, from its metadata alone."""
@@ -354,6 +360,7 @@ def inspect(
             config=config,
             storage_options=storage_options,
             allow_scheme=allow_scheme,
+            allow_links=allow_links,
         )
     _answer(inspection_data(found), as_json, False, lambda: _show_inspection(found, tensors))
 

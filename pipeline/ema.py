@@ -358,6 +358,7 @@ class AsyncEma:
         config: PathLike | Mapping[str, Any] | None = None,
         storage_options: StorageOptions | None = None,
         allow_scheme: Collection[str] = (),
+        allow_links: bool = False,
     ) -> None:
         """Go on from the average that a checkpoint holds.
 
@@ -378,13 +379,15 @@ class AsyncEma:
             What fsspec needs to reach a store that is not a local folder.
         allow_scheme
             Schemes of URLs that are opened beside the plain ones.
+        allow_links
+            Follow links in the checkpoint that lead out of it.
 
         Raises
         ------
         CheckpointError, PlanError
             Naming the tensor and both shapes, if the checkpoint's average is not one of this rank's tensors.
         """
-        store = open_source(os.fspath(directory), storage_options or {}, allow_scheme)
+        store = open_source(os.fspath(directory), storage_options or {}, allow_scheme, allow_links)
         companion = self._companion(self.weights())
         companion.wait()
         progress = _read_progress(store, store.sizes(), self.averaging)

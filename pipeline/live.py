@@ -70,6 +70,7 @@ def load_into(
     memory: str = "1GiB",
     storage_options: StorageOptions | None = None,
     allow_scheme: Sequence[str] = (),
+    allow_links: bool = False,
     strict: bool = True,
     fill: PathLike | None = None,
     allow_missing: Sequence[str] = (),
@@ -97,6 +98,8 @@ def load_into(
         What fsspec needs to reach a store that is not a local folder.
     allow_scheme
         Schemes of URLs that are opened beside the plain ones.
+    allow_links
+        Follow links in the checkpoint that lead out of it.
     strict
         Refuse if the checkpoint holds optimizer states of a parameter that the ``state_dict``, which has others of it,
         has no place for; or if a nested dict is empty.
@@ -118,7 +121,7 @@ def load_into(
             f"a {type(state_dict).__name__} is no state_dict; give what its state_dict() returns"
         )
     location = os.fspath(source)
-    access = Access(storage_options or {}, tuple(allow_scheme))
+    access = Access(storage_options or {}, tuple(allow_scheme), allow_links)
     filling = read_filling(None if fill is None else os.fspath(fill), allow_missing, access)
     own = open_source(location, *access)
     given = config if isinstance(config, Mapping) or config is None else load_config(Path(config))

@@ -425,6 +425,8 @@ class ConversionOptions(TargetOptions, total=False):
     """The same for the targets alone."""
     allow_scheme: Sequence[str]
     """Schemes of URLs that are opened beside the plain ones: ``("sftp",)``."""
+    allow_links: bool
+    """Follow links in the source that lead out of it."""
 
 
 TARGET_OPTIONS = tuple(TargetOptions.__annotations__)

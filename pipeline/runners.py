@@ -65,7 +65,7 @@ def convert_inline(conversion: Conversion) -> Convert:
 def _discard(target: str, conversion: Conversion, reason: object) -> None:
     """Remove what an earlier attempt left that cannot be gone on with: who has the claim may begin anew."""
     log.info("%s", reason)
-    options, schemes = target_access(conversion.options)
+    options, schemes, _ = target_access(conversion.options)
     paddle_reshard.clean(target, storage_options=options, allow_scheme=schemes)
 
 

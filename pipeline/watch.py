@@ -534,8 +534,8 @@ def open_watcher(
 ) -> Watcher:
     """A watcher of the checkpoints in ``run`` that converts them below ``out``."""
     return Watcher(
-        open_shelf(run, *source_access(conversion.options)),
-        open_shelf(out, *target_access(conversion.options)),
+        open_shelf(run, *source_access(conversion.options)[:2]),
+        open_shelf(out, *target_access(conversion.options)[:2]),
         conversion,
         convert or convert_inline(conversion),
         policy,

@@ -11,9 +11,9 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -25,6 +25,7 @@ from paddle_reshard.pipeline.layouts.files import TENSOR_FOLDERS
 from paddle_reshard.pipeline.layouts.replaceable import Kind
 from paddle_reshard.pipeline.planning.limits import CopyLimits
 from paddle_reshard.storage.checksum import checksum
+from paddle_reshard.storage.entries import look, opened
 from paddle_reshard.storage.folders import check_free, object_to, remove_files, set_aside
 from paddle_reshard.storage.ledger import (
     Phase,
@@ -100,9 +101,12 @@ def _in_user_space(device: int) -> bool:
 
 
 class LocalSource(ReadRange):
-    """A checkpoint folder, read only. ``names`` restricts it to some of the files."""
+    """A checkpoint folder, read only. ``names`` restricts it to some of the files.
 
-    def __init__(self, root: Path, names: Collection[str] | None = None) -> None:
+    With ``links``, links that lead out of the folder are followed; those of ``names`` are, for somebody gave them.
+    """
+
+    def __init__(self, root: Path, names: Collection[str] | None = None, links: bool = False) -> None:
         self.root = Path(os.path.abspath(root))
         self.location = str(root)
         with told(self.root, self.location, CheckpointError):
@@ -116,9 +120,10 @@ class LocalSource(ReadRange):
                 raise CheckpointError(f"{root}: no such folder") from None
             if not is_folder:
                 raise CheckpointError(f"{root}: is a file; give the folder of the checkpoint")
-            files, self.folders = list_folder(root)
+            found = look(self.root, names, links or names is not None)
+            self.folders, self.places = found.folders, found.files
             self.stamps: Mapping[str, FileStamp] = {
-                path: FileStamp.of(_status(root / path)) for path in files if names is None or path in names
+                path: FileStamp.of(_status(place)) for path, place in found.files.items()
             }
 
     def sizes(self) -> dict[str, int]:
@@ -138,15 +143,18 @@ class LocalSource(ReadRange):
     def read_many(self, reads: Sequence[Read]) -> None:
         """Fill several buffers; a file is opened once for all reads of it that follow each other."""
         for path, of_file in groupby(reads, key=lambda read: read.path):
-            with open(self.root / path, "rb", buffering=0) as file:
-                self.check_open(path, file.fileno())
+            with self.opened(path) as descriptor:
                 for read in of_file:
-                    _read_all(file.fileno(), read)
+                    _read_all(descriptor, read)
 
-    def check_open(self, path: str, descriptor: int) -> None:
-        """Refuse a file that was opened and is not the one that was seen at the start."""
-        if path in self.stamps:
+    @contextmanager
+    def opened(self, path: str) -> Iterator[int]:
+        """A file, open for reading; refused unless it is the one that was seen at the start."""
+        if path not in self.places:
+            raise CheckpointError(f"{path}: was not there when {self.location} was listed")
+        with opened(self.places[path], path) as descriptor:
             self._check(path, os.fstat(descriptor))
+            yield descriptor
 
     def _check(self, path: str, status: os.stat_result) -> None:
         if difference := self.stamps[path].difference(status):
@@ -158,8 +166,8 @@ class LocalSource(ReadRange):
 
     def check_unchanged(self) -> None:
         """Refuse if any file is not the one that was seen at the start."""
-        for path in self.stamps:
-            self._check(path, _status(self.root / path))
+        for path, place in self.places.items():
+            self._check(path, _status(place))
 
 
 def _read_all(descriptor: int, read: Read) -> None:
@@ -225,11 +233,10 @@ class LocalWriter:
         if not isinstance(source, LocalSource):
             raise UnsupportedError(f"{path}: only files of this machine can be copied on it")
         with (
-            open(source.root / source_path, "rb", buffering=0) as one,
+            source.opened(source_path) as one,
             open(self.staging / path, "r+b", buffering=0) as other,
         ):
-            source.check_open(source_path, one.fileno())
-            done = _copy_in_kernel(one.fileno(), other.fileno(), nbytes, source_offset, byte_offset)
+            done = _copy_in_kernel(one, other.fileno(), nbytes, source_offset, byte_offset)
             _start_writeback(other.fileno(), byte_offset, done)
         buffer = memoryview(bytearray(min(COPY_BLOCK_BYTES, nbytes - done)))
         while done < nbytes:

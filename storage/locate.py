@@ -41,9 +41,11 @@ class Access(NamedTuple):
     """Go to fsspec, for a URL; a mapping under the name of a scheme concerns only that scheme. They hold secrets."""
     schemes: tuple[str, ...] = ()
     """May be opened beside the plain ones."""
+    links: bool = False
+    """Links in a folder are followed out of it."""
 
     def __repr__(self) -> str:
-        return f"Access(…, {self.schemes!r})"
+        return f"Access(…, {self.schemes!r}, {self.links})"
 
 
 def source_access(options: Mapping[str, Any]) -> Access:
@@ -61,13 +63,15 @@ def _access(options: Mapping[str, Any], own: str) -> Access:
     chosen = options.get(own)
     if chosen is None:
         chosen = options.get("storage_options")
-    return Access(chosen or {}, tuple(options.get("allow_scheme") or ()))
+    return Access(chosen or {}, tuple(options.get("allow_scheme") or ()), bool(options.get("allow_links")))
 
 
-def open_source(location: str, options: StorageOptions, schemes: Collection[str] = ()) -> Source:
+def open_source(
+    location: str, options: StorageOptions, schemes: Collection[str] = (), links: bool = False
+) -> Source:
     """Look at a checkpoint: its files and their sizes.
 
-    ``options`` and ``schemes`` are those of :class:`Access`.
+    ``options``, ``schemes`` and ``links`` are those of :class:`Access`.
 
     Raises
     ------
@@ -78,7 +82,7 @@ def open_source(location: str, options: StorageOptions, schemes: Collection[str]
     """
     check_scheme(location, schemes)
     if is_local(location):
-        return LocalSource(local_path(location))
+        return LocalSource(local_path(location), links=links)
     from paddle_reshard.storage.fsspec_source import FsspecSource
 
     return FsspecSource(_open_folder(location, options, CheckpointError))

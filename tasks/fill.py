@@ -49,7 +49,7 @@ def read_filling(location: str | None, allowed: Sequence[str], access: Access) -
     """
     if location is None:
         return Filling(MissingPolicy(allowed=tuple(allowed)))
-    store, name = open_file(location, *access)
+    store, name = open_file(location, access.options, access.schemes)
     size_bytes = store.sizes()[name]
     shown = f"--fill {store.location}/{name}"
     try:

@@ -54,7 +54,8 @@ DECIDES = {
         "replicas": "first", "allow_replica_drift": True, "allow_master_drift": True,
         "comm_buffer_size_mb": 64, "segmentation": "uniform",
         "sequence_parallel": True,
-        "vocab_pad": 128, "vocab_trim": 64, "overwrite": True, "drop": "ema", "targets": "/c:hybrid:tp=1",
+        "vocab_pad": 128, "vocab_trim": 64, "overwrite": True, "drop": "ema", "allow_links": True,
+        "targets": "/c:hybrid:tp=1",
     },
     Decides.PLACE: {"fill": "/lost.safetensors"},
     Decides.CONDUCT: {
