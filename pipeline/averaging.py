@@ -20,7 +20,6 @@ import numpy as np
 from paddle_reshard.clusters.choose import choose_engine
 from paddle_reshard.pipeline.api import (
     ConversionReport,
-    given_inputs,
     open_targets,
     plan_and_run,
     read_request,
@@ -28,6 +27,7 @@ from paddle_reshard.pipeline.api import (
 from paddle_reshard.pipeline.catalog import Catalog, File, Mixture, Term
 from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.indexing import index_checkpoint
+from paddle_reshard.pipeline.inputs import given_inputs
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.files import AVERAGE
 from paddle_reshard.pipeline.layouts.huggingface.choices import EMA

@@ -53,8 +53,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
     from rich.table import Table
 
-    from paddle_reshard.pipeline.api import ConversionReport, Inspection, VerifyReport
+    from paddle_reshard.pipeline.api import ConversionReport, VerifyReport
     from paddle_reshard.pipeline.compare import Difference
+    from paddle_reshard.pipeline.inspection import Inspection
     from paddle_reshard.pipeline.integrity import Damage, IntegrityReport
     from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
     from paddle_reshard.pipeline.layouts.targets import AnyTarget

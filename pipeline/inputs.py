@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paddle_reshard.pipeline.aoa.language import AoaProgram, parse_aoa
 from paddle_reshard.pipeline.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.layouts.hybrid.meta import parse_names
 from paddle_reshard.pipeline.layouts.rules import RuleTable, parse_rule_table, shipped_tables
-from paddle_reshard.pipeline.options import LayoutOptions
+from paddle_reshard.pipeline.options import LayoutOptions, PathLike
 from paddle_reshard.storage.formats.strict_json import parse_json
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.aoa.language import AoaProgram
+
+
+def given_inputs(
+    rules: PathLike | None, config: PathLike | None
+) -> tuple[list[RuleTable], dict[str, Any] | None]:
+    """What a user gives beside a checkpoint, so that it can be understood."""
+    return (
+        load_tables(None if rules is None else Path(rules)),
+        load_config(None if config is None else Path(config)),
+    )
 
 
 def load_tables(rules: Path | None) -> list[RuleTable]:
@@ -28,7 +40,11 @@ def load_config(config: Path | None) -> dict[str, Any] | None:
 
 def load_program(aoa: Path | None) -> AoaProgram | None:
     """The AOA statements of a file."""
-    return None if aoa is None else parse_aoa(_read_text(aoa), str(aoa))
+    if aoa is None:
+        return None
+    from paddle_reshard.pipeline.aoa.language import parse_aoa
+
+    return parse_aoa(_read_text(aoa), str(aoa))
 
 
 def read_layout_file(layout: Path) -> dict[str, Any]:

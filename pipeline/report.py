@@ -9,7 +9,8 @@ from paddle_reshard.pipeline.errors import ReshardError
 from paddle_reshard.pipeline.topology import Topology
 
 if TYPE_CHECKING:
-    from paddle_reshard.pipeline.api import ConversionReport, Inspection, VerifyReport
+    from paddle_reshard.pipeline.api import ConversionReport, VerifyReport
+    from paddle_reshard.pipeline.inspection import Inspection
     from paddle_reshard.pipeline.integrity import IntegrityReport
     from paddle_reshard.pipeline.layouts.targets import AnyTarget
     from paddle_reshard.pipeline.workflow import ConversionPlan

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.api import (
         ConversionReport,
-        Inspection,
         VerifyReport,
         check,
         clean,
         convert,
-        inspect,
         plan,
         verify,
     )
@@ -26,6 +24,7 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.ema_resume import Piece, RankPieces
     from paddle_reshard.pipeline.ema_trainer import ema_callback
     from paddle_reshard.pipeline.errors import ReshardError
+    from paddle_reshard.pipeline.inspection import Inspection, inspect
     from paddle_reshard.pipeline.integrity import IntegrityReport
     from paddle_reshard.pipeline.live import LoadReport, load_into
     from paddle_reshard.pipeline.live_converter import CheckpointConverter
@@ -66,12 +65,10 @@ __all__ = [
 _HOMES = {
     "pipeline.api": (
         "ConversionReport",
-        "Inspection",
         "VerifyReport",
         "check",
         "clean",
         "convert",
-        "inspect",
         "plan",
         "verify",
     ),
@@ -84,6 +81,7 @@ _HOMES = {
     ),
     "pipeline.ema_trainer": ("ema_callback",),
     "pipeline.errors": ("ReshardError",),
+    "pipeline.inspection": ("Inspection", "inspect"),
     "pipeline.integrity": ("IntegrityReport",),
     "pipeline.live": (
         "LoadReport",
