@@ -19,7 +19,7 @@ from paddle_reshard.pipeline.cli import cli
 from paddle_reshard.pipeline.errors import CheckpointError, DriftError, MasterDriftError
 from paddle_reshard.pipeline.planning.limits import CopyLimits
 from paddle_reshard.storage import local
-from tests.conftest import committed_case
+from tests.conftest import case_directory
 from tests.ema.scaled import paddle, scale_master_weights
 
 TARGETS: tuple[dict[str, Any], ...] = (
@@ -45,7 +45,7 @@ def _copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def _one_card(folder: Path) -> Path:
     source = folder / "source"
-    shutil.copytree(committed_case("qwen2_single", "families") / "checkpoint-3", source)
+    shutil.copytree(case_directory("small-families/qwen2_single") / "checkpoint-3", source)
     return source
 
 
@@ -57,7 +57,7 @@ def _swap(one: Path, other: Path) -> None:
 
 def _tensor_parallel_ranks_swapped(folder: Path) -> Path:
     source = folder / "source"
-    shutil.copytree(committed_case("mp2_tied") / "checkpoint-3", source)
+    shutil.copytree(case_directory("mp2_tied") / "checkpoint-3", source)
     _swap(source / "optimizer.tp00.pdopt", source / "optimizer.tp01.pdopt")
     return source
 
@@ -71,7 +71,7 @@ def _of_another_step(folder: Path) -> Path:
 def _shards_swapped(folder: Path) -> Path:
     source = folder / "source"
     paddle_reshard.convert(
-        committed_case("qwen2_single", "families") / "checkpoint-3",
+        case_directory("small-families/qwen2_single") / "checkpoint-3",
         source,
         format="hybrid-plain",
         to="sharding=2",
@@ -142,7 +142,7 @@ def test_a_source_alone_is_held_against_itself(tmp_path: Path) -> None:
 
 def test_copies_of_a_source_alone_are_compared(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    shutil.copytree(committed_case("mp2_tied") / "checkpoint-3", source)
+    shutil.copytree(case_directory("mp2_tied") / "checkpoint-3", source)
     assert paddle_reshard.verify(source)
     norm = (
         paddle.load(str(source / "model_state.tp01.pdparams"))["model.norm.weight"].astype("float32").numpy()
