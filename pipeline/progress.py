@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from paddle_reshard.pipeline.workflow import Event, Progress, StepEnded, StepStarted
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.workflow import Event
 
 PROGRESS_SECONDS = 10.0
 
@@ -21,6 +23,8 @@ class ProgressLines:
 
     def __call__(self, event: Event) -> None:
         """Take note of an event."""
+        from paddle_reshard.pipeline.workflow import Progress, StepEnded, StepStarted
+
         if isinstance(event, StepStarted):
             self.total_bytes, self.done_bytes = event.total_bytes, 0
             self.begun = self.told = self.clock()

@@ -35,7 +35,8 @@ def loaded(*arguments: object, status: int = 0, **variables: str) -> set[str]:
         env={**os.environ, **variables},
     )
     assert done.returncode == status, done.stderr
-    return {name.partition(".")[0] for name in json.loads(done.stderr.splitlines()[-1])}
+    modules = json.loads(done.stderr.splitlines()[-1])
+    return {*modules, *(name.partition(".")[0] for name in modules)}
 
 
 @pytest.mark.parametrize("command", [(), ("convert",), ("submit",), ("watch",), ("simulate",), ("ema",)])
@@ -86,10 +87,21 @@ def test_completion_loads_next_to_nothing(shell: str) -> None:
         assert not {module.partition(".")[0] for module in modules} & HEAVY
 
 
-def test_inspecting_a_local_checkpoint_loads_no_other_store_and_no_cluster() -> None:
-    modules = loaded("inspect", DEMO, "--json")
+@pytest.mark.parametrize("options", [(), ("--json",)], ids=["for people", "json"])
+def test_inspecting_a_local_checkpoint_loads_neither_stores_nor_planning(options: tuple[str, ...]) -> None:
+    modules = loaded("inspect", DEMO, *options)
     assert "numpy" in modules
-    assert not modules & (HEAVY - {"numpy"})
+    assert not modules & STORES
+    assert "rich" not in modules or not options
+    ours = {name.removeprefix("paddle_reshard.") for name in modules if name.startswith("paddle_reshard.")}
+    assert "pipeline.inspection" in ours
+    assert not ours & {
+        "clusters",
+        "pipeline.aoa",
+        "pipeline.api",
+        "pipeline.workflow",
+        "pipeline.planning.plan",
+    }
 
 
 def test_importing_the_package_loads_nothing() -> None:

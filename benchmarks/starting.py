@@ -1,0 +1,54 @@
+"""What it costs to start: commands beside ``python -c 'import numpy'``, each in turn, medians of processor time.
+
+``python -m benchmarks.starting [ROUNDS]``. Processor time and not the clock: what counts is what the command does, not
+what else the machine is doing.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+CHECKPOINT = Path("tests/golden/cases/mp2pp2sh2_s1v2_meta_ema/checkpoint-3")
+RUN = [sys.executable, "-c", "from paddle_reshard.pipeline.cli import main; main()"]
+"""As the installed command does."""
+COMMANDS = {
+    "import numpy": [sys.executable, "-c", "import numpy"],
+    "--version": [*RUN, "--version"],
+    "convert --help": [*RUN, "convert", "--help"],
+    "wrong usage": [*RUN, "convert", "a", "b", "--to", "mp=2"],
+    "inspect": [*RUN, "inspect", str(CHECKPOINT)],
+}
+
+
+def seconds(command: list[str], environment: dict[str, str]) -> float:
+    """Processor time of a command."""
+    before = os.times()
+    subprocess.run(command, env=environment, capture_output=True, check=False)
+    after = os.times()
+    return sum(after[2:4]) - sum(before[2:4])
+
+
+def main() -> None:
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 15
+    with tempfile.TemporaryDirectory() as bytecode:
+        environment = {**os.environ, "PYTHONPYCACHEPREFIX": bytecode, "OPENBLAS_NUM_THREADS": "1"}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        for command in COMMANDS.values():
+            seconds(command, environment)
+        taken = {name: [] for name in COMMANDS}
+        for _ in range(rounds):
+            for name, command in COMMANDS.items():
+                taken[name].append(seconds(command, environment))
+    unit = statistics.median(taken["import numpy"])
+    for name, times in taken.items():
+        median = statistics.median(times)
+        print(f"{name:<16}{median:8.3f} s  {median / unit:5.2f}")
+
+
+if __name__ == "__main__":
+    main()
