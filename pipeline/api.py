@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from paddle_reshard.clusters.choose import Engine, choose_engine, choose_indexing
 from paddle_reshard.clusters.inline import InlineEngine
+from paddle_reshard.pipeline import small_files
 from paddle_reshard.pipeline.compare import Comparison, Difference, plan_comparison, plan_self_comparison
 from paddle_reshard.pipeline.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.indexing import index_checkpoint, index_pair
@@ -379,7 +380,10 @@ def verify(
 
     An implied parameter is the cast of its master weight; padding is not content; aliases are one tensor. A
     state that only one side has is a difference, unless ``states`` leaves it out, or ``subset`` allows that
-    ``b`` has less. So are copies of a tensor that differ within a side, unless ``replicas`` is ``"first"``.
+    ``b`` has less. So is what a trainer reads beside the tensors, unless ``states`` names some of them: the
+    learning-rate schedule, the trainer's state, the model's configuration, tokenizer files; what of it may differ is
+    listed in ``pipeline/small_files.py``. So are copies of a tensor that differ within a side, unless ``replicas`` is
+    ``"first"``.
     Tensors that no file of a side holds are refused, unless a pattern of ``allow_missing`` fits their key.
     ``source_storage_options`` are those of ``a``, ``target_storage_options`` those of ``b``.
 
@@ -420,8 +424,8 @@ def verify(
         compare_replicas,
     )
     differences = []
-    if states is None and not subset and one.lr_scheduler != two.lr_scheduler:
-        differences.append(Difference("LR_Scheduler", f"{one.lr_scheduler} in A, {two.lr_scheduler} in B"))
+    if states is None:
+        differences = _other_differences(stores, one.lr_scheduler, two.lr_scheduler, subset)
     report = _compared(comparison, engine, _Pair(*stores), differences)
     for store in stores:
         store.check_unchanged()
@@ -450,6 +454,16 @@ def _compared(
         comparison.plan.read_amplification,
         comparison.plan.read_once_budget_bytes,
     )
+
+
+def _other_differences(
+    stores: Sequence[Source], schedule_a: Any, schedule_b: Any, subset: bool
+) -> list[Difference]:
+    """What differs beside the tensors: the schedule, what the trainer says of itself, the configuration."""
+    schedules = [] if subset and schedule_b is None else list(small_files.differences(schedule_a, schedule_b))
+    told = [replace(odd, what=f"LR_Scheduler.{odd.what}".rstrip(".")) for odd in schedules]
+    told += small_files.compare_small_files(stores[0], stores[1], subset)
+    return [Difference(odd.what, f"{odd.a} in A, {odd.b} in B") for odd in told]
 
 
 def check(

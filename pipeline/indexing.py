@@ -19,6 +19,7 @@ from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META, parse_rank_
 from paddle_reshard.pipeline.layouts.hybrid.source import read_hybrid
 from paddle_reshard.pipeline.layouts.rules import RuleTable
 from paddle_reshard.pipeline.layouts.unified.names import is_unified
+from paddle_reshard.pipeline.small_files import check_steps
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.flex_index import index_flex
 from paddle_reshard.tasks.index import (
@@ -76,20 +77,22 @@ def index_checkpoint(
     CheckpointError, PlanError
         If it is not one whole, consistent hybrid-parallel checkpoint that the rules cover.
     """
-    checkpoint = _indexed(store, tables, config, missing, index_files)
+    _refuse_folder_of_checkpoints(store)
+    checkpoint = _index(store, tables, config, missing, index_files)
     check_dtypes(checkpoint.catalog.tensors)
+    check_steps(store, checkpoint.lr_scheduler)
     return checkpoint
 
 
-def _indexed(
+def _index(
     store: Source,
     tables: Sequence[RuleTable],
     config: Mapping[str, Any] | None,
     missing: MissingPolicy | None,
     index_files: IndexFiles,
 ) -> Checkpoint:
+    """By the format that the names of the files tell."""
     sizes = store.sizes()
-    _refuse_folder_of_checkpoints(store)
     if any(map(is_dist_file, sizes)):
         _refuse_other_tensor_files(store)
         _refuse_fillings(missing)

@@ -862,6 +862,11 @@ def _plain(m: Machine, root: object, budget: int) -> object:
             levels[-1].add(m, level.result())
 
 
+def plain_value(machine: Machine, root: object, opcodes: int) -> object:
+    """What a machine has built, as plain values; ``opcodes`` is how many that took."""
+    return _plain(machine, root, opcodes + MAX_SHARED_VALUES)
+
+
 def _refuse_nesting(m: Machine, levels: list[_Level]) -> NoReturn:
     if len({id(level.source) for level in levels}) < len(levels):
         m.bad("cyclic", "a container contains itself")
