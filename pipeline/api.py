@@ -400,8 +400,9 @@ def verify(
         if states is not None or subset:
             raise UsageError("states and subset are for two checkpoints; one is held against itself")
         store = open_source(os.fspath(a), *source_access(given))
-        catalog = index_checkpoint(store, *given_inputs(rules, config), missing).catalog
-        own = plan_self_comparison(catalog, engine.memory_bytes, compare_replicas)
+        checkpoint = index_checkpoint(store, *given_inputs(rules, config), missing)
+        small_files.check_optimizer(store, checkpoint)
+        own = plan_self_comparison(checkpoint.catalog, engine.memory_bytes, compare_replicas)
         report = _compared(own, engine, store, ())
         store.check_unchanged()
         return report

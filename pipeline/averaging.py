@@ -39,6 +39,7 @@ from paddle_reshard.pipeline.options import (
     TargetOptions,
     parse_memory,
 )
+from paddle_reshard.pipeline.small_files import check_one_model
 from paddle_reshard.pipeline.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.workflow import (
     ConversionPlan,
@@ -380,6 +381,7 @@ def _plan_average(
     stores = [open_source(os.fspath(source), *source_access(options)) for source in sources]
     tables, config = given_inputs(options.get("rules"), options.get("config"))
     missing = MissingPolicy(allowed=tuple(options.get("allow_missing", ())))
+    check_one_model(stores)
     checkpoints = [index_checkpoint(store, tables, config, missing, index_files) for store in stores]
     locations = [store.location for store in stores]
     series = Series(tuple(stores[:-1]), stores[-1], _said(weighting, stores))

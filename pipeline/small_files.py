@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 from paddle_reshard.pipeline.errors import CheckpointError
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import CONFIG
+from paddle_reshard.pipeline.optimizer_steps import check_optimizer_steps
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 from paddle_reshard.storage.formats.trainer_state import parse_trainer_state
 from paddle_reshard.storage.store import Source
@@ -136,6 +138,22 @@ def check_steps(store: Source, in_optimizer_files: Any) -> None:
             )
 
 
+def check_optimizer(store: Source, checkpoint: Checkpoint) -> None:
+    """Refuse optimizer states of another step than the schedule's, or of several: by the powers of their betas.
+
+    Beside a scaler of gradients, of which some overflow, the schedule's step need not be the optimizer's.
+
+    Raises
+    ------
+    CoverageError
+        Naming the tensor, both values and the file.
+    """
+    schedule = checkpoint.lr_scheduler
+    step = schedule.get("last_epoch") if isinstance(schedule, dict) else None
+    known = type(step) is int and SCALER not in store.sizes()
+    check_optimizer_steps(store, checkpoint.catalog, step if known else None)
+
+
 def _may_skip(store: Source) -> bool:
     """Whether the job may have counted steps that it did not make."""
     sizes = store.sizes()
@@ -176,6 +194,26 @@ def compare_small_files(a: Source, b: Source, subset: bool = False) -> list[Disa
         elif path != SCHEDULER and not (subset and path in sizes[0]):
             found.append(Disagreement(path, *("there" if path in side else "not there" for side in sizes)))
     return found
+
+
+def check_one_model(stores: Sequence[Source]) -> None:
+    """Refuse checkpoints to be averaged whose configurations are of models that compute something else.
+
+    One without ``config.json`` is read by the one that was given, which is that of all.
+
+    Raises
+    ------
+    CheckpointError
+        Naming both files, the entry and both values.
+    """
+    having = [store for store in stores if CONFIG in store.sizes()]
+    configs = [read_json(store, CONFIG, store.sizes()) for store in having]
+    for store, config in zip(having[1:], configs[1:], strict=True):
+        for odd in compare_configs(configs[0], config, MAY_DIFFER_IN_SERIES):
+            raise CheckpointError(
+                f"{odd.what} is {odd.a} in {having[0].location} and {odd.b} in {store.location}: these are not "
+                "checkpoints of one model, so their average is none"
+            )
 
 
 def compare_configs(

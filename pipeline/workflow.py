@@ -39,6 +39,7 @@ from paddle_reshard.pipeline.planning.limits import PartLimits
 from paddle_reshard.pipeline.planning.parts import MADE
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.work import plan_work
+from paddle_reshard.pipeline.small_files import check_optimizer
 from paddle_reshard.pipeline.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT
 from paddle_reshard.storage.formats.strict_json import parse_json
 from paddle_reshard.storage.locate import absolute, place
@@ -287,6 +288,7 @@ def run_conversion(
     glance shows that they are damaged. What is staged is indexed by ``index_files``. With ``verify`` every byte of all
     targets is read in the end and compared with its checksum.
     """
+    check_optimizer(conversion.store, conversion.source)
     report = _run(conversion, outputs, engine, observe, resume, index_files)
     if verify:
         observe(StepStarted("read back"))

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 import paddle_reshard
+from paddle_reshard.pipeline.averaging import plan_average
 from paddle_reshard.pipeline.cli import cli
 from paddle_reshard.pipeline.ema import AsyncEma, Weights
 from paddle_reshard.pipeline.errors import (
@@ -233,7 +234,33 @@ def test_what_is_no_series_is_refused(series: list[Path], tmp_path: Path) -> Non
             UsageError, f"--{option} does not go with an average", decay=0.5, **{option: tmp_path / "file"}
         )
     other = case_directory("mp2_tied") / "checkpoint-3"
-    refused(CheckpointError, "only checkpoints of one model", [other, series[-1]], uniform=True)
+    refused(CheckpointError, "checkpoints of one model", [other, series[-1]], uniform=True)
+
+
+@pytest.mark.parametrize(
+    ("entries", "told"),
+    [
+        ({"num_attention_heads": 2}, "num_attention_heads is 2 in"),
+        ({"rope_theta": 500000.0}, "rope_theta is 500000.0 in"),
+        ({"rope_parameters": {"rope_theta": 1.0, "rope_type": "default"}}, "rope_parameters.rope_theta is 1.0 in"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu' in"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05 in"),
+        ({"of_tomorrow": 1}, "of_tomorrow is 1 in"),
+    ],
+)  # fmt: skip
+def test_checkpoints_of_models_that_compute_something_else_have_no_average(
+    entries: dict[str, object], told: str, series: list[Path], tmp_path: Path
+) -> None:
+    first = Path(shutil.copytree(series[0], tmp_path / "checkpoint-1"))
+    config = json.loads((first / "config.json").read_text())
+    (first / "config.json").write_text(json.dumps({**config, **entries}))
+    with pytest.raises(CheckpointError) as refused:
+        paddle_reshard.average([first, *series[1:]], tmp_path / "x", decay=0.9, to="tp=1")
+    assert f"config.json: {told} {first}" in str(refused.value)
+    assert str(series[1]) in str(refused.value)
+    trained_otherwise = {"attention_dropout": 0.5, "use_cache": True, "initializer_range": 1.0}
+    (first / "config.json").write_text(json.dumps({**config, **trained_otherwise}))
+    plan_average([first, *series[1:]], tmp_path / "x", decay=0.9, to="tp=1")
 
 
 def test_copies_that_differ_in_any_of_them_are_found(series: list[Path], tmp_path: Path) -> None:

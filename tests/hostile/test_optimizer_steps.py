@@ -1,0 +1,147 @@
+"""The powers of the betas tell after how many steps the optimizer was saved; states of two steps are refused.
+
+The oracle is Paddle: its optimizers make the powers, of parameters that begin at different steps.
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import paddle_reshard
+from paddle_reshard.pipeline.errors import CheckpointError
+from paddle_reshard.pipeline.optimizer_steps import Powers, check_powers, find_steps
+from tests.conftest import committed_case
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # the import of Paddle warns about a missing ccache
+    import paddle
+
+CASE = "sh2_s1v1_meta_fp32"
+
+
+def of_paddle(
+    optimizer: str, beta1: float, beta2: float, steps: int, late: int
+) -> dict[str, tuple[Any, Any]]:
+    """Parameter → its powers after ``steps``; the second layer has its first gradient after ``late`` of them."""
+    first, second = paddle.nn.Linear(1, 1), paddle.nn.Linear(1, 1)
+    one = getattr(paddle.optimizer, optimizer)(
+        learning_rate=0.1, parameters=first.parameters() + second.parameters(), beta1=beta1, beta2=beta2
+    )
+    for step in range(steps):
+        out = first(paddle.ones([1, 1])).sum()
+        if step >= late:
+            out = out + second(paddle.ones([1, 1])).sum()
+        out.backward()
+        one.step()
+        one.clear_grad()
+    states = {
+        key: value.numpy().reshape(-1)[0] for key, value in one.state_dict().items() if "_pow_acc" in key
+    }
+    names = [p.name for p in first.parameters() + second.parameters()]
+    return {n: (states[f"{n}_beta1_pow_acc_0"], states[f"{n}_beta2_pow_acc_0"]) for n in names}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "beta1", "beta2"),
+    [("AdamW", 0.9, 0.95), ("Adam", 0.9, 0.999), ("Lamb", 0.85, 0.9985), ("AdamW", 0.9375, 0.98)],
+)
+def test_what_paddle_stores_tells_its_step_and_late_parameters_are_no_contradiction(
+    optimizer: str, beta1: float, beta2: float
+) -> None:
+    made = of_paddle(optimizer, beta1, beta2, steps=12, late=5)
+    assert len(set(made.values())) == 2
+    powers = [Powers(name, "optimizer.pdopt", *values) for name, values in made.items()]
+    for found in made.values():
+        known = find_steps(*found, None)
+        assert known is not None and (known.beta1, known.beta2) == (beta1, beta2)
+    assert {known.step for v in made.values() if (known := find_steps(*v, None))} == {12, 7}
+    check_powers(powers, 12)
+    check_powers(powers, None)
+    for other in (0, 7, 11, 13, 3000, -1):
+        with pytest.raises(
+            CheckpointError, match=f"after 12 steps, the learning-rate schedule is at step {other}"
+        ):
+            check_powers(powers, other)
+
+
+def test_what_tells_nothing_is_not_refused() -> None:
+    def of(beta1: float, beta2: float, steps: int) -> list[Powers]:
+        one, two = (np.multiply.accumulate(np.full(steps + 1, b, np.float32))[-1] for b in (beta1, beta2))
+        return [Powers("a", "x", one, two)]
+
+    check_powers(of(0.9, 0.95, 20_000), 7)  # both too small
+    check_powers(of(1 / 3, 2 / 3, 5), 7)  # no decimals
+    check_powers([], 7)
+    with pytest.raises(
+        CheckpointError, match=r"0\.999 after 20000 steps"
+    ):  # the first is too small, the second tells
+        check_powers(of(0.9, 0.999, 20_000), 20_001)
+    check_powers(of(0.9, 0.999, 20_000), 20_000)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(committed_case(CASE) / "checkpoint-3", tmp_path / "source"))
+
+
+def edit(path: Path, which: Callable[[str], bool], change: Callable[[np.float32], float]) -> None:
+    values = pickle.loads(path.read_bytes())
+    for key in values:
+        if "_pow_acc" in key and which(key):
+            array = values[key].copy()
+            array[...] = change(array.reshape(-1)[0])
+            values[key] = array
+    path.write_bytes(pickle.dumps(values, 4))
+
+
+def after(steps: int) -> dict[str, float]:
+    return {
+        name: float(np.multiply.accumulate(np.full(steps + 1, beta, np.float32))[-1])
+        for name, beta in (("beta1", 0.9), ("beta2", 0.95))
+    }
+
+
+def to(steps: int) -> Callable[[np.float32], float]:
+    """Powers of this case after other steps; it was saved after three."""
+    table = {np.float32(value): after(steps)[name] for name, value in after(3).items()}
+    return lambda value: table[value]
+
+
+def test_one_power_of_another_step_is_refused(source: Path, tmp_path: Path) -> None:
+    edit(source / "optimizer.shard01.pdopt", lambda key: key.startswith("linear_9.w_0_beta1"), to(2))
+    with pytest.raises(
+        CheckpointError, match=r"beta1_pow_acc, beta2_pow_acc\): 0\.7289\S* and 0\.8145"
+    ) as refused:
+        paddle_reshard.convert(source, tmp_path / "x", to="tp=1")
+    assert "optimizer.shard0" in str(refused.value)
+    assert not (tmp_path / "x").exists()
+
+
+def test_files_of_two_steps_are_refused(source: Path, tmp_path: Path) -> None:
+    edit(source / "optimizer.shard01.pdopt", lambda key: True, to(2))
+    with pytest.raises(CheckpointError, match="the files are not of one checkpoint") as refused:
+        paddle_reshard.convert(source, tmp_path / "x", to="tp=1")
+    assert "shard00.pdopt are those after 3 steps" in str(refused.value)
+    assert "shard01.pdopt those after 2" in str(refused.value)
+
+
+def test_an_optimizer_of_another_step_than_its_schedule_is_refused(source: Path, tmp_path: Path) -> None:
+    for path in source.glob("optimizer.*"):
+        edit(path, lambda key: True, to(6))
+    with pytest.raises(CheckpointError, match="after 6 steps, the learning-rate schedule is at step 3"):
+        paddle_reshard.convert(source, tmp_path / "x", to="tp=1")
+
+
+def test_a_parameter_that_began_late_is_converted(source: Path, tmp_path: Path) -> None:
+    for path in source.glob("optimizer.*"):
+        edit(path, lambda key: key.startswith("linear_9.w_0_"), to(1))
+    paddle_reshard.convert(source, tmp_path / "x", to="tp=1")
+    assert paddle_reshard.verify(source, tmp_path / "x")
