@@ -18,7 +18,7 @@ import pytest
 import paddle_reshard
 from paddle_reshard.pipeline.errors import CheckpointError
 from paddle_reshard.pipeline.optimizer_steps import Powers, check_powers, find_steps
-from tests.conftest import committed_case
+from tests.conftest import case_directory
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the import of Paddle warns about a missing ccache
@@ -89,7 +89,7 @@ def test_what_tells_nothing_is_not_refused() -> None:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(committed_case(CASE) / "checkpoint-3", tmp_path / "source"))
+    return Path(shutil.copytree(case_directory(CASE) / "checkpoint-3", tmp_path / "source"))
 
 
 def edit(path: Path, which: Callable[[str], bool], change: Callable[[np.float32], float]) -> None:

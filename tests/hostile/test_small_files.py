@@ -30,7 +30,7 @@ from paddle_reshard.pipeline.small_files import (
     differences,
 )
 from paddle_reshard.storage.local import LocalSource
-from tests.conftest import committed_case, committed_cases
+from tests.conftest import FEW_CASES, case_directory
 
 PADDLENLP, PADDLEFORMERS = "nlp_fused_mp2", "sh2_s1v1_meta_fp32"
 TRAINER_MODULE = "paddleformers.trainer.trainer_callback"
@@ -38,7 +38,7 @@ TENSORS = re.compile(r"(model_state|optimizer|ema)\..*")
 
 
 def copied(name: str, folder: Path) -> Path:
-    return Path(shutil.copytree(committed_case(name) / "checkpoint-3", folder / "checkpoint-3"))
+    return Path(shutil.copytree(case_directory(name) / "checkpoint-3", folder / "checkpoint-3"))
 
 
 @pytest.fixture
@@ -263,9 +263,9 @@ def test_values_are_compared_by_their_bits() -> None:
     assert list(differences(math.nan, math.copysign(math.nan, -1)))
 
 
-@pytest.mark.parametrize("case", committed_cases())
+@pytest.mark.parametrize("case", FEW_CASES)
 def test_every_file_of_a_real_checkpoint_is_compared_or_listed_with_a_reason(case: str) -> None:
-    folder = committed_case(case) / "checkpoint-3"
+    folder = case_directory(case) / "checkpoint-3"
     for path in sorted(p.name for p in folder.iterdir()):
         if TENSORS.fullmatch(path) or any(re.fullmatch(p, path) for p in MAY_DIFFER_AS_FILES):
             continue
