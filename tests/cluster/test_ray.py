@@ -23,6 +23,7 @@ from paddle_reshard.pipeline.errors import (
     ClusterError,
     DriftError,
     GroupFailedError,
+    MasterDriftError,
     MemoryBudgetError,
     UnsupportedError,
     UsageError,
@@ -113,6 +114,29 @@ def test_every_worker_tells_what_it_did(conversion: Conversion, exchange: str) -
     assert all(worker.groups and worker.busy_seconds > 0 for worker in report.workers)
     if exchange == "never":
         assert sum(worker.groups for worker in report.workers) == report.groups
+
+
+@pytest.mark.parametrize("exchange", ["never", "always"])
+@pytest.mark.parametrize("target", [{"format": "flex"}, {"format": "huggingface"}], ids=lambda t: t["format"])
+def test_states_of_another_step_are_refused(
+    target: dict[str, str], exchange: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the workers, and what they say arrives whole."""
+    monkeypatch.setattr(planning, "GROUP_BYTES", 50_000)
+    shutil.copytree(case_directory("small-families/qwen2_single") / "checkpoint-3", tmp_path / "source")
+    scale_master_weights(tmp_path / "source", 1.01)
+    planned = paddle_reshard.plan(tmp_path / "source", tmp_path / "made", **target)
+    with pytest.raises(
+        MasterDriftError, match=r"\(param\): element .* its master weight .* is rounded to "
+    ) as refused:
+        run_conversion(
+            planned,
+            Outputs([LocalTarget(tmp_path / "made", overwrite=False)]),
+            engine(exchange=exchange),
+            ignore_events,
+        )
+    assert type(refused.value) is MasterDriftError
+    assert not (tmp_path / "made").exists()
 
 
 def test_retries_of_a_worker_reach_the_report(plan: Plan, tmp_path: Path) -> None:
