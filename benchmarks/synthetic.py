@@ -223,6 +223,8 @@ class EmptySource:
     def folders(self) -> Sequence[str]:
         return ()
 
+    openness = Openness()
+
     def sizes(self) -> Mapping[str, int]:
         return self._sizes
 

@@ -48,7 +48,7 @@ from paddle_reshard.pipeline.workflow import (
     plan_checkpoint,
 )
 from paddle_reshard.storage.locate import open_source, source_access
-from paddle_reshard.storage.store import Read, ReadRange, Source
+from paddle_reshard.storage.store import Openness, Read, ReadRange, Source
 from paddle_reshard.tasks.ema import Averaging, factors
 from paddle_reshard.tasks.index import IndexFiles, index_here
 
@@ -244,6 +244,14 @@ class Series(ReadRange):
     def folders(self) -> Sequence[str]:
         """Those of the last one."""
         return self.last.folders
+
+    @property
+    def openness(self) -> Openness:
+        """What all of them allow."""
+        openness = self.last.openness
+        for source in self.earlier:
+            openness &= source.openness
+        return openness
 
     def sizes(self) -> Mapping[str, int]:
         """Of all files of all of them."""

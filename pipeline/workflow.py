@@ -351,7 +351,7 @@ def _move(
     conversion: ConversionPlan, outputs: Outputs, engine: Engine, observe: Observer
 ) -> tuple[MoveReport, list[Receipt]]:
     source, plan = conversion.store, conversion.plan
-    writer, records = outputs.begin(_new_files(plan), identify(conversion))
+    writer, records = outputs.begin(_new_files(plan), identify(conversion), source.openness)
     # What differed and was allowed then is not taken over by a run that does not allow it.
     done = {
         record.unit: record for record in records if all(_is_allowed(plan, line) for line in record.drift)

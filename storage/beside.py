@@ -20,6 +20,7 @@ class SourceBeside(ReadRange):
             raise CheckpointError(f"{source.location}: has a file of the path {path} itself")
         self.source, self.path, self.beside, self.name = source, path, beside, name
         self.location, self.folders = source.location, source.folders
+        self.openness = source.openness & beside.openness
 
     def sizes(self) -> dict[str, int]:
         """Name of every file → size in bytes, as seen at the start."""

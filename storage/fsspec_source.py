@@ -9,7 +9,7 @@ from paddle_reshard.pipeline.layouts.files import MANIFEST
 from paddle_reshard.storage import retry
 from paddle_reshard.storage.fsspec_folder import FsspecFolder
 from paddle_reshard.storage.ledger import OWN_PREFIX, SESSION
-from paddle_reshard.storage.store import Read, ReadRange
+from paddle_reshard.storage.store import Openness, Read, ReadRange
 
 RANGE_BYTES = 8 << 20
 """A read is cut into requests of this size."""
@@ -20,6 +20,9 @@ class FsspecSource(ReadRange):
 
     ``names`` restricts it to some of the files.
     """
+
+    openness = Openness()
+    """A store has other means than permission bits."""
 
     def __init__(self, folder: FsspecFolder, names: Collection[str] | None = None) -> None:
         listing = folder.listing(retry.HURRIED)

@@ -45,7 +45,16 @@ from paddle_reshard.storage.ledger import (
 from paddle_reshard.storage.local import LocalWriter
 from paddle_reshard.storage.os_errors import told
 from paddle_reshard.storage.staging import Staging
-from paddle_reshard.storage.store import Identity, NewFile, ReadRange, Receipt, Record, Source, WritePart
+from paddle_reshard.storage.store import (
+    Identity,
+    NewFile,
+    Openness,
+    ReadRange,
+    Receipt,
+    Record,
+    Source,
+    WritePart,
+)
 
 PROBE_PREFIX = f"{OWN_PREFIX}probe-"
 
@@ -158,7 +167,12 @@ class FsspecTarget(ABC):
             return self.folder.listing()
         return listing
 
-    def begin(self, files: Sequence[NewFile], identity: Identity) -> tuple[WritePart, Sequence[Record]]:
+    def begin(
+        self,
+        files: Sequence[NewFile],
+        identity: Identity,
+        openness: Openness = Openness(),  # noqa: B008 (a frozen value)
+    ) -> tuple[WritePart, Sequence[Record]]:
         """Make room for all files but the manifest, or find what an earlier run has made."""
         listing = self._sweep()
         if find_session(self.place) is None:

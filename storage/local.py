@@ -35,8 +35,8 @@ from paddle_reshard.storage.ledger import (
     refuse_unfinished,
 )
 from paddle_reshard.storage.os_errors import told
-from paddle_reshard.storage.staging import Staging, sync
-from paddle_reshard.storage.store import Identity, NewFile, Read, ReadRange, Receipt, Record, Source
+from paddle_reshard.storage.staging import Staging, sync, write_file
+from paddle_reshard.storage.store import Identity, NewFile, Openness, Read, ReadRange, Receipt, Record, Source
 
 COPIES = CopyLimits(smallest_bytes=1 << 20, largest_bytes=16 << 20)
 COPY_BLOCK_BYTES = 1 << 20
@@ -122,9 +122,11 @@ class LocalSource(ReadRange):
                 raise CheckpointError(f"{root}: is a file; give the folder of the checkpoint")
             found = look(self.root, names, links or names is not None)
             self.folders, self.places = found.folders, found.files
-            self.stamps: Mapping[str, FileStamp] = {
-                path: FileStamp.of(_status(place)) for path, place in found.files.items()
-            }
+            seen = {path: _status(place) for path, place in found.files.items()}
+            self.stamps: Mapping[str, FileStamp] = {path: FileStamp.of(s) for path, s in seen.items()}
+            inner = {(self.root / path).parent for path in seen} | {self.root}
+            folders = [_status(folder) for folder in inner] if names is None else []
+            self.openness = _openness(seen.values(), folders)
 
     def sizes(self) -> dict[str, int]:
         """Name of every file → size in bytes, as seen at the start."""
@@ -168,6 +170,16 @@ class LocalSource(ReadRange):
         """Refuse if any file is not the one that was seen at the start."""
         for path, place in self.places.items():
             self._check(path, _status(place))
+
+
+def _openness(files: Iterable[os.stat_result], folders: Iterable[os.stat_result]) -> Openness:
+    """What all these files and folders allow."""
+    openness = Openness()
+    for file in files:
+        openness &= Openness(files=file.st_mode & 0o666)
+    for folder in folders:
+        openness &= Openness(folders=folder.st_mode & 0o777)
+    return openness
 
 
 def _read_all(descriptor: int, read: Read) -> None:
@@ -330,8 +342,14 @@ class LocalTarget:
                     self._remove_replaced()
                     self.staging.place.remove_alone()
 
-    def begin(self, files: Sequence[NewFile], identity: Identity) -> tuple[LocalWriter, Sequence[Record]]:
+    def begin(
+        self,
+        files: Sequence[NewFile],
+        identity: Identity,
+        openness: Openness = Openness(),  # noqa: B008 (a frozen value)
+    ) -> tuple[LocalWriter, Sequence[Record]]:
         """Make every file in its final size, or find what an earlier run has made."""
+        self.staging.place.openness = openness
         with self._told():
             self._sweep()
             if self.staging.find() is None:
@@ -362,7 +380,7 @@ class LocalTarget:
         """Make everything durable, then put the folder in its place."""
         session, staging = self._held(), self.staging
         with self._told():
-            (staging.files / manifest_path).write_bytes(manifest)
+            write_file(staging.files / manifest_path, manifest, staging.place.openness.files)
             files, _ = list_folder(staging.files)
             inner = {str(Path(path).parent) for path in files}
             with ThreadPoolExecutor(FSYNCS_IN_FLIGHT) as pool:

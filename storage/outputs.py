@@ -15,6 +15,7 @@ from paddle_reshard.pipeline.planning.limits import PartLimits
 from paddle_reshard.storage.store import (
     Identity,
     NewFile,
+    Openness,
     ReadRange,
     Receipt,
     Record,
@@ -67,7 +68,9 @@ class Outputs:
         """Prefix and target, of those that have to be made."""
         return ((prefix, target) for prefix, target in self.targets.items() if prefix not in self.made)
 
-    def begin(self, files: Sequence[NewFile], identity: Identity) -> tuple[WritePart, list[Record]]:
+    def begin(
+        self, files: Sequence[NewFile], identity: Identity, openness: Openness
+    ) -> tuple[WritePart, list[Record]]:
         """Begin every target. A unit of work is done where all of them say so."""
         writers: dict[str, WritePart | None] = dict.fromkeys(self.made)
         records: list[dict[int, Record]] = []
@@ -77,7 +80,7 @@ class Outputs:
                 for file in files
                 if file.path.startswith(prefix)
             ]
-            writers[prefix], found = target.begin(own, identity)
+            writers[prefix], found = target.begin(own, identity, openness)
             records.append({record.unit: _prefixed(record, prefix) for record in found})
         units = set.intersection(*(set(of_target) for of_target in records)) if records else set()
         joined = [_joined([of_target[unit] for of_target in records]) for unit in sorted(units)]

@@ -39,7 +39,7 @@ from paddle_reshard.storage.ledger import (
     refuse_busy,
 )
 from paddle_reshard.storage.os_errors import NO_SPACE
-from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record
+from paddle_reshard.storage.store import Identity, NewFile, Openness, Receipt, Record
 
 MOST_TRIES = 1000
 _WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
@@ -57,6 +57,7 @@ class DiskPlace:
         self.location = str(folder / "session.json")
         self.session, self.lines = folder / "session.json", folder / "ledger"
         self.files, self.lock = folder / "files", folder / "lock"
+        self.openness = Openness()
 
     def read(self) -> tuple[bytes, str] | None:
         """The record, and a hash of it.
@@ -108,12 +109,14 @@ class DiskPlace:
             now = self.read()
             if (None if now is None else now[1]) != version:
                 return None
-            _replace_file(self.session, data)
+            _replace_file(self.session, data, self.openness.files)
         return _version(data)
 
     def append(self, lines: bytes) -> None:
         """Add lines in one write."""
-        descriptor = os.open(self.lines, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(
+            self.lines, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, self.openness.files
+        )
         try:
             written = os.write(descriptor, lines)
         finally:
@@ -143,7 +146,8 @@ class DiskPlace:
 
     def restart(self, records: Sequence[Record]) -> None:
         """Have a ledger of these records only."""
-        _replace_file(self.lines, b"".join(ledger_line(record) for record in records))
+        lines = b"".join(ledger_line(record) for record in records)
+        _replace_file(self.lines, lines, self.openness.files)
 
     def remove(self) -> None:
         """Remove what this package has put into the folder, the record last, and the folder."""
@@ -180,7 +184,7 @@ class DiskPlace:
         renewed: then one of them finds that it was taken over.
         """
         for _ in range(MOST_TRIES):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(self.openness.folders, parents=True, exist_ok=True)
             try:
                 descriptor, locked = self._open_lock()
             except FileNotFoundError:  # removed by the one before us
@@ -197,7 +201,8 @@ class DiskPlace:
     def _open_lock(self) -> tuple[int, Path]:
         """What is locked: a file, or on a full disk that has no room for one the folder itself."""
         try:
-            return os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), self.lock
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            return os.open(self.lock, flags, self.openness.files), self.lock
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise
@@ -219,10 +224,17 @@ def _is_there(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _replace_file(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes, mode: int) -> None:
+    """Write a file whose permissions are at most ``mode`` from its first moment on."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(path, flags, mode), "wb") as file:
+        file.write(data)
+
+
+def _replace_file(path: Path, data: bytes, mode: int) -> None:
     """Give a file another content in one step that lasts."""
     new = _new(path)
-    new.write_bytes(data)
+    write_file(new, data, mode)
     sync(new)
     os.replace(new, path)
 
@@ -285,8 +297,9 @@ class Staging:
 
     def _restore(self, files: Sequence[NewFile], session: Session) -> list[Record]:
         boot = this_process().boot
-        self.files.mkdir(exist_ok=True)
-        as_left = all([_make(self.files / new.path, new.size_bytes) for new in files])
+        openness = self.place.openness
+        self.files.mkdir(openness.folders, exist_ok=True)
+        as_left = all([_make(self.files / new.path, new.size_bytes, openness) for new in files])
         if session.record.boot != boot or not as_left:
             sound = [record for record in session.records if all(self._holds(r) for r in record.receipts)]
             if len(sound) < len(session.records):
@@ -313,10 +326,10 @@ class Staging:
         return record.phase is Phase.PUBLISH and not self.files.exists()
 
 
-def _make(path: Path, size_bytes: int) -> bool:
+def _make(path: Path, size_bytes: int, openness: Openness) -> bool:
     """Give a file its final size; whether it was there and had it."""
-    path.parent.mkdir(exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    path.parent.mkdir(openness.folders, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, openness.files)
     try:
         as_left = os.fstat(descriptor).st_size == size_bytes
         if not as_left:

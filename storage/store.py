@@ -41,6 +41,18 @@ class Receipt:
 
 
 @dataclass(frozen=True, slots=True)
+class Openness:
+    """Who may read, as permission bits of a file system; what a process's umask forbids is forbidden besides."""
+
+    files: int = 0o666
+    folders: int = 0o777
+
+    def __and__(self, other: Openness) -> Openness:
+        """What both allow; the owner may always go on with what is being made."""
+        return Openness(self.files & other.files | 0o600, self.folders & other.folders | 0o700)
+
+
+@dataclass(frozen=True, slots=True)
 class Identity:
     """Which conversion this is: only the very same one may go on with what it left."""
 
@@ -93,6 +105,10 @@ class Source(ReadRange, Protocol):
     @property
     def folders(self) -> Sequence[str]:
         """Names of folders inside."""
+
+    @property
+    def openness(self) -> Openness:
+        """A target is at most as open as this: what every file and folder of the source allows."""
 
     def sizes(self) -> Mapping[str, int]:
         """Name of every file → size in bytes."""
@@ -163,8 +179,15 @@ class Target(Protocol):
     def reopen(self) -> Source:
         """What is published here, to be read."""
 
-    def begin(self, files: Sequence[NewFile], identity: Identity) -> tuple[WritePart, Sequence[Record]]:
+    def begin(
+        self,
+        files: Sequence[NewFile],
+        identity: Identity,
+        openness: Openness = Openness(),
+    ) -> tuple[WritePart, Sequence[Record]]:
         """Make room for all files but the manifest, or go on with what an earlier run has done.
+
+        Whatever is made on a file system is at most as open as ``openness``.
 
         Raises
         ------
