@@ -33,6 +33,7 @@ from paddle_reshard.pipeline.tensors import (
     dtype_named,
 )
 from paddle_reshard.pipeline.topology import Topology
+from paddle_reshard.storage.store import Openness
 
 ADAM = ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc")
 PER_PARAMETER = ("beta1_pow_acc", "beta2_pow_acc")
