@@ -45,6 +45,7 @@ from paddle_reshard.pipeline.report import (
     plan_data,
     verify_data,
 )
+from paddle_reshard.pipeline.terminal import console, log_to_terminal, say
 from paddle_reshard.pipeline.topology import STRATEGIES, Topology
 from paddle_reshard.storage.formats.strict_json import parse_json
 
@@ -83,6 +84,7 @@ DEVICES = ("cpu", "gpu")
 @click.version_option(paddle_reshard.__version__, prog_name="paddle-reshard")
 def cli() -> None:
     """Convert PaddlePaddle training checkpoints to any other topology and format, bit for bit."""
+    log_to_terminal()
 
 
 def _options(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -567,7 +569,7 @@ def clean(
 
     def show() -> None:
         for line in removed or (f"{target}: no unfinished conversion is here",):
-            click.echo(f"removed {line}" if removed else line)
+            say(f"removed {line}" if removed else line)
 
     _answer({"removed": list(removed)}, as_json, quiet, show)
 
@@ -649,7 +651,7 @@ def _reporting(as_json: bool, refused: int | None = None) -> Iterator[None]:
 
 
 def _fail(message: str, status: int) -> None:
-    click.echo(f"paddle-reshard: {message}", err=True)
+    say(f"paddle-reshard: {message}", err=True)
     sys.exit(status)
 
 
@@ -670,11 +672,9 @@ def _observing(silent: bool) -> Iterator[Callable[[Event], None]]:
     if silent:
         yield ignore_events
         return
-    from rich.console import Console
-
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        yield ProgressLines(lambda line: click.echo(line, err=True))
+    told = console(err=True)
+    if not told.is_terminal:
+        yield ProgressLines(lambda line: say(line, err=True))
         return
     from rich.progress import (
         BarColumn,
@@ -691,7 +691,7 @@ def _observing(silent: bool) -> Iterator[Callable[[Event], None]]:
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-        console=console,
+        console=told,
         transient=True,
     ) as bar:
         yield _Bar(bar)
@@ -717,7 +717,7 @@ class _Bar:
 
 
 def _show_inspection(found: Inspection, tensors: bool) -> None:
-    console = _console()
+    out = _console()
     facts = _facts()
     facts.add_row("checkpoint", found.path)
     facts.add_row("format", f"{found.format}, written by {found.convention}, model family {found.family}")
@@ -734,7 +734,7 @@ def _show_inspection(found: Inspection, tensors: bool) -> None:
         facts.add_row("tied", ", ".join(tied))
     if missing := [tensor.key for tensor in found.tensors if tensor.missing]:
         facts.add_row("in no file", f"{', '.join(missing)}: see --fill and --allow-missing of convert")
-    console.print(facts)
+    out.print(facts)
     from rich.table import Table
 
     states = Table("state", "dtype", box=None, pad_edge=False, header_style="bold")
@@ -744,14 +744,14 @@ def _show_inspection(found: Inspection, tensors: bool) -> None:
     for state in found.states:
         stored = "yes" if not state.implied else f"{state.implied} as the cast of their master weight"
         states.add_row(state.state, "/".join(state.dtypes), str(state.tensors), f"{state.elements:,}", stored)
-    console.print(states)
+    out.print(states)
     if tensors:
         rows = Table("tensor", "shape", "dtype", "rule", box=None, pad_edge=False, header_style="bold")
         for tensor in found.tensors:
             cut = "replicated" if tensor.rule.split is None else f"tp cuts dim {tensor.rule.split}"
             fused = f", {tensor.rule.parts} fused parts" if tensor.rule.parts > 1 else ""
             rows.add_row(tensor.key, str(list(tensor.global_shape)), tensor.dtype.name, cut + fused)
-        console.print(rows)
+        out.print(rows)
 
 
 def _reread(amplification: float, once_bytes: int | None) -> str:
@@ -884,17 +884,17 @@ def _show_conversion(report: ConversionReport) -> None:
 
 
 def _show_verification(report: VerifyReport, alone: bool) -> None:
-    console = _console()
+    out = _console()
     lonely, others = _only_on_one_side(report.differences)
     for (state, side), keys in lonely.items():
         more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-        console.print(f"{state} of {keys[0]}{more}: {side}", markup=False)
+        out.print(f"{state} of {keys[0]}{more}: {side}")
     for difference in others[:SHOWN_DIFFERENCES]:
-        console.print(f"{difference.tensor}: {difference.detail}", markup=False)
+        out.print(f"{difference.tensor}: {difference.detail}")
     if len(others) > SHOWN_DIFFERENCES:
-        console.print(f"… and {len(others) - SHOWN_DIFFERENCES} more, listed with --json")
+        out.print(f"… and {len(others) - SHOWN_DIFFERENCES} more, listed with --json")
     if lonely:
-        console.print("to compare what both have, name it: --state LIST; or --subset, where B may hold less")
+        out.print("to compare what both have, name it: --state LIST; or --subset, where B may hold less")
     verdict = "equal" if report.equal else f"different: {len(report.differences)} differences"
     if alone:
         from paddle_reshard.pipeline.layouts.files import MANIFEST
@@ -902,8 +902,8 @@ def _show_verification(report: VerifyReport, alone: bool) -> None:
         verdict = (
             "consistent" if report.equal else f"contradicts itself: {len(report.differences)} differences"
         )
-        console.print(f"has no {MANIFEST}: what it stores twice is compared, nothing else")
-    console.print(
+        out.print(f"has no {MANIFEST}: what it stores twice is compared, nothing else")
+    out.print(
         f"{verdict}; {report.tensors} tensors, {report.compared_elements:,} elements compared "
         f"({_size(report.read_bytes)} read{_reread(report.read_amplification, report.read_once_budget_bytes)})"
     )
@@ -933,31 +933,27 @@ def _stretch(damage: Damage) -> str:
 
 
 def _show_integrity(report: IntegrityReport) -> None:
-    console = _console()
+    out = _console()
     for damage in report.damages[:SHOWN_DIFFERENCES]:
-        console.print(f"{damage.path}{_stretch(damage)}: {damage.detail}", markup=False)
+        out.print(f"{damage.path}{_stretch(damage)}: {damage.detail}")
     if len(report.damages) > SHOWN_DIFFERENCES:
-        console.print(f"… and {len(report.damages) - SHOWN_DIFFERENCES} more")
+        out.print(f"… and {len(report.damages) - SHOWN_DIFFERENCES} more")
     whole = "intact, as far as it was checked" if report.unchecked_bytes else "intact"
     verdict = whole if report.intact else f"damaged: {len(report.damages)} findings"
     unchecked = f"; {_size(report.unchecked_bytes)} could not be checked" if report.unchecked_bytes else ""
-    console.print(
+    out.print(
         f"{verdict}; {report.files} files, {report.parts} parts ({_size(report.read_bytes)} read){unchecked}"
     )
     if report.unchecked_bytes:
-        console.print(
+        out.print(
             "these were copied by the storage: to compare them, --source SRC names what it was made from, unchanged "
             f"since; the manifest says {report.recorded_source}",
-            markup=False,
         )
 
 
 def _console() -> Console:
     """A console for results; where nobody measures the width, lines stay whole."""
-    from rich.console import Console
-
-    width = None if sys.stdout.isatty() else 200
-    return Console(highlight=False, width=width)
+    return console(width=None if sys.stdout.isatty() else 200)
 
 
 def _size(size_bytes: int) -> str:

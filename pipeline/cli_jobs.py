@@ -26,6 +26,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.cli_options import Decides, decides
 from paddle_reshard.pipeline.errors import ReshardError, UsageError
 from paddle_reshard.pipeline.options import CONVERSION_OPTIONS, ConversionOptions, check_options
+from paddle_reshard.pipeline.terminal import LogFormatter, pass_on, say
 from paddle_reshard.pipeline.topology import Topology
 
 if TYPE_CHECKING:
@@ -247,7 +248,7 @@ def _run_job(request: JobRequest, address: str | None, follow: bool) -> int:
         if not follow:
             click.echo(job.submission_id)
             return 0
-        end = follow_job(job, lambda text: click.echo(text, nl=False))
+        end = follow_job(job, pass_on)
     except KeyboardInterrupt:
         _say(f"the job goes on; follow it with: ray job logs --follow {job.submission_id}")
         _say(f"or by submitting the same again; stop it with: ray job stop {job.submission_id}")
@@ -405,7 +406,7 @@ def _watch_once(watcher: Watcher) -> int:
 
 
 def _say(message: str) -> None:
-    click.echo(f"paddle-reshard: {message}", err=True)
+    say(f"paddle-reshard: {message}", err=True)
 
 
 @contextmanager
@@ -447,7 +448,7 @@ def _stopped_by_signal(status: int) -> Iterator[None]:
 
 def _log_to_stderr() -> None:
     """Lines with a time in UTC."""
-    formatter = logging.Formatter("%(asctime)sZ %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S")
+    formatter = LogFormatter("%(asctime)sZ %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S")
     formatter.converter = time.gmtime
     handler = logging.StreamHandler()
     handler.setFormatter(formatter)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paddle_reshard.pipeline.options import parse_size
+from paddle_reshard.pipeline.terminal import console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -72,9 +73,7 @@ def simulate_command(reporting: Reporting, size: Callable[[int], str]) -> click.
         if as_json:
             click.echo(json.dumps({"simulations": [asdict(one) for one in found]}))
         else:
-            from rich.console import Console
-
-            Console(highlight=False, width=120).print(_table(found, size))
+            console(width=120).print(_table(found, size))
 
     return command
 

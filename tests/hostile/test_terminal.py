@@ -1,0 +1,125 @@
+"""What others have named reaches a terminal or a log only as text that does nothing there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddle_reshard.pipeline.manifest import FORMAT, describe_parts, format_manifest
+from paddle_reshard.pipeline.terminal import printable
+from paddle_reshard.storage.local import LocalSource
+from paddle_reshard.storage.store import Receipt
+from tests.conftest import COMMITTED
+
+SOUND = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
+EVIL = "a\x1b]0;title\x07\x1b[2J[bold]b[/bold][link=x]\u202e:smile:\r\nforged: line\u200b\x9b31m"
+SHOWN = r"a\x1b]0;title\x07\x1b[2J[bold]b[/bold][link=x]\u202e:smile:\r\nforged: line\u200b\x9b31m"
+
+
+def run(*arguments: object) -> str:
+    """Everything that a command prints; rich believes that nobody measures the width."""
+    command = [sys.executable, "-m", "paddle_reshard", *map(str, arguments)]
+    environment = {**os.environ, "COLUMNS": "400", "PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(command, capture_output=True, timeout=300, env=environment, check=False)
+    return (done.stdout + done.stderr).decode()
+
+
+def assert_harmless(told: str, shown: str = SHOWN) -> None:
+    odd = {c for c in told if unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp") and c != "\n"}
+    assert not odd, told
+    assert not [line for line in told.splitlines() if line.startswith("forged")]
+    squeezed = "".join(told.split())  # tables may fold
+    assert "".join(shown.split()) in squeezed, told
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Iterator[Any]:
+    """A target with one copied file; its manifest says whatever one likes."""
+
+    def make(**changes: Any) -> Path:
+        (tmp_path / "source").mkdir()
+        (tmp_path / "source" / "a").write_bytes(bytes(100))
+        (tmp_path / "t").mkdir()
+        (tmp_path / "t" / "b").write_bytes(bytes(100))
+        seen = LocalSource(tmp_path / "source")
+        manifest: dict[str, Any] = {
+            "format": FORMAT,
+            "files": {"b": 100},
+            "source": {"location": "somewhere", "files": seen.sizes(), "versions": seen.versions()},
+            "parts": describe_parts([Receipt("b", 0, 100)], {("b", 0): ("a", 0)}),
+        }
+        for name, value in changes.items():
+            manifest[name] = {**manifest.get(name, {}), **value} if isinstance(value, dict) else value
+        (tmp_path / "t" / "paddle_reshard.json").write_bytes(format_manifest(manifest))
+        return tmp_path / "t"
+
+    yield make
+
+
+def test_the_place_that_a_manifest_names(target: Any) -> None:
+    assert_harmless(run("verify", target(source={"location": EVIL})))
+
+
+def test_a_file_that_a_manifest_names(target: Any) -> None:
+    """As one of many damages, in an error, and in JSON."""
+    parts = describe_parts([Receipt(EVIL, 0, 7, "", "abc")], {})
+    told = target(files={EVIL: 7}, parts=parts)
+    assert_harmless(run("verify", told))
+    assert run("verify", told, "--json").isascii()
+
+
+def test_a_file_of_a_checkpoint(tmp_path: Path) -> None:
+    shutil.copytree(SOUND, tmp_path / "c")
+    name = EVIL.replace("/", "|") + ".txt"
+    (tmp_path / "c" / name).symlink_to("nowhere")
+    assert_harmless(run("inspect", tmp_path / "c"), SHOWN.replace("/", "|"))
+    (tmp_path / "c" / name).unlink()
+    (tmp_path / "c" / os.fsdecode(b"rng_state_\xff[red].pth")).write_bytes(b"")
+    for command in ("plan", "convert"):
+        run(command, tmp_path / "c", tmp_path / "t", "--to", "tp=1")  # no traceback, whatever it says of it
+
+
+def test_a_checkpoint_in_a_folder_of_that_name(tmp_path: Path) -> None:
+    folder = tmp_path / EVIL.replace("/", "|")
+    shutil.copytree(SOUND, folder)
+    shown = SHOWN.replace("/", "|")
+    assert_harmless(run("inspect", folder), shown)
+    assert_harmless(run("convert", folder, f"{folder}2", "--to", "tp=1"), shown)
+
+
+def test_a_tensor(tmp_path: Path) -> None:
+    """That no rule covers, so the error names it."""
+    header = json.dumps({EVIL: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    shutil.copy(SOUND / "config.json", tmp_path)
+    assert_harmless(run("inspect", tmp_path))
+
+
+def test_a_log(tmp_path: Path) -> None:
+    claims = tmp_path / "out" / ".paddle_reshard" / "claims"
+    claims.mkdir(parents=True)
+    (tmp_path / "run" / "checkpoint-1").mkdir(parents=True)
+    name = EVIL.replace("/", "|").replace("\r\n", "")  # a name of two lines is taken for no claim at all
+    (claims / f"{name}.json").write_text("{}")
+    told = run("watch", tmp_path / "run", tmp_path / "out", "--to", "tp=1", "--once")
+    assert "not a claim" in told
+    assert_harmless(told, SHOWN.replace("/", "|").replace(r"\r\n", ""))
+
+
+@pytest.mark.parametrize("text", ["plain", "größer", "模型.层", "a b", "…", "é"])
+def test_other_text_is_printed_as_it_is(text: str) -> None:
+    assert printable(text) == text
+
+
+def test_what_is_no_character_is_spelled_out() -> None:
+    assert printable(os.fsdecode(b"\xff")) == r"\udcff"
+    assert printable("\u2028\ufeff\xad") == r"\u2028\ufeff\xad"
