@@ -8,6 +8,7 @@ to the script where it looks; nothing is computed or changed.
 """
 
 import functools
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -21,12 +22,22 @@ def main() -> None:
     # The order in which the script imports them: the shim patches what the rest then uses.
     import paddle
 
+    answer_for_bfloat16(paddle, os.environ.get("CPU_HAS_BFLOAT16"))
     paddle.set_device("cpu")
     import cpu_gloo_shim  # noqa: F401
     import truth
 
     truth.gather = functools.partial(show_and_gather, truth, truth.gather)
     runpy.run_path(str(script), run_name="__main__")
+
+
+def answer_for_bfloat16(paddle, wanted: str | None) -> None:
+    """Have Paddle take this CPU for one with ("yes") or without ("no") bfloat16, and say what it takes it for."""
+    if wanted is not None:
+        from paddle.base import core
+
+        core.is_bfloat16_supported = paddle.amp.is_bfloat16_supported = lambda *_: wanted == "yes"
+    print(f"CPU has bfloat16: {'yes' if paddle.amp.is_bfloat16_supported() else 'no'}", flush=True)
 
 
 def show_and_gather(truth, gather, trainer, *arguments) -> None:

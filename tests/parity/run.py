@@ -66,12 +66,22 @@ class Row:
             says.append(READ_AS_IT_IS)
         if "zcc_save_ema_coef" in self.arguments:
             says.append(EMA_IS_READ)
+        if answer := self.environment.get("CPU_HAS_BFLOAT16"):
+            says.append(f"CPU has bfloat16: {answer}")
         return tuple(says)
 
 
 ALL_AXES = "mp2pp2sh2_s1v2_meta_ema"
 ROWS = {
     "single-to-sh2-v2": Row("single", "sharding=2", 2, {**V2, **SHARDING2, **SHARDED_FILES}, "stage1v2"),
+    "single-to-sh2-v2-without-bfloat16": Row(
+        "single",
+        "sharding=2",
+        2,
+        {**V2, **SHARDING2, **SHARDED_FILES},
+        "stage1v2",
+        environment={"CPU_HAS_BFLOAT16": "no"},
+    ),
     "8ranks-to-pp2": Row(ALL_AXES, "pp=2", 2, PP2),
     "8ranks-to-mp2sh2-v1": Row(
         ALL_AXES, "tp=2,sharding=2", 4, {**TP2, **V1, **SHARDING2, **SHARDED_FILES}, "stage1v1"
