@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import s3fs
 
@@ -54,6 +54,8 @@ ALL_AXES = ("--to", "tp=4,pp=1,sharding=4", "--sharding-strategy", V2)
 ONLY_PP = ("--to", "tp=2,pp=4,sharding=2", "--sharding-strategy", V2)
 GATEWAY_DOWN_SECONDS = 2.0
 KILLED_AT = 0.4
+KILLS_GROUP_BYTES = 1_500_000
+"""Cuts the conversion of the small real checkpoint into several groups."""
 MANIFEST, MARKER, OWN = "paddle_reshard.json", "saved_signal_", ".paddle_reshard_"
 
 
@@ -436,6 +438,51 @@ def killed_and_resumed(s: Session, local: Path) -> None:
     s.remove(target)
 
 
+def killed_at_every_request(s: Session, replacing: bool) -> None:
+    """Kill -9 before every single request that changes the store, then resume: the objects of an undisturbed run."""
+    whole, target = s.url("kills/whole"), s.url("kills/resumed")
+    request = {
+        "to": "tp=1",
+        "workers": 1,
+        "storage_options": s.ceph.options("writer"),
+        "overwrite": replacing,
+    }
+    command = [sys.executable, "-m", "tests.resume.driver"]
+    wrong: list[str] = []
+    kills = 0
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as driver:
+        stdin, stdout = cast("IO[str]", driver.stdin), cast("IO[str]", driver.stdout)
+
+        def convert(to: str, resume: bool = False, **order: Any) -> dict[str, Any]:
+            order = {"source": str(REAL), "target": to, "group_bytes": KILLS_GROUP_BYTES, **order}
+            print(json.dumps({**order, "request": {**request, "resume": resume}}), file=stdin, flush=True)
+            return json.loads(stdout.readline())
+
+        def fill(to: str) -> None:
+            s.remove(to)
+            if replacing:
+                s.store.put(f"{REAL}/", f"{to}/", recursive=True)
+
+        fill(whole)
+        effects = convert(whole)["effects"]
+        wanted = s.objects(whole)
+        for number, effect in enumerate(effects, 1):
+            fill(target)
+            kills += convert(target, kill_at=number) == {"killed": 9}
+            again = convert(target, resume=True)
+            if "error" in again or s.objects(target) != wanted:
+                wrong.append(f"{effect}: {again.get('error', 'other objects')}")
+        stdin.close()
+    what = "replacing a checkpoint" if replacing else "making one"
+    s.check(
+        f"{what}, killed (-9) before each of {kills} requests that change the store, and resumed",
+        kills > 40 and not wrong,
+        wrong[0] if wrong else "every object has the ETag of an undisturbed run",
+    )
+    s.remove(whole)
+    s.remove(target)
+
+
 def report(ceph: Ceph, scratch: Path, size: str, rounds: int) -> tuple[str, list[str]]:
     """Run everything; the text, and what was not as promised."""
     facts = [*machine(scratch), load("before")]
@@ -457,6 +504,8 @@ def report(ceph: Ceph, scratch: Path, size: str, rounds: int) -> tuple[str, list
     in_little_memory(s, local)
     gateway_dies(s, local)
     killed_and_resumed(s, local)
+    for replacing in (False, True):
+        killed_at_every_request(s, replacing)
     gigabytes = folder_bytes(local) / 1e9
     facts.append("Ceph 16 (one monitor, one store on a file, one gateway) on the same machine")
     facts.append(f"generated source: {SOURCE}, {V2}, {gigabytes:.2f} GB; {rounds} rounds")
