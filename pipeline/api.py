@@ -49,6 +49,8 @@ from paddle_reshard.pipeline.options import (
 )
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.pipeline.rewrite import rewrite
+from paddle_reshard.pipeline.shown import Facts, Shown, readable_bytes
+from paddle_reshard.pipeline.suggest import did_you_mean
 from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.pipeline.workflow import (
     ConversionPlan,
@@ -59,6 +61,7 @@ from paddle_reshard.pipeline.workflow import (
     check_apart,
     ignore_events,
     plan_checkpoint,
+    reread_in_words,
     run_conversion,
 )
 from paddle_reshard.storage.locate import (
@@ -78,9 +81,12 @@ from paddle_reshard.tasks.index import IndexFiles, index_here
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+SHOWN_DIFFERENCES = 20
+SHOWN_WORKERS = 16
 
-@dataclass(frozen=True, slots=True)
-class ConversionReport:
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ConversionReport(Shown):
     """What a conversion made."""
 
     source: str
@@ -88,9 +94,30 @@ class ConversionReport:
     plan: ConversionPlan
     moved: MoveReport
 
+    def _in_short(self) -> str:
+        return f"{self.source} → {self.target}, {readable_bytes(self.moved.written_bytes)} written"
 
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
+    def facts(self) -> Facts:
+        """What was planned, and what came of it."""
+        moved, drift = self.moved, self.moved.replica_drift
+        outcome = f"{len(drift)} differ" if drift else "all equal"
+        facts = self.plan.facts()
+        facts.append(("compared", f"{moved.compared_elements:,} elements that are stored twice, {outcome}"))
+        facts += [("drift", line) for line in drift[:SHOWN_DIFFERENCES]]
+        if len(drift) > SHOWN_DIFFERENCES:
+            facts.append(("drift", f"… and {len(drift) - SHOWN_DIFFERENCES} more, listed in {MANIFEST}"))
+        facts += [(f"worker {worker.number}", worker.in_words()) for worker in moved.workers[:SHOWN_WORKERS]]
+        if len(moved.workers) > SHOWN_WORKERS:
+            facts.append(("workers", f"… and {len(moved.workers) - SHOWN_WORKERS} more, shown with --json"))
+        if moved.retries:
+            repeated = ", ".join(f"{times} × {failure}" for failure, times in moved.retries.items())
+            facts.append(("repeated", repeated))
+        facts.append(("done", self.target))
+        return facts
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class VerifyReport(Shown):
     """What a comparison found."""
 
     tensors: int
@@ -107,6 +134,28 @@ class VerifyReport:
         """Whether the logical content is the same."""
         return not self.differences
 
+    def _in_short(self) -> str:
+        return self.verdict
+
+    @property
+    def verdict(self) -> str:
+        """What came out, in a line."""
+        return (
+            f"{'equal' if self.equal else f'different: {len(self.differences)} differences'}; {self.extent}"
+        )
+
+    @property
+    def extent(self) -> str:
+        """What was compared, in a line."""
+        again = reread_in_words(self.read_amplification, self.read_once_budget_bytes)
+        read = f"{readable_bytes(self.read_bytes)} read{again}"
+        return f"{self.tensors} tensors, {self.compared_elements:,} elements compared ({read})"
+
+    def facts(self) -> Facts:
+        """Whether they are equal, and the first differences."""
+        shown = [(found.tensor, found.detail) for found in self.differences[:SHOWN_DIFFERENCES]]
+        return [("result", self.verdict), *shown]
+
     def __bool__(self) -> bool:
         """The report is true if the two are equal, so that ``assert verify(a, b)`` means what it says."""
         return self.equal
@@ -114,7 +163,7 @@ class VerifyReport:
 
 def plan(
     source: PathLike,
-    target: PathLike | Mapping[PathLike, TargetOptions],
+    target: PathLike | Mapping[PathLike, TargetOptions] | None = None,
     *,
     resume: bool = False,
     **options: Unpack[ConversionOptions],
@@ -125,7 +174,7 @@ def plan(
     ----------
     target
         Where it goes. Several targets, which are made of one reading of the source, are a mapping from the place of
-        each to its own :class:`TargetOptions`.
+        each to its own :class:`TargetOptions`. Without one, parts are those that any store takes.
     resume
         Plan also where an unfinished conversion is, which may be gone on with.
     options
@@ -141,13 +190,13 @@ def plan(
 
 def _plan(
     source: PathLike,
-    target: PathLike | Mapping[PathLike, TargetOptions],
+    target: PathLike | Mapping[PathLike, TargetOptions] | None,
     resume: bool,
     options: ConversionOptions,
     index_files: IndexFiles,
 ) -> ConversionPlan:
     request = read_request(target, options)
-    sinks = open_targets((source,), target, options, resume, False)
+    sinks = None if target is None else open_targets((source,), target, options, resume, False)
     access = source_access(options)
     fill = options.get("fill")
     filling = read_filling(
@@ -160,8 +209,9 @@ def _plan(
     store = filling.serve(own)
     if program is not None:
         checkpoint = rewrite(checkpoint, program, tables if _by_table(request.forms) else None, config)
-    planned = plan_checkpoint(store, checkpoint, request, sinks.limits(store))
-    return replace(planned, places=sinks.locations)
+    if sinks is None:
+        return plan_checkpoint(store, checkpoint, request)
+    return replace(plan_checkpoint(store, checkpoint, request, sinks.limits(store)), places=sinks.locations)
 
 
 def _by_table(forms: Sequence[Form]) -> bool:
@@ -179,7 +229,7 @@ def _by_table(forms: Sequence[Form]) -> bool:
 
 
 def read_request(
-    target: PathLike | Mapping[PathLike, TargetOptions], options: ConversionOptions
+    target: PathLike | Mapping[PathLike, TargetOptions] | None, options: ConversionOptions
 ) -> ConversionRequest:
     """What is asked for.
 
@@ -415,6 +465,7 @@ def verify(
     if unknown := set(states or ()) - known:
         raise UsageError(
             f"neither checkpoint has the state {sorted(unknown)[0]!r}; known: {', '.join(sorted(known))}"
+            f"{did_you_mean(sorted(unknown)[0], known)}"
         )
     comparison = plan_comparison(
         one.catalog,

@@ -1,16 +1,15 @@
 """The command line: arguments to API calls, results to tables, lines or JSON.
 
-Exit status: 0 done, 1 refused, 2 wrong usage, 130 interrupted. ``verify`` follows ``cmp`` and ``diff``: 0 equal, 1
+Exit status: 0 done, 1 refused or failed, 2 wrong usage, 128 + n for signal n (130: interrupted).
+``verify`` follows ``cmp`` and ``diff``: 0 equal, 1
 different, 2 trouble: it could not compare, whatever the reason.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,16 @@ import paddle_reshard
 from paddle_reshard.pipeline.cli_ema import ema_command
 from paddle_reshard.pipeline.cli_jobs import job_commands
 from paddle_reshard.pipeline.cli_options import access_option, conduct_option, outcome_option, place_option
+from paddle_reshard.pipeline.cli_output import (
+    Choice,
+    Commands,
+    occupy_standard_files,
+    print_facts,
+    print_object,
+    print_table,
+)
 from paddle_reshard.pipeline.cli_simulate import simulate_command
-from paddle_reshard.pipeline.errors import ReshardError, UsageError
+from paddle_reshard.pipeline.errors import UsageError
 from paddle_reshard.pipeline.layouts.huggingface.choices import EXPORTED_STATES, FLOATING
 from paddle_reshard.pipeline.options import (
     CHECKS,
@@ -39,7 +46,6 @@ from paddle_reshard.pipeline.options import (
 from paddle_reshard.pipeline.report import (
     Json,
     conversion_data,
-    error_data,
     inspection_data,
     integrity_data,
     plan_data,
@@ -50,21 +56,17 @@ from paddle_reshard.pipeline.topology import STRATEGIES, Topology
 from paddle_reshard.storage.formats.strict_json import parse_json
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.progress import Progress, TaskID
-    from rich.table import Table
 
-    from paddle_reshard.pipeline.api import ConversionReport, VerifyReport
+    from paddle_reshard.pipeline.api import VerifyReport
     from paddle_reshard.pipeline.compare import Difference
     from paddle_reshard.pipeline.inspection import Inspection
-    from paddle_reshard.pipeline.integrity import Damage, IntegrityReport
-    from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-    from paddle_reshard.pipeline.layouts.targets import AnyTarget
-    from paddle_reshard.pipeline.workflow import ConversionPlan, Event
+    from paddle_reshard.pipeline.integrity import IntegrityReport
+    from paddle_reshard.pipeline.workflow import Event
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-DIFFERENT, TROUBLE = 1, 2
-"""Exit statuses of ``verify`` beside 0."""
+DIFFERENT = 1
+"""Exit status of ``verify``, where it has compared."""
 SHOWN_DIFFERENCES = 20
 SHOWN_WORKERS = 16
 SHOWN_AMPLIFICATION = 1.05
@@ -80,7 +82,7 @@ DEVICES = ("cpu", "gpu")
 # ----------------------------------------------------------------------------------------------- commands
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(paddle_reshard.__version__, prog_name="paddle-reshard")
 def cli() -> None:
     """Convert PaddlePaddle training checkpoints to any other topology and format, bit for bit."""
@@ -171,14 +173,14 @@ target_options = _options(
     ),
     outcome_option(
         "--sharding-strategy",
-        type=click.Choice(STRATEGIES),
+        type=Choice(STRATEGIES),
         help="Default: the source's where the target can have it, else the trainer's own: PaddleFormers stage1v2, "
         "PaddleNLP stage1v1.",
     ),
     outcome_option(
         "--format",
         "format_name",
-        type=click.Choice(tuple(FORMATS)),
+        type=Choice(tuple(FORMATS)),
         default="hybrid",
         show_default=True,
         help="hybrid: with model_meta.json where the trainer writes it; hybrid-plain: without; huggingface: the "
@@ -187,13 +189,13 @@ target_options = _options(
     ),
     outcome_option(
         "--state",
-        type=click.Choice(EXPORTED_STATES),
+        type=Choice(EXPORTED_STATES),
         help="huggingface: the parameters, or as a model their moving average, which is kept in float32 and rounded "
         "to the dtype of the parameters. Default: param.",
     ),
     outcome_option(
         "--dtype",
-        type=click.Choice(FLOATING),
+        type=Choice(FLOATING),
         help="huggingface: of all floating tensors but those that the model keeps in float32; rounded once, from "
         "the master weight where there is one. Default: each as trained, bit for bit.",
     ),
@@ -356,15 +358,14 @@ def inspect(
     as_json: bool,
 ) -> None:
     """Say what a checkpoint is, from its metadata alone."""
-    with _reporting(as_json):
-        found = paddle_reshard.inspect(
-            source,
-            rules=rules,
-            config=config,
-            storage_options=storage_options,
-            allow_scheme=allow_scheme,
-            allow_links=allow_links,
-        )
+    found = paddle_reshard.inspect(
+        source,
+        rules=rules,
+        config=config,
+        storage_options=storage_options,
+        allow_scheme=allow_scheme,
+        allow_links=allow_links,
+    )
     _answer(inspection_data(found), as_json, False, lambda: _show_inspection(found, tensors))
 
 
@@ -385,14 +386,13 @@ def plan(
     **options: Any,
 ) -> None:
     """Show what a conversion would read, write and need; nothing is moved."""
-    with _reporting(as_json):
-        places = _targets(target, targets, options)
-        planned = paddle_reshard.plan(source, places, **api_arguments(options))
-        if save is not None:
-            from paddle_reshard.storage.plan_file import save_plan
+    places = _targets(target, targets, options) if target or targets else None
+    planned = paddle_reshard.plan(source, places, **api_arguments(options))
+    if save is not None:
+        from paddle_reshard.storage.plan_file import save_plan
 
-            save_plan(planned.plan, save)
-    _answer(plan_data(planned), as_json, quiet, lambda: _show_plan(planned))
+        save_plan(planned.plan, save)
+    _answer(plan_data(planned), as_json, quiet, lambda: print_facts(planned.facts()))
 
 
 @cli.command()
@@ -434,9 +434,8 @@ def convert(
     **options: Any,
 ) -> None:
     """Convert a checkpoint. Afterwards the target is there, whole, or nothing looks like a finished one."""
-    with _reporting(as_json):
-        places = _targets(target, targets, options)
-    with _reporting(as_json), _observing(quiet or as_json) as observe:
+    places = _targets(target, targets, options)
+    with _observing(quiet or as_json) as observe:
         report = paddle_reshard.convert(
             source,
             places,
@@ -451,7 +450,7 @@ def convert(
             observe=observe,
             **api_arguments(options),
         )
-    _answer(conversion_data(report), as_json, quiet, lambda: _show_conversion(report))
+    _answer(conversion_data(report), as_json, quiet, lambda: print_facts(report.facts()))
 
 
 @cli.command()
@@ -495,34 +494,31 @@ def verify(
 
     Exit status: 0 equal (or intact), 1 different (or damaged), 2 it could not be compared.
     """
-    with _reporting(as_json, TROUBLE):
-        finished = b is None and _holds_manifest(a, reach)
+    finished = b is None and _holds_manifest(a, reach)
     if finished:
-        with _reporting(as_json, TROUBLE):
-            _check_for_one(click.get_current_context())
-            found = paddle_reshard.check(a, source=source, **reach)
+        _check_for_one(click.get_current_context())
+        found = paddle_reshard.check(a, source=source, **reach)
         _answer(integrity_data(found), as_json, quiet, lambda: _show_integrity(found))
         sys.exit(0 if found else DIFFERENT)
-    with _reporting(as_json, TROUBLE):
-        if source is not None:
-            raise UsageError(
-                f"--source is for one target and its manifest; {a} has none"
-                if b is None
-                else "--source is for one target and its manifest; two checkpoints are compared as they are"
-            )
-        chosen = None if states is None else [state.strip() for state in states.split(",")]
-        report = paddle_reshard.verify(
-            a,
-            b,
-            states=chosen,
-            subset=subset,
-            replicas=replicas,
-            memory=memory,
-            rules=rules,
-            config=config,
-            allow_missing=allow_missing,
-            **reach,
+    if source is not None:
+        raise UsageError(
+            f"--source is for one target and its manifest; {a} has none"
+            if b is None
+            else "--source is for one target and its manifest; two checkpoints are compared as they are"
         )
+    chosen = None if states is None else [state.strip() for state in states.split(",")]
+    report = paddle_reshard.verify(
+        a,
+        b,
+        states=chosen,
+        subset=subset,
+        replicas=replicas,
+        memory=memory,
+        rules=rules,
+        config=config,
+        allow_missing=allow_missing,
+        **reach,
+    )
     _answer(verify_data(report), as_json, quiet, lambda: _show_verification(report, alone=b is None))
     sys.exit(0 if report else DIFFERENT)
 
@@ -562,10 +558,9 @@ def clean(
     quiet: bool,
 ) -> None:
     """Remove what an unfinished conversion has left at a target; refused while it runs."""
-    with _reporting(as_json):
-        removed = paddle_reshard.clean(
-            target, take_over=take_over, storage_options=storage_options, allow_scheme=allow_scheme
-        )
+    removed = paddle_reshard.clean(
+        target, take_over=take_over, storage_options=storage_options, allow_scheme=allow_scheme
+    )
 
     def show() -> None:
         for line in removed or (f"{target}: no unfinished conversion is here",):
@@ -635,30 +630,10 @@ def _segmentation(text: str | None) -> str | list[int] | None:
 # ------------------------------------------------------------------------------------------------- output
 
 
-@contextmanager
-def _reporting(as_json: bool, refused: int | None = None) -> Iterator[None]:
-    """Turn errors into one sentence on stderr and an exit status: ``refused``, or each error's own."""
-    try:
-        yield
-    except ReshardError as error:
-        if as_json:
-            click.echo(json.dumps(error_data(error)))
-        _fail(str(error), refused or error.exit_status)
-    except (OSError, MemoryError) as error:
-        _fail(f"{type(error).__name__}: {error}", refused or 1)
-    except KeyboardInterrupt:
-        _fail("interrupted", 130)
-
-
-def _fail(message: str, status: int) -> None:
-    say(f"paddle-reshard: {message}", err=True)
-    sys.exit(status)
-
-
 def _answer(data: Json, as_json: bool, quiet: bool, show: Callable[[], None]) -> None:
     """Print a result as one JSON object, for people, or not at all."""
     if as_json:
-        click.echo(json.dumps(data))
+        print_object(click.get_current_context().info_name or "", data)
     elif not quiet:
         show()
 
@@ -717,196 +692,49 @@ class _Bar:
 
 
 def _show_inspection(found: Inspection, tensors: bool) -> None:
-    out = _console()
-    facts = _facts()
-    facts.add_row("checkpoint", found.path)
-    facts.add_row("format", f"{found.format}, written by {found.convention}, model family {found.family}")
-    facts.add_row("topology", str(found.topology or "not told by this format"))
-    if found.sharding_strategy is not None:
-        overlap = ", comm overlap" if found.comm_overlap else ""
-        facts.add_row("sharding", f"{found.sharding_strategy}{overlap}")
-    if found.sequence_parallel is not None:
-        facts.add_row("sequence parallel", "yes" if found.sequence_parallel else "no")
-    facts.add_row("tensor files", f"{found.tensor_files}, {_size(found.tensor_bytes)}")
-    facts.add_row("other files", f"{len(found.other_files)}")
-    tied = [f"{t.key} = {t.tied_to}" for t in found.tensors if t.tied_to]
-    if tied:
-        facts.add_row("tied", ", ".join(tied))
-    if missing := [tensor.key for tensor in found.tensors if tensor.missing]:
-        facts.add_row("in no file", f"{', '.join(missing)}: see --fill and --allow-missing of convert")
-    out.print(facts)
-    from rich.table import Table
-
-    states = Table("state", "dtype", box=None, pad_edge=False, header_style="bold")
-    states.add_column("tensors", justify="right")
-    states.add_column("elements", justify="right")
-    states.add_column("stored")
-    for state in found.states:
-        stored = "yes" if not state.implied else f"{state.implied} as the cast of their master weight"
-        states.add_row(state.state, "/".join(state.dtypes), str(state.tensors), f"{state.elements:,}", stored)
-    out.print(states)
-    if tensors:
-        rows = Table("tensor", "shape", "dtype", "rule", box=None, pad_edge=False, header_style="bold")
-        for tensor in found.tensors:
-            cut = "replicated" if tensor.rule.split is None else f"tp cuts dim {tensor.rule.split}"
-            fused = f", {tensor.rule.parts} fused parts" if tensor.rule.parts > 1 else ""
-            rows.add_row(tensor.key, str(list(tensor.global_shape)), tensor.dtype.name, cut + fused)
-        out.print(rows)
-
-
-def _reread(amplification: float, once_bytes: int | None) -> str:
-    """How often bytes are read, where that is more than once, and what would avoid it."""
-    again = (
-        f", {amplification:.2f} times the bytes that are needed"
-        if amplification > SHOWN_AMPLIFICATION
-        else ""
-    )
-    return again if once_bytes is None else f"{again}; once with a budget of {_size(once_bytes)}"
-
-
-def _show_plan(planned: ConversionPlan) -> None:
-    from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
-    from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
-
-    plan, targets = planned.plan, planned.targets
-    facts = _facts()
-    for number, target in enumerate(targets):
-        if isinstance(target.form, HybridTarget):
-            chosen = f"{_described_sharding(target.form.strategy)}: {target.form.strategy_reason}"
-            facts.add_row(_numbered("sharding", number, targets), chosen)
-    facts.add_row("from", _described_source(planned.source))
-    places = planned.places if len(targets) > 1 else ()
-    for number, target in enumerate(targets):
-        where = f"{places[number]}: " if places else ""
-        facts.add_row(_numbered("to", number, targets), f"{where}{_described(target.form)}")
-    facts.add_row(
-        "tensors", f"{len(plan.tensors) - plan.beside} ({len(planned.source.model.tensors)} parameters)"
-    )
-    again = _reread(plan.read_amplification, plan.read_once_budget_bytes)
-    facts.add_row("reads", f"{_size(plan.read_bytes)} from {len(plan.source_files)} tensor files{again}")
-    facts.add_row(
-        "writes", f"{_size(plan.written_bytes)} in {len(plan.target_files) + len(plan.carried)} files"
-    )
-    if plan.copied_bytes:
-        facts.add_row(
-            "copies", f"{_size(plan.copied_bytes)} ({plan.copied_share:.0%}) are copied by the storage itself"
+    print_facts(found.facts())
+    click.echo()
+    states = [
+        (
+            state.state,
+            "/".join(state.dtypes),
+            str(state.tensors),
+            f"{state.elements:,}",
+            f"{state.implied} as the cast of their master weight" if state.implied else "yes",
         )
-    if any(plan.held):
-        every, some = plan.held
-        told = [f"{every} in full"] * (every > 0) + [f"{some} by samples of every array"] * (some > 0)
-        facts.add_row("checks", f"parameters against their master weights: {', '.join(told)}")
-    if planned.master_weights_made:
-        facts.add_row(
-            "made",
-            f"{planned.master_weights_made} master weights, of the parameters: the source stores none "
-            "(remove_master_weight), as the trainer does when it resumes",
-        )
-    facts.add_row(
-        "memory",
-        f"{_size(plan.peak_bytes)} at most in {plan.groups} groups, budget {_size(plan.budget_bytes)}",
-    )
-    facts.add_row("plan", plan.plan_id)
-    if planned.dropped:
-        facts.add_row("dropped", f"{', '.join(planned.dropped)}: as asked for")
-    for number, target in enumerate(targets):
-        if target.left_states:
-            states = ", ".join(target.left_states)
-            reason = (
-                "not asked for" if isinstance(target.form, HuggingFaceTarget) else "no place in this format"
-            )
-            facts.add_row(_numbered("left out", number, targets), f"{states}: {reason}")
-        for reason, names in _by_reason(target.left):
-            facts.add_row(_numbered("not carried", number, targets), f"{names}: {reason}")
-    _console().print(facts)
-
-
-def _numbered(title: str, number: int, targets: Sequence[object]) -> str:
-    return f"{title} {number}" if len(targets) > 1 else title
-
-
-def _described_source(source: Checkpoint) -> str:
-    if source.topology is None:
-        return source.format
-    return f"{source.format}, {source.topology}, {_described_sharding(source.strategy)}"
-
-
-def _described_sharding(strategy: str | None) -> str:
-    return "no sharding" if strategy in (None, "none") else str(strategy)
-
-
-def _described(target: AnyTarget) -> str:
-    from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
-    from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
-    from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget
-
-    if isinstance(target, HuggingFaceTarget):
-        dtype = "dtypes as trained" if target.dtype is None else target.dtype.name
-        return f"Hugging Face, {target.state}, {dtype}"
-    if isinstance(target, UnifiedTarget):
-        return f"unified, {target.files} file{'s' if target.files > 1 else ''} of each kind"
-    if isinstance(target, FlexTarget):
-        return f"{target.format}, metadata of Paddle {target.generation}"
-    format = "hybrid" if target.sharded_saving else "hybrid-plain"
-    return f"{format}, {target.topology}, {_described_sharding(target.strategy)}"
-
-
-def _by_reason(left: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Files and tensors left behind, those of one reason together."""
-    for reason, group in groupby(sorted(left, key=lambda entry: entry[1]), key=lambda entry: entry[1]):
-        names = [name for name, _ in group]
-        yield reason, names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
-
-
-def _show_conversion(report: ConversionReport) -> None:
-    from paddle_reshard.pipeline.layouts.files import MANIFEST
-
-    _show_plan(report.plan)
-    facts = _facts()
-    drift = report.moved.replica_drift
-    outcome = f"{len(drift)} differ" if drift else "all equal"
-    facts.add_row("compared", f"{report.moved.compared_elements:,} elements that are stored twice, {outcome}")
-    for line in drift[:SHOWN_DIFFERENCES]:
-        facts.add_row("drift", line)
-    if len(drift) > SHOWN_DIFFERENCES:
-        facts.add_row("drift", f"… and {len(drift) - SHOWN_DIFFERENCES} more, listed in {MANIFEST}")
-    for worker in report.moved.workers[:SHOWN_WORKERS]:
-        facts.add_row(
-            f"worker {worker.number}",
-            f"{worker.groups} groups, {_size(worker.read_bytes)} read, {_size(worker.written_bytes)} written, "
-            f"busy for {worker.busy_seconds:.1f} s, on {worker.host}",
-        )
-    if len(report.moved.workers) > SHOWN_WORKERS:
-        facts.add_row("workers", f"… and {len(report.moved.workers) - SHOWN_WORKERS} more, shown with --json")
-    if retries := report.moved.retries:
-        facts.add_row("repeated", ", ".join(f"{times} × {failure}" for failure, times in retries.items()))
-    facts.add_row("done", report.target)
-    _console().print(facts)
+        for state in found.states
+    ]
+    print_table(("state", "dtype", "tensors", "elements", "stored"), states)
+    if not tensors:
+        return
+    click.echo()
+    rows = []
+    for tensor in found.tensors:
+        cut = "replicated" if tensor.rule.split is None else f"tp cuts dim {tensor.rule.split}"
+        fused = f", {tensor.rule.parts} fused parts" if tensor.rule.parts > 1 else ""
+        rows.append((tensor.key, str(list(tensor.global_shape)), tensor.dtype.name, cut + fused))
+    print_table(("tensor", "shape", "dtype", "rule"), rows)
 
 
 def _show_verification(report: VerifyReport, alone: bool) -> None:
-    out = _console()
     lonely, others = _only_on_one_side(report.differences)
     for (state, side), keys in lonely.items():
         more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-        out.print(f"{state} of {keys[0]}{more}: {side}")
+        say(f"{state} of {keys[0]}{more}: {side}")
     for difference in others[:SHOWN_DIFFERENCES]:
-        out.print(f"{difference.tensor}: {difference.detail}")
+        say(f"{difference.tensor}: {difference.detail}")
     if len(others) > SHOWN_DIFFERENCES:
-        out.print(f"… and {len(others) - SHOWN_DIFFERENCES} more, listed with --json")
+        say(f"… and {len(others) - SHOWN_DIFFERENCES} more, listed with --json")
     if lonely:
-        out.print("to compare what both have, name it: --state LIST; or --subset, where B may hold less")
-    verdict = "equal" if report.equal else f"different: {len(report.differences)} differences"
-    if alone:
-        from paddle_reshard.pipeline.layouts.files import MANIFEST
+        say("to compare what both have, name it: --state LIST; or --subset, where B may hold less")
+    if not alone:
+        say(report.verdict)
+        return
+    from paddle_reshard.pipeline.layouts.files import MANIFEST
 
-        verdict = (
-            "consistent" if report.equal else f"contradicts itself: {len(report.differences)} differences"
-        )
-        out.print(f"has no {MANIFEST}: what it stores twice is compared, nothing else")
-    out.print(
-        f"{verdict}; {report.tensors} tensors, {report.compared_elements:,} elements compared "
-        f"({_size(report.read_bytes)} read{_reread(report.read_amplification, report.read_once_budget_bytes)})"
-    )
+    count = len(report.differences)
+    say(f"has no {MANIFEST}: what it stores twice is compared, nothing else")
+    say(f"{f'contradicts itself: {count} differences' if count else 'consistent'}; {report.extent}")
 
 
 def _only_on_one_side(
@@ -926,62 +754,29 @@ def _only_on_one_side(
     return lonely, others
 
 
-def _stretch(damage: Damage) -> str:
-    """Which bytes of a file, where that is not all of it."""
-    stop = damage.byte_offset + damage.nbytes
-    return f", bytes {damage.byte_offset} to {stop}" if damage.nbytes else ""
-
-
 def _show_integrity(report: IntegrityReport) -> None:
-    out = _console()
     for damage in report.damages[:SHOWN_DIFFERENCES]:
-        out.print(f"{damage.path}{_stretch(damage)}: {damage.detail}")
+        say(f"{damage.path}{damage.stretch}: {damage.detail}")
     if len(report.damages) > SHOWN_DIFFERENCES:
-        out.print(f"… and {len(report.damages) - SHOWN_DIFFERENCES} more")
-    whole = "intact, as far as it was checked" if report.unchecked_bytes else "intact"
-    verdict = whole if report.intact else f"damaged: {len(report.damages)} findings"
-    unchecked = f"; {_size(report.unchecked_bytes)} could not be checked" if report.unchecked_bytes else ""
-    out.print(
-        f"{verdict}; {report.files} files, {report.parts} parts ({_size(report.read_bytes)} read){unchecked}"
-    )
+        say(f"… and {len(report.damages) - SHOWN_DIFFERENCES} more")
+    say(report.verdict)
     if report.unchecked_bytes:
-        out.print(
+        say(
             "these were copied by the storage: to compare them, --source SRC names what it was made from, unchanged "
-            f"since; the manifest says {report.recorded_source}",
+            f"since; the manifest says {report.recorded_source}"
         )
-
-
-def _console() -> Console:
-    """A console for results; where nobody measures the width, lines stay whole."""
-    return console(width=None if sys.stdout.isatty() else 200)
-
-
-def _size(size_bytes: int) -> str:
-    from paddle_reshard.pipeline.progress import readable_bytes
-
-    return readable_bytes(size_bytes)
-
-
-def _facts() -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True, min_width=12)
-    table.add_column(overflow="fold")
-    return table
 
 
 for command in job_commands(convert, api_arguments):
     cli.add_command(command)
-cli.add_command(simulate_command(_reporting, _size))
+cli.add_command(simulate_command())
 cli.add_command(
     ema_command(
         _options(target_options, run_options),
-        _reporting,
         _observing,
         api_arguments,
         lambda report, as_json, quiet: _answer(
-            conversion_data(report), as_json, quiet, lambda: _show_conversion(report)
+            conversion_data(report), as_json, quiet, lambda: print_facts(report.facts())
         ),
     )
 )
@@ -989,4 +784,5 @@ cli.add_command(
 
 def main() -> None:
     """Entry point of ``paddle-reshard``."""
+    occupy_standard_files()
     cli()

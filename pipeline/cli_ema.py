@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.workflow import Observer
 
 Decorator = Callable[[Any], Any]
-Reporting = Callable[[bool], AbstractContextManager[None]]
-"""Turns errors into one sentence and an exit status."""
 Observing = Callable[[bool], "AbstractContextManager[Observer]"]
 """Shows progress, unless it is to be silent."""
 Answer = Callable[["ConversionReport", bool, bool], None]
@@ -26,7 +24,6 @@ Answer = Callable[["ConversionReport", bool, bool], None]
 
 def ema_command(
     options: Decorator,
-    reporting: Reporting,
     observing: Observing,
     arguments: Callable[[dict[str, Any]], dict[str, Any]],
     answer: Answer,
@@ -62,7 +59,7 @@ def ema_command(
 
         DST becomes the last SRC with the average as its EMA state, or with --format huggingface the average as a model.
         """
-        with reporting(as_json), observing(quiet or as_json) as observe:
+        with observing(quiet or as_json) as observe:
             report = paddle_reshard.average(
                 places[:-1],
                 places[-1],

@@ -24,7 +24,7 @@ from click.core import ParameterSource
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli_options import Decides, decides
-from paddle_reshard.pipeline.errors import ReshardError, UsageError
+from paddle_reshard.pipeline.errors import UsageError
 from paddle_reshard.pipeline.options import CONVERSION_OPTIONS, ConversionOptions, check_options
 from paddle_reshard.pipeline.terminal import LogFormatter, pass_on, say
 from paddle_reshard.pipeline.topology import Topology
@@ -411,15 +411,9 @@ def _say(message: str) -> None:
 
 @contextmanager
 def _reporting(interrupted: str) -> Iterator[None]:
-    """Turn errors into one sentence on stderr and an exit status."""
+    """Say what an interrupt leaves."""
     try:
         yield
-    except ReshardError as error:
-        _say(str(error))
-        sys.exit(error.exit_status)
-    except (OSError, MemoryError) as error:
-        _say(f"{type(error).__name__}: {error}")
-        sys.exit(1)
     except KeyboardInterrupt:
         _say(interrupted)
         sys.exit(130)

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from paddle_reshard.pipeline.cli_output import print_object, print_table
 from paddle_reshard.pipeline.options import parse_size
-from paddle_reshard.pipeline.terminal import console
+from paddle_reshard.pipeline.shown import readable_bytes
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from paddle_reshard.pipeline.planning.simulate import Simulation
 
-Reporting = Callable[[bool], AbstractContextManager[None]]
-"""Turns errors into one sentence and an exit status."""
+HEADINGS = ("workers", "time", "speed-up", "busy", "most read", "most written", "peak of a worker")
 
 
-def simulate_command(reporting: Reporting, size: Callable[[int], str]) -> click.Command:
-    """The command; ``size`` spells bytes for people."""
+def simulate_command() -> click.Command:
+    """The command."""
 
     @click.command("simulate")
     @click.argument("plan", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="PLAN")
@@ -57,23 +52,22 @@ def simulate_command(reporting: Reporting, size: Callable[[int], str]) -> click.
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
     def command(plan: Path, workers: str, latency: float, as_json: bool, **rates: str | None) -> None:
         """Estimate how long a plan takes on many workers. PLAN is a file that plan --save made; nothing is moved."""
-        with reporting(as_json):
-            from paddle_reshard.pipeline.planning.simulate import Rates, simulate
-            from paddle_reshard.storage.plan_file import load_plan
+        from paddle_reshard.pipeline.planning.simulate import Rates, simulate
+        from paddle_reshard.storage.plan_file import load_plan
 
-            chosen = Rates(
-                read_bytes_per_second=_rate(rates["read_rate"]),
-                write_bytes_per_second=_rate(rates["write_rate"]),
-                total_read_bytes_per_second=_rate(rates["total_read_rate"]),
-                total_write_bytes_per_second=_rate(rates["total_write_rate"]),
-                copy_bytes_per_second=_rate(rates["copy_rate"]),
-                request_seconds=latency,
-            )
-            found = simulate(load_plan(plan), _counts(workers), chosen)
+        chosen = Rates(
+            read_bytes_per_second=_rate(rates["read_rate"]),
+            write_bytes_per_second=_rate(rates["write_rate"]),
+            total_read_bytes_per_second=_rate(rates["total_read_rate"]),
+            total_write_bytes_per_second=_rate(rates["total_write_rate"]),
+            copy_bytes_per_second=_rate(rates["copy_rate"]),
+            request_seconds=latency,
+        )
+        found = simulate(load_plan(plan), _counts(workers), chosen)
         if as_json:
-            click.echo(json.dumps({"simulations": [asdict(one) for one in found]}))
+            print_object("simulate", {"simulations": [asdict(one) for one in found]})
         else:
-            console(width=120).print(_table(found, size))
+            print_table(HEADINGS, _rows(found))
 
     return command
 
@@ -91,25 +85,20 @@ def _counts(text: str) -> list[int]:
         ) from error
 
 
-def _table(found: list[Simulation], size: Callable[[int], str]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("workers", "time", "speed-up", "busy", "most read", "most written", "peak of a worker"):
-        table.add_column(heading, justify="right")
+def _rows(found: list[Simulation]) -> list[tuple[str, ...]]:
     slowest: Any = max(found, key=lambda one: one.seconds)
-    for one in found:
-        gain = slowest.seconds / one.seconds if one.seconds else 1.0
-        table.add_row(
+    return [
+        (
             f"{one.workers:,}",
             _duration(one.seconds),
-            f"{gain:.1f}",
+            f"{slowest.seconds / one.seconds if one.seconds else 1.0:.1f}",
             f"{one.busy_share:.0%}",
-            size(one.most_read_bytes),
-            size(one.most_written_bytes),
-            size(one.peak_bytes),
+            readable_bytes(one.most_read_bytes),
+            readable_bytes(one.most_written_bytes),
+            readable_bytes(one.peak_bytes),
         )
-    return table
+        for one in found
+    ]
 
 
 def _duration(seconds: float) -> str:

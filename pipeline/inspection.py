@@ -11,6 +11,7 @@ from paddle_reshard.pipeline.inputs import given_inputs
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.pipeline.options import PathLike
+from paddle_reshard.pipeline.shown import Facts, Shown, readable_bytes
 from paddle_reshard.pipeline.tensors import ACCUMULATORS, EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.storage.locate import StorageOptions, open_source
@@ -28,8 +29,8 @@ class StateSummary:
     """How many no file holds because they are the cast of their master weight."""
 
 
-@dataclass(frozen=True, slots=True)
-class Inspection:
+@dataclass(frozen=True, slots=True, repr=False)
+class Inspection(Shown):
     """What a checkpoint is."""
 
     path: str
@@ -47,6 +48,32 @@ class Inspection:
     tensor_files: int
     tensor_bytes: int
     other_files: tuple[str, ...]
+
+    def _in_short(self) -> str:
+        where = self.topology or "topology not told"
+        size = readable_bytes(self.tensor_bytes)
+        return f"{self.path}: {self.format}, {self.family}, {where}; {self.tensor_files} files, {size}"
+
+    def facts(self) -> Facts:
+        """What it is."""
+        facts = [
+            ("checkpoint", self.path),
+            ("format", f"{self.format}, written by {self.convention}, model family {self.family}"),
+            ("topology", str(self.topology or "not told by this format")),
+        ]
+        if self.sharding_strategy is not None:
+            facts.append(
+                ("sharding", f"{self.sharding_strategy}{', comm overlap' if self.comm_overlap else ''}")
+            )
+        if self.sequence_parallel is not None:
+            facts.append(("sequence parallel", "yes" if self.sequence_parallel else "no"))
+        facts.append(("tensor files", f"{self.tensor_files}, {readable_bytes(self.tensor_bytes)}"))
+        facts.append(("other files", f"{len(self.other_files)}"))
+        if tied := [f"{t.key} = {t.tied_to}" for t in self.tensors if t.tied_to]:
+            facts.append(("tied", ", ".join(tied)))
+        if missing := [tensor.key for tensor in self.tensors if tensor.missing]:
+            facts.append(("in no file", f"{', '.join(missing)}: see --fill and --allow-missing of convert"))
+        return facts
 
 
 def inspect(

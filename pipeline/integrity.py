@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from paddle_reshard.pipeline.errors import CheckpointError
 from paddle_reshard.pipeline.layouts.files import MANIFEST
 from paddle_reshard.pipeline.manifest import Manifest, ManifestPart
+from paddle_reshard.pipeline.shown import Facts, Shown, readable_bytes
 from paddle_reshard.storage.checksum import ALGORITHM, source_checksum, stretches
 from paddle_reshard.storage.store import ReadRange, Source
 
 SMALL_FILE_BYTES = 1 << 20
 """A file of at most this size is read where all are only looked at."""
+SHOWN_DAMAGES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +27,14 @@ class Damage:
     nbytes: int
     detail: str
 
+    @property
+    def stretch(self) -> str:
+        """Which bytes of the file, where that is not all of it."""
+        return f", bytes {self.byte_offset} to {self.byte_offset + self.nbytes}" if self.nbytes else ""
 
-@dataclass(frozen=True, slots=True)
-class IntegrityReport:
+
+@dataclass(frozen=True, slots=True, repr=False)
+class IntegrityReport(Shown):
     """What was found in a target."""
 
     files: int
@@ -47,6 +54,23 @@ class IntegrityReport:
     def __bool__(self) -> bool:
         """The report is true if the target is intact, so that ``assert check(target)`` means what it says."""
         return self.intact
+
+    def _in_short(self) -> str:
+        return self.verdict
+
+    @property
+    def verdict(self) -> str:
+        """What came out, in a line."""
+        whole = "intact, as far as it was checked" if self.unchecked_bytes else "intact"
+        verdict = whole if self.intact else f"damaged: {len(self.damages)} findings"
+        read, unchecked = readable_bytes(self.read_bytes), readable_bytes(self.unchecked_bytes)
+        rest = f"; {unchecked} could not be checked" if self.unchecked_bytes else ""
+        return f"{verdict}; {self.files} files, {self.parts} parts ({read} read){rest}"
+
+    def facts(self) -> Facts:
+        """Whether it is intact, and the first places where it is not."""
+        shown = [(f"{one.path}{one.stretch}", one.detail) for one in self.damages[:SHOWN_DAMAGES]]
+        return [("result", self.verdict), *shown]
 
 
 def check_target(target: Source, manifest: Manifest, source: Source | None) -> IntegrityReport:

@@ -20,6 +20,7 @@ from paddle_reshard.pipeline.limits import (
     MAX_TARGET_FILES,
     MAX_VOCABULARY,
 )
+from paddle_reshard.pipeline.suggest import did_you_mean
 from paddle_reshard.pipeline.topology import STRATEGIES, Topology
 
 if TYPE_CHECKING:
@@ -92,7 +93,9 @@ class LayoutOptions:
         }
         for name, value in values.items():
             if name not in kinds:
-                raise UsageError(f"{where}: unknown entry {name!r}; known are {', '.join(kinds)}")
+                raise UsageError(
+                    f"{where}: unknown entry {name!r}; known are {', '.join(kinds)}{did_you_mean(name, kinds)}"
+                )
             if not isinstance(value, kinds[name]) or (isinstance(value, bool) and bool not in kinds[name]):
                 raise UsageError(f"{where}: {name} cannot be {value!r}")
         segmentation = values.get("segmentation")
@@ -161,6 +164,7 @@ class HybridRequest:
         if self.strategy not in (None, *STRATEGIES):
             raise UsageError(
                 f"unknown sharding strategy {self.strategy!r}; known are {', '.join(STRATEGIES)}"
+                f"{did_you_mean(self.strategy, STRATEGIES)}"
             )
 
     def target_for(self, source: Checkpoint) -> HybridTarget:
@@ -274,7 +278,8 @@ def parse_drop(names: Sequence[str] | str) -> tuple[str, ...]:
     chosen = (names,) if isinstance(names, str) else tuple(names)
     for name in chosen:
         if name not in DROPPABLE:
-            raise UsageError(f"--drop {name}: cannot be left out; what can is {', '.join(DROPPABLE)}")
+            can = f"{', '.join(DROPPABLE)}{did_you_mean(name, DROPPABLE)}"
+            raise UsageError(f"--drop {name}: cannot be left out; what can is {can}")
     return tuple(state for name, states in DROPPABLE.items() if name in chosen for state in states)
 
 
@@ -285,9 +290,13 @@ def parse_huggingface(state: str | None, dtype: str | None, max_shard_size: str 
 
     defaults = HuggingFaceTarget()
     if state not in (None, *EXPORTED_STATES):
-        raise UsageError(f"unknown state {state!r}; known are {', '.join(EXPORTED_STATES)}")
+        raise UsageError(
+            f"unknown state {state!r}; known are {', '.join(EXPORTED_STATES)}{did_you_mean(state, EXPORTED_STATES)}"
+        )
     if dtype not in (None, *FLOATING):
-        raise UsageError(f"unknown dtype {dtype!r}; known are {', '.join(FLOATING)}")
+        raise UsageError(
+            f"unknown dtype {dtype!r}; known are {', '.join(FLOATING)}{did_you_mean(dtype, FLOATING)}"
+        )
     shard_bytes = defaults.max_shard_bytes if max_shard_size is None else parse_size(max_shard_size)
     if shard_bytes < 1:
         raise UsageError(f"--max-shard-size {max_shard_size} holds nothing")
@@ -442,7 +451,9 @@ def check_options(format: str, given: Mapping[str, Any]) -> None:
     UsageError
     """
     if format not in FORMATS:
-        raise UsageError(f"unknown format {format!r}; known are {', '.join(FORMATS)}")
+        raise UsageError(
+            f"unknown format {format!r}; known are {', '.join(FORMATS)}{did_you_mean(format, FORMATS)}"
+        )
     for name, value in given.items():
         if name in TARGET_OPTIONS and name != "format" and name not in FORMATS[format] and value:
             raise UsageError(_misplaced(name, value, format))
@@ -475,6 +486,9 @@ def parse_target(text: str) -> tuple[str, TargetOptions]:
     """
     match = _TARGET.fullmatch(text)
     if match is None:
+        for word in text.split(":")[1:]:
+            if meant := did_you_mean(word, FORMATS):
+                raise UsageError(f"--target {text!r}: unknown format {word!r}{meant}")
         raise UsageError(
             f"--target {text!r}: write DST:FORMAT or DST:FORMAT:NAME=VALUE,…, FORMAT one of {', '.join(FORMATS)}"
         )
@@ -489,7 +503,8 @@ def parse_target(text: str) -> tuple[str, TargetOptions]:
         if name not in TARGET_OPTIONS or name == "format":
             own = ", ".join(name.replace("_", "-") for name in FORMATS[match["format"]] if name != "to")
             known = f"an axis or {own}" if "to" in FORMATS[match["format"]] else own
-            raise UsageError(f"--target {text!r}: unknown name in {item!r}; known: {known}")
+            likely = did_you_mean(name, (*Topology.__dataclass_fields__, *TARGET_OPTIONS))
+            raise UsageError(f"--target {text!r}: unknown name in {item!r}; known: {known}{likely}")
         if not mark or not value:
             raise UsageError(f"--target {text!r}: {item!r} has no value; write NAME=VALUE")
         if name in given:

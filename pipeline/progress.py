@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from paddle_reshard.pipeline.shown import readable_bytes
+
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.workflow import Event
 
@@ -49,14 +51,3 @@ def progress_line(done_bytes: int, total_bytes: int, seconds: float) -> str:
         f"move: {readable_bytes(done_bytes)} of {readable_bytes(total_bytes)}, "
         f"{100 * done_bytes / total_bytes:.0f} %, {readable_bytes(int(rate))}/s, {left:.0f} s left"
     )
-
-
-def readable_bytes(size_bytes: int) -> str:
-    """A size for people.
-
-    >>> readable_bytes(1536)
-    '1.5 KiB'
-    """
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = min(len(units) - 1, max(0, size_bytes.bit_length() - 1) // 10)
-    return f"{size_bytes / 1024**power:.{1 if power else 0}f} {units[power]}"

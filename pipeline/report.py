@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from paddle_reshard.pipeline.errors import ReshardError
 from paddle_reshard.pipeline.topology import Topology
 
 if TYPE_CHECKING:
@@ -152,8 +151,3 @@ def integrity_data(report: IntegrityReport) -> Json:
         "recorded_source": report.recorded_source,
         "damages": [asdict(damage) for damage in report.damages],
     }
-
-
-def error_data(error: ReshardError) -> Json:
-    """What any command prints with ``--json`` when it refuses."""
-    return {"error": str(error), "kind": type(error).__name__, "retryable": error.retryable}

@@ -110,7 +110,7 @@ def outcome_of_job(lines: Sequence[str], message: str) -> Outcome | StaleSession
             said = parse_json(line)
         except ValueError:
             continue
-        if isinstance(said, dict) and "error" in said and "kind" in said:
+        if isinstance(said, dict) and said.get("error") and "kind" in said:
             if said["kind"] == StaleSessionError.__name__:
                 return StaleSessionError(str(said["error"]))
             return Outcome(State.FAILED if said.get("retryable") else State.REFUSED, str(said["error"]))

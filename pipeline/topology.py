@@ -11,6 +11,7 @@ from math import prod
 
 from paddle_reshard.pipeline.errors import UsageError
 from paddle_reshard.pipeline.limits import MAX_PARTS, MAX_RANKS
+from paddle_reshard.pipeline.suggest import did_you_mean
 
 STRATEGIES = ("none", "stage1v1", "stage1v2", "stage2", "stage3")
 
@@ -51,7 +52,10 @@ class Topology:
         for item in text.split(","):
             axis, _, size = (part.strip() for part in item.partition("="))
             if axis not in known:
-                raise UsageError(f"unknown axis {axis!r} in topology {text!r}; axes are {', '.join(known)}")
+                raise UsageError(
+                    f"unknown axis {axis!r} in topology {text!r}; axes are {', '.join(known)}"
+                    f"{did_you_mean(axis, known)}"
+                )
             if not (size.isascii() and size.isdigit() and len(size) < 10):
                 raise UsageError(f"axis {axis!r} in topology {text!r} needs a whole number, not {size!r}")
             if axis in sizes:

@@ -6,9 +6,10 @@ told to an observer as event values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,15 @@ from paddle_reshard.pipeline.layouts.huggingface.choices import EMA
 from paddle_reshard.pipeline.layouts.huggingface.sidecars import average_divisor
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
-from paddle_reshard.pipeline.layouts.targets import AnyTarget, check_left, join, lay_out, target_facts
+from paddle_reshard.pipeline.layouts.targets import (
+    AnyTarget,
+    check_left,
+    in_words,
+    join,
+    lay_out,
+    sharding_in_words,
+    target_facts,
+)
 from paddle_reshard.pipeline.layouts.vocab import resize_vocabulary
 from paddle_reshard.pipeline.manifest import describe_parts, format_manifest, manifest_head, parse_manifest
 from paddle_reshard.pipeline.options import ConversionRequest, Form, HybridRequest
@@ -39,6 +48,7 @@ from paddle_reshard.pipeline.planning.limits import PartLimits
 from paddle_reshard.pipeline.planning.parts import MADE
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.work import plan_work
+from paddle_reshard.pipeline.shown import Facts, Shown, readable_bytes
 from paddle_reshard.pipeline.small_files import check_optimizer
 from paddle_reshard.pipeline.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT
 from paddle_reshard.storage.formats.strict_json import parse_json
@@ -49,6 +59,7 @@ from paddle_reshard.tasks.figures import WorkerFigures, add_figures, add_retries
 from paddle_reshard.tasks.index import IndexFiles, index_here, index_huggingface, read_json
 
 COPY_BYTES = 8 << 20
+SHOWN_AMPLIFICATION = 1.05
 ALLOWED = "no file of the source holds it, which was allowed"
 
 
@@ -83,7 +94,7 @@ def ignore_events(event: Event) -> None:
     """The observer that looks at nothing."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PlannedTarget:
     """One target of a conversion."""
 
@@ -98,9 +109,12 @@ class PlannedTarget:
     left_states: tuple[str, ...]
     """States of tensors that the target has no place for, or that were not asked for."""
 
+    def __repr__(self) -> str:
+        return f"<PlannedTarget: {in_words(self.form)}>"
 
-@dataclass(frozen=True)
-class ConversionPlan:
+
+@dataclass(frozen=True, repr=False)
+class ConversionPlan(Shown):
     """A conversion that can be run: what, from where, and what becomes of every file."""
 
     store: Source
@@ -121,6 +135,86 @@ class ConversionPlan:
             return 0
         catalog = self.source.catalog
         return sum(catalog.tensors[number].state == MASTER_WEIGHT for number in catalog.implied)
+
+    def _in_short(self) -> str:
+        targets = "; ".join(in_words(target.form) for target in self.targets)
+        return (
+            f"{_source_in_words(self.source)} → {targets}; {readable_bytes(self.plan.written_bytes)} to write"
+        )
+
+    def facts(self) -> Facts:
+        """What would be read, written and needed, and what becomes of everything."""
+        plan, targets = self.plan, self.targets
+        again = reread_in_words(plan.read_amplification, plan.read_once_budget_bytes)
+        facts = [
+            (self._of(number, "sharding"), f"{sharding_in_words(form.strategy)}: {form.strategy_reason}")
+            for number, form in enumerate(target.form for target in targets)
+            if isinstance(form, HybridTarget)
+        ]
+        facts.append(("from", _source_in_words(self.source)))
+        places = self.places if len(targets) > 1 else ()
+        for number, target in enumerate(targets):
+            where = f"{places[number]}: " if places else ""
+            facts.append((self._of(number, "to"), f"{where}{in_words(target.form)}"))
+        files = len(plan.target_files) + len(plan.carried)
+        facts += [
+            ("tensors", f"{len(plan.tensors) - plan.beside} ({len(self.source.model.tensors)} parameters)"),
+            (
+                "reads",
+                f"{readable_bytes(plan.read_bytes)} from {len(plan.source_files)} tensor files{again}",
+            ),
+            ("writes", f"{readable_bytes(plan.written_bytes)} in {files} files"),
+        ]
+        if plan.copied_bytes:
+            copied = f"{readable_bytes(plan.copied_bytes)} ({plan.copied_share:.0%})"
+            facts.append(("copies", f"{copied} are copied by the storage itself"))
+        if any(plan.held):
+            every, some = plan.held
+            told = [f"{every} in full"] * (every > 0) + [f"{some} by samples of every array"] * (some > 0)
+            facts.append(("checks", f"parameters against their master weights: {', '.join(told)}"))
+        if self.master_weights_made:
+            made = f"{self.master_weights_made} master weights, of the parameters: the source stores none"
+            facts.append(("made", f"{made} (remove_master_weight), as the trainer does when it resumes"))
+        peak, budget = readable_bytes(plan.peak_bytes), readable_bytes(plan.budget_bytes)
+        facts += [
+            ("memory", f"{peak} at most in {plan.groups} groups, budget {budget}"),
+            ("plan", plan.plan_id),
+        ]
+        return facts + self._left_behind()
+
+    def _left_behind(self) -> Facts:
+        facts = [("dropped", f"{', '.join(self.dropped)}: as asked for")] if self.dropped else []
+        for number, target in enumerate(self.targets):
+            if target.left_states:
+                model_only = isinstance(target.form, HuggingFaceTarget)
+                reason = "not asked for" if model_only else "no place in this format"
+                facts.append((self._of(number, "left out"), f"{', '.join(target.left_states)}: {reason}"))
+            for reason, names in _by_reason(target.left):
+                facts.append((self._of(number, "not carried"), f"{names}: {reason}"))
+        return facts
+
+    def _of(self, number: int, name: str) -> str:
+        return f"{name} {number}" if len(self.targets) > 1 else name
+
+
+def _source_in_words(source: Checkpoint) -> str:
+    if source.topology is None:
+        return source.format
+    return f"{source.format}, {source.topology}, {sharding_in_words(source.strategy)}"
+
+
+def reread_in_words(amplification: float, once_bytes: int | None) -> str:
+    """How often bytes are read, where that is more than once, and what would avoid it."""
+    often = amplification > SHOWN_AMPLIFICATION
+    again = f", {amplification:.2f} times the bytes that are needed" if often else ""
+    return again if once_bytes is None else f"{again}; once with a budget of {readable_bytes(once_bytes)}"
+
+
+def _by_reason(left: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Files and tensors left behind, those of one reason together."""
+    for reason, group in groupby(sorted(left, key=lambda entry: entry[1]), key=lambda entry: entry[1]):
+        names = [name for name, _ in group]
+        yield reason, names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from paddle_reshard.pipeline.shown import readable_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerFigures:
@@ -20,6 +22,13 @@ class WorkerFigures:
     busy_seconds: float = 0.0
     retries: Mapping[str, int] = field(default_factory=dict)
     """Failure of a store → how often a request was repeated for it."""
+
+    def in_words(self) -> str:
+        """In a line, for people."""
+        return (
+            f"{self.groups} groups, {readable_bytes(self.read_bytes)} read, "
+            f"{readable_bytes(self.written_bytes)} written, busy for {self.busy_seconds:.1f} s, on {self.host}"
+        )
 
 
 def add_figures(told: Iterable[WorkerFigures]) -> tuple[WorkerFigures, ...]:

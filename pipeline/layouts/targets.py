@@ -183,3 +183,21 @@ def target_facts(target: AnyTarget) -> dict[str, str]:
     if isinstance(target, FlexTarget):
         return {"layout": target.format, "metadata": target.generation}
     return {"topology": str(target.topology), "sharding_strategy": target.strategy}
+
+
+def in_words(target: AnyTarget) -> str:
+    """A target in a line, for people."""
+    if isinstance(target, HuggingFaceTarget):
+        dtype = "dtypes as trained" if target.dtype is None else target.dtype.name
+        return f"Hugging Face, {target.state}, {dtype}"
+    if isinstance(target, UnifiedTarget):
+        return f"unified, {target.files} file{'s' if target.files > 1 else ''} of each kind"
+    if isinstance(target, FlexTarget):
+        return f"{target.format}, metadata of Paddle {target.generation}"
+    format = "hybrid" if target.sharded_saving else "hybrid-plain"
+    return f"{format}, {target.topology}, {sharding_in_words(target.strategy)}"
+
+
+def sharding_in_words(strategy: str | None) -> str:
+    """A sharding strategy, for people."""
+    return "no sharding" if strategy in (None, "none") else str(strategy)

@@ -1,0 +1,57 @@
+"""How results look: in a few words at a prompt, as a table in a notebook, and the same facts on the command line."""
+
+from __future__ import annotations
+
+from html import escape
+
+Facts = list[tuple[str, str]]
+"""Names and what they are, in the order in which they matter."""
+
+
+class Shown:
+    """A result that says what it is in a few facts, however much it holds."""
+
+    __slots__ = ()
+
+    def facts(self) -> Facts:
+        """What there is to know about it."""
+        raise NotImplementedError
+
+    def _in_short(self) -> str:
+        """The facts of a line."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._in_short()}>"
+
+    def _repr_html_(self) -> str:
+        """A table, for notebooks. What comes of files is text in it, never markup."""
+        rows = "".join(
+            f'<tr><th style="text-align:left">{escape(name)}</th>'
+            f'<td style="text-align:left">{escape(value)}</td></tr>'
+            for name, value in self.facts()
+        )
+        return f"<table><caption>{escape(type(self).__name__)}</caption>{rows}</table>"
+
+
+def readable_bytes(size_bytes: int) -> str:
+    """A size for people.
+
+    >>> readable_bytes(1536)
+    '1.5 KiB'
+    """
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(len(units) - 1, max(0, size_bytes.bit_length() - 1) // 10)
+    return f"{size_bytes / 1024**power:.{1 if power else 0}f} {units[power]}"
+
+
+def readable_seconds(seconds: float) -> str:
+    """A duration for people.
+
+    >>> readable_seconds(0.25), readable_seconds(75), readable_seconds(7260)
+    ('0.2 s', '1 min 15 s', '2 h 01 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"

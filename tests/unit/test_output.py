@@ -1,0 +1,278 @@
+"""What commands print and how they end: in pipes, on full disks, on terminals, for scripts and in notebooks."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import jsonschema
+import pytest
+
+import paddle_reshard
+from paddle_reshard.pipeline.cli_output import Commands
+from tests.conftest import COMMITTED, REPO
+
+DEMO = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
+COMMAND = [sys.executable, "-m", "paddle_reshard"]
+SCHEMA = json.loads((REPO / "docs" / "schemas" / "output-1.json").read_text())
+
+
+def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+    """A command with its output in pipes, unless ``options`` say otherwise."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    return subprocess.run([*COMMAND, *map(str, arguments)], text=True, timeout=300, **options)
+
+
+def checked(done: subprocess.CompletedProcess[str]) -> dict:
+    """The only line of a command, which is what the published schema says."""
+    (line,) = done.stdout.splitlines()
+    found = json.loads(line)
+    jsonschema.validate(found, SCHEMA)
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_card(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, made with an output that cannot hold what is printed."""
+    target = tmp_path_factory.mktemp("output") / "one-card"
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = run("convert", DEMO, target, "--to", "tp=1", env=environment)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert "rng_state_0.pth ? rng_state_7.pth" in done.stdout
+    return target
+
+
+# ------------------------------------------------------------------------------------- output decides nothing
+
+
+@pytest.mark.parametrize("closed", [">/dev/full", ">&-", "2>&-", "2>/dev/full", ">&- 2>&- <&-"])
+def test_a_conversion_ends_well_whatever_becomes_of_its_output(closed: str, tmp_path: Path) -> None:
+    line = " ".join([*COMMAND, "convert", str(DEMO), str(tmp_path / "out"), "--to", "tp=1", closed])
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert paddle_reshard.check(tmp_path / "out").intact
+
+
+@pytest.mark.parametrize("format", ["--json", "--to=tp=1"])
+def test_a_reader_that_goes_does_not_end_a_conversion(format: str, tmp_path: Path) -> None:
+    """``2>&1 | head -0``: nobody reads a line of it."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        done = run("convert", DEMO, tmp_path / "out", "--to", "tp=1", format, stdout=pipe, stderr=pipe)
+    assert done.returncode == 0
+    assert paddle_reshard.check(tmp_path / "out").intact
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [(["inspect", DEMO, "--json"], 1), (["plan", DEMO, "--to", "tp=1"], 1), (["verify", DEMO, DEMO], 2)],
+)
+def test_an_answer_that_cannot_be_written_is_trouble(arguments: list, status: int) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = run(*arguments, stdout=full)
+    assert done.returncode == status
+    assert done.stderr.splitlines()[-1] == "paddle-reshard: stdout: No space left on device"
+
+
+def test_a_reader_that_has_had_enough_is_no_trouble_worth_a_word() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        done = run("inspect", DEMO, "--tensors", stdout=pipe)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+# --------------------------------------------------------------------------------------------------- scripts
+
+
+def test_every_command_prints_one_object_of_the_published_schema(one_card: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    assert checked(run("inspect", DEMO, "--json"))["command"] == "inspect"
+    assert checked(run("plan", DEMO, "--to", "tp=1", "--save", saved, "--json"))["command"] == "plan"
+    assert checked(run("simulate", saved, "--json"))["simulations"]
+    several = ["--target", f"{tmp_path / 'a'}:hybrid:tp=2", "--target", f"{tmp_path / 'b'}:huggingface"]
+    assert checked(run("convert", DEMO, *several, "--json"))["target_path"] is None
+    made = checked(run("ema", DEMO, DEMO, tmp_path / "c", "--uniform", "--to", "tp=1", "--json"))
+    assert made["command"] == "ema"
+    assert checked(run("verify", DEMO, one_card, "--json"))["equal"] is True
+    assert checked(run("verify", one_card, "--json"))["intact"] is True
+    assert checked(run("clean", one_card, "--json"))["removed"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "kind", "words"),
+    [
+        (["convert", "--json"], 2, "UsageError", "Missing argument 'SRC'"),
+        (
+            ["convert", DEMO, "x", "--to", "tp=1", "--strategy", "a", "--json"],
+            2,
+            "UsageError",
+            "--sharding-strategy",
+        ),
+        (["convert", DEMO, "--json"], 2, "UsageError", "give one target"),
+        (["inspect", "/nowhere/at/all", "--json"], 1, "CheckpointError", "/nowhere/at/all"),
+        (["verify", "/nowhere/at/all", DEMO, "--json"], 2, "CheckpointError", "/nowhere/at/all"),
+        (["simulate", "/nowhere", "--json"], 2, "UsageError", "'/nowhere' does not exist"),
+        (["submit", "a", "b", "--to", "mp=2", "--json"], 2, "UsageError", "did you mean tp?"),
+        (["nonsense", "--json"], 2, "UsageError", "nonsense"),
+    ],
+)
+def test_every_refusal_is_one_object_of_the_published_schema(
+    arguments: list, status: int, kind: str, words: str
+) -> None:
+    done = run(*arguments)
+    found = checked(done)
+    assert (done.returncode, found["kind"], found["retryable"]) == (status, kind, False)
+    assert words in found["error"]
+
+
+@pytest.mark.parametrize(
+    ("error", "retryable"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "/there"), False),
+        (OSError(errno.ENOSPC, "No space left on device", "/there"), False),
+        (ConnectionResetError(errno.ECONNRESET, "reset", "/there"), True),
+        (RecursionError("too deep: /there"), False),
+        (KeyboardInterrupt(), True),
+    ],
+)
+def test_whatever_ends_a_command_is_one_object(
+    error: BaseException, retryable: bool, capsys: pytest.CaptureFixture
+) -> None:
+    @click.group(cls=Commands)
+    def commands() -> None:
+        """Commands of which one fails."""
+
+    @commands.command()
+    @click.option("--json", "as_json", is_flag=True)
+    def fails(as_json: bool) -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        commands(["fails", "--json"])
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    jsonschema.validate(found, SCHEMA)
+    assert found["retryable"] is retryable
+    if isinstance(error, KeyboardInterrupt):
+        assert (ended.value.code, found["kind"], err.strip()) == (
+            130,
+            "Interrupted",
+            "paddle-reshard: interrupted",
+        )
+    else:
+        assert ended.value.code == 1
+        assert "/there" in found["error"]
+        assert err.count("\n") == 1
+
+
+# ---------------------------------------------------------------------------------------------- small mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["--format", "hf"], "huggingface"),
+        (["--format", "flexcheckpoint"], "flex"),
+        (["--to", "mp=2"], "tp"),
+        (["--to", "mp_degree=2"], "tp"),
+        (["--to", "shard=2"], "sharding"),
+        (["--to", "tp=1", "--sharding-strategy", "stage1"], "stage1v1 or stage1v2"),
+        (["--to", "tp=1", "--drop", "emas"], "ema"),
+        (["--target", "x:hf"], "huggingface"),
+        (["--target", "x:hybrid:mp=2"], "tp"),
+    ],
+)
+def test_a_word_of_another_tool_is_understood_enough_to_ask(arguments: list, meant: str) -> None:
+    done = run("plan", DEMO, *arguments)
+    assert done.returncode == 2
+    assert f"did you mean {meant}?" in done.stderr
+
+
+def test_states_are_suggested_too() -> None:
+    assert "did you mean moment1 or moment2?" in run("verify", DEMO, DEMO, "--state", "moment").stderr
+
+
+@pytest.mark.parametrize("size", ["99999999999999999999GiB", "1" + "0" * 400])
+def test_more_memory_than_there_can_be(size: str) -> None:
+    done = run("plan", DEMO, "--to", "tp=1", "--memory", size)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "more than any file or memory has" in done.stderr
+
+
+def test_a_manifest_of_nested_lists_is_refused(one_card: Path, tmp_path: Path) -> None:
+    (tmp_path / "paddle_reshard.json").write_text('{"files": ' + "[" * 200_000 + "]" * 200_000 + "}")
+    done = run("verify", tmp_path, "--json")
+    assert done.returncode == 2
+    assert checked(done)["kind"] != "Defect"
+
+
+def test_a_plan_needs_no_target() -> None:
+    done = run("plan", DEMO, "--to", "tp=2,pp=2", "--json")
+    assert checked(done)["target"]["topology"]["pp"] == 2
+    assert paddle_reshard.plan(DEMO, to="tp=1").places == ()
+
+
+# ------------------------------------------------------------------------------------------------------ tables
+
+
+def on_a_terminal(*arguments: object, columns: int) -> str:
+    """What a command shows on a terminal of so many columns."""
+    here, there = pty.openpty()
+    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "dumb"}
+    with subprocess.Popen(
+        [*COMMAND, *map(str, arguments)], stdout=there, stderr=subprocess.DEVNULL, env=environment
+    ) as process:
+        os.close(there)
+        shown = b""
+        while True:
+            try:
+                block = os.read(here, 1 << 16)
+            except OSError:  # the other side is closed
+                break
+            if not block:
+                break
+            shown += block
+        assert process.wait(timeout=300) == 0
+    os.close(here)
+    return re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).replace("\r\n", "\n")
+
+
+def test_names_are_whole_in_a_pipe_and_on_a_narrow_terminal() -> None:
+    keys = [tensor.key for tensor in paddle_reshard.inspect(DEMO).tensors]
+    piped = run("inspect", DEMO, "--tensors").stdout
+    rows = [line.split("\t") for line in piped.splitlines()]
+    assert [row[0] for row in rows[-len(keys) :]] == keys
+    assert {len(row) for row in rows[-len(keys) :]} == {4}
+    shown = on_a_terminal("inspect", DEMO, "--tensors", columns=40)
+    lines = shown.splitlines()
+    assert [line.split()[0] for line in lines[-len(keys) :]] == keys
+    assert "…" not in shown
+
+
+# --------------------------------------------------------------------------------------------------- notebooks
+
+
+def test_results_are_short_at_a_prompt_and_tables_in_a_notebook(tmp_path: Path) -> None:
+    report = paddle_reshard.convert(DEMO, tmp_path / "<b>out", to="tp=1")
+    found = paddle_reshard.inspect(DEMO)
+    compared = paddle_reshard.verify(DEMO, tmp_path / "<b>out")
+    intact = paddle_reshard.check(tmp_path / "<b>out")
+    for result in (report, report.plan, report.plan.targets[0], report.moved, found, compared, intact):
+        assert len(repr(result)) < 500
+    assert repr(compared).startswith("<VerifyReport: equal; 273 tensors")
+    for result in (report, report.plan, found, compared, intact):
+        assert result._repr_html_().startswith("<table>")
+    assert "&lt;b&gt;out" in report._repr_html_()
+    assert "<b>" not in report._repr_html_()
