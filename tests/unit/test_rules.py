@@ -357,3 +357,21 @@ def test_the_rules_alone_tell_the_model(case: str) -> None:
     found = index_checkpoint(open_source(str(case_directory(case) / "checkpoint-3"), {}), shipped_tables())
     model = read_model(found.catalog.tensors, found.model.table, found.model.config)
     assert model.tensors == tuple(replace(t, automatic_name=None) for t in found.model.tensors)
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("key", "toy.layers.{layer.__class__}.up.weight"),
+        ("key", "toy.{other}.up.weight"),
+        ("key", "toy.layers.{layer!r}.up.weight"),
+        ("key", "toy.{}.{layer}"),
+        ("parameter_name", "moe_gate_{n.__init__.__globals__}"),
+        ("parameter_name", "moe_gate_{n:>9999999999}"),
+        ("parameter_name", "moe_{0}"),
+        ("parameter_name", "moe_}"),
+    ],
+)
+def test_braces_of_a_table_hold_the_known_names_and_nothing_else(field: str, text: str) -> None:
+    with pytest.raises(UsageError, match=f"stand in braces of {field}"):
+        parse(table_of([row(**{field: text})]))

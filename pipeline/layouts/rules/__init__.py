@@ -354,6 +354,20 @@ def _parse_item(row: object, where: str) -> Item:
     return Item(**fields)
 
 
+def _check_placeholders(row: Mapping[str, Any], where: str) -> None:
+    """Both texts are formatted later: nothing but the known names may stand in braces."""
+    if twice := [name for name in ("{layer}", "{expert}") if row["key"].count(name) > 1]:
+        raise UsageError(f"{where}: {twice[0]} stands twice in the key of {_short(row)}")
+    for field, known in (("key", ("{layer}", "{expert}")), ("parameter_name", ("{layer}", "{n}"))):
+        rest = row.get(field) or ""
+        for name in known:
+            rest = rest.replace(name, "")
+        if "{" in rest or "}" in rest:
+            raise UsageError(
+                f"{where}: only {' and '.join(known)} stand in braces of {field} in {_short(row)}"
+            )
+
+
 def _parse_rule(row: object, where: str) -> Rule:
     fields = _check_fields(row, _RULE_FIELDS, where)
     _lacking(fields, ("key", "item", "name_class", "source"), where)
@@ -361,8 +375,7 @@ def _parse_rule(row: object, where: str) -> Rule:
     conditions = tuple(sorted(fields.pop("where", {}).items()))
     if shape is not None and not all(isinstance(dim, str) for dim in shape):
         raise UsageError(f"{where}: shape {shape!r} must be a list of texts in {_short(row)}")
-    if twice := [name for name in ("{layer}", "{expert}") if fields["key"].count(name) > 1]:
-        raise UsageError(f"{where}: {twice[0]} stands twice in the key of {_short(row)}")
+    _check_placeholders(fields, where)
     form = _parse_form(fields.pop("huggingface"), fields["key"], where) if "huggingface" in fields else None
     shape = None if shape is None else tuple(shape)
     rule = Rule(**fields, shape=shape, where=conditions, huggingface=form)
