@@ -35,7 +35,7 @@ CONVERTED = {
 """Case → the case of the same model whose ``config.json`` it needs, where it has none."""
 
 NO_ROW = r"no row of the paddleformers rule table '{}' fits; .* pass it with --rules FILE"
-MTP_DEEPSEEK = r"layers\.\d\.(enorm\.weight|eh_proj\.bias): " + NO_ROW.format("deepseek_v3")
+MTP_DEEPSEEK = r"layers\.\d\.(enorm|hnorm|eh_proj)\.(weight|bias): " + NO_ROW.format("deepseek_v3")
 MTP_ERNIE = r"model\.mtp_block\.0\..*: " + NO_ROW.format("ernie4_5_moe")
 LORA = r"lora_model_state.*: a tensor file whose name has no meaning in a hybrid-parallel checkpoint"
 LORA_FLEX = r"lora_A: " + NO_ROW.format("llama")
