@@ -36,7 +36,7 @@ CONVERTED = {
 
 NO_ROW = r"no row of the paddleformers rule table '{}' fits; .* pass it with --rules FILE"
 MTP_DEEPSEEK = r"layers\.\d\.(enorm|hnorm|eh_proj)\.(weight|bias): " + NO_ROW.format("deepseek_v3")
-MTP_ERNIE = r"model\.mtp_block\.0\..*: " + NO_ROW.format("ernie4_5_moe")
+MTP_ERNIE = r"model\.mtp_\w+\.0\..*: " + NO_ROW.format("ernie4_5_moe")
 LORA = r"lora_model_state.*: a tensor file whose name has no meaning in a hybrid-parallel checkpoint"
 LORA_FLEX = r"lora_A: " + NO_ROW.format("llama")
 MUON = r"\(beta1_pow_acc\): no file holds it, other parameters have it"
