@@ -58,12 +58,13 @@ from paddle_reshard.pipeline.workflow import (
     Observer,
     StepEnded,
     StepStarted,
-    check_apart,
+    check_targets,
     ignore_events,
     plan_checkpoint,
     reread_in_words,
     run_conversion,
 )
+from paddle_reshard.storage.apart import check_apart, check_targets_apart
 from paddle_reshard.storage.locate import (
     StorageOptions,
     open_source,
@@ -211,7 +212,9 @@ def _plan(
         checkpoint = rewrite(checkpoint, program, tables if _by_table(request.forms) else None, config)
     if sinks is None:
         return plan_checkpoint(store, checkpoint, request)
-    return replace(plan_checkpoint(store, checkpoint, request, sinks.limits(store)), places=sinks.locations)
+    planned = plan_checkpoint(store, checkpoint, request, sinks.limits(store))
+    check_targets(planned, sinks, resume or options.get("no_space_check", False))
+    return replace(planned, places=sinks.locations)
 
 
 def _by_table(forms: Sequence[Form]) -> bool:
@@ -302,8 +305,10 @@ def open_targets(
     for number, location in enumerate(locations):
         for source in sources:
             check_apart(os.fspath(source), location)
+        if (fill := options.get("fill")) is not None:
+            check_apart(os.fspath(fill), location)
         for other in locations[:number]:
-            check_apart(other, location, "two targets")
+            check_targets_apart(other, location)
     overwrite = options.get("overwrite", False)
     return Outputs(
         [
@@ -383,6 +388,7 @@ def convert(
         observe,
         resume,
         verify,
+        options.get("no_space_check", False),
     )
 
 
@@ -393,6 +399,7 @@ def plan_and_run(
     observe: Observer,
     resume: bool,
     verify: bool = False,
+    no_space_check: bool = False,
 ) -> ConversionReport:
     """Make a plan, open the targets and carry it out; ``observe`` is told of all steps."""
     counted, index_files = count_retries(), choose_indexing(engine)
@@ -404,7 +411,7 @@ def plan_and_run(
     facts = (*dict.fromkeys(chosen), f"{groups} groups", f"{written_bytes} bytes to write")
     observe(StepEnded("plan", ", ".join(facts)))
     sinks = open_sinks()
-    moved = run_conversion(conversion, sinks, engine, observe, resume, index_files, verify)
+    moved = run_conversion(conversion, sinks, engine, observe, resume, index_files, verify, no_space_check)
     moved = replace(moved, retries=add_retries((moved.retries, count_retries() - counted)))
     return ConversionReport(conversion.store.location, sinks.location, conversion, moved)
 

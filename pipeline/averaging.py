@@ -44,6 +44,7 @@ from paddle_reshard.pipeline.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER
 from paddle_reshard.pipeline.workflow import (
     ConversionPlan,
     Observer,
+    check_targets,
     ignore_events,
     plan_checkpoint,
 )
@@ -353,6 +354,7 @@ def average(
         engine,
         observe,
         resume,
+        no_space_check=options.get("no_space_check", False),
     )
 
 
@@ -397,6 +399,7 @@ def _plan_average(
     own_files = checkpoint.own_files | series.sizes().keys() - stores[-1].sizes().keys() - {AVERAGE}
     checkpoint = replace(checkpoint, own_files=own_files)
     planned = plan_checkpoint(series, checkpoint, request, sinks.limits(series))
+    check_targets(planned, sinks, resume or options.get("no_space_check", False))
     return replace(planned, places=sinks.locations)
 
 

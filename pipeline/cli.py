@@ -267,6 +267,11 @@ target_options = _options(
         is_flag=True,
         help="Read source bytes several times where --memory is too small for reading them once.",
     ),
+    conduct_option(
+        "--no-space-check",
+        is_flag=True,
+        help="Do not compare the free space of the target's disk with what will be written.",
+    ),
     outcome_option(
         "--vocab-pad", type=click.IntRange(1), help="Grow the vocabulary to this many rows, new ones zero."
     ),

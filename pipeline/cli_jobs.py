@@ -364,7 +364,7 @@ def _watcher(
     if address is not None:
         if missing := [name for name in job["env"] if name not in os.environ]:
             raise UsageError(f"--env {missing[0]}: no such variable is set here")
-        request.spell("", "")  # refuse credentials before the first job
+        request.spell("SRC", "DST")  # refuse credentials before the first job
         convert = convert_as_job(
             conversion, lambda s, t: _job_request(request, job, s, t, again=True, unattended=True), address
         )

@@ -422,6 +422,8 @@ class ConversionOptions(TargetOptions, total=False):
     """Keep parameters that are not the cast of their master weights, and report them, instead of refusing."""
     allow_reread: bool
     """Read source bytes several times where the budget demands it, instead of refusing."""
+    no_space_check: bool
+    """Do not compare the free space of the targets' disks with what will be written: for those that do not tell it."""
     vocab_pad: int | None
     """Give the targets a vocabulary of this many rows: new ones are zero in every state."""
     vocab_trim: int | None

@@ -48,7 +48,7 @@ from paddle_reshard.pipeline.claims import (
 from paddle_reshard.pipeline.errors import CheckpointError, ListingError, ReshardError, UsageError
 from paddle_reshard.pipeline.indexing import index_checkpoint
 from paddle_reshard.pipeline.inputs import load_config, load_tables
-from paddle_reshard.pipeline.layouts.files import MANIFEST
+from paddle_reshard.pipeline.layouts.files import MANIFEST, MANIFEST_FORMAT
 from paddle_reshard.pipeline.layouts.trainer_files import is_of_training
 from paddle_reshard.pipeline.options import CONVERSION_OPTIONS
 from paddle_reshard.pipeline.runners import Conversion, Convert, Outcome, convert_inline
@@ -56,7 +56,7 @@ from paddle_reshard.pipeline.workflow import describe_targets
 from paddle_reshard.storage.formats.strict_json import parse_json
 from paddle_reshard.storage.holder import is_gone, process_start, this_process
 from paddle_reshard.storage.listing import Shelf, open_shelf
-from paddle_reshard.storage.locate import open_source, source_access, target_access
+from paddle_reshard.storage.locate import open_source, place, source_access, target_access
 from paddle_reshard.tasks.fill import read_filling
 
 log = logging.getLogger(__name__)
@@ -228,13 +228,7 @@ class Watcher:
         return self._manifests[name][1]
 
     def _manifest(self, name: str) -> dict[str, Any]:
-        data = self.out.read(f"{name}/{MANIFEST}")
-        try:
-            manifest = parse_json(data or b"")
-        except ValueError:
-            return {}
-        ours = isinstance(manifest, dict) and manifest.get("format") == "paddle-reshard manifest"
-        return manifest if ours else {}
+        return _read_manifest(self.out.read(f"{name}/{MANIFEST}") or b"")
 
     def _attempts(self) -> dict[str, list[Attempt]]:
         """Every claim beside the targets: conversion id → attempts, ascending."""
@@ -461,16 +455,25 @@ class Watcher:
             self._remove(mine[name])
 
     def _remove(self, attempt: Attempt) -> None:
-        """Remove a target; a kill in between is made good by the next pass."""
+        """Remove a target, and nothing else with it; a kill in between is made good by the next pass."""
         current = self._plan_id(attempt.target, self.out.files(attempt.target))
         if current not in (None, attempt.plan_id):
             return
+        where = self.out.at(attempt.target)
         going = replace(attempt, state=State.REMOVING, reason=f"--keep {self.policy.keep}")
         self.out.replace(claim_path(going), going.data())
-        self.out.remove(attempt.target, first=MANIFEST)
-        gone = replace(going, state=State.REMOVED)
-        self.out.replace(claim_path(gone), gone.data())
-        log.info("%s: removed, --keep %s", self.out.at(attempt.target), self.policy.keep)
+        reason = self.out.remove(
+            attempt.target, lambda m: _read_manifest(m).get("plan_id") == attempt.plan_id
+        )
+        if reason is None:
+            ended = replace(going, state=State.REMOVED)
+        else:
+            ended = replace(attempt, state=State.DONE, reason="")
+        self.out.replace(claim_path(ended), ended.data())
+        if reason is None:
+            log.info("%s: removed, --keep %s", where, self.policy.keep)
+        else:
+            self._tell(f"{attempt.target} kept", logging.WARNING, f"{where}: not removed, for {reason}")
 
     def _tell(self, name: str, level: int, message: str, key: str | None = None) -> None:
         """Log what is news; the same about the same checkpoint is told once."""
@@ -498,12 +501,26 @@ def lacking(files: Collection[str], before: Collection[str]) -> str | None:
 
 
 def check_places(run: str, out: str) -> None:
-    """Refuse targets that would be sources."""
-    if run.rstrip("/") == out.rstrip("/"):
+    """Refuse targets that would be sources, by whatever names."""
+    there, here = place(run), place(out)
+    if there == here:
         raise UsageError(f"{out}: the converted checkpoints may not go into the run directory itself")
-    inner = out.removeprefix(f"{run.rstrip('/')}/")
-    if inner != out and CHECKPOINT.fullmatch(inner.split("/")[0]):
-        raise UsageError(f"{out}: lies inside a checkpoint of the run")
+    for inner, outer, what in (
+        (here, there, "a checkpoint of the run"),
+        (there, here, "a converted checkpoint"),
+    ):
+        if outer in inner.parents and CHECKPOINT.fullmatch(inner.relative_to(outer).parts[0]):
+            raise UsageError(f"{out if inner == here else run}: lies inside {what}")
+
+
+def _read_manifest(data: bytes) -> dict[str, Any]:
+    """The manifest of a target, empty where it is none of ours."""
+    try:
+        manifest = parse_json(data)
+    except ValueError:
+        return {}
+    ours = isinstance(manifest, dict) and manifest.get("format") == MANIFEST_FORMAT
+    return manifest if ours else {}
 
 
 def _content(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from paddle_reshard.pipeline.errors import (
     MasterDriftError,
     TargetError,
     UnsupportedError,
-    UsageError,
 )
 from paddle_reshard.pipeline.indexing import index_checkpoint
 from paddle_reshard.pipeline.integrity import check_target, glance_at_target
@@ -52,7 +51,7 @@ from paddle_reshard.pipeline.shown import Facts, Shown, readable_bytes
 from paddle_reshard.pipeline.small_files import check_optimizer
 from paddle_reshard.pipeline.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT
 from paddle_reshard.storage.formats.strict_json import parse_json
-from paddle_reshard.storage.locate import absolute, place
+from paddle_reshard.storage.locate import absolute
 from paddle_reshard.storage.outputs import Outputs, prefixes
 from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, Source, Target, WritePart
 from paddle_reshard.tasks.figures import WorkerFigures, add_figures, add_retries
@@ -316,15 +315,6 @@ def _divided(source: Checkpoint, forms: Sequence[Form], store: Source) -> Checkp
 # -------------------------------------------------------------------------------------- move, verify, publish
 
 
-def check_apart(other_location: str, target_location: str, what: str = "source and target") -> None:
-    """Refuse a target that is the source, or inside it, or around it; ``what`` the two are."""
-    other, target = place(other_location), place(target_location)
-    if other == target:
-        raise UsageError(f"{target}: {what} are the same folder")
-    if other in target.parents or target in other.parents:
-        raise UsageError(f"{target}: {what} may not lie one inside the other")
-
-
 def identify(conversion: ConversionPlan) -> Identity:
     """Which conversion this is: what it makes, from which very files, by which version."""
     from paddle_reshard import __version__
@@ -374,6 +364,7 @@ def run_conversion(
     resume: bool = False,
     index_files: IndexFiles = index_here,
     verify: bool = False,
+    no_space_check: bool = False,
 ) -> MoveReport:
     """Move, verify and publish: afterwards the targets are there, whole.
 
@@ -383,7 +374,7 @@ def run_conversion(
     targets is read in the end and compared with its checksum.
     """
     check_optimizer(conversion.store, conversion.source)
-    report = _run(conversion, outputs, engine, observe, resume, index_files)
+    report = _run(conversion, outputs, engine, observe, resume, index_files, no_space_check)
     if verify:
         observe(StepStarted("read back"))
         for target in outputs.targets.values():
@@ -399,6 +390,7 @@ def _run(
     observe: Observer,
     resume: bool,
     index_files: IndexFiles,
+    no_space_check: bool,
 ) -> MoveReport:
     plan, source = conversion.plan, conversion.store
     if resume:
@@ -408,6 +400,7 @@ def _run(
             _check_published(outputs.targets[prefix], in_full=False)
         if len(outputs.made) == len(described):
             return MoveReport(0, 0, 0, 0, (), resumed_groups=plan.groups)
+        check_targets(conversion, outputs, no_space_check)
     with outputs:
         observe(StepStarted("move", plan.written_bytes))
         report, receipts = _move(conversion, outputs, engine, observe)
@@ -426,6 +419,19 @@ def _run(
             target.publish(MANIFEST, format_manifest(manifest))
         observe(StepEnded("publish", outputs.location))
     return report
+
+
+def check_targets(conversion: ConversionPlan, outputs: Outputs, no_space_check: bool) -> None:
+    """Refuse what the targets cannot hold: names that are none, and more bytes than there is room for.
+
+    Raises
+    ------
+    TargetError
+    """
+    files = _new_files(conversion.plan)
+    outputs.check_names(files)
+    if not no_space_check:
+        outputs.check_space(files)
 
 
 def _new_files(plan: Plan) -> list[NewFile]:

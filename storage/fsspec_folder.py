@@ -88,15 +88,14 @@ class Listing:
     files: Mapping[str, ObjectStamp]
     folders: tuple[str, ...]
 
-
-def entries_of(listing: Listing, hidden: str) -> list[Entry]:
-    """What a listing shows, but for files whose names begin with ``hidden``."""
-    files = [
-        Entry(name, Kind.FILE, stamp.size_bytes)
-        for name, stamp in listing.files.items()
-        if not name.startswith(hidden)
-    ]
-    return [*files, *(Entry(name, Kind.FOLDER) for name in listing.folders)]
+    def entries(self, hidden: str) -> list[Entry]:
+        """Everything but the files whose names begin with ``hidden``."""
+        files = [
+            Entry(name, Kind.FILE, stamp.size_bytes)
+            for name, stamp in self.files.items()
+            if not name.startswith(hidden)
+        ]
+        return [*files, *(Entry(name, Kind.FOLDER) for name in self.folders)]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

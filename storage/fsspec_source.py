@@ -8,8 +8,8 @@ from paddle_reshard.pipeline.errors import CheckpointError
 from paddle_reshard.pipeline.layouts.files import MANIFEST
 from paddle_reshard.storage import retry
 from paddle_reshard.storage.fsspec_folder import FsspecFolder
-from paddle_reshard.storage.ledger import OWN_PREFIX, SESSION
-from paddle_reshard.storage.store import Openness, Read, ReadRange
+from paddle_reshard.storage.ledger import SESSION
+from paddle_reshard.storage.store import OWN_PREFIX, Openness, Read, ReadRange
 
 RANGE_BYTES = 8 << 20
 """A read is cut into requests of this size."""

@@ -28,10 +28,9 @@ from paddle_reshard.pipeline.layouts.trainer_files import is_tensor_file
 from paddle_reshard.pipeline.planning.limits import CopyLimits
 from paddle_reshard.storage import retry
 from paddle_reshard.storage.formats.strict_json import parse_json
-from paddle_reshard.storage.fsspec_folder import FsspecFolder, Listing, entries_of
+from paddle_reshard.storage.fsspec_folder import FsspecFolder, Listing
 from paddle_reshard.storage.fsspec_source import FsspecSource
 from paddle_reshard.storage.ledger import (
-    OWN_PREFIX,
     Phase,
     Place,
     Session,
@@ -44,8 +43,10 @@ from paddle_reshard.storage.ledger import (
 )
 from paddle_reshard.storage.local import LocalWriter
 from paddle_reshard.storage.os_errors import told
+from paddle_reshard.storage.space import Room, room_for
 from paddle_reshard.storage.staging import Staging
 from paddle_reshard.storage.store import (
+    OWN_PREFIX,
     Identity,
     NewFile,
     Openness,
@@ -120,7 +121,7 @@ class FsspecTarget(ABC):
                 f"{self.location}: is not empty; give another target, or --overwrite to replace it"
             )
         manifest = self._read(MANIFEST, listing) if MANIFEST in listing.files else None
-        if (reason := objection(entries_of(listing, OWN_PREFIX), manifest)) is not None:
+        if (reason := objection(listing.entries(OWN_PREFIX), manifest)) is not None:
             raise TargetError(
                 f"{self.location}: --overwrite replaces a checkpoint and nothing else, and {reason}; move that away, "
                 "or give another target"
@@ -142,6 +143,10 @@ class FsspecTarget(ABC):
         buffer = bytearray(stamp.size_bytes)
         self.folder.attempt(name, self.folder.read_range, name, stamp, 0, memoryview(buffer))
         return bytes(buffer)
+
+    def room(self) -> Room | None:
+        """An object store has no end."""
+        return None
 
     def copies_from(self, source: Source) -> CopyLimits | None:
         """Nothing, as far as is known of any store."""
@@ -355,6 +360,11 @@ class StagedTarget(FsspecTarget):
         folder = Path(tempfile.gettempdir()) / f"paddle_reshard-{os.getuid()}-{digest}"
         self.staging = Staging(folder, self.location)
         return self.staging.place
+
+    def room(self) -> Room:
+        """What the disk on which it is staged can take."""
+        with told(self.staging.place.folder, self.location, TargetError):
+            return room_for(self.staging.files)
 
     def check_free(self, listing: Listing) -> list[str]:
         """Refuse a folder that holds anything: uploading takes long, and meanwhile neither checkpoint is whole."""

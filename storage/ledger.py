@@ -41,10 +41,8 @@ from paddle_reshard.pipeline.errors import (
 )
 from paddle_reshard.storage.formats.strict_json import parse_json
 from paddle_reshard.storage.holder import Holder, is_gone, process_start, this_process
-from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record
+from paddle_reshard.storage.store import OWN_PREFIX, Identity, NewFile, Receipt, Record
 
-OWN_PREFIX = ".paddle_reshard_"
-"""Names that begin so are no files of a checkpoint."""
 SESSION = f"{OWN_PREFIX}session.json"
 """Where the record is kept among the objects of a target."""
 LEASE_SECONDS = 120.0

@@ -11,18 +11,28 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from paddle_reshard.pipeline.errors import ListingError
+from paddle_reshard.pipeline.layouts.files import MANIFEST
+from paddle_reshard.pipeline.layouts.replaceable import Kind, changed, objection
+from paddle_reshard.pipeline.layouts.trainer_files import is_marker
+from paddle_reshard.storage.folders import entries_of, read_manifest, remove_files
 from paddle_reshard.storage.local import list_folder
 from paddle_reshard.storage.locate import StorageOptions, _open_folder, check_scheme, is_local, local_path
+from paddle_reshard.storage.store import OWN_PREFIX
 
 if TYPE_CHECKING:
     from paddle_reshard.storage.fsspec_folder import FsspecFolder
+
+
+IsOurs = Callable[[bytes], bool]
+"""Whether a manifest is the one that is meant."""
+_REMOVING = f"{OWN_PREFIX}removing.json"
+_NOT_OURS = "its manifest is not the one that was written"
 
 
 class Shelf(Protocol):
@@ -50,8 +60,12 @@ class Shelf(Protocol):
     def replace(self, path: str, data: bytes) -> None:
         """Write a small file, whether or not it was there."""
 
-    def remove(self, folder: str, first: str) -> None:
-        """Remove a folder with all it holds, ``first`` before all others. Can be repeated."""
+    def remove(self, folder: str, is_ours: IsOurs) -> str | None:
+        """Remove a checkpoint that was made here; why not, if anything else lies with it. Can be repeated.
+
+        Exactly the files that its manifest lists are removed, if that ``is_ours``. At no moment a half of it looks
+        whole.
+        """
 
 
 def open_shelf(location: str, options: StorageOptions, schemes: Collection[str] = ()) -> Shelf:
@@ -134,20 +148,40 @@ class LocalShelf:
             os.fsync(file.fileno())
         return Path(staged)
 
-    def remove(self, folder: str, first: str) -> None:
-        """Take a folder out of sight, then delete it; what an earlier try left is deleted too."""
-        away = self.root / f".{folder}.removing"
-        _delete(away)
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(self.root / folder, away)
-        _delete(away)
+    def remove(self, folder: str, is_ours: IsOurs) -> str | None:
+        """Take a folder out of sight, then remove its files; what an earlier try left is removed too."""
+        place, away = self.root / folder, self.root / f".{folder}.removing"
+        if os.path.lexists(away) and (reason := _remove(away, is_ours)) is not None:
+            return f"{away} is in the way: {reason}"
+        if not os.path.lexists(place):
+            return None
+        if (reason := _objection(place, is_ours)) is not None:
+            return reason
+        os.rename(place, away)
+        reason = _remove(away, is_ours)
+        if reason is not None and not os.path.lexists(place):
+            os.rename(away, place)
+        return reason
 
 
-def _delete(folder: Path) -> None:
-    """Delete a folder, also while another process does."""
-    while folder.is_dir():
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(folder)
+def _objection(folder: Path, is_ours: IsOurs) -> str | None:
+    """Why a folder is not exactly a checkpoint that was made here."""
+    if folder.is_symlink() or not folder.is_dir():
+        return "it is not a folder"
+    entries = entries_of(folder)
+    if all(entry.kind is Kind.FOLDER for entry in entries):  # all files are gone
+        return objection(entries, None)
+    manifest = read_manifest(folder, entries)
+    if manifest is None or not is_ours(manifest):
+        return _NOT_OURS
+    return objection(entries, manifest) or changed(entries, manifest)
+
+
+def _remove(folder: Path, is_ours: IsOurs) -> str | None:
+    if (reason := _objection(folder, is_ours)) is not None:
+        return reason
+    files = [entry.path for entry in entries_of(folder) if entry.kind is Kind.FILE]
+    return None if remove_files(folder, files) else "something was put there meanwhile"
 
 
 class RemoteShelf:
@@ -203,9 +237,24 @@ class RemoteShelf:
         folder, name = self._parent(path)
         folder.attempt(name, folder.put, name, data)
 
-    def remove(self, folder: str, first: str) -> None:
-        """Delete ``first``, then everything in the folder."""
+    def remove(self, folder: str, is_ours: IsOurs) -> str | None:
+        """Delete the manifest, then the trainer's markers, then the rest; a copy of the manifest says what that is."""
         place = self._folder(folder)
-        place.attempt(first, place.delete, first)
-        for name in place.listing().files:
+        listing = place.listing()
+        begun = _REMOVING in listing.files
+        if not begun and not listing.files and not listing.folders:
+            return None
+        manifest = self.read(f"{folder}/{_REMOVING if begun else MANIFEST}")
+        if manifest is None or not is_ours(manifest):
+            return _NOT_OURS
+        entries = listing.entries(OWN_PREFIX)
+        reason = objection(entries, manifest) or (None if begun else changed(entries, manifest))
+        if reason is not None:
+            return reason
+        if not begun:
+            place.attempt(_REMOVING, place.put, _REMOVING, manifest)
+        names = [entry.path for entry in entries if entry.kind is Kind.FILE]
+        for name in sorted(names, key=lambda n: (n != MANIFEST, not is_marker(n), n)):
             place.attempt(name, place.delete, name)
+        place.attempt(_REMOVING, place.delete, _REMOVING)
+        return None

@@ -35,6 +35,7 @@ from paddle_reshard.storage.ledger import (
     refuse_unfinished,
 )
 from paddle_reshard.storage.os_errors import told
+from paddle_reshard.storage.space import Room, room_for
 from paddle_reshard.storage.staging import Staging, sync, write_file
 from paddle_reshard.storage.store import Identity, NewFile, Openness, Read, ReadRange, Receipt, Record, Source
 
@@ -311,6 +312,11 @@ class LocalTarget:
     def _told(self) -> AbstractContextManager[None]:
         """What the file system refuses becomes a sentence about the target."""
         return told(self.root, self.location, TargetError)
+
+    def room(self) -> Room:
+        """What the disk can take, beside what is staged."""
+        with self._told():
+            return room_for(self.staging.files)
 
     def copies_from(self, source: Source) -> CopyLimits | None:
         """Files of this machine are copied on it."""

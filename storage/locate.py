@@ -7,6 +7,7 @@ open, that unpack, that cache or that speak to any web server only if the user n
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path, PurePath, PurePosixPath
@@ -210,7 +211,10 @@ def local_path(location: str) -> Path:
     """The path of a local location."""
     if not is_local(location):
         raise UnsupportedError(f"{location.split('://', 1)[0]}:// is not a local folder")
-    return Path(location.split("://", 1)[-1])
+    path = location.split("://", 1)[-1]
+    if not path.strip():
+        raise UsageError(f"{location!r} is no place: SRC or DST is empty; is a variable not set?")
+    return Path(path)
 
 
 def absolute(location: str) -> str:
@@ -221,7 +225,7 @@ def absolute(location: str) -> str:
 def place(location: str) -> PurePath:
     """A location as a path that can be compared with another, whatever the spelling; it is not to be opened."""
     if is_local(location):
-        return local_path(location).resolve()
+        return Path(os.path.realpath(local_path(location)))
     from paddle_reshard.storage.fsspec_folder import without_secrets
     from paddle_reshard.storage.s3 import SCHEMES
 

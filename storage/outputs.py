@@ -11,8 +11,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
 
+from paddle_reshard.pipeline.errors import TargetError
 from paddle_reshard.pipeline.planning.limits import PartLimits
 from paddle_reshard.storage.store import (
+    OWN_PREFIX,
     Identity,
     NewFile,
     Openness,
@@ -32,6 +34,25 @@ def prefixes(count: int) -> list[str]:
     ([''], ['0/', '1/'])
     """
     return [""] if count == 1 else [f"{number}/" for number in range(count)]
+
+
+def wrong_name(path: str, name_bytes: int | None) -> str | None:
+    """Why a target cannot have a file of this path; ``None`` if it can. ``name_bytes`` is the longest name of a disk.
+
+    >>> wrong_name("model_state/0_0.distcp", 255), wrong_name("a/../b", 255)
+    (None, "which leads elsewhere: '..'")
+    """
+    names = path.split("/")
+    if odd := [name for name in names if name in ("", ".", "..")]:
+        return f"which leads elsewhere: {odd[0]!r}"
+    if "\0" in path:
+        return "which holds a NUL character"
+    if path.startswith(OWN_PREFIX):
+        return "which is kept for this tool's own records"
+    longest = max(len(name.encode("utf-8", "surrogatepass")) for name in names)
+    if name_bytes is not None and longest > name_bytes:
+        return f"of which a part has {longest} bytes: the file system takes {name_bytes}"
+    return None
 
 
 class Outputs:
@@ -63,6 +84,49 @@ class Outputs:
             min(counts, default=None),
             copies.pop() if len(copies) == 1 else None,
         )
+
+    def check_names(self, files: Sequence[NewFile]) -> None:
+        """Refuse names that a target cannot hold, whatever a source calls its files.
+
+        Raises
+        ------
+        TargetError
+        """
+        for prefix, target in self.pending():
+            room = target.room()
+            for file in files:
+                if file.path.startswith(prefix):
+                    path = file.path.removeprefix(prefix)
+                    if (reason := wrong_name(path, None if room is None else room.name_bytes)) is not None:
+                        raise TargetError(
+                            f"{target.location}: cannot hold a file of the name {path!r}, {reason}"
+                        )
+
+    def check_space(self, files: Sequence[NewFile]) -> None:
+        """Refuse if the disks have less room than all targets on them together need.
+
+        Raises
+        ------
+        TargetError
+            With both numbers.
+        """
+        needed: dict[int, int] = {}
+        there: dict[int, tuple[int, list[str]]] = {}
+        for prefix, target in self.pending():
+            room = target.room()
+            if room is None or room.free_bytes is None:
+                continue
+            own = sum(room.taken_by(file.size_bytes) for file in files if file.path.startswith(prefix))
+            needed[room.device] = needed.get(room.device, 0) + max(0, own - room.held_bytes)
+            there.setdefault(room.device, (room.free_bytes, []))[1].append(target.location)
+        for device, (free_bytes, locations) in there.items():
+            if needed[device] > free_bytes:
+                refused = TargetError(
+                    f"{', '.join(locations)}: needs {needed[device]} bytes, and the disk has {free_bytes} bytes free; "
+                    "make room, or give --no-space-check if the disk does not tell the truth"
+                )
+                refused.retryable = True
+                raise refused
 
     def pending(self) -> Iterator[tuple[str, Target]]:
         """Prefix and target, of those that have to be made."""

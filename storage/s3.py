@@ -30,11 +30,11 @@ from paddle_reshard.storage.checksum import checksum, source_checksum
 from paddle_reshard.storage.fsspec_folder import FsspecFolder, Listing, ObjectStamp
 from paddle_reshard.storage.fsspec_source import FsspecSource
 from paddle_reshard.storage.fsspec_target import PROBE_PREFIX, FsspecTarget, is_marker, refuse_replacing
-from paddle_reshard.storage.ledger import OWN_PREFIX, SESSION, Phase, Place, Session, find_session, seize
+from paddle_reshard.storage.ledger import SESSION, Phase, Place, Session, find_session, seize
 from paddle_reshard.storage.retry import DamagedBody, RetryPolicy
 from paddle_reshard.storage.s3_reads import read_body
 from paddle_reshard.storage.s3_session import S3Place
-from paddle_reshard.storage.store import Identity, NewFile, ReadRange, Receipt, Record, Source
+from paddle_reshard.storage.store import OWN_PREFIX, Identity, NewFile, ReadRange, Receipt, Record, Source
 
 SCHEMES = ("s3", "s3a")
 SMALLEST_PART_BYTES = 5 << 20

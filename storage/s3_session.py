@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 from paddle_reshard.storage import retry
 from paddle_reshard.storage.fsspec_folder import Listing
-from paddle_reshard.storage.ledger import OWN_PREFIX, SESSION, parse_ledger
+from paddle_reshard.storage.ledger import SESSION, parse_ledger
 from paddle_reshard.storage.retry import RetryPolicy
-from paddle_reshard.storage.store import Record
+from paddle_reshard.storage.store import OWN_PREFIX, Record
 
 LEDGER_PREFIX = f"{OWN_PREFIX}ledger-"
 

@@ -14,6 +14,10 @@ from types import TracebackType
 from typing import Protocol
 
 from paddle_reshard.pipeline.planning.limits import CopyLimits
+from paddle_reshard.storage.space import Room
+
+OWN_PREFIX = ".paddle_reshard_"
+"""Names that begin so are no files of a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +173,9 @@ class Target(Protocol):
     @property
     def most_parts(self) -> int | None:
         """How many parts a file may have."""
+
+    def room(self) -> Room | None:
+        """What its disk can take; ``None`` for a store that has no end."""
 
     def copies_from(self, source: Source) -> CopyLimits | None:
         """Which stretches of a source the storage can copy by itself; found out by trying where that is needed."""

@@ -45,7 +45,7 @@ def test_a_shelf_is_empty_until_something_is_put_there(shelf: Shelf) -> None:
     assert shelf.folders() == []
     assert shelf.files("checkpoint-3") == {}
     assert shelf.read("claims/x.json") is None
-    shelf.remove("checkpoint-3", first="a")
+    assert shelf.remove("checkpoint-3", bool) is None
 
 
 def test_files_and_folders_are_listed_with_stamps_that_change(shelf: Shelf) -> None:
@@ -71,13 +71,76 @@ def test_a_file_is_created_once(shelf: Shelf) -> None:
     assert list(shelf.files("deep/claims")) == ["x.json"]
 
 
-def test_a_folder_is_removed_with_all_it_holds_and_nothing_else(shelf: Shelf) -> None:
-    for name in ("checkpoint-3/a", "checkpoint-3/paddle_reshard.json", "checkpoint-30/a"):
-        shelf.replace(name, b"x")
+MANIFEST = b'{"format": "paddle-reshard manifest", "files": {"a": 1, "model_state/0_0.distcp": 1}}'
+
+
+def _put(shelf: Shelf, folder: str) -> None:
+    for name in ("a", "model_state/0_0.distcp"):
+        shelf.replace(f"{folder}/{name}", b"x")
+    shelf.replace(f"{folder}/paddle_reshard.json", MANIFEST)
+
+
+def test_a_checkpoint_is_removed_and_nothing_else(shelf: Shelf) -> None:
+    _put(shelf, "checkpoint-3")
+    shelf.replace("checkpoint-30/a", b"x")
     for _ in range(2):
-        shelf.remove("checkpoint-3", first="paddle_reshard.json")
+        assert shelf.remove("checkpoint-3", lambda manifest: manifest == MANIFEST) is None
         assert shelf.folders() == ["checkpoint-30"]
         assert shelf.files("checkpoint-3") == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "data", "named"),
+    [
+        ("notes.txt", b"mine", "there is also notes.txt, which the manifest there does not list"),
+        ("finetuned/config.json", b"mine", "there is also finetuned/"),
+        ("a", b"changed by hand", "a has another size than the manifest says"),
+        ("paddle_reshard.json", b"{}", "its manifest is not the one that was written"),
+    ],
+)
+def test_a_folder_that_is_not_exactly_what_was_made_is_kept(
+    path: str, data: bytes, named: str, shelf: Shelf
+) -> None:
+    _put(shelf, "checkpoint-3")
+    shelf.replace(f"checkpoint-3/{path}", data)
+    before = shelf.files("checkpoint-3")
+    for _ in range(2):
+        reason = shelf.remove("checkpoint-3", lambda manifest: manifest == MANIFEST)
+        assert named in str(reason)
+        assert shelf.files("checkpoint-3") == before
+        assert shelf.folders() == ["checkpoint-3"]
+
+
+def test_a_folder_of_the_name_that_is_used_while_removing_is_kept(tmp_path: Path) -> None:
+    shelf = open_shelf(str(tmp_path), {})
+    _put(shelf, "checkpoint-3")
+    shelf.replace(".checkpoint-3.removing/thesis.tex", b"years of work")
+    before = sorted(tmp_path.rglob("*"))
+    assert "is in the way" in str(shelf.remove("checkpoint-3", lambda manifest: manifest == MANIFEST))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("cut", range(1, 4))
+def test_a_removal_in_a_store_that_was_cut_short_is_finished(
+    cut: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = fsspec.filesystem("memory")
+    shelf = open_shelf(f"memory://cut-{secrets.token_hex(6)}", {})
+    _put(shelf, "checkpoint-3")
+    remove, left = type(memory).rm_file, [cut]
+
+    def failing(self: object, path: str) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        remove(self, path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(memory), "rm_file", failing)
+        with pytest.raises(KeyboardInterrupt):
+            shelf.remove("checkpoint-3", lambda manifest: manifest == MANIFEST)
+    assert shelf.remove("checkpoint-3", lambda manifest: manifest == MANIFEST) is None
+    assert shelf.files("checkpoint-3") == {}
 
 
 @pytest.mark.parametrize("kind", ["disk", "s3"])

@@ -19,7 +19,7 @@ import pytest
 import paddle_reshard
 from paddle_reshard.pipeline import watch
 from paddle_reshard.pipeline.claims import Policy, conversion_id
-from paddle_reshard.pipeline.errors import GroupFailedError, TargetError
+from paddle_reshard.pipeline.errors import GroupFailedError, TargetError, UsageError
 from paddle_reshard.pipeline.runners import Conversion, convert_inline
 from paddle_reshard.pipeline.watch import Result, open_watcher
 from paddle_reshard.storage.fsspec_folder import FsspecFolder
@@ -409,6 +409,42 @@ def test_keep_does_not_touch_a_conversion_that_was_replaced_or_adopted(training:
     training.watch("--keep", 1)
     assert training.converted() == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
     assert training.states() == ["adopted", "done", "done"]
+
+
+def test_keep_does_not_touch_what_lies_with_a_conversion(
+    training: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    conversion = Conversion({"to": "tp=1"}, lambda one, other: f"id-{other.rpartition('-')[2]}")
+    watcher = open_watcher(str(training.run), str(training.out), conversion, Policy(keep=1, settle_seconds=0))
+    copy_checkpoint(training.run / "checkpoint-3")
+    assert watcher.once() == {"checkpoint-3": Result.CONVERTED}
+    made = training.out / "checkpoint-3"
+    (made / "finetuned").mkdir()
+    (made / "finetuned" / "model.safetensors").write_bytes(b"months of work")
+    before = snapshot(made)
+    copy_checkpoint(training.run / "checkpoint-6")
+    for _ in range(2):
+        watcher.once()
+        assert snapshot(made) == before
+    assert "checkpoint-3: not removed, for there is also finetuned/" in caplog.text
+    assert training.states() == ["done", "done"]
+    shutil.rmtree(made / "finetuned")
+    watcher.once()
+    assert not made.exists()
+    assert training.states() == ["removed", "done"]
+
+
+@pytest.mark.parametrize(
+    ("run_link", "out"), [("run/checkpoint-3", "link"), (".", "run"), ("run", "link")], ids=str
+)
+def test_places_are_compared_as_they_are_and_not_as_they_are_called(
+    run_link: str, out: str, tmp_path: Path
+) -> None:
+    (tmp_path / "run" / "checkpoint-3").mkdir(parents=True)
+    if out == "link":
+        (tmp_path / "link").symlink_to(tmp_path / run_link)
+    with pytest.raises(UsageError, match=r"run directory itself|inside a checkpoint"):
+        watch.check_places(str(tmp_path / "run"), str(tmp_path / out))
 
 
 def test_a_removal_that_was_cut_short_is_finished(training: Run) -> None:

@@ -1,0 +1,294 @@
+"""What is read is never what is written over; places, names and disks that cannot hold a target are refused first."""
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+import paddle_reshard
+from paddle_reshard.pipeline.errors import ReshardError, TargetError, UsageError
+from paddle_reshard.pipeline.planning import plan as planning
+from paddle_reshard.pipeline.workflow import Event, Progress
+from tests.storage.contents import ONE_CARD, SMALL, fill_bucket, fill_memory, in_bucket
+from tests.storage.servers import Store
+from tests.storage.test_replacing import tree
+
+MAIN = [sys.executable, "-m", "paddle_reshard"]
+
+
+# --------------------------------------------------------------------------------------------------- no place at all
+
+
+@pytest.mark.parametrize("empty", ["", " ", "\t\n", "file://"])
+def test_an_empty_place_is_wrong_usage(empty: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``convert SRC "$UNSET"`` means no folder, and least of all this one."""
+    shutil.copytree(SMALL, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    before = tree(tmp_path)
+    for attempt in (paddle_reshard.convert, paddle_reshard.plan):
+        for resume in (False, True):
+            with pytest.raises(UsageError, match="is a variable not set"):
+                attempt(SMALL, empty, overwrite=True, resume=resume, **ONE_CARD)
+        with pytest.raises(UsageError, match="is a variable not set"):
+            attempt(SMALL, {tmp_path / "a": {"to": "tp=1"}, empty: {"to": "tp=2"}})
+        with pytest.raises(UsageError, match="is a variable not set"):
+            attempt(empty, tmp_path / "a", **ONE_CARD)
+    with pytest.raises(UsageError, match="is a variable not set"):
+        paddle_reshard.average([SMALL, SMALL], empty, uniform=True, overwrite=True, **ONE_CARD)
+    with pytest.raises(UsageError, match="is a variable not set"):
+        paddle_reshard.clean(empty)
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["convert", SMALL, "", "--to", "tp=1", "--overwrite"],
+        ["plan", SMALL, " ", "--to", "tp=1", "--overwrite"],
+        ["ema", SMALL, SMALL, "", "--uniform", "--to", "tp=1", "--overwrite"],
+        ["watch", SMALL, "", "--to", "tp=1", "--once", "--overwrite"],
+        ["submit", SMALL, "", "--to", "tp=1", "--overwrite", "--address", "http://127.0.0.1:9"],
+        ["clean", ""],
+    ],
+    ids=lambda command: command[0],
+)
+def test_an_empty_place_is_wrong_usage_of_every_command(command: list[Any], tmp_path: Path) -> None:
+    (tmp_path / "model_state.pdparams").write_bytes(b"theirs")
+    before = tree(tmp_path)
+    done = subprocess.run([*MAIN, *map(str, command)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "is a variable not set?" in done.stderr
+    assert tree(tmp_path) == before
+
+
+# --------------------------------------------------------------------------------------- the source and the target
+
+
+def _copy(folder: Path) -> Path:
+    shutil.copytree(SMALL, folder)
+    return folder
+
+
+def _refused(source: Path, target: Path, below: Path, told: str) -> None:
+    before = tree(below)
+    for options in ({"overwrite": True}, {"resume": True}, {}):
+        with pytest.raises(ReshardError, match=told):
+            paddle_reshard.convert(source, target, **options, **ONE_CARD)
+        with pytest.raises(ReshardError, match=told):
+            paddle_reshard.average([SMALL, source], target, uniform=True, **options, **ONE_CARD)
+    assert tree(below) == before
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (".foo.reshard", "foo"),
+        (".foo.reshard/files", "foo"),
+        ("foo", "foo/."),
+        ("foo", "foo/inside"),
+        ("foo/inside", "foo"),
+        ("foo", "link"),
+        ("foo", "link/inside"),
+    ],
+)
+def test_a_target_that_is_the_source_by_any_name_is_refused(source: str, target: str, tmp_path: Path) -> None:
+    _copy(tmp_path / source)
+    (tmp_path / "link").symlink_to("foo")
+    _refused(tmp_path / source, tmp_path / target, tmp_path, "source and target")
+
+
+@pytest.mark.parametrize("how", [os.symlink, os.link])
+@pytest.mark.parametrize("where", ["t", ".t.reshard/files"])
+def test_a_source_whose_files_lie_in_the_target_is_refused(how: Any, where: str, tmp_path: Path) -> None:
+    old = _copy(tmp_path / where)
+    source = tmp_path / "source"
+    source.mkdir()
+    for path in old.iterdir():
+        how(path, source / path.name)
+    _refused(source, tmp_path / "t", tmp_path, "share files|outside|link")
+    assert (old / "config.json").exists()
+
+
+def test_targets_that_are_one_by_any_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to("a")
+    for one, two in (("a", "link"), ("a", "a/b"), ("a", ".a.reshard"), (".a.reshard/files", "a")):
+        with pytest.raises(UsageError, match="two targets"):
+            paddle_reshard.convert(SMALL, {tmp_path / one: {"to": "tp=1"}, tmp_path / two: {"to": "tp=2"}})
+    assert tree(tmp_path) == {"a": "folder", "link": "a"}
+
+
+def test_a_file_to_fill_with_is_protected_too(tmp_path: Path) -> None:
+    fill = tmp_path / "t" / "model.safetensors"
+    fill.parent.mkdir()
+    fill.write_bytes(b"theirs")
+    with pytest.raises(UsageError, match="one inside the other"):
+        paddle_reshard.convert(SMALL, tmp_path / "t", fill=fill, overwrite=True, **ONE_CARD)
+    assert fill.exists()
+
+
+@pytest.mark.parametrize("target", ["s", "s/", "s/inside", ""])
+def test_prefixes_of_a_store_are_places_too(target: str, bucket: str) -> None:
+    fill_memory(f"/{bucket}/s", SMALL)
+    with pytest.raises(UsageError, match="source and target"):
+        paddle_reshard.convert(
+            f"memory://{bucket}/s", f"memory://{bucket}/{target}", overwrite=True, **ONE_CARD
+        )
+
+
+# ------------------------------------------------------------------------------------------------- names of a source
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("..", r"'\.\.', which leads elsewhere"),
+        (".", r"'\.', which leads elsewhere"),
+        ("n" * 300, "of which a part has 300 bytes"),
+        ("é" * 128, "of which a part has 256 bytes"),
+        ("a\0b", "NUL"),
+    ],
+)
+def test_a_name_that_no_disk_takes_is_refused_before_anything_is_made(
+    key: str, told: str, bucket: str, tmp_path: Path
+) -> None:
+    fill_memory(f"/{bucket}/c", SMALL)
+    memory = fsspec.filesystem("memory")
+    memory.store[f"/{bucket}/c/{key}"] = memory.store[f"/{bucket}/c/config.json"]
+    for attempt in (paddle_reshard.plan, paddle_reshard.convert):
+        with pytest.raises(TargetError, match=told):
+            attempt(f"memory://{bucket}/c", tmp_path / "made" / "t", **ONE_CARD)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_key_that_leads_elsewhere_does_not_leave_s3(store: Store, bucket: str, tmp_path: Path) -> None:
+    fill_bucket(store, bucket, "c/", SMALL)
+    store.client.put_object(Bucket=bucket, Key="c/..", Body=b"x")
+    before = in_bucket(store, bucket)
+    for target in (str(tmp_path / "t"), f"s3://{bucket}/t"):
+        with pytest.raises(TargetError, match="which leads elsewhere"):
+            paddle_reshard.convert(f"s3://{bucket}/c", target, storage_options=store.options, **ONE_CARD)
+    assert in_bucket(store, bucket) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+# --------------------------------------------------------------------------------------------------- full disks
+
+
+def _with_free(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
+    """Let the operating system say that so much is free."""
+    real = os.statvfs
+
+    def told(path: Any) -> os.statvfs_result:
+        found = list(real(path))
+        found[1] = found[0] or 4096
+        found[3] = found[4] = free_bytes // found[1]
+        return os.statvfs_result(found)
+
+    monkeypatch.setattr(os, "statvfs", told)
+
+
+def test_a_disk_without_room_is_refused_before_the_first_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = paddle_reshard.plan(SMALL, tmp_path / "t", **ONE_CARD).plan.written_bytes
+    _with_free(monkeypatch, written // 2)
+    for attempt in (paddle_reshard.plan, paddle_reshard.convert):
+        with pytest.raises(
+            TargetError, match=r"needs \d+ bytes, and the disk has \d+ bytes free.*--no-space-check"
+        ) as e:
+            attempt(SMALL, tmp_path / "t", **ONE_CARD)
+        numbers = [int(word) for word in str(e.value).split() if word.isdigit()]
+        assert written <= numbers[0] <= written + 4096 * 40
+        assert written // 2 - 4096 < numbers[1] <= written // 2
+        assert e.value.retryable
+    with pytest.raises(TargetError, match="bytes free"):
+        paddle_reshard.convert(SMALL, tmp_path / "t", resume=True, **ONE_CARD)
+    with pytest.raises(TargetError, match="bytes free"):
+        paddle_reshard.average([SMALL, SMALL], tmp_path / "t", uniform=True, **ONE_CARD)
+    with pytest.raises(TargetError, match="bytes free"):
+        paddle_reshard.convert(SMALL, "memory://staged/t", **ONE_CARD)  # what is staged lies on a disk too
+    assert list(tmp_path.iterdir()) == []
+    paddle_reshard.convert(SMALL, tmp_path / "t", no_space_check=True, **ONE_CARD)
+    assert paddle_reshard.check(tmp_path / "t").intact
+
+
+def test_targets_on_one_disk_share_its_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = paddle_reshard.plan(SMALL, tmp_path / "t", **ONE_CARD).plan.written_bytes
+    _with_free(monkeypatch, written * 3 // 2)
+    paddle_reshard.plan(SMALL, tmp_path / "a", **ONE_CARD)
+    with pytest.raises(TargetError, match=f"{tmp_path}/a, {tmp_path}/b: needs"):
+        paddle_reshard.plan(SMALL, {tmp_path / "a": {"to": "tp=1"}, tmp_path / "b": {"to": "tp=2"}})
+
+
+def test_what_is_staged_already_counts_as_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "GROUP_BYTES", 1_000_000)
+    written = paddle_reshard.plan(SMALL, tmp_path / "t", **ONE_CARD).plan.written_bytes
+    with pytest.raises(OSError, match="No space left"):
+        paddle_reshard.convert(
+            SMALL, tmp_path / "t", workers=1, observe=_full_after(written // 2), **ONE_CARD
+        )
+    _with_free(monkeypatch, written * 3 // 4)
+    paddle_reshard.convert(SMALL, tmp_path / "t", workers=1, resume=True, **ONE_CARD)
+    assert paddle_reshard.check(tmp_path / "t").intact
+
+
+def _full_after(nbytes: int) -> Any:
+    """An observer in whose run the disk is full when so much is written."""
+    left = nbytes
+
+    def observe(event: Event) -> None:
+        nonlocal left
+        if isinstance(event, Progress):
+            left -= event.done_bytes
+            if left <= 0:
+                raise OSError(28, "No space left on device")
+
+    return observe
+
+
+def _nothing_may_grow() -> None:
+    """A process that can make files, and write nothing into them: so is a disk that is full."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+def test_cleaning_needs_no_space(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        paddle_reshard.convert(SMALL, tmp_path / "t", observe=_full_after(1), **ONE_CARD)
+    assert (tmp_path / ".t.reshard" / "session.json").exists()
+    done = subprocess.run(
+        [*MAIN, "clean", tmp_path / "t"], preexec_fn=_nothing_may_grow, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_too_full_to_give_the_lock_back_does_not_keep_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same process goes on as soon as there is room."""
+    write = Path.write_bytes
+
+    def full(path: Path, data: bytes) -> int:
+        raise OSError(28, "No space left on device", str(path))
+
+    def observe(event: Event) -> None:
+        if isinstance(event, Progress) and event.done_bytes:
+            monkeypatch.setattr(Path, "write_bytes", full)
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        paddle_reshard.convert(SMALL, tmp_path / "t", observe=observe, **ONE_CARD)
+    monkeypatch.setattr(Path, "write_bytes", write)
+    assert '"held": true' in (tmp_path / ".t.reshard" / "session.json").read_text()
+    moved = paddle_reshard.convert(SMALL, tmp_path / "t", resume=True, **ONE_CARD).moved
+    assert moved.resumed_groups > 0
+    assert paddle_reshard.check(tmp_path / "t").intact
