@@ -42,7 +42,7 @@ def test_an_empty_place_is_wrong_usage(empty: str, tmp_path: Path, monkeypatch: 
             attempt(empty, tmp_path / "a", **ONE_CARD)
     with pytest.raises(UsageError, match="is a variable not set"):
         paddle_reshard.average([SMALL, SMALL], empty, uniform=True, overwrite=True, **ONE_CARD)
-    with pytest.raises(UsageError, match="is a variable not set|three slashes"):
+    with pytest.raises(UsageError, match=r"is a variable not set|three slashes"):
         paddle_reshard.clean(empty)
     assert tree(tmp_path) == before
 
