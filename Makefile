@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: help demo test check fuzz format parity parity-table bench s3 chaos clean
+.PHONY: help demo test check fuzz format parity parity-table bench memory s3 chaos clean
 
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
@@ -14,6 +14,7 @@ help:
 	@echo "make parity   the real trainer resumes from our conversions (needs Python 3.11; 10 minutes)"
 	@echo "make parity-table  losses go on after a change of strategy, into docs/parity.md (two hours; may be interrupted)"
 	@echo "make bench    4 GB converted beside cp -r, paddle.load and others, into docs/performance.md (ARGS=--quick: a glance)"
+	@echo "make memory   private memory of conversions of 270,000 tensors (ARGS='--layers 10': fewer)"
 	@echo "make s3       conversions on a Ceph server of its own, into docs/s3.md (Debian; 10 minutes)"
 	@echo "make chaos    100 random kills of a conversion of 1 GB, each gone on with (ARGS='--kills 10': fewer; ARGS=--s3: on Ceph)"
 
@@ -66,6 +67,9 @@ parity-table: $(VENV)/.test
 
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.disk $(ARGS)
+
+memory: $(VENV)/.test
+	$(BIN)/python -m benchmarks.many $(ARGS)
 
 s3: $(VENV)/.test
 	$(BIN)/python -m benchmarks.s3 $(ARGS)

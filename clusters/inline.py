@@ -11,10 +11,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paddle_reshard.pipeline.errors import UsageError
-from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
+from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, check_metadata
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.device import Mover
@@ -45,6 +45,17 @@ class InlineEngine:
     def compare(self, works: Iterable[GroupWork], source: ReadRange) -> Reports:
         """Only make the comparisons of every group."""
         return self.run(works, lambda work, mover: compare_group(work, source, mover))
+
+    def beside(self, tensors: int, pieces: int, peak_bytes: int) -> InlineEngine:
+        """The same engine with the memory that metadata leave, for groups of at most ``peak_bytes``.
+
+        Raises
+        ------
+        MemoryBudgetError
+            If they do not fit it together.
+        """
+        held_bytes = check_metadata(tensors, pieces, peak_bytes, self.memory_bytes)
+        return replace(self, memory_bytes=self.memory_bytes - held_bytes)
 
     @property
     def groups_at_a_time(self) -> int:

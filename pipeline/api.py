@@ -47,6 +47,7 @@ from paddle_reshard.pipeline.options import (
     parse_memory,
     parse_unified,
 )
+from paddle_reshard.pipeline.planning.plan import check_metadata
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.pipeline.rewrite import rewrite
 from paddle_reshard.pipeline.shown import Facts, Shown, readable_bytes
@@ -195,6 +196,7 @@ def _plan(
     resume: bool,
     options: ConversionOptions,
     index_files: IndexFiles,
+    in_process: bool = False,
 ) -> ConversionPlan:
     request = read_request(target, options)
     sinks = None if target is None else open_targets((source,), target, options, resume, False)
@@ -212,7 +214,7 @@ def _plan(
         checkpoint = rewrite(checkpoint, program, tables if _by_table(request.forms) else None, config)
     if sinks is None:
         return plan_checkpoint(store, checkpoint, request)
-    planned = plan_checkpoint(store, checkpoint, request, sinks.limits(store))
+    planned = plan_checkpoint(store, checkpoint, request, sinks.limits(store), in_process)
     check_targets(planned, sinks, resume or options.get("no_space_check", False))
     return replace(planned, places=sinks.locations)
 
@@ -374,7 +376,7 @@ def convert(
     resume = resume or take_over
 
     def make_plan(index_files: IndexFiles) -> ConversionPlan:
-        made = _plan(source, target, resume, options, index_files)
+        made = _plan(source, target, resume, options, index_files, isinstance(engine, InlineEngine))
         if expected_plan is not None:
             from paddle_reshard.storage.plan_file import check_is_saved
 
@@ -410,6 +412,9 @@ def plan_and_run(
     chosen = [f"{f.strategy} ({f.strategy_reason})" for f in forms if isinstance(f, HybridTarget)]
     facts = (*dict.fromkeys(chosen), f"{groups} groups", f"{written_bytes} bytes to write")
     observe(StepEnded("plan", ", ".join(facts)))
+    if isinstance(engine, InlineEngine):
+        tensors = len(conversion.plan.tensors)
+        engine = engine.beside(tensors, conversion.pieces, conversion.plan.peak_bytes)
     sinks = open_sinks()
     moved = run_conversion(conversion, sinks, engine, observe, resume, index_files, verify, no_space_check)
     moved = replace(moved, retries=add_retries((moved.retries, count_retries() - counted)))
@@ -474,6 +479,9 @@ def verify(
             f"neither checkpoint has the state {sorted(unknown)[0]!r}; known: {', '.join(sorted(known))}"
             f"{did_you_mean(sorted(unknown)[0], known)}"
         )
+    tensors = max(len(side.catalog.tensors) for side in (one, two))
+    pieces = max(len(side.catalog.fragments) for side in (one, two))
+    check_metadata(tensors, pieces, 0, engine.memory_bytes)
     comparison = plan_comparison(
         one.catalog,
         two.catalog,
@@ -495,6 +503,8 @@ def _compared(
     comparison: Comparison, engine: InlineEngine, source: ReadRange, known: Sequence[Difference]
 ) -> VerifyReport:
     """Make a comparison; what is ``known`` to differ is told too."""
+    plan = comparison.plan
+    engine = engine.beside(len(plan.tensors), len(plan.ops), plan.peak_bytes)
     differences = [*comparison.differences, *known]
     with closing(engine.compare(plan_work(comparison.plan), source)) as made:
         reports = sorted(made, key=lambda report: report.group)

@@ -7,7 +7,7 @@ pyarrow; ``storage`` turns them into Arrow tables where they are saved.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -40,6 +40,8 @@ FRAGMENT = np.dtype(
 )
 
 Fragments = npt.NDArray[np.void]
+_BLOCK_BOXES = 1 << 18
+"""Boxes that are held against each other in one go."""
 FragmentRow = tuple[int, int, int, int, int, Shape, Shape, Shape]
 
 
@@ -191,7 +193,8 @@ def check_catalog(catalog: Catalog) -> None:
         Naming the tensor, the two numbers and the files, on the first hole, overlap or box out of bounds.
     """
     check_bounds(catalog.tensors, catalog.files, catalog.fragments)
-    primary = catalog.fragments[catalog.fragments["replica"] == 0]
+    first = catalog.fragments["replica"] == 0
+    primary = catalog.fragments if first.all() else catalog.fragments[first]
     check_coverage(catalog.tensors, catalog.files, primary, skip=catalog.implied)
 
 
@@ -255,17 +258,18 @@ def check_coverage(
     covered = np.bincount(fragments["tensor"], weights=volumes(fragments), minlength=len(tensors))
     wanted = np.array([t.elements for t in tensors], dtype=np.float64)
     wanted[list(skip)] = 0
-    boxes = Boxes(fragments["tensor"], fragments["offset"], fragments["extents"])
-    i, j = meeting_pairs(boxes, boxes)
-    overlaps = np.flatnonzero(i < j)
-    if len(overlaps):
-        first, second = fragments[i[overlaps[0]]], fragments[j[overlaps[0]]]
-        raise CoverageError(
-            tensors[first["tensor"]].label,
-            f"two pieces overlap: at {_ints(first['offset'])} of extents {_ints(first['extents'])}, and at "
-            f"{_ints(second['offset'])} of extents {_ints(second['extents'])}",
-            (files[first["file"]].path, files[second["file"]].path),
-        )
+    for alike in _by_tensor(fragments, len(tensors)):
+        boxes = Boxes(alike["tensor"], alike["offset"], alike["extents"])
+        i, j = meeting_pairs(boxes, boxes)
+        overlaps = np.flatnonzero(i < j)
+        if len(overlaps):
+            first, second = alike[i[overlaps[0]]], alike[j[overlaps[0]]]
+            raise CoverageError(
+                tensors[first["tensor"]].label,
+                f"two pieces overlap: at {_ints(first['offset'])} of extents {_ints(first['extents'])}, and at "
+                f"{_ints(second['offset'])} of extents {_ints(second['extents'])}",
+                (files[first["file"]].path, files[second["file"]].path),
+            )
     wrong = np.flatnonzero(covered != wanted)
     if len(wrong):
         tensor = int(wrong[0])
@@ -275,6 +279,20 @@ def check_coverage(
             f"{int(covered[tensor])} of {prod(tensors[tensor].global_shape)} elements are stored",
             tuple(paths),
         )
+
+
+def _by_tensor(fragments: Fragments, tensors: int) -> Iterator[Fragments]:
+    """The boxes of tensors that have several, all of a tensor together, a bounded number of tensors at a time."""
+    count = np.bincount(fragments["tensor"], minlength=tensors)
+    order = np.argsort(fragments["tensor"], kind="stable")
+    order = order[count[fragments["tensor"][order]] > 1]
+    tensor = fragments["tensor"][order]
+    first = 0
+    while first < len(order):
+        last = tensor[min(first + _BLOCK_BOXES, len(order)) - 1]
+        stop = int(np.searchsorted(tensor, last, side="right"))
+        yield fragments[order[first:stop]]
+        first = stop
 
 
 def _ints(values: npt.NDArray[Any]) -> Shape:

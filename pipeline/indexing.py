@@ -103,8 +103,7 @@ def _index(
     meta = parse_model_meta(read_json(store, MODEL_META, sizes)) if MODEL_META in sizes else None
     config = read_config(store, config)
     ranks = {path: size for path, size in sizes.items() if parse_rank_file(path) is not None}
-    roots = index_files(index_tensor_file, store, ranks)
-    return read_hybrid(sizes, roots, meta, config, tables, missing)
+    return read_hybrid(sizes, index_files(index_tensor_file, store, ranks), meta, config, tables, missing)
 
 
 def read_config(store: Source, given: Mapping[str, Any] | None) -> Mapping[str, Any]:

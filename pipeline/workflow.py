@@ -45,7 +45,7 @@ from paddle_reshard.pipeline.options import ConversionRequest, Form, HybridReque
 from paddle_reshard.pipeline.planning.checks import held_parameters
 from paddle_reshard.pipeline.planning.limits import PartLimits
 from paddle_reshard.pipeline.planning.parts import MADE
-from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
+from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, check_metadata, plan_conversion
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.pipeline.shown import Facts, Shown, readable_bytes
 from paddle_reshard.pipeline.small_files import check_optimizer
@@ -124,6 +124,12 @@ class ConversionPlan(Shown):
     """Of all targets together; their paths as :class:`~paddle_reshard.storage.outputs.Outputs` has them."""
     places: tuple[str, ...] = ()
     """Where the targets will be; empty where nobody has said."""
+
+    @property
+    def pieces(self) -> int:
+        """Boxes of all targets."""
+        return sum(len(target.files.fragments) for target in self.targets)
+
     dropped: tuple[str, ...] = ()
     """States of the source that no target has, because it was asked for."""
 
@@ -244,8 +250,13 @@ def plan_checkpoint(
     source: Checkpoint,
     request: ConversionRequest,
     limits: PartLimits = PartLimits(),  # noqa: B008 (a frozen value)
+    in_process: bool = False,
 ) -> ConversionPlan:
-    """Plan a conversion; pure but for the sizes that ``store`` has seen. ``limits`` are those of the targets."""
+    """Plan a conversion; pure but for the sizes that ``store`` has seen. ``limits`` are those of the targets.
+
+    If the groups are to run ``in_process``, where the metadata are too, these are held against the budget before
+    anything is made in their proportion.
+    """
     dropped = sorted({t.state for t in source.catalog.tensors} & set(request.dropped_states))
     source = _divided(source.without(dropped), request.forms, store)
     wanted = source
@@ -255,6 +266,9 @@ def plan_checkpoint(
         wanted = resize_vocabulary(source, request.vocab_trim, grow=False)
     sizes = store.sizes()
     forms = [_chosen(form, source) for form in request.forms]
+    tensors = len(source.catalog.tensors)
+    if in_process:  # a target has a piece of every tensor at least
+        check_metadata(tensors, tensors, 0, request.budget_bytes)
     laid_out = [lay_out(source, wanted, form, sizes, store.folders) for form in forms]
     check_left(forms, laid_out)
     joined = join(source.catalog, laid_out, prefixes(len(laid_out)))
@@ -263,6 +277,8 @@ def plan_checkpoint(
         for prefix, of_target in zip(prefixes(len(laid_out)), laid_out, strict=True)
         for path in of_target.carried
     ]
+    if in_process:
+        check_metadata(tensors, len(joined.files.fragments), 0, request.budget_bytes)
     plan = plan_conversion(
         joined.catalog,
         joined.files,

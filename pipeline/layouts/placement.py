@@ -8,6 +8,7 @@ where logical parts are fused).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -102,7 +103,7 @@ class Placements:
         self._kinds: dict[ArrayKind, int] = {}
         self._boxes: list[list[FragmentRow]] = []
         self._steps: list[Shape] = []
-        self._arrays: list[tuple[int, int, int, int, int, int, int]] = []
+        self._arrays = array("q")  # seven numbers of each, which as objects would take six times the memory
 
     def kind(self, kind: ArrayKind) -> int:
         """The number of a kind of arrays."""
@@ -116,29 +117,31 @@ class Placements:
         self, kind: int, rank: int, tensor: int, file: int, byte_offset: int, dtype: DType, replica: int
     ) -> None:
         """An array of a kind, of tp rank ``rank``, stored at ``byte_offset``."""
-        self._arrays.append((kind, rank, tensor, file, byte_offset, DTYPES.index(dtype), replica))
+        self._arrays.extend((kind, rank, tensor, file, byte_offset, DTYPES.index(dtype), replica))
 
     def box_counts(self) -> Ints:
         """How many boxes each array is, in the order in which they were added."""
         counts = np.array([len(of_kind) for of_kind in self._boxes], dtype=np.int64)
-        return counts[[array[0] for array in self._arrays]]
+        return counts[self._columns()[0]]
+
+    def _columns(self) -> Ints:
+        return np.array(self._arrays, dtype=np.int64).reshape(-1, 7).T
 
     def fragments(self) -> Fragments:
         """The boxes of all arrays, in the order in which they were added."""
-        arrays = np.array(self._arrays, dtype=np.int64).reshape(-1, 7)
-        kind, rank, tensor, file, byte_offset, dtype, replica = arrays.T
+        kind, rank, tensor, file, byte_offset, dtype, replica = self._columns()
         boxes = fragment_rows([box for of_kind in self._boxes for box in of_kind])
         counts = np.array([len(of_kind) for of_kind in self._boxes], dtype=np.int64)
         first = np.cumsum(counts) - counts
         count = counts[kind]
-        array = np.repeat(np.arange(len(arrays)), count)
-        within = np.arange(len(array)) - np.repeat(np.cumsum(count) - count, count)
-        rows = boxes[first[kind][array] + within]
+        number = np.repeat(np.arange(len(kind)), count)
+        within = np.arange(len(number)) - np.repeat(np.cumsum(count) - count, count)
+        rows = boxes[first[kind][number] + within]
         steps = np.array(self._steps, dtype=np.int64).reshape(-1, MAX_DIMS)
-        rows["tensor"], rows["file"] = tensor[array], file[array]
-        rows["dtype"], rows["replica"] = dtype[array], replica[array]
-        rows["byte_base"] += byte_offset[array]
-        rows["offset"] += (steps[kind] * rank[:, None])[array]
+        rows["tensor"], rows["file"] = tensor[number], file[number]
+        rows["dtype"], rows["replica"] = dtype[number], replica[number]
+        rows["byte_base"] += byte_offset[number]
+        rows["offset"] += (steps[kind] * rank[:, None])[number]
         return rows
 
 

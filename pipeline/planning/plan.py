@@ -86,6 +86,36 @@ class CarriedFile:
     size_bytes: int
 
 
+TENSOR_BYTES = 1000
+PIECE_BYTES = 2000
+FREE_METADATA_BYTES = 16 << 20
+"""Metadata that are in the footprint."""
+
+
+def metadata_bytes(tensors: int, pieces: int) -> int:
+    """Memory, beyond the footprint, of the process that plans and moves: what it knows of tensors and their pieces.
+
+    ``pieces`` are the boxes of the target, or what is compared. Measured with 75,000 tensors in 149,000 pieces, from
+    the first file that is indexed to the staged target that is read back: 1 kB for each tensor, and for each piece 0.8
+    kB to plan it, 0.2 kB to note that it is done, and 1 kB to check it.
+    """
+    return max(0, TENSOR_BYTES * tensors + PIECE_BYTES * pieces - FREE_METADATA_BYTES)
+
+
+def check_metadata(tensors: int, pieces: int, peak_bytes: int, budget_bytes: int) -> int:
+    """What the metadata take, beside which a group of ``peak_bytes`` fits the budget.
+
+    Raises
+    ------
+    MemoryBudgetError
+        Saying which budget would do.
+    """
+    held = metadata_bytes(tensors, pieces)
+    if held and (needed := FOOTPRINT_BYTES + held + peak_bytes) > budget_bytes:
+        raise MemoryBudgetError(f"metadata of {tensors} tensors in {pieces} pieces", budget_bytes, needed)
+    return held
+
+
 @dataclass(frozen=True)
 class Plan:
     """All that is to be done, before any byte moves."""

@@ -11,7 +11,9 @@ import pytest
 
 import paddle_reshard
 from benchmarks.generate import Llama, write_single_card
+from benchmarks.many import many, write_many
 from paddle_reshard.clusters.inline import InlineEngine
+from paddle_reshard.pipeline.errors import MemoryBudgetError
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import GROUPS_AT_A_TIME
 from tests.memory.watch import private_bytes, run_watched
@@ -151,3 +153,18 @@ def _descends(pid: int, ancestor: int, parents: dict[int, tuple[int, bool]]) -> 
     while pid in parents and pid != ancestor:
         pid = parents[pid][0]
     return pid == ancestor
+
+
+def test_metadata_are_part_of_the_budget(tmp_path: Path) -> None:
+    """Of 31,000 tensors that hold hardly a value, a conversion says what it needs, and then needs no more."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    write_many(many(layers=10), source)
+    with pytest.raises(MemoryBudgetError, match=r"metadata of \d+ tensors .* use --memory \d+MiB") as refused:
+        paddle_reshard.convert(source, target, to="tp=2", memory="256MiB")
+    assert not list(tmp_path.glob("*target*"))
+    budget_mib = -(-refused.value.needed_bytes // MIB) + 64  # and what a group needs beside them
+    how = ["--memory", f"{budget_mib}MiB", "--quiet"]
+    (most,) = run_watched(["convert", source, target, "--to", "tp=2", *how]).values()
+    assert most <= budget_mib * MIB
+    (most,) = run_watched(["verify", source, target, *how]).values()
+    assert most <= budget_mib * MIB

@@ -8,6 +8,7 @@ the result is a catalog of fragments, proven to cover every tensor exactly once.
 from __future__ import annotations
 
 import re
+from array import array as numbers_of
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -110,13 +111,15 @@ def read_hybrid(
         checkpoint, or hold something that cannot be understood exactly.
     """
     ranks = sort_ranks(paths, roots, meta, _Rules(tables, config))
+    held = sorted(roots)
+    del roots  # where nobody else holds them, the names of all arrays go
     table = choose_table(tables, dict.fromkeys(key for cell in ranks.cells for key in cell.names), config)
     _name_shared_keys(ranks, table)
     cells, spread = join_cells(ranks), spread_over(ranks)
     strategy = _strategy(ranks, cells)
     stored = _read_model(ranks, cells, spread, table, config)
     check_experts(ranks, stored.tensors, _expert_count(table, config))
-    files = [File(path, paths[path]) for path in sorted(roots)]
+    files = [File(path, paths[path]) for path in held]
     cataloguer = _Cataloguer(ranks, cells, stored, spread, strategy, files, missing or MissingPolicy())
     catalog = cataloguer.catalog()
     check_catalog(catalog)
@@ -431,9 +434,10 @@ class _Cataloguer:
         self.filled: set[str] = set()
         self.file_index = {file.path: i for i, file in enumerate(files)}
         self.by_key = {tensor.key: tensor for tensor in model.tensors}
-        self.tensors: dict[tuple[str, str], Tensor] = {}
+        self.tensors: list[Tensor] = []
         self.tensor_index: dict[tuple[str, str], int] = {}
-        self.copies: dict[int, int] = {}
+        self.copies = numbers_of("i")
+        """How many copies of its piece of each tensor each tp rank has given: ``tensor * tp + rank``."""
         self.placements = Placements()
         self.aliases: dict[str, tuple[str, ...]] = {}
         for tensor in model.tensors:
@@ -442,12 +446,12 @@ class _Cataloguer:
 
     def catalog(self) -> Catalog:
         for cell in self.cells:
-            for key, state in cell.arrays:
-                self._add(cell, key, state, cell.arrays[key, state])
+            for key, state in list(cell.arrays):
+                self._add(cell, key, state, cell.arrays.pop((key, state)))
         implied = self._imply()
         self._check_filled()
         self._check_states()
-        return Catalog(tuple(self.tensors.values()), tuple(self.files), self.placements.fragments(), implied)
+        return Catalog(tuple(self.tensors), tuple(self.files), self.placements.fragments(), implied)
 
     def _identity(self, key: str) -> str:
         tied_to = self.by_key[key].tied_to
@@ -455,11 +459,12 @@ class _Cataloguer:
 
     def _tensor(self, key: str, state: str, dtype: DType, shape: Shape, where: str) -> int:
         identity = self._identity(key)
-        place = self.tensor_index.setdefault((identity, state), len(self.tensor_index))
-        tensor = self.tensors.get((identity, state))
-        if tensor is None:
+        place = self.tensor_index.setdefault((identity, state), len(self.tensors))
+        if place == len(self.tensors):
             aliases = self.aliases.get(identity, ()) if state in (PARAM, EMA_PARAM) else ()
-            tensor = self.tensors[identity, state] = Tensor(identity, state, dtype, shape, aliases)
+            self.tensors.append(Tensor(identity, state, dtype, shape, aliases))
+            self.copies.extend([0] * self.tp)
+        tensor = self.tensors[place]
         if (tensor.dtype, tensor.global_shape) != (dtype, shape):
             raise CoverageError(
                 tensor.label,
@@ -529,9 +534,9 @@ class _Cataloguer:
 
     def _replica(self, tensor: int, rank: int) -> int:
         """A copy is complete when every rank of the cut has given its piece; the next ones are replicas."""
-        count = self.copies.get((tensor * self.tp) + rank, 0)
-        self.copies[(tensor * self.tp) + rank] = count + 1
-        return count
+        place = tensor * self.tp + rank
+        self.copies[place] += 1
+        return self.copies[place] - 1
 
     def _add_per_parameter(self, key: str, state: str, dtype: DType, arrays: list[StoredArray]) -> None:
         for stored in arrays:
@@ -631,7 +636,7 @@ class _Cataloguer:
         implied = {}
         for tensor in self.model.tensors:
             identity = self._identity(tensor.key)
-            if (identity, PARAM) in self.tensors:
+            if (identity, PARAM) in self.tensor_index:
                 continue
             master = self.tensor_index.get((identity, MASTER_WEIGHT))
             if master is None:
@@ -690,7 +695,7 @@ class _Cataloguer:
                 )
             if self.ranks.has_ema:
                 state = EMA_MASTER_WEIGHT if tensor.master else EMA_PARAM
-                if (tensor.key, state) not in self.tensors:
+                if (tensor.key, state) not in self.tensor_index:
                     raise CoverageError(
                         f"{tensor.key} ({state})", "no EMA file holds it, other parameters have it"
                     )

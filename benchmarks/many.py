@@ -1,0 +1,70 @@
+"""Checkpoints of very many small tensors: what metadata cost, with hardly a payload beside them.
+
+    python -m benchmarks.many [--layers 87]
+
+87 layers are 270,849 tensors, about as many as a training checkpoint of DeepSeek-V3 has. Each command is run with the
+budget that the first one, which is refused, asks for; its private memory is looked at all the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+import paddle_reshard
+from benchmarks.synthetic import Dims, files_of
+from paddle_reshard.pipeline.errors import MemoryBudgetError
+from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
+from paddle_reshard.pipeline.topology import Topology
+from tests.memory.watch import run_watched
+
+MIB = 1 << 20
+
+
+def many(layers: int) -> Dims:
+    """A model of 256 experts of a few numbers each; 518 parameters in a layer, six tensors of each."""
+    return Dims(8, 8, layers, 2, 2, 32, experts=256)
+
+
+def write_many(dims: Dims, directory: Path) -> None:
+    """The files of a single-card job, all values zero."""
+    laid_out = files_of(dims, HybridTarget(Topology(), "none", sharded_saving=False))
+    directory.mkdir(parents=True)
+    contents = [bytearray(file.size_bytes) for file in laid_out.files]
+    for file, offset, literal in laid_out.literals:
+        contents[file][offset : offset + len(literal)] = literal
+    for file, content in zip(laid_out.files, contents, strict=True):
+        (directory / file.path).write_bytes(content)
+    (directory / "config.json").write_text(json.dumps(dims.config))
+
+
+def needed_bytes(source: Path, target: Path, to: str) -> int:
+    """The budget that a conversion in 256 MiB is told to be given, or those 256 MiB."""
+    try:
+        paddle_reshard.convert(source, target, to=to, memory="256MiB")
+    except MemoryBudgetError as error:
+        return error.needed_bytes
+    return 256 * MIB
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=87)
+    layers = parser.parse_args().layers
+    print("| conversion | budget asked for (MiB) | private (MiB) |\n| --- | ---: | ---: |")
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder) / "source", Path(folder) / "target"
+        write_many(many(layers), source)
+        for to in ("tp=1", "tp=2"):
+            budget = -(-needed_bytes(source, target / to, to) // MIB) + 64
+            how = ["--memory", f"{budget}MiB", "--quiet"]
+            (most,) = run_watched(["convert", source, target / to, "--to", to, *how]).values()
+            print(f"| {layers} layers to {to} | {budget} | {most / MIB:,.0f} |")
+            (most,) = run_watched(["verify", source, target / to, *how]).values()
+            print(f"| verify | {budget} | {most / MIB:,.0f} |")
+
+
+if __name__ == "__main__":
+    main()
