@@ -275,19 +275,21 @@ def test_a_disk_too_full_to_give_the_lock_back_does_not_keep_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same process goes on as soon as there is room."""
-    write = Path.write_bytes
+    really = os.open
 
-    def full(path: Path, data: bytes) -> int:
-        raise OSError(28, "No space left on device", str(path))
+    def full(path: Any, *args: Any, **kwargs: Any) -> int:
+        if str(path).endswith("session.json.new"):
+            raise OSError(28, "No space left on device", str(path))
+        return really(path, *args, **kwargs)
 
     def observe(event: Event) -> None:
         if isinstance(event, Progress) and event.done_bytes:
-            monkeypatch.setattr(Path, "write_bytes", full)
+            monkeypatch.setattr(os, "open", full)
             raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
         paddle_reshard.convert(SMALL, tmp_path / "t", observe=observe, **ONE_CARD)
-    monkeypatch.setattr(Path, "write_bytes", write)
+    monkeypatch.setattr(os, "open", really)
     assert '"held": true' in (tmp_path / ".t.reshard" / "session.json").read_text()
     moved = paddle_reshard.convert(SMALL, tmp_path / "t", resume=True, **ONE_CARD).moved
     assert moved.resumed_groups > 0
