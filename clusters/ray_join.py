@@ -14,7 +14,9 @@ import ipaddress
 import logging
 import os
 import secrets
+import signal
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,7 +75,8 @@ def _of_others(address: str) -> Iterator[None]:
     try:
         _check_answers(address)
         _TOKEN_LOG.addFilter(_is_news)
-        ray.init(address, log_to_driver=False, logging_level=logging.WARNING, job_config=job_config())
+        with _sigterm_kept():
+            ray.init(address, log_to_driver=False, logging_level=logging.WARNING, job_config=job_config())
     except (OSError, ValueError, RuntimeError) as error:
         kind = UsageError if isinstance(error, ValueError) else ClusterError
         raise kind(f"cannot join Ray at {address!r}: {one_line(error)}{_token_hint()}") from error
@@ -89,14 +92,15 @@ def _of_others(address: str) -> Iterator[None]:
 def _of_our_own(cpus: int | None) -> Iterator[None]:
     with _for_this_process_alone():
         try:
-            ray.init(
-                "local",
-                num_cpus=cpus,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-                job_config=job_config(),
-            )
+            with _sigterm_kept():
+                ray.init(
+                    "local",
+                    num_cpus=cpus,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.WARNING,
+                    job_config=job_config(),
+                )
         except (OSError, ValueError, RuntimeError) as error:
             raise ClusterError(f"cannot start Ray on this machine: {one_line(error)}") from error
         try:
@@ -104,6 +108,17 @@ def _of_our_own(cpus: int | None) -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+
+
+@contextlib.contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Ray has SIGTERM end its driver with status 15; how a process ends is for the program to say."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -80,6 +80,8 @@ class Policy:
     """Convert again what has changed since it was converted."""
     forget_before: float = 0.0
     """Failures and refusals before this moment, seconds since the epoch, do not count."""
+    stale_seconds: float | None = None
+    """A checkpoint that is not whole and has not changed for so long is given up: its job has died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +142,24 @@ class Sight:
     version: str
 
 
+class Why(Enum):
+    """What a decision follows from, where that decides how it is told."""
+
+    CLAIMED = "claimed"
+    """By somebody else, who is alive."""
+    TOO_EARLY = "too early"
+    """For the next try."""
+    SOURCE_CHANGED = "source changed"
+    """Since it was converted."""
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What to do, and why, for the log."""
 
     action: Action
     reason: str = ""
+    why: Why | None = None
 
 
 def decide(sight: Sight, attempts: Sequence[Attempt], gone: bool, policy: Policy, now: float) -> Decision:
@@ -165,7 +179,9 @@ def decide(sight: Sight, attempts: Sequence[Attempt], gone: bool, policy: Policy
         silent = now - last.seen_at
         if silent < policy.claim_timeout_seconds:
             where = f"process {last.holder.pid} on {last.holder.host}"
-            return Decision(Action.WAIT, f"claimed by {where}, last sign of life {silent:.0f} s ago")
+            return Decision(
+                Action.WAIT, f"claimed by {where}, last sign of life {silent:.0f} s ago", Why.CLAIMED
+            )
     if last is not None and (
         last.state is State.REMOVING or (last.state is State.REMOVED and sight.plan_id is None)
     ):
@@ -184,10 +200,11 @@ def _decide_converted(sight: Sight, attempts: Sequence[Attempt], policy: Policy)
     if made[-1].source_stamp == sight.source_stamp:
         return Decision(Action.NOTHING, "converted")
     if policy.overwrite:
-        return Decision(Action.LOOK, "the source has changed since it was converted")
+        return Decision(Action.LOOK, "the source has changed since it was converted", Why.SOURCE_CHANGED)
     return Decision(
         Action.NOTHING,
         "converted, but the source has changed since; the target is left as it is without --overwrite",
+        Why.SOURCE_CHANGED,
     )
 
 
@@ -218,7 +235,9 @@ def _decide_again(
         pause = min(policy.backoff_seconds * 2 ** (len(failed) - 1), LONGEST_BACKOFF_SECONDS)
         if now < last.seen_at + pause:
             left = last.seen_at + pause - now
-            return Decision(Action.WAIT, f"tried again in {left:.0f} s, because: {last.reason}")
+            return Decision(
+                Action.WAIT, f"tried again in {left:.0f} s, because: {last.reason}", Why.TOO_EARLY
+            )
     return Decision(Action.LOOK)
 
 

@@ -28,6 +28,7 @@ from paddle_reshard.pipeline.cli_output import (
     print_object,
     print_table,
 )
+from paddle_reshard.pipeline.cli_signals import heard_signals
 from paddle_reshard.pipeline.cli_simulate import simulate_command
 from paddle_reshard.pipeline.errors import UsageError
 from paddle_reshard.pipeline.layouts.huggingface.choices import EXPORTED_STATES, FLOATING
@@ -790,4 +791,5 @@ cli.add_command(
 def main() -> None:
     """Entry point of ``paddle-reshard``."""
     occupy_standard_files()
-    cli()
+    with heard_signals():
+        cli()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -15,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
@@ -24,6 +24,8 @@ from click.core import ParameterSource
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli_options import Decides, decides
+from paddle_reshard.pipeline.cli_output import End, print_error, print_object
+from paddle_reshard.pipeline.cli_signals import exit_status, sentence, signal_of
 from paddle_reshard.pipeline.errors import UsageError
 from paddle_reshard.pipeline.options import CONVERSION_OPTIONS, ConversionOptions, check_options
 from paddle_reshard.pipeline.terminal import LogFormatter, pass_on, say
@@ -32,7 +34,7 @@ from paddle_reshard.pipeline.topology import Topology
 if TYPE_CHECKING:
     from paddle_reshard.clusters.jobs import JobRequest
     from paddle_reshard.pipeline.claims import Policy
-    from paddle_reshard.pipeline.watch import Watcher
+    from paddle_reshard.pipeline.watch import Result, Watcher
 
 ReadOptions = Callable[[dict[str, Any]], dict[str, Any]]
 """Options of ``convert`` as click gives them → keyword arguments of the API."""
@@ -210,9 +212,11 @@ def _submit_command(convert: click.Command) -> click.Command:
         if it succeeded, 1 if not. SRC and DST must mean the same on the cluster. Token authentication: RAY_AUTH_MODE,
         RAY_AUTH_TOKEN.
         """
-        with _reporting("interrupted; submit the same again to follow the job, if there is one"):
-            request = _job_request(Request.read(convert, arguments), job, again=again)
-            status = _run_job(request, address, follow)
+        told = "submit the same again to follow the job, if there is one"
+        with _reporting("submit", told, "--json" in arguments):
+            request = Request.read(convert, arguments)
+            voice = _Voice(request.values["as_json"], request.values["quiet"])
+            status = _run_job(_job_request(request, job, again=again), address, follow, voice)
         sys.exit(status)
 
     return submit
@@ -238,22 +242,64 @@ def _job_request(
     )
 
 
-def _run_job(request: JobRequest, address: str | None, follow: bool) -> int:
+@dataclass(frozen=True, slots=True)
+class _Voice:
+    """How much ``submit`` says while a job runs, and where."""
+
+    as_json: bool
+    quiet: bool
+
+    def say(self, message: str) -> None:
+        """One line about the job."""
+        if not self.quiet:
+            _say(message)
+
+    def pass_on(self, text: str) -> None:
+        """What the job has printed. With ``--json``, stdout is for one object."""
+        if not self.quiet:
+            pass_on(text, err=self.as_json)
+
+
+def _run_job(request: JobRequest, address: str | None, follow: bool, voice: _Voice) -> int:
     """Submit, follow, and say how it ended; the exit status."""
     from paddle_reshard.clusters.jobs import follow_job, submit_conversion
+    from paddle_reshard.pipeline.runners import answer_of_job, failure_of_job
 
     job = submit_conversion(request, address)
+    facts: dict[str, Any] = {"submission_id": job.submission_id, "attached": job.attached}
+    lines: list[str] = []
+
+    def write(text: str) -> None:
+        lines.extend(text.splitlines())
+        voice.pass_on(text)
+
     try:
-        _say(f"{'attached to' if job.attached else 'submitted'} {job.submission_id}")
+        voice.say(f"{'attached to' if job.attached else 'submitted'} {job.submission_id}")
         if not follow:
-            click.echo(job.submission_id)
+            if voice.as_json:
+                print_object("submit", {**facts, "status": None, "result": None})
+            elif not voice.quiet:
+                click.echo(job.submission_id)
             return 0
-        end = follow_job(job, pass_on)
-    except KeyboardInterrupt:
+        end = follow_job(job, write)
+    except KeyboardInterrupt as interrupt:
         _say(f"the job goes on; follow it with: ray job logs --follow {job.submission_id}")
         _say(f"or by submitting the same again; stop it with: ray job stop {job.submission_id}")
-        return 130
-    _say(f"{end.submission_id} {end.status}{'' if end.succeeded else f': {end.message}'}")
+        if voice.as_json:
+            said = {"error": "interrupted; the job goes on", "kind": "Interrupted", "retryable": True}
+            print_object("submit", {**facts, **said, "status": None, "result": None})
+        return exit_status(interrupt)
+    answer = answer_of_job(lines)
+    if end.succeeded:
+        voice.say(f"{end.submission_id} {end.status}")
+    else:
+        _say(f"{end.submission_id} {end.status}: {end.message}")
+    if voice.as_json:
+        facts |= {"status": end.status, "result": answer if end.succeeded else None}
+        if not end.succeeded:
+            failure = failure_of_job(answer, end.message)
+            facts |= {"error": str(failure), "kind": type(failure).__name__, "retryable": failure.retryable}
+        print_object("submit", facts)
     return end.exit_status
 
 
@@ -310,6 +356,13 @@ def _watch_command(convert: click.Command, read_options: ReadOptions) -> click.C
         help="Take over what another machine has claimed and been silent about for so long.",
     )
     @click.option("--retry-failed", is_flag=True, help="Forget what failed or was refused before now.")
+    @click.option("--wait", is_flag=True, help="RUN_DIR need not be there yet.")
+    @click.option(
+        "--stale",
+        type=Duration(),
+        metavar="DURATION",
+        help="End with status 1 once a checkpoint is incomplete and has not changed for so long: 90s, 30m, 2h, 1d.",
+    )
     @_job_options
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN_DIR DST_ROOT [OPTIONS]")
     def watch(
@@ -322,6 +375,8 @@ def _watch_command(convert: click.Command, read_options: ReadOptions) -> click.C
         backoff: float,
         claim_timeout: float,
         retry_failed: bool,
+        wait: bool,
+        stale: float | None,
         arguments: tuple[str, ...],
         **job: Any,
     ) -> None:
@@ -331,18 +386,22 @@ def _watch_command(convert: click.Command, read_options: ReadOptions) -> click.C
         its files are those of all ranks and every rank has signalled; never by its age. Each is converted once, by
         however many watchers.
         """
-        with _reporting("stopped; what was claimed is free again"), _stopped_by_signal(143 if once else 0):
+        told = "what was claimed is free again"
+        with _reporting("watch", told, "--json" in arguments, at_ease=not once):
             from paddle_reshard.pipeline.claims import Policy
 
             request = Request.read(convert, arguments)
             overwrite = bool(request.values.get("overwrite"))
             forget_before = time.time() if retry_failed else 0.0
-            policy = Policy(keep, retries, backoff, claim_timeout, settle, overwrite, forget_before)
+            policy = Policy(keep, retries, backoff, claim_timeout, settle, overwrite, forget_before, stale)
             watcher = _watcher(request, read_options, policy, address, job)
-            _log_to_stderr()
-            if not once:
-                watcher.forever(every)
-            sys.exit(_watch_once(watcher))
+            if not wait and not watcher.run.is_there():
+                raise UsageError(
+                    f"{watcher.run.location}: no such folder; give --wait if the run is still to come"
+                )
+            _log_to_stderr(logging.ERROR if request.values["quiet"] else logging.INFO)
+            results = watcher.once() if once else watcher.repeat(every)
+            sys.exit(_end_watch(watcher, results, request.values["as_json"]))
 
     return watch
 
@@ -387,19 +446,49 @@ def _api_options(request: Request, read_options: ReadOptions) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in known}
 
 
-def _watch_once(watcher: Watcher) -> int:
+def _end_watch(watcher: Watcher, results: Mapping[str, Result], as_json: bool) -> int:
+    """Say what came of the last look; the exit status."""
     from paddle_reshard.pipeline.watch import Result
 
     words = {
         Result.CONVERTED: "converted",
         Result.DONE: "converted before",
         Result.WAITING: "waiting",
+        Result.STALE: "stale",
         Result.FAILED: "failed",
     }
-    results = list(watcher.once().values())
-    counts = ", ".join(f"{results.count(result)} {text}" for result, text in words.items())
+    every = list(results.values())
+    counts = ", ".join(
+        f"{every.count(result)} {text}"
+        for result, text in words.items()
+        if result is not Result.STALE or result in every
+    )
     logging.getLogger(__name__).info("%s", counts)
-    return 1 if Result.FAILED in results else 0
+    if as_json:
+        checkpoints = {
+            name: {"result": result.value, "message": watcher.messages.get(name)}
+            for name, result in results.items()
+        }
+        places = {"run": watcher.run.location, "targets": watcher.out.location}
+        print_object("watch", {**places, "checkpoints": checkpoints})
+    return 1 if {Result.FAILED, Result.STALE} & {*every} else 0
+
+
+class Duration(click.ParamType[float]):
+    """A time like 90s, 30m, 2h or 1d; a number alone is seconds.
+
+    >>> Duration().convert("2h", None, None)
+    7200.0
+    """
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Seconds."""
+        match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)", str(value).strip())
+        if match is None:
+            self.fail(f"{value!r} is no time: give a number and s, m, h or d, as in 30m", param, ctx)
+        return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
 # ------------------------------------------------------------------------------------------------- output
@@ -410,37 +499,22 @@ def _say(message: str) -> None:
 
 
 @contextmanager
-def _reporting(interrupted: str) -> Iterator[None]:
-    """Say what an interrupt leaves."""
+def _reporting(command: str, left: str, as_json: bool, at_ease: bool = False) -> Iterator[None]:
+    """Say what an interrupt leaves; ``at_ease``: SIGTERM is how the command is meant to end."""
     try:
         yield
-    except KeyboardInterrupt:
-        _say(interrupted)
-        sys.exit(130)
+    except KeyboardInterrupt as interrupt:
+        meant = at_ease and signal_of(interrupt) is signal.SIGTERM
+        end = End(
+            0 if meant else exit_status(interrupt), f"{sentence(interrupt)}; {left}", "Interrupted", True
+        )
+        if as_json:
+            print_error(command, end)
+        _say(end.message)
+        sys.exit(end.status)
 
 
-class Terminated(KeyboardInterrupt):
-    """Somebody asked this process to end."""
-
-
-@contextmanager
-def _stopped_by_signal(status: int) -> Iterator[None]:
-    """Let SIGTERM end a conversion as an interrupt does: nothing half-made stays, the claim is given back."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    except Terminated:
-        _say("stopped; what was claimed is free again")
-        sys.exit(status)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _log_to_stderr() -> None:
+def _log_to_stderr(level: int) -> None:
     """Lines with a time in UTC."""
     formatter = LogFormatter("%(asctime)sZ %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S")
     formatter.converter = time.gmtime
@@ -448,5 +522,5 @@ def _log_to_stderr() -> None:
     handler.setFormatter(formatter)
     logger = logging.getLogger("paddle_reshard")
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(level)
     logger.propagate = False

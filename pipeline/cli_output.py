@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGINT, SIGPIPE
+from signal import SIGPIPE
 from typing import Any, TextIO
 
 import click
 
+from paddle_reshard.pipeline.cli_signals import exit_status, sentence
 from paddle_reshard.pipeline.errors import ReshardError
 from paddle_reshard.pipeline.suggest import did_you_mean
 from paddle_reshard.pipeline.terminal import printable, say
@@ -208,7 +209,7 @@ def end_of(error: BaseException, trouble: int) -> End:
     if isinstance(error, ReshardError):
         return End(max(trouble, error.exit_status), str(error), kind, error.retryable)
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
-        return End(128 + SIGINT, "interrupted", "Interrupted", True)
+        return End(exit_status(error), sentence(error), "Interrupted", True)
     if isinstance(error, MemoryError):
         return End(trouble, f"out of memory: {error}" if str(error) else "out of memory", kind, True)
     if isinstance(error, OSError):

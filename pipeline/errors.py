@@ -177,6 +177,10 @@ class JobError(ClusterError):
     """The cluster would not take a job, or contact with it was lost."""
 
 
+class RefusedJobError(ReshardError):
+    """The conversion of a job was refused there, in these words; another try would end the same."""
+
+
 class GroupFailedError(ClusterError):
     """A group could not be run, wherever it was tried. ``tensor`` is the first one in it."""
 
@@ -221,3 +225,20 @@ class MasterDriftError(DriftError):
             f"{self.tensor}: {self.detail} ({self.path_a} and {self.path_b}): the files are not of one step, or have "
             "changed places; with --allow-master-drift both go out as they are"
         )
+
+
+def error_class(kind: str) -> type[ReshardError]:
+    """The class that ``kind`` names in what ``--json`` printed, of this version or another; the base of all if unknown.
+
+    >>> error_class("StaleSessionError").__name__
+    'StaleSessionError'
+    >>> error_class("AnErrorToCome").__name__
+    'ReshardError'
+    """
+    left: list[type[ReshardError]] = [ReshardError]
+    while left:
+        known = left.pop()
+        if known.__name__ == kind:
+            return known
+        left += known.__subclasses__()
+    return ReshardError

@@ -8,8 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import paddle_reshard
-from paddle_reshard.pipeline.claims import State
-from paddle_reshard.pipeline.errors import JobError, StaleSessionError
+from paddle_reshard.pipeline.errors import (
+    JobError,
+    RefusedJobError,
+    ReshardError,
+    StaleSessionError,
+    error_class,
+)
 from paddle_reshard.pipeline.workflow import Event, StepEnded, StepStarted
 from paddle_reshard.storage.formats.strict_json import parse_json
 from paddle_reshard.storage.locate import target_access
@@ -30,16 +35,9 @@ class Conversion:
     """Source and target → conversion id."""
 
 
-class Outcome(Exception):
-    """A conversion did not come about; ``state`` says whether another try makes sense."""
-
-    def __init__(self, state: State, reason: str) -> None:
-        super().__init__(state, reason)
-        self.state, self.reason = state, reason
-
-
 Convert = Callable[[str, str, Callable[[], None]], None]
-"""``(source, target, check)``: convert, calling ``check`` last before publishing; raises what went wrong."""
+"""``(source, target, check)``: convert, calling ``check`` last before publishing; raises what went wrong, a
+``ReshardError`` whose ``retryable`` says whether another try makes sense."""
 
 
 def convert_inline(conversion: Conversion) -> Convert:
@@ -89,29 +87,34 @@ def convert_as_job(
         def write(text: str) -> None:
             lines.extend(line for line in text.splitlines() if line.strip())
 
-        try:
-            job = submit_conversion(request_of(source, target), address)
-            log.info(
-                "%s: %s job %s", source, "attached to" if job.attached else "submitted", job.submission_id
-            )
-            end = follow_job(job, write)
-        except JobError as error:
-            raise Outcome(State.FAILED, str(error)) from error
+        job = submit_conversion(request_of(source, target), address)
+        log.info("%s: %s job %s", source, "attached to" if job.attached else "submitted", job.submission_id)
+        end = follow_job(job, write)
         if not end.succeeded:
-            raise outcome_of_job(lines, f"job {end.submission_id} {end.status}: {end.message}")
+            message = f"job {end.submission_id} {end.status}: {end.message} {lines[-1] if lines else ''}"
+            raise failure_of_job(answer_of_job(lines), message.strip())
 
     return convert
 
 
-def outcome_of_job(lines: Sequence[str], message: str) -> Outcome | StaleSessionError:
-    """What a failed conversion said: its one JSON object tells a refusal from a crash."""
+def answer_of_job(lines: Sequence[str]) -> dict[str, Any] | None:
+    """The one JSON object that ``convert --json`` has printed into a job's log: the last one there; ``None``: none."""
     for line in reversed(lines):
-        try:
-            said = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(said, dict) and said.get("error") and "kind" in said:
-            if said["kind"] == StaleSessionError.__name__:
-                return StaleSessionError(str(said["error"]))
-            return Outcome(State.FAILED if said.get("retryable") else State.REFUSED, str(said["error"]))
-    return Outcome(State.FAILED, f"{message} {lines[-1] if lines else ''}".strip())
+        if line.startswith("{"):
+            try:
+                answer = parse_json(line)
+            except ValueError:
+                continue
+            if isinstance(answer, dict):
+                return answer
+    return None
+
+
+def failure_of_job(answer: Mapping[str, Any] | None, message: str) -> ReshardError:
+    """The error that ended a job's conversion, as if it had been raised here; ``message`` where it could not say."""
+    kind, error = (answer or {}).get("kind"), (answer or {}).get("error")
+    if not isinstance(kind, str) or not isinstance(error, str):
+        return JobError(message)
+    if issubclass(error_class(kind), StaleSessionError):
+        return StaleSessionError(error)
+    return JobError(error) if (answer or {}).get("retryable") is True else RefusedJobError(error)

@@ -40,10 +40,10 @@ def say(message: str, err: bool = False) -> None:
     click.echo(printable(message), err=err)
 
 
-def pass_on(text: str) -> None:
+def pass_on(text: str, err: bool = False) -> None:
     """Print lines of another process: they stay lines, and lose their colours."""
     lines = _COLOUR.sub("", text).split("\n")
-    click.echo("\n".join(printable(line.rstrip("\r")) for line in lines), nl=False)
+    click.echo("\n".join(printable(line.rstrip("\r")) for line in lines), nl=False, err=err)
 
 
 def console(err: bool = False, width: int | None = None) -> Console:

@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import paddle_reshard
 from paddle_reshard.pipeline.claims import (
@@ -40,6 +40,7 @@ from paddle_reshard.pipeline.claims import (
     Policy,
     Sight,
     State,
+    Why,
     claim_path,
     decide,
     steps_of,
@@ -51,7 +52,7 @@ from paddle_reshard.pipeline.inputs import load_config, load_tables
 from paddle_reshard.pipeline.layouts.files import MANIFEST, MANIFEST_FORMAT
 from paddle_reshard.pipeline.layouts.trainer_files import is_of_training
 from paddle_reshard.pipeline.options import CONVERSION_OPTIONS
-from paddle_reshard.pipeline.runners import Conversion, Convert, Outcome, convert_inline
+from paddle_reshard.pipeline.runners import Conversion, Convert, convert_inline
 from paddle_reshard.pipeline.workflow import describe_targets
 from paddle_reshard.storage.formats.strict_json import parse_json
 from paddle_reshard.storage.holder import is_gone, process_start, this_process
@@ -63,6 +64,7 @@ log = logging.getLogger(__name__)
 
 SEEN = ".paddle_reshard/seen"
 HEARTBEAT_SECONDS = 60.0
+LARGEST_CLAIM_BYTES = 1 << 16
 _CLAIM = re.compile(r"(?P<id>.+?)(?:\.(?P<number>\d+))?\.json")
 _SIGNAL = re.compile(r"saved_signal_\d+")
 _OF_RANK = re.compile(r"rng_state_(\d+)\.pth|(?:.*/)?(\d+)_\d+\.distcp")
@@ -81,6 +83,8 @@ class Result(str, Enum):
     CONVERTED = "converted"
     DONE = "done"
     WAITING = "waiting"
+    STALE = "stale"
+    """It is not whole, and has not changed for longer than ``Policy.stale_seconds``."""
     FAILED = "failed"
 
 
@@ -90,6 +94,14 @@ class Basis:
 
     sight: Sight
     attempts: tuple[Attempt, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Incomplete:
+    """Why a checkpoint is not whole, and since when it has looked as it does: seconds since the epoch."""
+
+    reason: str
+    since: float
 
 
 @dataclass
@@ -102,6 +114,8 @@ class Watcher:
     convert: Convert
     policy: Policy
     clock: Callable[[], float] = time.time
+    messages: dict[str, str] = field(default_factory=dict)
+    """Name of a checkpoint → what was found about it last, in a sentence; ``""`` → about the run."""
     _told: dict[str, str] = field(default_factory=dict)
     _claims: dict[str, tuple[str, Attempt | None]] = field(default_factory=dict)
     _manifests: dict[str, tuple[str, str | None]] = field(default_factory=dict)
@@ -138,11 +152,13 @@ class Watcher:
         self.prune()
         return results
 
-    def forever(self, every_seconds: float) -> NoReturn:
-        """Pass after pass, until interrupted."""
+    def repeat(self, every_seconds: float) -> dict[str, Result]:
+        """Pass after pass, until interrupted or something is stale: what came of the last one."""
         while True:
             try:
-                self.once()
+                results = self.once()
+                if Result.STALE in results.values():
+                    return results
             except (OSError, ListingError) as error:
                 log.error("%s; looked at again in %.0f s", _named(error), every_seconds)
             time.sleep(every_seconds)
@@ -179,29 +195,40 @@ class Watcher:
         if decision.action is Action.COMPARE:
             decision = self._adopt(name, basis)
         if decision.action is Action.NOTHING:
-            changed = "changed" in decision.reason
-            self._tell(name, logging.WARNING if changed else logging.DEBUG, f"{name}: {decision.reason}")
+            level = logging.WARNING if decision.why is Why.SOURCE_CHANGED else logging.DEBUG
+            self._tell(name, level, f"{name}: {decision.reason}")
             return Result.DONE
         if decision.action is Action.WAIT:
-            self._tell(
-                name,
-                logging.INFO,
-                f"{name}: waiting: {decision.reason}",
-                key=re.sub(r"\d+", "", decision.reason),
-            )
+            key = None if decision.why is None else decision.why.value
+            self._tell(name, logging.INFO, f"{name}: waiting: {decision.reason}", key)
             return Result.WAITING
         if decision.action is Action.FAIL:
             self._tell(name, logging.ERROR, f"{name}: not converted: {decision.reason}")
             return Result.FAILED
         try:
-            reason = self._look(name)
+            incomplete = self._look(name)
         except ReshardError as error:
             self._tell(name, logging.ERROR, f"{name}: refused: {error}")
             return Result.FAILED
-        if reason is not None:
-            self._tell(name, logging.INFO, f"{name}: waiting: {reason}")
-            return Result.WAITING
+        if incomplete is not None:
+            return self._wait_for(name, incomplete)
         return self._claim_and_convert(name, basis)
+
+    def _wait_for(self, name: str, incomplete: Incomplete) -> Result:
+        """Say what a checkpoint waits for, and since when; whether that is too long."""
+        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(incomplete.since))
+        stale = self.policy.stale_seconds
+        if stale is not None and self.clock() - incomplete.since >= stale:
+            self._tell(
+                name,
+                logging.ERROR,
+                f"{name}: incomplete, and has not changed since {since}, longer than --stale allows; its job may "
+                f"have died: {incomplete.reason}",
+            )
+            return Result.STALE
+        told = f"{name}: waiting: {incomplete.reason}; unchanged since {since}"
+        self._tell(name, logging.INFO, told, key=f"waiting: {incomplete.reason} {since}")
+        return Result.WAITING
 
     # ------------------------------------------------------------------------------------- looking
 
@@ -237,21 +264,24 @@ class Watcher:
             if file.startswith(".") or not _CLAIM.fullmatch(file):
                 continue
             if self._claims.get(file, ("", None))[0] != stamp:
-                self._claims[file] = (stamp, self._read_claim(file))
+                self._claims[file] = (stamp, self._read_claim(file, int(stamp.partition(":")[0])))
             attempt = self._claims[file][1]
             if attempt is not None:
                 found.setdefault(attempt.conversion_id, []).append(attempt)
         return {key: sorted(attempts, key=lambda a: a.number) for key, attempts in found.items()}
 
-    def _read_claim(self, file: str) -> Attempt | None:
-        data = self.out.read(f"{CLAIMS}/{file}")
+    def _read_claim(self, file: str, size_bytes: int) -> Attempt | None:
+        path = f"{CLAIMS}/{file}"
         try:
+            if size_bytes > LARGEST_CLAIM_BYTES:
+                raise ValueError(f"not a claim: {size_bytes} bytes")
+            data = self.out.read(path)
             attempt = None if data is None else Attempt.parse(data)
-            if attempt is not None and claim_path(attempt) != f"{CLAIMS}/{file}":
+            if attempt is not None and claim_path(attempt) != path:
                 raise ValueError("is the claim of another attempt")
             return attempt
         except ValueError:
-            log.warning("%s: not a claim; delete it if no watcher runs", self.out.at(f"{CLAIMS}/{file}"))
+            log.warning("%s: not a claim; delete it if no watcher runs", self.out.at(path))
             return None
 
     def _decide(self, name: str) -> tuple[Decision, Basis]:
@@ -260,7 +290,7 @@ class Watcher:
         gone = bool(attempts) and is_gone(attempts[-1].holder, self.me, process_start)
         return decide(sight, attempts, gone, self.policy, self.clock()), Basis(sight, tuple(attempts))
 
-    def _look(self, name: str) -> str | None:
+    def _look(self, name: str) -> Incomplete | None:
         """Why a checkpoint is not whole yet, or ``None``.
 
         Raises
@@ -269,10 +299,23 @@ class Watcher:
             If it is whole and cannot be converted.
         """
         files = self.run.files(name)
+        stamp = _digest(files)
+        reason = self._lacking(name, files, stamp)
+        if reason is not None:
+            return Incomplete(reason, self._unchanged_since(name, stamp))
+        doubt, settle = self._doubt(name, files), self.policy.settle_seconds
+        if doubt is None or settle == 0:
+            return None
+        since = self._unchanged_since(name, stamp)
+        if self.clock() - since >= settle:
+            return None
+        return Incomplete(f"{doubt}; converted if nothing changes for {settle:g} s", since)
+
+    def _lacking(self, name: str, files: Mapping[str, str], stamp: str) -> str | None:
+        """What keeps a checkpoint from being one, by its files and their metadata."""
         unfinished = sorted(path for path in files if _UNFINISHED.fullmatch(path))
         if unfinished:
             return f"{unfinished[0]}: the trainer has not finished merging the EMA"
-        stamp = _digest(files)
         if self._indexed.get(name) != stamp:
             error = self._index(name)
             if isinstance(error, CheckpointError):
@@ -280,8 +323,7 @@ class Watcher:
             if error is not None:
                 raise error
             self._indexed[name] = stamp
-        doubt = self._doubt(name, files)
-        return None if doubt is None else self._settled(name, stamp, doubt)
+        return None
 
     def _doubt(self, name: str, files: Mapping[str, str]) -> str | None:
         """Why the trainer may still be adding small files to a checkpoint that indexes as whole, or ``None``."""
@@ -298,20 +340,17 @@ class Watcher:
             return error
         return None
 
-    def _settled(self, name: str, stamp: str, doubt: str) -> str | None:
-        """``doubt``, or ``None`` once the checkpoint has not changed between two looks."""
-        if self.policy.settle_seconds == 0:
-            return None
+    def _unchanged_since(self, name: str, stamp: str) -> float:
+        """When a checkpoint was first seen as it looks, seconds since the epoch; told to later watchers."""
         path, now = f"{SEEN}/{self._id(name)}.json", self.clock()
         try:
             seen = parse_json(self.out.read(path) or b"{}")
         except ValueError:
             seen = {}
-        if seen.get("stamp") != stamp:
-            self.out.replace(path, json.dumps({"stamp": stamp, "at": now}).encode())
-        elif now - seen["at"] >= self.policy.settle_seconds:
-            return None
-        return f"{doubt}; converted if nothing changes for {self.policy.settle_seconds:g} s"
+        if isinstance(seen, dict) and seen.get("stamp") == stamp and type(seen.get("at")) in (int, float):
+            return float(seen["at"])
+        self.out.replace(path, json.dumps({"stamp": stamp, "at": now}).encode())
+        return now
 
     def _adopt(self, name: str, basis: Basis) -> Decision:
         """Decide about a target with a manifest that no record knows: after a kill, or made by hand."""
@@ -364,11 +403,23 @@ class Watcher:
         )
         return attempt if self.out.create(claim_path(attempt), attempt.data()) else None
 
+    def _not_claimed(self, name: str, basis: Basis) -> Result:
+        """Somebody else was faster, or what lies where the claim would go is none."""
+        if self._attempts().get(self._id(name), []) != list(basis.attempts):
+            self._tell(name, logging.INFO, f"{name}: waiting: another watcher has just claimed it")
+            return Result.WAITING
+        place = self.out.at(f"{CLAIMS}/{self._id(name)}")
+        self._tell(
+            name,
+            logging.ERROR,
+            f"{name}: not converted: what lies at {place}….json is not a claim; delete it if no watcher runs",
+        )
+        return Result.FAILED
+
     def _claim_and_convert(self, name: str, basis: Basis) -> Result:
         attempt = self._claim(name, basis)
         if attempt is None:
-            self._tell(name, logging.INFO, f"{name}: waiting: another watcher has just claimed it")
-            return Result.WAITING
+            return self._not_claimed(name, basis)
         log.info("%s: converting (%s, attempt %d)", name, attempt.conversion_id, attempt.number)
         started, ended = self.clock(), None
         try:
@@ -403,8 +454,6 @@ class Watcher:
             self.convert(self.run.at(name), self.out.at(name), check)
         except ReshardError as error:
             state, reason = (State.FAILED if error.retryable else State.REFUSED), str(error)
-        except Outcome as outcome:
-            state, reason = outcome.state, outcome.reason
         except (OSError, MemoryError) as error:
             state, reason = State.FAILED, _named(error)
         if state is State.REFUSED and changed():
@@ -477,6 +526,7 @@ class Watcher:
 
     def _tell(self, name: str, level: int, message: str, key: str | None = None) -> None:
         """Log what is news; the same about the same checkpoint is told once."""
+        self.messages[name] = message
         if self._told.get(name) != (key or message):
             self._told[name] = key or message
             log.log(level, "%s", message)

@@ -45,6 +45,9 @@ class Shelf(Protocol):
     def at(self, path: str) -> str:
         """Path or URL of something on the shelf."""
 
+    def is_there(self) -> bool:
+        """Whether there is such a folder; in an object store, whether anything lies below it."""
+
     def folders(self) -> list[str]:
         """Names of the folders directly on the shelf; none where the shelf is not there."""
 
@@ -84,6 +87,10 @@ class LocalShelf:
     def at(self, path: str) -> str:
         """Path of something on the shelf."""
         return str(self.root / path)
+
+    def is_there(self) -> bool:
+        """Whether there is such a folder."""
+        return self.root.is_dir()
 
     def folders(self) -> list[str]:
         """Names of the folders on the shelf."""
@@ -203,6 +210,11 @@ class RemoteShelf:
         from paddle_reshard.storage.fsspec_folder import below
 
         return below(self.url, path)
+
+    def is_there(self) -> bool:
+        """Whether anything lies below the URL."""
+        listing = self._folder("").listing()
+        return bool(listing.folders or listing.files)
 
     def folders(self) -> list[str]:
         """Names of the folders on the shelf."""

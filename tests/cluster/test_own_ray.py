@@ -33,7 +33,7 @@ SOON_MISSED = {
 }
 """How soon Ray calls a node dead that does not answer."""
 SLOW = """
-import sys
+import signal, sys
 from pathlib import Path
 import paddle_reshard
 from paddle_reshard.clusters import ray_cluster
@@ -42,6 +42,7 @@ from paddle_reshard.storage.local import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
 from tests.cluster.faults import Watched
 
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("the program's own end"))
 source, target, notes, seconds = *map(Path, sys.argv[1:4]), float(sys.argv[4])
 ray_cluster.PATIENCE_SECONDS = 1.0
 plan = paddle_reshard.plan(source, target, to="tp=2,sharding=3")
@@ -159,6 +160,9 @@ def test_it_listens_to_this_machine_only_and_wants_its_token(tmp_path: Path) -> 
                 with pytest.raises(grpc.RpcError) as refused:
                     ask(request, metadata=metadata, timeout=60)
                 assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        process.terminate()  # Ray would have its driver end with status 15 and no word
+        _, said = process.communicate(timeout=120)
+        assert said.splitlines()[-1] == "the program's own end"
 
 
 @pytest.mark.parametrize(

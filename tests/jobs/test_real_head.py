@@ -71,6 +71,13 @@ def check_that_it_runs_once(head: Head, tmp_path: Path, one_card: dict[str, byte
     assert "publish: " in second.stdout
     assert snapshot(tmp_path / "out") == one_card
     assert "worker 0" in second.stdout, "the job did not use its cluster"
+    third = submit(head, *arguments, "--json", STORE_SECRET=SECRET)
+    end = json.loads(third.stdout)
+    assert (end["command"], end["submission_id"], end["attached"]) == ("submit", submission_id, True)
+    assert (end["status"], third.returncode) == ("SUCCEEDED", 0)
+    assert "publish: " in third.stderr
+    fourth = submit(head, *arguments, "--quiet", STORE_SECRET=SECRET)
+    assert (fourth.returncode, fourth.stdout, fourth.stderr) == (0, "", "")
     known = jobs(head)
     assert list(known) == [submission_id], "another job than the conversion was left behind"
     job = known[submission_id]
@@ -94,10 +101,14 @@ def check_that_a_failure_is_told(head: Head, tmp_path: Path) -> None:
     assert first.returncode == 1
     assert "tp=3 does not divide" in first.stdout
     assert "FAILED: Job entrypoint command failed with exit code 1\n" in first.stderr
-    second = submit(head, *arguments, "--no-follow", PYTHONPATH=source)
-    assert second.returncode == 0
-    one, two = first.stderr.split("submitted ")[1].split()[0], second.stdout.strip()
-    assert two == f"{one}-2"
+    told = submit(head, *arguments, "--json", PYTHONPATH=source)
+    said = json.loads(told.stdout)
+    one = first.stderr.split("submitted ")[1].split()[0]
+    assert (told.returncode, said["status"], said["submission_id"]) == (1, "FAILED", f"{one}-2")
+    assert "tp=3 does not divide" in said["error"]
+    assert not said["retryable"]
+    third = submit(head, *arguments, "--no-follow", PYTHONPATH=source)
+    assert (third.returncode, third.stdout.strip()) == (0, f"{one}-3")
     assert not (tmp_path / "out").exists()
 
     never = submit(head, GOLDEN, tmp_path / "out", "--to", "tp=1", "--upload", "never")

@@ -212,3 +212,9 @@ def test_the_disk_keeps_no_working_files(tmp_path: Path) -> None:
     shelf.create("claims/x.json", b"b")
     shelf.replace("claims/x.json", b"c")
     assert snapshot(tmp_path) == {"claims/x.json": b"c"}
+
+
+def test_a_shelf_is_there_once_something_lies_on_it(shelf: Shelf) -> None:
+    assert not shelf.is_there()
+    shelf.replace("checkpoint-3/a", b"a")
+    assert shelf.is_there()

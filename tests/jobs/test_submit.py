@@ -11,11 +11,10 @@ import pytest
 
 from paddle_reshard.clusters.jobs import entrypoint_of
 from paddle_reshard.pipeline import cli
-from paddle_reshard.pipeline.claims import State
 from paddle_reshard.pipeline.cli_jobs import Request
 from paddle_reshard.pipeline.cli_options import Decides, Option
-from paddle_reshard.pipeline.errors import UsageError
-from paddle_reshard.pipeline.runners import outcome_of_job
+from paddle_reshard.pipeline.errors import JobError, ReshardError, StaleSessionError, UsageError
+from paddle_reshard.pipeline.runners import answer_of_job, failure_of_job
 from tests.jobs.command import invoke, run
 
 FILE = object()
@@ -199,12 +198,49 @@ def test_an_address_that_is_given_wins_and_a_silent_one_is_told_in_one_sentence(
     ]
 
 
+def failure(lines: list[str], message: str = "FAILED") -> ReshardError:
+    return failure_of_job(answer_of_job(lines), message)
+
+
 def test_a_refusal_is_told_from_a_crash() -> None:
-    said = json.dumps({"error": "tp=3 does not divide", "kind": "UnsupportedError"})
-    refused = outcome_of_job(["plan: …", said, "paddle-reshard: …"], "FAILED")
-    assert (refused.state, refused.reason) == (State.REFUSED, "tp=3 does not divide")
+    said = json.dumps({"error": "tp=3 does not divide", "kind": "UnsupportedError", "retryable": False})
+    refused = failure(["plan: …", said, "paddle-reshard: …"])
+    assert (refused.retryable, str(refused)) == (False, "tp=3 does not divide")
     passing = json.dumps({"error": "the store asks to slow down", "kind": "TargetError", "retryable": True})
-    assert outcome_of_job([passing], "FAILED").state is State.FAILED
-    crashed = outcome_of_job(["plan: …", "Killed"], "job x FAILED:")
-    assert (crashed.state, crashed.reason) == (State.FAILED, "job x FAILED: Killed")
-    assert outcome_of_job([], "job x STOPPED:").state is State.FAILED
+    assert failure([passing]).retryable
+    crashed = failure(["plan: …", "Killed"], "job x FAILED: Killed")
+    assert (crashed.retryable, str(crashed)) == (True, "job x FAILED: Killed")
+    assert failure([], "job x STOPPED:").retryable
+
+
+def test_what_was_left_by_another_conversion_is_known_by_the_kind_of_the_error() -> None:
+    stale = failure(
+        [json.dumps({"error": "left by another plan", "kind": "StaleSessionError", "retryable": True})]
+    )
+    assert type(stale) is StaleSessionError
+    assert str(stale) == "left by another plan"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 5000,
+        '{"error": "a", "error": "b", "kind": "StaleSessionError"}',
+        '["error", "kind"]',
+        '{"error": 5, "kind": ["StaleSessionError"]}',
+        'WARNING {"error": "x", "kind": "StaleSessionError"}',
+        '{"error": null, "kind": null}',
+    ],
+)
+def test_a_log_that_says_something_else_is_a_failure_worth_another_try(line: str) -> None:
+    found = failure(["plan: …", line], "job x FAILED")
+    assert (type(found), str(found), found.retryable) == (JobError, "job x FAILED", True)
+
+
+def test_with_json_stdout_is_one_object_also_where_there_is_no_cluster() -> None:
+    done = run("submit", "--address", "http://127.0.0.1:9", "/a", "/b", "--to", "tp=1", "--json")
+    assert done.returncode == 1
+    said = json.loads(done.stdout)
+    assert said["command"] == "submit"
+    assert (said["kind"], said["retryable"]) == ("JobError", True)
+    assert f"paddle-reshard: {said['error']}\n" == done.stderr

@@ -142,7 +142,7 @@ def test_once_waits_then_converts_then_does_nothing(training: Run, one_card: dic
     waiting = training.watch()
     assert waiting.returncode == 0
     assert "checkpoint-3: waiting: 7 saved_signal_* files for 8 ranks" in waiting.stderr
-    assert not training.out.exists()
+    assert [path.name for path in (training.out / ".paddle_reshard").iterdir()] == ["seen"]
     shutil.copy(GOLDEN / "saved_signal_5", folder)
     before["checkpoint-3/saved_signal_5"] = (GOLDEN / "saved_signal_5").read_bytes()
     done = training.watch()
@@ -322,7 +322,9 @@ def test_without_once_a_termination_is_a_normal_end(training: Run) -> None:
         time.sleep(0.3)
         process.terminate()
         assert process.wait(30) == 0
-        assert process.stderr.read() == "paddle-reshard: stopped; what was claimed is free again\n"
+        assert process.stderr.read() == (
+            "paddle-reshard: interrupted by SIGTERM; what was claimed is free again\n"
+        )
 
 
 def test_a_claim_shows_that_its_holder_lives(training: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -584,3 +586,108 @@ def test_wrong_use_is_told_before_anything_happens(
     assert done.exit_code == status
     assert message in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+# ------------------------------------------------------------------------------ runs that are not what they should be
+
+
+def test_a_run_that_is_not_there_is_an_error_unless_it_is_waited_for(training: Run) -> None:
+    training.run.rmdir()
+    missing = training.watch()
+    assert missing.returncode == 2
+    assert missing.stderr == (
+        f"paddle-reshard: {training.run}: no such folder; give --wait if the run is still to come\n"
+    )
+    assert not training.out.exists()
+    waiting = training.watch("--wait")
+    assert waiting.returncode == 0
+    assert f"{training.run}: no checkpoint-<step> folder yet" in waiting.stderr
+
+
+def test_a_checkpoint_whose_job_died_is_told_and_ends_the_watch(training: Run) -> None:
+    copy_checkpoint(training.run / "checkpoint-3")
+    copy_checkpoint(training.run / "checkpoint-6", leave_out=("optimizer.tp00_pp00_shard00",))
+    first = training.watch("--stale", "2h")
+    assert first.returncode == 0
+    assert "checkpoint-3: converted in " in first.stderr
+    assert "checkpoint-6: waiting: " in first.stderr
+    (seen,) = (training.out / ".paddle_reshard" / "seen").iterdir()
+    known = json.loads(seen.read_bytes())
+    three_hours_ago = time.time() - 3 * 3600
+    since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(three_hours_ago))
+    seen.write_text(json.dumps({**known, "at": three_hours_ago}))
+    patient = training.watch()
+    assert patient.returncode == 0
+    assert f"; unchanged since {since}\n" in patient.stderr
+    for options in (["--once", "--stale", "2h"], ["--stale", "7200", "--every", 0.1]):
+        stale = run("watch", training.run, training.out, "--to", "tp=1", *options)
+        assert stale.returncode == 1, stale.stderr
+        assert (
+            f"checkpoint-6: incomplete, and has not changed since {since}, longer than --stale"
+            in stale.stderr
+        )
+        assert "1 stale" in stale.stderr
+    lost = GOLDEN / "optimizer.tp00_pp00_shard00.pdopt"
+    shutil.copy(lost, training.run / "checkpoint-6" / lost.name)
+    assert training.watch("--stale", "2h").returncode == 0
+    assert training.converted() == ["checkpoint-3", "checkpoint-6"]
+
+
+def test_with_json_stdout_is_one_object_and_quiet_is_quiet(training: Run) -> None:
+    copy_checkpoint(training.run / "checkpoint-3")
+    copy_checkpoint(training.run / "checkpoint-6", leave_out=("optimizer.tp00_pp00_shard00",))
+    done = training.watch("--json")
+    assert done.returncode == 0
+    said = json.loads(done.stdout)
+    assert (said["command"], said["run"], said["targets"]) == ("watch", str(training.run), str(training.out))
+    results = {name: found["result"] for name, found in said["checkpoints"].items()}
+    assert results == {"checkpoint-3": "converted", "checkpoint-6": "waiting"}
+    assert said["checkpoints"]["checkpoint-6"]["message"].startswith("checkpoint-6: waiting: ")
+    quiet = training.watch("--quiet")
+    assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
+    training.run.joinpath("checkpoint-3", "config.json").write_text("{}")
+    refused = run("watch", training.root / "nope", training.out, "--to", "tp=1", "--json", "--once")
+    said = json.loads(refused.stdout)
+    assert (refused.returncode, said["command"], said["kind"]) == (2, "watch", "UsageError")
+    assert refused.stderr == f"paddle-reshard: {said['error']}\n"
+
+
+ODD_CLAIMS = {
+    "garbage": b"\0\xff\xfe",
+    "nested": b"[" * 50_000 + b"]" * 50_000,
+    "huge": b'{"conversion_id": "' + b"a" * (1 << 20) + b'"}',
+    "list": b"[]",
+    "another": b'{"holder": {}, "state": "running"}',
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("kind", [*ODD_CLAIMS, "folder", "full folder"])
+def test_an_odd_claim_is_told_in_a_sentence(kind: str, training: Run) -> None:
+    copy_checkpoint(training.run / "checkpoint-3", leave_out=("optimizer.tp00_pp00_shard00",))
+    training.watch()
+    (seen,) = (training.out / ".paddle_reshard" / "seen").iterdir()
+    claim = training.out / ".paddle_reshard" / "claims" / seen.name
+    if kind in ODD_CLAIMS:
+        claim.parent.mkdir(exist_ok=True)
+        claim.write_bytes(ODD_CLAIMS[kind])
+    else:
+        claim.mkdir(parents=True)
+        if kind == "full folder":
+            (claim / "file.json").write_text("{}")
+    (claim.parent / "unrelated.json").write_bytes(b"{")
+    seen.write_bytes(b'["stamp"]')
+    lost = GOLDEN / "optimizer.tp00_pp00_shard00.pdopt"
+    shutil.copy(lost, training.run / "checkpoint-3" / lost.name)
+    held = training.watch("--keep", 1)
+    assert held.returncode == 1
+    assert "Traceback" not in held.stderr
+    sentence = (
+        f"checkpoint-3: not converted: what lies at {claim.with_suffix('')}….json is not a claim; delete it"
+    )
+    assert sentence in held.stderr
+    if kind in ODD_CLAIMS:
+        assert f"{claim}: not a claim; delete it if no watcher runs" in held.stderr
+    claim.unlink() if kind in ODD_CLAIMS else shutil.rmtree(claim)
+    assert training.watch().returncode == 0
+    assert training.converted() == ["checkpoint-3"]

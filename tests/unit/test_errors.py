@@ -19,6 +19,7 @@ from paddle_reshard.pipeline.errors import (
     MasterDriftError,
     MemoryBudgetError,
     PlanError,
+    RefusedJobError,
     RereadError,
     ReshardError,
     RuleError,
@@ -82,6 +83,7 @@ EXAMPLES = [
     (ListingError("s3://b/run: access denied"), "s3://b/run: access denied", 1),
     (ClusterError("cannot join Ray at 'head:6379'"), "cannot join Ray at 'head:6379'", 1),
     (JobError("the cluster did not take the job"), "the cluster did not take the job", 1),
+    (RefusedJobError("tp=3 does not divide"), "tp=3 does not divide", 1),
     (
         GroupFailedError("w (param)", 7, 4, "WorkerCrashedError: it died"),
         "w (param): group 7 failed 4 times, at last with: WorkerCrashedError: it died",

@@ -1,0 +1,75 @@
+"""Commands that are told to end: one sentence that says by what and what is kept, and a status that says it too."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import paddle_reshard
+from paddle_reshard.pipeline.layouts.files import MANIFEST
+from tests.conftest import case_directory
+from tests.jobs.command import run
+from tests.storage.contents import in_folder
+
+SOURCE = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
+SLOW = """
+import itertools, signal, sys, time
+if sys.argv.pop(1) == "nohup":
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+from paddle_reshard.clusters.inline import InlineEngine as Engine
+from paddle_reshard.pipeline.planning import plan
+plan.GROUP_BYTES = 100_000
+run = Engine.__call__
+
+def slow(*arguments):
+    for number, report in enumerate(run(*arguments)):
+        yield report
+        if number == 2:
+            print("moving", flush=True)
+            time.sleep(5 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else 60)
+
+Engine.__call__ = slow
+from paddle_reshard.pipeline.cli import main
+main()
+"""
+
+
+def told_to_end(number: signal.Signals, target: Path, how: str = "plain") -> tuple[int, str]:
+    """Status and stderr of a conversion that gets a signal while it moves groups."""
+    command = [sys.executable, "-c", SLOW, how, "convert", SOURCE, target, "--to", "tp=1", "--quiet"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "moving\n"
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=120)
+    return process.returncode, errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_what_is_kept_is_said_and_gone_on_with(number: signal.Signals, tmp_path: Path) -> None:
+    status, said = told_to_end(number, tmp_path / "out")
+    assert status == 128 + number
+    target = tmp_path / "out"
+    assert said.replace("\n\n", "\n") == (  # click ends the line of a ^C
+        f"{target}: what is done is kept; the same command with --resume goes on, paddle-reshard clean {target} "
+        f"removes it\npaddle-reshard: interrupted by {number.name}\n"
+    )
+    assert not (tmp_path / "out").exists()
+    cleaned = run("clean", tmp_path / "out", "--json")
+    assert cleaned.returncode == 0
+    assert '"removed": [' in cleaned.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+    paddle_reshard.convert(SOURCE, tmp_path / "expected", to="tp=1")
+    assert told_to_end(signal.SIGHUP, tmp_path / "out", "nohup") == (0, "")
+    made, expected = in_folder(tmp_path / "out"), in_folder(tmp_path / "expected")
+    assert made.keys() == expected.keys()
+    assert {k: v for k, v in made.items() if k != MANIFEST} == {
+        k: v for k, v in expected.items() if k != MANIFEST
+    }
