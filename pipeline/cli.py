@@ -61,9 +61,9 @@ if TYPE_CHECKING:
 
     from paddle_reshard.pipeline.api import VerifyReport
     from paddle_reshard.pipeline.compare import Difference
+    from paddle_reshard.pipeline.events import Event
     from paddle_reshard.pipeline.inspection import Inspection
     from paddle_reshard.pipeline.integrity import IntegrityReport
-    from paddle_reshard.pipeline.workflow import Event
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 DIFFERENT = 1
@@ -364,14 +364,15 @@ def inspect(
     as_json: bool,
 ) -> None:
     """Say what a checkpoint is, from its metadata alone."""
-    found = paddle_reshard.inspect(
-        source,
-        rules=rules,
-        config=config,
-        storage_options=storage_options,
-        allow_scheme=allow_scheme,
-        allow_links=allow_links,
-    )
+    with _waiting("reading headers", as_json):
+        found = paddle_reshard.inspect(
+            source,
+            rules=rules,
+            config=config,
+            storage_options=storage_options,
+            allow_scheme=allow_scheme,
+            allow_links=allow_links,
+        )
     _answer(inspection_data(found), as_json, False, lambda: _show_inspection(found, tensors))
 
 
@@ -393,7 +394,8 @@ def plan(
 ) -> None:
     """Show what a conversion would read, write and need; nothing is moved."""
     places = _targets(target, targets, options) if target or targets else None
-    planned = paddle_reshard.plan(source, places, **api_arguments(options))
+    with _waiting("reading headers and planning", quiet or as_json):
+        planned = paddle_reshard.plan(source, places, **api_arguments(options))
     if save is not None:
         from paddle_reshard.storage.plan_file import save_plan
 
@@ -503,7 +505,8 @@ def verify(
     finished = b is None and _holds_manifest(a, reach)
     if finished:
         _check_for_one(click.get_current_context())
-        found = paddle_reshard.check(a, source=source, **reach)
+        with _waiting("comparing with the manifest", quiet or as_json):
+            found = paddle_reshard.check(a, source=source, **reach)
         _answer(integrity_data(found), as_json, quiet, lambda: _show_integrity(found))
         sys.exit(0 if found else DIFFERENT)
     if source is not None:
@@ -513,18 +516,19 @@ def verify(
             else "--source is for one target and its manifest; two checkpoints are compared as they are"
         )
     chosen = None if states is None else [state.strip() for state in states.split(",")]
-    report = paddle_reshard.verify(
-        a,
-        b,
-        states=chosen,
-        subset=subset,
-        replicas=replicas,
-        memory=memory,
-        rules=rules,
-        config=config,
-        allow_missing=allow_missing,
-        **reach,
-    )
+    with _waiting("comparing", quiet or as_json):
+        report = paddle_reshard.verify(
+            a,
+            b,
+            states=chosen,
+            subset=subset,
+            replicas=replicas,
+            memory=memory,
+            rules=rules,
+            config=config,
+            allow_missing=allow_missing,
+            **reach,
+        )
     _answer(verify_data(report), as_json, quiet, lambda: _show_verification(report, alone=b is None))
     sys.exit(0 if report else DIFFERENT)
 
@@ -647,15 +651,17 @@ def _answer(data: Json, as_json: bool, quiet: bool, show: Callable[[], None]) ->
 @contextmanager
 def _observing(silent: bool) -> Iterator[Callable[[Event], None]]:
     """An observer that draws a progress bar on a terminal, and prints lines otherwise."""
+    from paddle_reshard.pipeline.events import ignore_events
     from paddle_reshard.pipeline.progress import ProgressLines
-    from paddle_reshard.pipeline.workflow import ignore_events
 
     if silent:
         yield ignore_events
         return
     told = console(err=True)
     if not told.is_terminal:
-        yield ProgressLines(lambda line: say(line, err=True))
+        lines = ProgressLines(lambda line: say(line, err=True))
+        with lines.ticking():
+            yield lines
         return
     from rich.progress import (
         BarColumn,
@@ -678,6 +684,16 @@ def _observing(silent: bool) -> Iterator[Callable[[Event], None]]:
         yield _Bar(bar)
 
 
+@contextmanager
+def _waiting(step: str, silent: bool) -> Iterator[None]:
+    """Say that a step goes on, for those who would wonder; nothing of one that takes no time."""
+    from paddle_reshard.pipeline.events import StepStarted
+
+    with _observing(silent) as observe:
+        observe(StepStarted(step))
+        yield
+
+
 class _Bar:
     """Events as a progress bar."""
 
@@ -686,8 +702,8 @@ class _Bar:
         self.task: TaskID | None = None
 
     def __call__(self, event: Event) -> None:
-        from paddle_reshard.pipeline.workflow import Progress as Moved
-        from paddle_reshard.pipeline.workflow import StepStarted
+        from paddle_reshard.pipeline.events import Progress as Moved
+        from paddle_reshard.pipeline.events import StepStarted
 
         if isinstance(event, StepStarted):
             if self.task is not None:

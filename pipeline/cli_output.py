@@ -27,6 +27,8 @@ from paddle_reshard.pipeline.errors import ReshardError
 from paddle_reshard.pipeline.suggest import did_you_mean
 from paddle_reshard.pipeline.terminal import printable, say
 
+COMPLETION = "_PADDLE_RESHARD_COMPLETE"
+"""The variable by which a shell asks for completions."""
 SCHEMA_VERSION = 1
 """Of everything that ``--json`` prints; it grows when an entry changes its meaning or goes."""
 ANSWERS = ("inspect", "plan", "simulate", "verify")
@@ -228,6 +230,8 @@ class Commands(click.Group):
 
     def main(self, args: Sequence[str] | None = None, *further: Any, **extra: Any) -> Any:
         """Run a command, and end the process with its status."""
+        if COMPLETION in os.environ:  # a shell asks, and click answers it in bytes
+            return super().main(args, *further, **extra)
         arguments = list(sys.argv[1:] if args is None else args)
         command = next((word for word in arguments if not word.startswith("-")), None)
         as_json = "--json" in arguments

@@ -2,41 +2,89 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from paddle_reshard.pipeline.shown import readable_bytes
+from paddle_reshard.pipeline.shown import readable_bytes, readable_seconds
 
 if TYPE_CHECKING:
-    from paddle_reshard.pipeline.workflow import Event
+    from paddle_reshard.pipeline.events import Event
 
 PROGRESS_SECONDS = 10.0
+"""Between two lines about one step."""
+PATIENCE_SECONDS = 2.0
+"""How long a step may take until the first line about it."""
 
 
 class ProgressLines:
-    """An observer that tells the end of every step, and of a long one from time to time how far it is."""
+    """An observer that tells the end of every step, and of a long one from time to time how far it is.
+
+    While :meth:`ticking`, also of a step of which nothing is heard.
+    """
 
     def __init__(self, tell: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self.tell, self.clock = tell, clock
+        self.step: str | None = None
         self.total_bytes: int | None = None
         self.done_bytes = 0
-        self.begun = self.told = 0.0
+        self.begun = 0.0
+        self.due = 0.0
+        self._alone = threading.Lock()
 
     def __call__(self, event: Event) -> None:
         """Take note of an event."""
-        from paddle_reshard.pipeline.workflow import Progress, StepEnded, StepStarted
+        from paddle_reshard.pipeline.events import Progress, StepEnded, StepStarted
 
-        if isinstance(event, StepStarted):
-            self.total_bytes, self.done_bytes = event.total_bytes, 0
-            self.begun = self.told = self.clock()
-        elif isinstance(event, Progress):
-            self.done_bytes += event.done_bytes
-            if self.total_bytes and self.done_bytes and self.clock() - self.told >= PROGRESS_SECONDS:
-                self.told = self.clock()
-                self.tell(progress_line(self.done_bytes, self.total_bytes, self.told - self.begun))
-        elif isinstance(event, StepEnded):
-            self.tell(f"{event.step}: {event.summary}")
+        with self._alone:
+            if isinstance(event, StepStarted):
+                self.step, self.total_bytes, self.done_bytes = event.step, event.total_bytes, 0
+                self.begun = self.clock()
+                self.due = self.begun + PATIENCE_SECONDS
+            elif isinstance(event, Progress):
+                self.done_bytes += event.done_bytes
+                self._tell_if_due()
+            elif isinstance(event, StepEnded):
+                self.tell(f"{event.step}: {event.summary}{self._taken()}")
+                self.step = None
+
+    @contextmanager
+    def ticking(self) -> Iterator[None]:
+        """Look at the clock once a second, in a thread, until the block ends."""
+        over = threading.Event()
+
+        def tick() -> None:
+            while not over.wait(1.0):
+                with self._alone:
+                    self._tell_if_due()
+
+        thread = threading.Thread(target=tick, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _tell_if_due(self) -> None:
+        now = self.clock()
+        if self.step is None or now < self.due:
+            return
+        self.due = now + PROGRESS_SECONDS
+        if self.total_bytes and self.done_bytes:
+            self.tell(progress_line(self.done_bytes, self.total_bytes, now - self.begun))
+        else:
+            self.tell(f"{self.step}: {readable_seconds(now - self.begun)} so far")
+
+    def _taken(self) -> str:
+        """How long a step took that anybody waited for, and how fast it was."""
+        seconds = self.clock() - self.begun
+        if seconds < PATIENCE_SECONDS:
+            return ""
+        rate = f", {readable_bytes(int(self.done_bytes / seconds))}/s" if self.done_bytes else ""
+        return f"; {readable_seconds(seconds)}{rate}"
 
 
 def progress_line(done_bytes: int, total_bytes: int, seconds: float) -> str:

@@ -6,7 +6,7 @@ told to an observer as event values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -22,6 +22,12 @@ from paddle_reshard.pipeline.errors import (
     TargetError,
     UnsupportedError,
 )
+from paddle_reshard.pipeline.events import Event as Event
+from paddle_reshard.pipeline.events import Observer as Observer
+from paddle_reshard.pipeline.events import Progress as Progress
+from paddle_reshard.pipeline.events import StepEnded as StepEnded
+from paddle_reshard.pipeline.events import StepStarted as StepStarted
+from paddle_reshard.pipeline.events import ignore_events as ignore_events
 from paddle_reshard.pipeline.indexing import index_checkpoint
 from paddle_reshard.pipeline.integrity import check_target, glance_at_target
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
@@ -60,37 +66,6 @@ from paddle_reshard.tasks.index import IndexFiles, index_here, index_huggingface
 COPY_BYTES = 8 << 20
 SHOWN_AMPLIFICATION = 1.05
 ALLOWED = "no file of the source holds it, which was allowed"
-
-
-@dataclass(frozen=True, slots=True)
-class StepStarted:
-    """A step of the workflow begins. ``total_bytes`` is what it will write, where that is known."""
-
-    step: str
-    total_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """More of the current step is done."""
-
-    done_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepEnded:
-    """A step is done; ``summary`` says what came out, in one line."""
-
-    step: str
-    summary: str
-
-
-Event = StepStarted | Progress | StepEnded
-Observer = Callable[[Event], None]
-
-
-def ignore_events(event: Event) -> None:
-    """The observer that looks at nothing."""
 
 
 @dataclass(frozen=True, repr=False)

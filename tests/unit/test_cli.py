@@ -82,7 +82,8 @@ def test_convert_prints_one_json_object(tmp_path: Path) -> None:
 
 def test_convert_prints_one_line_per_step_where_nobody_watches(tmp_path: Path) -> None:
     done = run("convert", DEMO, tmp_path / "x", "--to", "pp=2")
-    assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["plan", "move", "verify", "publish"]
+    steps = [line.split(":")[0] for line in done.stderr.splitlines()]
+    assert list(dict.fromkeys(steps)) == ["plan", "move", "verify", "publish"]  # a slow one has several lines
     quiet = run("convert", DEMO, tmp_path / "y", "--to", "pp=2", "--quiet")
     assert (quiet.stdout, quiet.stderr, quiet.returncode) == ("", "", 0)
 

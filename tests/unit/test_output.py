@@ -89,7 +89,8 @@ def test_a_reader_that_has_had_enough_is_no_trouble_worth_a_word() -> None:
     os.close(reading)
     with os.fdopen(writing, "w") as pipe:
         done = run("inspect", DEMO, "--tensors", stdout=pipe)
-    assert (done.returncode, done.stderr) == (141, "")
+    assert done.returncode == 141
+    assert "paddle-reshard:" not in done.stderr
 
 
 # --------------------------------------------------------------------------------------------------- scripts
