@@ -88,7 +88,7 @@ def test_what_cannot_be_read(statement: str) -> None:
             "'aoa_config_reverse' is unknown or of the wrong kind",
         ),
         ("{}", "'aoa_statements' is missing"),
-        ('{"aoa_statements": [], "aoa_statements": []}', "a key stands twice"),
+        ('{"aoa_statements": [], "aoa_statements": []}', "the key 'aoa_statements' stands twice"),
         ('{"aoa_statements": ', "not valid JSON"),
         ("{" * 100000, "not valid JSON"),
     ],

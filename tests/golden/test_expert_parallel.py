@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 
 import paddle_reshard
 from paddle_reshard.pipeline.errors import CheckpointError, CoverageError, PlanError, RuleError
+from paddle_reshard.storage.locate import Access
 from paddle_reshard.tasks.fill import read_filling
 from tests import oracle
 from tests.conftest import case_directory
@@ -172,12 +173,12 @@ def test_an_average_goes_on_without_what_no_file_holds(tmp_path: Path) -> None:
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}" * 8)
     with pytest.raises(CheckpointError, match=r"--fill .*config\.json.*a safetensors file is expected"):
-        read_filling(str(tmp_path / "config.json"), (), {})
+        read_filling(str(tmp_path / "config.json"), (), Access({}))
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lost\.safetensors: no such file"):
-        read_filling(str(tmp_path / "lost.safetensors"), (), {})
+        read_filling(str(tmp_path / "lost.safetensors"), (), Access({}))
 
 
 # --- writing ------------------------------------------------------------------------------------------
