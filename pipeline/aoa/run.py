@@ -228,7 +228,7 @@ class Run:
         if self.wanted is None:
             return {name: m.value for name, m in self.names.items() if m.used_by is None}
         wanted = frozenset(self.wanted)
-        for name in self.wanted:
+        for name in sorted(self.wanted):
             if name not in self.names and name not in self.created:
                 why = "neither the source nor a statement gives it"
                 if name in self.dropped:

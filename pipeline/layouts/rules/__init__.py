@@ -426,9 +426,9 @@ def choose_table(tables: Sequence[RuleTable], keys: Iterable[str], config: Confi
     Raises
     ------
     RuleError
-        Naming the first key that the nearest table does not cover.
+        Naming the first key, in the order of the alphabet, that the nearest table does not cover.
     """
-    keys = list(keys)
+    keys = sorted(set(keys))
     candidates = candidate_tables(tables, config)
     failures = [[key for key in keys if _failure(table, key, config)] for table in candidates]
     fitting = [table for table, failed in zip(candidates, failures, strict=True) if not failed]

@@ -1,0 +1,58 @@
+"""What is said and written does not hang on the order in which a process keeps sets of texts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import case_directory
+
+RUN = "from paddle_reshard.pipeline.cli import main; main()"
+SEEDS = ("0", "1", "2", "3")
+
+
+def _run(seed: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", RUN, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "PYTHONHASHSEED": seed},
+    )
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("case", ["states/ernie45_mtp_single_tohf", "states/dsv3_mtp_single_tohf"])
+def test_the_same_unknown_tensor_is_named(case: str) -> None:
+    checkpoint = case_directory(case) / "checkpoint-3"
+    with ThreadPoolExecutor(2) as pool:
+        ends = list(pool.map(lambda seed: _run(seed, "inspect", checkpoint), SEEDS))
+    assert [end.returncode for end in ends] == [1] * len(SEEDS)
+    assert "no row of the paddleformers rule table" in ends[0].stderr
+    assert len({end.stderr for end in ends}) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--to", "pp=2,sharding=2"), ("--format", "huggingface"), ("--format", "flex", "--files", "2")],
+    ids=lambda options: options[1],
+)
+def test_the_same_bytes_are_written(options: tuple[str, ...], tmp_path: Path) -> None:
+    source = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
+    drop = () if options[1] == "pp=2,sharding=2" else ("--drop", "ema")
+    made = []
+    for seed in SEEDS[:2]:
+        end = _run(seed, "convert", source, tmp_path / seed / "target", *options, *drop)
+        assert end.returncode == 0, end.stderr
+        made.append(_content(tmp_path / seed / "target"))
+    assert len(made[0]) >= 3
+    assert made[0] == made[1]
