@@ -392,7 +392,9 @@ class _Run:
             answer = ray.get(ref)
         except RayError as failure:
             answer = failure
-        if isinstance(answer, ReshardError):
+        if isinstance(answer, ReshardError) and not isinstance(
+            answer, RayError
+        ):  # one that was raised is both
             raise answer
         if attempt is None:
             self._welcome(worker, answer)

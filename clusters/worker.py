@@ -1,7 +1,8 @@
 """What one worker of a cluster does. Ray makes an actor of this class; nothing else of Ray is known to it.
 
 A refusal (``ReshardError``) is returned, not raised: so it arrives at the driver whole, with its own class and
-text. Whatever is raised is a failed attempt, and the driver may try again elsewhere.
+text. Whatever is raised is a failed attempt, and the driver may try again elsewhere; so is what the operating system of
+this machine alone may refuse.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 from paddle_reshard.pipeline.errors import ReshardError
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import GroupWork
+from paddle_reshard.storage.os_errors import may_go_well_elsewhere
 from paddle_reshard.storage.retry_counts import count_retries
 from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.device import HOST, Buffer, Mover, PaddleMover
@@ -136,6 +138,8 @@ def _refusals_returned(do: Callable[P, R], *args: P.args, **kwargs: P.kwargs) ->
     try:
         return do(*args, **kwargs)
     except ReshardError as error:
+        if may_go_well_elsewhere(error):
+            raise
         return error.with_traceback(None)
 
 

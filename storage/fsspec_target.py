@@ -323,6 +323,8 @@ class StagedWriter:
     """Writes into the staging folder, which only this machine sees."""
 
     staging: Path
+    location: str
+    """Of the target, as the user has given it."""
     copies_in_flight: ClassVar[int] = 1
 
     def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
@@ -332,7 +334,7 @@ class StagedWriter:
                 "this kind of store is written through a folder on the machine that began the conversion, and "
                 "this worker runs on another; use one machine, or an S3 target"
             )
-        return LocalWriter(self.staging).write_part(path, byte_offset, buffer)
+        return LocalWriter(self.staging, self.location).write_part(path, byte_offset, buffer)
 
     def copy_part(
         self,
@@ -385,7 +387,7 @@ class StagedTarget(FsspecTarget):
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 raise TargetError(f"{folder}: belongs to somebody else; set TMPDIR to another folder")
             self.session, records = self.staging.begin(files, identity, self.resume, self.take_over)
-        return StagedWriter(self.staging.files), records
+        return StagedWriter(self.staging.files, self.location), records
 
     def make_visible(self, name: str) -> None:
         """Upload a staged file."""

@@ -13,7 +13,7 @@ import stat
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -34,7 +34,7 @@ from paddle_reshard.storage.ledger import (
     refuse_busy,
     refuse_unfinished,
 )
-from paddle_reshard.storage.os_errors import told
+from paddle_reshard.storage.os_errors import told, told_while_moving
 from paddle_reshard.storage.space import Room, room_for
 from paddle_reshard.storage.staging import Staging, sync, write_file
 from paddle_reshard.storage.store import Identity, NewFile, Openness, Read, ReadRange, Receipt, Record, Source
@@ -146,7 +146,7 @@ class LocalSource(ReadRange):
     def read_many(self, reads: Sequence[Read]) -> None:
         """Fill several buffers; a file is opened once for all reads of it that follow each other."""
         for path, of_file in groupby(reads, key=lambda read: read.path):
-            with self.opened(path) as descriptor:
+            with self.opened(path) as descriptor, self._told(path):
                 for read in of_file:
                     _read_all(descriptor, read)
 
@@ -155,9 +155,15 @@ class LocalSource(ReadRange):
         """A file, open for reading; refused unless it is the one that was seen at the start."""
         if path not in self.places:
             raise CheckpointError(f"{path}: was not there when {self.location} was listed")
-        with opened(self.places[path], path) as descriptor:
-            self._check(path, os.fstat(descriptor))
+        with ExitStack() as held:
+            with self._told(path):
+                descriptor = held.enter_context(opened(self.places[path], path))
+                self._check(path, os.fstat(descriptor))
             yield descriptor
+
+    def _told(self, path: str) -> AbstractContextManager[None]:
+        """What the file system refuses becomes a sentence about a file of the source."""
+        return told_while_moving(self.places[path], f"{self.location}/{path}", CheckpointError)
 
     def _check(self, path: str, status: os.stat_result) -> None:
         if difference := self.stamps[path].difference(status):
@@ -170,7 +176,8 @@ class LocalSource(ReadRange):
     def check_unchanged(self) -> None:
         """Refuse if any file is not the one that was seen at the start."""
         for path, place in self.places.items():
-            self._check(path, _status(place))
+            with self._told(path):
+                self._check(path, _status(place))
 
 
 def _openness(files: Iterable[os.stat_result], folders: Iterable[os.stat_result]) -> Openness:
@@ -222,11 +229,13 @@ class LocalWriter:
     """Positioned writes into the staging folder."""
 
     staging: Path
+    location: str
+    """Of the target, as the user has given it."""
     copies_in_flight: ClassVar[int] = 1
 
     def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
         """Write all of ``buffer`` into a file that was begun."""
-        with open(self.staging / path, "r+b", buffering=0) as file:
+        with self._told(path), open(self.staging / path, "r+b", buffering=0) as file:
             done = 0
             while done < len(buffer):
                 done += os.pwrite(file.fileno(), buffer[done:], byte_offset + done)
@@ -247,6 +256,7 @@ class LocalWriter:
             raise UnsupportedError(f"{path}: only files of this machine can be copied on it")
         with (
             source.opened(source_path) as one,
+            self._told(path, f", while {source.location}/{source_path} was copied there"),
             open(self.staging / path, "r+b", buffering=0) as other,
         ):
             done = _copy_in_kernel(one, other.fileno(), nbytes, source_offset, byte_offset)
@@ -258,6 +268,10 @@ class LocalWriter:
             self.write_part(path, byte_offset + done, block)
             done += len(block)
         return Receipt(path, byte_offset, nbytes)
+
+    def _told(self, path: str, doing: str = "") -> AbstractContextManager[None]:
+        """What the file system refuses becomes a sentence about the target."""
+        return told_while_moving(self.staging / path, self.location, TargetError, doing)
 
 
 def _copy_in_kernel(one: int, other: int, nbytes: int, from_byte: int, to_byte: int) -> int:
@@ -362,11 +376,12 @@ class LocalTarget:
                 check_free(self.root, self.overwrite)
             self.files = files
             self.session, records = self.staging.begin(files, identity, self.resume, self.take_over)
-        return LocalWriter(self.staging.files), records
+        return LocalWriter(self.staging.files, self.location), records
 
     def note(self, record: Record) -> None:
         """Write a line of the ledger."""
-        self._held().note(record)
+        with self._told():
+            self._held().note(record)
 
     def _held(self) -> Session:
         if self.session is None:

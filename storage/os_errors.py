@@ -14,6 +14,9 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _SENTENCES = {
     errno.ENOSPC: "no space is left on the disk",
     errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file is larger than the limit of this process (ulimit -f) or of the file system",
+    errno.EIO: "the disk failed (input/output error)",
+    errno.ESTALE: "the network file system has lost the file (stale file handle)",
     errno.EACCES: "permission denied",
     errno.EPERM: "permission denied",
     errno.EROFS: "the file system is read-only",
@@ -23,6 +26,8 @@ _SENTENCES = {
 }
 _FOR_GOOD = (errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOENT, errno.EINVAL)
 """Would be refused again, however often it is tried."""
+_ALIKE_EVERYWHERE = (*NO_SPACE, errno.EFBIG, errno.EROFS)
+"""Another machine with the same disk would be told the same."""
 
 
 @contextmanager
@@ -37,6 +42,28 @@ def told(path: Path, given: str, failure: type[ReshardError]) -> Iterator[None]:
         refused = failure(f"{given}: {_sentence(error, path)}")
         refused.retryable = error.errno not in _FOR_GOOD
         raise refused from error
+
+
+@contextmanager
+def told_while_moving(path: Path, given: str, failure: type[ReshardError], doing: str = "") -> Iterator[None]:
+    """As :func:`told`, for a file that was there when it was planned to read or write it.
+
+    Every such failure is the machine's or the disk's and may go away: ``retryable``. ``doing`` says more of it.
+    """
+    try:
+        yield
+    except OSError as error:
+        gone = error.errno == errno.ENOENT
+        text = f"a file is not there any more ({path})" if gone else _sentence(error, path)
+        refused = failure(f"{given}: {text}{doing}")
+        refused.retryable = True
+        raise refused from error
+
+
+def may_go_well_elsewhere(error: ReshardError) -> bool:
+    """Whether an error is what an operating system said, and that of another machine may say something else."""
+    cause = error.__cause__
+    return error.retryable and isinstance(cause, OSError) and cause.errno not in _ALIKE_EVERYWHERE
 
 
 def _sentence(error: OSError, path: Path) -> str:

@@ -1,6 +1,8 @@
 """Sources and writers that misbehave on purpose. Workers import them."""
 
+import errno
 import os
+import resource
 import signal
 import threading
 import time
@@ -8,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paddle_reshard.pipeline.errors import CheckpointError
 from paddle_reshard.storage import retry
+from paddle_reshard.storage.os_errors import told_while_moving
 from paddle_reshard.storage.store import Read, ReadRange, Receipt, WritePart
 
 MEETING = threading.Barrier(2, timeout=30)
@@ -52,6 +56,36 @@ class KilledOnceWriting:
             self.writer.write_part(path, byte_offset, buffer[: len(buffer) // 2])
             _die()
         return self.writer.write_part(path, byte_offset, buffer)
+
+
+@dataclass(frozen=True)
+class TakesNoMore:
+    """Writes in a process none of whose files may grow beyond a few bytes: EFBIG, as ``setrlimit(2)`` says."""
+
+    writer: WritePart
+    copies_in_flight: int = 1
+
+    def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, most[1]))
+        try:
+            return self.writer.write_part(path, byte_offset, buffer)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, most)
+
+
+@dataclass(frozen=True)
+class StaleOnce(ReadRange):
+    """A network file system that has lost a file, on one machine."""
+
+    source: ReadRange
+    marker: Path
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        with told_while_moving(Path(path), path, CheckpointError):
+            if first_time(self.marker):
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        self.source.read_into(path, byte_offset, buffer)
 
 
 @dataclass(frozen=True)

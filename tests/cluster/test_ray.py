@@ -25,6 +25,7 @@ from paddle_reshard.pipeline.errors import (
     GroupFailedError,
     MasterDriftError,
     MemoryBudgetError,
+    TargetError,
     UnsupportedError,
     UsageError,
 )
@@ -43,6 +44,8 @@ from tests.cluster.faults import (
     KillsItsReader,
     OneByteOff,
     ReadsTwoAtATime,
+    StaleOnce,
+    TakesNoMore,
     Unreachable,
     Watched,
 )
@@ -258,6 +261,21 @@ def test_a_store_that_cannot_be_reached_is_named_and_no_secret_is(
     assert "attempt 3 failed" in caplog.text
     assert "sesame" not in caplog.text
     assert "sesame" not in str(failed.value)
+
+
+def test_what_the_disk_of_a_worker_refuses_arrives_as_a_sentence_about_the_target(
+    conversion: Conversion, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(TargetError, match=r"^\S+/made: the file is larger than the limit") as failed:
+        conversion.run(lambda works, source, target: engine()(works, source, TakesNoMore(target)))
+    assert failed.value.retryable
+    assert "attempt" not in caplog.text
+
+
+def test_what_one_machine_cannot_read_is_tried_again(conversion: Conversion, tmp_path: Path) -> None:
+    marker = tmp_path / "stale"
+    conversion.run(lambda works, source, target: engine()(works, StaleOnce(source, marker), target))
+    assert marker.exists()
 
 
 @pytest.mark.parametrize("exchange", ["never", "always"])

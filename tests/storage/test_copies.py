@@ -67,7 +67,7 @@ def test_a_part_is_copied_whatever_the_kernel_can(
     else:
         monkeypatch.setattr(os, "copy_file_range", copy)
     nbytes = len(content) - 12
-    receipt = LocalWriter(tmp_path).copy_part("b", 3, nbytes, LocalSource(tmp_path / "source"), "a", 5)
+    receipt = LocalWriter(tmp_path, "t").copy_part("b", 3, nbytes, LocalSource(tmp_path / "source"), "a", 5)
     assert (receipt.path, receipt.byte_offset, receipt.nbytes) == ("b", 3, nbytes)
     assert (tmp_path / "b").read_bytes() == bytes(3) + content[5:-7] + bytes(9)
 
@@ -75,8 +75,11 @@ def test_a_part_is_copied_whatever_the_kernel_can(
 def test_a_disk_that_fails_is_not_worked_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(b"abc")
     monkeypatch.setattr(os, "copy_file_range", _refuse(errno.EIO))
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        LocalWriter(tmp_path).copy_part("a", 0, 1, LocalSource(tmp_path), "a", 2)
+    told = (
+        rf"^t: the disk failed \(input/output error\) \({tmp_path}/a\), while {tmp_path}/a was copied there"
+    )
+    with pytest.raises(TargetError, match=told):
+        LocalWriter(tmp_path, "t").copy_part("a", 0, 1, LocalSource(tmp_path), "a", 2)
 
 
 def test_a_source_that_became_shorter_is_refused(tmp_path: Path) -> None:
@@ -86,7 +89,7 @@ def test_a_source_that_became_shorter_is_refused(tmp_path: Path) -> None:
     source = LocalSource(tmp_path / "source")
     (tmp_path / "source" / "a").write_bytes(bytes(50))
     with pytest.raises(CheckpointError, match=r"a: changed while it was read \(size 100 then, 50 now"):
-        LocalWriter(tmp_path).copy_part("b", 0, 80, source, "a", 10)
+        LocalWriter(tmp_path, "t").copy_part("b", 0, 80, source, "a", 10)
 
 
 # ---------------------------------------------------------------------------------------------------- on S3
