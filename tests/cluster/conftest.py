@@ -1,9 +1,10 @@
 """One small Ray cluster for all tests of this folder, and conversions to run on it.
 
 Two nodes on this machine: one with two CPUs and two GPUs that are only said to be there, one with one CPU.
-Workers that need no GPU are spread over both.
+Workers that need no GPU are spread over both. It listens on 127.0.0.1 only and wants a token.
 """
 
+import secrets
 import shutil
 import subprocess
 import tempfile
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray._private import ray_constants
+from ray._raylet import AuthenticationTokenLoader, Config
 from ray.cluster_utils import Cluster
 
 import paddle_reshard
@@ -33,7 +36,12 @@ def cluster() -> Iterator[Cluster]:
     folder = tempfile.mkdtemp(prefix="ray")  # sockets want a short path
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(REPO))  # workers import the faults below
-        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        # Ray calls this machine 127.0.0.1 then, and listens nowhere else; nodes read one, this process has read it.
+        patch.setenv(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, "0")
+        patch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
+        _read_authentication()
         nodes = Cluster(
             initialize_head=True,
             head_node_args={
@@ -52,6 +60,13 @@ def cluster() -> Iterator[Cluster]:
             ray.shutdown()
             nodes.shutdown()
             shutil.rmtree(folder, ignore_errors=True)
+    _read_authentication()
+
+
+def _read_authentication() -> None:
+    """Ray reads mode and token from the environment once."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 @dataclass(frozen=True)

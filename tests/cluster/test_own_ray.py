@@ -165,6 +165,13 @@ def test_it_listens_to_this_machine_only_and_wants_its_token(tmp_path: Path) -> 
         assert said.splitlines()[-1] == "the program's own end"
 
 
+def test_that_of_the_tests_listens_to_this_machine_only(cluster: Cluster) -> None:
+    assert cluster.address.startswith("127.0.0.1:")
+    places = [place for pid in descendants(os.getpid()) for place in listening(pid)]
+    assert len(places) > 3
+    assert [place for place in places if not place[0].is_loopback] == []
+
+
 @pytest.mark.parametrize(
     ("part", "said"), [("/raylet/raylet", "node 127.0.0.1: "), ("/gcs_server", "its head at 127.0.0.1:")]
 )
@@ -216,9 +223,11 @@ def hostile_checkpoint(folder: Path, modules: tuple[str, ...]) -> Path:
     return notes
 
 
-def convert_from_there(folder: Path, command: list[str], *options: object) -> None:
+def convert_from_there(
+    folder: Path, command: list[str], *options: object, removed: tuple[str, ...] = ("RAY_", "PYTHON")
+) -> None:
     words = [*command, "convert", ".", folder.parent / "out", "--to", "tp=1", "--memory", "256MiB", *options]
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTHON"))}
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(removed)}
     done = subprocess.run(
         [str(w) for w in words], cwd=folder, capture_output=True, text=True, timeout=300, env=clean
     )
@@ -235,9 +244,8 @@ def test_no_process_of_ray_imports_what_lies_in_the_working_directory(tmp_path: 
 def test_nor_does_a_worker_of_a_cluster_that_was_there(cluster: Cluster, tmp_path: Path) -> None:
     notes = hostile_checkpoint(tmp_path / "checkpoint-3", SHADOWS)
     command = [str(Path(sys.executable).parent / "paddle-reshard")]
-    convert_from_there(
-        tmp_path / "checkpoint-3", command, "--cluster", f"ray:{cluster.address}", "--workers", 2
-    )
+    there = ("--cluster", f"ray:{cluster.address}", "--workers", 2)
+    convert_from_there(tmp_path / "checkpoint-3", command, *there, removed=("PYTHON",))
     assert list(notes.iterdir()) == []
 
 
