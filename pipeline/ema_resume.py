@@ -22,6 +22,7 @@ from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.layouts.rules import RuleTable
+from paddle_reshard.pipeline.literals import Literals
 from paddle_reshard.pipeline.live_tensors import HostMemory, MemoryWriter
 from paddle_reshard.pipeline.planning.plan import Plan, plan_conversion
 from paddle_reshard.pipeline.planning.work import plan_work
@@ -106,7 +107,7 @@ def _plan(checkpoint: Checkpoint, wanted: Sequence[Wanted], rank: RankPieces, nb
     fragments = _places(checkpoint, wanted, rank)
     catalog = _only(checkpoint.catalog, fragments)
     filled = 4 * sum(_elements(one) for one in wanted)
-    files = TargetFiles((File(MEMORY, nbytes),), (), ((0, 0, nbytes - filled),), fragments)
+    files = TargetFiles((File(MEMORY, nbytes),), Literals(), ((0, 0, nbytes - filled),), fragments)
     return plan_conversion(catalog, files, (), BUDGET_BYTES, compare_replicas=False, allow_reread=True)
 
 

@@ -22,6 +22,7 @@ from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.hybrid.names import SLICE_PREFIX, split_accumulator_key
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
+from paddle_reshard.pipeline.literals import Literals
 from paddle_reshard.pipeline.planning.match import feeds
 from paddle_reshard.pipeline.tensors import (
     ACCUMULATORS,
@@ -262,7 +263,7 @@ class _Placer:
         origins = np.array(self.origins, dtype=np.int64).reshape(len(self.origins), -1)
         if len(origins):
             fragments["offset"] += np.repeat(origins, self.placements.box_counts(), axis=0)
-        return TargetFiles(files, (), tuple(self.fills), fragments)
+        return TargetFiles(files, Literals(), tuple(self.fills), fragments)
 
     def _place(self, piece: LivePiece, tensor: Tensor) -> tuple[TensorCut, int, Shape]:
         """How the logical tensor is cut, which rank's piece this is, and where that begins."""

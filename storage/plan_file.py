@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from paddle_reshard.pipeline.catalog import File
 from paddle_reshard.pipeline.errors import CheckpointError, FormatError, PlanError, UsageError
+from paddle_reshard.pipeline.literals import Literals
 from paddle_reshard.pipeline.planning.ops import OP, Ops
 from paddle_reshard.pipeline.planning.parts import PART
 from paddle_reshard.pipeline.planning.plan import BAND, CarriedFile, Plan
@@ -247,7 +248,7 @@ def _read_plan(file: Any, path: str) -> Plan:
             ),
             source_files=tuple(File(*row) for row in tables["source_files"]),
             target_files=tuple(File(*row) for row in tables["target_files"]),
-            literals=tuple(tables["literals"]),
+            literals=Literals(tables["literals"]),
             carried=tuple(CarriedFile(*row) for row in tables["carried"]),
             **values,
         )

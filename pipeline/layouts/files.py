@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from paddle_reshard.pipeline.catalog import Catalog, File, Fragments
+from paddle_reshard.pipeline.literals import Literals
 from paddle_reshard.pipeline.tensors import Cast
 
 CONFIG = "config.json"
@@ -24,8 +25,7 @@ class TargetFiles:
     """Exact layout of new files. ``fragments`` are boxes to fill; their ``file`` indexes ``files``."""
 
     files: tuple[File, ...]
-    literals: tuple[tuple[int, int, bytes], ...]
-    """``(file, byte offset, bytes)``."""
+    literals: Literals
     fills: tuple[tuple[int, int, int], ...]
     """``(file, byte offset, number of zero bytes)``: padding."""
     fragments: Fragments
@@ -65,12 +65,9 @@ class LaidOut:
 
 def add_literal_files(target: TargetFiles, files: Sequence[tuple[str, bytes]]) -> TargetFiles:
     """The same target with more files whose bytes are known."""
-    first = len(target.files)
-    return replace(
-        target,
-        files=(*target.files, *(File(path, len(content)) for path, content in files)),
-        literals=(
-            *target.literals,
-            *((first + i, 0, content) for i, (_, content) in enumerate(files) if content),
-        ),
-    )
+    literals = target.literals.copy()
+    for number, (_, content) in enumerate(files, len(target.files)):
+        if content:
+            literals.add(number, 0, content)
+    added = (File(path, len(content)) for path, content in files)
+    return replace(target, files=(*target.files, *added), literals=literals)

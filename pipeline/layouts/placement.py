@@ -119,6 +119,13 @@ class Placements:
         """An array of a kind, of tp rank ``rank``, stored at ``byte_offset``."""
         self._arrays.extend((kind, rank, tensor, file, byte_offset, DTYPES.index(dtype), replica))
 
+    def add_file(self, arrays: Ints, rank: int, file: int) -> None:
+        """All arrays of a file of tp rank ``rank``: a row of kind, tensor, byte offset and number of the dtype each."""
+        rows = np.zeros((len(arrays), 7), dtype=np.int64)
+        rows[:, [0, 2, 4, 5]] = arrays
+        rows[:, 1], rows[:, 3] = rank, file
+        self._arrays.frombytes(rows.tobytes())
+
     def box_counts(self) -> Ints:
         """How many boxes each array is, in the order in which they were added."""
         counts = np.array([len(of_kind) for of_kind in self._boxes], dtype=np.int64)

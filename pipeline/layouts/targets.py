@@ -22,6 +22,7 @@ from paddle_reshard.pipeline.layouts.unified.target import (
     layout_unified,
     small_unified_files,
 )
+from paddle_reshard.pipeline.literals import Literals
 from paddle_reshard.pipeline.tensors import EMA_STATES, Cast
 from paddle_reshard.pipeline.topology import Topology
 
@@ -136,14 +137,15 @@ def join(source: Catalog, laid_out: Sequence[LaidOut], prefixes: Sequence[str]) 
     catalog = source.only(kept)
     index = catalog.index()
     files: list[File] = []
-    literals: list[tuple[int, int, bytes]] = []
+    literals = Literals()
     fills: list[tuple[int, int, int]] = []
     fragments: list[Fragments] = []
     left_out: set[int] = set()
     for prefix, one in zip(prefixes, laid_out, strict=True):
         first = len(files)
         files += [replace(file, path=prefix + file.path) for file in one.files.files]
-        literals += [(first + file, start, content) for file, start, content in one.files.literals]
+        for file, start, content in one.files.literals:
+            literals.add(first + file, start, content)
         fills += [(first + file, start, nbytes) for file, start, nbytes in one.files.fills]
         rows = one.files.fragments.copy()
         rows["file"] += first
@@ -154,7 +156,7 @@ def join(source: Catalog, laid_out: Sequence[LaidOut], prefixes: Sequence[str]) 
     casts = frozenset(cast for one in laid_out for cast in one.files.casts)
     joined = TargetFiles(
         tuple(files),
-        tuple(literals),
+        literals,
         tuple(fills),
         np.concatenate(fragments),
         casts=casts,

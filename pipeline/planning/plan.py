@@ -10,7 +10,7 @@ known here. Parts that the storage copies by itself need no memory.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -21,6 +21,7 @@ from paddle_reshard.pipeline.catalog import Catalog, File, Mixture, volumes
 from paddle_reshard.pipeline.errors import CoverageError, MemoryBudgetError, RereadError
 from paddle_reshard.pipeline.geometry import Ints
 from paddle_reshard.pipeline.layouts.files import TargetFiles
+from paddle_reshard.pipeline.literals import Literals
 from paddle_reshard.pipeline.planning.checks import Held, add_checks
 from paddle_reshard.pipeline.planning.copies import carve_copies
 from paddle_reshard.pipeline.planning.groups import FileSizes, Room, group_ops, set_passes, source_ranges
@@ -62,6 +63,7 @@ TINY_BYTES = 64 << 10
 """Where parts have a smallest size, a source range up to this size may be read once for every file that it goes to."""
 ACCUMULATOR_FACTOR = 2
 """Values are mixed in float32; where a part holds two bytes for each, they have twice its bytes beside it."""
+SPELLED_ROWS = 1 << 12
 JOIN_GAP_BYTES = 4096
 """Bands of a file that lie this near each other are read as one."""
 
@@ -130,7 +132,7 @@ class Plan:
     """Sorted by group, pass, file and start."""
     parts: Parts
     """Sorted by group, file and start; by file and start they tile every target file."""
-    literals: tuple[tuple[int, int, bytes], ...]
+    literals: Literals
     group_peaks: Ints
     """Bytes of memory that each group needs at once: its parts, and the bands of its largest pass."""
     budget_bytes: int
@@ -213,10 +215,21 @@ class Plan:
         for file, offset, content in self.literals:
             digest.update(b"%d %d %d " % (file, offset, len(content)))
             digest.update(content)
-        digest.update(repr((self.tensors, self.source_files, self.target_files, self.carried)).encode())
+        for text in _spelled((self.tensors, self.source_files, self.target_files, self.carried)):
+            digest.update(text.encode())
         if self.mixtures:
             digest.update(repr(self.mixtures).encode())
         return digest.hexdigest()[:16]
+
+
+def _spelled(tables: Sequence[Sequence[object]]) -> Iterator[str]:
+    """What ``repr`` would make of tuples, a bounded number of their values at a time."""
+    for number, rows in enumerate(tables):
+        yield ", (" if number else "(("
+        for first in range(0, len(rows), SPELLED_ROWS):
+            yield ", " * (first > 0) + repr(rows[first : first + SPELLED_ROWS])[1:-1].removesuffix(",")
+        yield ",)" if len(rows) == 1 else ")"
+    yield ")"
 
 
 def plan_conversion(
@@ -356,7 +369,7 @@ def plan_comparisons(
         op_groups=np.zeros(0, dtype=np.int64),
         bands=np.zeros(0, dtype=BAND),
         parts=np.zeros(0, dtype=PART),
-        literals=(),
+        literals=Literals(),
         group_peaks=np.zeros(0, dtype=np.int64),
         budget_bytes=budget_bytes,
         carried=(),
@@ -517,8 +530,8 @@ def _check_tiles(ops: Ops, target: TargetFiles, source: Catalog) -> None:
     boxes = target.fragments
     beyond = (volumes(boxes) - volumes(clipped(boxes, tensors))) * ITEMSIZES[boxes["dtype"]]
     covered += np.bincount(boxes["file"], weights=beyond, minlength=count)
-    for file, _, content in target.literals:
-        covered[file] += len(content)
+    literals = target.literals
+    covered += np.bincount(literals.files, weights=literals.sizes, minlength=count)
     for file, _, nbytes in target.fills:
         covered[file] += nbytes
     for file, described in enumerate(target.files):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from paddle_reshard.pipeline.catalog import Mixture
 from paddle_reshard.pipeline.geometry import Ints
+from paddle_reshard.pipeline.literals import Literals
 from paddle_reshard.pipeline.planning.ops import OpRows
 from paddle_reshard.pipeline.planning.parts import MADE, Parts
 from paddle_reshard.pipeline.planning.plan import Bands, Plan
@@ -55,11 +56,7 @@ def plan_work(plan: Plan) -> Iterator[GroupWork]:
     op_first = np.searchsorted(plan.op_groups, np.arange(count + 1))
     band_first = np.searchsorted(plan.bands["group"], np.arange(count + 1))
     part_first = np.searchsorted(plan.parts["group"], np.arange(count + 1))
-    literals: dict[int, list[tuple[int, bytes]]] = {}
-    for file, offset, content in plan.literals:
-        literals.setdefault(file, []).append((offset, content))
-    for entries in literals.values():
-        entries.sort(key=lambda entry: entry[0])
+    literals = _Places.of(plan.literals)
     for group in range(count):
         ops = plan.ops[op_first[group] : op_first[group + 1]].rows()
         bands = plan.bands[band_first[group] : band_first[group + 1]]
@@ -71,7 +68,7 @@ def plan_work(plan: Plan) -> Iterator[GroupWork]:
             bands=bands,
             parts=parts,
             ops=ops,
-            literals=tuple(_literals_of(parts, literals)),
+            literals=tuple(_literals_of(parts, plan.literals, literals)),
             tensors={int(t): plan.tensors[t] for t in np.unique(ops["tensor"])},
             peak_bytes=int(plan.group_peaks[group]),
             allow_replica_drift=plan.allow_replica_drift,
@@ -87,16 +84,33 @@ def _sources(bands: Bands, parts: Parts) -> Ints:
     return np.unique(np.concatenate([bands["file"], copied]))
 
 
-def _literals_of(
-    parts: Parts, literals: dict[int, list[tuple[int, bytes]]]
-) -> Iterator[tuple[int, int, bytes]]:
+class _Places(NamedTuple):
+    """Literals by file and byte."""
+
+    number: Ints
+    """Of each in the plan."""
+    file: Ints
+    start: Ints
+    stop: Ints
+
+    @classmethod
+    def of(cls, literals: Literals) -> _Places:
+        file, start = literals.files, literals.offsets
+        order = np.lexsort((start, file))
+        return cls(order, file[order], start[order], (start + literals.sizes)[order])
+
+    def between(self, file: int, start: int, stop: int) -> Ints:
+        """The numbers of those that have bytes in this range."""
+        first, last = np.searchsorted(self.file, [file, file + 1])
+        low = first + np.searchsorted(self.stop[first:last], start, side="right")
+        high = first + np.searchsorted(self.start[first:last], stop, side="left")
+        return self.number[low:high]
+
+
+def _literals_of(parts: Parts, literals: Literals, places: _Places) -> Iterator[tuple[int, int, bytes]]:
     """The literal bytes of each part; a literal may reach over several."""
     for index, part in enumerate(parts):
-        entries = literals.get(int(part["file"]), [])
         start, stop = int(part["start"]), int(part["stop"])
-        first = bisect_right(entries, start, key=lambda entry: entry[0]) - 1
-        for offset, content in entries[max(first, 0) :]:
-            if offset >= stop:
-                break
-            if offset + len(content) > start:
-                yield index, max(offset - start, 0), content[max(start - offset, 0) : stop - offset]
+        for number in places.between(int(part["file"]), start, stop).tolist():
+            _, offset, content = literals[number]
+            yield index, max(offset - start, 0), content[max(start - offset, 0) : stop - offset]

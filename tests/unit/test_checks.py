@@ -9,6 +9,7 @@ from benchmarks.synthetic import LLAMA_7B, catalog_of
 from paddle_reshard.pipeline.catalog import Catalog, File, fragment_row, fragment_rows
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_hybrid
+from paddle_reshard.pipeline.literals import Literals
 from paddle_reshard.pipeline.options import SMALLEST_BUDGET_BYTES
 from paddle_reshard.pipeline.planning.checks import held_parameters
 from paddle_reshard.pipeline.planning.limits import PartLimits
@@ -125,7 +126,7 @@ def test_orders_that_differ_do_not_cost_the_memory_that_moves_need() -> None:
     )
     files = tuple(File(str(number), tensor.nbytes) for number, tensor in enumerate(tensors))
     catalog = Catalog(tensors, files, fragments, {})
-    target = TargetFiles(files, (), (), fragments.copy())
+    target = TargetFiles(files, Literals(), (), fragments.copy())
     held = held_parameters(catalog, catalog, in_full=False)
     plan = plan_conversion(catalog, target, [], SMALLEST_BUDGET_BYTES, held=held)
     alone = plan_conversion(catalog, target, [], SMALLEST_BUDGET_BYTES)

@@ -13,6 +13,7 @@ import pytest
 from paddle_reshard.pipeline.catalog import Catalog, File, fragment_row, fragment_rows
 from paddle_reshard.pipeline.errors import MemoryBudgetError, RereadError
 from paddle_reshard.pipeline.layouts.files import TargetFiles
+from paddle_reshard.pipeline.literals import Literals
 from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.planning.limits import CopyLimits, PartLimits
 from paddle_reshard.pipeline.planning.match import match
@@ -145,7 +146,7 @@ def plan_of(
     catalog = Catalog(tensors, tuple(source.files), fragment_rows(source.rows), {})
     files = TargetFiles(
         files=tuple(target.files),
-        literals=tuple(target.literals),
+        literals=Literals(target.literals),
         fills=tuple(target.fills),
         fragments=fragment_rows(target.rows),
         parameter_names={},

@@ -13,6 +13,7 @@ from benchmarks.synthetic import Dims, catalog_of
 from paddle_reshard.pipeline.catalog import File
 from paddle_reshard.pipeline.errors import UsageError
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_hybrid
+from paddle_reshard.pipeline.literals import Literals
 from paddle_reshard.pipeline.planning.ops import Ops
 from paddle_reshard.pipeline.planning.parts import MADE, PART
 from paddle_reshard.pipeline.planning.plan import BAND, FOOTPRINT_BYTES, Plan, plan_conversion
@@ -45,7 +46,7 @@ def plan_of(groups: list[tuple[int, int, int]]) -> Plan:
         op_groups=np.zeros(0, dtype=np.int64),
         bands=bands,
         parts=parts,
-        literals=(),
+        literals=Literals(),
         group_peaks=np.array([read + written for read, written, _ in groups], dtype=np.int64),
         budget_bytes=1 << 30,
         carried=(),

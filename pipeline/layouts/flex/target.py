@@ -34,6 +34,7 @@ from paddle_reshard.pipeline.layouts.flex.names import (
 from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META
 from paddle_reshard.pipeline.layouts.model import ModelTensor, predict_parameter_names
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
+from paddle_reshard.pipeline.literals import Literals
 from paddle_reshard.pipeline.tensors import (
     ACCUMULATORS,
     EMA_MASTER_WEIGHT,
@@ -131,7 +132,7 @@ def layout_flex(wanted: Checkpoint, target: FlexTarget) -> TargetFiles:
     files = _Files()
     for folder, of_folder in by_folder.items():
         files.add_folder(folder, _share_out(of_folder, target.files), target.generation)
-    return TargetFiles(tuple(files.files), tuple(files.literals), (), files.placements.fragments())
+    return TargetFiles(tuple(files.files), files.literals, (), files.placements.fragments())
 
 
 def _folders(wanted: Checkpoint, target: FlexTarget) -> list[str]:
@@ -282,7 +283,7 @@ class _Files:
 
     def __init__(self) -> None:
         self.files: list[File] = []
-        self.literals: list[tuple[int, int, bytes]] = []
+        self.literals = Literals()
         self.placements = Placements()
 
     def add_folder(self, folder: str, shares: Sequence[Sequence[_Item]], generation: str) -> None:
@@ -291,7 +292,7 @@ class _Files:
             self._data_file(f"{folder}/{name}", items)
         placed = [(item, name) for name, items in zip(names, shares, strict=True) for item in items]
         content = encode_dist_metadata(_metadata(placed), generation)
-        self.literals.append((len(self.files), 0, content))
+        self.literals.add(len(self.files), 0, content)
         self.files.append(File(f"{folder}/0{METADATA}", len(content)))
 
     def _data_file(self, path: str, items: Sequence[_Item]) -> None:
@@ -304,7 +305,8 @@ class _Files:
         encoded = encode_pickle(root)
         number = len(self.files)
         self.files.append(File(path, encoded.size_bytes))
-        self.literals.extend((number, offset, content) for offset, content in encoded.literals)
+        for offset, content in encoded.literals:
+            self.literals.add(number, offset, content)
         for slot, byte_offset, _ in encoded.slots:
             item = items[slot]
             whole = ArrayKind(item.tensor.global_shape, TensorCut(1, None), item.tensor.dtype.itemsize)

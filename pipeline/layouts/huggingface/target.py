@@ -17,6 +17,7 @@ from paddle_reshard.pipeline.layouts.huggingface.choices import EMA, FLOATING
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, part_elements
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.pipeline.limits import MAX_TARGET_FILES
+from paddle_reshard.pipeline.literals import Literals
 from paddle_reshard.pipeline.tensors import (
     EMA_MASTER_WEIGHT,
     EMA_PARAM,
@@ -92,23 +93,24 @@ def layout_huggingface(source: Catalog, wanted: Checkpoint, target: HuggingFaceT
         )
     names = _names(len(shards))
     files: list[File] = []
-    literals: list[tuple[int, int, bytes]] = []
+    literals = Literals()
     rows: list[tuple[int, _Exported, int]] = []
     for name, shard in zip(names, shards, strict=True):
         slots = [TensorSlot(i, e.part.key, TAGS[e.dtype.name], e.part.shape) for i, e in enumerate(shard)]
         encoded = encode_safetensors(slots, METADATA)
-        literals += [(len(files), offset, content) for offset, content in encoded.literals]
+        for offset, content in encoded.literals:
+            literals.add(len(files), offset, content)
         rows += [(len(files), shard[slot], byte_offset) for slot, byte_offset, _ in encoded.slots]
         files.append(File(name, encoded.size_bytes))
     catalog, places = _chosen(source, [e.tensor for _, e, _ in rows])
     fragments = fragment_rows([row for f, e, at in rows for row in _fragments(f, e, at, places[e.tensor])])
     if len(names) > 1:
         index = _index(names, shards)
-        literals.append((len(files), 0, index))
+        literals.add(len(files), 0, index)
         files.append(File(INDEX, len(index)))
     return HuggingFaceFiles(
         catalog,
-        TargetFiles(tuple(files), tuple(literals), (), fragments, {}, _casts(source, exported)),
+        TargetFiles(tuple(files), literals, (), fragments, {}, _casts(source, exported)),
         tuple(sorted({t.state for t in source.tensors} - {t.state for t in catalog.tensors})),
     )
 

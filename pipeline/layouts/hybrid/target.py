@@ -6,13 +6,16 @@ values, zero padding. Names, order of keys and padding are the real trainer's.
 
 from __future__ import annotations
 
+from array import array as numbers_of
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
+import numpy as np
+
 from paddle_reshard.pipeline.catalog import File
 from paddle_reshard.pipeline.errors import PlanError, RuleError, UnsupportedError
-from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.geometry import Ints, Shape
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import SIGNAL_PREFIX, TargetFiles
 from paddle_reshard.pipeline.layouts.hybrid.meta import (
@@ -47,8 +50,10 @@ from paddle_reshard.pipeline.layouts.model import (
     predict_parameter_names,
 )
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
+from paddle_reshard.pipeline.literals import Kept, Literals
 from paddle_reshard.pipeline.tensors import (
     ACCUMULATORS,
+    DTYPES,
     EMA_MASTER_WEIGHT,
     EMA_PARAM,
     MASTER_WEIGHT,
@@ -59,7 +64,6 @@ from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.storage.formats.paddle_pickle import (
     STRUCTURED_NAMES,
     ArraySlot,
-    EncodedFile,
     encode_pickle,
 )
 
@@ -306,11 +310,12 @@ class _Layout:
 
     kind: str
     shard: int | None
-    encoded: EncodedFile
+    size_bytes: int
+    literals: Kept
     fills: tuple[tuple[int, int], ...]
     """``(byte offset, number of zero bytes)``."""
-    slots: tuple[tuple[int, int, int, DType], ...]
-    """``(kind of array, tensor, byte offset, dtype)``."""
+    arrays: Ints
+    """A row for each: kind of array, tensor, byte offset, number of the dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +344,7 @@ class _Writer:
         under_pp = self.topology.pp > 1
         self.written = {t.key: (under_pp and t.rule.key_pp) or t.key for t in self.model.tensors}
         self.files: list[File] = []
-        self.literals: list[tuple[int, int, bytes]] = []
+        self.literals = Literals()
         self.fills: list[tuple[int, int, int]] = []
         self.placements = Placements()
 
@@ -368,7 +373,7 @@ class _Writer:
             self._literal_file(f"{SIGNAL_PREFIX}{rank}", b"1")
         return TargetFiles(
             tuple(self.files),
-            tuple(self.literals),
+            self.literals,
             tuple(self.fills),
             self.placements.fragments(),
             {self._cell_name(c.tp, c.pp, c.ep): c.names for c in cells},
@@ -677,14 +682,14 @@ class _Writer:
 
     def _literal_file(self, path: str, content: bytes) -> None:
         self.files.append(File(path, len(content)))
-        self.literals.append((len(self.files) - 1, 0, content))
+        self.literals.add(len(self.files) - 1, 0, content)
 
     def _layout(
         self, kind: str, shard: int | None, root: Mapping[str, object], cell: _Cell, uses: Sequence[_SlotUse]
     ) -> _Layout:
         encoded = encode_pickle(root)
         fills: list[tuple[int, int]] = []
-        slots: list[tuple[int, int, int, DType]] = []
+        slots = numbers_of("q")
         for slot, byte_offset, nbytes in encoded.slots:
             use = uses[slot]
             dtype = self._dtype(use)
@@ -696,13 +701,14 @@ class _Writer:
             per_parameter = use.state in ACCUMULATORS and ACCUMULATORS[use.state].per_parameter
             cut = TensorCut(1, None) if per_parameter else cell.cuts[use.key]
             array = self.placements.kind(ArrayKind(use.shape, cut, dtype.itemsize, flat))
-            slots.append((array, self._tensor(use), byte_offset, dtype))
-        return _Layout(kind, shard, encoded, tuple(fills), tuple(slots))
+            slots.extend((array, self._tensor(use), byte_offset, DTYPES.index(dtype)))
+        literals = self.literals.keep(encoded.literals)
+        places = np.array(slots, dtype=np.int64).reshape(-1, 4)
+        return _Layout(kind, shard, encoded.size_bytes, literals, tuple(fills), places)
 
     def _file(self, layout: _Layout, cell: _Cell) -> None:
         file = len(self.files)
-        self.files.append(File(self._name(layout.kind, cell, layout.shard), layout.encoded.size_bytes))
-        self.literals.extend((file, offset, content) for offset, content in layout.encoded.literals)
+        self.files.append(File(self._name(layout.kind, cell, layout.shard), layout.size_bytes))
+        self.literals.place(layout.literals, file)
         self.fills.extend((file, offset, nbytes) for offset, nbytes in layout.fills)
-        for kind, tensor, byte_offset, dtype in layout.slots:
-            self.placements.add(kind, cell.tp, tensor, file, byte_offset, dtype, 0)
+        self.placements.add_file(layout.arrays, cell.tp, file)

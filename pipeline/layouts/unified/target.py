@@ -26,6 +26,7 @@ from paddle_reshard.pipeline.layouts.unified.names import (
     index_name,
     optimizer_key,
 )
+from paddle_reshard.pipeline.literals import Literals
 from paddle_reshard.pipeline.tensors import ACCUMULATORS, MASTER_WEIGHT, PARAM, Tensor
 from paddle_reshard.storage.formats.paddle_pickle import encode_pickle
 from paddle_reshard.storage.formats.safetensors import Index, TensorSlot, encode_safetensors, format_index
@@ -130,7 +131,7 @@ class _Writer:
     def __init__(self, tensors: Sequence[Tensor], tags: dict[str, str], target: UnifiedTarget) -> None:
         self.tensors, self.tags, self.target = tensors, tags, target
         self.files: list[File] = []
-        self.literals: list[tuple[int, int, bytes]] = []
+        self.literals = Literals()
         self.rows: list[FragmentRow] = []
 
     def add(self, kind: str, entries: Sequence[_Entry], facts: dict[str, object]) -> None:
@@ -144,7 +145,7 @@ class _Writer:
             weight_map |= {entry.key: name for entry in chosen}
         total_bytes = sum(self.tensors[entry.tensor].nbytes for entry in entries)
         content = format_index(Index(weight_map, {"total_size": total_bytes}, facts))
-        self.literals.append((len(self.files), 0, content))
+        self.literals.add(len(self.files), 0, content)
         self.files.append(File(index_name(kind), len(content)))
 
     def _add_file(self, name: str, entries: Sequence[_Entry]) -> None:
@@ -154,7 +155,8 @@ class _Writer:
             slots.append(TensorSlot(number, entry.key, self.tags[tensor.dtype.name], tensor.global_shape))
         encoded = encode_safetensors(slots, METADATA)
         file = len(self.files)
-        self.literals += [(file, offset, content) for offset, content in encoded.literals]
+        for offset, content in encoded.literals:
+            self.literals.add(file, offset, content)
         for slot, byte_offset, _ in encoded.slots:
             number = entries[slot].tensor
             tensor = self.tensors[number]
@@ -165,7 +167,7 @@ class _Writer:
         self.files.append(File(name, encoded.size_bytes))
 
     def target_files(self) -> TargetFiles:
-        return TargetFiles(tuple(self.files), tuple(self.literals), (), fragment_rows(self.rows))
+        return TargetFiles(tuple(self.files), self.literals, (), fragment_rows(self.rows))
 
 
 def small_unified_files(paths: Collection[str], wanted: Checkpoint) -> list[tuple[str, bytes]]:
