@@ -21,7 +21,7 @@ from paddle_reshard.clusters.environment import handed_on
 from paddle_reshard.clusters.ray_cluster import ATTEMPTS, PATIENCE_SECONDS, RayEngine, cause_of
 from paddle_reshard.clusters.ray_join import joined_ray, lost_node
 from paddle_reshard.pipeline.errors import ClusterError, ReshardError
-from paddle_reshard.storage.local import LocalSource
+from paddle_reshard.storage.local_source import LocalSource
 from paddle_reshard.storage.retry_counts import count_retries, note_retry
 from paddle_reshard.tasks.index import Readable, index_here
 

@@ -657,8 +657,7 @@ def _observing(silent: bool) -> Iterator[Callable[[Event], None]]:
     if silent:
         yield ignore_events
         return
-    told = console(err=True)
-    if not told.is_terminal:
+    if not sys.stderr or not sys.stderr.isatty():
         lines = ProgressLines(lambda line: say(line, err=True))
         with lines.ticking():
             yield lines
@@ -678,7 +677,7 @@ def _observing(silent: bool) -> Iterator[Callable[[Event], None]]:
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-        console=told,
+        console=console(err=True),
         transient=True,
     ) as bar:
         yield _Bar(bar)

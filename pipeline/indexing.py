@@ -18,10 +18,8 @@ from paddle_reshard.pipeline.layouts.hybrid.meta import parse_model_meta
 from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META, parse_rank_file
 from paddle_reshard.pipeline.layouts.hybrid.source import read_hybrid
 from paddle_reshard.pipeline.layouts.rules import RuleTable
-from paddle_reshard.pipeline.layouts.unified.names import is_unified
 from paddle_reshard.pipeline.small_files import check_steps
 from paddle_reshard.storage.store import Source
-from paddle_reshard.tasks.flex_index import index_flex
 from paddle_reshard.tasks.index import (
     IndexFiles,
     holds_huggingface,
@@ -94,6 +92,8 @@ def _index(
     """By the format that the names of the files tell."""
     sizes = store.sizes()
     if any(map(is_dist_file, sizes)):
+        from paddle_reshard.tasks.flex_index import index_flex
+
         _refuse_other_tensor_files(store)
         _refuse_fillings(missing)
         return index_flex(store, sizes, read_config(store, config), tables, index_files)
@@ -159,6 +159,8 @@ def _index_safetensors(
     index_files: IndexFiles,
 ) -> Checkpoint:
     """A unified or Hugging Face checkpoint, or weights of the one beside optimizer states of hybrid ones."""
+    from paddle_reshard.pipeline.layouts.unified.names import is_unified
+
     sizes = store.sizes()
     others = [path for path in sorted(sizes) if path.endswith(TENSOR_SUFFIXES) and path not in PLAIN_STATES]
     if is_unified(sizes) or not others:

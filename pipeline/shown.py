@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from html import escape
-
 Facts = list[tuple[str, str]]
 """Names and what they are, in the order in which they matter."""
 
@@ -26,6 +24,8 @@ class Shown:
 
     def _repr_html_(self) -> str:
         """A table, for notebooks. What comes of files is text in it, never markup."""
+        from html import escape
+
         rows = "".join(
             f'<tr><th style="text-align:left">{escape(name)}</th>'
             f'<td style="text-align:left">{escape(value)}</td></tr>'

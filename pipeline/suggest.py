@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
     # formats
@@ -60,5 +59,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         if near:
             break
     else:
+        from difflib import get_close_matches
+
         near = sorted(get_close_matches(word.lower(), words, n=2, cutoff=0.6))
     return f"; did you mean {' or '.join(near)}?" if near else ""

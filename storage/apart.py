@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath
 
 from paddle_reshard.pipeline.errors import UsageError
-from paddle_reshard.storage.local import list_folder, staging_folder
+from paddle_reshard.storage.local import staging_folder
+from paddle_reshard.storage.local_source import list_folder
 from paddle_reshard.storage.locate import is_local, local_path, place
 
 

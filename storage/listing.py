@@ -21,7 +21,7 @@ from paddle_reshard.pipeline.layouts.files import MANIFEST
 from paddle_reshard.pipeline.layouts.replaceable import Kind, changed, objection
 from paddle_reshard.pipeline.layouts.trainer_files import is_marker
 from paddle_reshard.storage.folders import entries_of, read_manifest, remove_files
-from paddle_reshard.storage.local import list_folder
+from paddle_reshard.storage.local_source import list_folder
 from paddle_reshard.storage.locate import StorageOptions, _open_folder, check_scheme, is_local, local_path
 from paddle_reshard.storage.store import OWN_PREFIX
 

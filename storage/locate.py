@@ -21,12 +21,13 @@ from paddle_reshard.pipeline.errors import (
     UsageError,
 )
 from paddle_reshard.pipeline.options import PLAIN_SCHEMES
-from paddle_reshard.storage.local import LocalSource, LocalTarget
+from paddle_reshard.storage.local_source import LocalSource
 from paddle_reshard.storage.store import Source
 
 if TYPE_CHECKING:
     from paddle_reshard.storage.fsspec_folder import FsspecFolder
     from paddle_reshard.storage.fsspec_target import StagedTarget
+    from paddle_reshard.storage.local import LocalTarget
     from paddle_reshard.storage.s3 import S3Target
 
 StorageOptions = Mapping[str, Any]
@@ -134,6 +135,8 @@ def open_target(
     """
     check_scheme(location, schemes)
     if is_local(location):
+        from paddle_reshard.storage.local import LocalTarget
+
         return LocalTarget(local_path(location), overwrite, resume, take_over)
     from paddle_reshard.storage.fsspec_target import StagedTarget
     from paddle_reshard.storage.s3 import S3Folder, S3Target

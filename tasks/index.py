@@ -1,38 +1,29 @@
-"""Read the metadata of a checkpoint's files: ranged reads, no payload."""
+"""Read the metadata of a checkpoint's files: ranged reads, no payload.
+
+Each format is imported by what reads it: most checkpoints are of one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from paddle_reshard.pipeline.catalog import Catalog
 from paddle_reshard.pipeline.errors import CheckpointError, FormatError
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy, checked_schedule
-from paddle_reshard.pipeline.layouts.huggingface.beside import read_weights_and_states
-from paddle_reshard.pipeline.layouts.huggingface.parts import PADDLE_LAYOUTS
-from paddle_reshard.pipeline.layouts.huggingface.source import (
-    huggingface_checkpoint,
-    is_huggingface,
-    read_huggingface,
-)
-from paddle_reshard.pipeline.layouts.huggingface.target import INDEX, HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.hybrid.meta import parse_model_meta
 from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META, parse_rank_file
 from paddle_reshard.pipeline.layouts.model import Model
 from paddle_reshard.pipeline.layouts.rules import RuleTable
-from paddle_reshard.pipeline.layouts.unified.names import MASTER_WEIGHTS, MODEL, OPTIMIZER, index_name
-from paddle_reshard.pipeline.layouts.unified.source import read_unified
 from paddle_reshard.pipeline.limits import MAX_CONFIG_BYTES, MAX_META_BYTES
 from paddle_reshard.storage.formats.paddle_pickle import parse_pickle
-from paddle_reshard.storage.formats.safetensors import (
-    Index,
-    SafetensorsPayload,
-    parse_index,
-    parse_safetensors,
-)
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
+    from paddle_reshard.storage.formats.safetensors import Index, SafetensorsPayload
 
 SCHEDULER = "scheduler.pdparams"
 FILES_IN_FLIGHT = 64
@@ -92,6 +83,9 @@ def index_huggingface(
     CheckpointError
         If it holds another model, or is not whole; naming the tensor and the file.
     """
+    from paddle_reshard.pipeline.layouts.huggingface.source import read_huggingface
+    from paddle_reshard.pipeline.layouts.huggingface.target import INDEX
+
     weights = _sizes_of_safetensors(sizes)
     payloads = index_here(index_safetensors, store, weights)
     return read_huggingface(model, weights, payloads, _read_index(store, INDEX, sizes), target)
@@ -99,6 +93,9 @@ def index_huggingface(
 
 def holds_huggingface(store: Readable, sizes: Mapping[str, int]) -> bool:
     """Whether files are weights in the layout of Hugging Face, and nothing else of a training checkpoint."""
+    from paddle_reshard.pipeline.layouts.huggingface.parts import PADDLE_LAYOUTS
+    from paddle_reshard.pipeline.layouts.huggingface.source import is_huggingface
+
     if not is_huggingface(sizes):
         return False
     first = min(_sizes_of_safetensors(sizes))
@@ -110,6 +107,11 @@ def index_weights(
     store: Readable, sizes: Mapping[str, int], config: Mapping[str, Any], tables: Sequence[RuleTable]
 ) -> Checkpoint:
     """A checkpoint of weights only, in the layout of Hugging Face or of Paddle, as its files say."""
+    from paddle_reshard.pipeline.layouts.huggingface.parts import PADDLE_LAYOUTS
+    from paddle_reshard.pipeline.layouts.huggingface.source import huggingface_checkpoint
+    from paddle_reshard.pipeline.layouts.huggingface.target import INDEX
+    from paddle_reshard.pipeline.layouts.unified.source import read_unified
+
     weights = _sizes_of_safetensors(sizes)
     payloads = index_here(index_safetensors, store, weights)
     index = _read_index(store, INDEX, sizes)
@@ -127,6 +129,8 @@ def index_weights_and_states(
     index_files: IndexFiles,
 ) -> Checkpoint:
     """Weights in safetensors files beside the optimizer states of a hybrid checkpoint."""
+    from paddle_reshard.pipeline.layouts.huggingface.beside import read_weights_and_states
+
     payloads = index_here(index_safetensors, store, _sizes_of_safetensors(sizes))
     ranks = {path: size for path, size in sizes.items() if parse_rank_file(path) is not None}
     meta = parse_model_meta(read_json(store, MODEL_META, sizes)) if MODEL_META in sizes else None
@@ -138,6 +142,9 @@ def index_unified(
     store: Readable, sizes: Mapping[str, int], config: Mapping[str, Any], tables: Sequence[RuleTable]
 ) -> Checkpoint:
     """A unified checkpoint with optimizer states."""
+    from paddle_reshard.pipeline.layouts.unified.names import MASTER_WEIGHTS, MODEL, OPTIMIZER, index_name
+    from paddle_reshard.pipeline.layouts.unified.source import read_unified
+
     payloads = index_here(index_safetensors, store, _sizes_of_safetensors(sizes))
     found = {kind: _read_index(store, index_name(kind), sizes) for kind in (MODEL, OPTIMIZER, MASTER_WEIGHTS)}
     indexes = {index_name(kind): index for kind, index in found.items() if index is not None}
@@ -146,6 +153,8 @@ def index_unified(
 
 def index_safetensors(store: Readable, path: str, size_bytes: int) -> SafetensorsPayload:
     """What the header of a safetensors file says."""
+    from paddle_reshard.storage.formats.safetensors import parse_safetensors
+
     return parse_safetensors(partial(store.read, path), size_bytes, path)
 
 
@@ -155,6 +164,9 @@ def _sizes_of_safetensors(sizes: Mapping[str, int]) -> dict[str, int]:
 
 def _read_index(store: Readable, path: str, sizes: Mapping[str, int]) -> Index | None:
     """An index file. That of optimizer states which are not merged names no files."""
+    from paddle_reshard.pipeline.layouts.unified.names import OPTIMIZER, index_name
+    from paddle_reshard.storage.formats.safetensors import Index, parse_index
+
     if path not in sizes:
         return None
     facts = read_json(store, path, sizes)

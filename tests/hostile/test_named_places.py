@@ -19,7 +19,7 @@ from paddle_reshard.pipeline.cli import cli
 from paddle_reshard.pipeline.errors import FormatError
 from paddle_reshard.pipeline.manifest import FORMAT, describe_parts, format_manifest
 from paddle_reshard.storage.holder import this_process
-from paddle_reshard.storage.local import LocalSource
+from paddle_reshard.storage.local_source import LocalSource
 from paddle_reshard.storage.store import Receipt
 
 MANIFEST = "paddle_reshard.json"

@@ -29,7 +29,7 @@ from paddle_reshard.pipeline.small_files import (
     compare_small_files,
     differences,
 )
-from paddle_reshard.storage.local import LocalSource
+from paddle_reshard.storage.local_source import LocalSource
 from tests.conftest import FEW_CASES, case_directory
 
 PADDLENLP, PADDLEFORMERS = "nlp_fused_mp2", "sh2_s1v1_meta_fp32"

@@ -16,7 +16,7 @@ import pytest
 
 from paddle_reshard.pipeline.manifest import FORMAT, describe_parts, format_manifest
 from paddle_reshard.pipeline.terminal import printable
-from paddle_reshard.storage.local import LocalSource
+from paddle_reshard.storage.local_source import LocalSource
 from paddle_reshard.storage.store import Receipt
 from tests.conftest import COMMITTED
 

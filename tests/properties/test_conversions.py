@@ -24,7 +24,7 @@ from paddle_reshard.pipeline.layouts.rules import shipped_tables
 from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
 from paddle_reshard.pipeline.tensors import DTYPES
-from paddle_reshard.storage.local import LocalSource
+from paddle_reshard.storage.local_source import LocalSource
 from paddle_reshard.storage.store import ReadRange
 from paddle_reshard.tasks.run_group import run_group
 from tests import oracle

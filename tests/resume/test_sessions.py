@@ -23,7 +23,7 @@ from paddle_reshard.pipeline.watch import Result, open_watcher
 from paddle_reshard.pipeline.workflow import Event, Progress, StepEnded
 from paddle_reshard.storage.checksum import checksum
 from paddle_reshard.storage.ledger import ledger_line, parse_ledger
-from paddle_reshard.storage.local import LocalSource
+from paddle_reshard.storage.local_source import LocalSource
 from paddle_reshard.storage.store import Receipt, Record
 from tests.resume.conftest import GROUP_BYTES, Driver
 from tests.storage.contents import in_bucket, in_folder, uploads, visible

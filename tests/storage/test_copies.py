@@ -13,7 +13,8 @@ import paddle_reshard
 from paddle_reshard.pipeline.errors import CheckpointError, TargetError
 from paddle_reshard.pipeline.workflow import Event, StepEnded
 from paddle_reshard.storage import s3
-from paddle_reshard.storage.local import COPY_BLOCK_BYTES, LocalSource, LocalWriter
+from paddle_reshard.storage.local import COPY_BLOCK_BYTES, LocalWriter
+from paddle_reshard.storage.local_source import LocalSource
 from paddle_reshard.storage.locate import open_source, open_target
 from paddle_reshard.storage.s3 import S3Folder
 from paddle_reshard.storage.store import Identity, NewFile

@@ -15,7 +15,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.errors import CheckpointError, ReshardError
 from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.workflow import Event, Progress
-from paddle_reshard.storage.local import LocalSource
+from paddle_reshard.storage.local_source import LocalSource
 from paddle_reshard.storage.os_errors import may_go_well_elsewhere
 from tests.conftest import REPO
 from tests.storage.contents import ONE_CARD, SMALL

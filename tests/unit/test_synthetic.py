@@ -15,7 +15,7 @@ from paddle_reshard.pipeline.layouts.hybrid.sharding import ShardingOptions
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
 from paddle_reshard.pipeline.layouts.rules import shipped_tables
 from paddle_reshard.pipeline.topology import Topology
-from paddle_reshard.storage.local import LocalSource
+from paddle_reshard.storage.local_source import LocalSource
 from tests.conftest import case_directory
 
 DENSE = Dims(32, 48, 4, 8, 4, 96, ema=True)

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from paddle_reshard.pipeline.errors import RuleError, UsageError
@@ -415,9 +415,8 @@ def _parse_form(row: object, key: str, where: str) -> HuggingFaceForm:
 
 def shipped_tables() -> list[RuleTable]:
     """The tables that come with the package."""
-    folder = resources.files(__package__)
-    paths = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".json"))
-    return [parse_rule_table(folder.joinpath(name).read_text("utf-8"), name) for name in paths]
+    paths = sorted(Path(__file__).parent.glob("*.json"))
+    return [parse_rule_table(path.read_text("utf-8"), path.name) for path in paths]
 
 
 def choose_table(tables: Sequence[RuleTable], keys: Iterable[str], config: Config) -> RuleTable:
