@@ -199,7 +199,8 @@ def _write(path: Path, model: Llama, root: dict[str, Any]) -> None:
 def _values(array: _Array) -> Iterator[np.ndarray]:
     """The values of a tensor, block by block; a parameter is its master weight, rounded."""
     if array.state in POWERS:
-        yield np.full(1, 0.9 if array.state == POWERS[0] else 0.999, np.float32)
+        beta = np.float32(0.9 if array.state == POWERS[0] else 0.999)
+        yield np.full(1, beta * beta, np.float32)  # after the first step, as the schedule says
         return
     state = "w_0" if array.state == "param" else array.state
     random = np.random.Generator(np.random.SFC64(zlib.crc32(f"{array.key}.{state}".encode())))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paddle_reshard.pipeline.aoa.apply import apply_aoa
@@ -169,7 +169,12 @@ def test_as_paddles_engine(made, seed: int) -> None:
     text = "\n".join(writer.lines)
     ours = apply_aoa(catalog, parse_aoa(text, "a.aoa"), target_blocks=blocks, untied=wanted)
     check_catalog(ours.catalog)
-    engine = Engine({"aoa_statements": writer.lines}, arrays, wanted, target_blocks=blocks)
+    try:
+        engine = Engine({"aoa_statements": writer.lines}, arrays, wanted, target_blocks=blocks)
+    except AssertionError as error:
+        # It does not follow a fused tensor into several others: here it cannot say what is right.
+        assume("Reference chain resolution failed" not in str(error))
+        raise
     theirs = engine.parameters()
     assert_same(gather(ours.catalog, content), theirs | engine.states_of(theirs))
 

@@ -59,7 +59,7 @@ DECIDES = {
     Decides.PLACE: {"fill": "/lost.safetensors"},
     Decides.CONDUCT: {
         "memory": "4GiB", "cluster": "ray", "workers": 2, "exchange": "never", "device": "gpu", "allow_reread": True,
-        "check": "full", "verify": True,
+        "check": "full", "verify": True, "no_space_check": True,
         "resume": True, "take_over": True, "as_json": True, "quiet": True, "allow_scheme": "sftp",
     },
     Decides.ACCESS: {

@@ -196,7 +196,7 @@ def test_retries_are_told_but_are_no_part_of_what_is_made(
         arguments = ["convert", small_source, target, "--to", "tp=1", "--storage-options", options]
         told = CliRunner().invoke(cli, [*arguments, "--overwrite", *(["--json"] if made else [])])
         made.append((told.stdout, in_bucket(store, bucket, "there/")))
-    assert re.search(r"^repeated +3 × SlowDown *$", made[0][0], re.MULTILINE)
+    assert re.search(r"^repeated\t3 × SlowDown$", made[0][0], re.MULTILINE)
     assert json.loads(made[1][0])["moved"]["retries"] == {}
     assert made[0][1] == made[1][1]
 

@@ -82,7 +82,7 @@ def _model(config: Mapping[str, Any], *tensors: tuple[str, tuple[int, ...], Any]
         ("a", {"keys": [1]}, "keys must be a list of texts"),
         ("{layer}.a", {"keys": ["a"]}, "keys must name the same"),
         ("{layer}.a", {"keys": ["{layer}.{expert}.a"]}, "keys must name the same"),
-        ("{head}.a", {"keys": ["{head}.a"]}, "braces that stand for no number"),
+        ("{head}.a", {"keys": ["{head}.a"]}, r"only \{layer\} and \{expert\} stand in braces of key"),
         ("{layer}.{layer}", {"keys": ["{layer}.{layer}"]}, "stands twice"),
         ("a", {"keys": ["b", "c"]}, "need one width each"),
         ("a", {"keys": ["b", "c"], "widths": ["1"]}, "need one width each"),
@@ -284,4 +284,4 @@ def test_a_conversion_without_a_topology_can_be_sent_as_a_job() -> None:
     one = Request.read(convert, ["a", "b", "--format", "huggingface", "--dtype", "float16"])
     two = Request.read(convert, ["a", "b", "--format", "huggingface"])
     assert one.identify("a", "b") != two.identify("a", "b")
-    assert one.spell("/a", "/b")[2:] == ("--format", "huggingface", "--dtype", "float16")
+    assert one.spell("/a", "/b")[2:] == ("--format", "huggingface", "--dtype", "float16", "--cluster", "ray")

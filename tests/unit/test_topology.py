@@ -28,8 +28,14 @@ def test_parse(text: str, expected: Topology) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("mp=2", "unknown axis 'mp' in topology 'mp=2'; axes are tp, pp, vpp, sharding, ep, dp"),
-        ("TP=2", "unknown axis 'TP' in topology 'TP=2'; axes are tp, pp, vpp, sharding, ep, dp"),
+        (
+            "mp=2",
+            "unknown axis 'mp' in topology 'mp=2'; axes are tp, pp, vpp, sharding, ep, dp; did you mean tp?",
+        ),
+        (
+            "TP=2",
+            "unknown axis 'TP' in topology 'TP=2'; axes are tp, pp, vpp, sharding, ep, dp; did you mean tp?",
+        ),
         ("", "unknown axis '' in topology ''; axes are tp, pp, vpp, sharding, ep, dp"),
         ("tp=2,", "unknown axis '' in topology 'tp=2,'; axes are tp, pp, vpp, sharding, ep, dp"),
         ("tp", "axis 'tp' in topology 'tp' needs a whole number, not ''"),

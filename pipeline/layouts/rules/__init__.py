@@ -404,8 +404,6 @@ def _parse_form(row: object, key: str, where: str) -> HuggingFaceForm:
         raise UsageError(
             f"{where}: keys must name the same {{layer}} and {{expert}} as {key!r} in {_short(row)}"
         )
-    if len(numbers) > sum(key.count(name) for name in ("{layer}", "{expert}")):
-        raise UsageError(f"{where}: braces that stand for no number in {_short(row)}")
     if (len(keys) > 1) != (form.widths is not None) or len(form.widths or keys) != len(keys):
         raise UsageError(f"{where}: several keys, and only they, need one width each in {_short(row)}")
     if form.groups is not None and len(keys) == 1:
