@@ -28,6 +28,7 @@ from paddle_reshard.pipeline.events import Progress as Progress
 from paddle_reshard.pipeline.events import StepEnded as StepEnded
 from paddle_reshard.pipeline.events import StepStarted as StepStarted
 from paddle_reshard.pipeline.events import ignore_events as ignore_events
+from paddle_reshard.pipeline.freed import give_back_freed
 from paddle_reshard.pipeline.indexing import index_checkpoint
 from paddle_reshard.pipeline.integrity import check_target, glance_at_target
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
@@ -76,6 +77,7 @@ class PlannedTarget:
     wanted: Checkpoint
     """The source as the target is to hold it: the same but for a vocabulary of another size."""
     files: TargetFiles
+    """Without its fragments: the plan was made of them."""
     carried: tuple[str, ...]
     """Files of the source that go to the target byte for byte."""
     left: tuple[tuple[str, str], ...]
@@ -97,13 +99,10 @@ class ConversionPlan(Shown):
     targets: tuple[PlannedTarget, ...]
     plan: Plan
     """Of all targets together; their paths as :class:`~paddle_reshard.storage.outputs.Outputs` has them."""
+    pieces: int
+    """Boxes of all targets."""
     places: tuple[str, ...] = ()
     """Where the targets will be; empty where nobody has said."""
-
-    @property
-    def pieces(self) -> int:
-        """Boxes of all targets."""
-        return sum(len(target.files.fragments) for target in self.targets)
 
     dropped: tuple[str, ...] = ()
     """States of the source that no target has, because it was asked for."""
@@ -244,6 +243,7 @@ def plan_checkpoint(
     tensors = len(source.catalog.tensors)
     if in_process:  # a target has a piece of every tensor at least
         check_metadata(tensors, tensors, 0, request.budget_bytes)
+        give_back_freed()
     laid_out = [lay_out(source, wanted, form, sizes, store.folders) for form in forms]
     check_left(forms, laid_out)
     joined = join(source.catalog, laid_out, prefixes(len(laid_out)))
@@ -254,6 +254,7 @@ def plan_checkpoint(
     ]
     if in_process:
         check_metadata(tensors, len(joined.files.fragments), 0, request.budget_bytes)
+        give_back_freed()
     plan = plan_conversion(
         joined.catalog,
         joined.files,
@@ -268,10 +269,19 @@ def plan_checkpoint(
     )
     left = (*source.left, *((t.key, ALLOWED) for t in source.model.tensors if t.missing))
     targets = [
-        PlannedTarget(form, wanted, one.files, one.carried, (*one.left, *left), one.left_states)
+        PlannedTarget(form, wanted, _filled(one.files), one.carried, (*one.left, *left), one.left_states)
         for form, one in zip(forms, laid_out, strict=True)
     ]
-    return ConversionPlan(store, source, tuple(targets), plan, dropped=tuple(dropped))
+    pieces = len(joined.files.fragments)
+    del laid_out, joined
+    if in_process:
+        give_back_freed()
+    return ConversionPlan(store, source, tuple(targets), plan, pieces, dropped=tuple(dropped))
+
+
+def _filled(files: TargetFiles) -> TargetFiles:
+    """The files of a target of whose boxes a plan is made: these are not held beside it."""
+    return replace(files, fragments=files.fragments[:0].copy())
 
 
 def _chosen(form: Form, source: Checkpoint) -> AnyTarget:

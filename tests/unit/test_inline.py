@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.pipeline.workflow import ConversionPlan
 from paddle_reshard.storage.store import Read, ReadRange
+from paddle_reshard.tasks.run_group import run_group
 from paddle_reshard.tasks.workspace import Workspace, Workspaces
 from tests.cluster.test_exchange import Written
 from tests.conftest import case_directory
@@ -37,6 +38,30 @@ def conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ConversionPla
     planned = paddle_reshard.plan(source, tmp_path / "T", to="tp=2,sharding=3")
     assert planned.plan.groups > 20
     return planned
+
+
+class Visited(tuple[tuple[int, int, bytes], ...]):
+    """Literals of a group that count how often one of them is looked at."""
+
+    visits = 0
+
+    def __iter__(self) -> Iterator[tuple[int, int, bytes]]:
+        for literal in super().__iter__():
+            self.visits += 1
+            yield literal
+
+
+def test_each_literal_is_looked_at_once(tmp_path: Path) -> None:
+    """However many parts a group has: there may be hundreds of thousands of both."""
+    source = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
+    conversion = paddle_reshard.plan(source, tmp_path / "T", to="tp=2,sharding=3")
+    pairs = looked_at = 0
+    for work in plan_work(conversion.plan):
+        literals = Visited(work.literals)
+        run_group(replace(work, literals=literals), conversion.store, Written())
+        assert literals.visits <= len(literals)
+        looked_at, pairs = looked_at + literals.visits, pairs + len(literals) * len(work.parts)
+    assert 0 < 10 * looked_at < pairs
 
 
 @dataclass
