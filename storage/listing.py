@@ -117,6 +117,10 @@ class LocalShelf:
             return (self.root / path).read_bytes()
         except FileNotFoundError:
             return None
+        except IsADirectoryError as error:
+            raise ListingError(
+                f"{self.root / path}: is a folder where a small file belongs; remove it"
+            ) from error
 
     def create(self, path: str, data: bytes) -> bool:
         """Create a small file that appears with all its content, or not at all."""

@@ -42,7 +42,11 @@ from paddle_reshard.storage.local import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
 from tests.cluster.faults import Watched
 
-signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("the program's own end"))
+def end(number, frame):
+    print("the program's own end", file=sys.stderr, flush=True)
+    sys.exit(1)  # Ray, if it is in the middle of a wait, keeps the status and loses the message
+
+signal.signal(signal.SIGTERM, end)
 source, target, notes, seconds = *map(Path, sys.argv[1:4]), float(sys.argv[4])
 ray_cluster.PATIENCE_SECONDS = 1.0
 plan = paddle_reshard.plan(source, target, to="tp=2,sharding=3")

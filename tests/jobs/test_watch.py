@@ -660,6 +660,35 @@ ODD_CLAIMS = {
     "another": b'{"holder": {}, "state": "running"}',
     "empty": b"",
 }
+ODD_NOTES = {
+    **ODD_CLAIMS,
+    "other kinds": b'{"stamp": [], "at": {}}',
+    "a number that no float holds": b'{"stamp": "x", "at": 1e999}',
+    "digits": b'{"stamp": "x", "at": ' + b"9" * 5000 + b"}",
+}
+
+
+@pytest.mark.parametrize("kind", [*ODD_NOTES, "folder", "full folder"])
+def test_an_odd_note_of_what_was_seen_is_told_or_written_anew(kind: str, training: Run) -> None:
+    copy_checkpoint(training.run / "checkpoint-3", leave_out=("optimizer.tp00_pp00_shard00",))
+    training.watch()
+    (seen,) = (training.out / ".paddle_reshard" / "seen").iterdir()
+    seen.unlink()
+    if kind in ODD_NOTES:
+        seen.write_bytes(ODD_NOTES[kind])
+    else:
+        seen.mkdir()
+        if kind == "full folder":
+            (seen / "file.json").write_text("{}")
+    found = training.watch()
+    assert "Traceback" not in found.stderr
+    assert "defect" not in found.stderr
+    assert found.returncode == (0 if kind in ODD_NOTES else 1), found.stderr
+    if kind in ODD_NOTES:
+        assert "checkpoint-3: waiting: " in found.stderr
+        assert json.loads(seen.read_bytes()).keys() == {"stamp", "at"}
+    else:
+        assert f"{seen}: is a folder where a small file belongs; remove it" in found.stderr
 
 
 @pytest.mark.parametrize("kind", [*ODD_CLAIMS, "folder", "full folder"])
