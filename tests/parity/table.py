@@ -86,7 +86,8 @@ def main(arguments: list[str]) -> int:
                 failed = sum(not follow(bench, row) for row in wanted)
                 if not names:
                     _upstreams(bench)
-            write_report(REPO / "docs" / "parity.md", *collected())
+            if not names or "--report" in options:  # the document is of all rows, not of a few
+                write_report(REPO / "docs" / "parity.md", *collected())
     except LabError as error:
         say(f"parity: {error}")
         return 2
