@@ -13,9 +13,10 @@ from paddle_reshard.clusters.choose import Engine, choose_engine, choose_indexin
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline import small_files
 from paddle_reshard.pipeline.compare import Comparison, Difference, plan_comparison, plan_self_comparison
-from paddle_reshard.pipeline.errors import CheckpointError, UsageError
+from paddle_reshard.pipeline.errors import CheckpointError, FinishedError, UsageError
 from paddle_reshard.pipeline.indexing import index_checkpoint, index_pair
 from paddle_reshard.pipeline.inputs import (
+    as_file,
     given_inputs,
     load_layout,
     load_program,
@@ -49,6 +50,7 @@ from paddle_reshard.pipeline.options import (
 )
 from paddle_reshard.pipeline.planning.plan import check_metadata
 from paddle_reshard.pipeline.planning.work import plan_work
+from paddle_reshard.pipeline.resuming import go_on, is_whole, request_of
 from paddle_reshard.pipeline.rewrite import rewrite
 from paddle_reshard.pipeline.shown import Facts, Shown, readable_bytes
 from paddle_reshard.pipeline.suggest import did_you_mean
@@ -59,6 +61,7 @@ from paddle_reshard.pipeline.workflow import (
     Observer,
     StepEnded,
     StepStarted,
+    check_finished,
     check_targets,
     ignore_events,
     plan_checkpoint,
@@ -114,6 +117,9 @@ class ConversionReport(Shown):
         if moved.retries:
             repeated = ", ".join(f"{times} × {failure}" for failure, times in moved.retries.items())
             facts.append(("repeated", repeated))
+        if moved.resumed_bytes:
+            again = f"{moved.resumed_groups} of {self.plan.plan.groups} groups"
+            facts.append(("reused", f"{again}, {readable_bytes(moved.resumed_bytes)}, were done before"))
         facts.append(("done", self.target))
         return facts
 
@@ -205,18 +211,18 @@ def _plan(
     filling = read_filling(
         None if fill is None else os.fspath(fill), options.get("allow_missing", ()), access
     )
-    program = load_program(_path(options.get("aoa")))
+    program = load_program(as_file(options.get("aoa")))
     tables, config = given_inputs(options.get("rules"), options.get("config"))
     own = open_source(os.fspath(source), *access)
     checkpoint = index_checkpoint(own, tables, config, filling.policy, index_files)
     store = filling.serve(own)
     if program is not None:
         checkpoint = rewrite(checkpoint, program, tables if _by_table(request.forms) else None, config)
-    if sinks is None:
+    if sinks is None or target is None:
         return plan_checkpoint(store, checkpoint, request)
     planned = plan_checkpoint(store, checkpoint, request, sinks.limits(store), in_process)
     check_targets(planned, sinks, resume or options.get("no_space_check", False))
-    return replace(planned, places=sinks.locations)
+    return replace(planned, places=sinks.locations, asked=request_of(target, options))
 
 
 def _by_table(forms: Sequence[Form]) -> bool:
@@ -279,7 +285,7 @@ def _form(options: TargetOptions) -> Form:
         return parse_huggingface(options.get("state"), options.get("dtype"), options.get("max_shard_size"))
     if format == "unified":
         return parse_unified(options.get("files"))
-    names = load_target_names(_path(options.get("target_meta")))
+    names = load_target_names(as_file(options.get("target_meta")))
     if format in ("flex", "auto-parallel"):
         return parse_flex(
             format == "auto-parallel", options.get("files"), options.get("paddle_version"), names
@@ -289,7 +295,7 @@ def _form(options: TargetOptions) -> Form:
         topology=to if isinstance(to, Topology) else Topology.parse(to or ""),
         strategy=options.get("sharding_strategy"),
         sharded_saving=format == "hybrid",
-        layout=load_layout(layout if isinstance(layout, Mapping) else _path(layout)),
+        layout=load_layout(layout if layout is None or isinstance(layout, Mapping) else Path(layout)),
         names=names,
     )
 
@@ -343,7 +349,10 @@ def convert(
         As for :func:`plan`. Several targets appear one after the other, when all of them are whole.
     resume
         Go on where an unfinished run of this very conversion stopped, if there is one; and if all was done, do
-        nothing but look at the targets: one that is seen to be damaged is refused.
+        nothing but look at the targets: one that is seen to be damaged is refused. Without ``to`` and ``format``, go on
+        with what that run was begun with; ``memory``, ``check`` and ``allow_reread`` may be left out in any case.
+        Where there are several targets, ``target`` maps their places to ``{}``, in the same order. What a record may
+        not decide is given again: ``fill``, ``allow_links``, and how stores are reached.
     take_over
         Also if it ran on another machine and may still be alive; implies ``resume``.
     cluster
@@ -370,10 +379,14 @@ def convert(
     ------
     ReshardError
         If the conversion is refused, or the source turns out to contradict itself while it is read.
+    FinishedError
+        If ``resume`` is all that is asked for, and the targets are finished: there is nothing to do.
     """
+    resume = resume or take_over
+    if resume:
+        target, options = _resumed(source, target, options, take_over, verify)
     memory_bytes = parse_memory(options.get("memory", DEFAULT_MEMORY))
     engine = choose_engine(cluster, workers, memory_bytes, exchange, device)
-    resume = resume or take_over
 
     def make_plan(index_files: IndexFiles) -> ConversionPlan:
         made = _plan(source, target, resume, options, index_files, isinstance(engine, InlineEngine))
@@ -392,6 +405,35 @@ def convert(
         verify,
         options.get("no_space_check", False),
     )
+
+
+def _resumed(
+    source: PathLike,
+    target: PathLike | Mapping[PathLike, TargetOptions],
+    options: ConversionOptions,
+    take_over: bool,
+    in_full: bool,
+) -> tuple[PathLike | Mapping[PathLike, TargetOptions], ConversionOptions]:
+    """The request with what an unfinished conversion was begun with, where it leaves that open."""
+    outputs = open_targets((source,), target, options, True, take_over)
+    for sink in outputs.targets.values():
+        if (left := sink.unfinished) is None:
+            continue
+        if left.request is not None:
+            return go_on(sink.location, left.request, target, options)
+        if not is_whole(target, options):
+            raise UsageError(
+                f"{sink.location}: nobody has noted what the unfinished conversion here was begun with; give the same "
+                f"options, or paddle-reshard clean {sink.location}"
+            )
+        return target, options
+    if is_whole(target, options):
+        return target, options
+    store = open_source(os.fspath(source), *source_access(options))
+    for sink in outputs.targets.values():
+        if not check_finished(sink, store, in_full):
+            raise UsageError(f"{sink.location}: nothing to resume is here; say what to make: --to, --format")
+    raise FinishedError(f"{outputs.location}: finished before, and what the manifest says; nothing to do")
 
 
 def plan_and_run(
@@ -616,7 +658,3 @@ class _Pair(ReadRange):
                     if read.path.startswith(prefix)
                 ]
             )
-
-
-def _path(value: PathLike | None) -> Path | None:
-    return None if value is None else Path(value)

@@ -30,7 +30,7 @@ from paddle_reshard.pipeline.cli_output import (
 )
 from paddle_reshard.pipeline.cli_signals import heard_signals
 from paddle_reshard.pipeline.cli_simulate import simulate_command
-from paddle_reshard.pipeline.errors import UsageError
+from paddle_reshard.pipeline.errors import FinishedError, UsageError
 from paddle_reshard.pipeline.layouts.huggingface.choices import EXPORTED_STATES, FLOATING
 from paddle_reshard.pipeline.options import (
     CHECKS,
@@ -297,7 +297,8 @@ conversion_options = _options(
         "targets",
         multiple=True,
         metavar="DST:FORMAT[:NAME=VALUE,…]",
-        help="In place of DST, and as often as there are targets, which are made of one reading of SRC: "
+        help="In place of DST, and as often as there are targets, which are made of one reading of SRC (with --resume, "
+        "DST alone will do, in the same order): "
         "DST:hybrid:tp=4,pp=2 or DST:huggingface:state=ema; NAME is an axis or one of --sharding-strategy, --layout, "
         "--target-meta, --state, --dtype, --max-shard-size, --files, --paddle-version.",
     ),
@@ -336,7 +337,11 @@ run_options = _options(
         help="On Ray, whether several workers share a group through the object store.",
     ),
     conduct_option(
-        "--resume", is_flag=True, help="Go on where a killed conversion stopped, if there is one."
+        "--resume",
+        is_flag=True,
+        help="Go on where a killed conversion stopped, if there is one. Without --to and --format, with all that it "
+        "was begun with; --memory, --check and --allow-reread can be left out in any case. Given again are --fill, "
+        "--allow-links and how stores are reached.",
     ),
     conduct_option(
         "--take-over",
@@ -442,8 +447,11 @@ def convert(
     **options: Any,
 ) -> None:
     """Convert a checkpoint. Afterwards the target is there, whole, or nothing looks like a finished one."""
-    places = _targets(target, targets, options)
-    with _observing(quiet or as_json) as observe:
+    places = _targets(target, targets, options, resume or take_over)
+    arguments = api_arguments(options)
+    if resume or take_over:
+        arguments = _only_given(arguments, click.get_current_context())
+    with _observing(quiet or as_json) as observe, _finished(as_json, quiet):
         report = paddle_reshard.convert(
             source,
             places,
@@ -456,7 +464,7 @@ def convert(
             take_over=take_over,
             verify=verify,
             observe=observe,
-            **api_arguments(options),
+            **arguments,
         )
     _answer(conversion_data(report), as_json, quiet, lambda: print_facts(report.facts()))
 
@@ -579,19 +587,47 @@ def clean(
     _answer({"removed": list(removed)}, as_json, quiet, show)
 
 
+@contextmanager
+def _finished(as_json: bool, quiet: bool) -> Iterator[None]:
+    """Nothing to do is no failure."""
+    try:
+        yield
+    except FinishedError as done:
+        told = str(done)
+        _answer({"finished": True, "message": told}, as_json, quiet, lambda: say(told))
+        sys.exit(0)
+
+
+def _only_given(arguments: dict[str, Any], context: click.Context) -> dict[str, Any]:
+    """Of the arguments of the API those that were given: what is left out is as a session has it."""
+    names = [option.name or "" for option in context.command.params]
+    given = {name for name in names if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
+    if given & {"comm_buffer_size_mb", "sequence_parallel", "segmentation"}:
+        given.add("layout")
+    kept = {name: value for name, value in arguments.items() if name in given}
+    if "format_name" in given:
+        kept["format"] = context.params["format_name"]
+    return kept
+
+
 def _targets(
-    target: str | None, targets: tuple[str, ...], options: dict[str, Any]
+    target: str | None, targets: tuple[str, ...], options: dict[str, Any], resume: bool = False
 ) -> str | dict[PathLike, TargetOptions]:
-    """The only target, or the places of several with their options. What is wrong is told before anything is loaded."""
+    """The only target, or the places of several with their options. What is wrong is told before anything is loaded.
+
+    With ``resume``, what was begun says the rest.
+    """
     parse_memory(options["memory"])
     if (target is None) == (not targets):
         raise UsageError("give one target, SRC DST, or several with --target DST:FORMAT:…")
     if target is not None:
-        check_options(options["format_name"], options)
+        source = click.get_current_context().get_parameter_source("format_name")
+        if not resume or options["to"] or source is not ParameterSource.DEFAULT:
+            check_options(options["format_name"], options)
         if options["to"] is not None:
             Topology.parse(options["to"])
         return target
-    asked: dict[PathLike, TargetOptions] = dict(parse_target(text) for text in targets)
+    asked: dict[PathLike, TargetOptions] = dict(parse_target(text, resume) for text in targets)
     if len(asked) < len(targets):
         raise UsageError("two targets have the same place")
     return asked

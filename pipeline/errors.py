@@ -16,7 +16,8 @@
     │   └── CastError         a value has no place in the dtype that was asked for (only the bytes can show it)
     ├── TargetError           the target is occupied
     │   ├── BusyError         another run is writing it
-    │   └── StaleSessionError    what is left there belongs to another conversion
+    │   ├── StaleSessionError    what is left there belongs to another conversion
+    │   └── FinishedError     there is nothing to go on with: it is finished (exit status 0)
     ├── ListingError          a store would not show what it holds, or not take a small file
     ├── ClusterError          a cluster could not be reached, or did not do what it was asked
     │   ├── JobError          it would not take a job, or was lost on the way
@@ -159,6 +160,12 @@ class BusyError(TargetError):
 
 class StaleSessionError(TargetError):
     """What an unfinished conversion has left at the target belongs to another plan, source or version."""
+
+
+class FinishedError(TargetError):
+    """There is nothing to go on with: the target is finished, and at a glance what its manifest says."""
+
+    exit_status = 0
 
 
 class ListingError(ReshardError):

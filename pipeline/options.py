@@ -50,6 +50,20 @@ PLAIN_SCHEMES = frozenset(
 """Schemes of URLs that are stores of files and nothing else; any other is opened only if a user names it."""
 CHECKS = ("sample", "full")
 PathLike = str | _PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFile:
+    """A small file that a conversion was begun with, as its session has kept it."""
+
+    name: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+GivenFile = PathLike | KeptFile
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 
 
@@ -369,7 +383,7 @@ class TargetOptions(TypedDict, total=False):
     sharding is 1. The plan says which and why."""
     layout: PathLike | Mapping[str, Any] | None
     """What the target job decides and no topology says: a mapping, or a JSON file."""
-    target_meta: PathLike | None
+    target_meta: GivenFile | None
     """``model_meta.json`` of a job of the target topology, to take parameter names from."""
     state: str | None
     """``"param"`` (default) writes the parameters, ``"ema"`` their exponential moving average, which is kept in
@@ -390,7 +404,7 @@ class TargetOptions(TypedDict, total=False):
 class ConversionOptions(TargetOptions, total=False):
     """What is asked of a conversion."""
 
-    aoa: PathLike | None
+    aoa: GivenFile | None
     """Rules by which tensors get other keys, are cut, joined, transposed or cast: a file of Paddle's AOA statements.
     Keys and layouts of the targets are those that the statements make."""
     fill: PathLike | None
@@ -404,9 +418,9 @@ class ConversionOptions(TargetOptions, total=False):
 
     memory: str
     """Budget of each worker, default ``"1GiB"``."""
-    rules: PathLike | None
+    rules: GivenFile | None
     """A rule table for the model family, instead of those that come with the package."""
-    config: PathLike | None
+    config: GivenFile | None
     """The model's ``config.json``, for a source that has none."""
     overwrite: bool
     """Replace a checkpoint that a target already holds."""
@@ -476,8 +490,10 @@ def _misplaced(name: str, value: Any, format: str) -> str:
 _TARGET = re.compile(rf"(?P<place>.+?):(?P<format>{'|'.join(FORMATS)})(?::(?P<options>.*))?")
 
 
-def parse_target(text: str) -> tuple[str, TargetOptions]:
+def parse_target(text: str, resume: bool = False) -> tuple[str, TargetOptions]:
     """Place and options of ``DST:FORMAT:NAME=VALUE,…``; the axes of a topology are names too.
+
+    With ``resume`` it may be ``DST`` alone: what was begun there says the rest.
 
     >>> parse_target("s3://bucket/a:hybrid:sharding-strategy=stage2,tp=4,sharding=2")
     ('s3://bucket/a', {'format': 'hybrid', 'sharding_strategy': 'stage2', 'to': 'tp=4,sharding=2'})
@@ -491,6 +507,8 @@ def parse_target(text: str) -> tuple[str, TargetOptions]:
         for word in text.split(":")[1:]:
             if meant := did_you_mean(word, FORMATS):
                 raise UsageError(f"--target {text!r}: unknown format {word!r}{meant}")
+        if resume:
+            return text, {}
         raise UsageError(
             f"--target {text!r}: write DST:FORMAT or DST:FORMAT:NAME=VALUE,…, FORMAT one of {', '.join(FORMATS)}"
         )

@@ -58,6 +58,7 @@ from paddle_reshard.pipeline.shown import Facts, Shown, readable_bytes
 from paddle_reshard.pipeline.small_files import check_optimizer
 from paddle_reshard.pipeline.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT
 from paddle_reshard.storage.formats.strict_json import parse_json
+from paddle_reshard.storage.ledger import source_difference
 from paddle_reshard.storage.locate import absolute
 from paddle_reshard.storage.outputs import Outputs, prefixes
 from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, Source, Target, WritePart
@@ -106,6 +107,8 @@ class ConversionPlan(Shown):
 
     dropped: tuple[str, ...] = ()
     """States of the source that no target has, because it was asked for."""
+    asked: Mapping[str, Any] | None = None
+    """What was asked for, as ``pipeline/resuming.py`` keeps it in a session."""
 
     @property
     def master_weights_made(self) -> int:
@@ -212,6 +215,8 @@ class MoveReport:
     """Failure of a store → how often a request was repeated for it, on all machines."""
     resumed_groups: int = 0
     """Groups that an earlier run had done; they count nowhere else."""
+    resumed_bytes: int = 0
+    """Bytes that an earlier run had written, those of files that are carried as they are among them."""
     copied_bytes: int = 0
     """Of the written ones, those that the storage copied by itself."""
 
@@ -320,9 +325,38 @@ def identify(conversion: ConversionPlan) -> Identity:
     """Which conversion this is: what it makes, from which very files, by which version."""
     from paddle_reshard import __version__
 
-    store, versions = conversion.store, conversion.store.versions()
-    files = {path: f"{size} bytes, {versions[path]}" for path, size in store.sizes().items()}
-    return Identity(conversion.plan.plan_id, __version__, store.location, files)
+    store = conversion.store
+    files = _said_of_files(store.sizes(), store.versions())
+    return Identity(conversion.plan.plan_id, __version__, store.location, files, conversion.asked)
+
+
+def _said_of_files(sizes: Mapping[str, int], versions: Mapping[str, str]) -> dict[str, str]:
+    return {path: f"{size} bytes, {versions.get(path)}" for path, size in sizes.items()}
+
+
+def check_finished(target: Target, source: Source, in_full: bool) -> bool:
+    """Whether a target is finished; then it must be what its manifest says, and made of these very source files.
+
+    Raises
+    ------
+    TargetError
+        If it is not.
+    """
+    data = target.published(MANIFEST)
+    if data is None:
+        return False
+    _check_published(target, in_full)
+    made_of = parse_manifest(data, f"{target.location}/{MANIFEST}")
+    reason = source_difference(
+        _said_of_files(made_of.source_files, made_of.source_versions),
+        _said_of_files(source.sizes(), source.versions()),
+    )
+    if reason is not None:
+        raise TargetError(
+            f"{target.location}: is finished, and was made of something else: {reason}; give another target, or "
+            "--overwrite without --resume"
+        )
+    return True
 
 
 def _is_made(described: Mapping[str, Any], target: Target) -> bool:
@@ -400,12 +434,13 @@ def _run(
         for prefix in sorted(outputs.made):
             _check_published(outputs.targets[prefix], in_full=False)
         if len(outputs.made) == len(described):
-            return MoveReport(0, 0, 0, 0, (), resumed_groups=plan.groups)
+            return MoveReport(0, 0, 0, 0, (), resumed_groups=plan.groups, resumed_bytes=plan.written_bytes)
         check_targets(conversion, outputs, no_space_check)
     with outputs:
         observe(StepStarted("move", plan.written_bytes))
         report, receipts = _move(conversion, outputs, engine, observe)
-        before = f", {report.resumed_groups} groups were done before" if report.resumed_groups else ""
+        reused = f"{report.resumed_groups} groups, {report.resumed_bytes} bytes, were done before"
+        before = f"; {reused}" if report.resumed_bytes else ""
         observe(StepEnded("move", f"{report.groups} groups, {report.written_bytes} bytes written{before}"))
         observe(StepStarted("verify"))
         source.check_unchanged()
@@ -461,7 +496,8 @@ def _move(
     read = written = copied = compared = groups = 0
     drift = [line for record in done.values() for line in record.drift]
     receipts = [receipt for record in done.values() for receipt in record.receipts]
-    observe(Progress(sum(receipt.nbytes for receipt in receipts)))
+    resumed_bytes = sum(receipt.nbytes for receipt in receipts)
+    observe(Progress(resumed_bytes))
     figures: list[WorkerFigures] = []
     with closing(engine((w for w in plan_work(plan) if w.group not in done), source, writer)) as reports:
         for report in reports:
@@ -495,6 +531,7 @@ def _move(
         workers,
         retries,
         resumed_groups=resumed,
+        resumed_bytes=resumed_bytes,
         copied_bytes=copied,
     )
     return moved, receipts

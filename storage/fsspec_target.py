@@ -84,7 +84,9 @@ class FsspecTarget(ABC):
         self.place = self.find_place()
         listing = folder.listing(retry.HURRIED)
         left = find_session(self.place)
+        self.unfinished: Identity | None = None
         if left is not None and not self.is_over(left, listing):
+            self.unfinished = left.identity
             if not resume:
                 refuse_busy(left, self.location, False, time.time())
                 refuse_unfinished(left, self.location)

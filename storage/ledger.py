@@ -39,6 +39,7 @@ from paddle_reshard.pipeline.errors import (
     TargetError,
     UnsupportedError,
 )
+from paddle_reshard.pipeline.options import DEFAULT_MEMORY, parse_memory
 from paddle_reshard.storage.formats.strict_json import parse_json
 from paddle_reshard.storage.holder import Holder, is_gone, process_start, this_process
 from paddle_reshard.storage.store import OWN_PREFIX, Identity, NewFile, Receipt, Record
@@ -67,15 +68,28 @@ def difference(before: Identity, now: Identity) -> str | None:
     """Why ``now`` may not go on with what ``before`` left, naming both; ``None`` if it may."""
     if before.version != now.version:
         return f"it was begun by version {before.version} of this package, this is version {now.version}"
-    for path in sorted(before.files.keys() | now.files.keys()):
-        then, today = before.files.get(path), now.files.get(path)
+    if (reason := source_difference(before.files, now.files)) is not None:
+        return reason
+    if None not in (before.target, now.target) and before.target != now.target:
+        return "it is of another one of the targets; give them in the order in which they were given"
+    if before.plan_id != now.plan_id:
+        plans = f"it was begun with plan {before.plan_id}, this is plan {now.plan_id}"
+        budgets = [str((identity.request or {}).get("memory", DEFAULT_MEMORY)) for identity in (before, now)]
+        if len(set(map(parse_memory, budgets))) > 1:
+            return (
+                f"{plans}, for it was begun with --memory {budgets[0]}, and this is --memory {budgets[1]}; leave it "
+                "out to go on with that"
+            )
+        return f"{plans}; are --to, --memory and all other options the same?"
+    return None
+
+
+def source_difference(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
+    """The first file of a source that is another than it was, with both versions; ``None`` if none is."""
+    for path in sorted(before.keys() | now.keys()):
+        then, today = before.get(path), now.get(path)
         if then != today:
             return f"{path} of the source was {then or 'not there'} when it was begun, and is {today or 'gone'} now"
-    if before.plan_id != now.plan_id:
-        return (
-            f"it was begun with plan {before.plan_id}, this is plan {now.plan_id}; are --to, --memory and all other "
-            "options the same?"
-        )
     return None
 
 

@@ -139,6 +139,7 @@ class LocalTarget:
         self.session: Session | None = None
         with self._told():
             left = self.staging.find()
+            self.unfinished = None if left is None or self.staging.is_moved(left) else left.identity
             if left is None or self.staging.is_moved(left):
                 if not resume:
                     check_free(self.root, overwrite)

@@ -138,13 +138,15 @@ class Outputs:
         """Begin every target. A unit of work is done where all of them say so."""
         writers: dict[str, WritePart | None] = dict.fromkeys(self.made)
         records: list[dict[int, Record]] = []
-        for prefix, target in self.pending():
+        for number, (prefix, target) in enumerate(self.targets.items()):
+            if prefix in self.made:
+                continue
             own = [
                 replace(file, path=file.path.removeprefix(prefix))
                 for file in files
                 if file.path.startswith(prefix)
             ]
-            writers[prefix], found = target.begin(own, identity, openness)
+            writers[prefix], found = target.begin(own, replace(identity, target=number), openness)
             records.append({record.unit: _prefixed(record, prefix) for record in found})
         units = set.intersection(*(set(of_target) for of_target in records)) if records else set()
         joined = [_joined([of_target[unit] for of_target in records]) for unit in sorted(units)]

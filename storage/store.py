@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from paddle_reshard.pipeline.planning.limits import CopyLimits
 from paddle_reshard.storage.space import Room
@@ -66,6 +66,10 @@ class Identity:
     """Where it is, for people."""
     files: Mapping[str, str]
     """Every file of the source → a text that changes when the file does."""
+    request: Mapping[str, Any] | None = None
+    """What it was begun with, as ``pipeline/resuming.py`` keeps it; ``None`` where that is not known."""
+    target: int | None = None
+    """Which of its targets this is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +177,10 @@ class Target(Protocol):
     @property
     def most_parts(self) -> int | None:
         """How many parts a file may have."""
+
+    @property
+    def unfinished(self) -> Identity | None:
+        """The conversion that was begun here and has not ended, as it was when this was opened."""
 
     def room(self) -> Room | None:
         """What its disk can take; ``None`` for a store that has no end."""

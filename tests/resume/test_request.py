@@ -1,0 +1,314 @@
+"""``--resume`` alone: what a conversion was begun with is known where it stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+import paddle_reshard
+from paddle_reshard.pipeline.cli import convert as convert_command
+from paddle_reshard.pipeline.cli_options import Decides, decides
+from paddle_reshard.pipeline.errors import FinishedError, StaleSessionError, UsageError
+from paddle_reshard.pipeline.options import CONVERSION_OPTIONS
+from paddle_reshard.pipeline.planning import plan as planning
+from paddle_reshard.pipeline.resuming import KEPT, LARGEST_KEPT_BYTES
+from paddle_reshard.pipeline.workflow import Event, Progress
+from tests.resume.conftest import GROUP_BYTES, Driver
+from tests.storage.contents import in_bucket
+from tests.storage.servers import Store
+from tests.unit.test_output import checked, run
+
+SECRET = "hunter2-of-the-store"
+
+
+class Stop(Exception):
+    """A failure that has nothing to do with the checkpoint."""
+
+
+@pytest.fixture(autouse=True)
+def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "GROUP_BYTES", GROUP_BYTES)
+
+
+def begin(source: Path, target: Any, after: int = 2, **options: Any) -> None:
+    """A conversion that stops after a few groups."""
+    left = after
+
+    def observe(event: Event) -> None:
+        nonlocal left
+        left -= isinstance(event, Progress) and event.done_bytes > 0
+        if left == 0:
+            raise Stop
+
+    with pytest.raises(Stop):
+        paddle_reshard.convert(source, target, observe=observe, **options)
+
+
+def session(target: Path) -> Path:
+    return target.parent / f".{target.name}.reshard" / "session.json"
+
+
+def in_folder(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def undisturbed(source: Path, folder: Path, **options: Any) -> Any:
+    paddle_reshard.convert(source, folder, **options)
+    return in_folder(folder)
+
+
+# ------------------------------------------------------------------------------------------------ goes on
+
+
+def _request(tmp_path: Path, source: Path) -> dict[str, dict[str, Any]]:
+    config, layout = tmp_path / "config.json", tmp_path / "layout.json"
+    config.write_bytes((source / "config.json").read_bytes())
+    layout.write_text('{"segmentation": [0, 2], "sequence_parallel": true}')
+    return {
+        "memory": {"to": "tp=1", "memory": "300MiB"},
+        "strategy": {"to": "tp=1,sharding=2", "sharding_strategy": "stage1v1"},
+        "layout": {"to": "pp=2", "layout": layout},
+        "format": {"format": "huggingface", "dtype": "float32", "max_shard_size": "1MB"},
+        "flex": {"format": "flex", "files": 3, "paddle_version": "3.2"},
+        "config": {"to": "tp=1", "config": config, "replicas": "first", "check": "full"},
+    }
+
+
+@pytest.mark.parametrize("case", ["memory", "strategy", "layout", "format", "flex", "config"])
+def test_a_request_is_known_where_it_stopped(case: str, source: Path, tmp_path: Path) -> None:
+    options = _request(tmp_path, source)[case]
+    wanted = undisturbed(source, tmp_path / "wanted", **options)
+    target = tmp_path / "t"
+    begin(source, target, **options)
+    for file in ("config.json", "layout.json"):
+        (tmp_path / file).unlink()
+    report = paddle_reshard.convert(source, target, resume=True)
+    assert in_folder(target) == wanted
+    moved = report.moved
+    assert moved.resumed_groups > 0
+    total = report.plan.plan.written_bytes
+    assert 0 < moved.resumed_bytes == total - moved.written_bytes
+    reused = dict(report.facts())["reused"]
+    assert reused.startswith(f"{moved.resumed_groups} of {report.plan.plan.groups} groups, ")
+
+
+def test_what_changes_no_byte_may_differ(source: Path, tmp_path: Path) -> None:
+    begin(source, tmp_path / "t", to="tp=1", memory="512MiB", check="full", workers=1)
+    report = paddle_reshard.convert(source, tmp_path / "t", resume=True, to="tp=1", workers=2, check="sample")
+    assert report.moved.resumed_groups > 0
+    assert report.plan.plan.budget_bytes == 512 << 20  # --memory was left out: as it was begun
+
+
+def test_memory_may_differ_as_long_as_the_plan_is_the_same(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(source, tmp_path / "t", to="tp=1", memory="512MiB")
+    told = r"begun with --memory 512MiB, and this is --memory 256MiB; leave it out"
+    with monkeypatch.context() as smaller:  # what a smaller budget does to a checkpoint that is large
+        smaller.setattr(planning, "GROUP_BYTES", GROUP_BYTES // 2)
+        with pytest.raises(StaleSessionError, match=told):
+            paddle_reshard.convert(source, tmp_path / "t", resume=True, memory="256MiB")
+    report = paddle_reshard.convert(source, tmp_path / "t", resume=True, memory="256MiB")
+    assert report.moved.resumed_groups > 0
+
+
+def test_several_targets_go_on_by_their_places(source: Path, tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    begin(source, {a: {"to": "tp=1"}, b: {"to": "tp=1", "format": "hybrid-plain"}})
+    with pytest.raises(StaleSessionError, match="begun with 2 targets, and 1 are given"):
+        paddle_reshard.convert(source, a, resume=True)
+    with pytest.raises(StaleSessionError, match="in the order in which they were given"):
+        paddle_reshard.convert(source, {b: {}, a: {}}, resume=True)
+    with pytest.raises(StaleSessionError, match="begun with --format hybrid-plain, which is not given"):
+        paddle_reshard.convert(source, {a: {"to": "tp=1"}, b: {"to": "tp=1"}}, resume=True)
+    report = paddle_reshard.convert(source, {a: {}, b: {}}, resume=True)
+    assert report.moved.resumed_groups > 0
+    for place, form in ((a, "hybrid"), (b, "hybrid-plain")):
+        made, wanted = in_folder(place), undisturbed(source, tmp_path / form, to="tp=1", format=form)
+        del made["paddle_reshard.json"], wanted["paddle_reshard.json"]  # the plan is of both
+        assert made == wanted
+
+
+def test_a_killed_process_is_gone_on_with(driver: Driver, source: Path, tmp_path: Path) -> None:
+    """The kill may come at any moment after the record is there: what was asked is in it from its first byte on."""
+    wanted = undisturbed(source, tmp_path / "w" / "t", to="tp=1", memory="256MiB")
+    for number, effect in enumerate(("os.rename session.json.new", "pwrite", "write")):
+        target = tmp_path / str(number) / "t"
+        target.parent.mkdir()
+        first = {"to": "tp=1", "memory": "256MiB"}
+        assert driver.convert(source, target, of=effect, kill_at=2, after=False, request=first) == {
+            "killed": 9
+        }
+        answer = driver.convert(source, target, request={"to": None, "resume": True})
+        assert answer["groups"] + answer["resumed"] == answer["planned"]
+        assert in_folder(target) == wanted
+
+
+def test_on_s3(source: Path, store: Store, bucket: str) -> None:
+    reach = {"storage_options": store.options}
+    paddle_reshard.convert(source, f"s3://{bucket}/wanted", format="flex", files=2, **reach)
+    secret = {**store.options, "config_kwargs": {"user_agent_extra": SECRET}}
+    begin(source, f"s3://{bucket}/t", format="flex", files=2, storage_options=secret)
+    record = store.client.get_object(Bucket=bucket, Key="t/.paddle_reshard_session.json")["Body"].read()
+    assert json.loads(record)["identity"]["request"]["targets"] == [{"format": "flex", "files": "2"}]
+    assert SECRET not in record.decode()
+    report = paddle_reshard.convert(source, f"s3://{bucket}/t", resume=True, **reach)
+    assert report.moved.resumed_groups > 0
+    assert in_bucket(store, bucket, "t") == in_bucket(store, bucket, "wanted")
+    with pytest.raises(FinishedError, match="nothing to do"):
+        paddle_reshard.convert(source, f"s3://{bucket}/t", resume=True, **reach)
+
+
+# ---------------------------------------------------------------------------------------------- is refused
+
+
+@pytest.mark.parametrize(
+    ("begun", "asked", "told"),
+    [
+        ({"to": "tp=2"}, {"to": "tp=4"}, r"^--to tp=4.* begun with --to tp=2.*; leave it out .*clean"),
+        ({"to": "tp=2"}, {"format": "flex"}, r"^--format flex: .*was begun without --format"),
+        ({"to": "tp=2"}, {"vocab_pad": 4096}, r"^--vocab-pad 4096: .*was begun without --vocab-pad"),
+        ({"to": "tp=2", "overwrite": True}, {"to": "tp=2"}, r"begun with --overwrite, which is not given"),
+        ({"to": "pp=2"}, {"layout": {"sequence_parallel": True}}, r"^--layout \(sequence_parallel: True\): "),
+        ({"to": "tp=1", "allow_links": True}, {}, r"begun with --allow-links, which has to be given again"),
+    ],
+)
+def test_a_contradiction_is_refused_naming_both(
+    begun: dict, asked: dict, told: str, source: Path, tmp_path: Path
+) -> None:
+    begin(source, tmp_path / "t", **begun)
+    with pytest.raises(StaleSessionError, match=told):
+        paddle_reshard.convert(source, tmp_path / "t", resume=True, **asked)
+    paddle_reshard.convert(source, tmp_path / "t", resume=True, **begun)
+
+
+def test_another_file_is_refused_and_a_large_one_is_given_again(source: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    values = json.loads((source / "config.json").read_text())
+    config.write_text(json.dumps(values) + " " * LARGEST_KEPT_BYTES)
+    begin(source, tmp_path / "t", to="tp=1", config=config)
+    with pytest.raises(UsageError, match="too large to be kept; give it again: --config FILE"):
+        paddle_reshard.convert(source, tmp_path / "t", resume=True)
+    with pytest.raises(
+        StaleSessionError, match=r"--config config\.json \(SHA-256 \w+…\): .*begun with --config"
+    ):
+        paddle_reshard.convert(source, tmp_path / "t", resume=True, config=source / "config.json")
+    paddle_reshard.convert(source, tmp_path / "t", resume=True, config=config)
+
+
+def test_nothing_to_resume_is_wrong_usage(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="nothing to resume is here"):
+        paddle_reshard.convert(source, tmp_path / "t", resume=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_session_without_a_request_needs_all_options(source: Path, tmp_path: Path) -> None:
+    """So earlier versions have left them."""
+    target = tmp_path / "t"
+    begin(source, target, to="tp=1", memory="512MiB")
+    record = json.loads(session(target).read_text())
+    for name in ("request", "target"):
+        del record["identity"][name]
+    session(target).write_text(json.dumps(record))
+    with pytest.raises(UsageError, match=r"nobody has noted what .* was begun with; give the same options"):
+        paddle_reshard.convert(source, target, resume=True)
+    report = paddle_reshard.convert(source, target, resume=True, to="tp=1", memory="512MiB")
+    assert report.moved.resumed_groups > 0
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {},
+        {"targets": 1, "memory": "1GiB"},
+        {"targets": [{"to": ["tp=1"]}], "memory": "1GiB"},
+        {"targets": [{"to": "tp=1"}], "memory": 7},
+        {"targets": [{"to": "tp=1"}], "memory": "1GiB", "storage_options": {"key": "x"}},
+        {"targets": [{"to": "tp=1"}], "memory": "1GiB", "config": "/etc/passwd"},
+        {"targets": [{"to": "tp=1", "target_meta": {"name": "a", "sha256": 5}}], "memory": "1GiB"},
+        {"targets": [{"to": "tp=1"}], "memory": "1GiB", "drop": [["ema"]]},
+    ],
+)
+def test_a_record_that_says_nonsense_is_refused(request_: Any, source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "t"
+    begin(source, target, to="tp=1")
+    record = json.loads(session(target).read_text())
+    record["identity"]["request"] = request_
+    session(target).write_text(json.dumps(record))
+    with pytest.raises(StaleSessionError, match="does not say what it was begun with"):
+        paddle_reshard.convert(source, target, resume=True)
+
+
+# ----------------------------------------------------------------------------------------- what is finished
+
+
+def test_a_finished_target_is_looked_at(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "t"
+    paddle_reshard.convert(source, target, to="tp=1")
+    for verify in (False, True):
+        with pytest.raises(FinishedError, match=f"^{target}: finished before, and what the manifest says"):
+            paddle_reshard.convert(source, target, resume=True, verify=verify)
+    path = source / "trainer_state.bin"
+    status = path.stat()
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    try:
+        with pytest.raises(
+            Exception, match=r"is finished, and was made of something else: trainer_state\.bin"
+        ):
+            paddle_reshard.convert(source, target, resume=True)
+    finally:
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    os.truncate(target / "optimizer.pdopt", 5)
+    with pytest.raises(Exception, match=r"is finished, and damaged: optimizer\.pdopt"):
+        paddle_reshard.convert(source, target, resume=True)
+
+
+# ------------------------------------------------------------------------------------------ the command line
+
+
+def test_the_command_line_goes_on_with_what_it_was_told(source: Path, tmp_path: Path) -> None:
+    """A process that is killed, and one that is told nothing but to resume."""
+    target = tmp_path / "t"
+    options = ["--to", "pp=2", "--memory", "256MiB", "--segmentation", "0,2", "--sequence-parallel"]
+    kill = (
+        "import os, signal, sys; from paddle_reshard.storage.ledger import Session; note = Session.note\n"
+        "def noted(self, record): note(self, record); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "Session.note = noted; from paddle_reshard.pipeline.planning import plan; "
+        f"plan.GROUP_BYTES = {GROUP_BYTES}; from paddle_reshard.pipeline.cli import main; main()"
+    )
+    arguments = [sys.executable, "-c", kill, "convert", str(source), str(target), *options]
+    assert subprocess.run(arguments, capture_output=True, timeout=300).returncode == -9
+    refused = run("convert", source, target, "--resume", "--to", "tp=2")
+    assert refused.returncode == 1
+    assert "--to tp=2: the unfinished conversion" in refused.stderr.replace("pp=1,", "")
+    assert "begun with --to pp=2" in refused.stderr.replace("tp=1,", "")
+    again = [sys.executable, "-c", kill.replace("os.kill(os.getpid(), signal.SIGKILL)", "pass"), "convert"]
+    done = subprocess.run(
+        [*again, str(source), str(target), "--resume", "--json"], capture_output=True, text=True, timeout=300
+    )
+    found = checked(done)
+    assert found["moved"]["resumed_groups"] == 1
+    assert found["moved"]["resumed_bytes"] > 0
+    given = {"to": "pp=2", "memory": "256MiB", "layout": {"segmentation": [0, 2], "sequence_parallel": True}}
+    assert in_folder(target) == undisturbed(source, tmp_path / "wanted", **given)
+    done = run("convert", source, target, "--resume")
+    assert (done.returncode, done.stdout.startswith(f"{target}: finished before")) == (0, True)
+    assert checked(run("convert", source, target, "--resume", "--json"))["finished"] is True
+    missing = run("convert", source, tmp_path / "other", "--resume", "--json")
+    assert (missing.returncode, checked(missing)["kind"]) == (2, "UsageError")
+
+
+def test_everything_that_decides_the_outcome_is_kept_and_no_way_to_a_store() -> None:
+    for option in convert_command.params:
+        name = {"format_name": "format"}.get(option.name or "", option.name)
+        if isinstance(option, click.Option) and name in CONVERSION_OPTIONS:
+            role = decides(option)
+            assert name in KEPT or role in (Decides.CONDUCT, Decides.ACCESS), name
+            assert name not in KEPT or role is not Decides.ACCESS, name
