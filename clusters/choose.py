@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
+from functools import partial
 
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.errors import UsageError
+from paddle_reshard.pipeline.events import Observer
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.index import IndexFiles, index_here
@@ -35,11 +37,12 @@ def choose_engine(cluster: str, workers: int | None, memory_bytes: int, exchange
     return InlineEngine(memory_bytes, workers)
 
 
-def choose_indexing(engine: Engine) -> IndexFiles:
-    """Where the files of a checkpoint are indexed that an engine is to convert."""
+def choose_indexing(engine: Engine, observe: Observer) -> IndexFiles:
+    """Where the files of a checkpoint are indexed that an engine is to convert; ``observe`` is told how many are."""
+    here = partial(index_here, observe=observe)
     if isinstance(engine, InlineEngine):
-        return index_here
+        return here
     from paddle_reshard.clusters.ray_cluster import RayEngine
     from paddle_reshard.clusters.ray_index import RayIndexing
 
-    return RayIndexing(engine) if isinstance(engine, RayEngine) else index_here
+    return RayIndexing(engine, observe) if isinstance(engine, RayEngine) else here

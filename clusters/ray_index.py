@@ -21,6 +21,7 @@ from paddle_reshard.clusters.environment import handed_on
 from paddle_reshard.clusters.ray_cluster import ATTEMPTS, PATIENCE_SECONDS, RayEngine, cause_of
 from paddle_reshard.clusters.ray_join import joined_ray, lost_node
 from paddle_reshard.pipeline.errors import ClusterError, ReshardError
+from paddle_reshard.pipeline.events import FilesRead, Observer, Waiting, ignore_events
 from paddle_reshard.storage.local_source import LocalSource
 from paddle_reshard.storage.retry_counts import count_retries, note_retry
 from paddle_reshard.tasks.index import Readable, index_here
@@ -46,6 +47,7 @@ class RayIndexing:
     """Indexes files on the Ray that an engine joins. What is few, or lies on a disk, is indexed here."""
 
     engine: RayEngine
+    observe: Observer = ignore_events
 
     def __call__(
         self, index: Callable[[Readable, str, int], T], store: Readable, sizes: Mapping[str, int]
@@ -60,9 +62,13 @@ class RayIndexing:
         is_there = ray.is_initialized() or self.engine.joins is not None
         fewest = FEWEST_FILES if is_there else FEWEST_FILES_FOR_OUR_OWN
         if len(sizes) < fewest or isinstance(store, LocalSource):
-            return index_here(index, store, sizes)
+            return index_here(index, store, sizes, self.observe)
+        self.observe(Waiting("Ray"))
+        found: dict[str, T] = {}
         with joined_ray(self.engine.joins, self.engine.workers):
-            found = {path: one for batch in self._batches(index, store, sizes) for path, one in batch.items()}
+            for batch in self._batches(index, store, sizes):
+                found |= batch
+                self.observe(FilesRead(len(found), len(sizes)))
         return {path: found[path] for path in sizes}
 
     def _batches(

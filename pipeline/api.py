@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -52,13 +54,14 @@ from paddle_reshard.pipeline.planning.plan import check_metadata
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.pipeline.resuming import go_on, is_whole, request_of
 from paddle_reshard.pipeline.rewrite import rewrite
-from paddle_reshard.pipeline.shown import Facts, Shown, readable_bytes
+from paddle_reshard.pipeline.shown import Facts, Shown, readable_bytes, readable_seconds
 from paddle_reshard.pipeline.suggest import did_you_mean
 from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.pipeline.workflow import (
     ConversionPlan,
     MoveReport,
     Observer,
+    Progress,
     StepEnded,
     StepStarted,
     check_finished,
@@ -98,6 +101,8 @@ class ConversionReport(Shown):
     target: str
     plan: ConversionPlan
     moved: MoveReport
+    seconds: float
+    """How long it took, planning and publishing included."""
 
     def _in_short(self) -> str:
         return f"{self.source} → {self.target}, {readable_bytes(self.moved.written_bytes)} written"
@@ -120,6 +125,10 @@ class ConversionReport(Shown):
         if moved.resumed_bytes:
             again = f"{moved.resumed_groups} of {self.plan.plan.groups} groups"
             facts.append(("reused", f"{again}, {readable_bytes(moved.resumed_bytes)}, were done before"))
+        rate = (
+            f", {readable_bytes(int(moved.written_bytes / self.seconds))}/s written" if self.seconds else ""
+        )
+        facts.append(("time", f"{readable_seconds(self.seconds)}{rate if moved.written_bytes else ''}"))
         facts.append(("done", self.target))
         return facts
 
@@ -174,6 +183,7 @@ def plan(
     target: PathLike | Mapping[PathLike, TargetOptions] | None = None,
     *,
     resume: bool = False,
+    observe: Observer = ignore_events,
     **options: Unpack[ConversionOptions],
 ) -> ConversionPlan:
     """Plan a conversion: the exact layout of the targets, groups and their peaks. Nothing is moved.
@@ -185,6 +195,8 @@ def plan(
         each to its own :class:`TargetOptions`. Without one, parts are those that any store takes.
     resume
         Plan also where an unfinished conversion is, which may be gone on with.
+    observe
+        Is told how far it is as event values.
     options
         :class:`ConversionOptions`.
 
@@ -193,7 +205,7 @@ def plan(
     ReshardError
         If the source is not whole, or cannot become what is asked.
     """
-    return _plan(source, target, resume, options, index_here)
+    return _plan(source, target, resume, options, partial(index_here, observe=observe))
 
 
 def _plan(
@@ -446,7 +458,8 @@ def plan_and_run(
     no_space_check: bool = False,
 ) -> ConversionReport:
     """Make a plan, open the targets and carry it out; ``observe`` is told of all steps."""
-    counted, index_files = count_retries(), choose_indexing(engine)
+    begun = time.monotonic()
+    counted, index_files = count_retries(), choose_indexing(engine, observe)
     observe(StepStarted("plan"))
     conversion = make_plan(index_files)
     groups, written_bytes = conversion.plan.groups, conversion.plan.written_bytes
@@ -460,7 +473,9 @@ def plan_and_run(
     sinks = open_sinks()
     moved = run_conversion(conversion, sinks, engine, observe, resume, index_files, verify, no_space_check)
     moved = replace(moved, retries=add_retries((moved.retries, count_retries() - counted)))
-    return ConversionReport(conversion.store.location, sinks.location, conversion, moved)
+    return ConversionReport(
+        conversion.store.location, sinks.location, conversion, moved, time.monotonic() - begun
+    )
 
 
 def verify(
@@ -479,6 +494,7 @@ def verify(
     target_storage_options: StorageOptions | None = None,
     allow_scheme: Sequence[str] = (),
     allow_links: bool = False,
+    observe: Observer = ignore_events,
 ) -> VerifyReport:
     """Compare the logical content of two checkpoints of any topologies, bit for bit.
 
@@ -493,7 +509,10 @@ def verify(
 
     Without ``b``, what ``a`` stores twice is compared, every element of it: copies of a tensor, and parameters with
     their master weights.
+
+    ``observe`` is told how far it is, as by :func:`convert`.
     """
+    index_files = partial(index_here, observe=observe)
     given = {"storage_options": storage_options, "allow_scheme": allow_scheme, "allow_links": allow_links}
     given |= {"source_storage_options": source_storage_options}
     given |= {"target_storage_options": target_storage_options}
@@ -504,17 +523,17 @@ def verify(
         if states is not None or subset:
             raise UsageError("states and subset are for two checkpoints; one is held against itself")
         store = open_source(os.fspath(a), *source_access(given))
-        checkpoint = index_checkpoint(store, *given_inputs(rules, config), missing)
+        checkpoint = index_checkpoint(store, *given_inputs(rules, config), missing, index_files)
         small_files.check_optimizer(store, checkpoint)
         own = plan_self_comparison(checkpoint.catalog, engine.memory_bytes, compare_replicas)
-        report = _compared(own, engine, store, ())
+        report = _compared(own, engine, store, (), observe)
         store.check_unchanged()
         return report
     stores = [
         open_source(os.fspath(a), *source_access(given)),
         open_source(os.fspath(b), *target_access(given)),
     ]
-    one, two = index_pair(stores[0], stores[1], *given_inputs(rules, config), missing)
+    one, two = index_pair(stores[0], stores[1], *given_inputs(rules, config), missing, index_files)
     known = {t.state for t in (*one.catalog.tensors, *two.catalog.tensors)}
     if unknown := set(states or ()) - known:
         raise UsageError(
@@ -535,21 +554,30 @@ def verify(
     differences = []
     if states is None:
         differences = _other_differences(stores, one.lr_scheduler, two.lr_scheduler, subset)
-    report = _compared(comparison, engine, _Pair(*stores), differences)
+    report = _compared(comparison, engine, _Pair(*stores), differences, observe)
     for store in stores:
         store.check_unchanged()
     return report
 
 
 def _compared(
-    comparison: Comparison, engine: InlineEngine, source: ReadRange, known: Sequence[Difference]
+    comparison: Comparison,
+    engine: InlineEngine,
+    source: ReadRange,
+    known: Sequence[Difference],
+    observe: Observer,
 ) -> VerifyReport:
     """Make a comparison; what is ``known`` to differ is told too."""
     plan = comparison.plan
     engine = engine.beside(len(plan.tensors), len(plan.ops), plan.peak_bytes)
     differences = [*comparison.differences, *known]
+    observe(StepStarted("comparing", plan.read_bytes))
+    reports = []
     with closing(engine.compare(plan_work(comparison.plan), source)) as made:
-        reports = sorted(made, key=lambda report: report.group)
+        for report in made:
+            reports.append(report)
+            observe(Progress(report.read_bytes))
+    reports.sort(key=lambda report: report.group)
     differences += [
         Difference(d.tensor, f"{d.detail}: {d.path_a} and {d.path_b}")
         for report in reports
@@ -586,11 +614,12 @@ def check(
     target_storage_options: StorageOptions | None = None,
     allow_scheme: Sequence[str] = (),
     allow_links: bool = False,
+    observe: Observer = ignore_events,
 ) -> IntegrityReport:
     """Compare a target with its manifest: every file, every part, every byte.
 
     Parts that the storage copied by itself, and told no MD5 of, are compared with ``source``, the checkpoint that the
-    target was made from. The location that the manifest names is never opened.
+    target was made from. The location that the manifest names is never opened. ``observe`` is told how far it is.
 
     Raises
     ------
@@ -608,7 +637,7 @@ def check(
             f"{store.location}: has no {MANIFEST}, so it was not made by this package or is not whole"
         )
     manifest = parse_manifest(store.read(MANIFEST, 0, sizes[MANIFEST]), f"{store.location}/{MANIFEST}")
-    return check_target(store, manifest, made_from)
+    return check_target(store, manifest, made_from, observe)
 
 
 def holds_manifest(target: PathLike, **reach: Any) -> bool:

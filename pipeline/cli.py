@@ -369,7 +369,7 @@ def inspect(
     as_json: bool,
 ) -> None:
     """Say what a checkpoint is, from its metadata alone."""
-    with _waiting("reading headers", as_json):
+    with _waiting("reading headers", as_json) as observe:
         found = paddle_reshard.inspect(
             source,
             rules=rules,
@@ -377,6 +377,7 @@ def inspect(
             storage_options=storage_options,
             allow_scheme=allow_scheme,
             allow_links=allow_links,
+            observe=observe,
         )
     _answer(inspection_data(found), as_json, False, lambda: _show_inspection(found, tensors))
 
@@ -399,8 +400,8 @@ def plan(
 ) -> None:
     """Show what a conversion would read, write and need; nothing is moved."""
     places = _targets(target, targets, options) if target or targets else None
-    with _waiting("reading headers and planning", quiet or as_json):
-        planned = paddle_reshard.plan(source, places, **api_arguments(options))
+    with _waiting("reading headers and planning", quiet or as_json) as observe:
+        planned = paddle_reshard.plan(source, places, observe=observe, **api_arguments(options))
     if save is not None:
         from paddle_reshard.storage.plan_file import save_plan
 
@@ -513,8 +514,8 @@ def verify(
     finished = b is None and _holds_manifest(a, reach)
     if finished:
         _check_for_one(click.get_current_context())
-        with _waiting("comparing with the manifest", quiet or as_json):
-            found = paddle_reshard.check(a, source=source, **reach)
+        with _waiting("comparing with the manifest", quiet or as_json) as observe:
+            found = paddle_reshard.check(a, source=source, observe=observe, **reach)
         _answer(integrity_data(found), as_json, quiet, lambda: _show_integrity(found))
         sys.exit(0 if found else DIFFERENT)
     if source is not None:
@@ -524,7 +525,7 @@ def verify(
             else "--source is for one target and its manifest; two checkpoints are compared as they are"
         )
     chosen = None if states is None else [state.strip() for state in states.split(",")]
-    with _waiting("comparing", quiet or as_json):
+    with _waiting("reading headers", quiet or as_json) as observe:
         report = paddle_reshard.verify(
             a,
             b,
@@ -535,6 +536,7 @@ def verify(
             rules=rules,
             config=config,
             allow_missing=allow_missing,
+            observe=observe,
             **reach,
         )
     _answer(verify_data(report), as_json, quiet, lambda: _show_verification(report, alone=b is None))
@@ -576,9 +578,10 @@ def clean(
     quiet: bool,
 ) -> None:
     """Remove what an unfinished conversion has left at a target; refused while it runs."""
-    removed = paddle_reshard.clean(
-        target, take_over=take_over, storage_options=storage_options, allow_scheme=allow_scheme
-    )
+    with _waiting("removing what an unfinished conversion has left", quiet or as_json):
+        removed = paddle_reshard.clean(
+            target, take_over=take_over, storage_options=storage_options, allow_scheme=allow_scheme
+        )
 
     def show() -> None:
         for line in removed or (f"{target}: no unfinished conversion is here",):
@@ -720,13 +723,13 @@ def _observing(silent: bool) -> Iterator[Callable[[Event], None]]:
 
 
 @contextmanager
-def _waiting(step: str, silent: bool) -> Iterator[None]:
-    """Say that a step goes on, for those who would wonder; nothing of one that takes no time."""
+def _waiting(step: str, silent: bool) -> Iterator[Callable[[Event], None]]:
+    """An observer of a command that begins with this step; nothing is said of one that takes no time."""
     from paddle_reshard.pipeline.events import StepStarted
 
     with _observing(silent) as observe:
         observe(StepStarted(step))
-        yield
+        yield observe
 
 
 class _Bar:
@@ -734,18 +737,28 @@ class _Bar:
 
     def __init__(self, bar: Progress) -> None:
         self.bar = bar
+        self.step = ""
         self.task: TaskID | None = None
 
     def __call__(self, event: Event) -> None:
+        from paddle_reshard.pipeline.events import FilesRead, StepStarted, Waiting
         from paddle_reshard.pipeline.events import Progress as Moved
-        from paddle_reshard.pipeline.events import StepStarted
 
         if isinstance(event, StepStarted):
             if self.task is not None:
                 self.bar.remove_task(self.task)
+            self.step = event.step
             self.task = self.bar.add_task(event.step, total=event.total_bytes)
         elif isinstance(event, Moved) and self.task is not None:
-            self.bar.advance(self.task, event.done_bytes)
+            self.bar.update(self.task, description=self.step, advance=event.done_bytes)
+        elif isinstance(event, FilesRead):
+            self._describe(f"{event.done} of {event.of} files read")
+        elif isinstance(event, Waiting):
+            self._describe(f"waits for {event.what}")
+
+    def _describe(self, detail: str) -> None:
+        if self.task is not None:
+            self.bar.update(self.task, description=f"{self.step}: {detail}")
 
 
 def _show_inspection(found: Inspection, tensors: bool) -> None:

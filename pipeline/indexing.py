@@ -124,6 +124,7 @@ def index_pair(
     tables: Sequence[RuleTable],
     config: Mapping[str, Any] | None = None,
     missing: MissingPolicy | None = None,
+    index_files: IndexFiles = index_here,
 ) -> tuple[Contents, Contents]:
     """Understand two checkpoints that are to be compared; one that has no ``config.json`` is read by the other's.
 
@@ -134,10 +135,10 @@ def index_pair(
             config = read_json(store, CONFIG, store.sizes())
     foreign = [holds_huggingface(store, store.sizes()) for store in (a, b)]
     if all(foreign) or not any(foreign):
-        one, two = (index_checkpoint(store, tables, config, missing) for store in (a, b))
+        one, two = (index_checkpoint(store, tables, config, missing, index_files) for store in (a, b))
         return Contents.of(one), Contents.of(two)
     known, other = (b, a) if foreign[0] else (a, b)
-    checkpoint = index_checkpoint(known, tables, config, missing)
+    checkpoint = index_checkpoint(known, tables, config, missing, index_files)
     pair = Contents.of(checkpoint), Contents(index_huggingface(other, other.sizes(), checkpoint.model), None)
     return (pair[1], pair[0]) if foreign[0] else pair
 

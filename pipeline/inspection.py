@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from paddle_reshard.pipeline.events import Observer, ignore_events
 from paddle_reshard.pipeline.indexing import index_checkpoint
 from paddle_reshard.pipeline.inputs import given_inputs
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
@@ -15,6 +17,7 @@ from paddle_reshard.pipeline.shown import Facts, Shown, readable_bytes
 from paddle_reshard.pipeline.tensors import ACCUMULATORS, EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.storage.locate import StorageOptions, open_source
+from paddle_reshard.tasks.index import index_here
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +87,11 @@ def inspect(
     storage_options: StorageOptions | None = None,
     allow_scheme: Sequence[str] = (),
     allow_links: bool = False,
+    observe: Observer = ignore_events,
 ) -> Inspection:
     """Say what a checkpoint is, from its metadata alone. Tensors that no file holds are told, not refused.
+
+    ``observe`` is told how far it is, as by :func:`convert`.
 
     ``storage_options``, ``allow_scheme`` and ``allow_links`` are those of :class:`ConversionOptions`, as in all
     functions here.
@@ -96,7 +102,10 @@ def inspect(
         If it is not one whole, consistent checkpoint that the rules cover.
     """
     store = open_source(os.fspath(source), storage_options or {}, allow_scheme, allow_links)
-    checkpoint = index_checkpoint(store, *given_inputs(rules, config), MissingPolicy(allowed=("*",)))
+    index_files = partial(index_here, observe=observe)
+    checkpoint = index_checkpoint(
+        store, *given_inputs(rules, config), MissingPolicy(allowed=("*",)), index_files
+    )
     sizes = store.sizes()
     files = {file.path: file.size_bytes for file in checkpoint.catalog.files}
     return Inspection(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paddle_reshard.pipeline.errors import CheckpointError
+from paddle_reshard.pipeline.events import Observer, Progress, StepStarted, ignore_events
 from paddle_reshard.pipeline.layouts.files import MANIFEST
 from paddle_reshard.pipeline.manifest import Manifest, ManifestPart
 from paddle_reshard.pipeline.shown import Facts, Shown, readable_bytes
@@ -73,21 +74,26 @@ class IntegrityReport(Shown):
         return [("result", self.verdict), *shown]
 
 
-def check_target(target: Source, manifest: Manifest, source: Source | None) -> IntegrityReport:
+def check_target(
+    target: Source, manifest: Manifest, source: Source | None, observe: Observer = ignore_events
+) -> IntegrityReport:
     """Compare every part of a target with its manifest.
 
     A part that the storage copied has no checksum. It is compared with the MD5 that the store told, else with the range
     of ``source`` that it was copied from, if that is still the same file. ``source`` is what a user has named; what the
-    manifest says of its place is not looked at.
+    manifest says of its place is not looked at. ``observe`` is told how many bytes are done.
     """
     damages = _names_and_sizes(target, manifest)
     wrong = {damage.path for damage in damages}
     usable = _usable(manifest, source)
     read = unchecked = 0
+    observe(StepStarted("comparing with the manifest", sum(manifest.files.values())))
     for part in manifest.parts:
         if part.path in wrong:
+            observe(Progress(part.nbytes))
             continue
         detail = _check_part(target, part, source if part.copied and part.copied[0] in usable else None)
+        observe(Progress(part.nbytes))
         if detail is None:
             unchecked += part.nbytes
             continue

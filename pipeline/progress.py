@@ -29,23 +29,32 @@ class ProgressLines:
         self.tell, self.clock = tell, clock
         self.step: str | None = None
         self.total_bytes: int | None = None
-        self.done_bytes = 0
+        self.done_bytes = self.earlier_bytes = 0
+        self.detail = ""
+        """What is known of a step that moves no bytes."""
         self.begun = 0.0
         self.due = 0.0
         self._alone = threading.Lock()
 
     def __call__(self, event: Event) -> None:
         """Take note of an event."""
-        from paddle_reshard.pipeline.events import Progress, StepEnded, StepStarted
+        from paddle_reshard.pipeline.events import FilesRead, Progress, StepEnded, StepStarted, Waiting
 
         with self._alone:
             if isinstance(event, StepStarted):
-                self.step, self.total_bytes, self.done_bytes = event.step, event.total_bytes, 0
+                self.step, self.total_bytes, self.detail = event.step, event.total_bytes, ""
+                self.done_bytes = self.earlier_bytes = 0
                 self.begun = self.clock()
                 self.due = self.begun + PATIENCE_SECONDS
             elif isinstance(event, Progress):
                 self.done_bytes += event.done_bytes
+                self.earlier_bytes += event.done_bytes if event.before else 0
                 self._tell_if_due()
+            elif isinstance(event, FilesRead):
+                self.detail = f"{event.done} of {event.of} files read, "
+                self._tell_if_due()
+            elif isinstance(event, Waiting):
+                self.detail = f"waits for {event.what}, "
             elif isinstance(event, StepEnded):
                 self.tell(f"{event.step}: {event.summary}{self._taken()}")
                 self.step = None
@@ -73,29 +82,35 @@ class ProgressLines:
         if self.step is None or now < self.due:
             return
         self.due = now + PROGRESS_SECONDS
-        if self.total_bytes and self.done_bytes:
-            self.tell(progress_line(self.done_bytes, self.total_bytes, now - self.begun))
+        if self.total_bytes and self.done_bytes > self.earlier_bytes:
+            seconds = now - self.begun
+            self.tell(
+                progress_line(self.step, self.done_bytes, self.total_bytes, seconds, self.earlier_bytes)
+            )
         else:
-            self.tell(f"{self.step}: {readable_seconds(now - self.begun)} so far")
+            self.tell(f"{self.step}: {self.detail}{readable_seconds(now - self.begun)} so far")
 
     def _taken(self) -> str:
         """How long a step took that anybody waited for, and how fast it was."""
         seconds = self.clock() - self.begun
         if seconds < PATIENCE_SECONDS:
             return ""
-        rate = f", {readable_bytes(int(self.done_bytes / seconds))}/s" if self.done_bytes else ""
+        made = self.done_bytes - self.earlier_bytes
+        rate = f", {readable_bytes(int(made / seconds))}/s" if made else ""
         return f"; {readable_seconds(seconds)}{rate}"
 
 
-def progress_line(done_bytes: int, total_bytes: int, seconds: float) -> str:
-    """How far, how fast, and how long it will take if it goes on like that.
+def progress_line(
+    step: str, done_bytes: int, total_bytes: int, seconds: float, earlier_bytes: int = 0
+) -> str:
+    """How far, how fast, and how long it will take if it goes on like that; an earlier run has done some of it.
 
-    >>> progress_line(1 << 30, 4 << 30, 10.0)
+    >>> progress_line("move", 1 << 30, 4 << 30, 10.0)
     'move: 1.0 GiB of 4.0 GiB, 25 %, 102.4 MiB/s, 30 s left'
     """
-    rate = done_bytes / seconds
+    rate = (done_bytes - earlier_bytes) / seconds
     left = (total_bytes - done_bytes) / rate
     return (
-        f"move: {readable_bytes(done_bytes)} of {readable_bytes(total_bytes)}, "
+        f"{step}: {readable_bytes(done_bytes)} of {readable_bytes(total_bytes)}, "
         f"{100 * done_bytes / total_bytes:.0f} %, {readable_bytes(int(rate))}/s, {left:.0f} s left"
     )

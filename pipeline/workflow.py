@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from paddle_reshard.clusters.choose import Engine
+from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.catalog import Mixture, Term
 from paddle_reshard.pipeline.errors import (
     CheckpointError,
@@ -27,6 +28,7 @@ from paddle_reshard.pipeline.events import Observer as Observer
 from paddle_reshard.pipeline.events import Progress as Progress
 from paddle_reshard.pipeline.events import StepEnded as StepEnded
 from paddle_reshard.pipeline.events import StepStarted as StepStarted
+from paddle_reshard.pipeline.events import Waiting as Waiting
 from paddle_reshard.pipeline.events import ignore_events as ignore_events
 from paddle_reshard.pipeline.freed import give_back_freed
 from paddle_reshard.pipeline.indexing import index_checkpoint
@@ -374,13 +376,13 @@ def _is_made(described: Mapping[str, Any], target: Target) -> bool:
     ) and all(source.get(name) == described["source"][name] for name in ("files", "versions"))
 
 
-def _check_published(target: Target, in_full: bool) -> None:
+def _check_published(target: Target, in_full: bool, observe: Observer = ignore_events) -> None:
     """Refuse a finished target that is not what its manifest says: at a glance, or reading every byte of it."""
     published = target.reopen()
     data = published.read(MANIFEST, 0, published.sizes()[MANIFEST])
     manifest = parse_manifest(data, f"{target.location}/{MANIFEST}")
     if in_full:
-        damages = check_target(published, manifest, None).damages
+        damages = check_target(published, manifest, None, observe).damages
     else:
         damages = glance_at_target(published, manifest)
     if damages:
@@ -413,7 +415,7 @@ def run_conversion(
     if verify:
         observe(StepStarted("read back"))
         for target in outputs.targets.values():
-            _check_published(target, in_full=True)
+            _check_published(target, in_full=True, observe=observe)
         observe(StepEnded("read back", "every byte is what the manifest says"))
     return report
 
@@ -497,7 +499,9 @@ def _move(
     drift = [line for record in done.values() for line in record.drift]
     receipts = [receipt for record in done.values() for receipt in record.receipts]
     resumed_bytes = sum(receipt.nbytes for receipt in receipts)
-    observe(Progress(resumed_bytes))
+    observe(Progress(resumed_bytes, before=True))
+    if not isinstance(engine, InlineEngine):
+        observe(Waiting("Ray and its workers"))
     figures: list[WorkerFigures] = []
     with closing(engine((w for w in plan_work(plan) if w.group not in done), source, writer)) as reports:
         for report in reports:

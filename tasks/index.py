@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from paddle_reshard.pipeline.catalog import Catalog
 from paddle_reshard.pipeline.errors import CheckpointError, FormatError
+from paddle_reshard.pipeline.events import FilesRead, Observer, ignore_events
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy, checked_schedule
 from paddle_reshard.pipeline.layouts.hybrid.meta import parse_model_meta
 from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META, parse_rank_file
@@ -49,11 +50,21 @@ class IndexFiles(Protocol):
 
 
 def index_here(
-    index: Callable[[Readable, str, int], T], store: Readable, sizes: Mapping[str, int]
+    index: Callable[[Readable, str, int], T],
+    store: Readable,
+    sizes: Mapping[str, int],
+    observe: Observer = ignore_events,
 ) -> dict[str, T]:
-    """Index files side by side in this process, for a store that answers late."""
+    """Index files side by side in this process, for a store that answers late.
+
+    ``observe`` is told how many are done.
+    """
+    found: dict[str, T] = {}
     with ThreadPoolExecutor(FILES_IN_FLIGHT) as pool:
-        return dict(zip(sizes, pool.map(partial(index, store), sizes, sizes.values()), strict=True))
+        for path, one in zip(sizes, pool.map(partial(index, store), sizes, sizes.values()), strict=True):
+            found[path] = one
+            observe(FilesRead(len(found), len(sizes)))
+    return found
 
 
 def index_tensor_file(store: Readable, path: str, size_bytes: int) -> dict[str, Any]:

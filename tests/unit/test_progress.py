@@ -1,9 +1,19 @@
 """What a log says while a conversion runs."""
 
+import fcntl
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
+import paddle_reshard
+from paddle_reshard.pipeline.events import FilesRead, Progress, StepEnded, StepStarted, Waiting
 from paddle_reshard.pipeline.progress import ProgressLines
-from paddle_reshard.pipeline.workflow import Progress, StepEnded, StepStarted
+from tests.conftest import COMMITTED
+
+SMALL = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
+MANIFEST = "paddle_reshard.json"
 
 
 def test_a_long_step_tells_from_time_to_time_how_far_it_is() -> None:
@@ -42,3 +52,76 @@ def test_a_step_of_which_nothing_is_heard_is_told_of() -> None:
         assert first.wait(60)
     assert told[0].startswith("reading headers: ")
     assert told[0].endswith(" s so far")
+
+
+def test_steps_that_move_nothing_tell_what_they_have_read_or_wait_for() -> None:
+    told: list[str] = []
+    now = [0.0]
+    observe = ProgressLines(told.append, lambda: now[0])
+    observe(StepStarted("plan"))
+    now[0] = 3.0
+    observe(FilesRead(120, 4096))
+    observe(StepStarted("move", 100 << 20))
+    observe(Progress(40 << 20, before=True))
+    observe(Waiting("Ray and its workers"))
+    now[0] = 13.0
+    observe(Progress(0))
+    now[0] = 23.0
+    observe(Progress(20 << 20))  # 20 MiB in 20 s: what an earlier run has done was not done in this time
+    observe(StepEnded("move", "done"))
+    assert told == [
+        "plan: 120 of 4096 files read, 3.0 s so far",
+        "move: waits for Ray and its workers, 10.0 s so far",
+        "move: 60.0 MiB of 100.0 MiB, 60 %, 1.0 MiB/s, 40 s left",
+        "move: done; 20.0 s, 1.0 MiB/s",
+    ]
+
+
+def test_every_command_that_reads_tells_how_far_it_is(tmp_path: Path) -> None:
+    events: list[object] = []
+
+    def of(kind: type) -> list:
+        found = [event for event in events if isinstance(event, kind)]
+        events.clear()
+        return found
+
+    report = paddle_reshard.convert(SMALL, tmp_path / "t", to="tp=1", observe=events.append)
+    files = [event for event in events if isinstance(event, FilesRead)]
+    ranks = len([*SMALL.glob("*.pdparams"), *SMALL.glob("*.pdopt")]) - len([*SMALL.glob("scheduler.*")])
+    assert files[:ranks] == [FilesRead(done, ranks) for done in range(1, ranks + 1)]
+    assert len(files) > ranks  # those of the target, read back
+    names, values = zip(*report.facts(), strict=True)
+    assert names[-2:] == ("time", "done")
+    assert values[-2].endswith("/s written")
+    events.clear()
+    for act in (
+        paddle_reshard.inspect,
+        lambda *given, **more: paddle_reshard.plan(*given, to="tp=1", **more),
+    ):
+        act(SMALL, observe=events.append)
+        assert of(FilesRead)[-1] == FilesRead(ranks, ranks)
+    compared = paddle_reshard.verify(SMALL, tmp_path / "t", observe=events.append)
+    totals = [event.total_bytes for event in events if isinstance(event, StepStarted)]
+    assert totals == [compared.read_bytes] == [sum(event.done_bytes for event in of(Progress))]
+    paddle_reshard.check(tmp_path / "t", observe=events.append)
+    size = sum(path.stat().st_size for path in (tmp_path / "t").iterdir() if path.name != MANIFEST)
+    assert [event.total_bytes for event in events if isinstance(event, StepStarted)] == [size]
+    assert sum(event.done_bytes for event in of(Progress)) == size
+
+
+def test_cleaning_that_takes_long_is_told_of(tmp_path: Path) -> None:
+    """Somebody else holds the lock of the session for a while."""
+    folder = tmp_path / ".t.reshard"
+    folder.mkdir()
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    command = [sys.executable, "-m", "paddle_reshard", "clean", str(tmp_path / "t")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert line.startswith("removing what an unfinished conversion has left: ")
+    finally:
+        os.close(lock)
+        process.communicate(timeout=300)
+    assert process.returncode == 0
