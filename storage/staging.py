@@ -42,6 +42,8 @@ from paddle_reshard.storage.os_errors import NO_SPACE
 from paddle_reshard.storage.store import Identity, NewFile, Openness, Receipt, Record
 
 MOST_TRIES = 1000
+MOST_REFUSALS = 10
+"""Of a folder that is there: another run may have made it anew in between, but hardly as often as that."""
 _WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
@@ -183,11 +185,15 @@ class DiskPlace:
         On a file system that knows no locks two runs that begin in the same instant may both go on until the lock is
         renewed: then one of them finds that it was taken over.
         """
+        refused = 0
         for _ in range(MOST_TRIES):
             self.folder.mkdir(self.openness.folders, parents=True, exist_ok=True)
             try:
                 descriptor, locked = self._open_lock()
-            except FileNotFoundError:  # removed by the one before us
+            except FileNotFoundError:  # the one before us has removed the folder, unless it is still there
+                refused += self.folder.is_dir()
+                if refused == MOST_REFUSALS:
+                    raise
                 continue
             try:
                 _lock(descriptor)

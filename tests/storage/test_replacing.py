@@ -342,9 +342,27 @@ def test_a_place_that_cannot_be_a_target_is_told_by_its_name(where: str, told: s
     assert tree(tmp_path) == before
 
 
-def test_a_file_system_that_takes_no_folders_is_refused() -> None:
-    with pytest.raises(TargetError, match=r"^/proc/x: "):
-        paddle_reshard.convert(SMALL, "/proc/x", **ONE_CARD)
+@pytest.mark.parametrize("where", ["/proc/x", "/proc/x/y"])
+def test_a_file_system_that_takes_no_folders_is_refused(where: str) -> None:
+    with pytest.raises(TargetError, match=rf"^{where}: nothing can be made there"):
+        paddle_reshard.convert(SMALL, where, **ONE_CARD)
+
+
+def test_a_folder_that_takes_no_lock_is_refused_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder can be made and is there, and still no file can be made in it."""
+    tries = []
+    really = os.open
+
+    def refusing(path: Any, *args: Any, **kwargs: Any) -> int:
+        if str(path).endswith(".reshard/lock"):
+            tries.append(path)
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return really(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refusing)
+    with pytest.raises(TargetError, match="nothing can be made there"):
+        paddle_reshard.convert(SMALL, tmp_path / "t", **ONE_CARD)
+    assert len(tries) < 50
 
 
 @pytest.mark.parametrize(
