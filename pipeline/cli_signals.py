@@ -21,13 +21,21 @@ class Stopped(KeyboardInterrupt):
         self.number = number
 
 
+class _Stop:
+    """A handler that remembers what it was called for: Ray makes a plain interrupt of one that comes while it waits."""
+
+    def __init__(self) -> None:
+        self.heard: int | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.heard = number
+        raise Stopped(number)
+
+
 @contextmanager
 def heard_signals() -> Iterator[None]:
     """Have SIGTERM and SIGHUP end what is being done as SIGINT does. For the main thread."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Stopped(number)
-
+    stop = _Stop()
     before = {
         number: signal.signal(number, stop)
         for number in (signal.SIGTERM, signal.SIGHUP)
@@ -45,6 +53,9 @@ def signal_of(interrupt: BaseException) -> signal.Signals:
     for error in (interrupt, interrupt.__cause__):
         if isinstance(error, Stopped):
             return signal.Signals(error.number)
+    for handler in map(signal.getsignal, (signal.SIGTERM, signal.SIGHUP)):
+        if isinstance(handler, _Stop) and handler.heard is not None:
+            return signal.Signals(handler.heard)
     return signal.SIGINT
 
 

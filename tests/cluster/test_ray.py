@@ -354,7 +354,9 @@ def test_closing_ends_all_workers(conversion: Conversion, tmp_path: Path) -> Non
         begun, _ = target.begin([], Identity("plan", "version", "source", {}))
         works = plan_work(conversion.plan.plan)
         source = Watched(conversion.plan.store, notes, seconds=0.5)
-        with pytest.raises(TargetError, match="none"):  # nothing was begun: the first part has no file to go to
+        with pytest.raises(
+            TargetError, match="none"
+        ):  # nothing was begun: the first part has no file to go to
             begun.write_part("none", 0, memoryview(b""))
         for file in conversion.plan.plan.target_files:
             (target.staging.files / file.path).touch()
