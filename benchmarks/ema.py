@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from paddle_reshard.pipeline.ema import AsyncEma, Weights
+from paddle_reshard.pipeline.ema.async_ema import AsyncEma, Weights
 from paddle_reshard.tasks.ema import blend
 
 PASSES = 7

@@ -167,8 +167,8 @@ def run(latency_seconds: float, files: int, workers: list[int]) -> None:
         if workers:
             import ray
 
-            from paddle_reshard.clusters.ray_cluster import RayEngine
-            from paddle_reshard.clusters.ray_index import RayIndexing
+            from paddle_reshard.clusters.ray.engine import RayEngine
+            from paddle_reshard.clusters.ray.index import RayIndexing
 
             ray.init(num_cpus=max(workers), include_dashboard=False, log_to_driver=False)
             for count in workers:

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import paddle_reshard
 from benchmarks.synthetic import Dims, files_of
-from paddle_reshard.pipeline.errors import MemoryBudgetError
+from paddle_reshard.pipeline.core.errors import MemoryBudgetError
+from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
-from paddle_reshard.pipeline.topology import Topology
 from tests.memory.watch import run_watched
 
 MIB = 1 << 20

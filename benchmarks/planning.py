@@ -31,14 +31,14 @@ from benchmarks.synthetic import (
     catalog_of,
     files_of,
 )
-from paddle_reshard.pipeline.indexing import index_checkpoint
+from paddle_reshard.pipeline.convert.plan_file import save_plan
+from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.layouts.hybrid.sharding import ShardingOptions
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_hybrid
 from paddle_reshard.pipeline.layouts.rules import shipped_tables
 from paddle_reshard.pipeline.planning.plan import plan_conversion
 from paddle_reshard.pipeline.planning.simulate import Rates, simulate
-from paddle_reshard.pipeline.topology import Topology
-from paddle_reshard.storage.plan_file import save_plan
 
 T = TypeVar("T")
 BUDGET_BYTES = 1 << 30

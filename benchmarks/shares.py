@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from benchmarks.measure import table
 from benchmarks.synthetic import LLAMA_7B, LLAMA_70B, Dims, catalog_of
+from paddle_reshard.pipeline.core.part_limits import CopyLimits, PartLimits
+from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_hybrid
-from paddle_reshard.pipeline.planning.limits import CopyLimits, PartLimits
 from paddle_reshard.pipeline.planning.plan import plan_conversion
-from paddle_reshard.pipeline.topology import Topology
 
 S3 = PartLimits(smallest_bytes=5 << 20, most=10_000, copies=CopyLimits(5 << 20, 256 << 20))
 """Parts of at least 5 MiB, 10,000 of a file at most."""

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 CHECKPOINT = Path("tests/golden/cases/mp2pp2sh2_s1v2_meta_ema/checkpoint-3")
-RUN = [sys.executable, "-c", "from paddle_reshard.pipeline.cli import main; main()"]
+RUN = [sys.executable, "-c", "from paddle_reshard.pipeline.cli.main import main; main()"]
 """As the installed command does."""
 COMMANDS = {
     "import numpy": [sys.executable, "-c", "import numpy"],

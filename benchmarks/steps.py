@@ -18,8 +18,8 @@ start = time.perf_counter()
 
 import paddle_reshard  # noqa: E402
 from benchmarks.measure import warm_memory  # noqa: E402
-from paddle_reshard.pipeline.report import conversion_data  # noqa: E402
-from paddle_reshard.pipeline.workflow import Event, Progress, StepEnded, StepStarted  # noqa: E402
+from paddle_reshard.pipeline.cli.json_output import conversion_data  # noqa: E402
+from paddle_reshard.pipeline.convert.run import Event, Progress, StepEnded, StepStarted  # noqa: E402
 
 RAY_START_SECONDS = 5.0
 """While Ray already answers, its helpers are still starting."""

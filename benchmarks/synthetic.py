@@ -15,7 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from paddle_reshard.pipeline.catalog import FRAGMENT, Catalog, File, Fragments
+from paddle_reshard.pipeline.core.catalog import FRAGMENT, Catalog, File, Fragments
+from paddle_reshard.pipeline.core.tensors import (
+    EMA_MASTER_WEIGHT,
+    MASTER_WEIGHT,
+    PARAM,
+    Tensor,
+    dtype_named,
+)
+from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import TargetFiles, add_literal_files
 from paddle_reshard.pipeline.layouts.hybrid.names import parse_rank_file
@@ -25,14 +33,6 @@ from paddle_reshard.pipeline.layouts.hybrid.target import (
 )
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable, expected_shape, shipped_tables
-from paddle_reshard.pipeline.tensors import (
-    EMA_MASTER_WEIGHT,
-    MASTER_WEIGHT,
-    PARAM,
-    Tensor,
-    dtype_named,
-)
-from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.storage.store import Openness
 
 ADAM = ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc")

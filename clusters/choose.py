@@ -6,8 +6,8 @@ from collections.abc import Callable, Generator, Iterable
 from functools import partial
 
 from paddle_reshard.clusters.inline import InlineEngine
-from paddle_reshard.pipeline.errors import UsageError
-from paddle_reshard.pipeline.events import Observer
+from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.events import Observer
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.index import IndexFiles, index_here
@@ -27,7 +27,7 @@ def choose_engine(cluster: str, workers: int | None, memory_bytes: int, exchange
     """
     name, _, address = cluster.partition(":")
     if name == "ray":
-        from paddle_reshard.clusters.ray_cluster import RayEngine
+        from paddle_reshard.clusters.ray.engine import RayEngine
 
         return RayEngine(address or None, workers, memory_bytes, exchange, device)
     if cluster != "inline":
@@ -42,7 +42,7 @@ def choose_indexing(engine: Engine, observe: Observer) -> IndexFiles:
     here = partial(index_here, observe=observe)
     if isinstance(engine, InlineEngine):
         return here
-    from paddle_reshard.clusters.ray_cluster import RayEngine
-    from paddle_reshard.clusters.ray_index import RayIndexing
+    from paddle_reshard.clusters.ray.engine import RayEngine
+    from paddle_reshard.clusters.ray.index import RayIndexing
 
     return RayIndexing(engine, observe) if isinstance(engine, RayEngine) else here

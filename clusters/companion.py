@@ -17,7 +17,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from paddle_reshard.pipeline.errors import ReshardError, UnsupportedError
+from paddle_reshard.pipeline.core.errors import ReshardError, UnsupportedError
 
 LAST_WORDS_BYTES = 2000
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
-from paddle_reshard.pipeline.errors import UsageError
+from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, check_metadata
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import ReadRange, WritePart

@@ -13,24 +13,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 from paddle_reshard.clusters.choose import Engine, choose_engine, choose_indexing
 from paddle_reshard.clusters.inline import InlineEngine
-from paddle_reshard.pipeline import small_files
-from paddle_reshard.pipeline.compare import Comparison, Difference, plan_comparison, plan_self_comparison
-from paddle_reshard.pipeline.errors import CheckpointError, FinishedError, UsageError
-from paddle_reshard.pipeline.indexing import index_checkpoint, index_pair
-from paddle_reshard.pipeline.inputs import (
+from paddle_reshard.pipeline.aoa.rewrite import rewrite
+from paddle_reshard.pipeline.convert.inputs import (
     as_file,
     given_inputs,
     load_layout,
     load_program,
     load_target_names,
 )
-from paddle_reshard.pipeline.integrity import IntegrityReport, check_target
-from paddle_reshard.pipeline.layouts.checkpoint import MissingPolicy
-from paddle_reshard.pipeline.layouts.files import MANIFEST
-from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
-from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
-from paddle_reshard.pipeline.manifest import parse_manifest
-from paddle_reshard.pipeline.options import (
+from paddle_reshard.pipeline.convert.integrity import IntegrityReport, check_target
+from paddle_reshard.pipeline.convert.manifest import parse_manifest
+from paddle_reshard.pipeline.convert.request import (
     CHECKS,
     CONVERSION_OPTIONS,
     DEFAULT_MEMORY,
@@ -50,14 +43,8 @@ from paddle_reshard.pipeline.options import (
     parse_memory,
     parse_unified,
 )
-from paddle_reshard.pipeline.planning.plan import check_metadata
-from paddle_reshard.pipeline.planning.work import plan_work
-from paddle_reshard.pipeline.resuming import go_on, is_whole, request_of
-from paddle_reshard.pipeline.rewrite import rewrite
-from paddle_reshard.pipeline.shown import Facts, Shown, readable_bytes, readable_seconds
-from paddle_reshard.pipeline.suggest import did_you_mean
-from paddle_reshard.pipeline.topology import Topology
-from paddle_reshard.pipeline.workflow import (
+from paddle_reshard.pipeline.convert.resuming import go_on, is_whole, request_of
+from paddle_reshard.pipeline.convert.run import (
     ConversionPlan,
     MoveReport,
     Observer,
@@ -71,6 +58,25 @@ from paddle_reshard.pipeline.workflow import (
     reread_in_words,
     run_conversion,
 )
+from paddle_reshard.pipeline.core.errors import CheckpointError, FinishedError, UsageError
+from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes, readable_seconds
+from paddle_reshard.pipeline.core.suggest import did_you_mean
+from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.indexing import small_files
+from paddle_reshard.pipeline.indexing.detect import index_checkpoint, index_pair
+from paddle_reshard.pipeline.indexing.fill import read_filling
+from paddle_reshard.pipeline.layouts.checkpoint import MissingPolicy
+from paddle_reshard.pipeline.layouts.files import MANIFEST
+from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
+from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
+from paddle_reshard.pipeline.planning.compare import (
+    Comparison,
+    Difference,
+    plan_comparison,
+    plan_self_comparison,
+)
+from paddle_reshard.pipeline.planning.plan import check_metadata
+from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.storage.apart import check_apart, check_targets_apart
 from paddle_reshard.storage.locate import (
     StorageOptions,
@@ -80,10 +86,9 @@ from paddle_reshard.storage.locate import (
     target_access,
 )
 from paddle_reshard.storage.outputs import Outputs
-from paddle_reshard.storage.retry_counts import count_retries
+from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.store import Read, ReadRange, Source
 from paddle_reshard.tasks.figures import add_retries
-from paddle_reshard.tasks.fill import read_filling
 from paddle_reshard.tasks.index import IndexFiles, index_here
 
 if TYPE_CHECKING:
@@ -403,7 +408,7 @@ def convert(
     def make_plan(index_files: IndexFiles) -> ConversionPlan:
         made = _plan(source, target, resume, options, index_files, isinstance(engine, InlineEngine))
         if expected_plan is not None:
-            from paddle_reshard.storage.plan_file import check_is_saved
+            from paddle_reshard.pipeline.convert.plan_file import check_is_saved
 
             check_is_saved(made.plan, Path(expected_plan))
         return made
@@ -502,8 +507,8 @@ def verify(
     state that only one side has is a difference, unless ``states`` leaves it out, or ``subset`` allows that
     ``b`` has less. So is what a trainer reads beside the tensors, unless ``states`` names some of them: the
     learning-rate schedule, the trainer's state, the model's configuration, tokenizer files; what of it may differ is
-    listed in ``pipeline/small_files.py``. So are copies of a tensor that differ within a side, unless ``replicas`` is
-    ``"first"``.
+    listed in ``pipeline/indexing/small_files.py``. So are copies of a tensor that differ within a side, unless
+    ``replicas`` is ``"first"``.
     Tensors that no file of a side holds are refused, unless a pattern of ``allow_missing`` fits their key.
     ``source_storage_options`` are those of ``a``, ``target_storage_options`` those of ``b``.
 

@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path, PurePath
 
-from paddle_reshard.pipeline.errors import UsageError
-from paddle_reshard.storage.local import staging_folder
-from paddle_reshard.storage.local_source import list_folder
+from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.storage.local.source import list_folder
+from paddle_reshard.storage.local.target import staging_folder
 from paddle_reshard.storage.locate import is_local, local_path, place
 
 

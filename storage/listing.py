@@ -16,17 +16,17 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from paddle_reshard.pipeline.errors import ListingError
+from paddle_reshard.pipeline.core.errors import ListingError
+from paddle_reshard.pipeline.core.trainer_files import is_marker
 from paddle_reshard.pipeline.layouts.files import MANIFEST
-from paddle_reshard.pipeline.layouts.replaceable import Kind, changed, objection
-from paddle_reshard.pipeline.layouts.trainer_files import is_marker
-from paddle_reshard.storage.folders import entries_of, read_manifest, remove_files
-from paddle_reshard.storage.local_source import list_folder
+from paddle_reshard.storage.local.folders import entries_of, read_manifest, remove_files
+from paddle_reshard.storage.local.source import list_folder
 from paddle_reshard.storage.locate import StorageOptions, _open_folder, check_scheme, is_local, local_path
+from paddle_reshard.storage.replaceable import Kind, changed, objection
 from paddle_reshard.storage.store import OWN_PREFIX
 
 if TYPE_CHECKING:
-    from paddle_reshard.storage.fsspec_folder import FsspecFolder
+    from paddle_reshard.storage.remote.folder import FsspecFolder
 
 
 IsOurs = Callable[[bytes], bool]
@@ -211,7 +211,7 @@ class RemoteShelf:
 
     def at(self, path: str) -> str:
         """URL of something on the shelf."""
-        from paddle_reshard.storage.fsspec_folder import below
+        from paddle_reshard.storage.remote.folder import below
 
         return below(self.url, path)
 

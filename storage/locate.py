@@ -13,22 +13,22 @@ from collections.abc import Collection, Mapping
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paddle_reshard.pipeline.errors import (
+from paddle_reshard.pipeline.convert.request import PLAIN_SCHEMES
+from paddle_reshard.pipeline.core.errors import (
     CheckpointError,
     ReshardError,
     TargetError,
     UnsupportedError,
     UsageError,
 )
-from paddle_reshard.pipeline.options import PLAIN_SCHEMES
-from paddle_reshard.storage.local_source import LocalSource
+from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.store import Source
 
 if TYPE_CHECKING:
-    from paddle_reshard.storage.fsspec_folder import FsspecFolder
-    from paddle_reshard.storage.fsspec_target import StagedTarget
-    from paddle_reshard.storage.local import LocalTarget
-    from paddle_reshard.storage.s3 import S3Target
+    from paddle_reshard.storage.local.target import LocalTarget
+    from paddle_reshard.storage.remote.folder import FsspecFolder
+    from paddle_reshard.storage.remote.target import StagedTarget
+    from paddle_reshard.storage.s3.target import S3Target
 
 StorageOptions = Mapping[str, Any]
 _LOCAL_SCHEMES = ("file", "local")
@@ -85,7 +85,7 @@ def open_source(
     check_scheme(location, schemes)
     if is_local(location):
         return LocalSource(local_path(location), links=links)
-    from paddle_reshard.storage.fsspec_source import FsspecSource
+    from paddle_reshard.storage.remote.source import FsspecSource
 
     return FsspecSource(_open_folder(location, options, CheckpointError))
 
@@ -105,7 +105,7 @@ def open_file(location: str, options: StorageOptions, schemes: Collection[str] =
         store: Source = LocalSource(path.parent, {path.name})
         name = path.name
     else:
-        from paddle_reshard.storage.fsspec_source import FsspecSource
+        from paddle_reshard.storage.remote.source import FsspecSource
 
         store = FsspecSource(_open_folder(folder, options, CheckpointError), {name})
     if name not in store.sizes():
@@ -135,11 +135,11 @@ def open_target(
     """
     check_scheme(location, schemes)
     if is_local(location):
-        from paddle_reshard.storage.local import LocalTarget
+        from paddle_reshard.storage.local.target import LocalTarget
 
         return LocalTarget(local_path(location), overwrite, resume, take_over)
-    from paddle_reshard.storage.fsspec_target import StagedTarget
-    from paddle_reshard.storage.s3 import S3Folder, S3Target
+    from paddle_reshard.storage.remote.target import StagedTarget
+    from paddle_reshard.storage.s3.target import S3Folder, S3Target
 
     folder = _open_folder(location, options, TargetError)
     if isinstance(folder, S3Folder):
@@ -190,8 +190,8 @@ def check_scheme(location: str, schemes: Collection[str] = ()) -> None:
 
 def _open_folder(location: str, options: StorageOptions, failure: type[ReshardError]) -> FsspecFolder:
     """A folder of the store that a URL names. The drivers are imported here: local work does without them."""
-    from paddle_reshard.storage.fsspec_folder import FsspecFolder, choose_options
-    from paddle_reshard.storage.s3 import SCHEMES, S3Folder
+    from paddle_reshard.storage.remote.folder import FsspecFolder, choose_options
+    from paddle_reshard.storage.s3.target import SCHEMES, S3Folder
 
     if "::" in location:  # fsspec finds the options of each link by its scheme
         return _checked(FsspecFolder(location, dict(options), failure))
@@ -229,8 +229,8 @@ def place(location: str) -> PurePath:
     """A location as a path that can be compared with another, whatever the spelling; it is not to be opened."""
     if is_local(location):
         return Path(os.path.realpath(local_path(location)))
-    from paddle_reshard.storage.fsspec_folder import without_secrets
-    from paddle_reshard.storage.s3 import SCHEMES
+    from paddle_reshard.storage.remote.folder import without_secrets
+    from paddle_reshard.storage.s3.target import SCHEMES
 
     scheme, rest = without_secrets(location).split("://", 1)
     return PurePosixPath("//", "s3" if scheme in SCHEMES else scheme, rest.lstrip("/"))

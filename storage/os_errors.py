@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from paddle_reshard.pipeline.errors import ReshardError
+from paddle_reshard.pipeline.core.errors import ReshardError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _SENTENCES = {

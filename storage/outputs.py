@@ -11,8 +11,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
 
-from paddle_reshard.pipeline.errors import TargetError
-from paddle_reshard.pipeline.planning.limits import PartLimits
+from paddle_reshard.pipeline.core.errors import TargetError
+from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.storage.store import (
     OWN_PREFIX,
     Identity,

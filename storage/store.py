@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
-from paddle_reshard.pipeline.planning.limits import CopyLimits
+from paddle_reshard.pipeline.core.part_limits import CopyLimits
 from paddle_reshard.storage.space import Room
 
 OWN_PREFIX = ".paddle_reshard_"
@@ -67,7 +67,7 @@ class Identity:
     files: Mapping[str, str]
     """Every file of the source → a text that changes when the file does."""
     request: Mapping[str, Any] | None = None
-    """What it was begun with, as ``pipeline/resuming.py`` keeps it; ``None`` where that is not known."""
+    """What it was begun with, as ``pipeline/convert/resuming.py`` keeps it; ``None`` where that is not known."""
     target: int | None = None
     """Which of its targets this is."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.errors import UsageError
+from paddle_reshard.pipeline.core.errors import UsageError
 
 Floats = npt.NDArray[np.float32]
 STARTS = ("weights", "zero")

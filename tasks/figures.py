@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from paddle_reshard.pipeline.shown import readable_bytes
+from paddle_reshard.pipeline.core.shown import readable_bytes
 
 
 @dataclass(frozen=True, slots=True)

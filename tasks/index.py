@@ -10,15 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from paddle_reshard.pipeline.catalog import Catalog
-from paddle_reshard.pipeline.errors import CheckpointError, FormatError
-from paddle_reshard.pipeline.events import FilesRead, Observer, ignore_events
+from paddle_reshard.pipeline.core.catalog import Catalog
+from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError
+from paddle_reshard.pipeline.core.events import FilesRead, Observer, ignore_events
+from paddle_reshard.pipeline.core.limits import MAX_CONFIG_BYTES, MAX_META_BYTES
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy, checked_schedule
 from paddle_reshard.pipeline.layouts.hybrid.meta import parse_model_meta
 from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META, parse_rank_file
 from paddle_reshard.pipeline.layouts.model import Model
 from paddle_reshard.pipeline.layouts.rules import RuleTable
-from paddle_reshard.pipeline.limits import MAX_CONFIG_BYTES, MAX_META_BYTES
 from paddle_reshard.storage.formats.paddle_pickle import parse_pickle
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 

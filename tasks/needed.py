@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from paddle_reshard.pipeline.geometry import MAX_DIMS, Ints
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints
 from paddle_reshard.pipeline.planning.ops import ITEMSIZES
 from paddle_reshard.pipeline.planning.ranges import merge
 from paddle_reshard.pipeline.planning.work import GroupWork

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.catalog import Mixture
-from paddle_reshard.pipeline.errors import CastError, DriftError, MasterDriftError
-from paddle_reshard.pipeline.geometry import Ints
+from paddle_reshard.pipeline.core.catalog import Mixture
+from paddle_reshard.pipeline.core.errors import CastError, DriftError, MasterDriftError
+from paddle_reshard.pipeline.core.geometry import Ints
+from paddle_reshard.pipeline.core.tensors import DTYPES
 from paddle_reshard.pipeline.planning.ops import COMPARE, HOLD, MOVE, PROBE, OpRows
 from paddle_reshard.pipeline.planning.parts import MADE, Parts, part_sizes
 from paddle_reshard.pipeline.planning.plan import ACCUMULATOR_FACTOR, Bands
 from paddle_reshard.pipeline.planning.work import GroupWork
-from paddle_reshard.pipeline.tensors import DTYPES
 from paddle_reshard.storage.store import Read, ReadRange, Receipt, WritePart
 from paddle_reshard.tasks.boxes import blocks
 from paddle_reshard.tasks.cast import cast

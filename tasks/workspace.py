@@ -10,7 +10,7 @@ import mmap
 
 import numpy as np
 
-from paddle_reshard.pipeline.errors import MemoryBudgetError
+from paddle_reshard.pipeline.core.errors import MemoryBudgetError
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.tasks.device import Box, Buffer, HostMover
 

@@ -17,8 +17,8 @@ from paddle_reshard.pipeline.aoa.follow import target_catalog
 from paddle_reshard.pipeline.aoa.language import AoaProgram
 from paddle_reshard.pipeline.aoa.run import Run
 from paddle_reshard.pipeline.aoa.sources import Source
-from paddle_reshard.pipeline.catalog import Catalog
-from paddle_reshard.pipeline.tensors import Cast
+from paddle_reshard.pipeline.core.catalog import Catalog
+from paddle_reshard.pipeline.core.tensors import Cast
 
 
 @dataclass(frozen=True)

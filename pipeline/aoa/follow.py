@@ -12,10 +12,18 @@ import numpy.typing as npt
 
 from paddle_reshard.pipeline.aoa.sources import Source, is_number
 from paddle_reshard.pipeline.aoa.values import Value, source_value
-from paddle_reshard.pipeline.catalog import FRAGMENT, Catalog, Fragments
-from paddle_reshard.pipeline.errors import PlanError, UnsupportedError
-from paddle_reshard.pipeline.geometry import MAX_DIMS, Boxes, Ints, Shape, intersect, meeting_pairs, padded
-from paddle_reshard.pipeline.tensors import EMA_PARAM, PARAM, Tensor
+from paddle_reshard.pipeline.core.catalog import FRAGMENT, Catalog, Fragments
+from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError
+from paddle_reshard.pipeline.core.geometry import (
+    MAX_DIMS,
+    Boxes,
+    Ints,
+    Shape,
+    intersect,
+    meeting_pairs,
+    padded,
+)
+from paddle_reshard.pipeline.core.tensors import EMA_PARAM, PARAM, Tensor
 
 BOX = np.dtype(
     [

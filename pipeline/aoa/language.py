@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, NoReturn
 
-from paddle_reshard.pipeline.errors import PlanError, UsageError
-from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.core.errors import PlanError, UsageError
+from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 
 NOTHING = "_"

@@ -25,8 +25,8 @@ from paddle_reshard.pipeline.aoa.language import (
 )
 from paddle_reshard.pipeline.aoa.sources import Source
 from paddle_reshard.pipeline.aoa.values import Value, concatenated, permuted, regrouped, split
-from paddle_reshard.pipeline.errors import PlanError
-from paddle_reshard.pipeline.tensors import DType, dtype_named
+from paddle_reshard.pipeline.core.errors import PlanError
+from paddle_reshard.pipeline.core.tensors import DType, dtype_named
 
 _WIDENINGS = {("bfloat16", "float32"), ("float16", "float32")}
 """Casts that every value survives."""

@@ -7,9 +7,9 @@ from collections import defaultdict
 import numpy as np
 
 from paddle_reshard.pipeline.aoa.values import Value, source_value
-from paddle_reshard.pipeline.catalog import Catalog
-from paddle_reshard.pipeline.errors import PlanError, UnsupportedError
-from paddle_reshard.pipeline.tensors import ACCUMULATORS, DTYPES, PARAM
+from paddle_reshard.pipeline.core.catalog import Catalog
+from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError
+from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, DTYPES, PARAM
 
 
 def is_number(state: str) -> bool:

@@ -11,9 +11,9 @@ from math import lcm
 from typing import NamedTuple
 
 from paddle_reshard.pipeline.aoa.language import Fused
-from paddle_reshard.pipeline.errors import PlanError
-from paddle_reshard.pipeline.geometry import Shape
-from paddle_reshard.pipeline.tensors import DType
+from paddle_reshard.pipeline.core.errors import PlanError
+from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.tensors import DType
 
 
 @dataclass(frozen=True, slots=True)

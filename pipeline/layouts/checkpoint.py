@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from paddle_reshard.pipeline.catalog import Catalog, File
-from paddle_reshard.pipeline.errors import UnsupportedError
+from paddle_reshard.pipeline.core.catalog import Catalog, File
+from paddle_reshard.pipeline.core.errors import UnsupportedError
+from paddle_reshard.pipeline.core.tensors import EMA_STATES
+from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.model import Model
-from paddle_reshard.pipeline.tensors import EMA_STATES
-from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef, encode_pickle
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from paddle_reshard.pipeline.catalog import Catalog, File, Fragments
-from paddle_reshard.pipeline.literals import Literals
-from paddle_reshard.pipeline.tensors import Cast
+from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
+from paddle_reshard.pipeline.core.literals import Literals
+from paddle_reshard.pipeline.core.tensors import Cast
 
 CONFIG = "config.json"
 MANIFEST = "paddle_reshard.json"

@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from paddle_reshard.pipeline.errors import CoverageError, RuleError
-from paddle_reshard.pipeline.geometry import Shape
-from paddle_reshard.pipeline.layouts.placement import TensorCut
-from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable, expected_shape
-from paddle_reshard.pipeline.tensors import (
+from paddle_reshard.pipeline.core.errors import CoverageError, RuleError
+from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.tensors import (
     ACCUMULATORS,
     MASTER_WEIGHT,
     PARAM,
@@ -19,6 +17,8 @@ from paddle_reshard.pipeline.tensors import (
     Tensor,
     dtype_named,
 )
+from paddle_reshard.pipeline.layouts.placement import TensorCut
+from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable, expected_shape
 
 AUTOMATIC = "eager_tmp"
 """The class of a tensor that nobody named."""

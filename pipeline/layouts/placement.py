@@ -15,9 +15,9 @@ from math import prod
 
 import numpy as np
 
-from paddle_reshard.pipeline.catalog import FragmentRow, Fragments, fragment_rows
-from paddle_reshard.pipeline.errors import RuleError
-from paddle_reshard.pipeline.geometry import (
+from paddle_reshard.pipeline.core.catalog import FragmentRow, Fragments, fragment_rows
+from paddle_reshard.pipeline.core.errors import RuleError
+from paddle_reshard.pipeline.core.geometry import (
     MAX_DIMS,
     Ints,
     Shape,
@@ -26,7 +26,7 @@ from paddle_reshard.pipeline.geometry import (
     padded,
     row_major_strides,
 )
-from paddle_reshard.pipeline.tensors import DTYPES, DType
+from paddle_reshard.pipeline.core.tensors import DTYPES, DType
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from paddle_reshard.pipeline.catalog import Catalog, File, Fragments
-from paddle_reshard.pipeline.errors import PlanError
+from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
+from paddle_reshard.pipeline.core.errors import PlanError
+from paddle_reshard.pipeline.core.literals import Literals
+from paddle_reshard.pipeline.core.tensors import EMA_STATES, Cast
+from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
 from paddle_reshard.pipeline.layouts.flex.target import FlexTarget, layout_flex, small_flex_files
@@ -22,9 +25,6 @@ from paddle_reshard.pipeline.layouts.unified.target import (
     layout_unified,
     small_unified_files,
 )
-from paddle_reshard.pipeline.literals import Literals
-from paddle_reshard.pipeline.tensors import EMA_STATES, Cast
-from paddle_reshard.pipeline.topology import Topology
 
 AnyTarget = HybridTarget | HuggingFaceTarget | UnifiedTarget | FlexTarget
 

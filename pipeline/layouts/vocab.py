@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paddle_reshard.pipeline.errors import PlanError
-from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.core.errors import PlanError
+from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 

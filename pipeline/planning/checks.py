@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.catalog import Catalog, Fragments
-from paddle_reshard.pipeline.geometry import MAX_DIMS, Ints
+from paddle_reshard.pipeline.core.catalog import Catalog, Fragments
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints
+from paddle_reshard.pipeline.core.tensors import MASTER_WEIGHT, PARAM, Tensor
 from paddle_reshard.pipeline.planning.match import match
 from paddle_reshard.pipeline.planning.ops import (
     CHECK,
@@ -31,7 +32,6 @@ from paddle_reshard.pipeline.planning.ops import (
 )
 from paddle_reshard.pipeline.planning.parts import MADE, Parts, part_sizes
 from paddle_reshard.pipeline.planning.ranges import merge
-from paddle_reshard.pipeline.tensors import MASTER_WEIGHT, PARAM, Tensor
 
 RUNS = 4
 """Of a sampled box: the first elements, the last ones, and pseudo-random ones between."""

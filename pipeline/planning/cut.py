@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paddle_reshard.pipeline.geometry import MAX_DIMS, Ints
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints
 from paddle_reshard.pipeline.planning.ops import ITEMSIZES, MOVE, Flags, Ops, hull, op_volumes, set_stops
 
 

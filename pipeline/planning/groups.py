@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paddle_reshard.pipeline.geometry import MAX_DIMS, Ints
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints
 from paddle_reshard.pipeline.planning.cut import Pieces, cut, outermost, reach, torn
 from paddle_reshard.pipeline.planning.ops import MOVE, PROBE, Flags, Ops, hull
 from paddle_reshard.pipeline.planning.parts import Parts, plan_parts, small_parts

@@ -17,8 +17,8 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.geometry import MAX_DIMS, Ints
-from paddle_reshard.pipeline.tensors import DTYPES
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints
+from paddle_reshard.pipeline.core.tensors import DTYPES
 
 MOVE, COMPARE, CHECK, HOLD, PROBE = 0, 1, 2, 3, 4
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.errors import UnsupportedError
-from paddle_reshard.pipeline.geometry import Ints
+from paddle_reshard.pipeline.core.errors import UnsupportedError
+from paddle_reshard.pipeline.core.geometry import Ints
 from paddle_reshard.pipeline.planning.ops import MOVE, Flags, Ops, hull
 from paddle_reshard.pipeline.planning.ranges import merge
 

@@ -17,15 +17,16 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.catalog import Catalog, File, Mixture, volumes
-from paddle_reshard.pipeline.errors import CoverageError, MemoryBudgetError, RereadError
-from paddle_reshard.pipeline.geometry import Ints
+from paddle_reshard.pipeline.core.catalog import Catalog, File, Mixture, volumes
+from paddle_reshard.pipeline.core.errors import CoverageError, MemoryBudgetError, RereadError
+from paddle_reshard.pipeline.core.geometry import Ints
+from paddle_reshard.pipeline.core.literals import Literals
+from paddle_reshard.pipeline.core.part_limits import PartLimits
+from paddle_reshard.pipeline.core.tensors import Tensor
 from paddle_reshard.pipeline.layouts.files import TargetFiles
-from paddle_reshard.pipeline.literals import Literals
 from paddle_reshard.pipeline.planning.checks import Held, add_checks
 from paddle_reshard.pipeline.planning.copies import carve_copies
 from paddle_reshard.pipeline.planning.groups import FileSizes, Room, group_ops, set_passes, source_ranges
-from paddle_reshard.pipeline.planning.limits import PartLimits
 from paddle_reshard.pipeline.planning.match import clipped, feeds, plan_ops
 from paddle_reshard.pipeline.planning.ops import (
     CHECK,
@@ -40,7 +41,6 @@ from paddle_reshard.pipeline.planning.ops import (
 )
 from paddle_reshard.pipeline.planning.parts import MADE, NOBODY, PART, Parts, part_sizes, plan_parts
 from paddle_reshard.pipeline.planning.ranges import dense_numbers, merge
-from paddle_reshard.pipeline.tensors import Tensor
 
 FOOTPRINT_BYTES = 136 << 20
 """What a worker process needs for itself: interpreter, libraries, metadata. Groups share the rest of the budget."""

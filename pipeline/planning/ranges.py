@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paddle_reshard.pipeline.geometry import Ints
+from paddle_reshard.pipeline.core.geometry import Ints
 
 
 def merge(keys: Ints, start: Ints, stop: Ints, gap: int = 0) -> tuple[Ints, Ints, Ints]:

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paddle_reshard.pipeline.catalog import Mixture
-from paddle_reshard.pipeline.geometry import Ints
-from paddle_reshard.pipeline.literals import Literals
+from paddle_reshard.pipeline.core.catalog import Mixture
+from paddle_reshard.pipeline.core.geometry import Ints
+from paddle_reshard.pipeline.core.literals import Literals
+from paddle_reshard.pipeline.core.tensors import Tensor
 from paddle_reshard.pipeline.planning.ops import OpRows
 from paddle_reshard.pipeline.planning.parts import MADE, Parts
 from paddle_reshard.pipeline.planning.plan import Bands, Plan
-from paddle_reshard.pipeline.tensors import Tensor
 
 GROUPS_AT_A_TIME = 2
 """On a worker of a cluster, as far as its memory allows: a group waits for storage half of the time."""

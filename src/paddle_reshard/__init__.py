@@ -18,19 +18,19 @@ if TYPE_CHECKING:
         plan,
         verify,
     )
-    from paddle_reshard.pipeline.averaging import average
-    from paddle_reshard.pipeline.ema import AsyncEma
-    from paddle_reshard.pipeline.ema_live import rank_pieces
-    from paddle_reshard.pipeline.ema_resume import Piece, RankPieces
-    from paddle_reshard.pipeline.ema_trainer import ema_callback
-    from paddle_reshard.pipeline.errors import ReshardError
-    from paddle_reshard.pipeline.inspection import Inspection, inspect
-    from paddle_reshard.pipeline.integrity import IntegrityReport
-    from paddle_reshard.pipeline.live import LoadReport, load_into
-    from paddle_reshard.pipeline.live_converter import CheckpointConverter
-    from paddle_reshard.pipeline.live_tensors import stage3_state_dict
-    from paddle_reshard.pipeline.options import ConversionOptions, TargetOptions
-    from paddle_reshard.pipeline.topology import Topology
+    from paddle_reshard.pipeline.convert.series import average
+    from paddle_reshard.pipeline.ema.async_ema import AsyncEma
+    from paddle_reshard.pipeline.ema.paddle_objects import rank_pieces
+    from paddle_reshard.pipeline.ema.resume import Piece, RankPieces
+    from paddle_reshard.pipeline.ema.trainer import ema_callback
+    from paddle_reshard.pipeline.core.errors import ReshardError
+    from paddle_reshard.pipeline.convert.inspection import Inspection, inspect
+    from paddle_reshard.pipeline.convert.integrity import IntegrityReport
+    from paddle_reshard.pipeline.live.load import LoadReport, load_into
+    from paddle_reshard.pipeline.live.converter import CheckpointConverter
+    from paddle_reshard.pipeline.live.tensors import stage3_state_dict
+    from paddle_reshard.pipeline.convert.request import ConversionOptions, TargetOptions
+    from paddle_reshard.pipeline.core.topology import Topology
 
 __version__ = "0.1.0"
 
@@ -72,28 +72,28 @@ _HOMES = {
         "plan",
         "verify",
     ),
-    "pipeline.averaging": ("average",),
-    "pipeline.ema": ("AsyncEma",),
-    "pipeline.ema_live": ("rank_pieces",),
-    "pipeline.ema_resume": (
+    "pipeline.convert.series": ("average",),
+    "pipeline.ema.async_ema": ("AsyncEma",),
+    "pipeline.ema.paddle_objects": ("rank_pieces",),
+    "pipeline.ema.resume": (
         "Piece",
         "RankPieces",
     ),
-    "pipeline.ema_trainer": ("ema_callback",),
-    "pipeline.errors": ("ReshardError",),
-    "pipeline.inspection": ("Inspection", "inspect"),
-    "pipeline.integrity": ("IntegrityReport",),
-    "pipeline.live": (
+    "pipeline.ema.trainer": ("ema_callback",),
+    "pipeline.core.errors": ("ReshardError",),
+    "pipeline.convert.inspection": ("Inspection", "inspect"),
+    "pipeline.convert.integrity": ("IntegrityReport",),
+    "pipeline.live.load": (
         "LoadReport",
         "load_into",
     ),
-    "pipeline.live_converter": ("CheckpointConverter",),
-    "pipeline.live_tensors": ("stage3_state_dict",),
-    "pipeline.options": (
+    "pipeline.live.converter": ("CheckpointConverter",),
+    "pipeline.live.tensors": ("stage3_state_dict",),
+    "pipeline.convert.request": (
         "ConversionOptions",
         "TargetOptions",
     ),
-    "pipeline.topology": ("Topology",),
+    "pipeline.core.topology": ("Topology",),
 }
 """Module → the public names that come from it. Each is imported when it is first asked for, so that `--help` and
 `--version` start without NumPy; type checkers read the imports above."""

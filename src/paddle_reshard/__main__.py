@@ -1,6 +1,6 @@
 """``python -m paddle_reshard``."""
 
-from paddle_reshard.pipeline.cli import main
+from paddle_reshard.pipeline.cli.main import main
 
 if __name__ == "__main__":
     main()

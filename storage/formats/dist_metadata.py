@@ -39,8 +39,8 @@ from typing import Any, Final, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.errors import FormatError
-from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.core.errors import FormatError
+from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.storage.formats.dist_metadata_rows import (
     DEFAULTS,
     INDEX,

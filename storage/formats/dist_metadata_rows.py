@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.errors import FormatError
+from paddle_reshard.pipeline.core.errors import FormatError
 from paddle_reshard.storage.formats.paddle_pickle import (
     ARRAY_GLOBALS,
     Global,

@@ -15,7 +15,7 @@ arrays, with :data:`STRUCTURED_NAMES` last. *Pickle*: the caller's own graph, ea
 Whatever a file claims, the work is bounded: one step per opcode (:data:`MAX_OPCODES`), one step per value of
 the result (as many as opcodes, plus :data:`MAX_SHARED_VALUES` for containers met twice), :data:`MAX_NESTING`. So is the
 memory: by the bytes of the file that are not payload, which have to be many for many opcodes and containers, and by the
-depth of the stack (:mod:`~paddle_reshard.pipeline.limits`).
+depth of the stack (:mod:`~paddle_reshard.pipeline.core.limits`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Final, NoReturn, TypeAlias
 
-from paddle_reshard.pipeline.errors import FormatError, UnsafePickleError
-from paddle_reshard.pipeline.limits import (
+from paddle_reshard.pipeline.core.errors import FormatError, UnsafePickleError
+from paddle_reshard.pipeline.core.limits import (
     FREE_VALUES,
     LISTS_AS_CONTAINERS,
     MAX_PICKLE_CONTAINERS,

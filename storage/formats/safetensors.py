@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
-from paddle_reshard.pipeline.errors import FormatError
+from paddle_reshard.pipeline.core.errors import FormatError
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef, EncodedFile, truncated
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 

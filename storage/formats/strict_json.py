@@ -11,7 +11,7 @@ import json
 from math import isfinite
 from typing import Any
 
-from paddle_reshard.pipeline.limits import FREE_VALUES, JSON_VALUE_BYTES
+from paddle_reshard.pipeline.core.limits import FREE_VALUES, JSON_VALUE_BYTES
 
 _SHOWN_CHARACTERS = 80
 
@@ -45,7 +45,7 @@ def parse_json(text: bytes | str) -> Any:
     JsonError
         If it is not JSON, not UTF-8, holds a key twice in one object, a number that is none or that no float can
         hold, is nested without end, or has more values than its size allows for
-        (:mod:`~paddle_reshard.pipeline.limits`). It is a ``ValueError``.
+        (:mod:`~paddle_reshard.pipeline.core.limits`). It is a ``ValueError``.
     """
     return _parse(text, _refuse_constant)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from paddle_reshard.pipeline.errors import FormatError, UnsafePickleError
+from paddle_reshard.pipeline.core.errors import FormatError, UnsafePickleError
 from paddle_reshard.storage.formats.paddle_pickle import (
     ARRAY_GLOBALS,
     Global,

@@ -11,8 +11,8 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from paddle_reshard.pipeline.catalog import Catalog, File, check_catalog, fragment_row, fragment_rows
-from paddle_reshard.pipeline.tensors import DTYPES, Tensor, dtype_named
+from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog, fragment_row, fragment_rows
+from paddle_reshard.pipeline.core.tensors import DTYPES, Tensor, dtype_named
 
 Array = np.ndarray
 Name = tuple[str, str]

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from safetensors import safe_open
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli import cli
-from paddle_reshard.pipeline.errors import PlanError, RuleError, UsageError
+from paddle_reshard.pipeline.cli.main import cli
+from paddle_reshard.pipeline.core.errors import PlanError, RuleError, UsageError
 from tests import oracle
 from tests.conftest import case_directory
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paddle_reshard.pipeline.aoa.apply import apply_aoa
 from paddle_reshard.pipeline.aoa.language import parse_aoa
-from paddle_reshard.pipeline.catalog import check_catalog
+from paddle_reshard.pipeline.core.catalog import check_catalog
 from tests.aoa.arrays import Engine, assert_same, gather, stored, trained
 
 MOST_ELEMENTS = 2000

@@ -8,7 +8,7 @@ import pytest
 
 from paddle_reshard.pipeline.aoa.apply import AoaOutcome, apply_aoa
 from paddle_reshard.pipeline.aoa.language import AoaProgram, parse_aoa
-from paddle_reshard.pipeline.catalog import check_catalog
+from paddle_reshard.pipeline.core.catalog import check_catalog
 from tests.aoa.arrays import Arrays, Engine, assert_same, cast, gather, stored, trained
 
 PROGRAMS = Path(__file__).parent / "programs"

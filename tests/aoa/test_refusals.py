@@ -7,7 +7,7 @@ import pytest
 
 from paddle_reshard.pipeline.aoa.apply import apply_aoa
 from paddle_reshard.pipeline.aoa.language import parse_aoa
-from paddle_reshard.pipeline.errors import PlanError, ReshardError, UsageError
+from paddle_reshard.pipeline.core.errors import PlanError, ReshardError, UsageError
 from tests.aoa.arrays import stored, trained
 
 SHAPES = {

@@ -20,9 +20,15 @@ from ray.cluster_utils import Cluster
 
 import paddle_reshard
 from paddle_reshard.clusters.inline import run_inline
+from paddle_reshard.pipeline.convert.run import (
+    ConversionPlan,
+    Engine,
+    MoveReport,
+    ignore_events,
+    run_conversion,
+)
 from paddle_reshard.pipeline.planning import plan as planning
-from paddle_reshard.pipeline.workflow import ConversionPlan, Engine, MoveReport, ignore_events, run_conversion
-from paddle_reshard.storage.local import LocalTarget
+from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
 from tests.conftest import REPO, case_directory
 

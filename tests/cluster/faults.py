@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paddle_reshard.pipeline.errors import CheckpointError
-from paddle_reshard.storage import retry
+from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.storage.os_errors import told_while_moving
+from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.store import Read, ReadRange, Receipt, WritePart
 
 MEETING = threading.Barrier(2, timeout=30)

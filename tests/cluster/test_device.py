@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import paddle_reshard
-from paddle_reshard.clusters.worker import ReshardWorker
-from paddle_reshard.pipeline.errors import UnsupportedError
+from paddle_reshard.clusters.ray.worker import ReshardWorker
+from paddle_reshard.pipeline.core.errors import UnsupportedError
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.tasks.cast import bfloat16_bits
 from paddle_reshard.tasks.device import HOST, PROBE_BITS, Box, PaddleMover

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import paddle_reshard
-from paddle_reshard.clusters.exchange import merge_reports, split_group
-from paddle_reshard.clusters.worker import ReshardWorker
-from paddle_reshard.pipeline.errors import CheckpointError
+from paddle_reshard.clusters.ray.exchange import merge_reports, split_group
+from paddle_reshard.clusters.ray.worker import ReshardWorker
+from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
 from paddle_reshard.storage.store import ReadRange, Receipt

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 import paddle_reshard
-from paddle_reshard.clusters import ray_index
-from paddle_reshard.clusters.environment import WORKER_ENV
-from paddle_reshard.clusters.ray_cluster import ATTEMPTS, RayEngine
-from paddle_reshard.clusters.ray_index import RayIndexing
-from paddle_reshard.pipeline.errors import ClusterError, FormatError
-from paddle_reshard.pipeline.indexing import index_checkpoint
+from paddle_reshard.clusters.ray import index as ray_index
+from paddle_reshard.clusters.ray.engine import ATTEMPTS, RayEngine
+from paddle_reshard.clusters.ray.environment import WORKER_ENV
+from paddle_reshard.clusters.ray.index import RayIndexing
+from paddle_reshard.pipeline.core.errors import ClusterError, FormatError
+from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.layouts.hybrid.names import parse_rank_file
 from paddle_reshard.pipeline.layouts.rules import shipped_tables
 from paddle_reshard.storage.locate import open_source
-from paddle_reshard.storage.retry_counts import count_retries
+from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.index import Readable, index_here, index_tensor_file
 from tests.cluster.conftest import CASE, contents

@@ -36,9 +36,9 @@ SLOW = """
 import signal, sys
 from pathlib import Path
 import paddle_reshard
-from paddle_reshard.clusters import ray_cluster
-from paddle_reshard.pipeline import workflow
-from paddle_reshard.storage.local import LocalTarget
+from paddle_reshard.clusters.ray import engine as ray_cluster
+from paddle_reshard.pipeline.convert import run as workflow
+from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
 from tests.cluster.faults import Watched
 

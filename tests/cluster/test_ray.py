@@ -15,11 +15,12 @@ import ray
 from ray.cluster_utils import Cluster
 
 import paddle_reshard
-from paddle_reshard.clusters import ray_cluster
 from paddle_reshard.clusters.inline import run_inline
-from paddle_reshard.clusters.ray_cluster import ATTEMPTS, RayEngine
-from paddle_reshard.pipeline.averaging import plan_average
-from paddle_reshard.pipeline.errors import (
+from paddle_reshard.clusters.ray import engine as ray_cluster
+from paddle_reshard.clusters.ray.engine import ATTEMPTS, RayEngine
+from paddle_reshard.pipeline.convert.run import Engine, ignore_events, run_conversion
+from paddle_reshard.pipeline.convert.series import plan_average
+from paddle_reshard.pipeline.core.errors import (
     ClusterError,
     DriftError,
     GroupFailedError,
@@ -32,8 +33,7 @@ from paddle_reshard.pipeline.errors import (
 from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.planning.ops import COMPARE
 from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
-from paddle_reshard.pipeline.workflow import Engine, ignore_events, run_conversion
-from paddle_reshard.storage.local import LocalTarget
+from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.store import Identity
 from tests.cluster.conftest import CASE, Conversion, Plan, contents, is_running
@@ -438,9 +438,9 @@ OWN_RAY = """
 import os, sys
 import ray, paddle_reshard
 from pathlib import Path
-from paddle_reshard.clusters.ray_cluster import RayEngine
-from paddle_reshard.pipeline import workflow
-from paddle_reshard.storage.local import LocalTarget
+from paddle_reshard.clusters.ray.engine import RayEngine
+from paddle_reshard.pipeline.convert import run as workflow
+from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
 from tests.cluster.faults import Watched
 

@@ -18,7 +18,7 @@ DRIVER = """
 import json, os, signal, sys
 import paddle_reshard
 from paddle_reshard.pipeline.planning import plan as planning
-from paddle_reshard.pipeline.workflow import Progress
+from paddle_reshard.pipeline.convert.run import Progress
 
 request, group_bytes, left = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 planning.GROUP_BYTES = group_bytes

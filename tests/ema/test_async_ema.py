@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from paddle_reshard.clusters.companion import CompanionLost
-from paddle_reshard.pipeline.ema import AsyncEma, Weights
-from paddle_reshard.pipeline.errors import CheckpointError, UsageError
+from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
+from paddle_reshard.pipeline.ema.async_ema import AsyncEma, Weights
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the import of Paddle warns about a missing ccache

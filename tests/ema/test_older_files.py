@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from paddle_reshard import convert, verify
-from paddle_reshard.pipeline.ema import AsyncEma, Weights
-from paddle_reshard.pipeline.ema_resume import Piece, RankPieces
-from paddle_reshard.pipeline.errors import CheckpointError, PlanError
+from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError
+from paddle_reshard.pipeline.ema.async_ema import AsyncEma, Weights
+from paddle_reshard.pipeline.ema.resume import Piece, RankPieces
 from tests import oracle
 from tests.conftest import case_directory
 

@@ -15,16 +15,16 @@ import pytest
 from click.testing import CliRunner
 
 import paddle_reshard
-from paddle_reshard.pipeline.averaging import plan_average
-from paddle_reshard.pipeline.cli import cli
-from paddle_reshard.pipeline.ema import AsyncEma, Weights
-from paddle_reshard.pipeline.errors import (
+from paddle_reshard.pipeline.cli.main import cli
+from paddle_reshard.pipeline.convert.series import plan_average
+from paddle_reshard.pipeline.core.errors import (
     CheckpointError,
     DriftError,
     RereadError,
     UnsupportedError,
     UsageError,
 )
+from paddle_reshard.pipeline.ema.async_ema import AsyncEma, Weights
 from paddle_reshard.pipeline.planning import plan as planning
 from tests import oracle
 from tests.conftest import REPO, case_directory
@@ -131,7 +131,7 @@ def test_a_budget_too_small_for_a_tensor_and_what_it_is_mixed_in(
     series: list[Path], small_groups: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest matrix is stored the other way round in the model: 12 kB, and 24 kB of float32 beside it."""
-    monkeypatch.setattr("paddle_reshard.pipeline.options.SMALLEST_BUDGET_BYTES", 0)
+    monkeypatch.setattr("paddle_reshard.pipeline.convert.request.SMALLEST_BUDGET_BYTES", 0)
     monkeypatch.setattr(planning, "GROUP_BYTES", 20_000)
     options = {"decay": 0.7, "format": "huggingface"}
 
@@ -295,7 +295,7 @@ def test_the_command(series: list[Path], tmp_path: Path) -> None:
 
 
 def test_devices_that_may_round_otherwise_are_not_asked() -> None:
-    from paddle_reshard.pipeline.catalog import Term
+    from paddle_reshard.pipeline.core.catalog import Term
     from paddle_reshard.tasks.device import Box, PaddleMover
 
     mover = PaddleMover("cpu")

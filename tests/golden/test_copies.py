@@ -6,8 +6,8 @@ import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.api import ConversionReport
-from paddle_reshard.pipeline.planning.limits import CopyLimits
-from paddle_reshard.storage import local
+from paddle_reshard.pipeline.core.part_limits import CopyLimits
+from paddle_reshard.storage.local import target as local
 from tests import oracle
 from tests.conftest import case_directory
 

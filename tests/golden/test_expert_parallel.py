@@ -20,9 +20,9 @@ import pytest
 from safetensors.numpy import save_file
 
 import paddle_reshard
-from paddle_reshard.pipeline.errors import CheckpointError, CoverageError, PlanError, RuleError
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, PlanError, RuleError
+from paddle_reshard.pipeline.indexing.fill import read_filling
 from paddle_reshard.storage.locate import Access
-from paddle_reshard.tasks.fill import read_filling
 from tests import oracle
 from tests.conftest import case_directory
 from tests.expert_oracle import differing, read_expert_parallel, slice_lengths

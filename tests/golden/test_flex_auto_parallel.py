@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paddle_reshard import convert
-from paddle_reshard.pipeline.errors import CheckpointError, PlanError, UsageError
+from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, UsageError
 from tests import oracle
 from tests.conftest import REPO, case_directory
 from tests.golden.test_flex import LOAD, TARGETS, files_of, run_paddle, there_and_back

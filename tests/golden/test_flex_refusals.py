@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from paddle_reshard import convert, plan
-from paddle_reshard.pipeline.errors import CoverageError, ReshardError
+from paddle_reshard.pipeline.core.errors import CoverageError, ReshardError
 from tests import oracle
 from tests.conftest import case_directory
 from tests.golden.test_flex import run_paddle

@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import case_directory
 
-RUN = "from paddle_reshard.pipeline.cli import main; main()"
+RUN = "from paddle_reshard.pipeline.cli.main import main; main()"
 SEEDS = ("0", "1", "2", "3")
 
 

@@ -19,7 +19,7 @@ import pytest
 import safetensors
 
 import paddle_reshard
-from paddle_reshard.pipeline.errors import (
+from paddle_reshard.pipeline.core.errors import (
     CastError,
     CheckpointError,
     DriftError,
@@ -27,10 +27,10 @@ from paddle_reshard.pipeline.errors import (
     RuleError,
     UsageError,
 )
+from paddle_reshard.pipeline.core.tensors import dtype_named
 from paddle_reshard.pipeline.layouts.huggingface.parts import model_parts
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.rules import choose_table, shipped_tables
-from paddle_reshard.pipeline.tensors import dtype_named
 from tests import oracle
 from tests.conftest import REPO, case_directory, hybrid_cases
 from tests.golden.unified_cases import read_unified, small_case, write_safetensors

@@ -15,10 +15,10 @@ import pytest
 from click.testing import CliRunner
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli import cli
-from paddle_reshard.pipeline.errors import CheckpointError, DriftError, MasterDriftError
-from paddle_reshard.pipeline.planning.limits import CopyLimits
-from paddle_reshard.storage import local
+from paddle_reshard.pipeline.cli.main import cli
+from paddle_reshard.pipeline.core.errors import CheckpointError, DriftError, MasterDriftError
+from paddle_reshard.pipeline.core.part_limits import CopyLimits
+from paddle_reshard.storage.local import target as local
 from tests.conftest import case_directory
 from tests.ema.scaled import paddle, scale_master_weights
 

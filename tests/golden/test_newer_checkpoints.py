@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.errors import ReshardError
+from paddle_reshard.pipeline.core.errors import ReshardError
 from tests import oracle
 from tests.conftest import case_directory, case_names
 from tests.golden.compare_one_card import read_one_card

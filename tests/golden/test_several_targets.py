@@ -10,10 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli import cli
-from paddle_reshard.pipeline.errors import DriftError, UsageError
-from paddle_reshard.pipeline.options import TargetOptions, parse_target
-from paddle_reshard.pipeline.workflow import Event, Progress
+from paddle_reshard.pipeline.cli.main import cli
+from paddle_reshard.pipeline.convert.request import TargetOptions, parse_target
+from paddle_reshard.pipeline.convert.run import Event, Progress
+from paddle_reshard.pipeline.core.errors import DriftError, UsageError
 from tests.conftest import case_directory
 
 SOURCE = case_directory("mp2sh2_s1v2_meta_mid") / "checkpoint-3"

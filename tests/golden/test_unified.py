@@ -12,7 +12,7 @@ import pytest
 import safetensors
 
 import paddle_reshard
-from paddle_reshard.pipeline.errors import DriftError, PlanError, UsageError
+from paddle_reshard.pipeline.core.errors import DriftError, PlanError, UsageError
 from tests import oracle
 from tests.conftest import case_directory
 from tests.golden.unified_cases import (

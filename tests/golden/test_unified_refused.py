@@ -14,7 +14,7 @@ import safetensors
 import safetensors.numpy
 
 import paddle_reshard
-from paddle_reshard.pipeline.errors import (
+from paddle_reshard.pipeline.core.errors import (
     CheckpointError,
     CoverageError,
     DriftError,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.errors import PlanError, UsageError
+from paddle_reshard.pipeline.core.errors import PlanError, UsageError
 from tests import oracle
 from tests.conftest import case_directory
 from tests.unit.test_cli_plans import run

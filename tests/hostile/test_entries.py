@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli import cli
-from paddle_reshard.pipeline.errors import CheckpointError
-from paddle_reshard.storage.local_source import LocalSource
+from paddle_reshard.pipeline.cli.main import cli
+from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.store import Read
 from tests.conftest import COMMITTED
 

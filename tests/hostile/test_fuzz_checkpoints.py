@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import paddle_reshard
-from paddle_reshard.pipeline.errors import ReshardError
+from paddle_reshard.pipeline.core.errors import ReshardError
 from tests.conftest import case_directory
 
 DEMO = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"

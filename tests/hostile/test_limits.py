@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.errors import UsageError
+from paddle_reshard.pipeline.core.errors import UsageError
 
 CASE = Path(__file__).parents[1] / "golden/cases/mp2pp2sh2_s1v2_meta_ema/checkpoint-3"
 MIB = 1 << 20
@@ -30,8 +30,8 @@ import json, resource, sys
 from pathlib import Path
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
-import numpy, paddle_reshard.pipeline.api, paddle_reshard.pipeline.workflow
-from paddle_reshard.pipeline.cli import main
+import numpy, paddle_reshard.pipeline.api, paddle_reshard.pipeline.convert.run
+from paddle_reshard.pipeline.cli.main import main
 room, lines = int(sys.argv[1]), json.loads(sys.argv[2])
 kib = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
 most = int(kib.split()[1]) * 1024 + room

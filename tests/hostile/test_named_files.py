@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.errors import ReshardError
+from paddle_reshard.pipeline.core.errors import ReshardError
 from tests.conftest import COMMITTED
 
 SOURCE = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"

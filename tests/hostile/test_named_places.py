@@ -15,11 +15,11 @@ import pytest
 from click.testing import CliRunner
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli import cli
-from paddle_reshard.pipeline.errors import FormatError
-from paddle_reshard.pipeline.manifest import FORMAT, describe_parts, format_manifest
-from paddle_reshard.storage.holder import this_process
-from paddle_reshard.storage.local_source import LocalSource
+from paddle_reshard.pipeline.cli.main import cli
+from paddle_reshard.pipeline.convert.manifest import FORMAT, describe_parts, format_manifest
+from paddle_reshard.pipeline.core.errors import FormatError
+from paddle_reshard.storage.local.source import LocalSource
+from paddle_reshard.storage.session.holder import this_process
 from paddle_reshard.storage.store import Receipt
 
 MANIFEST = "paddle_reshard.json"

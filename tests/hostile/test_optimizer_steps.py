@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.errors import CheckpointError
-from paddle_reshard.pipeline.optimizer_steps import Powers, check_powers, find_steps
+from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.indexing.optimizer_steps import Powers, check_powers, find_steps
 from tests.conftest import case_directory
 
 with warnings.catch_warnings():

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pickle_attacks import ATTACKS, PROTO, STOP, array, call, file_of, named, payload, text
 
-from paddle_reshard.pipeline.errors import FormatError, UnsafePickleError
+from paddle_reshard.pipeline.core.errors import FormatError, UnsafePickleError
 from paddle_reshard.storage.formats import paddle_pickle
 from paddle_reshard.storage.formats.paddle_pickle import (
     READ_AHEAD_BYTES,

@@ -12,7 +12,7 @@ import safetensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paddle_reshard.pipeline.errors import FormatError
+from paddle_reshard.pipeline.core.errors import FormatError
 from paddle_reshard.storage.formats.safetensors import (
     MAX_HEADER_BYTES,
     TensorSlot,

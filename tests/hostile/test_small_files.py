@@ -22,14 +22,14 @@ import numpy as np
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.errors import CheckpointError
-from paddle_reshard.pipeline.small_files import (
+from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.indexing.small_files import (
     MAY_DIFFER_AS_FILES,
     MAY_DIFFER_IN_CONFIG,
     compare_small_files,
     differences,
 )
-from paddle_reshard.storage.local_source import LocalSource
+from paddle_reshard.storage.local.source import LocalSource
 from tests.conftest import FEW_CASES, case_directory
 
 PADDLENLP, PADDLEFORMERS = "nlp_fused_mp2", "sh2_s1v1_meta_fp32"

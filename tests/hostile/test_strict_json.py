@@ -12,14 +12,14 @@ import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.aoa.language import parse_aoa
-from paddle_reshard.pipeline.claims import Attempt
-from paddle_reshard.pipeline.cli import _storage_options
-from paddle_reshard.pipeline.errors import CheckpointError, ReshardError, TargetError, UsageError
-from paddle_reshard.pipeline.inputs import load_config, load_layout, load_tables, load_target_names
-from paddle_reshard.pipeline.manifest import parse_manifest
+from paddle_reshard.pipeline.cli.main import _storage_options
+from paddle_reshard.pipeline.convert.inputs import load_config, load_layout, load_tables, load_target_names
+from paddle_reshard.pipeline.convert.manifest import parse_manifest
+from paddle_reshard.pipeline.core.errors import CheckpointError, ReshardError, TargetError, UsageError
+from paddle_reshard.pipeline.watch.claims import Attempt
 from paddle_reshard.storage.formats.safetensors import parse_index, parse_safetensors
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json, parse_json_with_constants
-from paddle_reshard.storage.ledger import SessionRecord, parse_ledger
+from paddle_reshard.storage.session.ledger import SessionRecord, parse_ledger
 from tests.conftest import COMMITTED
 
 SOURCE = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"

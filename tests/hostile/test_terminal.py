@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from paddle_reshard.pipeline.manifest import FORMAT, describe_parts, format_manifest
-from paddle_reshard.pipeline.terminal import printable
-from paddle_reshard.storage.local_source import LocalSource
+from paddle_reshard.pipeline.cli.terminal import printable
+from paddle_reshard.pipeline.convert.manifest import FORMAT, describe_parts, format_manifest
+from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.store import Receipt
 from tests.conftest import COMMITTED
 

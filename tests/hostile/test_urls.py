@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli import cli
-from paddle_reshard.pipeline.errors import ReshardError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.cli.main import cli
+from paddle_reshard.pipeline.core.errors import ReshardError, UnsupportedError, UsageError
 from paddle_reshard.storage.listing import open_shelf
 from paddle_reshard.storage.locate import open_file, open_source, open_target
 from tests.conftest import COMMITTED

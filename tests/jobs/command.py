@@ -11,7 +11,7 @@ from pathlib import Path
 
 from click.testing import CliRunner, Result
 
-from paddle_reshard.pipeline import cli
+from paddle_reshard.pipeline.cli import main as cli
 from paddle_reshard.pipeline.layouts.files import MANIFEST
 from tests.conftest import COMMITTED
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from paddle_reshard.pipeline.claims import (
+from paddle_reshard.pipeline.watch.claims import (
     Action,
     Attempt,
     Policy,
@@ -18,8 +18,8 @@ from paddle_reshard.pipeline.claims import (
     steps_of,
     superfluous,
 )
-from paddle_reshard.pipeline.watch import lacking
-from paddle_reshard.storage.holder import Holder, is_gone, process_start, this_process
+from paddle_reshard.pipeline.watch.watcher import lacking
+from paddle_reshard.storage.session.holder import Holder, is_gone, process_start, this_process
 
 HERE = Holder("gpu-1", "m1", "boot-1", "pid:[1]", 100, "5000")
 NEW = Sight("source-a", "", None, "0.1.0")

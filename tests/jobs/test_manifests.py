@@ -15,7 +15,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from paddle_reshard.pipeline import cli
+from paddle_reshard.pipeline.cli import main as cli
 from tests.conftest import REPO
 
 SCHEMAS = Path(__file__).parent / "schemas"

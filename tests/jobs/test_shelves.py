@@ -10,7 +10,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from paddle_reshard.pipeline.errors import ListingError
+from paddle_reshard.pipeline.core.errors import ListingError
 from paddle_reshard.storage.listing import Shelf, open_shelf
 from tests.jobs.command import GOLDEN, run, snapshot
 from tests.storage.servers import Store, running_store

@@ -9,12 +9,12 @@ from pathlib import Path
 import click
 import pytest
 
-from paddle_reshard.clusters.jobs import entrypoint_of
-from paddle_reshard.pipeline import cli
-from paddle_reshard.pipeline.cli_jobs import Request
-from paddle_reshard.pipeline.cli_options import Decides, Option
-from paddle_reshard.pipeline.errors import JobError, ReshardError, StaleSessionError, UsageError
-from paddle_reshard.pipeline.runners import answer_of_job, failure_of_job
+from paddle_reshard.clusters.ray.jobs import entrypoint_of
+from paddle_reshard.pipeline.cli import main as cli
+from paddle_reshard.pipeline.cli.jobs import Request
+from paddle_reshard.pipeline.cli.options import Decides, Option
+from paddle_reshard.pipeline.core.errors import JobError, ReshardError, StaleSessionError, UsageError
+from paddle_reshard.pipeline.watch.runners import answer_of_job, failure_of_job
 from tests.jobs.command import invoke, run
 
 FILE = object()

@@ -17,19 +17,19 @@ import fsspec
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline import watch
-from paddle_reshard.pipeline.claims import Policy, conversion_id
-from paddle_reshard.pipeline.errors import GroupFailedError, TargetError, UsageError
-from paddle_reshard.pipeline.runners import Conversion, convert_inline
-from paddle_reshard.pipeline.watch import Result, open_watcher
-from paddle_reshard.storage.fsspec_folder import FsspecFolder
+from paddle_reshard.pipeline.core.errors import GroupFailedError, TargetError, UsageError
+from paddle_reshard.pipeline.watch import watcher as watch
+from paddle_reshard.pipeline.watch.claims import Policy, conversion_id
+from paddle_reshard.pipeline.watch.runners import Conversion, convert_inline
+from paddle_reshard.pipeline.watch.watcher import Result, open_watcher
+from paddle_reshard.storage.remote.folder import FsspecFolder
 from tests.conftest import case_directory
 from tests.jobs.command import GOLDEN, MAIN, command_line, copy_checkpoint, invoke, run, snapshot
 
 INTERRUPTED = """
 import functools, os, pathlib, signal, sys, time
 import paddle_reshard
-from paddle_reshard.pipeline import watch
+from paddle_reshard.pipeline.watch import watcher as watch
 
 real, moment, told = paddle_reshard.convert, sys.argv.pop(1), pathlib.Path(sys.argv.pop(1))
 

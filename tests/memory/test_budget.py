@@ -13,7 +13,7 @@ import paddle_reshard
 from benchmarks.generate import Llama, write_single_card
 from benchmarks.many import many, write_many
 from paddle_reshard.clusters.inline import InlineEngine
-from paddle_reshard.pipeline.errors import MemoryBudgetError
+from paddle_reshard.pipeline.core.errors import MemoryBudgetError
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import GROUPS_AT_A_TIME
 from tests.memory.watch import private_bytes, run_watched
@@ -66,7 +66,7 @@ def test_a_conversion_stays_below_its_budget(
 ) -> None:
     source = request.getfixturevalue("single_card" if work == "copies" else "sharded")
     options = {"to": "tp=4" if work == "copies" else "tp=1", "memory": f"{budget_mib}MiB"}
-    monkeypatch.setattr("paddle_reshard.pipeline.options.SMALLEST_BUDGET_BYTES", 0)
+    monkeypatch.setattr("paddle_reshard.pipeline.convert.request.SMALLEST_BUDGET_BYTES", 0)
     plan = paddle_reshard.plan(source, target, **options).plan
     arguments = ["convert", source, target, "--to", options["to"], "--memory", options["memory"], "--quiet"]
     (most,) = run_watched(arguments).values()

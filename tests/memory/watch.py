@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 SECONDS_BETWEEN_LOOKS = 0.005
-ANY_BUDGET = "import paddle_reshard.pipeline.options as o; o.SMALLEST_BUDGET_BYTES = 0; "
-RUN = "from paddle_reshard.pipeline.cli import main; main()"
+ANY_BUDGET = "import paddle_reshard.pipeline.convert.request as o; o.SMALLEST_BUDGET_BYTES = 0; "
+RUN = "from paddle_reshard.pipeline.cli.main import main; main()"
 
 
 def private_bytes(pid: int) -> int:

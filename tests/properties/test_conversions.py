@@ -15,16 +15,16 @@ from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
 import paddle_reshard
-from paddle_reshard.pipeline.catalog import Catalog, Fragments
-from paddle_reshard.pipeline.indexing import index_checkpoint
+from paddle_reshard.pipeline.core.catalog import Catalog, Fragments
+from paddle_reshard.pipeline.core.tensors import DTYPES
+from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.hybrid.target import layout_hybrid
 from paddle_reshard.pipeline.layouts.rules import shipped_tables
 from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
-from paddle_reshard.pipeline.tensors import DTYPES
-from paddle_reshard.storage.local_source import LocalSource
+from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.store import ReadRange
 from paddle_reshard.tasks.run_group import run_group
 from tests import oracle

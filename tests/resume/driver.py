@@ -20,8 +20,9 @@ from typing import Any
 
 import paddle_reshard
 from paddle_reshard.pipeline.planning import plan as planning
-from paddle_reshard.storage import ledger, retry
-from paddle_reshard.storage.s3 import S3Folder
+from paddle_reshard.storage.remote import retry
+from paddle_reshard.storage.s3.target import S3Folder
+from paddle_reshard.storage.session import ledger
 
 CREATING = os.O_CREAT | os.O_TRUNC
 EVENTS = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.link")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.errors import FormatError, TargetError
-from paddle_reshard.pipeline.manifest import parse_manifest
+from paddle_reshard.pipeline.convert.manifest import parse_manifest
+from paddle_reshard.pipeline.core.errors import FormatError, TargetError
 from tests.storage.servers import Store
 
 ONE = {"to": "tp=1", "memory": "256MiB"}

@@ -13,13 +13,13 @@ import click
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli import convert as convert_command
-from paddle_reshard.pipeline.cli_options import Decides, decides
-from paddle_reshard.pipeline.errors import FinishedError, StaleSessionError, UsageError
-from paddle_reshard.pipeline.options import CONVERSION_OPTIONS
+from paddle_reshard.pipeline.cli.main import convert as convert_command
+from paddle_reshard.pipeline.cli.options import Decides, decides
+from paddle_reshard.pipeline.convert.request import CONVERSION_OPTIONS
+from paddle_reshard.pipeline.convert.resuming import KEPT, LARGEST_KEPT_BYTES
+from paddle_reshard.pipeline.convert.run import Event, Progress
+from paddle_reshard.pipeline.core.errors import FinishedError, StaleSessionError, UsageError
 from paddle_reshard.pipeline.planning import plan as planning
-from paddle_reshard.pipeline.resuming import KEPT, LARGEST_KEPT_BYTES
-from paddle_reshard.pipeline.workflow import Event, Progress
 from tests.resume.conftest import GROUP_BYTES, Driver
 from tests.storage.contents import in_bucket
 from tests.storage.servers import Store
@@ -278,10 +278,10 @@ def test_the_command_line_goes_on_with_what_it_was_told(source: Path, tmp_path: 
     target = tmp_path / "t"
     options = ["--to", "pp=2", "--memory", "256MiB", "--segmentation", "0,2", "--sequence-parallel"]
     kill = (
-        "import os, signal, sys; from paddle_reshard.storage.ledger import Session; note = Session.note\n"
+        "import os, signal, sys; from paddle_reshard.storage.session.ledger import Session; note = Session.note\n"
         "def noted(self, record): note(self, record); os.kill(os.getpid(), signal.SIGKILL)\n"
         "Session.note = noted; from paddle_reshard.pipeline.planning import plan; "
-        f"plan.GROUP_BYTES = {GROUP_BYTES}; from paddle_reshard.pipeline.cli import main; main()"
+        f"plan.GROUP_BYTES = {GROUP_BYTES}; from paddle_reshard.pipeline.cli.main import main; main()"
     )
     arguments = [sys.executable, "-c", kill, "convert", str(source), str(target), *options]
     assert subprocess.run(arguments, capture_output=True, timeout=300).returncode == -9

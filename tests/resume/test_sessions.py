@@ -14,16 +14,16 @@ import fsspec
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.claims import Policy
-from paddle_reshard.pipeline.errors import CheckpointError, FormatError, TargetError
-from paddle_reshard.pipeline.manifest import FORMAT, describe_parts, format_manifest
+from paddle_reshard.pipeline.convert.manifest import FORMAT, describe_parts, format_manifest
+from paddle_reshard.pipeline.convert.run import Event, Progress, StepEnded
+from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, TargetError
 from paddle_reshard.pipeline.planning import plan as planning
-from paddle_reshard.pipeline.runners import Conversion
-from paddle_reshard.pipeline.watch import Result, open_watcher
-from paddle_reshard.pipeline.workflow import Event, Progress, StepEnded
+from paddle_reshard.pipeline.watch.claims import Policy
+from paddle_reshard.pipeline.watch.runners import Conversion
+from paddle_reshard.pipeline.watch.watcher import Result, open_watcher
 from paddle_reshard.storage.checksum import checksum
-from paddle_reshard.storage.ledger import ledger_line, parse_ledger
-from paddle_reshard.storage.local_source import LocalSource
+from paddle_reshard.storage.local.source import LocalSource
+from paddle_reshard.storage.session.ledger import ledger_line, parse_ledger
 from paddle_reshard.storage.store import Receipt, Record
 from tests.resume.conftest import GROUP_BYTES, Driver
 from tests.storage.contents import in_bucket, in_folder, uploads, visible

@@ -39,7 +39,7 @@ def slow(*arguments):
                 raise
 
 Engine.__call__ = slow
-from paddle_reshard.pipeline.cli import main
+from paddle_reshard.pipeline.cli.main import main
 main()
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from paddle_reshard.storage import retry
+from paddle_reshard.storage.remote import retry
 from tests.storage.contents import ONE_CARD, SMALL, TARGET, convert_locally, fill_bucket
 from tests.storage.servers import Proxy, Store, running_proxy, running_store
 

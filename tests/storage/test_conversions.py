@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.errors import CheckpointError, TargetError, UsageError
-from paddle_reshard.pipeline.options import TargetOptions
+from paddle_reshard.pipeline.convert.request import TargetOptions
+from paddle_reshard.pipeline.convert.run import Event, StepEnded
+from paddle_reshard.pipeline.core.errors import CheckpointError, TargetError, UsageError
 from paddle_reshard.pipeline.planning import plan as planning
-from paddle_reshard.pipeline.workflow import Event, StepEnded
-from paddle_reshard.storage import s3
-from paddle_reshard.storage.fsspec_source import FsspecSource
+from paddle_reshard.storage.remote.source import FsspecSource
+from paddle_reshard.storage.s3 import target as s3
 from tests.storage.contents import (
     ONE_CARD,
     SMALL,
@@ -93,7 +93,7 @@ def test_reads_of_many_ranges(
     for_four: dict[str, bytes],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("paddle_reshard.storage.fsspec_source.RANGE_BYTES", 10_007)
+    monkeypatch.setattr("paddle_reshard.storage.remote.source.RANGE_BYTES", 10_007)
     fill_memory("/here", SMALL)
     for source in (small_source, "memory://here"):
         target = tmp_path / source[:2]

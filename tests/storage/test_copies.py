@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.errors import CheckpointError, TargetError
-from paddle_reshard.pipeline.workflow import Event, StepEnded
-from paddle_reshard.storage import s3
-from paddle_reshard.storage.local import COPY_BLOCK_BYTES, LocalWriter
-from paddle_reshard.storage.local_source import LocalSource
+from paddle_reshard.pipeline.convert.run import Event, StepEnded
+from paddle_reshard.pipeline.core.errors import CheckpointError, TargetError
+from paddle_reshard.storage.local.source import LocalSource
+from paddle_reshard.storage.local.target import COPY_BLOCK_BYTES, LocalWriter
 from paddle_reshard.storage.locate import open_source, open_target
-from paddle_reshard.storage.s3 import S3Folder
+from paddle_reshard.storage.s3 import target as s3
+from paddle_reshard.storage.s3.target import S3Folder
 from paddle_reshard.storage.store import Identity, NewFile
 from tests.properties.synthetic import Model, write_checkpoint
 from tests.storage.contents import (

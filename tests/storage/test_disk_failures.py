@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.errors import CheckpointError, ReshardError
+from paddle_reshard.pipeline.convert.run import Event, Progress
+from paddle_reshard.pipeline.core.errors import CheckpointError, ReshardError
 from paddle_reshard.pipeline.planning import plan as planning
-from paddle_reshard.pipeline.workflow import Event, Progress
-from paddle_reshard.storage.local_source import LocalSource
+from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.os_errors import may_go_well_elsewhere
 from tests.conftest import REPO
 from tests.storage.contents import ONE_CARD, SMALL
@@ -24,7 +24,7 @@ FULL_IN_THE_MIDDLE = """
 import json, logging, resource, sys
 import paddle_reshard
 from paddle_reshard.pipeline.planning import plan as planning
-from paddle_reshard.pipeline.workflow import Progress
+from paddle_reshard.pipeline.convert.run import Progress
 
 planning.GROUP_BYTES = 500_000
 source, target = sys.argv[1:]

@@ -13,12 +13,12 @@ import pytest
 from click.testing import CliRunner
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli import cli
-from paddle_reshard.pipeline.errors import ReshardError, TargetError
-from paddle_reshard.storage import retry
+from paddle_reshard.pipeline.cli.main import cli
+from paddle_reshard.pipeline.core.errors import ReshardError, TargetError
 from paddle_reshard.storage.locate import open_source, open_target
-from paddle_reshard.storage.retry_counts import count_retries
-from paddle_reshard.storage.s3 import S3Folder
+from paddle_reshard.storage.remote import retry
+from paddle_reshard.storage.remote.retry_counts import count_retries
+from paddle_reshard.storage.s3.target import S3Folder
 from paddle_reshard.storage.store import Identity, NewFile
 from tests.conftest import REPO
 from tests.storage.contents import (

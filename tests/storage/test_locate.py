@@ -8,12 +8,12 @@ import pytest
 from fsspec.registry import known_implementations
 
 import paddle_reshard
-from paddle_reshard.pipeline.errors import CheckpointError, TargetError, UnsupportedError, UsageError
-from paddle_reshard.storage.fsspec_folder import FsspecFolder, choose_options, without_secrets
-from paddle_reshard.storage.local import LocalTarget
-from paddle_reshard.storage.local_source import LocalSource
+from paddle_reshard.pipeline.core.errors import CheckpointError, TargetError, UnsupportedError, UsageError
+from paddle_reshard.storage.local.source import LocalSource
+from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.locate import is_local, open_source, open_target, place
-from paddle_reshard.storage.s3 import S3Target
+from paddle_reshard.storage.remote.folder import FsspecFolder, choose_options, without_secrets
+from paddle_reshard.storage.s3.target import S3Target
 from paddle_reshard.storage.store import Identity
 from tests.storage.contents import SMALL, TARGET, fill_memory
 from tests.storage.servers import Store

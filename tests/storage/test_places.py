@@ -13,9 +13,9 @@ import fsspec
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.errors import ReshardError, TargetError, UsageError
+from paddle_reshard.pipeline.convert.run import Event, Progress
+from paddle_reshard.pipeline.core.errors import ReshardError, TargetError, UsageError
 from paddle_reshard.pipeline.planning import plan as planning
-from paddle_reshard.pipeline.workflow import Event, Progress
 from tests.storage.contents import ONE_CARD, SMALL, fill_bucket, fill_memory, in_bucket
 from tests.storage.servers import Store
 from tests.storage.test_replacing import tree

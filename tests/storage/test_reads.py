@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from paddle_reshard.pipeline.errors import CheckpointError
-from paddle_reshard.storage.fsspec_source import FsspecSource
+from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.storage.locate import open_source
-from paddle_reshard.storage.retry_counts import count_retries
+from paddle_reshard.storage.remote.retry_counts import count_retries
+from paddle_reshard.storage.remote.source import FsspecSource
 from tests.storage.servers import HOST, Proxy, Store, first
 
 NAMES = ("plain.bin", "two words", "x+y=1", "50%", "50%25", "größe", "a&b", "~tilde", "q?versionId=1", "a#b")

@@ -8,7 +8,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from paddle_reshard.pipeline.errors import TargetError, UnsupportedError
+from paddle_reshard.pipeline.core.errors import TargetError, UnsupportedError
 from paddle_reshard.storage.locate import open_source, open_target
 from paddle_reshard.storage.store import Identity, NewFile, Receipt, Target, WritePart
 from tests.storage.contents import in_bucket, in_memory, uploads, visible

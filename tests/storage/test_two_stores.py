@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli import cli
+from paddle_reshard.pipeline.cli.main import cli
 from paddle_reshard.storage.locate import source_access, target_access
 from tests.storage.contents import (
     ONE_CARD,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_reshard.pipeline.catalog import (
+from paddle_reshard.pipeline.core.catalog import (
     Catalog,
     File,
     FragmentRow,
@@ -17,9 +17,9 @@ from paddle_reshard.pipeline.catalog import (
     hulls,
     volumes,
 )
-from paddle_reshard.pipeline.errors import CoverageError
-from paddle_reshard.pipeline.geometry import row_major_strides
-from paddle_reshard.pipeline.tensors import PARAM, Tensor, dtype_named
+from paddle_reshard.pipeline.core.errors import CoverageError
+from paddle_reshard.pipeline.core.geometry import row_major_strides
+from paddle_reshard.pipeline.core.tensors import PARAM, Tensor, dtype_named
 
 FLOAT32 = dtype_named("float32")
 ONE, TWO = File("optimizer.tp00.pdopt", 1000), File("optimizer.tp01.pdopt", 1000)

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 
 from benchmarks.synthetic import LLAMA_7B, catalog_of
-from paddle_reshard.pipeline.catalog import Catalog, File, fragment_row, fragment_rows
+from paddle_reshard.pipeline.convert.request import SMALLEST_BUDGET_BYTES
+from paddle_reshard.pipeline.core.catalog import Catalog, File, fragment_row, fragment_rows
+from paddle_reshard.pipeline.core.literals import Literals
+from paddle_reshard.pipeline.core.part_limits import PartLimits
+from paddle_reshard.pipeline.core.tensors import Tensor, dtype_named
+from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_hybrid
-from paddle_reshard.pipeline.literals import Literals
-from paddle_reshard.pipeline.options import SMALLEST_BUDGET_BYTES
 from paddle_reshard.pipeline.planning.checks import held_parameters
-from paddle_reshard.pipeline.planning.limits import PartLimits
 from paddle_reshard.pipeline.planning.ops import HOLD, ITEMSIZES, MOVE, PROBE, Ops, op_volumes
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan, plan_conversion
-from paddle_reshard.pipeline.tensors import Tensor, dtype_named
-from paddle_reshard.pipeline.topology import Topology
-from paddle_reshard.storage import s3
+from paddle_reshard.storage.s3 import target as s3
 
 S3 = PartLimits(s3.SMALLEST_PART_BYTES, s3.MOST_PARTS, s3.COPIES)
 SAMPLE_BYTES = 4096

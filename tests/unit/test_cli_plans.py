@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from paddle_reshard.pipeline.cli import cli
+from paddle_reshard.pipeline.cli.main import cli
 from tests.conftest import case_directory
 
 

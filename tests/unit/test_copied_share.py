@@ -3,12 +3,12 @@
 import pytest
 
 from benchmarks.synthetic import LLAMA_7B, LLAMA_70B, Dims, catalog_of, files_of
+from paddle_reshard.pipeline.convert.request import SMALLEST_BUDGET_BYTES
+from paddle_reshard.pipeline.core.part_limits import PartLimits
+from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
-from paddle_reshard.pipeline.options import SMALLEST_BUDGET_BYTES
-from paddle_reshard.pipeline.planning.limits import PartLimits
 from paddle_reshard.pipeline.planning.plan import plan_conversion
-from paddle_reshard.pipeline.topology import Topology
-from paddle_reshard.storage import s3
+from paddle_reshard.storage.s3 import target as s3
 
 LIMITS = PartLimits(s3.SMALLEST_PART_BYTES, s3.MOST_PARTS, s3.COPIES)
 GOAL = 0.9

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paddle_reshard.pipeline.errors import FormatError
+from paddle_reshard.pipeline.core.errors import FormatError
 from paddle_reshard.storage.formats import dist_metadata_rows
 from paddle_reshard.storage.formats.dist_metadata import (
     GENERATIONS,

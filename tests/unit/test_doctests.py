@@ -9,7 +9,14 @@ import pytest
 
 import paddle_reshard
 
-PURE = ("_import_path", "pipeline", "storage.formats", "clusters.environment", "tasks.cast", "tasks.figures")
+PURE = (
+    "_import_path",
+    "pipeline",
+    "storage.formats",
+    "clusters.ray.environment",
+    "tasks.cast",
+    "tasks.figures",
+)
 
 
 def _modules() -> list[ModuleType]:
@@ -35,4 +42,9 @@ def test_examples(module: ModuleType) -> None:
 
 def test_examples_are_found_in_the_modules_that_carry_the_rules() -> None:
     names = {module.__name__.removeprefix("paddle_reshard.") for module in _with_examples()}
-    assert {"pipeline.geometry", "pipeline.topology", "pipeline.layouts.hybrid.names", "tasks.cast"} <= names
+    assert {
+        "pipeline.core.geometry",
+        "pipeline.core.topology",
+        "pipeline.layouts.hybrid.names",
+        "tasks.cast",
+    } <= names

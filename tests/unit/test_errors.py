@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 
-from paddle_reshard.pipeline import errors
-from paddle_reshard.pipeline.errors import (
+from paddle_reshard.pipeline.core import errors
+from paddle_reshard.pipeline.core.errors import (
     BusyError,
     CastError,
     CheckpointError,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_reshard.pipeline import geometry
-from paddle_reshard.pipeline.geometry import (
+from paddle_reshard.pipeline.core import geometry
+from paddle_reshard.pipeline.core.geometry import (
     MAX_DIMS,
     Boxes,
     boxes_of_flat_range,

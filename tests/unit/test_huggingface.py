@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_reshard.pipeline.cli import convert
-from paddle_reshard.pipeline.cli_jobs import Request
-from paddle_reshard.pipeline.errors import CheckpointError, CoverageError, RuleError, UsageError
+from paddle_reshard.pipeline.cli.jobs import Request
+from paddle_reshard.pipeline.cli.main import convert
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError, UsageError
+from paddle_reshard.pipeline.core.tensors import dtype_named
 from paddle_reshard.pipeline.layouts.huggingface.parts import model_parts
 from paddle_reshard.pipeline.layouts.huggingface.source import is_huggingface, read_huggingface
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.rules import RuleTable, parse_rule_table
-from paddle_reshard.pipeline.tensors import dtype_named
 from paddle_reshard.storage.formats.safetensors import (
     Index,
     SafetensorsPayload,

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 import paddle_reshard
 from paddle_reshard.clusters.inline import InlineEngine
-from paddle_reshard.pipeline.errors import MemoryBudgetError, UsageError
+from paddle_reshard.pipeline.convert.run import ConversionPlan
+from paddle_reshard.pipeline.core.errors import MemoryBudgetError, UsageError
 from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import plan_work
-from paddle_reshard.pipeline.workflow import ConversionPlan
 from paddle_reshard.storage.store import Read, ReadRange
 from paddle_reshard.tasks.run_group import run_group
 from paddle_reshard.tasks.workspace import Workspace, Workspaces

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.errors import RuleError
+from paddle_reshard.pipeline.core.errors import RuleError
+from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable, choose_table, shipped_tables
-from paddle_reshard.pipeline.topology import Topology
 from tests import oracle
 from tests.conftest import case_directory, case_names
 

@@ -16,7 +16,7 @@ import jsonschema
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli_output import Commands
+from paddle_reshard.pipeline.cli.output import Commands
 from tests.conftest import COMMITTED, REPO
 
 DEMO = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"

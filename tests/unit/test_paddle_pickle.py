@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paddle_reshard.pipeline.errors import FormatError
+from paddle_reshard.pipeline.core.errors import FormatError
 from paddle_reshard.storage.formats.paddle_pickle import (
     BIG_PARAM_INFO,
     MAX_NESTING,

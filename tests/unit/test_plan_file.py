@@ -10,14 +10,14 @@ import pyarrow as pa
 import pytest
 
 from benchmarks.synthetic import Dims, catalog_of
-from paddle_reshard.pipeline.errors import FormatError, PlanError, UsageError
+from paddle_reshard.pipeline.convert import plan_file
+from paddle_reshard.pipeline.convert.plan_file import check_is_saved, load_plan, save_plan, saved_plan_id
+from paddle_reshard.pipeline.core.errors import FormatError, PlanError, UsageError
+from paddle_reshard.pipeline.core.part_limits import CopyLimits, PartLimits
+from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_hybrid
-from paddle_reshard.pipeline.planning.limits import CopyLimits, PartLimits
 from paddle_reshard.pipeline.planning.ops import Ops
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
-from paddle_reshard.pipeline.topology import Topology
-from paddle_reshard.storage import plan_file
-from paddle_reshard.storage.plan_file import check_is_saved, load_plan, save_plan, saved_plan_id
 
 
 @pytest.fixture(scope="module")

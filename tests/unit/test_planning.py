@@ -10,17 +10,17 @@ from math import prod
 import numpy as np
 import pytest
 
-from paddle_reshard.pipeline.catalog import Catalog, File, fragment_row, fragment_rows
-from paddle_reshard.pipeline.errors import MemoryBudgetError, RereadError
+from paddle_reshard.pipeline.core.catalog import Catalog, File, fragment_row, fragment_rows
+from paddle_reshard.pipeline.core.errors import MemoryBudgetError, RereadError
+from paddle_reshard.pipeline.core.literals import Literals
+from paddle_reshard.pipeline.core.part_limits import CopyLimits, PartLimits
+from paddle_reshard.pipeline.core.tensors import Tensor, dtype_named
 from paddle_reshard.pipeline.layouts.files import TargetFiles
-from paddle_reshard.pipeline.literals import Literals
 from paddle_reshard.pipeline.planning import plan as planning
-from paddle_reshard.pipeline.planning.limits import CopyLimits, PartLimits
 from paddle_reshard.pipeline.planning.match import match
 from paddle_reshard.pipeline.planning.ops import COMPARE
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan, plan_comparisons, plan_conversion
 from paddle_reshard.pipeline.planning.work import plan_work
-from paddle_reshard.pipeline.tensors import Tensor, dtype_named
 from paddle_reshard.storage.store import ReadRange, Receipt
 from paddle_reshard.tasks.run_group import compare_group, run_group
 

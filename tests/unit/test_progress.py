@@ -8,8 +8,8 @@ import threading
 from pathlib import Path
 
 import paddle_reshard
-from paddle_reshard.pipeline.events import FilesRead, Progress, StepEnded, StepStarted, Waiting
-from paddle_reshard.pipeline.progress import ProgressLines
+from paddle_reshard.pipeline.cli.progress import ProgressLines
+from paddle_reshard.pipeline.core.events import FilesRead, Progress, StepEnded, StepStarted, Waiting
 from tests.conftest import COMMITTED
 
 SMALL = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"

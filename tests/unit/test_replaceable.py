@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paddle_reshard.pipeline.layouts.replaceable import Entry, Kind, changed, objection, removal_order
-from paddle_reshard.pipeline.layouts.trainer_files import is_tensor_file
+from paddle_reshard.pipeline.core.trainer_files import is_tensor_file
+from paddle_reshard.storage.replaceable import Entry, Kind, changed, objection, removal_order
 from tests.conftest import CORPUS
 
 MANIFEST = json.dumps(

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.errors import RuleError, UsageError
-from paddle_reshard.pipeline.indexing import index_checkpoint
+from paddle_reshard.pipeline.core.errors import RuleError, UsageError
+from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.layouts.model import read_model
 from paddle_reshard.pipeline.layouts.rules import (
     RuleTable,

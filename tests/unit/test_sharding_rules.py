@@ -16,7 +16,8 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from paddle_reshard.pipeline.errors import PlanError
+from paddle_reshard.pipeline.core.errors import PlanError
+from paddle_reshard.pipeline.core.tensors import dtype_named
 from paddle_reshard.pipeline.layouts.hybrid.segments import segment
 from paddle_reshard.pipeline.layouts.hybrid.sharding import (
     FlatSlice,
@@ -28,7 +29,6 @@ from paddle_reshard.pipeline.layouts.hybrid.sharding import (
     stage3_slice_elements,
 )
 from paddle_reshard.pipeline.layouts.rules import Item
-from paddle_reshard.pipeline.tensors import dtype_named
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:nccl reduce_avg requires paddle compiled with cuda:UserWarning"

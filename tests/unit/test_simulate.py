@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.synthetic import Dims, catalog_of
-from paddle_reshard.pipeline.catalog import File
-from paddle_reshard.pipeline.errors import UsageError
+from paddle_reshard.pipeline.core.catalog import File
+from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.literals import Literals
+from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_hybrid
-from paddle_reshard.pipeline.literals import Literals
 from paddle_reshard.pipeline.planning.ops import Ops
 from paddle_reshard.pipeline.planning.parts import MADE, PART
 from paddle_reshard.pipeline.planning.plan import BAND, FOOTPRINT_BYTES, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.simulate import Rates, simulate
-from paddle_reshard.pipeline.topology import Topology
 
 SECOND = Rates(
     read_bytes_per_second=100,

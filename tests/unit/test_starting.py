@@ -19,7 +19,7 @@ STORES = {"pyarrow", "fsspec", "s3fs", "aiobotocore", "awscrt", "ray", "paddle",
 HEAVY = {"numpy", "rich", *STORES}
 ASK = """
 import atexit, json, sys
-from paddle_reshard.pipeline.cli import main
+from paddle_reshard.pipeline.cli.main import main
 atexit.register(lambda: print("\\n" + json.dumps(sorted(sys.modules)), file=sys.stderr))
 main()
 """
@@ -93,16 +93,16 @@ def test_inspecting_a_local_checkpoint_loads_what_its_format_needs(options: tupl
     assert "numpy" in modules
     assert not modules & {*STORES, "rich", "html", "difflib", "socket", "secrets", "hashlib", "tempfile"}
     ours = {name.removeprefix("paddle_reshard.") for name in modules if name.startswith("paddle_reshard.")}
-    assert "pipeline.inspection" in ours
+    assert "pipeline.convert.inspection" in ours
     assert not ours & {
         "clusters",
         "pipeline.aoa",
         "pipeline.api",
-        "pipeline.workflow",
+        "pipeline.convert.run",
         "pipeline.planning.plan",
-        "storage.ledger",
-        "storage.local",
-        "tasks.flex_index",
+        "storage.session.ledger",
+        "storage.local.target",
+        "pipeline.indexing.flex",
     }
     formats = {"flex.source", "unified.source", "huggingface.source", "hybrid.source", "hybrid.target"}
     assert {name for name in formats if f"pipeline.layouts.{name}" in ours} == {"hybrid.source"}

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_reshard import Topology
-from paddle_reshard.pipeline.errors import UsageError
+from paddle_reshard.pipeline.core.errors import UsageError
 
 AXES = ("tp", "pp", "vpp", "sharding", "ep", "dp")
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.storage.formats.dist_metadata import PIECE_COLUMNS, PLACE_COLUMNS, DistMetadata
 
 _T = TypeVar("_T", bound=Any)

@@ -11,8 +11,15 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from paddle_reshard.pipeline.catalog import Catalog
-from paddle_reshard.pipeline.errors import CheckpointError, CoverageError
+from paddle_reshard.pipeline.core.catalog import Catalog
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
+from paddle_reshard.pipeline.core.tensors import (
+    EMA_MASTER_WEIGHT,
+    EMA_PARAM,
+    MASTER_WEIGHT,
+    PARAM,
+    Tensor,
+)
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.flex.names import (
     AUTO_PARALLEL,
@@ -28,13 +35,6 @@ from paddle_reshard.pipeline.layouts.flex.source import Fused, catalog_flex, not
 from paddle_reshard.pipeline.layouts.model import Model, predict_parameter_names, read_model
 from paddle_reshard.pipeline.layouts.rules import RuleTable, choose_table
 from paddle_reshard.pipeline.layouts.whole import check_whole
-from paddle_reshard.pipeline.tensors import (
-    EMA_MASTER_WEIGHT,
-    EMA_PARAM,
-    MASTER_WEIGHT,
-    PARAM,
-    Tensor,
-)
 from paddle_reshard.storage.formats.dist_metadata import DistMetadata
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 

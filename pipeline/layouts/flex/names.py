@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from paddle_reshard.pipeline.tensors import (
+from paddle_reshard.pipeline.core.tensors import (
     ACCUMULATORS,
     EMA_MASTER_WEIGHT,
     EMA_PARAM,

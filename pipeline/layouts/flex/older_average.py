@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Final
 
-from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError
+from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError
 from paddle_reshard.pipeline.layouts.flex.boxes import Box, describe_boxes
 from paddle_reshard.pipeline.layouts.flex.checkpoint import DataFile
 from paddle_reshard.pipeline.layouts.flex.names import (

@@ -14,9 +14,10 @@ from math import prod
 
 import numpy as np
 
-from paddle_reshard.pipeline.catalog import Catalog, File, check_catalog
-from paddle_reshard.pipeline.errors import CheckpointError, CoverageError
-from paddle_reshard.pipeline.geometry import Shape, padded
+from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
+from paddle_reshard.pipeline.core.geometry import Shape, padded
+from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, DType, Tensor, dtype_named, dtype_of_code
 from paddle_reshard.pipeline.layouts.flex.names import (
     FOLDERS,
     Name,
@@ -25,7 +26,6 @@ from paddle_reshard.pipeline.layouts.flex.names import (
     paddleformers_name,
 )
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
-from paddle_reshard.pipeline.tensors import ACCUMULATORS, DType, Tensor, dtype_named, dtype_of_code
 from paddle_reshard.storage.formats.dist_metadata import Columns, DistMetadata
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 

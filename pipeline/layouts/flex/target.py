@@ -13,8 +13,17 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from paddle_reshard.pipeline.catalog import File
-from paddle_reshard.pipeline.errors import PlanError, RuleError, UsageError
+from paddle_reshard.pipeline.core.catalog import File
+from paddle_reshard.pipeline.core.errors import PlanError, RuleError, UsageError
+from paddle_reshard.pipeline.core.literals import Literals
+from paddle_reshard.pipeline.core.tensors import (
+    ACCUMULATORS,
+    EMA_MASTER_WEIGHT,
+    EMA_PARAM,
+    MASTER_WEIGHT,
+    PARAM,
+    Tensor,
+)
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import SIGNAL_PREFIX, TargetFiles
 from paddle_reshard.pipeline.layouts.flex.boxes import Box, describe_boxes
@@ -34,15 +43,6 @@ from paddle_reshard.pipeline.layouts.flex.names import (
 from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META
 from paddle_reshard.pipeline.layouts.model import ModelTensor, predict_parameter_names
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
-from paddle_reshard.pipeline.literals import Literals
-from paddle_reshard.pipeline.tensors import (
-    ACCUMULATORS,
-    EMA_MASTER_WEIGHT,
-    EMA_PARAM,
-    MASTER_WEIGHT,
-    PARAM,
-    Tensor,
-)
 from paddle_reshard.storage.formats.dist_metadata import (
     GENERATIONS,
     DistMetadata,

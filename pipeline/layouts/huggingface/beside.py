@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paddle_reshard.pipeline.errors import CheckpointError
+from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.huggingface.parts import is_transposed
 from paddle_reshard.pipeline.layouts.huggingface.source import dtype_of_tag

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from paddle_reshard.pipeline.errors import CheckpointError, RuleError
-from paddle_reshard.pipeline.geometry import Shape, row_major_strides
+from paddle_reshard.pipeline.core.errors import CheckpointError, RuleError
+from paddle_reshard.pipeline.core.geometry import Shape, row_major_strides
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.rules import Config, HuggingFaceForm, RuleTable, evaluate_sizes
 

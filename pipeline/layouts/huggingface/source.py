@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from paddle_reshard.pipeline.catalog import (
+from paddle_reshard.pipeline.core.catalog import (
     Catalog,
     File,
     FragmentRow,
@@ -21,8 +21,9 @@ from paddle_reshard.pipeline.catalog import (
     fragment_row,
     fragment_rows,
 )
-from paddle_reshard.pipeline.errors import CheckpointError, CoverageError, RuleError
-from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError
+from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.tensors import PARAM, DType, Tensor, dtype_named
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, tensor_parts
 from paddle_reshard.pipeline.layouts.huggingface.target import (
@@ -34,7 +35,6 @@ from paddle_reshard.pipeline.layouts.huggingface.target import (
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, read_model
 from paddle_reshard.pipeline.layouts.rules import Config, Rule, RuleTable, candidate_tables
 from paddle_reshard.pipeline.layouts.whole import check_whole
-from paddle_reshard.pipeline.tensors import PARAM, DType, Tensor, dtype_named
 from paddle_reshard.storage.formats.safetensors import Index, SafetensorsPayload
 
 HUGGINGFACE = "huggingface"

@@ -9,16 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from paddle_reshard.pipeline.catalog import Catalog, File, FragmentRow, fragment_row, fragment_rows
-from paddle_reshard.pipeline.errors import PlanError, UsageError
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.files import TargetFiles
-from paddle_reshard.pipeline.layouts.huggingface.choices import EMA, FLOATING
-from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, part_elements
-from paddle_reshard.pipeline.layouts.model import ModelTensor
-from paddle_reshard.pipeline.limits import MAX_TARGET_FILES
-from paddle_reshard.pipeline.literals import Literals
-from paddle_reshard.pipeline.tensors import (
+from paddle_reshard.pipeline.core.catalog import Catalog, File, FragmentRow, fragment_row, fragment_rows
+from paddle_reshard.pipeline.core.errors import PlanError, UsageError
+from paddle_reshard.pipeline.core.limits import MAX_TARGET_FILES
+from paddle_reshard.pipeline.core.literals import Literals
+from paddle_reshard.pipeline.core.tensors import (
     EMA_MASTER_WEIGHT,
     EMA_PARAM,
     MASTER_WEIGHT,
@@ -26,6 +21,11 @@ from paddle_reshard.pipeline.tensors import (
     Cast,
     DType,
 )
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.files import TargetFiles
+from paddle_reshard.pipeline.layouts.huggingface.choices import EMA, FLOATING
+from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, part_elements
+from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.storage.formats.safetensors import Index, TensorSlot, encode_safetensors, format_index
 
 INDEX = "model.safetensors.index.json"

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TypeVar
 
-from paddle_reshard.pipeline.errors import CheckpointError, CoverageError
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
+from paddle_reshard.pipeline.core.tensors import EMA_PARAM, PARAM
+from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.hybrid.ranks import Cell, Ranks, StoredArray, experts_of
 from paddle_reshard.pipeline.layouts.model import ModelTensor
-from paddle_reshard.pipeline.tensors import EMA_PARAM, PARAM
-from paddle_reshard.pipeline.topology import Topology
 
 Value = TypeVar("Value")
 

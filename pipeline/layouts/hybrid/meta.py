@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paddle_reshard.pipeline.errors import CheckpointError, UnsupportedError
-from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError
+from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.tensors import DType, dtype_of_meta, phi_code
+from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META
-from paddle_reshard.pipeline.tensors import DType, dtype_of_meta, phi_code
-from paddle_reshard.pipeline.topology import Topology
 
 LARGEST_EXTENT = 1 << 40
 STRATEGIES = {"ShardingV1": "stage1v1", "ShardingV2": "stage1v2"}

@@ -19,9 +19,9 @@ import re
 from collections.abc import Container
 from dataclasses import dataclass
 
-from paddle_reshard.pipeline.errors import CheckpointError
-from paddle_reshard.pipeline.limits import MAX_RANKS
-from paddle_reshard.pipeline.tensors import ACCUMULATORS
+from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.core.limits import MAX_RANKS
+from paddle_reshard.pipeline.core.tensors import ACCUMULATORS
 
 MODEL_STATE = "model_state"
 OPTIMIZER = "optimizer"

@@ -14,8 +14,19 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
 
-from paddle_reshard.pipeline.errors import CheckpointError, CoverageError, UnsupportedError
-from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, UnsupportedError
+from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.limits import MAX_RANKS
+from paddle_reshard.pipeline.core.tensors import (
+    EMA_MASTER_WEIGHT,
+    EMA_PARAM,
+    MASTER_WEIGHT,
+    PARAM,
+    DType,
+    dtype_named,
+    dtype_of_code,
+)
+from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.checkpoint import checked_schedule
 from paddle_reshard.pipeline.layouts.hybrid.meta import CellMeta, ModelMeta
 from paddle_reshard.pipeline.layouts.hybrid.names import (
@@ -30,17 +41,6 @@ from paddle_reshard.pipeline.layouts.hybrid.names import (
     rank_file_name,
     split_accumulator_key,
 )
-from paddle_reshard.pipeline.limits import MAX_RANKS
-from paddle_reshard.pipeline.tensors import (
-    EMA_MASTER_WEIGHT,
-    EMA_PARAM,
-    MASTER_WEIGHT,
-    PARAM,
-    DType,
-    dtype_named,
-    dtype_of_code,
-)
-from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArrayRef, SplitArray
 
 Array = ArrayRef | SplitArray

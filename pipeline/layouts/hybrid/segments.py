@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from paddle_reshard.pipeline.errors import PlanError
+from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.layouts.rules import Item
 
 Segmentation = str | tuple[int, ...]

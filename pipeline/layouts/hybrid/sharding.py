@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from paddle_reshard.pipeline.tensors import DType
+from paddle_reshard.pipeline.core.tensors import DType
 
 ALIGNMENT_BYTES = 256  # of gpu, xpu and npu alike: tensor_fusion_helper.alignment
 DEFAULT_BUFFER_BYTES = 256 << 20

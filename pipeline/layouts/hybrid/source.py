@@ -15,17 +15,28 @@ from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple
 
-from paddle_reshard.pipeline.catalog import (
+from paddle_reshard.pipeline.core.catalog import (
     Catalog,
     File,
     check_catalog,
 )
-from paddle_reshard.pipeline.errors import (
+from paddle_reshard.pipeline.core.errors import (
     CheckpointError,
     CoverageError,
     RuleError,
 )
-from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.tensors import (
+    ACCUMULATORS,
+    EMA_MASTER_WEIGHT,
+    EMA_PARAM,
+    MASTER_WEIGHT,
+    PARAM,
+    DType,
+    Tensor,
+    dtype_of_code,
+)
+from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.hybrid.experts import (
     check_experts,
@@ -61,17 +72,6 @@ from paddle_reshard.pipeline.layouts.rules import (
     expected_shape,
 )
 from paddle_reshard.pipeline.layouts.whole import check_layers
-from paddle_reshard.pipeline.tensors import (
-    ACCUMULATORS,
-    EMA_MASTER_WEIGHT,
-    EMA_PARAM,
-    MASTER_WEIGHT,
-    PARAM,
-    DType,
-    Tensor,
-    dtype_of_code,
-)
-from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 
 HYBRID = "hybrid"

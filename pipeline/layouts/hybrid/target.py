@@ -13,9 +13,20 @@ from math import prod
 
 import numpy as np
 
-from paddle_reshard.pipeline.catalog import File
-from paddle_reshard.pipeline.errors import PlanError, RuleError, UnsupportedError
-from paddle_reshard.pipeline.geometry import Ints, Shape
+from paddle_reshard.pipeline.core.catalog import File
+from paddle_reshard.pipeline.core.errors import PlanError, RuleError, UnsupportedError
+from paddle_reshard.pipeline.core.geometry import Ints, Shape
+from paddle_reshard.pipeline.core.literals import Kept, Literals
+from paddle_reshard.pipeline.core.tensors import (
+    ACCUMULATORS,
+    DTYPES,
+    EMA_MASTER_WEIGHT,
+    EMA_PARAM,
+    MASTER_WEIGHT,
+    PARAM,
+    DType,
+)
+from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import SIGNAL_PREFIX, TargetFiles
 from paddle_reshard.pipeline.layouts.hybrid.meta import (
@@ -50,17 +61,6 @@ from paddle_reshard.pipeline.layouts.model import (
     predict_parameter_names,
 )
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
-from paddle_reshard.pipeline.literals import Kept, Literals
-from paddle_reshard.pipeline.tensors import (
-    ACCUMULATORS,
-    DTYPES,
-    EMA_MASTER_WEIGHT,
-    EMA_PARAM,
-    MASTER_WEIGHT,
-    PARAM,
-    DType,
-)
-from paddle_reshard.pipeline.topology import Topology
 from paddle_reshard.storage.formats.paddle_pickle import (
     STRUCTURED_NAMES,
     ArraySlot,

@@ -14,8 +14,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from paddle_reshard.pipeline.errors import RuleError, UsageError
-from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.core.errors import RuleError, UsageError
+from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 
 Config = Mapping[str, Any]

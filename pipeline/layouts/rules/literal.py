@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
-from paddle_reshard.pipeline.errors import RuleError
+from paddle_reshard.pipeline.core.errors import RuleError
 from paddle_reshard.pipeline.layouts.rules import Config, HuggingFaceForm, Item, Rule, RuleTable
 
 FAMILY = "by its keys"

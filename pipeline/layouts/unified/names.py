@@ -19,9 +19,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from paddle_reshard.pipeline.errors import CheckpointError, CoverageError, UnsupportedError
-from paddle_reshard.pipeline.limits import MAX_TARGET_FILES
-from paddle_reshard.pipeline.tensors import ACCUMULATORS
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, UnsupportedError
+from paddle_reshard.pipeline.core.limits import MAX_TARGET_FILES
+from paddle_reshard.pipeline.core.tensors import ACCUMULATORS
 from paddle_reshard.storage.formats.safetensors import Index, SafetensorsPayload
 
 MODEL: Final = "model"

@@ -30,13 +30,21 @@ from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple
 
-from paddle_reshard.pipeline.catalog import Catalog, File, check_catalog
-from paddle_reshard.pipeline.errors import (
+from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
+from paddle_reshard.pipeline.core.errors import (
     CoverageError,
     RuleError,
     UnsupportedError,
 )
-from paddle_reshard.pipeline.geometry import Shape
+from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.tensors import (
+    ACCUMULATORS,
+    MASTER_WEIGHT,
+    PARAM,
+    DType,
+    Tensor,
+    dtype_named,
+)
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.huggingface.parts import is_transposed
 from paddle_reshard.pipeline.layouts.huggingface.source import dtype_of_tag
@@ -55,7 +63,6 @@ from paddle_reshard.pipeline.layouts.unified.names import (
     split_optimizer_key,
 )
 from paddle_reshard.pipeline.layouts.whole import check_whole
-from paddle_reshard.pipeline.tensors import ACCUMULATORS, MASTER_WEIGHT, PARAM, DType, Tensor, dtype_named
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 from paddle_reshard.storage.formats.safetensors import Index, SafetensorsPayload
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from paddle_reshard.pipeline.catalog import File, FragmentRow, fragment_row, fragment_rows
-from paddle_reshard.pipeline.errors import PlanError, UsageError
-from paddle_reshard.pipeline.geometry import row_major_strides
+from paddle_reshard.pipeline.core.catalog import File, FragmentRow, fragment_row, fragment_rows
+from paddle_reshard.pipeline.core.errors import PlanError, UsageError
+from paddle_reshard.pipeline.core.geometry import row_major_strides
+from paddle_reshard.pipeline.core.literals import Literals
+from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, MASTER_WEIGHT, PARAM, Tensor
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.huggingface.target import TAGS
@@ -26,8 +28,6 @@ from paddle_reshard.pipeline.layouts.unified.names import (
     index_name,
     optimizer_key,
 )
-from paddle_reshard.pipeline.literals import Literals
-from paddle_reshard.pipeline.tensors import ACCUMULATORS, MASTER_WEIGHT, PARAM, Tensor
 from paddle_reshard.storage.formats.paddle_pickle import encode_pickle
 from paddle_reshard.storage.formats.safetensors import Index, TensorSlot, encode_safetensors, format_index
 

@@ -1,0 +1,472 @@
+"""Run a plan on Ray: the same groups as inline, in any order, on as many workers as there are.
+
+The driver hands out groups to actors (``ReshardWorker``), to each at most so many at a time as its memory holds:
+some are read or written while others are moved, and groups are made only as fast as they are run. Ray restarts
+nothing by itself: groups are idempotent, so a group whose worker was lost is handed out again by the driver, up to
+``ATTEMPTS`` times, and the worker is replaced. A group that failed is tried again alone on a worker, so that one
+that kills its workers takes no other with it more than once. A refusal (``ReshardError``) by any worker stops
+everything and arrives whole.
+
+A group alone on a worker never touches Ray's object store. A group that is *exchanged* is shared by several
+workers (:mod:`paddle_reshard.clusters.ray.exchange`): its bands become ``ObjectRef``\\ s, which the makers of its
+parts take as resolved arguments, without a copy on the node that loaded them. The bands of all groups that are
+being exchanged are at most half of the smallest node's object store: even if every node came to hold all of
+them, Ray would not spill.
+
+Settings are pickled to the workers with the source and the writer, which may hold credentials: they are passed
+as arguments, and never printed or logged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from paddle_reshard.clusters.ray.environment import handed_on
+from paddle_reshard.clusters.ray.exchange import band_bytes, merge_reports, split_group
+from paddle_reshard.clusters.ray.join import joined_ray, lost_node, one_line
+from paddle_reshard.clusters.ray.worker import ReshardWorker
+from paddle_reshard.pipeline.core.errors import (
+    ClusterError,
+    GroupFailedError,
+    MemoryBudgetError,
+    ReshardError,
+    UnsupportedError,
+    UsageError,
+)
+from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
+from paddle_reshard.pipeline.planning.work import GROUPS_AT_A_TIME, GroupWork
+from paddle_reshard.storage.store import ReadRange, WritePart
+from paddle_reshard.tasks.run_group import GroupReport
+
+log = logging.getLogger(__name__)
+
+EXCHANGES = ("auto", "always", "never")
+DEVICES = ("cpu", "gpu")
+SIDE_BY_SIDE = "side_by_side"
+"""Calls of a worker that need not wait for each other. One that has a GPU runs one group at a time."""
+ATTEMPTS = 4
+"""How often a group is tried, and how often a worker is started before its place is given up."""
+SHARED_BYTES = 32 << 20
+"""Groups below this peak are not worth sharing; ``exchange="always"`` shares them all the same."""
+PATIENCE_SECONDS = 15.0
+"""How long nothing may happen before work is dealt to the workers that are there, and the log says what is
+missing if there are none."""
+
+
+@dataclass(frozen=True)
+class RayEngine:
+    """Settings of a run on Ray; called with groups, it is an ``Engine``."""
+
+    address: str | None = None
+    """``host:port``, or ``auto`` for the cluster on this machine. ``None``: what ``RAY_ADDRESS`` says, else a Ray
+    of our own that ends with the run. A process that has joined Ray already stays where it is."""
+    workers: int | None = None
+    """Default: as many as the cluster has room for. Never more than could be busy."""
+    memory_bytes: int = 1 << 30
+    """What each worker may use, and reserves; no group's peak may exceed it."""
+    exchange: str = "auto"
+    """``auto``: a large group is shared where fewer groups wait than workers are idle; ``always``; ``never``."""
+    device: str = "cpu"
+    """``cpu``: moves are made with NumPy. ``gpu``: each worker has one GPU of its own, and Paddle makes them."""
+    place: str = "gpu"
+    """What Paddle calls the device of a worker that has one. Its CPU device, ``cpu``, makes the same bits."""
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and self.workers < 1:
+            raise UsageError(f"{self.workers} workers: at least 1 is needed")
+        for value, known, what in (
+            (self.exchange, EXCHANGES, "exchange"),
+            (self.device, DEVICES, "device"),
+        ):
+            if value not in known:
+                raise UsageError(f"unknown {what} {value!r}; known are {', '.join(known)}")
+        if self.address is not None and "://" in self.address:
+            raise UsageError(
+                f"Ray at {self.address!r}: give host:port of the head node, or submit a job to that cluster"
+            )
+
+    def __call__(
+        self, works: Iterable[GroupWork], source: ReadRange, target: WritePart
+    ) -> Generator[GroupReport, None, None]:
+        """Run every group, and report each as it is done. Closing the iterator ends all workers."""
+        works = iter(works)
+        for first in works:
+            with joined_ray(self.joins, self.workers):
+                run = _Run(self, chain([first], works), source, target)
+                try:
+                    yield from run.reports()
+                finally:
+                    run.end()
+
+    @property
+    def joins(self) -> str | None:
+        """The Ray of others that a process joins which is in none yet; ``None``: there is none."""
+        return self.address or os.environ.get("RAY_ADDRESS") or None
+
+    @property
+    def demand(self) -> dict[str, float]:
+        """What Ray reserves for each worker."""
+        gpu = {"GPU": 1.0} if self.device == "gpu" else {}
+        return {"CPU": 1.0, "memory": float(self.memory_bytes), **gpu}
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A place for an actor, and the actor that is there."""
+
+    number: int
+    actor: Any
+    starts: int = 1
+    """Actors that were started here since one was ready."""
+    ready: bool = False
+    asked: bool = True
+    """Whether it was asked if it is there, and has not answered."""
+    attempts: list[_Attempt] = field(default_factory=list)
+    """What it is working on."""
+
+
+@dataclass(eq=False)
+class _Attempt:
+    """One group on its way."""
+
+    work: GroupWork
+    number: int = 1
+    shares: int = 0
+    """Workers that have not yet ended their share of it."""
+    object_bytes: int = 0
+    """Bands of it in the object store; 0 if it is not exchanged."""
+    reports: list[GroupReport] = field(default_factory=list)
+    failure: RayError | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether its workers do nothing else meanwhile: it is exchanged, or it failed before."""
+        return self.number > 1 or self.object_bytes > 0
+
+
+class _Run:
+    """One run of all groups. Everything happens on the driver's one thread, between two waits."""
+
+    def __init__(
+        self, engine: RayEngine, works: Iterator[GroupWork], source: ReadRange, target: WritePart
+    ) -> None:
+        self.engine, self.works, self.source, self.target = engine, works, source, target
+        self.queue: deque[_Attempt] = deque()
+        self.exhausted = False
+        """Whether all groups that are left are in the queue."""
+        self.running = 0
+        self.patient = True
+        """Whether to wait for workers that are still starting, where they could share a group."""
+        self.workers: list[_Worker] = []
+        self.pending: dict[Any, tuple[_Worker, _Attempt | None]] = {}
+        """What was asked of whom: a share of a group, or (``None``) whether it is there."""
+        as_actor: Any = ray.remote
+        self.actor_class: Any = as_actor(concurrency_groups={SIDE_BY_SIDE: GROUPS_AT_A_TIME})(ReshardWorker)
+        self.bundles: PlacementGroup | None = None
+        every: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        nodes = [node["Resources"] for node in every if node["Alive"]]
+        self.room = _room(nodes, engine.demand)
+        self.most_object_bytes = min((int(n.get("object_store_memory", 0)) for n in nodes), default=0) // 2
+        self.object_bytes = 0
+        """Bands in the object store."""
+
+    def reports(self) -> Iterator[GroupReport]:
+        """Run all groups."""
+        self._start_workers()
+        while True:
+            self._hand_out()
+            if not self.queue and not self.running:
+                return
+            done, asked = ray.wait(list(self.pending), timeout=PATIENCE_SECONDS)
+            if not done:
+                self.patient = False
+                self._check_there()
+                if not self.running:
+                    log.warning("still waiting for workers; each needs %s", _readable(self.engine.demand))
+            if asked:  # whoever else has answered meanwhile
+                done += ray.wait(asked, num_returns=len(asked), timeout=0)[0]
+            for ref in done:
+                yield from self._settle(ref)
+
+    def _check_there(self) -> None:
+        """Give up where nothing more can happen.
+
+        Raises
+        ------
+        ClusterError
+            If the node that this process belongs to is dead. Its groups are kept like those of a killed conversion.
+        """
+        if lost := lost_node():
+            raise ClusterError(
+                f"Ray was lost while groups were being moved ({lost}); what was written is kept: run the same again "
+                "with --resume"
+            )
+
+    def end(self) -> None:
+        """End all workers, whatever they are doing."""
+        self.pending.clear()
+        with contextlib.suppress(RayError):
+            for worker in self.workers:
+                ray.kill(worker.actor)
+            if self.bundles is not None:
+                remove_placement_group(self.bundles)
+
+    # ------------------------------------------------------------------------------------------ workers
+
+    def _start_workers(self) -> None:
+        engine = self.engine
+        count = _worker_count(engine, self.room)
+        self._look_ahead(count)
+        if self.exhausted:
+            most = (1 if engine.exchange == "never" else len(a.work.bands) for a in self.queue)
+            count = min(count, sum(max(1, bands) for bands in most))
+        if engine.device == "gpu":
+            self.bundles = placement_group([engine.demand] * count, strategy="PACK")
+        for number in range(count):
+            worker = _Worker(number, self._actor(number))
+            self.workers.append(worker)
+            self._ask_whether_there(worker)
+
+    def _actor(self, number: int) -> Any:
+        """Start the actor of one worker; Ray restarts and retries nothing, see above."""
+        engine = self.engine
+        strategy: Any = "SPREAD"
+        if self.bundles is not None:
+            strategy = PlacementGroupSchedulingStrategy(self.bundles, placement_group_bundle_index=number)
+        options = self.actor_class.options(
+            num_cpus=1,
+            num_gpus=0 if self.bundles is None else 1,
+            memory=engine.memory_bytes,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=strategy,
+        )
+        place = None if self.bundles is None else engine.place
+        return options.remote(self.source, self.target, place, number, engine.memory_bytes, handed_on())
+
+    def _ask_whether_there(self, worker: _Worker) -> None:
+        worker.asked = True
+        self.pending[worker.actor.prepare.remote()] = (worker, None)
+
+    def _welcome(self, worker: _Worker, answer: Any) -> None:
+        """A worker said that it is there, or failed to."""
+        if not isinstance(answer, RayError):
+            if not worker.ready:
+                log.info("worker %d: %s", worker.number, answer)
+            worker.ready, worker.starts, worker.asked = True, 1, False
+            return
+        cause = cause_of(answer)
+        ray.kill(worker.actor)
+        if not worker.ready and worker.starts >= ATTEMPTS:
+            self.workers.remove(worker)
+            if not self.workers:
+                raise ClusterError(f"no worker could be started on the Ray cluster: {cause}") from answer
+            log.warning("worker %d: given up after %d starts: %s", worker.number, worker.starts, cause)
+            return
+        log.warning("worker %d: lost, and started again: %s", worker.number, cause)
+        worker.starts = 1 if worker.ready else worker.starts + 1
+        worker.ready = False
+        worker.actor = self._actor(worker.number)
+        self._ask_whether_there(worker)
+
+    # ------------------------------------------------------------------------------------------- groups
+
+    def _look_ahead(self, count: int) -> None:
+        """Have ``count`` groups in the queue, if there are that many."""
+        while not self.exhausted and len(self.queue) < count:
+            work = next(self.works, None)
+            if work is None:
+                self.exhausted = True
+            else:
+                self.queue.append(_Attempt(work))
+
+    def _hand_out(self) -> None:
+        """Give the waiting groups to workers: idle ones first, then those that have room for one more."""
+        while True:
+            idle = [worker for worker in self.workers if not worker.asked and not worker.attempts]
+            self._look_ahead(1 + len(idle or self.workers))
+            if not self.queue:
+                return
+            attempt = self.queue[0]
+            if idle:
+                members = idle[: self._workers_for(attempt, len(idle))]
+            else:
+                members = self._with_room(attempt)
+            if not members:
+                return
+            self._hand_to(members, self.queue.popleft())
+
+    def _with_room(self, attempt: _Attempt) -> list[_Worker]:
+        """A busy worker that can take another group; none where so few wait that others will soon be idle."""
+        engine = self.engine
+        if engine.device != "cpu" or engine.exchange == "always" or attempt.alone:
+            return []
+        if self.exhausted and len(self.queue) <= len(self.workers):
+            return []
+        most_bytes = engine.memory_bytes - FOOTPRINT_BYTES - attempt.work.peak_bytes
+        free = (
+            worker
+            for worker in self.workers
+            if not worker.asked
+            and len(worker.attempts) < GROUPS_AT_A_TIME
+            and not any(other.alone for other in worker.attempts)
+            and sum(other.work.peak_bytes for other in worker.attempts) <= most_bytes
+        )
+        return sorted(free, key=lambda worker: len(worker.attempts))[:1]
+
+    def _hand_to(self, members: list[_Worker], attempt: _Attempt) -> None:
+        self.running += 1
+        attempt.shares = len(members)
+        for member in members:
+            member.attempts.append(attempt)
+        if len(members) > 1:
+            self._exchange(attempt, members)
+        else:
+            (member,) = members
+            run = member.actor.run
+            if self.engine.device == "cpu":
+                run = run.options(concurrency_group=SIDE_BY_SIDE)
+            self.pending[run.remote(attempt.work)] = (member, attempt)
+
+    def _workers_for(self, attempt: _Attempt, idle: int) -> int:
+        """How many of the idle workers take a group; 0 where it has to wait for more of them."""
+        work, exchange = attempt.work, self.engine.exchange
+        needed_bytes = work.peak_bytes + FOOTPRINT_BYTES
+        if needed_bytes > self.engine.memory_bytes:
+            raise MemoryBudgetError(work.label, self.engine.memory_bytes, needed_bytes)
+        object_bytes = band_bytes(work)
+        if (
+            exchange == "never"
+            or attempt.number > 1  # what failed shared is tried in the simplest way
+            or len(work.bands) < 2
+            or len(self.workers) < 2
+            or object_bytes > self.most_object_bytes
+        ):
+            return 1
+        fits = self.object_bytes + object_bytes <= self.most_object_bytes
+        if exchange == "always":
+            return idle if fits and idle > 1 else 0
+        if not fits or not self.exhausted or work.peak_bytes < SHARED_BYTES:
+            return 1
+        if self.patient and not all(worker.ready for worker in self.workers):
+            return 0
+        fair = idle * work.peak_bytes // max(1, sum(waiting.work.peak_bytes for waiting in self.queue))
+        return max(1, min(fair, idle + 1 - len(self.queue), max(len(work.bands), len(work.parts))))
+
+    def _exchange(self, attempt: _Attempt, members: list[_Worker]) -> None:
+        """Share a group: its bands become object refs, and the parts are made from those.
+
+        All bands are asked for before anything is made of them: a worker answers in order, so none waits for
+        another that waits for it.
+        """
+        work = attempt.work
+        shares = split_group(work, len(members))
+        attempt.object_bytes = band_bytes(work)
+        self.object_bytes += attempt.object_bytes
+        bands = {}
+        for member, share in zip(members, shares, strict=True):
+            for number in share.loads:
+                band = work.bands[number]
+                path = work.source_paths[int(band["file"])]
+                bands[number] = member.actor.load.remote(path, int(band["start"]), int(band["stop"]))
+        for member, share in zip(members, shares, strict=True):
+            needed = (bands[number] for number in share.needs)
+            self.pending[member.actor.finish.remote(share.work, *needed)] = (member, attempt)
+
+    def _settle(self, ref: Any) -> Iterator[GroupReport]:
+        """Take one answer; yields a report if it was the last that a group waited for."""
+        worker, attempt = self.pending.pop(ref)
+        try:
+            answer = ray.get(ref)
+        except RayError as failure:
+            answer = failure
+        if isinstance(answer, ReshardError) and not isinstance(
+            answer, RayError
+        ):  # one that was raised is both
+            raise answer
+        if attempt is None:
+            self._welcome(worker, answer)
+            return
+        worker.attempts.remove(attempt)
+        if not isinstance(answer, RayError):
+            attempt.reports.append(answer)
+        else:
+            attempt.failure = answer
+            if not worker.asked:
+                self._ask_whether_there(worker)
+        attempt.shares -= 1
+        if attempt.shares == 0:
+            self.running -= 1
+            self.object_bytes -= attempt.object_bytes
+            if attempt.failure is None:
+                yield merge_reports(attempt.work, attempt.reports)
+            else:
+                self._try_again(attempt.work, attempt.number, attempt.failure)
+
+    def _try_again(self, work: GroupWork, number: int, failure: RayError) -> None:
+        cause = cause_of(failure)
+        if number >= ATTEMPTS:
+            raise GroupFailedError(work.label, work.group, number, cause) from failure
+        log.warning("group %d: attempt %d failed: %s", work.group, number, cause)
+        self.queue.appendleft(_Attempt(work, number + 1))
+
+
+def _room(nodes: Iterable[Mapping[str, float]], demand: Mapping[str, float]) -> int:
+    """How many workers fit on the nodes of a cluster, if nothing else runs there.
+
+    >>> _room([{"CPU": 8, "memory": 3e9}, {"CPU": 1, "memory": 9e9}], {"CPU": 1, "memory": 1e9})
+    4
+    """
+    return sum(min(int(node.get(name, 0) // need) for name, need in demand.items()) for node in nodes)
+
+
+def _worker_count(engine: RayEngine, room: int) -> int:
+    """How many workers to start.
+
+    Raises
+    ------
+    UsageError, UnsupportedError
+        If there is no room, or not for as many as wanted where that cannot change: each with a GPU of its own.
+    """
+    if engine.device == "gpu" and room < (engine.workers or 1):
+        raise UnsupportedError(
+            f"device gpu: the Ray cluster has room for {room} workers of {_readable(engine.demand)} each, "
+            f"{engine.workers or 1} wanted"
+        )
+    if engine.workers is None and not room:
+        raise UsageError(
+            f"no node of the Ray cluster has {_readable(engine.demand)} for a worker; use less --memory, or "
+            "say how many --workers the cluster will grow to"
+        )
+    count = engine.workers or room
+    if count > room:
+        log.warning("%d workers wanted, the Ray cluster has room for %d now", count, room)
+    return count
+
+
+def _readable(demand: Mapping[str, float]) -> str:
+    parts = [
+        f"{amount / (1 << 20):.0f}MiB" if name == "memory" else f"{amount:g} {name}"
+        for name, amount in demand.items()
+    ]
+    return ", ".join(parts)
+
+
+def cause_of(failure: RayError) -> str:
+    """What went wrong, in one line: the error in the worker, or what Ray says of its end."""
+    cause = getattr(failure, "cause", None) if isinstance(failure, RayTaskError) else None
+    if isinstance(cause, BaseException):
+        return f"{type(cause).__name__}: {one_line(cause)}"
+    return f"{type(failure).__name__}: {one_line(failure)}"

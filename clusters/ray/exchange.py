@@ -1,0 +1,105 @@
+"""How do several workers share one group?
+
+Each loads some of its bands; then each makes and writes some of its parts, from whichever bands these need,
+and makes some of the comparisons. A *share* is what one worker does of the group, again a ``GroupWork``, with
+no other bands than the ones it needs: so both ways of running a group are the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from paddle_reshard.pipeline.core.geometry import Ints
+from paddle_reshard.pipeline.planning.ops import MOVE
+from paddle_reshard.pipeline.planning.work import GroupWork
+from paddle_reshard.tasks.run_group import GroupReport, locate, locate_bands
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one of several workers does of a group."""
+
+    loads: tuple[int, ...]
+    """Bands of the group that this worker loads."""
+    needs: tuple[int, ...]
+    """Bands of the group that ``work`` is made from, in the order of its own bands."""
+    work: GroupWork
+
+
+def split_group(work: GroupWork, count: int) -> tuple[Share, ...]:
+    """Share a group among ``count`` workers, bytes to load and bytes to write dealt evenly.
+
+    Every band is loaded by one of them, every part and every comparison is made by one of them.
+    """
+    loader = _deal(work.bands["stop"] - work.bands["start"], count)
+    maker = _deal(work.parts["stop"] - work.parts["start"], count)
+    moves = work.ops["kind"] == MOVE
+    compares = work.ops["kind"] != MOVE
+    first_band = locate_bands(work.bands, work.ops, "source")
+    second_band = first_band.copy()
+    second_band[compares] = locate_bands(work.bands, work.ops[compares], "target")
+    worker = np.empty(len(work.ops), dtype=np.int64)
+    worker[moves] = maker[locate(work.parts, work.ops[moves], "target")]
+    worker[compares] = loader[first_band[compares]]
+    return tuple(
+        _share(work, loader == number, maker == number, worker == number, (first_band, second_band))
+        for number in range(count)
+    )
+
+
+Chosen = npt.NDArray[np.bool_]
+
+
+def _share(
+    work: GroupWork, loads: Chosen, parts: Chosen, ops: Chosen, bands_of_ops: tuple[Ints, Ints]
+) -> Share:
+    needs = np.unique([bands[ops] for bands in bands_of_ops])
+    number_of_part = np.cumsum(parts) - 1
+    return Share(
+        loads=tuple(np.flatnonzero(loads).tolist()),
+        needs=tuple(needs.tolist()),
+        work=replace(
+            work,
+            bands=work.bands[needs],
+            parts=work.parts[parts],
+            ops=work.ops[ops],
+            literals=tuple(
+                (int(number_of_part[part]), offset, content)
+                for part, offset, content in work.literals
+                if parts[part]
+            ),
+        ),
+    )
+
+
+def _deal(sizes: Ints, count: int) -> Ints:
+    """Which of ``count`` workers gets each item: the largest first, each to whom has least so far."""
+    dealt = np.zeros(count, dtype=np.int64)
+    worker = np.zeros(len(sizes), dtype=np.int64)
+    for item in np.argsort(-sizes, kind="stable"):
+        worker[item] = dealt.argmin()
+        dealt[worker[item]] += sizes[item]
+    return worker
+
+
+def merge_reports(work: GroupWork, reports: Sequence[GroupReport]) -> GroupReport:
+    """The report of a group from the reports of its shares; every band was read once, whoever used it."""
+    return GroupReport(
+        group=work.group,
+        read_bytes=band_bytes(work),
+        written_bytes=sum(report.written_bytes for report in reports),
+        receipts=tuple(chain.from_iterable(report.receipts for report in reports)),
+        compared_elements=sum(report.compared_elements for report in reports),
+        differences=tuple(chain.from_iterable(report.differences for report in reports)),
+        figures=tuple(chain.from_iterable(report.figures for report in reports)),
+    )
+
+
+def band_bytes(work: GroupWork) -> int:
+    """Bytes of all bands of a group."""
+    return int((work.bands["stop"] - work.bands["start"]).sum())

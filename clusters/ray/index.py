@@ -1,0 +1,141 @@
+"""Index the rank files of a large checkpoint on Ray.
+
+A rank file is a pickle whose arrays lie between its opcodes, so each takes a small read for every large array: hundreds
+of thousands for a job of thousands of ranks, most of a millisecond of a processor each. Files are dealt in batches to
+tasks of Ray, which tries those of a lost worker again elsewhere: they have no effect. Refusals arrive whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayError
+
+from paddle_reshard.clusters.ray.engine import ATTEMPTS, PATIENCE_SECONDS, RayEngine, cause_of
+from paddle_reshard.clusters.ray.environment import handed_on
+from paddle_reshard.clusters.ray.join import joined_ray, lost_node
+from paddle_reshard.pipeline.core.errors import ClusterError, ReshardError
+from paddle_reshard.pipeline.core.events import FilesRead, Observer, Waiting, ignore_events
+from paddle_reshard.storage.local.source import LocalSource
+from paddle_reshard.storage.remote.retry_counts import count_retries, note_retry
+from paddle_reshard.tasks.index import Readable, index_here
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FEWEST_FILES = 128
+"""Fewer are read before workers have begun."""
+FEWEST_FILES_FOR_OUR_OWN = 512
+"""Fewer are read before a Ray of our own has started, for this and once more for moving."""
+BATCH_FILES = 32
+"""Read side by side by one task."""
+TASKS_AT_A_TIME = 2
+"""On a processor: a task waits for the store half of the time, and for the largest of its files."""
+MEMORY_BYTES = 256 << 20
+"""What a task reserves."""
+
+
+@dataclass(frozen=True)
+class RayIndexing:
+    """Indexes files on the Ray that an engine joins. What is few, or lies on a disk, is indexed here."""
+
+    engine: RayEngine
+    observe: Observer = ignore_events
+
+    def __call__(
+        self, index: Callable[[Readable, str, int], T], store: Readable, sizes: Mapping[str, int]
+    ) -> dict[str, T]:
+        """``index(store, path, size_bytes)`` of every file.
+
+        Raises
+        ------
+        ClusterError
+            If Ray lost the workers of a batch, wherever it was tried.
+        """
+        is_there = ray.is_initialized() or self.engine.joins is not None
+        fewest = FEWEST_FILES if is_there else FEWEST_FILES_FOR_OUR_OWN
+        if len(sizes) < fewest or isinstance(store, LocalSource):
+            return index_here(index, store, sizes, self.observe)
+        self.observe(Waiting("Ray"))
+        found: dict[str, T] = {}
+        with joined_ray(self.engine.joins, self.engine.workers):
+            for batch in self._batches(index, store, sizes):
+                found |= batch
+                self.observe(FilesRead(len(found), len(sizes)))
+        return {path: found[path] for path in sizes}
+
+    def _batches(
+        self, index: Callable[[Readable, str, int], T], store: Readable, sizes: Mapping[str, int]
+    ) -> Iterator[dict[str, T]]:
+        """What the files of each batch hold, as it arrives."""
+        task: Any = ray.remote(_index_batch).options(
+            num_cpus=1 / TASKS_AT_A_TIME,
+            memory=MEMORY_BYTES,
+            max_retries=ATTEMPTS - 1,
+            scheduling_strategy="SPREAD",
+        )
+        shared, environment, paths = ray.put(store), handed_on(), list(sizes)
+        waiting = [
+            {path: sizes[path] for path in paths[start : start + BATCH_FILES]}
+            for start in range(0, len(paths), BATCH_FILES)
+        ]
+        at_a_time = TASKS_AT_A_TIME * (self.engine.workers or len(waiting))
+        running: list[Any] = []
+        try:
+            while waiting or running:
+                while waiting and len(running) < at_a_time:
+                    running.append(task.remote(index, shared, waiting.pop(0), environment))
+                done, running = ray.wait(running, timeout=PATIENCE_SECONDS)
+                if not done:
+                    if lost := lost_node():
+                        raise ClusterError(
+                            f"Ray was lost while files were being indexed ({lost}); run it again"
+                        )
+                    log.info(
+                        "%d batches of files are still being indexed, or wait for a worker", len(running)
+                    )
+                for ref in done:
+                    yield _settle(ref)
+        finally:
+            with contextlib.suppress(RayError):
+                for ref in running:
+                    ray.cancel(ref, force=True)
+
+
+def _settle(ref: Any) -> dict[str, Any]:
+    try:
+        answer, retries = ray.get(ref)
+    except RayError as failure:
+        raise ClusterError(f"files could not be indexed on Ray: {cause_of(failure)}") from failure
+    for code, times in retries.items():
+        for _ in range(times):
+            note_retry(code)
+    if isinstance(answer, ReshardError):
+        raise answer
+    return answer
+
+
+def _index_batch(
+    index: Callable[[Readable, str, int], T],
+    store: Readable,
+    sizes: Mapping[str, int],
+    environment: Mapping[str, str],
+) -> tuple[dict[str, T] | ReshardError, dict[str, int]]:
+    """Index files in this worker; a refusal is returned, and so arrives as it is. With it, requests that were repeated.
+
+    ``environment`` are variables by which the drivers of stores find their credentials.
+    """
+    os.environ.update(environment)
+    before = count_retries()
+    try:
+        found: dict[str, T] | ReshardError = index_here(index, store, sizes)
+    except ReshardError as error:
+        found = error.with_traceback(None)
+    return found, dict(count_retries() - before)

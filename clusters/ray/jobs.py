@@ -1,0 +1,252 @@
+"""Conversions as Ray jobs: one conversion has one submission id, so submitting it twice runs it once.
+
+::
+
+    arguments of `convert` ─► submission id ─► latest attempt on the cluster?
+                                                ├─ runs or has succeeded ─► attach to it
+                                                └─ none, failed, stopped ─► submit `<id>`, `<id>-2`, `<id>-3`, …
+
+The cluster's own token authentication applies: Ray reads ``RAY_AUTH_MODE`` and ``RAY_AUTH_TOKEN``. Credentials of
+a store never get into an entrypoint, an id, a message or what Ray shows of a job; the variables that hold them are
+named, and travel in a file that the job reads (:mod:`paddle_reshard.clusters.ray.environment`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ray.exceptions import RayError
+from ray.job_submission import JobStatus, JobSubmissionClient
+
+from paddle_reshard.clusters.ray import environment
+from paddle_reshard.pipeline.core.errors import JobError, ReshardError, UsageError
+
+PACKAGE = Path(__file__).parents[1]
+POLL_SECONDS = 1.0
+LOST_CONTACT_SECONDS = 600.0
+_CHATTY = ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging")
+"""Loggers that tell of every package that Ray uploads; what is worth knowing is told here."""
+_API_ADDRESS = "RAY_API_SERVER_ADDRESS"
+_ADDRESS_VARIABLES = (_API_ADDRESS, "RAY_ADDRESS")
+_LOG_IN_MESSAGE = ", last available logs"
+"""Where Ray's message begins to repeat the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """A conversion that is to run as a job."""
+
+    arguments: tuple[str, ...]
+    """Arguments of ``paddle-reshard convert``; hold no secrets."""
+    submission_id: str
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Name → content of the small files that the arguments name; they travel with the job."""
+    upload: str = "always"
+    """``always``: the job runs this package, which travels with it. Ray keeps what it was sent before, by its hash.
+    ``never``: it runs the one that is installed on the cluster."""
+    pip: tuple[str, ...] = ()
+    """Requirements that the cluster installs for the job."""
+    env: tuple[str, ...] = ()
+    """Names of variables of this process that the job gets."""
+    cpus: float | None = None
+    """CPUs that the converter itself reserves; ``None``: none, it runs on the head."""
+    again: bool = False
+    """Run it even where an earlier job of this id has succeeded; a running one is attached to all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job on a cluster."""
+
+    client: JobSubmissionClient
+    submission_id: str
+    attached: bool
+    """Whether it was there already."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    """How a job ended."""
+
+    submission_id: str
+    succeeded: bool
+    status: str
+    message: str
+
+    @property
+    def exit_status(self) -> int:
+        """What a command that waited for it should exit with."""
+        return 0 if self.succeeded else 1
+
+
+def entrypoint_of(arguments: Sequence[str], with_environment: bool = False) -> str:
+    """The shell line that a job runs; ``python`` is the one on the head's ``PATH``."""
+    line = shlex.join(["python", "-m", "paddle_reshard", "convert", *arguments])
+    return f". ./{environment.FILE} && {line}" if with_environment else line
+
+
+# ----------------------------------------------------------------------------------------------- submitting
+
+
+def submit_conversion(request: JobRequest, address: str | None) -> Job:
+    """Submit a conversion, or attach to the job that does it already.
+
+    Raises
+    ------
+    JobError
+        If the cluster cannot be reached, or refuses.
+    UsageError
+        If a variable that the job should get is not set.
+    """
+    variables = _variables(request.env)
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    with _failing(variables.values()):
+        client = connect(address)
+        submission_id, running = _place(client, request)
+        if running:
+            return Job(client, submission_id, attached=True)
+        with tempfile.TemporaryDirectory(prefix="paddle-reshard-") as staging:
+            runtime_env = _runtime_env(request, variables, Path(staging))
+            try:
+                client.submit_job(
+                    entrypoint=entrypoint_of(request.arguments, bool(variables)),
+                    submission_id=submission_id,
+                    runtime_env=runtime_env,
+                    entrypoint_num_cpus=request.cpus,
+                )
+            except RuntimeError as error:
+                if "already exists" not in str(error):
+                    raise
+                return Job(client, submission_id, attached=True)  # another process was faster
+    return Job(client, submission_id, attached=False)
+
+
+def connect(address: str | None) -> JobSubmissionClient:
+    """A client of the cluster at ``address``, or of the one that ``RAY_ADDRESS`` names.
+
+    Ray prefers its variables over an explicit address; here the explicit one wins.
+    """
+    if address is None:
+        return JobSubmissionClient()
+    saved = {name: os.environ.pop(name) for name in _ADDRESS_VARIABLES if name in os.environ}
+    try:
+        return JobSubmissionClient(address)
+    finally:
+        os.environ.update(saved)
+
+
+def _place(client: JobSubmissionClient, request: JobRequest) -> tuple[str, bool]:
+    """The id to use, and whether the job of that id is to be attached to. The latest attempt decides."""
+    latest: tuple[str, JobStatus] | None = None
+    number = 1
+    while True:
+        name = request.submission_id if number == 1 else f"{request.submission_id}-{number}"
+        status = _status(client, name)
+        if status is None:
+            break
+        latest, number = (name, status), number + 1
+    if latest is not None:
+        done = latest[1] == JobStatus.SUCCEEDED and not request.again
+        if done or not latest[1].is_terminal():
+            return latest[0], True
+    return name, False
+
+
+def _status(client: JobSubmissionClient, submission_id: str) -> JobStatus | None:
+    try:
+        return client.get_job_status(submission_id)
+    except RuntimeError as error:
+        if "404" in str(error) or "does not exist" in str(error):
+            return None
+        raise
+
+
+def _variables(names: Sequence[str]) -> dict[str, str]:
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise UsageError(f"--env {missing[0]}: no such variable is set here")
+    return {name: os.environ[name] for name in names}
+
+
+def _runtime_env(request: JobRequest, variables: Mapping[str, str], staging: Path) -> dict[str, Any]:
+    """What the job needs on the cluster; folders to upload are put together in ``staging``.
+
+    It always starts in a folder of its own: Python and Ray search the working directory of a job for modules, and
+    that of the head is somebody else's.
+    """
+    folder = _folder(staging / "files", request.files, variables)
+    runtime_env: dict[str, Any] = {"working_dir": str(folder)}
+    if request.pip:
+        runtime_env["pip"] = list(request.pip)
+    if request.upload == "always":
+        package = staging / PACKAGE.name
+        shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+        runtime_env["py_modules"] = [str(package)]
+    return runtime_env
+
+
+def _folder(folder: Path, files: Mapping[str, bytes], variables: Mapping[str, str]) -> Path:
+    """The folder that a job starts in; the variables are for nobody else to read."""
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    if variables:
+        (folder / environment.FILE).touch(mode=0o600)
+        (folder / environment.FILE).write_bytes(environment.shell_file(variables))
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------ following
+
+
+def follow_job(job: Job, write: Callable[[str], None], poll_seconds: float = POLL_SECONDS) -> JobEnd:
+    """Pass a job's output on, whole lines as they come, until it ends.
+
+    The log is polled: a conversion writes a few lines, and polling survives proxies without websockets, a
+    restarted dashboard and a lost connection. Interrupting it leaves the job alone.
+    """
+    shown, silent_since = 0, time.monotonic()
+    while True:
+        try:
+            info = job.client.get_job_info(job.submission_id)
+            ended = info.status.is_terminal()
+            log = job.client.get_job_logs(job.submission_id)
+        except (OSError, RuntimeError) as error:
+            if time.monotonic() - silent_since > LOST_CONTACT_SECONDS:
+                raise JobError(f"{job.submission_id}: lost contact with the cluster: {error}") from error
+        else:
+            silent_since = time.monotonic()
+            end = len(log) if ended else log.rfind("\n") + 1
+            if end > shown:
+                write(log[shown:end])
+                shown = end
+            if ended:
+                message = " ".join((info.message or "").split(_LOG_IN_MESSAGE)[0].split())
+                succeeded = info.status == JobStatus.SUCCEEDED
+                return JobEnd(job.submission_id, succeeded, str(info.status.value), message)
+        time.sleep(poll_seconds)
+
+
+@contextmanager
+def _failing(secrets: Iterable[str]) -> Iterator[None]:
+    """Errors of Ray's client as one sentence that holds none of the secrets."""
+    try:
+        yield
+    except ReshardError:
+        raise
+    except (RayError, OSError, RuntimeError, ValueError) as error:
+        message = " ".join(str(error).split())
+        for secret in filter(None, secrets):
+            message = message.replace(secret, "…")
+        raise JobError(f"the cluster did not take the job: {message}") from None

@@ -1,0 +1,526 @@
+"""The commands that run conversions elsewhere and again and again: ``submit`` and ``watch``.
+
+Both take the arguments of ``convert``. They are read by ``convert`` itself, so a mistake is told before anything
+is submitted, and an option that ``convert`` learns works here at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import urlsplit
+
+import click
+from click.core import ParameterSource
+
+import paddle_reshard
+from paddle_reshard.pipeline.cli.options import Decides, decides
+from paddle_reshard.pipeline.cli.output import End, print_error, print_object
+from paddle_reshard.pipeline.cli.signals import exit_status, sentence, signal_of
+from paddle_reshard.pipeline.cli.terminal import LogFormatter, pass_on, say
+from paddle_reshard.pipeline.convert.request import CONVERSION_OPTIONS, ConversionOptions, check_options
+from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.topology import Topology
+
+if TYPE_CHECKING:
+    from paddle_reshard.clusters.ray.jobs import JobRequest
+    from paddle_reshard.pipeline.watch.claims import Policy
+    from paddle_reshard.pipeline.watch.watcher import Result, Watcher
+
+ReadOptions = Callable[[dict[str, Any]], dict[str, Any]]
+"""Options of ``convert`` as click gives them → keyword arguments of the API."""
+UPLOADS = ("always", "never")
+_PASS_ON = {"ignore_unknown_options": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The arguments of a ``convert``, read."""
+
+    command: click.Command
+    values: Mapping[str, Any]
+    """Option or argument → value."""
+    defaults: Mapping[str, Any]
+    chose_cluster: bool
+    """Whether ``--cluster`` was given."""
+
+    @classmethod
+    def read(cls, command: click.Command, arguments: Sequence[str]) -> Request:
+        """Let ``convert`` read its arguments; click reports mistakes."""
+        given = command.make_context("convert", list(arguments))
+        if given.params["targets"]:
+            raise UsageError("submit and watch take one target, without --target")
+        if given.params["target"] is None:
+            raise UsageError("two places are needed: what is converted, and where it goes")
+        check_options(given.params["format_name"], given.params)
+        from paddle_reshard.storage.locate import check_scheme
+
+        options = (option for option in command.params if isinstance(option, click.Option))
+        named = (option.name or "" for option in options if decides(option) is Decides.PLACE)
+        for place in ("source", "target", *named):
+            check_scheme(given.params[place] or "", given.params["allow_scheme"])
+        plain = command.make_context("convert", ["SRC", "DST"])
+        chose_cluster = given.get_parameter_source("cluster") is not ParameterSource.DEFAULT
+        return cls(command, given.params, plain.params, chose_cluster)
+
+    def options(self) -> Iterator[tuple[click.Option, Any]]:
+        """Every option that is not as by default."""
+        for option in self.command.params:
+            if isinstance(option, click.Option) and option.name is not None:
+                value = self.values[option.name]
+                if value != self.defaults[option.name]:
+                    yield option, value
+
+    def files(self) -> dict[str, bytes]:
+        """Name of option → content, for every option that names a local file which travels with a job."""
+        named = ((option, value) for option, value in self.options() if isinstance(value, Path))
+        return {
+            option.name or "": path.read_bytes()
+            for option, path in named
+            if decides(option) is not Decides.ACCESS
+        }
+
+    def identify(self, source: str, target: str) -> str:
+        """The id of this conversion of ``source`` to ``target``: it follows from what each option decides."""
+        import hashlib
+
+        from paddle_reshard.pipeline.watch.claims import conversion_id
+
+        identity: dict[str, Any] = {"source": _absolute(source), "target": _absolute(target)}
+        files = self.files()
+        for option, value in self.options():
+            name, role = option.name or "", decides(option)
+            if role in (Decides.CONDUCT, Decides.ACCESS):
+                continue
+            if name in files:
+                identity[name] = hashlib.sha256(files[name]).hexdigest()
+            elif name == "to":
+                identity[name] = str(Topology.parse(value))
+            elif role is Decides.PLACE:
+                identity[name] = _absolute(value)
+            else:
+                identity[name] = list(value) if isinstance(value, tuple) else value
+        return conversion_id(identity)
+
+    def spell(self, source: str, target: str, unattended: bool = False) -> tuple[str, ...]:
+        """The same as arguments for a job: local files by their names only, on the job's cluster if no other is named.
+
+        Raises
+        ------
+        UsageError
+            If an option holds credentials.
+        """
+        spelled = [_absolute(source), _absolute(target)]
+        for option, value in self.options():
+            flag = option.opts[0]
+            if decides(option) is Decides.ACCESS:
+                raise UsageError(
+                    f"{flag} would be readable in the job's command line; put what it holds into environment "
+                    "variables and name them with --env"
+                )
+            if option.is_flag:
+                spelled.append(flag if value else option.secondary_opts[0])
+            elif isinstance(value, Path):
+                spelled += [flag, f"{option.name}.json"]
+            elif decides(option) is Decides.PLACE:
+                spelled += [flag, _absolute(value)]
+            else:
+                for one in value if isinstance(value, tuple) else (value,):
+                    spelled += [flag, str(one)]
+        if not self.chose_cluster:
+            spelled += ["--cluster", "ray"]
+        if unattended:
+            spelled += [flag for flag in ("--json", "--resume") if flag not in spelled]
+        return tuple(spelled)
+
+
+def _absolute(location: str) -> str:
+    """A location that means the same elsewhere."""
+    from paddle_reshard.storage.locate import is_local, local_path
+
+    if is_local(location):
+        return os.path.abspath(local_path(location))
+    if urlsplit(location).password is not None:
+        raise UsageError(f"{urlsplit(location).scheme}:// URL with a password: it would be readable in logs")
+    return location.rstrip("/")
+
+
+# ----------------------------------------------------------------------------------------------- commands
+
+
+def job_commands(convert: click.Command, read_options: ReadOptions) -> tuple[click.Command, click.Command]:
+    """``submit`` and ``watch`` for a ``convert`` command, and the function that turns its options into API calls."""
+    return _submit_command(convert), _watch_command(convert, read_options)
+
+
+def _job_options(function: Any) -> Any:
+    """What a job gets on the cluster."""
+    for option in reversed(
+        (
+            click.option(
+                "--upload",
+                type=click.Choice(UPLOADS),
+                default="always",
+                show_default=True,
+                help="Send this package along, or have the job use the one that the cluster has.",
+            ),
+            click.option(
+                "--pip", multiple=True, metavar="REQUIREMENT", help="Have the cluster install it for the job."
+            ),
+            click.option(
+                "--env",
+                multiple=True,
+                metavar="NAME",
+                help="Give the job this variable of mine, for credentials of a store. Can be repeated.",
+            ),
+            click.option(
+                "--cpus",
+                type=click.FloatRange(min=0, min_open=True),
+                help="CPUs that the converter reserves; it may then run on any node. Default: on the head.",
+            ),
+        )
+    ):
+        function = option(function)
+    return function
+
+
+def _submit_command(convert: click.Command) -> click.Command:
+    @click.command("submit", context_settings=_PASS_ON, short_help="Run a conversion as a Ray job.")
+    @click.option(
+        "--address", metavar="URL", help="http://HEAD:8265. Default: RAY_ADDRESS, or a local cluster."
+    )
+    @click.option("--follow/--no-follow", default=True, show_default=True, help="Show its output and wait.")
+    @click.option("--again", is_flag=True, help="Run it even if the same conversion has succeeded before.")
+    @_job_options
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="SRC DST [OPTIONS]")
+    def submit(
+        address: str | None, follow: bool, again: bool, arguments: tuple[str, ...], **job: Any
+    ) -> None:
+        """Run `paddle-reshard convert SRC DST …` as a job of a Ray cluster.
+
+        Takes every option of convert but --target: --to TOPOLOGY, --format, …. The same conversion has the same
+        submission id: submitted twice, it runs once, and the second call follows the first one's job. Exit status 0
+        if it succeeded, 1 if not. SRC and DST must mean the same on the cluster. Token authentication: RAY_AUTH_MODE,
+        RAY_AUTH_TOKEN.
+        """
+        told = "submit the same again to follow the job, if there is one"
+        with _reporting("submit", told, "--json" in arguments):
+            request = Request.read(convert, arguments)
+            voice = _Voice(request.values["as_json"], request.values["quiet"])
+            status = _run_job(_job_request(request, job, again=again), address, follow, voice)
+        sys.exit(status)
+
+    return submit
+
+
+def _job_request(
+    request: Request,
+    job: Mapping[str, Any],
+    source: str | None = None,
+    target: str | None = None,
+    again: bool = False,
+    unattended: bool = False,
+) -> JobRequest:
+    from paddle_reshard.clusters.ray.jobs import JobRequest
+
+    source, target = source or request.values["source"], target or request.values["target"]
+    return JobRequest(
+        arguments=request.spell(source, target, unattended),
+        submission_id=request.identify(source, target),
+        files={f"{name}.json": data for name, data in request.files().items()},
+        again=again,
+        **job,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Voice:
+    """How much ``submit`` says while a job runs, and where."""
+
+    as_json: bool
+    quiet: bool
+
+    def say(self, message: str) -> None:
+        """One line about the job."""
+        if not self.quiet:
+            _say(message)
+
+    def pass_on(self, text: str) -> None:
+        """What the job has printed. With ``--json``, stdout is for one object."""
+        if not self.quiet:
+            pass_on(text, err=self.as_json)
+
+
+def _run_job(request: JobRequest, address: str | None, follow: bool, voice: _Voice) -> int:
+    """Submit, follow, and say how it ended; the exit status."""
+    from paddle_reshard.clusters.ray.jobs import follow_job, submit_conversion
+    from paddle_reshard.pipeline.watch.runners import answer_of_job, failure_of_job
+
+    job = submit_conversion(request, address)
+    facts: dict[str, Any] = {"submission_id": job.submission_id, "attached": job.attached}
+    lines: list[str] = []
+
+    def write(text: str) -> None:
+        lines.extend(text.splitlines())
+        voice.pass_on(text)
+
+    try:
+        voice.say(f"{'attached to' if job.attached else 'submitted'} {job.submission_id}")
+        if not follow:
+            if voice.as_json:
+                print_object("submit", {**facts, "status": None, "result": None})
+            elif not voice.quiet:
+                click.echo(job.submission_id)
+            return 0
+        end = follow_job(job, write)
+    except KeyboardInterrupt as interrupt:
+        _say(f"the job goes on; follow it with: ray job logs --follow {job.submission_id}")
+        _say(f"or by submitting the same again; stop it with: ray job stop {job.submission_id}")
+        if voice.as_json:
+            said = {"error": "interrupted; the job goes on", "kind": "Interrupted", "retryable": True}
+            print_object("submit", {**facts, **said, "status": None, "result": None})
+        return exit_status(interrupt)
+    answer = answer_of_job(lines)
+    if end.succeeded:
+        voice.say(f"{end.submission_id} {end.status}")
+    else:
+        _say(f"{end.submission_id} {end.status}: {end.message}")
+    if voice.as_json:
+        facts |= {"status": end.status, "result": answer if end.succeeded else None}
+        if not end.succeeded:
+            failure = failure_of_job(answer, end.message)
+            facts |= {"error": str(failure), "kind": type(failure).__name__, "retryable": failure.retryable}
+        print_object("submit", facts)
+    return end.exit_status
+
+
+def _watch_command(convert: click.Command, read_options: ReadOptions) -> click.Command:
+    @click.command(
+        "watch", context_settings=_PASS_ON, short_help="Convert the checkpoints of a run as they finish."
+    )
+    @click.option(
+        "--once", is_flag=True, help="Look once and end; for cron and CI. Exit status 1 if one failed."
+    )
+    @click.option(
+        "--every",
+        type=click.FloatRange(0.1),
+        default=60,
+        show_default=True,
+        metavar="SECONDS",
+        help="Pause between two looks.",
+    )
+    @click.option(
+        "--settle",
+        type=click.FloatRange(0),
+        default=60,
+        show_default=True,
+        metavar="SECONDS",
+        help="A checkpoint without saved_signal files or trainer state must not change for so long.",
+    )
+    @click.option(
+        "--keep", type=click.IntRange(1), metavar="N", help="Keep the newest N converted checkpoints."
+    )
+    @click.option(
+        "--submit", "address", metavar="ADDRESS", help="Run conversions as jobs of this Ray cluster."
+    )
+    @click.option(
+        "--retries",
+        type=click.IntRange(0),
+        default=3,
+        show_default=True,
+        help="Further tries after a failed one.",
+    )
+    @click.option(
+        "--backoff",
+        type=click.FloatRange(0),
+        default=60,
+        show_default=True,
+        metavar="SECONDS",
+        help="Pause before the first of them; doubles each time.",
+    )
+    @click.option(
+        "--claim-timeout",
+        type=click.FloatRange(0),
+        default=6 * 3600,
+        show_default=True,
+        metavar="SECONDS",
+        help="Take over what another machine has claimed and been silent about for so long.",
+    )
+    @click.option("--retry-failed", is_flag=True, help="Forget what failed or was refused before now.")
+    @click.option("--wait", is_flag=True, help="RUN_DIR need not be there yet.")
+    @click.option(
+        "--stale",
+        type=Duration(),
+        metavar="DURATION",
+        help="End with status 1 once a checkpoint is incomplete and has not changed for so long: 90s, 30m, 2h, 1d.",
+    )
+    @_job_options
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN_DIR DST_ROOT [OPTIONS]")
+    def watch(
+        once: bool,
+        every: float,
+        settle: float,
+        keep: int | None,
+        address: str | None,
+        retries: int,
+        backoff: float,
+        claim_timeout: float,
+        retry_failed: bool,
+        wait: bool,
+        stale: float | None,
+        arguments: tuple[str, ...],
+        **job: Any,
+    ) -> None:
+        """Convert each RUN_DIR/checkpoint-<step> to DST_ROOT/checkpoint-<step> once it is whole.
+
+        Takes every option of convert but --target and --plan: --to TOPOLOGY, --format, …. A checkpoint is whole when
+        its files are those of all ranks and every rank has signalled; never by its age. Each is converted once, by
+        however many watchers.
+        """
+        told = "what was claimed is free again"
+        with _reporting("watch", told, "--json" in arguments, at_ease=not once):
+            from paddle_reshard.pipeline.watch.claims import Policy
+
+            request = Request.read(convert, arguments)
+            overwrite = bool(request.values.get("overwrite"))
+            forget_before = time.time() if retry_failed else 0.0
+            policy = Policy(keep, retries, backoff, claim_timeout, settle, overwrite, forget_before, stale)
+            watcher = _watcher(request, read_options, policy, address, job)
+            if not wait and not watcher.run.is_there():
+                raise UsageError(
+                    f"{watcher.run.location}: no such folder; give --wait if the run is still to come"
+                )
+            _log_to_stderr(logging.ERROR if request.values["quiet"] else logging.INFO)
+            results = watcher.once() if once else watcher.repeat(every)
+            sys.exit(_end_watch(watcher, results, request.values["as_json"]))
+
+    return watch
+
+
+def _watcher(
+    request: Request, read_options: ReadOptions, policy: Policy, address: str | None, job: Mapping[str, Any]
+) -> Watcher:
+    from paddle_reshard.pipeline.api import read_request
+    from paddle_reshard.pipeline.watch.runners import Conversion, convert_as_job
+    from paddle_reshard.pipeline.watch.watcher import open_watcher
+
+    if request.values["expected_plan"] is not None:
+        raise UsageError("--plan is the plan of one conversion; every checkpoint has its own")
+    conversion = Conversion(_api_options(request, read_options), request.identify)
+    read_request(  # mistakes are told now, and not of every checkpoint
+        "", cast(ConversionOptions, {k: v for k, v in conversion.options.items() if k in CONVERSION_OPTIONS})
+    )
+    convert = None
+    if address is not None:
+        if missing := [name for name in job["env"] if name not in os.environ]:
+            raise UsageError(f"--env {missing[0]}: no such variable is set here")
+        request.spell("SRC", "DST")  # refuse credentials before the first job
+        convert = convert_as_job(
+            conversion, lambda s, t: _job_request(request, job, s, t, again=True, unattended=True), address
+        )
+    elif given := [f"--{name}" for name in ("env", "pip", "cpus") if job[name]]:
+        raise UsageError(f"{given[0]} is for jobs: give --submit ADDRESS too")
+    run, out = (_absolute(request.values[name]) for name in ("source", "target"))
+    return open_watcher(run, out, conversion, policy, convert)
+
+
+def _api_options(request: Request, read_options: ReadOptions) -> dict[str, Any]:
+    """Keyword arguments of the API; an option that it does not have is refused if it was given."""
+    import inspect
+
+    known = {*CONVERSION_OPTIONS, *inspect.signature(paddle_reshard.convert).parameters}
+    given = {option.name for option, _ in request.options()}
+    outer = ("source", "target", "as_json", "quiet")
+    values = read_options({k: v for k, v in request.values.items() if k not in outer})
+    if foreign := [name for name in values if name not in known and name in given]:
+        raise UsageError(f"--{foreign[0].replace('_', '-')} does not go with watch")
+    return {name: value for name, value in values.items() if name in known}
+
+
+def _end_watch(watcher: Watcher, results: Mapping[str, Result], as_json: bool) -> int:
+    """Say what came of the last look; the exit status."""
+    from paddle_reshard.pipeline.watch.watcher import Result
+
+    words = {
+        Result.CONVERTED: "converted",
+        Result.DONE: "converted before",
+        Result.WAITING: "waiting",
+        Result.STALE: "stale",
+        Result.FAILED: "failed",
+    }
+    every = list(results.values())
+    counts = ", ".join(
+        f"{every.count(result)} {text}"
+        for result, text in words.items()
+        if result is not Result.STALE or result in every
+    )
+    logging.getLogger(__name__).info("%s", counts)
+    if as_json:
+        checkpoints = {
+            name: {"result": result.value, "message": watcher.messages.get(name)}
+            for name, result in results.items()
+        }
+        places = {"run": watcher.run.location, "targets": watcher.out.location}
+        print_object("watch", {**places, "checkpoints": checkpoints})
+    return 1 if {Result.FAILED, Result.STALE} & {*every} else 0
+
+
+class Duration(click.ParamType[float]):
+    """A time like 90s, 30m, 2h or 1d; a number alone is seconds.
+
+    >>> Duration().convert("2h", None, None)
+    7200.0
+    """
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Seconds."""
+        match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)", str(value).strip())
+        if match is None:
+            self.fail(f"{value!r} is no time: give a number and s, m, h or d, as in 30m", param, ctx)
+        return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
+# ------------------------------------------------------------------------------------------------- output
+
+
+def _say(message: str) -> None:
+    say(f"paddle-reshard: {message}", err=True)
+
+
+@contextmanager
+def _reporting(command: str, left: str, as_json: bool, at_ease: bool = False) -> Iterator[None]:
+    """Say what an interrupt leaves; ``at_ease``: SIGTERM is how the command is meant to end."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        meant = at_ease and signal_of(interrupt) is signal.SIGTERM
+        end = End(
+            0 if meant else exit_status(interrupt), f"{sentence(interrupt)}; {left}", "Interrupted", True
+        )
+        if as_json:
+            print_error(command, end)
+        _say(end.message)
+        sys.exit(end.status)
+
+
+def _log_to_stderr(level: int) -> None:
+    """Lines with a time in UTC."""
+    formatter = LogFormatter("%(asctime)sZ %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S")
+    formatter.converter = time.gmtime
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter)
+    logger = logging.getLogger("paddle_reshard")
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    logger.propagate = False

@@ -1,0 +1,153 @@
+"""Results as plain data, for ``--json`` and for scripts: stable names, no prose."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from paddle_reshard.pipeline.core.topology import Topology
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.api import ConversionReport, VerifyReport
+    from paddle_reshard.pipeline.convert.inspection import Inspection
+    from paddle_reshard.pipeline.convert.integrity import IntegrityReport
+    from paddle_reshard.pipeline.convert.run import ConversionPlan
+    from paddle_reshard.pipeline.layouts.targets import AnyTarget
+
+Json = dict[str, Any]
+
+
+def inspection_data(found: Inspection) -> Json:
+    """What ``inspect --json`` prints."""
+    return {
+        "path": found.path,
+        "format": found.format,
+        "convention": found.convention,
+        "family": found.family,
+        "topology": topology_data(found.topology),
+        "sharding_strategy": found.sharding_strategy,
+        "comm_overlap": found.comm_overlap,
+        "sequence_parallel": found.sequence_parallel,
+        "ema": found.has_ema,
+        "tensor_files": found.tensor_files,
+        "tensor_bytes": found.tensor_bytes,
+        "states": [asdict(state) for state in found.states],
+        "tensors": [
+            {
+                "key": tensor.key,
+                "shape": list(tensor.global_shape),
+                "dtype": tensor.dtype.name,
+                "tied_to": tensor.tied_to,
+                "missing": tensor.missing,
+                "rule": tensor.rule.key,
+            }
+            for tensor in found.tensors
+        ],
+        "other_files": list(found.other_files),
+    }
+
+
+def topology_data(topology: Topology | None) -> Json | None:
+    """Every axis with its size."""
+    return None if topology is None else asdict(topology)
+
+
+def target_data(target: AnyTarget) -> Json:
+    """What was asked for."""
+    from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
+    from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
+    from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget
+
+    if isinstance(target, HuggingFaceTarget):
+        return {
+            "format": "huggingface",
+            "state": target.state,
+            "dtype": None if target.dtype is None else target.dtype.name,
+            "max_shard_bytes": target.max_shard_bytes,
+        }
+    if isinstance(target, UnifiedTarget):
+        return {"format": "unified", "files": target.files}
+    if isinstance(target, FlexTarget):
+        return {"format": target.format, "files": target.files, "paddle_version": target.generation}
+    return {
+        "format": "hybrid" if target.sharded_saving else "hybrid-plain",
+        "topology": topology_data(target.topology),
+        "sharding_strategy": target.strategy,
+        "sharding_strategy_reason": target.strategy_reason,
+        "model_meta": target.writes_meta,
+    }
+
+
+def plan_data(conversion: ConversionPlan) -> Json:
+    """What ``plan --json`` prints."""
+    plan, targets = conversion.plan, conversion.targets
+    described = [target_data(target.form) for target in targets]
+    for data, target in zip(described, targets, strict=True):
+        data["not_carried"] = [{"path": path, "reason": reason} for path, reason in target.left]
+        data["states_left"] = list(target.left_states)
+    for data, place in zip(described, conversion.places, strict=False):
+        data["path"] = place
+    return {
+        "plan_id": plan.plan_id,
+        "source": {
+            "format": conversion.source.format,
+            "topology": topology_data(conversion.source.topology),
+            "sharding_strategy": conversion.source.strategy,
+        },
+        "target": described[0] if len(targets) == 1 else None,
+        "targets": described,
+        "tensors": len(plan.tensors) - plan.beside,
+        "groups": plan.groups,
+        "peak_bytes": plan.peak_bytes,
+        "budget_bytes": plan.budget_bytes,
+        "read_bytes": plan.read_bytes,
+        "read_amplification": round(plan.read_amplification, 4),
+        "read_once_budget_bytes": plan.read_once_budget_bytes,
+        "write_bytes": plan.written_bytes,
+        "copied_bytes": plan.copied_bytes,
+        "copied_share": round(plan.copied_share, 4),
+        "held_against_master_weights": dict(zip(("in_full", "by_samples"), plan.held, strict=True)),
+        "master_weights_made": conversion.master_weights_made,
+        "files": [{"path": f.path, "size_bytes": f.size_bytes} for f in plan.target_files],
+        "carried": [{"path": c.target_path, "size_bytes": c.size_bytes} for c in plan.carried],
+        "not_carried": [left for data in described for left in data["not_carried"]],
+        "states_left": sorted({state for target in targets for state in target.left_states}),
+        "states_dropped": list(conversion.dropped),
+    }
+
+
+def conversion_data(report: ConversionReport) -> Json:
+    """What ``convert --json`` prints."""
+    places = report.plan.places
+    return {
+        "source_path": report.source,
+        "target_path": places[0] if len(places) == 1 else None,
+        "moved": asdict(report.moved),
+        "plan": plan_data(report.plan),
+    }
+
+
+def verify_data(report: VerifyReport) -> Json:
+    """What ``verify --json`` prints."""
+    return {
+        "equal": report.equal,
+        "tensors": report.tensors,
+        "compared_elements": report.compared_elements,
+        "read_bytes": report.read_bytes,
+        "read_amplification": round(report.read_amplification, 4),
+        "read_once_budget_bytes": report.read_once_budget_bytes,
+        "differences": [asdict(difference) for difference in report.differences],
+    }
+
+
+def integrity_data(report: IntegrityReport) -> Json:
+    """What ``verify --json`` of one target prints."""
+    return {
+        "intact": report.intact,
+        "files": report.files,
+        "parts": report.parts,
+        "read_bytes": report.read_bytes,
+        "unchecked_bytes": report.unchecked_bytes,
+        "recorded_source": report.recorded_source,
+        "damages": [asdict(damage) for damage in report.damages],
+    }

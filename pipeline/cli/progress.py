@@ -1,0 +1,116 @@
+"""Events as lines of text, for a log that somebody reads later or from afar."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from paddle_reshard.pipeline.core.shown import readable_bytes, readable_seconds
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.core.events import Event
+
+PROGRESS_SECONDS = 10.0
+"""Between two lines about one step."""
+PATIENCE_SECONDS = 2.0
+"""How long a step may take until the first line about it."""
+
+
+class ProgressLines:
+    """An observer that tells the end of every step, and of a long one from time to time how far it is.
+
+    While :meth:`ticking`, also of a step of which nothing is heard.
+    """
+
+    def __init__(self, tell: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self.tell, self.clock = tell, clock
+        self.step: str | None = None
+        self.total_bytes: int | None = None
+        self.done_bytes = self.earlier_bytes = 0
+        self.detail = ""
+        """What is known of a step that moves no bytes."""
+        self.begun = 0.0
+        self.due = 0.0
+        self._alone = threading.Lock()
+
+    def __call__(self, event: Event) -> None:
+        """Take note of an event."""
+        from paddle_reshard.pipeline.core.events import FilesRead, Progress, StepEnded, StepStarted, Waiting
+
+        with self._alone:
+            if isinstance(event, StepStarted):
+                self.step, self.total_bytes, self.detail = event.step, event.total_bytes, ""
+                self.done_bytes = self.earlier_bytes = 0
+                self.begun = self.clock()
+                self.due = self.begun + PATIENCE_SECONDS
+            elif isinstance(event, Progress):
+                self.done_bytes += event.done_bytes
+                self.earlier_bytes += event.done_bytes if event.before else 0
+                self._tell_if_due()
+            elif isinstance(event, FilesRead):
+                self.detail = f"{event.done} of {event.of} files read, "
+                self._tell_if_due()
+            elif isinstance(event, Waiting):
+                self.detail = f"waits for {event.what}, "
+            elif isinstance(event, StepEnded):
+                self.tell(f"{event.step}: {event.summary}{self._taken()}")
+                self.step = None
+
+    @contextmanager
+    def ticking(self) -> Iterator[None]:
+        """Look at the clock once a second, in a thread, until the block ends."""
+        over = threading.Event()
+
+        def tick() -> None:
+            while not over.wait(1.0):
+                with self._alone:
+                    self._tell_if_due()
+
+        thread = threading.Thread(target=tick, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _tell_if_due(self) -> None:
+        now = self.clock()
+        if self.step is None or now < self.due:
+            return
+        self.due = now + PROGRESS_SECONDS
+        if self.total_bytes and self.done_bytes > self.earlier_bytes:
+            seconds = now - self.begun
+            self.tell(
+                progress_line(self.step, self.done_bytes, self.total_bytes, seconds, self.earlier_bytes)
+            )
+        else:
+            self.tell(f"{self.step}: {self.detail}{readable_seconds(now - self.begun)} so far")
+
+    def _taken(self) -> str:
+        """How long a step took that anybody waited for, and how fast it was."""
+        seconds = self.clock() - self.begun
+        if seconds < PATIENCE_SECONDS:
+            return ""
+        made = self.done_bytes - self.earlier_bytes
+        rate = f", {readable_bytes(int(made / seconds))}/s" if made else ""
+        return f"; {readable_seconds(seconds)}{rate}"
+
+
+def progress_line(
+    step: str, done_bytes: int, total_bytes: int, seconds: float, earlier_bytes: int = 0
+) -> str:
+    """How far, how fast, and how long it will take if it goes on like that; an earlier run has done some of it.
+
+    >>> progress_line("move", 1 << 30, 4 << 30, 10.0)
+    'move: 1.0 GiB of 4.0 GiB, 25 %, 102.4 MiB/s, 30 s left'
+    """
+    rate = (done_bytes - earlier_bytes) / seconds
+    left = (total_bytes - done_bytes) / rate
+    return (
+        f"{step}: {readable_bytes(done_bytes)} of {readable_bytes(total_bytes)}, "
+        f"{100 * done_bytes / total_bytes:.0f} %, {readable_bytes(int(rate))}/s, {left:.0f} s left"
+    )

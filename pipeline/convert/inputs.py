@@ -1,0 +1,102 @@
+"""The small files that a user gives beside a checkpoint: rule tables, layouts, names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paddle_reshard.pipeline.convert.request import GivenFile, KeptFile, LayoutOptions
+from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
+from paddle_reshard.pipeline.layouts.hybrid.meta import parse_names
+from paddle_reshard.pipeline.layouts.rules import RuleTable, parse_rule_table, shipped_tables
+from paddle_reshard.storage.formats.strict_json import parse_json
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.aoa.language import AoaProgram
+
+File = Path | KeptFile
+
+
+def as_file(given: GivenFile | None) -> File | None:
+    """A file that was given, to be read."""
+    return given if given is None or isinstance(given, KeptFile) else Path(given)
+
+
+def given_inputs(
+    rules: GivenFile | None, config: GivenFile | None
+) -> tuple[list[RuleTable], dict[str, Any] | None]:
+    """What a user gives beside a checkpoint, so that it can be understood."""
+    return (
+        load_tables(as_file(rules)),
+        load_config(as_file(config)),
+    )
+
+
+def load_tables(rules: File | None) -> list[RuleTable]:
+    """The rule table of a file, or the ones that come with the package."""
+    if rules is None:
+        return shipped_tables()
+    return [parse_rule_table(read_text(rules), str(rules))]
+
+
+def load_config(config: File | None) -> dict[str, Any] | None:
+    """The ``config.json`` of a model that was given."""
+    return None if config is None else _read_object(config)
+
+
+def load_program(aoa: File | None) -> AoaProgram | None:
+    """The AOA statements of a file."""
+    if aoa is None:
+        return None
+    from paddle_reshard.pipeline.aoa.language import parse_aoa
+
+    return parse_aoa(read_text(aoa), str(aoa))
+
+
+def read_layout_file(layout: Path) -> dict[str, Any]:
+    """The entries of a layout file, not validated yet."""
+    return _read_object(layout)
+
+
+def load_layout(layout: Path | Mapping[str, Any] | None) -> LayoutOptions:
+    """Layout options from a JSON file or a mapping."""
+    if isinstance(layout, Path):
+        return LayoutOptions.parse(read_layout_file(layout), str(layout))
+    return LayoutOptions.parse(layout or {}, "layout")
+
+
+def load_target_names(target_meta: File | None) -> dict[str, dict[str, str]] | None:
+    """Cell → structured key → parameter name, from a ``model_meta.json`` of the target topology."""
+    if target_meta is None:
+        return None
+    try:
+        return parse_names(_read_object(target_meta))
+    except CheckpointError as error:
+        raise UsageError(f"{target_meta}: {error}") from error
+
+
+def read_text(path: File) -> str:
+    """The text of a file that was given.
+
+    Raises
+    ------
+    UsageError
+        If it cannot be read, or is no UTF-8.
+    """
+    if isinstance(path, KeptFile):
+        return path.text
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from error
+
+
+def _read_object(path: File) -> dict[str, Any]:
+    try:
+        value = parse_json(read_text(path))
+    except ValueError as error:
+        raise UsageError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{path}: a JSON object is expected")
+    return value

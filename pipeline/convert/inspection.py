@@ -1,0 +1,151 @@
+"""What is a checkpoint? Answered from its metadata alone, and with no more of this package than that needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from paddle_reshard.pipeline.convert.inputs import given_inputs
+from paddle_reshard.pipeline.convert.request import PathLike
+from paddle_reshard.pipeline.core.events import Observer, ignore_events
+from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
+from paddle_reshard.pipeline.core.tensors import (
+    ACCUMULATORS,
+    EMA_MASTER_WEIGHT,
+    EMA_PARAM,
+    MASTER_WEIGHT,
+    PARAM,
+)
+from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.indexing.detect import index_checkpoint
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.layouts.model import ModelTensor
+from paddle_reshard.storage.locate import StorageOptions, open_source
+from paddle_reshard.tasks.index import index_here
+
+
+@dataclass(frozen=True, slots=True)
+class StateSummary:
+    """All tensors of one state together."""
+
+    state: str
+    tensors: int
+    elements: int
+    dtypes: tuple[str, ...]
+    implied: int
+    """How many no file holds because they are the cast of their master weight."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Inspection(Shown):
+    """What a checkpoint is."""
+
+    path: str
+    format: str
+    convention: str
+    family: str
+    topology: Topology | None
+    """``None`` where the format does not tell."""
+    sharding_strategy: str | None
+    comm_overlap: bool
+    sequence_parallel: bool | None
+    has_ema: bool
+    states: tuple[StateSummary, ...]
+    tensors: tuple[ModelTensor, ...]
+    tensor_files: int
+    tensor_bytes: int
+    other_files: tuple[str, ...]
+
+    def _in_short(self) -> str:
+        where = self.topology or "topology not told"
+        size = readable_bytes(self.tensor_bytes)
+        return f"{self.path}: {self.format}, {self.family}, {where}; {self.tensor_files} files, {size}"
+
+    def facts(self) -> Facts:
+        """What it is."""
+        facts = [
+            ("checkpoint", self.path),
+            ("format", f"{self.format}, written by {self.convention}, model family {self.family}"),
+            ("topology", str(self.topology or "not told by this format")),
+        ]
+        if self.sharding_strategy is not None:
+            facts.append(
+                ("sharding", f"{self.sharding_strategy}{', comm overlap' if self.comm_overlap else ''}")
+            )
+        if self.sequence_parallel is not None:
+            facts.append(("sequence parallel", "yes" if self.sequence_parallel else "no"))
+        facts.append(("tensor files", f"{self.tensor_files}, {readable_bytes(self.tensor_bytes)}"))
+        facts.append(("other files", f"{len(self.other_files)}"))
+        if tied := [f"{t.key} = {t.tied_to}" for t in self.tensors if t.tied_to]:
+            facts.append(("tied", ", ".join(tied)))
+        if missing := [tensor.key for tensor in self.tensors if tensor.missing]:
+            facts.append(("in no file", f"{', '.join(missing)}: see --fill and --allow-missing of convert"))
+        return facts
+
+
+def inspect(
+    source: PathLike,
+    *,
+    rules: PathLike | None = None,
+    config: PathLike | None = None,
+    storage_options: StorageOptions | None = None,
+    allow_scheme: Sequence[str] = (),
+    allow_links: bool = False,
+    observe: Observer = ignore_events,
+) -> Inspection:
+    """Say what a checkpoint is, from its metadata alone. Tensors that no file holds are told, not refused.
+
+    ``observe`` is told how far it is, as by :func:`convert`.
+
+    ``storage_options``, ``allow_scheme`` and ``allow_links`` are those of :class:`ConversionOptions`, as in all
+    functions here.
+
+    Raises
+    ------
+    CheckpointError, PlanError
+        If it is not one whole, consistent checkpoint that the rules cover.
+    """
+    store = open_source(os.fspath(source), storage_options or {}, allow_scheme, allow_links)
+    index_files = partial(index_here, observe=observe)
+    checkpoint = index_checkpoint(
+        store, *given_inputs(rules, config), MissingPolicy(allowed=("*",)), index_files
+    )
+    sizes = store.sizes()
+    files = {file.path: file.size_bytes for file in checkpoint.catalog.files}
+    return Inspection(
+        path=store.location,
+        format=checkpoint.format,
+        convention=checkpoint.model.table.convention,
+        family=checkpoint.model.table.family,
+        topology=checkpoint.topology,
+        sharding_strategy=checkpoint.strategy,
+        comm_overlap=checkpoint.comm_overlap,
+        sequence_parallel=checkpoint.sequence_parallel,
+        has_ema=checkpoint.has_ema,
+        states=tuple(_summaries(checkpoint)),
+        tensors=checkpoint.model.tensors,
+        tensor_files=len(files),
+        tensor_bytes=sum(files.values()),
+        other_files=tuple(sorted(sizes.keys() - files.keys())),
+    )
+
+
+def _summaries(checkpoint: Checkpoint) -> list[StateSummary]:
+    catalog = checkpoint.catalog
+    order = (PARAM, MASTER_WEIGHT, *ACCUMULATORS, EMA_PARAM, EMA_MASTER_WEIGHT)
+    states = sorted({tensor.state for tensor in catalog.tensors}, key=order.index)
+    summaries = []
+    for state in states:
+        members = [(i, t) for i, t in enumerate(catalog.tensors) if t.state == state]
+        summaries.append(
+            StateSummary(
+                state=state,
+                tensors=len(members),
+                elements=sum(t.elements for _, t in members),
+                dtypes=tuple(sorted({t.dtype.name for _, t in members})),
+                implied=sum(i in catalog.implied for i, _ in members),
+            )
+        )
+    return summaries

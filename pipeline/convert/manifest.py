@@ -1,0 +1,201 @@
+"""The manifest of a target: what was made, from what, and how to find out later that not a byte has changed.
+
+The same conversion gives the same bytes, whatever ran it and however often it was resumed. For every file, columns
+list its parts, in order: their sizes and checksums, so 100,000 parts are a few megabytes. A part that the storage
+copied has no checksum (``null``), for nobody looked at its bytes; ``copied`` says for its number from which file and
+byte it was taken, and its MD5 where the store told it.
+
+It also says what may lie beside the files that it lists, and carries a digest of all its entries, so that an entry
+that was lost or changed is seen. The digest is no signature: who rewrites a manifest on purpose can make another.
+
+``generation`` counts the forms of a manifest. The first had no such entry, no digest and no list.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError
+from paddle_reshard.pipeline.layouts.files import MANIFEST, MANIFEST_FORMAT
+from paddle_reshard.storage.checksum import ALGORITHM
+from paddle_reshard.storage.formats.strict_json import parse_json
+from paddle_reshard.storage.store import Receipt
+
+FORMAT = MANIFEST_FORMAT
+GENERATION = 2
+Copies = Mapping[tuple[str, int], tuple[str, int]]
+"""File and byte offset of a copied part → file and byte of the source."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestPart:
+    """A part of a target file as its manifest describes it."""
+
+    path: str
+    byte_offset: int
+    nbytes: int
+    checksum: str | None
+    copied: tuple[str, int, str] | None
+    """File and byte of the source that it was copied from, and its MD5 or ``""``, for one without a checksum."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a manifest says of the files."""
+
+    files: Mapping[str, int]
+    """File → size in bytes."""
+    parts: tuple[ManifestPart, ...]
+    source: str
+    """Where the source was. Text to show: nothing that a manifest names is opened."""
+    source_files: Mapping[str, int]
+    source_versions: Mapping[str, str]
+    etags: Mapping[str, str]
+    """File → what the store called its content, where that was known."""
+    beside: frozenset[str]
+    """Paths of what may lie in the folder though it is none of ``files``."""
+    changed: str
+    """How the manifest is not what was written, empty if it is, or if nobody can tell (first generation)."""
+
+
+def manifest_head(version: str) -> dict[str, Any]:
+    """The entries with which a manifest begins; ``version`` is that of this package."""
+    return {"format": FORMAT, "generation": GENERATION, "version": version, "beside": [MANIFEST]}
+
+
+def describe_parts(receipts: Iterable[Receipt], copies: Copies) -> dict[str, Any]:
+    """File → columns of its parts."""
+    unique = {(receipt.path, receipt.byte_offset): receipt for receipt in receipts}
+    files: dict[str, Any] = {}
+    for (path, byte_offset), receipt in sorted(unique.items()):
+        columns = files.setdefault(path, {"bytes": [], ALGORITHM: []})
+        if (path, byte_offset) in copies:
+            place = [*copies[path, byte_offset], receipt.md5]
+            columns.setdefault("copied", {})[str(len(columns["bytes"]))] = place
+        columns["bytes"].append(receipt.nbytes)
+        columns[ALGORITHM].append(receipt.checksum or None)
+    return files
+
+
+def format_manifest(values: Mapping[str, Any]) -> bytes:
+    """As JSON with one line for each entry, and for each file's columns; with the digest of all of it.
+
+    >>> print(format_manifest({"version": "1", "parts": {"a": {"bytes": [1, 2]}}}).decode())
+    {
+     "version": "1",
+     "parts": {
+      "a": {"bytes":[1,2]}
+     },
+     "digest": "sha256:44b1d199ed51fcad5e6f1eaaeb2cca549168b09aa26b9fb624b46bbc8755cdbc"
+    }
+    """
+    text = json.dumps({**values, "parts": None, "digest": _digest(values)}, indent=1)
+    lines = [
+        f"  {json.dumps(path)}: {json.dumps(columns, separators=(',', ':'))}"
+        for path, columns in values.get("parts", {}).items()
+    ]
+    parts = "{\n" + ",\n".join(lines) + "\n }" if lines else "{}"
+    return text.replace('\n "parts": null', f'\n "parts": {parts}', 1).encode()
+
+
+def parse_manifest(data: bytes, path: str) -> Manifest:
+    """What a manifest says.
+
+    Raises
+    ------
+    FormatError
+        If it is none of ours, or contradicts itself.
+    CheckpointError
+        If it was written by a version that recorded no checksums.
+    """
+    try:
+        values = parse_json(data)
+    except ValueError as error:
+        raise FormatError("not_json", path, None, f"not valid JSON: {error}") from error
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise FormatError("not_a_manifest", path, None, f"is no {FORMAT}")
+    generation = values.get("generation", 1)
+    if type(generation) is not int or not 1 <= generation <= GENERATION:
+        raise FormatError(
+            "unknown_generation",
+            path,
+            None,
+            f"a manifest of generation {generation!r}, this version reads up to {GENERATION}; use a newer version",
+        )
+    if generation == 1 and "parts" not in values:
+        raise CheckpointError(
+            f"{path}: was written by version {values.get('version')}, which took no checksums"
+        )
+    try:
+        files, source = values["files"], values["source"]
+        parts = tuple(part for name in files for part in _parts_of(name, values["parts"].get(name, {})))
+        manifest = Manifest(
+            _entries(files, int),
+            parts,
+            str(source["location"]),
+            _entries(source["files"], int),
+            _entries(source["versions"], str),
+            _entries(values.get("etags", {}), str),
+            frozenset(values.get("beside", [MANIFEST])),
+            _changed(values),
+        )
+        told: Counter[str] = Counter()
+        for part in parts:
+            told[part.path] += part.nbytes
+        for name, size in files.items():
+            if told[name] != size:
+                raise FormatError(
+                    "parts_do_not_tile", path, None, f"{name}: {told[name]} of {size} bytes are in parts"
+                )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError("damaged", path, None, f"not what a manifest holds: {error!r}") from error
+    return manifest
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    """Of all entries of a manifest but the digest itself, whatever their order."""
+    entries = {name: value for name, value in values.items() if name != "digest"}
+    text = json.dumps(entries, sort_keys=True, separators=(",", ":"))
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _changed(values: Mapping[str, Any]) -> str:
+    """How a manifest is not what was written."""
+    if values.get("generation", 1) < GENERATION:
+        return ""
+    found, said = _digest(values), values.get("digest")
+    return "" if found == said else f"was changed after it was written: its digest is {found}, it says {said}"
+
+
+def _entries(values: Mapping[str, Any], kind: type) -> Mapping[str, Any]:
+    """The mapping itself, if all its values are of one kind."""
+    for name, value in values.items():
+        if type(value) is not kind:
+            raise ValueError(f"{name}: {value!r}")
+    return values
+
+
+def _parts_of(path: str, columns: Mapping[str, Any]) -> Iterator[ManifestPart]:
+    byte_offset = 0
+    copied = columns.get("copied", {})
+    for number, (nbytes, checksum) in enumerate(
+        zip(columns.get("bytes", ()), columns.get(ALGORITHM, ()), strict=True)
+    ):
+        place = copied.get(str(number))
+        if checksum is None and place is None:
+            raise ValueError(f"{path}: part {number} has neither a checksum nor a source")
+        if type(nbytes) is not int or nbytes < 0:
+            raise ValueError(f"{path}: part {number} has {nbytes!r} bytes")
+        yield ManifestPart(
+            path,
+            byte_offset,
+            nbytes,
+            checksum,
+            None if place is None else (place[0], int(place[1]), str(place[2])),
+        )
+        byte_offset += nbytes

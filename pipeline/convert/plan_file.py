@@ -1,0 +1,333 @@
+"""A plan as a file: Arrow streams of columns, one after the other, and nothing that could be executed.
+
+The first stream is a header without rows, whose metadata say what the file is; one stream follows for each table of
+the plan. Whoever has the file can look at it with any Arrow library: open the streams in turn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from paddle_reshard.pipeline.core.catalog import File
+from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, PlanError, UsageError
+from paddle_reshard.pipeline.core.literals import Literals
+from paddle_reshard.pipeline.core.tensors import Tensor, dtype_named
+from paddle_reshard.pipeline.planning.ops import OP, Ops
+from paddle_reshard.pipeline.planning.parts import PART
+from paddle_reshard.pipeline.planning.plan import BAND, CarriedFile, Plan
+from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
+
+FORMAT = "paddle-reshard plan"
+GENERATION = 1
+BATCH_ROWS = 1 << 16
+"""Rows that are turned into columns in one go, so that a plan is not held twice."""
+_COMPRESSION = "lz4"
+_FIRST_BYTES = b"\xff\xff\xff\xff"
+"""Of every Arrow stream."""
+
+Rows = npt.NDArray[np.void]
+
+_NUMBER = np.dtype([("value", np.int64)])
+_ROWS = {"ops": OP, "op_groups": _NUMBER, "bands": BAND, "parts": PART, "group_peaks": _NUMBER}
+_FILE = pa.schema([("path", pa.string()), ("size_bytes", pa.int64())])
+_TABLES = {
+    "tensors": pa.schema(
+        [
+            ("key", pa.string()),
+            ("state", pa.string()),
+            ("dtype", pa.string()),
+            ("global_shape", pa.list_(pa.int64())),
+            ("aliases", pa.list_(pa.string())),
+        ]
+    ),
+    "source_files": _FILE,
+    "target_files": _FILE,
+    "carried": pa.schema(
+        [("source_path", pa.string()), ("target_path", pa.string()), ("size_bytes", pa.int64())]
+    ),
+    "literals": pa.schema(
+        [("file", pa.int64()), ("byte_offset", pa.int64()), ("content", pa.large_binary())]
+    ),
+}
+_SCALARS = ("budget_bytes", "allow_replica_drift", "allow_master_drift", "beside", "read_once_budget_bytes")
+
+
+def save_plan(plan: Plan, path: Path) -> None:
+    """Write a plan; a file of that name is replaced.
+
+    Raises
+    ------
+    UsageError
+        If the file cannot be written.
+    """
+    header = {
+        "format": FORMAT,
+        "generation": GENERATION,
+        "plan_id": plan.plan_id,
+        **{name: getattr(plan, name) for name in _SCALARS},
+    }
+    try:
+        with path.open("wb") as file:
+            _write(file, "header", pa.schema([]), (), json.dumps(header | {"digest": _digest(header)}))
+            for name, dtype in _ROWS.items():
+                rows = getattr(plan, name)
+                rows = rows if isinstance(rows, Ops) else np.ascontiguousarray(rows).view(dtype)
+                _write(file, name, _schema_of(dtype), _batches_of_rows(rows, dtype))
+            for name, columns in _tables_of(plan).items():
+                schema = _TABLES[name]
+                _write(file, name, schema, _batches(columns, schema))
+    except OSError as error:
+        raise UsageError(f"{path}: the plan cannot be saved: {error}") from error
+
+
+def _write(
+    file: Any,
+    name: str,
+    schema: pa.Schema,
+    batches: Sequence[pa.RecordBatch] | Iterator[pa.RecordBatch],
+    facts: str = "{}",
+) -> None:
+    described = schema.with_metadata({"table": name, "facts": facts})
+    options = pa.ipc.IpcWriteOptions(compression=_COMPRESSION)
+    with pa.ipc.new_stream(file, described, options=options) as stream:
+        for batch in batches:
+            stream.write_batch(batch)
+
+
+def _schema_of(dtype: np.dtype[Any]) -> pa.Schema:
+    """One column for each field; a field of several numbers is a list of fixed length."""
+    fields = []
+    for name in dtype.names or ():
+        base, shape = dtype[name].base, dtype[name].shape
+        kind = pa.from_numpy_dtype(base)
+        fields.append((name, pa.list_(kind, shape[0]) if shape else kind))
+    return pa.schema(fields)
+
+
+def _batches_of_rows(rows: Ops | Rows, dtype: np.dtype[Any]) -> Iterator[pa.RecordBatch]:
+    schema = _schema_of(dtype)
+    for first in range(0, len(rows), BATCH_ROWS):
+        block = rows[first : first + BATCH_ROWS]
+        arrays = []
+        for field in schema:
+            values = np.ascontiguousarray(block[field.name])
+            if pa.types.is_fixed_size_list(field.type):
+                arrays.append(pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1]))
+            else:
+                arrays.append(pa.array(values))
+        yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _tables_of(plan: Plan) -> dict[str, Sequence[tuple[Any, ...]]]:
+    """The tables whose rows are values of Python."""
+    return {
+        "tensors": [(t.key, t.state, t.dtype.name, t.global_shape, t.aliases) for t in plan.tensors],
+        "source_files": [(f.path, f.size_bytes) for f in plan.source_files],
+        "target_files": [(f.path, f.size_bytes) for f in plan.target_files],
+        "carried": [(c.source_path, c.target_path, c.size_bytes) for c in plan.carried],
+        "literals": plan.literals,
+    }
+
+
+def _batches(rows: Sequence[tuple[Any, ...]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    for first in range(0, len(rows), BATCH_ROWS):
+        columns = list(zip(*rows[first : first + BATCH_ROWS], strict=True))
+        arrays = [pa.array(c, type=field.type) for c, field in zip(columns, schema, strict=True)]
+        yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def saved_plan_id(path: Path) -> str:
+    """The id of the plan that a file says it holds, by its header alone.
+
+    Raises
+    ------
+    UsageError, FormatError
+        As :func:`load_plan`.
+    """
+    with _opened(path) as file:
+        return str(_read_header(file, str(path)).get("plan_id"))
+
+
+def check_is_saved(plan: Plan, path: Path) -> None:
+    """Refuse unless ``plan`` is the one that a file holds.
+
+    Raises
+    ------
+    PlanError
+        Naming what has changed since.
+    UsageError, FormatError
+        As :func:`load_plan`.
+    """
+    saved = saved_plan_id(path)
+    if saved != plan.plan_id:
+        change = _first_change(load_plan(path), plan)
+        raise PlanError(f"{path} holds the plan {saved}, this conversion is {plan.plan_id}: {change}")
+
+
+def _first_change(then: Plan, now: Plan) -> str:
+    for side, before, after in (
+        ("source", then.source_files, now.source_files),
+        ("target", then.target_files, now.target_files),
+    ):
+        sizes, new_sizes = ({f.path: f.size_bytes for f in files} for files in (before, after))
+        for path in sorted(sizes.keys() | new_sizes.keys()):
+            if sizes.get(path) != new_sizes.get(path):
+                one, two = (
+                    "is not there" if size is None else f"has {size} bytes"
+                    for size in (sizes.get(path), new_sizes.get(path))
+                )
+                return f"the {side}'s file {path} {one} in the saved plan and {two} now"
+    if then.budget_bytes != now.budget_bytes:
+        return f"the budget was {then.budget_bytes} bytes and is {now.budget_bytes}"
+    if then.tensors != now.tensors or then.carried != now.carried:
+        return "other tensors, or other files beside them"
+    return (
+        "the same files, made of other parts or in another order: options or the version of the tool differ"
+    )
+
+
+def load_plan(path: Path) -> Plan:
+    """Read a plan back, the very one that was saved.
+
+    Raises
+    ------
+    UsageError
+        If the file cannot be read.
+    FormatError
+        If it is not a plan, one of another generation, cut short, or not the plan that its id names.
+    """
+    with _opened(path) as file:
+        return _read_plan(file, str(path))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with path.open("rb") as file:
+            yield file
+    except pa.ArrowException as error:
+        raise _malformed(str(path), f"not a whole plan file: {error}") from error
+    except OSError as error:
+        if error.errno is None:  # Arrow's own: the file ends too early
+            raise _malformed(str(path), f"not a whole plan file: {error}") from error
+        raise UsageError(f"{path}: the plan cannot be read: {error}") from error
+
+
+def _read_plan(file: Any, path: str) -> Plan:
+    facts = _read_header(file, path)
+    values: dict[str, Any] = {name: facts[name] for name in _SCALARS if name in facts}
+    for name, dtype in _ROWS.items():
+        blocks = (_rows_of(batch, dtype) for batch in _read(file, name, _schema_of(dtype), path))
+        if name == "ops":
+            values[name] = Ops.joined([Ops.empty(), *map(Ops.of_rows, blocks)])
+        else:
+            values[name] = np.concatenate([np.zeros(0, dtype=dtype), *blocks])
+    for name in ("op_groups", "group_peaks"):
+        values[name] = values[name]["value"]
+    tables = {}
+    for name, schema in _TABLES.items():
+        batches = _read(file, name, schema, path)
+        tables[name] = [row for batch in batches for row in zip(*map(_values, batch.columns), strict=True)]
+    try:
+        plan = Plan(
+            tensors=tuple(
+                Tensor(key, state, dtype_named(dtype), tuple(shape), tuple(aliases))
+                for key, state, dtype, shape, aliases in tables["tensors"]
+            ),
+            source_files=tuple(File(*row) for row in tables["source_files"]),
+            target_files=tuple(File(*row) for row in tables["target_files"]),
+            literals=Literals(tables["literals"]),
+            carried=tuple(CarriedFile(*row) for row in tables["carried"]),
+            **values,
+        )
+        found = plan.plan_id
+    except (TypeError, ValueError, CheckpointError) as error:
+        raise _malformed(path, f"holds what no plan holds: {error}") from error
+    if found != facts.get("plan_id"):
+        raise _malformed(path, f"says that it is the plan {facts.get('plan_id')}, what it holds is {found}")
+    _check_numbers(plan, path)
+    return plan
+
+
+def _digest(facts: dict[str, Any]) -> str:
+    """Of the facts of the header; the plan's own id is that of its tables."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _read_header(file: Any, path: str) -> dict[str, Any]:
+    if file.read(len(_FIRST_BYTES)) != _FIRST_BYTES:
+        raise _malformed(path, f"not a {FORMAT}")
+    file.seek(0)
+    with pa.ipc.open_stream(file) as stream:
+        list(stream)
+        text = (stream.schema.metadata or {}).get(b"facts", b"{}")
+    try:
+        facts = parse_json(text)
+    except JsonError as error:
+        raise _malformed(path, f"not a {FORMAT}") from error
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        raise _malformed(path, f"not a {FORMAT}")
+    if facts.pop("digest", None) != _digest(facts):
+        raise _malformed(path, "its header was changed")
+    if facts.get("generation") != GENERATION:
+        raise _malformed(
+            path, f"a plan file of generation {facts.get('generation')!r}, this version reads {GENERATION}"
+        )
+    return facts
+
+
+def _read(file: Any, name: str, schema: pa.Schema, path: str) -> Iterator[pa.RecordBatch]:
+    """The next table of the file, which must be ``name``."""
+    with pa.ipc.open_stream(file) as stream:
+        found = (stream.schema.metadata or {}).get(b"table")
+        if found != name.encode() or stream.schema.remove_metadata() != schema:
+            raise _malformed(path, f"the table {name!r} is missing or has other columns")
+        for batch in stream:
+            batch.validate(full=True)
+            if any(column.null_count for column in batch.columns):
+                raise _malformed(path, f"the table {name!r} has holes")
+            yield batch
+
+
+def _rows_of(batch: pa.RecordBatch, dtype: np.dtype[Any]) -> Rows:
+    rows = np.zeros(batch.num_rows, dtype=dtype)
+    for name, column in zip(dtype.names or (), batch.columns, strict=True):
+        values = column.flatten() if pa.types.is_fixed_size_list(column.type) else column
+        rows[name] = values.to_numpy(zero_copy_only=False).reshape(rows[name].shape)
+    return rows
+
+
+def _check_numbers(plan: Plan, path: str) -> None:
+    """Every group and file that a row names is there."""
+    for what, numbers, count in (
+        ("group", plan.op_groups, plan.groups),
+        *(("group", rows["group"], plan.groups) for rows in (plan.bands, plan.parts)),
+        ("source file", plan.bands["file"], len(plan.source_files)),
+        ("target file", plan.parts["file"], len(plan.target_files)),
+        ("tensor", plan.ops["tensor"], len(plan.tensors)),
+    ):
+        wrong = numbers[(numbers < 0) | (numbers >= count)]
+        if len(wrong):
+            raise _malformed(path, f"names the {what} {int(wrong[0])}, there are {count}")
+    if len(plan.op_groups) != len(plan.ops):
+        raise _malformed(path, f"{len(plan.ops)} ops and {len(plan.op_groups)} groups of them")
+
+
+def _values(column: pa.Array) -> list[Any]:
+    return column.to_pylist()
+
+
+def _malformed(path: str, detail: str) -> FormatError:
+    return FormatError("bad_plan_file", path, None, detail)

@@ -1,0 +1,447 @@
+"""The average of a series of checkpoints.
+
+Each may be of any topology and format. All of them together are described as one checkpoint: the last of the series
+with an average in it, which is mixed of tensors that lie in the files of all. From there on it is a conversion like
+any other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from paddle_reshard.clusters.choose import choose_engine
+from paddle_reshard.pipeline.api import (
+    ConversionReport,
+    open_targets,
+    plan_and_run,
+    read_request,
+)
+from paddle_reshard.pipeline.convert.inputs import given_inputs
+from paddle_reshard.pipeline.convert.request import (
+    DEFAULT_MEMORY,
+    ConversionOptions,
+    PathLike,
+    TargetOptions,
+    parse_memory,
+)
+from paddle_reshard.pipeline.convert.run import (
+    ConversionPlan,
+    Observer,
+    check_targets,
+    ignore_events,
+    plan_checkpoint,
+)
+from paddle_reshard.pipeline.core.catalog import Catalog, File, Mixture, Term
+from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM
+from paddle_reshard.pipeline.indexing.detect import index_checkpoint
+from paddle_reshard.pipeline.indexing.small_files import check_one_model
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.layouts.files import AVERAGE
+from paddle_reshard.pipeline.layouts.huggingface.choices import EMA
+from paddle_reshard.pipeline.layouts.model import ModelTensor
+from paddle_reshard.storage.locate import open_source, source_access
+from paddle_reshard.storage.store import Openness, Read, ReadRange, Source
+from paddle_reshard.tasks.ema import Averaging, factors
+from paddle_reshard.tasks.index import IndexFiles, index_here
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+AVERAGES = {MASTER_WEIGHT: EMA_MASTER_WEIGHT, PARAM: EMA_PARAM}
+SUM_TOLERANCE = 1e-6
+"""How far weights that were given may be from adding up to one."""
+_NUMBERED = re.compile(r"checkpoint-(\d+)")
+_PREFIX = re.compile(r"SRC(\d+)/(.+)")
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """How the checkpoints of a series count, first to last."""
+
+    steps: tuple[tuple[float, float], ...]
+    """``(keep, take)`` of every checkpoint: ``average = keep · average + take · values``, as
+    :class:`~paddle_reshard.pipeline.core.catalog.Term` says. The first keeps nothing."""
+    facts: Mapping[str, Any]
+    """What of it goes into ``ema.json``."""
+
+    @classmethod
+    def by_decay(cls, decay: float, count: int) -> Weighting:
+        """An exponential moving average that begins with the first checkpoint: as one beside training, bit for bit."""
+        decay = Averaging(decay).decay
+        keep, take = (float(factor) for factor in factors(decay))
+        return cls(((0.0, 1.0), *[(keep, take)] * (count - 1)), {"decay": decay})
+
+    @classmethod
+    def by_weights(cls, weights: Sequence[float]) -> Weighting:
+        """A sum of checkpoints, each multiplied with its weight, rounded to float32.
+
+        Raises
+        ------
+        UsageError
+            If the weights do not add up to one.
+        """
+        total = math.fsum(weights)
+        if not abs(total - 1) <= SUM_TOLERANCE:
+            raise UsageError(
+                f"the weights {', '.join(map(str, weights))} add up to {total}, those of an average to 1"
+            )
+        rounded = [float(np.float32(weight)) for weight in weights]
+        steps = ((0.0 if place == 0 else 1.0, weight) for place, weight in enumerate(rounded))
+        return cls(tuple(steps), {"weights": rounded})
+
+
+def weigh(
+    count: int, decay: float | None = None, weights: Sequence[float] | None = None, uniform: bool = False
+) -> Weighting:
+    """How ``count`` checkpoints are to be averaged; exactly one way is given.
+
+    Raises
+    ------
+    UsageError
+    """
+    if (decay is not None) + (weights is not None) + uniform != 1:
+        raise UsageError("give one of --decay, --weights and --uniform")
+    if count < 2:
+        raise UsageError("an average needs at least two checkpoints")
+    if decay is not None:
+        return Weighting.by_decay(decay, count)
+    if weights is not None and len(weights) != count:
+        raise UsageError(f"{len(weights)} weights are given for {count} checkpoints")
+    return Weighting.by_weights(weights if weights is not None else [1 / count] * count)
+
+
+# ------------------------------------------------------------------------------- many checkpoints as one
+
+
+def with_average(
+    checkpoints: Sequence[Checkpoint], locations: Sequence[str], weighting: Weighting
+) -> Checkpoint:
+    """The last checkpoint with the average of all in it; pure. Paths are those of a :class:`Series`.
+
+    What is averaged is what the trainers average: master weights, and float32 parameters that have none.
+
+    Raises
+    ------
+    CheckpointError
+        If two of them are not of one model, naming the tensor.
+    UnsupportedError
+        If a trained parameter has no float32 values.
+    """
+    last = checkpoints[-1]
+    for checkpoint, location in zip(checkpoints, locations, strict=True):
+        _check_same_model(checkpoint, location, last, locations[-1])
+    averaged = list(_averaged(last.model.tensors))
+    own = last.catalog.only(
+        [i for i, t in enumerate(last.catalog.tensors) if t.state not in AVERAGES.values()]
+    )
+    parts = [_part(checkpoint.catalog, averaged) for checkpoint in checkpoints[:-1]]
+    index = own.index()
+    mixed = [replace(own.tensors[index[entry]], state=AVERAGES[entry[1]]) for entry in averaged]
+    tensors = [*own.tensors, *mixed]
+    files: list[File] = []
+    fragments, feeds = [], []
+    for number, (part, location) in enumerate(zip(parts, locations, strict=False)):
+        rows = part.fragments.copy()
+        rows["tensor"] += len(tensors)
+        rows["file"] += len(files)
+        fragments.append(rows)
+        feeds.append(range(len(tensors), len(tensors) + len(averaged)))
+        tensors += [replace(t, state=f"{t.state} of {location}") for t in part.tensors]
+        files += [File(_prefixed(number, file.path), file.size_bytes) for file in part.files]
+    rows = own.fragments.copy()
+    rows["file"] += len(files)
+    feeds_of_last = [index[entry] for entry in averaged]
+    mixtures = {
+        len(own.tensors) + place: Mixture(
+            tuple(
+                Term(int(feed), keep, take)
+                for feed, (keep, take) in zip(of_one, weighting.steps, strict=True)
+            )
+        )
+        for place, of_one in enumerate(zip(*feeds, feeds_of_last, strict=True))
+    }
+    catalog = Catalog(
+        tuple(tensors),
+        (*files, *own.files),
+        np.concatenate([*fragments, rows]),
+        own.implied,
+        mixtures,
+        borrowed=len(tensors) - len(own.tensors) - len(mixed),
+    )
+    return replace(last, catalog=catalog, has_ema=True)
+
+
+def _part(catalog: Catalog, averaged: Sequence[tuple[str, str]]) -> Catalog:
+    index = catalog.index()
+    return catalog.only([index[entry] for entry in averaged])
+
+
+def _check_same_model(one: Checkpoint, location: str, last: Checkpoint, last_location: str) -> None:
+    def facts(tensor: ModelTensor | None) -> str:
+        if tensor is None:
+            return "not there"
+        master = " with a master weight" if tensor.master else ""
+        tied = f", tied to {tensor.tied_to}" if tensor.tied_to else ""
+        missing = ", held by no file" if tensor.missing else ""
+        return f"{tensor.dtype.name} {tensor.global_shape}{master}{tied}{missing}"
+
+    ours, theirs = ({t.key: t for t in checkpoint.model.tensors} for checkpoint in (one, last))
+    for key in ours | theirs:
+        if facts(ours.get(key)) != facts(theirs.get(key)):
+            raise CheckpointError(
+                f"{key}: {facts(ours.get(key))} in {location}, {facts(theirs.get(key))} in {last_location}; only "
+                "checkpoints of one model can be averaged"
+            )
+
+
+def _averaged(tensors: Sequence[ModelTensor]) -> list[tuple[str, str]]:
+    """Key and state of everything that is averaged."""
+    found = []
+    for tensor in tensors:
+        if tensor.tied_to is not None or tensor.missing:
+            continue
+        if tensor.master:
+            found.append((tensor.key, MASTER_WEIGHT))
+        elif tensor.dtype.name == "float32":
+            found.append((tensor.key, PARAM))
+        elif tensor.trained:
+            raise UnsupportedError(
+                f"{tensor.key}: is {tensor.dtype.name} and has no master weight; only float32 can be averaged"
+            )
+    return found
+
+
+def _prefixed(number: int, path: str) -> str:
+    return f"SRC{number}/{path}"
+
+
+@dataclass(frozen=True)
+class Series(ReadRange):
+    """Several checkpoints as one source: the last one, in which ``ema.json`` says how the average was made.
+
+    The files of the others are found below ``SRC0/``, ``SRC1/``, ….
+    """
+
+    earlier: tuple[Source, ...]
+    last: Source
+    said: bytes
+    """What ``ema.json`` holds."""
+
+    @property
+    def location(self) -> str:
+        """That of the last one."""
+        return self.last.location
+
+    @property
+    def folders(self) -> Sequence[str]:
+        """Those of the last one."""
+        return self.last.folders
+
+    @property
+    def openness(self) -> Openness:
+        """What all of them allow."""
+        openness = self.last.openness
+        for source in self.earlier:
+            openness &= source.openness
+        return openness
+
+    def sizes(self) -> Mapping[str, int]:
+        """Of all files of all of them."""
+        found = {**self.last.sizes(), AVERAGE: len(self.said)}
+        for number, source in enumerate(self.earlier):
+            found |= {_prefixed(number, path): size for path, size in source.sizes().items()}
+        return found
+
+    def versions(self) -> Mapping[str, str]:
+        """Of all files; what is made here has none."""
+        found = {**self.last.versions(), AVERAGE: self.said.decode()}
+        for number, source in enumerate(self.earlier):
+            found |= {
+                _prefixed(number, path): f"{source.location}: {version}"
+                for path, version in source.versions().items()
+            }
+        return found
+
+    def check_unchanged(self) -> None:
+        """Refuse if any file of any of them is not the one that was seen at the start."""
+        for source in (*self.earlier, self.last):
+            source.check_unchanged()
+
+    def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes`` bytes of a file."""
+        if path == AVERAGE:
+            return self.said[byte_offset : byte_offset + nbytes]
+        source, inner = self._place(path)
+        return source.read(inner, byte_offset, nbytes)
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on."""
+        source, inner = self._place(path)
+        source.read_into(inner, byte_offset, buffer)
+
+    def read_many(self, reads: Sequence[Read]) -> None:
+        """Fill several buffers; each checkpoint is asked for all of its own at once."""
+        for source in (*self.earlier, self.last):
+            places = [(read, self._place(read.path)) for read in reads]
+            source.read_many([replace(read, path=inner) for read, (one, inner) in places if one is source])
+
+    def _place(self, path: str) -> tuple[Source, str]:
+        match = _PREFIX.fullmatch(path)
+        return (self.last, path) if match is None else (self.earlier[int(match[1])], match[2])
+
+
+# --------------------------------------------------------------------------------------------- the API
+
+
+def average(
+    sources: Sequence[PathLike],
+    target: PathLike | Mapping[PathLike, TargetOptions],
+    *,
+    decay: float | None = None,
+    weights: Sequence[float] | None = None,
+    uniform: bool = False,
+    resume: bool = False,
+    take_over: bool = False,
+    cluster: str = "inline",
+    workers: int | None = None,
+    exchange: str = "auto",
+    observe: Observer = ignore_events,
+    **options: Unpack[ConversionOptions],
+) -> ConversionReport:
+    """Average the weights of a series of checkpoints, each in any topology.
+
+    The result is the last checkpoint with the average as its EMA state, in place of the one that it has; or with
+    ``format="huggingface"`` the average as a model. Averaged are master weights, and float32 parameters that have none,
+    in float32: each product and each sum is rounded, in the order of ``sources``.
+
+    Parameters
+    ----------
+    sources
+        At least two, first to last.
+    decay
+        ``average = decay · average + (1 − decay) · weights``, from the weights of the first one on: the bits that
+        :class:`~paddle_reshard.pipeline.ema.async_ema.AsyncEma` makes of the same steps.
+    weights
+        One for each; they add up to 1.
+    uniform
+        All count the same: each weight is 1/n, rounded to float32.
+    options
+        :class:`ConversionOptions`; the others are those of :func:`convert`.
+
+    Raises
+    ------
+    ReshardError
+        If the checkpoints are not of one model, or the conversion would be refused.
+    """
+    engine = choose_engine(
+        cluster, workers, parse_memory(options.get("memory", DEFAULT_MEMORY)), exchange, "cpu"
+    )
+    resume = resume or take_over
+    return plan_and_run(
+        lambda index_files: _plan_average(
+            sources, target, weigh(len(sources), decay, weights, uniform), resume, options, index_files
+        ),
+        lambda: open_targets(sources, target, options, resume, take_over),
+        engine,
+        observe,
+        resume,
+        no_space_check=options.get("no_space_check", False),
+    )
+
+
+def plan_average(
+    sources: Sequence[PathLike],
+    target: PathLike | Mapping[PathLike, TargetOptions],
+    *,
+    decay: float | None = None,
+    weights: Sequence[float] | None = None,
+    uniform: bool = False,
+    resume: bool = False,
+    **options: Unpack[ConversionOptions],
+) -> ConversionPlan:
+    """Plan what :func:`average` does; nothing is moved."""
+    return _plan_average(
+        sources, target, weigh(len(sources), decay, weights, uniform), resume, options, index_here
+    )
+
+
+def _plan_average(
+    sources: Sequence[PathLike],
+    target: PathLike | Mapping[PathLike, TargetOptions],
+    weighting: Weighting,
+    resume: bool,
+    options: ConversionOptions,
+    index_files: IndexFiles,
+) -> ConversionPlan:
+    if foreign := [name for name in ("aoa", "fill", "drop") if options.get(name)]:
+        raise UsageError(f"--{foreign[0]} does not go with an average; convert what comes out once more")
+    if isinstance(target, Mapping):
+        target = {place: _of_average(of_target) for place, of_target in target.items()}
+    request = read_request(target, _of_average(options))
+    sinks = open_targets(sources, target, options, resume, False)
+    stores = [open_source(os.fspath(source), *source_access(options)) for source in sources]
+    tables, config = given_inputs(options.get("rules"), options.get("config"))
+    missing = MissingPolicy(allowed=tuple(options.get("allow_missing", ())))
+    check_one_model(stores)
+    checkpoints = [index_checkpoint(store, tables, config, missing, index_files) for store in stores]
+    locations = [store.location for store in stores]
+    series = Series(tuple(stores[:-1]), stores[-1], _said(weighting, stores))
+    checkpoint = with_average(checkpoints, locations, weighting)
+    own_files = checkpoint.own_files | series.sizes().keys() - stores[-1].sizes().keys() - {AVERAGE}
+    checkpoint = replace(checkpoint, own_files=own_files)
+    planned = plan_checkpoint(series, checkpoint, request, sinks.limits(series))
+    check_targets(planned, sinks, resume or options.get("no_space_check", False))
+    return replace(planned, places=sinks.locations)
+
+
+Options = TypeVar("Options", bound=TargetOptions)
+
+
+def _of_average(options: Options) -> Options:
+    """The same options; a model is made of the average.
+
+    Raises
+    ------
+    UsageError
+        If the format has no place for an average.
+    """
+    format = options.get("format")
+    if format in ("unified", "auto-parallel"):
+        raise UsageError(
+            f"the format {format} has no place for an average; write it with --format hybrid or flex, or as a model "
+            "with --format huggingface"
+        )
+    if format != "huggingface":
+        return options
+    if options.get("state") not in (None, EMA):
+        raise UsageError(f"--state {options['state']}: an average goes out as --state {EMA}")
+    asked = options.copy()
+    asked["state"] = EMA
+    return asked
+
+
+def _said(weighting: Weighting, stores: Sequence[Source]) -> bytes:
+    """``ema.json`` of the average: as if the checkpoints had been updates of one beside training."""
+    last = stores[-1].location.rstrip("/").rpartition("/")[2]
+    match = _NUMBERED.fullmatch(last)
+    facts = {
+        "format": "paddle-reshard ema",
+        "decay": None,
+        **weighting.facts,
+        "averaged": [store.location for store in stores],
+        "start": "weights",
+        "updates": len(stores),
+        "step": int(match[1]) if match else 0,
+        "start_weight": 0.0,
+        "divide_by": 1.0,
+    }
+    return json.dumps(facts, indent=1).encode()

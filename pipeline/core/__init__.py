@@ -1,0 +1,1 @@
+"""Values and rules that everything else stands on."""

@@ -1,0 +1,299 @@
+"""Where does every element of every tensor lie?
+
+The catalog is columns, not objects: one row of ``FRAGMENT`` is a strided box with a place in storage.
+NumPy holds the columns, because the same planner runs inside training jobs whose environment cannot import
+pyarrow; ``storage`` turns them into Arrow tables where they are saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
+from paddle_reshard.pipeline.core.geometry import (
+    MAX_DIMS,
+    Boxes,
+    Ints,
+    Shape,
+    meeting_pairs,
+    padded,
+)
+from paddle_reshard.pipeline.core.tensors import DTYPES, EMA_PARAM, MASTER_WEIGHT, PARAM, Cast, DType, Tensor
+
+FRAGMENT = np.dtype(
+    [
+        ("tensor", np.int32),  # index into Catalog.tensors
+        ("file", np.int32),  # index into Catalog.files
+        ("dtype", np.int8),  # index into DTYPES: how the bytes are stored
+        ("replica", np.int16),  # 0: the copy that counts; n: the n-th other copy of the same box
+        ("byte_base", np.int64),  # of the box's first element in the file
+        ("offset", np.int64, (MAX_DIMS,)),  # of the box in the tensor, in elements
+        ("extents", np.int64, (MAX_DIMS,)),  # of the box, in elements
+        ("strides", np.int64, (MAX_DIMS,)),  # in bytes, from one element to the next along each dim
+    ]
+)
+
+Fragments = npt.NDArray[np.void]
+_BLOCK_BOXES = 1 << 18
+"""Boxes that are held against each other in one go."""
+FragmentRow = tuple[int, int, int, int, int, Shape, Shape, Shape]
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """An object that holds or will hold fragments. ``path`` is relative to the checkpoint."""
+
+    path: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A step of mixing: ``mixed = keep · mixed + take · values``; each product and the sum are rounded to float32.
+
+    In the first step nothing is kept, and values with a ``take`` of one stay as they are.
+    """
+
+    tensor: int
+    """Whose values."""
+    keep: float
+    """Both factors are float32 numbers."""
+    take: float
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """How the values of a tensor are computed from those of others of its shape, which are float32.
+
+    What the target wants in another dtype is cast at the end.
+    """
+
+    terms: tuple[Term, ...]
+    """One after the other; each tensor once, and all files of a term before those of the next one."""
+    divide_by: float = 1.0
+    """Of the last step, rounded to float32 before and after."""
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """All fragments of a checkpoint.
+
+    ``implied`` maps a tensor without fragments of its own to the tensor whose cast it is by definition of
+    the format: a bf16 parameter and its master weight. ``mixtures`` are the tensors that are computed.
+    """
+
+    tensors: tuple[Tensor, ...]
+    files: tuple[File, ...]
+    fragments: Fragments
+    implied: Mapping[int, int]
+    mixtures: Mapping[int, Mixture] = field(default_factory=dict)
+    borrowed: int = 0
+    """How many tensors at the end are no content of the checkpoint: they are only mixed."""
+
+    def __post_init__(self) -> None:
+        if self.fragments.dtype != FRAGMENT:
+            raise TypeError("fragments must be a FRAGMENT array")
+        self.fragments.flags.writeable = False
+
+    def index(self) -> dict[tuple[str, str], int]:
+        """``(key, state)`` → index into ``tensors``; aliases are not entries of their own."""
+        return {(tensor.key, tensor.state): i for i, tensor in enumerate(self.tensors)}
+
+    def only(self, chosen: Sequence[int]) -> Catalog:
+        """The catalog of some of its tensors, in their order; ``implied`` where both are chosen.
+
+        With a tensor that is mixed, those that it is mixed of have to be chosen.
+        """
+        places = np.full(len(self.tensors), -1, dtype=np.int32)
+        places[list(chosen)] = np.arange(len(chosen))
+        fragments = self.fragments.copy()
+        fragments["tensor"] = places[fragments["tensor"]]
+        implied = {int(places[t]): int(places[m]) for t, m in self.implied.items()}
+        return Catalog(
+            tuple(self.tensors[tensor] for tensor in chosen),
+            self.files,
+            fragments[fragments["tensor"] >= 0],
+            {tensor: master for tensor, master in implied.items() if min(tensor, master) >= 0},
+            {
+                int(places[mixed]): replace(
+                    mixture,
+                    terms=tuple(replace(term, tensor=int(places[term.tensor])) for term in mixture.terms),
+                )
+                for mixed, mixture in self.mixtures.items()
+                if places[mixed] >= 0
+            },
+        )
+
+    def casts(self) -> frozenset[Cast]:
+        """What fragments are stored as, and what the tensors are of which they are pieces, where that differs."""
+        wanted = np.array([DTYPES.index(tensor.dtype) for tensor in self.tensors], dtype=np.int64)
+        stored = self.fragments["dtype"].astype(np.int64)
+        pairs = np.unique(stored * len(DTYPES) + wanted[self.fragments["tensor"]]).tolist()
+        named = ((DTYPES[pair // len(DTYPES)].name, DTYPES[pair % len(DTYPES)].name) for pair in pairs)
+        return frozenset((stored_as, becomes) for stored_as, becomes in named if stored_as != becomes)
+
+    def stored(self, tensor: int) -> Fragments:
+        """The fragments of one tensor (of the tensor it is implied by, if it has none)."""
+        source = self.implied.get(tensor, tensor)
+        return self.fragments[self.fragments["tensor"] == source]
+
+
+def fragment_rows(rows: Sequence[FragmentRow]) -> Fragments:
+    """Columns from rows ``(tensor, file, dtype, replica, byte_base, offset, extents, strides)``."""
+    return np.array(list(rows), dtype=FRAGMENT)
+
+
+def fragment_row(
+    tensor: int,
+    file: int,
+    dtype: DType,
+    replica: int,
+    byte_base: int,
+    offset: Sequence[int],
+    extents: Sequence[int],
+    strides: Sequence[int],
+) -> FragmentRow:
+    """One row, its boxes padded to ``MAX_DIMS``."""
+    return (
+        tensor,
+        file,
+        DTYPES.index(dtype),
+        replica,
+        byte_base,
+        padded(offset, 0),
+        padded(extents, 1),
+        padded(strides, 0),
+    )
+
+
+def volumes(fragments: Fragments) -> Ints:
+    """Elements of each box."""
+    return np.asarray(fragments["extents"].prod(axis=1), dtype=np.int64)
+
+
+def hulls(fragments: Fragments) -> tuple[Ints, Ints]:
+    """First byte and one past the last byte that each strided box touches in its file."""
+    span = ((fragments["extents"] - 1) * fragments["strides"]).sum(axis=1)
+    itemsize = np.array([dtype.itemsize for dtype in DTYPES], dtype=np.int64)[fragments["dtype"]]
+    return fragments["byte_base"], fragments["byte_base"] + span + itemsize
+
+
+def check_catalog(catalog: Catalog) -> None:
+    """Prove that the copies that count cover every tensor exactly once, inside their files.
+
+    Raises
+    ------
+    CoverageError
+        Naming the tensor, the two numbers and the files, on the first hole, overlap or box out of bounds.
+    """
+    check_bounds(catalog.tensors, catalog.files, catalog.fragments)
+    first = catalog.fragments["replica"] == 0
+    primary = catalog.fragments if first.all() else catalog.fragments[first]
+    check_coverage(catalog.tensors, catalog.files, primary, skip=catalog.implied)
+
+
+def check_dtypes(tensors: Sequence[Tensor]) -> None:
+    """Every optimizer state has one dtype, and master weights are float32; parameters may differ, as routers do.
+
+    Raises
+    ------
+    CheckpointError
+        Naming two tensors of one state and their dtypes.
+    """
+    states: dict[str, dict[DType, list[Tensor]]] = {}
+    for tensor in tensors:
+        if tensor.state not in (PARAM, EMA_PARAM):
+            states.setdefault(tensor.state, {}).setdefault(tensor.dtype, []).append(tensor)
+    for state, by_dtype in states.items():
+        odd, *others = sorted(by_dtype.values(), key=len)
+        if others:
+            one, other = odd[0], others[-1][0]
+            raise CheckpointError(
+                f"{one.label} is {one.dtype.name}, {other.label} is {other.dtype.name}: all tensors of a state "
+                "have one dtype"
+            )
+        if state == MASTER_WEIGHT and odd[0].dtype.name != "float32":
+            raise CheckpointError(f"{odd[0].label} is {odd[0].dtype.name}: master weights are float32")
+
+
+def check_bounds(tensors: Sequence[Tensor], files: Sequence[File], fragments: Fragments) -> None:
+    """Every box lies inside its tensor, and its bytes inside its file."""
+    shapes = np.array([padded(t.global_shape, 1) for t in tensors], dtype=np.int64).reshape(-1, MAX_DIMS)
+    outside = (fragments["offset"] + fragments["extents"] > shapes[fragments["tensor"]]).any(axis=1)
+    outside |= (fragments["offset"] < 0).any(axis=1)
+    if outside.any():
+        row = fragments[outside][0]
+        raise CoverageError(
+            tensors[row["tensor"]].label,
+            f"a piece at {_ints(row['offset'])} of extents {_ints(row['extents'])} lies outside the shape "
+            f"{tensors[row['tensor']].global_shape}",
+            (files[row["file"]].path,),
+        )
+    sizes = np.array([f.size_bytes for f in files], dtype=np.int64)
+    start, stop = hulls(fragments)
+    beyond = (start < 0) | (stop > sizes[fragments["file"]])
+    if beyond.any():
+        row = fragments[beyond][0]
+        raise CoverageError(
+            tensors[row["tensor"]].label,
+            f"its bytes [{start[beyond][0]}, {stop[beyond][0]}) lie outside the file of "
+            f"{files[row['file']].size_bytes} bytes",
+            (files[row["file"]].path,),
+        )
+
+
+def check_coverage(
+    tensors: Sequence[Tensor],
+    files: Sequence[File],
+    fragments: Fragments,
+    skip: Iterable[int] = (),
+) -> None:
+    """The boxes of every tensor (but those in ``skip``) are disjoint and fill it."""
+    covered = np.bincount(fragments["tensor"], weights=volumes(fragments), minlength=len(tensors))
+    wanted = np.array([t.elements for t in tensors], dtype=np.float64)
+    wanted[list(skip)] = 0
+    for alike in _by_tensor(fragments, len(tensors)):
+        boxes = Boxes(alike["tensor"], alike["offset"], alike["extents"])
+        i, j = meeting_pairs(boxes, boxes)
+        overlaps = np.flatnonzero(i < j)
+        if len(overlaps):
+            first, second = alike[i[overlaps[0]]], alike[j[overlaps[0]]]
+            raise CoverageError(
+                tensors[first["tensor"]].label,
+                f"two pieces overlap: at {_ints(first['offset'])} of extents {_ints(first['extents'])}, and at "
+                f"{_ints(second['offset'])} of extents {_ints(second['extents'])}",
+                (files[first["file"]].path, files[second["file"]].path),
+            )
+    wrong = np.flatnonzero(covered != wanted)
+    if len(wrong):
+        tensor = int(wrong[0])
+        paths = sorted({files[f].path for f in fragments[fragments["tensor"] == tensor]["file"]})
+        raise CoverageError(
+            tensors[tensor].label,
+            f"{int(covered[tensor])} of {prod(tensors[tensor].global_shape)} elements are stored",
+            tuple(paths),
+        )
+
+
+def _by_tensor(fragments: Fragments, tensors: int) -> Iterator[Fragments]:
+    """The boxes of tensors that have several, all of a tensor together, a bounded number of tensors at a time."""
+    count = np.bincount(fragments["tensor"], minlength=tensors)
+    order = np.argsort(fragments["tensor"], kind="stable")
+    order = order[count[fragments["tensor"][order]] > 1]
+    tensor = fragments["tensor"][order]
+    first = 0
+    while first < len(order):
+        last = tensor[min(first + _BLOCK_BOXES, len(order)) - 1]
+        stop = int(np.searchsorted(tensor, last, side="right"))
+        yield fragments[order[first:stop]]
+        first = stop
+
+
+def _ints(values: npt.NDArray[Any]) -> Shape:
+    return tuple(int(v) for v in values)

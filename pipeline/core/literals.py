@@ -1,0 +1,113 @@
+"""Bytes of target files that are known when these are laid out, as columns.
+
+Between any two arrays of a file lie some, so there are as many of them as arrays: hundreds of thousands.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, overload
+
+import numpy as np
+
+from paddle_reshard.pipeline.core.geometry import Ints
+
+Literal = tuple[int, int, bytes]
+"""``(file, byte offset, bytes)``."""
+
+
+class Kept(NamedTuple):
+    """Literals that lie at the same bytes of several files."""
+
+    offsets: array[int]
+    """The byte of each file at which they begin."""
+    starts: array[int]
+    """Of their contents in the buffer."""
+    stops: array[int]
+
+
+class Literals(Sequence[Literal]):
+    """Literals in the order in which they were added; all contents lie in one buffer.
+
+    Nothing is added once they are part of a target or a plan.
+    """
+
+    __slots__ = ("_content", "_files", "_offsets", "_starts", "_stops")
+
+    def __init__(self, literals: Iterable[Literal] = ()) -> None:
+        self._files, self._offsets = array("q"), array("q")
+        self._starts, self._stops = array("q"), array("q")  # of the contents in the buffer
+        self._content = bytearray()
+        for file, offset, content in literals:
+            self.add(file, offset, content)
+
+    def add(self, file: int, offset: int, content: bytes) -> None:
+        """Add one more."""
+        self.place(self.keep([(offset, content)]), file)
+
+    def keep(self, literals: Iterable[tuple[int, bytes]]) -> Kept:
+        """Take in ``(byte offset, bytes)`` of files that are all alike in these; none of them is known yet."""
+        kept = Kept(array("q"), array("q"), array("q"))
+        for offset, content in literals:
+            kept.offsets.append(offset)
+            kept.starts.append(len(self._content))
+            self._content += content
+            kept.stops.append(len(self._content))
+        return kept
+
+    def place(self, kept: Kept, file: int) -> None:
+        """Add the literals of one such file."""
+        self._files.extend(array("q", [file]) * len(kept.offsets))
+        self._offsets.extend(kept.offsets)
+        self._starts.extend(kept.starts)
+        self._stops.extend(kept.stops)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    @overload
+    def __getitem__(self, at: int) -> Literal: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[Literal]: ...
+
+    def __getitem__(self, at: int | slice) -> Literal | list[Literal]:
+        if isinstance(at, slice):
+            return [self[number] for number in range(*at.indices(len(self)))]
+        return self._files[at], self._offsets[at], bytes(self._content[self._starts[at] : self._stops[at]])
+
+    def __iter__(self) -> Iterator[Literal]:
+        for file, offset, start, stop in zip(
+            self._files, self._offsets, self._starts, self._stops, strict=True
+        ):
+            yield file, offset, bytes(self._content[start:stop])
+
+    def copy(self) -> Literals:
+        """The same literals, to which others can be added."""
+        copied = Literals()
+        for name in Literals.__slots__:
+            setattr(copied, name, getattr(self, name)[:])
+        return copied
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Literals):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def files(self) -> Ints:
+        """The file of each."""
+        return np.array(self._files, dtype=np.int64)
+
+    @property
+    def offsets(self) -> Ints:
+        """The byte of its file at which each begins."""
+        return np.array(self._offsets, dtype=np.int64)
+
+    @property
+    def sizes(self) -> Ints:
+        """Bytes of each."""
+        return np.array(self._stops, dtype=np.int64) - np.array(self._starts, dtype=np.int64)

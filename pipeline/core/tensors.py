@@ -1,0 +1,146 @@
+"""What is a tensor here, and what can its elements be?
+
+A logical tensor is a ``(key, state)``: ``model.norm.weight`` as parameter, as master weight, as first
+moment. Dtypes are what the values mean; ``code`` is how NumPy spells the stored bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Shape
+
+PARAM = "param"
+MASTER_WEIGHT = "master_weight"
+EMA_PARAM = "ema_param"
+EMA_MASTER_WEIGHT = "ema_master_weight"
+EMA_STATES = (EMA_MASTER_WEIGHT, EMA_PARAM)
+DROPPABLE = {"ema": EMA_STATES}
+"""What a target can be made without → the states that it is. A job goes on without it, but it is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulator:
+    """A kind of optimizer state. ``per_parameter`` ones are a single number, copied to every rank."""
+
+    name: str
+    per_parameter: bool
+
+
+# Paddle 3.3 optimizer/{adam,adamw,lamb,momentum}.py: the ones whose pieces follow the parameter's own cut.
+ACCUMULATORS = {
+    accumulator.name: accumulator
+    for accumulator in (
+        Accumulator("moment1", False),
+        Accumulator("moment2", False),
+        Accumulator("moment2_max", False),
+        Accumulator("velocity", False),
+        Accumulator("beta1_pow_acc", True),
+        Accumulator("beta2_pow_acc", True),
+    )
+}
+
+
+Cast = tuple[str, str]
+"""Names of the dtype that values are stored as, and of the one that they become."""
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """An element type: its name, NumPy's code of the stored bytes, and its size."""
+
+    name: str
+    code: str
+    itemsize: int
+
+
+DTYPES: tuple[DType, ...] = (
+    DType("float32", "f4", 4),
+    DType("bfloat16", "u2", 2),  # Paddle stores the bit pattern as uint16
+    DType("float16", "f2", 2),
+    DType("float64", "f8", 8),
+    DType("int64", "i8", 8),
+    DType("int32", "i4", 4),
+    DType("int16", "i2", 2),
+    DType("int8", "i1", 1),
+    DType("uint8", "u1", 1),
+    DType("bool", "b1", 1),
+)
+_BY_NAME = {dtype.name: dtype for dtype in DTYPES}
+_BY_CODE = {dtype.code: dtype for dtype in DTYPES}
+
+# int(tensor.dtype) as written into model_meta.json: phi codes since Paddle 3.0, VarType codes before.
+# Seen by running paddlepaddle 3.3.1 and 2.6.2. The two ranges overlap only in codes of integers.
+_PHI_CODES = {
+    1: "bool", 2: "uint8", 3: "int8", 5: "int16", 7: "int32", 9: "int64",
+    10: "float32", 11: "float64", 15: "float16", 16: "bfloat16",
+}  # fmt: skip
+_VARTYPE_CODES = {4: "float16", 6: "float64", 22: "bfloat16"}
+
+
+def dtype_named(name: str) -> DType:
+    """The dtype called ``name``; refuses names that no checkpoint of ours can hold."""
+    if name not in _BY_NAME:
+        raise CheckpointError(f"dtype {name!r} is not supported; known are {', '.join(_BY_NAME)}")
+    return _BY_NAME[name]
+
+
+def dtype_of_code(code: str, where: str) -> DType:
+    """The dtype that a stored NumPy code stands for; ``u2`` is always bfloat16 in these files."""
+    if code not in _BY_CODE:
+        raise CheckpointError(f"{where}: arrays of NumPy type {code!r} are not supported")
+    return _BY_CODE[code]
+
+
+def dtype_of_meta(code: int, where: str) -> DType:
+    """The dtype of an integer code in ``model_meta.json`` (floating dtypes of either numbering)."""
+    name = _PHI_CODES.get(code) or _VARTYPE_CODES.get(code)
+    if name is None or (code == 5):  # 5 is int16 (phi) or float32 (VarType): no parameter is int16
+        name = "float32" if code == 5 else None
+    if name is None:
+        raise CheckpointError(f"{where}: dtype code {code} of model_meta.json is not known")
+    return _BY_NAME[name]
+
+
+def phi_code(dtype: DType) -> int:
+    """The code of a dtype in the ``model_meta.json`` of Paddle 3.0 and later."""
+    return next(code for code, name in _PHI_CODES.items() if name == dtype.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One logical tensor.
+
+    ``aliases`` are other structured names of the same values (tied weights).
+    """
+
+    key: str
+    state: str
+    dtype: DType
+    global_shape: Shape
+    aliases: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.global_shape) > MAX_DIMS:
+            raise CheckpointError(
+                f"{self.label}: {len(self.global_shape)} dims, at most {MAX_DIMS} are supported"
+            )
+        if any(extent < 0 for extent in self.global_shape):
+            raise CheckpointError(f"{self.label}: negative extent in shape {self.global_shape}")
+
+    @property
+    def label(self) -> str:
+        """How people read it: ``model.norm.weight (moment1)``."""
+        return f"{self.key} ({self.state})"
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return prod(self.global_shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the values in bytes."""
+        return self.elements * self.dtype.itemsize

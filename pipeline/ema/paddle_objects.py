@@ -1,0 +1,227 @@
+"""What are the tensors of a training rank? Asked of Paddle's own objects, which decide it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from paddle_reshard.pipeline.core.errors import UnsupportedError, UsageError
+from paddle_reshard.pipeline.ema.flex import RankBoxes
+from paddle_reshard.pipeline.ema.resume import Piece, RankPieces
+from paddle_reshard.pipeline.layouts.flex.boxes import Box
+from paddle_reshard.pipeline.layouts.hybrid.names import SLICE_PREFIX
+
+MASTER_WEIGHTS = "master_weights"
+MASTER_SUFFIX = ".w_0"
+SHARDING_V2 = "DygraphShardingOptimizerV2"
+WHOLE = (
+    "HybridParallelOptimizer",
+    "MoEHybridParallelOptimizer",
+    "DygraphShardingOptimizer",
+    "GroupShardedOptimizerStage2",
+    "MixPrecisionOptimizer",
+)
+"""Wrapped around an optimizer, they leave every tensor that a rank holds whole."""
+_WRAPPED = ("_inner_opt", "_inner_optimizer", "_optim")
+
+
+def rank_pieces(model: Any, optimizer: Any, *, tp: int = 1, tp_rank: int = 0) -> RankPieces:
+    """Which pieces of the logical tensors this rank's master weights are.
+
+    For no sharding, and all stages of it; experts may be spread over ranks.
+
+    Parameters
+    ----------
+    model
+        Its ``state_dict`` has structured keys: not wrapped for pipeline or sharding.
+    optimizer
+        Of Paddle, in whatever it is wrapped, with its master weights.
+    tp, tp_rank
+        Degree of tensor parallelism, and this rank's place in it.
+
+    Raises
+    ------
+    UnsupportedError
+        If the parameters are cut in another way, or it cannot be seen which of all experts one is.
+    UsageError
+        If a master weight belongs to no parameter of the model, or is a slice and the optimizer does not know of what.
+    """
+    parameters: dict[str, tuple[str, Any]] = {}
+    for key, tensor in model.state_dict().items():
+        parameters.setdefault(tensor.name, (key, tensor))
+    slices, stage3, experts = _slices(optimizer), stage3_of(optimizer), _spread_experts(model)
+    pieces = {}
+    for master in optimizer.state_dict().get(MASTER_WEIGHTS, {}):
+        name = master.removeprefix(SLICE_PREFIX)
+        if name not in parameters:
+            raise UsageError(f"{master}: a master weight of no parameter in the model's state_dict")
+        key, parameter = parameters[name]
+        expert = bool(getattr(parameter, "no_sync", False))
+        if expert and experts.get(name) != _expert_of(key):
+            raise UnsupportedError(
+                f"{key}: belongs to one rank of an expert-parallel group, and the model has no list with a place for "
+                "every expert of all ranks in which this is the one of that number; pass RankPieces of your own"
+            )
+        if name != master:
+            flat = _slice_of_stage3(stage3, name)
+        elif slices is None:
+            flat = None
+        elif name in slices:
+            flat = slices[name]
+        else:
+            raise UnsupportedError(
+                f"{name}: lies in none of the communication buffers of sharding stage 1 v2"
+            )
+        pieces[master] = Piece(key, tuple(int(extent) for extent in parameter.shape), flat, whole=expert)
+    return RankPieces(pieces, tp, tp_rank)
+
+
+def rank_boxes(model: Any, optimizer: Any) -> RankBoxes:
+    """Where this rank's master weights and float32 parameters lie, as Paddle's ``sharded_state_dict`` says.
+
+    Parameters are those of :func:`rank_pieces`.
+
+    Raises
+    ------
+    UnsupportedError
+        If FlexCheckpoint stores a tensor in another shape than the model has.
+    UsageError
+        If a master weight belongs to no parameter of the model.
+    """
+    of_model = model.sharded_state_dict()
+    stage3 = stage3_of(optimizer)
+    if stage3 is None:
+        masters = _boxes_said(model, optimizer, of_model)
+    else:
+        masters = _boxes_of_stage3(stage3, optimizer, of_model)
+    params = {
+        key: _box(key, weight)
+        for key, weight in of_model.items()
+        if str(weight.local_tensor.dtype).endswith("float32")
+    }
+    return RankBoxes(masters, params)
+
+
+def _boxes_said(model: Any, optimizer: Any, of_model: Mapping[str, Any]) -> dict[str, Box]:
+    """Master weights where the optimizer's ``sharded_state_dict`` says."""
+    names = {key: tensor.name for key, tensor in model.state_dict().items()}
+    masters = {}
+    for key, weight in optimizer.sharded_state_dict(of_model).items():
+        if key.endswith(MASTER_SUFFIX):
+            name = names.get(key.removesuffix(MASTER_SUFFIX))
+            if name is None:
+                raise UsageError(f"{key}: a master weight of no parameter in the model's state_dict")
+            masters[name] = _box(key, weight)
+    return masters
+
+
+def _boxes_of_stage3(stage3: Any, optimizer: Any, of_model: Mapping[str, Any]) -> dict[str, Box]:
+    """The same under sharding stage 3, whose ``sharded_state_dict`` wants all parameters made whole.
+
+    Of tied parameters the first key counts, in the order of the alphabet, as there (Paddle 3.3
+    ``group_sharded_stage3.py:990``).
+    """
+    keys: dict[str, str] = {}
+    for key in sorted(of_model):
+        keys.setdefault(of_model[key].local_tensor.name, key)
+    masters = {}
+    for master in optimizer.state_dict().get(MASTER_WEIGHTS, {}):
+        name = master.removeprefix(SLICE_PREFIX)
+        if name not in keys:
+            raise UsageError(f"{master}: a master weight of no parameter in the model's state_dict")
+        box = _box(f"{keys[name]}{MASTER_SUFFIX}", of_model[keys[name]])
+        if name != master:
+            start, stop = (min(end, prod(box.local_shape)) for end in _slice_of_stage3(stage3, name))
+            box = replace(box, flattened_range=(start, stop))
+        masters[master] = box
+    return masters
+
+
+def _box(key: str, weight: Any) -> Box:
+    if getattr(weight, "grouped_gemm_param", False):
+        raise UnsupportedError(f"{key}: experts of a grouped product are stored in another shape")
+    flat = weight.flattened_range if weight.is_flattened else None
+    return Box(
+        key,
+        global_shape=tuple(int(extent) for extent in weight.global_shape),
+        global_offset=tuple(int(start) for start in weight.global_offset),
+        local_shape=tuple(int(extent) for extent in weight.local_shape),
+        flattened_range=None if flat is None else (int(flat.start), int(flat.stop)),
+    )
+
+
+def _slices(optimizer: Any) -> dict[str, tuple[int, int]] | None:
+    """Name of a parameter → ``[start, stop)`` of its flattening that this rank holds; ``None``: all are whole.
+
+    But for the slices of stage 3, whose names say that they are.
+    """
+    while optimizer is not None:
+        name, inner = type(optimizer).__name__, _inner(optimizer)
+        if name == SHARDING_V2:
+            optimizer._collect_comm_buffers()  # where pipeline parallelism has made them
+            return {
+                parameter: (view._param_begin - view._index, view._param_end - view._index)
+                for buffer in optimizer._comm_buffer_list
+                for parameter, view in buffer._sharding_param_grad_view.items()
+            }
+        if inner is not None and name not in WHOLE:
+            raise UnsupportedError(
+                f"{name}: how it cuts parameters is not known; pass RankPieces of your own"
+            )
+        optimizer = inner
+    return None
+
+
+def _inner(optimizer: Any) -> Any:
+    """What an optimizer is wrapped around; ``None`` where it is not. Sharding stage 3 makes one its own ``_optim``."""
+    inside = optimizer.__dict__
+    held = (inside.get(name) for name in _WRAPPED)
+    return next((inner for inner in held if inner is not None and inner is not optimizer), None)
+
+
+def stage3_of(optimizer: Any) -> Any:
+    """The ``GroupShardedStage3`` by which an optimizer's parameters are cut; ``None`` where it is not sharding stage 3.
+
+    It leaves one of its own methods with the optimizer (Paddle 3.3 ``group_sharded_stage3.py:1415``).
+    """
+    while optimizer is not None:
+        update = optimizer.__dict__.get("update_slice")
+        if update is not None:
+            return update.__self__
+        optimizer = _inner(optimizer)
+    return None
+
+
+def _slice_of_stage3(stage3: Any, name: str) -> tuple[int, int]:
+    """``[start, stop)`` of a flattened parameter that this rank holds, padding included."""
+    if stage3 is None or name not in stage3._param2buffer:
+        raise UsageError(
+            f"{SLICE_PREFIX}{name}: a slice of sharding stage 3, and the optimizer does not know where it lies; give "
+            "the one that group_sharded_parallel has returned"
+        )
+    start, stop = stage3._param2buffer[name][stage3._rank]
+    return int(start), int(stop)
+
+
+def _spread_experts(model: Any) -> dict[str, int]:
+    """Name of a parameter → which expert of all ranks it belongs to.
+
+    A rank's list of experts has a place for every expert, and nothing at those of other ranks (PaddleFormers 1.2
+    ``modular_moe_layer.py:141``, PaddleNLP 3.0 ``moe_layer.py:184``).
+    """
+    found: dict[str, int] = {}
+    for layer in model.sublayers():
+        places = layer._sub_layers
+        if None in places.values():
+            for place, expert in places.items():
+                if expert is not None and place.isdigit():
+                    found |= {parameter.name: int(place) for parameter in expert.parameters()}
+    return found
+
+
+def _expert_of(key: str) -> int:
+    """The last number in a key; -1 where there is none, which is no place in a list."""
+    numbers = [int(part) for part in key.split(".") if part.isdigit()]
+    return numbers[-1] if numbers else -1

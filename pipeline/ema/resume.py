@@ -1,0 +1,155 @@
+"""The average of a rank's weights, out of a checkpoint of any topology.
+
+A rank says of each of its tensors which piece of which logical tensor it is. These pieces are the target of a plan
+like any other, with this process's memory in place of files: only the bytes that they need are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
+from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.literals import Literals
+from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, dtype_named
+from paddle_reshard.pipeline.indexing.detect import index_checkpoint
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.files import TargetFiles
+from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
+from paddle_reshard.pipeline.layouts.rules import RuleTable
+from paddle_reshard.pipeline.live.tensors import HostMemory, MemoryWriter
+from paddle_reshard.pipeline.planning.plan import Plan, plan_conversion
+from paddle_reshard.pipeline.planning.work import plan_work
+from paddle_reshard.storage.store import Source
+from paddle_reshard.tasks.run_group import run_group
+
+FLOAT32 = dtype_named("float32")
+BUDGET_BYTES = 512 << 20
+"""What reading may need beside the average itself, this process's own footprint included."""
+MEMORY = "the average"
+"""What the memory is called where a file has a path."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Which piece of a parameter a tensor of this rank is."""
+
+    key: str
+    """Structured key of the parameter, ``model.layers.0.mlp.up_proj.weight``."""
+    local_shape: Shape
+    """Of the parameter as this rank's tensor parallelism leaves it."""
+    flat: tuple[int, int] | None = None
+    """The tensor is one-dim and holds ``[start, stop)`` of the flattened parameter; what lies beyond it is padding.
+    ``None``: it is all of it."""
+    whole: bool = False
+    """Tensor parallelism does not cut it, whatever it does with others: an expert of an expert-parallel job."""
+
+
+@dataclass(frozen=True)
+class RankPieces:
+    """What a rank's tensors are, in its job."""
+
+    master_weights: Mapping[str, Piece] = field(default_factory=dict)
+    """Name of a master weight, as the optimizer spells it → what it is. Other parameters are whole."""
+    tp: int = 1
+    """Degree of tensor parallelism."""
+    tp_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One tensor of the average: what it is, and where it lies in memory."""
+
+    name: str
+    """What to call it by."""
+    master: bool
+    """The average of a master weight, not of a parameter that is float32 itself."""
+    piece: Piece
+    shape: Shape
+    first_byte: int
+
+
+def read_average(
+    store: Source,
+    tables: Sequence[RuleTable],
+    config: Mapping[str, Any] | None,
+    wanted: Sequence[Wanted],
+    rank: RankPieces,
+    memory: npt.NDArray[np.uint8],
+) -> None:
+    """Fill ``memory`` with a rank's average; what no tensor lies in becomes zero.
+
+    Of copies that several ranks have written, the first is read.
+
+    Raises
+    ------
+    CheckpointError, PlanError
+        If the checkpoint is not whole, holds no average of a tensor, or the tensor is another one there; naming it
+        and both shapes.
+    """
+    checkpoint = index_checkpoint(store, tables, config)
+    if not checkpoint.has_ema:
+        raise CheckpointError(f"{store.location}: holds no average of the weights to go on from")
+    plan = _plan(checkpoint, wanted, rank, len(memory))
+    target = MemoryWriter({MEMORY: HostMemory(memory, memory)})
+    for work in plan_work(plan):
+        run_group(work, store, target)
+
+
+def _plan(checkpoint: Checkpoint, wanted: Sequence[Wanted], rank: RankPieces, nbytes: int) -> Plan:
+    fragments = _places(checkpoint, wanted, rank)
+    catalog = _only(checkpoint.catalog, fragments)
+    filled = 4 * sum(_elements(one) for one in wanted)
+    files = TargetFiles((File(MEMORY, nbytes),), Literals(), ((0, 0, nbytes - filled),), fragments)
+    return plan_conversion(catalog, files, (), BUDGET_BYTES, compare_replicas=False, allow_reread=True)
+
+
+def _elements(one: Wanted) -> int:
+    """How many elements of the parameter a tensor holds, padding aside."""
+    total = prod(one.piece.local_shape)
+    start, stop = one.piece.flat or (0, total)
+    return max(0, min(stop, total) - start)
+
+
+def _places(checkpoint: Checkpoint, wanted: Sequence[Wanted], rank: RankPieces) -> Fragments:
+    """The boxes of the logical tensors that are wanted, and where they go in memory."""
+    known = {tensor.key: tensor for tensor in checkpoint.model.tensors}
+    index = checkpoint.catalog.index()
+    placements = Placements()
+    for one in wanted:
+        piece, state = one.piece, EMA_MASTER_WEIGHT if one.master else EMA_PARAM
+        tensor = known.get(piece.key)
+        number = None if tensor is None else index.get((tensor.tied_to or tensor.key, state))
+        if tensor is None or number is None:
+            raise CheckpointError(
+                f"{piece.key} ({state}): the checkpoint holds no average of it for {one.name}"
+            )
+        cut = TensorCut(1, None) if piece.whole else checkpoint.model.cut(tensor, rank.tp)
+        local_shape = cut.local_shape(tensor.key, tensor.global_shape)
+        if local_shape != piece.local_shape:
+            how = "left whole" if piece.whole else f"cut by tp={rank.tp}"
+            raise CheckpointError(
+                f"{piece.key}: is {tensor.global_shape} in the checkpoint, which {how} makes {local_shape}; this rank "
+                f"has {piece.local_shape}"
+            )
+        shape = piece.local_shape if piece.flat is None else (piece.flat[1] - piece.flat[0],)
+        if shape != one.shape:
+            raise CheckpointError(
+                f"{one.name}: is {one.shape} in this rank, its piece of {piece.key} is {shape}"
+            )
+        kind = placements.kind(ArrayKind(local_shape, cut, FLOAT32.itemsize, piece.flat))
+        placements.add(kind, rank.tp_rank, number, 0, one.first_byte, FLOAT32, 0)
+    return placements.fragments()
+
+
+def _only(catalog: Catalog, wanted: Fragments) -> Catalog:
+    """The first copies of the tensors that are wanted, under their own numbers; all others are empty."""
+    chosen = np.isin(catalog.fragments["tensor"], wanted["tensor"]) & (catalog.fragments["replica"] == 0)
+    return Catalog(catalog.tensors, catalog.files, catalog.fragments[chosen], {})

@@ -1,0 +1,195 @@
+"""The average beside training, for the ``Trainer`` of PaddleFormers and PaddleNLP."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from paddle_reshard.pipeline.core.errors import ReshardError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.ema.async_ema import MASTER_WEIGHTS, AsyncEma, Weights
+from paddle_reshard.pipeline.ema.flex import FlexRank, RankBoxes
+from paddle_reshard.pipeline.ema.paddle_objects import rank_boxes, rank_pieces, stage3_of
+from paddle_reshard.pipeline.ema.resume import RankPieces
+from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META
+
+logger = logging.getLogger(__name__)
+_TP_DEGREES = {"paddleformers": "tensor_model_parallel_size", "paddlenlp": "tensor_parallel_degree"}
+
+
+def ema_callback(
+    trainer: Any,
+    *,
+    resume_from: str | os.PathLike[str] | None = None,
+    rules: str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> Any:
+    """A callback that averages what ``trainer`` trains, and saves it into its checkpoints.
+
+    ``trainer.add_callback(ema_callback(trainer, decay=0.999))``. Files are those of the trainer's own average
+    (``ema.tp00_pp00_shard00.pdopt``, or ``ema_state/``), so it is for jobs that save sharded models or
+    FlexCheckpoints, as that one is.
+
+    Parameters
+    ----------
+    trainer
+        A ``Trainer`` that saves sharded models or FlexCheckpoints.
+    resume_from
+        A checkpoint to go on from, of any topology, sharding strategy and size of communication buffers.
+    rules
+        A rule table for the model family, instead of those that come with the package.
+    options
+        See :class:`~paddle_reshard.pipeline.ema.async_ema.AsyncEma`.
+
+    Raises
+    ------
+    UsageError
+        If the trainer saves in another format.
+    UnsupportedError
+        If experts are spread over data-parallel ranks.
+    """
+    args, library = trainer.args, _library(trainer)
+    if library == "paddlenlp" and args.use_expert_parallel and args.data_parallel_degree > 1:
+        raise UnsupportedError(
+            "the average beside training does not know experts that PaddleNLP spreads over data-parallel ranks, of "
+            "which all but the first save nothing else; train in PaddleFormers, or without use_expert_parallel"
+        )
+    stage3 = any(option.value == "stage3" for option in args.sharding)
+    if not _is_flex(trainer) and (stage3 or getattr(trainer, "sharding_io", None) is None):
+        raise UsageError(
+            "the average of a trainer's weights goes into sharded checkpoints; train with save_checkpoint_format="
+            "sharding_io or flex_checkpoint (PaddleFormers; under sharding stage 3 the latter), or with "
+            "save_sharded_model=true (PaddleNLP)"
+        )
+    if options.get("loss_threshold") is not None and args.zcc_save_ema_coef is None:
+        raise UsageError(
+            "the trainer tells its callbacks the loss of a step only where zcc_save_ema_coef is set"
+        )
+    base = import_module(f"{library}.trainer").TrainerCallback
+    callback = type("EmaCallback", (_EmaCallback, base), {})
+    return callback(trainer, resume_from, rules, AsyncEma(lambda: weights_of(trainer), **options))
+
+
+def _library(trainer: Any) -> str:
+    for cls in type(trainer).__mro__:
+        if cls.__name__ == "Trainer" and cls.__module__.startswith(("paddleformers.", "paddlenlp.")):
+            return cls.__module__.partition(".")[0]
+    raise UsageError(f"{type(trainer).__name__} is not a Trainer of PaddleFormers or PaddleNLP")
+
+
+def weights_of(trainer: Any) -> Weights:
+    """What the trainer's own average is made of: this rank's master weights and the float32 parameters it saves.
+
+    Raises
+    ------
+    UnsupportedError
+        If sharding stage 3 has cut one of these parameters, or keeps master weights elsewhere (``offload``).
+    """
+    model, stage3 = _model(trainer), stage3_of(trainer.optimizer)
+    if stage3 is not None and stage3._offload:
+        raise UnsupportedError(
+            "sharding stage 3 with offload keeps its master weights where no state_dict shows them; train without"
+        )
+    if _is_flex(trainer):
+        saved = model.state_dict()
+    else:
+        saved, *_ = trainer.sharding_io.manipulate_state_dict_and_config(model, merge_tensor_parallel=False)
+    params = {key: tensor for key, tensor in saved.items() if str(tensor.dtype).endswith("float32")}
+    cut = next((key for key, tensor in params.items() if hasattr(tensor, "fw_storage")), None)
+    if cut is not None:
+        raise UnsupportedError(
+            f"{cut}: a float32 parameter that sharding stage 3 has cut, for whose slices an average has no place; "
+            "train in bfloat16, or with sharding stage 1 or 2"
+        )
+    return Weights(trainer.optimizer.state_dict().get(MASTER_WEIGHTS, {}), params)
+
+
+def pieces_of(trainer: Any) -> RankPieces:
+    """Which pieces of the logical tensors this rank of a trainer has.
+
+    Raises
+    ------
+    UnsupportedError
+        If its parameters are cut in a way that is not known.
+    """
+    args, tp = trainer.args, 1
+    if args.use_hybrid_parallel:
+        tp = int(getattr(args, _TP_DEGREES[_library(trainer)]))
+    tp_rank = int(args.tensor_parallel_rank) if tp > 1 else 0
+    return rank_pieces(_model(trainer), trainer.optimizer, tp=max(tp, 1), tp_rank=tp_rank)
+
+
+def _is_flex(trainer: Any) -> bool:
+    return getattr(trainer.args, "save_checkpoint_format", None) == "flex_checkpoint"
+
+
+def _model(trainer: Any) -> Any:
+    """The model whose ``state_dict`` has structured keys."""
+    unwrap_model = import_module(f"{_library(trainer)}.transformers.model_utils").unwrap_model
+    return unwrap_model(trainer.model if _is_flex(trainer) else trainer.sharding_io.model)
+
+
+class _EmaCallback:
+    """Calls the average at the end of every step; joined with the trainer's base class when it is made."""
+
+    def __init__(
+        self,
+        trainer: Any,
+        resume_from: str | os.PathLike[str] | None,
+        rules: str | os.PathLike[str] | None,
+        ema: AsyncEma,
+    ) -> None:
+        self.trainer, self.resume_from, self.rules, self.ema = trainer, resume_from, rules, ema
+        self.flex_rank: FlexRank | None = None
+        self.meta: Any = None
+        """``model_meta.json``, without which a trainer does not read the average of a FlexCheckpoint."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.resume_from is not None:
+            config = _model(self.trainer).config.to_dict()
+            self.ema.load(self.resume_from, pieces_of(self.trainer), rules=self.rules, config=config)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.ema.update(state.global_step, getattr(state, "loss", None))
+        if control.should_save:
+            # The ranks of a FlexCheckpoint tell each other what they hold, also one that has lost its average.
+            rank = self._flex_rank() if _is_flex(self.trainer) else self._file_name(args)
+            if self.ema.progress.updates:
+                self._save(Path(args.output_dir) / f"checkpoint-{state.global_step}", rank)
+
+    def _save(self, directory: Path, rank: str | FlexRank) -> None:
+        try:
+            self.ema.save(directory, rank)
+            if isinstance(rank, FlexRank) and rank.number == 0 and self.meta is not None:
+                (directory / MODEL_META).write_text(json.dumps(self.meta))
+        except (ReshardError, OSError) as error:
+            if self.ema.when_lost == "raise":
+                raise
+            path = rank.path if isinstance(rank, FlexRank) else rank
+            logger.error("%s has no average of the weights: %s", directory / path, error)
+
+    def _flex_rank(self) -> FlexRank:
+        """This rank among all; they tell each other once, for nothing of it changes."""
+        if self.flex_rank is None:
+            distributed = import_module("paddle.distributed")
+            trainer, model = self.trainer, _model(self.trainer)
+            own = rank_boxes(model, trainer.optimizer)
+            boxes: list[RankBoxes] = []
+            if distributed.get_world_size() > 1:
+                distributed.all_gather_object(boxes, own)
+            self.flex_rank = FlexRank(distributed.get_rank(), tuple(boxes or [own]))
+            collector = import_module(f"{_library(trainer)}.trainer.utils.zero_cost_checkpoint")
+            facts = collector.DistInfoCollectorValidator(trainer.args, trainer.hcg)
+            self.meta = facts.gather_distributed_model_meta(model, trainer.optimizer)
+        return self.flex_rank
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        logger.info("the average of the weights: %s", self.ema.counts)
+        self.ema.close()
+
+    def _file_name(self, args: Any) -> str:
+        suffix = args.optimizer_name_suffix
+        return f"ema.{suffix}.pdopt" if suffix else "ema.pdopt"

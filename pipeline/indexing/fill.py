@@ -1,0 +1,62 @@
+"""What was given for tensors that no file of a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paddle_reshard.pipeline.core.catalog import File
+from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError
+from paddle_reshard.pipeline.layouts.checkpoint import MissingPolicy
+from paddle_reshard.storage.formats.safetensors import parse_safetensors
+from paddle_reshard.storage.locate import Access, open_file
+from paddle_reshard.storage.store import Source
+from paddle_reshard.storage.views import SourceBeside
+
+
+@dataclass(frozen=True)
+class Filling:
+    """What is to become of missing tensors, and the store of the file that holds some of them."""
+
+    policy: MissingPolicy
+    beside: tuple[Source, str] | None = None
+    """The store of the file and its name there."""
+
+    def serve(self, source: Source) -> Source:
+        """The checkpoint with the file that was given, by the path that the policy knows it by."""
+        if self.beside is None or self.policy.file is None:
+            return source
+        store, name = self.beside
+        return SourceBeside(source, self.policy.file.path, store, name)
+
+
+def read_filling(location: str | None, allowed: Sequence[str], access: Access) -> Filling:
+    """Read the header of a safetensors file of missing tensors.
+
+    Parameters
+    ----------
+    location
+        Path or URL of the file; ``None``: nothing is filled.
+    allowed
+        Patterns of structured keys that may be missing in the target too.
+    access
+        How its store is reached.
+
+    Raises
+    ------
+    CheckpointError
+        If the file is not there, or is no safetensors file.
+    """
+    if location is None:
+        return Filling(MissingPolicy(allowed=tuple(allowed)))
+    store, name = open_file(location, access.options, access.schemes)
+    size_bytes = store.sizes()[name]
+    shown = f"--fill {store.location}/{name}"
+    try:
+        payload = parse_safetensors(
+            lambda offset, nbytes: store.read(name, offset, nbytes), size_bytes, shown
+        )
+    except FormatError as error:
+        raise CheckpointError(f"{error}; a safetensors file is expected") from error
+    file = File(shown, size_bytes)
+    return Filling(MissingPolicy(payload.tensors, file, tuple(allowed)), (store, name))

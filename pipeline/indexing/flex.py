@@ -1,0 +1,96 @@
+"""Read the metadata of a dist checkpoint's files: ranged reads, no payload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from paddle_reshard.pipeline.core.errors import FormatError, UnsupportedError
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.flex.checkpoint import DataFile, read_flex
+from paddle_reshard.pipeline.layouts.flex.names import METADATA, is_dist_file
+from paddle_reshard.pipeline.layouts.flex.older_average import OlderAverage, describe_older_average
+from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META
+from paddle_reshard.pipeline.layouts.rules import RuleTable
+from paddle_reshard.storage.formats.dist_metadata import DistMetadata, parse_dist_metadata
+from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArrayRef
+from paddle_reshard.tasks.index import (
+    IndexFiles,
+    Readable,
+    index_here,
+    index_safetensors,
+    index_tensor_file,
+    read_json,
+    read_lr_scheduler,
+)
+
+_MASTERS = "master_weights"
+"""A section of older files of averages, of which the arrays have parameter names for keys."""
+
+
+def index_flex(
+    store: Readable,
+    sizes: Mapping[str, int],
+    config: Mapping[str, Any],
+    tables: Sequence[RuleTable],
+    index_files: IndexFiles,
+) -> Checkpoint:
+    """A dist checkpoint: FlexCheckpoint folders, or the one of auto-parallel training.
+
+    Parameters
+    ----------
+    sizes
+        Path of every file of the checkpoint → size in bytes.
+
+    Raises
+    ------
+    CheckpointError, PlanError
+        If it is not one whole, consistent checkpoint that the rules cover.
+    """
+    # A job without sharding leaves a file that says nothing.
+    if MODEL_META in sizes and store.read(MODEL_META, 0, min(sizes[MODEL_META], 5)) != b"null":
+        _refuse_muon(read_json(store, MODEL_META, sizes))
+    own = {path: size for path, size in sizes.items() if is_dist_file(path)}
+    described = {path: size for path, size in own.items() if path.endswith(METADATA)}
+    held = {path: size for path, size in own.items() if path not in described}
+    metadata = index_here(_index_metadata, store, described)
+    indexed = index_files(_index_data_file, store, held)
+    files = {path: file for path, file in indexed.items() if isinstance(file, DataFile)}
+    averages = {path: file for path, file in indexed.items() if isinstance(file, OlderAverage)}
+    left: tuple[tuple[str, str], ...] = ()
+    if averages:
+        of_average, held_averages, left = describe_older_average(averages, metadata, files)
+        metadata, files = {**metadata, **of_average}, {**files, **held_averages}
+    found = read_flex(metadata, files, config, tables, read_lr_scheduler(store, sizes))
+    # Jobs that keep an average say here which ranks wrote the checkpoint.
+    own_files = (found.own_files | {MODEL_META}) & sizes.keys()
+    return replace(found, own_files=own_files, left=(*found.left, *left))
+
+
+def _refuse_muon(meta: Mapping[str, Any]) -> None:
+    cells = meta.get("sharding_metas")
+    for cell, entry in cells.items() if isinstance(cells, dict) else ():
+        if isinstance(entry, dict) and entry.get("sharding_strategy") == "MuonSharding":
+            raise UnsupportedError(f"{MODEL_META}: {cell}: states of the Muon optimizer are not read")
+
+
+def _index_metadata(store: Readable, path: str, size_bytes: int) -> DistMetadata:
+    return parse_dist_metadata(partial(store.read, path), size_bytes, path)
+
+
+def _index_data_file(store: Readable, path: str, size_bytes: int) -> DataFile | OlderAverage:
+    if path.endswith(".safetensors"):
+        return DataFile(size_bytes, index_safetensors(store, path, size_bytes).tensors, {})
+    root = index_tensor_file(store, path, size_bytes)
+    names = root.pop(STRUCTURED_NAMES, {})
+    masters = root.pop(_MASTERS) if isinstance(root.get(_MASTERS), dict) else None
+    for key, value in (*root.items(), *(masters or {}).items()):
+        if not isinstance(value, ArrayRef):
+            raise FormatError(
+                "not_an_array", path, None, f"{key} holds a {type(value).__name__}, an array is expected"
+            )
+    if masters is not None:
+        return OlderAverage(size_bytes, masters, root)
+    return DataFile(size_bytes, root, names if isinstance(names, dict) else {})

@@ -1,0 +1,301 @@
+"""What the small files around the tensors say: do those of one checkpoint agree, and are those of two the same?
+
+Every small file and every entry of ``config.json`` is either compared or stands in one of the two lists here, each with
+the reason why it may differ.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.indexing.optimizer_steps import check_optimizer_steps
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.files import CONFIG
+from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
+from paddle_reshard.storage.formats.trainer_state import parse_trainer_state
+from paddle_reshard.storage.store import Source
+from paddle_reshard.tasks.index import SCHEDULER, index_tensor_file, read_json, read_lr_scheduler
+
+SCALER = "scaler.pdparams"
+TRAINER_STATES = ("trainer_state.bin", "trainer_state.json")
+TRAINING_ARGS = "training_args.bin"
+_NEVER_SKIPS = b"\x8c\x13skip_data_intervals\x94N"
+"""In ``training_args.bin``: the attribute of this name is ``None``. Bytes that are looked for; nothing is executed."""
+
+MAY_DIFFER_IN_CONFIG: Final[Mapping[str, str]] = {
+    "tensor_model_parallel_size": "topology of the job",
+    "tensor_parallel_degree": "topology of the job",
+    "tensor_parallel_rank": "topology of the job",
+    "use_expert_parallel": "topology of the job",
+    "expert_model_parallel_size": "topology of the job",
+    "moe_rank": "topology of the job",
+    "moe_world_size": "topology of the job",
+    "moe_group_origin": "topology of the job",
+    "pipeline_model_parallel_size": "topology of the job",
+    "pipeline_parallel_degree": "topology of the job",
+    "virtual_pipeline_model_parallel_size": "topology of the job",
+    "virtual_pp_degree": "topology of the job",
+    "pp_seg_method": "topology of the job: how layers are dealt out to stages",
+    "sequence_parallel": "topology of the job",
+    "torch_dtype": "how the tensors are stored; their dtypes are compared themselves",
+    "dtype": "how the tensors are stored; their dtypes are compared themselves",
+    "paddleformers_version": "version of the library that wrote it",
+    "paddlenlp_version": "version of the library that wrote it",
+    "transformers_version": "version of the library that wrote it",
+    "source": "which library's layout the weights are in",
+}
+"""Entry of ``config.json``, wherever it stands in it → why two checkpoints of one model may have it differently."""
+
+MAY_DIFFER_IN_SERIES: Final[Mapping[str, str]] = {
+    **MAY_DIFFER_IN_CONFIG,
+    "use_cache": "how a model is run, not what it computes",
+    "attention_dropout": "only while training",
+    "attention_probs_dropout_prob": "only while training",
+    "hidden_dropout_prob": "only while training",
+    "embd_pdrop": "only while training",
+    "resid_pdrop": "only while training",
+    "initializer_range": "only before training",
+    "aux_loss_alpha": "weight of a loss",
+    "router_aux_loss_coef": "weight of a loss",
+    "output_router_logits": "what is put out beside the result",
+    "seq_length": "length of the sequences that are trained on",
+    "max_sequence_length": "length of the sequences that are trained on",
+}
+"""The same for checkpoints that are averaged: also what changes how a model is trained and not what it computes."""
+
+_COMPARED: Final = re.compile(
+    r"trainer_state\.(json|bin)|scheduler\.pdparams|scaler\.pdparams|ema\.json|generation_config\.json|"
+    r"lora_config\.json|(added_tokens|special_tokens_map|tokenizer\w*|vocab|chat_template|"
+    r"(video_)?(pre)?processor(_config)?)\.(json|jinja|txt)|merges\.txt|\S+\.(model|spm|tiktoken|vocab)"
+)
+"""Small files that a trainer or whoever runs the model reads, beside ``config.json``."""
+
+MAY_DIFFER_AS_FILES: Final[Mapping[str, str]] = {
+    r"paddle_reshard\.json": "our own manifest: when and from what the checkpoint was made",
+    r"model_meta\.json|.*\.index\.json|(.*/)?\d+\.metadata|static_name_to_dyg_name\.json": (
+        "where the tensors lie; read to find them, and they are compared"
+    ),
+    r"rng_state(_\d+)?\.pth": "random states belong to the ranks of one topology",
+    r"training_args\.bin": "arguments of the job that saved it; never read back",
+    r"saved_signal_\d+|save_signal_TMP_\d+|\..*|async_save_info\.json": "completion markers of the trainer",
+}
+"""Pattern of a file's path → why two equal checkpoints may have it differently, or only one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """Something that two sides have differently."""
+
+    what: str
+    """File and entry."""
+    a: str
+    b: str
+
+
+# ---------------------------------------------------------------------------------------- of one checkpoint
+
+
+def check_steps(store: Source, in_optimizer_files: Any) -> None:
+    """Refuse a checkpoint whose small files are of different steps.
+
+    ``in_optimizer_files`` is the state of the learning-rate schedule that those hold, ``None`` where they hold none.
+    What the trainers keep equal: the schedule in ``scheduler.pdparams`` and in the optimizer files; the schedule's step
+    and ``global_step``, but for steps that are skipped, which are counted in ``global_step`` only: those of fp16 whose
+    gradients overflowed, and those of ``skip_data_intervals`` (PaddleNLP 3 ``trainer/trainer.py``).
+
+    Raises
+    ------
+    CheckpointError
+        Naming both files and both values.
+    """
+    sizes = store.sizes()
+    holder = next((path for path in sorted(sizes) if path.startswith("optimizer.")), "the optimizer files")
+    schedule, where = in_optimizer_files, f"LR_Scheduler in {holder}"
+    if sizes.get(SCHEDULER):
+        beside = read_lr_scheduler(store, sizes)
+        if schedule is not None:
+            for odd in differences(beside, schedule):
+                raise CheckpointError(
+                    f"{SCHEDULER}: {odd.what or 'the state'} is {odd.a}, {where} says {odd.b}: the two are of "
+                    "different steps or runs; take both from one checkpoint"
+                )
+        schedule, where = beside, SCHEDULER
+    step = schedule.get("last_epoch") if isinstance(schedule, dict) else None
+    for path, state in read_trainer_states(store).items():
+        said = state.get("global_step")
+        if type(said) is not int or type(step) is not int or said == step:
+            continue
+        if step > said or not _may_skip(store):
+            raise CheckpointError(
+                f"{path}: global_step is {said}, last_epoch in {where} is {step}: the two are of different steps or "
+                "runs; take both from one checkpoint"
+            )
+
+
+def check_optimizer(store: Source, checkpoint: Checkpoint) -> None:
+    """Refuse optimizer states of another step than the schedule's, or of several: by the powers of their betas.
+
+    Beside a scaler of gradients, of which some overflow, the schedule's step need not be the optimizer's.
+
+    Raises
+    ------
+    CoverageError
+        Naming the tensor, both values and the file.
+    """
+    schedule = checkpoint.lr_scheduler
+    step = schedule.get("last_epoch") if isinstance(schedule, dict) else None
+    known = type(step) is int and SCALER not in store.sizes()
+    check_optimizer_steps(store, checkpoint.catalog, step if known else None)
+
+
+def _may_skip(store: Source) -> bool:
+    """Whether the job may have counted steps that it did not make."""
+    sizes = store.sizes()
+    if SCALER in sizes or TRAINING_ARGS not in sizes:
+        return True
+    return _NEVER_SKIPS not in store.read(TRAINING_ARGS, 0, sizes[TRAINING_ARGS])
+
+
+def read_trainer_states(store: Source) -> dict[str, Mapping[str, Any]]:
+    """File → fields of the trainer's state, of those that can be understood."""
+    sizes = store.sizes()
+    found = {
+        path: parse_trainer_state(partial(store.read, path), sizes[path], path)
+        for path in TRAINER_STATES
+        if path in sizes
+    }
+    return {path: state for path, state in found.items() if state is not None}
+
+
+# ------------------------------------------------------------------------------------------ of two or more
+
+
+def compare_small_files(a: Source, b: Source, subset: bool = False) -> list[Disagreement]:
+    """What two checkpoints say differently in their small files, all of which a trainer reads.
+
+    With ``subset`` ``b`` may lack files. The schedule in ``scheduler.pdparams`` is only compared where both have it.
+    """
+    found = []
+    sizes = a.sizes(), b.sizes()
+    if CONFIG in sizes[0] and CONFIG in sizes[1]:
+        found += compare_configs(
+            read_json(a, CONFIG, sizes[0]), read_json(b, CONFIG, sizes[1]), MAY_DIFFER_IN_CONFIG
+        )
+    for path in sorted(filter(_COMPARED.fullmatch, sizes[0].keys() | sizes[1].keys())):
+        if path in sizes[0] and path in sizes[1]:
+            one, two = _content(a, path), _content(b, path)
+            found += [_within(path, odd) for odd in differences(one, two)]
+        elif path != SCHEDULER and not (subset and path in sizes[0]):
+            found.append(Disagreement(path, *("there" if path in side else "not there" for side in sizes)))
+    return found
+
+
+def check_one_model(stores: Sequence[Source]) -> None:
+    """Refuse checkpoints to be averaged whose configurations are of models that compute something else.
+
+    One without ``config.json`` is read by the one that was given, which is that of all.
+
+    Raises
+    ------
+    CheckpointError
+        Naming both files, the entry and both values.
+    """
+    having = [store for store in stores if CONFIG in store.sizes()]
+    configs = [read_json(store, CONFIG, store.sizes()) for store in having]
+    for store, config in zip(having[1:], configs[1:], strict=True):
+        for odd in compare_configs(configs[0], config, MAY_DIFFER_IN_SERIES):
+            raise CheckpointError(
+                f"{odd.what} is {odd.a} in {having[0].location} and {odd.b} in {store.location}: these are not "
+                "checkpoints of one model, so their average is none"
+            )
+
+
+def compare_configs(
+    one: Mapping[str, Any], two: Mapping[str, Any], may_differ: Mapping[str, str]
+) -> list[Disagreement]:
+    """What two ``config.json`` say differently of the model, but for the entries that may differ."""
+    return [
+        _within(CONFIG, odd) for odd in differences(_of_model(one, may_differ), _of_model(two, may_differ))
+    ]
+
+
+def _of_model(value: Any, may_differ: Mapping[str, str]) -> Any:
+    """What a configuration says of the model. ``…Pipe`` and ``…Deprecated`` are other classes of the same one."""
+    if isinstance(value, dict):
+        kept = {key: _of_model(entry, may_differ) for key, entry in value.items() if key not in may_differ}
+        classes = kept.get("architectures")
+        if isinstance(classes, list):
+            kept["architectures"] = [
+                re.sub(r"(Deprecated)?(Pipe)?(Deprecated)?$", "", str(c)) for c in classes
+            ]
+        return kept
+    return [_of_model(entry, may_differ) for entry in value] if isinstance(value, list) else value
+
+
+def _within(path: str, odd: Disagreement) -> Disagreement:
+    return Disagreement(f"{path}: {odd.what}" if odd.what else path, odd.a, odd.b)
+
+
+def _content(store: Source, path: str) -> Any:
+    """What is in a small file: its values where they are understood, else its bytes."""
+    sizes = store.sizes()
+    if path in TRAINER_STATES:
+        state = parse_trainer_state(partial(store.read, path), sizes[path], path)
+        return store.read(path, 0, sizes[path]) if state is None else state
+    if path.endswith(".pdparams") and sizes[path]:
+        return _with_arrays(index_tensor_file(store, path, sizes[path]), store, path)
+    if path.endswith(".json") and store.read(path, 0, 1) == b"{":
+        return read_json(store, path, sizes)
+    return store.read(path, 0, sizes[path])
+
+
+def _with_arrays(value: Any, store: Source, path: str) -> Any:
+    """The same with the bytes of arrays in their place."""
+    if isinstance(value, ArrayRef):
+        return (value.dtype, value.shape, value.fortran, store.read(path, value.byte_offset, value.nbytes))
+    if isinstance(value, dict):
+        return {key: _with_arrays(entry, store, path) for key, entry in value.items()}
+    return value
+
+
+def differences(a: Any, b: Any, at: str = "") -> Iterator[Disagreement]:
+    """Where two trees of plain values differ; floats by their bits, and 1 is not 1.0.
+
+    >>> [odd.what for odd in differences({"a": [1, 2.0], "b": 0.0}, {"a": [1, 3.0], "b": -0.0, "c": None})]
+    ['a[1]', 'b', 'c']
+    """
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in sorted(a.keys() | b.keys(), key=str):
+            inner = f"{at}.{key}" if at else str(key)
+            if key in a and key in b:
+                yield from differences(a[key], b[key], inner)
+            else:
+                yield Disagreement(
+                    inner, *(_shown(side[key]) if key in side else "not there" for side in (a, b))
+                )
+    elif isinstance(a, (list, tuple)) and type(a) is type(b) and len(a) == len(b):
+        for number, (one, two) in enumerate(zip(a, b, strict=True)):
+            yield from differences(one, two, f"{at}[{number}]")
+    elif not _same(a, b):
+        yield Disagreement(at, _shown(a), _shown(b))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return struct.pack("<d", a) == struct.pack("<d", b)
+    return bool(a == b)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bytes) and len(value) > 16:
+        return f"{len(value)} bytes"
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:120]}…"

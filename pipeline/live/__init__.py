@@ -1,0 +1,1 @@
+"""Checkpoints loaded into running jobs."""

@@ -1,0 +1,200 @@
+"""Fill the tensors of a running job from a checkpoint of any topology and format.
+
+The offline conversion with memory as the target: the live tensors of a process are laid out as files, the same
+planner finds what feeds them, the same tasks read and move it. Every process works for itself, reads only the bytes
+of which its own tensors hold the values, and needs neither a network nor the other processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paddle_reshard.clusters.inline import InlineEngine, Reports
+from paddle_reshard.pipeline.convert.inputs import load_config, load_tables
+from paddle_reshard.pipeline.convert.request import PathLike, parse_memory
+from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, UsageError
+from paddle_reshard.pipeline.indexing.detect import index_checkpoint
+from paddle_reshard.pipeline.indexing.fill import read_filling
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.live.layout import Names, check_complete, find_tensors, lay_out_live
+from paddle_reshard.pipeline.live.tensors import (
+    LR_SCHEDULER,
+    LiveTensor,
+    MemoryWriter,
+    empty_sections,
+    entries_of,
+    parameter_names_of,
+    read_entry,
+    schedules_of,
+    tensor_parallel,
+)
+from paddle_reshard.pipeline.planning.plan import JOIN_GAP_BYTES, Plan, plan_conversion
+from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
+from paddle_reshard.storage.locate import Access, StorageOptions, is_local, open_source
+from paddle_reshard.storage.store import Source
+from paddle_reshard.tasks.device import Mover
+from paddle_reshard.tasks.needed import NeededBytes
+from paddle_reshard.tasks.run_group import GroupReport, run_group
+from paddle_reshard.tasks.workspace import Workspace
+
+REMOTE_GAP_BYTES = 1 << 20
+"""On a remote store, bytes that nobody needs are read along where they lie between others and are fewer than these."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What loading did in this process."""
+
+    source: str
+    tensors: int
+    """Live tensors that were filled."""
+    filled_bytes: int
+    read_bytes: int
+    """Of tensors; metadata not counted."""
+    kept: tuple[str, ...]
+    """Entries that the checkpoint has nothing for and that keep their values, as ``allow_missing`` says."""
+
+
+def load_into(
+    state_dict: Mapping[str, Any],
+    source: PathLike,
+    *,
+    parameter_to_structured_name: Mapping[str, str] | None = None,
+    config: PathLike | Mapping[str, Any] | None = None,
+    rules: PathLike | None = None,
+    memory: str = "1GiB",
+    storage_options: StorageOptions | None = None,
+    allow_scheme: Sequence[str] = (),
+    allow_links: bool = False,
+    strict: bool = True,
+    fill: PathLike | None = None,
+    allow_missing: Sequence[str] = (),
+) -> LoadReport:
+    """Fill the tensors of a ``state_dict`` in place from a checkpoint of any topology and format.
+
+    Parameters
+    ----------
+    state_dict
+        Nested dicts of tensors. Keys are structured names of parameters; of optimizer states accumulator names as the
+        optimizer gives them (``linear_0.w_0_fp32_master_0_moment1_0``), a dict ``"master_weights"`` by parameter name,
+        or structured names with a suffix (``.moment1_0``, ``.w_0``). Below ``"ema"`` they are averages. A tensor is a
+        plain one (the whole logical tensor, or under ``fleet`` the piece of this tp rank), a DistTensor, a
+        ``ShardedWeight``, or a NumPy array (bfloat16 as ``uint16``). A learning-rate schedule (``"LR_Scheduler"``) is
+        updated where the checkpoint holds one.
+    parameter_to_structured_name
+        Parameter name → structured name, in this process. Default: what the parameters in ``state_dict`` tell.
+    config
+        ``config.json`` of the model, for a checkpoint that has none.
+    rules
+        A rule table for the model family, instead of those that come with the package.
+    memory
+        How much memory loading may use beside the tensors, ``"1GiB"``.
+    storage_options
+        What fsspec needs to reach a store that is not a local folder.
+    allow_scheme
+        Schemes of URLs that are opened beside the plain ones.
+    allow_links
+        Follow links in the checkpoint that lead out of it.
+    strict
+        Refuse if the checkpoint holds optimizer states of a parameter that the ``state_dict``, which has others of it,
+        has no place for; or if a nested dict is empty.
+    fill
+        A safetensors file with the tensors that the checkpoint should hold and no file of it does.
+    allow_missing
+        Patterns of names (``*`` stands for any text), of entries that keep their values if the checkpoint has nothing
+        for them, and of parameters that the checkpoint may lack.
+
+    Raises
+    ------
+    ReshardError
+        Naming the entry, before any tensor is touched: nothing in the checkpoint feeds it, or it is of another shape
+        or dtype. An error while bytes are moved (a store is down, the checkpoint is changed under us) leaves some
+        tensors filled and others not.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise UsageError(
+            f"a {type(state_dict).__name__} is no state_dict; give what its state_dict() returns"
+        )
+    location = os.fspath(source)
+    access = Access(storage_options or {}, tuple(allow_scheme), allow_links)
+    filling = read_filling(None if fill is None else os.fspath(fill), allow_missing, access)
+    own = open_source(location, *access)
+    given = config if isinstance(config, Mapping) or config is None else load_config(Path(config))
+    tables = load_tables(None if rules is None else Path(rules))
+    checkpoint = index_checkpoint(own, tables, given, filling.policy)
+    store = filling.serve(own)
+    schedules = list(schedules_of(state_dict))
+    for schedule in schedules:
+        _check_schedule(schedule, checkpoint)
+    if strict:
+        _check_sections(state_dict)
+    entries = dict(entries_of(state_dict))
+    names = Names(checkpoint.catalog, {**parameter_names_of(entries), **(parameter_to_structured_name or {})})
+    numbers = find_tensors(names, entries, filling.policy)
+    live = [tensor for path in numbers if (tensor := read_entry(path, entries[path])) is not None]
+    pieces = {tensor.piece: numbers[tensor.piece.path] for tensor in live}
+    layout = lay_out_live(checkpoint, pieces, tensor_parallel())
+    if strict:
+        check_complete(checkpoint.catalog.tensors, numbers)
+    plan = plan_conversion(
+        layout.source, layout.target, (), parse_memory(memory), compare_replicas=False, allow_reread=True
+    )
+    read_bytes = _fill(plan, store, live, JOIN_GAP_BYTES if is_local(location) else REMOTE_GAP_BYTES)
+    store.check_unchanged()
+    for schedule in schedules:
+        schedule.update(checkpoint.lr_scheduler)
+    return LoadReport(
+        source=store.location,
+        tensors=len(live),
+        filled_bytes=sum(tensor.piece.nbytes for tensor in live),
+        read_bytes=read_bytes,
+        kept=tuple(".".join(path) for path in entries if path not in numbers),
+    )
+
+
+def _check_sections(state_dict: Mapping[str, Any]) -> None:
+    """An optimizer that has not made its states yet looks like one that has none."""
+    for section in empty_sections(state_dict):
+        raise PlanError(
+            f"{'.'.join(section) or 'the state_dict'}: holds no tensor to fill; let the optimizer make its states "
+            "first, or say strict=False"
+        )
+
+
+def _check_schedule(schedule: Any, checkpoint: Checkpoint) -> None:
+    found = checkpoint.lr_scheduler
+    held, wanted = ([*value] if isinstance(value, MutableMapping) else [] for value in (found, schedule))
+    if not held or sorted(held) != sorted(wanted):
+        raise CheckpointError(
+            f"{LR_SCHEDULER}: has the entries {sorted(wanted)}, that of the checkpoint's tensor files {sorted(held)}; "
+            "take it out of the state_dict and load it from scheduler.pdparams"
+        )
+
+
+def _fill(plan: Plan, store: Source, live: Sequence[LiveTensor], gap_bytes: int) -> int:
+    """Read and move everything; returns how many bytes of tensors were read."""
+    writer = MemoryWriter({tensor.piece.name: tensor.memory for tensor in live})
+
+    def do(work: GroupWork, mover: Mover) -> GroupReport:
+        needed = NeededBytes(store, work, gap_bytes)
+        return replace(run_group(work, needed, writer, mover), read_bytes=needed.read_bytes)
+
+    if all(tensor.on_host for tensor in live):
+        reports = InlineEngine(plan.budget_bytes).run(plan_work(plan), do)
+    else:
+        reports = _one_by_one(plan, do)
+    with closing(reports):
+        return sum(report.read_bytes for report in reports)
+
+
+def _one_by_one(plan: Plan, do: Callable[[GroupWork, Mover], GroupReport]) -> Reports:
+    """All groups in the thread of the caller, whose device is the one that the tensors are on."""
+    space = Workspace(plan.peak_bytes)
+    for work in plan_work(plan):
+        space.clear()
+        yield do(work, space)

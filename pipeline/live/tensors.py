@@ -1,0 +1,353 @@
+"""Tensors of a live job: what piece each one is, and writes into its memory.
+
+Paddle's tensors are only asked; Paddle itself is imported where its process group is needed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from math import prod
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, dtype_of_code
+from paddle_reshard.pipeline.layouts.hybrid.names import SLICE_PREFIX, split_accumulator_key
+from paddle_reshard.pipeline.live.layout import MASTER_WEIGHTS, LivePiece, Path, TensorParallel
+from paddle_reshard.storage.store import ReadRange, Receipt
+from paddle_reshard.tasks.device import Buffer
+
+LR_SCHEDULER = "LR_Scheduler"
+_SHARD = re.compile(r"Shard\(dim=(?P<dim>-?\d+)(?:, shard_order=(?P<order>\d+))?\)")
+
+
+class Memory(Protocol):
+    """Where the values of a live tensor are."""
+
+    def write(self, byte_offset: int, values: Buffer) -> None:
+        """Replace the bytes from ``byte_offset`` on."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Values that the processor can address."""
+
+    owner: Any
+    """Keeps the memory alive."""
+    buffer: Buffer
+
+    def write(self, byte_offset: int, values: Buffer) -> None:
+        """Copy."""
+        self.buffer[byte_offset : byte_offset + len(values)] = values
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Values on a device of Paddle, a piece at a time; only for the thread that has set the device."""
+
+    buffer: Any
+    """The tensor, as bytes."""
+
+    def write(self, byte_offset: int, values: Buffer) -> None:
+        """Copy to the device; when this returns, ``values`` can be used for something else."""
+        self.buffer._slice(byte_offset, byte_offset + len(values)).set_value(values)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTensor:
+    """One entry of a ``state_dict`` that this process has something of."""
+
+    piece: LivePiece
+    memory: Memory
+
+    @property
+    def on_host(self) -> bool:
+        """Whether any thread can write it."""
+        return isinstance(self.memory, HostMemory)
+
+
+@dataclass(frozen=True)
+class MemoryWriter:
+    """Writes parts of "files" that are live tensors, by their names."""
+
+    memories: Mapping[str, Memory]
+    copies_in_flight: ClassVar[int] = 1
+
+    def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
+        """Write into a tensor."""
+        self.memories[path].write(byte_offset, np.frombuffer(buffer, dtype=np.uint8))
+        return Receipt(path, byte_offset, len(buffer))
+
+    def copy_part(
+        self,
+        path: str,
+        byte_offset: int,
+        nbytes: int,
+        source: ReadRange,
+        source_path: str,
+        source_offset: int,
+    ) -> Receipt:
+        """Never asked for: no storage copies into memory."""
+        raise UnsupportedError(f"{path}: no storage copies into memory")
+
+
+@dataclass(frozen=True, slots=True)
+class SliceOfParameter:
+    """A range of a flattened parameter, as its job holds it: Paddle's ``ShardedWeight`` has the same attributes.
+
+    ``flattened_range`` may reach beyond the parameter: what lies there is padding.
+    """
+
+    local_tensor: Any
+    local_shape: Shape
+    global_shape: Shape
+    global_offset: Shape
+    flattened_range: slice
+    parameter_name: str | None = None
+    """Where it is the parameter itself, its name in the framework."""
+    is_flattened: ClassVar[bool] = True
+
+
+# ---------------------------------------------------------------------------------------------- entries
+
+
+def entries_of(state_dict: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """All entries of nested dicts that are no dicts, but the learning-rate schedule."""
+    for key, value in state_dict.items():
+        if not isinstance(key, str):
+            raise UsageError(f"{'.'.join(above)}: the key {key!r} is no text")
+        if isinstance(value, Mapping):
+            if key != LR_SCHEDULER:
+                yield from entries_of(value, (*above, key))
+        elif value is not None:
+            yield (*above, key), value
+
+
+def empty_sections(state_dict: Mapping[str, Any], above: Path = ()) -> Iterator[Path]:
+    """Nested dicts, the outermost one too, that hold nothing to fill."""
+    if not any(True for _ in entries_of(state_dict)):
+        yield above
+        return
+    for key, value in state_dict.items():
+        if isinstance(value, Mapping) and key != LR_SCHEDULER:
+            yield from empty_sections(value, (*above, key))
+
+
+def schedules_of(state_dict: Mapping[str, Any]) -> Iterator[Any]:
+    """The states of learning-rate schedules in nested dicts."""
+    for key, value in state_dict.items():
+        if key == LR_SCHEDULER:
+            yield value
+        elif isinstance(value, Mapping):
+            yield from schedules_of(value)
+
+
+def parameter_names_of(entries: Mapping[Path, Any]) -> dict[str, str]:
+    """Parameter name → key, of the entries that are parameters; of tied ones the first."""
+    names: dict[str, str] = {}
+    for path, value in entries.items():
+        name = getattr(value, "parameter_name", None)
+        tensor = getattr(value, "local_tensor", value)
+        if name is None and hasattr(tensor, "trainable"):  # which only parameters have
+            name = str(tensor.name)
+        if name is not None:
+            names.setdefault(name, path[-1])
+    return names
+
+
+def read_entry(path: Path, value: Any) -> LiveTensor | None:
+    """What an entry is; ``None`` where this process holds nothing of it.
+
+    Raises
+    ------
+    UsageError, PlanError, UnsupportedError
+        Naming an entry that is no tensor, has no memory yet, or is placed in a way that is not known.
+    """
+    name = ".".join(path)
+    if hasattr(value, "global_offset") and hasattr(value, "local_tensor"):
+        return _read_sharded(path, value)
+    if not isinstance(value, np.ndarray) and not callable(getattr(value, "is_dist", None)):
+        raise UsageError(
+            f"{name}: a {type(value).__name__} is no tensor; take it out of the state_dict, it is not loaded"
+        )
+    if not isinstance(value, np.ndarray):
+        if value.is_dist():
+            return _read_dist(path, value)
+        if hasattr(value, "fw_storage") and not value._is_initialized():
+            raise PlanError(f"{name}: is cut by sharding stage 3; give stage3_state_dict(model) instead")
+    shape = _shape(value)
+    return LiveTensor(LivePiece(path, _dtype(name, value), shape, shape), _memory(name, value))
+
+
+def _read_sharded(path: Path, value: Any) -> LiveTensor | None:
+    """A piece that says where it lies: a ``ShardedWeight`` of FlexCheckpoint, or alike."""
+    tensor, flat, name = value.local_tensor, None, ".".join(path)
+    if value.is_flattened:
+        flat = (int(value.flattened_range.start), int(value.flattened_range.stop))
+    piece = LivePiece(
+        path,
+        _dtype(name, tensor),
+        _shape(tensor),
+        tuple(int(n) for n in value.local_shape),
+        tuple(int(n) for n in value.global_shape),
+        tuple(int(n) for n in value.global_offset),
+        flat,
+        joined_by_rank=True,
+    )
+    return LiveTensor(piece, _memory(name, tensor)) if piece.nbytes else None
+
+
+def _read_dist(path: Path, value: Any) -> LiveTensor | None:
+    """A DistTensor of auto-parallel training: its placements say which box this process holds."""
+    mesh, name = value.process_mesh, ".".join(path)
+    processes = [int(process) for process in mesh.process_ids]
+    rank = int(import_module("paddle.distributed").get_rank())
+    if rank not in processes:
+        return None
+    mesh_shape = [int(n) for n in mesh.shape]
+    coordinate = tuple(int(c) for c in np.unravel_index(processes.index(rank), mesh_shape))
+    local_shape, offset = _box_of(name, _shape(value), list(value.placements), mesh_shape, coordinate)
+    if prod(local_shape) == 0:
+        return None
+    local = value._local_value()
+    piece = LivePiece(path, _dtype(name, local), _shape(local), local_shape, _shape(value), offset)
+    return LiveTensor(piece, _memory(name, local))
+
+
+def _box_of(
+    name: str, shape: Shape, placements: list[Any], mesh_shape: list[int], coordinate: Shape
+) -> tuple[Shape, Shape]:
+    """Shape and offset of the box that the process at ``coordinate`` of a mesh holds.
+
+    A dim is cut into chunks of one size, but the last: ``ceil(extent / ranks)`` (Paddle 3.3
+    ``flex_checkpoint/dcp/utils.py:60``). Where it is cut along several axes of the mesh, it is so one after the other.
+    """
+    local, offset = list(shape), [0] * len(shape)
+    cuts = []
+    for axis, placement in enumerate(placements):
+        if placement.is_replicated():
+            continue
+        # What Paddle makes where two axes cut one dim has no get_dim(); all say it in words.
+        said = _SHARD.fullmatch(str(placement))
+        if said is None:
+            raise UnsupportedError(
+                f"{name}: is {placement} along axis {axis} of its mesh; reshard it to Shard or Replicate"
+            )
+        cuts.append((int(said["order"] or 0), axis, int(said["dim"]) % len(shape)))
+    for _, axis, dim in sorted(cuts):
+        chunk = -(-local[dim] // mesh_shape[axis])
+        start = min(coordinate[axis] * chunk, local[dim])
+        local[dim], offset[dim] = min(chunk, local[dim] - start), offset[dim] + start
+    return tuple(local), tuple(offset)
+
+
+def _shape(tensor: Any) -> Shape:
+    return tuple(int(n) for n in tensor.shape)
+
+
+def _dtype(name: str, tensor: Any) -> str:
+    if isinstance(tensor, np.ndarray):
+        return dtype_of_code(tensor.dtype.str[1:], name).name
+    return str(tensor.dtype).rpartition(".")[2]
+
+
+def _memory(name: str, tensor: Any) -> Memory:
+    """The memory of a dense tensor or array.
+
+    Raises
+    ------
+    PlanError
+        If it has none, or its elements do not lie one after the other.
+    """
+    if isinstance(tensor, np.ndarray):
+        if not (tensor.flags.c_contiguous and tensor.flags.writeable):
+            raise PlanError(
+                f"{name}: an array that is not in C order, or must not be written, cannot be filled"
+            )
+        return HostMemory(tensor, tensor.reshape(-1).view(np.uint8))
+    if not tensor._is_initialized():
+        raise PlanError(f"{name}: has no memory in this process; initialise it before loading")
+    if not tensor.is_contiguous():
+        raise PlanError(
+            f"{name}: its elements do not lie one after the other in memory; call contiguous() first"
+        )
+    nbytes = prod(_shape(tensor)) * int(tensor.element_size())
+    place = tensor.place
+    if place.is_cpu_place() or place.is_cuda_pinned_place():
+        # Not by DLPack, which has no bfloat16 in NumPy and gives arrays that must not be written.
+        memory = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
+        return HostMemory(tensor, np.frombuffer(memoryview(memory), np.uint8))
+    return DeviceMemory(_as_bytes(tensor))
+
+
+def _as_bytes(tensor: Any) -> Any:
+    """The values of a contiguous tensor as a tensor of bytes on the same memory."""
+    return tensor.detach().view([prod(_shape(tensor))]).view("uint8")
+
+
+# -------------------------------------------------------------------------------------------------- the job
+
+
+def tensor_parallel() -> TensorParallel:
+    """Where this process is among the tp ranks of ``fleet``; where fleet was not initialised, there is one."""
+    fleet = sys.modules.get("paddle.distributed.fleet")
+    group = getattr(getattr(fleet, "fleet", None), "_hcg", None)  # its getter fails before fleet.init
+    if group is None:
+        return TensorParallel()
+    return TensorParallel(int(group.get_model_parallel_world_size()), int(group.get_model_parallel_rank()))
+
+
+def stage3_state_dict(model: Any) -> dict[str, Any]:
+    """What this rank holds of a model that ``group_sharded_parallel(level="p_g_os")`` has wrapped, to be filled.
+
+    Sections ``model`` and ``optimizer``: the slices of parameters that stage 3 has cut, the others whole, master
+    weights and accumulators alike. No parameter is made whole. The optimizer has to have made its accumulators.
+
+    Parameters
+    ----------
+    model
+        A ``GroupShardedStage3`` (Paddle 3.3 ``group_sharded_stage3.py``).
+
+    Raises
+    ------
+    UsageError, UnsupportedError
+        If it is none, or keeps its slices in host memory (``offload``).
+    """
+    if not hasattr(model, "_param2buffer"):
+        raise UsageError(f"a {type(model).__name__} is no GroupShardedStage3")
+    if model._offload:
+        raise UnsupportedError(
+            "sharding stage 3 with offload=True keeps its states elsewhere; wrap it without"
+        )
+    parameters = model.state_dict()
+    names = {parameter.name for parameter in parameters.values()}
+    shapes = {p.name: _shape(p) for p in parameters.values() if hasattr(p, "fw_storage")}
+
+    def cut(name: str, tensor: Any, parameter_name: str | None = None) -> Any:
+        if name not in shapes:
+            return tensor
+        shape, range_ = shapes[name], slice(*model._param2buffer[name][model._rank])
+        return SliceOfParameter(tensor, shape, shape, (0,) * len(shape), range_, parameter_name)
+
+    def cut_state(key: str, tensor: Any) -> Any:
+        found = split_accumulator_key(key.removeprefix(SLICE_PREFIX), names)
+        return tensor if found is None or ACCUMULATORS[found[1]].per_parameter else cut(found[0], tensor)
+
+    states = dict(model._optim.state_dict())
+    masters = states.pop(MASTER_WEIGHTS, {})
+    optimizer = {
+        key: value if isinstance(value, Mapping) else cut_state(key, value) for key, value in states.items()
+    }
+    if masters:
+        optimizer[MASTER_WEIGHTS] = {
+            key: cut(key.removeprefix(SLICE_PREFIX), value) for key, value in masters.items()
+        }
+    held = {key: cut(p.name, getattr(p, "fw_storage", p), p.name) for key, p in parameters.items()}
+    return {"model": held, "optimizer": optimizer}

@@ -1,0 +1,275 @@
+"""What do earlier attempts at a conversion mean for the next one?
+
+An *attempt* is a small file beside the targets that one process has created: who, since when, how it ended. All here
+is a function of such records and of what can be seen; nothing is read or written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+from paddle_reshard.storage.formats.strict_json import parse_json
+from paddle_reshard.storage.session.holder import Holder
+
+CLAIMS = ".paddle_reshard/claims"
+LONGEST_BACKOFF_SECONDS = 3600.0
+CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,18})")
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("conversion_id", "target", "nonce", "source_stamp", "target_stamp", "version"), (str,)),
+    **dict.fromkeys(("plan_id", "reason"), (str,)),
+    **dict.fromkeys(("started_at", "seen_at"), (float, int)),
+    "number": (int,),
+}
+"""Field of a claim → the types that it may have."""
+
+
+class State(str, Enum):
+    """How an attempt stands."""
+
+    RUNNING = "running"
+    DONE = "done"
+    ADOPTED = "adopted"
+    """The target was made by a plain ``convert`` and is what this conversion would have made."""
+    FAILED = "failed"
+    """Worth another try: the disk was full, a connection broke, the process died."""
+    REFUSED = "refused"
+    """Another try would end the same, until the source or the target changes."""
+    RELEASED = "released"
+    """Given back without a verdict: interrupted, or the source changed under it."""
+    REMOVING = "removing"
+    REMOVED = "removed"
+    """By ``--keep``; not made again."""
+
+
+class Action(str, Enum):
+    """What to do about a checkpoint now."""
+
+    LOOK = "look"
+    """Index it; convert it if it is whole."""
+    COMPARE = "compare"
+    """A target is there that no record knows: find out whether it is this conversion's."""
+    NOTHING = "nothing"
+    """Converted, or removed by ``--keep``."""
+    WAIT = "wait"
+    """Somebody else converts it, or it is too early for the next try."""
+    FAIL = "fail"
+    """Refused or given up; a person must look."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How a watcher behaves."""
+
+    keep: int | None = None
+    """Only this many converted targets stay, the newest."""
+    retries: int = 3
+    """Tries after the first that failed."""
+    backoff_seconds: float = 60.0
+    """Pause before the first retry; doubles with each."""
+    claim_timeout_seconds: float = 6 * 3600.0
+    """A claim of another machine without a sign of life for so long is taken over."""
+    settle_seconds: float = 60.0
+    """A checkpoint whose files do not prove that it is finished must look the same after so long."""
+    overwrite: bool = False
+    """Convert again what has changed since it was converted."""
+    forget_before: float = 0.0
+    """Failures and refusals before this moment, seconds since the epoch, do not count."""
+    stale_seconds: float | None = None
+    """A checkpoint that is not whole and has not changed for so long is given up: its job has died."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One claim file."""
+
+    conversion_id: str
+    number: int
+    target: str
+    """Name of the target folder."""
+    holder: Holder
+    nonce: str
+    state: State
+    started_at: float
+    seen_at: float
+    """Last sign of life, seconds since the epoch."""
+    source_stamp: str
+    target_stamp: str
+    version: str
+    plan_id: str = ""
+    reason: str = ""
+
+    def data(self) -> bytes:
+        """As the JSON of its claim file."""
+        return json.dumps(asdict(self), indent=1).encode()
+
+    @classmethod
+    def parse(cls, data: bytes) -> Attempt:
+        """From the JSON of its claim file; ``ValueError`` if it is none."""
+        try:
+            values = parse_json(data)
+            holder, state = Holder(**values.pop("holder")), State(values.pop("state"))
+            attempt = cls(holder=holder, state=state, **values)
+        except (TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(f"not a claim: {error}") from error
+        attempt._check()
+        return attempt
+
+    def _check(self) -> None:
+        """Refuse values of other types, and names that would lead out of their folder: both become paths."""
+        for name, kind in _KINDS.items():
+            if type(getattr(self, name)) not in kind:
+                raise ValueError(f"not a claim: {name} is {getattr(self, name)!r}")
+        if "/" in self.conversion_id or not CHECKPOINT.fullmatch(self.target):
+            raise ValueError(f"not a claim of a checkpoint: {self.target!r}, {self.conversion_id!r}")
+        if self.number < 1 or type(self.holder.pid) is not int:
+            raise ValueError("not a claim: the numbers of an attempt and of a process are whole")
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What can be seen of a conversion without reading the checkpoint."""
+
+    source_stamp: str
+    target_stamp: str
+    plan_id: str | None
+    """Of the target's manifest; ``None`` where there is none."""
+    version: str
+
+
+class Why(Enum):
+    """What a decision follows from, where that decides how it is told."""
+
+    CLAIMED = "claimed"
+    """By somebody else, who is alive."""
+    TOO_EARLY = "too early"
+    """For the next try."""
+    SOURCE_CHANGED = "source changed"
+    """Since it was converted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do, and why, for the log."""
+
+    action: Action
+    reason: str = ""
+    why: Why | None = None
+
+
+def decide(sight: Sight, attempts: Sequence[Attempt], gone: bool, policy: Policy, now: float) -> Decision:
+    """What to do about one checkpoint.
+
+    Parameters
+    ----------
+    attempts
+        All attempts of this conversion, ascending.
+    gone
+        Whether the process of the last attempt is known to have ended.
+    now
+        Seconds since the epoch.
+    """
+    last = attempts[-1] if attempts else None
+    if last is not None and last.state is State.RUNNING and not gone:
+        silent = now - last.seen_at
+        if silent < policy.claim_timeout_seconds:
+            where = f"process {last.holder.pid} on {last.holder.host}"
+            return Decision(
+                Action.WAIT, f"claimed by {where}, last sign of life {silent:.0f} s ago", Why.CLAIMED
+            )
+    if last is not None and (
+        last.state is State.REMOVING or (last.state is State.REMOVED and sight.plan_id is None)
+    ):
+        return Decision(Action.NOTHING, "converted, and removed by --keep")
+    if sight.plan_id is not None:
+        decision = _decide_converted(sight, attempts, policy)
+        if decision.action is not Action.LOOK:
+            return decision
+    return _decide_again(sight, attempts, gone, policy, now)
+
+
+def _decide_converted(sight: Sight, attempts: Sequence[Attempt], policy: Policy) -> Decision:
+    made = [a for a in attempts if a.state in (State.DONE, State.ADOPTED) and a.plan_id == sight.plan_id]
+    if not made:
+        return Decision(Action.COMPARE)
+    if made[-1].source_stamp == sight.source_stamp:
+        return Decision(Action.NOTHING, "converted")
+    if policy.overwrite:
+        return Decision(Action.LOOK, "the source has changed since it was converted", Why.SOURCE_CHANGED)
+    return Decision(
+        Action.NOTHING,
+        "converted, but the source has changed since; the target is left as it is without --overwrite",
+        Why.SOURCE_CHANGED,
+    )
+
+
+def _decide_again(
+    sight: Sight, attempts: Sequence[Attempt], gone: bool, policy: Policy, now: float
+) -> Decision:
+    """What earlier attempts at the same source mean for the next one."""
+    same = [
+        a
+        for a in attempts
+        if a.source_stamp == sight.source_stamp
+        and a.state is not State.RELEASED
+        and a.seen_at >= policy.forget_before
+    ]
+    if not same:
+        return Decision(Action.LOOK)
+    last = same[-1]
+    unchanged = (last.target_stamp, last.version) == (sight.target_stamp, sight.version)
+    if last.state is State.REFUSED and unchanged:
+        return Decision(Action.FAIL, last.reason)
+    failed = [a for a in same if a.state in (State.FAILED, State.RUNNING)]
+    if len(failed) > policy.retries:
+        return Decision(
+            Action.FAIL,
+            f"given up after {len(failed)} attempts: {last.reason or 'its process ended without a word'}",
+        )
+    if last.state is State.FAILED:
+        pause = min(policy.backoff_seconds * 2 ** (len(failed) - 1), LONGEST_BACKOFF_SECONDS)
+        if now < last.seen_at + pause:
+            left = last.seen_at + pause - now
+            return Decision(
+                Action.WAIT, f"tried again in {left:.0f} s, because: {last.reason}", Why.TOO_EARLY
+            )
+    return Decision(Action.LOOK)
+
+
+def steps_of(folders: Sequence[str]) -> list[tuple[int, str]]:
+    """The checkpoints among folder names, ascending by step.
+
+    >>> steps_of(["checkpoint-20", "runs", "checkpoint-3", "checkpoint-x"])
+    [(3, 'checkpoint-3'), (20, 'checkpoint-20')]
+    """
+    return sorted((int(match[1]), name) for name in folders if (match := CHECKPOINT.fullmatch(name)))
+
+
+def superfluous(converted: Sequence[str], keep: int | None) -> list[str]:
+    """Of converted targets, those that ``--keep`` does not keep, oldest first."""
+    ordered = [name for _, name in steps_of(converted)]
+    return [] if keep is None else ordered[: max(0, len(ordered) - keep)]
+
+
+# ----------------------------------------------------------------------------------------------- names
+
+
+def conversion_id(identity: Mapping[str, Any]) -> str:
+    """The id of a conversion: a hash of what decides its outcome.
+
+    >>> conversion_id({"source": "/a", "target": "/b", "to": "tp=1"})
+    'paddle-reshard-fee32f995f451960'
+    """
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    return f"paddle-reshard-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def claim_path(attempt: Attempt) -> str:
+    """Where the claim of an attempt lies."""
+    number = "" if attempt.number == 1 else f".{attempt.number}"
+    return f"{CLAIMS}/{attempt.conversion_id}{number}.json"

@@ -1,0 +1,120 @@
+"""How does a watcher have a checkpoint converted: in this process, or as a job of a Ray cluster?"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import paddle_reshard
+from paddle_reshard.pipeline.convert.run import Event, StepEnded, StepStarted
+from paddle_reshard.pipeline.core.errors import (
+    JobError,
+    RefusedJobError,
+    ReshardError,
+    StaleSessionError,
+    error_class,
+)
+from paddle_reshard.storage.formats.strict_json import parse_json
+from paddle_reshard.storage.locate import target_access
+
+if TYPE_CHECKING:
+    from paddle_reshard.clusters.ray.jobs import JobRequest
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What every checkpoint is converted to."""
+
+    options: Mapping[str, Any]
+    """Keyword arguments of :func:`paddle_reshard.convert`."""
+    identify: Callable[[str, str], str]
+    """Source and target → conversion id."""
+
+
+Convert = Callable[[str, str, Callable[[], None]], None]
+"""``(source, target, check)``: convert, calling ``check`` last before publishing; raises what went wrong, a
+``ReshardError`` whose ``retryable`` says whether another try makes sense."""
+
+
+def convert_inline(conversion: Conversion) -> Convert:
+    """Conversions in this process."""
+
+    def convert(source: str, target: str, check: Callable[[], None]) -> None:
+        def observe(event: Event) -> None:
+            if isinstance(event, StepStarted) and event.step == "publish":
+                check()
+            elif isinstance(event, StepEnded):
+                log.info("%s: %s: %s", source.rsplit("/", 1)[-1], event.step, event.summary)
+
+        options = {**conversion.options, "observe": observe, "resume": True}
+        try:
+            paddle_reshard.convert(source, target, **options)
+        except StaleSessionError as error:
+            _discard(target, conversion, error)
+            paddle_reshard.convert(source, target, **options)
+
+    return convert
+
+
+def _discard(target: str, conversion: Conversion, reason: object) -> None:
+    """Remove what an earlier attempt left that cannot be gone on with: who has the claim may begin anew."""
+    log.info("%s", reason)
+    options, schemes, _ = target_access(conversion.options)
+    paddle_reshard.clean(target, storage_options=options, allow_scheme=schemes)
+
+
+def convert_as_job(
+    conversion: Conversion, request_of: Callable[[str, str], JobRequest], address: str | None
+) -> Convert:
+    """Conversions as jobs of a Ray cluster, one at a time. Their arguments must ask for ``--json --resume``."""
+    from paddle_reshard.clusters.ray.jobs import follow_job, submit_conversion
+
+    def convert(source: str, target: str, check: Callable[[], None]) -> None:
+        check()
+        try:
+            run(source, target)
+        except StaleSessionError as error:
+            _discard(target, conversion, error)
+            run(source, target)
+
+    def run(source: str, target: str) -> None:
+        lines: list[str] = []
+
+        def write(text: str) -> None:
+            lines.extend(line for line in text.splitlines() if line.strip())
+
+        job = submit_conversion(request_of(source, target), address)
+        log.info("%s: %s job %s", source, "attached to" if job.attached else "submitted", job.submission_id)
+        end = follow_job(job, write)
+        if not end.succeeded:
+            message = f"job {end.submission_id} {end.status}: {end.message} {lines[-1] if lines else ''}"
+            raise failure_of_job(answer_of_job(lines), message.strip())
+
+    return convert
+
+
+def answer_of_job(lines: Sequence[str]) -> dict[str, Any] | None:
+    """The one JSON object that ``convert --json`` has printed into a job's log: the last one there; ``None``: none."""
+    for line in reversed(lines):
+        if line.startswith("{"):
+            try:
+                answer = parse_json(line)
+            except ValueError:
+                continue
+            if isinstance(answer, dict):
+                return answer
+    return None
+
+
+def failure_of_job(answer: Mapping[str, Any] | None, message: str) -> ReshardError:
+    """The error that ended a job's conversion, as if it had been raised here; ``message`` where it could not say."""
+    kind, error = (answer or {}).get("kind"), (answer or {}).get("error")
+    if not isinstance(kind, str) or not isinstance(error, str):
+        return JobError(message)
+    if issubclass(error_class(kind), StaleSessionError):
+        return StaleSessionError(error)
+    return JobError(error) if (answer or {}).get("retryable") is True else RefusedJobError(error)

@@ -1,0 +1,1 @@
+"""Folders on disks of this machine."""

@@ -1,0 +1,134 @@
+"""Which entries of a checkpoint folder on a disk are files that are read?
+
+A checkpoint may come from anybody. A link in it that leads elsewhere would carry another file of this machine into the
+target, and a pipe would keep its reader waiting for ever; a file that is left out because it can't be read would be
+missed later. So every entry is looked at before anything is opened, and what is not a plain file is refused by name.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.core.trainer_files import is_by_trainer
+from paddle_reshard.pipeline.layouts.files import TENSOR_FOLDERS
+
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFLNK: "a link that leads to itself",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """What lies in a folder, as it was looked at."""
+
+    files: dict[str, Path]
+    """Path of every file → where it really lies: no link but those on the way to the folder."""
+    folders: list[str]
+    """Names of folders that are not a checkpoint's own."""
+
+
+def look(root: Path, names: Collection[str] | None, follow: bool) -> Entries:
+    """Look at all entries of a folder and of a checkpoint's own folders in it, or only at those of these ``names``.
+
+    A link is followed inside the folder, and from a snapshot of a Hugging Face cache to the blobs beside it
+    (``snapshots/REVISION/FILE -> ../../blobs/HASH``); any other with ``follow``.
+
+    Raises
+    ------
+    CheckpointError
+        Naming an entry that is neither a file nor a folder, a link that leads nowhere or out of the folder, and a
+        folder where a trainer writes a file.
+    """
+    real = Path(os.path.realpath(root))
+    blobs = (real.parents[1] / "blobs",) if real.parent.name == "snapshots" else ()
+    within = None if follow else (real, *blobs)
+    found = Entries({}, [])
+    for name in sorted(os.listdir(root)) if names is None else sorted(names):
+        if names is not None and not os.path.lexists(root / name):
+            continue
+        place, is_folder = _resolve(root, name, within)
+        if not is_folder:
+            found.files[name] = place
+        elif name in TENSOR_FOLDERS:
+            for inner in sorted(os.listdir(place)):
+                path = f"{name}/{inner}"
+                place_of, is_inner_folder = _resolve(root, path, within)
+                if is_inner_folder:
+                    found.folders.append(path)
+                else:
+                    found.files[path] = place_of
+        else:
+            found.folders.append(name)
+    return found
+
+
+def _resolve(root: Path, path: str, within: Collection[Path] | None) -> tuple[Path, bool]:
+    """Where an entry lies, and whether it is a folder."""
+    place = root / path
+    status = _status(place, path)
+    if stat.S_ISLNK(status.st_mode):
+        leads_to, place = os.readlink(place), Path(os.path.realpath(place))
+        try:
+            status = os.lstat(place)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: is a link to {leads_to}, which cannot be read: {error.strerror}; whether the file is needed "
+                "cannot be told, so put it there or remove the link"
+            ) from None
+        is_read = stat.S_ISREG(status.st_mode) or path in TENSOR_FOLDERS
+        if is_read and within is not None and not any(w == place or w in place.parents for w in within):
+            raise CheckpointError(
+                f"{path}: is a link that leads out of the checkpoint, to {place}; if it is meant to, follow such links "
+                "with --allow-links"
+            )
+    if stat.S_ISDIR(status.st_mode):
+        if is_by_trainer(path):
+            raise CheckpointError(f"{path}: is a folder, and a trainer writes a file of this name")
+        return place, True
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "no file")
+        raise CheckpointError(f"{path}: is {kind}, where only files and folders are read; remove it")
+    return place, False
+
+
+def _status(place: Path, path: str) -> os.stat_result:
+    try:
+        return os.lstat(place)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: vanished while it was read") from error
+
+
+@contextmanager
+def opened(place: Path, path: str) -> Iterator[int]:
+    """A file, open for reading. Nothing is waited for, and no link is followed that was not there before.
+
+    Raises
+    ------
+    CheckpointError
+        If it is no plain file any more, or is not there.
+    """
+    try:
+        descriptor = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: vanished while it was read") from error
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO):
+            raise
+        raise CheckpointError(f"{path}: cannot be read: {os.strerror(error.errno)}") from error
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise CheckpointError(f"{path}: was a file when it was indexed and is none now")
+        yield descriptor
+    finally:
+        os.close(descriptor)

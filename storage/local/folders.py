@@ -1,0 +1,102 @@
+"""What lies in a folder of this machine, and the removal of exactly what was decided on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from paddle_reshard.pipeline.core.errors import TargetError
+from paddle_reshard.pipeline.layouts.files import MANIFEST, TENSOR_FOLDERS
+from paddle_reshard.storage.replaceable import Entry, Kind, objection, removal_order
+
+LARGEST_MANIFEST_BYTES = 1 << 30
+
+
+def entries_of(folder: Path) -> list[Entry]:
+    """Everything in a folder, and in those of its folders that are a checkpoint's own. Links are not followed."""
+    found = []
+    for entry in os.scandir(folder):
+        found.append(_entry(entry, entry.name))
+        if entry.name in TENSOR_FOLDERS and entry.is_dir(follow_symlinks=False):
+            found += [_entry(inner, f"{entry.name}/{inner.name}") for inner in os.scandir(entry.path)]
+    return sorted(found)
+
+
+def _entry(entry: os.DirEntry[str], path: str) -> Entry:
+    status = entry.stat(follow_symlinks=False)
+    if stat.S_ISREG(status.st_mode):
+        return Entry(path, Kind.FILE, status.st_size)
+    kinds = ((stat.S_ISDIR, Kind.FOLDER), (stat.S_ISLNK, Kind.LINK))
+    return Entry(path, next((kind for test, kind in kinds if test(status.st_mode)), Kind.OTHER))
+
+
+def read_manifest(folder: Path, entries: Iterable[Entry]) -> bytes | None:
+    """The manifest in a folder, ``None`` if there is none that can be one."""
+    for entry in entries:
+        if entry.path == MANIFEST and entry.kind is Kind.FILE and entry.size_bytes <= LARGEST_MANIFEST_BYTES:
+            return (folder / MANIFEST).read_bytes()
+    return None
+
+
+def object_to(folder: Path) -> tuple[list[Entry], str | None]:
+    """Everything in a folder, and why it may not be removed, if so."""
+    entries = entries_of(folder)
+    return entries, objection(entries, read_manifest(folder, entries))
+
+
+def check_free(root: Path, overwrite: bool) -> bool:
+    """Refuse a target that already holds something; with ``overwrite``, what is more than a checkpoint.
+
+    Says whether something is there.
+
+    Raises
+    ------
+    TargetError
+        Naming what is in the way.
+    """
+    if root.is_symlink():
+        raise TargetError(f"{root}: is a link to {os.readlink(root)}; give the folder itself")
+    if not os.path.lexists(root):
+        return False
+    if not root.is_dir():
+        raise TargetError(f"{root}: is there already and is not a folder")
+    entries, reason = object_to(root)
+    if entries and not overwrite:
+        advice = ", or --overwrite to replace it" if reason is None else f" ({reason})"
+        raise TargetError(f"{root}: is not empty; give another target{advice}")
+    if reason is not None:
+        raise TargetError(
+            f"{root}: --overwrite replaces a checkpoint and nothing else, and {reason}; move that away, or give "
+            "another target"
+        )
+    return bool(entries)
+
+
+def remove_files(folder: Path, paths: Iterable[str]) -> bool:
+    """Remove these files and no others, and then the folders that are empty; whether nothing is left.
+
+    Can be repeated after a kill.
+    """
+    for path in removal_order(paths):
+        (folder / path).unlink(missing_ok=True)
+    for inner in (*(folder / name for name in TENSOR_FOLDERS), folder):
+        with contextlib.suppress(OSError):  # not there, or not empty
+            inner.rmdir()
+    return not os.path.lexists(folder)
+
+
+def set_aside(folder: Path, beside: Path) -> Path:
+    """Move a folder to a free name like that of ``beside``, where people find it."""
+    number = 1
+    while True:
+        place = beside.with_name(f"{beside.name}.replaced" + (f"-{number}" if number > 1 else ""))
+        try:
+            place.mkdir()
+        except FileExistsError:
+            number += 1
+            continue
+        os.rename(folder, place)
+        return place

@@ -1,0 +1,312 @@
+"""New checkpoints in folders of a local file system.
+
+A new checkpoint is staged in a hidden folder beside its place and renamed there when it is whole, so that at
+no moment an unfinished one can be taken for a finished one.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import ClassVar
+
+from paddle_reshard.pipeline.core.errors import TargetError, UnsupportedError
+from paddle_reshard.pipeline.core.part_limits import CopyLimits
+from paddle_reshard.storage.checksum import checksum
+from paddle_reshard.storage.local.folders import check_free, object_to, remove_files, set_aside
+from paddle_reshard.storage.local.source import LocalSource, list_folder
+from paddle_reshard.storage.os_errors import told, told_while_moving
+from paddle_reshard.storage.replaceable import Kind
+from paddle_reshard.storage.session.ledger import (
+    Phase,
+    Session,
+    check_receipts,
+    refuse_busy,
+    refuse_unfinished,
+)
+from paddle_reshard.storage.session.staging import Staging, sync, write_file
+from paddle_reshard.storage.space import Room, room_for
+from paddle_reshard.storage.store import Identity, NewFile, Openness, ReadRange, Receipt, Record, Source
+
+COPIES = CopyLimits(smallest_bytes=1 << 20, largest_bytes=16 << 20)
+COPY_BLOCK_BYTES = 1 << 20
+WRITEBACK_BYTES = 1 << 20
+"""Smaller writes are left to the kernel."""
+FSYNCS_IN_FLIGHT = 8
+_CANNOT_COPY = {errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
+"""What the kernel says of files that it cannot copy between by itself."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalWriter:
+    """Positioned writes into the staging folder."""
+
+    staging: Path
+    location: str
+    """Of the target, as the user has given it."""
+    copies_in_flight: ClassVar[int] = 1
+
+    def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
+        """Write all of ``buffer`` into a file that was begun."""
+        with self._told(path), open(self.staging / path, "r+b", buffering=0) as file:
+            done = 0
+            while done < len(buffer):
+                done += os.pwrite(file.fileno(), buffer[done:], byte_offset + done)
+            _start_writeback(file.fileno(), byte_offset, len(buffer))
+        return Receipt(path, byte_offset, len(buffer), checksum=checksum(buffer))
+
+    def copy_part(
+        self,
+        path: str,
+        byte_offset: int,
+        nbytes: int,
+        source: ReadRange,
+        source_path: str,
+        source_offset: int,
+    ) -> Receipt:
+        """Copy inside the kernel, or through a small buffer where the file systems cannot."""
+        if not isinstance(source, LocalSource):
+            raise UnsupportedError(f"{path}: only files of this machine can be copied on it")
+        with (
+            source.opened(source_path) as one,
+            self._told(path, f", while {source.location}/{source_path} was copied there"),
+            open(self.staging / path, "r+b", buffering=0) as other,
+        ):
+            done = _copy_in_kernel(one, other.fileno(), nbytes, source_offset, byte_offset)
+            _start_writeback(other.fileno(), byte_offset, done)
+        buffer = memoryview(bytearray(min(COPY_BLOCK_BYTES, nbytes - done)))
+        while done < nbytes:
+            block = buffer[: nbytes - done]
+            source.read_into(source_path, source_offset + done, block)
+            self.write_part(path, byte_offset + done, block)
+            done += len(block)
+        return Receipt(path, byte_offset, nbytes)
+
+    def _told(self, path: str, doing: str = "") -> AbstractContextManager[None]:
+        """What the file system refuses becomes a sentence about the target."""
+        return told_while_moving(self.staging / path, self.location, TargetError, doing)
+
+
+def _copy_in_kernel(one: int, other: int, nbytes: int, from_byte: int, to_byte: int) -> int:
+    """Copy between two open files by ``copy_file_range``; says how many bytes that did before it could not."""
+    copy = getattr(os, "copy_file_range", None)
+    done = 0
+    while copy is not None and done < nbytes:
+        try:
+            count = copy(one, other, nbytes - done, from_byte + done, to_byte + done)
+        except OSError as error:
+            if error.errno not in _CANNOT_COPY:
+                raise
+            break
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def _start_writeback(descriptor: int, byte_offset: int, nbytes: int) -> None:
+    """Let the disk begin with bytes that were written, while others are being made.
+
+    Else the kernel keeps them until they are many or publishing asks for all of them at once. This is what Linux does
+    when it is told that they are not needed soon; others may ignore it.
+    """
+    if nbytes >= WRITEBACK_BYTES and hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, byte_offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+class LocalTarget:
+    """A new checkpoint folder, staged beside its place and renamed when it is whole."""
+
+    smallest_part_bytes = 1
+    most_parts = None
+
+    def __init__(self, root: Path, overwrite: bool, resume: bool = False, take_over: bool = False) -> None:
+        self.root = Path(os.path.abspath(root))
+        self.location = str(root)
+        self.overwrite, self.resume, self.take_over = overwrite, resume, take_over
+        self.staging = Staging(staging_folder(self.root), self.location)
+        self.files: Sequence[NewFile] = ()
+        self.session: Session | None = None
+        with self._told():
+            left = self.staging.find()
+            self.unfinished = None if left is None or self.staging.is_moved(left) else left.identity
+            if left is None or self.staging.is_moved(left):
+                if not resume:
+                    check_free(self.root, overwrite)
+            elif not resume:
+                refuse_busy(left, self.location, False, time.time())
+                refuse_unfinished(left, self.location)
+
+    def _told(self) -> AbstractContextManager[None]:
+        """What the file system refuses becomes a sentence about the target."""
+        return told(self.root, self.location, TargetError)
+
+    def room(self) -> Room:
+        """What the disk can take, beside what is staged."""
+        with self._told():
+            return room_for(self.staging.files)
+
+    def copies_from(self, source: Source) -> CopyLimits | None:
+        """Files of this machine are copied on it."""
+        return COPIES if isinstance(source, LocalSource) else None
+
+    def __enter__(self) -> LocalTarget:
+        return self
+
+    def published(self, manifest_path: str) -> bytes | None:
+        """The manifest, if a whole checkpoint is here and no conversion is under way."""
+        with self._told():
+            self._sweep()
+            if self.staging.find() is not None or not (self.root / manifest_path).is_file():
+                return None
+            return (self.root / manifest_path).read_bytes()
+
+    def reopen(self) -> LocalSource:
+        """What is published here."""
+        return LocalSource(self.root)
+
+    def _sweep(self) -> None:
+        """Remove what a run left that was killed when its target was in its place already."""
+        left = self.staging.find()
+        if left is None:
+            self.staging.place.tidy()
+        elif self.staging.is_moved(left):
+            with self.staging.taken(self.take_over) as still:
+                if still is not None and self.staging.is_moved(still):
+                    self._remove_replaced()
+                    self.staging.place.remove_alone()
+
+    def begin(
+        self,
+        files: Sequence[NewFile],
+        identity: Identity,
+        openness: Openness = Openness(),  # noqa: B008 (a frozen value)
+    ) -> tuple[LocalWriter, Sequence[Record]]:
+        """Make every file in its final size, or find what an earlier run has made."""
+        self.staging.place.openness = openness
+        with self._told():
+            self._sweep()
+            if self.staging.find() is None:
+                check_free(self.root, self.overwrite)
+            self.files = files
+            self.session, records = self.staging.begin(files, identity, self.resume, self.take_over)
+        return LocalWriter(self.staging.files, self.location), records
+
+    def note(self, record: Record) -> None:
+        """Write a line of the ledger."""
+        with self._told():
+            self._held().note(record)
+
+    def _held(self) -> Session:
+        if self.session is None:
+            raise TargetError(f"{self.location}: the conversion has not begun")
+        return self.session
+
+    def finish(self, receipts: Iterable[Receipt]) -> LocalSource:
+        """Nothing is left to do for files on a disk but to look at them."""
+        check_receipts(self.location, self.files, receipts)
+        return LocalSource(self.staging.files)
+
+    def etags(self) -> Mapping[str, str]:
+        """A disk has no name for what a file holds."""
+        return {}
+
+    def publish(self, manifest_path: str, manifest: bytes) -> None:
+        """Make everything durable, then put the folder in its place."""
+        session, staging = self._held(), self.staging
+        with self._told():
+            write_file(staging.files / manifest_path, manifest, staging.place.openness.files)
+            files, _ = list_folder(staging.files)
+            inner = {str(Path(path).parent) for path in files}
+            with ThreadPoolExecutor(FSYNCS_IN_FLIGHT) as pool:
+                list(
+                    pool.map(sync, (staging.files / path for path in files))
+                )  # raises what any of them raised
+            for path in sorted(inner, reverse=True):  # "." is the last of them
+                sync(staging.files / path)
+            occupied = check_free(self.root, self.overwrite)
+            session.update(phase=Phase.PUBLISH)
+            if occupied:
+                self._set_aside()
+            os.rename(staging.files, self.root)
+            sync(self.root.parent)
+            self._remove_replaced()
+            session.remove()
+        self.session = None
+
+    def _set_aside(self) -> None:
+        """Let the old checkpoint stand aside. What came into it since it was looked at brings it back."""
+        replaced = self.staging.replaced
+        if replaced.exists():
+            raise TargetError(
+                f"{self.root}: something was put here while the checkpoint that was here stood aside in "
+                f"{replaced}; remove one of them"
+            )
+        os.rename(self.root, replaced)
+        if (reason := object_to(replaced)[1]) is not None:
+            os.rename(replaced, self.root)
+            raise TargetError(f"{self.root}: is not replaced, for {reason}; move that away")
+
+    def _remove_replaced(self) -> None:
+        """Remove the checkpoint that stood aside: the files of one. Anything else stays, where it can be found."""
+        replaced = self.staging.replaced
+        if not replaced.is_dir():
+            return
+        entries, reason = object_to(replaced)
+        if reason is None and remove_files(replaced, [e.path for e in entries if e.kind is Kind.FILE]):
+            return
+        kept = set_aside(replaced, self.root)
+        logger.warning(
+            "%s: what was here before is kept in %s: %s",
+            self.location,
+            kept,
+            reason or "it is still written to",
+        )
+
+    def clean(self) -> list[str]:
+        """Remove what an unfinished conversion has left; says what."""
+        folder = self.staging.place.folder
+        with self._told():
+            if not folder.is_dir():
+                return []
+            with self.staging.taken(self.take_over):
+                self._take_back()
+        return [str(folder)]
+
+    def _take_back(self) -> None:
+        """Remove all that is staged. A checkpoint that stood aside comes back."""
+        replaced = self.staging.replaced
+        if replaced.is_dir():
+            if not self.root.is_dir() or not any(self.root.iterdir()):
+                os.rename(replaced, self.root)
+            elif self.staging.files.exists():
+                raise TargetError(
+                    f"{self.root}: something was put here while the checkpoint that was here stood aside in "
+                    f"{replaced}; move one of them away"
+                )
+            else:
+                self._remove_replaced()
+        self.staging.place.remove_alone()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.session is not None and not self.session.keep(error):
+            self.session.stop()
+            with self._told(), self.staging.place.alone():
+                self._take_back()
+
+
+def staging_folder(root: Path) -> Path:
+    """Where the files of a target are staged: beside it, hidden."""
+    return root.with_name(f".{root.name}.reshard")

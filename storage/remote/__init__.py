@@ -1,0 +1,1 @@
+"""Any store that fsspec reaches."""

@@ -1,0 +1,366 @@
+"""One folder of a store that fsspec reaches: list, read a range, write, delete; and every failure in one sentence.
+
+A folder can be pickled and sent to a worker. Its options, which hold credentials, travel inside the pickle and
+appear nowhere else: not in ``repr``, not in ``location``, not in a message.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, ParamSpec, TypeVar
+from urllib.parse import parse_qsl, urlsplit
+
+import fsspec
+from fsspec.core import url_to_fs
+from fsspec.registry import known_implementations
+
+from paddle_reshard.pipeline.core.errors import ReshardError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.layouts.files import TENSOR_FOLDERS
+from paddle_reshard.storage.remote import retry
+from paddle_reshard.storage.remote.retry import DamagedBody, GaveUp, RetryPolicy
+from paddle_reshard.storage.replaceable import Entry, Kind
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Item = TypeVar("Item")
+
+REQUESTS_IN_FLIGHT = 16
+"""Small requests (create, complete, delete) that are made at a time."""
+_OURS = ("asynchronous", "skip_instance_cache", "use_listings_cache")
+"""Options of fsspec that would break how folders use it."""
+_VERSION_FIELDS = ("ETag", "etag", "e_tag", "md5Hash", "generation", "mtime", "LastModified", "last_modified")
+_SECRET_NAME = re.compile(r"key|secret|token|pass|cred|sas|sign|connection_string|auth|user", re.IGNORECASE)
+_SHORTEST_SECRET = 4
+_LONGEST_MESSAGE = 300
+_BUGS = (TypeError, AttributeError, NameError, AssertionError, MemoryError)
+"""Failures that are not the store's; their traceback is worth more than a sentence."""
+
+_SENTENCES = {
+    "403": "access denied",
+    "404": "it is not there",
+    "412": "it changed while it was read",
+    "AccessDenied": "access denied; the key may not do this",
+    "AllAccessDisabled": "access denied; the key may not do this",
+    "AuthorizationHeaderMalformed": "the store wants another region; set it in client_kwargs",
+    "EndpointConnectionError": "the store cannot be reached; is the endpoint right?",
+    "ConnectTimeoutError": "the store cannot be reached; is the endpoint right?",
+    "ExpiredToken": "the session token has expired",
+    "FileNotFoundError": "it is not there",
+    "InvalidAccessKeyId": "access denied; the store does not know this access key",
+    "InvalidBucketName": "the bucket has no valid name",
+    "InvalidRange": "it has become shorter than it was when it was indexed",
+    "InvalidToken": "the session token is not valid",
+    "NoCredentialsError": "no credentials were found",
+    "NoSuchBucket": "no such bucket",
+    "NoSuchKey": "it is not there",
+    "NoSuchUpload": "the upload is gone; was it aborted by someone else?",
+    "PermanentRedirect": "the bucket is in another region; set it in client_kwargs",
+    "PermissionError": "access denied",
+    "PreconditionFailed": "it changed while it was read",
+    "ReadTimeoutError": "the store did not answer in time",
+    "RequestTimeTooSkewed": "access denied; the clock of this machine is wrong",
+    "SSLError": "no secure connection came about; does the endpoint speak https, with a certificate known here?",
+    "SignatureDoesNotMatch": "access denied; the secret does not belong to the access key",
+    "SlowDown": "the store asks to slow down",
+}
+_DENIED = ("AccessDenied", "AllAccessDisabled")
+_CHANGED = ("404", "412", "FileNotFoundError", "InvalidRange", "NoSuchKey", "PreconditionFailed")
+"""What was listed is no longer there: no trouble of the store, and asking again would find something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStamp:
+    """What tells one version of a file from another. ``version`` is the store's word, empty without one."""
+
+    size_bytes: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What a folder holds. Files in a checkpoint's own folders are among ``files``."""
+
+    files: Mapping[str, ObjectStamp]
+    folders: tuple[str, ...]
+
+    def entries(self, hidden: str) -> list[Entry]:
+        """Everything but the files whose names begin with ``hidden``."""
+        files = [
+            Entry(name, Kind.FILE, stamp.size_bytes)
+            for name, stamp in self.files.items()
+            if not name.startswith(hidden)
+        ]
+        return [*files, *(Entry(name, Kind.FOLDER) for name in self.folders)]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FsspecFolder:
+    """A folder by its URL. ``failure`` is the error that its troubles become."""
+
+    url: str
+    options: Mapping[str, Any]
+    failure: type[ReshardError]
+    ranges_in_flight: ClassVar[int] = 4
+    """Reads that are made at a time; the driver holds what each of them brought."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.location!r})"
+
+    @property
+    def location(self) -> str:
+        """The URL without user, password and query."""
+        shown = without_secrets(self.url)
+        return shown if shown.endswith("://") else shown.rstrip("/")
+
+    def open(self) -> tuple[Any, str]:
+        """The file system and the folder's path in it. fsspec makes one per process and set of options."""
+        return self._open(dict(self.options))
+
+    def _open(self, options: dict[str, Any]) -> tuple[Any, str]:
+        file_system, root = url_to_fs(self.url, **options)
+        return file_system, root.rstrip("/")
+
+    def check_options(self) -> None:
+        """Refuse a scheme without a driver, and options that the driver does not take."""
+        for scheme in (link.partition("://")[0] for link in self.url.split("::")):
+            try:
+                fsspec.get_filesystem_class(scheme)
+            except ImportError as error:
+                raise UnsupportedError(f"{scheme}://: {_missing_driver(scheme)}") from error
+            except ValueError as error:
+                raise UnsupportedError(f"{scheme}:// is not a scheme that fsspec knows") from error
+        try:
+            self._connect()
+        except (TypeError, KeyError, ValueError) as error:
+            raise UsageError(f"{self.location}: storage options: {self.redacted(error)}") from None
+
+    def _connect(self) -> None:
+        with _Translated(self, ""):
+            self.open()
+
+    # ------------------------------------------------------------------------------------------- requests
+
+    def listing(self, policy: RetryPolicy | None = None) -> Listing:
+        """Ask the store what it holds now, also in the folders that are a checkpoint's own."""
+        level = self.level(policy)
+        files, folders = dict(level.files), []
+        for name in level.folders:
+            if name in TENSOR_FOLDERS:
+                inner = replace(self, url=below(self.url, name)).level(policy)
+                files |= {f"{name}/{path}": stamp for path, stamp in inner.files.items()}
+                folders += [f"{name}/{path}" for path in inner.folders]
+            else:
+                folders.append(name)
+        return Listing(files, tuple(folders))
+
+    def level(self, policy: RetryPolicy | None) -> Listing:
+        """What the folder itself holds now; nothing is taken from a cache."""
+        entries = self.attempt("", self._ls, policy=policy)
+        files, folders = {}, []
+        for entry in entries:
+            name = str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]
+            if entry["type"] == "directory":
+                folders.append(name)
+            else:
+                files[name] = ObjectStamp(int(entry["size"]), _version(entry))
+        return Listing(dict(sorted(files.items())), tuple(sorted(folders)))
+
+    def _ls(self) -> list[dict[str, Any]]:
+        file_system, root = self.open()
+        file_system.invalidate_cache()
+        try:
+            entries: list[dict[str, Any]] = file_system.ls(root, detail=True)
+        except FileNotFoundError:
+            return []
+        return [e for e in entries if str(e["name"]).rstrip("/") != root]
+
+    def read_range(self, name: str, stamp: ObjectStamp, byte_offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from a file that still has this stamp, by one request."""
+        file_system, root = self.open()
+        data = file_system.cat_file(f"{root}/{name}", start=byte_offset, end=byte_offset + len(buffer))
+        if len(data) != len(buffer):
+            raise DamagedBody(f"{len(data)} of {len(buffer)} bytes came")
+        buffer[:] = data
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write a small file, in place of another if need be."""
+        file_system, root = self.open()
+        file_system.pipe_file(f"{root}/{name}", content)
+
+    def put_new(self, name: str, content: bytes) -> bool:
+        """Write a small file where none is; False if one is.
+
+        The look and the write are one step only where the store can.
+        """
+        if name in self.listing().files:
+            return False
+        self.put(name, content)
+        return True
+
+    def put_file(self, local: Path, name: str) -> None:
+        """Write a file whose bytes lie on this machine."""
+        file_system, root = self.open()
+        if "/" in name:
+            file_system.makedirs(f"{root}/{name.rpartition('/')[0]}", exist_ok=True)
+        file_system.put_file(str(local), f"{root}/{name}")
+
+    def delete(self, name: str) -> None:
+        """Delete a file; one that is not there is no failure."""
+        file_system, root = self.open()
+        try:
+            file_system.rm_file(f"{root}/{name}")
+        except FileNotFoundError:
+            return
+
+    def probe(self, name: str, deleting: bool) -> None:
+        """Find out now whether this folder can be written."""
+        self.attempt("", self.put, name, b"", policy=retry.HURRIED)
+        self.attempt("", self.delete, name, policy=retry.HURRIED)
+
+    # ----------------------------------------------------------------------------------- retries and failures
+
+    def attempt(
+        self, name: str, function: Callable[..., T], *args: Any, policy: RetryPolicy | None = None
+    ) -> T:
+        """Make a request, again while it fails in passing. A failure becomes one sentence about ``name``."""
+        with _Translated(self, name):
+            return retry.call(policy or retry.POLICY, function, *args)
+
+    def for_each(
+        self, function: Callable[[Item], T], items: Iterable[Item], at_a_time: int = REQUESTS_IN_FLIGHT
+    ) -> list[T]:
+        """Apply a function to all items, several at a time where the driver is made for it.
+
+        The first failure ends it; what has not begun by then is not begun.
+        """
+        if not self.open()[0].async_impl:
+            return [function(item) for item in items]
+        with ThreadPoolExecutor(at_a_time) as pool:
+            futures = [pool.submit(function, item) for item in items]
+            try:
+                return [future.result() for future in futures]
+            finally:
+                for future in futures:
+                    future.cancel()
+
+    def explain(self, error: BaseException, name: str) -> ReshardError:
+        """An error of a client as one of ours."""
+        tried = ""
+        if isinstance(error, GaveUp):
+            tried = f"; gave up after {error.attempts} attempts"
+            error = error.cause
+        code = retry.code_of(error)
+        sentence = _SENTENCES.get(code) or (
+            "a body came damaged" if code == "DamagedBody" else f"{code}: {self.redacted(error)}"
+        )
+        if code in _DENIED and (operation := retry.operation_of(error)):
+            sentence = f"{sentence} ({operation})"
+        place = f"{self.location}/{name}" if name else self.location
+        told = self.failure(f"{place}: {sentence}{tried}")
+        told.retryable = code not in _CHANGED
+        return told
+
+    def redacted(self, error: BaseException) -> str:
+        """The text of an error of a client, without what must not be shown."""
+        text = " ".join(str(error).split())
+        for secret in sorted(secrets_of(self.url, self.options), key=len, reverse=True):
+            text = text.replace(secret, "***")
+        return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}…"
+
+
+class _Translated:
+    """Where errors of clients end. Theirs is not chained: its text is the store's and may hold anything."""
+
+    def __init__(self, folder: FsspecFolder, name: str) -> None:
+        self.folder, self.name = folder, name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, (ReshardError, *_BUGS)):
+            raise self.folder.explain(error, self.name) from None
+
+
+def _version(entry: Mapping[str, Any]) -> str:
+    """The store's word for the version of a listed file."""
+    for field in (*_VERSION_FIELDS, "created"):
+        if entry.get(field) is not None:
+            return str(entry[field])
+    return ""
+
+
+def _missing_driver(scheme: str) -> str:
+    """Which package is missing for a scheme that fsspec knows."""
+    known = known_implementations.get(scheme, {})
+    package = str(known.get("class", "")).split(".")[0]
+    if package in ("", "fsspec"):
+        return str(known.get("err", "a package is missing"))
+    return f"the package {package} is missing; install it with: pip install {package}"
+
+
+def choose_options(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that concern one scheme.
+
+    ``{"s3": {…}, "gs": {…}}`` tells the two ends of a conversion apart; everything else concerns both.
+    """
+    chosen: dict[str, Any] = {}
+    for name, value in options.items():
+        of_scheme = name in known_implementations and isinstance(value, Mapping)
+        if of_scheme and name == scheme:
+            chosen.update(value)
+        elif not of_scheme:
+            chosen.setdefault(name, value)
+    return {name: value for name, value in chosen.items() if name not in _OURS}
+
+
+def below(url: str, path: str) -> str:
+    """The URL of something in a folder. Of a chain the first link with a path is the one that goes on.
+
+    >>> below("s3://bucket/a/", "b"), below("zip://a::s3://bucket/c.zip", "b")
+    ('s3://bucket/a/b', 'zip://a/b::s3://bucket/c.zip')
+    """
+    links = url.split("::")
+    number = next((i for i, link in enumerate(links) if "://" in link), 0)
+    link = links[number]
+    links[number] = f"{link}{'' if link.endswith('/') else '/'}{path}" if path else link
+    return "::".join(links)
+
+
+def without_secrets(url: str) -> str:
+    """A URL as it may be shown: without user, password and query."""
+    if "::" in url and "://" in url:
+        return "::".join(without_secrets(link) for link in url.split("::"))
+    scheme, mark, rest = url.partition("://")
+    if not mark:
+        return url
+    rest = rest.split("?", 1)[0].split("#", 1)[0]
+    host, slash, path = rest.partition("/")
+    return f"{scheme}://{host.rsplit('@', 1)[-1]}{slash}{path}"
+
+
+def secrets_of(url: str, options: Mapping[str, Any]) -> set[str]:
+    """Every text in a URL or its options that must not be shown."""
+    found: set[str] = set()
+    for parts in map(urlsplit, url.split("::")):
+        found |= {parts.username or "", parts.password or "", *(value for _, value in parse_qsl(parts.query))}
+    found.update(_secret_values(options, False))
+    return {secret for secret in found if len(secret) >= _SHORTEST_SECRET}
+
+
+def _secret_values(value: Any, secret: bool) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _secret_values(inner, secret or _SECRET_NAME.search(str(name)) is not None)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _secret_values(inner, secret)
+    elif secret and isinstance(value, (str, bytes)):
+        yield value if isinstance(value, str) else value.decode(errors="replace")

@@ -1,0 +1,153 @@
+"""Which failures of a store pass by themselves, and how often is it asked again?
+
+All retries are made here, and counted: the clients below are told to try once. A failure that would only
+repeat itself (no permission, no such object, a condition that does not hold) is never asked twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import aiohttp
+import botocore.exceptions
+import tenacity
+
+from paddle_reshard.storage.remote.retry_counts import note_retry
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How long a request is repeated. Waits are drawn at random below a bound that doubles each time."""
+
+    attempts: int = 8
+    total_seconds: float = 180.0
+    first_wait_seconds: float = 0.2
+    longest_wait_seconds: float = 20.0
+
+
+POLICY = RetryPolicy()
+HURRIED = RetryPolicy(attempts=5, total_seconds=15.0)
+"""For a first contact and for cleaning up, where a late answer is worth less than a quick one."""
+
+_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+_CODES = frozenset(
+    {
+        "BadDigest",
+        "ConditionalRequestConflict",
+        "IncompleteBody",
+        "InternalError",
+        "OperationAborted",
+        "RequestLimitExceeded",
+        "RequestTimeout",
+        "ServiceUnavailable",
+        "SlowDown",
+        "Throttling",
+        "ThrottlingException",
+        "TooManyRequests",
+        "XAmzContentSHA256Mismatch",
+    }
+)
+
+
+class DamagedBody(Exception):
+    """A body arrived cut short or altered; the next one may be whole."""
+
+
+_PASSING = (
+    DamagedBody,
+    ConnectionError,
+    TimeoutError,
+    asyncio.TimeoutError,
+    aiohttp.ClientError,
+    http.client.IncompleteRead,
+    botocore.exceptions.ConnectionError,
+    botocore.exceptions.HTTPClientError,
+    botocore.exceptions.IncompleteReadError,
+)
+
+
+class GaveUp(Exception):
+    """A failure that may pass did not within the bounds of the policy."""
+
+    def __init__(self, attempts: int, cause: BaseException) -> None:
+        super().__init__(attempts, cause)
+        self.attempts, self.cause = attempts, cause
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it was made from."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def response_of(error: BaseException) -> Mapping[str, Any]:
+    """What an S3 store answered, empty where it did not."""
+    for each in _chain(error):
+        response = getattr(each, "response", None)
+        if isinstance(response, Mapping):
+            return response
+    return {}
+
+
+def code_of(error: BaseException) -> str:
+    """The store's own word for a failure, else the name of its class."""
+    return str(response_of(error).get("Error", {}).get("Code", "")) or type(error).__name__
+
+
+def operation_of(error: BaseException) -> str:
+    """The store's name for the request that failed; empty where it is not known."""
+    names = (getattr(each, "operation_name", None) for each in _chain(error))
+    return next((name for name in names if isinstance(name, str)), "")
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the same request may succeed a little later."""
+    response = response_of(error)
+    if response:
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return status in _STATUSES or code_of(error) in _CODES
+    if any(isinstance(each, _PASSING) for each in _chain(error)):
+        return True
+    numbers = (getattr(error, name, None) for name in ("status_code", "status", "code"))
+    return any(number in _STATUSES for number in numbers if isinstance(number, int))
+
+
+def _note(state: tenacity.RetryCallState) -> None:
+    error = state.outcome.exception() if state.outcome else None
+    code = code_of(error) if error else "unknown"
+    note_retry(code)
+    logger.info(
+        "attempt %d failed with %s; again in %.1f s", state.attempt_number, code, state.upcoming_sleep
+    )
+
+
+def call(policy: RetryPolicy, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function, and again while it fails with something that may pass.
+
+    Raises
+    ------
+    GaveUp
+        If it still fails when the policy's bounds are reached. Other failures come through at once.
+    """
+    attempts = tenacity.Retrying(
+        stop=tenacity.stop_after_attempt(policy.attempts) | tenacity.stop_after_delay(policy.total_seconds),
+        wait=tenacity.wait_random_exponential(policy.first_wait_seconds, policy.longest_wait_seconds),
+        retry=tenacity.retry_if_exception(is_transient),
+        before_sleep=_note,
+    )
+    try:
+        return attempts(function, *args, **kwargs)
+    except tenacity.RetryError as error:
+        last = error.last_attempt
+        raise GaveUp(last.attempt_number, last.exception() or error) from error

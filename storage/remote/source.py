@@ -1,0 +1,103 @@
+"""Checkpoints in a store that fsspec reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.layouts.files import MANIFEST
+from paddle_reshard.storage.remote import retry
+from paddle_reshard.storage.remote.folder import FsspecFolder
+from paddle_reshard.storage.session.ledger import SESSION
+from paddle_reshard.storage.store import OWN_PREFIX, Openness, Read, ReadRange
+
+RANGE_BYTES = 8 << 20
+"""A read is cut into requests of this size."""
+
+
+class FsspecSource(ReadRange):
+    """A checkpoint folder, read only, as it was when it was listed.
+
+    ``names`` restricts it to some of the files.
+    """
+
+    openness = Openness()
+    """A store has other means than permission bits."""
+
+    def __init__(self, folder: FsspecFolder, names: Collection[str] | None = None) -> None:
+        listing = folder.listing(retry.HURRIED)
+        if not listing.files and not listing.folders:
+            raise folder.failure(f"{folder.location}: nothing is there")
+        if names is None and SESSION in listing.files and MANIFEST not in listing.files:
+            raise folder.failure(f"{folder.location}: a conversion to this place has not ended yet")
+        self.folder = folder
+        self.location = folder.location
+        self.stamps = {
+            name: stamp
+            for name, stamp in listing.files.items()
+            if (not name.startswith(OWN_PREFIX) if names is None else name in names)
+        }
+        self.folders = list(listing.folders) if names is None else []
+
+    def __repr__(self) -> str:
+        return f"FsspecSource({self.location!r})"
+
+    def sizes(self) -> dict[str, int]:
+        """Name of every file → size in bytes, as seen at the start."""
+        return {path: stamp.size_bytes for path, stamp in self.stamps.items()}
+
+    def versions(self) -> dict[str, str]:
+        """Name of every file → the store's word for its version, as seen at the start."""
+        return {path: stamp.version for path, stamp in self.stamps.items()}
+
+    def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes`` bytes of a file."""
+        buffer = bytearray(nbytes)
+        self.read_into(path, byte_offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on."""
+        self.read_many([Read(path, byte_offset, buffer)])
+
+    def read_many(self, reads: Sequence[Read]) -> None:
+        """Fill several buffers by requests of at most ``RANGE_BYTES``, several at a time."""
+        pieces = [piece for read in reads for piece in self._pieces(read)]
+        if len(pieces) == 1:
+            self._request(pieces[0])
+        else:
+            self.folder.for_each(self._request, pieces, self.folder.ranges_in_flight)
+
+    def _pieces(self, read: Read) -> Iterator[Read]:
+        """A read cut into requests; it must lie within the file as it was listed."""
+        if read.path not in self.stamps:
+            raise CheckpointError(f"{read.path}: was not there when {self.location} was listed")
+        stop, size_bytes = read.byte_offset + len(read.buffer), self.stamps[read.path].size_bytes
+        if stop > size_bytes:
+            raise CheckpointError(
+                f"{read.path}: ends at byte {size_bytes}, bytes up to {stop} were asked for"
+            )
+        for start in range(0, len(read.buffer), RANGE_BYTES):
+            yield Read(read.path, read.byte_offset + start, read.buffer[start : start + RANGE_BYTES])
+
+    def _request(self, piece: Read) -> None:
+        self.folder.attempt(
+            piece.path,
+            self.folder.read_range,
+            piece.path,
+            self.stamps[piece.path],
+            piece.byte_offset,
+            piece.buffer,
+        )
+
+    def check_unchanged(self) -> None:
+        """Refuse if any file is not the one that was seen at the start."""
+        now = self.folder.listing().files
+        for path, stamp in self.stamps.items():
+            if path not in now:
+                raise CheckpointError(f"{path}: vanished while it was read")
+            if now[path] != stamp:
+                raise CheckpointError(
+                    f"{path}: changed while it was read (size {stamp.size_bytes}, version {stamp.version} then, "
+                    f"{now[path].size_bytes}, {now[path].version} now)"
+                )

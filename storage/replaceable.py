@@ -1,0 +1,114 @@
+"""May what lies at a place be replaced, or pruned?
+
+Only a checkpoint may, and only if nothing else lies with it: either a manifest of ours lists every file, or every file
+is one that a trainer writes. One decision for ``--overwrite``, ``watch --keep`` and ``clean``, on disks and in stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from paddle_reshard.pipeline.core.trainer_files import is_by_product, is_by_trainer, is_tensor_file
+from paddle_reshard.pipeline.layouts.files import MANIFEST, MANIFEST_FORMAT, TENSOR_FOLDERS
+from paddle_reshard.storage.formats.strict_json import parse_json
+
+SHOWN = 3
+
+
+class Kind(str, Enum):
+    """What lies under a name."""
+
+    FILE = "file"
+    FOLDER = "folder"
+    LINK = "link"
+    OTHER = "special file"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Entry:
+    """Something that lies below a folder, by its path from there."""
+
+    path: str
+    kind: Kind
+    size_bytes: int = 0
+
+    def __str__(self) -> str:
+        name = repr(self.path)[1:-1]
+        return {
+            Kind.FILE: name,
+            Kind.FOLDER: f"{name}/",
+            Kind.LINK: f"{name} (a link)",
+            Kind.OTHER: f"{name} (a special file)",
+        }[self.kind]
+
+
+def listed_files(manifest: bytes | None) -> Mapping[str, int] | None:
+    """Path of every file that a manifest of ours lists → its size; ``None`` if it is none of ours."""
+    if manifest is None:
+        return None
+    try:
+        values = parse_json(manifest)
+    except ValueError:
+        return None
+    if not isinstance(values, dict) or values.get("format") != MANIFEST_FORMAT:
+        return None
+    files = values.get("files")
+    return files if isinstance(files, dict) else None
+
+
+def objection(entries: Sequence[Entry], manifest: bytes | None) -> str | None:
+    """Why what lies at a place may not be removed, naming what is in the way; ``None`` if all of it may.
+
+    Parameters
+    ----------
+    entries
+        Everything that lies there, and in those of its folders that are a checkpoint's own.
+    manifest
+        The content of ``paddle_reshard.json``, if it lies there.
+    """
+    listed = listed_files(manifest)
+    foreign = [entry for entry in entries if not _is_ours(entry, listed)]
+    if foreign:
+        what = "the manifest there does not list" if listed is not None else "no trainer writes"
+        also = "" if len(foreign) == len(entries) else "also "
+        return f"there is {also}{_named(foreign)}, which {what}"
+    if entries and listed is None and not any(is_tensor_file(entry.path) for entry in entries):
+        return f"there is {_named(entries)}, and no file with tensors: this is no checkpoint"
+    return None
+
+
+def changed(entries: Sequence[Entry], manifest: bytes | None) -> str | None:
+    """Which files are not of the size that the manifest lists; ``None`` if all are."""
+    listed = listed_files(manifest) or {}
+    other = [entry for entry in entries if entry.size_bytes != listed.get(entry.path, entry.size_bytes)]
+    return f"{_named(other)} has another size than the manifest says" if other else None
+
+
+def _is_ours(entry: Entry, listed: Mapping[str, int] | None) -> bool:
+    if entry.kind is Kind.FOLDER:
+        return entry.path in TENSOR_FOLDERS
+    if entry.kind is not Kind.FILE:
+        return False
+    if entry.path == MANIFEST:
+        return True
+    if listed is None:
+        return is_by_trainer(entry.path)
+    return entry.path in listed or is_by_product(entry.path)
+
+
+def _named(entries: Iterable[Entry]) -> str:
+    """The first few of them, folders before files."""
+    ordered = sorted(entries, key=lambda entry: (entry.kind is Kind.FILE, entry.path))
+    shown = ", ".join(map(str, ordered[:SHOWN]))
+    more = len(ordered) - SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def removal_order(paths: Iterable[str]) -> list[str]:
+    """The order in which the files of a checkpoint are removed so that a rest is still known for what it is.
+
+    The manifest is the last, before it the files with tensors.
+    """
+    return sorted(paths, key=lambda path: (path == MANIFEST, is_tensor_file(path), path))

@@ -1,0 +1,166 @@
+"""Ranged reads from S3, at half of what a client spends on each.
+
+For every request a client resolves the endpoint, checks parameters, composes headers and takes the answer apart by its
+model: of a small read, of which an index of thousands of rank files takes hundreds of thousands, that is most of the
+processor time. Here the client does so for the first read from a bucket only. Further ones are made like that one, with
+another key and range: signed by the client's own signer, over its own connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+from weakref import WeakKeyDictionary
+
+from aiobotocore.httpsession import AIOHTTPSession
+from aiobotocore.response import AioStreamingBody
+from botocore.awsrequest import AWSRequest
+from botocore.exceptions import ClientError
+from botocore.parsers import create_parser
+
+from paddle_reshard.storage.remote.retry import DamagedBody
+
+_OPERATION = "GetObject"
+_CHUNK_BYTES = 1 << 20
+_LARGE_BYTES = 1 << 20
+_LARGE_IN_FLIGHT = 32
+"""Bodies above ``_LARGE_BYTES`` that are read at a time: a connection holds about 400 KiB of what comes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Signing:
+    """A request as it was when the client was about to sign it."""
+
+    url: str
+    headers: Mapping[str, str]
+    context: Mapping[str, Any]
+    signer: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """What all reads from one bucket have in common."""
+
+    base_url: str
+    """Up to the key."""
+    signing: _Signing
+    send: Callable[[Any], Awaitable[Any]]
+
+    async def get(self, request: Mapping[str, str]) -> tuple[AioStreamingBody, str]:
+        """Make a request: the body that answers it, and the version of the file."""
+        headers = {name: request[field] for field, name in _CONDITIONS.items() if field in request}
+        signed = AWSRequest(
+            "GET", self.base_url + _quoted(request["Key"]), {**self.signing.headers, **headers}
+        )
+        signed.context.update(self.signing.context)
+        signed.stream_output = True
+        await self.signing.signer.sign(_OPERATION, signed)
+        answer = await self.send(signed.prepare())
+        if answer.status_code >= 300:
+            told = {
+                "status_code": answer.status_code,
+                "headers": answer.headers,
+                "body": await answer.content,
+            }
+            raise ClientError(create_parser("rest-xml").parse(told, None), _OPERATION)
+        body = AioStreamingBody(answer.raw, answer.headers.get("content-length"))
+        return body, answer.headers.get("etag", "")
+
+
+_CONDITIONS = {"Range": "Range", "IfMatch": "If-Match"}
+"""Parameters in which reads differ, beside the key, and the header of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """What is known of the reads of one client."""
+
+    routes: dict[str, _Route] = field(default_factory=dict)
+    """Bucket → how to read from it."""
+    large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_LARGE_IN_FLIGHT))
+
+
+_clients: WeakKeyDictionary[Any, _Reads] = WeakKeyDictionary()
+_signed: ContextVar[list[_Signing] | None] = ContextVar("_signed", default=None)
+"""Where the running task wants to see what the client signs for it."""
+
+
+async def read_body(file_system: Any, request: Mapping[str, str], buffer: memoryview) -> str:
+    """Fill ``buffer`` with the body that answers a request; the version of what was read.
+
+    Parameters
+    ----------
+    file_system
+        That of s3fs; this must run on its loop.
+    request
+        ``Bucket``, ``Key``, ``Range`` and perhaps ``IfMatch``.
+
+    Raises
+    ------
+    DamagedBody
+        If another number of bytes comes.
+    OSError, ClientError, BotoCoreError
+        As by the client.
+    """
+    await file_system.set_session()
+    client = await file_system.get_s3(request["Bucket"])
+    if client not in _clients:
+        _clients[client] = _Reads()
+        client.meta.events.register(f"before-sign.s3.{_OPERATION}", _note_signing)
+    reads = _clients[client]
+    async with reads.large if len(buffer) > _LARGE_BYTES else nullcontext():
+        route = reads.routes.get(request["Bucket"])
+        if route is not None:
+            body, version = await route.get(request)
+        else:
+            body, version = await _get_first(file_system, client, request)
+        try:
+            await _fill(buffer, body)
+        finally:
+            body.close()
+    return version
+
+
+async def _fill(buffer: memoryview, body: Any) -> None:
+    done = 0
+    while chunk := await body.read(_CHUNK_BYTES):
+        if done + len(chunk) > len(buffer):
+            raise DamagedBody(f"more than {len(buffer)} bytes came")
+        buffer[done : done + len(chunk)] = chunk
+        done += len(chunk)
+    if done != len(buffer):
+        raise DamagedBody(f"{done} of {len(buffer)} bytes came")
+
+
+async def _get_first(file_system: Any, client: Any, request: Mapping[str, str]) -> tuple[Any, str]:
+    """Make a request through the client, and look how it does that."""
+    seen: list[_Signing] = []
+    _signed.set(seen)
+    try:
+        answer = await file_system._call_s3("get_object", **request)
+    finally:
+        _signed.set(None)
+    connections = getattr(getattr(client, "_endpoint", None), "http_session", None)
+    tail = f"/{_quoted(request['Key'])}"
+    # After a redirection the last one counts. What does not look as it should is left to the client.
+    if seen and seen[-1].url.endswith(tail) and isinstance(connections, AIOHTTPSession):
+        base_url = seen[-1].url[: 1 - len(tail)]
+        _clients[client].routes[request["Bucket"]] = _Route(base_url, seen[-1], connections.send)
+    return answer["Body"], str(answer["ETag"])
+
+
+def _note_signing(request: Any, request_signer: Any, **_: Any) -> None:
+    seen = _signed.get()
+    if seen is not None:
+        headers = {k: v for k, v in request.headers.items() if k not in _CONDITIONS.values()}
+        seen.append(_Signing(request.url, headers, dict(request.context), request_signer))
+
+
+def _quoted(key: str) -> str:
+    """A key as the client writes it in a URL."""
+    return quote(key, safe="/~")

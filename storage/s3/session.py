@@ -1,0 +1,134 @@
+"""The session of a conversion to S3: one object that is replaced on condition, and a ledger of small ones.
+
+An object cannot be added to, so the ledger is as many objects as it takes: while one is being written, the lines that
+come meanwhile are gathered for the next.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+from paddle_reshard.storage.remote import retry
+from paddle_reshard.storage.remote.folder import Listing
+from paddle_reshard.storage.remote.retry import RetryPolicy
+from paddle_reshard.storage.session.ledger import SESSION, parse_ledger
+from paddle_reshard.storage.store import OWN_PREFIX, Record
+
+LEDGER_PREFIX = f"{OWN_PREFIX}ledger-"
+
+
+class Objects(Protocol):
+    """What a session needs of an S3 folder."""
+
+    @property
+    def location(self) -> str:
+        """The URL, for people."""
+
+    def read_object(self, name: str) -> tuple[bytes, str] | None:
+        """A small object and its ETag."""
+
+    def put_if(self, name: str, content: bytes, version: str | None) -> str | None:
+        """Write an object if it has this ETag, or is not there; its new ETag."""
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write an object."""
+
+    def delete(self, name: str) -> None:
+        """Delete an object."""
+
+    def listing(self, policy: RetryPolicy | None = None) -> Listing:
+        """All that is there."""
+
+    def attempt(
+        self, name: str, function: Callable[..., Any], *args: Any, policy: RetryPolicy | None = None
+    ) -> Any:
+        """Make a request, again while it fails in passing."""
+
+    def for_each(self, function: Callable[[str], Any], items: Iterable[str]) -> list[Any]:
+        """Apply a function to all, several at a time."""
+
+
+class S3Place:
+    """A session among the objects of the target."""
+
+    def __init__(self, folder: Objects) -> None:
+        self.folder = folder
+        self.location = f"{folder.location}/{SESSION}"
+        self.run = secrets.token_hex(4)
+        self.written = 0
+        self.policy: RetryPolicy | None = None
+        self._lines: list[bytes] = []
+        self._alone = threading.Lock()
+        self._last: Future[None] | None = None
+        self._pool: ThreadPoolExecutor | None = None
+
+    def read(self) -> tuple[bytes, str] | None:
+        """The record and its ETag."""
+        found: tuple[bytes, str] | None = self._attempt(SESSION, self.folder.read_object, SESSION)
+        return found
+
+    def write(self, data: bytes, version: str | None) -> str | None:
+        """Replace the record on condition."""
+        made: str | None = self._attempt(SESSION, self.folder.put_if, SESSION, data, version)
+        return made
+
+    def _attempt(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        return self.folder.attempt(name, function, *args, policy=self.policy)
+
+    def append(self, lines: bytes) -> None:
+        """Have lines written in the background. One that could not be written is written with the next."""
+        if self._last is not None and self._last.done():
+            self._last.result()
+        with self._alone:
+            self._lines.append(lines)
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="ledger")
+        self._last = self._pool.submit(self._write_lines)
+
+    def _write_lines(self) -> None:
+        with self._alone:
+            lines = b"".join(self._lines)
+            count = len(self._lines)
+        if lines:
+            name = f"{LEDGER_PREFIX}{self.run}-{self.written:06d}"
+            self._attempt(name, self.folder.put, name, lines)
+            self.written += 1
+            with self._alone:
+                del self._lines[:count]
+
+    def flush(self) -> None:
+        """Wait until all lines are written."""
+        if self._pool is not None:
+            self._pool.submit(self._write_lines).result()
+
+    def hurry(self) -> None:
+        """The end is near: a late answer is worth less than a quick one."""
+        self.policy = retry.HURRIED
+
+    def _ledger_names(self) -> list[str]:
+        return [name for name in self.folder.listing(self.policy).files if name.startswith(LEDGER_PREFIX)]
+
+    def ledger(self) -> list[Record]:
+        """Every line of every object."""
+
+        def read(name: str) -> list[Record]:
+            found = self._attempt(name, self.folder.read_object, name)
+            return [] if found is None else parse_ledger(found[0])[0]
+
+        return [record for records in self.folder.for_each(read, self._ledger_names()) for record in records]
+
+    def clear(self) -> None:
+        """Remove a ledger that no record belongs to."""
+        self.folder.for_each(lambda name: self._attempt(name, self.folder.delete, name), self._ledger_names())
+
+    def remove(self) -> None:
+        """Remove the ledger, then the record."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+        self.clear()
+        self._attempt(SESSION, self.folder.delete, SESSION)

@@ -1,0 +1,1 @@
+"""The record of a conversion in progress: session, ledger, lock, staging folder."""
