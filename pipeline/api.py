@@ -26,21 +26,18 @@ from paddle_reshard.pipeline.convert.manifest import parse_manifest
 from paddle_reshard.pipeline.convert.request import (
     CHECKS,
     CONVERSION_OPTIONS,
-    DEFAULT_MEMORY,
     REPLICAS,
     TARGET_OPTIONS,
     ConversionOptions,
     ConversionRequest,
     Form,
     HybridRequest,
-    PathLike,
     TargetOptions,
     check_options,
     parse_choice,
     parse_drop,
     parse_flex,
     parse_huggingface,
-    parse_memory,
     parse_unified,
 )
 from paddle_reshard.pipeline.convert.resuming import go_on, is_whole, request_of
@@ -59,14 +56,15 @@ from paddle_reshard.pipeline.convert.run import (
     run_conversion,
 )
 from paddle_reshard.pipeline.core.errors import CheckpointError, FinishedError, UsageError
+from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes, readable_seconds
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
 from paddle_reshard.pipeline.indexing import small_files
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint, index_pair
 from paddle_reshard.pipeline.indexing.fill import read_filling
 from paddle_reshard.pipeline.layouts.checkpoint import MissingPolicy
-from paddle_reshard.pipeline.layouts.files import MANIFEST
 from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
 from paddle_reshard.pipeline.planning.compare import (

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from paddle_reshard.pipeline.core.errors import ListingError
+from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.trainer_files import is_marker
-from paddle_reshard.pipeline.layouts.files import MANIFEST
 from paddle_reshard.storage.local.folders import entries_of, read_manifest, remove_files
 from paddle_reshard.storage.local.source import list_folder
 from paddle_reshard.storage.locate import StorageOptions, _open_folder, check_scheme, is_local, local_path

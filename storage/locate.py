@@ -13,7 +13,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paddle_reshard.pipeline.convert.request import PLAIN_SCHEMES
 from paddle_reshard.pipeline.core.errors import (
     CheckpointError,
     ReshardError,
@@ -22,6 +21,7 @@ from paddle_reshard.pipeline.core.errors import (
     UsageError,
 )
 from paddle_reshard.storage.local.source import LocalSource
+from paddle_reshard.storage.schemes import PLAIN_SCHEMES
 from paddle_reshard.storage.store import Source
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from paddle_reshard.pipeline.core.file_names import MANIFEST, MANIFEST_FORMAT, TENSOR_FOLDERS
 from paddle_reshard.pipeline.core.trainer_files import is_by_product, is_by_trainer, is_tensor_file
-from paddle_reshard.pipeline.layouts.files import MANIFEST, MANIFEST_FORMAT, TENSOR_FOLDERS
 from paddle_reshard.storage.formats.strict_json import parse_json
 
 SHOWN = 3

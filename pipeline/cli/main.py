@@ -41,20 +41,18 @@ from paddle_reshard.pipeline.cli.simulate import simulate_command
 from paddle_reshard.pipeline.cli.terminal import console, log_to_terminal, say
 from paddle_reshard.pipeline.convert.request import (
     CHECKS,
-    DEFAULT_MEMORY,
     FORMATS,
-    PLAIN_SCHEMES,
     REPLICAS,
-    PathLike,
     TargetOptions,
     check_options,
-    parse_memory,
     parse_target,
 )
 from paddle_reshard.pipeline.core.errors import FinishedError, UsageError
 from paddle_reshard.pipeline.core.topology import STRATEGIES, Topology
+from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
 from paddle_reshard.pipeline.layouts.huggingface.choices import EXPORTED_STATES, FLOATING
 from paddle_reshard.storage.formats.strict_json import parse_json
+from paddle_reshard.storage.schemes import PLAIN_SCHEMES
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -800,7 +798,7 @@ def _show_verification(report: VerifyReport, alone: bool) -> None:
     if not alone:
         say(report.verdict)
         return
-    from paddle_reshard.pipeline.layouts.files import MANIFEST
+    from paddle_reshard.pipeline.core.file_names import MANIFEST
 
     count = len(report.differences)
     say(f"has no {MANIFEST}: what it stores twice is compared, nothing else")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paddle_reshard.pipeline.cli.output import print_object, print_table
-from paddle_reshard.pipeline.convert.request import parse_size
 from paddle_reshard.pipeline.core.shown import readable_bytes
+from paddle_reshard.pipeline.core.units import parse_size
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.planning.simulate import Simulation

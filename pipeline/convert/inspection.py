@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from paddle_reshard.pipeline.convert.inputs import given_inputs
-from paddle_reshard.pipeline.convert.request import PathLike
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
 from paddle_reshard.pipeline.core.tensors import (
@@ -19,6 +18,7 @@ from paddle_reshard.pipeline.core.tensors import (
     PARAM,
 )
 from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.model import ModelTensor

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from paddle_reshard.pipeline.convert.manifest import Manifest, ManifestPart
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted, ignore_events
+from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
-from paddle_reshard.pipeline.layouts.files import MANIFEST
 from paddle_reshard.storage.checksum import ALGORITHM, source_checksum, stretches
 from paddle_reshard.storage.store import ReadRange, Source
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError
-from paddle_reshard.pipeline.layouts.files import MANIFEST, MANIFEST_FORMAT
+from paddle_reshard.pipeline.core.file_names import MANIFEST, MANIFEST_FORMAT
 from paddle_reshard.storage.checksum import ALGORITHM
 from paddle_reshard.storage.formats.strict_json import parse_json
 from paddle_reshard.storage.store import Receipt

@@ -8,19 +8,21 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from os import PathLike as _PathLike
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.limits import (
     MAX_BUFFER_MB,
-    MAX_BYTES,
     MAX_ELEMENTS,
-    MAX_TARGET_FILES,
     MAX_VOCABULARY,
 )
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.topology import STRATEGIES, Topology
+from paddle_reshard.pipeline.core.units import (
+    PathLike,
+    parse_count,
+    parse_size,
+)
 from paddle_reshard.pipeline.layouts.huggingface.choices import EMA, EXPORTED_STATES, FLOATING
 
 if TYPE_CHECKING:
@@ -31,8 +33,6 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
     from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget
 
-DEFAULT_MEMORY = "1GiB"
-SMALLEST_BUDGET_BYTES = 256 << 20
 _OF_HYBRID = ("to", "sharding_strategy", "layout", "target_meta")
 FORMATS: Mapping[str, tuple[str, ...]] = {
     "hybrid": _OF_HYBRID,
@@ -44,12 +44,7 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
 }
 """Target format → options that say something about a target of it."""
 REPLICAS = ("compare", "first")
-PLAIN_SCHEMES = frozenset(
-    ("file", "local", "memory", "s3", "s3a", "gs", "gcs", "oss", "abfs", "abfss", "az", "hdfs")
-)
-"""Schemes of URLs that are stores of files and nothing else; any other is opened only if a user names it."""
 CHECKS = ("sample", "full")
-PathLike = str | _PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +59,6 @@ class KeptFile:
 
 
 GivenFile = PathLike | KeptFile
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,39 +121,6 @@ class LayoutOptions:
             if values.get(name) is not None and values[name] > largest:
                 raise UsageError(f"{where}: {name} must be at most {largest}")
         return options
-
-
-def parse_size(text: str) -> int:
-    """Bytes of ``1GiB``, ``512MiB``, ``2GB`` or a plain number.
-
-    >>> parse_size("1.5GiB")
-    1610612736
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise UsageError(f"{text[:40]!r} is not a size; write 512MiB, 1GiB, …")
-    unit = (match[2] or "").lower()
-    factor = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}[unit[:1]]
-    size = float(match[1]) * (1024 if unit.endswith("i") else 1000) ** factor
-    if size > MAX_BYTES:
-        raise UsageError(
-            f"{text[:40]!r} is more than any file or memory has; at most {MAX_BYTES >> 40}TiB can be said"
-        )
-    return int(size)
-
-
-def parse_memory(text: str) -> int:
-    """A memory budget per worker in bytes.
-
-    Raises
-    ------
-    UsageError
-        Below the smallest budget.
-    """
-    size = parse_size(text)
-    if size < SMALLEST_BUDGET_BYTES:
-        raise UsageError(f"--memory {text} is below the smallest budget of {SMALLEST_BUDGET_BYTES >> 20}MiB")
-    return size
 
 
 @dataclass(frozen=True)
@@ -350,15 +311,6 @@ def parse_unified(files: int | str | None) -> UnifiedTarget:
     from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget
 
     return UnifiedTarget() if files is None else UnifiedTarget(parse_count(files))
-
-
-def parse_count(files: int | str) -> int:
-    """A number of files."""
-    if isinstance(files, str) and not (files.isascii() and files.isdigit()):
-        raise UsageError(f"--files {files}: a whole number is expected")
-    if len(str(files)) > len(str(MAX_TARGET_FILES)) or int(files) > MAX_TARGET_FILES:
-        raise UsageError(f"--files {str(files)[:40]}: at most {MAX_TARGET_FILES} can be asked for")
-    return int(files)
 
 
 class TargetOptions(TypedDict, total=False):

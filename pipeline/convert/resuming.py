@@ -17,16 +17,15 @@ from paddle_reshard.pipeline.convert.inputs import read_layout_file, read_text
 from paddle_reshard.pipeline.convert.request import (
     CHECKS,
     CONVERSION_OPTIONS,
-    DEFAULT_MEMORY,
     REPLICAS,
     TARGET_OPTIONS,
     ConversionOptions,
     KeptFile,
-    PathLike,
     TargetOptions,
 )
 from paddle_reshard.pipeline.core.errors import StaleSessionError, UsageError
 from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike
 
 NOT_KEPT = (
     *("storage_options", "source_storage_options", "target_storage_options"),

@@ -24,6 +24,7 @@ from paddle_reshard.pipeline.convert.manifest import (
     parse_manifest,
 )
 from paddle_reshard.pipeline.convert.request import ConversionRequest, Form, HybridRequest
+from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.catalog import Mixture, Term
 from paddle_reshard.pipeline.core.errors import (
     CheckpointError,
@@ -38,6 +39,7 @@ from paddle_reshard.pipeline.core.events import StepEnded as StepEnded
 from paddle_reshard.pipeline.core.events import StepStarted as StepStarted
 from paddle_reshard.pipeline.core.events import Waiting as Waiting
 from paddle_reshard.pipeline.core.events import ignore_events as ignore_events
+from paddle_reshard.pipeline.core.file_names import AVERAGE, MANIFEST
 from paddle_reshard.pipeline.core.freed import give_back_freed
 from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
@@ -45,7 +47,7 @@ from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, M
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.small_files import check_optimizer
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
-from paddle_reshard.pipeline.layouts.files import AVERAGE, MANIFEST, TargetFiles
+from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.huggingface.choices import EMA
 from paddle_reshard.pipeline.layouts.huggingface.sidecars import average_divisor
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
@@ -330,11 +332,9 @@ def _divided(source: Checkpoint, forms: Sequence[Form], store: Source) -> Checkp
 
 def identify(conversion: ConversionPlan) -> Identity:
     """Which conversion this is: what it makes, from which very files, by which version."""
-    from paddle_reshard import __version__
-
     store = conversion.store
     files = _said_of_files(store.sizes(), store.versions())
-    return Identity(conversion.plan.plan_id, __version__, store.location, files, conversion.asked)
+    return Identity(conversion.plan.plan_id, version.__version__, store.location, files, conversion.asked)
 
 
 def _said_of_files(sizes: Mapping[str, int], versions: Mapping[str, str]) -> dict[str, str]:
@@ -591,8 +591,6 @@ def describe_targets(
     conversion: ConversionPlan, replica_drift: Sequence[str] = (), receipts: Iterable[Receipt] = ()
 ) -> dict[str, dict[str, Any]]:
     """Prefix of each target → its manifest: what was made, and from what. The same conversion gives the same bytes."""
-    from paddle_reshard import __version__
-
     plan, source, store = conversion.plan, conversion.source, conversion.store
     files = {f.path: f.size_bytes for f in plan.target_files}
     files |= {c.target_path: c.size_bytes for c in plan.carried}
@@ -600,7 +598,7 @@ def describe_targets(
     described = {}
     for prefix, target in zip(prefixes(len(conversion.targets)), conversion.targets, strict=True):
         described[prefix] = {
-            **manifest_head(__version__),
+            **manifest_head(version.__version__),
             "plan_id": plan.plan_id,
             **target_facts(target.form),
             "files": _below(prefix, files),

@@ -25,13 +25,7 @@ from paddle_reshard.pipeline.api import (
     read_request,
 )
 from paddle_reshard.pipeline.convert.inputs import given_inputs
-from paddle_reshard.pipeline.convert.request import (
-    DEFAULT_MEMORY,
-    ConversionOptions,
-    PathLike,
-    TargetOptions,
-    parse_memory,
-)
+from paddle_reshard.pipeline.convert.request import ConversionOptions, TargetOptions
 from paddle_reshard.pipeline.convert.run import (
     ConversionPlan,
     Observer,
@@ -41,11 +35,12 @@ from paddle_reshard.pipeline.convert.run import (
 )
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Mixture, Term
 from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.core.file_names import AVERAGE
 from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM
+from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.small_files import check_one_model
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
-from paddle_reshard.pipeline.layouts.files import AVERAGE
 from paddle_reshard.pipeline.layouts.huggingface.choices import EMA
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.storage.locate import open_source, source_access

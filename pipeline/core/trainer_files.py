@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from paddle_reshard.pipeline.layouts.files import SIGNAL_PREFIX, TENSOR_FOLDERS
+from paddle_reshard.pipeline.core.file_names import SIGNAL_PREFIX, TENSOR_FOLDERS
 
 _FOLDER = rf"(?:{'|'.join(TENSOR_FOLDERS)})/"
 _RANK = r"(?:\.(?:tp|pp|shard|moe|moe_sharding)\d{2,}(?:_(?:tp|pp|shard|moe|moe_sharding)\d{2,})*)?"

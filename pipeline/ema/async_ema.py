@@ -26,10 +26,10 @@ import numpy as np
 from paddle_reshard.clusters.companion import Companion, CompanionLost
 from paddle_reshard.pipeline.convert.inputs import load_config, load_tables
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
+from paddle_reshard.pipeline.core.file_names import AVERAGE
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.ema.flex import METADATA_PATH, FlexRank
 from paddle_reshard.pipeline.ema.resume import Piece, RankPieces, Wanted, read_average
-from paddle_reshard.pipeline.layouts.files import AVERAGE
 from paddle_reshard.pipeline.layouts.hybrid.names import parse_rank_file
 from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArraySlot, encode_pickle
 from paddle_reshard.storage.locate import StorageOptions, open_source

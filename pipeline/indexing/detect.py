@@ -11,9 +11,9 @@ from typing import Any
 
 from paddle_reshard.pipeline.core.catalog import Catalog, check_dtypes
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, PlanError
+from paddle_reshard.pipeline.core.file_names import CONFIG
 from paddle_reshard.pipeline.indexing.small_files import check_steps
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
-from paddle_reshard.pipeline.layouts.files import CONFIG
 from paddle_reshard.pipeline.layouts.flex.names import is_dist_file
 from paddle_reshard.pipeline.layouts.hybrid.meta import parse_model_meta
 from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META, parse_rank_file

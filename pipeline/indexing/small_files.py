@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any, Final
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.core.file_names import CONFIG
 from paddle_reshard.pipeline.indexing.optimizer_steps import check_optimizer_steps
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.files import CONFIG
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 from paddle_reshard.storage.formats.trainer_state import parse_trainer_state
 from paddle_reshard.storage.store import Source

@@ -9,16 +9,6 @@ from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.tensors import Cast
 
-CONFIG = "config.json"
-MANIFEST = "paddle_reshard.json"
-MANIFEST_FORMAT = "paddle-reshard manifest"
-SIGNAL_PREFIX = "saved_signal_"
-"""Begins the names of the trainer's own proofs that a rank had finished."""
-AVERAGE = "ema.json"
-"""What the average beside training says of itself."""
-TENSOR_FOLDERS = ("model_state", "master_weight", "optimizer_state", "ema_state", "dist_ckpt")
-"""Folders inside a checkpoint whose files are its own (PaddleFormers 1.2 ``utils/env.py:166-169``; auto-parallel)."""
-
 
 @dataclass(frozen=True)
 class TargetFiles:

@@ -9,10 +9,11 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from paddle_reshard.pipeline.core.file_names import AVERAGE, CONFIG, MANIFEST, SIGNAL_PREFIX
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.trainer_files import is_marker, is_random_state
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.files import AVERAGE, CONFIG, MANIFEST, SIGNAL_PREFIX, Sidecars
+from paddle_reshard.pipeline.layouts.files import Sidecars
 
 _TP_FIELD = {"paddleformers": "tensor_model_parallel_size", "paddlenlp": "tensor_parallel_degree"}
 _EP_FIELD = "use_expert_parallel"

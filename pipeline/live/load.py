@@ -16,8 +16,8 @@ from typing import Any
 
 from paddle_reshard.clusters.inline import InlineEngine, Reports
 from paddle_reshard.pipeline.convert.inputs import load_config, load_tables
-from paddle_reshard.pipeline.convert.request import PathLike, parse_memory
 from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, UsageError
+from paddle_reshard.pipeline.core.units import PathLike, parse_memory
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.fill import read_filling
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint

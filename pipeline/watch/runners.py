@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import paddle_reshard
+from paddle_reshard.pipeline import api
 from paddle_reshard.pipeline.convert.run import Event, StepEnded, StepStarted
 from paddle_reshard.pipeline.core.errors import (
     JobError,
@@ -52,10 +52,10 @@ def convert_inline(conversion: Conversion) -> Convert:
 
         options = {**conversion.options, "observe": observe, "resume": True}
         try:
-            paddle_reshard.convert(source, target, **options)
+            api.convert(source, target, **options)
         except StaleSessionError as error:
             _discard(target, conversion, error)
-            paddle_reshard.convert(source, target, **options)
+            api.convert(source, target, **options)
 
     return convert
 
@@ -64,7 +64,7 @@ def _discard(target: str, conversion: Conversion, reason: object) -> None:
     """Remove what an earlier attempt left that cannot be gone on with: who has the claim may begin anew."""
     log.info("%s", reason)
     options, schemes, _ = target_access(conversion.options)
-    paddle_reshard.clean(target, storage_options=options, allow_scheme=schemes)
+    api.clean(target, storage_options=options, allow_scheme=schemes)
 
 
 def convert_as_job(

@@ -30,15 +30,16 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import paddle_reshard
+from paddle_reshard.pipeline import api
 from paddle_reshard.pipeline.convert.inputs import load_config, load_tables
 from paddle_reshard.pipeline.convert.request import CONVERSION_OPTIONS
 from paddle_reshard.pipeline.convert.run import describe_targets
 from paddle_reshard.pipeline.core.errors import CheckpointError, ListingError, ReshardError, UsageError
+from paddle_reshard.pipeline.core.file_names import MANIFEST, MANIFEST_FORMAT
 from paddle_reshard.pipeline.core.trainer_files import is_of_training
+from paddle_reshard.pipeline.core.version import __version__
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.fill import read_filling
-from paddle_reshard.pipeline.layouts.files import MANIFEST, MANIFEST_FORMAT
 from paddle_reshard.pipeline.watch.claims import (
     CHECKPOINT,
     CLAIMS,
@@ -241,7 +242,7 @@ class Watcher:
             source_stamp=_digest(self.run.files(name)),
             target_stamp=_digest(files),
             plan_id=self._plan_id(name, files),
-            version=paddle_reshard.__version__,
+            version=__version__,
         )
 
     def _plan_id(self, name: str, files: Mapping[str, str]) -> str | None:
@@ -362,7 +363,7 @@ class Watcher:
         source, target = self.run.at(name), self.out.at(name)
         options = {k: v for k, v in self.conversion.options.items() if k in CONVERSION_OPTIONS}
         try:
-            planned = paddle_reshard.plan(source, f"{target}.planned", **{**options, "overwrite": False})
+            planned = api.plan(source, f"{target}.planned", **{**options, "overwrite": False})
         except CheckpointError as error:
             return Decision(Action.WAIT, str(error))
         except ReshardError as error:

@@ -8,6 +8,8 @@ from paddle_reshard import _import_path  # noqa: F401
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from paddle_reshard.pipeline.core.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.api import (
         ConversionReport,
@@ -31,8 +33,6 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.live.tensors import stage3_state_dict
     from paddle_reshard.pipeline.convert.request import ConversionOptions, TargetOptions
     from paddle_reshard.pipeline.core.topology import Topology
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AsyncEma",

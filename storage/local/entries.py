@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.core.file_names import TENSOR_FOLDERS
 from paddle_reshard.pipeline.core.trainer_files import is_by_trainer
-from paddle_reshard.pipeline.layouts.files import TENSOR_FOLDERS
 
 _KINDS = {
     stat.S_IFIFO: "a pipe",

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from paddle_reshard.pipeline.core.errors import TargetError
-from paddle_reshard.pipeline.layouts.files import MANIFEST, TENSOR_FOLDERS
+from paddle_reshard.pipeline.core.file_names import MANIFEST, TENSOR_FOLDERS
 from paddle_reshard.storage.replaceable import Entry, Kind, objection, removal_order
 
 LARGEST_MANIFEST_BYTES = 1 << 30

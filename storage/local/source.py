@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
-from paddle_reshard.pipeline.layouts.files import TENSOR_FOLDERS
+from paddle_reshard.pipeline.core.file_names import TENSOR_FOLDERS
 from paddle_reshard.storage.local.entries import look, opened
 from paddle_reshard.storage.os_errors import told, told_while_moving
 from paddle_reshard.storage.store import Openness, Read, ReadRange

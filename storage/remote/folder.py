@@ -20,7 +20,7 @@ from fsspec.core import url_to_fs
 from fsspec.registry import known_implementations
 
 from paddle_reshard.pipeline.core.errors import ReshardError, UnsupportedError, UsageError
-from paddle_reshard.pipeline.layouts.files import TENSOR_FOLDERS
+from paddle_reshard.pipeline.core.file_names import TENSOR_FOLDERS
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.remote.retry import DamagedBody, GaveUp, RetryPolicy
 from paddle_reshard.storage.replaceable import Entry, Kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
-from paddle_reshard.pipeline.layouts.files import MANIFEST
+from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.remote.folder import FsspecFolder
 from paddle_reshard.storage.session.ledger import SESSION

@@ -22,9 +22,9 @@ from typing import ClassVar
 
 from paddle_reshard.pipeline.core import trainer_files
 from paddle_reshard.pipeline.core.errors import ReshardError, TargetError, UnsupportedError
+from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.part_limits import CopyLimits
 from paddle_reshard.pipeline.core.trainer_files import is_tensor_file
-from paddle_reshard.pipeline.layouts.files import MANIFEST
 from paddle_reshard.storage.formats.strict_json import parse_json
 from paddle_reshard.storage.local.target import LocalWriter
 from paddle_reshard.storage.os_errors import told

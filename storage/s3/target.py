@@ -23,8 +23,8 @@ from botocore.exceptions import BotoCoreError
 from fsspec.asyn import sync
 
 from paddle_reshard.pipeline.core.errors import ReshardError, TargetError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.core.file_names import TENSOR_FOLDERS
 from paddle_reshard.pipeline.core.part_limits import CopyLimits
-from paddle_reshard.pipeline.layouts.files import TENSOR_FOLDERS
 from paddle_reshard.storage.checksum import checksum, source_checksum
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.remote.folder import FsspecFolder, Listing, ObjectStamp

@@ -29,7 +29,6 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any, ClassVar, Protocol
 
-from paddle_reshard.pipeline.convert.request import DEFAULT_MEMORY, parse_memory
 from paddle_reshard.pipeline.core.errors import (
     BusyError,
     CheckpointError,
@@ -40,6 +39,7 @@ from paddle_reshard.pipeline.core.errors import (
     TargetError,
     UnsupportedError,
 )
+from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, parse_memory
 from paddle_reshard.storage.formats.strict_json import parse_json
 from paddle_reshard.storage.session.holder import Holder, is_gone, process_start, this_process
 from paddle_reshard.storage.store import OWN_PREFIX, Identity, NewFile, Receipt, Record

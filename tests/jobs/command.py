@@ -12,7 +12,7 @@ from pathlib import Path
 from click.testing import CliRunner, Result
 
 from paddle_reshard.pipeline.cli import main as cli
-from paddle_reshard.pipeline.layouts.files import MANIFEST
+from paddle_reshard.pipeline.core.file_names import MANIFEST
 from tests.conftest import COMMITTED
 
 GOLDEN = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"

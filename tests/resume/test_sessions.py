@@ -16,6 +16,7 @@ import pytest
 import paddle_reshard
 from paddle_reshard.pipeline.convert.manifest import FORMAT, describe_parts, format_manifest
 from paddle_reshard.pipeline.convert.run import Event, Progress, StepEnded
+from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, TargetError
 from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.watch.claims import Policy
@@ -140,7 +141,7 @@ def test_another_source_is_refused(source: Path, unfinished: Path) -> None:
 
 
 def test_another_version_is_refused(source: Path, unfinished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paddle_reshard, "__version__", "9.9")
+    monkeypatch.setattr(version, "__version__", "9.9")
     with pytest.raises(TargetError, match=r"begun by version 0\.1\.0 .*, this is version 9\.9"):
         paddle_reshard.convert(source, unfinished, resume=True, **ONE)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.layouts.files import MANIFEST
+from paddle_reshard.pipeline.core.file_names import MANIFEST
 from tests.conftest import case_directory
 from tests.jobs.command import run
 from tests.storage.contents import in_folder

@@ -7,7 +7,7 @@ from typing import Any
 import fsspec
 
 import paddle_reshard
-from paddle_reshard.pipeline.layouts.files import MANIFEST
+from paddle_reshard.pipeline.core.file_names import MANIFEST
 from tests.conftest import COMMITTED, case_directory
 from tests.storage.servers import Store
 

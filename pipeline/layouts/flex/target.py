@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from paddle_reshard.pipeline.core.catalog import File
 from paddle_reshard.pipeline.core.errors import PlanError, RuleError, UsageError
+from paddle_reshard.pipeline.core.file_names import SIGNAL_PREFIX
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.tensors import (
     ACCUMULATORS,
@@ -25,7 +26,7 @@ from paddle_reshard.pipeline.core.tensors import (
     Tensor,
 )
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.files import SIGNAL_PREFIX, TargetFiles
+from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.flex.boxes import Box, describe_boxes
 from paddle_reshard.pipeline.layouts.flex.names import (
     AUTO_FOLDER,

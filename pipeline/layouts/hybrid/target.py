@@ -15,6 +15,7 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.catalog import File
 from paddle_reshard.pipeline.core.errors import PlanError, RuleError, UnsupportedError
+from paddle_reshard.pipeline.core.file_names import SIGNAL_PREFIX
 from paddle_reshard.pipeline.core.geometry import Ints, Shape
 from paddle_reshard.pipeline.core.literals import Kept, Literals
 from paddle_reshard.pipeline.core.tensors import (
@@ -28,7 +29,7 @@ from paddle_reshard.pipeline.core.tensors import (
 )
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.files import SIGNAL_PREFIX, TargetFiles
+from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.hybrid.meta import (
     CellMeta,
     ParameterMeta,

@@ -1,0 +1,13 @@
+"""Names inside a checkpoint that more than one room knows."""
+
+from __future__ import annotations
+
+CONFIG = "config.json"
+MANIFEST = "paddle_reshard.json"
+MANIFEST_FORMAT = "paddle-reshard manifest"
+SIGNAL_PREFIX = "saved_signal_"
+"""Begins the names of the trainer's own proofs that a rank had finished."""
+AVERAGE = "ema.json"
+"""What the average beside training says of itself."""
+TENSOR_FOLDERS = ("model_state", "master_weight", "optimizer_state", "ema_state", "dist_ckpt")
+"""Folders inside a checkpoint whose files are its own (PaddleFormers 1.2 ``utils/env.py:166-169``; auto-parallel)."""

@@ -1,0 +1,59 @@
+"""Sizes, counts and paths, read as a user writes them."""
+
+from __future__ import annotations
+
+import re
+from os import PathLike as _PathLike
+
+from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.limits import (
+    MAX_BYTES,
+    MAX_TARGET_FILES,
+)
+
+DEFAULT_MEMORY = "1GiB"
+SMALLEST_BUDGET_BYTES = 256 << 20
+PathLike = str | _PathLike[str]
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``1GiB``, ``512MiB``, ``2GB`` or a plain number.
+
+    >>> parse_size("1.5GiB")
+    1610612736
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"{text[:40]!r} is not a size; write 512MiB, 1GiB, …")
+    unit = (match[2] or "").lower()
+    factor = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}[unit[:1]]
+    size = float(match[1]) * (1024 if unit.endswith("i") else 1000) ** factor
+    if size > MAX_BYTES:
+        raise UsageError(
+            f"{text[:40]!r} is more than any file or memory has; at most {MAX_BYTES >> 40}TiB can be said"
+        )
+    return int(size)
+
+
+def parse_memory(text: str) -> int:
+    """A memory budget per worker in bytes.
+
+    Raises
+    ------
+    UsageError
+        Below the smallest budget.
+    """
+    size = parse_size(text)
+    if size < SMALLEST_BUDGET_BYTES:
+        raise UsageError(f"--memory {text} is below the smallest budget of {SMALLEST_BUDGET_BYTES >> 20}MiB")
+    return size
+
+
+def parse_count(files: int | str) -> int:
+    """A number of files."""
+    if isinstance(files, str) and not (files.isascii() and files.isdigit()):
+        raise UsageError(f"--files {files}: a whole number is expected")
+    if len(str(files)) > len(str(MAX_TARGET_FILES)) or int(files) > MAX_TARGET_FILES:
+        raise UsageError(f"--files {str(files)[:40]}: at most {MAX_TARGET_FILES} can be asked for")
+    return int(files)

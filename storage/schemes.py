@@ -1,0 +1,8 @@
+"""Which URLs may be opened without being named?"""
+
+from __future__ import annotations
+
+PLAIN_SCHEMES = frozenset(
+    ("file", "local", "memory", "s3", "s3a", "gs", "gcs", "oss", "abfs", "abfss", "az", "hdfs")
+)
+"""Schemes of URLs that are stores of files and nothing else; any other is opened only if a user names it."""
