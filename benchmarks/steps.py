@@ -19,7 +19,7 @@ start = time.perf_counter()
 import paddle_reshard  # noqa: E402
 from benchmarks.measure import warm_memory  # noqa: E402
 from paddle_reshard.pipeline.cli.json_output import conversion_data  # noqa: E402
-from paddle_reshard.pipeline.convert.run import Event, Progress, StepEnded, StepStarted  # noqa: E402
+from paddle_reshard.pipeline.core.events import Event, Progress, StepEnded, StepStarted  # noqa: E402
 
 RAY_START_SECONDS = 5.0
 """While Ray already answers, its helpers are still starting."""

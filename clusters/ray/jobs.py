@@ -31,7 +31,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 from paddle_reshard.clusters.ray import environment
 from paddle_reshard.pipeline.core.errors import JobError, ReshardError, UsageError
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parents[2]
 POLL_SECONDS = 1.0
 LOST_CONTACT_SECONDS = 600.0
 _CHATTY = ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging")

@@ -12,8 +12,8 @@ import paddle_reshard
 from paddle_reshard.pipeline.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from paddle_reshard.pipeline.api import ConversionReport
-    from paddle_reshard.pipeline.convert.run import Observer
+    from paddle_reshard.pipeline.convert.run import ConversionReport
+    from paddle_reshard.pipeline.core.events import Observer
 
 Decorator = Callable[[Any], Any]
 Observing = Callable[[bool], "AbstractContextManager[Observer]"]

@@ -409,7 +409,7 @@ def _watch_command(convert: click.Command, read_options: ReadOptions) -> click.C
 def _watcher(
     request: Request, read_options: ReadOptions, policy: Policy, address: str | None, job: Mapping[str, Any]
 ) -> Watcher:
-    from paddle_reshard.pipeline.api import read_request
+    from paddle_reshard.pipeline.convert.plan import read_request
     from paddle_reshard.pipeline.watch.runners import Conversion, convert_as_job
     from paddle_reshard.pipeline.watch.watcher import open_watcher
 

@@ -57,9 +57,9 @@ from paddle_reshard.storage.schemes import PLAIN_SCHEMES
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from paddle_reshard.pipeline.api import VerifyReport
     from paddle_reshard.pipeline.convert.inspection import Inspection
     from paddle_reshard.pipeline.convert.integrity import IntegrityReport
+    from paddle_reshard.pipeline.convert.verify import VerifyReport
     from paddle_reshard.pipeline.core.events import Event
     from paddle_reshard.pipeline.planning.compare import Difference
 
@@ -542,7 +542,7 @@ def verify(
 
 
 def _holds_manifest(location: str, reach: dict[str, Any]) -> bool:
-    from paddle_reshard.pipeline.api import holds_manifest
+    from paddle_reshard.pipeline.convert.verify import holds_manifest
 
     return holds_manifest(location, **reach)
 

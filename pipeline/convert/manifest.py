@@ -16,14 +16,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paddle_reshard.pipeline.convert.plan import ConversionPlan
+from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError
 from paddle_reshard.pipeline.core.file_names import MANIFEST, MANIFEST_FORMAT
+from paddle_reshard.pipeline.layouts.targets import target_facts
+from paddle_reshard.pipeline.planning.parts import MADE
+from paddle_reshard.pipeline.planning.plan import Plan
 from paddle_reshard.storage.checksum import ALGORITHM
 from paddle_reshard.storage.formats.strict_json import parse_json
+from paddle_reshard.storage.locate import absolute
+from paddle_reshard.storage.outputs import prefixes
 from paddle_reshard.storage.store import Receipt
 
 FORMAT = MANIFEST_FORMAT
@@ -199,3 +206,52 @@ def _parts_of(path: str, columns: Mapping[str, Any]) -> Iterator[ManifestPart]:
             None if place is None else (place[0], int(place[1]), str(place[2])),
         )
         byte_offset += nbytes
+
+
+def describe_targets(
+    conversion: ConversionPlan, replica_drift: Sequence[str] = (), receipts: Iterable[Receipt] = ()
+) -> dict[str, dict[str, Any]]:
+    """Prefix of each target → its manifest: what was made, and from what. The same conversion gives the same bytes."""
+    plan, source, store = conversion.plan, conversion.source, conversion.store
+    files = {f.path: f.size_bytes for f in plan.target_files}
+    files |= {c.target_path: c.size_bytes for c in plan.carried}
+    parts = describe_parts(receipts, _copies(plan))
+    described = {}
+    for prefix, target in zip(prefixes(len(conversion.targets)), conversion.targets, strict=True):
+        described[prefix] = {
+            **manifest_head(version.__version__),
+            "plan_id": plan.plan_id,
+            **target_facts(target.form),
+            "files": _below(prefix, files),
+            "source": {
+                "location": absolute(store.location),
+                "format": source.format,
+                "topology": None if source.topology is None else str(source.topology),
+                "sharding_strategy": source.strategy,
+                "files": store.sizes(),
+                "versions": store.versions(),
+                "not_carried": dict(target.left),
+                "states_left": list(target.left_states),
+                "states_dropped": list(conversion.dropped),
+                "replica_drift": list(replica_drift),
+            },
+            "etags": {},
+            "parts": _below(prefix, parts),
+        }
+    return described
+
+
+def _below(prefix: str, of_paths: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of one target, by its own paths."""
+    return {path.removeprefix(prefix): value for path, value in of_paths.items() if path.startswith(prefix)}
+
+
+def _copies(plan: Plan) -> dict[tuple[str, int], tuple[str, int]]:
+    """File and byte offset of every copied part → file and byte of the source."""
+    return {
+        (plan.target_files[part["file"]].path, int(part["start"])): (
+            plan.source_files[part["source_file"]].path,
+            int(part["source_start"]),
+        )
+        for part in plan.parts[plan.parts["source_file"] != MADE]
+    }

@@ -11,18 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError, UsageError
-from paddle_reshard.pipeline.core.limits import (
-    MAX_BUFFER_MB,
-    MAX_ELEMENTS,
-    MAX_VOCABULARY,
-)
+from paddle_reshard.pipeline.core.limits import MAX_BUFFER_MB, MAX_ELEMENTS, MAX_VOCABULARY
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.topology import STRATEGIES, Topology
-from paddle_reshard.pipeline.core.units import (
-    PathLike,
-    parse_count,
-    parse_size,
-)
+from paddle_reshard.pipeline.core.units import PathLike, parse_count, parse_size
 from paddle_reshard.pipeline.layouts.huggingface.choices import EMA, EXPORTED_STATES, FLOATING
 
 if TYPE_CHECKING:

@@ -6,206 +6,70 @@ told to an observer as event values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 
-from paddle_reshard.clusters.choose import Engine
+from paddle_reshard.clusters.choose import Engine, choose_indexing
 from paddle_reshard.clusters.inline import InlineEngine
+from paddle_reshard.pipeline.aoa.rewrite import rewrite
+from paddle_reshard.pipeline.convert.inputs import as_file, given_inputs, load_program
 from paddle_reshard.pipeline.convert.integrity import check_target, glance_at_target
-from paddle_reshard.pipeline.convert.manifest import (
-    describe_parts,
-    format_manifest,
-    manifest_head,
-    parse_manifest,
+from paddle_reshard.pipeline.convert.manifest import describe_targets, format_manifest, parse_manifest
+from paddle_reshard.pipeline.convert.plan import (
+    ConversionPlan,
+    PlannedTarget,
+    _by_table,
+    plan_checkpoint,
+    read_request,
 )
-from paddle_reshard.pipeline.convert.request import ConversionRequest, Form, HybridRequest
+from paddle_reshard.pipeline.convert.request import ConversionOptions, TargetOptions
+from paddle_reshard.pipeline.convert.resuming import go_on, is_whole, request_of
 from paddle_reshard.pipeline.core import version
-from paddle_reshard.pipeline.core.catalog import Mixture, Term
 from paddle_reshard.pipeline.core.errors import (
     CheckpointError,
+    FinishedError,
     MasterDriftError,
     TargetError,
-    UnsupportedError,
+    UsageError,
 )
-from paddle_reshard.pipeline.core.events import Event as Event
-from paddle_reshard.pipeline.core.events import Observer as Observer
-from paddle_reshard.pipeline.core.events import Progress as Progress
-from paddle_reshard.pipeline.core.events import StepEnded as StepEnded
-from paddle_reshard.pipeline.core.events import StepStarted as StepStarted
-from paddle_reshard.pipeline.core.events import Waiting as Waiting
-from paddle_reshard.pipeline.core.events import ignore_events as ignore_events
-from paddle_reshard.pipeline.core.file_names import AVERAGE, MANIFEST
-from paddle_reshard.pipeline.core.freed import give_back_freed
-from paddle_reshard.pipeline.core.part_limits import PartLimits
-from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
-from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT
+from paddle_reshard.pipeline.core.events import (
+    Observer,
+    Progress,
+    StepEnded,
+    StepStarted,
+    Waiting,
+    ignore_events,
+)
+from paddle_reshard.pipeline.core.file_names import MANIFEST
+from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes, readable_seconds
+from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
+from paddle_reshard.pipeline.indexing.fill import read_filling
 from paddle_reshard.pipeline.indexing.small_files import check_optimizer
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
-from paddle_reshard.pipeline.layouts.files import TargetFiles
-from paddle_reshard.pipeline.layouts.huggingface.choices import EMA
-from paddle_reshard.pipeline.layouts.huggingface.sidecars import average_divisor
+from paddle_reshard.pipeline.layouts.checkpoint import MissingPolicy
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
-from paddle_reshard.pipeline.layouts.targets import (
-    AnyTarget,
-    check_left,
-    in_words,
-    join,
-    lay_out,
-    sharding_in_words,
-    target_facts,
-)
-from paddle_reshard.pipeline.layouts.vocab import resize_vocabulary
-from paddle_reshard.pipeline.planning.checks import held_parameters
-from paddle_reshard.pipeline.planning.parts import MADE
-from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, check_metadata, plan_conversion
+from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan
 from paddle_reshard.pipeline.planning.work import plan_work
+from paddle_reshard.storage.apart import check_apart, check_targets_apart
 from paddle_reshard.storage.formats.strict_json import parse_json
-from paddle_reshard.storage.locate import absolute
-from paddle_reshard.storage.outputs import Outputs, prefixes
+from paddle_reshard.storage.locate import open_source, open_target, source_access, target_access
+from paddle_reshard.storage.outputs import Outputs
+from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.session.ledger import source_difference
 from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, Source, Target, WritePart
 from paddle_reshard.tasks.figures import WorkerFigures, add_figures, add_retries
-from paddle_reshard.tasks.index import IndexFiles, index_here, index_huggingface, read_json
+from paddle_reshard.tasks.index import IndexFiles, index_here, index_huggingface
 
 COPY_BYTES = 8 << 20
-SHOWN_AMPLIFICATION = 1.05
-ALLOWED = "no file of the source holds it, which was allowed"
-
-
-@dataclass(frozen=True, repr=False)
-class PlannedTarget:
-    """One target of a conversion."""
-
-    form: AnyTarget
-    wanted: Checkpoint
-    """The source as the target is to hold it: the same but for a vocabulary of another size."""
-    files: TargetFiles
-    """Without its fragments: the plan was made of them."""
-    carried: tuple[str, ...]
-    """Files of the source that go to the target byte for byte."""
-    left: tuple[tuple[str, str], ...]
-    """Files and tensors of the source that are not in the target, and why."""
-    left_states: tuple[str, ...]
-    """States of tensors that the target has no place for, or that were not asked for."""
-
-    def __repr__(self) -> str:
-        return f"<PlannedTarget: {in_words(self.form)}>"
-
-
-@dataclass(frozen=True, repr=False)
-class ConversionPlan(Shown):
-    """A conversion that can be run: what, from where, and what becomes of every file."""
-
-    store: Source
-    """The source's files, as they were seen when they were indexed."""
-    source: Checkpoint
-    targets: tuple[PlannedTarget, ...]
-    plan: Plan
-    """Of all targets together; their paths as :class:`~paddle_reshard.storage.outputs.Outputs` has them."""
-    pieces: int
-    """Boxes of all targets."""
-    places: tuple[str, ...] = ()
-    """Where the targets will be; empty where nobody has said."""
-
-    dropped: tuple[str, ...] = ()
-    """States of the source that no target has, because it was asked for."""
-    asked: Mapping[str, Any] | None = None
-    """What was asked for, as ``pipeline/convert/resuming.py`` keeps it in a session."""
-
-    @property
-    def master_weights_made(self) -> int:
-        """How many master weights of the targets are made of their parameters, because the source stores none."""
-        if all(MASTER_WEIGHT in target.left_states for target in self.targets):
-            return 0
-        catalog = self.source.catalog
-        return sum(catalog.tensors[number].state == MASTER_WEIGHT for number in catalog.implied)
-
-    def _in_short(self) -> str:
-        targets = "; ".join(in_words(target.form) for target in self.targets)
-        return (
-            f"{_source_in_words(self.source)} → {targets}; {readable_bytes(self.plan.written_bytes)} to write"
-        )
-
-    def facts(self) -> Facts:
-        """What would be read, written and needed, and what becomes of everything."""
-        plan, targets = self.plan, self.targets
-        again = reread_in_words(plan.read_amplification, plan.read_once_budget_bytes)
-        facts = [
-            (self._of(number, "sharding"), f"{sharding_in_words(form.strategy)}: {form.strategy_reason}")
-            for number, form in enumerate(target.form for target in targets)
-            if isinstance(form, HybridTarget)
-        ]
-        facts.append(("from", _source_in_words(self.source)))
-        places = self.places if len(targets) > 1 else ()
-        for number, target in enumerate(targets):
-            where = f"{places[number]}: " if places else ""
-            facts.append((self._of(number, "to"), f"{where}{in_words(target.form)}"))
-        files = len(plan.target_files) + len(plan.carried)
-        facts += [
-            ("tensors", f"{len(plan.tensors) - plan.beside} ({len(self.source.model.tensors)} parameters)"),
-            (
-                "reads",
-                f"{readable_bytes(plan.read_bytes)} from {len(plan.source_files)} tensor files{again}",
-            ),
-            ("writes", f"{readable_bytes(plan.written_bytes)} in {files} files"),
-        ]
-        if plan.copied_bytes:
-            copied = f"{readable_bytes(plan.copied_bytes)} ({plan.copied_share:.0%})"
-            facts.append(("copies", f"{copied} are copied by the storage itself"))
-        if any(plan.held):
-            every, some = plan.held
-            told = [f"{every} in full"] * (every > 0) + [f"{some} by samples of every array"] * (some > 0)
-            facts.append(("checks", f"parameters against their master weights: {', '.join(told)}"))
-        if self.master_weights_made:
-            made = f"{self.master_weights_made} master weights, of the parameters: the source stores none"
-            facts.append(("made", f"{made} (remove_master_weight), as the trainer does when it resumes"))
-        peak, budget = readable_bytes(plan.peak_bytes), readable_bytes(plan.budget_bytes)
-        facts += [
-            ("memory", f"{peak} at most in {plan.groups} groups, budget {budget}"),
-            ("plan", plan.plan_id),
-        ]
-        return facts + self._left_behind()
-
-    def _left_behind(self) -> Facts:
-        facts = [("dropped", f"{', '.join(self.dropped)}: as asked for")] if self.dropped else []
-        for number, target in enumerate(self.targets):
-            if target.left_states:
-                model_only = isinstance(target.form, HuggingFaceTarget)
-                reason = "not asked for" if model_only else "no place in this format"
-                facts.append((self._of(number, "left out"), f"{', '.join(target.left_states)}: {reason}"))
-            for reason, names in _by_reason(target.left):
-                facts.append((self._of(number, "not carried"), f"{names}: {reason}"))
-        return facts
-
-    def _of(self, number: int, name: str) -> str:
-        return f"{name} {number}" if len(self.targets) > 1 else name
-
-
-def _source_in_words(source: Checkpoint) -> str:
-    if source.topology is None:
-        return source.format
-    return f"{source.format}, {source.topology}, {sharding_in_words(source.strategy)}"
-
-
-def reread_in_words(amplification: float, once_bytes: int | None) -> str:
-    """How often bytes are read, where that is more than once, and what would avoid it."""
-    often = amplification > SHOWN_AMPLIFICATION
-    again = f", {amplification:.2f} times the bytes that are needed" if often else ""
-    return again if once_bytes is None else f"{again}; once with a budget of {readable_bytes(once_bytes)}"
-
-
-def _by_reason(left: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Files and tensors left behind, those of one reason together."""
-    for reason, group in groupby(sorted(left, key=lambda entry: entry[1]), key=lambda entry: entry[1]):
-        names = [name for name, _ in group]
-        yield reason, names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
+SHOWN_DIFFERENCES = 20
+SHOWN_WORKERS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,100 +95,6 @@ class MoveReport:
 
 
 # -------------------------------------------------------------------------------------------------- plan
-
-
-def plan_checkpoint(
-    store: Source,
-    source: Checkpoint,
-    request: ConversionRequest,
-    limits: PartLimits = PartLimits(),  # noqa: B008 (a frozen value)
-    in_process: bool = False,
-) -> ConversionPlan:
-    """Plan a conversion; pure but for the sizes that ``store`` has seen. ``limits`` are those of the targets.
-
-    If the groups are to run ``in_process``, where the metadata are too, these are held against the budget before
-    anything is made in their proportion.
-    """
-    dropped = sorted({t.state for t in source.catalog.tensors} & set(request.dropped_states))
-    source = _divided(source.without(dropped), request.forms, store)
-    wanted = source
-    if request.vocab_pad is not None:
-        wanted = resize_vocabulary(source, request.vocab_pad, grow=True)
-    elif request.vocab_trim is not None:
-        wanted = resize_vocabulary(source, request.vocab_trim, grow=False)
-    sizes = store.sizes()
-    forms = [_chosen(form, source) for form in request.forms]
-    tensors = len(source.catalog.tensors)
-    if in_process:  # a target has a piece of every tensor at least
-        check_metadata(tensors, tensors, 0, request.budget_bytes)
-        give_back_freed()
-    laid_out = [lay_out(source, wanted, form, sizes, store.folders) for form in forms]
-    check_left(forms, laid_out)
-    joined = join(source.catalog, laid_out, prefixes(len(laid_out)))
-    carried = [
-        CarriedFile(path, prefix + path, sizes[path])
-        for prefix, of_target in zip(prefixes(len(laid_out)), laid_out, strict=True)
-        for path in of_target.carried
-    ]
-    if in_process:
-        check_metadata(tensors, len(joined.files.fragments), 0, request.budget_bytes)
-        give_back_freed()
-    plan = plan_conversion(
-        joined.catalog,
-        joined.files,
-        carried,
-        request.budget_bytes,
-        limits,
-        request.compare_replicas,
-        request.allow_replica_drift,
-        request.allow_reread,
-        held_parameters(source.catalog, joined.catalog, request.check_in_full),
-        request.allow_master_drift,
-    )
-    left = (*source.left, *((t.key, ALLOWED) for t in source.model.tensors if t.missing))
-    targets = [
-        PlannedTarget(form, wanted, _filled(one.files), one.carried, (*one.left, *left), one.left_states)
-        for form, one in zip(forms, laid_out, strict=True)
-    ]
-    pieces = len(joined.files.fragments)
-    del laid_out, joined
-    if in_process:
-        give_back_freed()
-    return ConversionPlan(store, source, tuple(targets), plan, pieces, dropped=tuple(dropped))
-
-
-def _filled(files: TargetFiles) -> TargetFiles:
-    """The files of a target of whose boxes a plan is made: these are not held beside it."""
-    return replace(files, fragments=files.fragments[:0].copy())
-
-
-def _chosen(form: Form, source: Checkpoint) -> AnyTarget:
-    """A target with what it leaves open taken from the source."""
-    if isinstance(form, HybridRequest):
-        return form.target_for(source)
-    return form
-
-
-def _divided(source: Checkpoint, forms: Sequence[Form], store: Source) -> Checkpoint:
-    """The source with its average divided, where it began at zero and goes out as a model."""
-    sizes = store.sizes()
-    if AVERAGE not in sizes or not any(isinstance(f, HuggingFaceTarget) and f.state == EMA for f in forms):
-        return source
-    divide_by = average_divisor(read_json(store, AVERAGE, sizes), AVERAGE)
-    if divide_by == 1:
-        return source
-    if len(forms) > 1:
-        raise UnsupportedError(
-            f"{AVERAGE}: the average began at zero and has to be divided by {divide_by}; make the model of it in a "
-            "conversion of its own"
-        )
-    catalog = source.catalog
-    mixtures = {
-        number: Mixture((Term(number, 0.0, 1.0),), divide_by)
-        for number, tensor in enumerate(catalog.tensors)
-        if tensor.state in (EMA_MASTER_WEIGHT, EMA_PARAM)
-    }
-    return replace(source, catalog=replace(catalog, mixtures=mixtures))
 
 
 # -------------------------------------------------------------------------------------- move, verify, publish
@@ -587,50 +357,156 @@ def _check_staged(staged: Source, planned_target: PlannedTarget, index_files: In
         raise CheckpointError(f"{odd[0][0]} ({odd[0][1]}): not the same in the source and the staged target")
 
 
-def describe_targets(
-    conversion: ConversionPlan, replica_drift: Sequence[str] = (), receipts: Iterable[Receipt] = ()
-) -> dict[str, dict[str, Any]]:
-    """Prefix of each target → its manifest: what was made, and from what. The same conversion gives the same bytes."""
-    plan, source, store = conversion.plan, conversion.source, conversion.store
-    files = {f.path: f.size_bytes for f in plan.target_files}
-    files |= {c.target_path: c.size_bytes for c in plan.carried}
-    parts = describe_parts(receipts, _copies(plan))
-    described = {}
-    for prefix, target in zip(prefixes(len(conversion.targets)), conversion.targets, strict=True):
-        described[prefix] = {
-            **manifest_head(version.__version__),
-            "plan_id": plan.plan_id,
-            **target_facts(target.form),
-            "files": _below(prefix, files),
-            "source": {
-                "location": absolute(store.location),
-                "format": source.format,
-                "topology": None if source.topology is None else str(source.topology),
-                "sharding_strategy": source.strategy,
-                "files": store.sizes(),
-                "versions": store.versions(),
-                "not_carried": dict(target.left),
-                "states_left": list(target.left_states),
-                "states_dropped": list(conversion.dropped),
-                "replica_drift": list(replica_drift),
-            },
-            "etags": {},
-            "parts": _below(prefix, parts),
-        }
-    return described
+@dataclass(frozen=True, slots=True, repr=False)
+class ConversionReport(Shown):
+    """What a conversion made."""
 
+    source: str
+    target: str
+    plan: ConversionPlan
+    moved: MoveReport
+    seconds: float
+    """How long it took, planning and publishing included."""
 
-def _below(prefix: str, of_paths: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of one target, by its own paths."""
-    return {path.removeprefix(prefix): value for path, value in of_paths.items() if path.startswith(prefix)}
+    def _in_short(self) -> str:
+        return f"{self.source} → {self.target}, {readable_bytes(self.moved.written_bytes)} written"
 
-
-def _copies(plan: Plan) -> dict[tuple[str, int], tuple[str, int]]:
-    """File and byte offset of every copied part → file and byte of the source."""
-    return {
-        (plan.target_files[part["file"]].path, int(part["start"])): (
-            plan.source_files[part["source_file"]].path,
-            int(part["source_start"]),
+    def facts(self) -> Facts:
+        """What was planned, and what came of it."""
+        moved, drift = self.moved, self.moved.replica_drift
+        outcome = f"{len(drift)} differ" if drift else "all equal"
+        facts = self.plan.facts()
+        facts.append(("compared", f"{moved.compared_elements:,} elements that are stored twice, {outcome}"))
+        facts += [("drift", line) for line in drift[:SHOWN_DIFFERENCES]]
+        if len(drift) > SHOWN_DIFFERENCES:
+            facts.append(("drift", f"… and {len(drift) - SHOWN_DIFFERENCES} more, listed in {MANIFEST}"))
+        facts += [(f"worker {worker.number}", worker.in_words()) for worker in moved.workers[:SHOWN_WORKERS]]
+        if len(moved.workers) > SHOWN_WORKERS:
+            facts.append(("workers", f"… and {len(moved.workers) - SHOWN_WORKERS} more, shown with --json"))
+        if moved.retries:
+            repeated = ", ".join(f"{times} × {failure}" for failure, times in moved.retries.items())
+            facts.append(("repeated", repeated))
+        if moved.resumed_bytes:
+            again = f"{moved.resumed_groups} of {self.plan.plan.groups} groups"
+            facts.append(("reused", f"{again}, {readable_bytes(moved.resumed_bytes)}, were done before"))
+        rate = (
+            f", {readable_bytes(int(moved.written_bytes / self.seconds))}/s written" if self.seconds else ""
         )
-        for part in plan.parts[plan.parts["source_file"] != MADE]
-    }
+        facts.append(("time", f"{readable_seconds(self.seconds)}{rate if moved.written_bytes else ''}"))
+        facts.append(("done", self.target))
+        return facts
+
+
+def plan_request(
+    source: PathLike,
+    target: PathLike | Mapping[PathLike, TargetOptions] | None,
+    resume: bool,
+    options: ConversionOptions,
+    index_files: IndexFiles,
+    in_process: bool = False,
+) -> ConversionPlan:
+    """Index the source, lay out the targets and plan the conversion; nothing is moved."""
+    request = read_request(target, options)
+    sinks = None if target is None else open_targets((source,), target, options, resume, False)
+    access = source_access(options)
+    fill = options.get("fill")
+    filling = read_filling(
+        None if fill is None else os.fspath(fill), options.get("allow_missing", ()), access
+    )
+    program = load_program(as_file(options.get("aoa")))
+    tables, config = given_inputs(options.get("rules"), options.get("config"))
+    own = open_source(os.fspath(source), *access)
+    checkpoint = index_checkpoint(own, tables, config, filling.policy, index_files)
+    store = filling.serve(own)
+    if program is not None:
+        checkpoint = rewrite(checkpoint, program, tables if _by_table(request.forms) else None, config)
+    if sinks is None or target is None:
+        return plan_checkpoint(store, checkpoint, request)
+    planned = plan_checkpoint(store, checkpoint, request, sinks.limits(store), in_process)
+    check_targets(planned, sinks, resume or options.get("no_space_check", False))
+    return replace(planned, places=sinks.locations, asked=request_of(target, options))
+
+
+def open_targets(
+    sources: Sequence[PathLike],
+    target: PathLike | Mapping[PathLike, TargetOptions],
+    options: ConversionOptions,
+    resume: bool,
+    take_over: bool,
+) -> Outputs:
+    """The places of all targets; an occupied one is refused before anything is read."""
+    access = target_access(options)
+    locations = [os.fspath(place) for place in (target if isinstance(target, Mapping) else (target,))]
+    for number, location in enumerate(locations):
+        for source in sources:
+            check_apart(os.fspath(source), location)
+        if (fill := options.get("fill")) is not None:
+            check_apart(os.fspath(fill), location)
+        for other in locations[:number]:
+            check_targets_apart(other, location)
+    overwrite = options.get("overwrite", False)
+    return Outputs(
+        [
+            open_target(place, overwrite, access.options, resume, take_over, access.schemes)
+            for place in locations
+        ]
+    )
+
+
+def resumed_request(
+    source: PathLike,
+    target: PathLike | Mapping[PathLike, TargetOptions],
+    options: ConversionOptions,
+    take_over: bool,
+    in_full: bool,
+) -> tuple[PathLike | Mapping[PathLike, TargetOptions], ConversionOptions]:
+    """The request with what an unfinished conversion was begun with, where it leaves that open."""
+    outputs = open_targets((source,), target, options, True, take_over)
+    for sink in outputs.targets.values():
+        if (left := sink.unfinished) is None:
+            continue
+        if left.request is not None:
+            return go_on(sink.location, left.request, target, options)
+        if not is_whole(target, options):
+            raise UsageError(
+                f"{sink.location}: nobody has noted what the unfinished conversion here was begun with; give the same "
+                f"options, or paddle-reshard clean {sink.location}"
+            )
+        return target, options
+    if is_whole(target, options):
+        return target, options
+    store = open_source(os.fspath(source), *source_access(options))
+    for sink in outputs.targets.values():
+        if not check_finished(sink, store, in_full):
+            raise UsageError(f"{sink.location}: nothing to resume is here; say what to make: --to, --format")
+    raise FinishedError(f"{outputs.location}: finished before, and what the manifest says; nothing to do")
+
+
+def plan_and_run(
+    make_plan: Callable[[IndexFiles], ConversionPlan],
+    open_sinks: Callable[[], Outputs],
+    engine: Engine,
+    observe: Observer,
+    resume: bool,
+    verify: bool = False,
+    no_space_check: bool = False,
+) -> ConversionReport:
+    """Make a plan, open the targets and carry it out; ``observe`` is told of all steps."""
+    begun = time.monotonic()
+    counted, index_files = count_retries(), choose_indexing(engine, observe)
+    observe(StepStarted("plan"))
+    conversion = make_plan(index_files)
+    groups, written_bytes = conversion.plan.groups, conversion.plan.written_bytes
+    forms = [target.form for target in conversion.targets]
+    chosen = [f"{f.strategy} ({f.strategy_reason})" for f in forms if isinstance(f, HybridTarget)]
+    facts = (*dict.fromkeys(chosen), f"{groups} groups", f"{written_bytes} bytes to write")
+    observe(StepEnded("plan", ", ".join(facts)))
+    if isinstance(engine, InlineEngine):
+        tensors = len(conversion.plan.tensors)
+        engine = engine.beside(tensors, conversion.pieces, conversion.plan.peak_bytes)
+    sinks = open_sinks()
+    moved = run_conversion(conversion, sinks, engine, observe, resume, index_files, verify, no_space_check)
+    moved = replace(moved, retries=add_retries((moved.retries, count_retries() - counted)))
+    return ConversionReport(
+        conversion.store.location, sinks.location, conversion, moved, time.monotonic() - begun
+    )

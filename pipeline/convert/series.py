@@ -18,23 +18,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from paddle_reshard.clusters.choose import choose_engine
-from paddle_reshard.pipeline.api import (
-    ConversionReport,
-    open_targets,
-    plan_and_run,
-    read_request,
-)
 from paddle_reshard.pipeline.convert.inputs import given_inputs
+from paddle_reshard.pipeline.convert.plan import ConversionPlan, plan_checkpoint, read_request
 from paddle_reshard.pipeline.convert.request import ConversionOptions, TargetOptions
-from paddle_reshard.pipeline.convert.run import (
-    ConversionPlan,
-    Observer,
-    check_targets,
-    ignore_events,
-    plan_checkpoint,
-)
+from paddle_reshard.pipeline.convert.run import ConversionReport, check_targets, open_targets, plan_and_run
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Mixture, Term
 from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import AVERAGE
 from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory

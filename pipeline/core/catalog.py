@@ -16,14 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
-from paddle_reshard.pipeline.core.geometry import (
-    MAX_DIMS,
-    Boxes,
-    Ints,
-    Shape,
-    meeting_pairs,
-    padded,
-)
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Boxes, Ints, Shape, meeting_pairs, padded
 from paddle_reshard.pipeline.core.tensors import DTYPES, EMA_PARAM, MASTER_WEIGHT, PARAM, Cast, DType, Tensor
 
 FRAGMENT = np.dtype(

@@ -6,10 +6,7 @@ import re
 from os import PathLike as _PathLike
 
 from paddle_reshard.pipeline.core.errors import UsageError
-from paddle_reshard.pipeline.core.limits import (
-    MAX_BYTES,
-    MAX_TARGET_FILES,
-)
+from paddle_reshard.pipeline.core.limits import MAX_BYTES, MAX_TARGET_FILES
 
 DEFAULT_MEMORY = "1GiB"
 SMALLEST_BUDGET_BYTES = 256 << 20

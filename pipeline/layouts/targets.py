@@ -20,11 +20,7 @@ from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.hybrid.source import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_hybrid
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
-from paddle_reshard.pipeline.layouts.unified.target import (
-    UnifiedTarget,
-    layout_unified,
-    small_unified_files,
-)
+from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget, layout_unified, small_unified_files
 
 AnyTarget = HybridTarget | HuggingFaceTarget | UnifiedTarget | FlexTarget
 

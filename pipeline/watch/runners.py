@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paddle_reshard.pipeline import api
-from paddle_reshard.pipeline.convert.run import Event, StepEnded, StepStarted
 from paddle_reshard.pipeline.core.errors import (
     JobError,
     RefusedJobError,
@@ -16,6 +15,7 @@ from paddle_reshard.pipeline.core.errors import (
     StaleSessionError,
     error_class,
 )
+from paddle_reshard.pipeline.core.events import Event, StepEnded, StepStarted
 from paddle_reshard.storage.formats.strict_json import parse_json
 from paddle_reshard.storage.locate import target_access
 

@@ -32,8 +32,8 @@ from typing import Any
 
 from paddle_reshard.pipeline import api
 from paddle_reshard.pipeline.convert.inputs import load_config, load_tables
+from paddle_reshard.pipeline.convert.manifest import describe_targets
 from paddle_reshard.pipeline.convert.request import CONVERSION_OPTIONS
-from paddle_reshard.pipeline.convert.run import describe_targets
 from paddle_reshard.pipeline.core.errors import CheckpointError, ListingError, ReshardError, UsageError
 from paddle_reshard.pipeline.core.file_names import MANIFEST, MANIFEST_FORMAT
 from paddle_reshard.pipeline.core.trainer_files import is_of_training

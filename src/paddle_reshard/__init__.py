@@ -11,16 +11,10 @@ from typing import TYPE_CHECKING, Any
 from paddle_reshard.pipeline.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from paddle_reshard.pipeline.api import (
-        ConversionReport,
-        VerifyReport,
-        check,
-        clean,
-        convert,
-        plan,
-        verify,
-    )
+    from paddle_reshard.pipeline.api import clean, convert, plan
+    from paddle_reshard.pipeline.convert.run import ConversionReport
     from paddle_reshard.pipeline.convert.series import average
+    from paddle_reshard.pipeline.convert.verify import VerifyReport, check, verify
     from paddle_reshard.pipeline.ema.async_ema import AsyncEma
     from paddle_reshard.pipeline.ema.paddle_objects import rank_pieces
     from paddle_reshard.pipeline.ema.resume import Piece, RankPieces
@@ -63,15 +57,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "pipeline.api": (
-        "ConversionReport",
-        "VerifyReport",
-        "check",
-        "clean",
-        "convert",
-        "plan",
-        "verify",
-    ),
+    "pipeline.api": ("clean", "convert", "plan"),
+    "pipeline.convert.run": ("ConversionReport",),
+    "pipeline.convert.verify": ("VerifyReport", "check", "verify"),
     "pipeline.convert.series": ("average",),
     "pipeline.ema.async_ema": ("AsyncEma",),
     "pipeline.ema.paddle_objects": ("rank_pieces",),

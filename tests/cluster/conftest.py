@@ -19,14 +19,11 @@ from ray._raylet import AuthenticationTokenLoader, Config
 from ray.cluster_utils import Cluster
 
 import paddle_reshard
+from paddle_reshard.clusters.choose import Engine
 from paddle_reshard.clusters.inline import run_inline
-from paddle_reshard.pipeline.convert.run import (
-    ConversionPlan,
-    Engine,
-    MoveReport,
-    ignore_events,
-    run_conversion,
-)
+from paddle_reshard.pipeline.convert.plan import ConversionPlan
+from paddle_reshard.pipeline.convert.run import MoveReport, run_conversion
+from paddle_reshard.pipeline.core.events import ignore_events
 from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs

@@ -15,10 +15,11 @@ import ray
 from ray.cluster_utils import Cluster
 
 import paddle_reshard
+from paddle_reshard.clusters.choose import Engine
 from paddle_reshard.clusters.inline import run_inline
 from paddle_reshard.clusters.ray import engine as ray_cluster
 from paddle_reshard.clusters.ray.engine import ATTEMPTS, RayEngine
-from paddle_reshard.pipeline.convert.run import Engine, ignore_events, run_conversion
+from paddle_reshard.pipeline.convert.run import run_conversion
 from paddle_reshard.pipeline.convert.series import plan_average
 from paddle_reshard.pipeline.core.errors import (
     ClusterError,
@@ -30,6 +31,7 @@ from paddle_reshard.pipeline.core.errors import (
     UnsupportedError,
     UsageError,
 )
+from paddle_reshard.pipeline.core.events import ignore_events
 from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.planning.ops import COMPARE
 from paddle_reshard.pipeline.planning.work import GroupWork, plan_work

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.convert.run import StepStarted
 from paddle_reshard.pipeline.core.errors import ReshardError
+from paddle_reshard.pipeline.core.events import StepStarted
 from tests.conftest import case_directory
 
 DEMO = "mp2pp2sh2_s1v2_meta_ema"

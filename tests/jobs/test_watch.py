@@ -28,10 +28,9 @@ from tests.jobs.command import GOLDEN, MAIN, command_line, copy_checkpoint, invo
 
 INTERRUPTED = """
 import functools, os, pathlib, signal, sys, time
-import paddle_reshard
-from paddle_reshard.pipeline.watch import watcher as watch
+from paddle_reshard.pipeline import api
 
-real, moment, told = paddle_reshard.convert, sys.argv.pop(1), pathlib.Path(sys.argv.pop(1))
+real, moment, told = api.convert, sys.argv.pop(1), pathlib.Path(sys.argv.pop(1))
 
 @functools.wraps(real)
 def convert(source, target, **options):
@@ -41,7 +40,7 @@ def convert(source, target, **options):
     real(source, target, **options)
     os.kill(os.getpid(), signal.SIGKILL)
 
-paddle_reshard.convert = convert
+api.convert = convert
 """
 
 

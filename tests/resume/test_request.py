@@ -17,8 +17,8 @@ from paddle_reshard.pipeline.cli.main import convert as convert_command
 from paddle_reshard.pipeline.cli.options import Decides, decides
 from paddle_reshard.pipeline.convert.request import CONVERSION_OPTIONS
 from paddle_reshard.pipeline.convert.resuming import KEPT, LARGEST_KEPT_BYTES
-from paddle_reshard.pipeline.convert.run import Event, Progress
 from paddle_reshard.pipeline.core.errors import FinishedError, StaleSessionError, UsageError
+from paddle_reshard.pipeline.core.events import Event, Progress
 from paddle_reshard.pipeline.planning import plan as planning
 from tests.resume.conftest import GROUP_BYTES, Driver
 from tests.storage.contents import in_bucket

@@ -15,9 +15,9 @@ import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.convert.manifest import FORMAT, describe_parts, format_manifest
-from paddle_reshard.pipeline.convert.run import Event, Progress, StepEnded
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, TargetError
+from paddle_reshard.pipeline.core.events import Event, Progress, StepEnded
 from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.watch.claims import Policy
 from paddle_reshard.pipeline.watch.runners import Conversion

@@ -8,8 +8,8 @@ import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.convert.request import TargetOptions
-from paddle_reshard.pipeline.convert.run import Event, StepEnded
 from paddle_reshard.pipeline.core.errors import CheckpointError, TargetError, UsageError
+from paddle_reshard.pipeline.core.events import Event, StepEnded
 from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.storage.remote.source import FsspecSource
 from paddle_reshard.storage.s3 import target as s3

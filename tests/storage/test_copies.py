@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.convert.run import Event, StepEnded
 from paddle_reshard.pipeline.core.errors import CheckpointError, TargetError
+from paddle_reshard.pipeline.core.events import Event, StepEnded
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.local.target import COPY_BLOCK_BYTES, LocalWriter
 from paddle_reshard.storage.locate import open_source, open_target

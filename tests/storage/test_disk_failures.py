@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.convert.run import Event, Progress
 from paddle_reshard.pipeline.core.errors import CheckpointError, ReshardError
+from paddle_reshard.pipeline.core.events import Event, Progress
 from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.os_errors import may_go_well_elsewhere

@@ -13,8 +13,8 @@ import fsspec
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.convert.run import Event, Progress
 from paddle_reshard.pipeline.core.errors import ReshardError, TargetError, UsageError
+from paddle_reshard.pipeline.core.events import Event, Progress
 from paddle_reshard.pipeline.planning import plan as planning
 from tests.storage.contents import ONE_CARD, SMALL, fill_bucket, fill_memory, in_bucket
 from tests.storage.servers import Store

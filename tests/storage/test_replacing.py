@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.convert.run import Event, StepStarted
 from paddle_reshard.pipeline.core.errors import ReshardError, TargetError
+from paddle_reshard.pipeline.core.events import Event, StepStarted
 from tests.storage.contents import ONE_CARD, SMALL, fill_bucket, in_bucket
 from tests.storage.servers import Store
 

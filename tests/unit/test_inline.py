@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import paddle_reshard
 from paddle_reshard.clusters.inline import InlineEngine
-from paddle_reshard.pipeline.convert.run import ConversionPlan
+from paddle_reshard.pipeline.convert.plan import ConversionPlan
 from paddle_reshard.pipeline.core.errors import MemoryBudgetError, UsageError
 from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES

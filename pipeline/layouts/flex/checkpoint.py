@@ -13,13 +13,7 @@ from typing import Any, Final
 
 from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
-from paddle_reshard.pipeline.core.tensors import (
-    EMA_MASTER_WEIGHT,
-    EMA_PARAM,
-    MASTER_WEIGHT,
-    PARAM,
-    Tensor,
-)
+from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM, Tensor
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.flex.names import (
     AUTO_PARALLEL,

@@ -44,11 +44,7 @@ from paddle_reshard.pipeline.layouts.flex.names import (
 from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META
 from paddle_reshard.pipeline.layouts.model import ModelTensor, predict_parameter_names
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
-from paddle_reshard.storage.formats.dist_metadata import (
-    GENERATIONS,
-    DistMetadata,
-    encode_dist_metadata,
-)
+from paddle_reshard.storage.formats.dist_metadata import GENERATIONS, DistMetadata, encode_dist_metadata
 from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArraySlot, encode_pickle
 
 FILE_BYTES = 4 << 30

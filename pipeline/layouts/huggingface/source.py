@@ -26,12 +26,7 @@ from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import PARAM, DType, Tensor, dtype_named
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, tensor_parts
-from paddle_reshard.pipeline.layouts.huggingface.target import (
-    INDEX,
-    TAGS,
-    HuggingFaceTarget,
-    exported_dtype,
-)
+from paddle_reshard.pipeline.layouts.huggingface.target import INDEX, TAGS, HuggingFaceTarget, exported_dtype
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, read_model
 from paddle_reshard.pipeline.layouts.rules import Config, Rule, RuleTable, candidate_tables
 from paddle_reshard.pipeline.layouts.whole import check_whole

@@ -15,16 +15,8 @@ from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple
 
-from paddle_reshard.pipeline.core.catalog import (
-    Catalog,
-    File,
-    check_catalog,
-)
-from paddle_reshard.pipeline.core.errors import (
-    CheckpointError,
-    CoverageError,
-    RuleError,
-)
+from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import (
     ACCUMULATORS,
@@ -46,16 +38,8 @@ from paddle_reshard.pipeline.layouts.hybrid.experts import (
 )
 from paddle_reshard.pipeline.layouts.hybrid.meta import ModelMeta
 from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META
-from paddle_reshard.pipeline.layouts.hybrid.ranks import (
-    Cell,
-    Ranks,
-    StoredArray,
-    sort_ranks,
-)
-from paddle_reshard.pipeline.layouts.hybrid.sharding import (
-    padded_elements,
-    stage3_slice_elements,
-)
+from paddle_reshard.pipeline.layouts.hybrid.ranks import Cell, Ranks, StoredArray, sort_ranks
+from paddle_reshard.pipeline.layouts.hybrid.sharding import padded_elements, stage3_slice_elements
 from paddle_reshard.pipeline.layouts.model import (
     Model,
     ModelTensor,
@@ -64,13 +48,7 @@ from paddle_reshard.pipeline.layouts.model import (
     predict_parameter_names,
 )
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
-from paddle_reshard.pipeline.layouts.rules import (
-    Rule,
-    RuleTable,
-    choose_table,
-    derived_sizes,
-    expected_shape,
-)
+from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable, choose_table, derived_sizes, expected_shape
 from paddle_reshard.pipeline.layouts.whole import check_layers
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 

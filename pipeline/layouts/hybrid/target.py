@@ -30,11 +30,7 @@ from paddle_reshard.pipeline.core.tensors import (
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import TargetFiles
-from paddle_reshard.pipeline.layouts.hybrid.meta import (
-    CellMeta,
-    ParameterMeta,
-    format_model_meta,
-)
+from paddle_reshard.pipeline.layouts.hybrid.meta import CellMeta, ParameterMeta, format_model_meta
 from paddle_reshard.pipeline.layouts.hybrid.names import (
     EMA,
     MODEL_META,
@@ -55,18 +51,9 @@ from paddle_reshard.pipeline.layouts.hybrid.sharding import (
     Shares,
     share_out,
 )
-from paddle_reshard.pipeline.layouts.model import (
-    Model,
-    ModelTensor,
-    lead_experts,
-    predict_parameter_names,
-)
+from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, lead_experts, predict_parameter_names
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
-from paddle_reshard.storage.formats.paddle_pickle import (
-    STRUCTURED_NAMES,
-    ArraySlot,
-    encode_pickle,
-)
+from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArraySlot, encode_pickle
 
 
 @dataclass(frozen=True, slots=True)

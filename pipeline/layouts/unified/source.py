@@ -31,11 +31,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
-from paddle_reshard.pipeline.core.errors import (
-    CoverageError,
-    RuleError,
-    UnsupportedError,
-)
+from paddle_reshard.pipeline.core.errors import CoverageError, RuleError, UnsupportedError
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import (
     ACCUMULATORS,

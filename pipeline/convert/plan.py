@@ -1,0 +1,359 @@
+"""From a request to a conversion that can be run: which targets, of what, in which files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, cast
+
+from paddle_reshard.pipeline.convert.inputs import as_file, load_layout, load_target_names
+from paddle_reshard.pipeline.convert.request import (
+    CHECKS,
+    CONVERSION_OPTIONS,
+    REPLICAS,
+    TARGET_OPTIONS,
+    ConversionOptions,
+    ConversionRequest,
+    Form,
+    HybridRequest,
+    TargetOptions,
+    check_options,
+    parse_choice,
+    parse_drop,
+    parse_flex,
+    parse_huggingface,
+    parse_unified,
+)
+from paddle_reshard.pipeline.core.catalog import Mixture, Term
+from paddle_reshard.pipeline.core.errors import UnsupportedError, UsageError
+from paddle_reshard.pipeline.core.file_names import AVERAGE
+from paddle_reshard.pipeline.core.freed import give_back_freed
+from paddle_reshard.pipeline.core.part_limits import PartLimits
+from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
+from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT
+from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.files import TargetFiles
+from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
+from paddle_reshard.pipeline.layouts.huggingface.choices import EMA
+from paddle_reshard.pipeline.layouts.huggingface.sidecars import average_divisor
+from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
+from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
+from paddle_reshard.pipeline.layouts.targets import (
+    AnyTarget,
+    check_left,
+    in_words,
+    join,
+    lay_out,
+    sharding_in_words,
+)
+from paddle_reshard.pipeline.layouts.vocab import resize_vocabulary
+from paddle_reshard.pipeline.planning.checks import held_parameters
+from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, check_metadata, plan_conversion
+from paddle_reshard.storage.outputs import prefixes
+from paddle_reshard.storage.store import Source
+from paddle_reshard.tasks.index import read_json
+
+SHOWN_AMPLIFICATION = 1.05
+ALLOWED = "no file of the source holds it, which was allowed"
+
+
+@dataclass(frozen=True, repr=False)
+class PlannedTarget:
+    """One target of a conversion."""
+
+    form: AnyTarget
+    wanted: Checkpoint
+    """The source as the target is to hold it: the same but for a vocabulary of another size."""
+    files: TargetFiles
+    """Without its fragments: the plan was made of them."""
+    carried: tuple[str, ...]
+    """Files of the source that go to the target byte for byte."""
+    left: tuple[tuple[str, str], ...]
+    """Files and tensors of the source that are not in the target, and why."""
+    left_states: tuple[str, ...]
+    """States of tensors that the target has no place for, or that were not asked for."""
+
+    def __repr__(self) -> str:
+        return f"<PlannedTarget: {in_words(self.form)}>"
+
+
+@dataclass(frozen=True, repr=False)
+class ConversionPlan(Shown):
+    """A conversion that can be run: what, from where, and what becomes of every file."""
+
+    store: Source
+    """The source's files, as they were seen when they were indexed."""
+    source: Checkpoint
+    targets: tuple[PlannedTarget, ...]
+    plan: Plan
+    """Of all targets together; their paths as :class:`~paddle_reshard.storage.outputs.Outputs` has them."""
+    pieces: int
+    """Boxes of all targets."""
+    places: tuple[str, ...] = ()
+    """Where the targets will be; empty where nobody has said."""
+
+    dropped: tuple[str, ...] = ()
+    """States of the source that no target has, because it was asked for."""
+    asked: Mapping[str, Any] | None = None
+    """What was asked for, as ``pipeline/convert/resuming.py`` keeps it in a session."""
+
+    @property
+    def master_weights_made(self) -> int:
+        """How many master weights of the targets are made of their parameters, because the source stores none."""
+        if all(MASTER_WEIGHT in target.left_states for target in self.targets):
+            return 0
+        catalog = self.source.catalog
+        return sum(catalog.tensors[number].state == MASTER_WEIGHT for number in catalog.implied)
+
+    def _in_short(self) -> str:
+        targets = "; ".join(in_words(target.form) for target in self.targets)
+        return (
+            f"{_source_in_words(self.source)} → {targets}; {readable_bytes(self.plan.written_bytes)} to write"
+        )
+
+    def facts(self) -> Facts:
+        """What would be read, written and needed, and what becomes of everything."""
+        plan, targets = self.plan, self.targets
+        again = reread_in_words(plan.read_amplification, plan.read_once_budget_bytes)
+        facts = [
+            (self._of(number, "sharding"), f"{sharding_in_words(form.strategy)}: {form.strategy_reason}")
+            for number, form in enumerate(target.form for target in targets)
+            if isinstance(form, HybridTarget)
+        ]
+        facts.append(("from", _source_in_words(self.source)))
+        places = self.places if len(targets) > 1 else ()
+        for number, target in enumerate(targets):
+            where = f"{places[number]}: " if places else ""
+            facts.append((self._of(number, "to"), f"{where}{in_words(target.form)}"))
+        files = len(plan.target_files) + len(plan.carried)
+        facts += [
+            ("tensors", f"{len(plan.tensors) - plan.beside} ({len(self.source.model.tensors)} parameters)"),
+            (
+                "reads",
+                f"{readable_bytes(plan.read_bytes)} from {len(plan.source_files)} tensor files{again}",
+            ),
+            ("writes", f"{readable_bytes(plan.written_bytes)} in {files} files"),
+        ]
+        if plan.copied_bytes:
+            copied = f"{readable_bytes(plan.copied_bytes)} ({plan.copied_share:.0%})"
+            facts.append(("copies", f"{copied} are copied by the storage itself"))
+        if any(plan.held):
+            every, some = plan.held
+            told = [f"{every} in full"] * (every > 0) + [f"{some} by samples of every array"] * (some > 0)
+            facts.append(("checks", f"parameters against their master weights: {', '.join(told)}"))
+        if self.master_weights_made:
+            made = f"{self.master_weights_made} master weights, of the parameters: the source stores none"
+            facts.append(("made", f"{made} (remove_master_weight), as the trainer does when it resumes"))
+        peak, budget = readable_bytes(plan.peak_bytes), readable_bytes(plan.budget_bytes)
+        facts += [
+            ("memory", f"{peak} at most in {plan.groups} groups, budget {budget}"),
+            ("plan", plan.plan_id),
+        ]
+        return facts + self._left_behind()
+
+    def _left_behind(self) -> Facts:
+        facts = [("dropped", f"{', '.join(self.dropped)}: as asked for")] if self.dropped else []
+        for number, target in enumerate(self.targets):
+            if target.left_states:
+                model_only = isinstance(target.form, HuggingFaceTarget)
+                reason = "not asked for" if model_only else "no place in this format"
+                facts.append((self._of(number, "left out"), f"{', '.join(target.left_states)}: {reason}"))
+            for reason, names in _by_reason(target.left):
+                facts.append((self._of(number, "not carried"), f"{names}: {reason}"))
+        return facts
+
+    def _of(self, number: int, name: str) -> str:
+        return f"{name} {number}" if len(self.targets) > 1 else name
+
+
+def _source_in_words(source: Checkpoint) -> str:
+    if source.topology is None:
+        return source.format
+    return f"{source.format}, {source.topology}, {sharding_in_words(source.strategy)}"
+
+
+def reread_in_words(amplification: float, once_bytes: int | None) -> str:
+    """How often bytes are read, where that is more than once, and what would avoid it."""
+    often = amplification > SHOWN_AMPLIFICATION
+    again = f", {amplification:.2f} times the bytes that are needed" if often else ""
+    return again if once_bytes is None else f"{again}; once with a budget of {readable_bytes(once_bytes)}"
+
+
+def _by_reason(left: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Files and tensors left behind, those of one reason together."""
+    for reason, group in groupby(sorted(left, key=lambda entry: entry[1]), key=lambda entry: entry[1]):
+        names = [name for name, _ in group]
+        yield reason, names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
+
+
+def plan_checkpoint(
+    store: Source,
+    source: Checkpoint,
+    request: ConversionRequest,
+    limits: PartLimits = PartLimits(),  # noqa: B008 (a frozen value)
+    in_process: bool = False,
+) -> ConversionPlan:
+    """Plan a conversion; pure but for the sizes that ``store`` has seen. ``limits`` are those of the targets.
+
+    If the groups are to run ``in_process``, where the metadata are too, these are held against the budget before
+    anything is made in their proportion.
+    """
+    dropped = sorted({t.state for t in source.catalog.tensors} & set(request.dropped_states))
+    source = _divided(source.without(dropped), request.forms, store)
+    wanted = source
+    if request.vocab_pad is not None:
+        wanted = resize_vocabulary(source, request.vocab_pad, grow=True)
+    elif request.vocab_trim is not None:
+        wanted = resize_vocabulary(source, request.vocab_trim, grow=False)
+    sizes = store.sizes()
+    forms = [_chosen(form, source) for form in request.forms]
+    tensors = len(source.catalog.tensors)
+    if in_process:  # a target has a piece of every tensor at least
+        check_metadata(tensors, tensors, 0, request.budget_bytes)
+        give_back_freed()
+    laid_out = [lay_out(source, wanted, form, sizes, store.folders) for form in forms]
+    check_left(forms, laid_out)
+    joined = join(source.catalog, laid_out, prefixes(len(laid_out)))
+    carried = [
+        CarriedFile(path, prefix + path, sizes[path])
+        for prefix, of_target in zip(prefixes(len(laid_out)), laid_out, strict=True)
+        for path in of_target.carried
+    ]
+    if in_process:
+        check_metadata(tensors, len(joined.files.fragments), 0, request.budget_bytes)
+        give_back_freed()
+    plan = plan_conversion(
+        joined.catalog,
+        joined.files,
+        carried,
+        request.budget_bytes,
+        limits,
+        request.compare_replicas,
+        request.allow_replica_drift,
+        request.allow_reread,
+        held_parameters(source.catalog, joined.catalog, request.check_in_full),
+        request.allow_master_drift,
+    )
+    left = (*source.left, *((t.key, ALLOWED) for t in source.model.tensors if t.missing))
+    targets = [
+        PlannedTarget(form, wanted, _filled(one.files), one.carried, (*one.left, *left), one.left_states)
+        for form, one in zip(forms, laid_out, strict=True)
+    ]
+    pieces = len(joined.files.fragments)
+    del laid_out, joined
+    if in_process:
+        give_back_freed()
+    return ConversionPlan(store, source, tuple(targets), plan, pieces, dropped=tuple(dropped))
+
+
+def _filled(files: TargetFiles) -> TargetFiles:
+    """The files of a target of whose boxes a plan is made: these are not held beside it."""
+    return replace(files, fragments=files.fragments[:0].copy())
+
+
+def _chosen(form: Form, source: Checkpoint) -> AnyTarget:
+    """A target with what it leaves open taken from the source."""
+    if isinstance(form, HybridRequest):
+        return form.target_for(source)
+    return form
+
+
+def _divided(source: Checkpoint, forms: Sequence[Form], store: Source) -> Checkpoint:
+    """The source with its average divided, where it began at zero and goes out as a model."""
+    sizes = store.sizes()
+    if AVERAGE not in sizes or not any(isinstance(f, HuggingFaceTarget) and f.state == EMA for f in forms):
+        return source
+    divide_by = average_divisor(read_json(store, AVERAGE, sizes), AVERAGE)
+    if divide_by == 1:
+        return source
+    if len(forms) > 1:
+        raise UnsupportedError(
+            f"{AVERAGE}: the average began at zero and has to be divided by {divide_by}; make the model of it in a "
+            "conversion of its own"
+        )
+    catalog = source.catalog
+    mixtures = {
+        number: Mixture((Term(number, 0.0, 1.0),), divide_by)
+        for number, tensor in enumerate(catalog.tensors)
+        if tensor.state in (EMA_MASTER_WEIGHT, EMA_PARAM)
+    }
+    return replace(source, catalog=replace(catalog, mixtures=mixtures))
+
+
+def _by_table(forms: Sequence[Form]) -> bool:
+    """Whether the targets are for jobs that cut tensors or name parameters, which only a rule table tells."""
+    for_jobs = {
+        isinstance(form, HybridRequest) or (isinstance(form, FlexTarget) and form.auto_parallel)
+        for form in forms
+    }
+    if len(for_jobs) > 1:
+        raise UsageError(
+            "with --aoa, targets of the formats hybrid, hybrid-plain and auto-parallel hold a model that a rule table "
+            "describes, the others whatever the statements make; convert to them one after the other"
+        )
+    return for_jobs.pop()
+
+
+def read_request(
+    target: PathLike | Mapping[PathLike, TargetOptions] | None, options: ConversionOptions
+) -> ConversionRequest:
+    """What is asked for.
+
+    Raises
+    ------
+    UsageError
+        If it makes no sense.
+    """
+    if unknown := options.keys() - set(CONVERSION_OPTIONS):
+        raise TypeError(f"unknown option {sorted(unknown)[0]!r}")
+    if isinstance(target, Mapping):
+        if odd := [name for name in TARGET_OPTIONS if options.get(name)]:
+            option = odd[0].replace("_", "-")
+            raise UsageError(
+                f"--{option} is said of each of several targets: --target DST:FORMAT:NAME=VALUE,…"
+            )
+        if not target:
+            raise UsageError("no target is given")
+        asked = list(target.values())
+    else:
+        own = {name: options[name] for name in TARGET_OPTIONS if name in options}  # type: ignore[literal-required]
+        asked = [cast(TargetOptions, own)]
+    return ConversionRequest(
+        forms=tuple(_form(of_target) for of_target in asked),
+        budget_bytes=parse_memory(options.get("memory", DEFAULT_MEMORY)),
+        compare_replicas=parse_choice(options.get("replicas", REPLICAS[0]), REPLICAS, "choice of replicas"),
+        allow_replica_drift=options.get("allow_replica_drift", False),
+        check_in_full=not parse_choice(options.get("check", CHECKS[0]), CHECKS, "choice of checks"),
+        allow_master_drift=options.get("allow_master_drift", False),
+        allow_reread=options.get("allow_reread", False),
+        vocab_pad=options.get("vocab_pad"),
+        vocab_trim=options.get("vocab_trim"),
+        dropped_states=parse_drop(options.get("drop", ())),
+    )
+
+
+def _form(options: TargetOptions) -> Form:
+    """One target as it was asked for."""
+    format = options.get("format") or "hybrid"
+    check_options(format, options)
+    if format == "huggingface":
+        return parse_huggingface(options.get("state"), options.get("dtype"), options.get("max_shard_size"))
+    if format == "unified":
+        return parse_unified(options.get("files"))
+    names = load_target_names(as_file(options.get("target_meta")))
+    if format in ("flex", "auto-parallel"):
+        return parse_flex(
+            format == "auto-parallel", options.get("files"), options.get("paddle_version"), names
+        )
+    to, layout = options.get("to"), options.get("layout")
+    return HybridRequest(
+        topology=to if isinstance(to, Topology) else Topology.parse(to or ""),
+        strategy=options.get("sharding_strategy"),
+        sharded_saving=format == "hybrid",
+        layout=load_layout(layout if layout is None or isinstance(layout, Mapping) else Path(layout)),
+        names=names,
+    )

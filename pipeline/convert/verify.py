@@ -1,0 +1,274 @@
+"""Are two checkpoints the same, is a checkpoint at one with itself, is a target what its manifest says?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from paddle_reshard.clusters.inline import InlineEngine
+from paddle_reshard.pipeline.convert.inputs import given_inputs
+from paddle_reshard.pipeline.convert.integrity import IntegrityReport, check_target
+from paddle_reshard.pipeline.convert.manifest import parse_manifest
+from paddle_reshard.pipeline.convert.plan import reread_in_words
+from paddle_reshard.pipeline.convert.request import REPLICAS, parse_choice
+from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
+from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted, ignore_events
+from paddle_reshard.pipeline.core.file_names import MANIFEST
+from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
+from paddle_reshard.pipeline.core.suggest import did_you_mean
+from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
+from paddle_reshard.pipeline.indexing import small_files
+from paddle_reshard.pipeline.indexing.detect import index_checkpoint, index_pair
+from paddle_reshard.pipeline.layouts.checkpoint import MissingPolicy
+from paddle_reshard.pipeline.planning.compare import (
+    Comparison,
+    Difference,
+    plan_comparison,
+    plan_self_comparison,
+)
+from paddle_reshard.pipeline.planning.plan import check_metadata
+from paddle_reshard.pipeline.planning.work import plan_work
+from paddle_reshard.storage.locate import StorageOptions, open_source, source_access, target_access
+from paddle_reshard.storage.store import Read, ReadRange, Source
+from paddle_reshard.tasks.index import index_here
+
+SHOWN_DIFFERENCES = 20
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class VerifyReport(Shown):
+    """What a comparison found."""
+
+    tensors: int
+    compared_elements: int
+    read_bytes: int
+    differences: tuple[Difference, ...]
+    read_amplification: float
+    """Bytes read for each that is needed."""
+    read_once_budget_bytes: int | None
+    """Where bytes were read several times, because two storage orders did not fit: a budget with which they are not."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether the logical content is the same."""
+        return not self.differences
+
+    def _in_short(self) -> str:
+        return self.verdict
+
+    @property
+    def verdict(self) -> str:
+        """What came out, in a line."""
+        return (
+            f"{'equal' if self.equal else f'different: {len(self.differences)} differences'}; {self.extent}"
+        )
+
+    @property
+    def extent(self) -> str:
+        """What was compared, in a line."""
+        again = reread_in_words(self.read_amplification, self.read_once_budget_bytes)
+        read = f"{readable_bytes(self.read_bytes)} read{again}"
+        return f"{self.tensors} tensors, {self.compared_elements:,} elements compared ({read})"
+
+    def facts(self) -> Facts:
+        """Whether they are equal, and the first differences."""
+        shown = [(found.tensor, found.detail) for found in self.differences[:SHOWN_DIFFERENCES]]
+        return [("result", self.verdict), *shown]
+
+    def __bool__(self) -> bool:
+        """The report is true if the two are equal, so that ``assert verify(a, b)`` means what it says."""
+        return self.equal
+
+
+def verify(
+    a: PathLike,
+    b: PathLike | None = None,
+    *,
+    states: Sequence[str] | None = None,
+    subset: bool = False,
+    memory: str = DEFAULT_MEMORY,
+    replicas: str = REPLICAS[0],
+    rules: PathLike | None = None,
+    config: PathLike | None = None,
+    allow_missing: Sequence[str] = (),
+    storage_options: StorageOptions | None = None,
+    source_storage_options: StorageOptions | None = None,
+    target_storage_options: StorageOptions | None = None,
+    allow_scheme: Sequence[str] = (),
+    allow_links: bool = False,
+    observe: Observer = ignore_events,
+) -> VerifyReport:
+    """Compare the logical content of two checkpoints of any topologies, bit for bit.
+
+    An implied parameter is the cast of its master weight; padding is not content; aliases are one tensor. A
+    state that only one side has is a difference, unless ``states`` leaves it out, or ``subset`` allows that
+    ``b`` has less. So is what a trainer reads beside the tensors, unless ``states`` names some of them: the
+    learning-rate schedule, the trainer's state, the model's configuration, tokenizer files; what of it may differ is
+    listed in ``pipeline/indexing/small_files.py``. So are copies of a tensor that differ within a side, unless
+    ``replicas`` is ``"first"``.
+    Tensors that no file of a side holds are refused, unless a pattern of ``allow_missing`` fits their key.
+    ``source_storage_options`` are those of ``a``, ``target_storage_options`` those of ``b``.
+
+    Without ``b``, what ``a`` stores twice is compared, every element of it: copies of a tensor, and parameters with
+    their master weights.
+
+    ``observe`` is told how far it is, as by :func:`convert`.
+    """
+    index_files = partial(index_here, observe=observe)
+    given = {"storage_options": storage_options, "allow_scheme": allow_scheme, "allow_links": allow_links}
+    given |= {"source_storage_options": source_storage_options}
+    given |= {"target_storage_options": target_storage_options}
+    missing = MissingPolicy(allowed=tuple(allow_missing))
+    compare_replicas = parse_choice(replicas, REPLICAS, "choice of replicas")
+    engine = InlineEngine(parse_memory(memory))
+    if b is None:
+        if states is not None or subset:
+            raise UsageError("states and subset are for two checkpoints; one is held against itself")
+        store = open_source(os.fspath(a), *source_access(given))
+        checkpoint = index_checkpoint(store, *given_inputs(rules, config), missing, index_files)
+        small_files.check_optimizer(store, checkpoint)
+        own = plan_self_comparison(checkpoint.catalog, engine.memory_bytes, compare_replicas)
+        report = _compared(own, engine, store, (), observe)
+        store.check_unchanged()
+        return report
+    stores = [
+        open_source(os.fspath(a), *source_access(given)),
+        open_source(os.fspath(b), *target_access(given)),
+    ]
+    one, two = index_pair(stores[0], stores[1], *given_inputs(rules, config), missing, index_files)
+    known = {t.state for t in (*one.catalog.tensors, *two.catalog.tensors)}
+    if unknown := set(states or ()) - known:
+        raise UsageError(
+            f"neither checkpoint has the state {sorted(unknown)[0]!r}; known: {', '.join(sorted(known))}"
+            f"{did_you_mean(sorted(unknown)[0], known)}"
+        )
+    tensors = max(len(side.catalog.tensors) for side in (one, two))
+    pieces = max(len(side.catalog.fragments) for side in (one, two))
+    check_metadata(tensors, pieces, 0, engine.memory_bytes)
+    comparison = plan_comparison(
+        one.catalog,
+        two.catalog,
+        None if states is None else set(states),
+        subset,
+        engine.memory_bytes,
+        compare_replicas,
+    )
+    differences = []
+    if states is None:
+        differences = _other_differences(stores, one.lr_scheduler, two.lr_scheduler, subset)
+    report = _compared(comparison, engine, _Pair(*stores), differences, observe)
+    for store in stores:
+        store.check_unchanged()
+    return report
+
+
+def _compared(
+    comparison: Comparison,
+    engine: InlineEngine,
+    source: ReadRange,
+    known: Sequence[Difference],
+    observe: Observer,
+) -> VerifyReport:
+    """Make a comparison; what is ``known`` to differ is told too."""
+    plan = comparison.plan
+    engine = engine.beside(len(plan.tensors), len(plan.ops), plan.peak_bytes)
+    differences = [*comparison.differences, *known]
+    observe(StepStarted("comparing", plan.read_bytes))
+    reports = []
+    with closing(engine.compare(plan_work(comparison.plan), source)) as made:
+        for report in made:
+            reports.append(report)
+            observe(Progress(report.read_bytes))
+    reports.sort(key=lambda report: report.group)
+    differences += [
+        Difference(d.tensor, f"{d.detail}: {d.path_a} and {d.path_b}")
+        for report in reports
+        for d in report.differences
+    ]
+    elements = sum(report.compared_elements for report in reports)
+    read = sum(report.read_bytes for report in reports)
+    return VerifyReport(
+        comparison.tensors,
+        elements,
+        read,
+        tuple(differences),
+        comparison.plan.read_amplification,
+        comparison.plan.read_once_budget_bytes,
+    )
+
+
+def _other_differences(
+    stores: Sequence[Source], schedule_a: Any, schedule_b: Any, subset: bool
+) -> list[Difference]:
+    """What differs beside the tensors: the schedule, what the trainer says of itself, the configuration."""
+    schedules = [] if subset and schedule_b is None else list(small_files.differences(schedule_a, schedule_b))
+    told = [replace(odd, what=f"LR_Scheduler.{odd.what}".rstrip(".")) for odd in schedules]
+    told += small_files.compare_small_files(stores[0], stores[1], subset)
+    return [Difference(odd.what, f"{odd.a} in A, {odd.b} in B") for odd in told]
+
+
+def check(
+    target: PathLike,
+    *,
+    source: PathLike | None = None,
+    storage_options: StorageOptions | None = None,
+    source_storage_options: StorageOptions | None = None,
+    target_storage_options: StorageOptions | None = None,
+    allow_scheme: Sequence[str] = (),
+    allow_links: bool = False,
+    observe: Observer = ignore_events,
+) -> IntegrityReport:
+    """Compare a target with its manifest: every file, every part, every byte.
+
+    Parts that the storage copied by itself, and told no MD5 of, are compared with ``source``, the checkpoint that the
+    target was made from. The location that the manifest names is never opened. ``observe`` is told how far it is.
+
+    Raises
+    ------
+    CheckpointError
+        If it has no manifest, so that it is no finished target, or one without checksums; if ``source`` is not there.
+    """
+    given = {"storage_options": storage_options, "allow_scheme": allow_scheme, "allow_links": allow_links}
+    given |= {"source_storage_options": source_storage_options}
+    given |= {"target_storage_options": target_storage_options}
+    store = open_source(os.fspath(target), *target_access(given))
+    made_from = None if source is None else open_source(os.fspath(source), *source_access(given))
+    sizes = store.sizes()
+    if MANIFEST not in sizes:
+        raise CheckpointError(
+            f"{store.location}: has no {MANIFEST}, so it was not made by this package or is not whole"
+        )
+    manifest = parse_manifest(store.read(MANIFEST, 0, sizes[MANIFEST]), f"{store.location}/{MANIFEST}")
+    return check_target(store, manifest, made_from, observe)
+
+
+def holds_manifest(target: PathLike, **reach: Any) -> bool:
+    """Whether a folder is a target that this package has finished; ``reach`` is how to get there, as for ``check``."""
+    return MANIFEST in open_source(os.fspath(target), *target_access(reach)).sizes()
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair(ReadRange):
+    """Two sources as one, their paths prefixed with ``A/`` and ``B/``."""
+
+    a: Source
+    b: Source
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        side, _, inner = path.partition("/")
+        (self.a if side == "A" else self.b).read_into(inner, byte_offset, buffer)
+
+    def read_many(self, reads: Sequence[Read]) -> None:
+        for name, side in (("A", self.a), ("B", self.b)):
+            prefix = f"{name}/"
+            side.read_many(
+                [
+                    replace(read, path=read.path.removeprefix(prefix))
+                    for read in reads
+                    if read.path.startswith(prefix)
+                ]
+            )
