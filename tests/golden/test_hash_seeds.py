@@ -37,8 +37,10 @@ def test_the_same_unknown_tensor_is_named(case: str) -> None:
     with ThreadPoolExecutor(2) as pool:
         ends = list(pool.map(lambda seed: _run(seed, "inspect", checkpoint), SEEDS))
     assert [end.returncode for end in ends] == [1] * len(SEEDS)
+    # a slow machine tells first how far indexing is
+    refusals = {end.stderr.splitlines()[-1] for end in ends}
     assert "no row of the paddleformers rule table" in ends[0].stderr
-    assert len({end.stderr for end in ends}) == 1
+    assert len(refusals) == 1
 
 
 @pytest.mark.parametrize(
