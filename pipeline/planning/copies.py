@@ -93,6 +93,16 @@ def _trim(runs: _Runs, op_start: Ints, unit: Ints, smallest: Ints) -> tuple[Ints
     """Which range of every run is copied: ``low == high`` where none is.
 
     ``smallest`` is what has to be made at least between two copies, in each file.
+
+    A file of 30 MiB in a store whose parts have at least 5 MiB; two runs could be copied, 2 + 1 MiB are made::
+
+        MiB       0    2    5         12   13   17            30
+        runs      made [··············)    [··················)
+        copied    made made [·········)    made [·············)
+                  └─ 5 ───┘           └─ 5 ────┘
+
+    The first made part lacks 3 MiB, which only the run behind it can give. The second lacks 4 MiB: the run behind it
+    can spare 12 MiB, the one before only 2 MiB, so all 4 come from the run behind.
     """
     starts, units = op_start.tolist(), unit.tolist()
 

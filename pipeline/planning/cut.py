@@ -26,7 +26,14 @@ class Pieces(NamedTuple):
 
 
 def cut(ops: Ops, dim: Ints, low: Ints, step: Ints) -> Pieces:
-    """Cut every op along its ``dim`` at ``low``, ``low + step``, …, in elements of the tensor."""
+    """Cut every op along its ``dim`` at ``low``, ``low + step``, …, in elements of the tensor.
+
+    Two ops of one tensor, cut with ``low = 0`` and ``step = 4``::
+
+        element    0   1   2   3 | 4   5   6   7 | 8   9
+        op 0      [··············|···············|······)    three pieces, in stretches 0, 1, 2
+        op 1                  [··|·······)                   two pieces, in stretches 0, 1
+    """
     rows = np.arange(len(ops))
     start = ops["offset"][rows, dim] - low
     stop = start + ops["extents"][rows, dim]

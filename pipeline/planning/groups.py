@@ -156,6 +156,11 @@ def _cut_large(ops: Ops, files: FileSizes, room: Room) -> tuple[Ops, Ints, bool]
     """Cut atoms until each writes about half of ``room.group_bytes``, if that can be; ops and their atoms.
 
     An atom that only compares is measured by what it reads.
+
+    With groups of 64 MiB the goal is 32 MiB. An atom that moves 800 rows of 256 KiB each, 200 MiB, is cut into
+    ⌈200 / 32⌉ = 7 stretches of ⌈800 / 7⌉ = 115 rows (28.75 MiB), the last of 110. A target
+    that stores it column by column would have 115 elements of every column there, scattered: such an atom is cut
+    along its columns.
     """
     if not len(ops):
         return ops, np.zeros(0, dtype=np.int64), False
@@ -318,6 +323,15 @@ def set_passes(ops: Ops, groups: Ints, made: Ints, room: Room) -> tuple[Ops, Int
     """Spread what each group reads over passes, where it does not fit beside ``made``, the bytes of its parts.
 
     Returns the ops sorted by group and pass, some of them cut, and their groups.
+
+    A group of 64 MiB whose parts take 40 MiB reads at most 24 MiB at once (``beside``). It has to read 40 MiB, so its
+    ops are cut until none needs more than half of that, 12 MiB, together with the ops that share its bytes::
+
+        read together   10   10    8   12   MiB, in the order of the source files
+        bytes before     0   10   20   28
+        pass (÷ 12)      0    0    1    2
+
+    A pass begins less than 12 MiB after its first byte and no piece has more than 12 MiB: it never exceeds 24 MiB.
     """
     ops["pass"] = 0
     beside = np.maximum(room.pass_bytes, min(room.group_bytes, room.most_bytes) - made)

@@ -56,6 +56,13 @@ def _meeting(source: Fragments, target: Fragments, implied: Mapping[int, int]) -
 def match(source: Fragments, target: Fragments, implied: Mapping[int, int], kind: int = MOVE) -> Ops:
     """One op for every pair of boxes of the same values that meet.
 
+    A float32 tensor ``a`` of 8 elements, stored in two files, and a target that wants its middle::
+
+        source   file 0: a[0:4]         file 1: a[4:8]
+        target            file 0: a[2:6]
+        ops      a[2:4]: source file 0, byte 8 → target byte 0
+                 a[4:6]: source file 1, byte 0 → target byte 8
+
     Ops are ordered by feed, then by the order of ``source`` and of ``target``.
     """
     return _described([(kind, _meeting(source, target, implied))])

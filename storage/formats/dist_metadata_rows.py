@@ -258,6 +258,15 @@ class _Scan:
     """Walks over many entries of a window together, a step for each of their opcodes.
 
     What it finds is where values begin and end. Whether they are values is for the pickle machine to say.
+
+    Two entries as bytes (in hex, texts quoted). Opcodes between the values are equal, the values are not::
+
+        entry 0    … 29 81 │ 94 7d 94 28 68 05 │ 8c 03 "a.w"   │ 68 06 │ 4b 00 …
+        entry 1    … 29 81 │ 94 7d 94 28 68 05 │ 8c 05 "lm.wb" │ 68 06 │ 4b 07 …
+                           ↑ at              6             5, 7      2            bytes that each goes on by
+
+    First :meth:`literal` compares six bytes, then :meth:`simple` takes a text of five bytes in entry 0 and of seven in
+    entry 1, then ``literal`` compares two. An entry with other bytes there is not ``good``.
     """
 
     def __init__(self, data: bytes) -> None:
