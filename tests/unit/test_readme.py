@@ -1,4 +1,4 @@
-"""What the README promises a newcomer."""
+"""The demo that the README describes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import sys
 from tests.conftest import REPO
 
 
-def test_the_demo_ends_as_the_readme_says() -> None:
-    """With the environment that the tests run in, which is not to be made again."""
+def test_the_demo_ends_as_the_readme_describes() -> None:
+    """Uses the environment that the tests run in, so that none is set up again."""
     command = ["make", "--silent", "demo", f"VENV={sys.prefix}", "-o", f"{sys.prefix}/.demo"]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     readme = (REPO / "README.md").read_text("utf-8")
-    told = re.search(r"says\n`([^`]+)`[^`]*ends like this:\n\n```\n(.+)\n```\n", readme)
-    assert told is not None
+    promised = re.search(r"reports\s`([^`]+)`[^`]*:\n\n```\n(.+)\n```\n", readme)
+    assert promised is not None
     lines = [line.rstrip() for line in done.stdout.splitlines()]
-    assert told[1] in lines
-    assert lines[-1] == told[2]
+    assert promised[1] in lines
+    assert lines[-1] == promised[2]
