@@ -1,4 +1,4 @@
-"""Read only the bytes of a group's bands that its moves need.
+"""Read only the bytes of a group's bands that its moves and comparisons need.
 
 A band reaches from the first to the last byte that a pass needs of a file. Offline all of it is wanted by one target
 file or another. A process that loads its own columns of a matrix wants a short run out of every row.
@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints
-from paddle_reshard.pipeline.planning.ops import ITEMSIZES
+from paddle_reshard.pipeline.planning.ops import ITEMSIZES, MOVE
 from paddle_reshard.pipeline.planning.ranges import merge
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import Read, ReadRange
 
 
 class NeededBytes(ReadRange):
-    """The bands of one group that only moves, as far as they are needed; other bytes of the buffers stay as they are.
+    """The bands of one group, as far as they are needed; other bytes of the buffers stay as they are.
 
     Bytes between two needed ones are read along where they are at most ``gap_bytes``.
     """
@@ -26,6 +26,8 @@ class NeededBytes(ReadRange):
     def __init__(self, source: ReadRange, work: GroupWork, gap_bytes: int) -> None:
         self.source, self.work, self.gap_bytes = source, work, gap_bytes
         self.file_numbers = {path: number for number, path in work.source_paths.items()}
+        # What is compared lies in source files on both sides.
+        self._sides = (("source", work.ops), ("target", work.ops[work.ops["kind"] != MOVE]))
         self.read_bytes = 0
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
@@ -39,11 +41,12 @@ class NeededBytes(ReadRange):
         self.read_bytes += sum(len(piece.buffer) for piece in pieces)
 
     def _pieces(self, band: Read) -> Iterator[Read]:
-        ops = self.work.ops
         start, stop = band.byte_offset, band.byte_offset + len(band.buffer)
-        inside = (ops["source_byte"] >= start) & (ops["source_stop"] <= stop)
-        chosen = ops[inside & (ops["source_file"] == self.file_numbers[band.path])]
-        runs = [self._runs(op) for op in chosen]
+        runs = []
+        for side, ops in self._sides:
+            inside = (ops[f"{side}_byte"] >= start) & (ops[f"{side}_stop"] <= stop)
+            inside &= ops[f"{side}_file"] == self.file_numbers[band.path]
+            runs += [self._runs(op, side) for op in ops[inside]]
         if not runs:
             return
         low, high = (np.concatenate([run[end] for run in runs]) for end in (0, 1))
@@ -51,11 +54,11 @@ class NeededBytes(ReadRange):
         for first, last in zip(low.tolist(), high.tolist(), strict=True):
             yield Read(band.path, first, band.buffer[first - start : last - start])
 
-    def _runs(self, op: np.void) -> tuple[Ints, Ints]:
-        """First bytes, and ones past the last, of the runs that the source side of an op is."""
-        strides, extents = op["source_strides"].tolist(), op["extents"].tolist()
-        length = int(ITEMSIZES[op["source_dtype"]])
-        start = np.array([op["source_byte"]], dtype=np.int64)
+    def _runs(self, op: np.void, side: str) -> tuple[Ints, Ints]:
+        """First bytes, and ones past the last, of the runs that one side of an op is."""
+        strides, extents = op[f"{side}_strides"].tolist(), op["extents"].tolist()
+        length = int(ITEMSIZES[op[f"{side}_dtype"]])
+        start = np.array([op[f"{side}_byte"]], dtype=np.int64)
         within = True
         for dim in sorted(range(MAX_DIMS), key=lambda d: strides[d]):
             if extents[dim] == 1:

@@ -230,7 +230,7 @@ class MasterDriftError(DriftError):
     def __str__(self) -> str:
         return (
             f"{self.tensor}: {self.detail} ({self.path_a} and {self.path_b}): the files are not of one step, or have "
-            "changed places; with --allow-master-drift both go out as they are"
+            "changed places; with --allow-master-drift (allow_master_drift=True) both are taken as they are"
         )
 
 

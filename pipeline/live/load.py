@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paddle_reshard.clusters.inline import InlineEngine, Reports
 from paddle_reshard.pipeline.convert.inputs import load_config, load_tables
@@ -33,6 +33,7 @@ from paddle_reshard.pipeline.live.tensors import (
     schedules_of,
     tensor_parallel,
 )
+from paddle_reshard.pipeline.planning.checks import held_pieces
 from paddle_reshard.pipeline.planning.plan import JOIN_GAP_BYTES, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
 from paddle_reshard.storage.locate import Access, StorageOptions, is_local, open_source
@@ -58,6 +59,8 @@ class LoadReport:
     """Of tensors; metadata not counted."""
     kept: tuple[str, ...]
     """Entries that the checkpoint has nothing for and that keep their values, as ``allow_missing`` says."""
+    master_drift: tuple[str, ...] = ()
+    """Where parameters are not the cast of their master weights, as ``allow_master_drift`` lets them."""
 
 
 def load_into(
@@ -74,6 +77,7 @@ def load_into(
     strict: bool = True,
     fill: PathLike | None = None,
     allow_missing: Sequence[str] = (),
+    allow_master_drift: bool = False,
 ) -> LoadReport:
     """Fill the tensors of a ``state_dict`` in place from a checkpoint of any topology and format.
 
@@ -108,13 +112,18 @@ def load_into(
     allow_missing
         Patterns of names (``*`` stands for any text), of entries that keep their values if the checkpoint has nothing
         for them, and of parameters that the checkpoint may lack.
+    allow_master_drift
+        Load parameters that are not the cast of their master weights, and report them, instead of refusing.
 
     Raises
     ------
+    MasterDriftError
+        A parameter that the checkpoint stores beside its master weight is not that, rounded. Every element is compared
+        of which this process loads both; where it loads one of the two only, a few runs of every array.
     ReshardError
         Naming the entry, before any tensor is touched: nothing in the checkpoint feeds it, or it is of another shape
-        or dtype. An error while bytes are moved (a store is down, the checkpoint is changed under us) leaves some
-        tensors filled and others not.
+        or dtype. An error while bytes are moved (a parameter that is not its master weight, a store that is down, a
+        checkpoint that is changed under us) leaves some tensors filled and others not.
     """
     if not isinstance(state_dict, Mapping):
         raise UsageError(
@@ -142,9 +151,16 @@ def load_into(
     if strict:
         check_complete(checkpoint.catalog.tensors, numbers)
     plan = plan_conversion(
-        layout.source, layout.target, (), parse_memory(memory), compare_replicas=False, allow_reread=True
+        layout.source,
+        layout.target,
+        (),
+        parse_memory(memory),
+        compare_replicas=False,
+        allow_reread=True,
+        held=held_pieces(checkpoint.catalog, layout.target.fragments),
+        allow_master_drift=allow_master_drift,
     )
-    read_bytes = _fill(plan, store, live, JOIN_GAP_BYTES if is_local(location) else REMOTE_GAP_BYTES)
+    filled = _fill(plan, store, live, JOIN_GAP_BYTES if is_local(location) else REMOTE_GAP_BYTES)
     store.check_unchanged()
     for schedule in schedules:
         schedule.update(checkpoint.lr_scheduler)
@@ -152,8 +168,9 @@ def load_into(
         source=store.location,
         tensors=len(live),
         filled_bytes=sum(tensor.piece.nbytes for tensor in live),
-        read_bytes=read_bytes,
+        read_bytes=filled.read_bytes,
         kept=tuple(".".join(path) for path in entries if path not in numbers),
+        master_drift=filled.master_drift,
     )
 
 
@@ -176,8 +193,15 @@ def _check_schedule(schedule: Any, checkpoint: Checkpoint) -> None:
         )
 
 
-def _fill(plan: Plan, store: Source, live: Sequence[LiveTensor], gap_bytes: int) -> int:
-    """Read and move everything; returns how many bytes of tensors were read."""
+class _Filled(NamedTuple):
+    """What moving did."""
+
+    read_bytes: int
+    master_drift: tuple[str, ...]
+
+
+def _fill(plan: Plan, store: Source, live: Sequence[LiveTensor], gap_bytes: int) -> _Filled:
+    """Read, compare and move everything."""
     writer = MemoryWriter({tensor.piece.name: tensor.memory for tensor in live})
 
     def do(work: GroupWork, mover: Mover) -> GroupReport:
@@ -189,7 +213,9 @@ def _fill(plan: Plan, store: Source, live: Sequence[LiveTensor], gap_bytes: int)
     else:
         reports = _one_by_one(plan, do)
     with closing(reports):
-        return sum(report.read_bytes for report in reports)
+        done = list(reports)
+    drift = sorted(str(difference) for report in done for difference in report.differences)
+    return _Filled(sum(report.read_bytes for report in done), tuple(drift))
 
 
 def _one_by_one(plan: Plan, do: Callable[[GroupWork, Mover], GroupReport]) -> Reports:

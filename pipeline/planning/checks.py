@@ -3,18 +3,19 @@
 Where a source stores both, a parameter is its master weight, rounded to nearest even: anything else is parameters of
 one step beside optimizer states of another, or files that have changed places. Where both are loaded anyway, every
 element is compared. Where the storage copies one of them, or the target takes only one, a few runs of every array are
-read for it.
+read for it. A process that loads pieces of tensors compares the elements of which it loads either.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.core.catalog import Catalog, Fragments
+from paddle_reshard.pipeline.core.catalog import FRAGMENT, Catalog, Fragments
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints
 from paddle_reshard.pipeline.core.tensors import MASTER_WEIGHT, PARAM, Tensor
 from paddle_reshard.pipeline.planning.match import match
@@ -87,8 +88,64 @@ def held_parameters(whole: Catalog, moved: Catalog, in_full: bool) -> Held | Non
     boxes["tensor"], boxes["feed"] = numbers[boxes["tensor"]], numbers[boxes["feed"]]
     seeds = np.zeros(len(tensors), dtype=np.int64)
     for number in pairs:
-        seeds[numbers[number]] = zlib.crc32(whole.tensors[number].key.encode())
+        seeds[numbers[number]] = _seed(whole.tensors[number])
     return Held(tensors, boxes, seeds, in_full)
+
+
+def held_pieces(whole: Catalog, loaded: Fragments) -> Held | None:
+    """The same for a process that loads only the boxes ``loaded`` of the ``whole`` source's tensors.
+
+    A process that loads parameters and master weights holds against each other the elements of which it loads both:
+    under sharding other processes load the other master weights. Where it loads only the one or only the other, a run
+    is read of every array that it loads from, and of what is stored beside that.
+    """
+    wanted = set(np.unique(loaded["tensor"]).tolist())
+    both = {PARAM, MASTER_WEIGHT} <= {whole.tensors[number].state for number in wanted}
+    needed = all if both else any
+    pairs = {
+        param: master
+        for param, master in _stored_pairs(whole).items()
+        if needed(number in wanted for number in (param, master))
+    }
+    if not pairs:
+        return None
+    primary = whole.fragments.compress(whole.fragments["replica"] == 0)
+    params, masters = (
+        _reached(_of(primary, numbers), _of(loaded, numbers)) for numbers in (pairs.keys(), pairs.values())
+    )
+    seeds = np.zeros(len(whole.tensors), dtype=np.int64)
+    for number in pairs:
+        seeds[number] = _seed(whole.tensors[number])
+    boxes = match(masters, params, pairs, kind=HOLD)
+    if not both:
+        boxes = _samples(_largest_of_arrays(boxes), seeds, runs=(1,))
+        boxes["kind"] = PROBE
+    return Held(whole.tensors, boxes, seeds)
+
+
+def _reached(fragments: Fragments, boxes: Fragments) -> Fragments:
+    """What of the ``fragments`` lies in the boxes; all of a tensor that has none."""
+    ops = match(fragments, boxes, {})
+    inside = np.zeros(len(ops), dtype=FRAGMENT)
+    for column in ("tensor", "offset", "extents"):
+        inside[column] = ops[column]
+    inside["byte_base"] = ops["source_byte"]
+    for column in ("file", "dtype", "strides"):
+        inside[column] = ops[f"source_{column}"]
+    untouched = fragments[~np.isin(fragments["tensor"], boxes["tensor"])]
+    return np.concatenate([inside, untouched])
+
+
+def _largest_of_arrays(boxes: Ops) -> Ops:
+    """Of all boxes that two arrays share the largest."""
+    columns = [boxes[column] for column in ("tensor", "source_file", "target_file")]
+    order = np.lexsort((op_volumes(boxes), *columns))
+    differs = np.any([column[order[1:]] != column[order[:-1]] for column in columns], axis=0)
+    return boxes[np.sort(order[np.r_[differs, True][: len(order)]])]
+
+
+def _seed(param: Tensor) -> int:
+    return zlib.crc32(param.key.encode())
 
 
 def _stored_pairs(whole: Catalog) -> dict[int, int]:
@@ -105,7 +162,7 @@ def _stored_pairs(whole: Catalog) -> dict[int, int]:
     }
 
 
-def _of(fragments: Fragments, tensors: dict[int, int]) -> Fragments:
+def _of(fragments: Fragments, tensors: Collection[int]) -> Fragments:
     return fragments[np.isin(fragments["tensor"], list(tensors))]
 
 
@@ -145,16 +202,16 @@ def _touches(boxes: Ops, side: str, copied: Parts) -> Flags:
     return np.asarray(following < place + stop)
 
 
-def _samples(boxes: Ops, seeds: Ints) -> Ops:
+def _samples(boxes: Ops, seeds: Ints, runs: Collection[int] = range(RUNS)) -> Ops:
     """A few runs of every box; a box that is not larger than these stays whole."""
-    small = op_volumes(boxes) <= RUNS * RUN_ELEMENTS
+    small = op_volumes(boxes) <= len(runs) * RUN_ELEMENTS
     large = boxes[~small]
     if not len(large):
         return boxes
     extents = _run_extents(large)
     room = large["extents"] - extents
     found = [boxes[small]]
-    for run in range(RUNS):
+    for run in runs:
         sample = large.copy()
         skipped = np.zeros_like(room) if run == 0 else room
         if 0 < run < RUNS - 1:

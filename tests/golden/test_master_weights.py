@@ -20,7 +20,8 @@ from paddle_reshard.pipeline.core.errors import CheckpointError, DriftError, Mas
 from paddle_reshard.pipeline.core.part_limits import CopyLimits
 from paddle_reshard.storage.local import target as local
 from tests.conftest import case_directory
-from tests.ema.scaled import paddle, scale_master_weights
+from tests.ema.scaled import paddle
+from tests.spoiled import EMBEDDING, SPOILED, flip_one_bit, of_another_step, one_card
 
 TARGETS: tuple[dict[str, Any], ...] = (
     {"format": "hybrid-plain", "to": "pp=2"},
@@ -28,7 +29,6 @@ TARGETS: tuple[dict[str, Any], ...] = (
     {"format": "unified"},
     {"format": "huggingface"},
 )
-EMBEDDING = "model.embed_tokens.weight"
 
 
 @pytest.fixture(params=TARGETS, ids=lambda target: target["format"])
@@ -43,47 +43,8 @@ def _copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(local, "COPIES", request.param)
 
 
-def _one_card(folder: Path) -> Path:
-    source = folder / "source"
-    shutil.copytree(case_directory("small-families/qwen2_single") / "checkpoint-3", source)
-    return source
-
-
-def _swap(one: Path, other: Path) -> None:
-    first = one.read_bytes()
-    one.write_bytes(other.read_bytes())
-    other.write_bytes(first)
-
-
-def _tensor_parallel_ranks_swapped(folder: Path) -> Path:
-    source = folder / "source"
-    shutil.copytree(case_directory("mp2_tied") / "checkpoint-3", source)
-    _swap(source / "optimizer.tp00.pdopt", source / "optimizer.tp01.pdopt")
-    return source
-
-
-def _of_another_step(folder: Path) -> Path:
-    source = _one_card(folder)
-    scale_master_weights(source, 1.01)
-    return source
-
-
-def _shards_swapped(folder: Path) -> Path:
-    source = folder / "source"
-    paddle_reshard.convert(
-        case_directory("small-families/qwen2_single") / "checkpoint-3",
-        source,
-        format="hybrid-plain",
-        to="sharding=2",
-        sharding_strategy="stage3",
-        layout={"stage3_segment_size": 512},
-    )
-    _swap(source / "optimizer.shard00.pdopt", source / "optimizer.shard01.pdopt")
-    return source
-
-
 @pytest.mark.usefixtures("_copies")
-@pytest.mark.parametrize("spoil", [_tensor_parallel_ranks_swapped, _of_another_step, _shards_swapped])
+@pytest.mark.parametrize("spoil", SPOILED)
 def test_states_of_other_parameters_are_refused(
     spoil: Callable[[Path], Path], target: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -100,20 +61,10 @@ def test_states_of_other_parameters_are_refused(
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
 
 
-def _flip_one_bit(source: Path, at: int) -> None:
-    """Change element ``at`` of the embedding in place."""
-    file = source / "model_state.pdparams"
-    content = bytearray(file.read_bytes())
-    values = paddle.load(str(file))[EMBEDDING].astype("float32").numpy()
-    bits = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
-    content[content.index(bits) + 2 * at] ^= 1
-    file.write_bytes(content)
-
-
 @pytest.mark.usefixtures("_copies")
 def test_one_bit_is_found_where_everything_is_read(target: dict[str, Any], tmp_path: Path) -> None:
-    source = _one_card(tmp_path)
-    _flip_one_bit(source, 1500)
+    source = one_card(tmp_path)
+    flip_one_bit(source, 1500)
     with pytest.raises(MasterDriftError, match=re.escape(EMBEDDING)):
         paddle_reshard.convert(source, tmp_path / "target", check="full", **target)
     assert not (tmp_path / "target").exists()
@@ -121,13 +72,13 @@ def test_one_bit_is_found_where_everything_is_read(target: dict[str, Any], tmp_p
 
 def test_a_source_alone_is_held_against_itself(tmp_path: Path) -> None:
     """Every element, and nothing is changed; what was made by us is still held against its manifest."""
-    source = _one_card(tmp_path)
+    source = one_card(tmp_path)
     found = paddle_reshard.verify(source)
     parameters = paddle.load(str(source / "model_state.pdparams")).values()
     assert found
     assert found.compared_elements == sum(parameter.size for parameter in parameters)
     assert 1 <= found.read_amplification <= 1.05
-    _flip_one_bit(source, 1500)
+    flip_one_bit(source, 1500)
     different = CliRunner().invoke(cli, ["verify", str(source)])
     assert different.exit_code == 1
     assert f"{EMBEDDING} (param): element (62, 12) is " in different.stdout
@@ -160,7 +111,7 @@ def test_copies_of_a_source_alone_are_compared(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_copies")
 def test_what_differs_is_kept_where_that_is_allowed(target: dict[str, Any], tmp_path: Path) -> None:
-    source = _of_another_step(tmp_path)
+    source = of_another_step(tmp_path)
     report = paddle_reshard.convert(source, tmp_path / "made", allow_master_drift=True, **target)
     manifest = json.loads((tmp_path / "made" / "paddle_reshard.json").read_bytes())
     assert manifest["source"]["replica_drift"] == list(report.moved.replica_drift)
@@ -200,7 +151,7 @@ def _retyped(source: Path, names: tuple[str, ...], dtype: str) -> None:
 def test_a_state_of_several_dtypes_is_refused(
     names: tuple[str, ...], dtype: str, told: str, target: dict[str, Any], tmp_path: Path
 ) -> None:
-    source = _one_card(tmp_path)
+    source = one_card(tmp_path)
     _retyped(source, names, "float32")
     assert paddle_reshard.plan(source, tmp_path / "target", **target)
     _retyped(source, names, dtype)

@@ -150,9 +150,9 @@ def test_only_the_bytes_that_are_needed_are_read(tmp_path):
     truth = write_checkpoint(model, path)
     width = model.intermediate // 8
     live = {}
-    for state in ("w_0", "moment1_0", "moment2_0"):
-        cut = blank(truth[f"{KEY}.{state}"][:, :width])
-        live[f"{KEY}.{state}"] = piece(cut, truth[KEY].shape, (0, 3 * width), cut.shape)
+    for key in (KEY, *(f"{KEY}.{state}" for state in ("w_0", "moment1_0", "moment2_0"))):
+        cut = blank(truth[key][:, :width])
+        live[key] = piece(cut, truth[KEY].shape, (0, 3 * width), cut.shape)
     before = _characters_read()
     paddle_reshard.inspect(path)
     metadata = _characters_read() - before
@@ -163,6 +163,28 @@ def test_only_the_bytes_that_are_needed_are_read(tmp_path):
         assert held.local_tensor.tobytes() == truth[key][:, 3 * width : 4 * width].tobytes()
     assert report.read_bytes == needed
     assert read < needed + 2 * metadata
+
+
+@pytest.mark.parametrize(("loaded", "beside"), [(KEY, "<f4"), (f"{KEY}.w_0", "<u2")])
+def test_what_is_stored_beside_it_is_looked_at(tmp_path, loaded, beside):
+    """A job that takes only parameters, or only master weights, reads 512 elements of the others for every array."""
+    model = Model(layers=1, intermediate=1 << 17)
+    path = tmp_path / "checkpoint-3"
+    truth = write_checkpoint(model, path)
+    cut = blank(truth[loaded][:, : model.intermediate // 8])
+    live = {loaded: piece(cut, truth[KEY].shape, (0, model.intermediate // 2), cut.shape)}
+    assert load_into(live, path, strict=False).read_bytes == cut.nbytes + 512 * np.dtype(beside).itemsize
+
+
+def test_a_rank_of_sharding_reads_nothing_of_what_others_load(tmp_path):
+    """Parameters whole, master weights of some: these are compared, no run of the others is."""
+    path = tmp_path / "checkpoint-3"
+    truth = write_checkpoint(Model(layers=1, intermediate=1 << 17), path)
+    up = "model.layers.0.mlp.up_proj.weight"
+    live = {key: blank(truth[key]) for key in (KEY, up, f"{KEY}.w_0")}
+    report = load_into(live, path, strict=False)
+    oracle.assert_same_tensors(live, {key: truth[key] for key in live})
+    assert report.read_bytes - report.filled_bytes < 512
 
 
 def test_a_parameter_and_its_master_weight_are_read_once(checkpoint):
