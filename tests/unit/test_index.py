@@ -1,0 +1,56 @@
+"""How many files are indexed at a time: one where the store answers at once, many where it lets us wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from paddle_reshard.pipeline.events import Event
+from paddle_reshard.tasks.index import FILES_IN_FLIGHT, LATE_SECONDS, Readable, index_here
+
+SIZES = {f"file-{number:02d}": number for number in range(40)}
+
+
+class Store:
+    """Answers after a while, and knows who asked."""
+
+    def __init__(self, late_seconds: float) -> None:
+        self.late_seconds = late_seconds
+        self.asked_by: list[int] = []
+        self.waiting = self.most_waiting = 0
+        self.alone = threading.Lock()
+
+    def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
+        with self.alone:
+            self.asked_by.append(threading.get_ident())
+            self.waiting += 1
+            self.most_waiting = max(self.most_waiting, self.waiting)
+        time.sleep(self.late_seconds)
+        with self.alone:
+            self.waiting -= 1
+        return bytes(nbytes)
+
+
+def length(store: Readable, path: str, size_bytes: int) -> tuple[str, int]:
+    return path, len(store.read(path, 0, size_bytes))
+
+
+def test_a_store_that_answers_at_once_is_read_by_the_thread_that_asks() -> None:
+    store, heard = Store(0), list[Event]()
+    found = index_here(length, store, SIZES, heard.append)
+    assert found == {path: (path, size) for path, size in SIZES.items()}
+    assert set(store.asked_by) == {threading.get_ident()}
+    assert [event.done for event in heard] == [*range(1, len(SIZES) + 1)]
+
+
+def test_a_store_that_answers_late_is_asked_for_many_files_at_a_time() -> None:
+    store, heard = Store(LATE_SECONDS * 1.5), list[Event]()
+    found = index_here(length, store, SIZES, heard.append)
+    assert list(found.items()) == [(path, (path, size)) for path, size in SIZES.items()]
+    assert store.asked_by.count(threading.get_ident()) == 1
+    assert 1 < store.most_waiting <= FILES_IN_FLIGHT
+    assert [event.done for event in heard] == [*range(1, len(SIZES) + 1)]
+
+
+def test_no_files_are_no_error() -> None:
+    assert index_here(length, Store(0), {}) == {}
