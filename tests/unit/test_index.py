@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from paddle_reshard.pipeline.events import Event
+from paddle_reshard.pipeline.core.events import Event
 from paddle_reshard.tasks.index import FILES_IN_FLIGHT, LATE_SECONDS, Readable, index_here
 
 SIZES = {f"file-{number:02d}": number for number in range(40)}
