@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from paddle_reshard.pipeline.core.part_limits import CopyLimits
-from paddle_reshard.storage.space import Room
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.core.part_limits import CopyLimits
+    from paddle_reshard.storage.space import Room
 
 OWN_PREFIX = ".paddle_reshard_"
 """Names that begin so are no files of a checkpoint."""

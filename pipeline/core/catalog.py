@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Boxes, Ints, Shape, meeting_pairs, padded
 from paddle_reshard.pipeline.core.tensors import DTYPES, EMA_PARAM, MASTER_WEIGHT, PARAM, Cast, DType, Tensor
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 FRAGMENT = np.dtype(
     [
@@ -32,7 +34,7 @@ FRAGMENT = np.dtype(
     ]
 )
 
-Fragments = npt.NDArray[np.void]
+Fragments: TypeAlias = "npt.NDArray[np.void]"
 _BLOCK_BOXES = 1 << 18
 """Boxes that are held against each other in one go."""
 FragmentRow = tuple[int, int, int, int, int, Shape, Shape, Shape]

@@ -11,35 +11,36 @@ import re
 
 from paddle_reshard.pipeline.core.file_names import SIGNAL_PREFIX, TENSOR_FOLDERS
 
+# Patterns stay texts: `re` compiles each when it is first asked for, and keeps it.
 _FOLDER = rf"(?:{'|'.join(TENSOR_FOLDERS)})/"
 _RANK = r"(?:\.(?:tp|pp|shard|moe|moe_sharding)\d{2,}(?:_(?:tp|pp|shard|moe|moe_sharding)\d{2,})*)?"
 _NUMBER = r"-\d{5,}-of-\d{5,}"
-_TENSORS = re.compile(
+_TENSORS = (
     rf"(?:lora_|prefix_)?model_state(?:{_RANK}|{_NUMBER})\.pdparams|(?:optimizer|ema){_RANK}\.pdopt|"
     rf"(?:model|optimizer|master_weights|peft_model)(?:{_NUMBER}|{_RANK})\.safetensors(?:_shard_\d{{4}})?|"
     rf"(?:{_FOLDER})?(?:\d+_\d+\.distcp|\d+\.metadata)|"
     rf"{_FOLDER}\d+_\d+\.safetensors"
 )
-_INDEX = re.compile(
+_INDEX = (
     r"(?:model|optimizer|master_weights|peft_model)\.safetensors\.index\.json|"
     r"model_state\.pdparams\.index\.json|model_meta\.json|shard_meta\.tp\d{2,}_pp\d{2,}\.json"
 )
-_RANDOM_STATE = re.compile(r"rng_state(?:_\d+)?\.pth")
-_TRAINING = re.compile(
+_RANDOM_STATE = r"rng_state(?:_\d+)?\.pth"
+_TRAINING = (
     r"(?:scheduler|scaler)\.pdparams|trainer_state\.(?:json|bin)|training_args\.bin|"
     r"static_name_to_dyg_name\.json|ema\.json"
 )
-_MARKER = re.compile(
+_MARKER = (
     rf"{SIGNAL_PREFIX}\d+|save_signal_TMP_\d+|\.(?:model|optimizer|checkpoint)_done|"
     r"\.(?:model|optimizer|master)_weight\.done\.\d+|\.saving_info|async_save_info\.json"
 )
-_MODEL = re.compile(
+_MODEL = (
     r"(?:config|generation_config|lora_config|prefix_config|prefix_model_config)\.json|"
     r"(?:tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)\.json|"
     r"vocab\.txt|merges\.txt|chat_template\.jinja|(?:tokenizer|spiece|sentencepiece(?:\.bpe)?)\.model|"
     r"(?:preprocessor|processor|image_processor|video_preprocessor)_config\.json"
 )
-_BY_PRODUCT = re.compile(rf"flex-ckpt\.auto_generated\.metadata|(?:{_FOLDER})?\d+\.metadata\.lock")
+_BY_PRODUCT = rf"flex-ckpt\.auto_generated\.metadata|(?:{_FOLDER})?\d+\.metadata\.lock"
 """What Paddle leaves beside files that it loads or saves, and makes again."""
 
 
@@ -49,32 +50,32 @@ def is_tensor_file(path: str) -> bool:
     >>> is_tensor_file("model_state.tp00.pdparams"), is_tensor_file("model_state/0_0.distcp"), is_tensor_file("a.txt")
     (True, True, False)
     """
-    return _TENSORS.fullmatch(path) is not None
+    return re.fullmatch(_TENSORS, path) is not None
 
 
 def is_random_state(path: str) -> bool:
     """Whether a file holds the random state of one rank, or of all."""
-    return _RANDOM_STATE.fullmatch(path) is not None
+    return re.fullmatch(_RANDOM_STATE, path) is not None
 
 
 def is_marker(path: str) -> bool:
     """Whether a file says how far its own job had come with a checkpoint."""
-    return _MARKER.fullmatch(path) is not None
+    return re.fullmatch(_MARKER, path) is not None
 
 
 def is_training_state(path: str) -> bool:
     """Whether a file is about the training job and not about the model."""
-    return _TRAINING.fullmatch(path) is not None or is_random_state(path)
+    return re.fullmatch(_TRAINING, path) is not None or is_random_state(path)
 
 
 def is_of_training(path: str) -> bool:
     """Whether the trainer writes a file with every checkpoint of a run that has it at all: not one of the model's."""
-    return any(pattern.fullmatch(path) for pattern in (_TENSORS, _INDEX, _MARKER)) or is_training_state(path)
+    return any(re.fullmatch(pattern, path) for pattern in (_TENSORS, _INDEX, _MARKER)) or is_training_state(path)
 
 
 def is_by_product(path: str) -> bool:
     """Whether Paddle makes a file by itself beside those of a checkpoint."""
-    return _BY_PRODUCT.fullmatch(path) is not None
+    return re.fullmatch(_BY_PRODUCT, path) is not None
 
 
 def is_by_trainer(path: str) -> bool:
@@ -83,4 +84,4 @@ def is_by_trainer(path: str) -> bool:
     >>> [is_by_trainer(path) for path in ("optimizer.tp00.pdopt", "optimizer.py", "vocab.txt", "notes.txt")]
     [True, False, True, False]
     """
-    return is_of_training(path) or is_by_product(path) or _MODEL.fullmatch(path) is not None
+    return is_of_training(path) or is_by_product(path) or re.fullmatch(_MODEL, path) is not None

@@ -48,12 +48,12 @@ METADATA: Final = ".metadata"
 DATA_FILES: Final = (".distcp", ".safetensors")
 
 _STATES: Final = "|".join(sorted(ACCUMULATORS, key=len, reverse=True))
-_ACCUMULATOR: Final = re.compile(rf"(?P<key>.+)\.(?P<state>{_STATES})_0")
-_MASTER: Final = re.compile(r"(?P<key>.+)\.w_0")
-_AUTO_ACCUMULATOR: Final = re.compile(
+_ACCUMULATOR: Final = rf"(?P<key>.+)\.(?P<state>{_STATES})_0"
+_MASTER: Final = r"(?P<key>.+)\.w_0"
+_AUTO_ACCUMULATOR: Final = (
     rf"(?P<key>.+?)(?:\.dist)?(?:_fp32_master_\d+)?_(?P<state>{_STATES})_\d+"
 )
-_AUTO_MASTER: Final = re.compile(r"(?P<key>.+?)(?:\.dist)?_fp32_master_\d+")
+_AUTO_MASTER: Final = r"(?P<key>.+?)(?:\.dist)?_fp32_master_\d+"
 
 Name = tuple[str, str]
 """``(key, state)`` of a tensor."""
@@ -87,12 +87,12 @@ def paddleformers_name(folder: str, key: str) -> Name | None:
     """
     if folder == MODEL_STATE:
         return key, PARAM
-    master = _MASTER.fullmatch(key)
+    master = re.fullmatch(_MASTER, key)
     if folder == EMA_STATE:
         return (master["key"], EMA_MASTER_WEIGHT) if master else (key, EMA_PARAM)
     if folder == MASTER_WEIGHTS:
         return (master["key"], MASTER_WEIGHT) if master else None
-    accumulator = _ACCUMULATOR.fullmatch(key)
+    accumulator = re.fullmatch(_ACCUMULATOR, key)
     return (accumulator["key"], accumulator["state"]) if accumulator else None
 
 
@@ -128,10 +128,10 @@ def auto_parallel_name(path: tuple[str, ...]) -> Name | None:
     if len(path) == 3 and path[:2] == ("optimizer", "master_weights"):
         return path[2].removesuffix(".dist"), MASTER_WEIGHT
     if len(path) == 2 and path[0] == "optimizer":
-        accumulator = _AUTO_ACCUMULATOR.fullmatch(path[1])
+        accumulator = re.fullmatch(_AUTO_ACCUMULATOR, path[1])
         if accumulator:
             return accumulator["key"], accumulator["state"]
-        master = _AUTO_MASTER.fullmatch(path[1])
+        master = re.fullmatch(_AUTO_MASTER, path[1])
         return (master["key"], MASTER_WEIGHT) if master else None
     return None
 
