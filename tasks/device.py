@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.core.catalog import Term
 from paddle_reshard.pipeline.core.errors import UnsupportedError
+from paddle_reshard.pipeline.core.mixture import Term
 from paddle_reshard.tasks.boxes import cast_box, copy_box
 from paddle_reshard.tasks.cast import bfloat16_bits, cast_in_range
 from paddle_reshard.tasks.ema_boxes import divide_box, mix_box

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paddle_reshard.pipeline.core.catalog import Term
+from paddle_reshard.pipeline.core.mixture import Term
 from paddle_reshard.tasks.boxes import BLOCK_ELEMENTS, Array, in_order_of, pieces_of
 from paddle_reshard.tasks.ema import mix
 

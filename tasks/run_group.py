@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.core.catalog import Mixture
 from paddle_reshard.pipeline.core.errors import CastError, DriftError, MasterDriftError
 from paddle_reshard.pipeline.core.geometry import Ints
+from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.tensors import DTYPES
 from paddle_reshard.pipeline.planning.ops import COMPARE, HOLD, MOVE, PROBE, OpRows
 from paddle_reshard.pipeline.planning.parts import MADE, Parts, part_sizes

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paddle_reshard.pipeline.convert.request import GivenFile, KeptFile, LayoutOptions
+from paddle_reshard.pipeline.convert.given import GivenFile, KeptFile
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.layouts.hybrid.meta import parse_names
 from paddle_reshard.pipeline.layouts.rules import RuleTable, parse_rule_table, shipped_tables
@@ -14,6 +14,7 @@ from paddle_reshard.storage.formats.strict_json import parse_json
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.aoa.language import AoaProgram
+    from paddle_reshard.pipeline.convert.request import LayoutOptions
 
 File = Path | KeptFile
 
@@ -61,6 +62,8 @@ def read_layout_file(layout: Path) -> dict[str, Any]:
 
 def load_layout(layout: Path | Mapping[str, Any] | None) -> LayoutOptions:
     """Layout options from a JSON file or a mapping."""
+    from paddle_reshard.pipeline.convert.request import LayoutOptions
+
     if isinstance(layout, Path):
         return LayoutOptions.parse(read_layout_file(layout), str(layout))
     return LayoutOptions.parse(layout or {}, "layout")

@@ -26,10 +26,10 @@ from paddle_reshard.pipeline.convert.request import (
     parse_huggingface,
     parse_unified,
 )
-from paddle_reshard.pipeline.core.catalog import Mixture, Term
 from paddle_reshard.pipeline.core.errors import UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.file_names import AVERAGE
 from paddle_reshard.pipeline.core.freed import give_back_freed
+from paddle_reshard.pipeline.core.mixture import Mixture, Term
 from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
 from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT

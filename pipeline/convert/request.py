@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
+from paddle_reshard.pipeline.convert.given import GivenFile
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.limits import MAX_BUFFER_MB, MAX_ELEMENTS, MAX_VOCABULARY
 from paddle_reshard.pipeline.core.suggest import did_you_mean
@@ -37,20 +38,6 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
 """Target format → options that say something about a target of it."""
 REPLICAS = ("compare", "first")
 CHECKS = ("sample", "full")
-
-
-@dataclass(frozen=True, slots=True)
-class KeptFile:
-    """A small file that a conversion was begun with, as its session has kept it."""
-
-    name: str
-    text: str
-
-    def __str__(self) -> str:
-        return self.name
-
-
-GivenFile = PathLike | KeptFile
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from paddle_reshard.pipeline.convert.given import KeptFile
 from paddle_reshard.pipeline.convert.inputs import read_layout_file, read_text
 from paddle_reshard.pipeline.convert.request import (
     CHECKS,
@@ -20,7 +21,6 @@ from paddle_reshard.pipeline.convert.request import (
     REPLICAS,
     TARGET_OPTIONS,
     ConversionOptions,
-    KeptFile,
     TargetOptions,
 )
 from paddle_reshard.pipeline.core.errors import StaleSessionError, UsageError

@@ -22,10 +22,11 @@ from paddle_reshard.pipeline.convert.inputs import given_inputs
 from paddle_reshard.pipeline.convert.plan import ConversionPlan, plan_checkpoint, read_request
 from paddle_reshard.pipeline.convert.request import ConversionOptions, TargetOptions
 from paddle_reshard.pipeline.convert.run import ConversionReport, check_targets, open_targets, plan_and_run
-from paddle_reshard.pipeline.core.catalog import Catalog, File, Mixture, Term
+from paddle_reshard.pipeline.core.catalog import Catalog, File
 from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import AVERAGE
+from paddle_reshard.pipeline.core.mixture import Mixture, Term
 from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint

@@ -22,7 +22,9 @@ from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
 from paddle_reshard.pipeline.indexing import small_files
-from paddle_reshard.pipeline.indexing.detect import index_checkpoint, index_pair
+from paddle_reshard.pipeline.indexing.detect import index_checkpoint
+from paddle_reshard.pipeline.indexing.optimizer_steps import check_optimizer
+from paddle_reshard.pipeline.indexing.pair import index_pair
 from paddle_reshard.pipeline.layouts.checkpoint import MissingPolicy
 from paddle_reshard.pipeline.planning.compare import (
     Comparison,
@@ -130,7 +132,7 @@ def verify(
             raise UsageError("states and subset are for two checkpoints; one is held against itself")
         store = open_source(os.fspath(a), *source_access(given))
         checkpoint = index_checkpoint(store, *given_inputs(rules, config), missing, index_files)
-        small_files.check_optimizer(store, checkpoint)
+        check_optimizer(store, checkpoint)
         own = plan_self_comparison(checkpoint.catalog, engine.memory_bytes, compare_replicas)
         report = _compared(own, engine, store, (), observe)
         store.check_unchanged()

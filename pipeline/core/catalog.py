@@ -21,6 +21,8 @@ from paddle_reshard.pipeline.core.tensors import DTYPES, EMA_PARAM, MASTER_WEIGH
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from paddle_reshard.pipeline.core.mixture import Mixture
+
 FRAGMENT = np.dtype(
     [
         ("tensor", np.int32),  # index into Catalog.tensors
@@ -46,33 +48,6 @@ class File:
 
     path: str
     size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Term:
-    """A step of mixing: ``mixed = keep · mixed + take · values``; each product and the sum are rounded to float32.
-
-    In the first step nothing is kept, and values with a ``take`` of one stay as they are.
-    """
-
-    tensor: int
-    """Whose values."""
-    keep: float
-    """Both factors are float32 numbers."""
-    take: float
-
-
-@dataclass(frozen=True, slots=True)
-class Mixture:
-    """How the values of a tensor are computed from those of others of its shape, which are float32.
-
-    What the target wants in another dtype is cast at the end.
-    """
-
-    terms: tuple[Term, ...]
-    """One after the other; each tensor once, and all files of a term before those of the next one."""
-    divide_by: float = 1.0
-    """Of the last step, rounded to float32 before and after."""
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def is_training_state(path: str) -> bool:
 
 def is_of_training(path: str) -> bool:
     """Whether the trainer writes a file with every checkpoint of a run that has it at all: not one of the model's."""
-    return any(re.fullmatch(pattern, path) for pattern in (_TENSORS, _INDEX, _MARKER)) or is_training_state(path)
+    return any(re.fullmatch(p, path) for p in (_TENSORS, _INDEX, _MARKER)) or is_training_state(path)
 
 
 def is_by_product(path: str) -> bool:

@@ -6,10 +6,9 @@ Only metadata are read: pickle opcodes, headers, JSON.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from paddle_reshard.pipeline.core.catalog import Catalog, check_dtypes
+from paddle_reshard.pipeline.core.catalog import check_dtypes
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, PlanError
 from paddle_reshard.pipeline.core.file_names import CONFIG
 from paddle_reshard.pipeline.indexing.small_files import check_steps
@@ -22,9 +21,7 @@ from paddle_reshard.pipeline.layouts.rules import RuleTable
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.index import (
     IndexFiles,
-    holds_huggingface,
     index_here,
-    index_huggingface,
     index_tensor_file,
     index_unified,
     index_weights,
@@ -35,19 +32,6 @@ from paddle_reshard.tasks.index import (
 TENSOR_SUFFIXES = (".pdparams", ".pdopt", ".distcp", ".pdmodel")
 PLAIN_STATES = ("scheduler.pdparams", "scaler.pdparams")
 """Small states of the trainer that are not tensors of the model; carried byte for byte."""
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What two checkpoints are compared by."""
-
-    catalog: Catalog
-    lr_scheduler: Any
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Contents:
-        """Of a checkpoint that is understood."""
-        return cls(checkpoint.catalog, checkpoint.lr_scheduler)
 
 
 def index_checkpoint(
@@ -116,31 +100,6 @@ def read_config(store: Source, given: Mapping[str, Any] | None) -> Mapping[str, 
         error = PlanError if any(map(is_dist_file, sizes)) else CheckpointError
         raise error(f"{store.location}: {CONFIG} is missing; give that of the model with --config FILE")
     return given
-
-
-def index_pair(
-    a: Source,
-    b: Source,
-    tables: Sequence[RuleTable],
-    config: Mapping[str, Any] | None = None,
-    missing: MissingPolicy | None = None,
-    index_files: IndexFiles = index_here,
-) -> tuple[Contents, Contents]:
-    """Understand two checkpoints that are to be compared; one that has no ``config.json`` is read by the other's.
-
-    If one of them is a Hugging Face checkpoint, it holds the parameters of the other one's model.
-    """
-    for store in (a, b):
-        if config is None and CONFIG in store.sizes():
-            config = read_json(store, CONFIG, store.sizes())
-    foreign = [holds_huggingface(store, store.sizes()) for store in (a, b)]
-    if all(foreign) or not any(foreign):
-        one, two = (index_checkpoint(store, tables, config, missing, index_files) for store in (a, b))
-        return Contents.of(one), Contents.of(two)
-    known, other = (b, a) if foreign[0] else (a, b)
-    checkpoint = index_checkpoint(known, tables, config, missing, index_files)
-    pair = Contents.of(checkpoint), Contents(index_huggingface(other, other.sizes(), checkpoint.model), None)
-    return (pair[1], pair[0]) if foreign[0] else pair
 
 
 def _refuse_folder_of_checkpoints(store: Source) -> None:

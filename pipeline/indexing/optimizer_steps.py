@@ -22,7 +22,9 @@ import numpy.typing as npt
 from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.errors import CoverageError
 from paddle_reshard.pipeline.core.tensors import DTYPES
-from paddle_reshard.storage.store import Read, ReadRange
+from paddle_reshard.pipeline.indexing.small_files import SCALER
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.storage.store import Read, ReadRange, Source
 
 BETA1, BETA2 = "beta1_pow_acc", "beta2_pow_acc"
 MOST_STEPS = 100_000
@@ -240,3 +242,19 @@ def _refuse_files(steps: Mapping[Powers, int | None]) -> None:
             "are not of one checkpoint",
             (told[0][0], odd[0]),
         )
+
+
+def check_optimizer(store: Source, checkpoint: Checkpoint) -> None:
+    """Refuse optimizer states of another step than the schedule's, or of several: by the powers of their betas.
+
+    Beside a scaler of gradients, of which some overflow, the schedule's step need not be the optimizer's.
+
+    Raises
+    ------
+    CoverageError
+        Naming the tensor, both values and the file.
+    """
+    schedule = checkpoint.lr_scheduler
+    step = schedule.get("last_epoch") if isinstance(schedule, dict) else None
+    known = type(step) is int and SCALER not in store.sizes()
+    check_optimizer_steps(store, checkpoint.catalog, step if known else None)

@@ -15,8 +15,6 @@ from typing import Any, Final
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import CONFIG
-from paddle_reshard.pipeline.indexing.optimizer_steps import check_optimizer_steps
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 from paddle_reshard.storage.formats.trainer_state import parse_trainer_state
 from paddle_reshard.storage.store import Source
@@ -136,22 +134,6 @@ def check_steps(store: Source, in_optimizer_files: Any) -> None:
                 f"{path}: global_step is {said}, last_epoch in {where} is {step}: the two are of different steps or "
                 "runs; take both from one checkpoint"
             )
-
-
-def check_optimizer(store: Source, checkpoint: Checkpoint) -> None:
-    """Refuse optimizer states of another step than the schedule's, or of several: by the powers of their betas.
-
-    Beside a scaler of gradients, of which some overflow, the schedule's step need not be the optimizer's.
-
-    Raises
-    ------
-    CoverageError
-        Naming the tensor, both values and the file.
-    """
-    schedule = checkpoint.lr_scheduler
-    step = schedule.get("last_epoch") if isinstance(schedule, dict) else None
-    known = type(step) is int and SCALER not in store.sizes()
-    check_optimizer_steps(store, checkpoint.catalog, step if known else None)
 
 
 def _may_skip(store: Source) -> bool:

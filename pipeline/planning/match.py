@@ -11,9 +11,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.core.catalog import Catalog, Fragments, Mixture, volumes
+from paddle_reshard.pipeline.core.catalog import Catalog, Fragments, volumes
 from paddle_reshard.pipeline.core.errors import CoverageError, PlanError, UnsupportedError
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Boxes, Ints, intersect, meeting_pairs, padded
+from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.tensors import DTYPES, Cast, Tensor
 from paddle_reshard.pipeline.planning.ops import CHECK, COMPARE, MOVE, Ops, op_volumes, set_stops
 

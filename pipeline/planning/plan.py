@@ -17,10 +17,11 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.core.catalog import Catalog, File, Mixture, volumes
+from paddle_reshard.pipeline.core.catalog import Catalog, File, volumes
 from paddle_reshard.pipeline.core.errors import CoverageError, MemoryBudgetError, RereadError
 from paddle_reshard.pipeline.core.geometry import Ints
 from paddle_reshard.pipeline.core.literals import Literals
+from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.tensors import Tensor
 from paddle_reshard.pipeline.layouts.files import TargetFiles

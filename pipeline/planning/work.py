@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paddle_reshard.pipeline.core.catalog import Mixture
 from paddle_reshard.pipeline.core.geometry import Ints
 from paddle_reshard.pipeline.core.literals import Literals
+from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.tensors import Tensor
 from paddle_reshard.pipeline.planning.ops import OpRows
 from paddle_reshard.pipeline.planning.parts import MADE, Parts

@@ -7,8 +7,9 @@ import pytest
 
 from paddle_reshard.pipeline.aoa.apply import AoaOutcome, apply_aoa
 from paddle_reshard.pipeline.aoa.language import parse_aoa
-from paddle_reshard.pipeline.core.catalog import Catalog, Mixture, Term, check_catalog
+from paddle_reshard.pipeline.core.catalog import Catalog, check_catalog
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError
+from paddle_reshard.pipeline.core.mixture import Mixture, Term
 from paddle_reshard.pipeline.planning.match import COMPARE, MOVE, plan_ops
 from tests.aoa.arrays import Arrays, gather, stored, trained
 from tests.oracle import round_to_bfloat16

@@ -295,7 +295,7 @@ def test_the_command(series: list[Path], tmp_path: Path) -> None:
 
 
 def test_devices_that_may_round_otherwise_are_not_asked() -> None:
-    from paddle_reshard.pipeline.core.catalog import Term
+    from paddle_reshard.pipeline.core.mixture import Term
     from paddle_reshard.tasks.device import Box, PaddleMover
 
     mover = PaddleMover("cpu")

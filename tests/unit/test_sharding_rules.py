@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.core.tensors import dtype_named
+from paddle_reshard.pipeline.layouts.hybrid.padding import stage3_slice_elements
 from paddle_reshard.pipeline.layouts.hybrid.segments import segment
 from paddle_reshard.pipeline.layouts.hybrid.sharding import (
     FlatSlice,
@@ -26,7 +27,6 @@ from paddle_reshard.pipeline.layouts.hybrid.sharding import (
     share_out,
     stage1_v1_owners,
     stage1_v2_slices,
-    stage3_slice_elements,
 )
 from paddle_reshard.pipeline.layouts.rules import Item
 

@@ -50,9 +50,7 @@ DATA_FILES: Final = (".distcp", ".safetensors")
 _STATES: Final = "|".join(sorted(ACCUMULATORS, key=len, reverse=True))
 _ACCUMULATOR: Final = rf"(?P<key>.+)\.(?P<state>{_STATES})_0"
 _MASTER: Final = r"(?P<key>.+)\.w_0"
-_AUTO_ACCUMULATOR: Final = (
-    rf"(?P<key>.+?)(?:\.dist)?(?:_fp32_master_\d+)?_(?P<state>{_STATES})_\d+"
-)
+_AUTO_ACCUMULATOR: Final = rf"(?P<key>.+?)(?:\.dist)?(?:_fp32_master_\d+)?_(?P<state>{_STATES})_\d+"
 _AUTO_MASTER: Final = r"(?P<key>.+?)(?:\.dist)?_fp32_master_\d+"
 
 Name = tuple[str, str]

@@ -21,8 +21,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paddle_reshard.pipeline.core.tensors import DType
+from paddle_reshard.pipeline.layouts.hybrid.padding import (
+    padded_elements,
+    stage3_slice_elements,
+)
 
-ALIGNMENT_BYTES = 256  # of gpu, xpu and npu alike: tensor_fusion_helper.alignment
 DEFAULT_BUFFER_BYTES = 256 << 20
 DEFAULT_SEGMENT_ELEMENTS = 1 << 20
 
@@ -106,24 +109,11 @@ def _hand_out(parameters: Iterable[Parameter], degree: int) -> dict[str, int]:
     return owner
 
 
-def stage3_slice_elements(elements: int, dtype: DType, degree: int) -> int:
-    """Elements of every rank's slice of a parameter that stage 3 cuts, padding included."""
-    unit = ALIGNMENT_BYTES // dtype.itemsize
-    aligned = -(-elements // unit) * unit
-    return -(-aligned // degree)
-
-
 def _stage3_share(parameter: Parameter, degree: int, segment_elements: int) -> dict[int, FlatSlice | None]:
     if parameter.elements <= segment_elements:
         return dict.fromkeys(range(degree))
     length = stage3_slice_elements(parameter.elements, parameter.dtype, degree)
     return {rank: FlatSlice(rank * length, (rank + 1) * length) for rank in range(degree)}
-
-
-def padded_elements(elements: int, dtype: DType, degree: int) -> int:
-    """Elements that a parameter occupies in a v2 buffer."""
-    unit = ALIGNMENT_BYTES // dtype.itemsize * degree
-    return -(-elements // unit) * unit
 
 
 def stage1_v2_slices(

@@ -38,8 +38,8 @@ from paddle_reshard.pipeline.layouts.hybrid.experts import (
 )
 from paddle_reshard.pipeline.layouts.hybrid.meta import ModelMeta
 from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META
+from paddle_reshard.pipeline.layouts.hybrid.padding import padded_elements, stage3_slice_elements
 from paddle_reshard.pipeline.layouts.hybrid.ranks import Cell, Ranks, StoredArray, sort_ranks
-from paddle_reshard.pipeline.layouts.hybrid.sharding import padded_elements, stage3_slice_elements
 from paddle_reshard.pipeline.layouts.model import (
     Model,
     ModelTensor,

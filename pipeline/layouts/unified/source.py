@@ -44,7 +44,7 @@ from paddle_reshard.pipeline.core.tensors import (
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.huggingface.parts import is_transposed
 from paddle_reshard.pipeline.layouts.huggingface.source import dtype_of_tag
-from paddle_reshard.pipeline.layouts.hybrid.sharding import padded_elements
+from paddle_reshard.pipeline.layouts.hybrid.padding import padded_elements
 from paddle_reshard.pipeline.layouts.model import Model, read_model
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.layouts.rules import RuleTable, choose_table, expected_shape
