@@ -15,6 +15,7 @@ from paddle_reshard.pipeline.core.errors import TargetError
 from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.storage.store import (
     OWN_PREFIX,
+    CopyRange,
     Identity,
     NewFile,
     Openness,
@@ -214,19 +215,10 @@ class _Writers:
         receipt = writer.write_part(path.removeprefix(prefix), byte_offset, buffer)
         return replace(receipt, path=path)
 
-    def copy_part(
-        self,
-        path: str,
-        byte_offset: int,
-        nbytes: int,
-        source: ReadRange,
-        source_path: str,
-        source_offset: int,
-    ) -> Receipt:
+    def copy_part(self, copy: CopyRange, source: ReadRange) -> Receipt:
         """Have the storage copy one whole part."""
-        prefix, writer = self._find(path)
+        prefix, writer = self._find(copy.path)
         if writer is None:
-            return Receipt(path, byte_offset, nbytes)
-        own = path.removeprefix(prefix)
-        receipt = writer.copy_part(own, byte_offset, nbytes, source, source_path, source_offset)
-        return replace(receipt, path=path)
+            return Receipt(copy.path, copy.byte_offset, copy.nbytes)
+        receipt = writer.copy_part(replace(copy, path=copy.path.removeprefix(prefix)), source)
+        return replace(receipt, path=copy.path)

@@ -46,6 +46,17 @@ class Receipt:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyRange:
+    """One whole part of a target file that is a range of a source file, in bytes."""
+
+    path: str
+    byte_offset: int
+    nbytes: int
+    source_path: str
+    source_offset: int
+
+
+@dataclass(frozen=True, slots=True)
 class Openness:
     """Who may read, as permission bits of a file system; what a process's umask forbids is forbidden besides."""
 
@@ -142,15 +153,7 @@ class WritePart(Protocol):
     def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
         """Write one whole part; ``byte_offset`` is where it was said to start."""
 
-    def copy_part(
-        self,
-        path: str,
-        byte_offset: int,
-        nbytes: int,
-        source: ReadRange,
-        source_path: str,
-        source_offset: int,
-    ) -> Receipt:
+    def copy_part(self, copy: CopyRange, source: ReadRange) -> Receipt:
         """Have the storage copy one whole part from a source that ``Target.copies_from`` has agreed to.
 
         Raises

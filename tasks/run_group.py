@@ -24,7 +24,7 @@ from paddle_reshard.pipeline.planning.ops import COMPARE, HOLD, MOVE, PROBE, OpR
 from paddle_reshard.pipeline.planning.parts import MADE, Parts, part_sizes
 from paddle_reshard.pipeline.planning.plan import ACCUMULATOR_FACTOR, Bands
 from paddle_reshard.pipeline.planning.work import GroupWork
-from paddle_reshard.storage.store import Read, ReadRange, Receipt, WritePart
+from paddle_reshard.storage.store import CopyRange, Read, ReadRange, Receipt, WritePart
 from paddle_reshard.tasks.boxes import blocks
 from paddle_reshard.tasks.cast import cast
 from paddle_reshard.tasks.device import HOST, Box, Buffer, Mover
@@ -241,14 +241,14 @@ def _copy_parts(work: GroupWork, copied: Parts, source: ReadRange, target: Write
     """Have the storage copy parts, as many at a time as it likes."""
 
     def copy(part: Any) -> Receipt:
-        return target.copy_part(
-            work.target_paths[int(part["file"])],
-            int(part["start"]),
-            int(part["stop"] - part["start"]),
-            source,
-            work.source_paths[int(part["source_file"])],
-            int(part["source_start"]),
+        whole = CopyRange(
+            path=work.target_paths[int(part["file"])],
+            byte_offset=int(part["start"]),
+            nbytes=int(part["stop"] - part["start"]),
+            source_path=work.source_paths[int(part["source_file"])],
+            source_offset=int(part["source_start"]),
         )
+        return target.copy_part(whole, source)
 
     if len(copied) < 2 or target.copies_in_flight < 2:
         return [copy(part) for part in copied]

@@ -21,7 +21,7 @@ from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, dtype_of_code
 from paddle_reshard.pipeline.layouts.hybrid.names import SLICE_PREFIX, split_accumulator_key
 from paddle_reshard.pipeline.live.layout import MASTER_WEIGHTS, LivePiece, Path, TensorParallel
-from paddle_reshard.storage.store import ReadRange, Receipt
+from paddle_reshard.storage.store import CopyRange, ReadRange, Receipt
 from paddle_reshard.tasks.device import Buffer
 
 LR_SCHEDULER = "LR_Scheduler"
@@ -85,17 +85,9 @@ class MemoryWriter:
         self.memories[path].write(byte_offset, np.frombuffer(buffer, dtype=np.uint8))
         return Receipt(path, byte_offset, len(buffer))
 
-    def copy_part(
-        self,
-        path: str,
-        byte_offset: int,
-        nbytes: int,
-        source: ReadRange,
-        source_path: str,
-        source_offset: int,
-    ) -> Receipt:
+    def copy_part(self, copy: CopyRange, source: ReadRange) -> Receipt:
         """Never asked for: no storage copies into memory."""
-        raise UnsupportedError(f"{path}: no storage copies into memory")
+        raise UnsupportedError(f"{copy.path}: no storage copies into memory")
 
 
 @dataclass(frozen=True, slots=True)

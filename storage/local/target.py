@@ -34,7 +34,16 @@ from paddle_reshard.storage.session.ledger import (
 )
 from paddle_reshard.storage.session.staging import Staging, sync, write_file
 from paddle_reshard.storage.space import Room, room_for
-from paddle_reshard.storage.store import Identity, NewFile, Openness, ReadRange, Receipt, Record, Source
+from paddle_reshard.storage.store import (
+    CopyRange,
+    Identity,
+    NewFile,
+    Openness,
+    ReadRange,
+    Receipt,
+    Record,
+    Source,
+)
 
 COPIES = CopyLimits(smallest_bytes=1 << 20, largest_bytes=16 << 20)
 COPY_BLOCK_BYTES = 1 << 20
@@ -65,32 +74,24 @@ class LocalWriter:
             _start_writeback(file.fileno(), byte_offset, len(buffer))
         return Receipt(path, byte_offset, len(buffer), checksum=checksum(buffer))
 
-    def copy_part(
-        self,
-        path: str,
-        byte_offset: int,
-        nbytes: int,
-        source: ReadRange,
-        source_path: str,
-        source_offset: int,
-    ) -> Receipt:
+    def copy_part(self, copy: CopyRange, source: ReadRange) -> Receipt:
         """Copy inside the kernel, or through a small buffer where the file systems cannot."""
         if not isinstance(source, LocalSource):
-            raise UnsupportedError(f"{path}: only files of this machine can be copied on it")
+            raise UnsupportedError(f"{copy.path}: only files of this machine can be copied on it")
         with (
-            source.opened(source_path) as one,
-            self._told(path, f", while {source.location}/{source_path} was copied there"),
-            open(self.staging / path, "r+b", buffering=0) as other,
+            source.opened(copy.source_path) as one,
+            self._told(copy.path, f", while {source.location}/{copy.source_path} was copied there"),
+            open(self.staging / copy.path, "r+b", buffering=0) as other,
         ):
-            done = _copy_in_kernel(one, other.fileno(), nbytes, source_offset, byte_offset)
-            _start_writeback(other.fileno(), byte_offset, done)
-        buffer = memoryview(bytearray(min(COPY_BLOCK_BYTES, nbytes - done)))
-        while done < nbytes:
-            block = buffer[: nbytes - done]
-            source.read_into(source_path, source_offset + done, block)
-            self.write_part(path, byte_offset + done, block)
+            done = _copy_in_kernel(one, other.fileno(), copy.nbytes, copy.source_offset, copy.byte_offset)
+            _start_writeback(other.fileno(), copy.byte_offset, done)
+        buffer = memoryview(bytearray(min(COPY_BLOCK_BYTES, copy.nbytes - done)))
+        while done < copy.nbytes:
+            block = buffer[: copy.nbytes - done]
+            source.read_into(copy.source_path, copy.source_offset + done, block)
+            self.write_part(copy.path, copy.byte_offset + done, block)
             done += len(block)
-        return Receipt(path, byte_offset, nbytes)
+        return Receipt(copy.path, copy.byte_offset, copy.nbytes)
 
     def _told(self, path: str, doing: str = "") -> AbstractContextManager[None]:
         """What the file system refuses becomes a sentence about the target."""

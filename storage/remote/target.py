@@ -47,6 +47,7 @@ from paddle_reshard.storage.session.staging import Staging
 from paddle_reshard.storage.space import Room, room_for
 from paddle_reshard.storage.store import (
     OWN_PREFIX,
+    CopyRange,
     Identity,
     NewFile,
     Openness,
@@ -338,17 +339,9 @@ class StagedWriter:
             )
         return LocalWriter(self.staging, self.location).write_part(path, byte_offset, buffer)
 
-    def copy_part(
-        self,
-        path: str,
-        byte_offset: int,
-        nbytes: int,
-        source: ReadRange,
-        source_path: str,
-        source_offset: int,
-    ) -> Receipt:
+    def copy_part(self, copy: CopyRange, source: ReadRange) -> Receipt:
         """Never asked for."""
-        raise UnsupportedError(f"{path}: this kind of store copies nothing by itself")
+        raise UnsupportedError(f"{copy.path}: this kind of store copies nothing by itself")
 
 
 class StagedTarget(FsspecTarget):

@@ -34,7 +34,16 @@ from paddle_reshard.storage.remote.target import PROBE_PREFIX, FsspecTarget, is_
 from paddle_reshard.storage.s3.reads import read_body
 from paddle_reshard.storage.s3.session import S3Place
 from paddle_reshard.storage.session.ledger import SESSION, Phase, Place, Session, find_session, seize
-from paddle_reshard.storage.store import OWN_PREFIX, Identity, NewFile, ReadRange, Receipt, Record, Source
+from paddle_reshard.storage.store import (
+    OWN_PREFIX,
+    CopyRange,
+    Identity,
+    NewFile,
+    ReadRange,
+    Receipt,
+    Record,
+    Source,
+)
 
 SCHEMES = ("s3", "s3a")
 SMALLEST_PART_BYTES = 5 << 20
@@ -230,24 +239,13 @@ class S3Folder(FsspecFolder):
         """Where requests go to; the same for two folders of one store."""
         return str(self.open()[0].s3.meta.endpoint_url)
 
-    def probe_copy(self, name: str, source: FsspecSource, source_name: str, start: int, nbytes: int) -> Taken:
+    def probe_copy(self, copy: CopyRange, source: FsspecSource) -> Taken:
         """Copy a range into an upload that is dropped."""
-        upload_id = self.attempt("", self.create_upload, name, policy=retry.HURRIED)
+        upload_id = self.attempt("", self.create_upload, copy.path, policy=retry.HURRIED)
         try:
-            return self.attempt(
-                "",
-                self.copy_part,
-                name,
-                upload_id,
-                1,
-                source,
-                source_name,
-                start,
-                nbytes,
-                policy=retry.HURRIED,
-            )
+            return self.attempt("", self.copy_part, upload_id, 1, copy, source, policy=retry.HURRIED)
         finally:
-            self.attempt("", self.abort_upload, name, upload_id, policy=retry.HURRIED)
+            self.attempt("", self.abort_upload, copy.path, upload_id, policy=retry.HURRIED)
 
     # -------------------------------------------------------------------------------------- multipart uploads
 
@@ -317,34 +315,25 @@ class S3Folder(FsspecFolder):
             raise DamagedBody(f"part {number}: the store has {taken.md5}, sent was {md5.hex()}")
         return taken
 
-    def copy_part(
-        self,
-        name: str,
-        upload_id: str,
-        number: int,
-        source: FsspecSource,
-        source_name: str,
-        start: int,
-        nbytes: int,
-    ) -> Taken:
+    def copy_part(self, upload_id: str, number: int, copy: CopyRange, source: FsspecSource) -> Taken:
         """Have the store make a part of a range of a file that is still the version that was seen."""
         if not isinstance(source.folder, S3Folder):
-            raise UnsupportedError(f"{name}: only files of the same store can be copied there")
-        bucket, key = source.folder.key(source_name)
-        condition = {"CopySourceIfMatch": v} if (v := source.stamps[source_name].version) else {}
+            raise UnsupportedError(f"{copy.path}: only files of the same store can be copied there")
+        bucket, key = source.folder.key(copy.source_path)
+        condition = {"CopySourceIfMatch": v} if (v := source.stamps[copy.source_path].version) else {}
         try:
             answer = self.request(
                 "upload_part_copy",
-                name,
+                copy.path,
                 UploadId=upload_id,
                 PartNumber=number,
                 CopySource={"Bucket": bucket, "Key": key},
-                CopySourceRange=f"bytes={start}-{start + nbytes - 1}",
+                CopySourceRange=f"bytes={copy.source_offset}-{copy.source_offset + copy.nbytes - 1}",
                 **condition,
             )
         except OSError as error:
             if retry.code_of(error) in _SOURCE_GONE:
-                raise source.folder.explain(error, source_name) from None
+                raise source.folder.explain(error, copy.source_path) from None
             raise
         tag = answer.get("CopyPartResult", {}).get("ETag")
         if not tag:
@@ -468,34 +457,16 @@ class S3Writer:
         )
         return Receipt(path, byte_offset, nbytes, taken.tag, checksum(buffer), taken.md5)
 
-    def copy_part(
-        self,
-        path: str,
-        byte_offset: int,
-        nbytes: int,
-        source: ReadRange,
-        source_path: str,
-        source_offset: int,
-    ) -> Receipt:
+    def copy_part(self, copy: CopyRange, source: ReadRange) -> Receipt:
         """Have the store copy one whole part."""
-        upload = self.uploads[path]
-        number, wanted = upload.part(byte_offset)
-        if nbytes != wanted:
-            raise TargetError(f"{path}: the part at {byte_offset} has {wanted} bytes, not {nbytes}")
+        path, upload = copy.path, self.uploads[copy.path]
+        number, wanted = upload.part(copy.byte_offset)
+        if copy.nbytes != wanted:
+            raise TargetError(f"{path}: the part at {copy.byte_offset} has {wanted} bytes, not {copy.nbytes}")
         if not isinstance(source, FsspecSource):
             raise UnsupportedError(f"{path}: only files of the same store can be copied there")
-        taken = self.folder.attempt(
-            path,
-            self.folder.copy_part,
-            path,
-            upload.upload_id,
-            number,
-            source,
-            source_path,
-            source_offset,
-            nbytes,
-        )
-        return Receipt(path, byte_offset, nbytes, taken.tag, md5=taken.md5)
+        taken = self.folder.attempt(path, self.folder.copy_part, upload.upload_id, number, copy, source)
+        return Receipt(path, copy.byte_offset, copy.nbytes, taken.tag, md5=taken.md5)
 
 
 class S3Target(FsspecTarget):
@@ -525,9 +496,8 @@ class S3Target(FsspecTarget):
             return None
         try:
             wanted = source.read(largest, 1, PROBE_COPY_BYTES)
-            taken = self.s3.probe_copy(
-                PROBE_PREFIX + secrets.token_hex(8), source, largest, 1, PROBE_COPY_BYTES
-            )
+            probe = CopyRange(PROBE_PREFIX + secrets.token_hex(8), 0, PROBE_COPY_BYTES, largest, 1)
+            taken = self.s3.probe_copy(probe, source)
         except ReshardError as error:
             logger.info("%s copies nothing from %s: %s", self.location, source.location, error)
             return None

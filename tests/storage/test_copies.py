@@ -17,7 +17,7 @@ from paddle_reshard.storage.local.target import COPY_BLOCK_BYTES, LocalWriter
 from paddle_reshard.storage.locate import open_source, open_target
 from paddle_reshard.storage.s3 import target as s3
 from paddle_reshard.storage.s3.target import S3Folder
-from paddle_reshard.storage.store import Identity, NewFile
+from paddle_reshard.storage.store import CopyRange, Identity, NewFile
 from tests.properties.synthetic import Model, write_checkpoint
 from tests.storage.contents import (
     convert_locally,
@@ -68,7 +68,9 @@ def test_a_part_is_copied_whatever_the_kernel_can(
     else:
         monkeypatch.setattr(os, "copy_file_range", copy)
     nbytes = len(content) - 12
-    receipt = LocalWriter(tmp_path, "t").copy_part("b", 3, nbytes, LocalSource(tmp_path / "source"), "a", 5)
+    receipt = LocalWriter(tmp_path, "t").copy_part(
+        CopyRange("b", 3, nbytes, "a", 5), LocalSource(tmp_path / "source")
+    )
     assert (receipt.path, receipt.byte_offset, receipt.nbytes) == ("b", 3, nbytes)
     assert (tmp_path / "b").read_bytes() == bytes(3) + content[5:-7] + bytes(9)
 
@@ -80,7 +82,7 @@ def test_a_disk_that_fails_is_not_worked_around(tmp_path: Path, monkeypatch: pyt
         rf"^t: the disk failed \(input/output error\) \({tmp_path}/a\), while {tmp_path}/a was copied there"
     )
     with pytest.raises(TargetError, match=told):
-        LocalWriter(tmp_path, "t").copy_part("a", 0, 1, LocalSource(tmp_path), "a", 2)
+        LocalWriter(tmp_path, "t").copy_part(CopyRange("a", 0, 1, "a", 2), LocalSource(tmp_path))
 
 
 def test_a_source_that_became_shorter_is_refused(tmp_path: Path) -> None:
@@ -90,7 +92,7 @@ def test_a_source_that_became_shorter_is_refused(tmp_path: Path) -> None:
     source = LocalSource(tmp_path / "source")
     (tmp_path / "source" / "a").write_bytes(bytes(50))
     with pytest.raises(CheckpointError, match=r"a: changed while it was read \(size 100 then, 50 now"):
-        LocalWriter(tmp_path, "t").copy_part("b", 0, 80, source, "a", 10)
+        LocalWriter(tmp_path, "t").copy_part(CopyRange("b", 0, 80, "a", 10), source)
 
 
 # ---------------------------------------------------------------------------------------------------- on S3
@@ -177,12 +179,12 @@ def test_a_copy_is_of_the_version_that_was_seen(store: Store, bucket: str, proxy
     target.folder.open()[0].s3.meta.events.register("before-call.s3.UploadPartCopy", listen)
     with pytest.raises(CheckpointError, match=r"s/a: it changed while it was read$"), target:
         writer = _begun(target, len(content))
-        again = writer.copy_part("a", 0, s3.SMALLEST_PART_BYTES, source, "a", 7)
-        assert writer.copy_part("a", 0, s3.SMALLEST_PART_BYTES, source, "a", 7) == again
+        again = writer.copy_part(CopyRange("a", 0, s3.SMALLEST_PART_BYTES, "a", 7), source)
+        assert writer.copy_part(CopyRange("a", 0, s3.SMALLEST_PART_BYTES, "a", 7), source) == again
         with pytest.raises(TargetError, match="the part at 0 has 5242880 bytes, not 3"):
-            writer.copy_part("a", 0, 3, source, "a", 7)
+            writer.copy_part(CopyRange("a", 0, 3, "a", 7), source)
         proxy.fault = lambda method, path: "changed" if "partNumber" in path else None
-        writer.copy_part("a", 0, s3.SMALLEST_PART_BYTES, source, "a", 7)
+        writer.copy_part(CopyRange("a", 0, s3.SMALLEST_PART_BYTES, "a", 7), source)
     assert asked == [store.client.head_object(Bucket=bucket, Key="s/a")["ETag"]] * 3
 
 
@@ -217,8 +219,8 @@ def test_copies_are_asked_for_again_when_the_store_is_busy(store: Store, bucket:
         copying = first(2, "slow_down", lambda method, path: "partNumber" in path)
         proxy.fault = copying
         receipts = [
-            writer.copy_part("a", 0, s3.SMALLEST_PART_BYTES, source, "a", 9),
-            writer.copy_part("a", s3.SMALLEST_PART_BYTES, 900, source, "a", 100),
+            writer.copy_part(CopyRange("a", 0, s3.SMALLEST_PART_BYTES, "a", 9), source),
+            writer.copy_part(CopyRange("a", s3.SMALLEST_PART_BYTES, 900, "a", 100), source),
         ]
         assert copying("PUT", "partNumber") is None, "both failures were met"
         made = target.finish(receipts)

@@ -19,7 +19,7 @@ from paddle_reshard.storage.locate import open_source, open_target
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.s3.target import S3Folder
-from paddle_reshard.storage.store import Identity, NewFile
+from paddle_reshard.storage.store import CopyRange, Identity, NewFile
 from tests.conftest import REPO
 from tests.storage.contents import (
     ONE_CARD,
@@ -175,8 +175,8 @@ def test_copies_by_the_store_are_retried_and_counted(
         )
         before = count_retries().total()
         receipts = [
-            writer.copy_part(name, 0, part, source, name, 3),
-            writer.copy_part(name, part, 7, source, name, 2 * part),
+            writer.copy_part(CopyRange(name, 0, part, name, 3), source),
+            writer.copy_part(CopyRange(name, part, 7, name, 2 * part), source),
         ]
         assert count_retries().total() - before == 2
         target.finish(receipts)

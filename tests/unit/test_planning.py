@@ -21,7 +21,7 @@ from paddle_reshard.pipeline.planning.match import match
 from paddle_reshard.pipeline.planning.ops import COMPARE
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan, plan_comparisons, plan_conversion
 from paddle_reshard.pipeline.planning.work import plan_work
-from paddle_reshard.storage.store import ReadRange, Receipt
+from paddle_reshard.storage.store import CopyRange, ReadRange, Receipt
 from paddle_reshard.tasks.run_group import compare_group, run_group
 
 MIB = 1 << 20
@@ -122,21 +122,12 @@ class Memory(ReadRange):
         self.made[path][byte_offset : byte_offset + len(buffer)] = buffer
         return Receipt(path, byte_offset, len(buffer))
 
-    def copy_part(
-        self,
-        path: str,
-        byte_offset: int,
-        nbytes: int,
-        source: ReadRange,
-        source_path: str,
-        source_offset: int,
-    ) -> Receipt:
+    def copy_part(self, copy: CopyRange, source: ReadRange) -> Receipt:
         assert source is self
-        self.copied_bytes += nbytes
-        self.made[path][byte_offset : byte_offset + nbytes] = self.source[source_path][source_offset:][
-            :nbytes
-        ]
-        return Receipt(path, byte_offset, nbytes)
+        self.copied_bytes += copy.nbytes
+        values = self.source[copy.source_path][copy.source_offset :][: copy.nbytes]
+        self.made[copy.path][copy.byte_offset : copy.byte_offset + copy.nbytes] = values
+        return Receipt(copy.path, copy.byte_offset, copy.nbytes)
 
 
 def plan_of(
