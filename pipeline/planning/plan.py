@@ -25,6 +25,7 @@ from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.tensors import Tensor
 from paddle_reshard.pipeline.layouts.files import TargetFiles
+from paddle_reshard.pipeline.planning import sizes as planning_sizes
 from paddle_reshard.pipeline.planning.checks import Held, add_checks
 from paddle_reshard.pipeline.planning.copies import carve_copies
 from paddle_reshard.pipeline.planning.groups import FileSizes, Room, group_ops, set_passes, source_ranges
@@ -42,20 +43,15 @@ from paddle_reshard.pipeline.planning.ops import (
 )
 from paddle_reshard.pipeline.planning.parts import MADE, NOBODY, PART, Parts, part_sizes, plan_parts
 from paddle_reshard.pipeline.planning.ranges import dense_numbers, merge
+from paddle_reshard.pipeline.planning.sizes import PlanSizes
 
 FOOTPRINT_BYTES = 136 << 20
 """What a worker process needs for itself: interpreter, libraries, metadata. Groups share the rest of the budget."""
 UNLIMITED_BYTES = 1 << 62
-GROUP_BYTES = 64 << 20
-"""Small tensors are gathered into groups of about this peak."""
 GROUPS_IN_BUDGET = 4
 """They are smaller where the budget would not hold so many: some are read or written while others are moved."""
 SMALLEST_GROUP_BYTES = 16 << 20
 """Smaller ones would not be worth their requests."""
-PASS_BYTES = 8 << 20
-"""What a group may always read at once, however large its parts are."""
-FILL_BYTES = 16 << 20
-"""More literal bytes or zeros than these become parts of their own."""
 COPY_GROUP_FACTOR = 4
 COPY_GROUP_PARTS = 64
 """Parts that the storage copies are gathered into groups of about the bytes of so many of the largest, and so many
@@ -244,6 +240,7 @@ def plan_conversion(
     allow_reread: bool = False,
     held: Held | None = None,
     allow_master_drift: bool = False,
+    sizes: PlanSizes | None = None,
 ) -> Plan:
     """Plan all groups of a conversion.
 
@@ -281,14 +278,15 @@ def plan_conversion(
         beside=0 if held is None else len(held.tensors) - len(source.tensors),
         mixtures=source.mixtures,
     )
-    planned, rereads, held = _with_checks(plan, make_ops, limits, held)
+    sizes = sizes or planning_sizes.USUAL_SIZES
+    planned, rereads, held = _with_checks(plan, make_ops, limits, sizes, held)
     _check_budget(planned)
     if not rereads:
         return planned
-    once, _ = _within_limits(plan, make_ops, limits, UNLIMITED_BYTES, held)
+    once, _ = _within_limits(plan, make_ops, limits, sizes, UNLIMITED_BYTES, held)
     made = once.parts[once.parts["source_file"] == MADE]
     largest = int(np.bincount(made["group"], weights=part_sizes(made)).max())
-    held_bytes = _held_bytes(plan.mixtures, once.ops) * largest + PASS_BYTES
+    held_bytes = _held_bytes(plan.mixtures, once.ops) * largest + sizes.pass_bytes
     enough_bytes = max(once.peak_bytes, held_bytes) + FOOTPRINT_BYTES
     if not allow_reread:
         worst = int(once.group_peaks.argmax())
@@ -297,7 +295,7 @@ def plan_conversion(
 
 
 def _with_checks(
-    plan: Plan, make_ops: Callable[[], Ops], limits: PartLimits, held: Held | None
+    plan: Plan, make_ops: Callable[[], Ops], limits: PartLimits, sizes: PlanSizes, held: Held | None
 ) -> tuple[Plan, bool, Held | None]:
     """The plan with everything portioned, whether bytes are read several times, and what is held against each other.
 
@@ -305,7 +303,7 @@ def _with_checks(
     sampled, and if that is not enough, all are.
     """
     room_bytes = (plan.budget_bytes - FOOTPRINT_BYTES) // 2
-    planned, rereads = _within_limits(plan, make_ops, limits, plan.budget_bytes, held)
+    planned, rereads = _within_limits(plan, make_ops, limits, sizes, plan.budget_bytes, held)
     if held is None or held.in_full:
         return planned, rereads, held
     less = held
@@ -313,7 +311,7 @@ def _with_checks(
         if not rereads and planned.peak_bytes <= room_bytes:
             break
         less = held.up_to(most_bytes)
-        planned, rereads = _within_limits(plan, make_ops, limits, plan.budget_bytes, less)
+        planned, rereads = _within_limits(plan, make_ops, limits, sizes, plan.budget_bytes, less)
     return planned, rereads, less
 
 
@@ -321,6 +319,7 @@ def _within_limits(
     plan: Plan,
     make_ops: Callable[[], Ops],
     limits: PartLimits,
+    sizes: PlanSizes,
     budget_bytes: int,
     held: Held | None = None,
 ) -> tuple[Plan, bool]:
@@ -332,13 +331,13 @@ def _within_limits(
     total = np.array([f.size_bytes for f in plan.target_files], dtype=np.int64)
     smallest = np.full(len(total), limits.smallest_bytes)
     while True:
-        files = FileSizes(total, smallest, np.maximum(FILL_BYTES, 2 * smallest))
+        files = FileSizes(total, smallest, np.maximum(sizes.fill_bytes, 2 * smallest))
         ops, copied = carve_copies(make_ops(), smallest, limits.copies, plan.mixtures)
         if held is not None:
             ops = add_checks(ops, copied, held)
         largest_bytes = 0 if limits.copies is None else limits.copies.largest_bytes
         planned, rereads = _portioned(
-            plan, ops, copied, files, budget_bytes, COPY_GROUP_FACTOR * largest_bytes
+            plan, ops, copied, files, sizes, budget_bytes, COPY_GROUP_FACTOR * largest_bytes
         )
         if limits.most is None:
             return planned, rereads
@@ -350,7 +349,11 @@ def _within_limits(
 
 
 def plan_comparisons(
-    ops: Ops, tensors: tuple[Tensor, ...], files: tuple[File, ...], budget_bytes: int
+    ops: Ops,
+    tensors: tuple[Tensor, ...],
+    files: tuple[File, ...],
+    budget_bytes: int,
+    sizes: PlanSizes | None = None,
 ) -> Plan:
     """Plan ops that compare what is in ``files``; nothing is written.
 
@@ -375,16 +378,23 @@ def plan_comparisons(
         budget_bytes=budget_bytes,
         carried=(),
     )
-    planned, rereads = _within_limits(plan, ops.copy, PartLimits(), budget_bytes)
+    sizes = sizes or planning_sizes.USUAL_SIZES
+    planned, rereads = _within_limits(plan, ops.copy, PartLimits(), sizes, budget_bytes)
     _check_budget(planned)
     if not rereads:
         return planned
-    once, _ = _within_limits(plan, ops.copy, PartLimits(), UNLIMITED_BYTES)
-    return replace(planned, read_once_budget_bytes=once.peak_bytes + PASS_BYTES + FOOTPRINT_BYTES)
+    once, _ = _within_limits(plan, ops.copy, PartLimits(), sizes, UNLIMITED_BYTES)
+    return replace(planned, read_once_budget_bytes=once.peak_bytes + sizes.pass_bytes + FOOTPRINT_BYTES)
 
 
 def _portioned(
-    plan: Plan, ops: Ops, copied: Parts, files: FileSizes, budget_bytes: int, copy_group_bytes: int
+    plan: Plan,
+    ops: Ops,
+    copied: Parts,
+    files: FileSizes,
+    sizes: PlanSizes,
+    budget_bytes: int,
+    copy_group_bytes: int,
 ) -> tuple[Plan, bool]:
     """The plan with groups, parts and bands of all ``ops``; and whether bytes are read several times.
 
@@ -392,16 +402,18 @@ def _portioned(
     """
     most_bytes = budget_bytes - FOOTPRINT_BYTES
     room = Room(
-        min(GROUP_BYTES, max(most_bytes // GROUPS_IN_BUDGET, SMALLEST_GROUP_BYTES)),
-        PASS_BYTES,
+        min(sizes.group_bytes, max(most_bytes // GROUPS_IN_BUDGET, SMALLEST_GROUP_BYTES)),
+        sizes.pass_bytes,
         most_bytes,
         TINY_BYTES,
     )
-    for_parts = (room.most_bytes - PASS_BYTES) // _held_bytes(plan.mixtures, ops)
-    ops, groups, rereads = group_ops(ops, copied, files, room._replace(most_bytes=PASS_BYTES + for_parts))
+    for_parts = (room.most_bytes - sizes.pass_bytes) // _held_bytes(plan.mixtures, ops)
+    ops, groups, rereads = group_ops(
+        ops, copied, files, room._replace(most_bytes=sizes.pass_bytes + for_parts)
+    )
     parts = plan_parts(ops, groups, copied, *files)
     values = int(groups.max(initial=-1)) + 1
-    parts["group"] = _groups_of_parts(parts, values, copy_group_bytes)
+    parts["group"] = _groups_of_parts(parts, values, sizes.fill_bytes, copy_group_bytes)
     count = max(values, int(parts["group"].max(initial=-1)) + 1)
     parts = parts[np.lexsort((parts["start"], parts["file"], parts["group"]))]
     made = parts[parts["source_file"] == MADE]
@@ -451,12 +463,12 @@ def _held_bytes(mixtures: Mapping[int, Mixture], ops: Ops) -> int:
     return 1 + ACCUMULATOR_FACTOR if _cast_after_mixing(mixtures, ops).any() else 1
 
 
-def _groups_of_parts(parts: Parts, first: int, copy_group_bytes: int) -> Ints:
+def _groups_of_parts(parts: Parts, first: int, fill_bytes: int, copy_group_bytes: int) -> Ints:
     """The group of every part: those without values are gathered, those that are copied too."""
     groups = parts["group"].astype(np.int64)
     nobody = groups == NOBODY
     for chosen, most_bytes, most_parts in (
-        (nobody & (parts["source_file"] == MADE), FILL_BYTES, len(parts)),
+        (nobody & (parts["source_file"] == MADE), fill_bytes, len(parts)),
         (nobody & (parts["source_file"] != MADE), copy_group_bytes, COPY_GROUP_PARTS),
     ):
         sizes = part_sizes(parts[chosen])

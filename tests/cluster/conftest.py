@@ -24,7 +24,7 @@ from paddle_reshard.clusters.inline import run_inline
 from paddle_reshard.pipeline.convert.plan import ConversionPlan
 from paddle_reshard.pipeline.convert.run import MoveReport, run_conversion
 from paddle_reshard.pipeline.core.events import ignore_events
-from paddle_reshard.pipeline.planning import plan as planning
+from paddle_reshard.pipeline.planning import sizes as planning
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
 from tests.conftest import REPO, case_directory
@@ -104,7 +104,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
     """Make a conversion of the case in groups of about ``group_bytes``."""
 
     def make(to: str = "tp=2,sharding=3", group_bytes: int = GROUP_BYTES, **options: object) -> Conversion:
-        monkeypatch.setattr(planning, "GROUP_BYTES", group_bytes)
+        monkeypatch.setattr(planning, "USUAL_SIZES", planning.PlanSizes(group_bytes=group_bytes))
         there = tmp_path / "inline"
         planned = paddle_reshard.plan(case_directory(CASE) / "checkpoint-3", there, to=to, **options)
         report = run_conversion(

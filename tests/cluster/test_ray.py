@@ -32,7 +32,7 @@ from paddle_reshard.pipeline.core.errors import (
     UsageError,
 )
 from paddle_reshard.pipeline.core.events import ignore_events
-from paddle_reshard.pipeline.planning import plan as planning
+from paddle_reshard.pipeline.planning import sizes as planning
 from paddle_reshard.pipeline.planning.ops import COMPARE
 from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
 from paddle_reshard.storage.local.target import LocalTarget
@@ -92,8 +92,7 @@ def test_exchanged(conversion: Conversion, exchanged: list[int]) -> None:
 def test_an_average_of_a_series(
     exchange: str, tmp_path: Path, exchanged: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "GROUP_BYTES", 100_000)
-    monkeypatch.setattr(planning, "PASS_BYTES", 10_000)
+    monkeypatch.setattr(planning, "USUAL_SIZES", planning.PlanSizes(group_bytes=100_000, pass_bytes=10_000))
     source = case_directory(CASE) / "checkpoint-3"
     shutil.copytree(source, tmp_path / "checkpoint-1")
     scale_master_weights(tmp_path / "checkpoint-1", 1.7)
@@ -126,7 +125,7 @@ def test_states_of_another_step_are_refused(
     format: str, exchange: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the workers, and what they say arrives whole."""
-    monkeypatch.setattr(planning, "GROUP_BYTES", 50_000)
+    monkeypatch.setattr(planning, "USUAL_SIZES", planning.PlanSizes(group_bytes=50_000))
     shutil.copytree(case_directory("small-families/qwen2_single") / "checkpoint-3", tmp_path / "source")
     scale_master_weights(tmp_path / "source", 1.01)
     planned = paddle_reshard.plan(tmp_path / "source", tmp_path / "made", format=format)

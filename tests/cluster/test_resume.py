@@ -9,7 +9,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 import paddle_reshard
-from paddle_reshard.pipeline.planning import plan as planning
+from paddle_reshard.pipeline.planning import sizes as planning
 from tests.cluster.conftest import CASE, GROUP_BYTES, contents
 from tests.conftest import REPO, case_directory
 
@@ -17,11 +17,11 @@ KILLED_AFTER = 4
 DRIVER = """
 import json, os, signal, sys
 import paddle_reshard
-from paddle_reshard.pipeline.planning import plan as planning
+from paddle_reshard.pipeline.planning import sizes as planning
 from paddle_reshard.pipeline.convert.run import Progress
 
 request, group_bytes, left = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-planning.GROUP_BYTES = group_bytes
+planning.USUAL_SIZES = planning.PlanSizes(group_bytes=group_bytes)
 
 def observe(event):
     global left
@@ -38,7 +38,7 @@ paddle_reshard.convert(**request, observe=observe)
 def test_a_driver_that_was_killed_is_gone_on_with(
     then: str, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "GROUP_BYTES", GROUP_BYTES)
+    monkeypatch.setattr(planning, "USUAL_SIZES", planning.PlanSizes(group_bytes=GROUP_BYTES))
     source, whole, made = case_directory(CASE) / "checkpoint-3", tmp_path / "whole", tmp_path / "made"
     options = {"to": "tp=2,sharding=3", "memory": "256MiB"}
     paddle_reshard.convert(source, whole, **options)

@@ -26,6 +26,7 @@ from paddle_reshard.pipeline.core.errors import (
 )
 from paddle_reshard.pipeline.ema.async_ema import AsyncEma, Weights
 from paddle_reshard.pipeline.planning import plan as planning
+from paddle_reshard.pipeline.planning import sizes
 from tests import oracle
 from tests.conftest import REPO, case_directory
 from tests.ema.scaled import scale_master_weights
@@ -80,8 +81,7 @@ def by_weights(given: Sequence[float]) -> Tensors:
 @pytest.fixture
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many groups, and several passes in most of them."""
-    monkeypatch.setattr(planning, "GROUP_BYTES", 40_000)
-    monkeypatch.setattr(planning, "PASS_BYTES", 4_000)
+    monkeypatch.setattr(sizes, "USUAL_SIZES", sizes.PlanSizes(group_bytes=40_000, pass_bytes=4_000))
 
 
 @pytest.mark.usefixtures("small_groups")
@@ -132,7 +132,7 @@ def test_a_budget_too_small_for_a_tensor_and_what_it_is_mixed_in(
 ) -> None:
     """The largest matrix is stored the other way round in the model: 12 kB, and 24 kB of float32 beside it."""
     monkeypatch.setattr("paddle_reshard.pipeline.convert.request.SMALLEST_BUDGET_BYTES", 0)
-    monkeypatch.setattr(planning, "GROUP_BYTES", 20_000)
+    monkeypatch.setattr(sizes, "USUAL_SIZES", sizes.PlanSizes(group_bytes=20_000, pass_bytes=4_000))
     options = {"decay": 0.7, "format": "huggingface"}
 
     def budget(nbytes: int) -> str:
@@ -166,8 +166,8 @@ def test_float32_parameters_without_master_weights(tmp_path: Path) -> None:
 SCRIPT = """
 import os, signal, sys
 import paddle_reshard
-from paddle_reshard.pipeline.planning import plan
-plan.GROUP_BYTES, plan.PASS_BYTES = 40_000, 4_000
+from paddle_reshard.pipeline.planning import sizes
+sizes.USUAL_SIZES = sizes.PlanSizes(group_bytes=40_000, pass_bytes=4_000)
 write, left = os.pwrite, 40
 def counted(*arguments):
     global left

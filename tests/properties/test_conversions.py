@@ -23,6 +23,7 @@ from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.hybrid.target import layout_hybrid
 from paddle_reshard.pipeline.layouts.rules import shipped_tables
 from paddle_reshard.pipeline.planning import plan as planning
+from paddle_reshard.pipeline.planning.sizes import PlanSizes
 from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.store import ReadRange
@@ -358,9 +359,9 @@ def plan_in_groups(
     checkpoint: Checkpoint, files: TargetFiles, group_bytes: int, gap_bytes: int
 ) -> planning.Plan:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "GROUP_BYTES", group_bytes)
         patch.setattr(planning, "JOIN_GAP_BYTES", gap_bytes)
-        return planning.plan_conversion(checkpoint.catalog, files, [], BUDGET_BYTES)
+        sizes = PlanSizes(group_bytes=group_bytes)
+        return planning.plan_conversion(checkpoint.catalog, files, [], BUDGET_BYTES, sizes=sizes)
 
 
 def lay_out(source: Path, target: Target, buffer_bytes: int) -> tuple[Checkpoint, TargetFiles]:
@@ -476,7 +477,9 @@ def test_verify_finds_exactly_what_differs(
     model = data.draw(models())
     here, there = data.draw(targets(model)), data.draw(targets(model))
     with workspace() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "GROUP_BYTES", group_bytes)
+        patch.setattr(
+            "paddle_reshard.pipeline.planning.sizes.USUAL_SIZES", PlanSizes(group_bytes=group_bytes)
+        )
         synthetic.write_checkpoint(model, folder / "S")
         convert(folder / "S", folder / "A", here)
         convert(folder / "A", folder / "B", there)

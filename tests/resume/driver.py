@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import paddle_reshard
-from paddle_reshard.pipeline.planning import plan as planning
+from paddle_reshard.pipeline.planning import sizes as planning
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.s3.target import S3Folder
 from paddle_reshard.storage.session import ledger
@@ -99,7 +99,7 @@ def _path(value: Any) -> Any:
 def _convert(order: dict[str, Any]) -> dict[str, Any]:
     """One conversion, in this process."""
     counter = Counter(order.get("kill_at"), order.get("of", ""), order.get("after", False))
-    planning.GROUP_BYTES = order["group_bytes"]
+    planning.USUAL_SIZES = planning.PlanSizes(group_bytes=order["group_bytes"])
     ledger.LEASE_SECONDS = order.get("lease_seconds", ledger.LEASE_SECONDS)
     quick = retry.RetryPolicy(
         attempts=4, total_seconds=20, first_wait_seconds=0.01, longest_wait_seconds=0.05

@@ -19,7 +19,7 @@ from paddle_reshard.pipeline.convert.request import CONVERSION_OPTIONS
 from paddle_reshard.pipeline.convert.resuming import KEPT, LARGEST_KEPT_BYTES
 from paddle_reshard.pipeline.core.errors import FinishedError, StaleSessionError, UsageError
 from paddle_reshard.pipeline.core.events import Event, Progress
-from paddle_reshard.pipeline.planning import plan as planning
+from paddle_reshard.pipeline.planning import sizes as planning
 from tests.resume.conftest import GROUP_BYTES, Driver
 from tests.storage.contents import in_bucket
 from tests.storage.servers import Store
@@ -34,7 +34,7 @@ class Stop(Exception):
 
 @pytest.fixture(autouse=True)
 def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "GROUP_BYTES", GROUP_BYTES)
+    monkeypatch.setattr(planning, "USUAL_SIZES", planning.PlanSizes(group_bytes=GROUP_BYTES))
 
 
 def begin(source: Path, target: Any, after: int = 2, **options: Any) -> None:
@@ -112,7 +112,7 @@ def test_memory_may_differ_as_long_as_the_plan_is_the_same(
     begin(source, tmp_path / "t", to="tp=1", memory="512MiB")
     told = r"begun with --memory 512MiB, and this is --memory 256MiB; leave it out"
     with monkeypatch.context() as smaller:  # what a smaller budget does to a checkpoint that is large
-        smaller.setattr(planning, "GROUP_BYTES", GROUP_BYTES // 2)
+        smaller.setattr(planning, "USUAL_SIZES", planning.PlanSizes(group_bytes=GROUP_BYTES // 2))
         with pytest.raises(StaleSessionError, match=told):
             paddle_reshard.convert(source, tmp_path / "t", resume=True, memory="256MiB")
     report = paddle_reshard.convert(source, tmp_path / "t", resume=True, memory="256MiB")
@@ -280,8 +280,9 @@ def test_the_command_line_goes_on_with_what_it_was_told(source: Path, tmp_path: 
     kill = (
         "import os, signal, sys; from paddle_reshard.storage.session.ledger import Session; note = Session.note\n"
         "def noted(self, record): note(self, record); os.kill(os.getpid(), signal.SIGKILL)\n"
-        "Session.note = noted; from paddle_reshard.pipeline.planning import plan; "
-        f"plan.GROUP_BYTES = {GROUP_BYTES}; from paddle_reshard.pipeline.cli.main import main; main()"
+        "Session.note = noted; from paddle_reshard.pipeline.planning import sizes; "
+        f"sizes.USUAL_SIZES = sizes.PlanSizes(group_bytes={GROUP_BYTES}); "
+        "from paddle_reshard.pipeline.cli.main import main; main()"
     )
     arguments = [sys.executable, "-c", kill, "convert", str(source), str(target), *options]
     assert subprocess.run(arguments, capture_output=True, timeout=300).returncode == -9

@@ -18,7 +18,7 @@ from paddle_reshard.pipeline.convert.manifest import FORMAT, describe_parts, for
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, TargetError
 from paddle_reshard.pipeline.core.events import Event, Progress, StepEnded
-from paddle_reshard.pipeline.planning import plan as planning
+from paddle_reshard.pipeline.planning import sizes as planning
 from paddle_reshard.pipeline.watch.claims import Policy
 from paddle_reshard.pipeline.watch.runners import Conversion
 from paddle_reshard.pipeline.watch.watcher import Result, open_watcher
@@ -53,7 +53,7 @@ def _stopping(after: int, error: BaseException) -> Any:
 
 @pytest.fixture(autouse=True)
 def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "GROUP_BYTES", GROUP_BYTES)
+    monkeypatch.setattr(planning, "USUAL_SIZES", planning.PlanSizes(group_bytes=GROUP_BYTES))
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ how = sys.argv.pop(1)
 if how == "nohup":
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 from paddle_reshard.clusters.inline import InlineEngine as Engine
-from paddle_reshard.pipeline.planning import plan
-plan.GROUP_BYTES = 100_000
+from paddle_reshard.pipeline.planning import sizes
+sizes.USUAL_SIZES = sizes.PlanSizes(group_bytes=100_000)
 run = Engine.__call__
 
 def slow(*arguments):

@@ -10,7 +10,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.convert.request import TargetOptions
 from paddle_reshard.pipeline.core.errors import CheckpointError, TargetError, UsageError
 from paddle_reshard.pipeline.core.events import Event, StepEnded
-from paddle_reshard.pipeline.planning import plan as planning
+from paddle_reshard.pipeline.planning import sizes as planning
 from paddle_reshard.storage.remote.source import FsspecSource
 from paddle_reshard.storage.s3 import target as s3
 from tests.storage.contents import (
@@ -76,7 +76,7 @@ def test_objects_of_several_parts(
 ) -> None:
     request = {**ONE_CARD, "vocab_pad": 5000}
     wanted = convert_locally(middle(), tmp_path / "local", **request)
-    monkeypatch.setattr(planning, "GROUP_BYTES", 1 << 20)
+    monkeypatch.setattr(planning, "USUAL_SIZES", planning.PlanSizes(group_bytes=1 << 20))
     report = paddle_reshard.convert(middle(), f"s3://{bucket}/c", storage_options=store.options, **request)
     assert_same_checkpoint(in_bucket(store, bucket, "c/"), wanted)
     plan = report.plan.plan

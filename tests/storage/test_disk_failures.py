@@ -14,7 +14,7 @@ import pytest
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import CheckpointError, ReshardError
 from paddle_reshard.pipeline.core.events import Event, Progress
-from paddle_reshard.pipeline.planning import plan as planning
+from paddle_reshard.pipeline.planning import sizes as planning
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.os_errors import may_go_well_elsewhere
 from tests.conftest import REPO
@@ -23,10 +23,10 @@ from tests.storage.contents import ONE_CARD, SMALL
 FULL_IN_THE_MIDDLE = """
 import json, logging, resource, sys
 import paddle_reshard
-from paddle_reshard.pipeline.planning import plan as planning
+from paddle_reshard.pipeline.planning import sizes as planning
 from paddle_reshard.pipeline.convert.run import Progress
 
-planning.GROUP_BYTES = 500_000
+planning.USUAL_SIZES = planning.PlanSizes(group_bytes=500_000)
 source, target = sys.argv[1:]
 unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -76,7 +76,7 @@ def test_a_disk_that_takes_no_more_in_the_middle_is_told_by_the_target_and_what_
 def test_a_source_that_fails_while_it_is_read_is_told_by_its_name(
     code: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "GROUP_BYTES", 500_000)
+    monkeypatch.setattr(planning, "USUAL_SIZES", planning.PlanSizes(group_bytes=500_000))
     really = os.preadv
 
     def preadv(*_: Any) -> int:

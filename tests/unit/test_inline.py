@@ -16,7 +16,7 @@ import paddle_reshard
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.convert.plan import ConversionPlan
 from paddle_reshard.pipeline.core.errors import MemoryBudgetError, UsageError
-from paddle_reshard.pipeline.planning import plan as planning
+from paddle_reshard.pipeline.planning import sizes as planning
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.storage.store import Read, ReadRange
@@ -33,7 +33,7 @@ PATIENCE_SECONDS = 60
 @pytest.fixture
 def conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ConversionPlan:
     """Of a real checkpoint, in many small groups."""
-    monkeypatch.setattr(planning, "GROUP_BYTES", GROUP_BYTES)
+    monkeypatch.setattr(planning, "USUAL_SIZES", planning.PlanSizes(group_bytes=GROUP_BYTES))
     source = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
     planned = paddle_reshard.plan(source, tmp_path / "T", to="tp=2,sharding=3")
     assert planned.plan.groups > 20

@@ -16,10 +16,10 @@ from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.part_limits import CopyLimits, PartLimits
 from paddle_reshard.pipeline.core.tensors import Tensor, dtype_named
 from paddle_reshard.pipeline.layouts.files import TargetFiles
-from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.planning.match import match
 from paddle_reshard.pipeline.planning.ops import COMPARE
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan, plan_comparisons, plan_conversion
+from paddle_reshard.pipeline.planning.sizes import PlanSizes
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.storage.store import CopyRange, ReadRange, Receipt
 from paddle_reshard.tasks.run_group import compare_group, run_group
@@ -171,11 +171,8 @@ def check_tiles(plan: Plan, smallest_bytes: int = 1) -> None:
         assert ((parts["stop"] - parts["start"])[:-1] >= smallest_bytes).all()
 
 
-@pytest.fixture
-def _small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All sizes 64 times smaller than they are."""
-    for name in ("GROUP_BYTES", "PASS_BYTES", "FILL_BYTES"):
-        monkeypatch.setattr(planning, name, getattr(planning, name) // 64)
+SMALL = PlanSizes(group_bytes=1 << 20, pass_bytes=128 << 10, fill_bytes=256 << 10)
+"""A 64th of what is usual."""
 
 
 # --------------------------------------------------------------------------- tensors larger than the budget
@@ -193,11 +190,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.usefixtures("_small_portions")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_tensor_larger_than_the_budget_is_read_once(name: str) -> None:
     source, target = (Files(boxes) for boxes in LAYOUTS[name])
-    plan = plan_of([LARGE], source, target, ROOM_BYTES)
+    plan = plan_of([LARGE], source, target, ROOM_BYTES, sizes=SMALL)
     assert plan.read_once_budget_bytes is None
     assert plan.peak_bytes <= ROOM_BYTES
     check_tiles(plan)
@@ -212,16 +208,15 @@ TRANSPOSED = {
 }
 
 
-@pytest.mark.usefixtures("_small_portions")
 @pytest.mark.parametrize("name", TRANSPOSED)
 def test_what_has_to_be_turned_is_read_several_times_or_refused_with_the_budget_that_would_do(
     name: str,
 ) -> None:
     source, target = (Files(boxes) for boxes in TRANSPOSED[name])
     with pytest.raises(RereadError, match=r"w0 \(moment1\): .* --allow-reread") as refusal:
-        plan_of([LARGE], source, target, ROOM_BYTES)
+        plan_of([LARGE], source, target, ROOM_BYTES, sizes=SMALL)
 
-    plan = plan_of([LARGE], source, target, ROOM_BYTES, allow_reread=True)
+    plan = plan_of([LARGE], source, target, ROOM_BYTES, allow_reread=True, sizes=SMALL)
     assert plan.peak_bytes <= ROOM_BYTES
     assert plan.read_amplification > 1.5
     assert plan.read_amplification == refusal.value.amplification
@@ -230,40 +225,39 @@ def test_what_has_to_be_turned_is_read_several_times_or_refused_with_the_budget_
     assert memory.read_bytes == pytest.approx(plan.read_amplification * prod(LARGE) * SIZE)
 
     assert plan.read_once_budget_bytes == refusal.value.needed_bytes
-    enough = plan_of([LARGE], source, target, refusal.value.needed_bytes - FOOTPRINT_BYTES)
+    enough = plan_of([LARGE], source, target, refusal.value.needed_bytes - FOOTPRINT_BYTES, sizes=SMALL)
     assert enough.read_once_budget_bytes is None
     assert enough.peak_bytes + FOOTPRINT_BYTES <= refusal.value.needed_bytes
     assert enough.peak_bytes < 1.1 * prod(LARGE) * SIZE  # the parts and one pass, not everything twice
     run(enough, source, target, [LARGE])
 
 
-@pytest.mark.usefixtures("_small_portions")
 @pytest.mark.parametrize("orders", [("C", "C"), ("F", "F")], ids=lambda orders: "".join(orders))
 def test_rows_larger_than_the_budget_are_cut_too(orders: tuple[str, str]) -> None:
     shape = (3, 2_000_000) if orders[0] == "C" else (2_000_000, 3)
     source, target = Files(whole(shape, orders[0])), Files(whole(shape, orders[1]))
-    plan = plan_of([shape], source, target, ROOM_BYTES)
+    plan = plan_of([shape], source, target, ROOM_BYTES, sizes=SMALL)
     assert plan.peak_bytes <= ROOM_BYTES < 2_000_000 * SIZE
     check_tiles(plan)
     assert run(plan, source, target, [shape]).read_bytes == prod(shape) * SIZE
 
 
-@pytest.mark.usefixtures("_small_portions")
 def test_what_must_be_written_together_and_does_not_fit_is_refused() -> None:
     """Eight files, each of which wants parts of a mebibyte."""
     source, target = Files(whole(LARGE)), Files(columns(LARGE, 8))
     limits = PartLimits(MIB)
-    plan = plan_of([LARGE], source, target, 32 * MIB, limits=limits)
+    plan = plan_of([LARGE], source, target, 32 * MIB, limits=limits, sizes=SMALL)
     check_tiles(plan, MIB)
     run(plan, source, target, [LARGE])
     with pytest.raises(MemoryBudgetError, match="w0") as refusal:
-        plan_of([LARGE], source, target, 6 * MIB, limits=limits)
+        plan_of([LARGE], source, target, 6 * MIB, limits=limits, sizes=SMALL)
     assert not isinstance(refusal.value, RereadError)
-    enough = plan_of([LARGE], source, target, refusal.value.needed_bytes - FOOTPRINT_BYTES, limits=limits)
+    enough = plan_of(
+        [LARGE], source, target, refusal.value.needed_bytes - FOOTPRINT_BYTES, limits=limits, sizes=SMALL
+    )
     assert enough.peak_bytes + FOOTPRINT_BYTES <= refusal.value.needed_bytes
 
 
-@pytest.mark.usefixtures("_small_portions")
 @pytest.mark.parametrize(
     ("one", "other", "most_reads"),
     [
@@ -282,12 +276,12 @@ def test_large_tensors_are_compared_within_the_budget(
     named = [[File(f"{side}/{f.path}", f.size_bytes) for f in s.files] for side, s in (("A", a), ("B", b))]
     tensors = (Tensor("w0", "moment1", FLOAT32, LARGE),)
     ops = match(*fragments, {}, kind=COMPARE)
-    plan = plan_comparisons(ops, tensors, (*named[0], *named[1]), FOOTPRINT_BYTES + ROOM_BYTES)
+    plan = plan_comparisons(ops, tensors, (*named[0], *named[1]), FOOTPRINT_BYTES + ROOM_BYTES, sizes=SMALL)
     assert plan.peak_bytes <= ROOM_BYTES
     assert plan.read_amplification <= most_reads
     assert (plan.read_once_budget_bytes is None) == (plan.read_amplification < 1.05)
     if plan.read_once_budget_bytes is not None:
-        enough = plan_comparisons(ops, tensors, plan.source_files, plan.read_once_budget_bytes)
+        enough = plan_comparisons(ops, tensors, plan.source_files, plan.read_once_budget_bytes, sizes=SMALL)
         assert enough.read_amplification == 1
         assert enough.read_once_budget_bytes is None
 
@@ -305,7 +299,6 @@ def test_large_tensors_are_compared_within_the_budget(
 # ------------------------------------------------------------------------------------------------- parts
 
 
-@pytest.mark.usefixtures("_small_portions")
 @pytest.mark.parametrize("copies", [None, CopyLimits(10_000, 300_000)], ids=["moved", "copied"])
 @pytest.mark.parametrize("smallest_bytes", [1, 20_000, 100_000])
 def test_parts_have_the_size_that_the_store_wants(smallest_bytes: int, copies: CopyLimits | None) -> None:
@@ -324,7 +317,7 @@ def test_parts_have_the_size_that_the_store_wants(smallest_bytes: int, copies: C
 
     source, target = Files(spread(3)), Files(spread(4))
     limits = PartLimits(smallest_bytes, 10_000, copies)
-    plan = plan_of(shapes, source, target, 64 * MIB, limits=limits)
+    plan = plan_of(shapes, source, target, 64 * MIB, limits=limits, sizes=SMALL)
     check_tiles(plan, smallest_bytes)
     run(plan, source, target, shapes)
     assert (plan.copied_bytes > 0) == (copies is not None)
@@ -343,10 +336,9 @@ def _halves(tensor: int, shape: tuple[int, int], edge: int) -> list[Stored]:
 def test_a_file_with_too_many_parts_gets_larger_ones() -> None:
     shape = (1_000, 1_000)
     source, target = Files(rows(shape, range(10, 1_000, 10))), Files(whole(shape))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "GROUP_BYTES", 80_000)
-        many = plan_of([shape], source, target, 64 * MIB, limits=PartLimits(20_000))
-        plan = plan_of([shape], source, target, 64 * MIB, limits=PartLimits(20_000, most=7))
+    sizes = PlanSizes(group_bytes=80_000)
+    many = plan_of([shape], source, target, 64 * MIB, limits=PartLimits(20_000), sizes=sizes)
+    plan = plan_of([shape], source, target, 64 * MIB, limits=PartLimits(20_000, most=7), sizes=sizes)
     assert len(many.parts) > 7 >= len(plan.parts) > 1
     check_tiles(plan, 4_000_000 // 7)
     run(plan, source, target, [shape])
@@ -355,9 +347,7 @@ def test_a_file_with_too_many_parts_gets_larger_ones() -> None:
 def test_padding_is_cut_into_parts() -> None:
     boxes = [[Stored(0, (0, 0), (10, 10), padding=3_000_000), Stored(0, (10, 0), (10, 10))]]
     source, target = Files(whole((20, 10))), Files(boxes)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "FILL_BYTES", 500_000)
-        plan = plan_of([(20, 10)], source, target, 64 * MIB)
+    plan = plan_of([(20, 10)], source, target, 64 * MIB, sizes=PlanSizes(fill_bytes=500_000))
     check_tiles(plan)
     assert (plan.parts["stop"] - plan.parts["start"]).max() <= 500_000
     assert plan.peak_bytes <= 1_000_000
