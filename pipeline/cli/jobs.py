@@ -24,10 +24,11 @@ from click.core import ParameterSource
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.options import Decides, decides
-from paddle_reshard.pipeline.cli.output import End, print_error, print_object
+from paddle_reshard.pipeline.cli.output import End, print_answer, print_error, print_object
 from paddle_reshard.pipeline.cli.signals import exit_status, sentence, signal_of
 from paddle_reshard.pipeline.cli.terminal import LogFormatter, pass_on, say
 from paddle_reshard.pipeline.convert.request import CONVERSION_OPTIONS, ConversionOptions, check_options
+from paddle_reshard.pipeline.core.answer import Answer
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.topology import Topology
 
@@ -286,8 +287,8 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, voice: _Voi
         _say(f"the job goes on; follow it with: ray job logs --follow {job.submission_id}")
         _say(f"or by submitting the same again; stop it with: ray job stop {job.submission_id}")
         if voice.as_json:
-            said = {"error": "interrupted; the job goes on", "kind": "Interrupted", "retryable": True}
-            print_object("submit", {**facts, **said, "status": None, "result": None})
+            facts |= {"status": None, "result": None}
+            print_answer(Answer("submit", "interrupted; the job goes on", "Interrupted", True, facts))
         return exit_status(interrupt)
     answer = answer_of_job(lines)
     if end.succeeded:
@@ -295,11 +296,14 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, voice: _Voi
     else:
         _say(f"{end.submission_id} {end.status}: {end.message}")
     if voice.as_json:
-        facts |= {"status": end.status, "result": answer if end.succeeded else None}
-        if not end.succeeded:
+        result = answer.data() if end.succeeded and answer is not None else None
+        facts |= {"status": end.status, "result": result}
+        if end.succeeded:
+            print_object("submit", facts)
+        else:
             failure = failure_of_job(answer, end.message)
-            facts |= {"error": str(failure), "kind": type(failure).__name__, "retryable": failure.retryable}
-        print_object("submit", facts)
+            kind = type(failure).__name__
+            print_answer(Answer("submit", str(failure), kind, failure.retryable, facts))
     return end.exit_status
 
 

@@ -24,13 +24,12 @@ import click
 
 from paddle_reshard.pipeline.cli.signals import exit_status, sentence
 from paddle_reshard.pipeline.cli.terminal import printable, say
+from paddle_reshard.pipeline.core.answer import Answer
 from paddle_reshard.pipeline.core.errors import ReshardError
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 
 COMPLETION = "_PADDLE_RESHARD_COMPLETE"
 """The variable by which a shell asks for completions."""
-SCHEMA_VERSION = 1
-"""Of everything that ``--json`` prints; it grows when an entry changes its meaning or goes."""
 ANSWERS = ("inspect", "plan", "simulate", "verify")
 """Commands that are run for what they print."""
 TROUBLE = {"verify": 2}
@@ -175,19 +174,17 @@ def _is_number(cell: str) -> bool:
 
 def print_object(command: str, facts: Mapping[str, Any]) -> None:
     """The one JSON object of a command that came to its end."""
-    _print_json(command, None, None, False, facts)
+    print_answer(Answer(command, facts=facts))
 
 
 def print_error(command: str | None, end: End) -> None:
     """The one JSON object of a command that did not."""
-    _print_json(command, end.message, end.kind, end.retryable, {})
+    print_answer(Answer(command, end.message, end.kind, end.retryable))
 
 
-def _print_json(
-    command: str | None, error: str | None, kind: str | None, retryable: bool, facts: Mapping[str, Any]
-) -> None:
-    head = {"schema_version": SCHEMA_VERSION, "command": command}
-    click.echo(json.dumps({**head, "error": error, "kind": kind, "retryable": retryable, **facts}))
+def print_answer(answer: Answer) -> None:
+    """The one JSON object of a command, however it ended."""
+    click.echo(json.dumps(answer.data()))
 
 
 # ------------------------------------------------------------------------------------------------------- ends

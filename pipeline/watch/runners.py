@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paddle_reshard.pipeline import api
+from paddle_reshard.pipeline.core.answer import Answer
 from paddle_reshard.pipeline.core.errors import (
     JobError,
     RefusedJobError,
@@ -97,24 +98,26 @@ def convert_as_job(
     return convert
 
 
-def answer_of_job(lines: Sequence[str]) -> dict[str, Any] | None:
-    """The one JSON object that ``convert --json`` has printed into a job's log: the last one there; ``None``: none."""
+def answer_of_job(lines: Sequence[str]) -> Answer | None:
+    """How the conversion of a job ended, as its ``convert --json`` has written into its log; ``None`` if it did not.
+
+    The log also holds what Ray and libraries write, which may be JSON too: only an answer of ``convert`` counts.
+    """
     for line in reversed(lines):
         if line.startswith("{"):
             try:
-                answer = parse_json(line)
+                answer = Answer.of(parse_json(line))
             except ValueError:
                 continue
-            if isinstance(answer, dict):
+            if answer.command == "convert":
                 return answer
     return None
 
 
-def failure_of_job(answer: Mapping[str, Any] | None, message: str) -> ReshardError:
+def failure_of_job(answer: Answer | None, message: str) -> ReshardError:
     """The error that ended a job's conversion, as if it had been raised here; ``message`` where it could not say."""
-    kind, error = (answer or {}).get("kind"), (answer or {}).get("error")
-    if not isinstance(kind, str) or not isinstance(error, str):
+    if answer is None or answer.error is None or answer.kind is None:
         return JobError(message)
-    if issubclass(error_class(kind), StaleSessionError):
-        return StaleSessionError(error)
-    return JobError(error) if (answer or {}).get("retryable") is True else RefusedJobError(error)
+    if issubclass(error_class(answer.kind), StaleSessionError):
+        return StaleSessionError(answer.error)
+    return JobError(answer.error) if answer.retryable else RefusedJobError(answer.error)

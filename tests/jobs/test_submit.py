@@ -202,11 +202,17 @@ def failure(lines: list[str], message: str = "FAILED") -> ReshardError:
     return failure_of_job(answer_of_job(lines), message)
 
 
+def said_by_convert(error: str, kind: str, retryable: bool) -> str:
+    """As docs/schemas/output-1.json has it, which is what the cluster's version of this package prints."""
+    head = {"schema_version": 1, "command": "convert"}
+    return json.dumps({**head, "error": error, "kind": kind, "retryable": retryable})
+
+
 def test_a_refusal_is_told_from_a_crash() -> None:
-    said = json.dumps({"error": "tp=3 does not divide", "kind": "UnsupportedError", "retryable": False})
+    said = said_by_convert("tp=3 does not divide", "UnsupportedError", False)
     refused = failure(["plan: …", said, "paddle-reshard: …"])
     assert (refused.retryable, str(refused)) == (False, "tp=3 does not divide")
-    passing = json.dumps({"error": "the store asks to slow down", "kind": "TargetError", "retryable": True})
+    passing = said_by_convert("the store asks to slow down", "TargetError", True)
     assert failure([passing]).retryable
     crashed = failure(["plan: …", "Killed"], "job x FAILED: Killed")
     assert (crashed.retryable, str(crashed)) == (True, "job x FAILED: Killed")
@@ -214,9 +220,7 @@ def test_a_refusal_is_told_from_a_crash() -> None:
 
 
 def test_what_was_left_by_another_conversion_is_known_by_the_kind_of_the_error() -> None:
-    stale = failure(
-        [json.dumps({"error": "left by another plan", "kind": "StaleSessionError", "retryable": True})]
-    )
+    stale = failure([said_by_convert("left by another plan", "StaleSessionError", True)])
     assert type(stale) is StaleSessionError
     assert str(stale) == "left by another plan"
 
@@ -228,6 +232,12 @@ def test_what_was_left_by_another_conversion_is_known_by_the_kind_of_the_error()
         '{"error": "a", "error": "b", "kind": "StaleSessionError"}',
         '["error", "kind"]',
         '{"error": 5, "kind": ["StaleSessionError"]}',
+        '{"error": "x", "kind": "StaleSessionError", "retryable": false}',
+        '{"schema_version": 1, "command": "plan", "error": "x", "kind": "RuleError", "retryable": false}',
+        '{"schema_version": 2, "command": "convert", "error": "x", "kind": "RuleError", "retryable": false}',
+        '{"schema_version": 1, "command": "convert", "error": 5, "kind": "RuleError", "retryable": false}',
+        '{"schema_version": 1, "command": "convert", "error": "x", "kind": "RuleError", "retryable": "no"}',
+        '{"schema_version": 1, "command": "convert", "error": "x", "kind": "RuleError"}',
         'WARNING {"error": "x", "kind": "StaleSessionError"}',
         '{"error": null, "kind": null}',
     ],
@@ -235,6 +245,12 @@ def test_what_was_left_by_another_conversion_is_known_by_the_kind_of_the_error()
 def test_a_log_that_says_something_else_is_a_failure_worth_another_try(line: str) -> None:
     found = failure(["plan: …", line], "job x FAILED")
     assert (type(found), str(found), found.retryable) == (JobError, "job x FAILED", True)
+
+
+@pytest.mark.parametrize("line", ['{"level": "info", "message": "driver exits"}', "{}", '{"error": "x"}'])
+def test_json_of_a_library_does_not_hide_what_the_conversion_said(line: str) -> None:
+    refused = failure([said_by_convert("tp=3 does not divide", "UnsupportedError", False), line])
+    assert (refused.retryable, str(refused)) == (False, "tp=3 does not divide")
 
 
 def test_with_json_stdout_is_one_object_also_where_there_is_no_cluster() -> None:
