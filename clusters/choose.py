@@ -38,7 +38,7 @@ def choose_engine(cluster: str, workers: int | None, memory_bytes: int, exchange
 
 
 def choose_indexing(engine: Engine, observe: Observer) -> IndexFiles:
-    """Where the files of a checkpoint are indexed that an engine is to convert; ``observe`` is told how many are."""
+    """The function that indexes files for an engine; ``observe`` receives the number of files read."""
     here = partial(index_here, observe=observe)
     if isinstance(engine, InlineEngine):
         return here

@@ -23,7 +23,7 @@ LAST_WORDS_BYTES = 2000
 
 
 class CompanionLost(ReshardError):
-    """The process beside this one has ended. ``status`` is its exit status, ``words`` what it said last."""
+    """The companion process has ended. ``status`` is its exit status, ``words`` its last line of output."""
 
     def __init__(self, status: int | None, words: str) -> None:
         super().__init__(status, words)
@@ -82,7 +82,7 @@ class Companion:
 
     @property
     def busy(self) -> bool:
-        """Whether something that was asked is not done."""
+        """Whether a request is still in progress."""
         return self.answered < self.asked
 
     def ask(self, request: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ class InlineEngine:
     """Settings of a run in this process; called with groups, it is an ``Engine``."""
 
     memory_bytes: int = 1 << 30
-    """Of this process, what it needs for itself included."""
+    """Budget of this process, its own overhead included."""
     workers: int | None = None
     """Groups at a time, as far as memory allows. Default: two for every processor, since a group waits for storage
     half of the time."""
@@ -59,7 +59,7 @@ class InlineEngine:
 
     @property
     def groups_at_a_time(self) -> int:
-        """As far as memory allows."""
+        """As many as memory allows."""
         return self.workers or 2 * len(os.sched_getaffinity(0))
 
     def run(self, works: Iterable[GroupWork], do: Callable[[GroupWork, Mover], GroupReport]) -> Reports:

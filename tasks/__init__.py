@@ -1,1 +1,1 @@
-"""What one worker does: index a file, run one group of a plan."""
+"""The work of one worker: index a file, run one group of a plan."""

@@ -71,7 +71,7 @@ class Progress:
         return Progress(self.updates + len(decays), step, weight)
 
     def correction(self, averaging: Averaging) -> float:
-        """What an average is divided by so that its weights add up to one."""
+        """The divisor with which the weights of the average add up to one."""
         return 1.0 if averaging.start == "weights" else 1.0 - self.start_weight
 
 
@@ -92,7 +92,7 @@ def blend(average: Floats, values: Floats, decay: float, scratch: Floats | None 
 
 
 def factors(decay: float) -> tuple[np.float32, np.float32]:
-    """What an update with a decay multiplies the average so far with, and the values."""
+    """The factors of an update with a decay: for the average so far, and for the new values."""
     return np.float32(decay), np.float32(1 - decay)
 
 

@@ -1,4 +1,4 @@
-"""What did each worker of a cluster do? Told with the reports of groups, added up by the driver."""
+"""What did each worker of a cluster do? Sent with the reports of groups, added up by the driver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paddle_reshard.pipeline.core.shown import readable_bytes
 
 @dataclass(frozen=True, slots=True)
 class WorkerFigures:
-    """What one worker did since it last told."""
+    """The work of one worker since its last report."""
 
     number: int
     host: str
@@ -31,14 +31,14 @@ class WorkerFigures:
         )
 
 
-def add_figures(told: Iterable[WorkerFigures]) -> tuple[WorkerFigures, ...]:
+def add_figures(reported: Iterable[WorkerFigures]) -> tuple[WorkerFigures, ...]:
     """One entry for each worker, by its number; a worker that was replaced on another host has two.
 
     >>> add_figures([WorkerFigures(0, "a", 1, 5), WorkerFigures(0, "a", 2, 3)])[0].read_bytes
     8
     """
     sums: dict[tuple[int, str], WorkerFigures] = {}
-    for one in told:
+    for one in reported:
         worker = one.number, one.host
         so_far = sums.get(worker, WorkerFigures(*worker))
         sums[worker] = WorkerFigures(

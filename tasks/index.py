@@ -62,7 +62,7 @@ def index_here(
     Threads only help while they wait. Where a disk answers at once they fight for the interpreter, and the same files
     take twice as long.
 
-    ``observe`` is told how many are done.
+    ``observe`` receives the number of files read so far.
     """
     found: dict[str, T] = {}
     for path, one in _indexed(index, store, sizes):
@@ -93,7 +93,7 @@ def _indexed(
 
 
 def index_tensor_file(store: Readable, path: str, size_bytes: int) -> dict[str, Any]:
-    """What a tensor file holds, its arrays as references."""
+    """The contents of a tensor file, its arrays as references."""
     root = parse_pickle(lambda offset, nbytes: store.read(path, offset, nbytes), size_bytes, path).root
     if not isinstance(root, dict):
         raise FormatError(
@@ -128,7 +128,7 @@ def index_huggingface(
 
 
 def holds_huggingface(store: Readable, sizes: Mapping[str, int]) -> bool:
-    """Whether files are weights in the layout of Hugging Face, and nothing else of a training checkpoint."""
+    """Whether the files are weights in the layout of Hugging Face, without any other file of a training checkpoint."""
     from paddle_reshard.pipeline.layouts.huggingface.parts import PADDLE_LAYOUTS
     from paddle_reshard.pipeline.layouts.huggingface.source import is_huggingface
 
@@ -188,7 +188,7 @@ def index_unified(
 
 
 def index_safetensors(store: Readable, path: str, size_bytes: int) -> SafetensorsPayload:
-    """What the header of a safetensors file says."""
+    """The header of a safetensors file."""
     from paddle_reshard.storage.formats.safetensors import parse_safetensors
 
     return parse_safetensors(partial(store.read, path), size_bytes, path)

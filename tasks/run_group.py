@@ -33,19 +33,19 @@ from paddle_reshard.tasks.figures import WorkerFigures
 
 @dataclass(frozen=True, slots=True)
 class GroupReport:
-    """What running a group did."""
+    """The result of running a group."""
 
     group: int
     read_bytes: int
     written_bytes: int
-    """Of its parts, copied ones included."""
+    """In all its parts, including those copied by the storage."""
     receipts: tuple[Receipt, ...] = ()
     compared_elements: int = 0
     differences: tuple[DriftError, ...] = field(default=())
     figures: tuple[WorkerFigures, ...] = ()
-    """What the workers of a cluster that ran it have done since they last told."""
+    """The work of the workers that ran it since their last report."""
     copied_bytes: int = 0
-    """Of those written, the ones that the storage copied."""
+    """The written bytes that the storage copied."""
 
 
 def run_group(work: GroupWork, source: ReadRange, target: WritePart, mover: Mover = HOST) -> GroupReport:
@@ -103,7 +103,7 @@ def finish_group(
 
 
 class _Pass(NamedTuple):
-    """What is read at once, and what is done with it."""
+    """Bands that are read together, and the ops that use them."""
 
     bands: Bands
     ops: OpRows
@@ -159,7 +159,7 @@ class _Accumulator(NamedTuple):
 
     buffer: Any
     first_byte: int
-    """Of the part, that it begins with."""
+    """Literal bytes at the start of the part."""
 
 
 def _cast_after_mixing(work: GroupWork) -> dict[int, tuple[int, int]]:
@@ -297,7 +297,7 @@ def _compare(work: GroupWork, ranges: Bands, ops: OpRows, bands: Sequence[Buffer
 def _difference(
     work: GroupWork, op: np.void, values: tuple[Any, Any], place: tuple[int, ...], dtype: np.dtype[Any]
 ) -> DriftError:
-    """What to say of an op whose ``values`` differ at a ``place`` of its box, each side as ``dtype``."""
+    """The drift of an op whose ``values`` differ at the position ``place`` of its box, each side as ``dtype``."""
     tensor = work.tensors[int(op["tensor"])]
     dims = len(tensor.global_shape)
     index = tuple(int(p + o) for p, o in zip(place[:dims], op["offset"][:dims], strict=True))

@@ -52,7 +52,7 @@ class Workspace(HostMover):
         return part
 
     def room(self, nbytes: int) -> Buffer:
-        """Where a band can be read to."""
+        """The memory into which a band is read."""
         return self._take(nbytes)
 
     def release(self) -> None:
@@ -73,7 +73,7 @@ class Workspace(HostMover):
         self._check()
         start, self.used_bytes = self.used_bytes, self.used_bytes + nbytes
         if self.used_bytes > self.capacity_bytes:
-            raise MemoryError(f"a group needs {self.used_bytes} bytes, its peak was said to be less")
+            raise MemoryError(f"a group needs {self.used_bytes} bytes, more than its planned peak")
         return self.memory[start : self.used_bytes]
 
     def _check(self) -> None:
@@ -88,7 +88,7 @@ class Workspaces:
         self.budget_bytes = budget_bytes
         self.idle: list[Workspace] = []
         self.taken_bytes = 0
-        """Of all workspaces."""
+        """Total of all workspaces."""
 
     def take(self, peak_bytes: int, label: str) -> Workspace | None:
         """A workspace for a group; ``None`` if others have to end first. ``label`` is what to call the group by.

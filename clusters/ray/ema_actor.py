@@ -82,7 +82,7 @@ class ActorCompanion(Companion):
 
     @property
     def busy(self) -> bool:
-        """Whether something that was asked is not done."""
+        """Whether a request is still in progress."""
         return bool(self.pending)
 
     def ask(self, request: Mapping[str, Any]) -> None:

@@ -75,13 +75,13 @@ class RayEngine:
     workers: int | None = None
     """Default: as many as the cluster has room for. Never more than could be busy."""
     memory_bytes: int = 1 << 30
-    """What each worker may use, and reserves; no group's peak may exceed it."""
+    """Memory that each worker reserves; no group's peak may exceed it."""
     exchange: str = "auto"
     """``auto``: a large group is shared where fewer groups wait than workers are idle; ``always``; ``never``."""
     device: str = "cpu"
     """``cpu``: moves are made with NumPy. ``gpu``: each worker has one GPU of its own, and Paddle makes them."""
     place: str = "gpu"
-    """What Paddle calls the device of a worker that has one. Its CPU device, ``cpu``, makes the same bits."""
+    """Paddle's name for the device of a worker that has a GPU. Its CPU device, ``cpu``, computes the same bits."""
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
@@ -117,7 +117,7 @@ class RayEngine:
 
     @property
     def demand(self) -> dict[str, float]:
-        """What Ray reserves for each worker."""
+        """The resources that Ray reserves for each worker."""
         gpu = {"GPU": 1.0} if self.device == "gpu" else {}
         return {"CPU": 1.0, "memory": float(self.memory_bytes), **gpu}
 
@@ -132,9 +132,9 @@ class _Worker:
     """Actors that were started here since one was ready."""
     ready: bool = False
     asked: bool = True
-    """Whether it was asked if it is there, and has not answered."""
+    """Whether it has not answered a ping yet."""
     attempts: list[_Attempt] = field(default_factory=list)
-    """What it is working on."""
+    """The share in progress."""
 
 
 @dataclass(eq=False)
@@ -152,7 +152,7 @@ class _Attempt:
 
     @property
     def alone(self) -> bool:
-        """Whether its workers do nothing else meanwhile: it is exchanged, or it failed before."""
+        """Whether its workers do nothing else at the same time: it is exchanged, or it failed before."""
         return self.number > 1 or self.object_bytes > 0
 
 
@@ -165,13 +165,13 @@ class _Run:
         self.engine, self.works, self.source, self.target = engine, works, source, target
         self.queue: deque[_Attempt] = deque()
         self.exhausted = False
-        """Whether all groups that are left are in the queue."""
+        """Whether all remaining groups are in the queue."""
         self.running = 0
         self.patient = True
         """Whether to wait for workers that are still starting, where they could share a group."""
         self.workers: list[_Worker] = []
         self.pending: dict[Any, tuple[_Worker, _Attempt | None]] = {}
-        """What was asked of whom: a share of a group, or (``None``) whether it is there."""
+        """Requests in progress by reference: a share of a group, or a ping (``None``)."""
         as_actor: Any = ray.remote
         self.actor_class: Any = as_actor(concurrency_groups={SIDE_BY_SIDE: GROUPS_AT_A_TIME})(ReshardWorker)
         self.bundles: PlacementGroup | None = None
@@ -195,7 +195,7 @@ class _Run:
                 self._check_there()
                 if not self.running:
                     log.warning("still waiting for workers; each needs %s", _readable(self.engine.demand))
-            if asked:  # whoever else has answered meanwhile
+            if asked:  # others have answered in the meantime
                 done += ray.wait(asked, num_returns=len(asked), timeout=0)[0]
             for ref in done:
                 yield from self._settle(ref)
@@ -261,7 +261,7 @@ class _Run:
         self.pending[worker.actor.prepare.remote()] = (worker, None)
 
     def _welcome(self, worker: _Worker, answer: Any) -> None:
-        """A worker said that it is there, or failed to."""
+        """A worker answered a ping, or failed to."""
         if not isinstance(answer, RayError):
             if not worker.ready:
                 log.info("worker %d: %s", worker.number, answer)
@@ -465,7 +465,7 @@ def _readable(demand: Mapping[str, float]) -> str:
 
 
 def cause_of(failure: RayError) -> str:
-    """What went wrong, in one line: the error in the worker, or what Ray says of its end."""
+    """The failure in one line: the error in the worker, or Ray's reason for its end."""
     cause = getattr(failure, "cause", None) if isinstance(failure, RayTaskError) else None
     if isinstance(cause, BaseException):
         return f"{type(cause).__name__}: {one_line(cause)}"

@@ -22,7 +22,7 @@ from paddle_reshard.tasks.run_group import GroupReport, locate, locate_bands
 
 @dataclass(frozen=True)
 class Share:
-    """What one of several workers does of a group."""
+    """The share of one worker in a group."""
 
     loads: tuple[int, ...]
     """Bands of the group that this worker loads."""

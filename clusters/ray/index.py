@@ -39,7 +39,7 @@ BATCH_FILES = 32
 TASKS_AT_A_TIME = 2
 """On a processor: a task waits for the store half of the time, and for the largest of its files."""
 MEMORY_BYTES = 256 << 20
-"""What a task reserves."""
+"""Resources that a task reserves."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class RayIndexing:
     def _batches(
         self, index: Callable[[Readable, str, int], T], store: Readable, sizes: Mapping[str, int]
     ) -> Iterator[dict[str, T]]:
-        """What the files of each batch hold, as it arrives."""
+        """The contents of the files of each batch, as it arrives."""
         task: Any = ray.remote(_index_batch).options(
             num_cpus=1 / TASKS_AT_A_TIME,
             memory=MEMORY_BYTES,

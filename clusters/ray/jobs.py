@@ -35,11 +35,11 @@ PACKAGE = Path(__file__).parents[2]
 POLL_SECONDS = 1.0
 LOST_CONTACT_SECONDS = 600.0
 _CHATTY = ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging")
-"""Loggers that tell of every package that Ray uploads; what is worth knowing is told here."""
+"""Loggers that report every package that Ray uploads; this module reports what matters."""
 _API_ADDRESS = "RAY_API_SERVER_ADDRESS"
 _ADDRESS_VARIABLES = (_API_ADDRESS, "RAY_ADDRESS")
 _LOG_IN_MESSAGE = ", last available logs"
-"""Where Ray's message begins to repeat the log."""
+"""From here on, Ray's message repeats the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Job:
     client: JobSubmissionClient
     submission_id: str
     attached: bool
-    """Whether it was there already."""
+    """Whether the job existed before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class JobEnd:
 
     @property
     def exit_status(self) -> int:
-        """What a command that waited for it should exit with."""
+        """Exit status for a command that waited for the job."""
         return 0 if self.succeeded else 1
 
 

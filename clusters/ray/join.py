@@ -154,7 +154,7 @@ def _read_authentication_again() -> None:
 
 
 def _check_is_private() -> None:
-    """Refuse a Ray that others could reach, whatever its version makes of what it was told."""
+    """Refuse a Ray that other machines could reach, however its version reads its settings."""
     if not _is_private():
         raise ClusterError(
             f"Ray {ray.__version__} listens at {_gcs_address()}, where other machines may reach it, and not on "
@@ -171,7 +171,7 @@ def _gcs_address() -> str:
 
 
 def lost_node() -> str | None:
-    """What of Ray is lost, if nothing that is asked of it will ever be answered.
+    """The part of Ray that is lost, if it will never answer again.
 
     That is so where the node that this process belongs to is dead. A Ray of our own has lost its head with it; the
     head of others' may come back, and Ray waits for it.
@@ -185,8 +185,8 @@ def lost_node() -> str | None:
     every: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     for node in every:
         if node["NodeID"] == here and not node["Alive"]:
-            said = one_line(node.get("DeathReasonMessage") or "its raylet does not answer")
-            return f"node {node['NodeManagerAddress']}: {said}"
+            reason = one_line(node.get("DeathReasonMessage") or "its raylet does not answer")
+            return f"node {node['NodeManagerAddress']}: {reason}"
     return None
 
 
@@ -207,6 +207,6 @@ def _check_answers(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
 
 
-def one_line(said: object) -> str:
-    """What an error says, for a sentence."""
-    return " ".join(str(said).split())[:500]
+def one_line(message: object) -> str:
+    """A message in one line, for a sentence."""
+    return " ".join(str(message).split())[:500]

@@ -1,4 +1,4 @@
-"""What one worker of a cluster does. Ray makes an actor of this class; nothing else of Ray is known to it.
+"""The worker of a cluster. Ray makes an actor of this class, which knows nothing else about Ray.
 
 A refusal (``ReshardError``) is returned, not raised: so it arrives at the driver whole, with its own class and
 text. Whatever is raised is a failed attempt, and the driver may try again elsewhere; so is what the operating system of
@@ -144,7 +144,7 @@ def _refusals_returned(do: Callable[P, R], *args: P.args, **kwargs: P.kwargs) ->
 
 
 class _Figures:
-    """What one worker did: told to the driver with each report, and to Ray's metrics endpoint."""
+    """The work of one worker: sent to the driver with each report, and to Ray's metrics endpoint."""
 
     def __init__(self, number: int) -> None:
         self.nothing = WorkerFigures(number, socket.gethostname())
@@ -152,9 +152,9 @@ class _Figures:
         self.metrics = _Metrics(number)
         self.alone = threading.Lock()
         self.calls = 0
-        """That are being worked on."""
+        """Calls in progress."""
         self.begun = 0.0
-        """Since when the worker is busy and has not said so."""
+        """Start of the time worked that has not been reported yet."""
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
@@ -178,7 +178,7 @@ class _Figures:
             self._add(replace(self.nothing, read_bytes=nbytes))
 
     def told_with(self, report: GroupReport, read_bytes: int = 0) -> GroupReport:
-        """The report of a group, with what was done since figures were told last; ``read_bytes`` were read for it."""
+        """The report of a group, with the figures since the last report; ``read_bytes`` were read for it."""
         with self.alone:
             did = replace(self.nothing, groups=1, read_bytes=read_bytes, written_bytes=report.written_bytes)
             self._add(did)

@@ -159,7 +159,7 @@ class BusyError(TargetError):
 
 
 class StaleSessionError(TargetError):
-    """What an unfinished conversion has left at the target belongs to another plan, source or version."""
+    """The unfinished conversion at the target belongs to another plan, source or version."""
 
 
 class FinishedError(TargetError):
@@ -211,10 +211,10 @@ class DriftError(CheckpointError):
         self.replicas = replicas
 
     def __str__(self) -> str:
-        told = f"{self.tensor}: {self.detail}: {self.path_a} and {self.path_b} differ"
+        found = f"{self.tensor}: {self.detail}: {self.path_a} and {self.path_b} differ"
         if self.replicas:
-            return f"{told}; with --allow-replica-drift the first copy is taken"
-        return f"{told}; the target would keep the master weight only"
+            return f"{found}; with --allow-replica-drift the first copy is taken"
+        return f"{found}; the target would keep the master weight only"
 
 
 class MasterDriftError(DriftError):

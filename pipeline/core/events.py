@@ -1,4 +1,4 @@
-"""What happens while a command runs, told to whoever watches as values."""
+"""What happens while a command runs, as values for an observer."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Progress:
 
     done_bytes: int
     before: bool = False
-    """An earlier run has done it, so it says nothing about how fast this one is."""
+    """Done by an earlier run, so it does not count for the rate of this run."""
 
 
 @dataclass(frozen=True, slots=True)
 class FilesRead:
-    """So many files of all that the current step reads have been read."""
+    """Number of files that the current step has read so far, of all that it reads."""
 
     done: int
     of: int
@@ -33,14 +33,14 @@ class FilesRead:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The current step goes on as soon as something is there."""
+    """The current step is waiting for something."""
 
     what: str
 
 
 @dataclass(frozen=True, slots=True)
 class StepEnded:
-    """A step is done; ``summary`` says what came out, in one line."""
+    """A step is done; ``summary`` is its result in one line."""
 
     step: str
     summary: str
@@ -51,4 +51,4 @@ Observer = Callable[[Event], None]
 
 
 def ignore_events(event: Event) -> None:
-    """The observer that looks at nothing."""
+    """An observer that ignores everything."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import Final
 
 MAX_RANKS: Final = 1 << 18
-"""Ranks of a job, and so the size of an axis and the number in a file name: a job of 100,000 cards is the largest that
-has been told of."""
+"""Ranks of a job, and so the size of an axis and the number in a file name: the largest known job has
+100,000 cards."""
 MAX_PARTS: Final = 1 << 12
 """``vpp``: pieces of a pipeline stage, at least a layer each; models have up to some 130 layers."""
 MAX_TARGET_FILES: Final = 99_999
 """Tensor files of one kind in a target: their names have room for five digits. Public models have some 200."""
 MAX_BYTES: Final = 1 << 60
-"""A size that is given as an option: more than any file, store or memory has (an exbibyte)."""
+"""A size given as an option: more than any file, store or memory has (an exbibyte)."""
 MAX_BUFFER_MB: Final = 1 << 20
 """``comm_buffer_size_MB``, a terabyte; the trainers' default is 256."""
 MAX_ELEMENTS: Final = 1 << 48

@@ -23,7 +23,7 @@ class Kept(NamedTuple):
     offsets: array[int]
     """The byte of each file at which they begin."""
     starts: array[int]
-    """Of their contents in the buffer."""
+    """Offsets of their contents in the buffer."""
     stops: array[int]
 
 

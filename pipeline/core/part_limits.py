@@ -1,4 +1,4 @@
-"""What stores want of the parts of a file."""
+"""The limits that stores set for the parts of a file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CopyLimits:
-    """Stretches that the store itself can copy from the source, in bytes."""
+    """Ranges that the store itself can copy from the source, in bytes."""
 
     smallest_bytes: int
     """Shorter ones are not worth a copy of their own, or not allowed."""
@@ -17,7 +17,7 @@ class CopyLimits:
 
 @dataclass(frozen=True, slots=True)
 class PartLimits:
-    """What the target's store wants."""
+    """The limits of the target's store."""
 
     smallest_bytes: int = 1
     """Every part but the last of a file must have at least this size."""

@@ -12,7 +12,7 @@ class Shown:
     __slots__ = ()
 
     def facts(self) -> Facts:
-        """What there is to know about it."""
+        """The facts about it, as name and value."""
         raise NotImplementedError
 
     def _in_short(self) -> str:

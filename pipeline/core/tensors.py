@@ -18,7 +18,7 @@ EMA_PARAM = "ema_param"
 EMA_MASTER_WEIGHT = "ema_master_weight"
 EMA_STATES = (EMA_MASTER_WEIGHT, EMA_PARAM)
 DROPPABLE = {"ema": EMA_STATES}
-"""What a target can be made without → the states that it is. A job goes on without it, but it is gone."""
+"""Name of a droppable part → its states. Training can go on without it, but it is lost."""
 
 
 @dataclass(frozen=True, slots=True)

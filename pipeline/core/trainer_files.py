@@ -41,7 +41,7 @@ _MODEL = (
     r"(?:preprocessor|processor|image_processor|video_preprocessor)_config\.json"
 )
 _BY_PRODUCT = rf"flex-ckpt\.auto_generated\.metadata|(?:{_FOLDER})?\d+\.metadata\.lock"
-"""What Paddle leaves beside files that it loads or saves, and makes again."""
+"""Files that Paddle leaves beside those that it loads or saves, and can make again."""
 
 
 def is_tensor_file(path: str) -> bool:
@@ -59,7 +59,7 @@ def is_random_state(path: str) -> bool:
 
 
 def is_marker(path: str) -> bool:
-    """Whether a file says how far its own job had come with a checkpoint."""
+    """Whether a file records the progress of its own job."""
     return re.fullmatch(_MARKER, path) is not None
 
 

@@ -28,7 +28,7 @@ def parse_size(text: str) -> int:
     size = float(match[1]) * (1024 if unit.endswith("i") else 1000) ** factor
     if size > MAX_BYTES:
         raise UsageError(
-            f"{text[:40]!r} is more than any file or memory has; at most {MAX_BYTES >> 40}TiB can be said"
+            f"{text[:40]!r} is more than any file or memory has; at most {MAX_BYTES >> 40}TiB are supported"
         )
     return int(size)
 

@@ -1,4 +1,4 @@
-"""What was given for tensors that no file of a checkpoint holds."""
+"""Values given for tensors that no file of a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paddle_reshard.storage.views import SourceBeside
 
 @dataclass(frozen=True)
 class Filling:
-    """What is to become of missing tensors, and the store of the file that holds some of them."""
+    """How missing tensors are treated, and the store of the file that holds some of them."""
 
     policy: MissingPolicy
     beside: tuple[Source, str] | None = None

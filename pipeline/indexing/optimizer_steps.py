@@ -41,7 +41,7 @@ GAP_BYTES, SPAN_BYTES, SPANS_AT_A_TIME = 64 << 10, 256 << 10, 64
 
 @dataclass(frozen=True, slots=True)
 class Powers:
-    """What is stored for one parameter, and where."""
+    """The stored powers of one parameter, and their location."""
 
     key: str
     path: str
@@ -167,24 +167,24 @@ def find_steps(beta1: np.float32, beta2: np.float32, expected: int | None) -> St
     """
     if not SMALLEST_POWER < beta2 < 1 or not 0 <= beta1 < 1:
         return None
-    told = [float(value) for value in (beta1, beta2) if value > SMALLEST_POWER]
-    for step in _candidates(told, expected):
-        places = _PLACES_OF_TWO if len(told) > 1 else _PLACES_OF_ONE
-        betas = [round(value ** (1 / (step + 1)), places) for value in told]
-        known = Steps(betas[0] if len(told) > 1 else None, betas[-1], step)
+    powers = [float(value) for value in (beta1, beta2) if value > SMALLEST_POWER]
+    for step in _candidates(powers, expected):
+        places = _PLACES_OF_TWO if len(powers) > 1 else _PLACES_OF_ONE
+        betas = [round(value ** (1 / (step + 1)), places) for value in powers]
+        known = Steps(betas[0] if len(powers) > 1 else None, betas[-1], step)
         if all(0 < beta < 1 for beta in betas) and _fits(beta1, beta2, known, step):
             return known
     return None
 
 
-def _candidates(told: Sequence[float], expected: int | None) -> Iterator[int]:
+def _candidates(powers: Sequence[float], expected: int | None) -> Iterator[int]:
     """Steps after which the values may be powers of decimals, the expected one first."""
     if expected is not None and 0 <= expected < MOST_STEPS:
         yield expected
     exponents = np.arange(1, MOST_STEPS + 1)
     near = np.ones(len(exponents), dtype=bool)
-    for value in told:
-        roots = np.round(value ** (1 / exponents), _PLACES_OF_TWO if len(told) > 1 else _PLACES_OF_ONE)
+    for value in powers:
+        roots = np.round(value ** (1 / exponents), _PLACES_OF_TWO if len(powers) > 1 else _PLACES_OF_ONE)
         with np.errstate(under="ignore"):
             near &= np.abs(roots**exponents / value - 1) < exponents * 2.0**-23
     yield from np.flatnonzero(near).tolist()
@@ -197,7 +197,7 @@ def _powers(beta: float, step: int) -> npt.NDArray[np.float32]:
 
 
 def _fits(beta1: np.float32, beta2: np.float32, known: Steps, step: int) -> bool:
-    """Whether values are those after so many steps."""
+    """Whether the values are those after this number of steps."""
     if not 0 <= step < MOST_STEPS:
         return False
     first = known.beta1 is None or _powers(known.beta1, step)[step] == beta1

@@ -72,7 +72,7 @@ _COMPARED: Final = (
     r"lora_config\.json|(added_tokens|special_tokens_map|tokenizer\w*|vocab|chat_template|"
     r"(video_)?(pre)?processor(_config)?)\.(json|jinja|txt)|merges\.txt|\S+\.(model|spm|tiktoken|vocab)"
 )
-"""Small files that a trainer or whoever runs the model reads, beside ``config.json``."""
+"""Small files read by a trainer or an inference engine, beside ``config.json``."""
 
 MAY_DIFFER_AS_FILES: Final[Mapping[str, str]] = {
     r"paddle_reshard\.json": "our own manifest: when and from what the checkpoint was made",

@@ -35,7 +35,7 @@ from paddle_reshard.pipeline.planning.parts import MADE, Parts, part_sizes
 from paddle_reshard.pipeline.planning.ranges import merge
 
 RUNS = 4
-"""Of a sampled box: the first elements, the last ones, and pseudo-random ones between."""
+"""Runs sampled of a box: the first elements, the last ones, and pseudo-random ones between."""
 RUN_ELEMENTS = 512
 """All runs together are 4 KiB of a bfloat16 parameter, and 8 KiB of its master weight."""
 
@@ -51,7 +51,7 @@ class Held:
     seeds: Ints
     """A number for each tensor that tells where its random runs lie; the same in every run."""
     in_full: bool = False
-    """Whether everything is read, whatever it takes."""
+    """Whether every element is read, whatever the cost."""
 
     def up_to(self, most_bytes: int) -> Held:
         """The same, where tensors with more bytes than that on both sides together are only sampled."""
@@ -66,7 +66,7 @@ class Held:
 
 
 def held_parameters(whole: Catalog, moved: Catalog, in_full: bool) -> Held | None:
-    """What of the ``whole`` source is stored twice, numbered as in ``moved``; ``None``: nothing.
+    """Values that the ``whole`` source stores twice, numbered as in ``moved``; ``None`` if there are none.
 
     Tensors that ``moved`` does not have get numbers after its own. What is mixed of several checkpoints is no cast.
     """

@@ -29,7 +29,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is known to differ from metadata alone, and a plan to compare the rest."""
+    """Differences that metadata alone show, and a plan to compare the rest."""
 
     differences: tuple[Difference, ...]
     plan: Plan

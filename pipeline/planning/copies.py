@@ -38,7 +38,7 @@ class _Runs(NamedTuple):
     stop: Ints
     first: Ints
     least: Ints
-    """What a copy of it needs at least."""
+    """Smallest size of a copy of it."""
 
 
 def carve_copies(ops: Ops, smallest: Ints, limits: CopyLimits | None, mixed: Collection[int] = ()) -> Carved:
@@ -46,7 +46,7 @@ def carve_copies(ops: Ops, smallest: Ints, limits: CopyLimits | None, mixed: Col
 
     Values of tensors that are ``mixed`` are computed.
     Values that are compared with others have to be read, and are not copied. Those that are cast for another place
-    have to be read too: between their copies as little as possible shall be made. Nothing is left in ``ops``.
+    have to be read too: as little as possible should be made between their copies. ``ops`` is emptied.
     """
     if limits is None or not len(ops):
         return Carved(ops, np.zeros(0, dtype=PART))
@@ -161,7 +161,7 @@ def _copied_parts(ops: Ops, runs: _Runs, low: Ints, high: Ints, largest_bytes: i
 
 
 def _left_over(ops: Ops, start: Ints, stop: Ints, unit: Ints, low: Ints, high: Ints) -> Ops:
-    """What is left of every op outside ``[low, high)``: a head, a tail, or all of it."""
+    """The rest of every op outside ``[low, high)``: a head, a tail, or all of it."""
     count = (stop - start) // unit
     nothing = high <= low
     head = np.where(nothing, count, np.clip((low - start) // unit, 0, count))

@@ -1,4 +1,4 @@
-"""Where can ops be cut without tearing apart what lies together?
+"""Where can ops be cut without scattering bytes that are stored together?
 
 An op is cut along a dim of its tensor, all ops that belong together at the same places. The two sides of an op may
 be stored in different orders: cut along the *outermost* dim of a side, the one with the largest stride, the pieces
@@ -22,7 +22,7 @@ class Pieces(NamedTuple):
     origin: Ints
     """Index of the op that each is a piece of."""
     stretch: Ints
-    """In which stretch of the tensor it lies."""
+    """The stretch of the tensor in which each piece lies."""
 
 
 def cut(ops: Ops, dim: Ints, low: Ints, step: Ints) -> Pieces:
@@ -49,7 +49,7 @@ def cut(ops: Ops, dim: Ints, low: Ints, step: Ints) -> Pieces:
 
 
 def piece(ops: Ops, dim: Ints, skipped: Ints, count: Ints) -> Ops:
-    """Of every op ``count`` slabs of its ``dim``, after those that are ``skipped``; ``ops`` is changed."""
+    """Reduce every op to ``count`` slabs of its ``dim``, after the first ``skipped``; ``ops`` is changed."""
     rows = np.arange(len(ops))
     for side in ("source", "target"):
         ops[f"{side}_byte"] += skipped * ops[f"{side}_strides"][rows, dim]

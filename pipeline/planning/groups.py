@@ -1,6 +1,6 @@
 """Which ops are done together, and in which order are their bands read?
 
-*Atoms* are the ops that cannot be told apart without reading a source byte twice, or writing to one place from two
+*Atoms* are sets of ops that cannot be separated without reading a source byte twice, or writing to one place from two
 sides: their boxes overlap in the bytes of some file. Large atoms are cut along a dim where that does no harm; small
 ones that stand side by side in the target files are gathered into groups. What a group reads may be more than fits
 beside its parts: then it is read in *passes*, one after the other.
@@ -26,9 +26,9 @@ class Room(NamedTuple):
     group_bytes: int
     """Atoms are gathered into groups of about this peak, and cut to about half of it."""
     pass_bytes: int
-    """What a group may always read at once, beside its parts."""
+    """Bytes that a group may always read at once, beside its parts."""
     most_bytes: int
-    """What no group's peak may exceed."""
+    """Limit for the peak of every group."""
     tiny_bytes: int
     """Ranges up to this size may be read by several groups, where a part has a smallest size."""
 
@@ -43,7 +43,7 @@ class Grouped(NamedTuple):
 
 
 class FileSizes(NamedTuple):
-    """Of every target file, in bytes."""
+    """Sizes of every target file, in bytes."""
 
     total: Ints
     smallest_part: Ints
@@ -55,7 +55,7 @@ def group_ops(ops: Ops, copied: Parts, files: FileSizes, room: Room) -> Grouped:
 
     Where an atom can only be cut by reading bytes several times, it is cut only as ``room.most_bytes`` demands.
     Nothing is left in ``ops``, so that they are not held beside what they are cut into. Probes tie nothing together:
-    their few bytes may be read once more, for moves of large tensors shall not wait for each other because of them.
+    their few bytes may be read twice, so that moves of large tensors need not wait for each other because of them.
     """
     probes, ops = ops.split(ops["kind"] == PROBE)
     ops, atoms, rereads = _cut_large(ops, files, room)
@@ -76,7 +76,7 @@ def group_ops(ops: Ops, copied: Parts, files: FileSizes, room: Room) -> Grouped:
 
 
 def source_ranges(ops: Ops) -> tuple[Ints, Ints, Ints, Ints]:
-    """What is read: ``(op, file, start, stop)`` of every op's source side, and of the other side of comparisons."""
+    """Ranges to read: ``(op, file, start, stop)`` of every op's source side, and of the second side of comparisons."""
     one = hull(ops, "source")
     others = np.flatnonzero(ops["kind"] != MOVE)
     if not len(others):
@@ -249,7 +249,7 @@ def _cut_evenly(ops: Ops, owners: Ints, dim: Ints, count: Ints) -> Pieces:
 
 
 def _smallest_together(ops: Ops, atoms: Ints, files: FileSizes, count: int) -> Ints:
-    """What each atom has to write at least, so that all files that it writes to get a part of the smallest size."""
+    """Bytes that each atom must write so that every file it writes to gets a part of the smallest size."""
     moves = ops["kind"] == MOVE
     number = max(len(files.total), 1)
     pairs = np.sort(atoms[moves] * number + ops["target_file"][moves])

@@ -42,7 +42,7 @@ class _Pairs(NamedTuple):
     i: Ints
     j: Ints
     feed: npt.NDArray[np.int32]
-    """Of every pair."""
+    """Tensor that each pair is read from."""
 
 
 def _meeting(source: Fragments, target: Fragments, implied: Mapping[int, int]) -> _Pairs:
@@ -141,7 +141,7 @@ def plan_ops(
 def _steps(
     primary: Fragments, target: Fragments, inside: Fragments, source: Catalog
 ) -> Iterator[tuple[_Pairs, Fragments]]:
-    """What is moved, and the places that it fills: values as they are, then every step of those that are mixed."""
+    """The pairs to move, and the boxes they fill: values as they are, then every step of those that are mixed."""
     mixtures = source.mixtures
     mixed = np.isin(target["tensor"], list(mixtures))
     if mixed.any():
@@ -155,13 +155,13 @@ def _steps(
 
 
 def _check_steps(moves: Ops, mixtures: Mapping[int, Mixture], tensors: Sequence[Tensor]) -> None:
-    """What is mixed is read as float32, in the order of the files."""
+    """Mixed tensors are read as float32, in the order of the files."""
     last = -1
     for step in range(max([0, *(len(mixture.terms) for mixture in mixtures.values())])):
         fed = {t: m.terms[step].tensor for t, m in mixtures.items() if step < len(m.terms)}
         rows = np.isin(moves["tensor"], list(fed)) & (moves["feed"] == feeds(moves["tensor"], fed))
-        if (odd := rows & (moves["source_dtype"] != _FLOAT32)).any():
-            first = int(np.argmax(odd))
+        if (wrong := rows & (moves["source_dtype"] != _FLOAT32)).any():
+            first = int(np.argmax(wrong))
             raise UnsupportedError(
                 f"{tensors[int(moves['feed'][first])].label}: stored as "
                 f"{DTYPES[int(moves['source_dtype'][first])].name}, only float32 can be averaged"

@@ -84,7 +84,7 @@ def plan_parts(
 
 
 class _Gaps(NamedTuple):
-    """What lies between blocks; ``before`` and ``after`` are the blocks there, -1 for none."""
+    """The gaps between blocks; ``before`` and ``after`` are the blocks around each, -1 for none."""
 
     file: Ints
     start: Ints
@@ -109,7 +109,7 @@ def _shared(gaps: _Gaps, blocks: Parts, made: Flags, smallest: Ints, largest_fil
 
 
 def _blocks(ops: Ops, owners: Ints, copied: Parts, smallest: Ints, largest_fill: Ints) -> Parts:
-    """What has values: consecutive ranges of one owner as one, and the copied parts; sorted by file and start."""
+    """Ranges that have values, neighbours of one owner joined, and the copied parts; sorted by file and start."""
     moves = ops["kind"] == MOVE
     start, stop = (side[moves] for side in hull(ops, "target"))
     count = int(owners.max(initial=-1)) + 1

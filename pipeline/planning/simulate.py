@@ -24,7 +24,7 @@ from paddle_reshard.pipeline.planning.work import GROUPS_AT_A_TIME
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What workers and stores can do."""
+    """The speed of workers and stores."""
 
     read_bytes_per_second: float = 1e9
     """Of one worker."""
@@ -52,13 +52,13 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What a plan would take on ``workers`` workers."""
+    """The estimated cost of a plan on ``workers`` workers."""
 
     workers: int
     seconds: float
     """Until the last worker has done its last group."""
     busy_share: float
-    """Of all workers' time until then, how much they read, or write if that is more: 1 is perfect balance."""
+    """Share of all workers' time spent reading, or writing if that is more: 1 is perfect balance."""
     most_read_bytes: int
     """Of any worker."""
     most_written_bytes: int

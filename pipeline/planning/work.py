@@ -44,7 +44,7 @@ class GroupWork:
 
     @property
     def label(self) -> str:
-        """What to call it by: its first tensor, or its first file."""
+        """A name for it: its first tensor, or its first file."""
         if len(self.ops):
             return self.tensors[int(self.ops["tensor"][0])].label
         return next(iter(self.target_paths.values()), "nothing")
@@ -88,7 +88,7 @@ class _Places(NamedTuple):
     """Literals by file and byte."""
 
     number: Ints
-    """Of each in the plan."""
+    """Number of each in the plan."""
     file: Ints
     start: Ints
     stop: Ints

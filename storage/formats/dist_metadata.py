@@ -105,7 +105,7 @@ PLACE_COLUMNS: Final = np.dtype(
 
 _SHAPES: Final = ("global_offset", "local_shape", "global_shape", "flattened_range")
 _MAX_SIZE: Final = 1 << 60
-"""Of an offset, an extent, or the elements of a piece: two add up within an int64, and no two hash alike."""
+"""Largest offset, extent or number of elements of a piece: two add up within an int64, and no two hash alike."""
 
 Columns = npt.NDArray[np.void]
 Ids = npt.NDArray[np.int32]
@@ -113,7 +113,7 @@ Ids = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class DistMetadata:
-    """What one ``.metadata`` file says, as columns."""
+    """One ``.metadata`` file as columns."""
 
     keys: tuple[str, ...]
     """Every key, ascending."""
@@ -419,11 +419,11 @@ class _Assembly:
         wrong |= (flat >= 0) & ((dims[flat] != 2) | (start > stop) | (stop > elements[local]))
         if wrong.any():
             row = pieces[np.flatnonzero(wrong)[0]]
-            told = [shapes[i] if i >= 0 else None for i in (row[name] for name in _SHAPES)]
+            given = [shapes[i] if i >= 0 else None for i in (row[name] for name in _SHAPES)]
             self.bad(
                 "bad_piece",
                 f"a piece of {_shown(list(self.keys.ids)[row['key']])} contradicts itself: "
-                + ", ".join(f"{name} {shape}" for name, shape in zip(_SHAPES, told, strict=True)),
+                + ", ".join(f"{name} {shape}" for name, shape in zip(_SHAPES, given, strict=True)),
             )
 
     def _places(self, pieces: Columns, rows: Mapping[str, Ids]) -> Columns:
@@ -460,7 +460,7 @@ class _Assembly:
         double = np.flatnonzero(own[1:] == own[:-1])
         if len(double):
             name = keys[pieces["key"][order[double[0]]]]
-            self.bad("duplicate_piece", f"two pieces of {_shown(name)} cannot be told apart")
+            self.bad("duplicate_piece", f"two pieces of {_shown(name)} are identical")
         at = np.searchsorted(own, wanted)
         found = at < len(own)
         found[found] = own[at[found]] == wanted[found]

@@ -390,7 +390,7 @@ class _Scan:
 
 _CACHE_BITS: Final = 15
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)
-"""An odd number that spreads words over the cache."""
+"""An odd multiplier that spreads words over the cache."""
 
 
 class _Cache:
@@ -430,7 +430,7 @@ def _caches() -> tuple[_Cache, ...]:
 
 
 class _Entries(NamedTuple):
-    """What a walk has found; a column for each, in order. Only those that begin where an entry does are entries."""
+    """The entries that a walk has found, field by field, in order. Only those that begin where an entry does count."""
 
     last: int
     """Where in the window the walk for the last one began, even if it led nowhere."""
@@ -470,7 +470,7 @@ class _Rows:
         self._known = False
         """Whether all names are stored in the memo, without which no entry is known."""
         self._scan: _Scan | None = None
-        """Of the window; a walk over the next entries goes out from it."""
+        """The walk over the window, from which a walk over the next entries starts."""
         self._entries: _Entries | None = None
         self._codes = _Codes(self._code)
         self._caches = _caches()

@@ -109,12 +109,12 @@ Tree: TypeAlias = (
     "dict[str, Tree | ArrayRef | SplitArray | str | bytes | int | float | complex"
     " | list[object] | tuple[object, ...] | None]"
 )
-"""What the root of a state dict is: nested dicts with arrays and plain values as leaves."""
+"""The root of a state dict: nested dicts with arrays and plain values as leaves."""
 
 
 @dataclass(frozen=True, slots=True)
 class PicklePayload:
-    """What one file says."""
+    """The contents of one file."""
 
     root: object
     """Plain dict/list/tuple/str/bytes/int/float/complex/bool/None with :class:`ArrayRef` and
@@ -153,7 +153,7 @@ def parse_pickle(read: Callable[[int, int], bytes], size_bytes: int, path: str) 
 
 
 def truncated(size_bytes: int, needed_bytes: int) -> str:
-    """What is said of a file that ends before what it announces."""
+    """The error for a file that ends before the bytes that it announces."""
     return f"truncated: the file has {size_bytes} bytes, what it announces here needs at least {needed_bytes}"
 
 
@@ -213,7 +213,7 @@ class Window:
 
     @property
     def ahead(self) -> tuple[bytes, int]:
-        """What was read last, and where in it the bytes begin that are not consumed."""
+        """The last block read, and where in it the unconsumed bytes begin."""
         return self._data, self._at
 
     def skip(self, nbytes: int) -> None:
@@ -270,7 +270,7 @@ class _Blob:
 
 @dataclass(slots=True, eq=False)
 class NumpyDtype:
-    """A ``numpy.dtype``; usable once BUILD has told its byte order."""
+    """A ``numpy.dtype``; usable once BUILD has set its byte order."""
 
     code: str
     built: bool = False
@@ -278,14 +278,14 @@ class NumpyDtype:
 
 @dataclass(slots=True, eq=False)
 class _Array:
-    """A ``numpy.ndarray``; usable once BUILD has told its state."""
+    """A ``numpy.ndarray``; usable once BUILD has set its state."""
 
     ref: ArrayRef | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Instance:
-    """An instance of an allowed class: its name, and its attributes once BUILD has told them."""
+    """An instance of an allowed class: its name, and its attributes once BUILD has set them."""
 
     kind: str
     state: dict[object, object] | None = None
@@ -863,7 +863,7 @@ def _plain(m: Machine, root: object, budget: int) -> object:
 
 
 def plain_value(machine: Machine, root: object, opcodes: int) -> object:
-    """What a machine has built, as plain values; ``opcodes`` is how many that took."""
+    """The result of a machine as plain values; ``opcodes`` is the number that were executed."""
     return _plain(machine, root, opcodes + MAX_SHARED_VALUES)
 
 

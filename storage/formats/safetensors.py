@@ -55,7 +55,7 @@ _RANK_OF_TAG: Final[Mapping[str, int]] = {tag: rank for rank, tag in enumerate(T
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsPayload:
-    """What the header of one file says."""
+    """The header of one file."""
 
     tensors: Mapping[str, ArrayRef]
     """Key → place, in the order of their bytes; C order, ``name`` is always ``None``."""
@@ -86,7 +86,7 @@ class TensorSlot:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What an index file says: which file holds which key."""
+    """An index file: which file holds which key."""
 
     weight_map: Mapping[str, str]
     """Key → file name, beside the index file. Where several files hold slices of one key it names one of them."""
@@ -285,7 +285,7 @@ def _check_slot(slot: TensorSlot) -> None:
 
 
 def parse_index(data: bytes, path: str) -> Index:
-    """What a ``*.safetensors.index.json`` says.
+    """Read a ``*.safetensors.index.json``.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What does a trainer say of itself? The fields of a ``trainer_state.bin`` or ``.json``; nothing is executed.
+"""What state does a trainer record? The fields of a ``trainer_state.bin`` or ``.json``; nothing is executed.
 
 PaddleFormers 1.2 pickles its ``TrainerState`` (``trainer/trainer.py``, ``_save_checkpoint``), PaddleNLP 3 writes the
 same fields as JSON. The pickle is read opcode by opcode as every other; the one class that it may name becomes a dict.
