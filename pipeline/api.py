@@ -1,4 +1,8 @@
-"""The Python API: what the command line does, as functions with typed results."""
+"""Plan, convert, clean: the functions that make a target, or take back what was begun.
+
+The other functions live where their work is done. ``src/paddle_reshard/__init__.py`` lists every public name with its
+home, and ``docs/api.md`` says what each is for.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from paddle_reshard.clusters.choose import choose_engine
 from paddle_reshard.clusters.inline import InlineEngine
@@ -19,13 +22,11 @@ from paddle_reshard.pipeline.convert.run import (
     plan_request,
     resumed_request,
 )
+from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
 from paddle_reshard.storage.locate import StorageOptions, open_target
 from paddle_reshard.tasks.index import IndexFiles, index_here
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 def plan(

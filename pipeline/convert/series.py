@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from paddle_reshard.pipeline.convert.inputs import given_inputs
 from paddle_reshard.pipeline.convert.plan import ConversionPlan, plan_checkpoint, read_request
 from paddle_reshard.pipeline.convert.request import ConversionOptions, TargetOptions
 from paddle_reshard.pipeline.convert.run import ConversionReport, check_targets, open_targets, plan_and_run
+from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.catalog import Catalog, File
 from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
@@ -38,9 +39,6 @@ from paddle_reshard.storage.locate import open_source, source_access
 from paddle_reshard.storage.store import Openness, Read, ReadRange, Source
 from paddle_reshard.tasks.ema import Averaging, factors
 from paddle_reshard.tasks.index import IndexFiles, index_here
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 AVERAGES = {MASTER_WEIGHT: EMA_MASTER_WEIGHT, PARAM: EMA_PARAM}
 SUM_TOLERANCE = 1e-6

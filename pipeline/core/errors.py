@@ -7,7 +7,9 @@
     ├── CheckpointError       what was given is not one whole, consistent checkpoint
     │   ├── FormatError       a file does not say what its format promises (path, byte_offset, reason)
     │   │   └── UnsafePickleError    it asks for something outside the allow-list
-    │   └── CoverageError     a hole, an overlap or a contradiction in a tensor
+    │   ├── CoverageError     a hole, an overlap or a contradiction in a tensor
+    │   └── DriftError        copies of one tensor differ (only the bytes can show it)
+    │       └── MasterDriftError  a parameter is not the cast of its master weight
     ├── PlanError             it is whole, but cannot become what was asked
     │   ├── RuleError         no rule covers a tensor, or a rule contradicts it
     │   ├── MemoryBudgetError
@@ -22,8 +24,7 @@
     ├── ClusterError          a cluster could not be reached, or did not do what it was asked
     │   ├── JobError          it would not take a job, or was lost on the way
     │   └── GroupFailedError  a group could not be run, wherever it was tried
-    └── DriftError            copies of one tensor differ (only the bytes can show it)
-        └── MasterDriftError  a parameter is not the cast of its master weight
+    └── RefusedJobError       the conversion of a job was refused; another try would end the same
 
 A store may refuse any of this to the source or the target: that is a CheckpointError or a TargetError whose
 ``retryable`` is true. Facts are passed positionally, so every error survives pickling and crosses process

@@ -1,4 +1,8 @@
-"""Convert PaddlePaddle hybrid-parallel training checkpoints to any other topology, bit for bit."""
+"""Convert PaddlePaddle hybrid-parallel training checkpoints to any other topology, bit for bit.
+
+This file is the table of contents of the Python face: every public name and the module that it comes from, by subject.
+``docs/api.md`` says what each is for.
+"""
 
 from __future__ import annotations
 
@@ -12,36 +16,124 @@ from paddle_reshard.pipeline.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.api import clean, convert, plan
-    from paddle_reshard.pipeline.convert.run import ConversionReport
+    from paddle_reshard.pipeline.convert.inspection import Inspection, StateSummary, inspect
+    from paddle_reshard.pipeline.convert.integrity import Damage, IntegrityReport
+    from paddle_reshard.pipeline.convert.plan import ConversionPlan, PlannedTarget
+    from paddle_reshard.pipeline.convert.request import ConversionOptions, TargetOptions
+    from paddle_reshard.pipeline.convert.run import ConversionReport, MoveReport
     from paddle_reshard.pipeline.convert.series import average
     from paddle_reshard.pipeline.convert.verify import VerifyReport, check, verify
-    from paddle_reshard.pipeline.ema.async_ema import AsyncEma
+    from paddle_reshard.pipeline.core.catalog import File
+    from paddle_reshard.pipeline.core.errors import (
+        BusyError,
+        CastError,
+        CheckpointError,
+        ClusterError,
+        CoverageError,
+        DriftError,
+        FinishedError,
+        FormatError,
+        GroupFailedError,
+        JobError,
+        ListingError,
+        MasterDriftError,
+        MemoryBudgetError,
+        PlanError,
+        RefusedJobError,
+        RereadError,
+        ReshardError,
+        RuleError,
+        StaleSessionError,
+        TargetError,
+        UnsafePickleError,
+        UnsupportedError,
+        UsageError,
+    )
+    from paddle_reshard.pipeline.core.events import (
+        Event,
+        FilesRead,
+        Observer,
+        Progress,
+        StepEnded,
+        StepStarted,
+        Waiting,
+    )
+    from paddle_reshard.pipeline.core.tensors import DType, Tensor
+    from paddle_reshard.pipeline.core.topology import Topology
+    from paddle_reshard.pipeline.core.units import PathLike
+    from paddle_reshard.pipeline.ema.async_ema import AsyncEma, EmaCounts, Weights
     from paddle_reshard.pipeline.ema.paddle_objects import rank_pieces
     from paddle_reshard.pipeline.ema.resume import Piece, RankPieces
     from paddle_reshard.pipeline.ema.trainer import ema_callback
-    from paddle_reshard.pipeline.core.errors import ReshardError
-    from paddle_reshard.pipeline.convert.inspection import Inspection, inspect
-    from paddle_reshard.pipeline.convert.integrity import IntegrityReport
-    from paddle_reshard.pipeline.live.load import LoadReport, load_into
+    from paddle_reshard.pipeline.layouts.model import ModelTensor
     from paddle_reshard.pipeline.live.converter import CheckpointConverter
+    from paddle_reshard.pipeline.live.load import LoadReport, load_into
     from paddle_reshard.pipeline.live.tensors import stage3_state_dict
-    from paddle_reshard.pipeline.convert.request import ConversionOptions, TargetOptions
-    from paddle_reshard.pipeline.core.topology import Topology
+    from paddle_reshard.pipeline.planning.compare import Difference
+    from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan
+    from paddle_reshard.storage.locate import StorageOptions
+    from paddle_reshard.tasks.figures import WorkerFigures
 
 __all__ = [
     "AsyncEma",
+    "BusyError",
+    "CarriedFile",
+    "CastError",
     "CheckpointConverter",
+    "CheckpointError",
+    "ClusterError",
     "ConversionOptions",
+    "ConversionPlan",
     "ConversionReport",
+    "CoverageError",
+    "DType",
+    "Damage",
+    "Difference",
+    "DriftError",
+    "EmaCounts",
+    "Event",
+    "File",
+    "FilesRead",
+    "FinishedError",
+    "FormatError",
+    "GroupFailedError",
     "Inspection",
     "IntegrityReport",
+    "JobError",
+    "ListingError",
     "LoadReport",
+    "MasterDriftError",
+    "MemoryBudgetError",
+    "ModelTensor",
+    "MoveReport",
+    "Observer",
+    "PathLike",
     "Piece",
+    "Plan",
+    "PlanError",
+    "PlannedTarget",
+    "Progress",
     "RankPieces",
+    "RefusedJobError",
+    "RereadError",
     "ReshardError",
+    "RuleError",
+    "StaleSessionError",
+    "StateSummary",
+    "StepEnded",
+    "StepStarted",
+    "StorageOptions",
+    "TargetError",
     "TargetOptions",
+    "Tensor",
     "Topology",
+    "UnsafePickleError",
+    "UnsupportedError",
+    "UsageError",
     "VerifyReport",
+    "Waiting",
+    "Weights",
+    "WorkerFigures",
     "__version__",
     "average",
     "check",
@@ -57,31 +149,70 @@ __all__ = [
 ]
 
 _HOMES = {
+    # What a checkpoint is, and what it becomes: `inspect`, `plan`, `convert`, `ema`, `verify` and `clean` as functions
+    "pipeline.convert.inspection": ("Inspection", "StateSummary", "inspect"),
+    "pipeline.layouts.model": ("ModelTensor",),
+    "pipeline.core.tensors": ("DType", "Tensor"),
     "pipeline.api": ("clean", "convert", "plan"),
-    "pipeline.convert.run": ("ConversionReport",),
-    "pipeline.convert.verify": ("VerifyReport", "check", "verify"),
     "pipeline.convert.series": ("average",),
-    "pipeline.ema.async_ema": ("AsyncEma",),
-    "pipeline.ema.paddle_objects": ("rank_pieces",),
-    "pipeline.ema.resume": (
-        "Piece",
-        "RankPieces",
-    ),
-    "pipeline.ema.trainer": ("ema_callback",),
-    "pipeline.core.errors": ("ReshardError",),
-    "pipeline.convert.inspection": ("Inspection", "inspect"),
-    "pipeline.convert.integrity": ("IntegrityReport",),
-    "pipeline.live.load": (
-        "LoadReport",
-        "load_into",
-    ),
-    "pipeline.live.converter": ("CheckpointConverter",),
-    "pipeline.live.tensors": ("stage3_state_dict",),
-    "pipeline.convert.request": (
-        "ConversionOptions",
-        "TargetOptions",
-    ),
+    "pipeline.convert.verify": ("VerifyReport", "check", "verify"),
+    "pipeline.planning.compare": ("Difference",),
+    "pipeline.convert.integrity": ("Damage", "IntegrityReport"),
+    "pipeline.convert.plan": ("ConversionPlan", "PlannedTarget"),
+    "pipeline.planning.plan": ("CarriedFile", "Plan"),
+    "pipeline.core.catalog": ("File",),
+    "pipeline.convert.run": ("ConversionReport", "MoveReport"),
+    "tasks.figures": ("WorkerFigures",),
+    # What is asked for
+    "pipeline.convert.request": ("ConversionOptions", "TargetOptions"),
     "pipeline.core.topology": ("Topology",),
+    "pipeline.core.units": ("PathLike",),
+    "storage.locate": ("StorageOptions",),
+    # How far it is: what an observer is called with
+    "pipeline.core.events": (
+        "Event",
+        "FilesRead",
+        "Observer",
+        "Progress",
+        "StepEnded",
+        "StepStarted",
+        "Waiting",
+    ),
+    # Into a running job
+    "pipeline.live.load": ("LoadReport", "load_into"),
+    "pipeline.live.tensors": ("stage3_state_dict",),
+    "pipeline.live.converter": ("CheckpointConverter",),
+    # Averages beside training
+    "pipeline.ema.trainer": ("ema_callback",),
+    "pipeline.ema.async_ema": ("AsyncEma", "EmaCounts", "Weights"),
+    "pipeline.ema.paddle_objects": ("rank_pieces",),
+    "pipeline.ema.resume": ("Piece", "RankPieces"),
+    # Every error, as the tree at the top of `pipeline/core/errors.py` has it
+    "pipeline.core.errors": (
+        "BusyError",
+        "CastError",
+        "CheckpointError",
+        "ClusterError",
+        "CoverageError",
+        "DriftError",
+        "FinishedError",
+        "FormatError",
+        "GroupFailedError",
+        "JobError",
+        "ListingError",
+        "MasterDriftError",
+        "MemoryBudgetError",
+        "PlanError",
+        "RefusedJobError",
+        "RereadError",
+        "ReshardError",
+        "RuleError",
+        "StaleSessionError",
+        "TargetError",
+        "UnsafePickleError",
+        "UnsupportedError",
+        "UsageError",
+    ),
 }
 """Module → the public names that come from it. Each is imported when it is first asked for, so that `--help` and
 `--version` start without NumPy; type checkers read the imports above."""
