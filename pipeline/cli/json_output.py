@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.plan import ConversionPlan
     from paddle_reshard.pipeline.convert.run import ConversionReport
     from paddle_reshard.pipeline.convert.verify import VerifyReport
-    from paddle_reshard.pipeline.layouts.targets import AnyTarget
 
 Json = dict[str, Any]
 
@@ -53,36 +52,10 @@ def topology_data(topology: Topology | None) -> Json | None:
     return None if topology is None else asdict(topology)
 
 
-def target_data(target: AnyTarget) -> Json:
-    """What was asked for."""
-    from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
-    from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
-    from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget
-
-    if isinstance(target, HuggingFaceTarget):
-        return {
-            "format": "huggingface",
-            "state": target.state,
-            "dtype": None if target.dtype is None else target.dtype.name,
-            "max_shard_bytes": target.max_shard_bytes,
-        }
-    if isinstance(target, UnifiedTarget):
-        return {"format": "unified", "files": target.files}
-    if isinstance(target, FlexTarget):
-        return {"format": target.format, "files": target.files, "paddle_version": target.generation}
-    return {
-        "format": "hybrid" if target.sharded_saving else "hybrid-plain",
-        "topology": topology_data(target.topology),
-        "sharding_strategy": target.strategy,
-        "sharding_strategy_reason": target.strategy_reason,
-        "model_meta": target.writes_meta,
-    }
-
-
 def plan_data(conversion: ConversionPlan) -> Json:
     """What ``plan --json`` prints."""
     plan, targets = conversion.plan, conversion.targets
-    described = [target_data(target.form) for target in targets]
+    described = [target.form.data() for target in targets]
     for data, target in zip(described, targets, strict=True):
         data["not_carried"] = [{"path": path, "reason": reason} for path, reason in target.left]
         data["states_left"] = list(target.left_states)

@@ -24,7 +24,6 @@ from paddle_reshard.pipeline.convert.plan import ConversionPlan
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError
 from paddle_reshard.pipeline.core.file_names import MANIFEST, MANIFEST_FORMAT
-from paddle_reshard.pipeline.layouts.targets import target_facts
 from paddle_reshard.pipeline.planning.parts import MADE
 from paddle_reshard.pipeline.planning.plan import Plan
 from paddle_reshard.storage.checksum import ALGORITHM
@@ -221,7 +220,7 @@ def describe_targets(
         described[prefix] = {
             **manifest_head(version.__version__),
             "plan_id": plan.plan_id,
-            **target_facts(target.form),
+            **target.form.facts(),
             "files": _below(prefix, files),
             "source": {
                 "location": absolute(store.location),

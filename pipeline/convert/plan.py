@@ -33,23 +33,16 @@ from paddle_reshard.pipeline.core.mixture import Mixture, Term
 from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
 from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT
-from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
+from paddle_reshard.pipeline.layouts.format import Target
 from paddle_reshard.pipeline.layouts.huggingface.choices import EMA
 from paddle_reshard.pipeline.layouts.huggingface.sidecars import average_divisor
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
-from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
-from paddle_reshard.pipeline.layouts.targets import (
-    AnyTarget,
-    check_left,
-    in_words,
-    join,
-    lay_out,
-    sharding_in_words,
-)
+from paddle_reshard.pipeline.layouts.targets import check_left, join, lay_out
 from paddle_reshard.pipeline.layouts.vocab import resize_vocabulary
 from paddle_reshard.pipeline.planning.checks import held_parameters
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, check_metadata, plan_conversion
@@ -65,7 +58,7 @@ ALLOWED = "no file of the source holds it, which was allowed"
 class PlannedTarget:
     """One target of a conversion."""
 
-    form: AnyTarget
+    form: Target
     wanted: Checkpoint
     """The source as the target is to hold it: the same but for a vocabulary of another size."""
     files: TargetFiles
@@ -78,7 +71,7 @@ class PlannedTarget:
     """States of tensors that the target has no place for, or that were not asked for."""
 
     def __repr__(self) -> str:
-        return f"<PlannedTarget: {in_words(self.form)}>"
+        return f"<PlannedTarget: {self.form.in_words()}>"
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,7 +103,7 @@ class ConversionPlan(Shown):
         return sum(catalog.tensors[number].state == MASTER_WEIGHT for number in catalog.implied)
 
     def _in_short(self) -> str:
-        targets = "; ".join(in_words(target.form) for target in self.targets)
+        targets = "; ".join(target.form.in_words() for target in self.targets)
         return (
             f"{_source_in_words(self.source)} → {targets}; {readable_bytes(self.plan.written_bytes)} to write"
         )
@@ -120,15 +113,15 @@ class ConversionPlan(Shown):
         plan, targets = self.plan, self.targets
         again = reread_in_words(plan.read_amplification, plan.read_once_budget_bytes)
         facts = [
-            (self._of(number, "sharding"), f"{sharding_in_words(form.strategy)}: {form.strategy_reason}")
-            for number, form in enumerate(target.form for target in targets)
-            if isinstance(form, HybridTarget)
+            (self._of(number, decision.name), f"{decision.value}: {decision.reason}")
+            for number, target in enumerate(targets)
+            for decision in target.form.decisions
         ]
         facts.append(("from", _source_in_words(self.source)))
         places = self.places if len(targets) > 1 else ()
         for number, target in enumerate(targets):
             where = f"{places[number]}: " if places else ""
-            facts.append((self._of(number, "to"), f"{where}{in_words(target.form)}"))
+            facts.append((self._of(number, "to"), f"{where}{target.form.in_words()}"))
         files = len(plan.target_files) + len(plan.carried)
         facts += [
             ("tensors", f"{len(plan.tensors) - plan.beside} ({len(self.source.model.tensors)} parameters)"),
@@ -159,8 +152,7 @@ class ConversionPlan(Shown):
         facts = [("dropped", f"{', '.join(self.dropped)}: as asked for")] if self.dropped else []
         for number, target in enumerate(self.targets):
             if target.left_states:
-                model_only = isinstance(target.form, HuggingFaceTarget)
-                reason = "not asked for" if model_only else "no place in this format"
+                reason = "not asked for" if target.form.model_only else "no place in this format"
                 facts.append((self._of(number, "left out"), f"{', '.join(target.left_states)}: {reason}"))
             for reason, names in _by_reason(target.left):
                 facts.append((self._of(number, "not carried"), f"{names}: {reason}"))
@@ -255,7 +247,7 @@ def _filled(files: TargetFiles) -> TargetFiles:
     return replace(files, fragments=files.fragments[:0].copy())
 
 
-def _chosen(form: Form, source: Checkpoint) -> AnyTarget:
+def _chosen(form: Form, source: Checkpoint) -> Target:
     """A target with what it leaves open taken from the source."""
     if isinstance(form, HybridRequest):
         return form.target_for(source)

@@ -497,9 +497,9 @@ def plan_and_run(
     observe(StepStarted("plan"))
     conversion = make_plan(index_files)
     groups, written_bytes = conversion.plan.groups, conversion.plan.written_bytes
-    forms = [target.form for target in conversion.targets]
-    chosen = [f"{f.strategy} ({f.strategy_reason})" for f in forms if isinstance(f, HybridTarget)]
-    facts = (*dict.fromkeys(chosen), f"{groups} groups", f"{written_bytes} bytes to write")
+    decisions = [decision for target in conversion.targets for decision in target.form.decisions]
+    decided = [f"{decision.value} ({decision.reason})" for decision in decisions]
+    facts = (*dict.fromkeys(decided), f"{groups} groups", f"{written_bytes} bytes to write")
     observe(StepEnded("plan", ", ".join(facts)))
     if isinstance(engine, InlineEngine):
         tensors = len(conversion.plan.tensors)

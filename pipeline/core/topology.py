@@ -88,3 +88,8 @@ class Topology:
     def __str__(self) -> str:
         parts = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) > 1]
         return ",".join(parts) or "tp=1"
+
+
+def sharding_in_words(strategy: str | None) -> str:
+    """A sharding strategy, for people."""
+    return "no sharding" if strategy in (None, "none") else str(strategy)

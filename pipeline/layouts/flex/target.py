@@ -12,6 +12,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from paddle_reshard.pipeline.core.catalog import File
 from paddle_reshard.pipeline.core.errors import PlanError, RuleError, UsageError
@@ -21,12 +22,14 @@ from paddle_reshard.pipeline.core.tensors import (
     ACCUMULATORS,
     EMA_MASTER_WEIGHT,
     EMA_PARAM,
+    EMA_STATES,
     MASTER_WEIGHT,
     PARAM,
     Tensor,
 )
+from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.files import TargetFiles
+from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
 from paddle_reshard.pipeline.layouts.flex.boxes import Box, describe_boxes
 from paddle_reshard.pipeline.layouts.flex.names import (
     AUTO_FOLDER,
@@ -41,9 +44,11 @@ from paddle_reshard.pipeline.layouts.flex.names import (
     auto_parallel_path,
     paddleformers_key,
 )
+from paddle_reshard.pipeline.layouts.format import Decision
 from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META
 from paddle_reshard.pipeline.layouts.model import ModelTensor, predict_parameter_names
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
+from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
 from paddle_reshard.storage.formats.dist_metadata import GENERATIONS, DistMetadata, encode_dist_metadata
 from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArraySlot, encode_pickle
 
@@ -70,6 +75,9 @@ STATES = (PARAM, MASTER_WEIGHT, *ACCUMULATORS, EMA_MASTER_WEIGHT, EMA_PARAM)
 class FlexTarget:
     """How a dist checkpoint is to be written."""
 
+    model_only: ClassVar[bool] = False
+    decisions: ClassVar[tuple[Decision, ...]] = ()
+
     auto_parallel: bool = False
     """One folder with the nested keys of auto-parallel training; else PaddleFormers' FlexCheckpoint."""
     files: int | None = None
@@ -81,8 +89,13 @@ class FlexTarget:
 
     @property
     def format(self) -> str:
-        """What the checkpoint is called when it is read."""
+        """Name of the format."""
         return AUTO_PARALLEL if self.auto_parallel else FLEX
+
+    @property
+    def no_place(self) -> tuple[str, ...]:
+        """States for which auto-parallel training has no place."""
+        return EMA_STATES if self.auto_parallel else ()
 
     def __post_init__(self) -> None:
         if self.files is not None and self.files < 1:
@@ -92,6 +105,27 @@ class FlexTarget:
                 f"--paddle-version {self.generation}: metadata are written as by {', '.join(WRITTEN_GENERATIONS)}; "
                 "give the last of them that is not newer than the Paddle that will read them"
             )
+
+    def in_words(self) -> str:
+        """The target in a line, for people."""
+        return f"{self.format}, metadata of Paddle {self.generation}"
+
+    def facts(self) -> dict[str, str]:
+        """What tells it from other targets of the same source."""
+        return {"layout": self.format, "metadata": self.generation}
+
+    def data(self) -> dict[str, Any]:
+        """What is asked of it."""
+        return {"format": self.format, "files": self.files, "paddle_version": self.generation}
+
+    def lay_out(
+        self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
+    ) -> LaidOut:
+        """All files of a dist checkpoint, small ones too."""
+        sidecars = plan_sidecars(sizes, folders, wanted, source.model.config, Topology())
+        written = (*sidecars.written, *small_flex_files(sizes, wanted, self))
+        files = add_literal_files(layout_flex(wanted, self), written)
+        return LaidOut(source.catalog, files, sidecars.carried, sidecars.left)
 
 
 @dataclass(frozen=True, slots=True)

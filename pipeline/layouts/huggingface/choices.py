@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+HUGGINGFACE = "huggingface"
 EMA = "ema"
 EXPORTED_STATES = ("param", EMA)
 """The parameters, or as a model their exponential moving average."""

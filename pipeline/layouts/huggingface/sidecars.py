@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.core.tensors import DType
 from paddle_reshard.pipeline.core.trainer_files import is_training_state
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import Sidecars
-from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.sidecars import share_out_sidecars
 
 _DTYPE_ENTRIES = ("torch_dtype", "dtype")
@@ -24,17 +24,17 @@ def plan_huggingface_sidecars(
     folders: Sequence[str],
     wanted: Checkpoint,
     source_config: Mapping[str, Any],
-    target: HuggingFaceTarget,
+    dtype: DType | None,
 ) -> Sidecars:
     """Carry what belongs to the model (tokenizer, generation config, …); name what belongs to training.
 
-    ``wanted`` is the source as the target holds it.
+    ``wanted`` is the source as the target holds it, ``dtype`` the one that was asked for.
     """
 
     def reason(path: str) -> str | None:
         return "state of the training job, not of the model" if is_training_state(path) else None
 
-    config = exported_config(wanted.model.config, target)
+    config = exported_config(wanted.model.config, dtype)
     return share_out_sidecars(paths, folders, wanted.own_files, reason, source_config, config)
 
 
@@ -54,16 +54,16 @@ def average_divisor(facts: Mapping[str, Any], path: str) -> float:
     return float(divide_by)
 
 
-def exported_config(config: Mapping[str, Any], target: HuggingFaceTarget) -> dict[str, Any]:
+def exported_config(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]:
     """``config.json`` as the model is called and stored there.
 
     Without the entries about Paddle's own layout, with the dtype that was asked for, and with the class names that
     ``transformers`` knows: ``…Pipe`` and ``…Deprecated`` are PaddleFormers' variants of the same models.
     """
     found = {key: value for key, value in config.items() if key not in _OF_PADDLE}
-    if target.dtype is not None:
+    if dtype is not None:
         entries = [entry for entry in _DTYPE_ENTRIES if entry in found] or [_DTYPE_ENTRIES[0]]
-        found |= dict.fromkeys(entries, target.dtype.name)
+        found |= dict.fromkeys(entries, dtype.name)
     classes = found.get("architectures")
     if isinstance(classes, list):
         found["architectures"] = [

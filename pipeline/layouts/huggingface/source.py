@@ -25,6 +25,7 @@ from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, 
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import PARAM, DType, Tensor, dtype_named
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.huggingface.choices import HUGGINGFACE
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, tensor_parts
 from paddle_reshard.pipeline.layouts.huggingface.target import INDEX, TAGS, HuggingFaceTarget, exported_dtype
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, read_model
@@ -32,7 +33,6 @@ from paddle_reshard.pipeline.layouts.rules import Config, Rule, RuleTable, candi
 from paddle_reshard.pipeline.layouts.whole import check_whole
 from paddle_reshard.storage.formats.safetensors import Index, SafetensorsPayload
 
-HUGGINGFACE = "huggingface"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _DTYPES = {tag: dtype_named(name) for name, tag in TAGS.items()} | {"U16": dtype_named("bfloat16")}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from paddle_reshard.pipeline.core.catalog import Catalog, File, FragmentRow, fragment_row, fragment_rows
 from paddle_reshard.pipeline.core.errors import PlanError, UsageError
@@ -22,9 +23,11 @@ from paddle_reshard.pipeline.core.tensors import (
     DType,
 )
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.files import TargetFiles
-from paddle_reshard.pipeline.layouts.huggingface.choices import EMA, FLOATING
+from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
+from paddle_reshard.pipeline.layouts.format import Decision
+from paddle_reshard.pipeline.layouts.huggingface.choices import EMA, FLOATING, HUGGINGFACE
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, part_elements
+from paddle_reshard.pipeline.layouts.huggingface.sidecars import plan_huggingface_sidecars
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.storage.formats.safetensors import Index, TensorSlot, encode_safetensors, format_index
 
@@ -41,12 +44,46 @@ TAGS = {
 class HuggingFaceTarget:
     """What goes out, and how."""
 
+    format: ClassVar[str] = HUGGINGFACE
+    model_only: ClassVar[bool] = True
+    no_place: ClassVar[tuple[str, ...]] = ()
+    decisions: ClassVar[tuple[Decision, ...]] = ()
+
     state: str = PARAM
     """``param``: the parameters. ``ema``: their exponential moving average, as a model."""
     dtype: DType | None = None
     """Of all floating tensors but those that the model keeps in float32; ``None``: that of the parameters."""
     max_shard_bytes: int = 5 * 10**9
     """Tensors of a file together; a larger tensor has a file of its own."""
+
+    def in_words(self) -> str:
+        """The target in a line, for people."""
+        dtype = "dtypes as trained" if self.dtype is None else self.dtype.name
+        return f"Hugging Face, {self.state}, {dtype}"
+
+    def facts(self) -> dict[str, str]:
+        """What tells it from other targets of the same source."""
+        dtype = "as trained" if self.dtype is None else self.dtype.name
+        return {"layout": self.format, "state": self.state, "dtype": dtype}
+
+    def data(self) -> dict[str, Any]:
+        """What is asked of it."""
+        return {
+            "format": self.format,
+            "state": self.state,
+            "dtype": None if self.dtype is None else self.dtype.name,
+            "max_shard_bytes": self.max_shard_bytes,
+        }
+
+    def lay_out(
+        self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
+    ) -> LaidOut:
+        """All files of a Hugging Face checkpoint, small ones too."""
+        laid_out = layout_huggingface(source.catalog, wanted, self)
+        config = source.model.config
+        sidecars = plan_huggingface_sidecars(sizes, folders, wanted, config, self.dtype)
+        files = add_literal_files(laid_out.files, sidecars.written)
+        return LaidOut(laid_out.catalog, files, sidecars.carried, sidecars.left, laid_out.left_states)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,9 @@ from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.limits import MAX_RANKS
 from paddle_reshard.pipeline.core.tensors import ACCUMULATORS
 
+HYBRID = "hybrid"
+HYBRID_PLAIN = "hybrid-plain"
+"""Without ``model_meta.json``."""
 MODEL_STATE = "model_state"
 OPTIMIZER = "optimizer"
 EMA = "ema"

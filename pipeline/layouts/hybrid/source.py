@@ -37,7 +37,7 @@ from paddle_reshard.pipeline.layouts.hybrid.experts import (
     spread_over,
 )
 from paddle_reshard.pipeline.layouts.hybrid.meta import ModelMeta
-from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META
+from paddle_reshard.pipeline.layouts.hybrid.names import HYBRID, HYBRID_PLAIN, MODEL_META
 from paddle_reshard.pipeline.layouts.hybrid.padding import padded_elements, stage3_slice_elements
 from paddle_reshard.pipeline.layouts.hybrid.ranks import Cell, Ranks, StoredArray, sort_ranks
 from paddle_reshard.pipeline.layouts.model import (
@@ -52,9 +52,6 @@ from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable, choose_table,
 from paddle_reshard.pipeline.layouts.whole import check_layers
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 
-HYBRID = "hybrid"
-HYBRID_PLAIN = "hybrid-plain"
-"""Without ``model_meta.json``."""
 AUTOMATIC_NAME = re.compile(r"(eager_tmp|generated_tensor)_\d+")
 """What Paddle calls a tensor that nobody named; the number counts all such tensors of the process."""
 

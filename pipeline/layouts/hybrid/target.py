@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from array import array as numbers_of
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -27,12 +28,15 @@ from paddle_reshard.pipeline.core.tensors import (
     PARAM,
     DType,
 )
-from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.files import TargetFiles
+from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
+from paddle_reshard.pipeline.layouts.format import Decision
 from paddle_reshard.pipeline.layouts.hybrid.meta import CellMeta, ParameterMeta, format_model_meta
 from paddle_reshard.pipeline.layouts.hybrid.names import (
     EMA,
+    HYBRID,
+    HYBRID_PLAIN,
     MODEL_META,
     MODEL_STATE,
     OPTIMIZER,
@@ -53,12 +57,16 @@ from paddle_reshard.pipeline.layouts.hybrid.sharding import (
 )
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, lead_experts, predict_parameter_names
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
+from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
 from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArraySlot, encode_pickle
 
 
 @dataclass(frozen=True, slots=True)
 class HybridTarget:
     """What the target job decides. Validated by :func:`check_target`."""
+
+    model_only: ClassVar[bool] = False
+    no_place: ClassVar[tuple[str, ...]] = ()
 
     topology: Topology
     strategy: str
@@ -94,6 +102,49 @@ class HybridTarget:
     def writes_meta(self) -> bool:
         """Whether the trainer would write ``model_meta.json``: stage 1 with sharded saving."""
         return self.sharded_saving and self.strategy.startswith("stage1")
+
+    @property
+    def format(self) -> str:
+        """Name of the format."""
+        return HYBRID if self.sharded_saving else HYBRID_PLAIN
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """The sharding strategy."""
+        return (Decision("sharding", sharding_in_words(self.strategy), self.strategy_reason),)
+
+    def in_words(self) -> str:
+        """The target in a line, for people."""
+        return f"{self.format}, {self.topology}, {sharding_in_words(self.strategy)}"
+
+    def facts(self) -> dict[str, str]:
+        """What tells it from other targets of the same source."""
+        return {"topology": str(self.topology), "sharding_strategy": self.strategy}
+
+    def data(self) -> dict[str, Any]:
+        """What is asked of it and decided."""
+        return {
+            "format": self.format,
+            "topology": asdict(self.topology),
+            "sharding_strategy": self.strategy,
+            "sharding_strategy_reason": self.strategy_reason,
+            "model_meta": self.writes_meta,
+        }
+
+    def lay_out(
+        self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
+    ) -> LaidOut:
+        """All files of the target checkpoint, small ones too."""
+        # The optimizer files of a hybrid checkpoint tell that there is nothing in them.
+        weights_only = source.format not in (HYBRID, HYBRID_PLAIN)
+        if weights_only and not any(tensor.trained for tensor in wanted.model.tensors):
+            raise PlanError(
+                "the source holds parameters only; a hybrid checkpoint is for a job to go on from, which needs their "
+                "master weights and optimizer states too. Write the weights with --format huggingface, unified or flex"
+            )
+        sidecars = plan_sidecars(sizes, folders, wanted, source.model.config, self.topology)
+        files = add_literal_files(layout_hybrid(wanted, self), sidecars.written)
+        return LaidOut(source.catalog, files, sidecars.carried, sidecars.left)
 
 
 def check_target(target: HybridTarget) -> None:

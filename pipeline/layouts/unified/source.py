@@ -52,6 +52,7 @@ from paddle_reshard.pipeline.layouts.unified.names import (
     MASTER_WEIGHTS,
     MODEL,
     OPTIMIZER,
+    UNIFIED,
     UnifiedFile,
     check_indexes,
     refuse_other_files,
@@ -62,7 +63,6 @@ from paddle_reshard.pipeline.layouts.whole import check_whole
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 from paddle_reshard.storage.formats.safetensors import Index, SafetensorsPayload
 
-UNIFIED = "unified"
 _FLOATING = ("float32", "bfloat16", "float16", "float64")
 _HALVES = ("bfloat16", "float16")
 TensorId = tuple[str, str]

@@ -8,22 +8,27 @@ state dicts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from paddle_reshard.pipeline.core.catalog import File, FragmentRow, fragment_row, fragment_rows
 from paddle_reshard.pipeline.core.errors import PlanError, UsageError
 from paddle_reshard.pipeline.core.geometry import row_major_strides
 from paddle_reshard.pipeline.core.literals import Literals
-from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, MASTER_WEIGHT, PARAM, Tensor
+from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, EMA_STATES, MASTER_WEIGHT, PARAM, Tensor
+from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.files import TargetFiles
+from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
+from paddle_reshard.pipeline.layouts.format import Decision
 from paddle_reshard.pipeline.layouts.huggingface.target import TAGS
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
+from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
 from paddle_reshard.pipeline.layouts.unified.names import (
     MASTER_WEIGHTS,
     MODEL,
     OPTIMIZER,
+    UNIFIED,
     file_name,
     index_name,
     optimizer_key,
@@ -42,6 +47,11 @@ _NUMPY_TAGS = TAGS | {"bfloat16": "U16"}
 class UnifiedTarget:
     """How many files."""
 
+    format: ClassVar[str] = UNIFIED
+    model_only: ClassVar[bool] = False
+    no_place: ClassVar[tuple[str, ...]] = EMA_STATES
+    decisions: ClassVar[tuple[Decision, ...]] = ()
+
     files: int = 1
     """Of each kind, as a job of that many tensor-parallel ranks writes them. Jobs on several cards read any number, a
     job on one card reads only the first file of each kind without a word: so one, unless it is asked for."""
@@ -49,6 +59,27 @@ class UnifiedTarget:
     def __post_init__(self) -> None:
         if self.files < 1:
             raise UsageError(f"--files {self.files}: a checkpoint has at least one file of each kind")
+
+    def in_words(self) -> str:
+        """The target in a line, for people."""
+        return f"{self.format}, {self.files} file{'s' if self.files > 1 else ''} of each kind"
+
+    def facts(self) -> dict[str, str]:
+        """What tells it from other targets of the same source."""
+        return {"layout": self.format}
+
+    def data(self) -> dict[str, Any]:
+        """What is asked of it."""
+        return {"format": self.format, "files": self.files}
+
+    def lay_out(
+        self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
+    ) -> LaidOut:
+        """All files of a unified checkpoint, small ones too."""
+        sidecars = plan_sidecars(sizes, folders, wanted, source.model.config, Topology(dp=self.files))
+        written = (*sidecars.written, *small_unified_files(sizes, wanted))
+        files = add_literal_files(layout_unified(wanted, self), written)
+        return LaidOut(source.catalog, files, sidecars.carried, sidecars.left)
 
 
 @dataclass(frozen=True, slots=True)

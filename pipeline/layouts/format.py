@@ -1,0 +1,69 @@
+"""What the rest of the product knows of a format.
+
+Nothing outside a format's own folder asks which format it has before it: what differs from one to the next is a method
+or a property here. ``formats.py`` lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+    from paddle_reshard.pipeline.layouts.files import LaidOut
+
+
+class Decision(NamedTuple):
+    """Something of a target that follows from the source, or from what its trainer does."""
+
+    name: str
+    value: str
+    reason: str
+
+
+class Target(Protocol):
+    """A target with everything decided: a frozen value that says how it is made and described."""
+
+    @property
+    def format(self) -> str:
+        """Name of its format: what its files are called when they are read."""
+
+    @property
+    def model_only(self) -> bool:
+        """Whether it holds a model and nothing of a training job: whatever else a source has is left out on purpose."""
+
+    @property
+    def no_place(self) -> tuple[str, ...]:
+        """States for which its files have no place, though they are a training job's."""
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """What a plan tells beside the target itself."""
+
+    def in_words(self) -> str:
+        """The target in a line, for people."""
+
+    def facts(self) -> dict[str, str]:
+        """What tells it from other targets of the same source, for its manifest."""
+
+    def data(self) -> dict[str, Any]:
+        """What is asked of it and decided, as plain data with stable names."""
+
+    def lay_out(
+        self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
+    ) -> LaidOut:
+        """Every file, byte for byte, and what becomes of the source's other files.
+
+        Parameters
+        ----------
+        source, wanted
+            The source without the states for which there is no place, and the same as the target is to hold it.
+        sizes, folders
+            Path of every file of the source → size in bytes; names of folders in it.
+
+        Raises
+        ------
+        PlanError
+            If the source cannot become this target.
+        """
