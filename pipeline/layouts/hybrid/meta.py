@@ -24,6 +24,8 @@ from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META
 
 LARGEST_EXTENT = 1 << 40
+PARAMETER_COLUMNS = ["shape", "dtype", "is_distributed", "no_sync"]
+"""What ``param_meta`` lists of a parameter; PaddleNLP writes the first three, and no ``param_meta_keys``."""
 STRATEGIES = {"ShardingV1": "stage1v1", "ShardingV2": "stage1v2"}
 
 
@@ -102,6 +104,11 @@ def _parse_cell(entry: Mapping[str, Any], cell: str) -> CellMeta:
     if described and described.keys() != names.keys():
         odd = sorted(described.keys() ^ names.keys())
         raise CheckpointError(f"{where}: {odd[0]} is only in one of param_meta and structure_name_mapping")
+    columns = entry.get("param_meta_keys", PARAMETER_COLUMNS)
+    if not isinstance(columns, list) or columns != PARAMETER_COLUMNS[: len(columns)] or len(columns) < 3:
+        raise CheckpointError(
+            f"{where}: param_meta_keys is {columns!r}, param_meta is read as {PARAMETER_COLUMNS}"
+        )
     owners = entry.get("param2rank") or {}
     if not isinstance(owners, dict) or not all(_is_int(rank) for rank in owners.values()):
         raise CheckpointError(f"{where}: param2rank is not a table of ranks")
@@ -186,7 +193,7 @@ def _format_cell(cell: CellMeta, former: bool) -> dict[str, Any]:
         "param2rank": dict(cell.owners),
         "structure_name_mapping": dict(cell.names),
         "param_meta": described,
-        **({"param_meta_keys": ["shape", "dtype", "is_distributed", "no_sync"]} if former else {}),
+        **({"param_meta_keys": PARAMETER_COLUMNS} if former else {}),
         "sharding_strategy": strategy,
         "enable_overlap": cell.comm_overlap,
     }

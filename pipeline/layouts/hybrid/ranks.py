@@ -149,6 +149,10 @@ def first_keys(names: Mapping[str, str]) -> dict[str, str]:
     return keys
 
 
+HALF_DTYPES = ("bfloat16", "float16")
+"""Of parameters that have master weights."""
+
+
 def sort_ranks(
     paths: Mapping[str, int],
     roots: Mapping[str, Any],
@@ -361,8 +365,30 @@ def _read_cell(
     for stored in cell.arrays.values():
         stored.sort(key=lambda s: s.shard)
     if meta is not None:
+        _check_dtypes(cell, _meta_name(cell, topology))
         _complete_shapes(cell, meta.cells[_meta_name(cell, topology)].strategy)
     return cell
+
+
+def _check_dtypes(cell: Cell, where: str) -> None:
+    """Hold the dtypes that ``model_meta.json`` gives against the arrays of the same parameters.
+
+    A parameter is stored as what it is, and only one of half precision has a master weight: what is not stored is cast
+    from that to the dtype written there.
+    """
+    for key, dtype in cell.dtypes.items():
+        for stored in cell.arrays.get((key, PARAM), ()):
+            if stored.dtype() != dtype:
+                raise CheckpointError(
+                    f"{key}: {MODEL_META}: {where} says that it is {dtype.name}, {stored.path} stores it as "
+                    f"{stored.dtype().name}: they are not of one run"
+                )
+        masters = cell.arrays.get((cell.holders.get(key, key), MASTER_WEIGHT))
+        if masters and dtype.name not in HALF_DTYPES:
+            raise CheckpointError(
+                f"{key}: {MODEL_META}: {where} says that it is {dtype.name}, {masters[0].path} holds a master weight "
+                f"of it, which only {' and '.join(HALF_DTYPES)} have: they are not of one run"
+            )
 
 
 def _meta_name(cell: Cell, topology: Topology) -> str:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError
+from paddle_reshard.pipeline.core.file_names import CONFIG
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import (
     ACCUMULATORS,
@@ -39,7 +40,7 @@ from paddle_reshard.pipeline.layouts.hybrid.experts import (
 from paddle_reshard.pipeline.layouts.hybrid.meta import ModelMeta
 from paddle_reshard.pipeline.layouts.hybrid.names import HYBRID, HYBRID_PLAIN, MODEL_META
 from paddle_reshard.pipeline.layouts.hybrid.padding import padded_elements, stage3_slice_elements
-from paddle_reshard.pipeline.layouts.hybrid.ranks import Cell, Ranks, StoredArray, sort_ranks
+from paddle_reshard.pipeline.layouts.hybrid.ranks import HALF_DTYPES, Cell, Ranks, StoredArray, sort_ranks
 from paddle_reshard.pipeline.layouts.model import (
     Model,
     ModelTensor,
@@ -94,6 +95,8 @@ def read_hybrid(
     strategy = _strategy(ranks, cells)
     stored = _read_model(ranks, cells, spread, table, config)
     check_experts(ranks, stored.tensors, _expert_count(table, config))
+    if ranks.with_meta:
+        _check_half_dtypes(stored.tensors, config)
     files = [File(path, paths[path]) for path in held]
     cataloguer = _Cataloguer(ranks, cells, stored, spread, strategy, files, missing or MissingPolicy())
     catalog = cataloguer.catalog()
@@ -243,6 +246,27 @@ def _read_model(
     _check_same_tensors(ranks, found)
     check_layers(tied, config)
     return Model(tuple(lead_experts(tied, unified=False)), table, config)
+
+
+def _check_half_dtypes(tensors: Sequence[ModelTensor], config: Mapping[str, Any]) -> None:
+    """Parameters with master weights are all bfloat16 or all float16: no file but ``config.json`` says which.
+
+    The trainers write the dtype of the model there when they save.
+    """
+    found = {tensor.dtype.name: tensor for tensor in tensors if tensor.master}
+    if len(found) > 1:
+        one, other = list(found.values())[:2]
+        raise CheckpointError(
+            f"{MODEL_META} says that {one.key} is {one.dtype.name} and {other.key} {other.dtype.name}, both with "
+            "master weights: a job has one such dtype"
+        )
+    written = config.get("torch_dtype", config.get("dtype"))
+    for name, tensor in found.items():
+        if written in HALF_DTYPES and written != name:
+            raise CheckpointError(
+                f"{tensor.key}: {MODEL_META} says that it is {name}, {CONFIG} that the model is {written}: they are "
+                "not of one run"
+            )
 
 
 def _keys_in_order(cells: Sequence[Cell]) -> list[str]:

@@ -1,0 +1,132 @@
+"""A ``model_meta.json`` of another run: what it says is held against the files, or decides nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paddle_reshard
+from paddle_reshard.pipeline.core.errors import CheckpointError
+from tests.conftest import case_directory
+
+Meta = dict[str, Any]
+FLOAT32, FLOAT16, BFLOAT16 = 10, 15, 16
+DTYPE = 1
+"""Column of ``param_meta``."""
+KEY = "model.layers.1.mlp.up_proj.weight"
+TARGETS: tuple[dict[str, Any], ...] = (
+    {"format": "hybrid", "to": "sharding=4"},
+    {"format": "hybrid-plain", "to": "tp=1"},
+    {"format": "flex"},
+    {"format": "unified"},
+    {"format": "huggingface"},
+)
+
+
+def _source(case: str, folder: Path) -> Path:
+    source = folder / "source"
+    shutil.copytree(case_directory(case) / "checkpoint-3", source)
+    return source
+
+
+def _edit(source: Path, edit: Callable[[Meta], object]) -> None:
+    path = source / "model_meta.json"
+    meta = json.loads(path.read_bytes())
+    edit(meta)
+    path.write_text(json.dumps(meta))
+
+
+def _cells(meta: Meta) -> list[Meta]:
+    return list(meta["sharding_metas"].values())
+
+
+def _retyped(code: int, *keys: str) -> Callable[[Meta], object]:
+    """Another dtype for some parameters, or for all, in every cell."""
+
+    def edit(meta: Meta) -> None:
+        for cell in _cells(meta):
+            for key, described in cell["param_meta"].items():
+                if not keys or key in keys:
+                    described[DTYPE] = code
+
+    return edit
+
+
+CONTRADICTIONS: dict[str, tuple[str, Callable[[Meta], object], str]] = {
+    "stored parameters": (
+        "sh2_s1v1_meta_fp32",
+        _retyped(BFLOAT16, KEY),
+        rf"{KEY}: model_meta.json: tp00_pp00 says that it is bfloat16, model_state.shard0[01].pdparams stores it as "
+        "float32",
+    ),
+    "float32 with master weights": (
+        "sh2_s1v2_meta",
+        _retyped(FLOAT32, KEY),
+        rf"{KEY}: model_meta.json: tp00_pp00 says that it is float32, optimizer.shard0[01].pdopt holds a master weight",
+    ),
+    "float32 throughout": (
+        "mp2sh2_s1v1_meta",
+        _retyped(FLOAT32),
+        r"model_meta.json: tp00_pp00 says that it is float32, optimizer.tp00_shard0[01].pdopt holds a master weight",
+    ),
+    "two dtypes with master weights": (
+        "sh2_s1v1_meta",
+        _retyped(FLOAT16, KEY),
+        rf"model_meta.json says that \S+ is bfloat16 and {KEY} float16",
+    ),
+    "another dtype throughout": (
+        "sh2_s1v2_meta",
+        _retyped(FLOAT16),
+        r"model_meta.json says that it is float16, config.json that the model is bfloat16",
+    ),
+    "columns in another order": (
+        "sh2_s1v1_meta",
+        lambda meta: [cell["param_meta_keys"].reverse() for cell in _cells(meta)],
+        r"tp00_pp00: param_meta_keys is \['no_sync', 'is_distributed', 'dtype', 'shape'\], param_meta is read as",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_what_contradicts_the_files_is_refused(name: str, tmp_path: Path) -> None:
+    case, edit, told = CONTRADICTIONS[name]
+    source = _source(case, tmp_path)
+    assert paddle_reshard.inspect(source)
+    _edit(source, edit)
+    with pytest.raises(CheckpointError) as refused:
+        paddle_reshard.inspect(source)
+    assert re.search(told, str(refused.value)), str(refused.value)
+
+
+def test_float16_stays_readable(tmp_path: Path) -> None:
+    """A job in float16 says so in both files."""
+    assert paddle_reshard.inspect(_source("states/fp16_sh2_s1v2_meta", tmp_path))
+
+
+IDLE: dict[str, Callable[[Meta], object]] = {
+    "moe_sharding_degree without experts": lambda meta: meta["parallel_config"].update(moe_sharding_degree=7),
+    "enable_overlap": lambda meta: [cell.update(enable_overlap=True) for cell in _cells(meta)],
+    "no param_meta_keys": lambda meta: [cell.pop("param_meta_keys") for cell in _cells(meta)],
+    "is_distributed without tp": lambda meta: [
+        described.__setitem__(2, True) for cell in _cells(meta) for described in cell["param_meta"].values()
+    ],
+}
+
+
+@pytest.mark.parametrize("name", IDLE)
+@pytest.mark.parametrize("case", ["sh2_s1v1_meta", "sh2_s1v1_meta_fp32", "sh2_s1v2_meta"])
+def test_what_no_file_can_prove_changes_no_byte(case: str, name: str, tmp_path: Path) -> None:
+    source = _source(case, tmp_path)
+
+    def made() -> list[str]:
+        return [paddle_reshard.plan(source, tmp_path / "target", **target).plan.plan_id for target in TARGETS]
+
+    before = made()
+    _edit(source, IDLE[name])
+    assert made() == before
