@@ -53,7 +53,7 @@ class Weighting:
 
     steps: tuple[tuple[float, float], ...]
     """``(keep, take)`` of every checkpoint: ``average = keep · average + take · values``, as
-    :class:`~paddle_reshard.pipeline.core.catalog.Term` says. The first keeps nothing."""
+    :class:`~paddle_reshard.pipeline.core.mixture.Term` says. The first keeps nothing."""
     facts: Mapping[str, Any]
     """What of it goes into ``ema.json``."""
 
