@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ import click
 from click.core import ParameterSource
 
 import paddle_reshard
+from paddle_reshard.pipeline.cli.conversion import api_arguments, convert
 from paddle_reshard.pipeline.cli.options import Decides, decides
 from paddle_reshard.pipeline.cli.output import End, print_answer, print_error, print_object
 from paddle_reshard.pipeline.cli.signals import exit_status, sentence, signal_of
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.watch.claims import Policy
     from paddle_reshard.pipeline.watch.watcher import Result, Watcher
 
-ReadOptions = Callable[[dict[str, Any]], dict[str, Any]]
-"""Options of ``convert`` as click gives them → keyword arguments of the API."""
 UPLOADS = ("always", "never")
 _PASS_ON = {"ignore_unknown_options": True}
 
@@ -155,12 +154,24 @@ def _absolute(location: str) -> str:
     return location.rstrip("/")
 
 
+class Duration(click.ParamType[float]):
+    """A time like 90s, 30m, 2h or 1d; a number alone is seconds.
+
+    >>> Duration().convert("2h", None, None)
+    7200.0
+    """
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Seconds."""
+        match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)", str(value).strip())
+        if match is None:
+            self.fail(f"{value!r} is no time: give a number and s, m, h or d, as in 30m", param, ctx)
+        return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
 # ----------------------------------------------------------------------------------------------- commands
-
-
-def job_commands(convert: click.Command, read_options: ReadOptions) -> tuple[click.Command, click.Command]:
-    """``submit`` and ``watch`` for a ``convert`` command, and the function that turns its options into API calls."""
-    return _submit_command(convert), _watch_command(convert, read_options)
 
 
 def _job_options(function: Any) -> Any:
@@ -194,33 +205,26 @@ def _job_options(function: Any) -> Any:
     return function
 
 
-def _submit_command(convert: click.Command) -> click.Command:
-    @click.command("submit", context_settings=_PASS_ON, short_help="Run a conversion as a Ray job.")
-    @click.option(
-        "--address", metavar="URL", help="http://HEAD:8265. Default: RAY_ADDRESS, or a local cluster."
-    )
-    @click.option("--follow/--no-follow", default=True, show_default=True, help="Show its output and wait.")
-    @click.option("--again", is_flag=True, help="Run it even if the same conversion has succeeded before.")
-    @_job_options
-    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="SRC DST [OPTIONS]")
-    def submit(
-        address: str | None, follow: bool, again: bool, arguments: tuple[str, ...], **job: Any
-    ) -> None:
-        """Run `paddle-reshard convert SRC DST …` as a job of a Ray cluster.
+@click.command("submit", context_settings=_PASS_ON, short_help="Run a conversion as a Ray job.")
+@click.option("--address", metavar="URL", help="http://HEAD:8265. Default: RAY_ADDRESS, or a local cluster.")
+@click.option("--follow/--no-follow", default=True, show_default=True, help="Show its output and wait.")
+@click.option("--again", is_flag=True, help="Run it even if the same conversion has succeeded before.")
+@_job_options
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="SRC DST [OPTIONS]")
+def submit(address: str | None, follow: bool, again: bool, arguments: tuple[str, ...], **job: Any) -> None:
+    """Run `paddle-reshard convert SRC DST …` as a job of a Ray cluster.
 
-        Takes every option of convert but --target: --to TOPOLOGY, --format, …. The same conversion has the same
-        submission id: submitted twice, it runs once, and the second call follows the first one's job. Exit status 0
-        if it succeeded, 1 if not. SRC and DST must mean the same on the cluster. Token authentication: RAY_AUTH_MODE,
-        RAY_AUTH_TOKEN.
-        """
-        told = "submit the same again to follow the job, if there is one"
-        with _reporting("submit", told, "--json" in arguments):
-            request = Request.read(convert, arguments)
-            voice = _Voice(request.values["as_json"], request.values["quiet"])
-            status = _run_job(_job_request(request, job, again=again), address, follow, voice)
-        sys.exit(status)
-
-    return submit
+    Takes every option of convert but --target: --to TOPOLOGY, --format, …. The same conversion has the same
+    submission id: submitted twice, it runs once, and the second call follows the first one's job. Exit status 0
+    if it succeeded, 1 if not. SRC and DST must mean the same on the cluster. Token authentication: RAY_AUTH_MODE,
+    RAY_AUTH_TOKEN.
+    """
+    told = "submit the same again to follow the job, if there is one"
+    with _reporting("submit", told, "--json" in arguments):
+        request = Request.read(convert, arguments)
+        voice = _Voice(request.values["as_json"], request.values["quiet"])
+        status = _run_job(_job_request(request, job, again=again), address, follow, voice)
+    sys.exit(status)
 
 
 def _job_request(
@@ -307,119 +311,108 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, voice: _Voi
     return end.exit_status
 
 
-def _watch_command(convert: click.Command, read_options: ReadOptions) -> click.Command:
-    @click.command(
-        "watch", context_settings=_PASS_ON, short_help="Convert the checkpoints of a run as they finish."
-    )
-    @click.option(
-        "--once", is_flag=True, help="Look once and end; for cron and CI. Exit status 1 if one failed."
-    )
-    @click.option(
-        "--every",
-        type=click.FloatRange(0.1),
-        default=60,
-        show_default=True,
-        metavar="SECONDS",
-        help="Pause between two looks.",
-    )
-    @click.option(
-        "--settle",
-        type=click.FloatRange(0),
-        default=60,
-        show_default=True,
-        metavar="SECONDS",
-        help="A checkpoint without saved_signal files or trainer state must not change for so long.",
-    )
-    @click.option(
-        "--keep", type=click.IntRange(1), metavar="N", help="Keep the newest N converted checkpoints."
-    )
-    @click.option(
-        "--submit", "address", metavar="ADDRESS", help="Run conversions as jobs of this Ray cluster."
-    )
-    @click.option(
-        "--retries",
-        type=click.IntRange(0),
-        default=3,
-        show_default=True,
-        help="Further tries after a failed one.",
-    )
-    @click.option(
-        "--backoff",
-        type=click.FloatRange(0),
-        default=60,
-        show_default=True,
-        metavar="SECONDS",
-        help="Pause before the first of them; doubles each time.",
-    )
-    @click.option(
-        "--claim-timeout",
-        type=click.FloatRange(0),
-        default=6 * 3600,
-        show_default=True,
-        metavar="SECONDS",
-        help="Take over what another machine has claimed and been silent about for so long.",
-    )
-    @click.option("--retry-failed", is_flag=True, help="Forget what failed or was refused before now.")
-    @click.option("--wait", is_flag=True, help="RUN_DIR need not be there yet.")
-    @click.option(
-        "--stale",
-        type=Duration(),
-        metavar="DURATION",
-        help="End with status 1 once a checkpoint is incomplete and has not changed for so long: 90s, 30m, 2h, 1d.",
-    )
-    @_job_options
-    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN_DIR DST_ROOT [OPTIONS]")
-    def watch(
-        once: bool,
-        every: float,
-        settle: float,
-        keep: int | None,
-        address: str | None,
-        retries: int,
-        backoff: float,
-        claim_timeout: float,
-        retry_failed: bool,
-        wait: bool,
-        stale: float | None,
-        arguments: tuple[str, ...],
-        **job: Any,
-    ) -> None:
-        """Convert each RUN_DIR/checkpoint-<step> to DST_ROOT/checkpoint-<step> once it is whole.
+@click.command(
+    "watch", context_settings=_PASS_ON, short_help="Convert the checkpoints of a run as they finish."
+)
+@click.option("--once", is_flag=True, help="Look once and end; for cron and CI. Exit status 1 if one failed.")
+@click.option(
+    "--every",
+    type=click.FloatRange(0.1),
+    default=60,
+    show_default=True,
+    metavar="SECONDS",
+    help="Pause between two looks.",
+)
+@click.option(
+    "--settle",
+    type=click.FloatRange(0),
+    default=60,
+    show_default=True,
+    metavar="SECONDS",
+    help="A checkpoint without saved_signal files or trainer state must not change for so long.",
+)
+@click.option("--keep", type=click.IntRange(1), metavar="N", help="Keep the newest N converted checkpoints.")
+@click.option("--submit", "address", metavar="ADDRESS", help="Run conversions as jobs of this Ray cluster.")
+@click.option(
+    "--retries",
+    type=click.IntRange(0),
+    default=3,
+    show_default=True,
+    help="Further tries after a failed one.",
+)
+@click.option(
+    "--backoff",
+    type=click.FloatRange(0),
+    default=60,
+    show_default=True,
+    metavar="SECONDS",
+    help="Pause before the first of them; doubles each time.",
+)
+@click.option(
+    "--claim-timeout",
+    type=click.FloatRange(0),
+    default=6 * 3600,
+    show_default=True,
+    metavar="SECONDS",
+    help="Take over what another machine has claimed and been silent about for so long.",
+)
+@click.option("--retry-failed", is_flag=True, help="Forget what failed or was refused before now.")
+@click.option("--wait", is_flag=True, help="RUN_DIR need not be there yet.")
+@click.option(
+    "--stale",
+    type=Duration(),
+    metavar="DURATION",
+    help="End with status 1 once a checkpoint is incomplete and has not changed for so long: 90s, 30m, 2h, 1d.",
+)
+@_job_options
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN_DIR DST_ROOT [OPTIONS]")
+def watch(
+    once: bool,
+    every: float,
+    settle: float,
+    keep: int | None,
+    address: str | None,
+    retries: int,
+    backoff: float,
+    claim_timeout: float,
+    retry_failed: bool,
+    wait: bool,
+    stale: float | None,
+    arguments: tuple[str, ...],
+    **job: Any,
+) -> None:
+    """Convert each RUN_DIR/checkpoint-<step> to DST_ROOT/checkpoint-<step> once it is whole.
 
-        Takes every option of convert but --target and --plan: --to TOPOLOGY, --format, …. A checkpoint is whole when
-        its files are those of all ranks and every rank has signalled; never by its age. Each is converted once, by
-        however many watchers.
-        """
-        told = "what was claimed is free again"
-        with _reporting("watch", told, "--json" in arguments, at_ease=not once):
-            from paddle_reshard.pipeline.watch.claims import Policy
+    Takes every option of convert but --target and --plan: --to TOPOLOGY, --format, …. A checkpoint is whole when
+    its files are those of all ranks and every rank has signalled; never by its age. Each is converted once, by
+    however many watchers.
+    """
+    told = "what was claimed is free again"
+    with _reporting("watch", told, "--json" in arguments, at_ease=not once):
+        from paddle_reshard.pipeline.watch.claims import Policy
 
-            request = Request.read(convert, arguments)
-            overwrite = bool(request.values.get("overwrite"))
-            forget_before = time.time() if retry_failed else 0.0
-            policy = Policy(keep, retries, backoff, claim_timeout, settle, overwrite, forget_before, stale)
-            watcher = _watcher(request, read_options, policy, address, job)
-            if not wait and not watcher.run.is_there():
-                raise UsageError(
-                    f"{watcher.run.location}: no such folder; give --wait if the run is still to come"
-                )
-            _log_to_stderr(logging.ERROR if request.values["quiet"] else logging.INFO)
-            results = watcher.once() if once else watcher.repeat(every)
-            sys.exit(_end_watch(watcher, results, request.values["as_json"]))
-
-    return watch
+        request = Request.read(convert, arguments)
+        overwrite = bool(request.values.get("overwrite"))
+        forget_before = time.time() if retry_failed else 0.0
+        policy = Policy(keep, retries, backoff, claim_timeout, settle, overwrite, forget_before, stale)
+        watcher = _watcher(request, policy, address, job)
+        if not wait and not watcher.run.is_there():
+            raise UsageError(
+                f"{watcher.run.location}: no such folder; give --wait if the run is still to come"
+            )
+        _log_to_stderr(logging.ERROR if request.values["quiet"] else logging.INFO)
+        results = watcher.once() if once else watcher.repeat(every)
+        sys.exit(_end_watch(watcher, results, request.values["as_json"]))
 
 
-def _watcher(
-    request: Request, read_options: ReadOptions, policy: Policy, address: str | None, job: Mapping[str, Any]
-) -> Watcher:
+def _watcher(request: Request, policy: Policy, address: str | None, job: Mapping[str, Any]) -> Watcher:
     from paddle_reshard.pipeline.convert.plan import read_request
     from paddle_reshard.pipeline.watch.runners import Conversion, convert_as_job
     from paddle_reshard.pipeline.watch.watcher import open_watcher
 
     if request.values["expected_plan"] is not None:
         raise UsageError("--plan is the plan of one conversion; every checkpoint has its own")
-    conversion = Conversion(_api_options(request, read_options), request.identify)
+    conversion = Conversion(_api_options(request), request.identify)
     read_request(  # mistakes are told now, and not of every checkpoint
         "", cast(ConversionOptions, {k: v for k, v in conversion.options.items() if k in CONVERSION_OPTIONS})
     )
@@ -437,14 +430,14 @@ def _watcher(
     return open_watcher(run, out, conversion, policy, convert)
 
 
-def _api_options(request: Request, read_options: ReadOptions) -> dict[str, Any]:
+def _api_options(request: Request) -> dict[str, Any]:
     """Keyword arguments of the API; an option that it does not have is refused if it was given."""
     import inspect
 
     known = {*CONVERSION_OPTIONS, *inspect.signature(paddle_reshard.convert).parameters}
     given = {option.name for option, _ in request.options()}
     outer = ("source", "target", "as_json", "quiet")
-    values = read_options({k: v for k, v in request.values.items() if k not in outer})
+    values = api_arguments({k: v for k, v in request.values.items() if k not in outer})
     if foreign := [name for name in values if name not in known and name in given]:
         raise UsageError(f"--{foreign[0].replace('_', '-')} does not go with watch")
     return {name: value for name, value in values.items() if name in known}
@@ -476,23 +469,6 @@ def _end_watch(watcher: Watcher, results: Mapping[str, Result], as_json: bool) -
         places = {"run": watcher.run.location, "targets": watcher.out.location}
         print_object("watch", {**places, "checkpoints": checkpoints})
     return 1 if {Result.FAILED, Result.STALE} & {*every} else 0
-
-
-class Duration(click.ParamType[float]):
-    """A time like 90s, 30m, 2h or 1d; a number alone is seconds.
-
-    >>> Duration().convert("2h", None, None)
-    7200.0
-    """
-
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Seconds."""
-        match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)", str(value).strip())
-        if match is None:
-            self.fail(f"{value!r} is no time: give a number and s, m, h or d, as in 30m", param, ctx)
-        return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
 # ------------------------------------------------------------------------------------------------- output

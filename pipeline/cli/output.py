@@ -177,6 +177,14 @@ def print_object(command: str, facts: Mapping[str, Any]) -> None:
     print_answer(Answer(command, facts=facts))
 
 
+def answer(data: Mapping[str, Any], as_json: bool, quiet: bool, show: Callable[[], None]) -> None:
+    """Print a result as one JSON object, for people, or not at all."""
+    if as_json:
+        print_object(click.get_current_context().info_name or "", data)
+    elif not quiet:
+        show()
+
+
 def print_error(command: str | None, end: End) -> None:
     """The one JSON object of a command that did not."""
     print_answer(Answer(command, end.message, end.kind, end.retryable))

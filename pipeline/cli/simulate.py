@@ -18,58 +18,46 @@ if TYPE_CHECKING:
 HEADINGS = ("workers", "time", "speed-up", "busy", "most read", "most written", "peak of a worker")
 
 
-def simulate_command() -> click.Command:
-    """The command."""
+@click.command()
+@click.argument("plan", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="PLAN")
+@click.option(
+    "--workers", default="1,8,64,1024", show_default=True, metavar="N,…", help="Numbers of workers."
+)
+@click.option("--read-rate", default="1GB", show_default=True, help="Bytes per second that a worker reads.")
+@click.option("--write-rate", default="1GB", show_default=True, help="Bytes per second that a worker writes.")
+@click.option("--total-read-rate", help="Of the source's store for all workers together. Default: no limit.")
+@click.option("--total-write-rate", help="Of the target's store for all workers together. Default: no limit.")
+@click.option(
+    "--copy-rate", default="1GB", show_default=True, help="Of each copy that the storage makes by itself."
+)
+@click.option(
+    "--latency",
+    type=click.FloatRange(0),
+    default=0.02,
+    show_default=True,
+    metavar="SECONDS",
+    help="Until a store begins to answer.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def simulate(plan: Path, workers: str, latency: float, as_json: bool, **rates: str | None) -> None:
+    """Estimate how long a plan takes on many workers. PLAN is a file that plan --save made; nothing is moved."""
+    from paddle_reshard.pipeline.convert.plan_file import load_plan
+    from paddle_reshard.pipeline.planning.simulate import Rates
+    from paddle_reshard.pipeline.planning.simulate import simulate as estimate
 
-    @click.command("simulate")
-    @click.argument("plan", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="PLAN")
-    @click.option(
-        "--workers", default="1,8,64,1024", show_default=True, metavar="N,…", help="Numbers of workers."
+    chosen = Rates(
+        read_bytes_per_second=_rate(rates["read_rate"]),
+        write_bytes_per_second=_rate(rates["write_rate"]),
+        total_read_bytes_per_second=_rate(rates["total_read_rate"]),
+        total_write_bytes_per_second=_rate(rates["total_write_rate"]),
+        copy_bytes_per_second=_rate(rates["copy_rate"]),
+        request_seconds=latency,
     )
-    @click.option(
-        "--read-rate", default="1GB", show_default=True, help="Bytes per second that a worker reads."
-    )
-    @click.option(
-        "--write-rate", default="1GB", show_default=True, help="Bytes per second that a worker writes."
-    )
-    @click.option(
-        "--total-read-rate", help="Of the source's store for all workers together. Default: no limit."
-    )
-    @click.option(
-        "--total-write-rate", help="Of the target's store for all workers together. Default: no limit."
-    )
-    @click.option(
-        "--copy-rate", default="1GB", show_default=True, help="Of each copy that the storage makes by itself."
-    )
-    @click.option(
-        "--latency",
-        type=click.FloatRange(0),
-        default=0.02,
-        show_default=True,
-        metavar="SECONDS",
-        help="Until a store begins to answer.",
-    )
-    @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-    def command(plan: Path, workers: str, latency: float, as_json: bool, **rates: str | None) -> None:
-        """Estimate how long a plan takes on many workers. PLAN is a file that plan --save made; nothing is moved."""
-        from paddle_reshard.pipeline.convert.plan_file import load_plan
-        from paddle_reshard.pipeline.planning.simulate import Rates, simulate
-
-        chosen = Rates(
-            read_bytes_per_second=_rate(rates["read_rate"]),
-            write_bytes_per_second=_rate(rates["write_rate"]),
-            total_read_bytes_per_second=_rate(rates["total_read_rate"]),
-            total_write_bytes_per_second=_rate(rates["total_write_rate"]),
-            copy_bytes_per_second=_rate(rates["copy_rate"]),
-            request_seconds=latency,
-        )
-        found = simulate(load_plan(plan), _counts(workers), chosen)
-        if as_json:
-            print_object("simulate", {"simulations": [asdict(one) for one in found]})
-        else:
-            print_table(HEADINGS, _rows(found))
-
-    return command
+    found = estimate(load_plan(plan), _counts(workers), chosen)
+    if as_json:
+        print_object("simulate", {"simulations": [asdict(one) for one in found]})
+    else:
+        print_table(HEADINGS, _rows(found))
 
 
 def _rate(text: str | None) -> float:

@@ -8,11 +8,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
+from paddle_reshard.pipeline.convert.choices import CHECKS, REPLICAS
 from paddle_reshard.pipeline.convert.inputs import as_file, load_layout, load_target_names
 from paddle_reshard.pipeline.convert.request import (
-    CHECKS,
     CONVERSION_OPTIONS,
-    REPLICAS,
     TARGET_OPTIONS,
     ConversionOptions,
     ConversionRequest,

@@ -36,8 +36,6 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
     "unified": ("files",),
 }
 """Target format → options that say something about a target of it."""
-REPLICAS = ("compare", "first")
-CHECKS = ("sample", "full")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from paddle_reshard.pipeline.convert.choices import CHECKS, REPLICAS
 from paddle_reshard.pipeline.convert.given import KeptFile
 from paddle_reshard.pipeline.convert.inputs import read_layout_file, read_text
 from paddle_reshard.pipeline.convert.request import (
-    CHECKS,
     CONVERSION_OPTIONS,
-    REPLICAS,
     TARGET_OPTIONS,
     ConversionOptions,
     TargetOptions,

@@ -12,7 +12,7 @@ import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.aoa.language import parse_aoa
-from paddle_reshard.pipeline.cli.main import _storage_options
+from paddle_reshard.pipeline.cli.options import _storage_options
 from paddle_reshard.pipeline.convert.inputs import load_config, load_layout, load_tables, load_target_names
 from paddle_reshard.pipeline.convert.manifest import parse_manifest
 from paddle_reshard.pipeline.core.errors import CheckpointError, ReshardError, TargetError, UsageError

@@ -15,6 +15,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from paddle_reshard.pipeline.cli import conversion
 from paddle_reshard.pipeline.cli import main as cli
 from tests.conftest import REPO
 
@@ -88,7 +89,7 @@ def check(words: list[str]) -> None:
     rest = context.params.get("arguments")
     if rest is not None:
         assert isinstance(command, click.Command)
-        cli.convert.make_context("convert", list(rest))
+        conversion.convert.make_context("convert", list(rest))
 
 
 def test_manifests_call_commands_that_exist() -> None:

@@ -10,7 +10,7 @@ import click
 import pytest
 
 from paddle_reshard.clusters.ray.jobs import entrypoint_of
-from paddle_reshard.pipeline.cli import main as cli
+from paddle_reshard.pipeline.cli import conversion
 from paddle_reshard.pipeline.cli.jobs import Request
 from paddle_reshard.pipeline.cli.options import Decides, Option
 from paddle_reshard.pipeline.core.errors import JobError, ReshardError, StaleSessionError, UsageError
@@ -20,7 +20,7 @@ from tests.jobs.command import invoke, run
 FILE = object()
 
 
-def read(*arguments: object, convert: click.Command = cli.convert) -> Request:
+def read(*arguments: object, convert: click.Command = conversion.convert) -> Request:
     return Request.read(convert, [str(argument) for argument in arguments])
 
 
@@ -71,7 +71,7 @@ DECIDES = {
 
 
 def test_every_option_of_convert_says_what_it_decides() -> None:
-    options = [option for option in cli.convert.params if isinstance(option, click.Option)]
+    options = [option for option in conversion.convert.params if isinstance(option, click.Option)]
     silent = [option.opts[0] for option in options if not isinstance(option, Option)]
     assert not silent, "declare these with outcome_option, place_option, conduct_option or access_option"
     declared = {role: {o.name for o in options if o.decides is role} for role in Decides}
@@ -90,7 +90,7 @@ def test_every_option_of_convert_says_what_it_decides() -> None:
 def test_the_id_changes_with_what_comes_out_and_with_nothing_else(
     name: str, value: object, changes: bool, tmp_path: Path
 ) -> None:
-    (option,) = (option for option in cli.convert.params if option.name == name)
+    (option,) = (option for option in conversion.convert.params if option.name == name)
     if value is FILE:
         value = tmp_path / "file.json"
         value.write_text("{}")
@@ -166,8 +166,8 @@ def test_a_file_that_fills_gaps_stays_where_it_is(tmp_path: Path, monkeypatch: p
 
 
 def test_credentials_are_refused_before_they_are_seen() -> None:
-    options = [*cli.convert.params, Option(["--storage-options-x"], decides=Decides.ACCESS)]
-    convert = click.Command("convert", params=options, callback=cli.convert.callback)
+    options = [*conversion.convert.params, Option(["--storage-options-x"], decides=Decides.ACCESS)]
+    convert = click.Command("convert", params=options, callback=conversion.convert.callback)
     request = read("/a", "/b", "--to", "tp=1", "--storage-options-x", "hunter2", convert=convert)
     with pytest.raises(UsageError, match="--env") as refused:
         request.spell("/a", "/b")

@@ -13,7 +13,7 @@ import click
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.main import convert as convert_command
+from paddle_reshard.pipeline.cli.conversion import convert as convert_command
 from paddle_reshard.pipeline.cli.options import Decides, decides
 from paddle_reshard.pipeline.convert.request import CONVERSION_OPTIONS
 from paddle_reshard.pipeline.convert.resuming import KEPT, LARGEST_KEPT_BYTES

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paddle_reshard.pipeline.cli.conversion import convert
 from paddle_reshard.pipeline.cli.jobs import Request
-from paddle_reshard.pipeline.cli.main import convert
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError, UsageError
 from paddle_reshard.pipeline.core.tensors import dtype_named
 from paddle_reshard.pipeline.layouts.huggingface.parts import model_parts

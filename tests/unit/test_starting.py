@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import paddle_reshard
+from paddle_reshard.pipeline.cli.main import COMMANDS
 from tests.conftest import COMMITTED
 
 DEMO = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
@@ -92,10 +93,19 @@ def test_inspecting_a_local_checkpoint_loads_what_its_format_needs(options: tupl
     modules = loaded("inspect", DEMO, *options)
     assert "numpy" in modules
     assert not modules & {*STORES, "rich", "html", "difflib", "socket", "secrets", "hashlib", "tempfile"}
+    assert "numpy.typing" not in modules
     ours = {name.removeprefix("paddle_reshard.") for name in modules if name.startswith("paddle_reshard.")}
     assert "pipeline.convert.inspection" in ours
     assert not ours & {
         "clusters",
+        "pipeline.cli.conversion",  # the options of other commands
+        "pipeline.convert.request",
+        "pipeline.core.mixture",
+        "pipeline.core.part_limits",
+        "pipeline.indexing.optimizer_steps",
+        "pipeline.indexing.pair",
+        "pipeline.layouts.hybrid.sharding",
+        "storage.space",
         "pipeline.aoa",
         "pipeline.api",
         "pipeline.convert.run",
@@ -107,6 +117,14 @@ def test_inspecting_a_local_checkpoint_loads_what_its_format_needs(options: tupl
     formats = {"flex.source", "unified.source", "huggingface.source", "hybrid.source", "hybrid.target"}
     assert {name for name in formats if f"pipeline.layouts.{name}" in ours} == {"hybrid.source"}
     assert not ours & {"storage.formats.safetensors", "storage.formats.dist_metadata"}
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_a_command_loads_no_other_one(command: str) -> None:
+    declaring = {f"paddle_reshard.pipeline.cli.{module}" for module in COMMANDS.values()}
+    shared = {"paddle_reshard.pipeline.cli.conversion"} if command in ("ema", "submit", "watch") else set()
+    own = f"paddle_reshard.pipeline.cli.{COMMANDS[command]}"
+    assert loaded(command, "--help") & declaring == {own, *shared}
 
 
 def test_importing_the_package_loads_nothing() -> None:

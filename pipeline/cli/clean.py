@@ -1,0 +1,53 @@
+"""The command ``clean``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import paddle_reshard
+from paddle_reshard.pipeline.cli.observers import waiting
+from paddle_reshard.pipeline.cli.options import (
+    json_option,
+    quiet_option,
+    target_storage_option,
+)
+from paddle_reshard.pipeline.cli.output import (
+    answer,
+)
+from paddle_reshard.pipeline.cli.terminal import say
+
+if TYPE_CHECKING:
+    pass
+
+
+@click.command()
+@click.argument("target", metavar="DST")
+@click.option(
+    "--take-over",
+    is_flag=True,
+    help="Also what a conversion of another machine has left, without waiting for its lock to expire.",
+)
+@target_storage_option
+@json_option
+@quiet_option
+def clean(
+    target: str,
+    take_over: bool,
+    storage_options: dict[str, Any] | None,
+    allow_scheme: tuple[str, ...],
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Remove what an unfinished conversion has left at a target; refused while it runs."""
+    with waiting("removing what an unfinished conversion has left", quiet or as_json):
+        removed = paddle_reshard.clean(
+            target, take_over=take_over, storage_options=storage_options, allow_scheme=allow_scheme
+        )
+
+    def show() -> None:
+        for line in removed or (f"{target}: no unfinished conversion is here",):
+            say(f"removed {line}" if removed else line)
+
+    answer({"removed": list(removed)}, as_json, quiet, show)

@@ -1,0 +1,84 @@
+"""The command ``inspect``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import paddle_reshard
+from paddle_reshard.pipeline.cli.json_output import (
+    inspection_data,
+)
+from paddle_reshard.pipeline.cli.observers import waiting
+from paddle_reshard.pipeline.cli.options import (
+    config_option,
+    json_option,
+    rules_option,
+    source_storage_option,
+)
+from paddle_reshard.pipeline.cli.output import (
+    answer,
+    print_facts,
+    print_table,
+)
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.convert.inspection import Inspection
+
+
+@click.command()
+@click.argument("source", metavar="SRC")
+@rules_option
+@config_option
+@click.option("--tensors", is_flag=True, help="List every tensor with the rule that matched it.")
+@source_storage_option
+@json_option
+def inspect(
+    source: str,
+    rules: Path | None,
+    config: Path | None,
+    tensors: bool,
+    storage_options: dict[str, Any] | None,
+    allow_scheme: tuple[str, ...],
+    allow_links: bool,
+    as_json: bool,
+) -> None:
+    """Say what a checkpoint is, from its metadata alone."""
+    with waiting("reading headers", as_json) as observe:
+        found = paddle_reshard.inspect(
+            source,
+            rules=rules,
+            config=config,
+            storage_options=storage_options,
+            allow_scheme=allow_scheme,
+            allow_links=allow_links,
+            observe=observe,
+        )
+    answer(inspection_data(found), as_json, False, lambda: _show_inspection(found, tensors))
+
+
+def _show_inspection(found: Inspection, tensors: bool) -> None:
+    print_facts(found.facts())
+    click.echo()
+    states = [
+        (
+            state.state,
+            "/".join(state.dtypes),
+            str(state.tensors),
+            f"{state.elements:,}",
+            f"{state.implied} as the cast of their master weight" if state.implied else "yes",
+        )
+        for state in found.states
+    ]
+    print_table(("state", "dtype", "tensors", "elements", "stored"), states)
+    if not tensors:
+        return
+    click.echo()
+    rows = []
+    for tensor in found.tensors:
+        cut = "replicated" if tensor.rule.split is None else f"tp cuts dim {tensor.rule.split}"
+        fused = f", {tensor.rule.parts} fused parts" if tensor.rule.parts > 1 else ""
+        rows.append((tensor.key, str(list(tensor.global_shape)), tensor.dtype.name, cut + fused))
+    print_table(("tensor", "shape", "dtype", "rule"), rows)

@@ -1,0 +1,89 @@
+"""What a command shows of its progress: a bar on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from paddle_reshard.pipeline.cli.terminal import console, say
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from paddle_reshard.pipeline.core.events import Event
+
+
+@contextmanager
+def observing(silent: bool) -> Iterator[Callable[[Event], None]]:
+    """An observer that draws a progress bar on a terminal, and prints lines otherwise."""
+    from paddle_reshard.pipeline.cli.progress import ProgressLines
+    from paddle_reshard.pipeline.core.events import ignore_events
+
+    if silent:
+        yield ignore_events
+        return
+    if not sys.stderr or not sys.stderr.isatty():
+        lines = ProgressLines(lambda line: say(line, err=True))
+        with lines.ticking():
+            yield lines
+        return
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console(err=True),
+        transient=True,
+    ) as bar:
+        yield _Bar(bar)
+
+
+@contextmanager
+def waiting(step: str, silent: bool) -> Iterator[Callable[[Event], None]]:
+    """An observer of a command that begins with this step; nothing is said of one that takes no time."""
+    from paddle_reshard.pipeline.core.events import StepStarted
+
+    with observing(silent) as observe:
+        observe(StepStarted(step))
+        yield observe
+
+
+class _Bar:
+    """Events as a progress bar."""
+
+    def __init__(self, bar: Progress) -> None:
+        self.bar = bar
+        self.step = ""
+        self.task: TaskID | None = None
+
+    def __call__(self, event: Event) -> None:
+        from paddle_reshard.pipeline.core.events import FilesRead, StepStarted, Waiting
+        from paddle_reshard.pipeline.core.events import Progress as Moved
+
+        if isinstance(event, StepStarted):
+            if self.task is not None:
+                self.bar.remove_task(self.task)
+            self.step = event.step
+            self.task = self.bar.add_task(event.step, total=event.total_bytes)
+        elif isinstance(event, Moved) and self.task is not None:
+            self.bar.update(self.task, description=self.step, advance=event.done_bytes)
+        elif isinstance(event, FilesRead):
+            self._describe(f"{event.done} of {event.of} files read")
+        elif isinstance(event, Waiting):
+            self._describe(f"waits for {event.what}")
+
+    def _describe(self, detail: str) -> None:
+        if self.task is not None:
+            self.bar.update(self.task, description=f"{self.step}: {detail}")

@@ -1,0 +1,187 @@
+"""The command ``verify``. Its exit status is that of ``cmp`` and ``diff``: 0 equal, 1 different, 2 trouble."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+import paddle_reshard
+from paddle_reshard.pipeline.cli.json_output import (
+    integrity_data,
+    verify_data,
+)
+from paddle_reshard.pipeline.cli.observers import waiting
+from paddle_reshard.pipeline.cli.options import (
+    both_storage_options,
+    config_option,
+    json_option,
+    memory_option,
+    missing_option,
+    quiet_option,
+    replicas_option,
+    rules_option,
+)
+from paddle_reshard.pipeline.cli.output import (
+    answer,
+)
+from paddle_reshard.pipeline.cli.terminal import say
+from paddle_reshard.pipeline.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.convert.integrity import IntegrityReport
+    from paddle_reshard.pipeline.convert.verify import VerifyReport
+    from paddle_reshard.pipeline.planning.compare import Difference
+
+DIFFERENT = 1
+"""Exit status of ``verify``, where it has compared."""
+SHOWN_DIFFERENCES = 20
+KNOWN_TO_ONE = (
+    *("a", "source", "as_json", "quiet"),
+    *("storage_options", "source_storage_options", "target_storage_options", "allow_scheme", "allow_links"),
+)
+"""Options of ``verify`` that also go with one target alone."""
+
+
+@click.command()
+@click.argument("a", metavar="A")
+@click.argument("b", metavar="[B]", required=False)
+@click.option("--state", "states", metavar="LIST", help="Only these states, comma-separated: param,moment1,…")
+@click.option("--subset", is_flag=True, help="B may lack tensors that A has.")
+@click.option(
+    "--source",
+    metavar="SRC",
+    help="With one argument: what it was converted from, to compare what the storage has copied. What the manifest "
+    "says of it is never opened.",
+)
+@replicas_option
+@memory_option
+@rules_option
+@config_option
+@missing_option
+@both_storage_options
+@json_option
+@quiet_option
+def verify(
+    a: str,
+    b: str | None,
+    states: str | None,
+    subset: bool,
+    source: str | None,
+    replicas: str,
+    memory: str,
+    rules: Path | None,
+    config: Path | None,
+    allow_missing: tuple[str, ...],
+    as_json: bool,
+    quiet: bool,
+    **reach: Any,
+) -> None:
+    """Compare the logical content of two checkpoints of any topologies, bit for bit.
+
+    With one argument: compare every byte of a target with the checksums in its manifest. A checkpoint that has none is
+    held against itself: all copies of a tensor, and every parameter with its master weight.
+
+    Exit status: 0 equal (or intact), 1 different (or damaged), 2 it could not be compared.
+    """
+    finished = b is None and _holds_manifest(a, reach)
+    if finished:
+        _check_for_one(click.get_current_context())
+        with waiting("comparing with the manifest", quiet or as_json) as observe:
+            found = paddle_reshard.check(a, source=source, observe=observe, **reach)
+        answer(integrity_data(found), as_json, quiet, lambda: _show_integrity(found))
+        sys.exit(0 if found else DIFFERENT)
+    if source is not None:
+        raise UsageError(
+            f"--source is for one target and its manifest; {a} has none"
+            if b is None
+            else "--source is for one target and its manifest; two checkpoints are compared as they are"
+        )
+    chosen = None if states is None else [state.strip() for state in states.split(",")]
+    with waiting("reading headers", quiet or as_json) as observe:
+        report = paddle_reshard.verify(
+            a,
+            b,
+            states=chosen,
+            subset=subset,
+            replicas=replicas,
+            memory=memory,
+            rules=rules,
+            config=config,
+            allow_missing=allow_missing,
+            observe=observe,
+            **reach,
+        )
+    answer(verify_data(report), as_json, quiet, lambda: _show_verification(report, alone=b is None))
+    sys.exit(0 if report else DIFFERENT)
+
+
+def _holds_manifest(location: str, reach: dict[str, Any]) -> bool:
+    from paddle_reshard.pipeline.convert.verify import holds_manifest
+
+    return holds_manifest(location, **reach)
+
+
+def _check_for_one(context: click.Context) -> None:
+    """Refuse what ``verify`` of one target would not look at."""
+    for option in context.command.params:
+        given = context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT
+        if given and option.name not in KNOWN_TO_ONE:
+            raise UsageError(
+                f"{option.opts[0]} is for two checkpoints; one is compared with its manifest, byte for byte"
+            )
+
+
+def _show_verification(report: VerifyReport, alone: bool) -> None:
+    lonely, others = _only_on_one_side(report.differences)
+    for (state, side), keys in lonely.items():
+        more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+        say(f"{state} of {keys[0]}{more}: {side}")
+    for difference in others[:SHOWN_DIFFERENCES]:
+        say(f"{difference.tensor}: {difference.detail}")
+    if len(others) > SHOWN_DIFFERENCES:
+        say(f"… and {len(others) - SHOWN_DIFFERENCES} more, listed with --json")
+    if lonely:
+        say("to compare what both have, name it: --state LIST; or --subset, where B may hold less")
+    if not alone:
+        say(report.verdict)
+        return
+    from paddle_reshard.pipeline.core.file_names import MANIFEST
+
+    count = len(report.differences)
+    say(f"has no {MANIFEST}: what it stores twice is compared, nothing else")
+    say(f"{f'contradicts itself: {count} differences' if count else 'consistent'}; {report.extent}")
+
+
+def _only_on_one_side(
+    differences: Sequence[Difference],
+) -> tuple[dict[tuple[str, str], list[str]], list[Difference]]:
+    """State and side → keys of the tensors that only this side has; and all other differences."""
+    from paddle_reshard.pipeline.planning.compare import ONLY_IN_A, ONLY_IN_B
+
+    lonely: dict[tuple[str, str], list[str]] = {}
+    others = []
+    for difference in differences:
+        if difference.detail in (ONLY_IN_A, ONLY_IN_B):
+            key, _, state = difference.tensor.rpartition(" ")
+            lonely.setdefault((state.strip("()"), difference.detail), []).append(key)
+        else:
+            others.append(difference)
+    return lonely, others
+
+
+def _show_integrity(report: IntegrityReport) -> None:
+    for damage in report.damages[:SHOWN_DIFFERENCES]:
+        say(f"{damage.path}{damage.stretch}: {damage.detail}")
+    if len(report.damages) > SHOWN_DIFFERENCES:
+        say(f"… and {len(report.damages) - SHOWN_DIFFERENCES} more")
+    say(report.verdict)
+    if report.unchecked_bytes:
+        say(
+            "these were copied by the storage: to compare them, --source SRC names what it was made from, unchanged "
+            f"since; the manifest says {report.recorded_source}"
+        )

@@ -1,0 +1,6 @@
+"""Words among which a user chooses; those of a format stand with the format."""
+
+from __future__ import annotations
+
+REPLICAS = ("compare", "first")
+CHECKS = ("sample", "full")
