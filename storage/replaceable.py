@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from paddle_reshard.pipeline.core.file_names import MANIFEST, MANIFEST_FORMAT, TENSOR_FOLDERS
+from paddle_reshard.pipeline.core.file_names import MANIFEST, TENSOR_FOLDERS
 from paddle_reshard.pipeline.core.trainer_files import is_by_product, is_by_trainer, is_tensor_file
-from paddle_reshard.storage.formats.strict_json import parse_json
+from paddle_reshard.storage.formats.manifest import own_manifest
 
 SHOWN = 3
 
@@ -46,15 +46,7 @@ class Entry:
 
 def listed_files(manifest: bytes | None) -> Mapping[str, int] | None:
     """Path of every file that a manifest of ours lists → its size; ``None`` if it is none of ours."""
-    if manifest is None:
-        return None
-    try:
-        values = parse_json(manifest)
-    except ValueError:
-        return None
-    if not isinstance(values, dict) or values.get("format") != MANIFEST_FORMAT:
-        return None
-    files = values.get("files")
+    files = (own_manifest(manifest) or {}).get("files")
     return files if isinstance(files, dict) else None
 
 

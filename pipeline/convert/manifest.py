@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
 
 from paddle_reshard.pipeline.convert.plan import ConversionPlan
 from paddle_reshard.pipeline.core import version
@@ -27,7 +26,8 @@ from paddle_reshard.pipeline.core.file_names import MANIFEST, MANIFEST_FORMAT
 from paddle_reshard.pipeline.planning.parts import MADE
 from paddle_reshard.pipeline.planning.plan import Plan
 from paddle_reshard.storage.checksum import ALGORITHM
-from paddle_reshard.storage.formats.strict_json import parse_json
+from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
+from paddle_reshard.storage.formats.typed_json import Bounds, EntryError, typed
 from paddle_reshard.storage.locate import absolute
 from paddle_reshard.storage.outputs import prefixes
 from paddle_reshard.storage.store import Receipt
@@ -48,6 +48,41 @@ class ManifestPart:
     checksum: str | None
     copied: tuple[str, int, str] | None
     """File and byte of the source that it was copied from, and its MD5 or ``""``, for one without a checksum."""
+
+
+_Bytes = Annotated[int, Bounds(0)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """The parts of a file, in order, as a manifest lists them."""
+
+    bytes: tuple[_Bytes, ...] = ()
+    crc64nvme: tuple[str | None, ...] = ()
+    copied: Mapping[str, tuple[str, _Bytes, str]] = field(default_factory=dict)
+    """Number of a part → file and byte of the source, and MD5."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What a manifest says of the source; further entries are for people."""
+
+    OPEN: ClassVar = True
+    location: str
+    files: Mapping[str, _Bytes]
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entries:
+    """What a manifest says of the files; further entries are for people."""
+
+    OPEN: ClassVar = True
+    files: Mapping[str, _Bytes]
+    source: _Source
+    parts: Mapping[str, _Columns]
+    etags: Mapping[str, str] = field(default_factory=dict)
+    beside: tuple[str, ...] = (MANIFEST,)
 
 
 @dataclass(frozen=True)
@@ -121,7 +156,7 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
     """
     try:
         values = parse_json(data)
-    except ValueError as error:
+    except JsonError as error:
         raise FormatError("not_json", path, None, f"not valid JSON: {error}") from error
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise FormatError("not_a_manifest", path, None, f"is no {FORMAT}")
@@ -138,29 +173,20 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
             f"{path}: was written by version {values.get('version')}, which took no checksums"
         )
     try:
-        files, source = values["files"], values["source"]
-        parts = tuple(part for name in files for part in _parts_of(name, values["parts"].get(name, {})))
-        manifest = Manifest(
-            _entries(files, int),
-            parts,
-            str(source["location"]),
-            _entries(source["files"], int),
-            _entries(source["versions"], str),
-            _entries(values.get("etags", {}), str),
-            frozenset(values.get("beside", [MANIFEST])),
-            _changed(values),
-        )
-        told: Counter[str] = Counter()
-        for part in parts:
-            told[part.path] += part.nbytes
-        for name, size in files.items():
-            if told[name] != size:
-                raise FormatError(
-                    "parts_do_not_tile", path, None, f"{name}: {told[name]} of {size} bytes are in parts"
-                )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FormatError("damaged", path, None, f"not what a manifest holds: {error!r}") from error
-    return manifest
+        entries = typed(values, _Entries)
+    except EntryError as error:
+        raise FormatError("damaged", path, None, f"not what a manifest holds: {error}") from error
+    source = entries.source
+    return Manifest(
+        entries.files,
+        tuple(_parts(path, entries)),
+        source.location,
+        source.files,
+        source.versions,
+        entries.etags,
+        frozenset(entries.beside),
+        _changed(values),
+    )
 
 
 def _digest(values: Mapping[str, Any]) -> str:
@@ -178,33 +204,24 @@ def _changed(values: Mapping[str, Any]) -> str:
     return "" if found == said else f"was changed after it was written: its digest is {found}, it says {said}"
 
 
-def _entries(values: Mapping[str, Any], kind: type) -> Mapping[str, Any]:
-    """The mapping itself, if all its values are of one kind."""
-    for name, value in values.items():
-        if type(value) is not kind:
-            raise ValueError(f"{name}: {value!r}")
-    return values
-
-
-def _parts_of(path: str, columns: Mapping[str, Any]) -> Iterator[ManifestPart]:
-    byte_offset = 0
-    copied = columns.get("copied", {})
-    for number, (nbytes, checksum) in enumerate(
-        zip(columns.get("bytes", ()), columns.get(ALGORITHM, ()), strict=True)
-    ):
-        place = copied.get(str(number))
-        if checksum is None and place is None:
-            raise ValueError(f"{path}: part {number} has neither a checksum nor a source")
-        if type(nbytes) is not int or nbytes < 0:
-            raise ValueError(f"{path}: part {number} has {nbytes!r} bytes")
-        yield ManifestPart(
-            path,
-            byte_offset,
-            nbytes,
-            checksum,
-            None if place is None else (place[0], int(place[1]), str(place[2])),
-        )
-        byte_offset += nbytes
+def _parts(manifest: str, entries: _Entries) -> Iterator[ManifestPart]:
+    """The parts of all files, which must be as long as these."""
+    for path, size_bytes in entries.files.items():
+        byte_offset = 0
+        columns = entries.parts.get(path, _Columns())
+        if len(columns.bytes) != len(columns.crc64nvme):
+            lengths = f"{len(columns.bytes)} sizes and {len(columns.crc64nvme)} checksums"
+            raise FormatError("damaged", manifest, None, f"{path}: {lengths} of parts")
+        for number, (nbytes, checksum) in enumerate(zip(columns.bytes, columns.crc64nvme, strict=True)):
+            copied = columns.copied.get(str(number))
+            if checksum is None and copied is None:
+                detail = f"{path}: part {number} has neither a checksum nor a source"
+                raise FormatError("damaged", manifest, None, detail)
+            yield ManifestPart(path, byte_offset, nbytes, checksum, copied)
+            byte_offset += nbytes
+        if byte_offset != size_bytes:
+            detail = f"{path}: {byte_offset} of {size_bytes} bytes are in parts"
+            raise FormatError("parts_do_not_tile", manifest, None, detail)
 
 
 def describe_targets(

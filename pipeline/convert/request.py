@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypedDict, cast
 
 from paddle_reshard.pipeline.convert.given import GivenFile
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError, UsageError
@@ -17,12 +17,12 @@ from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.topology import STRATEGIES, Topology
 from paddle_reshard.pipeline.core.units import PathLike, parse_count, parse_size
 from paddle_reshard.pipeline.layouts.huggingface.choices import EMA, EXPORTED_STATES, FLOATING
+from paddle_reshard.storage.formats.typed_json import Bounds, EntryError, typed
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
     from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
     from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
-    from paddle_reshard.pipeline.layouts.hybrid.segments import Segmentation
     from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
     from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget
 
@@ -42,7 +42,7 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
 class LayoutOptions:
     """What the target job decides and no topology says; ``None``: as the source, or the trainer's default."""
 
-    comm_buffer_size_MB: int | None = None
+    comm_buffer_size_MB: Annotated[int, Bounds(1, MAX_BUFFER_MB)] | None = None
     """Stage 1 v2: ``sharding_comm_buffer_size_MB``; the trainer's default is 256."""
     comm_overlap: bool | None = None
     """Stage 1 v2 with pp > 1: ``sharding_comm_overlap``; default off, buffers of 128 MB when on."""
@@ -50,9 +50,9 @@ class LayoutOptions:
     """Stage 1 v1: ``FLAGS_sharding_sort_parameters``; default on."""
     sequence_parallel: bool | None = None
     """Default: as the source, off where the source cannot tell."""
-    segmentation: Segmentation | None = None
+    segmentation: str | tuple[int, ...] | None = None
     """``"uniform"``, ``"layer:Regex"`` or a list of item numbers; default: as the model class does."""
-    stage3_segment_size: int | None = None
+    stage3_segment_size: Annotated[int, Bounds(0, MAX_ELEMENTS)] | None = None
     """Elements above which stage 3 cuts a parameter, 0 to cut every one; the trainer's default is 2**20."""
     experts_over_tp: bool | None = None
     """Families with a choice (ernie4_5_moe, ``moe_group``): whole experts spread over tp ranks; default: as the source,
@@ -64,40 +64,17 @@ class LayoutOptions:
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], where: str) -> LayoutOptions:
-        """Read from JSON; an unknown entry or a value of the wrong kind is refused by name."""
-        kinds: dict[str, tuple[type, ...]] = {
-            "comm_buffer_size_MB": (int,),
-            "comm_overlap": (bool,),
-            "sort_parameters": (bool,),
-            "sequence_parallel": (bool,),
-            "segmentation": (str, list, tuple),
-            "stage3_segment_size": (int,),
-            "experts_over_tp": (bool,),
-            "use_unified_moe": (bool,),
-            "convention": (str,),
-        }
-        for name, value in values.items():
-            if name not in kinds:
-                raise UsageError(
-                    f"{where}: unknown entry {name!r}; known are {', '.join(kinds)}{did_you_mean(name, kinds)}"
-                )
-            if not isinstance(value, kinds[name]) or (isinstance(value, bool) and bool not in kinds[name]):
-                raise UsageError(f"{where}: {name} cannot be {value!r}")
-        segmentation = values.get("segmentation")
-        if isinstance(segmentation, list | tuple):
-            if not all(isinstance(start, int) and not isinstance(start, bool) for start in segmentation):
-                raise UsageError(f"{where}: segmentation {segmentation!r} must be a list of whole numbers")
-            segmentation = tuple(segmentation)
-        options = cls(**{**values, "segmentation": segmentation})
-        for name, smallest, largest in (
-            ("comm_buffer_size_MB", 1, MAX_BUFFER_MB),
-            ("stage3_segment_size", 0, MAX_ELEMENTS),
-        ):
-            if values.get(name) is not None and values[name] < smallest:
-                raise UsageError(f"{where}: {name} must be at least {smallest}")
-            if values.get(name) is not None and values[name] > largest:
-                raise UsageError(f"{where}: {name} must be at most {largest}")
-        return options
+        """Read from JSON, or from a mapping that is as JSON has it.
+
+        Raises
+        ------
+        UsageError
+            If an entry is unknown or a value is not what it can be.
+        """
+        try:
+            return typed(dict(values), cls)
+        except EntryError as error:
+            raise UsageError(f"{where}: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.storage.apart import check_apart, check_targets_apart
-from paddle_reshard.storage.formats.strict_json import parse_json
+from paddle_reshard.storage.formats.manifest import own_manifest
 from paddle_reshard.storage.locate import open_source, open_target, source_access, target_access
 from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.remote.retry_counts import count_retries
@@ -138,17 +138,13 @@ def check_finished(target: Target, source: Source, in_full: bool) -> bool:
 
 def _is_made(described: Mapping[str, Any], target: Target) -> bool:
     """Whether the target is what this conversion would make: a run was killed when all was done."""
-    manifest = target.published(MANIFEST)
-    if manifest is None:
+    found = own_manifest(target.published(MANIFEST)) or {}
+    source = found.get("source")
+    if not isinstance(source, dict):
         return False
-    try:
-        found = parse_json(manifest)
-        source = found["source"]
-    except (ValueError, TypeError, KeyError):
-        return False
-    return all(
-        found.get(name) == described[name] for name in ("format", "version", "plan_id", "files")
-    ) and all(source.get(name) == described["source"][name] for name in ("files", "versions"))
+    return all(found.get(name) == described[name] for name in ("version", "plan_id", "files")) and all(
+        source.get(name) == described["source"][name] for name in ("files", "versions")
+    )
 
 
 def _check_published(target: Target, in_full: bool, observe: Observer = ignore_events) -> None:

@@ -12,21 +12,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 
-from paddle_reshard.storage.formats.strict_json import parse_json
+from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
+from paddle_reshard.storage.formats.typed_json import Bounds, typed
 from paddle_reshard.storage.session.holder import Holder
 
 CLAIMS = ".paddle_reshard/claims"
 LONGEST_BACKOFF_SECONDS = 3600.0
 CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,18})")
-_KINDS: Mapping[str, tuple[type, ...]] = {
-    **dict.fromkeys(("conversion_id", "target", "nonce", "source_stamp", "target_stamp", "version"), (str,)),
-    **dict.fromkeys(("plan_id", "reason"), (str,)),
-    **dict.fromkeys(("started_at", "seen_at"), (float, int)),
-    "number": (int,),
-}
-"""Field of a claim → the types that it may have."""
 
 
 class State(str, Enum):
@@ -89,7 +83,7 @@ class Attempt:
     """One claim file."""
 
     conversion_id: str
-    number: int
+    number: Annotated[int, Bounds(1)]
     target: str
     """Name of the target folder."""
     holder: Holder
@@ -110,25 +104,20 @@ class Attempt:
 
     @classmethod
     def parse(cls, data: bytes) -> Attempt:
-        """From the JSON of its claim file; ``ValueError`` if it is none."""
-        try:
-            values = parse_json(data)
-            holder, state = Holder(**values.pop("holder")), State(values.pop("state"))
-            attempt = cls(holder=holder, state=state, **values)
-        except (TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ValueError(f"not a claim: {error}") from error
-        attempt._check()
-        return attempt
+        """From the JSON of its claim file.
 
-    def _check(self) -> None:
-        """Refuse values of other types, and names that would lead out of their folder: both become paths."""
-        for name, kind in _KINDS.items():
-            if type(getattr(self, name)) not in kind:
-                raise ValueError(f"not a claim: {name} is {getattr(self, name)!r}")
-        if "/" in self.conversion_id or not CHECKPOINT.fullmatch(self.target):
-            raise ValueError(f"not a claim of a checkpoint: {self.target!r}, {self.conversion_id!r}")
-        if self.number < 1 or type(self.holder.pid) is not int:
-            raise ValueError("not a claim: the numbers of an attempt and of a process are whole")
+        Raises
+        ------
+        ValueError
+            If it is not one, or holds names that would lead out of their folder: both become paths.
+        """
+        try:
+            attempt = typed(parse_json(data), cls)
+        except JsonError as error:
+            raise ValueError(f"not a claim: {error}") from error
+        if "/" in attempt.conversion_id or not CHECKPOINT.fullmatch(attempt.target):
+            raise ValueError(f"not a claim of a checkpoint: {attempt.target!r}, {attempt.conversion_id!r}")
+        return attempt
 
 
 @dataclass(frozen=True, slots=True)

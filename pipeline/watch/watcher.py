@@ -35,7 +35,7 @@ from paddle_reshard.pipeline.convert.inputs import load_config, load_tables
 from paddle_reshard.pipeline.convert.manifest import describe_targets
 from paddle_reshard.pipeline.convert.request import CONVERSION_OPTIONS
 from paddle_reshard.pipeline.core.errors import CheckpointError, ListingError, ReshardError, UsageError
-from paddle_reshard.pipeline.core.file_names import MANIFEST, MANIFEST_FORMAT
+from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.trainer_files import is_of_training
 from paddle_reshard.pipeline.core.version import __version__
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
@@ -56,6 +56,7 @@ from paddle_reshard.pipeline.watch.claims import (
     superfluous,
 )
 from paddle_reshard.pipeline.watch.runners import Conversion, Convert, convert_inline
+from paddle_reshard.storage.formats.manifest import own_manifest
 from paddle_reshard.storage.formats.strict_json import parse_json
 from paddle_reshard.storage.listing import Shelf, open_shelf
 from paddle_reshard.storage.locate import open_source, place, source_access, target_access
@@ -256,7 +257,7 @@ class Watcher:
         return self._manifests[name][1]
 
     def _manifest(self, name: str) -> dict[str, Any]:
-        return _read_manifest(self.out.read(f"{name}/{MANIFEST}") or b"")
+        return own_manifest(self.out.read(f"{name}/{MANIFEST}")) or {}
 
     def _attempts(self) -> dict[str, list[Attempt]]:
         """Every claim beside the targets: conversion id → attempts, ascending."""
@@ -513,7 +514,7 @@ class Watcher:
         going = replace(attempt, state=State.REMOVING, reason=f"--keep {self.policy.keep}")
         self.out.replace(claim_path(going), going.data())
         reason = self.out.remove(
-            attempt.target, lambda m: _read_manifest(m).get("plan_id") == attempt.plan_id
+            attempt.target, lambda m: (own_manifest(m) or {}).get("plan_id") == attempt.plan_id
         )
         if reason is None:
             ended = replace(going, state=State.REMOVED)
@@ -562,16 +563,6 @@ def check_places(run: str, out: str) -> None:
     ):
         if outer in inner.parents and CHECKPOINT.fullmatch(inner.relative_to(outer).parts[0]):
             raise UsageError(f"{out if inner == here else run}: lies inside {what}")
-
-
-def _read_manifest(data: bytes) -> dict[str, Any]:
-    """The manifest of a target, empty where it is none of ours."""
-    try:
-        manifest = parse_json(data)
-    except ValueError:
-        return {}
-    ours = isinstance(manifest, dict) and manifest.get("format") == MANIFEST_FORMAT
-    return manifest if ours else {}
 
 
 def _content(manifest: Mapping[str, Any]) -> dict[str, Any]:

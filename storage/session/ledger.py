@@ -40,10 +40,13 @@ from paddle_reshard.pipeline.core.errors import (
     UnsupportedError,
 )
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, parse_memory
-from paddle_reshard.storage.formats.strict_json import parse_json
+from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
+from paddle_reshard.storage.formats.typed_json import typed
 from paddle_reshard.storage.session.holder import Holder, is_gone, process_start, this_process
 from paddle_reshard.storage.store import OWN_PREFIX, Identity, NewFile, Receipt, Record
 
+_RECEIPT = tuple[str, int, int, str, str, str]
+"""The fields of a :class:`Receipt` in a line of the ledger."""
 SESSION = f"{OWN_PREFIX}session.json"
 """Where the record is kept among the objects of a target."""
 LEASE_SECONDS = 120.0
@@ -129,7 +132,7 @@ class SessionRecord:
     """Of the machine that has written the staged files, where they are staged on one."""
     uploads: Mapping[str, str] = field(default_factory=dict)
     """File → upload id, where the store has such."""
-    replaces: Sequence[str] = ()
+    replaces: tuple[str, ...] = ()
     """Files of an overwritten checkpoint that were there when it was decided that they may go; from ``FINISH`` on,
     where files appear one by one."""
 
@@ -147,12 +150,8 @@ class SessionRecord:
             If it is none.
         """
         try:
-            values = parse_json(data)
-            lock = values.pop("lock")
-            holder = Holder(**lock.pop("holder"))
-            identity, phase = Identity(**values.pop("identity")), Phase(values.pop("phase"))
-            return cls(identity, Lock(holder, **lock), phase, **values)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            return typed(parse_json(data), cls)
+        except JsonError as error:
             raise TargetError(
                 f"{where}: is not the record of a conversion ({error}); remove it if none is running"
             ) from error
@@ -183,10 +182,10 @@ def parse_ledger(data: bytes) -> tuple[list[Record], int]:
         try:
             if not line.endswith(b"\n"):
                 break
-            unit, parts, drift = parse_json(line)
-            records.append(Record(unit, tuple(Receipt(*part) for part in parts), tuple(drift)))
-        except (ValueError, TypeError):
+            unit, parts, drift = typed(parse_json(line), tuple[int, tuple[_RECEIPT, ...], tuple[str, ...]])
+        except JsonError:
             break
+        records.append(Record(unit, tuple(Receipt(*part) for part in parts), drift))
         good += len(line)
     return records, good
 

@@ -68,7 +68,7 @@ def shipped(convention: str) -> RuleTable:
 def test_a_table() -> None:
     table = parse(table_of([row(split=1, where={"b": 1, "a": False})]))
     (rule,) = table.rules
-    assert (rule.split, rule.parts, rule.where) == (1, 1, (("a", False), ("b", 1)))
+    assert (rule.split, rule.parts, rule.where) == (1, 1, {"a": False, "b": 1})
     assert [item.repeated for item in table.items] == [False, True]
 
 
@@ -81,13 +81,13 @@ def test_a_comment_is_allowed() -> None:
     [
         (
             table_of([row(splitt=1, axis=0)]),
-            'toy.json: unknown field \'splitt\' in {"key": "toy.layers.{layer}.up.weight", "item": "layer", '
-            '"name_class": "linear", "source": "here", "splitt": 1, "axis...',
+            'toy.json: unknown entry \'splitt\' in {"key": "toy.layers.{layer}.up.weight", "item": "layer", '
+            '"name_class": "linear", "source": "here", "splitt": 1, "axis":…; did you mean split?',
         ),
         (
             {"famly": "x"} | table_of([row()]),
-            'toy.json: unknown field \'famly\' in {"famly": "x", "family": "toy", "convention": "paddleformers", '
-            '"model_types": ["toy"], "items": [{"name": "embedding"...',
+            'toy.json: unknown entry \'famly\' in {"famly": "x", "family": "toy", "convention": "paddleformers", '
+            '"model_types": ["toy"], "items": [{"name": "embedding", …; did you mean family?',
         ),
         (
             table_of([row()], items=[{"name": "layer"}]),
@@ -103,11 +103,13 @@ def test_a_comment_is_allowed() -> None:
         ),
         (
             {name: value for name, value in table_of([row()]).items() if name != "convention"},
-            "toy.json: the rule table lacks 'convention'",
+            'toy.json: \'convention\' is missing in {"family": "toy", "model_types": ["toy"], "items": [{"name": '
+            '"embedding", "layer_class": "EmbeddingPipe"}, {"name": "la…',
         ),
         (
             {name: value for name, value in table_of([row()]).items() if name != "rules"},
-            "toy.json: the rule table lacks 'rules'",
+            'toy.json: \'rules\' is missing in {"family": "toy", "convention": "paddleformers", "model_types": '
+            '["toy"], "items": [{"name": "embedding", "layer_class":…',
         ),
     ],
 )
@@ -150,11 +152,11 @@ def test_a_row_with_a_value_of_the_wrong_kind(field: str, value: Any) -> None:
         ("", "toy.json: not valid JSON: "),
         ("{", "toy.json: not valid JSON: "),
         ("[" * 100_000, "toy.json: not valid JSON: "),
-        ("[]", "toy.json: [] is not an object"),
-        ("3", "toy.json: 3 is not an object"),
-        ('{"rules": 3}', "toy.json: rules cannot be 3 in "),
-        ('{"rules": [3]}', "toy.json: the rule table lacks 'convention'"),
-        (json.dumps(table_of([3])), "toy.json: 3 is not an object"),
+        ("[]", "toy.json: an object is expected, not []"),
+        ("3", "toy.json: an object is expected, not 3"),
+        ('{"rules": 3}', "toy.json: 'family' is missing in {\"rules\": 3}"),
+        (json.dumps(table_of(3)), "toy.json: rules cannot be 3: a list is expected"),
+        (json.dumps(table_of([3])), "toy.json: rules[0] cannot be 3: an object is expected"),
     ],
 )
 def test_what_is_not_even_json_of_a_table(text: str, message: str) -> None:

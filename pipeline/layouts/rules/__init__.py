@@ -5,18 +5,18 @@ One JSON table per model family and library; see ``rules/README.md`` beside this
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from paddle_reshard.pipeline.core.errors import RuleError, UsageError
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
+from paddle_reshard.storage.formats.typed_json import Bounds, EntryError, typed
 
 Config = Mapping[str, Any]
 
@@ -49,9 +49,9 @@ class Rule:
     """Layer class in the framework's parameter name, ``linear`` in ``linear_0.w_0``."""
     source: str
     """Where the row is known from."""
-    split: int | None = None
+    split: Annotated[int, Bounds(0)] | None = None
     """Dim that tensor parallelism cuts; ``None``: every tp rank holds the whole tensor."""
-    parts: int = 1
+    parts: Annotated[int, Bounds(1)] = 1
     """How many equal logical parts are fused along ``split``; a tp rank holds its piece of each."""
     split_if_divisible: str | None = None
     """Config entry that must divide by tp; otherwise every tp rank holds the whole tensor."""
@@ -73,13 +73,13 @@ class Rule:
     """Layer class under expert parallelism, where it differs."""
     name_class_ep_sp: str | None = None
     """Layer class under sequence parallelism where experts are spread, where it differs only then."""
-    is_distributed: str | None = None
+    is_distributed: Literal["always", "never", "ep"] | None = None
     """Where the library does not mark a tensor by whether tp cuts it: ``always``, ``never``, or also under ``ep``."""
     leads_if_unified: bool = False
     """Whether it comes before the experts in the unified layer of expert parallelism."""
     parameter_name: str | None = None
     """The whole parameter name where the library gives it: ``{n}`` counts, ``{layer}`` is the decoder layer."""
-    where: tuple[tuple[str, Any], ...] = ()
+    where: Mapping[str, Any] = field(default_factory=dict)
     """Config entries that must have these values for the row to apply."""
     huggingface: HuggingFaceForm | None = None
     """What it is in a Hugging Face checkpoint; ``None``: not known."""
@@ -90,7 +90,7 @@ class Rule:
 
     def applies(self, config: Config) -> bool:
         """Whether the row is one of this model's."""
-        return all(config.get(name, False) == value for name, value in self.where)
+        return all(config.get(name, False) == value for name, value in self.where.items())
 
     def fill_in(self, form: str, key: str) -> str:
         """Another spelling of a key of this row, with the same numbers."""
@@ -161,8 +161,10 @@ class RuleTable:
     rules: tuple[Rule, ...]
     experts: str | None = None
     """Config entry: the number of routed experts in a layer."""
-    experts_over: str | None = None
+    experts_over: Literal["ep", "tp", "dp"] | None = None
     """The axis over which the library can spread routed experts, whole ones to every rank: ``ep``, ``tp`` or ``dp``."""
+    comment: str | tuple[str, ...] = field(default="", compare=False, repr=False)
+    """For people."""
 
     @property
     def counts_layers(self) -> bool:
@@ -249,28 +251,22 @@ def _evaluate(text: str, values: Mapping[str, int], key: str) -> int:
 
 
 def parse_rule_table(text: str, where: str) -> RuleTable:
-    """Read a table from JSON; unknown or missing fields are refused by name."""
+    """Read a table from JSON.
+
+    Raises
+    ------
+    UsageError
+        If it is not JSON, an entry is unknown, missing or of the wrong type, or entries contradict each other.
+    """
     try:
-        data = parse_json(text)
+        table = typed(parse_json(text), RuleTable)
+    except EntryError as error:
+        raise UsageError(f"{where}: {error}") from error
     except JsonError as error:
         raise UsageError(f"{where}: not valid JSON: {error}") from error
-    data = _check_fields(data, _TABLE_FIELDS, where)
-    data.pop("comment", None)
-    if lacking := sorted(_TABLE_FIELDS.keys() - data.keys() - _OPTIONAL_TABLE_FIELDS):
-        raise UsageError(f"{where}: the rule table lacks {lacking[0]!r}")
-    if not all(isinstance(name, str) for name in data["model_types"]):
-        raise UsageError(f"{where}: model_types cannot be {data['model_types']!r}")
-    table = RuleTable(
-        family=data["family"],
-        convention=data["convention"],
-        model_types=tuple(data["model_types"]),
-        items=tuple(_parse_item(item, where) for item in data["items"]),
-        rules=tuple(_parse_rule(row, where) for row in data["rules"]),
-        experts=data.get("experts"),
-        experts_over=data.get("experts_over"),
-    )
-    if table.experts_over not in (None, *EXPERT_AXES):
-        raise UsageError(f"{where}: experts_over {table.experts_over!r} is none of {', '.join(EXPERT_AXES)}")
+    for row in table.rules:
+        if fault := _placeholder_fault(row) or _form_fault(row):
+            raise UsageError(f"{where}: the row of {row.key!r}: {fault}")
     if unknown := {rule.item for rule in table.rules} - {item.name for item in table.items}:
         raise UsageError(f"{where}: rules name the items {sorted(unknown)}, which are not in 'items'")
     if sum(item.repeated for item in table.items) != 1:
@@ -278,137 +274,37 @@ def parse_rule_table(text: str, where: str) -> RuleTable:
     return table
 
 
-_TABLE_FIELDS: dict[str, tuple[type, ...]] = {
-    "comment": (str, list),
-    "family": (str,),
-    "convention": (str,),
-    "model_types": (list,),
-    "items": (list,),
-    "rules": (list,),
-    "experts": (str,),
-    "experts_over": (str,),
-}
-_OPTIONAL_TABLE_FIELDS = {"comment", "experts", "experts_over"}
-EXPERT_AXES = ("ep", "tp", "dp")
-DISTRIBUTED_MARKS = ("always", "never", "ep")
-_ITEM_FIELDS: dict[str, tuple[type, ...]] = {"name": (str,), "layer_class": (str,), "repeated": (bool,)}
-_RULE_FIELDS: dict[str, tuple[type, ...]] = {
-    "key": (str,),
-    "item": (str,),
-    "name_class": (str,),
-    "source": (str,),
-    "split": (int,),
-    "parts": (int,),
-    "split_if_divisible": (str,),
-    "must_divide": (str,),
-    "name_class_pp": (str,),
-    "name_class_sp": (str,),
-    "shape": (list,),
-    "tied_to": (str,),
-    "always_tied": (bool,),
-    "key_pp": (str,),
-    "name_class_ep": (str,),
-    "name_class_ep_sp": (str,),
-    "is_distributed": (str,),
-    "leads_if_unified": (bool,),
-    "parameter_name": (str,),
-    "where": (dict,),
-    "huggingface": (dict,),
-}
-_FORM_FIELDS: dict[str, tuple[type, ...]] = {
-    "keys": (list,),
-    "transposed": (bool,),
-    "widths": (list,),
-    "groups": (str,),
-    "keep_float32": (bool,),
-}
-_PLACEHOLDER = re.compile(r"\{layer\}|\{expert\}|[{}]")
+_PLACEHOLDER = re.compile(r"\{(?:layer|expert|n)\}|[{}]")
 
 
-def _check_fields(row: object, known: Mapping[str, tuple[type, ...]], where: str) -> dict[str, Any]:
-    """The entries of one row, each of a kind that is known."""
-    if not isinstance(row, dict):
-        raise UsageError(f"{where}: {_short(row)} is not an object")
-    for name, value in row.items():
-        if name not in known:
-            raise UsageError(f"{where}: unknown field {name!r} in {_short(row)}")
-        if not isinstance(value, known[name]) or (isinstance(value, bool) and bool not in known[name]):
-            raise UsageError(f"{where}: {name} cannot be {value!r} in {_short(row)}")
-    return dict(row)
-
-
-def _lacking(row: Mapping[str, Any], needed: Iterable[str], where: str) -> None:
-    for name in needed:
-        if name not in row:
-            raise UsageError(f"{where}: {name!r} is missing in {_short(row)}")
-
-
-def _short(row: object) -> str:
-    text = json.dumps(row)
-    return text if len(text) <= 120 else f"{text[:117]}..."
-
-
-def _parse_item(row: object, where: str) -> Item:
-    fields = _check_fields(row, _ITEM_FIELDS, where)
-    _lacking(fields, ("name", "layer_class"), where)
-    return Item(**fields)
-
-
-def _check_placeholders(row: Mapping[str, Any], where: str) -> None:
+def _placeholder_fault(rule: Rule) -> str | None:
     """Both texts are formatted later: nothing but the known names may stand in braces."""
-    if twice := [name for name in ("{layer}", "{expert}") if row["key"].count(name) > 1]:
-        raise UsageError(f"{where}: {twice[0]} stands twice in the key of {_short(row)}")
-    for field, known in (("key", ("{layer}", "{expert}")), ("parameter_name", ("{layer}", "{n}"))):
-        rest = row.get(field) or ""
-        for name in known:
-            rest = rest.replace(name, "")
-        if "{" in rest or "}" in rest:
-            raise UsageError(
-                f"{where}: only {' and '.join(known)} stand in braces of {field} in {_short(row)}"
-            )
+    if twice := [name for name in ("{layer}", "{expert}") if rule.key.count(name) > 1]:
+        return f"{twice[0]} stands twice in its key"
+    for name_of_text, text, known in (
+        ("key", rule.key, ("{layer}", "{expert}")),
+        ("parameter_name", rule.parameter_name or "", ("{layer}", "{n}")),
+    ):
+        if set(_PLACEHOLDER.findall(text)) - {*known}:
+            return f"only {' and '.join(known)} stand in braces of {name_of_text}"
+    return None
 
 
-def _parse_rule(row: object, where: str) -> Rule:
-    fields = _check_fields(row, _RULE_FIELDS, where)
-    _lacking(fields, ("key", "item", "name_class", "source"), where)
-    shape = fields.pop("shape", None)
-    conditions = tuple(sorted(fields.pop("where", {}).items()))
-    if shape is not None and not all(isinstance(dim, str) for dim in shape):
-        raise UsageError(f"{where}: shape {shape!r} must be a list of texts in {_short(row)}")
-    _check_placeholders(fields, where)
-    form = _parse_form(fields.pop("huggingface"), fields["key"], where) if "huggingface" in fields else None
-    shape = None if shape is None else tuple(shape)
-    rule = Rule(**fields, shape=shape, where=conditions, huggingface=form)
-    if rule.parts < 1 or (rule.split is not None and rule.split < 0):
-        raise UsageError(
-            f"{where}: split and parts cannot be {rule.split} and {rule.parts} in the row {row!r}"
+def _form_fault(rule: Rule) -> str | None:
+    """What is wrong with the parts that a row has in a Hugging Face checkpoint."""
+    form = rule.huggingface
+    if form is None:
+        return None
+    numbers = sorted(_PLACEHOLDER.findall(rule.key))
+    if not form.keys or any(sorted(_PLACEHOLDER.findall(key)) != numbers for key in form.keys):
+        return (
+            f"keys must name the same {{layer}} and {{expert}} as it, not {', '.join(form.keys) or 'nothing'}"
         )
-    if rule.is_distributed not in (None, *DISTRIBUTED_MARKS):
-        raise UsageError(
-            f"{where}: is_distributed {rule.is_distributed!r} is none of {', '.join(DISTRIBUTED_MARKS)} in "
-            f"{_short(row)}"
-        )
-    return rule
-
-
-def _parse_form(row: object, key: str, where: str) -> HuggingFaceForm:
-    fields = _check_fields(row, _FORM_FIELDS, where)
-    _lacking(fields, ("keys",), where)
-    for name in ("keys", "widths"):
-        if not all(isinstance(text, str) for text in fields.get(name, ())):
-            raise UsageError(f"{where}: {name} must be a list of texts in {_short(row)}")
-    keys, widths = tuple(fields.pop("keys")), fields.pop("widths", None)
-    form = HuggingFaceForm(**fields, keys=keys, widths=None if widths is None else tuple(widths))
-    numbers = sorted(_PLACEHOLDER.findall(key))
-    if not keys or any(sorted(_PLACEHOLDER.findall(spelled)) != numbers for spelled in keys):
-        raise UsageError(
-            f"{where}: keys must name the same {{layer}} and {{expert}} as {key!r} in {_short(row)}"
-        )
-    if (len(keys) > 1) != (form.widths is not None) or len(form.widths or keys) != len(keys):
-        raise UsageError(f"{where}: several keys, and only they, need one width each in {_short(row)}")
-    if form.groups is not None and len(keys) == 1:
-        raise UsageError(f"{where}: groups without several keys in {_short(row)}")
-    return form
+    if (len(form.keys) > 1) != (form.widths is not None) or len(form.widths or form.keys) != len(form.keys):
+        return f"several keys, and only they, need one width each, not {len(form.widths or ())} for {len(form.keys)}"
+    if form.groups is not None and len(form.keys) == 1:
+        return "groups without several keys"
+    return None
 
 
 def shipped_tables() -> list[RuleTable]:
