@@ -1,12 +1,12 @@
-"""A Prefect flow that converts what a training run has finished.
+"""A Prefect flow that converts the finished checkpoints of a training run.
 
 ::
 
     pip install prefect paddle-reshard
     python prefect_flow.py s3://training/run-7 s3://training/run-7-one-card tp=1
 
-``watch --once`` keeps its own state beside the targets, so the flow keeps none: run it as often as you like, from
-several workers if need be. Serve it on a schedule with ``convert_finished.serve(cron="*/10 * * * *", …)``.
+``watch --once`` keeps its state next to the targets, so the flow itself is stateless: run it as often as you like,
+also from several workers. Serve it on a schedule with ``convert_finished.serve(cron="*/10 * * * *", …)``.
 """
 
 from __future__ import annotations
