@@ -21,8 +21,10 @@ depth of the stack (:mod:`~paddle_reshard.pipeline.core.limits`).
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array as numbers_of
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import prod
 from typing import Final, NoReturn, TypeAlias
 
@@ -967,6 +969,13 @@ class ArraySlot:
 
 
 @dataclass(frozen=True, slots=True)
+class Entries:
+    """A dict of very many entries, each made when it is written."""
+
+    entries: Iterable[tuple[object, object]]
+
+
+@dataclass(frozen=True, slots=True)
 class EncodedFile:
     """Every byte of a file but the payloads. Literals and slots tile ``[0, size_bytes)``."""
 
@@ -994,11 +1003,24 @@ def encode_pickle(root: Mapping[str, object]) -> EncodedFile:
     TypeError, ValueError
         ``root`` holds something this format, or :func:`parse_pickle`, has no place for.
     """
-    encoder = _Encoder()
+    literals: list[tuple[int, bytes]] = []
+    size_bytes, slots = write_pickle(root, lambda byte_offset, data: literals.append((byte_offset, data)))
+    return EncodedFile(size_bytes, tuple(literals), tuple(zip(*[iter(slots)] * 3, strict=True)))
+
+
+def write_pickle(
+    root: Mapping[str, object] | Entries, literal: Callable[[int, bytes], None]
+) -> tuple[int, numbers_of[int]]:
+    """Lay out a file of very many arrays as :func:`encode_pickle` does; dicts in it may be :class:`Entries`.
+
+    ``literal`` is given every byte offset and its bytes, ascending. Returns the size of the file and, one after the
+    other, the three numbers of each of its :attr:`EncodedFile.slots`.
+    """
+    encoder = _Encoder(literal)
     encoder.emit(b"\x80\x04")
     encoder.value(root, 0)
     encoder.emit(b".")
-    return encoder.finish()
+    return encoder.finish(), encoder.slots
 
 
 _BATCH: Final = 1000
@@ -1008,41 +1030,41 @@ _BATCH: Final = 1000
 class _Encoder:
     """Writes opcodes, and leaves out the payloads."""
 
-    __slots__ = ("_literals", "_memo", "_open", "_slots", "_start")
+    __slots__ = ("_literal", "_memo", "_open", "_start", "slots")
 
-    def __init__(self) -> None:
-        self._literals: list[tuple[int, bytes]] = []
-        self._slots: list[tuple[int, int, int]] = []
+    def __init__(self, literal: Callable[[int, bytes], None]) -> None:
+        self._literal = literal
+        self.slots = numbers_of("q")
         self._memo: dict[str, bytes] = {}
         self._start, self._open = 0, bytearray()
 
     def emit(self, data: bytes) -> None:
         self._open += data
 
-    def finish(self) -> EncodedFile:
-        self._literals.append((self._start, bytes(self._open)))
-        size_bytes = self._start + len(self._open)
-        return EncodedFile(size_bytes, tuple(self._literals), tuple(self._slots))
+    def finish(self) -> int:
+        self._literal(self._start, bytes(self._open))
+        return self._start + len(self._open)
 
     def value(self, value: object, depth: int) -> None:
-        if depth >= MAX_NESTING and isinstance(value, (Mapping, list, tuple)):
+        if depth >= MAX_NESTING and isinstance(value, (Mapping, Entries, list, tuple)):
             raise ValueError(f"containers nested more than {MAX_NESTING} deep")
         if isinstance(value, ArraySlot):
             self._array(value)
-        elif isinstance(value, Mapping):
-            self._items(b"}", b"u", [(_checked_key(key), item) for key, item in value.items()], depth)
+        elif isinstance(value, Mapping | Entries):
+            entries = value.entries if isinstance(value, Entries) else value.items()
+            self._items(b"}", b"u", ((_checked_key(key), item) for key, item in entries), depth)
         elif isinstance(value, list):
-            self._items(b"]", b"e", [(item,) for item in value], depth)
+            self._items(b"]", b"e", ((item,) for item in value), depth)
         elif isinstance(value, tuple):
             self._tuple(value, depth)
         else:
             self.emit(plain_opcodes(value))
 
-    def _items(self, empty: bytes, add: bytes, items: Sequence[tuple[object, ...]], depth: int) -> None:
+    def _items(self, empty: bytes, add: bytes, items: Iterator[tuple[object, ...]], depth: int) -> None:
         self.emit(empty)
-        for start in range(0, len(items), _BATCH):
+        while batch := tuple(islice(items, _BATCH)):
             self.emit(b"(")
-            for item in items[start : start + _BATCH]:
+            for item in batch:
                 for value in item:
                     self.value(value, depth + 1)
             self.emit(add)
@@ -1089,9 +1111,9 @@ class _Encoder:
     def _payload(self, slot: int, nbytes: int) -> None:
         small = nbytes < 1 << 32
         self.emit(b"B" + nbytes.to_bytes(4, "little") if small else b"\x8e" + nbytes.to_bytes(8, "little"))
-        self._literals.append((self._start, bytes(self._open)))
+        self._literal(self._start, bytes(self._open))
         byte_offset = self._start + len(self._open)
-        self._slots.append((slot, byte_offset, nbytes))
+        self.slots.extend((slot, byte_offset, nbytes))
         self._start, self._open = byte_offset + nbytes, bytearray()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array as numbers_of
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any, ClassVar
 
@@ -26,7 +27,6 @@ from paddle_reshard.pipeline.core.tensors import (
     EMA_PARAM,
     MASTER_WEIGHT,
     PARAM,
-    DType,
 )
 from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
@@ -58,7 +58,7 @@ from paddle_reshard.pipeline.layouts.hybrid.sharding import (
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, lead_experts, predict_parameter_names
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
-from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArraySlot, encode_pickle
+from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArraySlot, Entries, write_pickle
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,14 +357,17 @@ class _Layout:
     """A row for each: kind of array, tensor, byte offset, number of the dtype."""
 
 
-@dataclass(frozen=True, slots=True)
-class _SlotUse:
-    """What a slot of a file stands for."""
+class _Arrays:
+    """The arrays of a file that is being laid out; a file may have very many."""
 
-    key: str
-    state: str
-    shape: Shape
-    flat: FlatSlice | None
+    __slots__ = ("cell", "padding", "rows")
+
+    def __init__(self, cell: _Cell) -> None:
+        self.cell = cell
+        self.rows = numbers_of("q")
+        """Kind of array, tensor and number of the dtype, of one after the other."""
+        self.padding: dict[int, tuple[int, int]] = {}
+        """Number of an array → bytes of its values, and of the zeros that follow them."""
 
 
 class _Writer:
@@ -574,78 +577,93 @@ class _Writer:
         )
 
     def _model_state(self, cell: _Cell, shard: int | None, tensors: Sequence[ModelTensor]) -> _Layout:
-        uses = [_SlotUse(t.key, PARAM, cell.local_shapes[t.key], None) for t in tensors]
-        root: dict[str, object] = {
-            self.written[use.key]: self._slot(i, use, name=None) for i, use in enumerate(uses)
-        }
-        root[STRUCTURED_NAMES] = {self.written[use.key]: cell.names[use.key] for use in uses}
-        return self._layout(MODEL_STATE, shard, root, cell, uses)
+        arrays = _Arrays(cell)
+
+        def entries() -> Iterator[tuple[object, object]]:
+            for t in tensors:
+                yield self.written[t.key], self._array(arrays, t, PARAM, cell.local_shapes[t.key], None, None)
+            yield STRUCTURED_NAMES, {self.written[t.key]: cell.names[t.key] for t in tensors}
+
+        return self._layout(MODEL_STATE, shard, entries(), arrays)
 
     def _optimizer(self, cell: _Cell, shard: int) -> _Layout:
         accumulators = [a for a in ACCUMULATORS if any(a in t.accumulators for t in cell.parameters)]
-        with_master = any(t.master for t in self._of_shard(cell, shard))
-        uses: list[_SlotUse] = []
-        root: dict[str, object] = {}
-        for accumulator in accumulators:
-            for tensor in self._of_shard(cell, shard):
-                if accumulator not in tensor.accumulators:
-                    continue
-                key = self._accumulator_key(cell, tensor, accumulator, shard)
-                use = self._use(cell, tensor, accumulator, shard)
-                root[key] = self._slot(len(uses), use, name=key if with_master else None)
-                uses.append(use)
-        if with_master:
-            root["master_weights"] = self._master_weights(cell, shard, MASTER_WEIGHT, uses)
-        tensor_keys = [key for key in root if key != "master_weights"]
-        if self.checkpoint.lr_scheduler is not None:
-            root["LR_Scheduler"] = self.checkpoint.lr_scheduler
-        if not with_master:
-            root[STRUCTURED_NAMES] = {key: key for key in tensor_keys}
-        return self._layout(OPTIMIZER, shard, root, cell, uses)
+        held = self._of_shard(cell, shard)
+        with_master = any(t.master for t in held)
+        arrays = _Arrays(cell)
+        keys = (
+            (a, t, self._accumulator_key(cell, t, a, shard))
+            for a in accumulators
+            for t in held
+            if a in t.accumulators
+        )
+
+        def entries() -> Iterator[tuple[object, object]]:
+            unnamed = {}
+            for accumulator, tensor, key in keys:
+                yield key, self._piece(arrays, tensor, accumulator, shard, key if with_master else None)
+                if not with_master:
+                    unnamed[key] = key
+            if with_master:
+                yield "master_weights", self._master_weights(arrays, shard, MASTER_WEIGHT)
+            if self.checkpoint.lr_scheduler is not None:
+                yield "LR_Scheduler", self.checkpoint.lr_scheduler
+            if not with_master:
+                yield STRUCTURED_NAMES, unnamed
+
+        return self._layout(OPTIMIZER, shard, entries(), arrays)
 
     def _experts(self, cell: _Cell, shard: int) -> _Layout:
         """What a data-parallel rank above 0 writes: its experts (PaddleNLP 3.0.0b4 ``trainer.py:2534``)."""
-        uses: list[_SlotUse] = []
-        masters = self._master_weights(cell, shard, MASTER_WEIGHT, uses)
-        root: dict[str, object] = {"master_weights": masters}
-        for tensor in self._of_shard(cell, shard):
-            for accumulator in tensor.accumulators:
-                key = self._accumulator_key(cell, tensor, accumulator, shard)
-                use = self._use(cell, tensor, accumulator, shard)
-                root[key] = self._slot(len(uses), use, name=key if masters else None)
-                uses.append(use)
-        if not masters:
-            root[STRUCTURED_NAMES] = {key: key for key in root if key != "master_weights"}
-        return self._layout(OPTIMIZER, shard, root, cell, uses)
+        held = self._of_shard(cell, shard)
+        with_master = any(t.master for t in held)
+        arrays = _Arrays(cell)
+
+        def entries() -> Iterator[tuple[object, object]]:
+            yield "master_weights", self._master_weights(arrays, shard, MASTER_WEIGHT)
+            unnamed = {}
+            for tensor in held:
+                for accumulator in tensor.accumulators:
+                    key = self._accumulator_key(cell, tensor, accumulator, shard)
+                    yield key, self._piece(arrays, tensor, accumulator, shard, key if with_master else None)
+                    if not with_master:
+                        unnamed[key] = key
+            if not with_master:
+                yield STRUCTURED_NAMES, unnamed
+
+        return self._layout(OPTIMIZER, shard, entries(), arrays)
 
     def _ema(self, cell: _Cell, shard: int) -> _Layout:
-        uses: list[_SlotUse] = []
-        masters = self._master_weights(cell, shard, EMA_MASTER_WEIGHT, uses)
-        root: dict[str, object] = {"master_weights": masters}
+        with_master = any(t.master for t in self._of_shard(cell, shard))
         plain = [t for t in cell.left[shard] if (self.identity[t.key], EMA_PARAM) in self.tensor_index]
         if self._only_experts(cell.ep):
             plain = []
-        for tensor in plain:
-            use = _SlotUse(tensor.key, EMA_PARAM, cell.local_shapes[tensor.key], None)
-            name = cell.names[tensor.key] if masters else None
-            root[self.written[tensor.key]] = self._slot(len(uses), use, name)
-            uses.append(use)
-        if not masters:
-            root[STRUCTURED_NAMES] = {self.written[t.key]: cell.names[t.key] for t in plain}
-        return self._layout(EMA, shard, root, cell, uses)
+        arrays = _Arrays(cell)
 
-    def _master_weights(self, cell: _Cell, shard: int, state: str, uses: list[_SlotUse]) -> dict[str, object]:
-        masters: dict[str, object] = {}
-        for tensor in self._of_shard_by_master(cell, shard):
-            if not tensor.master:
-                continue
-            use = self._use(cell, tensor, state, shard)
-            name = cell.names[tensor.key]
-            entry = f"{SLICE_PREFIX}{name}" if self._is_stage3_slice(cell, tensor, shard) else name
-            tensor_name = master_tensor_name(name) if self._separate_master_names() else name
-            masters[entry] = self._slot(len(uses), use, name=tensor_name)
-            uses.append(use)
-        return masters
+        def entries() -> Iterator[tuple[object, object]]:
+            yield "master_weights", self._master_weights(arrays, shard, EMA_MASTER_WEIGHT)
+            for tensor in plain:
+                name = cell.names[tensor.key] if with_master else None
+                shape = cell.local_shapes[tensor.key]
+                yield self.written[tensor.key], self._array(arrays, tensor, EMA_PARAM, shape, None, name)
+            if not with_master:
+                yield STRUCTURED_NAMES, {self.written[t.key]: cell.names[t.key] for t in plain}
+
+        return self._layout(EMA, shard, entries(), arrays)
+
+    def _master_weights(self, arrays: _Arrays, shard: int, state: str) -> Entries:
+        cell = arrays.cell
+
+        def entries() -> Iterator[tuple[object, object]]:
+            for tensor in self._of_shard_by_master(cell, shard):
+                if not tensor.master:
+                    continue
+                name = cell.names[tensor.key]
+                entry = f"{SLICE_PREFIX}{name}" if self._is_stage3_slice(cell, tensor, shard) else name
+                tensor_name = master_tensor_name(name) if self._separate_master_names() else name
+                yield entry, self._piece(arrays, tensor, state, shard, tensor_name)
+
+        return Entries(entries())
 
     def _separate_master_names(self) -> bool:
         """Stage 2 and 3 give a master weight the name of its parameter, accumulators follow."""
@@ -674,10 +692,16 @@ class _Writer:
             return held
         return sorted(held, key=lambda t: prod(cell.local_shapes[t.key]))
 
-    def _use(self, cell: _Cell, tensor: ModelTensor, state: str, shard: int) -> _SlotUse:
-        if state in ACCUMULATORS and ACCUMULATORS[state].per_parameter:
-            return _SlotUse(tensor.key, state, (1,), None)
-        return _SlotUse(tensor.key, state, cell.local_shapes[tensor.key], cell.shares[tensor.key][shard])
+    def _piece(
+        self, arrays: _Arrays, tensor: ModelTensor, state: str, shard: int, name: str | None
+    ) -> ArraySlot:
+        """What a rank of the sharding group stores of a state of a parameter."""
+        if _is_number(state):
+            return self._array(arrays, tensor, state, (1,), None, name)
+        cell = arrays.cell
+        return self._array(
+            arrays, tensor, state, cell.local_shapes[tensor.key], cell.shares[tensor.key][shard], name
+        )
 
     def _cell_meta(self, cell: _Cell) -> CellMeta:
         return CellMeta(
@@ -706,44 +730,55 @@ class _Writer:
 
     # -- bytes
 
-    def _dtype(self, use: _SlotUse) -> DType:
-        return self.tensors[self._tensor(use)].dtype
-
-    def _tensor(self, use: _SlotUse) -> int:
-        place = self.tensor_index.get((self.identity[use.key], use.state))
+    def _array(
+        self,
+        arrays: _Arrays,
+        tensor: ModelTensor,
+        state: str,
+        shape: Shape,
+        flat: FlatSlice | None,
+        name: str | None,
+    ) -> ArraySlot:
+        """One more array of a file: all of ``shape``, or a slice of its flattening."""
+        place = self.tensor_index.get((self.identity[tensor.key], state))
         if place is None:
-            raise PlanError(f"{use.key} ({use.state}): the target needs it, the source does not have it")
-        return place
-
-    def _slot(self, slot: int, use: _SlotUse, name: str | None) -> ArraySlot:
-        shape = use.shape if use.flat is None else (use.flat.elements,)
-        return ArraySlot(slot, self._dtype(use).code, shape, name)
+            raise PlanError(f"{tensor.key} ({state}): the target needs it, the source does not have it")
+        dtype = self.tensors[place].dtype
+        slot = len(arrays.rows) // 3
+        cut = TensorCut(1, None) if _is_number(state) else arrays.cell.cuts[tensor.key]
+        stretch = None if flat is None else (flat.start, flat.stop)
+        kind = self.placements.kind(ArrayKind(shape, cut, dtype.itemsize, stretch))
+        arrays.rows.extend((kind, place, DTYPES.index(dtype)))
+        if flat is None:
+            return ArraySlot(slot, dtype.code, shape, name)
+        elements = max(0, min(flat.stop, prod(shape)) - flat.start)
+        if elements < flat.elements:
+            lacking = flat.elements - elements
+            arrays.padding[slot] = (elements * dtype.itemsize, lacking * dtype.itemsize)
+        return ArraySlot(slot, dtype.code, (flat.elements,), name)
 
     def _literal_file(self, path: str, content: bytes) -> None:
         self.files.append(File(path, len(content)))
         self.literals.add(len(self.files) - 1, 0, content)
 
     def _layout(
-        self, kind: str, shard: int | None, root: Mapping[str, object], cell: _Cell, uses: Sequence[_SlotUse]
+        self, kind: str, shard: int | None, root: Iterator[tuple[object, object]], arrays: _Arrays
     ) -> _Layout:
-        encoded = encode_pickle(root)
-        fills: list[tuple[int, int]] = []
-        slots = numbers_of("q")
-        for slot, byte_offset, nbytes in encoded.slots:
-            use = uses[slot]
-            dtype = self._dtype(use)
-            flat = None if use.flat is None else (use.flat.start, use.flat.stop)
-            if flat is not None:
-                real = max(0, min(flat[1], prod(use.shape)) - flat[0]) * dtype.itemsize
-                if real < nbytes:
-                    fills.append((byte_offset + real, nbytes - real))
-            per_parameter = use.state in ACCUMULATORS and ACCUMULATORS[use.state].per_parameter
-            cut = TensorCut(1, None) if per_parameter else cell.cuts[use.key]
-            array = self.placements.kind(ArrayKind(use.shape, cut, dtype.itemsize, flat))
-            slots.extend((array, self._tensor(use), byte_offset, DTYPES.index(dtype)))
-        literals = self.literals.keep(encoded.literals)
-        places = np.array(slots, dtype=np.int64).reshape(-1, 4)
-        return _Layout(kind, shard, encoded.size_bytes, literals, tuple(fills), places)
+        literals = self.literals.keep(())
+        size_bytes, slots = write_pickle(Entries(root), partial(self.literals.keep_also, literals))
+        slot, byte_offset, _ = np.array(slots, dtype=np.int64).reshape(-1, 3).T
+        rows = np.array(arrays.rows, dtype=np.int64).reshape(-1, 3)[slot]
+        places = np.column_stack([rows[:, 0], rows[:, 1], byte_offset, rows[:, 2]])
+        padded = np.flatnonzero(np.isin(slot, list(arrays.padding)))
+        fills = [
+            (start + values, zeros)
+            for start, (values, zeros) in zip(
+                byte_offset[padded].tolist(),
+                (arrays.padding[number] for number in slot[padded].tolist()),
+                strict=True,
+            )
+        ]
+        return _Layout(kind, shard, size_bytes, literals, tuple(fills), places)
 
     def _file(self, layout: _Layout, cell: _Cell) -> None:
         file = len(self.files)
@@ -751,3 +786,8 @@ class _Writer:
         self.literals.place(layout.literals, file)
         self.fills.extend((file, offset, nbytes) for offset, nbytes in layout.fills)
         self.placements.add_file(layout.arrays, cell.tp, file)
+
+
+def _is_number(state: str) -> bool:
+    """Whether a state is one number for each parameter."""
+    return state in ACCUMULATORS and ACCUMULATORS[state].per_parameter

@@ -1,0 +1,48 @@
+"""Literals come back as they were added, wherever the blocks in which they are kept end."""
+
+from __future__ import annotations
+
+import random
+
+from paddle_reshard.pipeline.core.literals import BLOCK_BYTES, Literals
+
+
+def _of_many_sizes() -> list[tuple[int, int, bytes]]:
+    numbers = random.Random(0)
+    sizes = [
+        0,
+        1,
+        200,
+        BLOCK_BYTES - 201,
+        BLOCK_BYTES,
+        3 * BLOCK_BYTES + 7,
+        *(numbers.randrange(5_000) for _ in range(500)),
+    ]
+    return [(number % 3, 11 * number, numbers.randbytes(size)) for number, size in enumerate(sizes)]
+
+
+def test_literals_come_back_in_any_order() -> None:
+    given = _of_many_sizes()
+    literals = Literals(given)
+    assert list(literals) == given
+    order = random.Random(1).sample(range(len(given)), len(given))
+    assert [literals[number] for number in order] == [given[number] for number in order]
+    assert literals.sizes.tolist() == [len(content) for _, _, content in given]
+
+
+def test_what_is_added_to_a_copy_is_not_in_the_original() -> None:
+    given = _of_many_sizes()
+    literals = Literals(given)
+    more = literals.copy()
+    for literal in given:
+        more.add(*literal)
+    assert list(literals) == given
+    assert list(more) == given + given
+
+
+def test_files_that_are_alike_share_their_contents() -> None:
+    literals = Literals()
+    kept = literals.keep([(0, b"head"), (100, b"tail")])
+    literals.place(kept, 3)
+    literals.place(kept, 1)
+    assert list(literals) == [(3, 0, b"head"), (3, 100, b"tail"), (1, 0, b"head"), (1, 100, b"tail")]
