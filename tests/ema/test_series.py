@@ -131,7 +131,7 @@ def test_a_budget_too_small_for_a_tensor_and_what_it_is_mixed_in(
     series: list[Path], small_groups: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest matrix is stored the other way round in the model: 12 kB, and 24 kB of float32 beside it."""
-    monkeypatch.setattr("paddle_reshard.pipeline.convert.request.SMALLEST_BUDGET_BYTES", 0)
+    monkeypatch.setattr("paddle_reshard.pipeline.core.units.SMALLEST_BUDGET_BYTES", 0)
     monkeypatch.setattr(sizes, "USUAL_SIZES", sizes.PlanSizes(group_bytes=20_000, pass_bytes=4_000))
     options = {"decay": 0.7, "format": "huggingface"}
 

@@ -66,7 +66,7 @@ def test_a_conversion_stays_below_its_budget(
 ) -> None:
     source = request.getfixturevalue("single_card" if work == "copies" else "sharded")
     options = {"to": "tp=4" if work == "copies" else "tp=1", "memory": f"{budget_mib}MiB"}
-    monkeypatch.setattr("paddle_reshard.pipeline.convert.request.SMALLEST_BUDGET_BYTES", 0)
+    monkeypatch.setattr("paddle_reshard.pipeline.core.units.SMALLEST_BUDGET_BYTES", 0)
     plan = paddle_reshard.plan(source, target, **options).plan
     arguments = ["convert", source, target, "--to", options["to"], "--memory", options["memory"], "--quiet"]
     (most,) = run_watched(arguments).values()

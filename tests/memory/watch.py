@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 SECONDS_BETWEEN_LOOKS = 0.005
-ANY_BUDGET = "import paddle_reshard.pipeline.convert.request as o; o.SMALLEST_BUDGET_BYTES = 0; "
+ANY_BUDGET = "import paddle_reshard.pipeline.core.units as o; o.SMALLEST_BUDGET_BYTES = 0; "
 RUN = "from paddle_reshard.pipeline.cli.main import main; main()"
 
 
