@@ -1,51 +1,123 @@
-"""A source with one more file, which lies elsewhere."""
+"""Several stores as one source: what a file is called says in which of them it lies."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
-from paddle_reshard.storage.store import Read, ReadRange, Source
+from paddle_reshard.storage.store import Openness, Read, ReadRange, Source
 
 
-class SourceBeside(ReadRange):
-    """A checkpoint, and a file that was given beside it, served under a path of its own.
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A store whose files are seen below a prefix."""
 
-    No storage copies from it by itself: all its bytes are read.
+    prefix: str
+    source: Source
+    version_prefix: str = ""
+    """What the versions of its files begin with, where the prefix does not say which store this is."""
+
+
+@dataclass(frozen=True)
+class JoinedSource(ReadRange):
+    """Several stores as one; where it is, and its folders, are those of the first.
+
+    No storage copies from it by itself: all its bytes are read. Its files are, for a series of checkpoints::
+
+        config.json                  of the first, whose prefix is empty
+        SRC0/model_state.pdparams    of the second, whose prefix is SRC0/
+        ema.json                     made here, whatever the first has by this name
+
+    Raises
+    ------
+    CheckpointError
+        If a file of a store without a prefix has the prefix of another.
     """
 
-    def __init__(self, source: Source, path: str, beside: Source, name: str) -> None:
-        if path in source.sizes():
-            raise CheckpointError(f"{source.location}: has a file of the path {path} itself")
-        self.source, self.path, self.beside, self.name = source, path, beside, name
-        self.location, self.folders = source.location, source.folders
-        self.openness = source.openness & beside.openness
+    mounts: tuple[Mount, ...]
+    made: Mapping[str, bytes] = field(default_factory=dict)
+    """Path → content of small files that lie in no store."""
+
+    def __post_init__(self) -> None:
+        prefixes = tuple(mount.prefix for mount in self.mounts if mount.prefix)
+        for mount in self.mounts:
+            if mount.prefix:
+                continue
+            for path in mount.source.sizes():
+                if path.startswith(prefixes):
+                    raise CheckpointError(f"{mount.source.location}: has a file of the path {path} itself")
+
+    @property
+    def location(self) -> str:
+        """That of the first."""
+        return self.mounts[0].source.location
+
+    @property
+    def folders(self) -> Sequence[str]:
+        """Those of the first."""
+        return self.mounts[0].source.folders
+
+    @property
+    def openness(self) -> Openness:
+        """What all of them allow."""
+        openness = self.mounts[0].source.openness
+        for mount in self.mounts[1:]:
+            openness &= mount.source.openness
+        return openness
 
     def sizes(self) -> dict[str, int]:
         """Name of every file → size in bytes, as seen at the start."""
-        return {**self.source.sizes(), self.path: self.beside.sizes()[self.name]}
+        found = {m.prefix + path: size for m in self.mounts for path, size in m.source.sizes().items()}
+        return found | {path: len(content) for path, content in self.made.items()}
 
     def versions(self) -> dict[str, str]:
-        """Name of every file → a text that changes when the file does, as seen at the start."""
-        return {**self.source.versions(), self.path: self.beside.versions()[self.name]}
-
-    def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
-        """Exactly ``nbytes`` bytes of a file."""
-        if path == self.path:
-            return self.beside.read(self.name, byte_offset, nbytes)
-        return self.source.read(path, byte_offset, nbytes)
-
-    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on."""
-        self.read_many([Read(path, byte_offset, buffer)])
-
-    def read_many(self, reads: Sequence[Read]) -> None:
-        """Fill several buffers, each from where its file lies."""
-        self.source.read_many([read for read in reads if read.path != self.path])
-        self.beside.read_many([replace(read, path=self.name) for read in reads if read.path == self.path])
+        """Name of every file → a text that changes when the file does; of what is made here, its content."""
+        found = {
+            mount.prefix + path: mount.version_prefix + version
+            for mount in self.mounts
+            for path, version in mount.source.versions().items()
+        }
+        return found | {path: content.decode() for path, content in self.made.items()}
 
     def check_unchanged(self) -> None:
         """Refuse if any file is not the one that was seen at the start."""
-        self.source.check_unchanged()
-        self.beside.check_unchanged()
+        for mount in self.mounts:
+            mount.source.check_unchanged()
+
+    def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes`` bytes of a file."""
+        if path in self.made:
+            return self.made[path][byte_offset : byte_offset + nbytes]
+        number = self._number(path)
+        return self.mounts[number].source.read(self._inner(number, path), byte_offset, nbytes)
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on."""
+        if path in self.made:
+            buffer[:] = self.read(path, byte_offset, len(buffer))
+            return
+        number = self._number(path)
+        self.mounts[number].source.read_into(self._inner(number, path), byte_offset, buffer)
+
+    def read_many(self, reads: Sequence[Read]) -> None:
+        """Fill several buffers; each store is asked for all of its own at once."""
+        for read in reads:
+            if read.path in self.made:
+                self.read_into(read.path, read.byte_offset, read.buffer)
+        reads = [read for read in reads if read.path not in self.made]
+        numbers = [self._number(read.path) for read in reads]
+        for number, mount in enumerate(self.mounts):
+            own = [read for read, of in zip(reads, numbers, strict=True) if of == number]
+            if own:
+                mount.source.read_many([replace(r, path=self._inner(number, r.path)) for r in own])
+
+    def _number(self, path: str) -> int:
+        """Which store a file lies in: one whose prefix the path has, else the one without a prefix."""
+        for number, mount in enumerate(self.mounts):
+            if mount.prefix and path.startswith(mount.prefix):
+                return number
+        return next(number for number, mount in enumerate(self.mounts) if not mount.prefix)
+
+    def _inner(self, number: int, path: str) -> str:
+        return path.removeprefix(self.mounts[number].prefix)

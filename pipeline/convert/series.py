@@ -36,7 +36,8 @@ from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.huggingface.choices import EMA
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.storage.locate import open_source, source_access
-from paddle_reshard.storage.store import Openness, Read, ReadRange, Source
+from paddle_reshard.storage.store import Source
+from paddle_reshard.storage.views import JoinedSource, Mount
 from paddle_reshard.tasks.ema import Averaging, factors
 from paddle_reshard.tasks.index import IndexFiles, index_here
 
@@ -44,7 +45,6 @@ AVERAGES = {MASTER_WEIGHT: EMA_MASTER_WEIGHT, PARAM: EMA_PARAM}
 SUM_TOLERANCE = 1e-6
 """How far weights that were given may be from adding up to one."""
 _NUMBERED = re.compile(r"checkpoint-(\d+)")
-_PREFIX = re.compile(r"SRC(\d+)/(.+)")
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def weigh(
 def with_average(
     checkpoints: Sequence[Checkpoint], locations: Sequence[str], weighting: Weighting
 ) -> Checkpoint:
-    """The last checkpoint with the average of all in it; pure. Paths are those of a :class:`Series`.
+    """The last checkpoint with the average of all in it; pure. Paths are those of :func:`series_source`.
 
     What is averaged is what the trainers average: master weights, and float32 parameters that have none.
 
@@ -208,79 +208,14 @@ def _prefixed(number: int, path: str) -> str:
     return f"SRC{number}/{path}"
 
 
-@dataclass(frozen=True)
-class Series(ReadRange):
+def series_source(stores: Sequence[Source], average: bytes) -> JoinedSource:
     """Several checkpoints as one source: the last one, in which ``ema.json`` says how the average was made.
 
     The files of the others are found below ``SRC0/``, ``SRC1/``, ….
     """
-
-    earlier: tuple[Source, ...]
-    last: Source
-    said: bytes
-    """What ``ema.json`` holds."""
-
-    @property
-    def location(self) -> str:
-        """That of the last one."""
-        return self.last.location
-
-    @property
-    def folders(self) -> Sequence[str]:
-        """Those of the last one."""
-        return self.last.folders
-
-    @property
-    def openness(self) -> Openness:
-        """What all of them allow."""
-        openness = self.last.openness
-        for source in self.earlier:
-            openness &= source.openness
-        return openness
-
-    def sizes(self) -> Mapping[str, int]:
-        """Of all files of all of them."""
-        found = {**self.last.sizes(), AVERAGE: len(self.said)}
-        for number, source in enumerate(self.earlier):
-            found |= {_prefixed(number, path): size for path, size in source.sizes().items()}
-        return found
-
-    def versions(self) -> Mapping[str, str]:
-        """Of all files; what is made here has none."""
-        found = {**self.last.versions(), AVERAGE: self.said.decode()}
-        for number, source in enumerate(self.earlier):
-            found |= {
-                _prefixed(number, path): f"{source.location}: {version}"
-                for path, version in source.versions().items()
-            }
-        return found
-
-    def check_unchanged(self) -> None:
-        """Refuse if any file of any of them is not the one that was seen at the start."""
-        for source in (*self.earlier, self.last):
-            source.check_unchanged()
-
-    def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
-        """Exactly ``nbytes`` bytes of a file."""
-        if path == AVERAGE:
-            return self.said[byte_offset : byte_offset + nbytes]
-        source, inner = self._place(path)
-        return source.read(inner, byte_offset, nbytes)
-
-    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on."""
-        source, inner = self._place(path)
-        source.read_into(inner, byte_offset, buffer)
-
-    def read_many(self, reads: Sequence[Read]) -> None:
-        """Fill several buffers; each checkpoint is asked for all of its own at once."""
-        for source in (*self.earlier, self.last):
-            places = [(read, self._place(read.path)) for read in reads]
-            source.read_many([replace(read, path=inner) for read, (one, inner) in places if one is source])
-
-    def _place(self, path: str) -> tuple[Source, str]:
-        match = _PREFIX.fullmatch(path)
-        return (self.last, path) if match is None else (self.earlier[int(match[1])], match[2])
+    *earlier, last = stores
+    others = (Mount(_prefixed(n, ""), store, f"{store.location}: ") for n, store in enumerate(earlier))
+    return JoinedSource((Mount("", last), *others), {AVERAGE: average})
 
 
 # --------------------------------------------------------------------------------------------- the API
@@ -378,7 +313,7 @@ def _plan_average(
     check_one_model(stores)
     checkpoints = [index_checkpoint(store, tables, config, missing, index_files) for store in stores]
     locations = [store.location for store in stores]
-    series = Series(tuple(stores[:-1]), stores[-1], _said(weighting, stores))
+    series = series_source(stores, _said(weighting, stores))
     checkpoint = with_average(checkpoints, locations, weighting)
     own_files = checkpoint.own_files | series.sizes().keys() - stores[-1].sizes().keys() - {AVERAGE}
     checkpoint = replace(checkpoint, own_files=own_files)

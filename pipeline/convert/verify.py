@@ -28,6 +28,8 @@ from paddle_reshard.pipeline.indexing.optimizer_steps import check_optimizer
 from paddle_reshard.pipeline.indexing.pair import index_pair
 from paddle_reshard.pipeline.layouts.checkpoint import MissingPolicy
 from paddle_reshard.pipeline.planning.compare import (
+    SIDE_A,
+    SIDE_B,
     Comparison,
     Difference,
     plan_comparison,
@@ -36,7 +38,8 @@ from paddle_reshard.pipeline.planning.compare import (
 from paddle_reshard.pipeline.planning.plan import check_metadata
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.storage.locate import StorageOptions, open_source, source_access, target_access
-from paddle_reshard.storage.store import Read, ReadRange, Source
+from paddle_reshard.storage.store import ReadRange, Source
+from paddle_reshard.storage.views import JoinedSource, Mount
 from paddle_reshard.tasks.index import index_here
 
 SHOWN_DIFFERENCES = 20
@@ -163,7 +166,8 @@ def verify(
     differences = []
     if states is None:
         differences = _other_differences(stores, one.lr_scheduler, two.lr_scheduler, subset)
-    report = _compared(comparison, engine, _Pair(*stores), differences, observe)
+    pair = JoinedSource((Mount(SIDE_A, stores[0]), Mount(SIDE_B, stores[1])))
+    report = _compared(comparison, engine, pair, differences, observe)
     for store in stores:
         store.check_unchanged()
     return report
@@ -252,26 +256,3 @@ def check(
 def holds_manifest(target: PathLike, **reach: Any) -> bool:
     """Whether a folder is a target that this package has finished; ``reach`` is how to get there, as for ``check``."""
     return MANIFEST in open_source(os.fspath(target), *target_access(reach)).sizes()
-
-
-@dataclass(frozen=True, slots=True)
-class _Pair(ReadRange):
-    """Two sources as one, their paths prefixed with ``A/`` and ``B/``."""
-
-    a: Source
-    b: Source
-
-    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        side, _, inner = path.partition("/")
-        (self.a if side == "A" else self.b).read_into(inner, byte_offset, buffer)
-
-    def read_many(self, reads: Sequence[Read]) -> None:
-        for name, side in (("A", self.a), ("B", self.b)):
-            prefix = f"{name}/"
-            side.read_many(
-                [
-                    replace(read, path=read.path.removeprefix(prefix))
-                    for read in reads
-                    if read.path.startswith(prefix)
-                ]
-            )

@@ -11,7 +11,7 @@ from paddle_reshard.pipeline.layouts.checkpoint import MissingPolicy
 from paddle_reshard.storage.formats.safetensors import parse_safetensors
 from paddle_reshard.storage.locate import Access, open_file
 from paddle_reshard.storage.store import Source
-from paddle_reshard.storage.views import SourceBeside
+from paddle_reshard.storage.views import JoinedSource, Mount
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Filling:
         if self.beside is None or self.policy.file is None:
             return source
         store, name = self.beside
-        return SourceBeside(source, self.policy.file.path, store, name)
+        prefix = self.policy.file.path.removesuffix(name)
+        return JoinedSource((Mount("", source), Mount(prefix, store)))
 
 
 def read_filling(location: str | None, allowed: Sequence[str], access: Access) -> Filling:

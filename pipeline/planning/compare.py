@@ -18,6 +18,9 @@ from paddle_reshard.pipeline.planning.plan import Plan, plan_comparisons
 
 ONLY_IN_A, ONLY_IN_B = "only in A", "only in B"
 
+SIDE_A, SIDE_B = "A/", "B/"
+"""How the paths of each side's files begin in the plan of a comparison."""
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -78,7 +81,7 @@ def plan_comparison(
     if not compare_replicas:
         a, b = (replace(side, fragments=side.fragments[side.fragments["replica"] == 0]) for side in (a, b))
     ops = _comparisons(a, b, [ids_a[i] for i in common], [ids_b[i] for i in common])
-    files = _prefixed("A", a.files) + _prefixed("B", b.files)
+    files = _prefixed(SIDE_A, a.files) + _prefixed(SIDE_B, b.files)
     plan = plan_comparisons(ops, tensors, files, budget_bytes)
     return Comparison(tuple(sorted(differences, key=lambda d: d.tensor)), plan, len(common))
 
@@ -102,7 +105,7 @@ def _chosen(catalog: Catalog, states: Collection[str] | None) -> dict[tuple[str,
 
 
 def _prefixed(side: str, files: Iterable[File]) -> tuple[File, ...]:
-    return tuple(File(f"{side}/{file.path}", file.size_bytes) for file in files)
+    return tuple(File(side + file.path, file.size_bytes) for file in files)
 
 
 def _comparisons(a: Catalog, b: Catalog, ids_a: list[int], ids_b: list[int]) -> Ops:
