@@ -1,7 +1,7 @@
 """What lies in a folder, and small files that only one process can create.
 
-A *shelf* is a folder that holds checkpoints: on a disk, or below a URL that fsspec knows. Claims live in small
-files of it. Creating one is exclusive: a hard link on a disk, a single PUT with ``If-None-Match`` in an object
+A *checkpoint root* is a folder that holds checkpoints: on a disk, or below a URL that fsspec knows. Claims live in
+small files of it. Creating one is exclusive: a hard link on a disk, a single PUT with ``If-None-Match`` in an object
 store (multipart uploads are not exclusive everywhere, single PUTs are). The content of a new file is read back
 afterwards, so a store that ignores the condition, or a lost answer to a request that was carried out, does not
 fool the caller.
@@ -21,7 +21,7 @@ from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.trainer_files import is_marker
 from paddle_reshard.storage.local.folders import entries_of, read_manifest, remove_files
 from paddle_reshard.storage.local.source import list_folder
-from paddle_reshard.storage.locate import StorageOptions, _open_folder, check_scheme, is_local, local_path
+from paddle_reshard.storage.locate import StorageOptions, check_scheme, is_local, local_path, open_folder
 from paddle_reshard.storage.replaceable import Kind, changed, objection
 from paddle_reshard.storage.store import OWN_PREFIX
 
@@ -35,7 +35,7 @@ _REMOVING = f"{OWN_PREFIX}removing.json"
 _NOT_OURS = "its manifest is not the one that was written"
 
 
-class Shelf(Protocol):
+class CheckpointRoot(Protocol):
     """A folder that holds checkpoints, and small files beside them. Paths are relative to it."""
 
     @property
@@ -43,13 +43,13 @@ class Shelf(Protocol):
         """Path or URL."""
 
     def at(self, path: str) -> str:
-        """Path or URL of something on the shelf."""
+        """Path or URL of something below the root."""
 
     def is_there(self) -> bool:
         """Whether there is such a folder; in an object store, whether anything lies below it."""
 
     def folders(self) -> list[str]:
-        """Names of the folders directly on the shelf; none where the shelf is not there."""
+        """Names of the folders directly below the root; none where the root is not there."""
 
     def files(self, folder: str) -> dict[str, str]:
         """Name of every file of the checkpoint in ``folder`` → a text that changes when the file does."""
@@ -71,21 +71,21 @@ class Shelf(Protocol):
         """
 
 
-def open_shelf(location: str, options: StorageOptions, schemes: Collection[str] = ()) -> Shelf:
-    """The shelf at a path or URL; it need not be there yet. ``options`` and ``schemes`` as in ``Access``."""
+def open_root(location: str, options: StorageOptions, schemes: Collection[str] = ()) -> CheckpointRoot:
+    """The root at a path or URL; it need not be there yet. ``options`` and ``schemes`` as in ``Access``."""
     check_scheme(location, schemes)
-    return LocalShelf(local_path(location)) if is_local(location) else RemoteShelf(location, options)
+    return LocalRoot(local_path(location)) if is_local(location) else RemoteRoot(location, options)
 
 
-class LocalShelf:
-    """A shelf on a file system."""
+class LocalRoot:
+    """A root on a file system."""
 
     def __init__(self, root: Path) -> None:
         self.root = Path(os.path.abspath(root))
         self.location = str(self.root)
 
     def at(self, path: str) -> str:
-        """Path of something on the shelf."""
+        """Path of something below the root."""
         return str(self.root / path)
 
     def is_there(self) -> bool:
@@ -93,7 +93,7 @@ class LocalShelf:
         return self.root.is_dir()
 
     def folders(self) -> list[str]:
-        """Names of the folders on the shelf."""
+        """Names of the folders directly below the root."""
         try:
             return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir())
         except FileNotFoundError:
@@ -195,22 +195,22 @@ def _remove(folder: Path, is_ours: IsOurs) -> str | None:
     return None if remove_files(folder, files) else "something was put there meanwhile"
 
 
-class RemoteShelf:
-    """A shelf below a URL."""
+class RemoteRoot:
+    """A root below a URL."""
 
     def __init__(self, location: str, options: StorageOptions) -> None:
         self.url, self.options = location.rstrip("/"), options
         self.location = self._folder("").location
 
     def _folder(self, path: str) -> FsspecFolder:
-        return _open_folder(self.at(path), self.options, ListingError)
+        return open_folder(self.at(path), self.options, ListingError)
 
     def _parent(self, path: str) -> tuple[FsspecFolder, str]:
         folder, _, name = path.rpartition("/")
         return self._folder(folder), name
 
     def at(self, path: str) -> str:
-        """URL of something on the shelf."""
+        """URL of something below the root."""
         from paddle_reshard.storage.remote.folder import below
 
         return below(self.url, path)
@@ -221,7 +221,7 @@ class RemoteShelf:
         return bool(listing.folders or listing.files)
 
     def folders(self) -> list[str]:
-        """Names of the folders on the shelf."""
+        """Names of the folders directly below the root."""
         return list(self._folder("").listing().folders)
 
     def files(self, folder: str) -> dict[str, str]:

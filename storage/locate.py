@@ -87,7 +87,7 @@ def open_source(
         return LocalSource(local_path(location), links=links)
     from paddle_reshard.storage.remote.source import FsspecSource
 
-    return FsspecSource(_open_folder(location, options, CheckpointError))
+    return FsspecSource(open_folder(location, options, CheckpointError))
 
 
 def open_file(location: str, options: StorageOptions, schemes: Collection[str] = ()) -> tuple[Source, str]:
@@ -107,7 +107,7 @@ def open_file(location: str, options: StorageOptions, schemes: Collection[str] =
     else:
         from paddle_reshard.storage.remote.source import FsspecSource
 
-        store = FsspecSource(_open_folder(folder, options, CheckpointError), {name})
+        store = FsspecSource(open_folder(folder, options, CheckpointError), {name})
     if name not in store.sizes():
         raise CheckpointError(f"{store.location}/{name}: no such file")
     return store, name
@@ -141,7 +141,7 @@ def open_target(
     from paddle_reshard.storage.remote.target import StagedTarget
     from paddle_reshard.storage.s3.target import S3Folder, S3Target
 
-    folder = _open_folder(location, options, TargetError)
+    folder = open_folder(location, options, TargetError)
     if isinstance(folder, S3Folder):
         return S3Target(folder, overwrite, resume, take_over)
     return StagedTarget(folder, overwrite, resume, take_over)
@@ -188,7 +188,7 @@ def check_scheme(location: str, schemes: Collection[str] = ()) -> None:
         )
 
 
-def _open_folder(location: str, options: StorageOptions, failure: type[ReshardError]) -> FsspecFolder:
+def open_folder(location: str, options: StorageOptions, failure: type[ReshardError]) -> FsspecFolder:
     """A folder of the store that a URL names. The drivers are imported here: local work does without them."""
     from paddle_reshard.storage.remote.folder import FsspecFolder, choose_options
     from paddle_reshard.storage.s3.target import SCHEMES, S3Folder

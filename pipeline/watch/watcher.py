@@ -58,7 +58,7 @@ from paddle_reshard.pipeline.watch.claims import (
 from paddle_reshard.pipeline.watch.runners import Conversion, Convert, convert_inline
 from paddle_reshard.storage.formats.manifest import own_manifest
 from paddle_reshard.storage.formats.strict_json import parse_json
-from paddle_reshard.storage.listing import Shelf, open_shelf
+from paddle_reshard.storage.listing import CheckpointRoot, open_root
 from paddle_reshard.storage.locate import open_source, place, source_access, target_access
 from paddle_reshard.storage.session.holder import is_gone, process_start, this_process
 
@@ -110,8 +110,8 @@ class Incomplete:
 class Watcher:
     """Looks at a training run again and again, and converts what has become whole."""
 
-    run: Shelf
-    out: Shelf
+    run: CheckpointRoot
+    out: CheckpointRoot
     conversion: Conversion
     convert: Convert
     policy: Policy
@@ -593,8 +593,8 @@ def open_watcher(
 ) -> Watcher:
     """A watcher of the checkpoints in ``run`` that converts them below ``out``."""
     return Watcher(
-        open_shelf(run, *source_access(conversion.options)[:2]),
-        open_shelf(out, *target_access(conversion.options)[:2]),
+        open_root(run, *source_access(conversion.options)[:2]),
+        open_root(out, *target_access(conversion.options)[:2]),
         conversion,
         convert or convert_inline(conversion),
         policy,

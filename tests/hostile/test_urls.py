@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
 from paddle_reshard.pipeline.core.errors import ReshardError, UnsupportedError, UsageError
-from paddle_reshard.storage.listing import open_shelf
+from paddle_reshard.storage.listing import open_root
 from paddle_reshard.storage.locate import open_file, open_source, open_target
 from tests.conftest import COMMITTED
 
@@ -47,14 +47,14 @@ NONE = ("://c", " s3://bucket/c", "1s3://bucket/c", "s3\n://bucket/c", "../x://c
 
 
 def opened(location: str, **more: Any) -> None:
-    for function in (open_source, open_file, open_shelf):
+    for function in (open_source, open_file, open_root):
         function(location, {}, **more)
 
 
 @pytest.mark.parametrize("location", STRANGE)
 def test_only_plain_stores_are_opened_unasked(location: str) -> None:
     before = set(sys.modules)
-    for function in (open_source, open_file, open_shelf):
+    for function in (open_source, open_file, open_root):
         with pytest.raises(UnsupportedError, match="--allow-scheme"):
             function(location, {})
     with pytest.raises(UnsupportedError, match="--allow-scheme"):

@@ -11,7 +11,7 @@ import fsspec
 import pytest
 
 from paddle_reshard.pipeline.core.errors import ListingError
-from paddle_reshard.storage.listing import Shelf, open_shelf
+from paddle_reshard.storage.listing import CheckpointRoot, open_root
 from tests.jobs.command import GOLDEN, run, snapshot
 from tests.storage.servers import Store, running_store
 
@@ -30,63 +30,63 @@ def bucket(store: Store) -> str:
 
 
 @pytest.fixture(params=["disk", "memory", "s3"])
-def shelf(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shelf]:
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CheckpointRoot]:
     if request.param == "disk":
-        yield open_shelf(str(tmp_path / "shelf"), {})
+        yield open_root(str(tmp_path / "root"), {})
     elif request.param == "memory":
-        yield open_shelf("memory://shelf", {})
+        yield open_root("memory://root", {})
         fsspec.filesystem("memory").store.clear()
     else:
         bucket, store = request.getfixturevalue("bucket"), request.getfixturevalue("store")
-        yield open_shelf(f"s3://{bucket}/some/shelf/", store.options)
+        yield open_root(f"s3://{bucket}/some/root/", store.options)
 
 
-def test_a_shelf_is_empty_until_something_is_put_there(shelf: Shelf) -> None:
-    assert shelf.folders() == []
-    assert shelf.files("checkpoint-3") == {}
-    assert shelf.read("claims/x.json") is None
-    assert shelf.remove("checkpoint-3", bool) is None
+def test_a_root_is_empty_until_something_is_put_there(root: CheckpointRoot) -> None:
+    assert root.folders() == []
+    assert root.files("checkpoint-3") == {}
+    assert root.read("claims/x.json") is None
+    assert root.remove("checkpoint-3", bool) is None
 
 
-def test_files_and_folders_are_listed_with_stamps_that_change(shelf: Shelf) -> None:
-    shelf.replace("checkpoint-3/a", b"one")
-    shelf.replace("checkpoint-3/b", b"two")
-    shelf.replace("checkpoint-20/a", b"three")
-    assert shelf.folders() == ["checkpoint-20", "checkpoint-3"]
-    before = shelf.files("checkpoint-3")
+def test_files_and_folders_are_listed_with_stamps_that_change(root: CheckpointRoot) -> None:
+    root.replace("checkpoint-3/a", b"one")
+    root.replace("checkpoint-3/b", b"two")
+    root.replace("checkpoint-20/a", b"three")
+    assert root.folders() == ["checkpoint-20", "checkpoint-3"]
+    before = root.files("checkpoint-3")
     assert set(before) == {"a", "b"}
-    assert shelf.files("checkpoint-3") == before
-    shelf.replace("checkpoint-3/a", b"another")
-    after = shelf.files("checkpoint-3")
+    assert root.files("checkpoint-3") == before
+    root.replace("checkpoint-3/a", b"another")
+    after = root.files("checkpoint-3")
     assert after["a"] != before["a"]
     assert after["b"] == before["b"]
-    assert shelf.read("checkpoint-3/a") == b"another"
-    assert shelf.at("checkpoint-3").endswith("shelf/checkpoint-3")
+    assert root.read("checkpoint-3/a") == b"another"
+    assert root.at("checkpoint-3").endswith("root/checkpoint-3")
 
 
-def test_a_file_is_created_once(shelf: Shelf) -> None:
-    assert shelf.create("deep/claims/x.json", b"mine")
-    assert not shelf.create("deep/claims/x.json", b"yours")
-    assert shelf.read("deep/claims/x.json") == b"mine"
-    assert list(shelf.files("deep/claims")) == ["x.json"]
+def test_a_file_is_created_once(root: CheckpointRoot) -> None:
+    assert root.create("deep/claims/x.json", b"mine")
+    assert not root.create("deep/claims/x.json", b"yours")
+    assert root.read("deep/claims/x.json") == b"mine"
+    assert list(root.files("deep/claims")) == ["x.json"]
 
 
 MANIFEST = b'{"format": "paddle-reshard manifest", "files": {"a": 1, "model_state/0_0.distcp": 1}}'
 
 
-def _put(shelf: Shelf, folder: str) -> None:
+def _put(root: CheckpointRoot, folder: str) -> None:
     for name in ("a", "model_state/0_0.distcp"):
-        shelf.replace(f"{folder}/{name}", b"x")
-    shelf.replace(f"{folder}/paddle_reshard.json", MANIFEST)
+        root.replace(f"{folder}/{name}", b"x")
+    root.replace(f"{folder}/paddle_reshard.json", MANIFEST)
 
 
-def test_a_checkpoint_is_removed_and_nothing_else(shelf: Shelf) -> None:
-    _put(shelf, "checkpoint-3")
-    shelf.replace("checkpoint-30/a", b"x")
+def test_a_checkpoint_is_removed_and_nothing_else(root: CheckpointRoot) -> None:
+    _put(root, "checkpoint-3")
+    root.replace("checkpoint-30/a", b"x")
     for _ in range(2):
-        assert shelf.remove("checkpoint-3", lambda manifest: manifest == MANIFEST) is None
-        assert shelf.folders() == ["checkpoint-30"]
-        assert shelf.files("checkpoint-3") == {}
+        assert root.remove("checkpoint-3", lambda manifest: manifest == MANIFEST) is None
+        assert root.folders() == ["checkpoint-30"]
+        assert root.files("checkpoint-3") == {}
 
 
 @pytest.mark.parametrize(
@@ -99,24 +99,24 @@ def test_a_checkpoint_is_removed_and_nothing_else(shelf: Shelf) -> None:
     ],
 )
 def test_a_folder_that_is_not_exactly_what_was_made_is_kept(
-    path: str, data: bytes, named: str, shelf: Shelf
+    path: str, data: bytes, named: str, root: CheckpointRoot
 ) -> None:
-    _put(shelf, "checkpoint-3")
-    shelf.replace(f"checkpoint-3/{path}", data)
-    before = shelf.files("checkpoint-3")
+    _put(root, "checkpoint-3")
+    root.replace(f"checkpoint-3/{path}", data)
+    before = root.files("checkpoint-3")
     for _ in range(2):
-        reason = shelf.remove("checkpoint-3", lambda manifest: manifest == MANIFEST)
+        reason = root.remove("checkpoint-3", lambda manifest: manifest == MANIFEST)
         assert named in str(reason)
-        assert shelf.files("checkpoint-3") == before
-        assert shelf.folders() == ["checkpoint-3"]
+        assert root.files("checkpoint-3") == before
+        assert root.folders() == ["checkpoint-3"]
 
 
 def test_a_folder_of_the_name_that_is_used_while_removing_is_kept(tmp_path: Path) -> None:
-    shelf = open_shelf(str(tmp_path), {})
-    _put(shelf, "checkpoint-3")
-    shelf.replace(".checkpoint-3.removing/thesis.tex", b"years of work")
+    root = open_root(str(tmp_path), {})
+    _put(root, "checkpoint-3")
+    root.replace(".checkpoint-3.removing/thesis.tex", b"years of work")
     before = sorted(tmp_path.rglob("*"))
-    assert "is in the way" in str(shelf.remove("checkpoint-3", lambda manifest: manifest == MANIFEST))
+    assert "is in the way" in str(root.remove("checkpoint-3", lambda manifest: manifest == MANIFEST))
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -125,8 +125,8 @@ def test_a_removal_in_a_store_that_was_cut_short_is_finished(
     cut: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = fsspec.filesystem("memory")
-    shelf = open_shelf(f"memory://cut-{secrets.token_hex(6)}", {})
-    _put(shelf, "checkpoint-3")
+    root = open_root(f"memory://cut-{secrets.token_hex(6)}", {})
+    _put(root, "checkpoint-3")
     remove, left = type(memory).rm_file, [cut]
 
     def failing(self: object, path: str) -> None:
@@ -138,9 +138,9 @@ def test_a_removal_in_a_store_that_was_cut_short_is_finished(
     with monkeypatch.context() as patched:
         patched.setattr(type(memory), "rm_file", failing)
         with pytest.raises(KeyboardInterrupt):
-            shelf.remove("checkpoint-3", lambda manifest: manifest == MANIFEST)
-    assert shelf.remove("checkpoint-3", lambda manifest: manifest == MANIFEST) is None
-    assert shelf.files("checkpoint-3") == {}
+            root.remove("checkpoint-3", lambda manifest: manifest == MANIFEST)
+    assert root.remove("checkpoint-3", lambda manifest: manifest == MANIFEST) is None
+    assert root.files("checkpoint-3") == {}
 
 
 @pytest.mark.parametrize("kind", ["disk", "s3"])
@@ -149,14 +149,14 @@ def test_of_many_that_create_a_file_at_once_one_succeeds(
 ) -> None:
     location, options = str(tmp_path), {}
     if kind == "s3":
-        location = f"s3://{request.getfixturevalue('bucket')}/shelf"
+        location = f"s3://{request.getfixturevalue('bucket')}/root"
         options = request.getfixturevalue("store").options
-    shelf, start = open_shelf(location, options), threading.Barrier(8)
+    root, start = open_root(location, options), threading.Barrier(8)
     won: list[int] = []
 
     def create(number: int) -> None:
         start.wait()
-        if shelf.create("claims/x.json", f"{number}".encode()):
+        if root.create("claims/x.json", f"{number}".encode()):
             won.append(number)
 
     threads = [threading.Thread(target=create, args=(number,)) for number in range(8)]
@@ -164,13 +164,13 @@ def test_of_many_that_create_a_file_at_once_one_succeeds(
         thread.start()
     for thread in threads:
         thread.join()
-    assert [str(number).encode() for number in won] == [shelf.read("claims/x.json")]
+    assert [str(number).encode() for number in won] == [root.read("claims/x.json")]
 
 
 def test_a_store_that_refuses_is_told_in_one_sentence(store: Store, bucket: str) -> None:
-    shelf = open_shelf(f"s3://{bucket}/shelf", store.read_only)
+    root = open_root(f"s3://{bucket}/root", store.read_only)
     with pytest.raises(ListingError, match="access denied") as refused:
-        shelf.create("claims/x.json", b"mine")
+        root.create("claims/x.json", b"mine")
     assert store.read_only["secret"] not in str(refused.value)
 
 
@@ -207,14 +207,14 @@ def test_watch_converts_in_a_store(store: Store, bucket: str) -> None:
 
 
 def test_the_disk_keeps_no_working_files(tmp_path: Path) -> None:
-    shelf = open_shelf(str(tmp_path), {})
-    shelf.create("claims/x.json", b"a")
-    shelf.create("claims/x.json", b"b")
-    shelf.replace("claims/x.json", b"c")
+    root = open_root(str(tmp_path), {})
+    root.create("claims/x.json", b"a")
+    root.create("claims/x.json", b"b")
+    root.replace("claims/x.json", b"c")
     assert snapshot(tmp_path) == {"claims/x.json": b"c"}
 
 
-def test_a_shelf_is_there_once_something_lies_on_it(shelf: Shelf) -> None:
-    assert not shelf.is_there()
-    shelf.replace("checkpoint-3/a", b"a")
-    assert shelf.is_there()
+def test_a_root_is_there_once_something_lies_on_it(root: CheckpointRoot) -> None:
+    assert not root.is_there()
+    root.replace("checkpoint-3/a", b"a")
+    assert root.is_there()
