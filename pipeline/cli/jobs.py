@@ -463,7 +463,7 @@ def _end_watch(watcher: Watcher, results: Mapping[str, Result], as_json: bool) -
     logging.getLogger(__name__).info("%s", counts)
     if as_json:
         checkpoints = {
-            name: {"result": result.value, "message": watcher.messages.get(name)}
+            name: {"result": result.value, "message": watcher.notices.messages.get(name)}
             for name, result in results.items()
         }
         places = {"run": watcher.run.location, "targets": watcher.out.location}

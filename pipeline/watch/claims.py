@@ -10,10 +10,11 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Annotated, Any
 
+from paddle_reshard.pipeline.core.errors import ReshardError
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 from paddle_reshard.storage.formats.typed_json import Bounds, typed
 from paddle_reshard.storage.session.holder import Holder
@@ -76,6 +77,8 @@ class Policy:
     """Failures and refusals before this moment, seconds since the epoch, do not count."""
     stale_seconds: float | None = None
     """A checkpoint that is not whole and has not changed for so long is given up: its job has died."""
+    heartbeat_seconds: float = 60.0
+    """Pause between two signs of life of a claim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,14 @@ class Sight:
     plan_id: str | None
     """Of the target's manifest; ``None`` where there is none."""
     version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """What a decision was taken on. A claim that follows from it is for the attempt after these, and no later one."""
+
+    sight: Sight
+    attempts: tuple[Attempt, ...]
 
 
 class Why(Enum):
@@ -228,6 +239,76 @@ def _decide_again(
                 Action.WAIT, f"tried again in {left:.0f} s, because: {last.reason}", Why.TOO_EARLY
             )
     return Decision(Action.LOOK)
+
+
+def compare_manifests(
+    wanted: Mapping[str, Any], found: Mapping[str, Any], target: str, overwrite: bool
+) -> Decision:
+    """What to do about a target that no record knows, by the manifest that this conversion would write."""
+    if _content(wanted) == _content(found):
+        return Decision(Action.NOTHING, "converted")
+    if overwrite:
+        return Decision(Action.LOOK, "the target is another conversion's")
+    return Decision(
+        Action.FAIL, f"{target} holds another conversion; give another folder, or --overwrite to replace it"
+    )
+
+
+def _content(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts of a manifest that say what a target holds, whatever the budget it was made with."""
+    source = manifest.get("source") or {}
+    beside = ("generation", "version", "beside", "digest", "plan_id", "etags", "parts", "source")
+    return {name: value for name, value in manifest.items() if name not in beside} | {
+        "source": source.get("files")
+    }
+
+
+# --------------------------------------------------------------------------------------------- attempts
+
+
+def next_attempt(
+    conversion_id: str, target: str, basis: Basis, holder: Holder, nonce: str, now: float
+) -> Attempt:
+    """The attempt that ``holder`` makes next, running."""
+    sight = basis.sight
+    return Attempt(
+        conversion_id=conversion_id,
+        number=basis.attempts[-1].number + 1 if basis.attempts else 1,
+        target=target,
+        holder=holder,
+        nonce=nonce,
+        state=State.RUNNING,
+        started_at=now,
+        seen_at=now,
+        source_stamp=sight.source_stamp,
+        target_stamp=sight.target_stamp,
+        version=sight.version,
+        plan_id=sight.plan_id or "",
+    )
+
+
+def recorded_as(attempts: Sequence[Attempt]) -> State:
+    """What the record of a target says that lies there without one: whether an attempt made it that was killed."""
+    last = attempts[-1] if attempts else None
+    killed = last is not None and last.state is State.RUNNING and not last.target_stamp
+    return State.DONE if killed else State.ADOPTED
+
+
+def end_of(attempt: Attempt, error: Exception | None, plan_id: str | None, now: float) -> Attempt:
+    """An attempt as it ended: with an error, or with a target of a plan."""
+    if error is None and plan_id:
+        return replace(attempt, state=State.DONE, reason="", plan_id=plan_id, seen_at=now)
+    state, reason = State.FAILED, "the conversion ended without a target"
+    if isinstance(error, ReshardError):
+        state, reason = State.FAILED if error.retryable else State.REFUSED, str(error)
+    elif error is not None:
+        reason = in_words(error)
+    return replace(attempt, state=state, reason=reason, plan_id="", seen_at=now)
+
+
+def in_words(error: BaseException) -> str:
+    """An error in a sentence."""
+    return str(error) if isinstance(error, ReshardError) else f"{type(error).__name__}: {error}"
 
 
 def steps_of(folders: Sequence[str]) -> list[tuple[int, str]]:

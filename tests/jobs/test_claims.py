@@ -18,7 +18,7 @@ from paddle_reshard.pipeline.watch.claims import (
     steps_of,
     superfluous,
 )
-from paddle_reshard.pipeline.watch.watcher import lacking
+from paddle_reshard.pipeline.watch.finished import lacking
 from paddle_reshard.storage.session.holder import Holder, is_gone, process_start, this_process
 
 HERE = Holder("gpu-1", "m1", "boot-1", "pid:[1]", 100, "5000")

@@ -326,9 +326,8 @@ def test_without_once_a_termination_is_a_normal_end(training: Run) -> None:
         )
 
 
-def test_a_claim_shows_that_its_holder_lives(training: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_shows_that_its_holder_lives(training: Run) -> None:
     copy_checkpoint(training.run / "checkpoint-3")
-    monkeypatch.setattr(watch, "HEARTBEAT_SECONDS", 0.02)
     seen: list[float] = []
 
     def convert(source: str, target: str, check) -> None:
@@ -338,7 +337,8 @@ def test_a_claim_shows_that_its_holder_lives(training: Run, monkeypatch: pytest.
             seen.append(training.claims()[0]["seen_at"])
 
     conversion = Conversion({"to": "tp=1"}, lambda source, target: "id")
-    open_watcher(str(training.run), str(training.out), conversion, Policy(), convert).once()
+    policy = Policy(heartbeat_seconds=0.02)
+    open_watcher(str(training.run), str(training.out), conversion, policy, convert).once()
     assert seen == sorted(seen)
     assert training.claims()[0]["reason"] == "the conversion ended without a target"
 

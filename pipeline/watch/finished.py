@@ -1,0 +1,69 @@
+"""Has the trainer finished writing a checkpoint? All here is a function of the names of its files and of times."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from paddle_reshard.pipeline.core.file_names import SIGNAL_PREFIX
+from paddle_reshard.pipeline.core.trainer_files import is_of_training
+
+_SIGNAL = re.compile(rf"{SIGNAL_PREFIX}\d+")
+_OF_RANK = re.compile(r"rng_state_(\d+)\.pth|(?:.*/)?(\d+)_\d+\.distcp")
+"""Files whose names hold the number of the rank that wrote them."""
+_TRAINER_STATE = ("trainer_state.bin", "trainer_state.json")
+_UNFINISHED = re.compile(r"save_signal_TMP_\d+")
+"""What the trainer renames to ``saved_signal_*`` once the EMA has been merged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Incomplete:
+    """Why a checkpoint is not whole, and since when it has looked as it does: seconds since the epoch."""
+
+    reason: str
+    since: float
+
+    def is_stale(self, now: float, stale_seconds: float | None) -> bool:
+        """Whether it has looked so for too long; ``None``: nothing is too long."""
+        return stale_seconds is not None and now - self.since >= stale_seconds
+
+
+def merging(files: Collection[str]) -> str | None:
+    """The file by which the trainer says that it still merges the EMA, or ``None``.
+
+    >>> merging({"save_signal_TMP_0", "saved_signal_1"})
+    'save_signal_TMP_0'
+    """
+    return min((path for path in files if _UNFINISHED.fullmatch(path)), default=None)
+
+
+def lacking(files: Collection[str], before: Collection[str]) -> str | None:
+    """What the trainer still writes after a checkpoint indexes as whole, by that of the checkpoint before.
+
+    ``None``: every rank has signalled, the trainer's own state is there, and no kind of file is missing.
+
+    >>> lacking({"saved_signal_0", "trainer_state.json"}, {"scheduler.pdparams", "notes.txt"})
+    'scheduler.pdparams is not there yet'
+    """
+    if not any(_SIGNAL.fullmatch(path) for path in files):
+        return "no saved_signal file says that it is finished"
+    if not any(path in _TRAINER_STATE for path in files):
+        return "trainer_state is not there yet"
+    ranks = {match[1] or match[2] for path in files if (match := _OF_RANK.fullmatch(path))}
+    silent = sorted(f"{SIGNAL_PREFIX}{rank}" for rank in ranks if f"{SIGNAL_PREFIX}{rank}" not in files)
+    missing = silent + sorted(p for p in before if p not in files and is_of_training(p))
+    return f"{missing[0]} is not there yet" if missing else None
+
+
+def settling(doubt: str, since: float, now: float, settle_seconds: float) -> Incomplete | None:
+    """What a checkpoint waits for whose files do not prove that it is finished; ``None``: it has waited long enough.
+
+    >>> settling("trainer_state is not there yet", since=100, now=130, settle_seconds=60).reason
+    'trainer_state is not there yet; converted if nothing changes for 60 s'
+    >>> settling("trainer_state is not there yet", since=100, now=160, settle_seconds=60) is None
+    True
+    """
+    if now - since >= settle_seconds:
+        return None
+    return Incomplete(f"{doubt}; converted if nothing changes for {settle_seconds:g} s", since)

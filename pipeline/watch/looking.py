@@ -1,0 +1,81 @@
+"""Is a checkpoint of a training run whole? Its files are listed, and their metadata read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paddle_reshard.pipeline.convert.inputs import load_config, load_tables
+from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.indexing.detect import index_checkpoint
+from paddle_reshard.pipeline.indexing.fill import read_filling
+from paddle_reshard.pipeline.watch.finished import Incomplete, lacking, merging, settling
+from paddle_reshard.pipeline.watch.records import Records, digest
+from paddle_reshard.storage.locate import open_source, source_access
+
+
+@dataclass
+class Inspector:
+    """Looks at checkpoints. What was whole and has not changed is not indexed again."""
+
+    records: Records
+    options: Mapping[str, Any]
+    """Keyword arguments of :func:`paddle_reshard.convert`."""
+    settle_seconds: float
+    _indexed: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        options = self.options
+        self.tables = load_tables(_path(options.get("rules")))
+        self.config = load_config(_path(options.get("config")))
+        fill, allowed = options.get("fill"), options.get("allow_missing", ())
+        self.missing = read_filling(fill, allowed, source_access(options)).policy
+
+    def look(self, name: str, order: Sequence[str], now: float) -> Incomplete | None:
+        """Why a checkpoint is not whole yet, or ``None``. ``order`` are all checkpoints of the run, by step.
+
+        Raises
+        ------
+        ReshardError
+            If it is whole and cannot be converted.
+        """
+        files = self.records.run.files(name)
+        stamp = digest(files)
+        reason = self._lacking(name, files, stamp)
+        if reason is not None:
+            return Incomplete(reason, self.records.unchanged_since(name, stamp, now))
+        doubt = self._doubt(name, files, order)
+        if doubt is None or self.settle_seconds == 0:
+            return None
+        since = self.records.unchanged_since(name, stamp, now)
+        return settling(doubt, since, now, self.settle_seconds)
+
+    def _lacking(self, name: str, files: Mapping[str, str], stamp: str) -> str | None:
+        """What keeps a checkpoint from being one, by its files and their metadata."""
+        unfinished = merging(files)
+        if unfinished is not None:
+            return f"{unfinished}: the trainer has not finished merging the EMA"
+        if self._indexed.get(name) != stamp:
+            try:
+                self._index(name)
+            except CheckpointError as error:
+                return str(error)
+            self._indexed[name] = stamp
+        return None
+
+    def _doubt(self, name: str, files: Mapping[str, str], order: Sequence[str]) -> str | None:
+        """Why the trainer may still be adding small files to a checkpoint that indexes as whole, or ``None``."""
+        number = order.index(name)
+        before = self.records.run.files(order[number - 1]) if number else {}
+        return lacking(files, before)
+
+    def _index(self, name: str) -> None:
+        source = open_source(self.records.run.at(name), *source_access(self.options))
+        index_checkpoint(source, self.tables, self.config, self.missing)
+
+
+def _path(value: str | os.PathLike[str] | None) -> Path | None:
+    return None if value is None else Path(value)

@@ -1,0 +1,89 @@
+"""What a watcher says about a checkpoint, and what counts as news. All here is a function of what was found."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+
+from paddle_reshard.pipeline.watch.claims import Action, Attempt, Decision, State, Why
+from paddle_reshard.pipeline.watch.finished import Incomplete
+
+log = logging.getLogger(__name__)
+
+
+class Result(str, Enum):
+    """What came of a checkpoint in one pass."""
+
+    CONVERTED = "converted"
+    DONE = "done"
+    WAITING = "waiting"
+    STALE = "stale"
+    """It is not whole, and has not changed for longer than ``Policy.stale_seconds``."""
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What came of a checkpoint, in a sentence for the log."""
+
+    result: Result
+    level: int
+    message: str
+    key: str = ""
+    """A notice with the key of the one before is no news; the message, where there is none."""
+
+
+def of_decision(name: str, decision: Decision) -> Notice | None:
+    """What to say where nothing is done; ``None`` where something is."""
+    if decision.action is Action.NOTHING:
+        level = logging.WARNING if decision.why is Why.SOURCE_CHANGED else logging.DEBUG
+        return Notice(Result.DONE, level, f"{name}: {decision.reason}")
+    if decision.action is Action.WAIT:
+        key = "" if decision.why is None else decision.why.value
+        return Notice(Result.WAITING, logging.INFO, f"{name}: waiting: {decision.reason}", key)
+    if decision.action is Action.FAIL:
+        return Notice(Result.FAILED, logging.ERROR, f"{name}: not converted: {decision.reason}")
+    return None
+
+
+def of_incomplete(name: str, incomplete: Incomplete, now: float, stale_seconds: float | None) -> Notice:
+    """What a checkpoint waits for, and since when; whether that is too long."""
+    since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(incomplete.since))
+    if incomplete.is_stale(now, stale_seconds):
+        return Notice(
+            Result.STALE,
+            logging.ERROR,
+            f"{name}: incomplete, and has not changed since {since}, longer than --stale allows; its job may "
+            f"have died: {incomplete.reason}",
+        )
+    message = f"{name}: waiting: {incomplete.reason}; unchanged since {since}"
+    return Notice(Result.WAITING, logging.INFO, message, f"waiting: {incomplete.reason} {since}")
+
+
+def of_attempt(name: str, ended: Attempt, seconds: float) -> Notice:
+    """How an attempt ended that took so long."""
+    if ended.state is State.DONE:
+        return Notice(Result.CONVERTED, logging.INFO, f"{name}: converted in {seconds:.0f} s")
+    if ended.state is State.RELEASED:
+        return Notice(Result.WAITING, logging.INFO, f"{name}: waiting: {ended.reason}")
+    return Notice(Result.FAILED, logging.ERROR, f"{name}: {ended.state.value}: {ended.reason}")
+
+
+@dataclass
+class Notices:
+    """What was said last, about what."""
+
+    messages: dict[str, str] = field(default_factory=dict)
+    """Name of a checkpoint → what was found about it last, in a sentence; ``""`` → about the run."""
+    _keys: dict[str, str] = field(default_factory=dict)
+
+    def give(self, name: str, notice: Notice) -> Result:
+        """Log what is news; the same about the same checkpoint is logged once."""
+        self.messages[name] = notice.message
+        key = notice.key or notice.message
+        if self._keys.get(name) != key:
+            self._keys[name] = key
+            log.log(notice.level, "%s", notice.message)
+        return notice.result

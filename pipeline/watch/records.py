@@ -1,0 +1,158 @@
+"""What lies in a training run and beside its targets: files, claims, manifests, and when a checkpoint looked how.
+
+::
+
+    DST_ROOT/checkpoint-<step>/paddle_reshard.json     the manifest: this target is whole
+    DST_ROOT/.paddle_reshard/claims/<id>.json          attempt 1 of conversion <id>: who, since when, how it ended
+    DST_ROOT/.paddle_reshard/claims/<id>.2.json        attempt 2, made when attempt 1 had failed or died
+    DST_ROOT/.paddle_reshard/seen/<id>.json            how a checkpoint looked that may be unfinished
+
+All state lies there, so it survives restarts and is shared by any number of watchers. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from paddle_reshard.pipeline.core.errors import ListingError
+from paddle_reshard.pipeline.core.file_names import MANIFEST
+from paddle_reshard.pipeline.core.version import __version__
+from paddle_reshard.pipeline.watch.claims import CLAIMS, Attempt, Sight, claim_path
+from paddle_reshard.storage.formats.manifest import own_manifest
+from paddle_reshard.storage.formats.strict_json import parse_json
+from paddle_reshard.storage.listing import CheckpointRoot
+
+log = logging.getLogger(__name__)
+
+SEEN = ".paddle_reshard/seen"
+LARGEST_CLAIM_BYTES = 1 << 16
+_CLAIM = re.compile(r"(?P<id>.+?)(?:\.(?P<number>\d+))?\.json")
+
+
+@dataclass
+class Records:
+    """Reads and writes them. What has not changed is not read again."""
+
+    run: CheckpointRoot
+    out: CheckpointRoot
+    identify: Callable[[str, str], str]
+    """Source and target → conversion id."""
+    _claims: dict[str, tuple[str, Attempt | None]] = field(default_factory=dict)
+    _manifests: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+
+    def conversion_id(self, name: str) -> str:
+        """The id of the conversion of a checkpoint."""
+        return self.identify(self.run.at(name), self.out.at(name))
+
+    def sight(self, name: str) -> Sight:
+        """What can be seen of a conversion without reading the checkpoint."""
+        files = self.out.files(name)
+        return Sight(
+            source_stamp=digest(self.run.files(name)),
+            target_stamp=digest(files),
+            plan_id=self._plan_id(name, files),
+            version=__version__,
+        )
+
+    def plan_id(self, name: str) -> str | None:
+        """The plan of a target's manifest; ``None`` where there is none or it is not ours."""
+        return self._plan_id(name, self.out.files(name))
+
+    def _plan_id(self, name: str, files: Mapping[str, str]) -> str | None:
+        stamp = files.get(MANIFEST)
+        if stamp is None:
+            return None
+        if self._manifests.get(name, ("", None))[0] != stamp:
+            self._manifests[name] = (stamp, self.manifest(name).get("plan_id"))
+        return self._manifests[name][1]
+
+    def manifest(self, name: str) -> dict[str, Any]:
+        """The manifest of a target, empty where it is none of ours."""
+        return own_manifest(self.out.read(f"{name}/{MANIFEST}")) or {}
+
+    def unchanged_since(self, name: str, stamp: str, now: float) -> float:
+        """When a checkpoint was first seen as it looks, seconds since the epoch; noted for later watchers."""
+        path = f"{SEEN}/{self.conversion_id(name)}.json"
+        try:
+            seen = parse_json(self.out.read(path) or b"{}")
+        except ValueError:
+            seen = {}
+        if isinstance(seen, dict) and seen.get("stamp") == stamp and type(seen.get("at")) in (int, float):
+            return float(seen["at"])
+        self.out.replace(path, json.dumps({"stamp": stamp, "at": now}).encode())
+        return now
+
+    # ------------------------------------------------------------------------------------- claims
+
+    def attempts(self, name: str) -> list[Attempt]:
+        """All attempts at the conversion of a checkpoint, ascending."""
+        return self.all_attempts().get(self.conversion_id(name), [])
+
+    def all_attempts(self) -> dict[str, list[Attempt]]:
+        """Every claim beside the targets: conversion id → attempts, ascending."""
+        found: dict[str, list[Attempt]] = {}
+        for file, stamp in self.out.files(CLAIMS).items():
+            if file.startswith(".") or not _CLAIM.fullmatch(file):
+                continue
+            if self._claims.get(file, ("", None))[0] != stamp:
+                self._claims[file] = (stamp, self._read_claim(file, int(stamp.partition(":")[0])))
+            attempt = self._claims[file][1]
+            if attempt is not None:
+                found.setdefault(attempt.conversion_id, []).append(attempt)
+        return {key: sorted(attempts, key=lambda a: a.number) for key, attempts in found.items()}
+
+    def _read_claim(self, file: str, size_bytes: int) -> Attempt | None:
+        path = f"{CLAIMS}/{file}"
+        try:
+            if size_bytes > LARGEST_CLAIM_BYTES:
+                raise ValueError(f"not a claim: {size_bytes} bytes")
+            data = self.out.read(path)
+            attempt = None if data is None else Attempt.parse(data)
+            if attempt is not None and claim_path(attempt) != path:
+                raise ValueError("is the claim of another attempt")
+            return attempt
+        except ValueError:
+            log.warning("%s: not a claim; delete it if no watcher runs", self.out.at(path))
+            return None
+
+    def create(self, attempt: Attempt) -> bool:
+        """Create the file of an attempt: the claim. ``False`` if somebody else has."""
+        return self.out.create(claim_path(attempt), attempt.data())
+
+    def write(self, attempt: Attempt) -> None:
+        """Rewrite the file of an attempt; only its owner does."""
+        self.out.replace(claim_path(attempt), attempt.data())
+
+    @contextmanager
+    def renewed(self, attempt: Attempt, every_seconds: float, clock: Callable[[], float]) -> Iterator[None]:
+        """Give signs of life for an attempt while the body runs."""
+        over = threading.Event()
+
+        def beat() -> None:
+            while not over.wait(every_seconds):
+                try:
+                    self.write(replace(attempt, seen_at=clock()))
+                except (OSError, ListingError) as error:
+                    log.warning("%s: claim not renewed: %s", attempt.target, error)
+
+        thread = threading.Thread(target=beat, name="claim", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
+def digest(files: Mapping[str, str]) -> str:
+    """One text for all files of a folder; empty for none."""
+    text = json.dumps(sorted(files.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if files else ""
