@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import replace
 
 import pytest
 
+from paddle_reshard.pipeline.core.errors import CheckpointError, JobError, RefusedJobError
 from paddle_reshard.pipeline.watch.claims import (
     Action,
     Attempt,
+    Basis,
+    Decision,
     Policy,
     Sight,
     State,
+    Why,
     claim_path,
+    compare_manifests,
     decide,
+    end_of,
+    next_attempt,
+    recorded_as,
     steps_of,
     superfluous,
 )
-from paddle_reshard.pipeline.watch.finished import lacking
+from paddle_reshard.pipeline.watch.finished import Incomplete, lacking, merging, settling
+from paddle_reshard.pipeline.watch.notices import (
+    Notice,
+    Notices,
+    Result,
+    of_attempt,
+    of_decision,
+    of_incomplete,
+)
 from paddle_reshard.storage.session.holder import Holder, is_gone, process_start, this_process
 
 HERE = Holder("gpu-1", "m1", "boot-1", "pid:[1]", 100, "5000")
@@ -121,6 +138,52 @@ def test_what_keep_has_removed_is_not_made_again() -> None:
     assert action(MADE, [attempt(State.REMOVED, plan_id="plan-a")]) is Action.COMPARE
 
 
+@pytest.mark.parametrize(
+    ("error", "state", "reason"),
+    [
+        (JobError("lost contact"), State.FAILED, "lost contact"),
+        (RefusedJobError("tp=3 does not divide"), State.REFUSED, "tp=3 does not divide"),
+        (CheckpointError("half"), State.REFUSED, "half"),
+        (OSError(28, "No space left"), State.FAILED, "OSError: [Errno 28] No space left"),
+        (None, State.FAILED, "the conversion ended without a target"),
+    ],
+)
+def test_how_an_attempt_ends_with_an_error_or_without_a_target(
+    error: Exception | None, state: State, reason: str
+) -> None:
+    ended = end_of(attempt(State.RUNNING, plan_id="old"), error, None, 2000.0)
+    assert (ended.state, ended.reason, ended.plan_id, ended.seen_at) == (state, reason, "", 2000.0)
+
+
+def test_an_attempt_ends_with_the_plan_of_its_target() -> None:
+    ended = end_of(attempt(State.RUNNING), None, "plan-a", 2000.0)
+    assert (ended.state, ended.reason, ended.plan_id) == (State.DONE, "", "plan-a")
+
+
+def test_the_next_attempt_is_the_one_after_those_that_were_seen() -> None:
+    first = next_attempt("id", "checkpoint-3", Basis(NEW, ()), HERE, "n", 5.0)
+    assert (first.number, first.state, first.started_at, first.seen_at) == (1, State.RUNNING, 5.0, 5.0)
+    basis = Basis(MADE, (attempt(State.FAILED), attempt(State.FAILED, number=4)))
+    later = next_attempt("id", "checkpoint-3", basis, HERE, "n", 5.0)
+    assert (later.number, later.plan_id, later.target_stamp) == (5, "plan-a", "target-a")
+
+
+def test_a_target_is_an_attempts_own_if_that_was_killed_before_there_was_one() -> None:
+    assert recorded_as([attempt(State.RUNNING)]) is State.DONE
+    assert recorded_as([attempt(State.RUNNING, target_stamp="target-z")]) is State.ADOPTED
+    assert recorded_as([attempt(State.RUNNING), attempt(State.FAILED, number=2)]) is State.ADOPTED
+    assert recorded_as([]) is State.ADOPTED
+
+
+def test_a_target_without_a_record_is_compared_by_what_it_holds() -> None:
+    ours = {"format": "m", "files": {"a": 1}, "plan_id": "x", "source": {"files": {"s": 2}, "versions": {}}}
+    elsewhere_planned = {**ours, "plan_id": "y", "version": "9", "source": {"files": {"s": 2}}}
+    other = {**ours, "source": {"files": {"s": 3}}}
+    assert compare_manifests(ours, elsewhere_planned, "t", False).action is Action.NOTHING
+    assert compare_manifests(ours, other, "t", True).action is Action.LOOK
+    assert compare_manifests(ours, {}, "t", False).action is Action.FAIL
+
+
 def test_a_process_is_gone_only_if_that_can_be_known() -> None:
     def running(pid: int) -> str | None:
         return {100: "5000", 101: "7000"}.get(pid)
@@ -185,3 +248,77 @@ def test_what_the_trainer_still_has_to_write() -> None:
     for of_rank in ("rng_state_1.pth", "model_state/1_0.distcp"):
         assert lacking(whole | {of_rank}, set()) == "saved_signal_1 is not there yet"
         assert lacking(whole | {of_rank, "saved_signal_1"}, set()) is None
+
+
+def test_an_ema_is_merged_while_a_temporary_signal_is_there() -> None:
+    assert merging({"saved_signal_0", "model_state.pdparams"}) is None
+    assert merging({"save_signal_TMP_1", "save_signal_TMP_0"}) == "save_signal_TMP_0"
+
+
+def test_a_checkpoint_settles_and_goes_stale_to_the_second() -> None:
+    assert settling("x", since=100, now=159.9, settle_seconds=60) == Incomplete(
+        "x; converted if nothing changes for 60 s", 100
+    )
+    assert settling("x", since=100, now=160, settle_seconds=60) is None
+    assert not Incomplete("x", 100).is_stale(1e9, None)
+    assert not Incomplete("x", 100).is_stale(199.9, 100)
+    assert Incomplete("x", 100).is_stale(200, 100)
+
+
+@pytest.mark.parametrize(
+    ("decision", "result", "level"),
+    [
+        (Decision(Action.NOTHING, "converted"), Result.DONE, logging.DEBUG),
+        (Decision(Action.NOTHING, "changed", Why.SOURCE_CHANGED), Result.DONE, logging.WARNING),
+        (Decision(Action.NOTHING, "its name has changed"), Result.DONE, logging.DEBUG),
+        (Decision(Action.WAIT, "claimed", Why.CLAIMED), Result.WAITING, logging.INFO),
+        (Decision(Action.FAIL, "refused"), Result.FAILED, logging.ERROR),
+    ],
+)
+def test_what_is_said_follows_from_values_and_not_from_words(
+    decision: Decision, result: Result, level: int
+) -> None:
+    notice = of_decision("checkpoint-3", decision)
+    assert notice is not None
+    assert (notice.result, notice.level) == (result, level)
+    assert decision.reason in notice.message
+
+
+def test_nothing_is_said_before_something_is_done() -> None:
+    assert of_decision("checkpoint-3", Decision(Action.LOOK)) is None
+    assert of_decision("checkpoint-3", Decision(Action.COMPARE)) is None
+
+
+def test_what_a_checkpoint_waits_for_is_said_in_utc() -> None:
+    incomplete = Incomplete("scheduler.pdparams is not there yet", 0.0)
+    waiting = of_incomplete("checkpoint-3", incomplete, 10.0, 11.0)
+    assert waiting.result is Result.WAITING
+    assert waiting.message == (
+        "checkpoint-3: waiting: scheduler.pdparams is not there yet; unchanged since 1970-01-01T00:00:00Z"
+    )
+    assert of_incomplete("checkpoint-3", incomplete, 11.0, 11.0).result is Result.STALE
+
+
+@pytest.mark.parametrize(
+    ("state", "result", "words"),
+    [
+        (State.DONE, Result.CONVERTED, "converted in 7 s"),
+        (State.RELEASED, Result.WAITING, "waiting: the reason"),
+        (State.FAILED, Result.FAILED, "failed: the reason"),
+        (State.REFUSED, Result.FAILED, "refused: the reason"),
+    ],
+)
+def test_how_an_attempt_ended_is_said(state: State, result: Result, words: str) -> None:
+    notice = of_attempt("checkpoint-3", attempt(state), 7.2)
+    assert (notice.result, notice.message) == (result, f"checkpoint-3: {words}")
+
+
+def test_only_news_is_logged_and_the_last_words_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    given = Notices()
+    with caplog.at_level(logging.INFO):
+        for age in (10, 20):
+            notice = Notice(Result.WAITING, logging.INFO, f"claimed, silent for {age} s", "claimed")
+            assert given.give("checkpoint-3", notice) is Result.WAITING
+        given.give("checkpoint-3", Notice(Result.FAILED, logging.ERROR, "failed"))
+    assert [record.getMessage() for record in caplog.records] == ["claimed, silent for 10 s", "failed"]
+    assert given.messages == {"checkpoint-3": "failed"}
