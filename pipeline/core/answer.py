@@ -29,25 +29,3 @@ class Answer:
         """As plain data: its JSON is what is printed."""
         head = {"schema_version": SCHEMA_VERSION, "command": self.command}
         return {**head, "error": self.error, "kind": self.kind, "retryable": self.retryable, **self.facts}
-
-    @classmethod
-    def of(cls, data: object) -> Answer:
-        """From what ``data`` has made; ``ValueError`` if it is something else, or of another schema.
-
-        >>> Answer.of(Answer("convert", "tp=3 does not divide 8", "UnsupportedError").data()).kind
-        'UnsupportedError'
-        """
-        if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
-            raise ValueError("not the answer of a command, or one of another schema")
-        facts = dict(data)
-        del facts["schema_version"]
-        try:
-            command, error, kind, retryable = (
-                facts.pop(name) for name in ("command", "error", "kind", "retryable")
-            )
-        except KeyError as missing:
-            raise ValueError(f"not the answer of a command: it has no {missing}") from None
-        texts = all(value is None or isinstance(value, str) for value in (command, error, kind))
-        if not texts or type(retryable) is not bool or (error is None) != (kind is None):
-            raise ValueError("not the answer of a command: an entry has another type")
-        return cls(command, error, kind, retryable, facts)

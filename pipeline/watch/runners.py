@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from paddle_reshard.pipeline import api
-from paddle_reshard.pipeline.core.answer import Answer
+from paddle_reshard.pipeline.core.answer import SCHEMA_VERSION, Answer
 from paddle_reshard.pipeline.core.errors import (
     JobError,
     RefusedJobError,
@@ -17,7 +17,8 @@ from paddle_reshard.pipeline.core.errors import (
     error_class,
 )
 from paddle_reshard.pipeline.core.events import Event, StepEnded, StepStarted
-from paddle_reshard.storage.formats.strict_json import parse_json
+from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
+from paddle_reshard.storage.formats.typed_json import Bounds, typed
 from paddle_reshard.storage.locate import target_access
 
 if TYPE_CHECKING:
@@ -98,6 +99,18 @@ def convert_as_job(
     return convert
 
 
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """The entries that every :class:`Answer` of ``convert`` has; others are its facts."""
+
+    OPEN: ClassVar[bool] = True
+    schema_version: Annotated[int, Bounds(SCHEMA_VERSION, SCHEMA_VERSION)]
+    command: Literal["convert"]
+    error: str | None
+    kind: str | None
+    retryable: bool
+
+
 def answer_of_job(lines: Sequence[str]) -> Answer | None:
     """How the conversion of a job ended, as its ``convert --json`` has written into its log; ``None`` if it did not.
 
@@ -106,11 +119,12 @@ def answer_of_job(lines: Sequence[str]) -> Answer | None:
     for line in reversed(lines):
         if line.startswith("{"):
             try:
-                answer = Answer.of(parse_json(line))
-            except ValueError:
+                entries = parse_json(line)
+                head = typed(entries, _Head)
+            except JsonError:
                 continue
-            if answer.command == "convert":
-                return answer
+            facts = {name: value for name, value in entries.items() if name not in _Head.__slots__}
+            return Answer(head.command, head.error, head.kind, head.retryable, facts)
     return None
 
 
