@@ -36,7 +36,8 @@ from paddle_reshard.pipeline.core.topology import Topology
 if TYPE_CHECKING:
     from paddle_reshard.clusters.ray.jobs import JobRequest
     from paddle_reshard.pipeline.watch.claims import Policy
-    from paddle_reshard.pipeline.watch.watcher import Result, Watcher
+    from paddle_reshard.pipeline.watch.notices import Result
+    from paddle_reshard.pipeline.watch.watcher import Watcher
 
 UPLOADS = ("always", "never")
 _PASS_ON = {"ignore_unknown_options": True}
@@ -445,7 +446,7 @@ def _api_options(request: Request) -> dict[str, Any]:
 
 def _end_watch(watcher: Watcher, results: Mapping[str, Result], as_json: bool) -> int:
     """Say what came of the last look; the exit status."""
-    from paddle_reshard.pipeline.watch.watcher import Result
+    from paddle_reshard.pipeline.watch.notices import Result
 
     words = {
         Result.CONVERTED: "converted",

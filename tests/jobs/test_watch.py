@@ -20,8 +20,9 @@ import paddle_reshard
 from paddle_reshard.pipeline.core.errors import GroupFailedError, TargetError, UsageError
 from paddle_reshard.pipeline.watch import watcher as watch
 from paddle_reshard.pipeline.watch.claims import Policy, conversion_id
+from paddle_reshard.pipeline.watch.notices import Result
 from paddle_reshard.pipeline.watch.runners import Conversion, convert_inline
-from paddle_reshard.pipeline.watch.watcher import Result, open_watcher
+from paddle_reshard.pipeline.watch.watcher import open_watcher
 from paddle_reshard.storage.remote.folder import FsspecFolder
 from tests.conftest import case_directory
 from tests.jobs.command import GOLDEN, MAIN, command_line, copy_checkpoint, invoke, run, snapshot

@@ -20,8 +20,9 @@ from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, Ta
 from paddle_reshard.pipeline.core.events import Event, Progress, StepEnded
 from paddle_reshard.pipeline.planning import sizes as planning
 from paddle_reshard.pipeline.watch.claims import Policy
+from paddle_reshard.pipeline.watch.notices import Result
 from paddle_reshard.pipeline.watch.runners import Conversion
-from paddle_reshard.pipeline.watch.watcher import Result, open_watcher
+from paddle_reshard.pipeline.watch.watcher import open_watcher
 from paddle_reshard.storage.checksum import checksum
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.session.ledger import ledger_line, parse_ledger
