@@ -1,117 +1,101 @@
-"""What documents and docstrings say of the files of this repository is true."""
+"""Commands, links and Python names in the documents exist."""
 
 from __future__ import annotations
 
+import ast
 import re
+import shlex
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
+import pytest
+
+import paddle_reshard
+from paddle_reshard.pipeline.cli.main import cli
 from tests.conftest import REPO
 
-FOLDERS = "pipeline|storage|tasks|clusters|tests|benchmarks|examples|docs|deploy|src"
-NAMED = re.compile(rf"(?<![\w/.{{}}*-])(?:{FOLDERS})/[\w./-]*\w(?!\w*[*{{<(])")
-REFERENCE = re.compile(r":(?:class|func|mod|data):`~?(?:[^`<]*<)?paddle_reshard\.([\w.]+)>?`")
 DOCUMENTS = sorted(
     path
-    for pattern in ("*.md", "docs/**/*.md", "tests/**/*.md", "pipeline/**/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "tests/**/README.md", "pipeline/**/README.md")
     for path in REPO.glob(pattern)
-    if "cases" not in path.parts
 )
-SOURCES = sorted(
-    path for folder in ("pipeline", "storage", "tasks", "clusters") for path in (REPO / folder).rglob("*.py")
-)
-OTHERS = [REPO / "Makefile", REPO / "pyproject.toml", *sorted((REPO / "examples").glob("*.py"))]
-ARCHITECTURE = (REPO / "docs" / "architecture.md").read_text("utf-8")
 
 
-def missing(text: str) -> list[str]:
-    """Paths in a text that are not there, with or without ``.py``."""
-    return sorted(
-        name
-        for name in set(NAMED.findall(text))
-        if not (REPO / name).exists() and not (REPO / f"{name}.py").exists()
-    )
-
-
-def test_every_file_that_is_named_exists() -> None:
-    assert len(DOCUMENTS) > 30
-    assert len(SOURCES) > 100
-    found = {path: missing(path.read_text("utf-8")) for path in (*DOCUMENTS, *SOURCES, *OTHERS)}
-    assert {str(path.relative_to(REPO)): names for path, names in found.items() if names} == {}
-
-
-def test_a_file_that_is_gone_is_found() -> None:
-    assert missing("see `pipeline/workflow.py`, tasks/flex_index and `storage/store.py`") == [
-        "pipeline/workflow.py",
-        "tasks/flex_index",
-    ]
-
-
-def leads_nowhere(document: Path) -> list[str]:
-    """Links of a document to files or headings that are not there."""
-    found = []
-    text = re.sub(r"```.*?```", "", document.read_text("utf-8"), flags=re.DOTALL)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        name, _, anchor = target.partition("#")
-        path = document.parent / name if name else document
-        if re.match(r"[a-z]+:", target):
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPO)))
+def test_links_lead_to_files_and_headings(document: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text("utf-8")):
+        if link.startswith("https://"):
             continue
-        if not path.exists() or (anchor and anchor not in anchors(path.read_text("utf-8"))):
-            found.append(target)
-    return found
+        path, _, anchor = link.partition("#")
+        target = document.parent / path if path else document
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text("utf-8")), link
 
 
 def anchors(text: str) -> set[str]:
-    """Names that GitHub gives to the headings of a document."""
+    """What a link may name in a page: its headings as GitHub spells them, and explicit ids."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    spelled = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return spelled | set(re.findall(r'id="([^"]+)"', text))
 
 
-def test_every_link_leads_somewhere() -> None:
-    found = {str(path.relative_to(REPO)): leads_nowhere(path) for path in DOCUMENTS}
-    assert {path: links for path, links in found.items() if links} == {}
+def test_command_lines_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPO)
+    lines = [line for document in DOCUMENTS for line in command_lines(document.read_text("utf-8"))]
+    assert len(lines) > 30
+    context = click.Context(cli)
+    for line in lines:
+        name, *arguments = shlex.split(line, comments=True)
+        command = cli.get_command(context, name)
+        assert command is not None, line
+        try:
+            parsed = command.make_context(name, arguments, parent=context)
+            if rest := parsed.params.get("arguments"):
+                convert = cli.get_command(context, "convert")
+                assert convert is not None
+                convert.make_context("convert", list(rest), parent=context)
+        except click.ClickException as error:
+            raise AssertionError(f"{line}: {error.format_message()}") from error
 
 
-def is_defined(reference: str) -> bool:
-    """Whether a module, or a class, function or constant of one, is there; names without a module are public ones."""
-    inner = reference.replace(".", "/")
-    folder, _, name = inner.rpartition("/")
-    if any((REPO / f"{inner}{end}").exists() for end in (".py", "/__init__.py")):
-        return True
-    if not folder:
-        return f'"{name}"' in (REPO / "src/paddle_reshard/__init__.py").read_text("utf-8")
-    homes = [home for home in (REPO / f"{folder}.py", REPO / folder / "__init__.py") if home.exists()]
-    return any(
-        re.search(rf"^(?:class |def )?{name}\b", home.read_text("utf-8"), re.MULTILINE) for home in homes
-    )
+def command_lines(text: str) -> Iterator[str]:
+    """Arguments of the lines in code blocks that call the command, with values for what they leave open."""
+    for block in code_blocks(text, ""):
+        for line in re.findall(r"paddle[-_]reshard (.+)", block.replace("\\\n", " ")):
+            line = re.split(r" {3,}(?=[a-z])| 2>>", line)[0]
+            for shown, value in (
+                ("[DST]", "DST"),
+                ("SRC…", "SRC"),
+                ("…", "tp=1"),
+                ("TOPOLOGY", "tp=1"),
+                ("FILE", "README.md"),
+            ):
+                line = line.replace(shown, value)
+            yield line
 
 
-def test_every_reference_in_a_docstring_leads_somewhere() -> None:
-    references = {
-        (str(path.relative_to(REPO)), name)
-        for path in SOURCES
-        for name in REFERENCE.findall(path.read_text("utf-8"))
-    }
-    assert len(references) > 5
-    assert {(path, name) for path, name in references if not is_defined(name)} == set()
+def code_blocks(text: str, language: str) -> list[str]:
+    blocks = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
+    return [block for of, block in blocks if of == language]
 
 
-def test_the_sketch_of_the_layers_is_the_import_contract() -> None:
-    contract = re.search(
-        r'name = "imports point one way".*?layers = \[\n(.*?)\n\]',
-        (REPO / "pyproject.toml").read_text("utf-8"),
-        re.DOTALL,
-    )
-    assert contract is not None
-    held = [set(re.findall(r"paddle_reshard\.([\w.]+)", line)) for line in contract[1].splitlines()]
-    drawn = re.search(r"## Imports point one way.*?```\n(.*?)```", ARCHITECTURE, re.DOTALL)
-    assert drawn is not None
-    names = [re.split(r" {2,}", line)[0].split(", ") for line in drawn[1].splitlines()]
-    assert [{name.replace("/", ".") for name in line} for line in names] == held
+def test_python_blocks_parse_and_import_what_exists() -> None:
+    names = set()
+    for document in DOCUMENTS:
+        for block in code_blocks(document.read_text("utf-8"), "python"):
+            for node in ast.walk(ast.parse(textwrap.dedent(block))):
+                names.update(names_of_the_package(node))
+    assert {"convert", "load_into", "rank_pieces", "CheckpointConverter"} <= names
+    for name in names:
+        assert hasattr(paddle_reshard, name), name
 
 
-def test_values_live_where_the_architecture_says() -> None:
-    rows = re.findall(r"^\| (?:[\w ]+\()?`(\w+)`\)? \| `([\w/.]+)` \|", ARCHITECTURE, re.MULTILINE)
-    assert len(rows) > 10
-    for name, path in rows:
-        text = (REPO / path).read_text("utf-8")
-        assert re.search(rf"^(?:class )?{name}\b", text, re.MULTILINE), f"{name} is not in {path}"
+def names_of_the_package(node: ast.AST) -> list[str]:
+    match node:
+        case ast.ImportFrom(module="paddle_reshard"):
+            return [alias.name for alias in node.names]
+        case ast.Attribute(value=ast.Name(id="paddle_reshard")):
+            return [node.attr]
+    return []
