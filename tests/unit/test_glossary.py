@@ -1,0 +1,46 @@
+"""The examples of the glossary are true, and its list of words is complete."""
+
+from __future__ import annotations
+
+import doctest
+import re
+
+import pytest
+
+from tests.conftest import REPO
+
+GLOSSARY = REPO / "docs" / "glossary.md"
+
+
+def test_examples() -> None:
+    result = doctest.testfile(str(GLOSSARY), module_relative=False, encoding="utf-8")
+    assert result.attempted > 10
+    assert not result.failed
+
+
+def test_every_word_is_in_the_list_at_its_top() -> None:
+    text = GLOSSARY.read_text("utf-8")
+    words = re.findall(r"^### (.+)$", text, re.MULTILINE)
+    listed = re.findall(r"\[([a-z, ]+)\]\(#[\w-]+\)", text)
+    assert len(words) > 20
+    assert words == listed
+
+
+@pytest.mark.parametrize(
+    "word", ["fragment", "box", "band", "part", "group", "pass", "op", "cell", "literal"]
+)
+def test_words_are_drawn(word: str) -> None:
+    entry = re.search(
+        rf"^### [^\n]*\b{word}\b[^\n]*\n(.*?)(?=^##)", GLOSSARY.read_text("utf-8"), re.DOTALL | re.MULTILINE
+    )
+    assert entry is not None
+    assert "\n```\n" in entry[1]
+
+
+def test_places_in_files_are_those_of_the_tour() -> None:
+    """But for the multiples of 8 MiB in the ledger."""
+    told = {int(n) for n in re.findall(r"\d{6,}", (REPO / "docs" / "tour.md").read_text("utf-8"))}
+    numbers = {int(n) for n in re.findall(r"(?<![\w.])\d{6,}\b", GLOSSARY.read_text("utf-8"))}
+    numbers = {n for n in numbers if n % (8 << 20)}
+    assert len(numbers) > 3
+    assert numbers <= told | {n + 1 for n in told}
