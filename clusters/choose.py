@@ -8,9 +8,10 @@ from functools import partial
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Observer
+from paddle_reshard.pipeline.layouts.reading import IndexFiles
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import ReadRange, WritePart
-from paddle_reshard.tasks.index import IndexFiles, index_here
+from paddle_reshard.tasks.index import index_here
 from paddle_reshard.tasks.run_group import GroupReport
 
 Engine = Callable[[Iterable[GroupWork], ReadRange, WritePart], Generator[GroupReport, None, None]]

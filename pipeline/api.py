@@ -25,8 +25,9 @@ from paddle_reshard.pipeline.convert.run import (
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
+from paddle_reshard.pipeline.layouts.reading import IndexFiles
 from paddle_reshard.storage.locate import StorageOptions, open_target
-from paddle_reshard.tasks.index import IndexFiles, index_here
+from paddle_reshard.tasks.index import index_here
 
 
 def plan(

@@ -8,47 +8,34 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from paddle_reshard.pipeline.core.catalog import Catalog
-from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError
 from paddle_reshard.pipeline.core.events import FilesRead, Observer, ignore_events
-from paddle_reshard.pipeline.core.limits import MAX_CONFIG_BYTES, MAX_META_BYTES
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy, checked_schedule
-from paddle_reshard.pipeline.layouts.hybrid.meta import parse_model_meta
-from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META, parse_rank_file
+from paddle_reshard.pipeline.core.file_names import MODEL_META
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.layouts.hybrid.names import parse_rank_file
 from paddle_reshard.pipeline.layouts.model import Model
+from paddle_reshard.pipeline.layouts.model_meta import parse_model_meta
+from paddle_reshard.pipeline.layouts.reading import (
+    IndexFiles,
+    Readable,
+    T,
+    index_safetensors,
+    index_tensor_file,
+    read_json,
+    read_lr_scheduler,
+)
 from paddle_reshard.pipeline.layouts.rules import RuleTable
-from paddle_reshard.storage.formats.paddle_pickle import parse_pickle
-from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
-    from paddle_reshard.storage.formats.safetensors import Index, SafetensorsPayload
+    from paddle_reshard.storage.formats.safetensors import Index
 
-SCHEDULER = "scheduler.pdparams"
 FILES_IN_FLIGHT = 64
 """Files whose metadata are read at a time from a store that answers late: each waits most of the time."""
 LATE_SECONDS = 0.1
 """Waiting for a store, all files together, that is too little to start threads for."""
-
-T = TypeVar("T")
-
-
-class Readable(Protocol):
-    """Ranged reads that return bytes."""
-
-    def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
-        """Exactly ``nbytes`` bytes of a file."""
-
-
-class IndexFiles(Protocol):
-    """Where, and how many at a time, files are indexed."""
-
-    def __call__(
-        self, index: Callable[[Readable, str, int], T], store: Readable, sizes: Mapping[str, int]
-    ) -> dict[str, T]:
-        """``index(store, path, size_bytes)`` of every file; a function of a module, so that it can be sent away."""
 
 
 def index_here(
@@ -92,16 +79,6 @@ def _indexed(
             yield from zip(rest, pool.map(partial(index, store), rest, rest.values()), strict=True)
 
 
-def index_tensor_file(store: Readable, path: str, size_bytes: int) -> dict[str, Any]:
-    """The contents of a tensor file, its arrays as references."""
-    root = parse_pickle(lambda offset, nbytes: store.read(path, offset, nbytes), size_bytes, path).root
-    if not isinstance(root, dict):
-        raise FormatError(
-            "not_a_dict", path, None, f"holds a {type(root).__name__}, a state dict is expected"
-        )
-    return root
-
-
 def index_huggingface(
     store: Readable, sizes: Mapping[str, int], model: Model, target: HuggingFaceTarget | None = None
 ) -> Catalog:
@@ -129,8 +106,8 @@ def index_huggingface(
 
 def holds_huggingface(store: Readable, sizes: Mapping[str, int]) -> bool:
     """Whether the files are weights in the layout of Hugging Face, without any other file of a training checkpoint."""
-    from paddle_reshard.pipeline.layouts.huggingface.parts import PADDLE_LAYOUTS
     from paddle_reshard.pipeline.layouts.huggingface.source import is_huggingface
+    from paddle_reshard.pipeline.layouts.weights import PADDLE_LAYOUTS
 
     if not is_huggingface(sizes):
         return False
@@ -143,10 +120,10 @@ def index_weights(
     store: Readable, sizes: Mapping[str, int], config: Mapping[str, Any], tables: Sequence[RuleTable]
 ) -> Checkpoint:
     """A checkpoint of weights only, in the layout of Hugging Face or of Paddle, as its files say."""
-    from paddle_reshard.pipeline.layouts.huggingface.parts import PADDLE_LAYOUTS
     from paddle_reshard.pipeline.layouts.huggingface.source import huggingface_checkpoint
     from paddle_reshard.pipeline.layouts.huggingface.target import INDEX
     from paddle_reshard.pipeline.layouts.unified.source import read_unified
+    from paddle_reshard.pipeline.layouts.weights import PADDLE_LAYOUTS
 
     weights = _sizes_of_safetensors(sizes)
     payloads = index_here(index_safetensors, store, weights)
@@ -165,7 +142,7 @@ def index_weights_and_states(
     index_files: IndexFiles,
 ) -> Checkpoint:
     """Weights in safetensors files beside the optimizer states of a hybrid checkpoint."""
-    from paddle_reshard.pipeline.layouts.huggingface.beside import read_weights_and_states
+    from paddle_reshard.pipeline.layouts.hybrid.beside import read_weights_and_states
 
     payloads = index_here(index_safetensors, store, _sizes_of_safetensors(sizes))
     ranks = {path: size for path, size in sizes.items() if parse_rank_file(path) is not None}
@@ -187,13 +164,6 @@ def index_unified(
     return read_unified(sizes, payloads, indexes, config, tables, read_lr_scheduler(store, sizes))
 
 
-def index_safetensors(store: Readable, path: str, size_bytes: int) -> SafetensorsPayload:
-    """The header of a safetensors file."""
-    from paddle_reshard.storage.formats.safetensors import parse_safetensors
-
-    return parse_safetensors(partial(store.read, path), size_bytes, path)
-
-
 def _sizes_of_safetensors(sizes: Mapping[str, int]) -> dict[str, int]:
     return {path: size for path, size in sizes.items() if path.endswith(".safetensors")}
 
@@ -209,33 +179,3 @@ def _read_index(store: Readable, path: str, sizes: Mapping[str, int]) -> Index |
     if "weight_map" not in facts and path == index_name(OPTIMIZER):
         return Index({}, {}, facts)
     return parse_index(store.read(path, 0, sizes[path]), path)
-
-
-def read_lr_scheduler(store: Readable, sizes: Mapping[str, int]) -> Any:
-    """What ``scheduler.pdparams`` holds: the same as ``LR_Scheduler`` in the optimizer files of hybrid checkpoints.
-
-    ``None`` where there is none.
-    """
-    if SCHEDULER not in sizes:
-        return None
-    return checked_schedule(index_tensor_file(store, SCHEDULER, sizes[SCHEDULER]), SCHEDULER)
-
-
-def read_json(store: Readable, path: str, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """A JSON file whose top is an object."""
-    if path not in sizes:
-        raise CheckpointError(f"{path} is missing")
-    most = MAX_META_BYTES if path == MODEL_META or path.endswith(".index.json") else MAX_CONFIG_BYTES
-    if sizes[path] > most:
-        raise FormatError(
-            "too_large", path, None, f"{sizes[path]} bytes, at most {most} are read of such a file"
-        )
-    try:
-        value = parse_json(store.read(path, 0, sizes[path]))
-    except JsonError as error:
-        raise FormatError("not_json", path, None, f"not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise FormatError(
-            "not_an_object", path, None, f"holds a {type(value).__name__}, an object is expected"
-        )
-    return value

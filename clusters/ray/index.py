@@ -22,9 +22,10 @@ from paddle_reshard.clusters.ray.environment import handed_on
 from paddle_reshard.clusters.ray.join import joined_ray, lost_node
 from paddle_reshard.pipeline.core.errors import ClusterError, ReshardError
 from paddle_reshard.pipeline.core.events import FilesRead, Observer, Waiting, ignore_events
+from paddle_reshard.pipeline.layouts.reading import Readable
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.remote.retry_counts import count_retries, note_retry
-from paddle_reshard.tasks.index import Readable, index_here
+from paddle_reshard.tasks.index import index_here
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from paddle_reshard.pipeline.convert.given import GivenFile, KeptFile
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
-from paddle_reshard.pipeline.layouts.hybrid.meta import parse_names
+from paddle_reshard.pipeline.layouts.model_meta import parse_names
 from paddle_reshard.pipeline.layouts.rules import RuleTable, parse_rule_table, shipped_tables
 from paddle_reshard.storage.formats.strict_json import parse_json
 

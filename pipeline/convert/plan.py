@@ -41,13 +41,13 @@ from paddle_reshard.pipeline.layouts.format import Target
 from paddle_reshard.pipeline.layouts.huggingface.choices import EMA
 from paddle_reshard.pipeline.layouts.huggingface.sidecars import average_divisor
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
+from paddle_reshard.pipeline.layouts.reading import read_json
 from paddle_reshard.pipeline.layouts.targets import check_left, join, lay_out
 from paddle_reshard.pipeline.layouts.vocab import resize_vocabulary
 from paddle_reshard.pipeline.planning.checks import held_parameters
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, check_metadata, plan_conversion
 from paddle_reshard.storage.outputs import prefixes
 from paddle_reshard.storage.store import Source
-from paddle_reshard.tasks.index import read_json
 
 SHOWN_AMPLIFICATION = 1.05
 ALLOWED = "no file of the source holds it, which was allowed"

@@ -55,6 +55,7 @@ from paddle_reshard.pipeline.indexing.optimizer_steps import check_optimizer
 from paddle_reshard.pipeline.layouts.checkpoint import MissingPolicy
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
+from paddle_reshard.pipeline.layouts.reading import IndexFiles
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.storage.apart import check_apart, check_targets_apart
@@ -65,7 +66,7 @@ from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.session.ledger import source_difference
 from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, Source, Target, WritePart
 from paddle_reshard.tasks.figures import WorkerFigures, add_figures, add_retries
-from paddle_reshard.tasks.index import IndexFiles, index_here, index_huggingface
+from paddle_reshard.tasks.index import index_here, index_huggingface
 
 COPY_BYTES = 8 << 20
 SHOWN_DIFFERENCES = 20

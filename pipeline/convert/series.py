@@ -35,11 +35,12 @@ from paddle_reshard.pipeline.indexing.small_files import check_one_model
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.huggingface.choices import EMA
 from paddle_reshard.pipeline.layouts.model import ModelTensor
+from paddle_reshard.pipeline.layouts.reading import IndexFiles
 from paddle_reshard.storage.locate import open_source, source_access
 from paddle_reshard.storage.store import Source
 from paddle_reshard.storage.views import JoinedSource, Mount
 from paddle_reshard.tasks.ema import Averaging, factors
-from paddle_reshard.tasks.index import IndexFiles, index_here
+from paddle_reshard.tasks.index import index_here
 
 AVERAGES = {MASTER_WEIGHT: EMA_MASTER_WEIGHT, PARAM: EMA_PARAM}
 SUM_TOLERANCE = 1e-6

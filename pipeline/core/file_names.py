@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 CONFIG = "config.json"
+MODEL_META = "model_meta.json"
+"""What the ranks of a sharded job hold; beside averages also in other formats."""
+SCHEDULER = "scheduler.pdparams"
+"""State of the learning-rate schedule: what optimizer files of a hybrid-parallel job hold as ``LR_Scheduler``."""
 MANIFEST = "paddle_reshard.json"
 MANIFEST_FORMAT = "paddle-reshard manifest"
 SIGNAL_PREFIX = "saved_signal_"

@@ -31,13 +31,13 @@ from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.ema.flex import METADATA_PATH, FlexRank
 from paddle_reshard.pipeline.ema.resume import Piece, RankPieces, Wanted, read_average
 from paddle_reshard.pipeline.layouts.hybrid.names import parse_rank_file
+from paddle_reshard.pipeline.layouts.reading import index_tensor_file, read_json
 from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArraySlot, encode_pickle
 from paddle_reshard.storage.locate import StorageOptions, open_source
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks import ema_worker
 from paddle_reshard.tasks.ema import Averaging, Floats, Progress
 from paddle_reshard.tasks.ema_worker import Shared, shared_bytes
-from paddle_reshard.tasks.index import index_tensor_file, read_json
 
 PathLike = str | os.PathLike[str]
 MASTER_WEIGHTS = "master_weights"

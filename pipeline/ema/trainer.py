@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from paddle_reshard.pipeline.core.errors import ReshardError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.core.file_names import MODEL_META
 from paddle_reshard.pipeline.ema.async_ema import MASTER_WEIGHTS, AsyncEma, Weights
 from paddle_reshard.pipeline.ema.flex import FlexRank, RankBoxes
 from paddle_reshard.pipeline.ema.paddle_objects import rank_boxes, rank_pieces, stage3_of
 from paddle_reshard.pipeline.ema.resume import RankPieces
-from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META
 
 logger = logging.getLogger(__name__)
 _TP_DEGREES = {"paddleformers": "tensor_model_parallel_size", "paddlenlp": "tensor_parallel_degree"}

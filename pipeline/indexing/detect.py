@@ -10,24 +10,17 @@ from typing import Any
 
 from paddle_reshard.pipeline.core.catalog import check_dtypes
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, PlanError
-from paddle_reshard.pipeline.core.file_names import CONFIG
+from paddle_reshard.pipeline.core.file_names import CONFIG, MODEL_META
 from paddle_reshard.pipeline.indexing.small_files import check_steps
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.flex.names import is_dist_file
-from paddle_reshard.pipeline.layouts.hybrid.meta import parse_model_meta
-from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META, parse_rank_file
+from paddle_reshard.pipeline.layouts.hybrid.names import parse_rank_file
 from paddle_reshard.pipeline.layouts.hybrid.source import read_hybrid
+from paddle_reshard.pipeline.layouts.model_meta import parse_model_meta
+from paddle_reshard.pipeline.layouts.reading import IndexFiles, index_tensor_file, read_json
 from paddle_reshard.pipeline.layouts.rules import RuleTable
 from paddle_reshard.storage.store import Source
-from paddle_reshard.tasks.index import (
-    IndexFiles,
-    index_here,
-    index_tensor_file,
-    index_unified,
-    index_weights,
-    index_weights_and_states,
-    read_json,
-)
+from paddle_reshard.tasks.index import index_here, index_unified, index_weights, index_weights_and_states
 
 TENSOR_SUFFIXES = (".pdparams", ".pdopt", ".distcp", ".pdmodel")
 PLAIN_STATES = ("scheduler.pdparams", "scaler.pdparams")
@@ -76,7 +69,7 @@ def _index(
     """By the format that the names of the files tell."""
     sizes = store.sizes()
     if any(map(is_dist_file, sizes)):
-        from paddle_reshard.pipeline.indexing.flex import index_flex
+        from paddle_reshard.pipeline.layouts.flex.index import index_flex
 
         _refuse_other_tensor_files(store)
         _refuse_fillings(missing)

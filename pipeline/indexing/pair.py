@@ -10,15 +10,10 @@ from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.file_names import CONFIG
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.layouts.reading import IndexFiles, read_json
 from paddle_reshard.pipeline.layouts.rules import RuleTable
 from paddle_reshard.storage.store import Source
-from paddle_reshard.tasks.index import (
-    IndexFiles,
-    holds_huggingface,
-    index_here,
-    index_huggingface,
-    read_json,
-)
+from paddle_reshard.tasks.index import holds_huggingface, index_here, index_huggingface
 
 
 @dataclass(frozen=True)

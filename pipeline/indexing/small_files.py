@@ -14,11 +14,11 @@ from functools import partial
 from typing import Any, Final
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
-from paddle_reshard.pipeline.core.file_names import CONFIG
+from paddle_reshard.pipeline.core.file_names import CONFIG, SCHEDULER
+from paddle_reshard.pipeline.layouts.reading import index_tensor_file, read_json, read_lr_scheduler
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 from paddle_reshard.storage.formats.trainer_state import parse_trainer_state
 from paddle_reshard.storage.store import Source
-from paddle_reshard.tasks.index import SCHEDULER, index_tensor_file, read_json, read_lr_scheduler
 
 SCALER = "scaler.pdparams"
 TRAINER_STATES = ("trainer_state.bin", "trainer_state.json")

@@ -30,7 +30,7 @@ from paddle_reshard.pipeline.core.tensors import (
 )
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.files import TargetFiles
-from paddle_reshard.pipeline.layouts.hybrid.names import SLICE_PREFIX, split_accumulator_key
+from paddle_reshard.pipeline.layouts.optimizer_keys import SLICE_PREFIX, split_accumulator_key
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.planning.match import feeds
 

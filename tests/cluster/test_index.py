@@ -18,11 +18,12 @@ from paddle_reshard.clusters.ray.index import RayIndexing
 from paddle_reshard.pipeline.core.errors import ClusterError, FormatError
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.layouts.hybrid.names import parse_rank_file
+from paddle_reshard.pipeline.layouts.reading import Readable, index_tensor_file
 from paddle_reshard.pipeline.layouts.rules import shipped_tables
 from paddle_reshard.storage.locate import open_source
 from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.store import Source
-from paddle_reshard.tasks.index import Readable, index_here, index_tensor_file
+from paddle_reshard.tasks.index import index_here
 from tests.cluster.conftest import CASE, contents
 from tests.cluster.faults import first_time
 from tests.conftest import case_directory

@@ -6,7 +6,8 @@ import threading
 import time
 
 from paddle_reshard.pipeline.core.events import Event
-from paddle_reshard.tasks.index import FILES_IN_FLIGHT, LATE_SECONDS, Readable, index_here
+from paddle_reshard.pipeline.layouts.reading import Readable
+from paddle_reshard.tasks.index import FILES_IN_FLIGHT, LATE_SECONDS, index_here
 
 SIZES = {f"file-{number:02d}": number for number in range(40)}
 

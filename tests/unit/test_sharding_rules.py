@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.core.tensors import dtype_named
-from paddle_reshard.pipeline.layouts.hybrid.padding import stage3_slice_elements
 from paddle_reshard.pipeline.layouts.hybrid.segments import segment
 from paddle_reshard.pipeline.layouts.hybrid.sharding import (
     FlatSlice,
@@ -28,6 +27,7 @@ from paddle_reshard.pipeline.layouts.hybrid.sharding import (
     stage1_v1_owners,
     stage1_v2_slices,
 )
+from paddle_reshard.pipeline.layouts.padding import stage3_slice_elements
 from paddle_reshard.pipeline.layouts.rules import Item
 
 pytestmark = pytest.mark.filterwarnings(

@@ -42,8 +42,6 @@ FOLDERS: Final = (MODEL_STATE, MASTER_WEIGHTS, OPTIMIZER_STATE, EMA_STATE)
 """Folders of PaddleFormers (``paddleformers/utils/env.py:166-169``)."""
 AUTO_FOLDER: Final = "dist_ckpt"
 """Folder of PaddleNLP's auto-parallel trainer (``trainer/auto_trainer.py``, ``DIST_CKPT_PATH``)."""
-SCHEDULER: Final = "scheduler.pdparams"
-"""State of the learning-rate schedule: what optimizer files of a hybrid-parallel job hold as ``LR_Scheduler``."""
 METADATA: Final = ".metadata"
 DATA_FILES: Final = (".distcp", ".safetensors")
 

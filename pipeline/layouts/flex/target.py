@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from paddle_reshard.pipeline.core.catalog import File
 from paddle_reshard.pipeline.core.errors import PlanError, RuleError, UsageError
-from paddle_reshard.pipeline.core.file_names import SIGNAL_PREFIX
+from paddle_reshard.pipeline.core.file_names import MODEL_META, SCHEDULER, SIGNAL_PREFIX
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.tensors import (
     ACCUMULATORS,
@@ -40,12 +40,10 @@ from paddle_reshard.pipeline.layouts.flex.names import (
     METADATA,
     MODEL_STATE,
     OPTIMIZER_STATE,
-    SCHEDULER,
     auto_parallel_path,
     paddleformers_key,
 )
 from paddle_reshard.pipeline.layouts.format import Decision
-from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META
 from paddle_reshard.pipeline.layouts.model import ModelTensor, predict_parameter_names
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars

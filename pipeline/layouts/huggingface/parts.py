@@ -11,14 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from paddle_reshard.pipeline.core.errors import CheckpointError, RuleError
+from paddle_reshard.pipeline.core.errors import RuleError
 from paddle_reshard.pipeline.core.geometry import Shape, row_major_strides
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
-from paddle_reshard.pipeline.layouts.rules import Config, HuggingFaceForm, RuleTable, evaluate_sizes
-
-PADDLE_LAYOUTS = ("np", "pd")
-"""What safetensors files in Paddle's own layout say of themselves (``format`` in their metadata)."""
-HUGGINGFACE_LAYOUT = "pt"
+from paddle_reshard.pipeline.layouts.rules import Config, HuggingFaceForm, evaluate_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,42 +122,6 @@ def _part(
         for group in range(groups)
     )
     return Part(key, shape, boxes, form.keep_float32)
-
-
-def is_transposed(
-    key: str, shape: Shape, layout: str | None, path: str, table: RuleTable, config: Config
-) -> bool:
-    """Whether PaddleFormers has written a weight the other way round than it lies in Paddle.
-
-    ``layout`` is what the file says of itself (``format`` in its metadata): ``np`` is Paddle's own layout, ``pt`` that
-    of ``save_to_hf``. There keys stay those of Paddle and fused tensors stay fused, and linear layers are transposed:
-    those in ``transpose_weight_keys`` of the model class (PaddleFormers 1.2 ``transformers/conversion_utils.py:1272``),
-    which are those that are one transposed tensor in a Hugging Face checkpoint too.
-
-    Raises
-    ------
-    CheckpointError
-        If the file does not say its layout.
-    RuleError
-        If the rule table does not know the form of the tensor.
-    """
-    if layout in PADDLE_LAYOUTS:
-        return False
-    if layout != HUGGINGFACE_LAYOUT:
-        raise CheckpointError(
-            f"{path}: its metadata say format={layout!r}; np, pd or pt tells the layout of its weights"
-        )
-    if len(shape) != 2:
-        return False
-    form = table.find(key, config)[0].huggingface
-    if form is None:
-        raise RuleError(
-            key,
-            f"{path} is in the layout of Hugging Face checkpoints, and the {table.convention} rule table "
-            f"{table.family!r} does not say what that is; add 'huggingface' to its row in a copy of the table, and "
-            "pass that with --rules FILE",
-        )
-    return form.transposed and len(form.keys) == 1
 
 
 def part_elements(part: Part) -> int:

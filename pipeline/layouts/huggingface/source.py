@@ -23,18 +23,18 @@ from paddle_reshard.pipeline.core.catalog import (
 )
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError
 from paddle_reshard.pipeline.core.geometry import Shape
-from paddle_reshard.pipeline.core.tensors import PARAM, DType, Tensor, dtype_named
+from paddle_reshard.pipeline.core.tensors import PARAM, DType, Tensor
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.huggingface.choices import HUGGINGFACE
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, tensor_parts
-from paddle_reshard.pipeline.layouts.huggingface.target import INDEX, TAGS, HuggingFaceTarget, exported_dtype
+from paddle_reshard.pipeline.layouts.huggingface.target import INDEX, HuggingFaceTarget, exported_dtype
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, read_model
 from paddle_reshard.pipeline.layouts.rules import Config, Rule, RuleTable, candidate_tables
+from paddle_reshard.pipeline.layouts.weights import dtype_of_tag
 from paddle_reshard.pipeline.layouts.whole import check_whole
 from paddle_reshard.storage.formats.safetensors import Index, SafetensorsPayload
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-_DTYPES = {tag: dtype_named(name) for name, tag in TAGS.items()} | {"U16": dtype_named("bfloat16")}
 
 
 def read_huggingface(
@@ -254,19 +254,6 @@ def _logical(stored: Mapping[str, _Stored], places: Mapping[str, _Place | None])
         shape = (*shapes[0][:-1], width) if shapes[0] else ()
         tensors.append(Tensor(whole, PARAM, of_whole[min(of_whole)].dtype, shape))
     return tensors
-
-
-def dtype_of_tag(tag: str, where: str) -> DType:
-    """The dtype that a tag means; ``U16`` is how files written from NumPy spell bfloat16.
-
-    Raises
-    ------
-    CheckpointError
-        If it is none that a checkpoint of ours can hold.
-    """
-    if tag not in _DTYPES:
-        raise CheckpointError(f"{where}: dtype {tag} is not supported")
-    return _DTYPES[tag]
 
 
 def is_huggingface(paths: Collection[str]) -> bool:

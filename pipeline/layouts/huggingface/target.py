@@ -29,15 +29,12 @@ from paddle_reshard.pipeline.layouts.huggingface.choices import EMA, FLOATING, H
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, part_elements
 from paddle_reshard.pipeline.layouts.huggingface.sidecars import plan_huggingface_sidecars
 from paddle_reshard.pipeline.layouts.model import ModelTensor
+from paddle_reshard.pipeline.layouts.weights import TAGS
 from paddle_reshard.storage.formats.safetensors import Index, TensorSlot, encode_safetensors, format_index
 
 INDEX = "model.safetensors.index.json"
 METADATA = {"format": "pt"}
 """``transformers`` opens files with this entry only."""
-TAGS = {
-    "float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,27 +1,21 @@
-"""How are the files and the accumulators of a hybrid-parallel checkpoint called?
+"""How are the files of a hybrid-parallel checkpoint called?
 
-File names (PaddleNLP 3.0 ``trainer/training_args.py``, PaddleFormers 1.2 the same)::
+(PaddleNLP 3.0 ``trainer/training_args.py``, PaddleFormers 1.2 the same)::
 
     model_state | optimizer | ema
         [ "." tpNN ["_" ppNN] ["_" shardNN] ["_" moeNN | "_" moe_shardingNN] ]  ".pdparams" | ".pdopt"
 
 A part is left out where its degree is 1, but for ``moe``: the data-parallel rank, under ``use_expert_parallel``.
 ``moe_sharding`` is the expert rank, in PaddleFormers' ``model_state`` without sharded saving.
-
-Accumulator keys (Paddle ``optimizer/optimizer.py``)::
-
-    <parameter name> [ "_fp32_master_" m ] "_" <accumulator> "_" n
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container
 from dataclasses import dataclass
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.limits import MAX_RANKS
-from paddle_reshard.pipeline.core.tensors import ACCUMULATORS
 
 HYBRID = "hybrid"
 HYBRID_PLAIN = "hybrid-plain"
@@ -29,7 +23,6 @@ HYBRID_PLAIN = "hybrid-plain"
 MODEL_STATE = "model_state"
 OPTIMIZER = "optimizer"
 EMA = "ema"
-MODEL_META = "model_meta.json"
 
 _SUFFIXES = {MODEL_STATE: "pdparams", OPTIMIZER: "pdopt", EMA: "pdopt"}
 _RANK_FILE = re.compile(r"(model_state|optimizer|ema)(?:\.([a-z0-9_]+))?\.(pdparams|pdopt)")
@@ -106,36 +99,3 @@ def rank_file_name(
 def cell_name(tp: int, pp: int, ep: int | None = None) -> str:
     """The key of a cell in ``model_meta.json``: both parts, even at degree 1; the third under expert parallelism."""
     return f"tp{tp:0>2d}_pp{pp:0>2d}" + ("" if ep is None else f"_ep{ep:0>2d}")
-
-
-_ACCUMULATOR_TAIL = re.compile(
-    r"(?P<master>_fp32_master_\d+)?_(?P<name>"
-    + "|".join(sorted(ACCUMULATORS, key=len, reverse=True))
-    + r")_\d+"
-)
-SLICE_PREFIX = "slice@"
-
-
-def split_accumulator_key(key: str, parameter_names: Container[str]) -> tuple[str, str, bool] | None:
-    """Split an accumulator key into ``(parameter name, accumulator, has the _fp32_master_ part)``.
-
-    ``None`` if no known accumulator of a known parameter is spelled so. The parameter name is matched
-    whole, never as a prefix or a substring.
-
-    >>> split_accumulator_key("linear_0.w_0_fp32_master_0_moment1_0", {"linear_0.w_0"})
-    ('linear_0.w_0', 'moment1', True)
-    """
-    for match in _ACCUMULATOR_TAIL.finditer(key):
-        if match.end() == len(key) and key[: match.start()] in parameter_names:
-            return key[: match.start()], match["name"], match["master"] is not None
-    return None
-
-
-def accumulator_key(parameter_name: str, accumulator: str, master: bool) -> str:
-    """The key that the first optimizer of a process gives an accumulator."""
-    return f"{parameter_name}{'_fp32_master_0' if master else ''}_{accumulator}_0"
-
-
-def master_tensor_name(parameter_name: str) -> str:
-    """The framework name of a master weight under stage 1 or no sharding."""
-    return f"{parameter_name}_fp32_master_0"

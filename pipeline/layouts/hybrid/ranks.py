@@ -15,6 +15,7 @@ from math import prod
 from typing import Any, Protocol
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, UnsupportedError
+from paddle_reshard.pipeline.core.file_names import MODEL_META
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.limits import MAX_RANKS
 from paddle_reshard.pipeline.core.tensors import (
@@ -28,19 +29,17 @@ from paddle_reshard.pipeline.core.tensors import (
 )
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.checkpoint import checked_schedule
-from paddle_reshard.pipeline.layouts.hybrid.meta import CellMeta, ModelMeta
 from paddle_reshard.pipeline.layouts.hybrid.names import (
     EMA,
-    MODEL_META,
     MODEL_STATE,
     OPTIMIZER,
-    SLICE_PREFIX,
     RankFile,
     cell_name,
     parse_rank_file,
     rank_file_name,
-    split_accumulator_key,
 )
+from paddle_reshard.pipeline.layouts.model_meta import CellMeta, ModelMeta
+from paddle_reshard.pipeline.layouts.optimizer_keys import SLICE_PREFIX, split_accumulator_key
 from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArrayRef, SplitArray
 
 Array = ArrayRef | SplitArray

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paddle_reshard.pipeline.core.tensors import DType
-from paddle_reshard.pipeline.layouts.hybrid.padding import (
+from paddle_reshard.pipeline.layouts.padding import (
     padded_elements,
     stage3_slice_elements,
 )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError
-from paddle_reshard.pipeline.core.file_names import CONFIG
+from paddle_reshard.pipeline.core.file_names import CONFIG, MODEL_META
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import (
     ACCUMULATORS,
@@ -37,9 +37,7 @@ from paddle_reshard.pipeline.layouts.hybrid.experts import (
     merged_names,
     spread_over,
 )
-from paddle_reshard.pipeline.layouts.hybrid.meta import ModelMeta
-from paddle_reshard.pipeline.layouts.hybrid.names import HYBRID, HYBRID_PLAIN, MODEL_META
-from paddle_reshard.pipeline.layouts.hybrid.padding import padded_elements, stage3_slice_elements
+from paddle_reshard.pipeline.layouts.hybrid.names import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.layouts.hybrid.ranks import HALF_DTYPES, Cell, Ranks, StoredArray, sort_ranks
 from paddle_reshard.pipeline.layouts.model import (
     Model,
@@ -48,6 +46,8 @@ from paddle_reshard.pipeline.layouts.model import (
     lead_experts,
     predict_parameter_names,
 )
+from paddle_reshard.pipeline.layouts.model_meta import ModelMeta
+from paddle_reshard.pipeline.layouts.padding import padded_elements, stage3_slice_elements
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable, choose_table, derived_sizes, expected_shape
 from paddle_reshard.pipeline.layouts.whole import check_layers

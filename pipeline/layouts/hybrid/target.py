@@ -17,7 +17,7 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.catalog import File
 from paddle_reshard.pipeline.core.errors import PlanError, RuleError, UnsupportedError
-from paddle_reshard.pipeline.core.file_names import SIGNAL_PREFIX
+from paddle_reshard.pipeline.core.file_names import MODEL_META, SIGNAL_PREFIX
 from paddle_reshard.pipeline.core.geometry import Ints, Shape
 from paddle_reshard.pipeline.core.literals import Kept, Literals
 from paddle_reshard.pipeline.core.tensors import (
@@ -32,18 +32,13 @@ from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
 from paddle_reshard.pipeline.layouts.format import Decision
-from paddle_reshard.pipeline.layouts.hybrid.meta import CellMeta, ParameterMeta, format_model_meta
 from paddle_reshard.pipeline.layouts.hybrid.names import (
     EMA,
     HYBRID,
     HYBRID_PLAIN,
-    MODEL_META,
     MODEL_STATE,
     OPTIMIZER,
-    SLICE_PREFIX,
-    accumulator_key,
     cell_name,
-    master_tensor_name,
     rank_file_name,
 )
 from paddle_reshard.pipeline.layouts.hybrid.ranks import expert_of, first_keys, shift_expert
@@ -56,6 +51,8 @@ from paddle_reshard.pipeline.layouts.hybrid.sharding import (
     share_out,
 )
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, lead_experts, predict_parameter_names
+from paddle_reshard.pipeline.layouts.model_meta import CellMeta, ParameterMeta, format_model_meta
+from paddle_reshard.pipeline.layouts.optimizer_keys import SLICE_PREFIX, accumulator_key, master_tensor_name
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
 from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArraySlot, Entries, write_pickle

@@ -42,10 +42,8 @@ from paddle_reshard.pipeline.core.tensors import (
     dtype_named,
 )
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.huggingface.parts import is_transposed
-from paddle_reshard.pipeline.layouts.huggingface.source import dtype_of_tag
-from paddle_reshard.pipeline.layouts.hybrid.padding import padded_elements
 from paddle_reshard.pipeline.layouts.model import Model, read_model
+from paddle_reshard.pipeline.layouts.padding import padded_elements
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.layouts.rules import RuleTable, choose_table, expected_shape
 from paddle_reshard.pipeline.layouts.unified.names import (
@@ -59,6 +57,7 @@ from paddle_reshard.pipeline.layouts.unified.names import (
     sort_files,
     split_optimizer_key,
 )
+from paddle_reshard.pipeline.layouts.weights import dtype_of_tag, is_transposed
 from paddle_reshard.pipeline.layouts.whole import check_whole
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 from paddle_reshard.storage.formats.safetensors import Index, SafetensorsPayload

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from paddle_reshard.pipeline.core.catalog import File, FragmentRow, fragment_row, fragment_rows
 from paddle_reshard.pipeline.core.errors import PlanError, UsageError
+from paddle_reshard.pipeline.core.file_names import SCHEDULER
 from paddle_reshard.pipeline.core.geometry import row_major_strides
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, EMA_STATES, MASTER_WEIGHT, PARAM, Tensor
@@ -21,7 +22,6 @@ from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
 from paddle_reshard.pipeline.layouts.format import Decision
-from paddle_reshard.pipeline.layouts.huggingface.target import TAGS
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
 from paddle_reshard.pipeline.layouts.unified.names import (
@@ -33,10 +33,10 @@ from paddle_reshard.pipeline.layouts.unified.names import (
     index_name,
     optimizer_key,
 )
+from paddle_reshard.pipeline.layouts.weights import TAGS
 from paddle_reshard.storage.formats.paddle_pickle import encode_pickle
 from paddle_reshard.storage.formats.safetensors import Index, TensorSlot, encode_safetensors, format_index
 
-SCHEDULER = "scheduler.pdparams"
 METADATA = {"format": "np"}
 """Weights are in Paddle's own layout."""
 _NUMPY_TAGS = TAGS | {"bfloat16": "U16"}

@@ -8,23 +8,23 @@ from functools import partial
 from typing import Any
 
 from paddle_reshard.pipeline.core.errors import FormatError, UnsupportedError
+from paddle_reshard.pipeline.core.file_names import MODEL_META
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.flex.checkpoint import DataFile, read_flex
 from paddle_reshard.pipeline.layouts.flex.names import METADATA, is_dist_file
 from paddle_reshard.pipeline.layouts.flex.older_average import OlderAverage, describe_older_average
-from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META
-from paddle_reshard.pipeline.layouts.rules import RuleTable
-from paddle_reshard.storage.formats.dist_metadata import DistMetadata, parse_dist_metadata
-from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArrayRef
-from paddle_reshard.tasks.index import (
+from paddle_reshard.pipeline.layouts.reading import (
     IndexFiles,
     Readable,
-    index_here,
     index_safetensors,
     index_tensor_file,
     read_json,
     read_lr_scheduler,
 )
+from paddle_reshard.pipeline.layouts.rules import RuleTable
+from paddle_reshard.storage.formats.dist_metadata import DistMetadata, parse_dist_metadata
+from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArrayRef
+from paddle_reshard.tasks.index import index_here
 
 _MASTERS = "master_weights"
 """A section of older files of averages, of which the arrays have parameter names for keys."""

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError
+from paddle_reshard.pipeline.core.file_names import MODEL_META
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import DType, dtype_of_meta, phi_code
 from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.layouts.hybrid.names import MODEL_META
 
 LARGEST_EXTENT = 1 << 40
 PARAMETER_COLUMNS = ["shape", "dtype", "is_distributed", "no_sync"]

@@ -15,12 +15,11 @@ from typing import Any
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
-from paddle_reshard.pipeline.layouts.huggingface.parts import is_transposed
-from paddle_reshard.pipeline.layouts.huggingface.source import dtype_of_tag
-from paddle_reshard.pipeline.layouts.hybrid.meta import ModelMeta
 from paddle_reshard.pipeline.layouts.hybrid.source import read_hybrid
 from paddle_reshard.pipeline.layouts.model import ModelTensor, model_order
+from paddle_reshard.pipeline.layouts.model_meta import ModelMeta
 from paddle_reshard.pipeline.layouts.rules import RuleTable, choose_table
+from paddle_reshard.pipeline.layouts.weights import dtype_of_tag, is_transposed
 from paddle_reshard.storage.formats.safetensors import SafetensorsPayload
 
 _WEIGHTS = re.compile(r"model(\.[a-z0-9_]+)?\.safetensors")
