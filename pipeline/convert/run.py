@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,6 @@ from paddle_reshard.pipeline.convert.request import ConversionOptions, TargetOpt
 from paddle_reshard.pipeline.convert.resuming import go_on, is_whole, request_of
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import (
-    CheckpointError,
     FinishedError,
     MasterDriftError,
     TargetError,
@@ -49,13 +49,12 @@ from paddle_reshard.pipeline.core.events import (
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes, readable_seconds
 from paddle_reshard.pipeline.core.units import PathLike
-from paddle_reshard.pipeline.indexing.detect import index_checkpoint
+from paddle_reshard.pipeline.indexing.detect import index_checkpoint, index_source
 from paddle_reshard.pipeline.indexing.fill import read_filling
 from paddle_reshard.pipeline.indexing.optimizer_steps import check_optimizer
 from paddle_reshard.pipeline.layouts.checkpoint import MissingPolicy
-from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
-from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
-from paddle_reshard.pipeline.layouts.reading import IndexFiles
+from paddle_reshard.pipeline.layouts.format import Staged
+from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.storage.apart import check_apart, check_targets_apart
@@ -66,7 +65,7 @@ from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.session.ledger import source_difference
 from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, Source, Target, WritePart
 from paddle_reshard.tasks.figures import WorkerFigures, add_figures, add_retries
-from paddle_reshard.tasks.index import index_here, index_huggingface
+from paddle_reshard.tasks.index import index_here
 
 COPY_BYTES = 8 << 20
 SHOWN_DIFFERENCES = 20
@@ -326,32 +325,13 @@ def _carry(source: Source, carried: CarriedFile, writer: WritePart) -> list[Rece
     return receipts
 
 
-def _check_staged(staged: Source, planned_target: PlannedTarget, index_files: IndexFiles) -> None:
+def _check_staged(staged: Source, planned: PlannedTarget, index_files: IndexFiles) -> None:
     """Index a staged target as if it were a source: it must be the checkpoint that was planned."""
-    wanted, target = planned_target.wanted, planned_target.form
-    if isinstance(target, HuggingFaceTarget):
-        index_huggingface(staged, staged.sizes(), wanted.model, target)
-        return
+    wanted = planned.wanted
+    files = SourceFiles(staged, wanted.model.config, index_here, index_files)
     missing = MissingPolicy(allowed=tuple(t.key for t in wanted.model.tensors if t.missing))
-    found = index_checkpoint(staged, [wanted.model.table], wanted.model.config, missing, index_files)
-    if found.topology is not None and isinstance(target, HybridTarget):
-        planned, read = target.topology, found.topology
-        if (read.tp, read.pp, read.sharding, read.ep) != (
-            planned.tp,
-            planned.pp,
-            planned.sharding,
-            planned.ep,
-        ):
-            raise CheckpointError(
-                f"the staged target reads back as {found.topology}, planned was {target.topology}"
-            )
-    content = wanted.catalog.tensors[: len(wanted.catalog.tensors) - wanted.catalog.borrowed]
-    kept = [t for t in content if t.state not in planned_target.left_states]
-    one = {(t.key, t.state, t.dtype, t.global_shape) for t in kept}
-    two = {(t.key, t.state, t.dtype, t.global_shape) for t in found.catalog.tensors}
-    if one != two:
-        odd = sorted((key, state) for key, state, *_ in one ^ two)
-        raise CheckpointError(f"{odd[0][0]} ({odd[0][1]}): not the same in the source and the staged target")
+    index = partial(index_source, files, [wanted.model.table], missing)
+    planned.form.check_staged(Staged(files, wanted, planned.left_states, index))
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -8,12 +8,13 @@ from typing import Any
 
 from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.file_names import CONFIG
-from paddle_reshard.pipeline.indexing.detect import index_checkpoint
+from paddle_reshard.pipeline.indexing.detect import index_source
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
-from paddle_reshard.pipeline.layouts.reading import IndexFiles, read_json
+from paddle_reshard.pipeline.layouts.formats import format_of
+from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles, read_json
 from paddle_reshard.pipeline.layouts.rules import RuleTable
 from paddle_reshard.storage.store import Source
-from paddle_reshard.tasks.index import holds_huggingface, index_here, index_huggingface
+from paddle_reshard.tasks.index import index_here
 
 
 @dataclass(frozen=True)
@@ -39,16 +40,18 @@ def index_pair(
 ) -> tuple[Contents, Contents]:
     """Understand two checkpoints that are to be compared; one that has no ``config.json`` is read by the other's.
 
-    If one of them is a Hugging Face checkpoint, it holds the parameters of the other one's model.
+    If one of them is of a format for models alone, it holds the parameters of the other one's model.
     """
     for store in (a, b):
         if config is None and CONFIG in store.sizes():
             config = read_json(store, CONFIG, store.sizes())
-    foreign = [holds_huggingface(store, store.sizes()) for store in (a, b)]
-    if all(foreign) or not any(foreign):
-        one, two = (index_checkpoint(store, tables, config, missing, index_files) for store in (a, b))
-        return Contents.of(one), Contents.of(two)
-    known, other = (b, a) if foreign[0] else (a, b)
-    checkpoint = index_checkpoint(known, tables, config, missing, index_files)
-    pair = Contents.of(checkpoint), Contents(index_huggingface(other, other.sizes(), checkpoint.model), None)
-    return (pair[1], pair[0]) if foreign[0] else pair
+    first, second = (SourceFiles(store, config, index_here, index_files) for store in (a, b))
+    first_as, second_as = format_of(first).index_as, format_of(second).index_as
+    if first_as is not None and second_as is None:
+        known = index_source(second, tables, missing)
+        return Contents(first_as(first, known.model), None), Contents.of(known)
+    if second_as is not None and first_as is None:
+        known = index_source(first, tables, missing)
+        return Contents.of(known), Contents(second_as(second, known.model), None)
+    one, two = (index_source(files, tables, missing) for files in (first, second))
+    return Contents.of(one), Contents.of(two)

@@ -6,12 +6,51 @@ or a property here. ``formats.py`` lists them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+    from paddle_reshard.pipeline.core.catalog import Catalog
+    from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
     from paddle_reshard.pipeline.layouts.files import LaidOut
+    from paddle_reshard.pipeline.layouts.model import Model
+    from paddle_reshard.pipeline.layouts.reading import SourceFiles
+    from paddle_reshard.pipeline.layouts.rules import RuleTable
+
+
+class Format(Protocol):
+    """A format: what a checkpoint of it is called, and how one is recognised and read.
+
+    Its module imports no NumPy, and what reads and makes its files is imported by the method that does: the command
+    line asks every format for its name, and most checkpoints are of one.
+    """
+
+    @property
+    def name(self) -> str:
+        """What it is called by."""
+
+    @property
+    def loses_tensors(self) -> bool:
+        """Whether its trainers lose tensors, so that others are taken in their place."""
+
+    @property
+    def index_as(self) -> Callable[[SourceFiles, Model], Catalog] | None:
+        """How to read the parameters of a model that is known already; ``None``: it holds more than these."""
+
+    def recognises(self, files: SourceFiles) -> bool:
+        """Whether files are of it, and of no format that comes later in the table."""
+
+    def index(
+        self, files: SourceFiles, tables: Sequence[RuleTable], missing: MissingPolicy | None
+    ) -> Checkpoint:
+        """Understand a checkpoint from its metadata.
+
+        Raises
+        ------
+        CheckpointError, PlanError
+            If it is not one whole, consistent checkpoint that the rules cover.
+        """
 
 
 class Decision(NamedTuple):
@@ -20,6 +59,19 @@ class Decision(NamedTuple):
     name: str
     value: str
     reason: str
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A target whose files are there and not published yet."""
+
+    files: SourceFiles
+    wanted: Checkpoint
+    """The source as the target is to hold it."""
+    left_states: Collection[str]
+    """States of which nothing is in it."""
+    index: Callable[[], Checkpoint]
+    """Reads it as any source."""
 
 
 class Target(Protocol):
@@ -66,4 +118,12 @@ class Target(Protocol):
         ------
         PlanError
             If the source cannot become this target.
+        """
+
+    def check_staged(self, staged: Staged) -> None:
+        """Refuse unless what is staged reads back as the checkpoint that was planned.
+
+        Raises
+        ------
+        CheckpointError
         """

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError
-from paddle_reshard.pipeline.core.file_names import MODEL_META, SCHEDULER
+from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, ReshardError
+from paddle_reshard.pipeline.core.file_names import CONFIG, MODEL_META, SCHEDULER
 from paddle_reshard.pipeline.core.limits import MAX_CONFIG_BYTES, MAX_META_BYTES
 from paddle_reshard.pipeline.layouts.checkpoint import checked_schedule
 from paddle_reshard.storage.formats.paddle_pickle import parse_pickle
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 
 if TYPE_CHECKING:
-    from paddle_reshard.storage.formats.safetensors import SafetensorsPayload
+    from paddle_reshard.storage.formats.safetensors import Index, SafetensorsPayload
+    from paddle_reshard.storage.store import Source
+
+TENSOR_SUFFIXES = (".pdparams", ".pdopt", ".distcp", ".pdmodel")
+PLAIN_STATES = (SCHEDULER, "scaler.pdparams")
+"""Small states of the trainer that are not tensors of the model; carried byte for byte."""
+SAFETENSORS = ".safetensors"
 
 T = TypeVar("T")
 
@@ -80,3 +87,69 @@ def read_json(store: Readable, path: str, sizes: Mapping[str, int]) -> dict[str,
             "not_an_object", path, None, f"holds a {type(value).__name__}, an object is expected"
         )
     return value
+
+
+@dataclass(frozen=True)
+class SourceFiles:
+    """The files of a folder, as the formats see them: what they are called, and the metadata that they hold.
+
+    Formats open nothing themselves and choose no place to run: both are given.
+    """
+
+    store: Source
+    given_config: Mapping[str, Any] | None
+    """The ``config.json`` that a user gives for a checkpoint that has none."""
+    index_here: IndexFiles
+    """For files with a header, which take a request or two."""
+    index_anywhere: IndexFiles
+    """For files that have to be walked from end to end."""
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """Path of every file → size in bytes."""
+        return self.store.sizes()
+
+    @cached_property
+    def pickles(self) -> tuple[str, ...]:
+        """Paths that could be Paddle's own files of tensors, in order."""
+        return tuple(p for p in sorted(self.sizes) if p.endswith(TENSOR_SUFFIXES) and p not in PLAIN_STATES)
+
+    @cached_property
+    def safetensors(self) -> Mapping[str, int]:
+        """Path of every safetensors file → size in bytes."""
+        return {path: size for path, size in self.sizes.items() if path.endswith(SAFETENSORS)}
+
+    @cached_property
+    def headers(self) -> Mapping[str, SafetensorsPayload]:
+        """Path of every safetensors file → its header."""
+        return self.index_here(index_safetensors, self.store, self.safetensors)
+
+    def json(self, path: str) -> dict[str, Any]:
+        """A JSON file whose top is an object."""
+        return read_json(self.store, path, self.sizes)
+
+    def weight_index(self, path: str) -> Index | None:
+        """An index file of safetensors files; ``None`` where there is none."""
+        from paddle_reshard.storage.formats.safetensors import parse_index
+
+        return parse_index(self.store.read(path, 0, self.sizes[path]), path) if path in self.sizes else None
+
+    def config(self, error: type[ReshardError] = CheckpointError) -> Mapping[str, Any]:
+        """The checkpoint's own ``config.json``; where it has none the one that was given.
+
+        Raises
+        ------
+        ReshardError
+            ``error``, where neither is there.
+        """
+        if CONFIG in self.sizes:
+            return self.json(CONFIG)
+        if self.given_config is None:
+            raise error(
+                f"{self.store.location}: {CONFIG} is missing; give that of the model with --config FILE"
+            )
+        return self.given_config
+
+    def lr_scheduler(self) -> Any:
+        """What :func:`read_lr_scheduler` finds."""
+        return read_lr_scheduler(self.store, self.sizes)

@@ -14,7 +14,7 @@ from paddle_reshard.pipeline.cli.jobs import Request
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError, UsageError
 from paddle_reshard.pipeline.core.tensors import dtype_named
 from paddle_reshard.pipeline.layouts.huggingface.parts import model_parts
-from paddle_reshard.pipeline.layouts.huggingface.source import is_huggingface, read_huggingface
+from paddle_reshard.pipeline.layouts.huggingface.source import read_huggingface
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.rules import RuleTable, parse_rule_table
@@ -186,10 +186,9 @@ def test_files_that_are_refused(
     model = _model({}, ("x", (3, 2), {"keys": ["a"], "transposed": True}), ("b", (2,), {"keys": ["b"]}))
     payload = _payload("m.safetensors", metadata, *tensors)
     listed = None if index is None else Index(index, {}, {})
+    planned = HuggingFaceTarget().dtype_of
     with pytest.raises(CheckpointError, match=message):
-        read_huggingface(
-            model, {"m.safetensors": 10**6}, {"m.safetensors": payload}, listed, HuggingFaceTarget()
-        )
+        read_huggingface(model, {"m.safetensors": 10**6}, {"m.safetensors": payload}, listed, planned)
 
 
 def test_parts_of_several_dtypes() -> None:
@@ -206,19 +205,6 @@ def test_two_files_that_hold_the_same() -> None:
     payloads = {name: _payload(name, {}, ("b", "F32", (2,))) for name in ("m", "n")}
     with pytest.raises(CoverageError, match="two files hold it"):
         read_huggingface(model, dict.fromkeys(payloads, 10**6), payloads, None, None)
-
-
-@pytest.mark.parametrize(
-    ("paths", "expected"),
-    [
-        (["model.safetensors", "config.json"], True),
-        (["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], True),
-        (["model-00001-of-00001.safetensors", "optimizer-00001-of-00001.safetensors"], False),
-        (["model_state.pdparams"], False),
-    ],
-)
-def test_what_a_hugging_face_checkpoint_looks_like(paths: list[str], expected: bool) -> None:
-    assert is_huggingface(paths) == expected
 
 
 # ------------------------------------------------------------------------------------------------- casts

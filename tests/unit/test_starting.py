@@ -112,7 +112,7 @@ def test_inspecting_a_local_checkpoint_loads_what_its_format_needs(options: tupl
         "pipeline.planning.plan",
         "storage.session.ledger",
         "storage.local.target",
-        "pipeline.indexing.flex",
+        "pipeline.layouts.flex.index",
     }
     formats = {"flex.source", "unified.source", "huggingface.source", "hybrid.source", "hybrid.target"}
     assert {name for name in formats if f"pipeline.layouts.{name}" in ours} == {"hybrid.source"}

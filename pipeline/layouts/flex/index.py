@@ -7,66 +7,66 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from paddle_reshard.pipeline.core.errors import FormatError, UnsupportedError
+from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, PlanError, UnsupportedError
 from paddle_reshard.pipeline.core.file_names import MODEL_META
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.flex.checkpoint import DataFile, read_flex
 from paddle_reshard.pipeline.layouts.flex.names import METADATA, is_dist_file
 from paddle_reshard.pipeline.layouts.flex.older_average import OlderAverage, describe_older_average
 from paddle_reshard.pipeline.layouts.reading import (
-    IndexFiles,
     Readable,
+    SourceFiles,
     index_safetensors,
     index_tensor_file,
-    read_json,
-    read_lr_scheduler,
 )
 from paddle_reshard.pipeline.layouts.rules import RuleTable
 from paddle_reshard.storage.formats.dist_metadata import DistMetadata, parse_dist_metadata
 from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArrayRef
-from paddle_reshard.tasks.index import index_here
 
 _MASTERS = "master_weights"
 """A section of older files of averages, of which the arrays have parameter names for keys."""
 
 
-def index_flex(
-    store: Readable,
-    sizes: Mapping[str, int],
-    config: Mapping[str, Any],
-    tables: Sequence[RuleTable],
-    index_files: IndexFiles,
-) -> Checkpoint:
+def index_flex(files: SourceFiles, tables: Sequence[RuleTable]) -> Checkpoint:
     """A dist checkpoint: FlexCheckpoint folders, or the one of auto-parallel training.
-
-    Parameters
-    ----------
-    sizes
-        Path of every file of the checkpoint → size in bytes.
 
     Raises
     ------
     CheckpointError, PlanError
         If it is not one whole, consistent checkpoint that the rules cover.
     """
+    store, sizes = files.store, files.sizes
+    _refuse_other_tensor_files(files)
+    # The trainers write none into a dist checkpoint: nobody need wait for it.
+    config = files.config(PlanError)
     # A job without sharding leaves a file that says nothing.
     if MODEL_META in sizes and store.read(MODEL_META, 0, min(sizes[MODEL_META], 5)) != b"null":
-        _refuse_muon(read_json(store, MODEL_META, sizes))
+        _refuse_muon(files.json(MODEL_META))
     own = {path: size for path, size in sizes.items() if is_dist_file(path)}
     described = {path: size for path, size in own.items() if path.endswith(METADATA)}
     held = {path: size for path, size in own.items() if path not in described}
-    metadata = index_here(_index_metadata, store, described)
-    indexed = index_files(_index_data_file, store, held)
-    files = {path: file for path, file in indexed.items() if isinstance(file, DataFile)}
+    metadata: Mapping[str, DistMetadata] = files.index_here(_index_metadata, store, described)
+    indexed = files.index_anywhere(_index_data_file, store, held)
+    data_files = {path: file for path, file in indexed.items() if isinstance(file, DataFile)}
     averages = {path: file for path, file in indexed.items() if isinstance(file, OlderAverage)}
     left: tuple[tuple[str, str], ...] = ()
     if averages:
-        of_average, held_averages, left = describe_older_average(averages, metadata, files)
-        metadata, files = {**metadata, **of_average}, {**files, **held_averages}
-    found = read_flex(metadata, files, config, tables, read_lr_scheduler(store, sizes))
+        of_average, held_averages, left = describe_older_average(averages, metadata, data_files)
+        metadata, data_files = {**metadata, **of_average}, {**data_files, **held_averages}
+    found = read_flex(metadata, data_files, config, tables, files.lr_scheduler())
     # Jobs that keep an average say here which ranks wrote the checkpoint.
     own_files = (found.own_files | {MODEL_META}) & sizes.keys()
     return replace(found, own_files=own_files, left=(*found.left, *left))
+
+
+def _refuse_other_tensor_files(files: SourceFiles) -> None:
+    """One folder holds one checkpoint: beside the files of a dist checkpoint lie no others with tensors."""
+    for path in sorted({*files.pickles, *files.safetensors}):
+        if not is_dist_file(path):
+            raise CheckpointError(
+                f"{path}: lies beside a FlexCheckpoint or auto-parallel checkpoint and is no part of it; move one "
+                "of the two elsewhere"
+            )
 
 
 def _refuse_muon(meta: Mapping[str, Any]) -> None:

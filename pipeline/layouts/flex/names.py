@@ -30,10 +30,6 @@ from paddle_reshard.pipeline.core.tensors import (
     PARAM,
 )
 
-FLEX: Final = "flex"
-"""Folders of PaddleFormers, structured names."""
-AUTO_PARALLEL: Final = "auto-parallel"
-"""One folder, states under parameter names."""
 MODEL_STATE: Final = "model_state"
 MASTER_WEIGHTS: Final = "master_weight"
 OPTIMIZER_STATE: Final = "optimizer_state"

@@ -31,11 +31,10 @@ from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
 from paddle_reshard.pipeline.layouts.flex.boxes import Box, describe_boxes
+from paddle_reshard.pipeline.layouts.flex.format import AUTO_PARALLEL, FLEX
 from paddle_reshard.pipeline.layouts.flex.names import (
     AUTO_FOLDER,
-    AUTO_PARALLEL,
     EMA_STATE,
-    FLEX,
     MASTER_WEIGHTS,
     METADATA,
     MODEL_STATE,
@@ -43,10 +42,11 @@ from paddle_reshard.pipeline.layouts.flex.names import (
     auto_parallel_path,
     paddleformers_key,
 )
-from paddle_reshard.pipeline.layouts.format import Decision
+from paddle_reshard.pipeline.layouts.format import Decision, Staged
 from paddle_reshard.pipeline.layouts.model import ModelTensor, predict_parameter_names
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
+from paddle_reshard.pipeline.layouts.staged import check_tensors
 from paddle_reshard.storage.formats.dist_metadata import GENERATIONS, DistMetadata, encode_dist_metadata
 from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArraySlot, encode_pickle
 
@@ -88,7 +88,7 @@ class FlexTarget:
     @property
     def format(self) -> str:
         """Name of the format."""
-        return AUTO_PARALLEL if self.auto_parallel else FLEX
+        return (AUTO_PARALLEL if self.auto_parallel else FLEX).name
 
     @property
     def no_place(self) -> tuple[str, ...]:
@@ -124,6 +124,10 @@ class FlexTarget:
         written = (*sidecars.written, *small_flex_files(sizes, wanted, self))
         files = add_literal_files(layout_flex(wanted, self), written)
         return LaidOut(source.catalog, files, sidecars.carried, sidecars.left)
+
+    def check_staged(self, staged: Staged) -> None:
+        """Read it as a source: its tensors must be those that were planned."""
+        check_tensors(staged, staged.index())
 
 
 @dataclass(frozen=True, slots=True)

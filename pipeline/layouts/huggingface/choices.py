@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-HUGGINGFACE = "huggingface"
 EMA = "ema"
 EXPORTED_STATES = ("param", EMA)
 """The parameters, or as a model their exponential moving average."""

@@ -9,7 +9,7 @@ checkpoint that it is compared with or was made from, it is read as the paramete
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -25,16 +25,14 @@ from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, 
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import PARAM, DType, Tensor
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.huggingface.choices import HUGGINGFACE
+from paddle_reshard.pipeline.layouts.huggingface.format import HUGGINGFACE
+from paddle_reshard.pipeline.layouts.huggingface.names import INDEX
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, tensor_parts
-from paddle_reshard.pipeline.layouts.huggingface.target import INDEX, HuggingFaceTarget, exported_dtype
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, read_model
 from paddle_reshard.pipeline.layouts.rules import Config, Rule, RuleTable, candidate_tables
 from paddle_reshard.pipeline.layouts.weights import dtype_of_tag
 from paddle_reshard.pipeline.layouts.whole import check_whole
 from paddle_reshard.storage.formats.safetensors import Index, SafetensorsPayload
-
-_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 def read_huggingface(
@@ -42,7 +40,7 @@ def read_huggingface(
     sizes: Mapping[str, int],
     payloads: Mapping[str, SafetensorsPayload],
     index: Index | None,
-    target: HuggingFaceTarget | None,
+    planned: Callable[[ModelTensor, Part], DType] | None,
 ) -> Catalog:
     """The tensors of ``model``, as the files hold them; state ``param``.
 
@@ -54,8 +52,8 @@ def read_huggingface(
         Path → header of every ``.safetensors`` file.
     index
         ``model.safetensors.index.json``, where there is one.
-    target
-        What it must have been made as, where that is known; tells the dtype of every tensor.
+    planned
+        The dtype that a part of a tensor must have been stored with, where that is known.
 
     Raises
     ------
@@ -76,8 +74,8 @@ def read_huggingface(
                 tensor.key, f"its parts {', '.join(p.key for p in parts)} are stored as {names}"
             )
         for part, (path, dtype, byte_offset) in zip(parts, found, strict=True):
-            if target is not None and dtype != (planned := exported_dtype(tensor, part, target)):
-                detail = f"stored as {dtype.name}, planned was {planned.name}"
+            if planned is not None and dtype != (wanted := planned(tensor, part)):
+                detail = f"stored as {dtype.name}, planned was {wanted.name}"
                 raise CoverageError(part.key, detail, (path,))
             rows += _rows(part, len(tensors), numbers[path], dtype, byte_offset, 0)
         twins = [t for t in model.tensors if t.tied_to == tensor.key]
@@ -132,7 +130,7 @@ def huggingface_checkpoint(
     """
     model = huggingface_model(payloads, config, tables)
     return Checkpoint(
-        format=HUGGINGFACE,
+        format=HUGGINGFACE.name,
         catalog=read_huggingface(model, sizes, payloads, index, None),
         own_files=frozenset([*payloads, *([INDEX] if index is not None else [])]),
         model=model,
@@ -254,13 +252,6 @@ def _logical(stored: Mapping[str, _Stored], places: Mapping[str, _Place | None])
         shape = (*shapes[0][:-1], width) if shapes[0] else ()
         tensors.append(Tensor(whole, PARAM, of_whole[min(of_whole)].dtype, shape))
     return tensors
-
-
-def is_huggingface(paths: Collection[str]) -> bool:
-    """Whether a folder of these files may hold a model for ``transformers``: weights, and no optimizer states."""
-    weights = [path for path in paths if path.endswith(".safetensors")]
-    states = any(path.endswith(".pdopt") for path in paths)
-    return bool(weights) and not states and all(_WEIGHTS.fullmatch(path) for path in weights)
 
 
 def _keys(payloads: Mapping[str, SafetensorsPayload], index: Index | None) -> dict[str, str]:

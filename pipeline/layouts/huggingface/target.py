@@ -24,15 +24,17 @@ from paddle_reshard.pipeline.core.tensors import (
 )
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
-from paddle_reshard.pipeline.layouts.format import Decision
-from paddle_reshard.pipeline.layouts.huggingface.choices import EMA, FLOATING, HUGGINGFACE
+from paddle_reshard.pipeline.layouts.format import Decision, Staged
+from paddle_reshard.pipeline.layouts.huggingface.choices import EMA, FLOATING
+from paddle_reshard.pipeline.layouts.huggingface.format import HUGGINGFACE
+from paddle_reshard.pipeline.layouts.huggingface.index import index_parameters
+from paddle_reshard.pipeline.layouts.huggingface.names import INDEX
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, part_elements
 from paddle_reshard.pipeline.layouts.huggingface.sidecars import plan_huggingface_sidecars
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.pipeline.layouts.weights import TAGS
 from paddle_reshard.storage.formats.safetensors import Index, TensorSlot, encode_safetensors, format_index
 
-INDEX = "model.safetensors.index.json"
 METADATA = {"format": "pt"}
 """``transformers`` opens files with this entry only."""
 
@@ -41,7 +43,7 @@ METADATA = {"format": "pt"}
 class HuggingFaceTarget:
     """What goes out, and how."""
 
-    format: ClassVar[str] = HUGGINGFACE
+    format: ClassVar[str] = HUGGINGFACE.name
     model_only: ClassVar[bool] = True
     no_place: ClassVar[tuple[str, ...]] = ()
     decisions: ClassVar[tuple[Decision, ...]] = ()
@@ -81,6 +83,17 @@ class HuggingFaceTarget:
         sidecars = plan_huggingface_sidecars(sizes, folders, wanted, config, self.dtype)
         files = add_literal_files(laid_out.files, sidecars.written)
         return LaidOut(laid_out.catalog, files, sidecars.carried, sidecars.left, laid_out.left_states)
+
+    def check_staged(self, staged: Staged) -> None:
+        """Read the parameters of the model, each of which must have the dtype that was planned."""
+        index_parameters(staged.files, staged.wanted.model, self.dtype_of)
+
+    def dtype_of(self, tensor: ModelTensor, part: Part) -> DType:
+        """The dtype of one tensor of the target."""
+        kept = part.keep_float32 and tensor.dtype.name == "float32"
+        if self.dtype is None or kept or tensor.dtype.name not in FLOATING:
+            return tensor.dtype
+        return self.dtype
 
 
 @dataclass(frozen=True)
@@ -155,17 +168,9 @@ def _exported(wanted: Checkpoint, target: HuggingFaceTarget) -> Iterator[_Export
     index = wanted.catalog.index()
     for tensor, parts in model_parts(wanted.model):
         for part in parts:
-            dtype = exported_dtype(tensor, part, target)
+            dtype = target.dtype_of(tensor, part)
             state = _state(tensor, dtype, target.state, index)
             yield _Exported(part, index[tensor.key, state], dtype)
-
-
-def exported_dtype(tensor: ModelTensor, part: Part, target: HuggingFaceTarget) -> DType:
-    """The dtype of one tensor of the target."""
-    kept = part.keep_float32 and tensor.dtype.name == "float32"
-    if target.dtype is None or kept or tensor.dtype.name not in FLOATING:
-        return tensor.dtype
-    return target.dtype
 
 
 def _state(tensor: ModelTensor, dtype: DType, state: str, index: Mapping[tuple[str, str], int]) -> str:

@@ -17,9 +17,6 @@ from dataclasses import dataclass
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.limits import MAX_RANKS
 
-HYBRID = "hybrid"
-HYBRID_PLAIN = "hybrid-plain"
-"""Without ``model_meta.json``."""
 MODEL_STATE = "model_state"
 OPTIMIZER = "optimizer"
 EMA = "ema"

@@ -37,7 +37,7 @@ from paddle_reshard.pipeline.layouts.hybrid.experts import (
     merged_names,
     spread_over,
 )
-from paddle_reshard.pipeline.layouts.hybrid.names import HYBRID, HYBRID_PLAIN
+from paddle_reshard.pipeline.layouts.hybrid.format import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.layouts.hybrid.ranks import HALF_DTYPES, Cell, Ranks, StoredArray, sort_ranks
 from paddle_reshard.pipeline.layouts.model import (
     Model,
@@ -107,7 +107,7 @@ def read_hybrid(
     sequence_parallel, names = _check_names(ranks, model)
     topology = ranks.topology
     return Checkpoint(
-        format=HYBRID if ranks.with_meta else HYBRID_PLAIN,
+        format=(HYBRID if ranks.with_meta else HYBRID_PLAIN).name,
         catalog=catalog,
         own_files=frozenset(
             [*(file.path for file in catalog.files), *([MODEL_META] if meta is not None else [])]

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from paddle_reshard.pipeline.core.catalog import File
-from paddle_reshard.pipeline.core.errors import PlanError, RuleError, UnsupportedError
+from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, RuleError, UnsupportedError
 from paddle_reshard.pipeline.core.file_names import MODEL_META, SIGNAL_PREFIX
 from paddle_reshard.pipeline.core.geometry import Ints, Shape
 from paddle_reshard.pipeline.core.literals import Kept, Literals
@@ -31,11 +31,10 @@ from paddle_reshard.pipeline.core.tensors import (
 from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
-from paddle_reshard.pipeline.layouts.format import Decision
+from paddle_reshard.pipeline.layouts.format import Decision, Staged
+from paddle_reshard.pipeline.layouts.hybrid.format import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.layouts.hybrid.names import (
     EMA,
-    HYBRID,
-    HYBRID_PLAIN,
     MODEL_STATE,
     OPTIMIZER,
     cell_name,
@@ -55,6 +54,7 @@ from paddle_reshard.pipeline.layouts.model_meta import CellMeta, ParameterMeta, 
 from paddle_reshard.pipeline.layouts.optimizer_keys import SLICE_PREFIX, accumulator_key, master_tensor_name
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
+from paddle_reshard.pipeline.layouts.staged import check_tensors
 from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArraySlot, Entries, write_pickle
 
 
@@ -103,7 +103,7 @@ class HybridTarget:
     @property
     def format(self) -> str:
         """Name of the format."""
-        return HYBRID if self.sharded_saving else HYBRID_PLAIN
+        return (HYBRID if self.sharded_saving else HYBRID_PLAIN).name
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -133,7 +133,7 @@ class HybridTarget:
     ) -> LaidOut:
         """All files of the target checkpoint, small ones too."""
         # The optimizer files of a hybrid checkpoint tell that there is nothing in them.
-        weights_only = source.format not in (HYBRID, HYBRID_PLAIN)
+        weights_only = source.format not in (HYBRID.name, HYBRID_PLAIN.name)
         if weights_only and not any(tensor.trained for tensor in wanted.model.tensors):
             raise PlanError(
                 "the source holds parameters only; a hybrid checkpoint is for a job to go on from, which needs their "
@@ -142,6 +142,19 @@ class HybridTarget:
         sidecars = plan_sidecars(sizes, folders, wanted, source.model.config, self.topology)
         files = add_literal_files(layout_hybrid(wanted, self), sidecars.written)
         return LaidOut(source.catalog, files, sidecars.carried, sidecars.left)
+
+    def check_staged(self, staged: Staged) -> None:
+        """Read it as a source: its topology and its tensors must be those that were planned."""
+        found = staged.index()
+        planned, read = self.topology, found.topology
+        if read is not None and (read.tp, read.pp, read.sharding, read.ep) != (
+            planned.tp,
+            planned.pp,
+            planned.sharding,
+            planned.ep,
+        ):
+            raise CheckpointError(f"the staged target reads back as {read}, planned was {planned}")
+        check_tensors(staged, found)
 
 
 def check_target(target: HybridTarget) -> None:

@@ -24,7 +24,6 @@ from paddle_reshard.pipeline.core.limits import MAX_TARGET_FILES
 from paddle_reshard.pipeline.core.tensors import ACCUMULATORS
 from paddle_reshard.storage.formats.safetensors import Index, SafetensorsPayload
 
-UNIFIED: Final = "unified"
 MODEL: Final = "model"
 OPTIMIZER: Final = "optimizer"
 MASTER_WEIGHTS: Final = "master_weights"

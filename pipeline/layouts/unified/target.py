@@ -21,14 +21,15 @@ from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, EMA_STATES, MASTE
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
-from paddle_reshard.pipeline.layouts.format import Decision
+from paddle_reshard.pipeline.layouts.format import Decision, Staged
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
+from paddle_reshard.pipeline.layouts.staged import check_tensors
+from paddle_reshard.pipeline.layouts.unified.format import UNIFIED
 from paddle_reshard.pipeline.layouts.unified.names import (
     MASTER_WEIGHTS,
     MODEL,
     OPTIMIZER,
-    UNIFIED,
     file_name,
     index_name,
     optimizer_key,
@@ -47,7 +48,7 @@ _NUMPY_TAGS = TAGS | {"bfloat16": "U16"}
 class UnifiedTarget:
     """How many files."""
 
-    format: ClassVar[str] = UNIFIED
+    format: ClassVar[str] = UNIFIED.name
     model_only: ClassVar[bool] = False
     no_place: ClassVar[tuple[str, ...]] = EMA_STATES
     decisions: ClassVar[tuple[Decision, ...]] = ()
@@ -80,6 +81,10 @@ class UnifiedTarget:
         written = (*sidecars.written, *small_unified_files(sizes, wanted))
         files = add_literal_files(layout_unified(wanted, self), written)
         return LaidOut(source.catalog, files, sidecars.carried, sidecars.left)
+
+    def check_staged(self, staged: Staged) -> None:
+        """Read it as a source: its tensors must be those that were planned."""
+        check_tensors(staged, staged.index())
 
 
 @dataclass(frozen=True, slots=True)

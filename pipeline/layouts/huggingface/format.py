@@ -1,0 +1,43 @@
+"""Hugging Face checkpoints: the parameters of a model as ``transformers`` has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.core.catalog import Catalog
+    from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
+    from paddle_reshard.pipeline.layouts.model import Model
+    from paddle_reshard.pipeline.layouts.reading import SourceFiles
+    from paddle_reshard.pipeline.layouts.rules import RuleTable
+
+
+@dataclass(frozen=True)
+class HuggingFaceFormat:
+    """Weights in safetensors files, and nothing of a training job."""
+
+    name: str
+    loses_tensors: ClassVar[bool] = False
+
+    def recognises(self, files: SourceFiles) -> bool:
+        """Safetensors files alone; those in Paddle's own layout are of another format."""
+        return bool(files.safetensors) and not files.pickles
+
+    def index(
+        self, files: SourceFiles, tables: Sequence[RuleTable], missing: MissingPolicy | None
+    ) -> Checkpoint:
+        """Understand the headers: the model is found by the rule tables."""
+        from paddle_reshard.pipeline.layouts.huggingface.index import index_huggingface
+
+        return index_huggingface(files, tables)
+
+    def index_as(self, files: SourceFiles, model: Model) -> Catalog:
+        """The parameters of a model that is known already."""
+        from paddle_reshard.pipeline.layouts.huggingface.index import index_parameters
+
+        return index_parameters(files, model)
+
+
+HUGGINGFACE = HuggingFaceFormat("huggingface")

@@ -1,0 +1,3 @@
+"""Names in a Hugging Face checkpoint."""
+
+INDEX = "model.safetensors.index.json"

@@ -1,0 +1,52 @@
+"""Read the metadata of a hybrid-parallel checkpoint's files."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.core.file_names import MODEL_META
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.layouts.hybrid.names import parse_rank_file
+from paddle_reshard.pipeline.layouts.hybrid.source import read_hybrid
+from paddle_reshard.pipeline.layouts.model_meta import parse_model_meta
+from paddle_reshard.pipeline.layouts.reading import SourceFiles, index_tensor_file
+from paddle_reshard.pipeline.layouts.rules import RuleTable
+
+
+def index_hybrid(
+    files: SourceFiles, tables: Sequence[RuleTable], missing: MissingPolicy | None
+) -> Checkpoint:
+    """A hybrid-parallel checkpoint, or one whose weights lie in safetensors files beside optimizer states.
+
+    Raises
+    ------
+    CheckpointError, PlanError
+        If it is not one whole, consistent checkpoint that the rules cover.
+    """
+    sizes = files.sizes
+    ranks = {path: size for path, size in sizes.items() if parse_rank_file(path) is not None}
+    _refuse_unknown_tensor_files(files, ranks)
+    meta = parse_model_meta(files.json(MODEL_META)) if MODEL_META in sizes else None
+    config = files.config()
+    if files.safetensors:
+        from paddle_reshard.pipeline.layouts.hybrid.beside import read_weights_and_states
+
+        headers = files.headers
+        roots = files.index_anywhere(index_tensor_file, files.store, ranks)
+        return read_weights_and_states(sizes, headers, roots, meta, config, tables, missing)
+    roots = files.index_anywhere(index_tensor_file, files.store, ranks)
+    return read_hybrid(sizes, roots, meta, config, tables, missing)
+
+
+def _refuse_unknown_tensor_files(files: SourceFiles, ranks: Collection[str]) -> None:
+    """Every file that could hold tensors must be one whose meaning is known."""
+    if unknown := [path for path in files.pickles if path not in ranks]:
+        raise CheckpointError(
+            f"{unknown[0]}: a tensor file whose name has no meaning in a hybrid-parallel checkpoint"
+        )
+    if not ranks:
+        raise CheckpointError(
+            f"{files.store.location}: holds no checkpoint: no model_state or optimizer file, no .metadata, no "
+            ".safetensors"
+        )

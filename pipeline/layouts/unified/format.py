@@ -1,0 +1,46 @@
+"""Unified checkpoints: whole tensors in safetensors files, in Paddle's own layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
+    from paddle_reshard.pipeline.layouts.reading import SourceFiles
+    from paddle_reshard.pipeline.layouts.rules import RuleTable
+
+
+@dataclass(frozen=True)
+class UnifiedFormat:
+    """Weights, master weights and optimizer states, each kind in files of its own."""
+
+    name: str
+    loses_tensors: ClassVar[bool] = False
+    index_as: ClassVar[None] = None
+
+    def recognises(self, files: SourceFiles) -> bool:
+        """By the names of files of states; weights alone by the layout that they say they are in."""
+        if not files.safetensors:
+            return False
+        from paddle_reshard.pipeline.layouts.unified.names import is_unified
+        from paddle_reshard.pipeline.layouts.weights import PADDLE_LAYOUTS
+
+        if is_unified(files.sizes):
+            return True
+        layouts = (
+            () if files.pickles else (header.metadata.get("format") for header in files.headers.values())
+        )
+        return any(layout in PADDLE_LAYOUTS for layout in layouts)
+
+    def index(
+        self, files: SourceFiles, tables: Sequence[RuleTable], missing: MissingPolicy | None
+    ) -> Checkpoint:
+        """Understand the headers of all files."""
+        from paddle_reshard.pipeline.layouts.unified.index import index_unified
+
+        return index_unified(files, tables)
+
+
+UNIFIED = UnifiedFormat("unified")
