@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ def as_file(given: GivenFile | None) -> File | None:
 
 def given_inputs(
     rules: GivenFile | None, config: GivenFile | None
-) -> tuple[list[RuleTable], dict[str, Any] | None]:
+) -> tuple[Sequence[RuleTable], dict[str, Any] | None]:
     """What a user gives beside a checkpoint, so that it can be understood."""
     return (
         load_tables(as_file(rules)),
@@ -34,7 +34,7 @@ def given_inputs(
     )
 
 
-def load_tables(rules: File | None) -> list[RuleTable]:
+def load_tables(rules: File | None) -> Sequence[RuleTable]:
     """The rule table of a file, or the ones that come with the package."""
     if rules is None:
         return shipped_tables()

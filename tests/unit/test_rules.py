@@ -178,6 +178,14 @@ def test_every_shipped_row_says_where_it_is_known_from() -> None:
             assert rule.shape, rule.key
 
 
+def test_a_model_type_is_found_in_the_text_of_its_tables() -> None:
+    every = list(shipped_tables())
+    for model_type in {name for table in every for name in table.model_types}:
+        mentioned = shipped_tables().that_mention(model_type)
+        assert {t.family for t in every if model_type in t.model_types} <= {t.family for t in mentioned}
+        assert len(mentioned) < len(every) / 2
+
+
 @pytest.mark.parametrize("library", ["paddleformers", "paddlenlp"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("fused", [False, True])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, overload
 
 from paddle_reshard.pipeline.core.errors import RuleError, UsageError
 from paddle_reshard.pipeline.core.geometry import Shape
@@ -307,10 +307,47 @@ def _form_fault(rule: Rule) -> str | None:
     return None
 
 
-def shipped_tables() -> list[RuleTable]:
+class ShippedTables(Sequence[RuleTable]):
+    """The tables that come with the package; each is parsed when it is first asked for, since most commands need one.
+
+    All of them name the model types that they are for.
+    """
+
+    def __init__(self) -> None:
+        self._texts = {
+            path.name: path.read_text("utf-8") for path in sorted(Path(__file__).parent.glob("*.json"))
+        }
+        self._names = list(self._texts)
+        self._parsed: dict[str, RuleTable] = {}
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @overload
+    def __getitem__(self, index: int) -> RuleTable: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[RuleTable]: ...
+
+    def __getitem__(self, index: int | slice) -> RuleTable | list[RuleTable]:
+        """A table, or several, in the order of their file names."""
+        if isinstance(index, slice):
+            return [self._table(name) for name in self._names[index]]
+        return self._table(self._names[index])
+
+    def that_mention(self, model_type: str) -> list[RuleTable]:
+        """The tables in whose text a model type appears: those for it, and perhaps others."""
+        return [self._table(name) for name, text in self._texts.items() if f'"{model_type}"' in text]
+
+    def _table(self, name: str) -> RuleTable:
+        if name not in self._parsed:
+            self._parsed[name] = parse_rule_table(self._texts[name], name)
+        return self._parsed[name]
+
+
+def shipped_tables() -> ShippedTables:
     """The tables that come with the package."""
-    paths = sorted(Path(__file__).parent.glob("*.json"))
-    return [parse_rule_table(path.read_text("utf-8"), path.name) for path in paths]
+    return ShippedTables()
 
 
 def choose_table(tables: Sequence[RuleTable], keys: Iterable[str], config: Config) -> RuleTable:
@@ -347,9 +384,10 @@ def candidate_tables(tables: Sequence[RuleTable], config: Config) -> list[RuleTa
     """
     model_type = config.get("model_type")
     library = next((name for name in ("paddleformers", "paddlenlp") if f"{name}_version" in config), None)
+    likely = tables.that_mention(str(model_type)) if isinstance(tables, ShippedTables) else tables
     candidates = [
         table
-        for table in tables
+        for table in likely
         if (not table.model_types or model_type in table.model_types)
         and (library is None or len(tables) == 1 or table.convention == library)
     ]
