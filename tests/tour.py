@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 import paddle_reshard
+from paddle_reshard.pipeline.layouts.reading import index_tensor_file
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 from paddle_reshard.storage.locate import open_source
-from paddle_reshard.tasks.index import index_tensor_file
 from tests.conftest import COMMITTED, REPO
 
 DOCUMENT = REPO / "docs" / "tour.md"
