@@ -23,11 +23,13 @@ ARCHITECTURE = (REPO / "docs" / "architecture.md").read_text("utf-8")
 
 
 def missing(text: str) -> list[str]:
-    """Paths in a text that are not there, with or without ``.py``."""
+    """Paths in a text that are not there, with or without ``.py``; NAME and FAMILY stand for what is to be added."""
     return sorted(
         name
         for name in set(NAMED.findall(text))
-        if not (REPO / name).exists() and not (REPO / f"{name}.py").exists()
+        if not re.search(r"\b(?:NAME|FAMILY)\b", name)
+        and not (REPO / name).exists()
+        and not (REPO / f"{name}.py").exists()
     )
 
 
