@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @click.option(
     "--take-over",
     is_flag=True,
-    help="Also what a conversion of another machine has left, without waiting for its lock to expire.",
+    help="Also remove a conversion that has ended on another machine, without waiting for its lock to expire.",
 )
 @target_storage_option
 @json_option
@@ -40,14 +40,14 @@ def clean(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Remove what an unfinished conversion has left at a target; refused while it runs."""
-    with waiting("removing what an unfinished conversion has left", quiet or as_json):
+    """Remove an unfinished conversion at a target; refused while it runs."""
+    with waiting("removing an unfinished conversion", quiet or as_json):
         removed = paddle_reshard.clean(
             target, take_over=take_over, storage_options=storage_options, allow_scheme=allow_scheme
         )
 
     def show() -> None:
-        for line in removed or (f"{target}: no unfinished conversion is here",):
+        for line in removed or (f"{target}: no unfinished conversion",):
             say(f"removed {line}" if removed else line)
 
     answer({"removed": list(removed)}, as_json, quiet, show)

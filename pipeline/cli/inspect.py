@@ -45,7 +45,7 @@ def inspect(
     allow_links: bool,
     as_json: bool,
 ) -> None:
-    """Say what a checkpoint is, from its metadata alone."""
+    """Describe a checkpoint, from its metadata alone."""
     with waiting("reading headers", as_json) as observe:
         found = paddle_reshard.inspect(
             source,

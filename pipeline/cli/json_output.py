@@ -1,4 +1,4 @@
-"""Results as plain data, for ``--json`` and for scripts: stable names, no prose."""
+"""Results as plain data with stable names, for ``--json`` and scripts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The command line: arguments to API calls, results to tables, lines or JSON.
+"""The command line: arguments become API calls, results become tables, lines or JSON.
 
-Exit status: 0 done, 1 refused or failed, 2 wrong usage, 128 + n for signal n (130: interrupted). That of ``verify``
-is told in its module.
+Exit status: 0 success, 1 refused or failed, 2 wrong usage, 128 + n for signal n (130: interrupted). ``verify`` has
+its own, see its module.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ COMMANDS: Final[Mapping[str, str]] = {
     "verify": "verify",
     "watch": "jobs",
 }
-"""Command → the module of this folder that declares it, under its name."""
+"""Command → the module of this folder that declares a function of the same name."""
 
 
 class CommandsOnDemand(Mapping[str, click.Command]):
-    """The commands by name. One is imported, and its options are declared, when it is asked for."""
+    """The commands by name. A command is imported, with its options, when it is looked up."""
 
     def __getitem__(self, name: str) -> click.Command:
         command: click.Command = getattr(import_module(f"{__package__}.{COMMANDS[name]}"), name)

@@ -1,4 +1,4 @@
-"""What a command shows of its progress: a bar on a terminal, lines elsewhere."""
+"""The progress of a command: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def observing(silent: bool) -> Iterator[Callable[[Event], None]]:
 
 @contextmanager
 def waiting(step: str, silent: bool) -> Iterator[Callable[[Event], None]]:
-    """An observer of a command that begins with this step; nothing is said of one that takes no time."""
+    """An observer for a command that starts with this step; short steps are not shown."""
     from paddle_reshard.pipeline.core.events import StepStarted
 
     with observing(silent) as observe:
@@ -61,7 +61,7 @@ def waiting(step: str, silent: bool) -> Iterator[Callable[[Event], None]]:
 
 
 class _Bar:
-    """Events as a progress bar."""
+    """An observer that draws a progress bar."""
 
     def __init__(self, bar: Progress) -> None:
         self.bar = bar
@@ -82,7 +82,7 @@ class _Bar:
         elif isinstance(event, FilesRead):
             self._describe(f"{event.done} of {event.of} files read")
         elif isinstance(event, Waiting):
-            self._describe(f"waits for {event.what}")
+            self._describe(f"waiting for {event.what}")
 
     def _describe(self, detail: str) -> None:
         if self.task is not None:

@@ -1,8 +1,8 @@
-"""What commands print, and how they end: streams that decide about nothing, plain tables, one JSON object.
+"""What commands print and how they end: guarded streams, plain tables, a JSON object.
 
-What a command is *for* decides whether its output matters. ``inspect``, ``plan``, ``simulate`` and ``verify`` answer a
-question: an answer that cannot be written is trouble, as it is for ``ls`` and ``cmp``. All others do something: their
-exit status tells whether it was done, whatever became of their output.
+The purpose of a command determines whether its output matters. ``inspect``, ``plan``, ``simulate`` and ``verify``
+answer a question: if the answer cannot be written, they fail, as ``ls`` and ``cmp`` do. All other commands perform an
+action: their exit status says whether it was performed, even if their output was lost.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from paddle_reshard.pipeline.core.errors import ReshardError
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 
 COMPLETION = "_PADDLE_RESHARD_COMPLETE"
-"""The variable by which a shell asks for completions."""
+"""Environment variable by which a shell requests completions."""
 ANSWERS = ("inspect", "plan", "simulate", "verify")
-"""Commands that are run for what they print."""
+"""Commands that are run for their output."""
 TROUBLE = {"verify": 2}
-"""Exit status of what is no answer, where 1 is one."""
+"""Exit status of failures, for commands where 1 is a valid answer."""
 
 
 # ---------------------------------------------------------------------------------------------------- streams
 
 
 class Stream(io.TextIOBase):
-    """A standard stream whose failure is kept instead of raised; what follows one is thrown away."""
+    """A standard stream that records its first failure instead of raising it, and discards later output."""
 
     def __init__(self, inner: TextIO) -> None:
         self.inner = inner
@@ -48,15 +48,15 @@ class Stream(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """That of the stream."""
+        """Encoding of the stream."""
         return self.inner.encoding
 
     def isatty(self) -> bool:
-        """Whether somebody looks at it."""
+        """Whether the stream is a terminal."""
         return self.inner.isatty()
 
     def fileno(self) -> int:
-        """The number of its file."""
+        """File descriptor of the stream."""
         return self.inner.fileno()
 
     def writable(self) -> bool:
@@ -64,12 +64,12 @@ class Stream(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        """Write if that is still possible."""
+        """Write, unless the stream has failed."""
         self._try(lambda: self.inner.write(text))
         return len(text)
 
     def flush(self) -> None:
-        """Write what waits, if that is still possible."""
+        """Flush, unless the stream has failed."""
         self._try(self.inner.flush)
 
     def _try(self, act: Callable[[], object]) -> None:
@@ -88,7 +88,8 @@ class Stream(io.TextIOBase):
 
 @contextmanager
 def guarded_streams() -> Iterator[tuple[Stream | None, Stream | None]]:
-    """stdout and stderr as :class:`Stream`; what they cannot encode is replaced. ``None``: they are closed."""
+    """Replace stdout and stderr by :class:`Stream`; ``None`` for a closed one. Characters that they cannot encode are
+    replaced."""
     before = sys.stdout, sys.stderr
     guarded = [None if stream is None else Stream(_replacing(stream)) for stream in before]
     try:
@@ -108,7 +109,7 @@ def _replacing(stream: TextIO) -> TextIO:
 
 
 def occupy_standard_files() -> None:
-    """Give standard files that are closed to nobody: else the next file that is opened becomes one of them."""
+    """Open the null device for closed standard files; otherwise the next opened file would take their number."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -117,10 +118,10 @@ def occupy_standard_files() -> None:
 
 
 class Choice(click.Choice[str]):
-    """A choice that asks whether another word was meant."""
+    """A choice that suggests the closest value for a misspelled one."""
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> str:
-        """The chosen word."""
+        """The chosen value."""
         try:
             return super().convert(value, parameter, context)
         except click.BadParameter as error:
@@ -132,14 +133,14 @@ class Choice(click.Choice[str]):
 
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
-    """Names and what they are: in two columns on a terminal, with a tab between them elsewhere."""
+    """Print names and values: in two columns on a terminal, tab-separated elsewhere."""
     print_table((), facts)
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Rows, each on one line of its own, nothing cut: columns on a terminal, tabs elsewhere.
+    """Print each row on its own line, without truncation: in columns on a terminal, tab-separated elsewhere.
 
-    Numbers (their columns hold nothing else) stand to the right of their column.
+    Columns that contain only numbers are right-aligned.
     """
     lines = [tuple(map(printable, row)) for row in ((headings, *rows) if headings else rows)]
     if not lines:
@@ -173,12 +174,12 @@ def _is_number(cell: str) -> bool:
 
 
 def print_object(command: str, facts: Mapping[str, Any]) -> None:
-    """The one JSON object of a command that came to its end."""
+    """Print the JSON object of a command that succeeded."""
     print_answer(Answer(command, facts=facts))
 
 
 def answer(data: Mapping[str, Any], as_json: bool, quiet: bool, show: Callable[[], None]) -> None:
-    """Print a result as one JSON object, for people, or not at all."""
+    """Print a result as a JSON object, as text, or not at all."""
     if as_json:
         print_object(click.get_current_context().info_name or "", data)
     elif not quiet:
@@ -186,12 +187,12 @@ def answer(data: Mapping[str, Any], as_json: bool, quiet: bool, show: Callable[[
 
 
 def print_error(command: str | None, end: End) -> None:
-    """The one JSON object of a command that did not."""
+    """Print the JSON object of a command that failed."""
     print_answer(Answer(command, end.message, end.kind, end.retryable))
 
 
 def print_answer(answer: Answer) -> None:
-    """The one JSON object of a command, however it ended."""
+    """Print the JSON object of a command, whether it succeeded or not."""
     click.echo(json.dumps(answer.data()))
 
 
@@ -200,7 +201,7 @@ def print_answer(answer: Answer) -> None:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a command ended that did not do what it should."""
+    """How a command failed."""
 
     status: int
     message: str
@@ -209,7 +210,7 @@ class End:
 
 
 def end_of(error: BaseException, trouble: int) -> End:
-    """What an error means to a user; ``trouble`` is the exit status of what is no answer."""
+    """What an error means to a user; ``trouble`` is the exit status of a failure."""
     kind = type(error).__name__
     if isinstance(error, click.ClickException):
         return End(error.exit_code, error.format_message(), "UsageError")
@@ -225,16 +226,16 @@ def end_of(error: BaseException, trouble: int) -> End:
 
 
 def _places(error: BaseException) -> str:
-    """Where an error comes from, in short: the innermost lines."""
+    """The innermost frames of an error's traceback."""
     frames = traceback.extract_tb(error.__traceback__)[-4:]
     return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
 
 
 class Commands(click.Group):
-    """Commands that end as this module says, whatever happens."""
+    """A group whose commands always end as described in this module."""
 
     def main(self, args: Sequence[str] | None = None, *further: Any, **extra: Any) -> Any:
-        """Run a command, and end the process with its status."""
+        """Run a command and exit with its status."""
         if COMPLETION in os.environ:  # a shell asks, and click answers it in bytes
             return super().main(args, *further, **extra)
         arguments = list(sys.argv[1:] if args is None else args)
@@ -275,7 +276,7 @@ def _tell(error: BaseException, end: End) -> None:
 
 
 def _unheard(command: str | None, failure: OSError, status: int, trouble: int) -> int:
-    """The exit status of a command whose output nobody got: its own, unless it was run for its output."""
+    """The exit status of a command whose output was lost: its own, unless it was run for its output."""
     if command not in ANSWERS:
         return status
     if failure.errno == errno.EPIPE:  # whoever read it had enough: as for any other tool

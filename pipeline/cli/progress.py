@@ -1,4 +1,4 @@
-"""Events as lines of text, for a log that somebody reads later or from afar."""
+"""Progress events as lines of text, for logs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.core.events import Event
 
 PROGRESS_SECONDS = 10.0
-"""Between two lines about one step."""
+"""Time between two lines about a step, in seconds."""
 PATIENCE_SECONDS = 2.0
-"""How long a step may take until the first line about it."""
+"""Time until the first line about a step, in seconds."""
 
 
 class ProgressLines:
-    """An observer that tells the end of every step, and of a long one from time to time how far it is.
+    """An observer that reports the end of every step, and the progress of long steps.
 
-    While :meth:`ticking`, also of a step of which nothing is heard.
+    While :meth:`ticking`, steps without events are reported too.
     """
 
     def __init__(self, tell: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -31,13 +31,13 @@ class ProgressLines:
         self.total_bytes: int | None = None
         self.done_bytes = self.earlier_bytes = 0
         self.detail = ""
-        """What is known of a step that moves no bytes."""
+        """The latest detail of a step that moves no bytes."""
         self.begun = 0.0
         self.due = 0.0
         self._alone = threading.Lock()
 
     def __call__(self, event: Event) -> None:
-        """Take note of an event."""
+        """Record an event."""
         from paddle_reshard.pipeline.core.events import FilesRead, Progress, StepEnded, StepStarted, Waiting
 
         with self._alone:
@@ -54,14 +54,14 @@ class ProgressLines:
                 self.detail = f"{event.done} of {event.of} files read, "
                 self._tell_if_due()
             elif isinstance(event, Waiting):
-                self.detail = f"waits for {event.what}, "
+                self.detail = f"waiting for {event.what}, "
             elif isinstance(event, StepEnded):
                 self.tell(f"{event.step}: {event.summary}{self._taken()}")
                 self.step = None
 
     @contextmanager
     def ticking(self) -> Iterator[None]:
-        """Look at the clock once a second, in a thread, until the block ends."""
+        """Check the clock once a second, in a thread, until the block ends."""
         over = threading.Event()
 
         def tick() -> None:
@@ -91,7 +91,7 @@ class ProgressLines:
             self.tell(f"{self.step}: {self.detail}{readable_seconds(now - self.begun)} so far")
 
     def _taken(self) -> str:
-        """How long a step took that anybody waited for, and how fast it was."""
+        """Duration and rate of a step, unless it was short."""
         seconds = self.clock() - self.begun
         if seconds < PATIENCE_SECONDS:
             return ""
@@ -103,7 +103,7 @@ class ProgressLines:
 def progress_line(
     step: str, done_bytes: int, total_bytes: int, seconds: float, earlier_bytes: int = 0
 ) -> str:
-    """How far, how fast, and how long it will take if it goes on like that; an earlier run has done some of it.
+    """Progress, rate and remaining time of a step, of which an earlier run may have done ``earlier_bytes``.
 
     >>> progress_line("move", 1 << 30, 4 << 30, 10.0)
     'move: 1.0 GiB of 4.0 GiB, 25 %, 102.4 MiB/s, 30 s left'

@@ -1,8 +1,8 @@
-"""How does a command end that is told to: by Ctrl-C, by an operator, by the end of a terminal or of a machine?
+"""How a command reacts to signals: Ctrl-C, an operator, a closed terminal, a shutdown.
 
-SIGINT, SIGTERM and SIGHUP all end it in the same way: what is open is closed, a sentence says what is kept, and the
-exit status is 128 and the signal's number, as a shell would say it. A signal that was ignored when the command started
-stays ignored: ``nohup`` counts on that.
+SIGINT, SIGTERM and SIGHUP all end it in the same way: resources are closed, a message says what is kept, and the exit
+status is 128 plus the signal's number, as in a shell. A signal that was ignored when the command started stays
+ignored; ``nohup`` relies on that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import FrameType
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asked this process to end."""
+    """A signal asked this process to stop."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -22,7 +22,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class _Stop:
-    """A handler that remembers what it was called for: Ray makes a plain interrupt of one that comes while it waits."""
+    """A handler that records its signal, because Ray turns a signal during its waits into a plain interrupt."""
 
     def __init__(self) -> None:
         self.heard: int | None = None
@@ -34,7 +34,7 @@ class _Stop:
 
 @contextmanager
 def heard_signals() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP end what is being done as SIGINT does. For the main thread."""
+    """Let SIGTERM and SIGHUP interrupt the block as SIGINT does. Call it from the main thread."""
     stop = _Stop()
     before = {
         number: signal.signal(number, stop)
@@ -49,7 +49,7 @@ def heard_signals() -> Iterator[None]:
 
 
 def signal_of(interrupt: BaseException) -> signal.Signals:
-    """The signal that was behind an interrupt; click puts an error of its own in front of one."""
+    """The signal that caused an interrupt, which click may have wrapped in an error of its own."""
     for error in (interrupt, interrupt.__cause__):
         if isinstance(error, Stopped):
             return signal.Signals(error.number)

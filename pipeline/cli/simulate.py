@@ -1,4 +1,4 @@
-"""The command ``simulate``: what a saved plan would take on many workers."""
+"""The command ``simulate``: how long a saved plan would take on many workers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,27 @@ HEADINGS = ("workers", "time", "speed-up", "busy", "most read", "most written", 
 @click.command()
 @click.argument("plan", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="PLAN")
 @click.option(
-    "--workers", default="1,8,64,1024", show_default=True, metavar="N,…", help="Numbers of workers."
+    "--workers",
+    default="1,8,64,1024",
+    show_default=True,
+    metavar="N,…",
+    help="Numbers of workers to simulate.",
 )
-@click.option("--read-rate", default="1GB", show_default=True, help="Bytes per second that a worker reads.")
-@click.option("--write-rate", default="1GB", show_default=True, help="Bytes per second that a worker writes.")
-@click.option("--total-read-rate", help="Of the source's store for all workers together. Default: no limit.")
-@click.option("--total-write-rate", help="Of the target's store for all workers together. Default: no limit.")
+@click.option("--read-rate", default="1GB", show_default=True, help="Bytes per second read by a worker.")
+@click.option("--write-rate", default="1GB", show_default=True, help="Bytes per second written by a worker.")
 @click.option(
-    "--copy-rate", default="1GB", show_default=True, help="Of each copy that the storage makes by itself."
+    "--total-read-rate",
+    help="Bytes per second of the source's store for all workers together. Default: no limit.",
+)
+@click.option(
+    "--total-write-rate",
+    help="Bytes per second of the target's store for all workers together. Default: no limit.",
+)
+@click.option(
+    "--copy-rate",
+    default="1GB",
+    show_default=True,
+    help="Bytes per second of each copy that the storage makes by itself.",
 )
 @click.option(
     "--latency",
@@ -36,11 +49,11 @@ HEADINGS = ("workers", "time", "speed-up", "busy", "most read", "most written", 
     default=0.02,
     show_default=True,
     metavar="SECONDS",
-    help="Until a store begins to answer.",
+    help="Time until a store starts to respond.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def simulate(plan: Path, workers: str, latency: float, as_json: bool, **rates: str | None) -> None:
-    """Estimate how long a plan takes on many workers. PLAN is a file that plan --save made; nothing is moved."""
+    """Estimate how long a plan takes on many workers. PLAN is a file written by plan --save."""
     from paddle_reshard.pipeline.convert.plan_file import load_plan
     from paddle_reshard.pipeline.planning.simulate import Rates
     from paddle_reshard.pipeline.planning.simulate import simulate as estimate

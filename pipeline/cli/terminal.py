@@ -1,8 +1,8 @@
-r"""The one way to a terminal or a log.
+r"""The only module that writes to a terminal or a log.
 
-Names of tensors and files, and what manifests and stores say, are made by others. Escape sequences in them would let
-them overwrite lines, ring bells, name links or reach the clipboard, and a line feed would forge a line of ours; so
-whatever is printed has its control and format characters shown as ``\x1b`` and the like. JSON escapes by itself.
+Names of tensors and files, and texts from manifests and stores, are untrusted. Escape sequences in them could overwrite
+lines, ring bells, create links or reach the clipboard, and a line feed could forge a line of output. So control and
+format characters in all output are shown as ``\x1b`` and the like. JSON has its own escapes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
-"""Categories of Unicode: controls, formats (bidi and width among them), halves of characters, separators of lines."""
+"""Unicode categories: controls, formats (including bidi and zero width), surrogates, line separators."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def printable(text: str) -> str:
-    r"""A text in which every character that a terminal would act on is spelled out.
+    r"""Text with every character that a terminal would act on escaped.
 
     >>> printable("a\x1b[2Jb\nc") == r"a\x1b[2Jb\nc"
     True
@@ -36,18 +36,18 @@ def printable(text: str) -> str:
 
 
 def say(message: str, err: bool = False) -> None:
-    """Print one line."""
+    """Print a line."""
     click.echo(printable(message), err=err)
 
 
 def pass_on(text: str, err: bool = False) -> None:
-    """Print lines of another process: they stay lines, and lose their colours."""
+    """Print lines of another process, without their colours."""
     lines = _COLOUR.sub("", text).split("\n")
     click.echo("\n".join(printable(line.rstrip("\r")) for line in lines), nl=False, err=err)
 
 
 def console(err: bool = False, width: int | None = None) -> Console:
-    """A console that prints every text as it is: no markup, no emoji, nothing to act on."""
+    """A console that prints text literally: no markup, no emoji, no control characters."""
     from rich.console import Console
     from rich.text import Text
 
@@ -59,18 +59,18 @@ def console(err: bool = False, width: int | None = None) -> Console:
 
 
 class LogFormatter(logging.Formatter):
-    """Log lines; what a traceback says stays on lines of its own."""
+    """Formats log records; the lines of a traceback stay separate lines."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One record."""
+        """Format a record."""
         return "\n".join(map(printable, super().format(record).split("\n")))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The message alone, which is one line."""
+        """Format the message, which is a single line."""
         return printable(super().formatMessage(record))
 
 
 def log_to_terminal() -> None:
-    """Let warnings that nobody has set up a log for be printed as everything else is."""
+    """Print warnings of unconfigured loggers in the same safe way as everything else."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(LogFormatter("%(message)s"))

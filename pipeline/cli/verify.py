@@ -1,4 +1,4 @@
-"""The command ``verify``. Its exit status is that of ``cmp`` and ``diff``: 0 equal, 1 different, 2 trouble."""
+"""The command ``verify``, with the exit status of ``cmp`` and ``diff``: 0 equal, 1 different, 2 trouble."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.planning.compare import Difference
 
 DIFFERENT = 1
-"""Exit status of ``verify``, where it has compared."""
+"""Exit status of ``verify`` after a comparison that found differences."""
 SHOWN_DIFFERENCES = 20
 KNOWN_TO_ONE = (
     *("a", "source", "as_json", "quiet"),
     *("storage_options", "source_storage_options", "target_storage_options", "allow_scheme", "allow_links"),
 )
-"""Options of ``verify`` that also go with one target alone."""
+"""Options of ``verify`` that also apply to a single target."""
 
 
 @click.command()
@@ -97,9 +97,9 @@ def verify(
         sys.exit(0 if found else DIFFERENT)
     if source is not None:
         raise UsageError(
-            f"--source is for one target and its manifest; {a} has none"
+            f"--source requires a target with a manifest; {a} has none"
             if b is None
-            else "--source is for one target and its manifest; two checkpoints are compared as they are"
+            else "--source requires a single target with a manifest; two checkpoints are compared without it"
         )
     chosen = None if states is None else [state.strip() for state in states.split(",")]
     with waiting("reading headers", quiet or as_json) as observe:
@@ -127,12 +127,13 @@ def _holds_manifest(location: str, reach: dict[str, Any]) -> bool:
 
 
 def _check_for_one(context: click.Context) -> None:
-    """Refuse what ``verify`` of one target would not look at."""
+    """Refuse options that ``verify`` of a single target would ignore."""
     for option in context.command.params:
         given = context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT
         if given and option.name not in KNOWN_TO_ONE:
             raise UsageError(
-                f"{option.opts[0]} is for two checkpoints; one is compared with its manifest, byte for byte"
+                f"{option.opts[0]} is for two checkpoints; a single target is compared with its manifest, "
+                f"byte for byte"
             )
 
 
@@ -146,21 +147,21 @@ def _show_verification(report: VerifyReport, alone: bool) -> None:
     if len(others) > SHOWN_DIFFERENCES:
         say(f"… and {len(others) - SHOWN_DIFFERENCES} more, listed with --json")
     if lonely:
-        say("to compare what both have, name it: --state LIST; or --subset, where B may hold less")
+        say("use --state LIST to compare chosen states, or --subset if B may hold fewer tensors")
     if not alone:
         say(report.verdict)
         return
     from paddle_reshard.pipeline.core.file_names import MANIFEST
 
     count = len(report.differences)
-    say(f"has no {MANIFEST}: what it stores twice is compared, nothing else")
+    say(f"no {MANIFEST}: only values that are stored twice were compared")
     say(f"{f'contradicts itself: {count} differences' if count else 'consistent'}; {report.extent}")
 
 
 def _only_on_one_side(
     differences: Sequence[Difference],
 ) -> tuple[dict[tuple[str, str], list[str]], list[Difference]]:
-    """State and side → keys of the tensors that only this side has; and all other differences."""
+    """State and side → keys of the tensors that only this side has, and all other differences."""
     from paddle_reshard.pipeline.planning.compare import ONLY_IN_A, ONLY_IN_B
 
     lonely: dict[tuple[str, str], list[str]] = {}
@@ -182,6 +183,6 @@ def _show_integrity(report: IntegrityReport) -> None:
     say(report.verdict)
     if report.unchecked_bytes:
         say(
-            "these were copied by the storage: to compare them, --source SRC names what it was made from, unchanged "
-            f"since; the manifest says {report.recorded_source}"
+            f"unchecked bytes were copied by the storage; to compare them, give the unchanged source "
+            f"with --source SRC (recorded in the manifest: {report.recorded_source})"
         )

@@ -151,7 +151,7 @@ def test_verify_tells_of_each_state_that_one_side_lacks_once(tmp_path: Path) -> 
     assert different.returncode == 1
     assert different.stdout.splitlines()[0] == "ema_master_weight of lm_head.weight and 38 more: only in A"
     assert different.stdout.count("only in") == 1
-    assert "--state LIST; or --subset" in different.stdout
+    assert "--state LIST to compare chosen states, or --subset" in different.stdout
     assert len(json.loads(run("verify", DEMO, tmp_path / "unified", "--json").stdout)["differences"]) == 39
 
 

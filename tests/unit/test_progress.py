@@ -71,7 +71,7 @@ def test_steps_that_move_nothing_tell_what_they_have_read_or_wait_for() -> None:
     observe(StepEnded("move", "done"))
     assert told == [
         "plan: 120 of 4096 files read, 3.0 s so far",
-        "move: waits for Ray and its workers, 10.0 s so far",
+        "move: waiting for Ray and its workers, 10.0 s so far",
         "move: 60.0 MiB of 100.0 MiB, 60 %, 1.0 MiB/s, 40 s left",
         "move: done; 20.0 s, 1.0 MiB/s",
     ]
@@ -120,7 +120,7 @@ def test_cleaning_that_takes_long_is_told_of(tmp_path: Path) -> None:
     try:
         assert process.stderr is not None
         line = process.stderr.readline()
-        assert line.startswith("removing what an unfinished conversion has left: ")
+        assert line.startswith("removing an unfinished conversion: ")
     finally:
         os.close(lock)
         process.communicate(timeout=300)
