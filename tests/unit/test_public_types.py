@@ -116,6 +116,15 @@ def test_every_public_name_is_in_the_reference_and_no_other() -> None:
     assert named == PUBLIC.keys()
 
 
+def test_every_attribute_in_the_reference_is_there() -> None:
+    text = (REPO / "docs" / "api.md").read_text("utf-8")
+    named = {(name, attribute) for name, attribute in re.findall(r"`(\w+)\.(\w+)", text) if name in PUBLIC}
+    assert len(named) > 12
+    for name, attribute in named:
+        public = PUBLIC[name]
+        assert hasattr(public, attribute) or attribute in typing.get_type_hints(public)
+
+
 @pytest.mark.parametrize("name", sorted(PUBLIC.keys() - ALIASES))
 def test_every_public_name_and_member_says_what_it_is(name: str) -> None:
     public = PUBLIC[name]
