@@ -119,7 +119,7 @@ def test_every_public_name_is_in_the_reference_and_no_other() -> None:
 def test_every_attribute_in_the_reference_is_there() -> None:
     text = (REPO / "docs" / "api.md").read_text("utf-8")
     named = {(name, attribute) for name, attribute in re.findall(r"`(\w+)\.(\w+)", text) if name in PUBLIC}
-    assert len(named) > 12
+    assert len(named) >= 12
     for name, attribute in named:
         public = PUBLIC[name]
         assert hasattr(public, attribute) or attribute in typing.get_type_hints(public)
