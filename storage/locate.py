@@ -139,7 +139,8 @@ def open_target(
 
         return LocalTarget(local_path(location), overwrite, resume, take_over)
     from paddle_reshard.storage.remote.target import StagedTarget
-    from paddle_reshard.storage.s3.target import S3Folder, S3Target
+    from paddle_reshard.storage.s3.folder import S3Folder
+    from paddle_reshard.storage.s3.target import S3Target
 
     folder = open_folder(location, options, TargetError)
     if isinstance(folder, S3Folder):
@@ -191,7 +192,7 @@ def check_scheme(location: str, schemes: Collection[str] = ()) -> None:
 def open_folder(location: str, options: StorageOptions, failure: type[ReshardError]) -> FsspecFolder:
     """A folder of the store that a URL names. The drivers are imported here: local work does without them."""
     from paddle_reshard.storage.remote.folder import FsspecFolder, choose_options
-    from paddle_reshard.storage.s3.target import SCHEMES, S3Folder
+    from paddle_reshard.storage.s3.folder import SCHEMES, S3Folder
 
     if "::" in location:  # fsspec finds the options of each link by its scheme
         return _checked(FsspecFolder(location, dict(options), failure))
@@ -230,7 +231,7 @@ def place(location: str) -> PurePath:
     if is_local(location):
         return Path(os.path.realpath(local_path(location)))
     from paddle_reshard.storage.remote.folder import without_secrets
-    from paddle_reshard.storage.s3.target import SCHEMES
+    from paddle_reshard.storage.s3.folder import SCHEMES
 
     scheme, rest = without_secrets(location).split("://", 1)
     return PurePosixPath("//", "s3" if scheme in SCHEMES else scheme, rest.lstrip("/"))

@@ -56,7 +56,7 @@ class ReshardWorker:
         os.environ.update(environment)
         self.source, self.target, self.place = source, target, place
         self.mover: Mover = HOST
-        self.desk = _Desk(memory_bytes - FOOTPRINT_BYTES)
+        self.pool = WorkspacePool(memory_bytes - FOOTPRINT_BYTES)
         self.prepared = False
         self.figures = _Figures(number)
 
@@ -82,12 +82,12 @@ class ReshardWorker:
     def _run(self, work: GroupWork) -> GroupReport:
         if self.place is not None:
             return run_group(work, self.source, self.target, self.mover)
-        with self.desk.workspace(work) as space:
+        with self.pool.workspace(work) as space:
             return run_group(work, self.source, self.target, space)
 
     def load(self, path: str, start: int, stop: int) -> Buffer | ReshardError:
         """One band, to be shared as an object."""
-        self.desk.clear()  # objects take the place of workspaces
+        self.pool.clear()  # objects take the place of workspaces
         with self.figures.busy():
             band = _refusals_returned(load_band, self.source, path, start, stop)
         self.figures.add_read(0 if isinstance(band, ReshardError) else len(band))
@@ -100,7 +100,7 @@ class ReshardWorker:
             if isinstance(band, ReshardError):
                 return band
             loaded.append(band)
-        self.desk.clear()
+        self.pool.clear()
         with self.figures.busy():
             report = _refusals_returned(finish_group, share, loaded, self.target, self.mover)
         if isinstance(report, ReshardError):
@@ -108,7 +108,7 @@ class ReshardWorker:
         return self.figures.told_with(report)
 
 
-class _Desk:
+class WorkspacePool:
     """Workspaces for groups that run side by side: one that does not fit waits until another has ended."""
 
     def __init__(self, budget_bytes: int) -> None:

@@ -37,11 +37,11 @@ from paddle_reshard.storage.session.ledger import (
     Place,
     Session,
     SessionRecord,
+    acquire_lock,
     check_receipts,
     find_session,
     refuse_busy,
     refuse_unfinished,
-    seize,
 )
 from paddle_reshard.storage.session.staging import Staging
 from paddle_reshard.storage.space import Room, room_for
@@ -170,7 +170,7 @@ class FsspecTarget(ABC):
         listing = self.folder.listing()
         left = find_session(self.place)
         if left is not None and self.is_over(left, listing):
-            seize(self.place, self.location, self.take_over)
+            acquire_lock(self.place, self.location, self.take_over)
             self.place.remove()
             return self.folder.listing()
         return listing
@@ -275,7 +275,7 @@ class FsspecTarget(ABC):
             logger.warning("%s", _only_forward(self.location))
             return
         self.session.stop()
-        self.place.hurry()
+        self.place.shorten_timeouts()
         left = self.take_back()
         visible = self.made if self.overwrite or self.session.phase is Phase.MOVE else self.files.keys()
         left += self.try_each(self.folder.delete, sorted(visible, key=lambda n: (not is_marker(n), n)))

@@ -105,7 +105,7 @@ class S3Place:
         if self._pool is not None:
             self._pool.submit(self._write_lines).result()
 
-    def hurry(self) -> None:
+    def shorten_timeouts(self) -> None:
         """The end is near: a late answer is worth less than a quick one."""
         self.policy = retry.HURRIED
 

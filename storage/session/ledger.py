@@ -248,7 +248,7 @@ class Place(Protocol):
     def flush(self) -> None:
         """Wait until all lines are in the ledger."""
 
-    def hurry(self) -> None:
+    def shorten_timeouts(self) -> None:
         """Be quick from now on, rather than patient."""
 
     def ledger(self) -> list[Record]:
@@ -310,7 +310,7 @@ def refuse_unfinished(record: SessionRecord, location: str) -> None:
     )
 
 
-def seize(place: Place, location: str, take_over: bool) -> bool:
+def acquire_lock(place: Place, location: str, take_over: bool) -> bool:
     """Take the lock of a session in order to remove it; False if there is none.
 
     Raises
@@ -453,7 +453,7 @@ class Session:
     def release(self) -> None:
         """Let the session be, for a later run to go on with."""
         self.stop()
-        self.place.hurry()
+        self.place.shorten_timeouts()
         if self.lost is None:
             with contextlib.suppress(ReshardError, OSError):
                 self.place.flush()

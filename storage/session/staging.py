@@ -129,7 +129,7 @@ class DiskPlace:
     def flush(self) -> None:
         """Lines are written at once."""
 
-    def hurry(self) -> None:
+    def shorten_timeouts(self) -> None:
         """A disk answers at once or not at all."""
 
     def ledger(self) -> list[Record]:

@@ -21,7 +21,7 @@ from typing import Any
 import paddle_reshard
 from paddle_reshard.pipeline.planning import sizes as planning
 from paddle_reshard.storage.remote import retry
-from paddle_reshard.storage.s3.target import S3Folder
+from paddle_reshard.storage.s3.folder import S3Folder
 from paddle_reshard.storage.session import ledger
 
 CREATING = os.O_CREAT | os.O_TRUNC

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paddle_reshard.pipeline.core.errors import TargetError
-from paddle_reshard.storage.s3.target import S3Folder
+from paddle_reshard.storage.s3.folder import S3Folder
 from tests.storage.servers import CHANGED
 
 MISSING = b"<Error><Code>NoSuchKey</Code><Message>There is no such key.</Message></Error>"

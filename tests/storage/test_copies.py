@@ -16,7 +16,7 @@ from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.local.target import COPY_BLOCK_BYTES, LocalWriter
 from paddle_reshard.storage.locate import open_source, open_target
 from paddle_reshard.storage.s3 import target as s3
-from paddle_reshard.storage.s3.target import S3Folder
+from paddle_reshard.storage.s3.folder import S3Folder
 from paddle_reshard.storage.store import CopyRange, Identity, NewFile
 from tests.properties.synthetic import Model, write_checkpoint
 from tests.storage.contents import (

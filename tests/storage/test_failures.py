@@ -18,7 +18,7 @@ from paddle_reshard.pipeline.core.errors import ReshardError, TargetError
 from paddle_reshard.storage.locate import open_source, open_target
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.remote.retry_counts import count_retries
-from paddle_reshard.storage.s3.target import S3Folder
+from paddle_reshard.storage.s3.folder import S3Folder
 from paddle_reshard.storage.store import CopyRange, Identity, NewFile
 from tests.conftest import REPO
 from tests.storage.contents import (
