@@ -1,33 +1,33 @@
-"""S3 and what speaks its protocol.
-
-Every file of a new checkpoint is one multipart upload, also where it has a single part: an upload is invisible until
-it is completed, so nothing appears before everything is written, a marker can be uploaded long before it may be
-seen, and a failed conversion leaves nothing behind but what aborting removes. Parts carry their MD5, which the store
-checks, and which is the ETag that it answers.
-"""
+"""A new checkpoint on S3 and what speaks its protocol: every file is a multipart upload until all are whole."""
 
 from __future__ import annotations
 
 import logging
 import secrets
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from paddle_reshard.pipeline.core.errors import ReshardError, TargetError, UnsupportedError
 from paddle_reshard.pipeline.core.part_limits import CopyLimits
 from paddle_reshard.storage.checksum import checksum, source_checksum
+from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.remote.source import FsspecSource
 from paddle_reshard.storage.remote.target import PROBE_PREFIX, FsspecTarget, is_marker, refuse_replacing
-from paddle_reshard.storage.s3.folder import (
-    Part,
-    S3Folder,
-    _md5,
-    joined_etag,
-)
+from paddle_reshard.storage.s3 import uploads
+from paddle_reshard.storage.s3.folder import S3Folder
 from paddle_reshard.storage.s3.session import S3Place
-from paddle_reshard.storage.session.ledger import SESSION, Phase, Place, Session, acquire_lock, find_session
+from paddle_reshard.storage.s3.uploads import Part, Upload, joined_etag
+from paddle_reshard.storage.session.ledger import (
+    SESSION,
+    Phase,
+    Place,
+    Session,
+    SessionRecord,
+    acquire_lock,
+    find_session,
+)
 from paddle_reshard.storage.store import (
     OWN_PREFIX,
     CopyRange,
@@ -51,23 +51,6 @@ PROBE_COPY_BYTES = 1 << 10
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Upload:
-    """A file that is being uploaded."""
-
-    upload_id: str
-    part_starts: tuple[int, ...]
-    size_bytes: int
-
-    def part(self, byte_offset: int) -> tuple[int, int]:
-        """Number and size of the part that starts at an offset."""
-        index = bisect_left(self.part_starts, byte_offset)
-        if self.part_starts[index : index + 1] != (byte_offset,):
-            raise TargetError(f"no part starts at byte {byte_offset}")
-        stop = (*self.part_starts[index + 1 : index + 2], self.size_bytes)[0]
-        return index + 1, stop - byte_offset
-
-
 @dataclass(frozen=True, eq=False)
 class S3Writer:
     """Uploads parts; can be sent to any worker, credentials inside."""
@@ -83,7 +66,7 @@ class S3Writer:
         if len(buffer) != nbytes:
             raise TargetError(f"{path}: the part at {byte_offset} has {nbytes} bytes, not {len(buffer)}")
         taken = self.folder.attempt(
-            path, self.folder.upload_part, path, upload.upload_id, number, buffer.cast("B")
+            path, uploads.upload_part, self.folder, path, upload.upload_id, number, buffer.cast("B")
         )
         return Receipt(path, byte_offset, nbytes, taken.tag, checksum(buffer), taken.md5)
 
@@ -93,9 +76,11 @@ class S3Writer:
         number, wanted = upload.part(copy.byte_offset)
         if copy.nbytes != wanted:
             raise TargetError(f"{path}: the part at {copy.byte_offset} has {wanted} bytes, not {copy.nbytes}")
-        if not isinstance(source, FsspecSource):
+        if not isinstance(source, FsspecSource) or not isinstance(source.folder, S3Folder):
             raise UnsupportedError(f"{path}: only files of the same store can be copied there")
-        taken = self.folder.attempt(path, self.folder.copy_part, upload.upload_id, number, copy, source)
+        taken = self.folder.attempt(
+            path, uploads.copy_part, self.folder, upload.upload_id, number, copy, source, source.folder
+        )
         return Receipt(path, copy.byte_offset, copy.nbytes, taken.tag, md5=taken.md5)
 
 
@@ -127,14 +112,23 @@ class S3Target(FsspecTarget):
         try:
             wanted = source.read(largest, 1, PROBE_COPY_BYTES)
             probe = CopyRange(PROBE_PREFIX + secrets.token_hex(8), 0, PROBE_COPY_BYTES, largest, 1)
-            taken = self.s3.probe_copy(probe, source)
+            taken = self._probe_copy(probe, source, source.folder)
         except ReshardError as error:
             logger.info("%s copies nothing from %s: %s", self.location, source.location, error)
             return None
-        if taken.md5 and taken.md5 != _md5(wanted).hex():
+        if taken.md5 and taken.md5 != uploads.md5_of(wanted).hex():
             logger.info("%s copies other bytes than it is asked for", self.location)
             return None
         return COPIES
+
+    def _probe_copy(self, probe: CopyRange, source: FsspecSource, source_folder: S3Folder) -> uploads.Taken:
+        """Copy a range into an upload that is dropped."""
+        attempt = partial(self.s3.attempt, policy=retry.HURRIED)
+        upload_id = attempt("", uploads.create_upload, self.s3, probe.path)
+        try:
+            return attempt("", uploads.copy_part, self.s3, upload_id, 1, probe, source, source_folder)
+        finally:
+            attempt("", uploads.abort_upload, self.s3, probe.path, upload_id)
 
     def begin_files(self, files: Sequence[NewFile], identity: Identity) -> tuple[S3Writer, Sequence[Record]]:
         """Begin the upload of every file that has bytes, or find what an earlier run has uploaded."""
@@ -155,49 +149,42 @@ class S3Target(FsspecTarget):
             session.update(uploads=self.uploads)
         else:
             self._find_completed([new for new in gone if new.size_bytes], session.records)
-        records = [
-            record
-            for record in session.records
-            if all(
-                receipt.path in self.completed or _is_listed(receipt, listed, self.files)
-                for receipt in record.receipts
-            )
-        ]
+        records = kept_records(session.records, self.completed, listed, self.files)
         if session.phase is not Phase.MOVE and len(records) < len(session.records):
             raise TargetError(
                 f"{self.location}: parts of the unfinished conversion are gone from the store; paddle-reshard clean "
                 f"{self.location} removes the rest"
             )
-        uploads = {
+        begun = {
             new.path: Upload(self.uploads[new.path], new.part_starts, new.size_bytes)
             for new in files
             if new.size_bytes
         }
-        return S3Writer(self.s3, uploads), records
+        return S3Writer(self.s3, begun), records
 
     def _begin(self, new: NewFile) -> tuple[str, str]:
         if not new.size_bytes:
             return new.path, ""
-        return new.path, self.folder.attempt(new.path, self.s3.create_upload, new.path)
+        return new.path, self.folder.attempt(new.path, uploads.create_upload, self.s3, new.path)
 
     def _list_parts(self, files: Sequence[NewFile]) -> dict[str, dict[int, Part] | None]:
         """What is there of the files whose upload an earlier run has begun."""
         begun = [new.path for new in files if self.uploads.get(new.path)]
 
         def parts(name: str) -> tuple[str, dict[int, Part] | None]:
-            return name, self.folder.attempt(name, self.s3.list_parts, name, self.uploads[name])
+            return name, self.folder.attempt(name, uploads.list_parts, self.s3, name, self.uploads[name])
 
         return dict(self.folder.for_each(parts, begun))
 
     def _abort_strays(self) -> None:
         """Abort uploads of our files that a killed run has begun and no session knows."""
-        for name, upload_id in self.folder.attempt("", self.s3.list_uploads):
+        for name, upload_id in self.folder.attempt("", uploads.list_uploads, self.s3):
             ours = name in self.files or name.startswith(OWN_PREFIX)
             if ours and upload_id != self.uploads.get(name):
                 self._abort(name, upload_id)
 
     def _abort(self, name: str, upload_id: str) -> None:
-        self.folder.attempt(name, self.s3.abort_upload, name, upload_id)
+        self.folder.attempt(name, uploads.abort_upload, self.s3, name, upload_id)
 
     def _find_completed(self, files: Sequence[NewFile], records: Sequence[Record]) -> None:
         """Files whose upload is gone are there, whole, or the conversion cannot go on."""
@@ -230,7 +217,7 @@ class S3Target(FsspecTarget):
             self.s3.put(name, b"")
         elif name not in self.completed:
             try:
-                self.s3.complete_upload(name, self.uploads[name], self._parts(name))
+                uploads.complete_upload(self.s3, name, self.uploads[name], self._parts(name))
             except OSError:
                 if not self._has_appeared(self.files[name], self._parts(name)):
                     raise
@@ -242,8 +229,8 @@ class S3Target(FsspecTarget):
 
     def take_back(self) -> int:
         """Abort all uploads that are not completed."""
-        uploads = {name: of for name, of in self.uploads.items() if of and name not in self.completed}
-        return self.try_each(lambda name: self.s3.abort_upload(name, uploads[name]), uploads)
+        going = {name: of for name, of in self.uploads.items() if of and name not in self.completed}
+        return self.try_each(lambda name: uploads.abort_upload(self.s3, name, going[name]), going)
 
     def clean(self) -> list[str]:
         """Remove what an unfinished conversion has left: its uploads, files that it let appear, its session.
@@ -253,22 +240,73 @@ class S3Target(FsspecTarget):
         """
         listing = self._sweep()
         refuse_replacing(find_session(self.place), self.location)
-        left = find_session(self.place) if acquire_lock(self.place, self.location, self.take_over) else None
-        strays = self.folder.attempt("", self.s3.list_uploads)
-        known = {} if left is None else dict(left.uploads)
-        going = [(name, of) for name, of in strays if left is not None or name.startswith(OWN_PREFIX)]
-        visible: list[str] = []
-        if left is not None and left.phase is not Phase.MOVE:
-            open_uploads = {of for _, of in strays}
-            visible = [name for name, of in known.items() if of not in open_uploads and name in listing.files]
-        own = [name for name in listing.files if name.startswith(OWN_PREFIX)]
-        self.folder.for_each(lambda each: self.folder.attempt(each[0], self.s3.abort_upload, *each), going)
-        self.folder.for_each(self._delete, sorted(visible, key=lambda n: (not is_marker(n), n)))
+        session = (
+            find_session(self.place) if acquire_lock(self.place, self.location, self.take_over) else None
+        )
+        strays = self.folder.attempt("", uploads.list_uploads, self.s3)
+        found = find_leftovers(session, listing.files, strays)
+        self.folder.for_each(lambda each: self._abort(*each), found.uploads)
+        self.folder.for_each(self._delete, sorted(found.visible, key=lambda n: (not is_marker(n), n)))
         self.place.remove()
-        self.folder.for_each(self._delete, [name for name in own if name != SESSION])
-        return [
-            f"{self.location}/{name}" for name in (*(f"{name} (upload)" for name, _ in going), *visible, *own)
-        ]
+        self.folder.for_each(self._delete, [name for name in found.own if name != SESSION])
+        return [f"{self.location}/{name}" for name in found.names()]
+
+
+# -------------------------------------------------------------------------------------- what an earlier run left
+
+
+@dataclass(frozen=True, slots=True)
+class Leftovers:
+    """What an unfinished conversion has left at its target."""
+
+    uploads: tuple[tuple[str, str], ...]
+    """File and upload id of what is not completed."""
+    visible: tuple[str, ...]
+    """Files that it let appear."""
+    own: tuple[str, ...]
+    """Its records."""
+
+    def names(self) -> list[str]:
+        """For people."""
+        return [*(f"{name} (upload)" for name, _ in self.uploads), *self.visible, *self.own]
+
+
+def find_leftovers(
+    session: SessionRecord | None, files: Collection[str], strays: Sequence[tuple[str, str]]
+) -> Leftovers:
+    """Which of the files and uploads at a target are those of an unfinished conversion.
+
+    Parameters
+    ----------
+    session
+        Its record; ``None``: there is none, and only what has a name of ours is.
+    files
+        All that are visible at the target.
+    strays
+        File and id of every upload that is not completed.
+    """
+    own = tuple(name for name in files if name.startswith(OWN_PREFIX))
+    if session is None:
+        return Leftovers(tuple(each for each in strays if each[0].startswith(OWN_PREFIX)), (), own)
+    visible: list[str] = []
+    if session.phase is not Phase.MOVE:
+        open_uploads = {of for _, of in strays}
+        visible = [name for name, of in session.uploads.items() if of not in open_uploads and name in files]
+    return Leftovers(tuple(strays), tuple(visible), own)
+
+
+def kept_records(
+    records: Sequence[Record],
+    completed: Collection[str],
+    listed: Mapping[str, dict[int, Part] | None],
+    files: Mapping[str, NewFile],
+) -> list[Record]:
+    """Units of work of an earlier run whose parts are all there: in a completed file, or listed by the store."""
+    return [
+        record
+        for record in records
+        if all(receipt.path in completed or _is_listed(receipt, listed, files) for receipt in record.receipts)
+    ]
 
 
 def _is_listed(

@@ -1,0 +1,270 @@
+"""Multipart uploads: one function per request, and what the answers mean.
+
+Every file of a new checkpoint is one upload, also where it has a single part: an upload is invisible until it is
+completed, so nothing appears before everything is written, a marker can be uploaded long before it may be seen, and a
+failed conversion leaves nothing behind but what aborting removes. Parts carry their MD5, which the store checks, and
+which is the ETag that it answers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from base64 import b64encode
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from paddle_reshard.pipeline.core.errors import ReshardError, TargetError
+from paddle_reshard.pipeline.core.file_names import TENSOR_FOLDERS
+from paddle_reshard.storage.remote.retry import DamagedBody, code_of
+from paddle_reshard.storage.remote.source import FsspecSource
+from paddle_reshard.storage.store import CopyRange, Receipt
+
+UPLOAD_GONE = ("NoSuchUpload", "NoSuchKey", "NotFound", "404")
+"""What is said of an upload that was completed or aborted, or never was.
+
+AWS, MinIO, OSS and COS say ``NoSuchUpload`` of every request. Ceph 16 says ``NoSuchKey`` of ListParts, as do its
+newer versions (seen on 16.2.15; ceph/s3-tests#728), and 500 ``InternalError`` of completing an upload whose file is
+not there. AWS and Ceph complete a completed upload once more and say 200; MinIO does not (minio#13318). SeaweedFS
+lists no parts (seaweedfs#11081).
+"""
+_SOURCE_GONE = ("PreconditionFailed", "NoSuchKey", "InvalidRange")
+"""What is said of a source that is not the one that was seen."""
+
+
+class Bucket(Protocol):
+    """What uploads need of an S3 folder."""
+
+    def key(self, name: str) -> tuple[str, str]:
+        """Bucket and key of a file."""
+
+    def request(self, method: str, name: str, **parameters: Any) -> dict[str, Any]:
+        """One request about one file, without a retry."""
+
+    def request_below(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """One request about all that lies below the prefix, without a retry."""
+
+    def explain(self, error: BaseException, name: str) -> ReshardError:
+        """An error of a client as one of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A file that is being uploaded."""
+
+    upload_id: str
+    part_starts: tuple[int, ...]
+    size_bytes: int
+
+    def part(self, byte_offset: int) -> tuple[int, int]:
+        """Number and size of the part that starts at an offset.
+
+        >>> Upload("u", (0, 100), 130).part(100)
+        (2, 30)
+        """
+        index = bisect_left(self.part_starts, byte_offset)
+        if self.part_starts[index : index + 1] != (byte_offset,):
+            raise TargetError(f"no part starts at byte {byte_offset}")
+        stop = (*self.part_starts[index + 1 : index + 2], self.size_bytes)[0]
+        return index + 1, stop - byte_offset
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of an upload as the store lists it."""
+
+    size_bytes: int
+    tag: str
+
+
+class Taken(NamedTuple):
+    """What the store says of a part that it has taken."""
+
+    tag: str
+    """Its ETag."""
+    md5: str
+    """Of its bytes, ``""`` where the ETag is something else: with most kinds of encryption, and in some stores."""
+
+    @classmethod
+    def of(cls, tag: str, answer: Mapping[str, Any]) -> Taken:
+        """What an answer says."""
+        return cls(tag, tag.strip('"') if _is_md5(tag) and not _encrypted(answer) else "")
+
+
+# --------------------------------------------------------------------------------------------- requests
+
+
+def create_upload(folder: Bucket, name: str) -> str:
+    """Begin an upload."""
+    return str(folder.request("create_multipart_upload", name)["UploadId"])
+
+
+def abort_upload(folder: Bucket, name: str, upload_id: str) -> None:
+    """Drop an upload with all its parts; one that is gone is no failure."""
+    try:
+        folder.request("abort_multipart_upload", name, UploadId=upload_id)
+    except OSError as error:
+        if code_of(error) not in UPLOAD_GONE:
+            raise
+
+
+def complete_upload(folder: Bucket, name: str, upload_id: str, receipts: Sequence[Receipt]) -> None:
+    """Let an upload appear as a file."""
+    parts = [{"PartNumber": number, "ETag": receipt.tag} for number, receipt in enumerate(receipts, 1)]
+    folder.request("complete_multipart_upload", name, UploadId=upload_id, MultipartUpload={"Parts": parts})
+
+
+def list_parts(folder: Bucket, name: str, upload_id: str) -> dict[int, Part] | None:
+    """Number of every part that an upload has; ``None`` if the upload is gone."""
+
+    def ask(**more: Any) -> dict[str, Any]:
+        return folder.request("list_parts", name, UploadId=upload_id, **more)
+
+    try:
+        return {
+            part["PartNumber"]: Part(part["Size"], part["ETag"].strip('"'))
+            for page in pages(ask, PartNumberMarker="NextPartNumberMarker")
+            for part in page.get("Parts", [])
+        }
+    except OSError as error:
+        if code_of(error) not in UPLOAD_GONE:
+            raise
+        return None
+
+
+def list_uploads(folder: Bucket) -> list[tuple[str, str]]:
+    """File and upload id of every upload of the folder and of those of a checkpoint in it, neither completed nor
+    aborted.
+    """
+    _, prefix = folder.key("")
+
+    def ask(**more: str) -> dict[str, Any]:
+        return folder.request_below("list_multipart_uploads", **more)
+
+    found: list[tuple[str, str]] = []
+    for page in pages(ask, KeyMarker="NextKeyMarker", UploadIdMarker="NextUploadIdMarker"):
+        for upload in page.get("Uploads", []):
+            name = upload["Key"].removeprefix(prefix)
+            inside, _, _ = name.rpartition("/")
+            if upload["Key"].startswith(prefix) and inside in ("", *TENSOR_FOLDERS):
+                found.append((name, upload["UploadId"]))
+    return found
+
+
+def upload_part(folder: Bucket, name: str, upload_id: str, number: int, buffer: memoryview) -> Taken:
+    """Upload one part."""
+    md5 = md5_of(buffer)
+    answer = folder.request(
+        "upload_part",
+        name,
+        UploadId=upload_id,
+        PartNumber=number,
+        Body=_Sent(buffer),
+        ContentMD5=b64encode(md5).decode(),
+    )
+    taken = Taken.of(str(answer["ETag"]), answer)
+    if taken.md5 and taken.md5 != md5.hex():
+        raise DamagedBody(f"part {number}: the store has {taken.md5}, sent was {md5.hex()}")
+    return taken
+
+
+def copy_part(
+    folder: Bucket, upload_id: str, number: int, copy: CopyRange, source: FsspecSource, source_folder: Bucket
+) -> Taken:
+    """Have the store make a part of a range of a file that is still the version that was seen."""
+    bucket, key = source_folder.key(copy.source_path)
+    condition = {"CopySourceIfMatch": v} if (v := source.stamps[copy.source_path].version) else {}
+    last_byte = copy.source_offset + copy.nbytes - 1
+    try:
+        answer = folder.request(
+            "upload_part_copy",
+            copy.path,
+            UploadId=upload_id,
+            PartNumber=number,
+            CopySource={"Bucket": bucket, "Key": key},
+            CopySourceRange=f"bytes={copy.source_offset}-{last_byte}",
+            **condition,
+        )
+    except OSError as error:
+        if code_of(error) in _SOURCE_GONE:
+            raise source_folder.explain(error, copy.source_path) from None
+        raise
+    tag = answer.get("CopyPartResult", {}).get("ETag")
+    if not tag:
+        raise DamagedBody(f"part {number}: the store does not say what it has copied")
+    return Taken.of(str(tag), answer)
+
+
+def pages(ask: Callable[..., dict[str, Any]], **markers: str) -> Iterator[dict[str, Any]]:
+    """Every page of a list. ``markers``: parameter of the next request → entry of this page that it takes.
+
+    >>> answers = iter([{"IsTruncated": True, "Next": "b"}, {"IsTruncated": False}])
+    >>> list(pages(lambda **more: {**next(answers), "asked": more}, After="Next"))[1]["asked"]
+    {'After': 'b'}
+    """
+    more: dict[str, Any] = {}
+    while True:
+        page = ask(**more)
+        yield page
+        if not page.get("IsTruncated"):
+            return
+        more = {parameter: page[entry] for parameter, entry in markers.items()}
+
+
+class _Sent(io.RawIOBase):
+    """A buffer as a file, so that it is sent without a copy."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        self.buffer, self.at = buffer.cast("B"), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.at = offset + (0, self.at, len(self.buffer))[whence]
+        return self.at
+
+    def tell(self) -> int:
+        return self.at
+
+    def readinto(self, into: Any) -> int:
+        piece = self.buffer[self.at : self.at + len(into)]
+        into[: len(piece)] = piece
+        self.at += len(piece)
+        return len(piece)
+
+
+# ------------------------------------------------------------------------------------------ ETags and MD5
+
+
+def md5_of(content: bytes | memoryview) -> bytes:
+    """The 16 bytes of an MD5."""
+    return hashlib.md5(content, usedforsecurity=False).digest()
+
+
+def base64_md5(content: bytes) -> str:
+    """An MD5 as requests carry it."""
+    return b64encode(md5_of(content)).decode()
+
+
+def _is_md5(tag: str) -> bool:
+    digits = tag.strip('"')
+    return len(digits) == 32 and all(c in "0123456789abcdef" for c in digits)
+
+
+def _encrypted(answer: Mapping[str, Any]) -> bool:
+    """Whether the store encrypted a part with a key, so that its ETag is no MD5."""
+    return "SSECustomerAlgorithm" in answer or str(answer.get("ServerSideEncryption", "")).startswith("aws:")
+
+
+def joined_etag(receipts: Sequence[Receipt]) -> str | None:
+    """The ETag of a file that was made of these parts; ``None`` where an MD5 is missing, and stores do as they like."""
+    if not all(receipt.md5 for receipt in receipts):
+        return None
+    digests = b"".join(bytes.fromhex(receipt.md5) for receipt in receipts)
+    return f'"{md5_of(digests).hex()}-{len(receipts)}"'

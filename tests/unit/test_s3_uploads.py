@@ -1,0 +1,107 @@
+"""What S3's answers mean, and what an earlier run has left: pure functions of values."""
+
+import hashlib
+
+import pytest
+
+from paddle_reshard.pipeline.core.errors import TargetError
+from paddle_reshard.storage.s3.target import Leftovers, find_leftovers, kept_records
+from paddle_reshard.storage.s3.uploads import Part, Taken, Upload, joined_etag
+from paddle_reshard.storage.session.holder import Holder
+from paddle_reshard.storage.session.ledger import Lock, Phase, SessionRecord
+from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record
+
+MD5 = hashlib.md5(b"content").hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("tag", "answer", "md5"),
+    [
+        (f'"{MD5}"', {}, MD5),
+        (f'"{MD5}"', {"ServerSideEncryption": "AES256"}, MD5),
+        (f'"{MD5}"', {"ServerSideEncryption": "aws:kms"}, ""),
+        (f'"{MD5}"', {"SSECustomerAlgorithm": "AES256"}, ""),
+        (f'"{MD5}-2"', {}, ""),
+        ('"0x8D9"', {}, ""),
+    ],
+)
+def test_an_etag_is_an_md5_only_where_it_can_be(tag: str, answer: dict[str, str], md5: str) -> None:
+    assert Taken.of(tag, answer) == (tag, md5)
+
+
+def test_the_etag_of_a_file_is_that_of_its_parts_digests() -> None:
+    digests = [hashlib.md5(part) for part in (b"one", b"two")]
+    receipts = [Receipt("a", 0, 3, md5=digest.hexdigest()) for digest in digests]
+    whole = hashlib.md5(b"".join(digest.digest() for digest in digests)).hexdigest()
+    assert joined_etag(receipts) == f'"{whole}-2"'
+    assert joined_etag([*receipts, Receipt("a", 6, 3)]) is None
+
+
+def test_a_part_is_found_by_where_it_starts() -> None:
+    upload = Upload("u", (0, 10, 20), 25)
+    assert [upload.part(start) for start in (0, 10, 20)] == [(1, 10), (2, 10), (3, 5)]
+    for nowhere in (5, 25, -1):
+        with pytest.raises(TargetError, match="no part starts"):
+            upload.part(nowhere)
+
+
+FILES = {"a": NewFile("a", 25, (0, 10, 20)), "b": NewFile("b", 4, (0,))}
+LISTED = {"a": {1: Part(10, "x"), 2: Part(10, "y")}, "b": None}
+IN_FIRST, IN_SECOND, IN_THIRD, IN_B = (
+    Receipt("a", 0, 10, '"x"'),
+    Receipt("a", 10, 10, '"y"'),
+    Receipt("a", 20, 5, '"z"'),
+    Receipt("b", 0, 4, '"w"'),
+)
+
+
+@pytest.mark.parametrize(
+    ("receipts", "completed", "kept"),
+    [
+        ((IN_FIRST, IN_SECOND), (), True),
+        ((IN_FIRST, IN_THIRD), (), False),
+        ((Receipt("a", 0, 10, '"other"'),), (), False),
+        ((Receipt("a", 0, 9, '"x"'),), (), False),
+        ((IN_B,), (), False),
+        ((IN_B, IN_FIRST), ("b",), True),
+        ((), (), True),
+    ],
+)
+def test_work_is_kept_only_if_the_store_has_every_part_of_it(
+    receipts: tuple[Receipt, ...], completed: tuple[str, ...], kept: bool
+) -> None:
+    record = Record(0, receipts)
+    assert kept_records([record], completed, LISTED, FILES) == [record] * kept
+
+
+def session(phase: Phase) -> SessionRecord:
+    holder = Holder("gpu-1", "m1", "boot-1", "pid:[1]", 100, "5000")
+    lock = Lock(holder, "n", 900.0, 60.0, held=False)
+    uploads = {"a": "upload-a", "b": "upload-b", "c": "upload-c"}
+    return SessionRecord(Identity("plan", "0.1.0", "s3://source", {}), lock, phase, 900.0, "", uploads)
+
+
+STRAYS = [("a", "upload-a"), ("other.bin", "upload-x"), (".paddle_reshard_probe-1", "upload-p")]
+VISIBLE = ["b", "notes.txt", ".paddle_reshard_session.json"]
+OWN = (".paddle_reshard_session.json",)
+
+
+def test_without_a_session_only_what_has_a_name_of_ours_is_removed() -> None:
+    found = find_leftovers(None, VISIBLE, STRAYS)
+    assert found == Leftovers(((".paddle_reshard_probe-1", "upload-p"),), (), OWN)
+
+
+def test_while_parts_are_moved_no_file_is_a_conversions_own_yet() -> None:
+    assert find_leftovers(session(Phase.MOVE), VISIBLE, STRAYS) == Leftovers(tuple(STRAYS), (), OWN)
+
+
+def test_afterwards_files_whose_uploads_are_completed_are() -> None:
+    found = find_leftovers(session(Phase.FINISH), [*VISIBLE, "a"], STRAYS)
+    assert found == Leftovers(tuple(STRAYS), ("b",), OWN)
+    assert found.names() == [
+        "a (upload)",
+        "other.bin (upload)",
+        ".paddle_reshard_probe-1 (upload)",
+        "b",
+        ".paddle_reshard_session.json",
+    ]
