@@ -1,7 +1,7 @@
-"""The average in the files of a FlexCheckpoint: ``ema_state/<rank>_0.distcp`` and one ``0.metadata`` for all.
+"""The average in the files of a FlexCheckpoint: ``ema_state/<rank>_0.distcp`` and a common ``0.metadata``.
 
-What several ranks hold is written by the first of them; slices are written without their padding. Which rank writes
-what, and what the metadata say, follows from the boxes of all ranks, which every rank has to know.
+A box that several ranks hold is written by the first of them; slices are written without their padding. The
+assignment to ranks and the metadata follow from the boxes of all ranks, so every rank needs to know them.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ METADATA_PATH = f"{EMA_STATE}/0{METADATA}"
 
 @dataclass(frozen=True)
 class RankBoxes:
-    """What a rank holds."""
+    """The boxes of a rank."""
 
     master_weights: Mapping[str, Box] = field(default_factory=dict)
-    """By the name of the parameter."""
+    """Boxes of master weights, by parameter name."""
     params: Mapping[str, Box] = field(default_factory=dict)
-    """By structured key."""
+    """Boxes of float32 parameters, by structured key."""
 
     def entries(self) -> Iterator[tuple[bool, str, Box]]:
-        """``(master weight?, name, box)`` of all that has values, in order."""
+        """``(master weight?, name, box)`` of every box that is not empty, in order."""
         for master, boxes in ((True, self.master_weights), (False, self.params)):
             yield from ((master, name, box) for name, box in boxes.items() if box.elements)
 
 
 @dataclass(frozen=True)
 class FlexRank:
-    """A rank among all that save together."""
+    """One of the ranks that save together."""
 
     number: int
     boxes: tuple[RankBoxes, ...]
-    """Of every rank."""
+    """The boxes of every rank."""
 
     @property
     def path(self) -> str:
-        """Of this rank's file in the checkpoint."""
+        """Name of this rank's file in the checkpoint."""
         return f"{EMA_STATE}/{_file_name(self.number)}"
 
     def written(self) -> list[tuple[bool, str, Box]]:
-        """What this rank writes: what no rank before it holds."""
+        """What this rank writes: the boxes that no earlier rank holds."""
         others = {box for rank in self.boxes[: self.number] for _, _, box in rank.entries()}
         return [entry for entry in self.boxes[self.number].entries() if entry[2] not in others]
 
     def metadata(self) -> bytes:
-        """The file that says where everything lies; the same on every rank."""
+        """The metadata of all ranks' boxes; the same on every rank."""
         first: dict[Box, int] = {}
         for number, rank in enumerate(self.boxes):
             for _, _, box in rank.entries():

@@ -1,4 +1,4 @@
-"""What are the tensors of a training rank? Asked of Paddle's own objects, which decide it."""
+"""Determine the tensors of a training rank from Paddle's own objects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WHOLE = (
     "GroupShardedOptimizerStage2",
     "MixPrecisionOptimizer",
 )
-"""Wrapped around an optimizer, they leave every tensor that a rank holds whole."""
+"""Wrappers of an optimizer that do not cut the tensors of a rank."""
 _WRAPPED = ("_inner_opt", "_inner_optimizer", "_optim")
 
 
@@ -56,13 +56,15 @@ def rank_pieces(model: Any, optimizer: Any, *, tp: int = 1, tp_rank: int = 0) ->
     for master in optimizer.state_dict().get(MASTER_WEIGHTS, {}):
         name = master.removeprefix(SLICE_PREFIX)
         if name not in parameters:
-            raise UsageError(f"{master}: a master weight of no parameter in the model's state_dict")
+            raise UsageError(
+                f"{master}: this master weight belongs to no parameter in the model's state_dict"
+            )
         key, parameter = parameters[name]
         expert = bool(getattr(parameter, "no_sync", False))
         if expert and experts.get(name) != _expert_of(key):
             raise UnsupportedError(
-                f"{key}: belongs to one rank of an expert-parallel group, and the model has no list with a place for "
-                "every expert of all ranks in which this is the one of that number; pass RankPieces of your own"
+                f"{key}: belongs to one rank of an expert-parallel group, but no list of all experts in "
+                f"the model gives its expert number; pass your own RankPieces"
             )
         if name != master:
             flat = _slice_of_stage3(stage3, name)
@@ -71,9 +73,7 @@ def rank_pieces(model: Any, optimizer: Any, *, tp: int = 1, tp_rank: int = 0) ->
         elif name in slices:
             flat = slices[name]
         else:
-            raise UnsupportedError(
-                f"{name}: lies in none of the communication buffers of sharding stage 1 v2"
-            )
+            raise UnsupportedError(f"{name}: in none of the communication buffers of sharding stage 1 v2")
         pieces[master] = Piece(key, tuple(int(extent) for extent in parameter.shape), flat, whole=expert)
     return RankPieces(pieces, tp, tp_rank)
 
@@ -105,14 +105,16 @@ def rank_boxes(model: Any, optimizer: Any) -> RankBoxes:
 
 
 def _boxes_said(model: Any, optimizer: Any, of_model: Mapping[str, Any]) -> dict[str, Box]:
-    """Master weights where the optimizer's ``sharded_state_dict`` says."""
+    """Boxes of the master weights, from the optimizer's ``sharded_state_dict``."""
     names = {key: tensor.name for key, tensor in model.state_dict().items()}
     masters = {}
     for key, weight in optimizer.sharded_state_dict(of_model).items():
         if key.endswith(MASTER_SUFFIX):
             name = names.get(key.removesuffix(MASTER_SUFFIX))
             if name is None:
-                raise UsageError(f"{key}: a master weight of no parameter in the model's state_dict")
+                raise UsageError(
+                    f"{key}: this master weight belongs to no parameter in the model's state_dict"
+                )
             masters[name] = _box(key, weight)
     return masters
 
@@ -130,7 +132,9 @@ def _boxes_of_stage3(stage3: Any, optimizer: Any, of_model: Mapping[str, Any]) -
     for master in optimizer.state_dict().get(MASTER_WEIGHTS, {}):
         name = master.removeprefix(SLICE_PREFIX)
         if name not in keys:
-            raise UsageError(f"{master}: a master weight of no parameter in the model's state_dict")
+            raise UsageError(
+                f"{master}: this master weight belongs to no parameter in the model's state_dict"
+            )
         box = _box(f"{keys[name]}{MASTER_SUFFIX}", of_model[keys[name]])
         if name != master:
             start, stop = (min(end, prod(box.local_shape)) for end in _slice_of_stage3(stage3, name))
@@ -141,7 +145,9 @@ def _boxes_of_stage3(stage3: Any, optimizer: Any, of_model: Mapping[str, Any]) -
 
 def _box(key: str, weight: Any) -> Box:
     if getattr(weight, "grouped_gemm_param", False):
-        raise UnsupportedError(f"{key}: experts of a grouped product are stored in another shape")
+        raise UnsupportedError(
+            f"{key}: experts of a grouped product are stored in another shape, which is not supported"
+        )
     flat = weight.flattened_range if weight.is_flattened else None
     return Box(
         key,
@@ -168,14 +174,16 @@ def _slices(optimizer: Any) -> dict[str, tuple[int, int]] | None:
             }
         if inner is not None and name not in WHOLE:
             raise UnsupportedError(
-                f"{name}: how it cuts parameters is not known; pass RankPieces of your own"
+                f"{name}: this optimizer is not supported, its way of cutting parameters is unknown; pass "
+                f"your own RankPieces"
             )
         optimizer = inner
     return None
 
 
 def _inner(optimizer: Any) -> Any:
-    """What an optimizer is wrapped around; ``None`` where it is not. Sharding stage 3 makes one its own ``_optim``."""
+    """The optimizer inside a wrapper; ``None`` if it is not wrapped. Sharding stage 3 makes an optimizer its own
+    ``_optim``."""
     inside = optimizer.__dict__
     held = (inside.get(name) for name in _WRAPPED)
     return next((inner for inner in held if inner is not None and inner is not optimizer), None)
@@ -198,8 +206,8 @@ def _slice_of_stage3(stage3: Any, name: str) -> tuple[int, int]:
     """``[start, stop)`` of a flattened parameter that this rank holds, padding included."""
     if stage3 is None or name not in stage3._param2buffer:
         raise UsageError(
-            f"{SLICE_PREFIX}{name}: a slice of sharding stage 3, and the optimizer does not know where it lies; give "
-            "the one that group_sharded_parallel has returned"
+            f"{SLICE_PREFIX}{name}: a slice of sharding stage 3, whose position this optimizer does "
+            f"not know; pass the optimizer that group_sharded_parallel returned"
         )
     start, stop = stage3._param2buffer[name][stage3._rank]
     return int(start), int(stop)
@@ -222,6 +230,6 @@ def _spread_experts(model: Any) -> dict[str, int]:
 
 
 def _expert_of(key: str) -> int:
-    """The last number in a key; -1 where there is none, which is no place in a list."""
+    """The last number in a key, or -1, which is not a list index."""
     numbers = [int(part) for part in key.split(".") if part.isdigit()]
     return numbers[-1] if numbers else -1

@@ -1,7 +1,7 @@
-"""The average of a rank's weights, out of a checkpoint of any topology.
+"""Read the average of a rank's weights from a checkpoint of any topology.
 
-A rank says of each of its tensors which piece of which logical tensor it is. These pieces are the target of a plan
-like any other, with this process's memory in place of files: only the bytes that they need are read.
+A rank describes for each of its tensors which piece of which logical tensor it is. These pieces are the target of an
+ordinary plan, with this process's memory in place of files, so only the bytes that they need are read.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from paddle_reshard.tasks.run_group import run_group
 
 FLOAT32 = dtype_named("float32")
 BUDGET_BYTES = 512 << 20
-"""What reading may need beside the average itself, this process's own footprint included."""
+"""Memory budget of reading in addition to the average itself, including this process's own footprint."""
 MEMORY = "the average"
-"""What the memory is called where a file has a path."""
+"""Stands for the memory where a file would have a path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +44,20 @@ class Piece:
     key: str
     """Structured key of the parameter, ``model.layers.0.mlp.up_proj.weight``."""
     local_shape: Shape
-    """Of the parameter as this rank's tensor parallelism leaves it."""
+    """Shape of the parameter on this rank, as cut by tensor parallelism."""
     flat: tuple[int, int] | None = None
-    """The tensor is one-dim and holds ``[start, stop)`` of the flattened parameter; what lies beyond it is padding.
-    ``None``: it is all of it."""
+    """The tensor is one-dimensional and holds ``[start, stop)`` of the flattened parameter, followed by padding.
+    ``None``: the whole parameter."""
     whole: bool = False
-    """Tensor parallelism does not cut it, whatever it does with others: an expert of an expert-parallel job."""
+    """Tensor parallelism does not cut this parameter: an expert of an expert-parallel job."""
 
 
 @dataclass(frozen=True)
 class RankPieces:
-    """What a rank's tensors are, in its job."""
+    """The pieces of logical tensors that a rank holds."""
 
     master_weights: Mapping[str, Piece] = field(default_factory=dict)
-    """Name of a master weight, as the optimizer spells it → what it is. Other parameters are whole."""
+    """Name of a master weight, as the optimizer spells it → its piece. Other parameters are whole."""
     tp: int = 1
     """Degree of tensor parallelism."""
     tp_rank: int = 0
@@ -65,12 +65,12 @@ class RankPieces:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One tensor of the average: what it is, and where it lies in memory."""
+    """A tensor of the average: its piece and its position in memory."""
 
     name: str
-    """What to call it by."""
+    """Name for messages."""
     master: bool
-    """The average of a master weight, not of a parameter that is float32 itself."""
+    """Whether it is the average of a master weight, not of a float32 parameter."""
     piece: Piece
     shape: Shape
     first_byte: int
@@ -96,7 +96,7 @@ def read_average(
     """
     checkpoint = index_checkpoint(store, tables, config)
     if not checkpoint.has_ema:
-        raise CheckpointError(f"{store.location}: holds no average of the weights to go on from")
+        raise CheckpointError(f"{store.location}: contains no average of the weights to continue from")
     plan = _plan(checkpoint, wanted, rank, len(memory))
     target = MemoryWriter({MEMORY: HostMemory(memory, memory)})
     for work in plan_work(plan):
@@ -112,14 +112,14 @@ def _plan(checkpoint: Checkpoint, wanted: Sequence[Wanted], rank: RankPieces, nb
 
 
 def _elements(one: Wanted) -> int:
-    """How many elements of the parameter a tensor holds, padding aside."""
+    """Number of elements of the parameter in a tensor, without padding."""
     total = prod(one.piece.local_shape)
     start, stop = one.piece.flat or (0, total)
     return max(0, min(stop, total) - start)
 
 
 def _places(checkpoint: Checkpoint, wanted: Sequence[Wanted], rank: RankPieces) -> Fragments:
-    """The boxes of the logical tensors that are wanted, and where they go in memory."""
+    """The requested boxes of the logical tensors, and their positions in memory."""
     known = {tensor.key: tensor for tensor in checkpoint.model.tensors}
     index = checkpoint.catalog.index()
     placements = Placements()
@@ -129,20 +129,20 @@ def _places(checkpoint: Checkpoint, wanted: Sequence[Wanted], rank: RankPieces) 
         number = None if tensor is None else index.get((tensor.tied_to or tensor.key, state))
         if tensor is None or number is None:
             raise CheckpointError(
-                f"{piece.key} ({state}): the checkpoint holds no average of it for {one.name}"
+                f"{piece.key} ({state}): the checkpoint contains no average of it, which {one.name} needs"
             )
         cut = TensorCut(1, None) if piece.whole else checkpoint.model.cut(tensor, rank.tp)
         local_shape = cut.local_shape(tensor.key, tensor.global_shape)
         if local_shape != piece.local_shape:
             how = "left whole" if piece.whole else f"cut by tp={rank.tp}"
             raise CheckpointError(
-                f"{piece.key}: is {tensor.global_shape} in the checkpoint, which {how} makes {local_shape}; this rank "
-                f"has {piece.local_shape}"
+                f"{piece.key}: has shape {tensor.global_shape} in the checkpoint and {local_shape} {how}, "
+                f"but {piece.local_shape} in this rank"
             )
         shape = piece.local_shape if piece.flat is None else (piece.flat[1] - piece.flat[0],)
         if shape != one.shape:
             raise CheckpointError(
-                f"{one.name}: is {one.shape} in this rank, its piece of {piece.key} is {shape}"
+                f"{one.name}: has shape {one.shape} in this rank, but its piece of {piece.key} has {shape}"
             )
         kind = placements.kind(ArrayKind(local_shape, cut, FLOAT32.itemsize, piece.flat))
         placements.add(kind, rank.tp_rank, number, 0, one.first_byte, FLOAT32, 0)
@@ -150,6 +150,6 @@ def _places(checkpoint: Checkpoint, wanted: Sequence[Wanted], rank: RankPieces) 
 
 
 def _only(catalog: Catalog, wanted: Fragments) -> Catalog:
-    """The first copies of the tensors that are wanted, under their own numbers; all others are empty."""
+    """The first copies of the requested tensors, under their own numbers; all others are empty."""
     chosen = np.isin(catalog.fragments["tensor"], wanted["tensor"]) & (catalog.fragments["replica"] == 0)
     return Catalog(catalog.tensors, catalog.files, catalog.fragments[chosen], {})

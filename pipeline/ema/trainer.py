@@ -1,4 +1,4 @@
-"""The average beside training, for the ``Trainer`` of PaddleFormers and PaddleNLP."""
+"""The average during training, for the ``Trainer`` of PaddleFormers and PaddleNLP."""
 
 from __future__ import annotations
 
@@ -54,19 +54,21 @@ def ema_callback(
     args, library = trainer.args, _library(trainer)
     if library == "paddlenlp" and args.use_expert_parallel and args.data_parallel_degree > 1:
         raise UnsupportedError(
-            "the average beside training does not know experts that PaddleNLP spreads over data-parallel ranks, of "
-            "which all but the first save nothing else; train in PaddleFormers, or without use_expert_parallel"
+            "EMA during training does not support PaddleNLP experts distributed over data-parallel "
+            "ranks, because only the first of these ranks saves other tensors; train with "
+            "PaddleFormers, or without use_expert_parallel"
         )
     stage3 = any(option.value == "stage3" for option in args.sharding)
     if not _is_flex(trainer) and (stage3 or getattr(trainer, "sharding_io", None) is None):
         raise UsageError(
-            "the average of a trainer's weights goes into sharded checkpoints; train with save_checkpoint_format="
-            "sharding_io or flex_checkpoint (PaddleFormers; under sharding stage 3 the latter), or with "
-            "save_sharded_model=true (PaddleNLP)"
+            "EMA during training requires sharded checkpoints; train with "
+            "save_checkpoint_format=sharding_io or flex_checkpoint (PaddleFormers; only the latter "
+            "with sharding stage 3), or with save_sharded_model=true (PaddleNLP)"
         )
     if options.get("loss_threshold") is not None and args.zcc_save_ema_coef is None:
         raise UsageError(
-            "the trainer tells its callbacks the loss of a step only where zcc_save_ema_coef is set"
+            "the trainer passes the loss to its callbacks only if zcc_save_ema_coef is set; "
+            "loss_threshold needs it"
         )
     base = import_module(f"{library}.trainer").TrainerCallback
     callback = type("EmaCallback", (_EmaCallback, base), {})
@@ -91,7 +93,8 @@ def weights_of(trainer: Any) -> Weights:
     model, stage3 = _model(trainer), stage3_of(trainer.optimizer)
     if stage3 is not None and stage3._offload:
         raise UnsupportedError(
-            "sharding stage 3 with offload keeps its master weights where no state_dict shows them; train without"
+            "EMA does not support sharding stage 3 with offload, whose master weights are in no "
+            "state_dict; train without offload"
         )
     if _is_flex(trainer):
         saved = model.state_dict()
@@ -101,8 +104,8 @@ def weights_of(trainer: Any) -> Weights:
     cut = next((key for key, tensor in params.items() if hasattr(tensor, "fw_storage")), None)
     if cut is not None:
         raise UnsupportedError(
-            f"{cut}: a float32 parameter that sharding stage 3 has cut, for whose slices an average has no place; "
-            "train in bfloat16, or with sharding stage 1 or 2"
+            f"{cut}: EMA does not support float32 parameters cut by sharding stage 3; train in "
+            f"bfloat16, or with sharding stage 1 or 2"
         )
     return Weights(trainer.optimizer.state_dict().get(MASTER_WEIGHTS, {}), params)
 
@@ -133,7 +136,7 @@ def _model(trainer: Any) -> Any:
 
 
 class _EmaCallback:
-    """Calls the average at the end of every step; joined with the trainer's base class when it is made."""
+    """Updates the average at the end of every step; combined with the trainer's callback base class at creation."""
 
     def __init__(
         self,
@@ -145,7 +148,7 @@ class _EmaCallback:
         self.trainer, self.resume_from, self.rules, self.ema = trainer, resume_from, rules, ema
         self.flex_rank: FlexRank | None = None
         self.meta: Any = None
-        """``model_meta.json``, without which a trainer does not read the average of a FlexCheckpoint."""
+        """Write ``model_meta.json``, without which a trainer does not read the average of a FlexCheckpoint."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.resume_from is not None:
@@ -172,7 +175,7 @@ class _EmaCallback:
             logger.error("%s has no average of the weights: %s", directory / path, error)
 
     def _flex_rank(self) -> FlexRank:
-        """This rank among all; they tell each other once, for nothing of it changes."""
+        """This rank among all. The ranks exchange their boxes once, because they never change."""
         if self.flex_rank is None:
             distributed = import_module("paddle.distributed")
             trainer, model = self.trainer, _model(self.trainer)
