@@ -16,7 +16,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,24 @@ from paddle_reshard.clusters.companion import Companion, CompanionLost
 from paddle_reshard.pipeline.convert.inputs import load_config, load_tables
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.core.file_names import AVERAGE
-from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.ema.decisions import Due, Recovery, Rule, progress_of, recovery
 from paddle_reshard.pipeline.ema.flex import METADATA_PATH, FlexRank
-from paddle_reshard.pipeline.ema.resume import Piece, RankPieces, Wanted, read_average
+from paddle_reshard.pipeline.ema.resume import RankPieces, read_average
+from paddle_reshard.pipeline.ema.stretches import (
+    Stretches,
+    Weights,
+    check_same,
+    count_elements,
+    find_arrays,
+    flex_file,
+    rank_file,
+    stretches_of,
+    wanted_of,
+)
 from paddle_reshard.pipeline.layouts.hybrid.names import parse_rank_file
+from paddle_reshard.pipeline.layouts.optimizer_keys import MASTER_WEIGHTS
 from paddle_reshard.pipeline.layouts.reading import index_tensor_file, read_json
-from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArraySlot, encode_pickle
+from paddle_reshard.storage.formats.paddle_pickle import encode_pickle
 from paddle_reshard.storage.locate import StorageOptions, open_source
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks import ema_worker
@@ -40,24 +52,11 @@ from paddle_reshard.tasks.ema import Averaging, Floats, Progress
 from paddle_reshard.tasks.ema_worker import Shared, shared_bytes
 
 PathLike = str | os.PathLike[str]
-MASTER_WEIGHTS = "master_weights"
 BEHIND = ("wait", "skip")
 ON_LOSS = ("report", "raise")
 WORKERS = ("process", "ray")
-ALIGNED_ELEMENTS = 16
-"""Tensors begin at multiples of 64 bytes in shared memory."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Weights:
-    """What of a rank is averaged; arrays or Paddle tensors of float32."""
-
-    master_weights: Mapping[str, Any]
-    """Parameter name → master weight, as this rank's optimizer holds it: whole, or its slice."""
-    params: Mapping[str, Any] = field(default_factory=dict)
-    """Structured key → parameter that is float32 itself."""
 
 
 @dataclass(slots=True)
@@ -73,20 +72,6 @@ class EmaCounts:
     lost_workers: int = 0
     waited_seconds: float = 0.0
     handed_over_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor lies in the values and in the average."""
-
-    tensor_name: str = field(compare=False)
-    """The framework's name; a temporary tensor has another one every time."""
-    start: int
-    shape: Shape
-
-    @property
-    def stop(self) -> int:
-        return self.start + prod(self.shape)
 
 
 class AsyncEma:
@@ -126,8 +111,7 @@ class AsyncEma:
         when_lost: str = "report",
         worker: str = "process",
     ) -> None:
-        if interval < 1:
-            raise UsageError(f"interval {interval} must be at least 1")
+        self.rule = Rule(interval, loss_threshold)
         choices = (
             (when_behind, BEHIND, "when_behind"),
             (when_lost, ON_LOSS, "when_lost"),
@@ -138,7 +122,6 @@ class AsyncEma:
                 raise UsageError(f"unknown {what} {value!r}; known are {', '.join(known)}")
         self.weights = weights if callable(weights) else lambda: _weights_of(weights)
         self.averaging = Averaging(decay, warm_up, start)
-        self.interval, self.loss_threshold = interval, loss_threshold
         self.when_behind, self.when_lost, self.worker = when_behind, when_lost, worker
         self.progress = Progress()
         self.counts = EmaCounts()
@@ -148,7 +131,7 @@ class AsyncEma:
         """Updates that were asked of the worker since the average began."""
         self.last_request: Mapping[str, Any] = {}
         self.companion: Companion | None = None
-        self.places: dict[tuple[str, str], _Place] = {}
+        self.stretches: Stretches = {}
 
     # -------------------------------------------------------------------------------------------- updates
 
@@ -164,15 +147,11 @@ class AsyncEma:
         CompanionLost
             Only with ``when_lost="raise"``.
         """
-        if step % self.interval:
-            self.counts.not_due += 1
+        due = self.rule.due(step, loss)
+        self.counts.not_due += due is Due.BETWEEN
+        self.counts.loss_too_high += due is Due.LOSS_TOO_HIGH
+        if due is not Due.YES:
             return False
-        if self.loss_threshold is not None:
-            if loss is None:
-                raise UsageError("a loss_threshold was given, so update needs the loss")
-            if not loss < self.loss_threshold:
-                self.counts.loss_too_high += 1
-                return False
         try:
             return self._hand_over(step)
         except CompanionLost as error:
@@ -191,7 +170,7 @@ class AsyncEma:
                 return False
             companion.wait()
         ready = time.perf_counter()
-        _copy(weights, self.places, self.shared.values)
+        _copy(weights, self.stretches, self.shared.values)
         self.last_request = {"do": "blend", "decay": prod(decays)}
         companion.ask(self.last_request)
         self.asked += 1
@@ -204,20 +183,13 @@ class AsyncEma:
 
     def _companion(self, weights: Weights) -> Companion:
         """The process beside this one, started at the first update, when the tensors are known."""
-        places = _places(weights)
+        stretches = stretches_of(weights)
         if self.companion is None:
-            self.places = places
-            elements = max((_aligned(place.stop) for place in places.values()), default=0)
-            self.companion = self._start_companion(shared_bytes(elements))
+            self.stretches = stretches
+            self.companion = self._start_companion(shared_bytes(count_elements(stretches)))
             self.shared = Shared(self.companion.memory, self.companion.nbytes)
-        elif places != self.places:
-            odd = next(
-                entry for entry in (*places, *self.places) if places.get(entry) != self.places.get(entry)
-            )
-            raise UsageError(
-                f"{odd[1]}: is {_shape(places, odd)} now and was {_shape(self.places, odd)} at the update before; "
-                "an average cannot go on over other tensors"
-            )
+        else:
+            check_same(stretches, self.stretches)
         return self.companion
 
     def _start_companion(self, nbytes: int) -> Companion:
@@ -228,27 +200,27 @@ class AsyncEma:
         return Companion(ema_worker.__name__, nbytes)
 
     def _start_again(self, error: CompanionLost) -> None:
-        """Start another worker in place of a lost one, unless that is to be raised.
-
-        What was handed over and not begun is still there; an update that was begun and not done has spoilt the
-        average.
-        """
+        """Start another worker in place of a lost one, unless that is to be raised."""
         if self.when_lost == "raise" or self.companion is None:
             raise error
         self.counts.lost_workers += 1
         self.companion.end()
         self.companion.start()
         begun, done = (int(count) for count in self.shared.counts)
-        if begun == done:
-            kept = "its average is whole and goes on"
-            if done < self.asked:
-                self.companion.ask(self.last_request)
-        else:
+        kept = "its average is whole and goes on"
+        what = recovery(begun, done, self.asked)
+        if what is Recovery.REPEAT:
+            self.companion.ask(self.last_request)
+        elif what is Recovery.BEGIN_ANEW:
             kept = "its average was spoilt and begins anew"
-            self.progress, self.owed, self.asked = Progress(), (), 0
-            self.shared.counts[:] = 0
+            self._forget()
             self.shared.average[:] = 0
         logger.warning("the average of the weights: %s; %s", error, kept)
+
+    def _forget(self) -> None:
+        """No update was made or asked for."""
+        self.progress, self.owed, self.asked = Progress(), (), 0
+        self.shared.counts[:] = 0
 
     # --------------------------------------------------------------------------------------- save and load
 
@@ -259,8 +231,8 @@ class AsyncEma:
         """
         self._drain()
         found: dict[str, dict[str, Floats]] = {MASTER_WEIGHTS: {}, "": {}}
-        for (group, key), place in self.places.items():
-            found[group][key] = self.shared.average[place.start : place.stop].reshape(place.shape)
+        for (group, key), stretch in self.stretches.items():
+            found[group][key] = self.shared.average[stretch.start : stretch.stop].reshape(stretch.shape)
         return Weights(found[MASTER_WEIGHTS], found[""])
 
     def save(self, directory: PathLike, rank: str | FlexRank) -> None:
@@ -280,13 +252,10 @@ class AsyncEma:
             If the file cannot be written.
         """
         if isinstance(rank, str):
-            named = parse_rank_file(rank)
-            if named is None or named.kind != "ema":
-                raise UsageError(
-                    f"{rank}: not the name of a rank's average, ema[.tpNN][_ppNN][_shardNN].pdopt"
-                )
+            _check_name(rank)
         companion = self._drain()
-        root, stretches = self._rank_file() if isinstance(rank, str) else self._flex_file(rank)
+        made = rank_file(self.stretches) if isinstance(rank, str) else flex_file(self.stretches, rank)
+        root, written = made
         encoded = encode_pickle(root)
         folder = Path(directory)
         path = folder / (rank if isinstance(rank, str) else rank.path)
@@ -296,7 +265,7 @@ class AsyncEma:
                 "do": "save",
                 "path": str(path),
                 "literals": [(at, base64.b64encode(text).decode()) for at, text in encoded.literals],
-                "slots": [(at, *stretches[slot]) for slot, at, _ in encoded.slots],
+                "slots": [(at, *written[slot]) for slot, at, _ in encoded.slots],
             }
         )
         companion.wait()
@@ -304,47 +273,13 @@ class AsyncEma:
             _write_whole(folder / METADATA_PATH, rank.metadata())
         _write_whole(folder / AVERAGE, json.dumps(self.describe(), indent=1).encode())
 
-    def _rank_file(self) -> tuple[dict[str, object], list[tuple[int, int]]]:
-        """What the trainers' own file of a rank holds, and which stretch of the average each array is."""
-        masters: dict[str, object] = {}
-        root: dict[str, object] = {}
-        for slot, ((group, key), place) in enumerate(self.places.items()):
-            (masters if group else root)[key] = ArraySlot(slot, "f4", place.shape, place.tensor_name)
-        root[MASTER_WEIGHTS] = masters
-        return root, [(place.start, place.stop) for place in self.places.values()]
-
-    def _flex_file(self, rank: FlexRank) -> tuple[dict[str, object], list[tuple[int, int]]]:
-        """The same for the file of a FlexCheckpoint."""
-        held = {
-            (MASTER_WEIGHTS if master else "", name): box
-            for master, name, box in rank.boxes[rank.number].entries()
-        }
-        for entry, place in self.places.items():
-            box, elements = held.pop(entry, None), prod(place.shape)
-            if box is None and not elements:
-                continue
-            whole = box is not None and box.flattened_range is None
-            if box is None or box.elements > elements or (whole and box.elements < elements):
-                raise UsageError(f"{entry[1]}: is {place.shape} in this rank, and {box} is said of it")
-        if held:
-            raise UsageError(f"{next(iter(held))[1]}: is none of the tensors of this rank")
-        root: dict[str, object] = {}
-        names: dict[str, str] = {}
-        stretches = []
-        for master, name, box in rank.written():
-            place = self.places[MASTER_WEIGHTS if master else "", name]
-            root[box.key] = ArraySlot(len(root), "f4", box.shape, None)
-            names[box.key] = place.tensor_name
-            stretches.append((place.start, place.start + box.elements))
-        return {**root, STRUCTURED_NAMES: names}, stretches
-
     def describe(self) -> dict[str, Any]:
         """What no tensor file says of an average: the same on every rank."""
         return {
             "format": "paddle-reshard ema",
             **asdict(self.averaging),
-            "interval": self.interval,
-            "loss_threshold": self.loss_threshold,
+            "interval": self.rule.interval,
+            "loss_threshold": self.rule.loss_threshold,
             **asdict(self.progress),
             "divide_by": self.progress.correction(self.averaging),
         }
@@ -390,34 +325,21 @@ class AsyncEma:
         store = open_source(os.fspath(directory), storage_options or {}, allow_scheme, allow_links)
         companion = self._companion(self.weights())
         companion.wait()
-        progress = _read_progress(store, store.sizes(), self.averaging)
-        self.progress, self.owed, self.asked = Progress(), (), 0
-        self.shared.counts[:] = 0
+        sizes = store.sizes()
+        progress = progress_of(read_json(store, AVERAGE, sizes) if AVERAGE in sizes else None, self.averaging)
+        self._forget()
         try:
             if isinstance(rank, str):
                 self._read_file(store, rank)
             else:
                 tables = load_tables(None if rules is None else Path(rules))
                 given = config if isinstance(config, Mapping) or config is None else load_config(Path(config))
-                read_average(
-                    store, tables, given, self._wanted(rank), rank, self.shared.average.view(np.uint8)
-                )
+                wanted = wanted_of(self.stretches, rank)
+                read_average(store, tables, given, wanted, rank, self.shared.average.view(np.uint8))
         except BaseException:
             self.shared.average[:] = 0
             raise
         self.progress = progress
-
-    def _wanted(self, rank: RankPieces) -> list[Wanted]:
-        """What every tensor of this rank is."""
-        wanted = []
-        for (group, key), place in self.places.items():
-            piece = rank.master_weights.get(key) if group else Piece(key, place.shape)
-            if piece is None:
-                raise UsageError(
-                    f"{key}: what the rank's pieces are does not say which parameter it belongs to"
-                )
-            wanted.append(Wanted(key, group == MASTER_WEIGHTS, piece, place.shape, 4 * place.start))
-        return wanted
 
     def _read_file(self, store: Source, file_name: str) -> None:
         """Read the average that the same rank of the same job has written."""
@@ -425,25 +347,9 @@ class AsyncEma:
         if file_name not in sizes:
             raise CheckpointError(f"{store.location}: has no {file_name}")
         root = index_tensor_file(store, file_name, sizes[file_name])
-        masters = root.pop(MASTER_WEIGHTS, {})
-        root.pop(STRUCTURED_NAMES, None)
-        found = {(MASTER_WEIGHTS, key): value for key, value in masters.items()}
-        found |= {("", key): value for key, value in root.items()}
-        for entry in (*self.places, *found):
-            array, place = found.get(entry), self.places.get(entry)
-            if (
-                array is None
-                or place is None
-                or array.shape != place.shape
-                or array.dtype != "f4"
-                or array.fortran
-            ):
-                raise CheckpointError(
-                    f"{file_name}: {entry[1]} is {getattr(array, 'shape', 'not there')} in the file and "
-                    f"{place.shape if place else 'not there'} in this rank"
-                )
-        for entry, place in self.places.items():
-            target = self.shared.average[place.start : place.stop]
+        found = find_arrays(self.stretches, root, file_name)
+        for entry, stretch in self.stretches.items():
+            target = self.shared.average[stretch.start : stretch.stop]
             store.read_into(file_name, found[entry].byte_offset, target.view(np.uint8).data)
 
     def _drain(self) -> Companion:
@@ -480,29 +386,17 @@ def _weights_of(optimizer: Any) -> Weights:
     return Weights(masters)
 
 
-def _places(weights: Weights) -> dict[tuple[str, str], _Place]:
-    """A place for every tensor, in order."""
-    places: dict[tuple[str, str], _Place] = {}
-    start = 0
-    for group, tensors in ((MASTER_WEIGHTS, weights.master_weights), ("", weights.params)):
-        for key, tensor in tensors.items():
-            if str(tensor.dtype).rpartition(".")[2] != "float32":
-                raise UsageError(f"{key}: is {tensor.dtype}, only float32 can be averaged")
-            place = _Place(str(getattr(tensor, "name", key)), start, tuple(int(e) for e in tensor.shape))
-            places[group, key] = place
-            start = _aligned(place.stop)
-    return places
+def _check_name(file_name: str) -> None:
+    """Refuse what is not the name of a rank's average."""
+    named = parse_rank_file(file_name)
+    if named is None or named.kind != "ema":
+        raise UsageError(f"{file_name}: not the name of a rank's average, ema[.tpNN][_ppNN][_shardNN].pdopt")
 
 
-def _aligned(element: int) -> int:
-    return -(-element // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
-
-
-def _copy(weights: Weights, places: Mapping[tuple[str, str], _Place], values: Floats) -> None:
-    for group, tensors in ((MASTER_WEIGHTS, weights.master_weights), ("", weights.params)):
-        for key, tensor in tensors.items():
-            place = places[group, key]
-            np.copyto(values[place.start : place.stop].reshape(place.shape), _array(tensor))
+def _copy(weights: Weights, stretches: Stretches, values: Floats) -> None:
+    for entry, tensor in weights.entries().items():
+        stretch = stretches[entry]
+        np.copyto(values[stretch.start : stretch.stop].reshape(stretch.shape), _array(tensor))
 
 
 def _array(tensor: Any) -> Floats:
@@ -512,29 +406,6 @@ def _array(tensor: Any) -> Floats:
     if not tensor.place.is_cpu_place():
         tensor = tensor.cpu()
     return np.asarray(np.from_dlpack(tensor.detach()), dtype=np.float32)
-
-
-def _shape(places: Mapping[tuple[str, str], _Place], entry: tuple[str, str]) -> str:
-    return str(places[entry].shape) if entry in places else "not there"
-
-
-def _read_progress(store: Source, sizes: Mapping[str, int], averaging: Averaging) -> Progress:
-    if AVERAGE not in sizes:
-        if averaging.start == "zero":
-            raise CheckpointError(
-                f"{AVERAGE} is missing, so the weight of what the average began with is not known; an average that "
-                'starts at zero cannot go on (start="weights" takes it as whole)'
-            )
-        return Progress(updates=1, start_weight=0.0)
-    saved = read_json(store, AVERAGE, sizes)
-    if saved.get("start") != averaging.start:
-        raise CheckpointError(
-            f"{AVERAGE}: the average started from {saved.get('start')!r}, not {averaging.start!r}"
-        )
-    try:
-        return Progress(int(saved["updates"]), int(saved["step"]), float(saved["start_weight"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{AVERAGE}: does not say how far the average has come: {error!r}") from error
 
 
 def _write_whole(path: Path, content: bytes) -> None:

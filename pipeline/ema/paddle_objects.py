@@ -11,9 +11,8 @@ from paddle_reshard.pipeline.core.errors import UnsupportedError, UsageError
 from paddle_reshard.pipeline.ema.flex import RankBoxes
 from paddle_reshard.pipeline.ema.resume import Piece, RankPieces
 from paddle_reshard.pipeline.layouts.flex.boxes import Box
-from paddle_reshard.pipeline.layouts.optimizer_keys import SLICE_PREFIX
+from paddle_reshard.pipeline.layouts.optimizer_keys import MASTER_WEIGHTS, SLICE_PREFIX
 
-MASTER_WEIGHTS = "master_weights"
 MASTER_SUFFIX = ".w_0"
 SHARDING_V2 = "DygraphShardingOptimizerV2"
 WHOLE = (

@@ -11,10 +11,12 @@ from typing import Any
 
 from paddle_reshard.pipeline.core.errors import ReshardError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.file_names import MODEL_META
-from paddle_reshard.pipeline.ema.async_ema import MASTER_WEIGHTS, AsyncEma, Weights
+from paddle_reshard.pipeline.ema.async_ema import AsyncEma
 from paddle_reshard.pipeline.ema.flex import FlexRank, RankBoxes
 from paddle_reshard.pipeline.ema.paddle_objects import rank_boxes, rank_pieces, stage3_of
 from paddle_reshard.pipeline.ema.resume import RankPieces
+from paddle_reshard.pipeline.ema.stretches import Weights
+from paddle_reshard.pipeline.layouts.optimizer_keys import MASTER_WEIGHTS
 
 logger = logging.getLogger(__name__)
 _TP_DEGREES = {"paddleformers": "tensor_model_parallel_size", "paddlenlp": "tensor_parallel_degree"}

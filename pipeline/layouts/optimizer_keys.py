@@ -18,6 +18,8 @@ _ACCUMULATOR_TAIL = re.compile(
     + r")_\d+"
 )
 SLICE_PREFIX = "slice@"
+MASTER_WEIGHTS = "master_weights"
+"""The entry of an optimizer's state that holds the master weights, by the names of their parameters."""
 
 
 def split_accumulator_key(key: str, parameter_names: Container[str]) -> tuple[str, str, bool] | None:

@@ -30,14 +30,13 @@ from paddle_reshard.pipeline.core.tensors import (
 )
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.files import TargetFiles
-from paddle_reshard.pipeline.layouts.optimizer_keys import SLICE_PREFIX, split_accumulator_key
+from paddle_reshard.pipeline.layouts.optimizer_keys import MASTER_WEIGHTS, SLICE_PREFIX, split_accumulator_key
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.planning.match import feeds
 
 Path = tuple[str, ...]
 """Keys of the nested dicts down to an entry."""
 
-MASTER_WEIGHTS = "master_weights"
 EMA_SECTIONS = ("ema", "ema_state")
 DIST_SUFFIX = ".dist"
 """Auto-parallel training appends it to the name of a parameter that it has sharded."""

@@ -19,8 +19,8 @@ import numpy as np
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, dtype_of_code
-from paddle_reshard.pipeline.layouts.optimizer_keys import SLICE_PREFIX, split_accumulator_key
-from paddle_reshard.pipeline.live.layout import MASTER_WEIGHTS, LivePiece, Path, TensorParallel
+from paddle_reshard.pipeline.layouts.optimizer_keys import MASTER_WEIGHTS, SLICE_PREFIX, split_accumulator_key
+from paddle_reshard.pipeline.live.layout import LivePiece, Path, TensorParallel
 from paddle_reshard.storage.store import CopyRange, ReadRange, Receipt
 from paddle_reshard.tasks.device import Buffer
 

@@ -61,7 +61,8 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.core.tensors import DType, Tensor
     from paddle_reshard.pipeline.core.topology import Topology
     from paddle_reshard.pipeline.core.units import PathLike
-    from paddle_reshard.pipeline.ema.async_ema import AsyncEma, EmaCounts, Weights
+    from paddle_reshard.pipeline.ema.async_ema import AsyncEma, EmaCounts
+    from paddle_reshard.pipeline.ema.stretches import Weights
     from paddle_reshard.pipeline.ema.paddle_objects import rank_pieces
     from paddle_reshard.pipeline.ema.resume import Piece, RankPieces
     from paddle_reshard.pipeline.ema.trainer import ema_callback
@@ -184,7 +185,8 @@ _HOMES = {
     "pipeline.live.converter": ("CheckpointConverter",),
     # Averages beside training
     "pipeline.ema.trainer": ("ema_callback",),
-    "pipeline.ema.async_ema": ("AsyncEma", "EmaCounts", "Weights"),
+    "pipeline.ema.async_ema": ("AsyncEma", "EmaCounts"),
+    "pipeline.ema.stretches": ("Weights",),
     "pipeline.ema.paddle_objects": ("rank_pieces",),
     "pipeline.ema.resume": ("Piece", "RankPieces"),
     # Every error, as the tree at the top of `pipeline/core/errors.py` has it

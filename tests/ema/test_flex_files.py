@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from paddle_reshard.pipeline.core.errors import UsageError
-from paddle_reshard.pipeline.ema.async_ema import AsyncEma, Weights
+from paddle_reshard.pipeline.ema.async_ema import AsyncEma
 from paddle_reshard.pipeline.ema.flex import FlexRank, RankBoxes
+from paddle_reshard.pipeline.ema.stretches import Weights
 from paddle_reshard.pipeline.layouts.flex.boxes import Box
 
 with warnings.catch_warnings():

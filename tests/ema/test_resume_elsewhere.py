@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError, UsageError
-from paddle_reshard.pipeline.ema.async_ema import AsyncEma, Weights
+from paddle_reshard.pipeline.ema.async_ema import AsyncEma
 from paddle_reshard.pipeline.ema.flex import FlexRank
 from paddle_reshard.pipeline.ema.paddle_objects import rank_boxes, rank_pieces
 from paddle_reshard.pipeline.ema.resume import Piece, RankPieces
+from paddle_reshard.pipeline.ema.stretches import Weights
 from tests import oracle
 from tests.conftest import case_directory
 

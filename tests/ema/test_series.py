@@ -24,7 +24,8 @@ from paddle_reshard.pipeline.core.errors import (
     UnsupportedError,
     UsageError,
 )
-from paddle_reshard.pipeline.ema.async_ema import AsyncEma, Weights
+from paddle_reshard.pipeline.ema.async_ema import AsyncEma
+from paddle_reshard.pipeline.ema.stretches import Weights
 from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.planning import sizes
 from tests import oracle

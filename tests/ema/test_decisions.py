@@ -1,0 +1,128 @@
+"""When an average is updated, what a lost worker means for it, where its tensors lie: pure functions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
+from paddle_reshard.pipeline.ema.decisions import Due, Recovery, Rule, progress_of, recovery
+from paddle_reshard.pipeline.ema.stretches import (
+    Weights,
+    check_same,
+    count_elements,
+    find_arrays,
+    rank_file,
+    stretches_of,
+)
+from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
+from paddle_reshard.tasks.ema import Averaging, Progress
+
+
+def weights(**shapes: tuple[int, ...]) -> Weights:
+    tensors = {name: np.zeros(shape, dtype=np.float32) for name, shape in shapes.items()}
+    return Weights({"w": tensors.pop("w")}, tensors)
+
+
+@pytest.mark.parametrize(
+    ("step", "loss", "due"),
+    [
+        (8, 1.9, Due.YES),
+        (8, 2.0, Due.LOSS_TOO_HIGH),
+        (8, math.nan, Due.LOSS_TOO_HIGH),
+        (9, 1.0, Due.BETWEEN),
+        (9, None, Due.BETWEEN),
+    ],
+)
+def test_a_step_is_due_by_its_number_and_its_loss(step: int, loss: float | None, due: Due) -> None:
+    assert Rule(4, 2.0).due(step, loss) is due
+
+
+def test_a_threshold_needs_a_loss_and_an_interval_is_a_whole_step() -> None:
+    assert Rule(4).due(8, None) is Due.YES
+    with pytest.raises(UsageError, match="needs the loss"):
+        Rule(4, 2.0).due(8, None)
+    with pytest.raises(UsageError, match="interval 0 must be at least 1"):
+        Rule(0)
+
+
+def test_only_an_update_that_was_begun_and_not_done_spoils_the_average() -> None:
+    assert recovery(begun=3, done=3, asked=3) is Recovery.GO_ON
+    assert recovery(begun=3, done=3, asked=4) is Recovery.REPEAT
+    assert recovery(begun=4, done=3, asked=4) is Recovery.BEGIN_ANEW
+
+
+def test_how_far_a_saved_average_has_come() -> None:
+    saved = {"start": "zero", "updates": 3, "step": 30, "start_weight": 0.5}
+    assert progress_of(saved, Averaging(0.9, start="zero")) == Progress(3, 30, 0.5)
+    assert progress_of(None, Averaging(0.9)) == Progress(updates=1, start_weight=0.0)
+
+
+@pytest.mark.parametrize(
+    ("saved", "start", "message"),
+    [
+        (None, "zero", "ema.json is missing"),
+        (
+            {"start": "weights", "updates": 3, "step": 30, "start_weight": 0.0},
+            "zero",
+            "started from 'weights'",
+        ),
+        ({"start": "zero", "updates": 3, "step": 30}, "zero", "does not say how far"),
+        ({"start": "zero", "updates": [], "step": 30, "start_weight": 0.5}, "zero", "does not say how far"),
+    ],
+)
+def test_an_average_whose_progress_is_not_known_cannot_go_on(
+    saved: dict[str, object] | None, start: str, message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        progress_of(saved, Averaging(0.9, start=start))
+
+
+def test_tensors_lie_one_after_the_other_at_multiples_of_64_bytes() -> None:
+    found = stretches_of(weights(w=(3, 4), b=(4,), scalar=(), empty=(0, 7)))
+    assert {key: (s.start, s.stop) for (_, key), s in found.items()} == {
+        "w": (0, 12),
+        "b": (16, 20),
+        "scalar": (32, 33),
+        "empty": (48, 48),
+    }
+    assert count_elements(found) == 48
+    assert count_elements({}) == 0
+
+
+def test_other_tensors_than_before_are_refused_by_name() -> None:
+    before = stretches_of(weights(w=(3, 4), b=(4,)))
+    check_same(stretches_of(weights(w=(3, 4), b=(4,))), before)
+    with pytest.raises(UsageError, match=r"b: is \(5,\) now and was \(4,\) at the update before"):
+        check_same(stretches_of(weights(w=(3, 4), b=(5,))), before)
+    with pytest.raises(UsageError, match=r"c: is \(4,\) now and was not there"):
+        check_same(stretches_of(weights(w=(3, 4), b=(4,), c=(4,))), before)
+
+
+def test_only_float32_is_averaged() -> None:
+    with pytest.raises(UsageError, match="w: is float16"):
+        stretches_of(Weights({"w": np.zeros(3, dtype=np.float16)}))
+
+
+def stored(shape: tuple[int, ...], dtype: str = "f4", fortran: bool = False) -> ArrayRef:
+    return ArrayRef(100, 0, dtype, shape, fortran, None)
+
+
+def test_a_file_holds_exactly_the_tensors_of_the_rank() -> None:
+    stretches = stretches_of(weights(w=(3, 4), b=(4,)))
+    root, elements = rank_file(stretches)
+    assert set(root) == {"b", "master_weights"}
+    assert elements == [(0, 12), (16, 20)]
+    whole = {"master_weights": {"w": stored((3, 4))}, "b": stored((4,)), "StructuredToParameterName@@": {}}
+    assert find_arrays(stretches, whole, "f").keys() == stretches.keys()
+    for wrong in (
+        {"b": stored((5,))},
+        {"b": stored((4,), dtype="f2")},
+        {"master_weights": {"w": stored((3, 4), fortran=True)}},
+        {"master_weights": {}},
+        {"c": stored((4,))},
+    ):
+        with pytest.raises(CheckpointError, match="in the file and"):
+            find_arrays(stretches, {**whole, **wrong}, "f")
