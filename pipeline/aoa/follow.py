@@ -23,6 +23,7 @@ from paddle_reshard.pipeline.core.geometry import (
     meeting_pairs,
     padded,
 )
+from paddle_reshard.pipeline.core.tensor_columns import TensorIndex, Tensors
 from paddle_reshard.pipeline.core.tensors import EMA_PARAM, PARAM, Tensor
 
 BOX = np.dtype(
@@ -59,8 +60,8 @@ def target_catalog(source: Source, outputs: Mapping[str, Value], untied: frozens
     order = sorted(range(len(followers.tensors)), key=followers.places.__getitem__)
     number = np.empty(len(order), dtype=np.int32)
     number[order] = np.arange(len(order))
-    tensors = tuple(followers.tensors[one] for one in order)
-    index = {(tensor.key, tensor.state): i for i, tensor in enumerate(tensors)}
+    tensors = Tensors(followers.tensors[one] for one in order)
+    index = TensorIndex(tensors)
     boxes = np.array(followers.boxes, dtype=BOX)
     boxes["target"] = number[boxes["target"]]
     implied = {index[one]: index[other] for one, other in followers.implied.items()}

@@ -135,7 +135,7 @@ def inspect(
 def _summaries(checkpoint: Checkpoint) -> list[StateSummary]:
     catalog = checkpoint.catalog
     order = (PARAM, MASTER_WEIGHT, *ACCUMULATORS, EMA_PARAM, EMA_MASTER_WEIGHT)
-    states = sorted({tensor.state for tensor in catalog.tensors}, key=order.index)
+    states = sorted(catalog.tensors.states, key=order.index)
     summaries = []
     for state in states:
         members = [(i, t) for i, t in enumerate(catalog.tensors) if t.state == state]

@@ -99,7 +99,7 @@ class ConversionPlan(Shown):
         if all(MASTER_WEIGHT in target.left_states for target in self.targets):
             return 0
         catalog = self.source.catalog
-        return sum(catalog.tensors[number].state == MASTER_WEIGHT for number in catalog.implied)
+        return sum(catalog.tensors.identity(number)[1] == MASTER_WEIGHT for number in catalog.implied)
 
     def _in_short(self) -> str:
         targets = "; ".join(target.form.in_words() for target in self.targets)
@@ -193,7 +193,7 @@ def plan_checkpoint(
     If the groups are to run ``in_process``, where the metadata are too, these are held against the budget before
     anything is made in their proportion.
     """
-    dropped = sorted({t.state for t in source.catalog.tensors} & set(request.dropped_states))
+    dropped = sorted(source.catalog.tensors.states & set(request.dropped_states))
     source = _divided(source.without(dropped), request.forms, store)
     wanted = source
     if request.vocab_pad is not None:

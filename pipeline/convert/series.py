@@ -28,6 +28,7 @@ from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedErro
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import AVERAGE
 from paddle_reshard.pipeline.core.mixture import Mixture, Term
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
@@ -155,7 +156,7 @@ def with_average(
         for place, of_one in enumerate(zip(*feeds, feeds_of_last, strict=True))
     }
     catalog = Catalog(
-        tuple(tensors),
+        Tensors(tensors),
         (*files, *own.files),
         np.concatenate([*fragments, rows]),
         own.implied,

@@ -146,7 +146,7 @@ def verify(
         open_source(os.fspath(b), *target_access(given)),
     ]
     one, two = index_pair(stores[0], stores[1], *given_inputs(rules, config), missing, index_files)
-    known = {t.state for t in (*one.catalog.tensors, *two.catalog.tensors)}
+    known = one.catalog.tensors.states | two.catalog.tensors.states
     if unknown := set(states or ()) - known:
         raise UsageError(
             f"neither checkpoint has the state {sorted(unknown)[0]!r}; known: {', '.join(sorted(known))}"

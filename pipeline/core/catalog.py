@@ -16,12 +16,13 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Boxes, Ints, Shape, meeting_pairs, padded
-from paddle_reshard.pipeline.core.tensors import DTYPES, EMA_PARAM, MASTER_WEIGHT, PARAM, Cast, DType, Tensor
+from paddle_reshard.pipeline.core.tensors import DTYPES, EMA_PARAM, MASTER_WEIGHT, PARAM, Cast, DType
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from paddle_reshard.pipeline.core.mixture import Mixture
+from paddle_reshard.pipeline.core.tensor_columns import TensorIndex, Tensors
 
 FRAGMENT = np.dtype(
     [
@@ -58,7 +59,7 @@ class Catalog:
     the format: a bf16 parameter and its master weight. ``mixtures`` are the tensors that are computed.
     """
 
-    tensors: tuple[Tensor, ...]
+    tensors: Tensors
     files: tuple[File, ...]
     fragments: Fragments
     implied: Mapping[int, int]
@@ -71,9 +72,9 @@ class Catalog:
             raise TypeError("fragments must be a FRAGMENT array")
         self.fragments.flags.writeable = False
 
-    def index(self) -> dict[tuple[str, str], int]:
+    def index(self) -> TensorIndex:
         """``(key, state)`` → index into ``tensors``; aliases are not entries of their own."""
-        return {(tensor.key, tensor.state): i for i, tensor in enumerate(self.tensors)}
+        return TensorIndex(self.tensors)
 
     def only(self, chosen: Sequence[int]) -> Catalog:
         """The catalog of some of its tensors, in their order; ``implied`` where both are chosen.
@@ -86,7 +87,7 @@ class Catalog:
         fragments["tensor"] = places[fragments["tensor"]]
         implied = {int(places[t]): int(places[m]) for t, m in self.implied.items()}
         return Catalog(
-            tuple(self.tensors[tensor] for tensor in chosen),
+            Tensors(self.tensors[tensor] for tensor in chosen),
             self.files,
             fragments[fragments["tensor"] >= 0],
             {tensor: master for tensor, master in implied.items() if min(tensor, master) >= 0},
@@ -102,7 +103,7 @@ class Catalog:
 
     def casts(self) -> frozenset[Cast]:
         """What fragments are stored as, and what the tensors are of which they are pieces, where that differs."""
-        wanted = np.array([DTYPES.index(tensor.dtype) for tensor in self.tensors], dtype=np.int64)
+        wanted = self.tensors.dtypes.astype(np.int64)
         stored = self.fragments["dtype"].astype(np.int64)
         pairs = np.unique(stored * len(DTYPES) + wanted[self.fragments["tensor"]]).tolist()
         named = ((DTYPES[pair // len(DTYPES)].name, DTYPES[pair % len(DTYPES)].name) for pair in pairs)
@@ -168,7 +169,7 @@ def check_catalog(catalog: Catalog) -> None:
     check_coverage(catalog.tensors, catalog.files, primary, skip=catalog.implied)
 
 
-def check_dtypes(tensors: Sequence[Tensor]) -> None:
+def check_dtypes(tensors: Tensors) -> None:
     """Every optimizer state has one dtype, and master weights are float32; parameters may differ, as routers do.
 
     Raises
@@ -176,26 +177,23 @@ def check_dtypes(tensors: Sequence[Tensor]) -> None:
     CheckpointError
         Naming two tensors of one state and their dtypes.
     """
-    states: dict[str, dict[DType, list[Tensor]]] = {}
-    for tensor in tensors:
-        if tensor.state not in (PARAM, EMA_PARAM):
-            states.setdefault(tensor.state, {}).setdefault(tensor.dtype, []).append(tensor)
-    for state, by_dtype in states.items():
-        odd, *others = sorted(by_dtype.values(), key=len)
+    dtypes = tensors.dtypes
+    for state in sorted(tensors.states - {PARAM, EMA_PARAM}):
+        of_state = np.array(list(tensors.of_state(state).values()), dtype=np.int64)
+        _, first, count = np.unique(dtypes[of_state], return_index=True, return_counts=True)
+        one, *others = (tensors[int(of_state[place])] for place in first[np.lexsort((first, count))])
         if others:
-            one, other = odd[0], others[-1][0]
             raise CheckpointError(
-                f"{one.label} is {one.dtype.name}, {other.label} is {other.dtype.name}: all tensors of a state "
-                "have one dtype"
+                f"{one.label} is {one.dtype.name}, {others[-1].label} is {others[-1].dtype.name}: all tensors of a "
+                "state have one dtype"
             )
-        if state == MASTER_WEIGHT and odd[0].dtype.name != "float32":
-            raise CheckpointError(f"{odd[0].label} is {odd[0].dtype.name}: master weights are float32")
+        if state == MASTER_WEIGHT and one.dtype.name != "float32":
+            raise CheckpointError(f"{one.label} is {one.dtype.name}: master weights are float32")
 
 
-def check_bounds(tensors: Sequence[Tensor], files: Sequence[File], fragments: Fragments) -> None:
+def check_bounds(tensors: Tensors, files: Sequence[File], fragments: Fragments) -> None:
     """Every box lies inside its tensor, and its bytes inside its file."""
-    shapes = np.array([padded(t.global_shape, 1) for t in tensors], dtype=np.int64).reshape(-1, MAX_DIMS)
-    outside = (fragments["offset"] + fragments["extents"] > shapes[fragments["tensor"]]).any(axis=1)
+    outside = (fragments["offset"] + fragments["extents"] > tensors.shapes[fragments["tensor"]]).any(axis=1)
     outside |= (fragments["offset"] < 0).any(axis=1)
     if outside.any():
         row = fragments[outside][0]
@@ -219,14 +217,14 @@ def check_bounds(tensors: Sequence[Tensor], files: Sequence[File], fragments: Fr
 
 
 def check_coverage(
-    tensors: Sequence[Tensor],
+    tensors: Tensors,
     files: Sequence[File],
     fragments: Fragments,
     skip: Iterable[int] = (),
 ) -> None:
     """The boxes of every tensor (but those in ``skip``) are disjoint and fill it."""
     covered = np.bincount(fragments["tensor"], weights=volumes(fragments), minlength=len(tensors))
-    wanted = np.array([t.elements for t in tensors], dtype=np.float64)
+    wanted = tensors.elements.astype(np.float64)
     wanted[list(skip)] = 0
     for alike in _by_tensor(fragments, len(tensors)):
         boxes = Boxes(alike["tensor"], alike["offset"], alike["extents"])

@@ -108,7 +108,9 @@ def check_powers(powers: list[Powers], scheduled: int | None) -> None:
 
 def read_powers(source: ReadRange, catalog: Catalog) -> list[Powers]:
     """Both powers of every parameter that has both as float32, from their first copies."""
-    place = {(t.key, t.state): i for i, t in enumerate(catalog.tensors) if t.state in (BETA1, BETA2)}
+    place = {
+        (key, state): i for state in (BETA1, BETA2) for key, i in catalog.tensors.of_state(state).items()
+    }
     keys = sorted({key for key, _ in place})
     keys = keys[:: -(-len(keys) // (MOST_SCALARS // 2)) or 1]
     wanted = {

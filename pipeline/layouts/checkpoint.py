@@ -70,9 +70,9 @@ class Checkpoint:
     def without(self, states: Collection[str]) -> Checkpoint:
         """The same checkpoint without the tensors of some states."""
         tensors = self.catalog.tensors
-        kept = [number for number, tensor in enumerate(tensors) if tensor.state not in states]
-        if len(kept) == len(tensors):
+        if tensors.states.isdisjoint(states):
             return self
+        kept = [number for number, tensor in enumerate(tensors) if tensor.state not in states]
         has_ema = any(tensors[number].state in EMA_STATES for number in kept)
         return replace(self, catalog=self.catalog.only(kept), has_ema=has_ema)
 

@@ -132,7 +132,7 @@ class Placements:
         return counts[self._columns()[0]]
 
     def _columns(self) -> Ints:
-        return np.array(self._arrays, dtype=np.int64).reshape(-1, 7).T
+        return np.frombuffer(self._arrays, dtype=np.int64).reshape(-1, 7).T
 
     def fragments(self) -> Fragments:
         """The boxes of all arrays, in the order in which they were added."""
@@ -144,6 +144,7 @@ class Placements:
         number = np.repeat(np.arange(len(kind)), count)
         within = np.arange(len(number)) - np.repeat(np.cumsum(count) - count, count)
         rows = boxes[first[kind][number] + within]
+        del within
         steps = np.array(self._steps, dtype=np.int64).reshape(-1, MAX_DIMS)
         rows["tensor"], rows["file"] = tensor[number], file[number]
         rows["dtype"], rows["replica"] = dtype[number], replica[number]

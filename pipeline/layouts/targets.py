@@ -37,7 +37,7 @@ def lay_out(
     PlanError
         If the source cannot become this target.
     """
-    homeless = {tensor.state for tensor in source.catalog.tensors} & set(target.no_place)
+    homeless = source.catalog.tensors.states & set(target.no_place)
     laid_out = target.lay_out(source.without(homeless), wanted.without(homeless), sizes, folders)
     left_states = tuple(sorted({*laid_out.left_states, *homeless}))
     casts = laid_out.files.casts | _defined_casts(source.catalog)
@@ -55,7 +55,7 @@ def check_left(targets: Sequence[Target], laid_out: Sequence[LaidOut]) -> None:
     """
     for number, (target, one) in enumerate(zip(targets, laid_out, strict=True)):
         others = (other for place, other in enumerate(laid_out) if place != number)
-        held = {tensor.state for other in others for tensor in other.catalog.tensors}
+        held = {state for other in others for state in other.catalog.tensors.states}
         if target.model_only or not set(one.left_states) - held:
             continue
         lost = ", ".join(sorted(set(one.left_states) - held))
@@ -68,16 +68,18 @@ def check_left(targets: Sequence[Target], laid_out: Sequence[LaidOut]) -> None:
 
 def _defined_casts(source: Catalog) -> frozenset[Cast]:
     """Casts by which the source's format defines tensors that it does not hold, or an AOA program makes them."""
-    pairs = {(source.tensors[of], source.tensors[tensor]) for tensor, of in source.implied.items()}
-    return source.casts() | {(stored.dtype.name, tensor.dtype.name) for stored, tensor in pairs}
+    dtype = source.tensors.dtype
+    return source.casts() | {(dtype(of).name, dtype(tensor).name) for tensor, of in source.implied.items()}
 
 
 def join(source: Catalog, laid_out: Sequence[LaidOut], prefixes: Sequence[str]) -> LaidOut:
     """Several targets as one, made of one reading: paths begin with the prefix of their target."""
     if len(laid_out) == 1:
         return laid_out[0]
-    chosen = {(t.key, t.state) for one in laid_out for t in one.catalog.tensors}
-    kept = [i for i, tensor in enumerate(source.tensors) if (tensor.key, tensor.state) in chosen]
+    chosen = [one.catalog.index() for one in laid_out]
+    kept = [
+        number for identity, number in source.index().items() if any(identity in of_one for of_one in chosen)
+    ]
     catalog = source.only(kept)
     index = catalog.index()
     files: list[File] = []
@@ -93,7 +95,7 @@ def join(source: Catalog, laid_out: Sequence[LaidOut], prefixes: Sequence[str]) 
         fills += [(first + file, start, nbytes) for file, start, nbytes in one.files.fills]
         rows = one.files.fragments.copy()
         rows["file"] += first
-        places = np.array([index[t.key, t.state] for t in one.catalog.tensors], dtype=np.int32)
+        places = np.array([index[identity] for identity in one.catalog.index()], dtype=np.int32)
         rows["tensor"] = places[rows["tensor"]]
         fragments.append(rows)
         left_out.update(places[_left_out(one)].tolist())

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 
@@ -47,7 +48,7 @@ def resize_vocabulary(checkpoint: Checkpoint, size: int, grow: bool) -> Checkpoi
     return replace(
         checkpoint,
         model=replace(model, tensors=resized, config={**model.config, VOCAB_SIZE: size}),
-        catalog=replace(checkpoint.catalog, tensors=tensors),
+        catalog=replace(checkpoint.catalog, tensors=Tensors(tensors)),
     )
 
 

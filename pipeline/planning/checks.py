@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from paddle_reshard.pipeline.core.catalog import FRAGMENT, Catalog, Fragments
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import MASTER_WEIGHT, PARAM, Tensor
 from paddle_reshard.pipeline.planning.match import match
 from paddle_reshard.pipeline.planning.ops import (
@@ -44,7 +45,7 @@ RUN_ELEMENTS = 512
 class Held:
     """The parameters of a source that are stored beside their master weights."""
 
-    tensors: tuple[Tensor, ...]
+    tensors: Tensors
     """All of the catalog that is moved, and those that are only looked at."""
     boxes: Ops
     """``HOLD`` of every element; ``tensor`` is the parameter, ``feed`` the master weight."""
@@ -77,12 +78,14 @@ def held_parameters(whole: Catalog, moved: Catalog, in_full: bool) -> Held | Non
     tensors = moved.tensors
     if moved is not whole:
         index = moved.index()
+        added: list[Tensor] = []
         for number in (*pairs, *pairs.values()):
-            tensor = whole.tensors[number]
-            known = index.setdefault((tensor.key, tensor.state), len(tensors))
-            numbers[number] = known
-            if known == len(tensors):
-                tensors = (*tensors, tensor)
+            known = index.get(whole.tensors.identity(number))
+            numbers[number] = len(tensors) + len(added) if known is None else known
+            if known is None:
+                added.append(whole.tensors[number])
+        if added:
+            tensors = Tensors((*tensors, *added))
     primary = whole.fragments.compress(whole.fragments["replica"] == 0)
     boxes = match(primary, _of(primary, pairs), pairs, kind=HOLD)
     boxes["tensor"], boxes["feed"] = numbers[boxes["tensor"]], numbers[boxes["feed"]]
@@ -150,15 +153,15 @@ def _seed(param: Tensor) -> int:
 
 def _stored_pairs(whole: Catalog) -> dict[int, int]:
     """Parameter → master weight, where files hold both."""
-    masters = {t.key: number for number, t in enumerate(whole.tensors) if t.state == MASTER_WEIGHT}
+    masters = whole.tensors.of_state(MASTER_WEIGHT)
     stored = np.bincount(whole.fragments["tensor"], minlength=len(whole.tensors)) > 0
     return {
-        number: masters[tensor.key]
-        for number, tensor in enumerate(whole.tensors)
-        if tensor.state == PARAM
-        and tensor.key in masters
-        and stored[[number, masters[tensor.key]]].all()
-        and not {number, masters[tensor.key]} & whole.mixtures.keys()
+        number: masters[key]
+        for key, number in whole.tensors.of_state(PARAM).items()
+        if key in masters
+        and stored[number]
+        and stored[masters[key]]
+        and not {number, masters[key]} & whole.mixtures.keys()
     }
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.planning.checks import held_parameters
 from paddle_reshard.pipeline.planning.match import feeds, match
 from paddle_reshard.pipeline.planning.ops import COMPARE, Ops
@@ -77,7 +78,7 @@ def plan_comparison(
         else:
             common.append(identity)
     common.sort()
-    tensors = tuple(a.tensors[ids_a[identity]] for identity in common)
+    tensors = Tensors(a.tensors[ids_a[identity]] for identity in common)
     if not compare_replicas:
         a, b = (replace(side, fragments=side.fragments[side.fragments["replica"] == 0]) for side in (a, b))
     ops = _comparisons(a, b, [ids_a[i] for i in common], [ids_b[i] for i in common])

@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from paddle_reshard.pipeline.core.catalog import Catalog, Fragments, volumes
 from paddle_reshard.pipeline.core.errors import CoverageError, PlanError, UnsupportedError
-from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Boxes, Ints, intersect, meeting_pairs, padded
+from paddle_reshard.pipeline.core.geometry import Boxes, Ints, intersect, meeting_pairs
 from paddle_reshard.pipeline.core.mixture import Mixture
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import DTYPES, Cast, Tensor
 from paddle_reshard.pipeline.planning.ops import CHECK, COMPARE, MOVE, Ops, op_volumes, set_stops
 
@@ -181,11 +182,10 @@ def _lacking(these: npt.NDArray[np.int32], others: npt.NDArray[np.int32]) -> lis
     return np.flatnonzero(lacking).tolist()
 
 
-def clipped(target: Fragments, tensors: Sequence[Tensor]) -> Fragments:
+def clipped(target: Fragments, tensors: Tensors) -> Fragments:
     """The target's boxes as far as the source's tensors reach; what lies beyond was asked for as zeros."""
-    shapes = np.array([padded(t.global_shape, 1) for t in tensors], dtype=np.int64).reshape(-1, MAX_DIMS)
     inside = target.copy()
-    reach = shapes[target["tensor"]] - target["offset"]
+    reach = tensors.shapes[target["tensor"]] - target["offset"]
     inside["extents"] = np.clip(reach, 0, target["extents"])
     return inside
 

@@ -119,7 +119,7 @@ def check_metadata(tensors: int, pieces: int, peak_bytes: int, budget_bytes: int
 class Plan:
     """All that is to be done, before any byte moves."""
 
-    tensors: tuple[Tensor, ...]
+    tensors: Sequence[Tensor]
     source_files: tuple[File, ...]
     target_files: tuple[File, ...]
     ops: Ops
@@ -350,7 +350,7 @@ def _within_limits(
 
 def plan_comparisons(
     ops: Ops,
-    tensors: tuple[Tensor, ...],
+    tensors: Sequence[Tensor],
     files: tuple[File, ...],
     budget_bytes: int,
     sizes: PlanSizes | None = None,

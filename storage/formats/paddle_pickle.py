@@ -77,8 +77,6 @@ class ArrayRef:
 
     byte_offset: int
     """Start of the raw little-endian payload, in bytes from the start of the file."""
-    nbytes: int
-    """Length of the payload; always the product of ``shape`` times the item size."""
     dtype: str
     """numpy code without byte order: ``f4``, ``u2`` (bfloat16), ``i8``, ``b1`` ..."""
     shape: tuple[int, ...]
@@ -87,6 +85,15 @@ class ArrayRef:
     """The payload is column-major for ``shape`` (a transposed tensor was saved)."""
     name: str | None
     """Framework tensor name, where the file has it beside the array (the pickle route)."""
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the payload."""
+        return prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+    def unnamed(self) -> ArrayRef:
+        """The same without the name, of which very many would take more memory than all the rest."""
+        return ArrayRef(self.byte_offset, self.dtype, self.shape, self.fortran, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +323,7 @@ class Machine:
         "memo",
         "opcode_offset",
         "protocol",
+        "shapes",
         "stack",
         "text_bytes",
         "window",
@@ -327,6 +335,7 @@ class Machine:
         self.stack: list[object] = []
         self.marks: list[list[object]] = []
         self.memo: list[object] = []
+        self.shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # many arrays share one
         self.protocol, self.opcode_offset, self.text_bytes, self.containers = 0, 0, 0, 0
 
     def run(self) -> tuple[object, int]:
@@ -692,7 +701,8 @@ def _call_tuple(m: Machine, arguments: tuple[object, ...]) -> object:
     if isinstance(pair, tuple) and len(pair) == 2:
         name, array = pair
         if isinstance(name, str) and isinstance(array, _Array) and array.ref is not None:
-            return replace(array.ref, name=name)
+            entry = m.stack[-1] if m.stack else None  # its key, which most arrays are called by
+            return replace(array.ref, name=entry if name == entry and isinstance(entry, str) else name)
     m.unsafe("forbidden_call", "tuple in another form than for a tensor's name and array")
 
 
@@ -781,7 +791,7 @@ def _array_ref(m: Machine, state: object) -> ArrayRef:
     expected = prod(shape) * _ITEM_BYTES[dtype.code]
     if nbytes != expected:
         m.bad("size_mismatch", f"an array of {shape} {dtype.code} holds {nbytes} bytes, expected {expected}")
-    return ArrayRef(byte_offset, nbytes, dtype.code, shape, fortran, None)
+    return ArrayRef(byte_offset, dtype.code, m.shapes.setdefault(shape, shape), fortran, None)
 
 
 def _is_shape(shape: object) -> bool:

@@ -12,6 +12,7 @@ from itertools import pairwise, product
 import numpy as np
 
 from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog, fragment_row, fragment_rows
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import DTYPES, Tensor, dtype_named
 
 Array = np.ndarray
@@ -79,7 +80,7 @@ def stored(
                     fragment_row(number, 0, dtype_named(dtype), replica, len(content), offset, *described)
                 )
                 content += ordered.tobytes(order="A")
-    catalog = Catalog(tuple(tensors), (File("all", len(content)),), fragment_rows(rows), {})
+    catalog = Catalog(Tensors(tensors), (File("all", len(content)),), fragment_rows(rows), {})
     check_catalog(catalog)
     return catalog, bytes(content)
 

@@ -13,6 +13,7 @@ import pytest
 from paddle_reshard.pipeline.aoa.apply import AoaOutcome, apply_aoa
 from paddle_reshard.pipeline.aoa.language import parse_aoa
 from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.layouts.rules import shipped_tables
 from paddle_reshard.storage.local.source import LocalSource
@@ -52,7 +53,7 @@ def parameters(outcome: AoaOutcome, content: bytes) -> Arrays:
     held = [tensor for i, tensor in enumerate(catalog.tensors) if i not in catalog.implied]
     places = {tensor: number for number, tensor in enumerate(held)}
     fragments["tensor"] = [places[catalog.tensors[number]] for number in fragments["tensor"]]
-    values = gather(Catalog(tuple(held), catalog.files, fragments, {}), content)
+    values = gather(Catalog(Tensors(held), catalog.files, fragments, {}), content)
     found: Arrays = {}
     for number, tensor in enumerate(catalog.tensors):
         if tensor.state == "param":

@@ -159,13 +159,13 @@ def _extra_array(sizes, metadata, arrays):
 def _other_shape(sizes, metadata, arrays):
     found = arrays["model_state/0_0.distcp"]
     key = next(key for key, array in found.items() if len(array.shape) == 2)
-    found[key] = ArrayRef(0, 12, "u2", (2, 3), False, None)
+    found[key] = ArrayRef(0, "u2", (2, 3), False, None)
 
 
 def _other_dtype(sizes, metadata, arrays):
     found = arrays["model_state/0_0.distcp"]
     for key, array in found.items():
-        found[key] = ArrayRef(array.byte_offset, array.nbytes, "f2", array.shape, False, None)
+        found[key] = ArrayRef(array.byte_offset, "f2", array.shape, False, None)
 
 
 def _unknown_state(sizes, metadata, arrays):

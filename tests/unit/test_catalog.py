@@ -19,6 +19,7 @@ from paddle_reshard.pipeline.core.catalog import (
 )
 from paddle_reshard.pipeline.core.errors import CoverageError
 from paddle_reshard.pipeline.core.geometry import row_major_strides
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import PARAM, Tensor, dtype_named
 
 FLOAT32 = dtype_named("float32")
@@ -41,7 +42,7 @@ def box(
 
 def catalog(shape: Sequence[int], *rows: FragmentRow) -> Catalog:
     tensor = Tensor("model.norm.weight", "moment1", FLOAT32, tuple(shape))
-    return Catalog((tensor,), (ONE, TWO), fragment_rows(list(rows)), {})
+    return Catalog(Tensors((tensor,)), (ONE, TWO), fragment_rows(list(rows)), {})
 
 
 def refusal(shape: Sequence[int], *rows: FragmentRow) -> str:
@@ -122,7 +123,7 @@ def test_a_copy_must_lie_inside_its_file_too() -> None:
 def test_an_implied_tensor_needs_no_piece() -> None:
     param = Tensor("model.norm.weight", PARAM, dtype_named("bfloat16"), (4, 6))
     whole = catalog((4, 6), box((0, 0), (4, 6)))
-    both = Catalog((*whole.tensors, param), whole.files, whole.fragments, {1: 0})
+    both = Catalog(Tensors((*whole.tensors, param)), whole.files, whole.fragments, {1: 0})
     check_catalog(both)
     assert both.stored(1).tobytes() == both.stored(0).tobytes() == whole.fragments.tobytes()
     assert both.index() == {("model.norm.weight", "moment1"): 0, ("model.norm.weight", PARAM): 1}
@@ -133,7 +134,7 @@ def test_fragments_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="read-only"):
         fragments["file"] = 1
     with pytest.raises(TypeError, match="FRAGMENT"):
-        Catalog((), (), np.zeros(1), {})
+        Catalog(Tensors(), (), np.zeros(1), {})
 
 
 @given(st.data())

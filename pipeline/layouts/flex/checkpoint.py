@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM, Tensor
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.flex.format import AUTO_PARALLEL, FLEX
@@ -174,7 +175,7 @@ def _with_implied(catalog: Catalog, model: Model) -> Catalog:
             tensors.append(Tensor(of_model.key, PARAM, of_model.dtype, of_model.global_shape))
     shared = (PARAM, EMA_PARAM)
     named = [replace(t, aliases=aliases.get(t.key, ())) if t.state in shared else t for t in tensors]
-    return replace(catalog, tensors=tuple(named), implied=implied)
+    return replace(catalog, tensors=Tensors(named), implied=implied)
 
 
 # ---------------------------------------------------------------------------------------- parameter names
@@ -232,4 +233,4 @@ def _renamed(catalog: Catalog, names: Mapping[str, str], twins: Mapping[str, str
         if (key, tensor.state) in tensors:
             raise CoverageError(f"{key} ({tensor.state})", f"stored for two parameters, one is {tensor.key}")
         tensors[key, tensor.state] = replace(tensor, key=key)
-    return replace(catalog, tensors=tuple(tensors.values()))
+    return replace(catalog, tensors=Tensors(tensors.values()))

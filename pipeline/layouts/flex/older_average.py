@@ -151,7 +151,7 @@ def _array(path: str, piece: Box, average: OlderAverage, master: bool, told: Map
             name,
             f"is {array.dtype} {array.shape} in it, the rank's piece of {piece.key} is f4 {piece.shape}",
         )
-    return replace(array, shape=piece.shape, nbytes=4 * elements)
+    return replace(array, shape=piece.shape)
 
 
 def _parameter_name(path: str, key: str, average: OlderAverage, told: Mapping[str, str]) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
 from paddle_reshard.pipeline.core.geometry import Shape, padded
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, DType, Tensor, dtype_named, dtype_of_code
 from paddle_reshard.pipeline.layouts.flex.names import (
     FOLDERS,
@@ -153,7 +154,7 @@ class _Cataloguer:
         origins = np.array(self.origins, dtype=np.int64).reshape(len(self.origins), -1)
         if len(origins):
             fragments["offset"] += np.repeat(origins, self.placements.box_counts(), axis=0)
-        return Catalog(tuple(self.tensors.values()), tuple(self.files), fragments, {})
+        return Catalog(Tensors(self.tensors.values()), tuple(self.files), fragments, {})
 
     def add_folder(self, path: str, metadata: DistMetadata, arrays: Arrays, names: Sequence[Name]) -> None:
         folder = folder_of(path)

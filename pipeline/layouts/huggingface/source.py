@@ -23,6 +23,7 @@ from paddle_reshard.pipeline.core.catalog import (
 )
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError
 from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import PARAM, DType, Tensor
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.huggingface.format import HUGGINGFACE
@@ -92,7 +93,7 @@ def read_huggingface(
     if held:
         key = min(held)
         raise CheckpointError(f"{key}: in {held[key]}, and the model has no tensor that is called so")
-    catalog = Catalog(tuple(tensors), files, fragment_rows(rows), {})
+    catalog = Catalog(Tensors(tensors), files, fragment_rows(rows), {})
     check_catalog(catalog)
     return catalog
 

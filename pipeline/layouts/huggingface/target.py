@@ -158,7 +158,7 @@ def layout_huggingface(source: Catalog, wanted: Checkpoint, target: HuggingFaceT
     return HuggingFaceFiles(
         catalog,
         TargetFiles(tuple(files), literals, (), fragments, {}, _casts(source, exported)),
-        tuple(sorted({t.state for t in source.tensors} - {t.state for t in catalog.tensors})),
+        tuple(sorted(source.tensors.states - catalog.tensors.states)),
     )
 
 
@@ -243,7 +243,7 @@ def _chosen(source: Catalog, wanted: Sequence[int]) -> tuple[Catalog, dict[int, 
     chosen: dict[int, int] = {}
     for tensor in wanted:
         related = [tensor, source.implied.get(tensor, tensor)]
-        if source.tensors[tensor].state == MASTER_WEIGHT:
+        if source.tensors.identity(tensor)[1] == MASTER_WEIGHT:
             related.append(index[source.tensors[tensor].key, PARAM])
         if tensor in source.mixtures:
             related += [term.tensor for term in source.mixtures[tensor].terms]

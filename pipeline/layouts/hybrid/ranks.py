@@ -9,7 +9,7 @@ structured key.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
@@ -165,7 +165,8 @@ def sort_ranks(
     paths
         Every path of the checkpoint → size in bytes.
     roots
-        Path of a tensor file → what its pickle holds, arrays as references.
+        Path of a tensor file → what its pickle holds, arrays as references. They are taken out of it, so that the names
+        of very many arrays are not held beside what is made of them.
     meta
         What ``model_meta.json`` says, or ``None`` where there is none.
     knowledge
@@ -521,10 +522,14 @@ def _add(cell: Cell, key: str, state: str, file: RankFile, value: object) -> Non
     value = _array_of(value)
     if value is None:
         raise CheckpointError(f"{file.path}: {key} ({state}) is not an array")
-    stored = cell.arrays.setdefault((key, state), [])
-    if stored and stored[-1].path == file.path:  # files are read one after the other
+    array = StoredArray(file.shard or 0, file.path, value.unnamed() if isinstance(value, ArrayRef) else value)
+    stored = cell.arrays.get((key, state))
+    if stored is None:
+        cell.arrays[key, state] = [array]
+        return
+    if stored[-1].path == file.path:  # files are read one after the other
         raise CoverageError(f"{key} ({state})", "stored twice in one file", (file.path,))
-    stored.append(StoredArray(file.shard or 0, file.path, value))
+    stored.append(array)
 
 
 def _array_of(value: object) -> Array | None:
@@ -534,10 +539,14 @@ def _array_of(value: object) -> Array | None:
     return value if isinstance(value, ArrayRef | SplitArray) else None
 
 
-def _add_parameters(cell: Cell, file: RankFile, root: Mapping[str, Any]) -> None:
-    for key, value in root.items():
-        if key == STRUCTURED_NAMES:
-            continue
+def _taken(entries: dict[str, Any], but: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
+    """All entries of a dict, which are taken out of it; those of some names stay."""
+    for name in [name for name in entries if name not in but]:
+        yield name, entries.pop(name)
+
+
+def _add_parameters(cell: Cell, file: RankFile, root: dict[str, Any]) -> None:
+    for key, value in _taken(root, [STRUCTURED_NAMES]):
         if key not in cell.names:
             raise CheckpointError(f"{file.path}: {key} is not in {MODEL_META}")
         _add(cell, key, PARAM, file, value)
@@ -553,23 +562,20 @@ def _key_of(cell: Cell, name: str, keys: Mapping[str, str], file: RankFile, what
     return keys[bare]
 
 
-def _master_weights(file: RankFile, root: Mapping[str, Any]) -> Mapping[str, Any]:
+def _master_weights(file: RankFile, root: Mapping[str, Any]) -> dict[str, Any]:
     entry = root.get("master_weights", {})
     if not isinstance(entry, dict):
         raise CheckpointError(f"{file.path}: master_weights is not a dict of arrays")
     return entry
 
 
-def _add_optimizer(cell: Cell, file: RankFile, root: Mapping[str, Any], keys: Mapping[str, str]) -> None:
-    masters = {
-        _key_of(cell, name, keys, file, "master weight"): value
-        for name, value in _master_weights(file, root).items()
-    }
-    for key, value in masters.items():
+def _add_optimizer(cell: Cell, file: RankFile, root: dict[str, Any], keys: Mapping[str, str]) -> None:
+    masters = set()
+    for name, value in _taken(_master_weights(file, root)):
+        key = _key_of(cell, name, keys, file, "master weight")
         _add(cell, key, MASTER_WEIGHT, file, value)
-    for entry, value in root.items():
-        if entry in ("master_weights", _LR_SCHEDULER, STRUCTURED_NAMES):
-            continue
+        masters.add(key)
+    for entry, value in _taken(root, ["master_weights", _LR_SCHEDULER, STRUCTURED_NAMES]):
         if entry == "offload_buffer":
             raise UnsupportedError(
                 f"{file.path}: offload_buffer: offloaded optimizer state cannot be converted"
@@ -589,12 +595,10 @@ def _add_optimizer(cell: Cell, file: RankFile, root: Mapping[str, Any], keys: Ma
             cell.master_spellings.add(separate)
 
 
-def _add_ema(cell: Cell, file: RankFile, root: Mapping[str, Any], keys: Mapping[str, str]) -> None:
-    for name, value in _master_weights(file, root).items():
+def _add_ema(cell: Cell, file: RankFile, root: dict[str, Any], keys: Mapping[str, str]) -> None:
+    for name, value in _taken(_master_weights(file, root)):
         _add(cell, _key_of(cell, name, keys, file, "EMA master weight"), EMA_MASTER_WEIGHT, file, value)
-    for key, value in root.items():
-        if key in ("master_weights", STRUCTURED_NAMES):
-            continue
+    for key, value in _taken(root, ["master_weights", STRUCTURED_NAMES]):
         if key not in cell.names:
             raise CheckpointError(f"{file.path}: EMA entry {key} is no structured key of this cell")
         _add(cell, key, EMA_PARAM, file, value)

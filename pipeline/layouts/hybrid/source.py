@@ -19,6 +19,7 @@ from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError
 from paddle_reshard.pipeline.core.file_names import CONFIG, MODEL_META
 from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import (
     ACCUMULATORS,
     EMA_MASTER_WEIGHT,
@@ -433,8 +434,7 @@ class _Cataloguer:
         self.filled: set[str] = set()
         self.file_index = {file.path: i for i, file in enumerate(files)}
         self.by_key = {tensor.key: tensor for tensor in model.tensors}
-        self.tensors: list[Tensor] = []
-        self.tensor_index: dict[tuple[str, str], int] = {}
+        self.tensors = Tensors()
         self.copies = numbers_of("i")
         """How many copies of its piece of each tensor each tp rank has given: ``tensor * tp + rank``."""
         self.placements = Placements()
@@ -450,7 +450,7 @@ class _Cataloguer:
         implied = self._imply()
         self._check_filled()
         self._check_states()
-        return Catalog(tuple(self.tensors), tuple(self.files), self.placements.fragments(), implied)
+        return Catalog(self.tensors, tuple(self.files), self.placements.fragments(), implied)
 
     def _identity(self, key: str) -> str:
         tied_to = self.by_key[key].tied_to
@@ -458,13 +458,13 @@ class _Cataloguer:
 
     def _tensor(self, key: str, state: str, dtype: DType, shape: Shape, where: str) -> int:
         identity = self._identity(key)
-        place = self.tensor_index.setdefault((identity, state), len(self.tensors))
-        if place == len(self.tensors):
+        place = self.tensors.find(identity, state)
+        if place is None:
             aliases = self.aliases.get(identity, ()) if state in (PARAM, EMA_PARAM) else ()
-            self.tensors.append(Tensor(identity, state, dtype, shape, aliases))
             self.copies.extend([0] * self.tp)
-        tensor = self.tensors[place]
-        if (tensor.dtype, tensor.global_shape) != (dtype, shape):
+            return self.tensors.add(Tensor(identity, state, dtype, shape, aliases))
+        if (self.tensors.dtype(place), self.tensors.shape(place)) != (dtype, shape):
+            tensor = self.tensors[place]
             raise CoverageError(
                 tensor.label,
                 f"{tensor.dtype.name} {tensor.global_shape} in one file, {dtype.name} {shape} in another",
@@ -635,9 +635,9 @@ class _Cataloguer:
         implied = {}
         for tensor in self.model.tensors:
             identity = self._identity(tensor.key)
-            if (identity, PARAM) in self.tensor_index:
+            if self.tensors.find(identity, PARAM) is not None:
                 continue
-            master = self.tensor_index.get((identity, MASTER_WEIGHT))
+            master = self.tensors.find(identity, MASTER_WEIGHT)
             if master is None:
                 self._fill(tensor, identity)
                 continue
@@ -694,7 +694,7 @@ class _Cataloguer:
                 )
             if self.ranks.has_ema:
                 state = EMA_MASTER_WEIGHT if tensor.master else EMA_PARAM
-                if (tensor.key, state) not in self.tensor_index:
+                if self.tensors.find(tensor.key, state) is None:
                     raise CoverageError(
                         f"{tensor.key} ({state})", "no EMA file holds it, other parameters have it"
                     )

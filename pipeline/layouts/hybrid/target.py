@@ -753,7 +753,7 @@ class _Writer:
         place = self.tensor_index.get((self.identity[tensor.key], state))
         if place is None:
             raise PlanError(f"{tensor.key} ({state}): the target needs it, the source does not have it")
-        dtype = self.tensors[place].dtype
+        dtype = self.tensors.dtype(place)
         slot = len(arrays.rows) // 3
         cut = TensorCut(1, None) if _is_number(state) else arrays.cell.cuts[tensor.key]
         stretch = None if flat is None else (flat.start, flat.stop)

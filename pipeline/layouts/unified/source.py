@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
 from paddle_reshard.pipeline.core.errors import CoverageError, RuleError, UnsupportedError
 from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import (
     ACCUMULATORS,
     MASTER_WEIGHT,
@@ -323,7 +324,7 @@ class _Cataloguer:
             self._add(key, state, stored, bool(sliced))
         implied = self._imply(set(arrays))
         self._check_states()
-        return Catalog(tuple(self.tensors), tuple(self.files), self.placements.fragments(), implied)
+        return Catalog(Tensors(self.tensors), tuple(self.files), self.placements.fragments(), implied)
 
     def _are_slices(self, key: str, stored: Sequence[_Stored]) -> bool:
         return len(self.by_key[key].global_shape) > 1 and all(len(one.shape) == 1 for one in stored)

@@ -1,0 +1,177 @@
+"""Very many tensors as columns.
+
+A checkpoint of a mixture of experts has hundreds of thousands of tensors, few shapes, and as many states as its
+optimizer keeps: of each tensor there are four small numbers here, and the keys are held once for all states.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Generic, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints, Shape, padded
+from paddle_reshard.pipeline.core.tensors import DTYPES, DType, Tensor
+
+Value = TypeVar("Value", bound=Hashable)
+Identity = tuple[str, str]
+"""Key and state."""
+
+
+class _Numbered(Generic[Value]):
+    """Distinct values, numbered as they come."""
+
+    __slots__ = ("numbers", "values")
+
+    def __init__(self) -> None:
+        self.values: list[Value] = []
+        self.numbers: dict[Value, int] = {}
+
+    def number(self, value: Value) -> int:
+        number = self.numbers.setdefault(value, len(self.values))
+        if number == len(self.values):
+            self.values.append(value)
+        return number
+
+
+class Tensors(Sequence[Tensor]):
+    """Tensors in the order in which they were added; whichever is looked at is made anew.
+
+    Nothing is added once they are part of a catalog.
+    """
+
+    __slots__ = ("_aliases", "_dtype", "_key", "_keys", "_places", "_shape", "_shapes", "_state", "_states")
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        self._keys: _Numbered[str] = _Numbered()
+        self._states: _Numbered[str] = _Numbered()
+        self._shapes: _Numbered[Shape] = _Numbered()
+        self._key, self._shape = array("i"), array("i")
+        self._state, self._dtype = array("h"), array("b")
+        self._aliases: dict[int, tuple[str, ...]] = {}
+        self._places: list[array[int]] = []  # of each state: for each key its tensor, -1 for none
+        for tensor in tensors:
+            self.add(tensor)
+
+    def add(self, tensor: Tensor) -> int:
+        """Add one more, and number it."""
+        number = len(self)
+        key, state = self._keys.number(tensor.key), self._states.number(tensor.state)
+        if state == len(self._places):
+            self._places.append(array("i"))
+        places = self._places[state]
+        places.extend([-1] * (key + 1 - len(places)))
+        places[key] = number
+        self._key.append(key)
+        self._state.append(state)
+        self._dtype.append(DTYPES.index(tensor.dtype))
+        self._shape.append(self._shapes.number(tensor.global_shape))
+        if tensor.aliases:
+            self._aliases[number] = tensor.aliases
+        return number
+
+    def __len__(self) -> int:
+        return len(self._key)
+
+    @overload
+    def __getitem__(self, at: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Tensor, ...]: ...
+
+    def __getitem__(self, at: int | slice) -> Tensor | tuple[Tensor, ...]:
+        if isinstance(at, slice):
+            return tuple(self[number] for number in range(*at.indices(len(self))))
+        return Tensor(
+            self._keys.values[self._key[at]],
+            self._states.values[self._state[at]],
+            DTYPES[self._dtype[at]],
+            self._shapes.values[self._shape[at]],
+            self._aliases.get(at % len(self), ()) if self._aliases else (),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Tensors):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def find(self, key: str, state: str) -> int | None:
+        """The number of the tensor that is called so."""
+        of_key, of_state = self._keys.numbers.get(key), self._states.numbers.get(state)
+        if of_key is None or of_state is None or of_key >= len(self._places[of_state]):
+            return None
+        place = self._places[of_state][of_key]
+        return None if place < 0 else place
+
+    def identity(self, number: int) -> Identity:
+        """What one is called."""
+        return self._keys.values[self._key[number]], self._states.values[self._state[number]]
+
+    def dtype(self, number: int) -> DType:
+        """What the elements of one are."""
+        return DTYPES[self._dtype[number]]
+
+    def shape(self, number: int) -> Shape:
+        """The global shape of one."""
+        return self._shapes.values[self._shape[number]]
+
+    @property
+    def states(self) -> frozenset[str]:
+        """All states."""
+        return frozenset(self._states.values)
+
+    def of_state(self, state: str) -> dict[str, int]:
+        """Key → number of the tensors of one state, in their order."""
+        number = self._states.numbers.get(state, -1)
+        found = np.flatnonzero(np.array(self._state, dtype=np.int16) == number).tolist()
+        return {self._keys.values[self._key[place]]: place for place in found}
+
+    @property
+    def dtypes(self) -> npt.NDArray[np.int8]:
+        """The place of each dtype in ``DTYPES``."""
+        return np.array(self._dtype, dtype=np.int8)
+
+    @property
+    def shapes(self) -> Ints:
+        """The shape of each, padded to ``MAX_DIMS``."""
+        padded_shapes = [padded(shape, 1) for shape in self._shapes.values]
+        table = np.array(padded_shapes, dtype=np.int64).reshape(-1, MAX_DIMS)
+        return np.asarray(table[np.array(self._shape, dtype=np.int64)])
+
+    @property
+    def elements(self) -> Ints:
+        """The elements of each."""
+        table = np.array([prod(shape) for shape in self._shapes.values], dtype=np.int64)
+        return np.asarray(table[np.array(self._shape, dtype=np.int64)])
+
+
+class TensorIndex(Mapping[Identity, int]):
+    """Key and state of tensors → their numbers."""
+
+    __slots__ = ("_tensors",)
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, identity: Identity) -> int:
+        number = self._tensors.find(*identity)
+        if number is None:
+            raise KeyError(identity)
+        return number
+
+    def __contains__(self, identity: object) -> bool:
+        return (
+            isinstance(identity, tuple) and len(identity) == 2 and self._tensors.find(*identity) is not None
+        )
+
+    def __iter__(self) -> Iterator[Identity]:
+        return map(self._tensors.identity, range(len(self._tensors)))
+
+    def __len__(self) -> int:
+        return len(self._tensors)
