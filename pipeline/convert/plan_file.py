@@ -20,6 +20,7 @@ import pyarrow as pa
 from paddle_reshard.pipeline.core.catalog import File
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, PlanError, UsageError
 from paddle_reshard.pipeline.core.literals import Literals
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import Tensor, dtype_named
 from paddle_reshard.pipeline.planning.ops import OP, Ops
 from paddle_reshard.pipeline.planning.parts import PART
@@ -242,7 +243,7 @@ def _read_plan(file: Any, path: str) -> Plan:
         tables[name] = [row for batch in batches for row in zip(*map(_values, batch.columns), strict=True)]
     try:
         plan = Plan(
-            tensors=tuple(
+            tensors=Tensors(
                 Tensor(key, state, dtype_named(dtype), tuple(shape), tuple(aliases))
                 for key, state, dtype, shape, aliases in tables["tensors"]
             ),

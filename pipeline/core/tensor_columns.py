@@ -22,7 +22,7 @@ Identity = tuple[str, str]
 """Key and state."""
 
 
-class _Numbered(Generic[Value]):
+class Numbered(Generic[Value]):
     """Distinct values, numbered as they come."""
 
     __slots__ = ("numbers", "values")
@@ -32,10 +32,61 @@ class _Numbered(Generic[Value]):
         self.numbers: dict[Value, int] = {}
 
     def number(self, value: Value) -> int:
+        """The number of a value, which may be a new one."""
         number = self.numbers.setdefault(value, len(self.values))
         if number == len(self.values):
             self.values.append(value)
         return number
+
+
+class Identities:
+    """Keys and states, numbered as they are added; the key is held once for all states."""
+
+    __slots__ = ("_key", "_keys", "_places", "_state", "_states")
+
+    def __init__(self) -> None:
+        self._keys: Numbered[str] = Numbered()
+        self._states: Numbered[str] = Numbered()
+        self._key, self._state = array("i"), array("h")
+        self._places: list[array[int]] = []  # of each state: for each key its number, -1 for none
+
+    def add(self, key: str, state: str) -> int:
+        """Add one more, and number it."""
+        number = len(self)
+        of_key, of_state = self._keys.number(key), self._states.number(state)
+        if of_state == len(self._places):
+            self._places.append(array("i"))
+        places = self._places[of_state]
+        places.extend([-1] * (of_key + 1 - len(places)))
+        places[of_key] = number
+        self._key.append(of_key)
+        self._state.append(of_state)
+        return number
+
+    def __len__(self) -> int:
+        return len(self._key)
+
+    def __getitem__(self, number: int) -> Identity:
+        return self._keys.values[self._key[number]], self._states.values[self._state[number]]
+
+    def find(self, key: str, state: str) -> int | None:
+        """The number of one; ``None``: it was not added."""
+        of_key, of_state = self._keys.numbers.get(key), self._states.numbers.get(state)
+        if of_key is None or of_state is None or of_key >= len(self._places[of_state]):
+            return None
+        place = self._places[of_state][of_key]
+        return None if place < 0 else place
+
+    @property
+    def states(self) -> frozenset[str]:
+        """All states."""
+        return frozenset(self._states.values)
+
+    def of_state(self, state: str) -> dict[str, int]:
+        """Key → number of those of one state, in their order."""
+        number = self._states.numbers.get(state, -1)
+        found = np.flatnonzero(np.array(self._state, dtype=np.int16) == number).tolist()
+        return {self._keys.values[self._key[place]]: place for place in found}
 
 
 class Tensors(Sequence[Tensor]):
@@ -44,30 +95,19 @@ class Tensors(Sequence[Tensor]):
     Nothing is added once they are part of a catalog.
     """
 
-    __slots__ = ("_aliases", "_dtype", "_key", "_keys", "_places", "_shape", "_shapes", "_state", "_states")
+    __slots__ = ("_aliases", "_dtype", "_identities", "_shape", "_shapes")
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        self._keys: _Numbered[str] = _Numbered()
-        self._states: _Numbered[str] = _Numbered()
-        self._shapes: _Numbered[Shape] = _Numbered()
-        self._key, self._shape = array("i"), array("i")
-        self._state, self._dtype = array("h"), array("b")
+        self._identities = Identities()
+        self._shapes: Numbered[Shape] = Numbered()
+        self._shape, self._dtype = array("i"), array("b")
         self._aliases: dict[int, tuple[str, ...]] = {}
-        self._places: list[array[int]] = []  # of each state: for each key its tensor, -1 for none
         for tensor in tensors:
             self.add(tensor)
 
     def add(self, tensor: Tensor) -> int:
         """Add one more, and number it."""
-        number = len(self)
-        key, state = self._keys.number(tensor.key), self._states.number(tensor.state)
-        if state == len(self._places):
-            self._places.append(array("i"))
-        places = self._places[state]
-        places.extend([-1] * (key + 1 - len(places)))
-        places[key] = number
-        self._key.append(key)
-        self._state.append(state)
+        number = self._identities.add(tensor.key, tensor.state)
         self._dtype.append(DTYPES.index(tensor.dtype))
         self._shape.append(self._shapes.number(tensor.global_shape))
         if tensor.aliases:
@@ -75,7 +115,7 @@ class Tensors(Sequence[Tensor]):
         return number
 
     def __len__(self) -> int:
-        return len(self._key)
+        return len(self._identities)
 
     @overload
     def __getitem__(self, at: int) -> Tensor: ...
@@ -87,8 +127,7 @@ class Tensors(Sequence[Tensor]):
         if isinstance(at, slice):
             return tuple(self[number] for number in range(*at.indices(len(self))))
         return Tensor(
-            self._keys.values[self._key[at]],
-            self._states.values[self._state[at]],
+            *self._identities[at],
             DTYPES[self._dtype[at]],
             self._shapes.values[self._shape[at]],
             self._aliases.get(at % len(self), ()) if self._aliases else (),
@@ -103,15 +142,11 @@ class Tensors(Sequence[Tensor]):
 
     def find(self, key: str, state: str) -> int | None:
         """The number of the tensor that is called so."""
-        of_key, of_state = self._keys.numbers.get(key), self._states.numbers.get(state)
-        if of_key is None or of_state is None or of_key >= len(self._places[of_state]):
-            return None
-        place = self._places[of_state][of_key]
-        return None if place < 0 else place
+        return self._identities.find(key, state)
 
     def identity(self, number: int) -> Identity:
         """What one is called."""
-        return self._keys.values[self._key[number]], self._states.values[self._state[number]]
+        return self._identities[number]
 
     def dtype(self, number: int) -> DType:
         """What the elements of one are."""
@@ -124,13 +159,11 @@ class Tensors(Sequence[Tensor]):
     @property
     def states(self) -> frozenset[str]:
         """All states."""
-        return frozenset(self._states.values)
+        return self._identities.states
 
     def of_state(self, state: str) -> dict[str, int]:
         """Key → number of the tensors of one state, in their order."""
-        number = self._states.numbers.get(state, -1)
-        found = np.flatnonzero(np.array(self._state, dtype=np.int16) == number).tolist()
-        return {self._keys.values[self._key[place]]: place for place in found}
+        return self._identities.of_state(state)
 
     @property
     def dtypes(self) -> npt.NDArray[np.int8]:

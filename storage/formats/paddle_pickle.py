@@ -91,10 +91,6 @@ class ArrayRef:
         """Length of the payload."""
         return prod(self.shape) * _ITEM_BYTES[self.dtype]
 
-    def unnamed(self) -> ArrayRef:
-        """The same without the name, of which very many would take more memory than all the rest."""
-        return ArrayRef(self.byte_offset, self.dtype, self.shape, self.fortran, None)
-
 
 @dataclass(frozen=True, slots=True)
 class SplitArray:

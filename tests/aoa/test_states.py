@@ -10,6 +10,7 @@ from paddle_reshard.pipeline.aoa.language import parse_aoa
 from paddle_reshard.pipeline.core.catalog import Catalog, check_catalog
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError
 from paddle_reshard.pipeline.core.mixture import Mixture, Term
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.planning.match import COMPARE, MOVE, plan_ops
 from tests.aoa.arrays import Arrays, gather, stored, trained
 from tests.oracle import round_to_bfloat16
@@ -111,7 +112,7 @@ def test_parameters_left_out_stay_left_out() -> None:
     assert made.implied == {index["c", "param"]: index["c", "master_weight"]}
     assert made.tensors[index["c", "param"]].dtype.name == "bfloat16"
     held = Catalog(
-        made.tensors[: index["c", "param"]] + made.tensors[index["c", "param"] + 1 :],
+        Tensors(made.tensors[: index["c", "param"]] + made.tensors[index["c", "param"] + 1 :]),
         made.files,
         shifted(made, index["c", "param"]),
         {},

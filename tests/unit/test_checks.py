@@ -9,6 +9,7 @@ from benchmarks.synthetic import LLAMA_7B, catalog_of
 from paddle_reshard.pipeline.core.catalog import Catalog, File, fragment_row, fragment_rows
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.part_limits import PartLimits
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import Tensor, dtype_named
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import SMALLEST_BUDGET_BYTES
@@ -125,7 +126,7 @@ def test_orders_that_differ_do_not_cost_the_memory_that_moves_need() -> None:
         ]
     )
     files = tuple(File(str(number), tensor.nbytes) for number, tensor in enumerate(tensors))
-    catalog = Catalog(tensors, files, fragments, {})
+    catalog = Catalog(Tensors(tensors), files, fragments, {})
     target = TargetFiles(files, Literals(), (), fragments.copy())
     held = held_parameters(catalog, catalog, in_full=False)
     plan = plan_conversion(catalog, target, [], SMALLEST_BUDGET_BYTES, held=held)

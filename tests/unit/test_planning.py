@@ -14,6 +14,7 @@ from paddle_reshard.pipeline.core.catalog import Catalog, File, fragment_row, fr
 from paddle_reshard.pipeline.core.errors import MemoryBudgetError, RereadError
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.part_limits import CopyLimits, PartLimits
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import Tensor, dtype_named
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.planning.match import match
@@ -134,7 +135,7 @@ def plan_of(
     shapes: Sequence[tuple[int, ...]], source: Files, target: Files, room_bytes: int, **options: object
 ) -> Plan:
     tensors = tuple(Tensor(f"w{i}", "moment1", FLOAT32, shape) for i, shape in enumerate(shapes))
-    catalog = Catalog(tensors, tuple(source.files), fragment_rows(source.rows), {})
+    catalog = Catalog(Tensors(tensors), tuple(source.files), fragment_rows(source.rows), {})
     files = TargetFiles(
         files=tuple(target.files),
         literals=Literals(target.literals),

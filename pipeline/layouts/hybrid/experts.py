@@ -14,7 +14,8 @@ from typing import TypeVar
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
 from paddle_reshard.pipeline.core.tensors import EMA_PARAM, PARAM
 from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.layouts.hybrid.ranks import Cell, Ranks, StoredArray, experts_of
+from paddle_reshard.pipeline.layouts.hybrid.arrays import StoredArray
+from paddle_reshard.pipeline.layouts.hybrid.ranks import Cell, Ranks, experts_of
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 
 Value = TypeVar("Value")
@@ -44,10 +45,8 @@ def _join(cells: Sequence[Cell], topology: Topology) -> Cell:
         joined.sliced |= cell.sliced
         joined.master_spellings |= cell.master_spellings
         for (key, state), arrays in cell.arrays.items():
-            stored = joined.arrays.setdefault((key, state), [])
-            stored.extend(_joined_array(a, cell, state, key in shared, topology) for a in arrays)
-    for stored in joined.arrays.values():
-        stored.sort(key=lambda s: (s.copy, s.shard))
+            for stored in arrays:
+                joined.arrays.add(key, state, _joined_array(stored, cell, state, key in shared, topology))
     if topology.ep > 1:
         joined.degrees = {key: topology.moe_sharding for key in joined.names if key not in shared}
     return joined

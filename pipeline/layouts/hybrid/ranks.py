@@ -29,6 +29,7 @@ from paddle_reshard.pipeline.core.tensors import (
 )
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.checkpoint import checked_schedule
+from paddle_reshard.pipeline.layouts.hybrid.arrays import Array, StoredArray, StoredArrays
 from paddle_reshard.pipeline.layouts.hybrid.names import (
     EMA,
     MODEL_STATE,
@@ -42,8 +43,6 @@ from paddle_reshard.pipeline.layouts.model_meta import CellMeta, ModelMeta
 from paddle_reshard.pipeline.layouts.optimizer_keys import SLICE_PREFIX, split_accumulator_key
 from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArrayRef, SplitArray
 
-Array = ArrayRef | SplitArray
-TensorId = tuple[str, str]
 _META_AXES = {"tp": "mp_degree", "pp": "pp_degree", "shard": "sharding_degree", "ep": "ep_degree"}
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 _LR_SCHEDULER = "LR_Scheduler"
@@ -58,21 +57,6 @@ class Knowledge(Protocol):
 
     def count_experts(self, keys: list[str]) -> int | None:
         """How many routed experts a layer of the model has."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredArray:
-    """One array of one rank's file."""
-
-    shard: int
-    path: str
-    array: Array
-    copy: int = 0
-    """Which of several copies of the tensor it belongs to, each of which has its own shards."""
-
-    def dtype(self) -> DType:
-        """What its elements are."""
-        return dtype_of_code(self.array.dtype, self.path)
 
 
 @dataclass(slots=True)
@@ -97,8 +81,7 @@ class Cell:
     """Structured key → ``no_sync`` of ``model_meta.json``, where it is written."""
     owners: dict[str, int] = field(default_factory=dict)
     """Structured key → rank that holds its optimizer state, where ``model_meta.json`` says so."""
-    arrays: dict[TensorId, list[StoredArray]] = field(default_factory=dict)
-    """(structured key, state) → arrays, by ascending shard."""
+    arrays: StoredArrays = field(default_factory=StoredArrays)
     sliced: set[str] = field(default_factory=set)
     """Structured keys of which an entry is marked as a stage 3 slice."""
     master_spellings: set[bool] = field(default_factory=set)
@@ -119,7 +102,7 @@ class Cell:
         self.distributed = {keys.get(key, key): cut for key, cut in self.distributed.items()}
         self.no_sync = {keys.get(key, key): alone for key, alone in self.no_sync.items()}
         self.owners = {keys.get(key, key): rank for key, rank in self.owners.items()}
-        self.arrays = {(keys.get(key, key), state): stored for (key, state), stored in self.arrays.items()}
+        self.arrays = self.arrays.renamed(keys)
         self.sliced = {keys.get(key, key) for key in self.sliced}
 
 
@@ -362,8 +345,6 @@ def _read_cell(
         _add_optimizer(cell, file, roots[file.path], keys)
     for file in (f for f in files if f.kind == EMA):
         _add_ema(cell, file, roots[file.path], keys)
-    for stored in cell.arrays.values():
-        stored.sort(key=lambda s: s.shard)
     if meta is not None:
         _check_dtypes(cell, _meta_name(cell, topology))
         _complete_shapes(cell, meta.cells[_meta_name(cell, topology)].strategy)
@@ -522,14 +503,9 @@ def _add(cell: Cell, key: str, state: str, file: RankFile, value: object) -> Non
     value = _array_of(value)
     if value is None:
         raise CheckpointError(f"{file.path}: {key} ({state}) is not an array")
-    array = StoredArray(file.shard or 0, file.path, value.unnamed() if isinstance(value, ArrayRef) else value)
-    stored = cell.arrays.get((key, state))
-    if stored is None:
-        cell.arrays[key, state] = [array]
-        return
-    if stored[-1].path == file.path:  # files are read one after the other
+    if cell.arrays.path_of_last(key, state) == file.path:  # files are read one after the other
         raise CoverageError(f"{key} ({state})", "stored twice in one file", (file.path,))
-    stored.append(array)
+    cell.arrays.add(key, state, StoredArray(file.shard or 0, file.path, value))
 
 
 def _array_of(value: object) -> Array | None:

@@ -32,6 +32,7 @@ from paddle_reshard.pipeline.core.tensors import (
 )
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.layouts.hybrid.arrays import StoredArray, StoredArrays
 from paddle_reshard.pipeline.layouts.hybrid.experts import (
     check_experts,
     join_cells,
@@ -39,7 +40,7 @@ from paddle_reshard.pipeline.layouts.hybrid.experts import (
     spread_over,
 )
 from paddle_reshard.pipeline.layouts.hybrid.format import HYBRID, HYBRID_PLAIN
-from paddle_reshard.pipeline.layouts.hybrid.ranks import HALF_DTYPES, Cell, Ranks, StoredArray, sort_ranks
+from paddle_reshard.pipeline.layouts.hybrid.ranks import HALF_DTYPES, Cell, Ranks, sort_ranks
 from paddle_reshard.pipeline.layouts.model import (
     Model,
     ModelTensor,
@@ -445,8 +446,9 @@ class _Cataloguer:
 
     def catalog(self) -> Catalog:
         for cell in self.cells:
-            for key, state in list(cell.arrays):
-                self._add(cell, key, state, cell.arrays.pop((key, state)))
+            for (key, state), arrays in cell.arrays.items():
+                self._add(cell, key, state, arrays)
+            cell.arrays = StoredArrays()  # nobody asks for them any more, and they are many
         implied = self._imply()
         self._check_filled()
         self._check_states()
