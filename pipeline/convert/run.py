@@ -47,6 +47,7 @@ from paddle_reshard.pipeline.core.events import (
     ignore_events,
 )
 from paddle_reshard.pipeline.core.file_names import MANIFEST
+from paddle_reshard.pipeline.core.freed import give_back_freed
 from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes, readable_seconds
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint, index_source
@@ -215,6 +216,9 @@ def _run(
         reused = f"{report.resumed_groups} groups, {report.resumed_bytes} bytes, were done before"
         before = f"; {reused}" if report.resumed_bytes else ""
         observe(StepEnded("move", f"{report.groups} groups, {report.written_bytes} bytes written{before}"))
+        if isinstance(engine, InlineEngine):  # what is staged is read back in the same memory
+            plan.let_go()
+            give_back_freed()
         observe(StepStarted("verify"))
         source.check_unchanged()
         planned = dict(zip(outputs.targets, conversion.targets, strict=True))

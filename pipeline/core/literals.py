@@ -75,7 +75,7 @@ class _Text:
 class Literals(Sequence[Literal]):
     """Literals in the order in which they were added.
 
-    Nothing is added once they are part of a target or a plan.
+    Nothing is added once they are part of a target or a plan. A plan forgets them when it was carried out.
     """
 
     __slots__ = ("_content", "_files", "_offsets", "_starts", "_stops")
@@ -131,6 +131,12 @@ class Literals(Sequence[Literal]):
             self._files, self._offsets, self._starts, self._stops, strict=True
         ):
             yield file, offset, self._content.read(start, stop)
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._files, self._offsets = array("q"), array("q")
+        self._starts, self._stops = array("q"), array("q")
+        self._content = _Text()
 
     def copy(self) -> Literals:
         """The same literals, to which others can be added."""

@@ -108,6 +108,10 @@ class Ops:
         """The same ops in arrays of their own."""
         return Ops({name: column.copy() for name, column in self._columns.items()})
 
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._columns = Ops.empty()._columns
+
     def reorder(self, order: Ints) -> None:
         """Sort them."""
         for name in FIELDS:

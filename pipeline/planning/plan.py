@@ -166,7 +166,7 @@ class Plan:
         """Bytes read from tensor files, gaps that are read along included."""
         return int((self.bands["stop"] - self.bands["start"]).sum())
 
-    @property
+    @cached_property
     def payload_bytes(self) -> int:
         """Bytes of the source that some band needs, each counted once; copied ones are not among them."""
         _, file, start, stop = source_ranges(self.ops)
@@ -179,7 +179,7 @@ class Plan:
         copied = self.copied_bytes
         return (self.read_bytes + copied) / max(self.payload_bytes + copied, 1)
 
-    @property
+    @cached_property
     def held(self) -> tuple[int, int]:
         """Of how many parameters every element is held against the master weight, and of how many a few runs."""
         kinds = self.ops["kind"]
@@ -217,6 +217,12 @@ class Plan:
         if self.mixtures:
             digest.update(repr(self.mixtures).encode())
         return digest.hexdigest()[:16]
+
+    def let_go(self) -> None:
+        """Forget the ops and the literals, when all is moved; what reports say of them stays."""
+        _ = self.plan_id, self.payload_bytes, self.held  # worked out while it can be
+        self.ops.clear()
+        self.literals.clear()
 
 
 def _spelled(tables: Sequence[Sequence[object]]) -> Iterator[str]:
