@@ -9,13 +9,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 import numpy as np
-import numpy.typing as npt
 
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints, Shape, padded
 from paddle_reshard.pipeline.core.tensors import DTYPES, DType, Tensor
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 Value = TypeVar("Value", bound=Hashable)
 Identity = tuple[str, str]
