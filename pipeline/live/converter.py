@@ -1,7 +1,7 @@
-"""Upstream's checkpoint converter, by its own name and signature.
+"""A drop-in replacement for PaddleNLP's checkpoint converter.
 
 PaddleNLP's ``paddlenlp/trainer/utils/ckpt_converter.py`` (3.0) loads a hybrid-parallel checkpoint into the
-``state_dict`` of an auto-parallel job. Replacing its import is all that a job has to change.
+``state_dict`` of an auto-parallel job. A job only needs to change the import.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class CheckpointConverter:
     ) -> None:
         if getattr(trainging_args, "moe_group", None) and local_view_pattern is not False:
             raise UnsupportedError(
-                "experts that are numbered anew in every process (local view) are not supported; say "
-                "local_view_pattern=False if their names hold global numbers"
+                "experts with local numbers (local view) are not supported; pass local_view_pattern=False "
+                "if their names contain global numbers"
             )
         if getattr(trainging_args, "ignore_load_lr_and_optim", False):
             state_dict.pop("optimizer", None)
@@ -73,7 +73,7 @@ class CheckpointConverter:
 
 
 def _renamed(state_dict: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The same tensors under the checkpoint's names; a schedule's state stays the very same object."""
+    """The same tensors under the checkpoint's names. The state of a schedule stays the same object."""
     return {
         names.get(key, key): _renamed(value, names) if key in ("model", "optimizer") else value
         for key, value in state_dict.items()

@@ -1,8 +1,8 @@
-"""Which logical tensor does each entry of a live ``state_dict`` hold, and which box of it? Pure.
+"""Map each entry of a live ``state_dict`` to a box of a logical tensor. Pure.
 
-Every live tensor is laid out as if it were a target file: its values where they lie in memory, its padding as zeros.
-So loading is the offline conversion with memory as the target, and its checks hold: every byte of every live tensor is
-written exactly once.
+Every live tensor is laid out as if it were a target file: its values at their positions in memory, its padding as
+zeros. So loading is an offline conversion with memory as the target, with the same checks: every byte of every live
+tensor is written exactly once.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, Ten
 from paddle_reshard.pipeline.planning.match import feeds
 
 Path = tuple[str, ...]
-"""Keys of the nested dicts down to an entry."""
+"""Keys of the nested dicts that lead to an entry."""
 
 EMA_SECTIONS = ("ema", "ema_state")
 DIST_SUFFIX = ".dist"
-"""Auto-parallel training appends it to the name of a parameter that it has sharded."""
+"""Suffix that auto-parallel training appends to the names of sharded parameters."""
 
 _OPTIMIZER_STATES = frozenset({MASTER_WEIGHT, *ACCUMULATORS})
 _EMA = {PARAM: EMA_PARAM, MASTER_WEIGHT: EMA_MASTER_WEIGHT}
@@ -51,26 +51,26 @@ _MASTER_OF_NAME = re.compile(r"(?P<name>.+)_fp32_master_\d+")
 
 @dataclass(frozen=True, slots=True)
 class LivePiece:
-    """What a process holds of one tensor, as the entry itself tells."""
+    """The piece of a tensor that a process holds, as described by the entry itself."""
 
     path: Path
     dtype: str
     shape: Shape
-    """Of the values in memory."""
+    """Shape of the values in memory."""
     local_shape: Shape
-    """Of the box of the logical tensor that they are, or are a range of."""
+    """Shape of the box of the logical tensor that the values are, or are a range of."""
     global_shape: Shape | None = None
-    """``None``: a plain tensor, which does not tell what it is a piece of."""
+    """Shape of the logical tensor. ``None``: a plain tensor, which does not know what it is a piece of."""
     global_offset: Shape = ()
     flat: tuple[int, int] | None = None
-    """Range of the flattened box; what lies beyond the box is padding."""
+    """Range of the flattened box; elements beyond the box are padding."""
     joined_by_rank: bool = False
-    """Whether ``global_shape`` is that of the pieces of all tp ranks one after the other (FlexCheckpoint's view),
-    which for fused tensors is not the logical one."""
+    """Whether ``global_shape`` describes the concatenated pieces of all tp ranks (FlexCheckpoint's view), which for
+    fused tensors is not the logical shape."""
 
     @property
     def name(self) -> str:
-        """How people find it."""
+        """Name of the entry in messages."""
         return ".".join(self.path)
 
     @property
@@ -81,7 +81,7 @@ class LivePiece:
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """Where this process is among the ranks of tensor parallelism."""
+    """This process's position among the tensor-parallel ranks."""
 
     tp: int = 1
     rank: int = 0
@@ -89,16 +89,16 @@ class TensorParallel:
 
 @dataclass(frozen=True)
 class LiveLayout:
-    """What is to be filled, and from what."""
+    """The tensors to fill and their sources."""
 
     source: Catalog
-    """Of the checkpoint, the tensors that this process needs something of."""
+    """The tensors of the checkpoint of which this process needs a part."""
     target: TargetFiles
-    """One file for every live tensor, with its name."""
+    """A file for every live tensor, with its name."""
 
 
 class Names:
-    """Finds the tensor of a checkpoint that an entry of a ``state_dict`` is."""
+    """Finds the tensor of a checkpoint for an entry of a ``state_dict``."""
 
     def __init__(self, catalog: Catalog, parameter_names: Mapping[str, str]) -> None:
         self.index = catalog.index()
@@ -109,12 +109,12 @@ class Names:
             self.parameter_names.setdefault(other, key)
 
     def find(self, path: Path) -> int | None:
-        """Number of the tensor; ``None`` if the checkpoint has none of this name."""
+        """Number of the tensor; ``None`` if the checkpoint has no tensor of this name."""
         identity = self.meaning(path)
         return None if identity is None else self.index.get((self.keys.get(identity[0], ""), identity[1]))
 
     def meaning(self, path: Path) -> tuple[str, str] | None:
-        """Structured name and state that an entry stands for, whether or not the checkpoint holds them."""
+        """Structured name and state of an entry, whether or not the checkpoint contains them."""
         *sections, name = path
         found = self._in_optimizer(name.removeprefix(SLICE_PREFIX), MASTER_WEIGHTS in sections)
         if found is not None and any(section in sections for section in EMA_SECTIONS):
@@ -161,8 +161,8 @@ def find_tensors(names: Names, paths: Iterable[Path], missing_policy: MissingPol
             else "is neither a key of the checkpoint nor a state of a name in parameter_to_structured_name"
         )
         raise PlanError(
-            f"{'.'.join(missing[0])}: {what}{_and_more(len(missing) - 1)}; entries that shall keep the values that "
-            "they have are named by allow_missing"
+            f"{'.'.join(missing[0])}: {what}{_and_more(len(missing) - 1)}; list entries to leave "
+            f"unchanged in allow_missing"
         )
     return {path: tensor for path, tensor in found.items() if tensor is not None}
 
@@ -188,8 +188,9 @@ def check_complete(tensors: Sequence[Tensor], chosen: Mapping[Path, int]) -> Non
     ]
     if lost:
         raise PlanError(
-            f"{lost[0].label}: the checkpoint holds it, and the state_dict, which has {trained[lost[0].key]}, has no "
-            f"place for it{_and_more(len(lost) - 1)}; let the optimizer make all its states first, or say strict=False"
+            f"{lost[0].label}: in the checkpoint, but not in the state_dict, which has "
+            f"{trained[lost[0].key]}{_and_more(len(lost) - 1)}; let the optimizer create all its "
+            f"states first, or pass strict=False"
         )
 
 
@@ -240,8 +241,8 @@ class _Placer:
         tensor = self.tensors[number]
         if piece.dtype != tensor.dtype.name:
             raise UnsupportedError(
-                f"{piece.name}: is {piece.dtype}, the checkpoint's {tensor.label} is {tensor.dtype.name}; loading "
-                "changes no dtype"
+                f"{piece.name}: has dtype {piece.dtype}, the checkpoint's {tensor.label} has "
+                f"{tensor.dtype.name}; loading does not cast"
             )
         cut, rank, origin = self._place(piece, tensor)
         local_shape = piece.local_shape
@@ -265,7 +266,7 @@ class _Placer:
         return TargetFiles(files, Literals(), tuple(self.fills), fragments)
 
     def _place(self, piece: LivePiece, tensor: Tensor) -> tuple[TensorCut, int, Shape]:
-        """How the logical tensor is cut, which rank's piece this is, and where that begins."""
+        """The cut of the logical tensor, and the rank and offset of this piece."""
         _check_held(piece)
         whole = TensorCut(1, None)
         if prod(piece.local_shape) == tensor.elements == 1:
@@ -274,20 +275,20 @@ class _Placer:
             return (*self._cut_of_plain(piece, tensor), ())
         if piece.global_shape != tensor.global_shape:
             raise PlanError(
-                f"{piece.name}: is a piece of a tensor of shape {piece.global_shape}, the checkpoint's {tensor.label} "
-                f"has the shape {tensor.global_shape}"
+                f"{piece.name}: a piece of a tensor of shape {piece.global_shape}, but the checkpoint's "
+                f"{tensor.label} has shape {tensor.global_shape}"
             )
         box = zip(piece.global_offset, piece.local_shape, piece.global_shape, strict=True)
         if any(not 0 <= offset <= offset + local <= extent for offset, local, extent in box):
             raise PlanError(
-                f"{piece.name}: a piece at {piece.global_offset} of shape {piece.local_shape} does not lie in a tensor "
-                f"of shape {piece.global_shape}"
+                f"{piece.name}: a piece of shape {piece.local_shape} at {piece.global_offset} exceeds a "
+                f"tensor of shape {piece.global_shape}"
             )
         fused = self._cut_of_fused(piece, tensor)
         return (*fused, ()) if fused else (whole, 0, piece.global_offset)
 
     def _cut_of_plain(self, piece: LivePiece, tensor: Tensor) -> tuple[TensorCut, int]:
-        """A plain tensor is the whole one; under tensor parallelism also the rank's piece, by the rules."""
+        """A plain tensor is the whole tensor, or under tensor parallelism the rank's piece, by the rules."""
         if piece.local_shape == tensor.global_shape:
             return TensorCut(1, None), 0
         described = self.cut_by_key.get(tensor.key)
@@ -299,14 +300,14 @@ class _Placer:
             except RuleError:
                 pass  # then this is no piece by the rules
         raise PlanError(
-            f"{piece.name}: has the shape {piece.local_shape}, the checkpoint's {tensor.label} has "
-            f"{tensor.global_shape}; a plain tensor is a whole one"
-            + (f", or the piece of one of {self.ranks.tp} tp ranks" if self.ranks.tp > 1 else "")
-            + "; give one that says which piece it is: a DistTensor, or a ShardedWeight of sharded_state_dict()"
+            f"{piece.name}: has shape {piece.local_shape}, the checkpoint's {tensor.label} has "
+            f"{tensor.global_shape}; a plain tensor must be the whole tensor"
+            + (f"or the piece of one of {self.ranks.tp} tp ranks" if self.ranks.tp > 1 else "")
+            + "; pass a value that describes its piece: a DistTensor, or a ShardedWeight of sharded_state_dict()"
         )
 
     def _cut_of_fused(self, piece: LivePiece, tensor: Tensor) -> tuple[TensorCut, int] | None:
-        """The cut of a fused tensor whose pieces were joined rank by rank, ``[gate_0 | up_0 | gate_1 | up_1]``."""
+        """The cut of a fused tensor whose pieces are concatenated rank by rank, ``[gate_0 | up_0 | gate_1 | up_1]``."""
         described = self.cut_by_key.get(tensor.key)
         if described is None or described.rule.parts == 1 or described.rule.split is None:
             return None
@@ -317,22 +318,23 @@ class _Placer:
         others = [d for d in range(len(piece.local_shape)) if d != dim]
         if extent % local or offset % local or local % parts or any(piece.global_offset[d] for d in others):
             raise PlanError(
-                f"{piece.name}: {parts} parts are fused in {tensor.label}, and a piece at {piece.global_offset} of "
-                f"shape {piece.local_shape} is not that of one tp rank; give its pieces along dim {dim} only"
+                f"{piece.name}: {tensor.label} consists of {parts} fused parts, and a piece of shape "
+                f"{piece.local_shape} at {piece.global_offset} is not that of one tp rank; cut it along "
+                f"dim {dim} only"
             )
         return TensorCut(extent // local, dim, parts), offset // local
 
 
 def _check_held(piece: LivePiece) -> None:
-    """The values in memory are as many as the box or the range says."""
+    """Check that the number of values in memory matches the box or the range."""
     if piece.flat is not None:
         start, stop = piece.flat
         if not 0 <= start <= stop or prod(piece.shape) != stop - start:
             raise PlanError(
-                f"{piece.name}: holds {prod(piece.shape)} elements, its flattened range is [{start}, {stop})"
+                f"{piece.name}: has {prod(piece.shape)} elements, but its flattened range is [{start}, {stop})"
             )
     elif piece.shape != piece.local_shape and not prod(piece.shape) == prod(piece.local_shape) == 1:
-        raise PlanError(f"{piece.name}: has the shape {piece.shape}, and says that it is {piece.local_shape}")
+        raise PlanError(f"{piece.name}: has shape {piece.shape}, but its local shape is {piece.local_shape}")
 
 
 def _is_number(tensor: Tensor) -> bool:
@@ -341,4 +343,4 @@ def _is_number(tensor: Tensor) -> bool:
 
 
 def _and_more(count: int) -> str:
-    return f" (and {count} more like it)" if count else ""
+    return f"(and {count} more)" if count else ""

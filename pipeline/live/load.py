@@ -1,8 +1,8 @@
 """Fill the tensors of a running job from a checkpoint of any topology and format.
 
-The offline conversion with memory as the target: the live tensors of a process are laid out as files, the same
-planner finds what feeds them, the same tasks read and move it. Every process works for itself, reads only the bytes
-of which its own tensors hold the values, and needs neither a network nor the other processes.
+This is the offline conversion with memory as the target: the live tensors of a process are laid out as files, and the
+same planner and tasks read and move their values. Every process works independently, reads only the bytes that its
+own tensors need, and communicates with no other process.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from paddle_reshard.tasks.run_group import GroupReport, run_group
 from paddle_reshard.tasks.workspace import Workspace
 
 REMOTE_GAP_BYTES = 1 << 20
-"""On a remote store, bytes that nobody needs are read along where they lie between others and are fewer than these."""
+"""On a remote store, gaps of fewer bytes between two ranges are read with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What loading did in this process."""
+    """The result of loading in this process."""
 
     source: str
     tensors: int
-    """Live tensors that were filled."""
+    """Number of live tensors that were filled."""
     filled_bytes: int
     read_bytes: int
-    """Of tensors; metadata not counted."""
+    """Bytes read of tensors, without metadata."""
     kept: tuple[str, ...]
-    """Entries that the checkpoint has nothing for and that keep their values, as ``allow_missing`` says."""
+    """Entries without a value in the checkpoint that were left unchanged, as ``allow_missing`` permits."""
     master_drift: tuple[str, ...] = ()
-    """Where parameters are not the cast of their master weights, as ``allow_master_drift`` lets them."""
+    """Parameters that differ from the cast of their master weights, as ``allow_master_drift`` permits."""
 
 
 def load_into(
@@ -127,7 +127,7 @@ def load_into(
     """
     if not isinstance(state_dict, Mapping):
         raise UsageError(
-            f"a {type(state_dict).__name__} is no state_dict; give what its state_dict() returns"
+            f"state_dict is a {type(state_dict).__name__}, not a dict; pass the result of its state_dict()"
         )
     location = os.fspath(source)
     access = Access(storage_options or {}, tuple(allow_scheme), allow_links)
@@ -175,11 +175,11 @@ def load_into(
 
 
 def _check_sections(state_dict: Mapping[str, Any]) -> None:
-    """An optimizer that has not made its states yet looks like one that has none."""
+    """Refuse empty dicts: an optimizer without states may not have created them yet."""
     for section in empty_sections(state_dict):
         raise PlanError(
-            f"{'.'.join(section) or 'the state_dict'}: holds no tensor to fill; let the optimizer make its states "
-            "first, or say strict=False"
+            f"{'.'.join(section) or 'the state_dict'}: contains no tensor to fill; let the optimizer "
+            f"create its states first, or pass strict=False"
         )
 
 
@@ -188,13 +188,13 @@ def _check_schedule(schedule: Any, checkpoint: Checkpoint) -> None:
     held, wanted = ([*value] if isinstance(value, MutableMapping) else [] for value in (found, schedule))
     if not held or sorted(held) != sorted(wanted):
         raise CheckpointError(
-            f"{LR_SCHEDULER}: has the entries {sorted(wanted)}, that of the checkpoint's tensor files {sorted(held)}; "
-            "take it out of the state_dict and load it from scheduler.pdparams"
+            f"{LR_SCHEDULER}: has the entries {sorted(wanted)}, but the checkpoint's tensor files have "
+            f"{sorted(held)}; remove it from the state_dict and load it from scheduler.pdparams"
         )
 
 
 class _Filled(NamedTuple):
-    """What moving did."""
+    """The result of moving the data."""
 
     read_bytes: int
     master_drift: tuple[str, ...]
@@ -219,7 +219,7 @@ def _fill(plan: Plan, store: Source, live: Sequence[LiveTensor], gap_bytes: int)
 
 
 def _one_by_one(plan: Plan, do: Callable[[GroupWork, Mover], GroupReport]) -> Reports:
-    """All groups in the thread of the caller, whose device is the one that the tensors are on."""
+    """Run all groups in the calling thread, whose device is that of the tensors."""
     space = Workspace(plan.peak_bytes)
     for work in plan_work(plan):
         space.clear()

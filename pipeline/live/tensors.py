@@ -1,6 +1,6 @@
-"""Tensors of a live job: what piece each one is, and writes into its memory.
+"""Tensors of a running job: which piece each of them is, and writing into its memory.
 
-Paddle's tensors are only asked; Paddle itself is imported where its process group is needed.
+Paddle is imported only where its process group is needed.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _SHARD = re.compile(r"Shard\(dim=(?P<dim>-?\d+)(?:, shard_order=(?P<order>\d+))?
 
 
 class Memory(Protocol):
-    """Where the values of a live tensor are."""
+    """The memory of a live tensor."""
 
     def write(self, byte_offset: int, values: Buffer) -> None:
-        """Replace the bytes from ``byte_offset`` on."""
+        """Replace the bytes starting at ``byte_offset``."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Values that the processor can address."""
+    """Memory that the processor can address."""
 
     owner: Any
-    """Keeps the memory alive."""
+    """Owner of the memory, which keeps it alive."""
     buffer: Buffer
 
     def write(self, byte_offset: int, values: Buffer) -> None:
@@ -50,32 +50,32 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Values on a device of Paddle, a piece at a time; only for the thread that has set the device."""
+    """Memory on a Paddle device, written in pieces. Use it only in the thread that has set the device."""
 
     buffer: Any
     """The tensor, as bytes."""
 
     def write(self, byte_offset: int, values: Buffer) -> None:
-        """Copy to the device; when this returns, ``values`` can be used for something else."""
+        """Copy to the device; ``values`` can be reused when this returns."""
         self.buffer._slice(byte_offset, byte_offset + len(values)).set_value(values)
 
 
 @dataclass(frozen=True, slots=True)
 class LiveTensor:
-    """One entry of a ``state_dict`` that this process has something of."""
+    """An entry of a ``state_dict`` of which this process holds a piece."""
 
     piece: LivePiece
     memory: Memory
 
     @property
     def on_host(self) -> bool:
-        """Whether any thread can write it."""
+        """Whether any thread may write to it."""
         return isinstance(self.memory, HostMemory)
 
 
 @dataclass(frozen=True)
 class MemoryWriter:
-    """Writes parts of "files" that are live tensors, by their names."""
+    """Writes parts of "files" that are live tensors, by name."""
 
     memories: Mapping[str, Memory]
     copies_in_flight: ClassVar[int] = 1
@@ -86,7 +86,7 @@ class MemoryWriter:
         return Receipt(path, byte_offset, len(buffer))
 
     def copy_part(self, copy: CopyRange, source: ReadRange) -> Receipt:
-        """Never asked for: no storage copies into memory."""
+        """Never called: no storage copies into memory."""
         raise UnsupportedError(f"{copy.path}: no storage copies into memory")
 
 
@@ -103,7 +103,7 @@ class SliceOfParameter:
     global_offset: Shape
     flattened_range: slice
     parameter_name: str | None = None
-    """Where it is the parameter itself, its name in the framework."""
+    """Name in the framework, if it is the parameter itself."""
     is_flattened: ClassVar[bool] = True
 
 
@@ -111,10 +111,10 @@ class SliceOfParameter:
 
 
 def entries_of(state_dict: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """All entries of nested dicts that are no dicts, but the learning-rate schedule."""
+    """All leaf entries of nested dicts, except the learning-rate schedule."""
     for key, value in state_dict.items():
         if not isinstance(key, str):
-            raise UsageError(f"{'.'.join(above)}: the key {key!r} is no text")
+            raise UsageError(f"{'.'.join(above)}: the key {key!r} is not a string")
         if isinstance(value, Mapping):
             if key != LR_SCHEDULER:
                 yield from entries_of(value, (*above, key))
@@ -123,7 +123,7 @@ def entries_of(state_dict: Mapping[str, Any], above: Path = ()) -> Iterator[tupl
 
 
 def empty_sections(state_dict: Mapping[str, Any], above: Path = ()) -> Iterator[Path]:
-    """Nested dicts, the outermost one too, that hold nothing to fill."""
+    """Nested dicts, including the outermost, that contain nothing to fill."""
     if not any(True for _ in entries_of(state_dict)):
         yield above
         return
@@ -142,7 +142,7 @@ def schedules_of(state_dict: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def parameter_names_of(entries: Mapping[Path, Any]) -> dict[str, str]:
-    """Parameter name → key, of the entries that are parameters; of tied ones the first."""
+    """Parameter name → key, for entries that are parameters; for tied parameters the first key."""
     names: dict[str, str] = {}
     for path, value in entries.items():
         name = getattr(value, "parameter_name", None)
@@ -167,19 +167,19 @@ def read_entry(path: Path, value: Any) -> LiveTensor | None:
         return _read_sharded(path, value)
     if not isinstance(value, np.ndarray) and not callable(getattr(value, "is_dist", None)):
         raise UsageError(
-            f"{name}: a {type(value).__name__} is no tensor; take it out of the state_dict, it is not loaded"
+            f"{name}: a {type(value).__name__} is not a tensor and cannot be loaded; remove it from the state_dict"
         )
     if not isinstance(value, np.ndarray):
         if value.is_dist():
             return _read_dist(path, value)
         if hasattr(value, "fw_storage") and not value._is_initialized():
-            raise PlanError(f"{name}: is cut by sharding stage 3; give stage3_state_dict(model) instead")
+            raise PlanError(f"{name}: cut by sharding stage 3; pass stage3_state_dict(model) instead")
     shape = _shape(value)
     return LiveTensor(LivePiece(path, _dtype(name, value), shape, shape), _memory(name, value))
 
 
 def _read_sharded(path: Path, value: Any) -> LiveTensor | None:
-    """A piece that says where it lies: a ``ShardedWeight`` of FlexCheckpoint, or alike."""
+    """A piece that describes its position: a ``ShardedWeight`` of FlexCheckpoint, or a similar object."""
     tensor, flat, name = value.local_tensor, None, ".".join(path)
     if value.is_flattened:
         flat = (int(value.flattened_range.start), int(value.flattened_range.stop))
@@ -230,7 +230,8 @@ def _box_of(
         said = _SHARD.fullmatch(str(placement))
         if said is None:
             raise UnsupportedError(
-                f"{name}: is {placement} along axis {axis} of its mesh; reshard it to Shard or Replicate"
+                f"{name}: has placement {placement} along axis {axis} of its mesh, which is not supported; "
+                f"reshard it to Shard or Replicate"
             )
         cuts.append((int(said["order"] or 0), axis, int(said["dim"]) % len(shape)))
     for _, axis, dim in sorted(cuts):
@@ -260,16 +261,12 @@ def _memory(name: str, tensor: Any) -> Memory:
     """
     if isinstance(tensor, np.ndarray):
         if not (tensor.flags.c_contiguous and tensor.flags.writeable):
-            raise PlanError(
-                f"{name}: an array that is not in C order, or must not be written, cannot be filled"
-            )
+            raise PlanError(f"{name}: the array is read-only or not in C order and cannot be filled")
         return HostMemory(tensor, tensor.reshape(-1).view(np.uint8))
     if not tensor._is_initialized():
         raise PlanError(f"{name}: has no memory in this process; initialise it before loading")
     if not tensor.is_contiguous():
-        raise PlanError(
-            f"{name}: its elements do not lie one after the other in memory; call contiguous() first"
-        )
+        raise PlanError(f"{name}: not contiguous in memory; call contiguous() first")
     nbytes = prod(_shape(tensor)) * int(tensor.element_size())
     place = tensor.place
     if place.is_cpu_place() or place.is_cuda_pinned_place():
@@ -280,7 +277,7 @@ def _memory(name: str, tensor: Any) -> Memory:
 
 
 def _as_bytes(tensor: Any) -> Any:
-    """The values of a contiguous tensor as a tensor of bytes on the same memory."""
+    """A contiguous tensor as a tensor of bytes on the same memory."""
     return tensor.detach().view([prod(_shape(tensor))]).view("uint8")
 
 
@@ -288,7 +285,7 @@ def _as_bytes(tensor: Any) -> Any:
 
 
 def tensor_parallel() -> TensorParallel:
-    """Where this process is among the tp ranks of ``fleet``; where fleet was not initialised, there is one."""
+    """This process's position among the tp ranks of ``fleet``; without an initialised fleet there is one rank."""
     fleet = sys.modules.get("paddle.distributed.fleet")
     group = getattr(getattr(fleet, "fleet", None), "_hcg", None)  # its getter fails before fleet.init
     if group is None:
@@ -313,10 +310,10 @@ def stage3_state_dict(model: Any) -> dict[str, Any]:
         If it is none, or keeps its slices in host memory (``offload``).
     """
     if not hasattr(model, "_param2buffer"):
-        raise UsageError(f"a {type(model).__name__} is no GroupShardedStage3")
+        raise UsageError(f"expected a GroupShardedStage3, got a {type(model).__name__}")
     if model._offload:
         raise UnsupportedError(
-            "sharding stage 3 with offload=True keeps its states elsewhere; wrap it without"
+            "sharding stage 3 with offload=True is not supported; wrap the model without it"
         )
     parameters = model.state_dict()
     names = {parameter.name for parameter in parameters.values()}
