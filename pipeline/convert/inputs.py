@@ -14,7 +14,7 @@ from paddle_reshard.storage.formats.strict_json import parse_json
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.aoa.language import AoaProgram
-    from paddle_reshard.pipeline.convert.request import LayoutOptions
+    from paddle_reshard.pipeline.layouts.hybrid.request import LayoutOptions
 
 File = Path | KeptFile
 
@@ -62,7 +62,7 @@ def read_layout_file(layout: Path) -> dict[str, Any]:
 
 def load_layout(layout: Path | Mapping[str, Any] | None) -> LayoutOptions:
     """Layout options from a JSON file or a mapping."""
-    from paddle_reshard.pipeline.convert.request import LayoutOptions
+    from paddle_reshard.pipeline.layouts.hybrid.request import LayoutOptions
 
     if isinstance(layout, Path):
         return LayoutOptions.parse(read_layout_file(layout), str(layout))

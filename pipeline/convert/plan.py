@@ -16,14 +16,10 @@ from paddle_reshard.pipeline.convert.request import (
     ConversionOptions,
     ConversionRequest,
     Form,
-    HybridRequest,
     TargetOptions,
     check_options,
     parse_choice,
     parse_drop,
-    parse_flex,
-    parse_huggingface,
-    parse_unified,
 )
 from paddle_reshard.pipeline.core.errors import UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.file_names import AVERAGE
@@ -36,13 +32,17 @@ from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import TargetFiles
+from paddle_reshard.pipeline.layouts.flex.request import parse_flex
 from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
 from paddle_reshard.pipeline.layouts.format import Target
 from paddle_reshard.pipeline.layouts.huggingface.choices import EMA
-from paddle_reshard.pipeline.layouts.huggingface.sidecars import average_divisor
+from paddle_reshard.pipeline.layouts.huggingface.request import parse_huggingface
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
+from paddle_reshard.pipeline.layouts.hybrid.request import HybridRequest
 from paddle_reshard.pipeline.layouts.reading import read_json
+from paddle_reshard.pipeline.layouts.sidecars import average_divisor
 from paddle_reshard.pipeline.layouts.targets import check_left, join, lay_out
+from paddle_reshard.pipeline.layouts.unified.request import parse_unified
 from paddle_reshard.pipeline.layouts.vocab import resize_vocabulary
 from paddle_reshard.pipeline.planning.checks import held_parameters
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, check_metadata, plan_conversion

@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypedDict, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
 from paddle_reshard.pipeline.convert.given import GivenFile
-from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError, UsageError
-from paddle_reshard.pipeline.core.limits import MAX_BUFFER_MB, MAX_ELEMENTS, MAX_VOCABULARY
+from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.limits import MAX_VOCABULARY
 from paddle_reshard.pipeline.core.suggest import did_you_mean
-from paddle_reshard.pipeline.core.topology import STRATEGIES, Topology
-from paddle_reshard.pipeline.core.units import PathLike, parse_count, parse_size
-from paddle_reshard.pipeline.layouts.huggingface.choices import EMA, EXPORTED_STATES, FLOATING
-from paddle_reshard.storage.formats.typed_json import Bounds, EntryError, typed
+from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.core.units import PathLike
+from paddle_reshard.pipeline.layouts.huggingface.choices import EMA
+from paddle_reshard.pipeline.layouts.hybrid.request import HybridRequest
 
 if TYPE_CHECKING:
-    from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
     from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
     from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
-    from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
     from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget
 
 _OF_HYBRID = ("to", "sharding_strategy", "layout", "target_meta")
@@ -36,126 +34,6 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
     "unified": ("files",),
 }
 """Target format → options that say something about a target of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutOptions:
-    """What the target job decides and no topology says; ``None``: as the source, or the trainer's default."""
-
-    comm_buffer_size_MB: Annotated[int, Bounds(1, MAX_BUFFER_MB)] | None = None
-    """Stage 1 v2: ``sharding_comm_buffer_size_MB``; the trainer's default is 256."""
-    comm_overlap: bool | None = None
-    """Stage 1 v2 with pp > 1: ``sharding_comm_overlap``; default off, buffers of 128 MB when on."""
-    sort_parameters: bool | None = None
-    """Stage 1 v1: ``FLAGS_sharding_sort_parameters``; default on."""
-    sequence_parallel: bool | None = None
-    """Default: as the source, off where the source cannot tell."""
-    segmentation: str | tuple[int, ...] | None = None
-    """``"uniform"``, ``"layer:Regex"`` or a list of item numbers; default: as the model class does."""
-    stage3_segment_size: Annotated[int, Bounds(0, MAX_ELEMENTS)] | None = None
-    """Elements above which stage 3 cuts a parameter, 0 to cut every one; the trainer's default is 2**20."""
-    experts_over_tp: bool | None = None
-    """Families with a choice (ernie4_5_moe, ``moe_group``): whole experts spread over tp ranks; default: as the source,
-    and as the trainer where tp = 1 cannot tell: on."""
-    use_unified_moe: bool | None = None
-    """Families with a choice (glm4_moe): the unified layer of expert parallelism; default: as the source, else off."""
-    convention: str | None = None
-    """``"paddleformers"`` or ``"paddlenlp"``; default: the source's."""
-
-    @classmethod
-    def parse(cls, values: Mapping[str, Any], where: str) -> LayoutOptions:
-        """Read from JSON, or from a mapping that is as JSON has it.
-
-        Raises
-        ------
-        UsageError
-            If an entry is unknown or a value is not what it can be.
-        """
-        try:
-            return typed(dict(values), cls)
-        except EntryError as error:
-            raise UsageError(f"{where}: {error}") from error
-
-
-@dataclass(frozen=True)
-class HybridRequest:
-    """A hybrid-parallel target as it was asked for."""
-
-    topology: Topology
-    strategy: str | None
-    """``None``: as the source where the target can have it, else the trainer's default."""
-    sharded_saving: bool
-    layout: LayoutOptions
-    names: Mapping[str, Mapping[str, str]] | None
-    """Cell → structured key → parameter name of the target job, where they are given."""
-
-    def __post_init__(self) -> None:
-        if self.strategy not in (None, *STRATEGIES):
-            raise UsageError(
-                f"unknown sharding strategy {self.strategy!r}; known are {', '.join(STRATEGIES)}"
-                f"{did_you_mean(self.strategy, STRATEGIES)}"
-            )
-
-    def target_for(self, source: Checkpoint) -> HybridTarget:
-        """The target job's choices, the open ones taken from the source or the trainer's defaults.
-
-        Where the trainer allows one value only (under expert parallelism), that is the default.
-        """
-        from paddle_reshard.pipeline.layouts.hybrid.sharding import DEFAULT_SEGMENT_ELEMENTS, ShardingOptions
-        from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, with_default_strategy
-
-        layout, topology = self.layout, self.topology
-        convention = source.model.table.convention
-        if layout.convention not in (None, convention):
-            raise UnsupportedError(
-                f"convention {layout.convention!r}: the source is {convention}, and this version does not "
-                "translate between the libraries"
-            )
-        over = self._experts_over(source)
-        overlap = bool(layout.comm_overlap)
-        buffer_mb = layout.comm_buffer_size_MB or (128 if overlap else 256)
-        sequence_parallel = source.sequence_parallel or (topology.ep > 1 and topology.tp > 1 and over is None)
-        if layout.sequence_parallel is not None:
-            sequence_parallel = layout.sequence_parallel
-        target = HybridTarget(
-            topology=replace(topology, ep=1) if over == "dp" else topology,
-            strategy=self.strategy or "none",
-            sharded_saving=self.sharded_saving,
-            sharding=ShardingOptions(
-                buffer_bytes=buffer_mb << 20,
-                comm_overlap=overlap,
-                sort_parameters=layout.sort_parameters is not False,
-                segment_elements=DEFAULT_SEGMENT_ELEMENTS
-                if layout.stage3_segment_size is None
-                else layout.stage3_segment_size,
-            ),
-            sequence_parallel=bool(sequence_parallel),
-            segmentation=layout.segmentation,
-            names=self.names,
-            experts_over=over,
-            unified_experts=bool(
-                source.unified_experts if layout.use_unified_moe is None else layout.use_unified_moe
-            ),
-        )
-        return target if self.strategy else with_default_strategy(target, source)
-
-    def _experts_over(self, source: Checkpoint) -> str | None:
-        """The axis beside ``ep`` over which the target's experts are spread.
-
-        PaddleNLP has no axis for it: its experts are spread over data-parallel ranks.
-        """
-        asked, topology = self.layout.experts_over_tp, self.topology
-        if source.model.table.convention == "paddlenlp" and topology.ep > 1:
-            if topology.ep != topology.dp:
-                raise PlanError(
-                    f"ep={topology.ep} with dp={topology.dp}: PaddleNLP spreads experts over data-parallel "
-                    "ranks, so both must be the same"
-                )
-            return "dp"
-        by_default = source.model.table.experts_over == "tp" and (
-            source.spread == "tp" or source.topology is None or source.topology.tp == 1
-        )
-        return "tp" if (by_default if asked is None else asked) else None
 
 
 Form: TypeAlias = "HybridRequest | HuggingFaceTarget | FlexTarget | UnifiedTarget"
@@ -210,61 +88,6 @@ def parse_drop(names: Sequence[str] | str) -> tuple[str, ...]:
             can = f"{', '.join(DROPPABLE)}{did_you_mean(name, DROPPABLE)}"
             raise UsageError(f"--drop {name}: cannot be left out; what can is {can}")
     return tuple(state for name, states in DROPPABLE.items() if name in chosen for state in states)
-
-
-def parse_huggingface(state: str | None, dtype: str | None, max_shard_size: str | None) -> HuggingFaceTarget:
-    """What goes out as a Hugging Face checkpoint; ``None``: the default of :class:`HuggingFaceTarget`."""
-    from paddle_reshard.pipeline.core.tensors import dtype_named
-    from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
-
-    defaults = HuggingFaceTarget()
-    if state not in (None, *EXPORTED_STATES):
-        raise UsageError(
-            f"unknown state {state!r}; known are {', '.join(EXPORTED_STATES)}{did_you_mean(state, EXPORTED_STATES)}"
-        )
-    if dtype not in (None, *FLOATING):
-        raise UsageError(
-            f"unknown dtype {dtype!r}; known are {', '.join(FLOATING)}{did_you_mean(dtype, FLOATING)}"
-        )
-    shard_bytes = defaults.max_shard_bytes if max_shard_size is None else parse_size(max_shard_size)
-    if shard_bytes < 1:
-        raise UsageError(f"--max-shard-size {max_shard_size} holds nothing")
-    return HuggingFaceTarget(
-        state or defaults.state, None if dtype is None else dtype_named(dtype), shard_bytes
-    )
-
-
-def parse_flex(
-    auto_parallel: bool,
-    files: int | str | None,
-    paddle_version: str | None,
-    names: Mapping[str, Mapping[str, str]] | None,
-) -> FlexTarget:
-    """A dist checkpoint; ``None``: the default of :class:`FlexTarget`. ``names`` are those of its one cell.
-
-    Raises
-    ------
-    UsageError
-    """
-    from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
-
-    if names is not None and len(names) != 1:
-        raise UsageError(
-            f"--target-meta names {len(names)} cells; auto-parallel training has the names of one program"
-        )
-    return FlexTarget(
-        auto_parallel,
-        None if files is None else parse_count(files),
-        paddle_version or FlexTarget().generation,
-        None if names is None else next(iter(names.values())),
-    )
-
-
-def parse_unified(files: int | str | None) -> UnifiedTarget:
-    """A unified checkpoint; ``None``: the default of :class:`UnifiedTarget`."""
-    from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget
-
-    return UnifiedTarget() if files is None else UnifiedTarget(parse_count(files))
 
 
 class TargetOptions(TypedDict, total=False):

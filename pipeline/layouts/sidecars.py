@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import AVERAGE, CONFIG, MANIFEST, SIGNAL_PREFIX
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.trainer_files import is_marker, is_random_state
@@ -112,3 +113,19 @@ def _config(config: Mapping[str, Any], convention: str, topology: Topology) -> d
     if field is not None and topology.tp > 1:
         changed[field] = topology.tp
     return changed
+
+
+def average_divisor(facts: Mapping[str, Any], path: str) -> float:
+    """By what the values of an average have to be divided; ``facts`` is what ``ema.json`` beside it says.
+
+    An average that began at zero has to be; that of any other is 1.
+
+    Raises
+    ------
+    CheckpointError
+        If it does not say.
+    """
+    divide_by = facts.get("divide_by")
+    if not isinstance(divide_by, int | float) or isinstance(divide_by, bool) or not 0 < divide_by <= 1:
+        raise CheckpointError(f"{path}: divide_by is {divide_by!r}, a number above 0 and up to 1 is expected")
+    return float(divide_by)

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.tensors import DType
 from paddle_reshard.pipeline.core.trainer_files import is_training_state
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
@@ -36,22 +35,6 @@ def plan_huggingface_sidecars(
 
     config = exported_config(wanted.model.config, dtype)
     return share_out_sidecars(paths, folders, wanted.own_files, reason, source_config, config)
-
-
-def average_divisor(facts: Mapping[str, Any], path: str) -> float:
-    """By what the values of an average have to be divided; ``facts`` is what ``ema.json`` beside it says.
-
-    An average that began at zero has to be; that of any other is 1.
-
-    Raises
-    ------
-    CheckpointError
-        If it does not say.
-    """
-    divide_by = facts.get("divide_by")
-    if not isinstance(divide_by, int | float) or isinstance(divide_by, bool) or not 0 < divide_by <= 1:
-        raise CheckpointError(f"{path}: divide_by is {divide_by!r}, a number above 0 and up to 1 is expected")
-    return float(divide_by)
 
 
 def exported_config(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]:

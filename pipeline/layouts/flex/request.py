@@ -1,0 +1,38 @@
+"""What can be asked of a dist checkpoint?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.units import parse_count
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
+
+
+def parse_flex(
+    auto_parallel: bool,
+    files: int | str | None,
+    paddle_version: str | None,
+    names: Mapping[str, Mapping[str, str]] | None,
+) -> FlexTarget:
+    """A dist checkpoint; ``None``: the default of :class:`FlexTarget`. ``names`` are those of its one cell.
+
+    Raises
+    ------
+    UsageError
+    """
+    from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
+
+    if names is not None and len(names) != 1:
+        raise UsageError(
+            f"--target-meta names {len(names)} cells; auto-parallel training has the names of one program"
+        )
+    return FlexTarget(
+        auto_parallel,
+        None if files is None else parse_count(files),
+        paddle_version or FlexTarget().generation,
+        None if names is None else next(iter(names.values())),
+    )

@@ -1,0 +1,35 @@
+"""What can be asked of a Hugging Face checkpoint?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.suggest import did_you_mean
+from paddle_reshard.pipeline.core.units import parse_size
+from paddle_reshard.pipeline.layouts.huggingface.choices import EXPORTED_STATES, FLOATING
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
+
+
+def parse_huggingface(state: str | None, dtype: str | None, max_shard_size: str | None) -> HuggingFaceTarget:
+    """What goes out as a Hugging Face checkpoint; ``None``: the default of :class:`HuggingFaceTarget`."""
+    from paddle_reshard.pipeline.core.tensors import dtype_named
+    from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
+
+    defaults = HuggingFaceTarget()
+    if state not in (None, *EXPORTED_STATES):
+        raise UsageError(
+            f"unknown state {state!r}; known are {', '.join(EXPORTED_STATES)}{did_you_mean(state, EXPORTED_STATES)}"
+        )
+    if dtype not in (None, *FLOATING):
+        raise UsageError(
+            f"unknown dtype {dtype!r}; known are {', '.join(FLOATING)}{did_you_mean(dtype, FLOATING)}"
+        )
+    shard_bytes = defaults.max_shard_bytes if max_shard_size is None else parse_size(max_shard_size)
+    if shard_bytes < 1:
+        raise UsageError(f"--max-shard-size {max_shard_size} holds nothing")
+    return HuggingFaceTarget(
+        state or defaults.state, None if dtype is None else dtype_named(dtype), shard_bytes
+    )
