@@ -39,10 +39,11 @@ from paddle_reshard.pipeline.cli.output import (
 )
 from paddle_reshard.pipeline.cli.terminal import say
 from paddle_reshard.pipeline.convert.choices import CHECKS
-from paddle_reshard.pipeline.convert.request import FORMATS, TargetOptions, check_options, parse_target
+from paddle_reshard.pipeline.convert.request import TargetOptions, check_options, parse_target
 from paddle_reshard.pipeline.core.errors import FinishedError, UsageError
 from paddle_reshard.pipeline.core.topology import STRATEGIES, Topology
 from paddle_reshard.pipeline.core.units import PathLike, parse_memory
+from paddle_reshard.pipeline.layouts.formats import DEFAULT, FORMATS
 from paddle_reshard.pipeline.layouts.huggingface.choices import EXPORTED_STATES, FLOATING
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ target_options = all_of(
         "--format",
         "format_name",
         type=Choice(tuple(FORMATS)),
-        default="hybrid",
+        default=DEFAULT,
         show_default=True,
         help="hybrid: with model_meta.json where the trainer writes it; hybrid-plain: without; huggingface: the "
         "model alone, for transformers; flex: FlexCheckpoint; auto-parallel: its dist_ckpt; unified: unified "
@@ -385,7 +386,7 @@ def api_arguments(options: dict[str, Any]) -> dict[str, Any]:
     }
     layout.update({name: value for name, value in flags.items() if value is not None})
     format_name = options.pop("format_name")
-    return {"format": None if format_name == "hybrid" else format_name, "layout": layout, **options}
+    return {"format": None if format_name == DEFAULT else format_name, "layout": layout, **options}
 
 
 def _segmentation(text: str | None) -> str | list[int] | None:

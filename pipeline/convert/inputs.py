@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from paddle_reshard.pipeline.convert.given import GivenFile, KeptFile
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
+from paddle_reshard.pipeline.core.units import PathLike
+from paddle_reshard.pipeline.layouts.format import Entries
 from paddle_reshard.pipeline.layouts.model_meta import parse_names
 from paddle_reshard.pipeline.layouts.rules import RuleTable, parse_rule_table, shipped_tables
 from paddle_reshard.storage.formats.strict_json import parse_json
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.aoa.language import AoaProgram
-    from paddle_reshard.pipeline.layouts.hybrid.request import LayoutOptions
 
 File = Path | KeptFile
 
@@ -60,13 +61,11 @@ def read_layout_file(layout: Path) -> dict[str, Any]:
     return _read_object(layout)
 
 
-def load_layout(layout: Path | Mapping[str, Any] | None) -> LayoutOptions:
-    """Layout options from a JSON file or a mapping."""
-    from paddle_reshard.pipeline.layouts.hybrid.request import LayoutOptions
-
-    if isinstance(layout, Path):
-        return LayoutOptions.parse(read_layout_file(layout), str(layout))
-    return LayoutOptions.parse(layout or {}, "layout")
+def load_layout(layout: PathLike | Mapping[str, Any] | None) -> Entries | None:
+    """The entries of a layout, not validated yet, from a JSON file or a mapping."""
+    if layout is None or isinstance(layout, Mapping):
+        return None if layout is None else Entries(layout, "layout")
+    return Entries(read_layout_file(Path(layout)), str(layout))
 
 
 def load_target_names(target_meta: File | None) -> dict[str, dict[str, str]] | None:

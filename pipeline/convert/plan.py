@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any, cast
 
 from paddle_reshard.pipeline.convert.choices import CHECKS, REPLICAS
@@ -15,7 +14,6 @@ from paddle_reshard.pipeline.convert.request import (
     TARGET_OPTIONS,
     ConversionOptions,
     ConversionRequest,
-    Form,
     TargetOptions,
     check_options,
     parse_choice,
@@ -28,21 +26,15 @@ from paddle_reshard.pipeline.core.mixture import Mixture, Term
 from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
 from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT
-from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
+from paddle_reshard.pipeline.core.topology import sharding_in_words
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import TargetFiles
-from paddle_reshard.pipeline.layouts.flex.request import parse_flex
-from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
-from paddle_reshard.pipeline.layouts.format import Target
-from paddle_reshard.pipeline.layouts.huggingface.choices import EMA
-from paddle_reshard.pipeline.layouts.huggingface.request import parse_huggingface
-from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
-from paddle_reshard.pipeline.layouts.hybrid.request import HybridRequest
+from paddle_reshard.pipeline.layouts.format import Request, Target
+from paddle_reshard.pipeline.layouts.formats import DEFAULT, FORMATS, names_of
 from paddle_reshard.pipeline.layouts.reading import read_json
 from paddle_reshard.pipeline.layouts.sidecars import average_divisor
 from paddle_reshard.pipeline.layouts.targets import check_left, join, lay_out
-from paddle_reshard.pipeline.layouts.unified.request import parse_unified
 from paddle_reshard.pipeline.layouts.vocab import resize_vocabulary
 from paddle_reshard.pipeline.planning.checks import held_parameters
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, check_metadata, plan_conversion
@@ -151,7 +143,7 @@ class ConversionPlan(Shown):
         facts = [("dropped", f"{', '.join(self.dropped)}: as asked for")] if self.dropped else []
         for number, target in enumerate(self.targets):
             if target.left_states:
-                reason = "not asked for" if target.form.model_only else "no place in this format"
+                reason = "not asked for" if target.form.format.model_only else "no place in this format"
                 facts.append((self._of(number, "left out"), f"{', '.join(target.left_states)}: {reason}"))
             for reason, names in _by_reason(target.left):
                 facts.append((self._of(number, "not carried"), f"{names}: {reason}"))
@@ -201,7 +193,7 @@ def plan_checkpoint(
     elif request.vocab_trim is not None:
         wanted = resize_vocabulary(source, request.vocab_trim, grow=False)
     sizes = store.sizes()
-    forms = [_chosen(form, source) for form in request.forms]
+    forms = [form.target_for(source) for form in request.forms]
     tensors = len(source.catalog.tensors)
     if in_process:  # a target has a piece of every tensor at least
         check_metadata(tensors, tensors, 0, request.budget_bytes)
@@ -246,17 +238,10 @@ def _filled(files: TargetFiles) -> TargetFiles:
     return replace(files, fragments=files.fragments[:0].copy())
 
 
-def _chosen(form: Form, source: Checkpoint) -> Target:
-    """A target with what it leaves open taken from the source."""
-    if isinstance(form, HybridRequest):
-        return form.target_for(source)
-    return form
-
-
-def _divided(source: Checkpoint, forms: Sequence[Form], store: Source) -> Checkpoint:
+def _divided(source: Checkpoint, forms: Sequence[Request], store: Source) -> Checkpoint:
     """The source with its average divided, where it began at zero and goes out as a model."""
     sizes = store.sizes()
-    if AVERAGE not in sizes or not any(isinstance(f, HuggingFaceTarget) and f.state == EMA for f in forms):
+    if AVERAGE not in sizes or not any(form.of_average for form in forms):
         return source
     divide_by = average_divisor(read_json(store, AVERAGE, sizes), AVERAGE)
     if divide_by == 1:
@@ -275,18 +260,16 @@ def _divided(source: Checkpoint, forms: Sequence[Form], store: Source) -> Checkp
     return replace(source, catalog=replace(catalog, mixtures=mixtures))
 
 
-def _by_table(forms: Sequence[Form]) -> bool:
+def _by_table(forms: Sequence[Request]) -> bool:
     """Whether the targets are for jobs that cut tensors or name parameters, which only a rule table tells."""
-    for_jobs = {
-        isinstance(form, HybridRequest) or (isinstance(form, FlexTarget) and form.auto_parallel)
-        for form in forms
-    }
-    if len(for_jobs) > 1:
+    by_table = {form.format.by_table for form in forms}
+    if len(by_table) > 1:
+        described = names_of(format for format in FORMATS.values() if format.by_table)
         raise UsageError(
-            "with --aoa, targets of the formats hybrid, hybrid-plain and auto-parallel hold a model that a rule table "
-            "describes, the others whatever the statements make; convert to them one after the other"
+            f"with --aoa, targets of the formats {described} hold a model that a rule table describes, the others "
+            "whatever the statements make; convert to them one after the other"
         )
-    return for_jobs.pop()
+    return by_table.pop()
 
 
 def read_request(
@@ -327,24 +310,9 @@ def read_request(
     )
 
 
-def _form(options: TargetOptions) -> Form:
-    """One target as it was asked for."""
-    format = options.get("format") or "hybrid"
+def _form(options: TargetOptions) -> Request:
+    """One target as it was asked for; small files that were given are read."""
+    format = options.get("format") or DEFAULT
     check_options(format, options)
-    if format == "huggingface":
-        return parse_huggingface(options.get("state"), options.get("dtype"), options.get("max_shard_size"))
-    if format == "unified":
-        return parse_unified(options.get("files"))
-    names = load_target_names(as_file(options.get("target_meta")))
-    if format in ("flex", "auto-parallel"):
-        return parse_flex(
-            format == "auto-parallel", options.get("files"), options.get("paddle_version"), names
-        )
-    to, layout = options.get("to"), options.get("layout")
-    return HybridRequest(
-        topology=to if isinstance(to, Topology) else Topology.parse(to or ""),
-        strategy=options.get("sharding_strategy"),
-        sharded_saving=format == "hybrid",
-        layout=load_layout(layout if layout is None or isinstance(layout, Mapping) else Path(layout)),
-        names=names,
-    )
+    layout, names = load_layout(options.get("layout")), load_target_names(as_file(options.get("target_meta")))
+    return FORMATS[format].request({**options, "layout": layout, "target_meta": names})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from paddle_reshard.pipeline.convert.given import GivenFile
 from paddle_reshard.pipeline.core.errors import UsageError
@@ -16,35 +16,17 @@ from paddle_reshard.pipeline.core.limits import MAX_VOCABULARY
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import PathLike
-from paddle_reshard.pipeline.layouts.huggingface.choices import EMA
-from paddle_reshard.pipeline.layouts.hybrid.request import HybridRequest
+from paddle_reshard.pipeline.layouts.formats import FORMATS, names_of
 
 if TYPE_CHECKING:
-    from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
-    from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
-    from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget
-
-_OF_HYBRID = ("to", "sharding_strategy", "layout", "target_meta")
-FORMATS: Mapping[str, tuple[str, ...]] = {
-    "hybrid": _OF_HYBRID,
-    "hybrid-plain": _OF_HYBRID,
-    "huggingface": ("state", "dtype", "max_shard_size"),
-    "flex": ("files", "paddle_version"),
-    "auto-parallel": ("files", "paddle_version", "target_meta"),
-    "unified": ("files",),
-}
-"""Target format → options that say something about a target of it."""
-
-
-Form: TypeAlias = "HybridRequest | HuggingFaceTarget | FlexTarget | UnifiedTarget"
-"""A target as it was asked for."""
+    from paddle_reshard.pipeline.layouts.format import Request
 
 
 @dataclass(frozen=True)
 class ConversionRequest:
     """A conversion as it was asked for, every value read and in range."""
 
-    forms: tuple[Form, ...]
+    forms: tuple[Request, ...]
     """What each target is to be."""
     budget_bytes: int
     compare_replicas: bool
@@ -63,10 +45,8 @@ class ConversionRequest:
         if self.vocab_pad is not None and self.vocab_pad > MAX_VOCABULARY:
             raise UsageError(f"--vocab-pad {self.vocab_pad}: at most {MAX_VOCABULARY} rows are supported")
         from paddle_reshard.pipeline.core.tensors import EMA_STATES
-        from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
 
-        averages = [form for form in self.forms if isinstance(form, HuggingFaceTarget) and form.state == EMA]
-        if averages and set(EMA_STATES) & set(self.dropped_states):
+        if any(form.of_average for form in self.forms) and set(EMA_STATES) & set(self.dropped_states):
             raise UsageError("--drop ema leaves nothing of which --state ema could make a model")
 
 
@@ -200,9 +180,9 @@ def check_options(format: str, given: Mapping[str, Any]) -> None:
             f"unknown format {format!r}; known are {', '.join(FORMATS)}{did_you_mean(format, FORMATS)}"
         )
     for name, value in given.items():
-        if name in TARGET_OPTIONS and name != "format" and name not in FORMATS[format] and value:
+        if name in TARGET_OPTIONS and name != "format" and name not in FORMATS[format].options and value:
             raise UsageError(_misplaced(name, value, format))
-    if "to" in FORMATS[format] and not given.get("to"):
+    if "to" in FORMATS[format].options and not given.get("to"):
         raise UsageError("--to is missing: the topology of the target, tp=2,pp=2,sharding=2")
 
 
@@ -211,8 +191,8 @@ def _misplaced(name: str, value: Any, format: str) -> str:
     option = f"--{name.replace('_', '-')}"
     if name == "layout" and isinstance(value, Mapping):
         option += f" ({', '.join(value)})"
-    formats = " and ".join(known for known, options in FORMATS.items() if name in options)
-    own = " and ".join(f"--{option.replace('_', '-')}" for option in FORMATS[format])
+    formats = names_of(known for known in FORMATS.values() if name in known.options)
+    own = " and ".join(f"--{option.replace('_', '-')}" for option in FORMATS[format].options)
     return f"{option} says nothing about a target of the format {format}, only about {formats}; {format} has {own}"
 
 
@@ -242,6 +222,7 @@ def parse_target(text: str, resume: bool = False) -> tuple[str, TargetOptions]:
             f"--target {text!r}: write DST:FORMAT or DST:FORMAT:NAME=VALUE,…, FORMAT one of {', '.join(FORMATS)}"
         )
     given: dict[str, Any] = {"format": match["format"]}
+    options = FORMATS[match["format"]].options
     axes: list[str] = []
     for item in filter(None, (match["options"] or "").split(",")):
         name, mark, value = (part.strip() for part in item.partition("="))
@@ -250,8 +231,8 @@ def parse_target(text: str, resume: bool = False) -> tuple[str, TargetOptions]:
             axes.append(item.strip())
             continue
         if name not in TARGET_OPTIONS or name == "format":
-            own = ", ".join(name.replace("_", "-") for name in FORMATS[match["format"]] if name != "to")
-            known = f"an axis or {own}" if "to" in FORMATS[match["format"]] else own
+            own = ", ".join(name.replace("_", "-") for name in options if name != "to")
+            known = f"an axis or {own}" if "to" in options else own
             likely = did_you_mean(name, (*Topology.__dataclass_fields__, *TARGET_OPTIONS))
             raise UsageError(f"--target {text!r}: unknown name in {item!r}; known: {known}{likely}")
         if not mark or not value:

@@ -25,6 +25,7 @@ from paddle_reshard.pipeline.convert.request import (
 from paddle_reshard.pipeline.core.errors import StaleSessionError, UsageError
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike
+from paddle_reshard.pipeline.layouts.formats import DEFAULT
 
 NOT_KEPT = (
     *("storage_options", "source_storage_options", "target_storage_options"),
@@ -48,7 +49,7 @@ _KINDS: Mapping[str, type] = {
 }
 """What JSON has for an option; for all others a text."""
 _DEFAULTS: Mapping[str, Any] = {
-    "format": "hybrid",
+    "format": DEFAULT,
     "memory": DEFAULT_MEMORY,
     "replicas": REPLICAS[0],
     "check": CHECKS[0],

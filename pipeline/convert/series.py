@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -29,12 +29,12 @@ from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import AVERAGE
 from paddle_reshard.pipeline.core.mixture import Mixture, Term
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
-from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM
+from paddle_reshard.pipeline.core.tensors import EMA, EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.small_files import check_one_model
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
-from paddle_reshard.pipeline.layouts.huggingface.choices import EMA
+from paddle_reshard.pipeline.layouts.formats import DEFAULT, FORMATS, holding_average
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.pipeline.layouts.reading import IndexFiles
 from paddle_reshard.storage.locate import open_source, source_access
@@ -335,19 +335,21 @@ def _of_average(options: Options) -> Options:
     UsageError
         If the format has no place for an average.
     """
-    format = options.get("format")
-    if format in ("unified", "auto-parallel"):
-        raise UsageError(
-            f"the format {format} has no place for an average; write it with --format hybrid or flex, or as a model "
-            "with --format huggingface"
-        )
-    if format != "huggingface":
+    asked: dict[str, Any] = {**options}
+    format = FORMATS.get(asked.get("format") or DEFAULT)
+    if format is None:  # refused where the request is read
         return options
-    if options.get("state") not in (None, EMA):
-        raise UsageError(f"--state {options['state']}: an average goes out as --state {EMA}")
-    asked = options.copy()
-    asked["state"] = EMA
-    return asked
+    if EMA in format.no_place:
+        beside, model = holding_average()
+        raise UsageError(
+            f"the format {format.name} has no place for an average; write it with --format {beside}, or as a model "
+            f"with --format {model.name}"
+        )
+    for name, value in format.average_options.items():
+        if asked.get(name) not in (None, value):
+            raise UsageError(f"--{name} {asked[name]}: an average goes out as --{name} {value}")
+        asked[name] = value
+    return cast(Options, asked)
 
 
 def _said(weighting: Weighting, stores: Sequence[Source]) -> bytes:

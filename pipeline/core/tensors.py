@@ -17,7 +17,9 @@ MASTER_WEIGHT = "master_weight"
 EMA_PARAM = "ema_param"
 EMA_MASTER_WEIGHT = "ema_master_weight"
 EMA_STATES = (EMA_MASTER_WEIGHT, EMA_PARAM)
-DROPPABLE = {"ema": EMA_STATES}
+EMA = "ema"
+"""The moving average, as users name it."""
+DROPPABLE = {EMA: EMA_STATES}
 """Name of a droppable part → its states. Training can go on without it, but it is lost."""
 
 

@@ -20,15 +20,39 @@ if TYPE_CHECKING:
 
 
 class Format(Protocol):
-    """A format: what a checkpoint of it is called, and how one is recognised and read.
+    """A format: what it is called, what can be asked of it, and how a checkpoint of it is recognised and read.
 
     Its module imports no NumPy, and what reads and makes its files is imported by the method that does: the command
-    line asks every format for its name, and most checkpoints are of one.
+    line asks every format for its name and options, and most checkpoints are of one.
     """
 
     @property
     def name(self) -> str:
         """What it is called by."""
+
+    @property
+    def help(self) -> str:
+        """What it is, for the command line's help."""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Options that say something about a target of it."""
+
+    @property
+    def average_options(self) -> Mapping[str, str]:
+        """Options by which a target of it is made of the moving average; empty where it is beside the weights."""
+
+    @property
+    def model_only(self) -> bool:
+        """Whether it holds a model and nothing of a training job: whatever else a source has is left out on purpose."""
+
+    @property
+    def no_place(self) -> tuple[str, ...]:
+        """What its files have no place for, though it is a training job's: names that ``--drop`` knows."""
+
+    @property
+    def by_table(self) -> bool:
+        """Whether a rule table has to describe the model: its jobs cut tensors, or name parameters."""
 
     @property
     def loses_tensors(self) -> bool:
@@ -51,6 +75,40 @@ class Format(Protocol):
         CheckpointError, PlanError
             If it is not one whole, consistent checkpoint that the rules cover.
         """
+
+    def request(self, asked: Mapping[str, Any]) -> Request:
+        """A target as it is asked for.
+
+        ``asked`` has some of ``options``. Files that were given have been read: ``layout`` is :class:`Entries`,
+        ``target_meta`` the parameter names, cell → structured key → name.
+
+        Raises
+        ------
+        UsageError
+            If a value makes no sense.
+        """
+
+
+class Entries(NamedTuple):
+    """Entries of a small file that was given, not validated yet, and what it is called."""
+
+    values: Mapping[str, Any]
+    where: str
+
+
+class Request(Protocol):
+    """A target as it was asked for, every value read and in range."""
+
+    @property
+    def format(self) -> Format:
+        """Of what format it is."""
+
+    @property
+    def of_average(self) -> bool:
+        """Whether it is a model that is made of the moving average."""
+
+    def target_for(self, source: Checkpoint) -> Target:
+        """The same with what it leaves open taken from the source, or as its trainer does it."""
 
 
 class Decision(NamedTuple):
@@ -78,16 +136,8 @@ class Target(Protocol):
     """A target with everything decided: a frozen value that says how it is made and described."""
 
     @property
-    def format(self) -> str:
-        """Name of its format: what its files are called when they are read."""
-
-    @property
-    def model_only(self) -> bool:
-        """Whether it holds a model and nothing of a training job: whatever else a source has is left out on purpose."""
-
-    @property
-    def no_place(self) -> tuple[str, ...]:
-        """States for which its files have no place, though they are a training job's."""
+    def format(self) -> Format:
+        """Of what format it is."""
 
     @property
     def decisions(self) -> tuple[Decision, ...]:

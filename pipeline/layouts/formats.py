@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from paddle_reshard.pipeline.layouts.flex.format import AUTO_PARALLEL, FLEX
@@ -18,6 +18,23 @@ _ALL: Final[tuple[Format, ...]] = (HYBRID, HYBRID_PLAIN, HUGGINGFACE, UNIFIED, F
 """From the general to the particular: files are of the last that recognises them."""
 FORMATS: Final[Mapping[str, Format]] = {format.name: format for format in _ALL}
 """Name → format."""
+DEFAULT: Final = HYBRID.name
+
+
+def names_of(formats: Iterable[Format], last: str = "and") -> str:
+    """Names of formats, for a sentence.
+
+    >>> names_of([FORMATS["flex"], FORMATS["unified"], FORMATS["hybrid"]], "or")
+    'flex, unified or hybrid'
+    """
+    names = [format.name for format in formats]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {last} {names[-1]}"
+
+
+def holding_average() -> tuple[str, Format]:
+    """Names of the formats that hold the moving average beside the weights, and one for a model that is made of it."""
+    beside = [format for format in _ALL if not format.model_only and "ema" not in format.no_place]
+    return names_of(beside, "or"), next(format for format in _ALL if format.average_options)
 
 
 def format_of(files: SourceFiles) -> Format:

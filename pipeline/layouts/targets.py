@@ -10,10 +10,11 @@ import numpy as np
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
 from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.core.literals import Literals
-from paddle_reshard.pipeline.core.tensors import Cast
+from paddle_reshard.pipeline.core.tensors import DROPPABLE, Cast
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles
 from paddle_reshard.pipeline.layouts.format import Target
+from paddle_reshard.pipeline.layouts.formats import holding_average
 
 
 def lay_out(
@@ -37,7 +38,8 @@ def lay_out(
     PlanError
         If the source cannot become this target.
     """
-    homeless = source.catalog.tensors.states & set(target.no_place)
+    no_place = {state for name in target.format.no_place for state in DROPPABLE[name]}
+    homeless = source.catalog.tensors.states & no_place
     laid_out = target.lay_out(source.without(homeless), wanted.without(homeless), sizes, folders)
     left_states = tuple(sorted({*laid_out.left_states, *homeless}))
     casts = laid_out.files.casts | _defined_casts(source.catalog)
@@ -56,13 +58,15 @@ def check_left(targets: Sequence[Target], laid_out: Sequence[LaidOut]) -> None:
     for number, (target, one) in enumerate(zip(targets, laid_out, strict=True)):
         others = (other for place, other in enumerate(laid_out) if place != number)
         held = {state for other in others for state in other.catalog.tensors.states}
-        if target.model_only or not set(one.left_states) - held:
+        if target.format.model_only or not set(one.left_states) - held:
             continue
         lost = ", ".join(sorted(set(one.left_states) - held))
+        beside, model = holding_average()
+        options = ",".join(f"{name}={value}" for name, value in model.average_options.items())
         raise PlanError(
-            f"the format {target.format} has no place for the exponential moving average that the source holds "
-            f"({lost}): leave it out with --drop ema, convert to hybrid or flex, or make a second target that holds "
-            "it, --target DST:huggingface:state=ema"
+            f"the format {target.format.name} has no place for the exponential moving average that the source holds "
+            f"({lost}): leave it out with --drop ema, convert to {beside}, or make a second target that holds it, "
+            f"--target DST:{model.name}:{options}"
         )
 
 

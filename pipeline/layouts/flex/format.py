@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
+    from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
     from paddle_reshard.pipeline.layouts.reading import SourceFiles
     from paddle_reshard.pipeline.layouts.rules import RuleTable
 
@@ -17,10 +18,28 @@ class DistFormat:
     """Data files, and metadata that say which box of which tensor each of their arrays is."""
 
     name: str
+    help: str
     auto_parallel: bool
     """One folder, states under parameter names; else folders of PaddleFormers, structured names."""
+    average_options: ClassVar[Mapping[str, str]] = {}
+    model_only: ClassVar[bool] = False
     loses_tensors: ClassVar[bool] = False
     index_as: ClassVar[None] = None
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Files, and by whose classes; auto-parallel training has parameter names too."""
+        return ("files", "paddle_version", *(("target_meta",) if self.auto_parallel else ()))
+
+    @property
+    def no_place(self) -> tuple[str, ...]:
+        """Auto-parallel training has no average."""
+        return ("ema",) if self.auto_parallel else ()
+
+    @property
+    def by_table(self) -> bool:
+        """Auto-parallel training names parameters."""
+        return self.auto_parallel
 
     def recognises(self, files: SourceFiles) -> bool:
         """By the names of the files, which are the same for both."""
@@ -36,6 +55,14 @@ class DistFormat:
 
         return index_flex(files, tables)
 
+    def request(self, asked: Mapping[str, Any]) -> FlexTarget:
+        """Number of files, version of Paddle and names; nothing of it depends on the source."""
+        from paddle_reshard.pipeline.layouts.flex.request import parse_flex
 
-FLEX = DistFormat("flex", auto_parallel=False)
-AUTO_PARALLEL = DistFormat("auto-parallel", auto_parallel=True)
+        return parse_flex(
+            self.auto_parallel, asked.get("files"), asked.get("paddle_version"), asked.get("target_meta")
+        )
+
+
+FLEX = DistFormat("flex", "FlexCheckpoint", auto_parallel=False)
+AUTO_PARALLEL = DistFormat("auto-parallel", "its dist_ckpt", auto_parallel=True)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.units import parse_count
-
-if TYPE_CHECKING:
-    from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
+from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
 
 
 def parse_flex(
@@ -24,8 +21,6 @@ def parse_flex(
     ------
     UsageError
     """
-    from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
-
     if names is not None and len(names) != 1:
         raise UsageError(
             f"--target-meta names {len(names)} cells; auto-parallel training has the names of one program"

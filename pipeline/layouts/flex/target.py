@@ -22,7 +22,6 @@ from paddle_reshard.pipeline.core.tensors import (
     ACCUMULATORS,
     EMA_MASTER_WEIGHT,
     EMA_PARAM,
-    EMA_STATES,
     MASTER_WEIGHT,
     PARAM,
     Tensor,
@@ -31,7 +30,7 @@ from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
 from paddle_reshard.pipeline.layouts.flex.boxes import Box, describe_boxes
-from paddle_reshard.pipeline.layouts.flex.format import AUTO_PARALLEL, FLEX
+from paddle_reshard.pipeline.layouts.flex.format import AUTO_PARALLEL, FLEX, DistFormat
 from paddle_reshard.pipeline.layouts.flex.names import (
     AUTO_FOLDER,
     EMA_STATE,
@@ -73,7 +72,7 @@ STATES = (PARAM, MASTER_WEIGHT, *ACCUMULATORS, EMA_MASTER_WEIGHT, EMA_PARAM)
 class FlexTarget:
     """How a dist checkpoint is to be written."""
 
-    model_only: ClassVar[bool] = False
+    of_average: ClassVar[bool] = False
     decisions: ClassVar[tuple[Decision, ...]] = ()
 
     auto_parallel: bool = False
@@ -86,14 +85,9 @@ class FlexTarget:
     """Auto-parallel: structured key → parameter name in the target job; ``None``: by the naming rules."""
 
     @property
-    def format(self) -> str:
-        """Name of the format."""
-        return (AUTO_PARALLEL if self.auto_parallel else FLEX).name
-
-    @property
-    def no_place(self) -> tuple[str, ...]:
-        """States for which auto-parallel training has no place."""
-        return EMA_STATES if self.auto_parallel else ()
+    def format(self) -> DistFormat:
+        """Which of the two."""
+        return AUTO_PARALLEL if self.auto_parallel else FLEX
 
     def __post_init__(self) -> None:
         if self.files is not None and self.files < 1:
@@ -104,17 +98,21 @@ class FlexTarget:
                 "give the last of them that is not newer than the Paddle that will read them"
             )
 
+    def target_for(self, source: Checkpoint) -> FlexTarget:
+        """The same: it leaves nothing open."""
+        return self
+
     def in_words(self) -> str:
         """The target in a line, for people."""
-        return f"{self.format}, metadata of Paddle {self.generation}"
+        return f"{self.format.name}, metadata of Paddle {self.generation}"
 
     def facts(self) -> dict[str, str]:
         """What tells it from other targets of the same source."""
-        return {"layout": self.format, "metadata": self.generation}
+        return {"layout": self.format.name, "metadata": self.generation}
 
     def data(self) -> dict[str, Any]:
         """What is asked of it."""
-        return {"format": self.format, "files": self.files, "paddle_version": self.generation}
+        return {"format": self.format.name, "files": self.files, "paddle_version": self.generation}
 
     def lay_out(
         self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]

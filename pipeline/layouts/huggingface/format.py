@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from paddle_reshard.pipeline.layouts.huggingface.choices import EMA
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.core.catalog import Catalog
     from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
+    from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
     from paddle_reshard.pipeline.layouts.model import Model
     from paddle_reshard.pipeline.layouts.reading import SourceFiles
     from paddle_reshard.pipeline.layouts.rules import RuleTable
@@ -19,6 +22,12 @@ class HuggingFaceFormat:
     """Weights in safetensors files, and nothing of a training job."""
 
     name: str
+    help: str
+    options: ClassVar[tuple[str, ...]] = ("state", "dtype", "max_shard_size")
+    average_options: ClassVar[Mapping[str, str]] = {"state": EMA}
+    model_only: ClassVar[bool] = True
+    no_place: ClassVar[tuple[str, ...]] = ()
+    by_table: ClassVar[bool] = False
     loses_tensors: ClassVar[bool] = False
 
     def recognises(self, files: SourceFiles) -> bool:
@@ -39,5 +48,11 @@ class HuggingFaceFormat:
 
         return index_parameters(files, model)
 
+    def request(self, asked: Mapping[str, Any]) -> HuggingFaceTarget:
+        """State, dtype and size of files; nothing of it depends on the source."""
+        from paddle_reshard.pipeline.layouts.huggingface.request import parse_huggingface
 
-HUGGINGFACE = HuggingFaceFormat("huggingface")
+        return parse_huggingface(asked.get("state"), asked.get("dtype"), asked.get("max_shard_size"))
+
+
+HUGGINGFACE = HuggingFaceFormat("huggingface", "the model alone, for transformers")

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.suggest import did_you_mean
+from paddle_reshard.pipeline.core.tensors import dtype_named
 from paddle_reshard.pipeline.core.units import parse_size
 from paddle_reshard.pipeline.layouts.huggingface.choices import EXPORTED_STATES, FLOATING
-
-if TYPE_CHECKING:
-    from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
+from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
 
 
 def parse_huggingface(state: str | None, dtype: str | None, max_shard_size: str | None) -> HuggingFaceTarget:
     """What goes out as a Hugging Face checkpoint; ``None``: the default of :class:`HuggingFaceTarget`."""
-    from paddle_reshard.pipeline.core.tensors import dtype_named
-    from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
-
     defaults = HuggingFaceTarget()
     if state not in (None, *EXPORTED_STATES):
         raise UsageError(

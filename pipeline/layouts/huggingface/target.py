@@ -26,7 +26,7 @@ from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
 from paddle_reshard.pipeline.layouts.format import Decision, Staged
 from paddle_reshard.pipeline.layouts.huggingface.choices import EMA, FLOATING
-from paddle_reshard.pipeline.layouts.huggingface.format import HUGGINGFACE
+from paddle_reshard.pipeline.layouts.huggingface.format import HUGGINGFACE, HuggingFaceFormat
 from paddle_reshard.pipeline.layouts.huggingface.index import index_parameters
 from paddle_reshard.pipeline.layouts.huggingface.names import INDEX
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, part_elements
@@ -43,9 +43,7 @@ METADATA = {"format": "pt"}
 class HuggingFaceTarget:
     """What goes out, and how."""
 
-    format: ClassVar[str] = HUGGINGFACE.name
-    model_only: ClassVar[bool] = True
-    no_place: ClassVar[tuple[str, ...]] = ()
+    format: ClassVar[HuggingFaceFormat] = HUGGINGFACE
     decisions: ClassVar[tuple[Decision, ...]] = ()
 
     state: str = PARAM
@@ -55,6 +53,15 @@ class HuggingFaceTarget:
     max_shard_bytes: int = 5 * 10**9
     """Tensors of a file together; a larger tensor has a file of its own."""
 
+    @property
+    def of_average(self) -> bool:
+        """Whether it is the average that goes out."""
+        return self.state == EMA
+
+    def target_for(self, source: Checkpoint) -> HuggingFaceTarget:
+        """The same: it leaves nothing open."""
+        return self
+
     def in_words(self) -> str:
         """The target in a line, for people."""
         dtype = "dtypes as trained" if self.dtype is None else self.dtype.name
@@ -63,12 +70,12 @@ class HuggingFaceTarget:
     def facts(self) -> dict[str, str]:
         """What tells it from other targets of the same source."""
         dtype = "as trained" if self.dtype is None else self.dtype.name
-        return {"layout": self.format, "state": self.state, "dtype": dtype}
+        return {"layout": self.format.name, "state": self.state, "dtype": dtype}
 
     def data(self) -> dict[str, Any]:
         """What is asked of it."""
         return {
-            "format": self.format,
+            "format": self.format.name,
             "state": self.state,
             "dtype": None if self.dtype is None else self.dtype.name,
             "max_shard_bytes": self.max_shard_bytes,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
+    from paddle_reshard.pipeline.layouts.hybrid.request import HybridRequest
     from paddle_reshard.pipeline.layouts.reading import SourceFiles
     from paddle_reshard.pipeline.layouts.rules import RuleTable
 
@@ -17,8 +18,14 @@ class HybridFormat:
     """What a rank holds, in a file of its own."""
 
     name: str
+    help: str
     sharded_saving: bool
     """Whether ``model_meta.json`` is written where the trainer does; it is read wherever it is."""
+    options: ClassVar[tuple[str, ...]] = ("to", "sharding_strategy", "layout", "target_meta")
+    average_options: ClassVar[Mapping[str, str]] = {}
+    model_only: ClassVar[bool] = False
+    no_place: ClassVar[tuple[str, ...]] = ()
+    by_table: ClassVar[bool] = True
     loses_tensors: ClassVar[bool] = True
     index_as: ClassVar[None] = None
 
@@ -34,6 +41,18 @@ class HybridFormat:
 
         return index_hybrid(files, tables, missing)
 
+    def request(self, asked: Mapping[str, Any]) -> HybridRequest:
+        """Topology, sharding strategy, layout and names of the target job."""
+        from paddle_reshard.pipeline.layouts.hybrid.request import parse_hybrid
 
-HYBRID = HybridFormat("hybrid", sharded_saving=True)
-HYBRID_PLAIN = HybridFormat("hybrid-plain", sharded_saving=False)
+        return parse_hybrid(
+            self,
+            asked.get("to"),
+            asked.get("sharding_strategy"),
+            asked.get("layout"),
+            asked.get("target_meta"),
+        )
+
+
+HYBRID = HybridFormat("hybrid", "with model_meta.json where the trainer writes it", sharded_saving=True)
+HYBRID_PLAIN = HybridFormat("hybrid-plain", "without", sharded_saving=False)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.limits import MAX_BUFFER_MB, MAX_ELEMENTS
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.topology import STRATEGIES, Topology
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.format import Entries
+from paddle_reshard.pipeline.layouts.hybrid.format import HybridFormat
+from paddle_reshard.pipeline.layouts.hybrid.sharding import DEFAULT_SEGMENT_ELEMENTS, ShardingOptions
+from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, with_default_strategy
 from paddle_reshard.storage.formats.typed_json import Bounds, EntryError, typed
-
-if TYPE_CHECKING:
-    from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-    from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +61,12 @@ class LayoutOptions:
 class HybridRequest:
     """A hybrid-parallel target as it was asked for."""
 
+    of_average: ClassVar[bool] = False
+
+    format: HybridFormat
     topology: Topology
     strategy: str | None
     """``None``: as the source where the target can have it, else the trainer's default."""
-    sharded_saving: bool
     layout: LayoutOptions
     names: Mapping[str, Mapping[str, str]] | None
     """Cell → structured key → parameter name of the target job, where they are given."""
@@ -80,9 +83,6 @@ class HybridRequest:
 
         Where the trainer allows one value only (under expert parallelism), that is the default.
         """
-        from paddle_reshard.pipeline.layouts.hybrid.sharding import DEFAULT_SEGMENT_ELEMENTS, ShardingOptions
-        from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, with_default_strategy
-
         layout, topology = self.layout, self.topology
         convention = source.model.table.convention
         if layout.convention not in (None, convention):
@@ -99,7 +99,7 @@ class HybridRequest:
         target = HybridTarget(
             topology=replace(topology, ep=1) if over == "dp" else topology,
             strategy=self.strategy or "none",
-            sharded_saving=self.sharded_saving,
+            sharded_saving=self.format.sharded_saving,
             sharding=ShardingOptions(
                 buffer_bytes=buffer_mb << 20,
                 comm_overlap=overlap,
@@ -135,3 +135,25 @@ class HybridRequest:
             source.spread == "tp" or source.topology is None or source.topology.tp == 1
         )
         return "tp" if (by_default if asked is None else asked) else None
+
+
+def parse_hybrid(
+    format: HybridFormat,
+    to: str | Topology | None,
+    strategy: str | None,
+    layout: Entries | None,
+    names: Mapping[str, Mapping[str, str]] | None,
+) -> HybridRequest:
+    """A target job of a topology; ``None``: as :class:`HybridRequest` and :class:`LayoutOptions` say.
+
+    Raises
+    ------
+    UsageError
+    """
+    return HybridRequest(
+        format,
+        to if isinstance(to, Topology) else Topology.parse(to or ""),
+        strategy,
+        LayoutOptions() if layout is None else LayoutOptions.parse(layout.values, layout.where),
+        names,
+    )

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +32,8 @@ from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
 from paddle_reshard.pipeline.layouts.format import Decision, Staged
-from paddle_reshard.pipeline.layouts.hybrid.format import HYBRID, HYBRID_PLAIN
+from paddle_reshard.pipeline.layouts.formats import FORMATS, names_of
+from paddle_reshard.pipeline.layouts.hybrid.format import HYBRID, HYBRID_PLAIN, HybridFormat
 from paddle_reshard.pipeline.layouts.hybrid.names import (
     EMA,
     MODEL_STATE,
@@ -61,9 +62,6 @@ from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, Array
 @dataclass(frozen=True, slots=True)
 class HybridTarget:
     """What the target job decides. Validated by :func:`check_target`."""
-
-    model_only: ClassVar[bool] = False
-    no_place: ClassVar[tuple[str, ...]] = ()
 
     topology: Topology
     strategy: str
@@ -101,9 +99,9 @@ class HybridTarget:
         return self.sharded_saving and self.strategy.startswith("stage1")
 
     @property
-    def format(self) -> str:
-        """Name of the format."""
-        return (HYBRID if self.sharded_saving else HYBRID_PLAIN).name
+    def format(self) -> HybridFormat:
+        """Whether it may have ``model_meta.json``."""
+        return HYBRID if self.sharded_saving else HYBRID_PLAIN
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -112,7 +110,7 @@ class HybridTarget:
 
     def in_words(self) -> str:
         """The target in a line, for people."""
-        return f"{self.format}, {self.topology}, {sharding_in_words(self.strategy)}"
+        return f"{self.format.name}, {self.topology}, {sharding_in_words(self.strategy)}"
 
     def facts(self) -> dict[str, str]:
         """What tells it from other targets of the same source."""
@@ -121,7 +119,7 @@ class HybridTarget:
     def data(self) -> dict[str, Any]:
         """What is asked of it and decided."""
         return {
-            "format": self.format,
+            "format": self.format.name,
             "topology": asdict(self.topology),
             "sharding_strategy": self.strategy,
             "sharding_strategy_reason": self.strategy_reason,
@@ -135,9 +133,10 @@ class HybridTarget:
         # The optimizer files of a hybrid checkpoint tell that there is nothing in them.
         weights_only = source.format not in (HYBRID.name, HYBRID_PLAIN.name)
         if weights_only and not any(tensor.trained for tensor in wanted.model.tensors):
+            others = [format for format in FORMATS.values() if not isinstance(format, HybridFormat)]
             raise PlanError(
                 "the source holds parameters only; a hybrid checkpoint is for a job to go on from, which needs their "
-                "master weights and optimizer states too. Write the weights with --format huggingface, unified or flex"
+                f"master weights and optimizer states too. Write the weights with --format {names_of(others, 'or')}"
             )
         sidecars = plan_sidecars(sizes, folders, wanted, source.model.config, self.topology)
         files = add_literal_files(layout_hybrid(wanted, self), sidecars.written)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
     from paddle_reshard.pipeline.layouts.reading import SourceFiles
     from paddle_reshard.pipeline.layouts.rules import RuleTable
+    from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,12 @@ class UnifiedFormat:
     """Weights, master weights and optimizer states, each kind in files of its own."""
 
     name: str
+    help: str
+    options: ClassVar[tuple[str, ...]] = ("files",)
+    average_options: ClassVar[Mapping[str, str]] = {}
+    model_only: ClassVar[bool] = False
+    no_place: ClassVar[tuple[str, ...]] = ("ema",)
+    by_table: ClassVar[bool] = False
     loses_tensors: ClassVar[bool] = False
     index_as: ClassVar[None] = None
 
@@ -42,5 +49,11 @@ class UnifiedFormat:
 
         return index_unified(files, tables)
 
+    def request(self, asked: Mapping[str, Any]) -> UnifiedTarget:
+        """Number of files; nothing of it depends on the source."""
+        from paddle_reshard.pipeline.layouts.unified.request import parse_unified
 
-UNIFIED = UnifiedFormat("unified")
+        return parse_unified(asked.get("files"))
+
+
+UNIFIED = UnifiedFormat("unified", "unified checkpoint")

@@ -17,7 +17,7 @@ from paddle_reshard.pipeline.core.errors import PlanError, UsageError
 from paddle_reshard.pipeline.core.file_names import SCHEDULER
 from paddle_reshard.pipeline.core.geometry import row_major_strides
 from paddle_reshard.pipeline.core.literals import Literals
-from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, EMA_STATES, MASTER_WEIGHT, PARAM, Tensor
+from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, MASTER_WEIGHT, PARAM, Tensor
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
@@ -25,7 +25,7 @@ from paddle_reshard.pipeline.layouts.format import Decision, Staged
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
 from paddle_reshard.pipeline.layouts.staged import check_tensors
-from paddle_reshard.pipeline.layouts.unified.format import UNIFIED
+from paddle_reshard.pipeline.layouts.unified.format import UNIFIED, UnifiedFormat
 from paddle_reshard.pipeline.layouts.unified.names import (
     MASTER_WEIGHTS,
     MODEL,
@@ -48,9 +48,8 @@ _NUMPY_TAGS = TAGS | {"bfloat16": "U16"}
 class UnifiedTarget:
     """How many files."""
 
-    format: ClassVar[str] = UNIFIED.name
-    model_only: ClassVar[bool] = False
-    no_place: ClassVar[tuple[str, ...]] = EMA_STATES
+    format: ClassVar[UnifiedFormat] = UNIFIED
+    of_average: ClassVar[bool] = False
     decisions: ClassVar[tuple[Decision, ...]] = ()
 
     files: int = 1
@@ -61,17 +60,21 @@ class UnifiedTarget:
         if self.files < 1:
             raise UsageError(f"--files {self.files}: a checkpoint has at least one file of each kind")
 
+    def target_for(self, source: Checkpoint) -> UnifiedTarget:
+        """The same: it leaves nothing open."""
+        return self
+
     def in_words(self) -> str:
         """The target in a line, for people."""
-        return f"{self.format}, {self.files} file{'s' if self.files > 1 else ''} of each kind"
+        return f"{self.format.name}, {self.files} file{'s' if self.files > 1 else ''} of each kind"
 
     def facts(self) -> dict[str, str]:
         """What tells it from other targets of the same source."""
-        return {"layout": self.format}
+        return {"layout": self.format.name}
 
     def data(self) -> dict[str, Any]:
         """What is asked of it."""
-        return {"format": self.format, "files": self.files}
+        return {"format": self.format.name, "files": self.files}
 
     def lay_out(
         self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
