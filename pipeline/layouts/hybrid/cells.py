@@ -1,0 +1,258 @@
+"""What does every cell of a hybrid-parallel job hold: which tensors, by which names, in which slices?
+
+A *cell* is one coordinate of the target that writes files: a tp rank of a stage, and a rank of the expert group where
+experts are distributed. The ranks of its sharding group share its optimizer states::
+
+    tp=2, pp=2, sharding=3      4 cells, the optimizer states of each in 3 files
+
+All here is a function of the model and the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from paddle_reshard.pipeline.core.errors import RuleError
+from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.layouts.hybrid.names import cell_name
+from paddle_reshard.pipeline.layouts.hybrid.ranks import expert_of, first_keys, shift_expert
+from paddle_reshard.pipeline.layouts.hybrid.segments import segment
+from paddle_reshard.pipeline.layouts.hybrid.sharding import Parameter, Shares, share_out
+from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, lead_experts, predict_parameter_names
+from paddle_reshard.pipeline.layouts.model_meta import CellMeta, ParameterMeta, format_model_meta
+from paddle_reshard.pipeline.layouts.placement import TensorCut
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
+
+
+@dataclass(slots=True)
+class Cell:
+    """One coordinate of the target."""
+
+    tp: int
+    pp: int
+    ep: int
+    tensors: list[ModelTensor]
+    names: Mapping[str, str]
+    local_shapes: dict[str, Shape]
+    cuts: dict[str, TensorCut]
+    parameters: list[ModelTensor]
+    """The optimizer's list: trained tensors, each parameter once."""
+    shares: Shares
+    """Of every parameter, what each rank of the sharding group stores; of an expert, its own cell's ranks only."""
+    held: dict[int, list[ModelTensor]]
+    """Rank of the sharding group, if it is of this cell → parameters of which its optimizer holds anything."""
+    left: dict[int, list[ModelTensor]]
+    """Rank of the sharding group → tensors of its model_state."""
+
+    def of_shard(self, shard: int) -> list[ModelTensor]:
+        """Parameters of which the rank's optimizer holds anything, in the order of its accumulators.
+
+        Stage 3 puts the parameters that it cuts first.
+        """
+        return sorted(self.held[shard], key=lambda t: self.shares[t.key][shard] is None)
+
+    def of_shard_by_master(self, shard: int, strategy: str) -> list[ModelTensor]:
+        """The same in the order of its master weights: stage 2 makes them in order of size."""
+        held = self.of_shard(shard)
+        if strategy != "stage2":
+            return held
+        return sorted(held, key=lambda t: prod(self.local_shapes[t.key]))
+
+
+class CellPlanner:
+    """Finds out what every cell of one target holds."""
+
+    def __init__(self, model: Model, target: HybridTarget) -> None:
+        self.model, self.target, self.topology = model, target, target.topology
+        self.expert = {t.key: expert_of(t.key) for t in model.tensors if t.rule.of_expert}
+        self.experts = len(set(self.expert.values()))
+        self.tied = {key for t in model.tensors if t.tied_to for key in (t.key, t.tied_to)}
+        under_pp = self.topology.pp > 1
+        self.written = {t.key: (under_pp and t.rule.key_pp) or t.key for t in model.tensors}
+        """Key of a tensor → its key in the files."""
+
+    def cells(self) -> Iterator[Cell]:
+        """Every cell; the tp ranks of one follow each other."""
+        for pp, tensors in enumerate(self._stages()):
+            for turn in range(self.target.turns):
+                cell: Cell | None = None
+                for tp in range(self.topology.tp):
+                    cell = self._cell(tp, pp, turn, tensors, cell)
+                    yield cell
+
+    def name(self, cell: Cell) -> str:
+        """What ``model_meta.json`` calls a cell."""
+        return self._name(cell.tp, cell.pp, cell.ep)
+
+    def _name(self, tp: int, pp: int, ep: int) -> str:
+        return cell_name(tp, pp, ep if self.topology.ep > 1 else None)
+
+    def only_experts(self, ep: int) -> bool:
+        """Whether the optimizer files of a cell hold nothing but experts: data-parallel rank 0 writes the rest."""
+        return self.target.spread == "dp" and ep > 0
+
+    def described(self, cells: Sequence[Cell]) -> list[Cell]:
+        """The cells that ``model_meta.json`` describes, in its order."""
+        if self.target.spread == "dp":  # the trainer describes the first data-parallel rank only
+            cells = [cell for cell in cells if cell.ep == 0]
+        # As the trainer gathers them: all tp ranks and stages of a neighbour, then the next one's.
+        return sorted(cells, key=lambda cell: cell.ep // self.topology.tp)
+
+    def meta(self, described: Sequence[Cell]) -> bytes:
+        """``model_meta.json``."""
+        metas = {self.name(cell): self._cell_meta(cell) for cell in described}
+        return format_model_meta(self.model.table.convention, self.topology, metas).encode()
+
+    def _stages(self) -> list[list[ModelTensor]]:
+        """The tensors of every stage, in model order."""
+        items = list(dict.fromkeys((tensor.rule.item, tensor.layer) for tensor in self.model.tensors))
+        described = {item.name: item for item in self.model.table.items}
+        place = segment(
+            [described[name] for name, _ in items],
+            self.topology.pp,
+            self.topology.vpp,
+            self.target.segmentation,
+        )
+        self.chunk = {item: chunk for item, (_, chunk) in zip(items, place, strict=True)}
+        stage_of = {item: stage for item, (stage, _) in zip(items, place, strict=True)}
+        stages: list[list[ModelTensor]] = [[] for _ in range(self.topology.pp)]
+        for tensor in self.model.tensors:
+            stages[stage_of[tensor.rule.item, tensor.layer]].append(tensor)
+        return stages
+
+    def _cell(self, tp: int, pp: int, turn: int, tensors: list[ModelTensor], sibling: Cell | None) -> Cell:
+        """``sibling`` is the cell of another tp rank of the stage; given names and spread experts can differ."""
+        ep = turn if self.target.spread == "dp" else self.topology.expert_rank(tp, turn)
+        if sibling is not None and self.target.names is None and self.target.spread is None:
+            return replace(sibling, tp=tp)
+        tensors = self._of_rank(tensors, tp, ep)
+        names = self._names(tp, pp, ep, tensors)
+        if self.topology.pp > 1:
+            # Layers are named as they are built, but a stage lists the layers that it shares with another
+            # stage first: PipelineLayer makes shared_layers before all others (Paddle 3.3.1 pp_layers.py:509).
+            tensors = sorted(tensors, key=lambda t: t.key not in self.tied)
+            names = {t.key: names[t.key] for t in tensors}
+        cuts = {t.key: self.model.cut(t, self.topology.tp, self.target.spread) for t in tensors}
+        local = {t.key: cuts[t.key].local_shape(t.key, t.global_shape) for t in tensors}
+        seen: set[str] = set()
+        parameters = []
+        for tensor in tensors:
+            if tensor.trained and names[tensor.key] not in seen:
+                parameters.append(tensor)
+            seen.add(names[tensor.key])
+        shares = self._shares(parameters, local, turn)
+        apart = self.topology.dense_sharding
+        held: dict[int, list[ModelTensor]] = {
+            shard: [] for shard in range(turn % apart, self.topology.sharding, apart)
+        }
+        for tensor in parameters:
+            if self.only_experts(ep) and not tensor.rule.of_expert:
+                continue
+            for shard in shares[tensor.key].keys() & held.keys():
+                held[shard].append(tensor)
+        cell = Cell(tp, pp, ep, tensors, names, local, cuts, parameters, shares, held, {})
+        cell.left = self._model_state_tensors(cell)
+        return cell
+
+    def _of_rank(self, tensors: list[ModelTensor], tp: int, ep: int) -> list[ModelTensor]:
+        """The tensors of a stage that a rank holds: of the experts, those of its turn."""
+        spread = self.target.spread
+        if spread is None:
+            return tensors
+        rank = tp if spread == "tp" else ep
+        each = (
+            self.experts // {"ep": self.topology.ep, "tp": self.topology.tp, "dp": self.topology.dp}[spread]
+        )
+        mine = range(rank * each, (rank + 1) * each)
+        held = [t for t in tensors if not t.rule.of_expert or self.expert[t.key] in mine]
+        return lead_experts(held, self.target.unified_experts) if spread == "ep" else held
+
+    def _shares(self, parameters: Sequence[ModelTensor], local: Mapping[str, Shape], turn: int) -> Shares:
+        """Experts under expert parallelism have buffers of their own, cut for the ranks that hold the same ones."""
+        listed = {
+            alone: [
+                Parameter(t.key, prod(local[t.key]), t.dtype, self.chunk[t.rule.item, t.layer])
+                for t in parameters
+                if (self.topology.ep > 1 and t.rule.of_expert) == alone
+            ]
+            for alone in (False, True)
+        }
+        strategy, options = self.target.strategy, self.target.sharding
+        shares = share_out(strategy, listed[False], self.topology.sharding, options)
+        of_experts = share_out(strategy, listed[True], self.topology.moe_sharding, options)
+        for key, ranks in of_experts.items():
+            shares[key] = {rank * self.topology.dense_sharding + turn: piece for rank, piece in ranks.items()}
+        return shares
+
+    def _names(self, tp: int, pp: int, ep: int, tensors: list[ModelTensor]) -> Mapping[str, str]:
+        if self.target.names is None:
+            topology, parallel = self.topology, self.target.sequence_parallel
+            return predict_parameter_names(tensors, topology.pp, topology.tp, parallel, topology.ep)
+        where = self._name(tp, pp, ep)
+        given = self.target.names.get(where, {})
+        if self.target.spread == "dp":
+            given = {shift_expert(key, ep * self.experts // self.topology.dp): n for key, n in given.items()}
+        keys = {t.key: self.written[t.key] for t in tensors}
+        if set(given) != set(keys.values()):
+            odd = sorted(set(given) ^ set(keys.values()))
+            raise RuleError(
+                odd[0] if odd else where,
+                f"the target's model_meta.json and the segmentation disagree about the cell {where}",
+            )
+        return {key: given[written] for key, written in keys.items()}
+
+    def _model_state_tensors(self, cell: Cell) -> dict[int, list[ModelTensor]]:
+        """What each rank's model_state holds: everything on rank 0, or what sharded saving leaves.
+
+        bf16 parameters with a master weight are left out; of the rest, v1 keeps the owner's, v2 hands the
+        optimizer's list out round robin, and what the optimizer does not know goes to rank 0 (PaddleNLP
+        3.0 ``sharding_io.py:73-106``; PaddleFormers 1.2 does so only where it is told to, and else loses it).
+        """
+        stored = [t for t in cell.tensors if not t.missing]
+        if not self.target.writes_meta:
+            return {shard: stored if shard < self.topology.dense_sharding else [] for shard in cell.held}
+        left: dict[int, list[ModelTensor]] = {shard: [] for shard in range(self.topology.sharding)}
+        listed = {t.key: place for place, t in enumerate(cell.parameters)}
+        first_key = first_keys(cell.names)
+        for tensor in stored:
+            if tensor.master and tensor.dtype.name == "bfloat16":
+                continue
+            key = first_key[cell.names[tensor.key]]
+            if key not in listed:
+                owner = 0
+            elif self.target.strategy == "stage1v1":
+                (owner,) = cell.shares[key]
+            else:
+                owner = listed[key] % self.topology.sharding
+            left[owner].append(tensor)
+        return left
+
+    def _cell_meta(self, cell: Cell) -> CellMeta:
+        return CellMeta(
+            strategy=self.target.strategy,
+            comm_overlap=self.target.sharding.comm_overlap,
+            names={self.written[key]: name for key, name in cell.names.items()},
+            parameters={
+                self.written[tensor.key]: ParameterMeta(
+                    local_shape=cell.local_shapes[tensor.key],
+                    dtype=tensor.dtype,
+                    is_distributed=self._is_distributed(cell, tensor),
+                    no_sync=self.target.spread == "ep" and tensor.rule.of_expert,
+                )
+                for tensor in cell.tensors
+            },
+            owners={cell.names[key]: rank for key, (rank, *_) in cell.shares.items()}
+            if self.target.strategy == "stage1v1"
+            else {},
+        )
+
+    def _is_distributed(self, cell: Cell, tensor: ModelTensor) -> bool:
+        if self.target.spread in ("ep", "tp") and tensor.rule.of_expert:
+            return True
+        cut = self.topology.tp > 1 and cell.cuts[tensor.key].dim is not None
+        return tensor.rule.marked_distributed(cut, self.topology.ep)

@@ -1,0 +1,132 @@
+"""The bytes of the files of a rank: literal bytes, places for values, zero padding."""
+
+from __future__ import annotations
+
+from array import array as numbers_of
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+
+import numpy as np
+
+from paddle_reshard.pipeline.core.catalog import File
+from paddle_reshard.pipeline.core.errors import PlanError
+from paddle_reshard.pipeline.core.geometry import Ints, Shape
+from paddle_reshard.pipeline.core.literals import Kept, Literals
+from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, DTYPES
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.hybrid.cells import Cell
+from paddle_reshard.pipeline.layouts.hybrid.sharding import FlatSlice
+from paddle_reshard.pipeline.layouts.model import ModelTensor
+from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
+from paddle_reshard.storage.formats.paddle_pickle import ArraySlot, Entries, write_pickle
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """A file of one rank, its tp coordinate left open: tp ranks write the same but for where a box lies."""
+
+    kind: str
+    shard: int | None
+    size_bytes: int
+    literals: Kept
+    fills: tuple[tuple[int, int], ...]
+    """``(byte offset, number of zero bytes)``."""
+    arrays: Ints
+    """A row for each: kind of array, tensor, byte offset, number of the dtype."""
+
+
+class FileArrays:
+    """The arrays of a file that is being laid out; a file may have very many."""
+
+    __slots__ = ("cell", "padding", "rows")
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+        self.rows = numbers_of("q")
+        """Kind of array, tensor and number of the dtype, of one after the other."""
+        self.padding: dict[int, tuple[int, int]] = {}
+        """Number of an array → bytes of its values, and of the zeros that follow them."""
+
+
+class FileBytes:
+    """All files of a target that were laid out so far."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.tensor_index = checkpoint.catalog.index()
+        self.tensors = checkpoint.catalog.tensors
+        self.identity = {t.key: t.tied_to or t.key for t in checkpoint.model.tensors}
+        self.files: list[File] = []
+        self.literals = Literals()
+        self.fills: list[tuple[int, int, int]] = []
+        self.placements = Placements()
+
+    def has(self, tensor: ModelTensor, state: str) -> bool:
+        """Whether the source has a state of a tensor."""
+        return (self.identity[tensor.key], state) in self.tensor_index
+
+    def array(
+        self,
+        arrays: FileArrays,
+        tensor: ModelTensor,
+        state: str,
+        shape: Shape,
+        flat: FlatSlice | None,
+        name: str | None,
+    ) -> ArraySlot:
+        """One more array of a file: all of ``shape``, or a slice of its flattening."""
+        place = self.tensor_index.get((self.identity[tensor.key], state))
+        if place is None:
+            raise PlanError(f"{tensor.key} ({state}): the target needs it, the source does not have it")
+        dtype = self.tensors.dtype(place)
+        slot = len(arrays.rows) // 3
+        cut = TensorCut(1, None) if is_number(state) else arrays.cell.cuts[tensor.key]
+        stretch = None if flat is None else (flat.start, flat.stop)
+        kind = self.placements.kind(ArrayKind(shape, cut, dtype.itemsize, stretch))
+        arrays.rows.extend((kind, place, DTYPES.index(dtype)))
+        if flat is None:
+            return ArraySlot(slot, dtype.code, shape, name)
+        elements = max(0, min(flat.stop, prod(shape)) - flat.start)
+        if elements < flat.elements:
+            lacking = flat.elements - elements
+            arrays.padding[slot] = (elements * dtype.itemsize, lacking * dtype.itemsize)
+        return ArraySlot(slot, dtype.code, (flat.elements,), name)
+
+    def add_literal(self, path: str, content: bytes) -> None:
+        """A file that holds no values."""
+        self.files.append(File(path, len(content)))
+        self.literals.add(len(self.files) - 1, 0, content)
+
+    def lay_out(
+        self, kind: str, shard: int | None, root: Iterator[tuple[object, object]], arrays: FileArrays
+    ) -> RankFile:
+        """A file of these entries, whose ``arrays`` are added while they are asked for."""
+        literals = self.literals.keep(())
+        size_bytes, slots = write_pickle(Entries(root), partial(self.literals.keep_also, literals))
+        slot, byte_offset, _ = np.array(slots, dtype=np.int64).reshape(-1, 3).T
+        rows = np.array(arrays.rows, dtype=np.int64).reshape(-1, 3)[slot]
+        places = np.column_stack([rows[:, 0], rows[:, 1], byte_offset, rows[:, 2]])
+        padded = np.flatnonzero(np.isin(slot, list(arrays.padding)))
+        fills = [
+            (start + values, zeros)
+            for start, (values, zeros) in zip(
+                byte_offset[padded].tolist(),
+                (arrays.padding[number] for number in slot[padded].tolist()),
+                strict=True,
+            )
+        ]
+        return RankFile(kind, shard, size_bytes, literals, tuple(fills), places)
+
+    def add(self, path: str, layout: RankFile, tp: int) -> None:
+        """The same file for one tp rank."""
+        file = len(self.files)
+        self.files.append(File(path, layout.size_bytes))
+        self.literals.place(layout.literals, file)
+        self.fills.extend((file, offset, nbytes) for offset, nbytes in layout.fills)
+        self.placements.add_file(layout.arrays, tp, file)
+
+
+def is_number(state: str) -> bool:
+    """Whether a state is one number for each parameter."""
+    return state in ACCUMULATORS and ACCUMULATORS[state].per_parameter

@@ -1,0 +1,201 @@
+"""Which entries do the files of every rank have, in the trainer's order?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from paddle_reshard.pipeline.core.file_names import MODEL_META, SIGNAL_PREFIX
+from paddle_reshard.pipeline.core.tensors import (
+    ACCUMULATORS,
+    EMA_MASTER_WEIGHT,
+    EMA_PARAM,
+    MASTER_WEIGHT,
+    PARAM,
+)
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.files import TargetFiles
+from paddle_reshard.pipeline.layouts.hybrid.cells import Cell, CellPlanner
+from paddle_reshard.pipeline.layouts.hybrid.file_bytes import FileArrays, FileBytes, RankFile, is_number
+from paddle_reshard.pipeline.layouts.hybrid.names import EMA, MODEL_STATE, OPTIMIZER, rank_file_name
+from paddle_reshard.pipeline.layouts.model import ModelTensor
+from paddle_reshard.pipeline.layouts.optimizer_keys import (
+    MASTER_WEIGHTS,
+    SLICE_PREFIX,
+    accumulator_key,
+    master_tensor_name,
+)
+from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArraySlot, Entries
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
+
+
+class HybridWriter:
+    """Lays out the files of one target, one after another."""
+
+    def __init__(self, checkpoint: Checkpoint, target: HybridTarget) -> None:
+        self.checkpoint, self.target, self.topology = checkpoint, target, target.topology
+        self.planner = CellPlanner(checkpoint.model, target)
+        self.written = self.planner.written
+        self.bytes = FileBytes(checkpoint)
+
+    def layout(self) -> TargetFiles:
+        """All files."""
+        cells: list[Cell] = []
+        layouts: list[RankFile] = []
+        for cell in self.planner.cells():
+            if not cell.tp or cell.names != cells[-1].names:
+                layouts = [layout for shard in cell.held for layout in self._rank_files(cell, shard)]
+            for layout in layouts:
+                self.bytes.add(self._name(layout.kind, cell, layout.shard), layout, cell.tp)
+            cells.append(cell)
+        described = self.planner.described(cells)
+        if self.target.writes_meta:
+            self.bytes.add_literal(MODEL_META, self.planner.meta(described))
+        saving = 1 if self.target.spread == "dp" else self.topology.dp
+        for rank in range(self.topology.world_size // saving):
+            self.bytes.add_literal(f"{SIGNAL_PREFIX}{rank}", b"1")
+        return TargetFiles(
+            tuple(self.bytes.files),
+            self.bytes.literals,
+            tuple(self.bytes.fills),
+            self.bytes.placements.fragments(),
+            {self.planner.name(cell): cell.names for cell in described},
+        )
+
+    def _rank_files(self, cell: Cell, shard: int) -> Iterator[RankFile]:
+        if self.target.writes_meta:
+            yield self._model_state(cell, shard, cell.left[shard])
+        elif shard < self.topology.dense_sharding:
+            yield self._model_state(cell, None, cell.left[shard])
+        yield (self._experts if self.planner.only_experts(cell.ep) else self._optimizer)(cell, shard)
+        if self.checkpoint.has_ema:
+            yield self._ema(cell, shard)
+
+    def _name(self, kind: str, cell: Cell, shard: int | None) -> str:
+        degrees = self.topology
+        return rank_file_name(
+            kind,
+            cell.tp if degrees.tp > 1 else None,
+            cell.pp if degrees.pp > 1 else None,
+            shard if degrees.sharding > 1 else None,
+            moe=cell.ep if self.target.spread == "dp" else None,
+            ep=cell.ep if kind == MODEL_STATE and shard is None and degrees.ep > 1 else None,
+        )
+
+    def _model_state(self, cell: Cell, shard: int | None, tensors: Sequence[ModelTensor]) -> RankFile:
+        arrays = FileArrays(cell)
+
+        def entries() -> Iterator[tuple[object, object]]:
+            for t in tensors:
+                yield (
+                    self.written[t.key],
+                    self.bytes.array(arrays, t, PARAM, cell.local_shapes[t.key], None, None),
+                )
+            yield STRUCTURED_NAMES, {self.written[t.key]: cell.names[t.key] for t in tensors}
+
+        return self.bytes.lay_out(MODEL_STATE, shard, entries(), arrays)
+
+    def _optimizer(self, cell: Cell, shard: int) -> RankFile:
+        accumulators = [a for a in ACCUMULATORS if any(a in t.accumulators for t in cell.parameters)]
+        held = cell.of_shard(shard)
+        with_master = any(t.master for t in held)
+        arrays = FileArrays(cell)
+        keys = (
+            (a, t, self._accumulator_key(cell, t, a, shard))
+            for a in accumulators
+            for t in held
+            if a in t.accumulators
+        )
+
+        def entries() -> Iterator[tuple[object, object]]:
+            unnamed = {}
+            for accumulator, tensor, key in keys:
+                yield key, self._piece(arrays, tensor, accumulator, shard, key if with_master else None)
+                if not with_master:
+                    unnamed[key] = key
+            if with_master:
+                yield MASTER_WEIGHTS, self._master_weights(arrays, shard, MASTER_WEIGHT)
+            if self.checkpoint.lr_scheduler is not None:
+                yield "LR_Scheduler", self.checkpoint.lr_scheduler
+            if not with_master:
+                yield STRUCTURED_NAMES, unnamed
+
+        return self.bytes.lay_out(OPTIMIZER, shard, entries(), arrays)
+
+    def _experts(self, cell: Cell, shard: int) -> RankFile:
+        """What a data-parallel rank above 0 writes: its experts (PaddleNLP 3.0.0b4 ``trainer.py:2534``)."""
+        held = cell.of_shard(shard)
+        with_master = any(t.master for t in held)
+        arrays = FileArrays(cell)
+
+        def entries() -> Iterator[tuple[object, object]]:
+            yield MASTER_WEIGHTS, self._master_weights(arrays, shard, MASTER_WEIGHT)
+            unnamed = {}
+            for tensor in held:
+                for accumulator in tensor.accumulators:
+                    key = self._accumulator_key(cell, tensor, accumulator, shard)
+                    yield key, self._piece(arrays, tensor, accumulator, shard, key if with_master else None)
+                    if not with_master:
+                        unnamed[key] = key
+            if not with_master:
+                yield STRUCTURED_NAMES, unnamed
+
+        return self.bytes.lay_out(OPTIMIZER, shard, entries(), arrays)
+
+    def _ema(self, cell: Cell, shard: int) -> RankFile:
+        with_master = any(t.master for t in cell.of_shard(shard))
+        plain = [t for t in cell.left[shard] if self.bytes.has(t, EMA_PARAM)]
+        if self.planner.only_experts(cell.ep):
+            plain = []
+        arrays = FileArrays(cell)
+
+        def entries() -> Iterator[tuple[object, object]]:
+            yield MASTER_WEIGHTS, self._master_weights(arrays, shard, EMA_MASTER_WEIGHT)
+            for tensor in plain:
+                name = cell.names[tensor.key] if with_master else None
+                shape = cell.local_shapes[tensor.key]
+                yield self.written[tensor.key], self.bytes.array(arrays, tensor, EMA_PARAM, shape, None, name)
+            if not with_master:
+                yield STRUCTURED_NAMES, {self.written[t.key]: cell.names[t.key] for t in plain}
+
+        return self.bytes.lay_out(EMA, shard, entries(), arrays)
+
+    def _master_weights(self, arrays: FileArrays, shard: int, state: str) -> Entries:
+        cell = arrays.cell
+
+        def entries() -> Iterator[tuple[object, object]]:
+            for tensor in cell.of_shard_by_master(shard, self.target.strategy):
+                if not tensor.master:
+                    continue
+                name = cell.names[tensor.key]
+                entry = f"{SLICE_PREFIX}{name}" if self._is_stage3_slice(cell, tensor, shard) else name
+                tensor_name = master_tensor_name(name) if self._separate_master_names() else name
+                yield entry, self._piece(arrays, tensor, state, shard, tensor_name)
+
+        return Entries(entries())
+
+    def _separate_master_names(self) -> bool:
+        """Stage 2 and 3 give a master weight the name of its parameter, accumulators follow."""
+        return self.target.strategy not in ("stage2", "stage3")
+
+    def _is_stage3_slice(self, cell: Cell, tensor: ModelTensor, shard: int) -> bool:
+        return self.target.strategy == "stage3" and cell.shares[tensor.key][shard] is not None
+
+    def _accumulator_key(self, cell: Cell, tensor: ModelTensor, accumulator: str, shard: int) -> str:
+        name = cell.names[tensor.key]
+        if not tensor.master and self._is_stage3_slice(cell, tensor, shard):
+            name = f"{SLICE_PREFIX}{name}"
+        return accumulator_key(name, accumulator, tensor.master and self._separate_master_names())
+
+    def _piece(
+        self, arrays: FileArrays, tensor: ModelTensor, state: str, shard: int, name: str | None
+    ) -> ArraySlot:
+        """What a rank of the sharding group stores of a state of a parameter."""
+        if is_number(state):
+            return self.bytes.array(arrays, tensor, state, (1,), None, name)
+        cell = arrays.cell
+        return self.bytes.array(
+            arrays, tensor, state, cell.local_shapes[tensor.key], cell.shares[tensor.key][shard], name
+        )
