@@ -19,6 +19,18 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.rules import RuleTable
 
 
+class FormatOption(NamedTuple):
+    """An option of a target, as a format understands it."""
+
+    help: str
+    choices: tuple[str, ...] = ()
+    """What it can be, where that can be listed."""
+
+
+TARGET_META = FormatOption("model_meta.json of a job of the target topology, for parameter names.")
+"""Of every format that has parameter names."""
+
+
 class Format(Protocol):
     """A format: what it is called, what can be asked of it, and how a checkpoint of it is recognised and read.
 
@@ -35,8 +47,8 @@ class Format(Protocol):
         """What it is, for the command line's help."""
 
     @property
-    def options(self) -> tuple[str, ...]:
-        """Options that say something about a target of it."""
+    def options(self) -> Mapping[str, FormatOption]:
+        """Name → what it means, of the options that say something about a target of it."""
 
     @property
     def average_options(self) -> Mapping[str, str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from paddle_reshard.pipeline.layouts.flex.format import AUTO_PARALLEL, FLEX
+from paddle_reshard.pipeline.layouts.format import FormatOption
 from paddle_reshard.pipeline.layouts.huggingface.format import HUGGINGFACE
 from paddle_reshard.pipeline.layouts.hybrid.format import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.layouts.unified.format import UNIFIED
@@ -29,6 +30,36 @@ def names_of(formats: Iterable[Format], last: str = "and") -> str:
     """
     names = [format.name for format in formats]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {last} {names[-1]}"
+
+
+def help_of_formats() -> str:
+    """What every format is, for the command line's help."""
+    return "; ".join(f"{format.name}: {format.help}" for format in _ALL) + "."
+
+
+def option_of_formats(name: str) -> FormatOption:
+    """An option as all formats that have it understand it.
+
+    >>> option_of_formats("files").help
+    'unified: files of each kind, by default one. flex, auto-parallel: data files of each folder, at most; by default \
+as many as hold 4 GiB each.'
+    """
+    understood: dict[FormatOption, list[str]] = {}
+    for format in _ALL:
+        if name in format.options:
+            understood.setdefault(format.options[name], []).append(format.name)
+    help = " ".join(f"{', '.join(names)}: {option.help}" for option, names in understood.items())
+    return FormatOption(help, tuple(dict.fromkeys(c for option in understood for c in option.choices)))
+
+
+def as_target(format: Format) -> str:
+    """How a target that is made of the moving average is asked for.
+
+    >>> as_target(holding_average()[1])
+    'huggingface:state=ema'
+    """
+    options = ",".join(f"{name}={value}" for name, value in format.average_options.items())
+    return f"{format.name}:{options}"
 
 
 def holding_average() -> tuple[str, Format]:

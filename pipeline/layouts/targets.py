@@ -14,7 +14,7 @@ from paddle_reshard.pipeline.core.tensors import DROPPABLE, Cast
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles
 from paddle_reshard.pipeline.layouts.format import Target
-from paddle_reshard.pipeline.layouts.formats import holding_average
+from paddle_reshard.pipeline.layouts.formats import as_target, holding_average
 
 
 def lay_out(
@@ -62,11 +62,10 @@ def check_left(targets: Sequence[Target], laid_out: Sequence[LaidOut]) -> None:
             continue
         lost = ", ".join(sorted(set(one.left_states) - held))
         beside, model = holding_average()
-        options = ",".join(f"{name}={value}" for name, value in model.average_options.items())
         raise PlanError(
             f"the format {target.format.name} has no place for the exponential moving average that the source holds "
             f"({lost}): leave it out with --drop ema, convert to {beside}, or make a second target that holds it, "
-            f"--target DST:{model.name}:{options}"
+            f"--target DST:{as_target(model)}"
         )
 
 

@@ -6,11 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from paddle_reshard.pipeline.layouts.format import TARGET_META, FormatOption
+
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
     from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
     from paddle_reshard.pipeline.layouts.reading import SourceFiles
     from paddle_reshard.pipeline.layouts.rules import RuleTable
+
+_OPTIONS: Mapping[str, FormatOption] = {
+    "files": FormatOption("data files of each folder, at most; by default as many as hold 4 GiB each."),
+    "paddle_version": FormatOption("the Paddle by whose classes the metadata are written. Default: 3.3."),
+}
 
 
 @dataclass(frozen=True)
@@ -27,9 +34,9 @@ class DistFormat:
     index_as: ClassVar[None] = None
 
     @property
-    def options(self) -> tuple[str, ...]:
+    def options(self) -> Mapping[str, FormatOption]:
         """Files, and by whose classes; auto-parallel training has parameter names too."""
-        return ("files", "paddle_version", *(("target_meta",) if self.auto_parallel else ()))
+        return {**_OPTIONS, "target_meta": TARGET_META} if self.auto_parallel else _OPTIONS
 
     @property
     def no_place(self) -> tuple[str, ...]:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from paddle_reshard.pipeline.layouts.huggingface.choices import EMA
+from paddle_reshard.pipeline.layouts.format import FormatOption
+from paddle_reshard.pipeline.layouts.huggingface.choices import EMA, EXPORTED_STATES, FLOATING
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.core.catalog import Catalog
@@ -16,6 +17,20 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.reading import SourceFiles
     from paddle_reshard.pipeline.layouts.rules import RuleTable
 
+_OPTIONS: Mapping[str, FormatOption] = {
+    "state": FormatOption(
+        "the parameters, or as a model their moving average, which is kept in float32 and rounded to the dtype of the "
+        "parameters. Default: param.",
+        EXPORTED_STATES,
+    ),
+    "dtype": FormatOption(
+        "of all floating tensors but those that the model keeps in float32; rounded once, from the master weight where "
+        "there is one. Default: each as trained, bit for bit.",
+        FLOATING,
+    ),
+    "max_shard_size": FormatOption("bytes of tensors in one file. Default: 5GB."),
+}
+
 
 @dataclass(frozen=True)
 class HuggingFaceFormat:
@@ -23,7 +38,7 @@ class HuggingFaceFormat:
 
     name: str
     help: str
-    options: ClassVar[tuple[str, ...]] = ("state", "dtype", "max_shard_size")
+    options: ClassVar[Mapping[str, FormatOption]] = _OPTIONS
     average_options: ClassVar[Mapping[str, str]] = {"state": EMA}
     model_only: ClassVar[bool] = True
     no_place: ClassVar[tuple[str, ...]] = ()

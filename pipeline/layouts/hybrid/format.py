@@ -6,11 +6,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from paddle_reshard.pipeline.core.topology import STRATEGIES
+from paddle_reshard.pipeline.layouts.format import TARGET_META, FormatOption
+
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
     from paddle_reshard.pipeline.layouts.hybrid.request import HybridRequest
     from paddle_reshard.pipeline.layouts.reading import SourceFiles
     from paddle_reshard.pipeline.layouts.rules import RuleTable
+
+_OPTIONS: Mapping[str, FormatOption] = {
+    "to": FormatOption("axis=size,… of the target job: tp, pp, vpp, sharding, ep, dp; omitted axes are 1."),
+    "sharding_strategy": FormatOption(
+        "by default the source's where the target can have it, else the trainer's own: PaddleFormers stage1v2, "
+        "PaddleNLP stage1v1.",
+        STRATEGIES,
+    ),
+    "layout": FormatOption(
+        "JSON with what the target job decides and no topology says: comm_buffer_size_MB, comm_overlap, "
+        "sort_parameters, stage3_segment_size, sequence_parallel, segmentation, convention."
+    ),
+    "target_meta": TARGET_META,
+}
 
 
 @dataclass(frozen=True)
@@ -21,7 +38,7 @@ class HybridFormat:
     help: str
     sharded_saving: bool
     """Whether ``model_meta.json`` is written where the trainer does; it is read wherever it is."""
-    options: ClassVar[tuple[str, ...]] = ("to", "sharding_strategy", "layout", "target_meta")
+    options: ClassVar[Mapping[str, FormatOption]] = _OPTIONS
     average_options: ClassVar[Mapping[str, str]] = {}
     model_only: ClassVar[bool] = False
     no_place: ClassVar[tuple[str, ...]] = ()

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from paddle_reshard.pipeline.layouts.format import FormatOption
+
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
     from paddle_reshard.pipeline.layouts.reading import SourceFiles
@@ -19,7 +21,9 @@ class UnifiedFormat:
 
     name: str
     help: str
-    options: ClassVar[tuple[str, ...]] = ("files",)
+    options: ClassVar[Mapping[str, FormatOption]] = {
+        "files": FormatOption("files of each kind, by default one.")
+    }
     average_options: ClassVar[Mapping[str, str]] = {}
     model_only: ClassVar[bool] = False
     no_place: ClassVar[tuple[str, ...]] = ("ema",)
