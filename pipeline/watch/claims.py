@@ -1,7 +1,7 @@
-"""What do earlier attempts at a conversion mean for the next one?
+"""Decide from earlier attempts at a conversion what to do next.
 
-An *attempt* is a small file beside the targets that one process has created: who, since when, how it ended. All here
-is a function of such records and of what can be seen; nothing is read or written.
+An *attempt* is a small file next to the targets, created by one process: who, since when, how it ended. Everything
+here is a function of such records and of observations; nothing is read or written.
 """
 
 from __future__ import annotations
@@ -25,65 +25,65 @@ CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,18})")
 
 
 class State(str, Enum):
-    """How an attempt stands."""
+    """State of an attempt."""
 
     RUNNING = "running"
     DONE = "done"
     ADOPTED = "adopted"
-    """The target was made by a plain ``convert`` and is what this conversion would have made."""
+    """The target was made by ``convert``, and equals the result of this conversion."""
     FAILED = "failed"
-    """Worth another try: the disk was full, a connection broke, the process died."""
+    """Failed, and may be retried: a full disk, a lost connection, a process that died."""
     REFUSED = "refused"
-    """Another try would end the same, until the source or the target changes."""
+    """Refused; a retry is pointless until the source or the target changes."""
     RELEASED = "released"
-    """Given back without a verdict: interrupted, or the source changed under it."""
+    """Released without a result: interrupted, or the source changed during the conversion."""
     REMOVING = "removing"
     REMOVED = "removed"
-    """By ``--keep``; not made again."""
+    """Removed by ``--keep``, and not converted again."""
 
 
 class Action(str, Enum):
-    """What to do about a checkpoint now."""
+    """What to do about a checkpoint."""
 
     LOOK = "look"
-    """Index it; convert it if it is whole."""
+    """Index it, and convert it if it is complete."""
     COMPARE = "compare"
-    """A target is there that no record knows: find out whether it is this conversion's."""
+    """A target exists without a record: determine whether this conversion made it."""
     NOTHING = "nothing"
-    """Converted, or removed by ``--keep``."""
+    """Done: converted, or removed by ``--keep``."""
     WAIT = "wait"
-    """Somebody else converts it, or it is too early for the next try."""
+    """Another watcher converts it, or the next retry is not due."""
     FAIL = "fail"
-    """Refused or given up; a person must look."""
+    """Refused or given up; needs attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How a watcher behaves."""
+    """Settings of a watcher."""
 
     keep: int | None = None
-    """Only this many converted targets stay, the newest."""
+    """Number of converted targets to keep, the newest."""
     retries: int = 3
-    """Tries after the first that failed."""
+    """Number of retries after a failure."""
     backoff_seconds: float = 60.0
-    """Pause before the first retry; doubles with each."""
+    """Pause before the first retry; doubles with each retry."""
     claim_timeout_seconds: float = 6 * 3600.0
-    """A claim of another machine without a sign of life for so long is taken over."""
+    """Time without a heartbeat after which a claim of another machine is taken over."""
     settle_seconds: float = 60.0
-    """A checkpoint whose files do not prove that it is finished must look the same after so long."""
+    """Time for which a checkpoint must not change if its files do not prove that it is finished."""
     overwrite: bool = False
-    """Convert again what has changed since it was converted."""
+    """Whether to convert a checkpoint again that has changed since its conversion."""
     forget_before: float = 0.0
-    """Failures and refusals before this moment, seconds since the epoch, do not count."""
+    """Failures and refusals before this time do not count; seconds since the epoch."""
     stale_seconds: float | None = None
-    """A checkpoint that is not whole and has not changed for so long is given up: its job has died."""
+    """Time without changes after which an incomplete checkpoint is given up, because its job has died."""
     heartbeat_seconds: float = 60.0
-    """Pause between two signs of life of a claim."""
+    """Pause between two heartbeats of a claim."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One claim file."""
+    """A claim file."""
 
     conversion_id: str
     number: Annotated[int, Bounds(1)]
@@ -94,7 +94,7 @@ class Attempt:
     state: State
     started_at: float
     seen_at: float
-    """Last sign of life, seconds since the epoch."""
+    """Last heartbeat, seconds since the epoch."""
     source_stamp: str
     target_stamp: str
     version: str
@@ -125,18 +125,18 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What can be seen of a conversion without reading the checkpoint."""
+    """What is known about a conversion without reading the checkpoint."""
 
     source_stamp: str
     target_stamp: str
     plan_id: str | None
-    """Of the target's manifest; ``None`` where there is none."""
+    """Plan in the target's manifest; ``None`` without a manifest."""
     version: str
 
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """What a decision was taken on. A claim that follows from it is for the attempt after these, and no later one."""
+    """The observations behind a decision. A claim that follows from it is for the attempt directly after these."""
 
     sight: Sight
     attempts: tuple[Attempt, ...]
@@ -146,9 +146,9 @@ class Why(Enum):
     """What a decision follows from, where that decides how it is told."""
 
     CLAIMED = "claimed"
-    """By somebody else, who is alive."""
+    """Claimed by another process that is alive."""
     TOO_EARLY = "too early"
-    """For the next try."""
+    """Waiting for the next retry."""
     SOURCE_CHANGED = "source changed"
     """Since it was converted."""
 
@@ -180,7 +180,7 @@ def decide(sight: Sight, attempts: Sequence[Attempt], gone: bool, policy: Policy
         if silent < policy.claim_timeout_seconds:
             where = f"process {last.holder.pid} on {last.holder.host}"
             return Decision(
-                Action.WAIT, f"claimed by {where}, last sign of life {silent:.0f} s ago", Why.CLAIMED
+                Action.WAIT, f"claimed by {where}, last heartbeat {silent:.0f} s ago", Why.CLAIMED
             )
     if last is not None and (
         last.state is State.REMOVING or (last.state is State.REMOVED and sight.plan_id is None)
@@ -203,7 +203,7 @@ def _decide_converted(sight: Sight, attempts: Sequence[Attempt], policy: Policy)
         return Decision(Action.LOOK, "the source has changed since it was converted", Why.SOURCE_CHANGED)
     return Decision(
         Action.NOTHING,
-        "converted, but the source has changed since; the target is left as it is without --overwrite",
+        "converted, but the source has changed since; give --overwrite to convert it again",
         Why.SOURCE_CHANGED,
     )
 
@@ -211,7 +211,7 @@ def _decide_converted(sight: Sight, attempts: Sequence[Attempt], policy: Policy)
 def _decide_again(
     sight: Sight, attempts: Sequence[Attempt], gone: bool, policy: Policy, now: float
 ) -> Decision:
-    """What earlier attempts at the same source mean for the next one."""
+    """What to do after earlier attempts at the same source."""
     same = [
         a
         for a in attempts
@@ -229,33 +229,31 @@ def _decide_again(
     if len(failed) > policy.retries:
         return Decision(
             Action.FAIL,
-            f"given up after {len(failed)} attempts: {last.reason or 'its process ended without a word'}",
+            f"given up after {len(failed)} attempts: {last.reason or 'its process ended unexpectedly'}",
         )
     if last.state is State.FAILED:
         pause = min(policy.backoff_seconds * 2 ** (len(failed) - 1), LONGEST_BACKOFF_SECONDS)
         if now < last.seen_at + pause:
             left = last.seen_at + pause - now
-            return Decision(
-                Action.WAIT, f"tried again in {left:.0f} s, because: {last.reason}", Why.TOO_EARLY
-            )
+            return Decision(Action.WAIT, f"retry in {left:.0f} s after: {last.reason}", Why.TOO_EARLY)
     return Decision(Action.LOOK)
 
 
 def compare_manifests(
     wanted: Mapping[str, Any], found: Mapping[str, Any], target: str, overwrite: bool
 ) -> Decision:
-    """What to do about a target that no record knows, by the manifest that this conversion would write."""
+    """What to do about a target without a record, given the manifest that this conversion would write."""
     if _content(wanted) == _content(found):
         return Decision(Action.NOTHING, "converted")
     if overwrite:
-        return Decision(Action.LOOK, "the target is another conversion's")
+        return Decision(Action.LOOK, "the target was made by another conversion")
     return Decision(
-        Action.FAIL, f"{target} holds another conversion; give another folder, or --overwrite to replace it"
+        Action.FAIL, f"{target} holds another conversion; use another folder, or --overwrite to replace it"
     )
 
 
 def _content(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of a manifest that say what a target holds, whatever the budget it was made with."""
+    """The parts of a manifest that identify a target's contents, independent of the memory budget."""
     source = manifest.get("source") or {}
     beside = ("generation", "version", "beside", "digest", "plan_id", "etags", "parts", "source")
     return {name: value for name, value in manifest.items() if name not in beside} | {
@@ -269,7 +267,7 @@ def _content(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def next_attempt(
     conversion_id: str, target: str, basis: Basis, holder: Holder, nonce: str, now: float
 ) -> Attempt:
-    """The attempt that ``holder`` makes next, running."""
+    """The next attempt, running, made by ``holder``."""
     sight = basis.sight
     return Attempt(
         conversion_id=conversion_id,
@@ -288,14 +286,14 @@ def next_attempt(
 
 
 def recorded_as(attempts: Sequence[Attempt]) -> State:
-    """What the record of a target says that lies there without one: whether an attempt made it that was killed."""
+    """The record for a target without one: whether an attempt that was killed made it."""
     last = attempts[-1] if attempts else None
     killed = last is not None and last.state is State.RUNNING and not last.target_stamp
     return State.DONE if killed else State.ADOPTED
 
 
 def end_of(attempt: Attempt, error: Exception | None, plan_id: str | None, now: float) -> Attempt:
-    """An attempt as it ended: with an error, or with a target of a plan."""
+    """An attempt after its end: with an error, or with a target of a plan."""
     if error is None and plan_id:
         return replace(attempt, state=State.DONE, reason="", plan_id=plan_id, seen_at=now)
     state, reason = State.FAILED, "the conversion ended without a target"
@@ -307,7 +305,7 @@ def end_of(attempt: Attempt, error: Exception | None, plan_id: str | None, now: 
 
 
 def in_words(error: BaseException) -> str:
-    """An error in a sentence."""
+    """An error as a sentence."""
     return str(error) if isinstance(error, ReshardError) else f"{type(error).__name__}: {error}"
 
 
@@ -321,7 +319,7 @@ def steps_of(folders: Sequence[str]) -> list[tuple[int, str]]:
 
 
 def superfluous(converted: Sequence[str], keep: int | None) -> list[str]:
-    """Of converted targets, those that ``--keep`` does not keep, oldest first."""
+    """The converted targets that ``--keep`` removes, oldest first."""
     ordered = [name for _, name in steps_of(converted)]
     return [] if keep is None else ordered[: max(0, len(ordered) - keep)]
 
@@ -340,6 +338,6 @@ def conversion_id(identity: Mapping[str, Any]) -> str:
 
 
 def claim_path(attempt: Attempt) -> str:
-    """Where the claim of an attempt lies."""
+    """Path of the claim of an attempt."""
     number = "" if attempt.number == 1 else f".{attempt.number}"
     return f"{CLAIMS}/{attempt.conversion_id}{number}.json"

@@ -1,4 +1,4 @@
-"""Has the trainer finished writing a checkpoint? All here is a function of the names of its files and of times."""
+"""Determine whether the trainer has finished writing a checkpoint, from file names and times alone."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from paddle_reshard.pipeline.core.trainer_files import is_of_training
 
 _SIGNAL = re.compile(rf"{SIGNAL_PREFIX}\d+")
 _OF_RANK = re.compile(r"rng_state_(\d+)\.pth|(?:.*/)?(\d+)_\d+\.distcp")
-"""Files whose names hold the number of the rank that wrote them."""
+"""Files whose names contain the number of the rank that wrote them."""
 _TRAINER_STATE = ("trainer_state.bin", "trainer_state.json")
 _UNFINISHED = re.compile(r"save_signal_TMP_\d+")
-"""What the trainer renames to ``saved_signal_*`` once the EMA has been merged."""
+"""Files that the trainer renames to ``saved_signal_*`` once the EMA has been merged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Incomplete:
-    """Why a checkpoint is not whole, and since when it has looked as it does: seconds since the epoch."""
+    """Why a checkpoint is incomplete, and since when it has not changed, in seconds since the epoch."""
 
     reason: str
     since: float
 
     def is_stale(self, now: float, stale_seconds: float | None) -> bool:
-        """Whether it has looked so for too long; ``None``: nothing is too long."""
+        """Whether it has not changed for too long; ``None``: without a limit."""
         return stale_seconds is not None and now - self.since >= stale_seconds
 
 

@@ -1,4 +1,4 @@
-"""Is a checkpoint of a training run whole? Its files are listed, and their metadata read."""
+"""Determine whether a checkpoint of a training run is complete, by listing its files and reading their metadata."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paddle_reshard.storage.locate import open_source, source_access
 
 @dataclass
 class Inspector:
-    """Looks at checkpoints. What was whole and has not changed is not indexed again."""
+    """Inspects checkpoints. A complete checkpoint that has not changed is not indexed again."""
 
     records: Records
     options: Mapping[str, Any]
@@ -54,7 +54,7 @@ class Inspector:
         return settling(doubt, since, now, self.settle_seconds)
 
     def _lacking(self, name: str, files: Mapping[str, str], stamp: str) -> str | None:
-        """What keeps a checkpoint from being one, by its files and their metadata."""
+        """Why a checkpoint is incomplete, by its files and their metadata."""
         unfinished = merging(files)
         if unfinished is not None:
             return f"{unfinished}: the trainer has not finished merging the EMA"
@@ -67,7 +67,7 @@ class Inspector:
         return None
 
     def _doubt(self, name: str, files: Mapping[str, str], order: Sequence[str]) -> str | None:
-        """Why the trainer may still be adding small files to a checkpoint that indexes as whole, or ``None``."""
+        """Why the trainer may still add small files to a checkpoint whose tensors are complete, or ``None``."""
         number = order.index(name)
         before = self.records.run.files(order[number - 1]) if number else {}
         return lacking(files, before)

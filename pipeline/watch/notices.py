@@ -1,4 +1,4 @@
-"""What a watcher says about a checkpoint, and what counts as news. All here is a function of what was found."""
+"""Messages of a watcher about a checkpoint, and which of them are news. Pure."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ log = logging.getLogger(__name__)
 
 
 class Result(str, Enum):
-    """What came of a checkpoint in one pass."""
+    """Result of a checkpoint in one pass."""
 
     CONVERTED = "converted"
     DONE = "done"
     WAITING = "waiting"
     STALE = "stale"
-    """It is not whole, and has not changed for longer than ``Policy.stale_seconds``."""
+    """Incomplete, and unchanged for longer than ``Policy.stale_seconds``."""
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What came of a checkpoint, in a sentence for the log."""
+    """Result of a checkpoint, with a sentence for the log."""
 
     result: Result
     level: int
     message: str
     key: str = ""
-    """A notice with the key of the one before is no news; the message, where there is none."""
+    """A notice with the same key as the previous notice is not news. Default: the message."""
 
 
 def of_decision(name: str, decision: Decision) -> Notice | None:
-    """What to say where nothing is done; ``None`` where something is."""
+    """The notice if nothing is done; ``None`` if something is."""
     if decision.action is Action.NOTHING:
         level = logging.WARNING if decision.why is Why.SOURCE_CHANGED else logging.DEBUG
         return Notice(Result.DONE, level, f"{name}: {decision.reason}")
@@ -49,7 +49,7 @@ def of_decision(name: str, decision: Decision) -> Notice | None:
 
 
 def of_incomplete(name: str, incomplete: Incomplete, now: float, stale_seconds: float | None) -> Notice:
-    """What a checkpoint waits for, and since when; whether that is too long."""
+    """The notice about an incomplete checkpoint."""
     since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(incomplete.since))
     if incomplete.is_stale(now, stale_seconds):
         return Notice(
@@ -63,7 +63,7 @@ def of_incomplete(name: str, incomplete: Incomplete, now: float, stale_seconds: 
 
 
 def of_attempt(name: str, ended: Attempt, seconds: float) -> Notice:
-    """How an attempt ended that took so long."""
+    """The notice about an attempt that has ended."""
     if ended.state is State.DONE:
         return Notice(Result.CONVERTED, logging.INFO, f"{name}: converted in {seconds:.0f} s")
     if ended.state is State.RELEASED:
@@ -73,14 +73,14 @@ def of_attempt(name: str, ended: Attempt, seconds: float) -> Notice:
 
 @dataclass
 class Notices:
-    """What was said last, about what."""
+    """The latest notices."""
 
     messages: dict[str, str] = field(default_factory=dict)
-    """Name of a checkpoint → what was found about it last, in a sentence; ``""`` → about the run."""
+    """Name of a checkpoint → latest message about it; ``""`` → about the run."""
     _keys: dict[str, str] = field(default_factory=dict)
 
     def give(self, name: str, notice: Notice) -> Result:
-        """Log what is news; the same about the same checkpoint is logged once."""
+        """Log a notice unless it is the same as the previous one about the same checkpoint."""
         self.messages[name] = notice.message
         key = notice.key or notice.message
         if self._keys.get(name) != key:

@@ -1,13 +1,14 @@
-"""What lies in a training run and beside its targets: files, claims, manifests, and when a checkpoint looked how.
+"""The files of a training run and its targets: claims, manifests, and records of when checkpoints were seen.
 
 ::
 
-    DST_ROOT/checkpoint-<step>/paddle_reshard.json     the manifest: this target is whole
+    DST_ROOT/checkpoint-<step>/paddle_reshard.json     the manifest: this target is complete
     DST_ROOT/.paddle_reshard/claims/<id>.json          attempt 1 of conversion <id>: who, since when, how it ended
     DST_ROOT/.paddle_reshard/claims/<id>.2.json        attempt 2, made when attempt 1 had failed or died
-    DST_ROOT/.paddle_reshard/seen/<id>.json            how a checkpoint looked that may be unfinished
+    DST_ROOT/.paddle_reshard/seen/<id>.json            the state of a checkpoint that may be unfinished
 
-All state lies there, so it survives restarts and is shared by any number of watchers. Nothing is decided here.
+All state is in these files, so it survives restarts and is shared by any number of watchers. This module decides
+nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _CLAIM = re.compile(r"(?P<id>.+?)(?:\.(?P<number>\d+))?\.json")
 
 @dataclass
 class Records:
-    """Reads and writes them. What has not changed is not read again."""
+    """Reads and writes records. Unchanged records are not read again."""
 
     run: CheckpointRoot
     out: CheckpointRoot
@@ -53,7 +54,7 @@ class Records:
         return self.identify(self.run.at(name), self.out.at(name))
 
     def sight(self, name: str) -> Sight:
-        """What can be seen of a conversion without reading the checkpoint."""
+        """What is known about a conversion without reading the checkpoint."""
         files = self.out.files(name)
         return Sight(
             source_stamp=digest(self.run.files(name)),
@@ -63,7 +64,7 @@ class Records:
         )
 
     def plan_id(self, name: str) -> str | None:
-        """The plan of a target's manifest; ``None`` where there is none or it is not ours."""
+        """The plan in a target's manifest; ``None`` without a manifest of ours."""
         return self._plan_id(name, self.out.files(name))
 
     def _plan_id(self, name: str, files: Mapping[str, str]) -> str | None:
@@ -75,11 +76,12 @@ class Records:
         return self._manifests[name][1]
 
     def manifest(self, name: str) -> dict[str, Any]:
-        """The manifest of a target, empty where it is none of ours."""
+        """The manifest of a target; empty without a manifest of ours."""
         return own_manifest(self.out.read(f"{name}/{MANIFEST}")) or {}
 
     def unchanged_since(self, name: str, stamp: str, now: float) -> float:
-        """When a checkpoint was first seen as it looks, seconds since the epoch; noted for later watchers."""
+        """When a checkpoint was first seen in its present state, in seconds since the epoch; recorded for later
+        watchers."""
         path = f"{SEEN}/{self.conversion_id(name)}.json"
         try:
             seen = parse_json(self.out.read(path) or b"{}")
@@ -97,7 +99,7 @@ class Records:
         return self.all_attempts().get(self.conversion_id(name), [])
 
     def all_attempts(self) -> dict[str, list[Attempt]]:
-        """Every claim beside the targets: conversion id → attempts, ascending."""
+        """All claims next to the targets: conversion id → attempts, ascending."""
         found: dict[str, list[Attempt]] = {}
         for file, stamp in self.out.files(CLAIMS).items():
             if file.startswith(".") or not _CLAIM.fullmatch(file):
@@ -124,16 +126,16 @@ class Records:
             return None
 
     def create(self, attempt: Attempt) -> bool:
-        """Create the file of an attempt: the claim. ``False`` if somebody else has."""
+        """Create the file of an attempt, which claims it. ``False`` if another process has created it."""
         return self.out.create(claim_path(attempt), attempt.data())
 
     def write(self, attempt: Attempt) -> None:
-        """Rewrite the file of an attempt; only its owner does."""
+        """Rewrite the file of an attempt. Only its owner may do this."""
         self.out.replace(claim_path(attempt), attempt.data())
 
     @contextmanager
     def renewed(self, attempt: Attempt, every_seconds: float, clock: Callable[[], float]) -> Iterator[None]:
-        """Give signs of life for an attempt while the body runs."""
+        """Send heartbeats for an attempt while the block runs."""
         over = threading.Event()
 
         def beat() -> None:
@@ -153,6 +155,6 @@ class Records:
 
 
 def digest(files: Mapping[str, str]) -> str:
-    """One text for all files of a folder; empty for none."""
+    """A fingerprint of all files of a folder; empty for an empty folder."""
     text = json.dumps(sorted(files.items()))
     return hashlib.sha256(text.encode()).hexdigest()[:16] if files else ""

@@ -1,4 +1,4 @@
-"""How does a watcher have a checkpoint converted: in this process, or as a job of a Ray cluster?"""
+"""How a watcher converts a checkpoint: in this process, or as a job of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Conversion:
-    """What every checkpoint is converted to."""
+    """The conversion of every checkpoint."""
 
     options: Mapping[str, Any]
     """Keyword arguments of :func:`paddle_reshard.convert`."""
@@ -63,7 +63,8 @@ def convert_inline(conversion: Conversion) -> Convert:
 
 
 def _discard(target: str, conversion: Conversion, reason: object) -> None:
-    """Remove what an earlier attempt left that cannot be gone on with: who has the claim may begin anew."""
+    """Remove the unfinished target of an earlier attempt that cannot be resumed; the owner of the claim starts
+    afresh."""
     log.info("%s", reason)
     options, schemes, _ = target_access(conversion.options)
     api.clean(target, storage_options=options, allow_scheme=schemes)
@@ -101,7 +102,7 @@ def convert_as_job(
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """The entries that every :class:`Answer` of ``convert`` has; others are its facts."""
+    """The entries of every :class:`Answer` of ``convert``; further entries are its facts."""
 
     OPEN: ClassVar[bool] = True
     schema_version: Annotated[int, Bounds(SCHEMA_VERSION, SCHEMA_VERSION)]
@@ -112,9 +113,9 @@ class _Head:
 
 
 def answer_of_job(lines: Sequence[str]) -> Answer | None:
-    """How the conversion of a job ended, as its ``convert --json`` has written into its log; ``None`` if it did not.
+    """The result of a job's conversion, from the output of ``convert --json`` in its log; ``None`` if there is none.
 
-    The log also holds what Ray and libraries write, which may be JSON too: only an answer of ``convert`` counts.
+    The log also contains output of Ray and of libraries, which may be JSON too: only an answer of ``convert`` counts.
     """
     for line in reversed(lines):
         if line.startswith("{"):
@@ -129,7 +130,7 @@ def answer_of_job(lines: Sequence[str]) -> Answer | None:
 
 
 def failure_of_job(answer: Answer | None, message: str) -> ReshardError:
-    """The error that ended a job's conversion, as if it had been raised here; ``message`` where it could not say."""
+    """The error that ended a job's conversion, as if it were raised here; ``message`` if the job reported none."""
     if answer is None or answer.error is None or answer.kind is None:
         return JobError(message)
     if issubclass(error_class(answer.kind), StaleSessionError):

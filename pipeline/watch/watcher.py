@@ -1,15 +1,16 @@
-"""Which checkpoints of a training run are to be converted now, and which never again?
+"""Convert the checkpoints of a training run as they finish.
 
-Creating the file of the next attempt is the claim. It is exclusive, also when a dead process's claim is taken over:
-of all watchers that want attempt 2, one gets it. Only the owner of an attempt rewrites its file::
+A watcher claims a conversion by creating the file of its next attempt. The creation is exclusive, also when the claim
+of a dead process is taken over: only one of the watchers that want attempt 2 gets it. Only the owner of an attempt
+rewrites its file. The decisions are divided among modules::
 
-    records    what lies in the run and beside the targets          reads and writes
-    looking    is a checkpoint whole?                               reads
-    finished   has the trainer finished writing it?                 pure
-    claims     what was seen, and earlier attempts → what to do     pure
-    notices    what was found → what is said about it               pure
+    records    files of the run and next to the targets             reads and writes
+    looking    whether a checkpoint is complete                     reads
+    finished   whether the trainer has finished writing it          pure
+    claims     observations and earlier attempts → what to do       pure
+    notices    results → messages                                   pure
 
-``Watcher`` asks them in turn, claims, converts and records.
+``Watcher`` calls them in turn, claims, converts and records.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Watcher:
     # ------------------------------------------------------------------------------------- one pass
 
     def once(self) -> dict[str, Result]:
-        """Look at every checkpoint once, the oldest first; convert what is ready. Name → what came of it."""
+        """Check every checkpoint once, oldest first, and convert those that are ready. Name → result."""
         found = steps_of(self.run.folders())
         if not found:
             nothing = f"{self.run.location}: no checkpoint-<step> folder yet"
@@ -90,7 +91,7 @@ class Watcher:
             try:
                 results[name] = self._one(name)
             except (OSError, ListingError) as error:
-                message = f"{name}: {in_words(error)}; looked at again later"
+                message = f"{name}: {in_words(error)}; will be checked again"
                 results[name] = self._give(name, Result.FAILED, logging.ERROR, message)
             if results[name] is Result.CONVERTED:
                 self.prune()
@@ -98,18 +99,18 @@ class Watcher:
         return results
 
     def repeat(self, every_seconds: float) -> dict[str, Result]:
-        """Pass after pass, until interrupted or something is stale: what came of the last one."""
+        """Repeat until interrupted or a checkpoint is stale. Returns the result of the last pass."""
         while True:
             try:
                 results = self.once()
                 if Result.STALE in results.values():
                     return results
             except (OSError, ListingError) as error:
-                log.error("%s; looked at again in %.0f s", in_words(error), every_seconds)
+                log.error("%s; next check in %.0f s", in_words(error), every_seconds)
             time.sleep(every_seconds)
 
     def _wanted(self) -> list[str]:
-        """With ``--keep N``: no more than the newest N that are converted or can be, and what is younger."""
+        """With ``--keep N``: the newest N checkpoints that are converted or can be, and all newer ones."""
         if self.policy.keep is None:
             return self._order
         wanted: list[str] = []
@@ -119,12 +120,12 @@ class Watcher:
                 wanted.append(name)
                 usable += self._usable(name)
             else:
-                passed_over = f"{name}: passed over, --keep {self.policy.keep} has newer ones"
+                passed_over = f"{name}: skipped, --keep {self.policy.keep} has newer checkpoints"
                 self._give(name, Result.DONE, logging.INFO, passed_over)
         return wanted[::-1]
 
     def _usable(self, name: str) -> bool:
-        """Whether a checkpoint is converted, or can be."""
+        """Whether a checkpoint is converted or can be."""
         action = self._decide(name)[0].action
         if action is Action.LOOK:
             try:
@@ -140,7 +141,7 @@ class Watcher:
         return decide(sight, attempts, gone, self.policy, self.clock()), Basis(sight, tuple(attempts))
 
     def _one(self, name: str) -> Result:
-        """Decide about one checkpoint and do it."""
+        """Decide what to do about a checkpoint, and do it."""
         decision, basis = self._decide(name)
         if decision.action is Action.COMPARE:
             decision = self._adopt(name, basis)
@@ -157,7 +158,7 @@ class Watcher:
         return self._claim_and_convert(name, basis)
 
     def _adopt(self, name: str, basis: Basis) -> Decision:
-        """Decide about a target with a manifest that no record knows: after a kill, or made by hand."""
+        """Decide about a target without a record, left by a kill or made by hand, from its manifest."""
         if self._compared.get(name, (None, None))[0] != basis.sight:
             self._compared[name] = (basis.sight, self._compare(name, basis))
         return self._compared[name][1]
@@ -203,25 +204,23 @@ class Watcher:
         return self.notices.give(name, notices.of_attempt(name, ended, self.clock() - started))
 
     def _not_claimed(self, name: str, basis: Basis) -> Result:
-        """Somebody else was faster, or what lies where the claim would go is none."""
+        """Another watcher was faster, or the claim's path holds another file."""
         if self.records.attempts(name) != list(basis.attempts):
             message = f"{name}: waiting: another watcher has just claimed it"
             return self._give(name, Result.WAITING, logging.INFO, message)
         where = self.out.at(f"{CLAIMS}/{self.records.conversion_id(name)}")
-        message = (
-            f"{name}: not converted: what lies at {where}….json is not a claim; delete it if no watcher runs"
-        )
+        message = f"{name}: not converted: {where}….json is not a claim; delete it if no watcher runs"
         return self._give(name, Result.FAILED, logging.ERROR, message)
 
     def _convert(self, name: str, attempt: Attempt) -> Attempt:
-        """Run a conversion that is claimed; the attempt as it ended."""
+        """Run a claimed conversion. Returns the attempt after its end."""
 
         def changed() -> bool:
             return digest(self.run.files(name)) != attempt.source_stamp
 
         def check() -> None:
             if changed():
-                raise CheckpointError("the trainer was still writing it")
+                raise CheckpointError("the trainer was still writing the checkpoint")
 
         error: Exception | None = None
         try:
@@ -237,7 +236,7 @@ class Watcher:
     # ------------------------------------------------------------------------------------- keeping
 
     def prune(self) -> None:
-        """Remove targets that ``--keep`` does not keep: only such as a watcher has made and nobody has replaced."""
+        """Remove targets beyond ``--keep``, only those that a watcher has made and nobody has replaced."""
         if self.policy.keep is None:
             return
         latest = [attempts[-1] for attempts in self.records.all_attempts().values()]
@@ -253,7 +252,7 @@ class Watcher:
             self._remove(mine[name])
 
     def _remove(self, attempt: Attempt) -> None:
-        """Remove a target, and nothing else with it; a kill in between is made good by the next pass."""
+        """Remove a target and nothing else. After a kill the next pass completes the removal."""
         if self.records.plan_id(attempt.target) not in (None, attempt.plan_id):
             return
         where = self.out.at(attempt.target)
@@ -267,7 +266,7 @@ class Watcher:
             log.info("%s: removed, --keep %s", where, self.policy.keep)
         else:
             self.records.write(replace(attempt, state=State.DONE, reason=""))
-            message = f"{where}: not removed, for {reason}"
+            message = f"{where}: not removed: {reason}"
             self._give(f"{attempt.target} kept", Result.DONE, logging.WARNING, message)
 
     def _give(self, name: str, result: Result, level: int, message: str) -> Result:
@@ -275,7 +274,7 @@ class Watcher:
 
 
 def check_places(run: str, out: str) -> None:
-    """Refuse targets that would be sources, by whatever names."""
+    """Refuse target folders that overlap with the run, after resolving links."""
     there, here = place(run), place(out)
     if there == here:
         raise UsageError(f"{out}: the converted checkpoints may not go into the run directory itself")
@@ -284,7 +283,7 @@ def check_places(run: str, out: str) -> None:
         (there, here, "a converted checkpoint"),
     ):
         if outer in inner.parents and CHECKPOINT.fullmatch(inner.relative_to(outer).parts[0]):
-            raise UsageError(f"{out if inner == here else run}: lies inside {what}")
+            raise UsageError(f"{out if inner == here else run}: is inside {what}")
 
 
 def open_watcher(

@@ -77,7 +77,7 @@ def test_a_live_claim_is_respected_a_dead_or_silent_one_is_not() -> None:
     assert action(NEW, [running], now=1000.0 + 3599) is Action.WAIT
     assert action(NEW, [running], now=1000.0 + 3600) is Action.LOOK
     told = decide(NEW, [running], False, POLICY, 1010.0).reason
-    assert told == "claimed by process 100 on gpu-1, last sign of life 10 s ago"
+    assert told == "claimed by process 100 on gpu-1, last heartbeat 10 s ago"
 
 
 def test_a_claim_is_respected_even_while_its_target_has_just_appeared() -> None:

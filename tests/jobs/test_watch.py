@@ -368,7 +368,7 @@ def test_a_claim_of_another_machine_is_taken_over_when_it_is_silent(training: Ru
     path.write_text(json.dumps(claim))
     held = training.watch()
     assert "waiting: claimed by process" in held.stderr
-    assert "on elsewhere, last sign of life 10" in held.stderr
+    assert "on elsewhere, last heartbeat 10" in held.stderr
     assert "1 converted" in training.watch("--claim-timeout", 60).stderr
 
 
@@ -385,7 +385,7 @@ def test_keep_removes_the_oldest_conversions_only(training: Run) -> None:
     notes.mkdir()
     (notes / "notes.txt").write_text("mine")
     first = training.watch("--keep", 2)
-    assert "checkpoint-3: passed over, --keep 2 has newer ones" in first.stderr
+    assert "checkpoint-3: skipped, --keep 2 has newer checkpoints" in first.stderr
     assert training.converted() == ["checkpoint-1", "checkpoint-20", "checkpoint-6"]
     copy_checkpoint(training.run / "checkpoint-100")
     source |= {f"checkpoint-100/{name}": data for name, data in snapshot(GOLDEN).items()}
@@ -428,7 +428,7 @@ def test_keep_does_not_touch_what_lies_with_a_conversion(
     for _ in range(2):
         watcher.once()
         assert snapshot(made) == before
-    assert "checkpoint-3: not removed, for there is also finetuned/" in caplog.text
+    assert "checkpoint-3: not removed: there is also finetuned/" in caplog.text
     assert training.states() == ["done", "done"]
     shutil.rmtree(made / "finetuned")
     watcher.once()
@@ -560,7 +560,7 @@ def test_failures_are_tried_again_so_many_times(training: Run, trouble: Exceptio
     [
         (["run", "out"], 2, "--to"),
         (["run", "run", "--to", "tp=1"], 2, "may not go into the run directory itself"),
-        (["run", "run/checkpoint-3/x", "--to", "tp=1"], 2, "lies inside a checkpoint"),
+        (["run", "run/checkpoint-3/x", "--to", "tp=1"], 2, "is inside a checkpoint"),
         (["run", "out", "--to", "tp=1", "--env", "HOME"], 2, "--env is for jobs"),
         (["run", "out", "--to", "tp=1", "--submit", "http://x", "--env", "NOT_SET_X"], 2, "NOT_SET_X"),
         (["run", "out", "--to", "tq=1"], 2, "unknown axis 'tq'"),
@@ -711,9 +711,7 @@ def test_an_odd_claim_is_told_in_a_sentence(kind: str, training: Run) -> None:
     held = training.watch("--keep", 1)
     assert held.returncode == 1
     assert "Traceback" not in held.stderr
-    sentence = (
-        f"checkpoint-3: not converted: what lies at {claim.with_suffix('')}….json is not a claim; delete it"
-    )
+    sentence = f"checkpoint-3: not converted: {claim.with_suffix('')}….json is not a claim; delete it"
     assert sentence in held.stderr
     if kind in ODD_CLAIMS:
         assert f"{claim}: not a claim; delete it if no watcher runs" in held.stderr
