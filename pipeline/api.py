@@ -13,8 +13,8 @@ from pathlib import Path
 
 from paddle_reshard.clusters.choose import choose_engine
 from paddle_reshard.clusters.inline import InlineEngine
+from paddle_reshard.pipeline.convert.options import ConversionOptions, TargetOptions
 from paddle_reshard.pipeline.convert.plan import ConversionPlan
-from paddle_reshard.pipeline.convert.request import ConversionOptions, TargetOptions
 from paddle_reshard.pipeline.convert.run import (
     ConversionReport,
     open_targets,

@@ -37,6 +37,7 @@ from paddle_reshard.clusters.ray.environment import handed_on
 from paddle_reshard.clusters.ray.exchange import band_bytes, merge_reports, split_group
 from paddle_reshard.clusters.ray.join import joined_ray, lost_node, one_line
 from paddle_reshard.clusters.ray.worker import ReshardWorker
+from paddle_reshard.pipeline.core.choices import DEVICES, EXCHANGES
 from paddle_reshard.pipeline.core.errors import (
     ClusterError,
     GroupFailedError,
@@ -52,8 +53,6 @@ from paddle_reshard.tasks.run_group import GroupReport
 
 log = logging.getLogger(__name__)
 
-EXCHANGES = ("auto", "always", "never")
-DEVICES = ("cpu", "gpu")
 SIDE_BY_SIDE = "side_by_side"
 """Calls of a worker that need not wait for each other. One that has a GPU runs one group at a time."""
 ATTEMPTS = 4

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.observers import waiting
-from paddle_reshard.pipeline.cli.options import (
-    json_option,
-    quiet_option,
-    target_storage_option,
-)
+from paddle_reshard.pipeline.cli.options import declared, json_option, quiet_option
 from paddle_reshard.pipeline.cli.output import (
     answer,
 )
 from paddle_reshard.pipeline.cli.terminal import say
 
-if TYPE_CHECKING:
-    pass
-
 
 @click.command()
 @click.argument("target", metavar="DST")
-@click.option(
-    "--take-over",
-    is_flag=True,
+@declared(
+    "take_over",
     help="Also remove a conversion that has ended on another machine, without waiting for its lock to expire.",
 )
-@target_storage_option
+@declared("storage_options", "--target-storage-options")
+@declared("allow_scheme")
 @json_option
 @quiet_option
 def clean(
@@ -40,14 +33,14 @@ def clean(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Remove an unfinished conversion at a target; refused while it runs."""
-    with waiting("removing an unfinished conversion", quiet or as_json):
+    """Remove what an unfinished conversion has left at a target; refused while it runs."""
+    with waiting("removing what an unfinished conversion has left", quiet or as_json):
         removed = paddle_reshard.clean(
             target, take_over=take_over, storage_options=storage_options, allow_scheme=allow_scheme
         )
 
     def show() -> None:
-        for line in removed or (f"{target}: no unfinished conversion",):
+        for line in removed or (f"{target}: no unfinished conversion is here",):
             say(f"removed {line}" if removed else line)
 
     answer({"removed": list(removed)}, as_json, quiet, show)

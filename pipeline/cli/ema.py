@@ -7,9 +7,10 @@ from typing import Any
 import click
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.conversion import api_arguments, run_options, target_options
+from paddle_reshard.pipeline.cli.conversion import run_options, target_options
 from paddle_reshard.pipeline.cli.json_output import conversion_data
 from paddle_reshard.pipeline.cli.observers import observing
+from paddle_reshard.pipeline.cli.options import given
 from paddle_reshard.pipeline.cli.output import answer, print_facts
 from paddle_reshard.pipeline.core.errors import UsageError
 
@@ -26,19 +27,17 @@ from paddle_reshard.pipeline.core.errors import UsageError
 @click.option("--uniform", is_flag=True, help="Every SRC counts the same.")
 @target_options
 @run_options
+@click.pass_context
 def ema(
+    context: click.Context,
+    /,
     places: tuple[str, ...],
     decay: float | None,
     weights: str | None,
     uniform: bool,
-    cluster: str,
-    workers: int | None,
-    exchange: str,
-    resume: bool,
-    take_over: bool,
     as_json: bool,
     quiet: bool,
-    **given: Any,
+    **_: Any,
 ) -> None:
     """Average the weights of a series of checkpoints, each in any topology.
 
@@ -51,13 +50,8 @@ def ema(
             decay=decay,
             weights=_numbers(weights),
             uniform=uniform,
-            cluster=cluster,
-            workers=workers,
-            exchange=exchange,
-            resume=resume,
-            take_over=take_over,
             observe=observe,
-            **api_arguments(given),
+            **given(context),
         )
     answer(conversion_data(report), as_json, quiet, lambda: print_facts(report.facts()))
 

@@ -12,12 +12,7 @@ from paddle_reshard.pipeline.cli.json_output import (
     inspection_data,
 )
 from paddle_reshard.pipeline.cli.observers import waiting
-from paddle_reshard.pipeline.cli.options import (
-    config_option,
-    json_option,
-    rules_option,
-    source_storage_option,
-)
+from paddle_reshard.pipeline.cli.options import declared, json_option
 from paddle_reshard.pipeline.cli.output import (
     answer,
     print_facts,
@@ -30,10 +25,12 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("source", metavar="SRC")
-@rules_option
-@config_option
+@declared("rules")
+@declared("config")
 @click.option("--tensors", is_flag=True, help="List every tensor with the rule that matched it.")
-@source_storage_option
+@declared("allow_links")
+@declared("storage_options", "--source-storage-options")
+@declared("allow_scheme")
 @json_option
 def inspect(
     source: str,

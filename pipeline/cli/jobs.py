@@ -20,16 +20,22 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 import click
-from click.core import ParameterSource
 
-import paddle_reshard
-from paddle_reshard.pipeline.cli.conversion import api_arguments, convert
-from paddle_reshard.pipeline.cli.options import Decides, decides
+from paddle_reshard.pipeline.cli.conversion import convert
+from paddle_reshard.pipeline.cli.options import decides, given
 from paddle_reshard.pipeline.cli.output import End, print_answer, print_error, print_object
 from paddle_reshard.pipeline.cli.signals import exit_status, sentence, signal_of
 from paddle_reshard.pipeline.cli.terminal import LogFormatter, pass_on, say
-from paddle_reshard.pipeline.convert.request import CONVERSION_OPTIONS, ConversionOptions, check_options
+from paddle_reshard.pipeline.convert.options import (
+    CONVERSION_OPTIONS,
+    ConversionOptions,
+    Decides,
+    declarations,
+    flag_of,
+)
+from paddle_reshard.pipeline.convert.request import check_options
 from paddle_reshard.pipeline.core.answer import Answer
+from paddle_reshard.pipeline.core.choices import UPLOADS
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.topology import Topology
 
@@ -39,7 +45,6 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.watch.notices import Result
     from paddle_reshard.pipeline.watch.watcher import Watcher
 
-UPLOADS = ("always", "never")
 _PASS_ON = {"ignore_unknown_options": True}
 
 
@@ -51,27 +56,28 @@ class Request:
     values: Mapping[str, Any]
     """Option or argument → value."""
     defaults: Mapping[str, Any]
-    chose_cluster: bool
-    """Whether ``--cluster`` was given."""
+    asked: Mapping[str, Any]
+    """Those that were given, by their names in Python, as ``convert`` takes them."""
 
     @classmethod
     def read(cls, command: click.Command, arguments: Sequence[str]) -> Request:
         """Let ``convert`` read its arguments; click reports mistakes."""
-        given = command.make_context("convert", list(arguments))
-        if given.params["targets"]:
+        context = command.make_context("convert", list(arguments))
+        values = context.params
+        if values["targets"]:
             raise UsageError("submit and watch take one target, without --target")
-        if given.params["target"] is None:
+        if values["target"] is None:
             raise UsageError("two places are needed: what is converted, and where it goes")
-        check_options(given.params["format_name"], given.params)
+        asked = given(context)
+        check_options(values["format"], asked)
         from paddle_reshard.storage.locate import check_scheme
 
         options = (option for option in command.params if isinstance(option, click.Option))
         named = (option.name or "" for option in options if decides(option) is Decides.PLACE)
         for place in ("source", "target", *named):
-            check_scheme(given.params[place] or "", given.params["allow_scheme"])
+            check_scheme(values[place] or "", values["allow_scheme"])
         plain = command.make_context("convert", ["SRC", "DST"])
-        chose_cluster = given.get_parameter_source("cluster") is not ParameterSource.DEFAULT
-        return cls(command, given.params, plain.params, chose_cluster)
+        return cls(command, values, plain.params, asked)
 
     def options(self) -> Iterator[tuple[click.Option, Any]]:
         """Every option that is not as by default."""
@@ -137,7 +143,7 @@ class Request:
             else:
                 for one in value if isinstance(value, tuple) else (value,):
                     spelled += [flag, str(one)]
-        if not self.chose_cluster:
+        if "cluster" not in self.asked:
             spelled += ["--cluster", "ray"]
         if unattended:
             spelled += [flag for flag in ("--json", "--resume") if flag not in spelled]
@@ -411,9 +417,10 @@ def _watcher(request: Request, policy: Policy, address: str | None, job: Mapping
     from paddle_reshard.pipeline.watch.runners import Conversion, convert_as_job
     from paddle_reshard.pipeline.watch.watcher import open_watcher
 
-    if request.values["expected_plan"] is not None:
-        raise UsageError("--plan is the plan of one conversion; every checkpoint has its own")
-    conversion = Conversion(_api_options(request), request.identify)
+    for name in request.asked:
+        if reason := declarations()[name].not_scheduled:
+            raise UsageError(f"{flag_of(name)} {reason}")
+    conversion = Conversion(request.asked, request.identify)
     read_request(  # mistakes are told now, and not of every checkpoint
         "", cast(ConversionOptions, {k: v for k, v in conversion.options.items() if k in CONVERSION_OPTIONS})
     )
@@ -429,19 +436,6 @@ def _watcher(request: Request, policy: Policy, address: str | None, job: Mapping
         raise UsageError(f"{given[0]} is for jobs: give --submit ADDRESS too")
     run, out = (_absolute(request.values[name]) for name in ("source", "target"))
     return open_watcher(run, out, conversion, policy, convert)
-
-
-def _api_options(request: Request) -> dict[str, Any]:
-    """Keyword arguments of the API; an option that it does not have is refused if it was given."""
-    import inspect
-
-    known = {*CONVERSION_OPTIONS, *inspect.signature(paddle_reshard.convert).parameters}
-    given = {option.name for option, _ in request.options()}
-    outer = ("source", "target", "as_json", "quiet")
-    values = api_arguments({k: v for k, v in request.values.items() if k not in outer})
-    if foreign := [name for name in values if name not in known and name in given]:
-        raise UsageError(f"--{foreign[0].replace('_', '-')} does not go with watch")
-    return {name: value for name, value in values.items() if name in known}
 
 
 def _end_watch(watcher: Watcher, results: Mapping[str, Result], as_json: bool) -> int:

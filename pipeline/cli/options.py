@@ -1,33 +1,27 @@
-"""Options that several commands have, and what an option of ``convert`` decides.
-
-Every option says that where it is declared, and the id of a conversion follows. Two conversions with the same id come
-out the same, byte for byte, or are refused for the same reason; so one of them is enough. What only decides how one is
-made, or what is told of it, is not part of the id.
-"""
+"""Options of the command line: those of a conversion as they are declared, and those that only commands have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from enum import Enum
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from paddle_reshard.pipeline.convert.choices import REPLICAS
-from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY
+from paddle_reshard.pipeline.cli.output import Choice
+from paddle_reshard.pipeline.convert.options import Decides, Kind, declarations, flag_of
+from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.storage.formats.strict_json import parse_json
-from paddle_reshard.storage.schemes import PLAIN_SCHEMES
 
-
-class Decides(Enum):
-    """What an option decides."""
-
-    OUTCOME = "what comes out, or whether that is refused"
-    PLACE = "the same, by naming a file or URL that stays where it is"
-    CONDUCT = "where, how fast and with what means a conversion runs, and what it tells"
-    ACCESS = "how stores are reached; holds secrets, which belong in no id and no command line"
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+LAYOUT_FLAGS: Mapping[str, str] = {
+    "comm_buffer_size_mb": "comm_buffer_size_MB",
+    "sequence_parallel": "sequence_parallel",
+    "segmentation": "segmentation",
+}
+"""Options that stand for an entry of ``--layout`` → the entry."""
 
 
 class Option(click.Option):
@@ -43,16 +37,13 @@ def decides(option: click.Option) -> Decides:
     return option.decides if isinstance(option, Option) else Decides.OUTCOME
 
 
-Declare = Callable[..., Callable[[Any], Any]]
+Decorator = Callable[[Any], Any]
+Declare = Callable[..., Decorator]
 outcome_option: Declare = partial(click.option, cls=Option, decides=Decides.OUTCOME)
-place_option: Declare = partial(click.option, cls=Option, decides=Decides.PLACE)
 conduct_option: Declare = partial(click.option, cls=Option, decides=Decides.CONDUCT)
-access_option: Declare = partial(click.option, cls=Option, decides=Decides.ACCESS)
-
-FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-def all_of(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def all_of(*decorators: Decorator) -> Decorator:
     """Several decorators as one; the help lists their options in this order."""
 
     def decorate(function: Any) -> Any:
@@ -63,75 +54,66 @@ def all_of(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return decorate
 
 
-json_option = conduct_option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-rules_option = outcome_option(
-    "--rules", type=FILE, help="Rule table of the model family, instead of those that come with the tool."
-)
-config_option = outcome_option(
-    "--config", type=FILE, help="The model's config.json, for a checkpoint that has none."
-)
-missing_option = outcome_option(
-    "--allow-missing",
-    multiple=True,
-    metavar="PATTERN",
-    help="Keys that no file of a checkpoint holds and that may be missing in a target too; * stands for anything.",
-)
-replicas_option = outcome_option(
-    "--replicas",
-    type=click.Choice(REPLICAS),
-    default="compare",
-    show_default=True,
-    help="Tensors that several ranks hold: compare all copies, or look at the first.",
-)
-memory_option = conduct_option(
-    "--memory", default=DEFAULT_MEMORY, show_default=True, help="Memory budget of each worker."
-)
+def declared(name: str, *further_flags: str, help: str | None = None) -> Decorator:
+    """An option as it is declared in :mod:`~paddle_reshard.pipeline.convert.options`, under its name there."""
+    option = declarations()[name]
+    settings: dict[str, Any] = {"metavar": option.metavar, "help": help or option.help}
+    if option.default is not None:
+        settings |= {"default": option.default, "show_default": True}
+    if option.choices:
+        settings["type"] = (Choice if option.likely else click.Choice)(tuple(option.choices))
+    elif option.kind is Kind.COUNT:
+        settings["type"] = click.IntRange(1)
+    elif option.kind is Kind.FLAG:
+        settings["is_flag"] = True
+    elif option.kind is Kind.LIST:
+        settings["multiple"] = True
+    elif option.kind in (Kind.FILE, Kind.ENTRIES):
+        settings["type"] = FILE
+    elif option.kind is Kind.OBJECT:
+        settings |= {"metavar": "JSON|@FILE", "callback": lambda context, parameter, text: read_object(text)}
+    return click.option(flag_of(name), *further_flags, name, cls=Option, decides=option.decides, **settings)
 
 
-def _storage_option(text: str, *names: str) -> Callable[[Any], Any]:
-    return access_option(
-        *names,
-        metavar="JSON|@FILE",
-        callback=lambda context, parameter, value: _storage_options(value),
-        help=text,
-    )
+def given(context: click.Context) -> dict[str, Any]:
+    """The options of a conversion that a command line gives, by their names in Python.
+
+    What it leaves out has the same default there, or is as a session has it.
+    """
+    values = {
+        name: value
+        for name, value in context.params.items()
+        if name in declarations() and context.get_parameter_source(name) is not ParameterSource.DEFAULT
+    }
+    flags = {entry: context.params.get(name) for name, entry in LAYOUT_FLAGS.items()}
+    entries = {
+        entry: _segmentation(value) if entry == "segmentation" else value
+        for entry, value in flags.items()
+        if value is not None
+    }
+    if entries:
+        values["layout"] = {**_layout_file(values.get("layout")), **entries}
+    return values
 
 
-_REACH = (
-    "What fsspec needs to reach the store: key, secret, endpoint_url, profile, … Never printed or stored; "
-    "@FILE keeps it out of the list of processes."
-)
-allow_scheme_option = conduct_option(
-    "--allow-scheme",
-    multiple=True,
-    metavar="NAME",
-    help=f"Open URLs of this scheme too, beside the plain ones: {', '.join(sorted(PLAIN_SCHEMES))}.",
-)
-storage_option = all_of(_storage_option(_REACH, "--storage-options"), allow_scheme_option)
-allow_links_option = outcome_option(
-    "--allow-links", is_flag=True, help="Follow links in the source that lead out of its folder."
-)
-source_storage_option = all_of(
-    allow_links_option,
-    _storage_option(_REACH, "--storage-options", "--source-storage-options", "storage_options"),
-    allow_scheme_option,
-)
-target_storage_option = all_of(
-    _storage_option(_REACH, "--storage-options", "--target-storage-options", "storage_options"),
-    allow_scheme_option,
-)
-both_storage_options = all_of(
-    allow_links_option,
-    storage_option,
-    _storage_option("The same for what is read, in place of --storage-options.", "--source-storage-options"),
-    _storage_option(
-        "The same for what is written, in place of --storage-options.", "--target-storage-options"
-    ),
-)
-quiet_option = conduct_option("--quiet", is_flag=True, help="Print nothing but errors.")
+def _layout_file(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    from paddle_reshard.pipeline.convert.inputs import read_layout_file
+
+    return read_layout_file(path)
 
 
-def _storage_options(text: str | None) -> dict[str, Any] | None:
+def _segmentation(text: str) -> str | list[int]:
+    if not text[:1].isdigit():
+        return text
+    try:
+        return [int(start) for start in text.split(",")]
+    except ValueError as error:
+        raise UsageError(f"--segmentation {text!r}: item numbers are whole numbers, 0,3,6") from error
+
+
+def read_object(text: str | None) -> dict[str, Any] | None:
     """A JSON object, or the one in a file; the text itself never appears in a message, it holds secrets."""
     if text is None:
         return None
@@ -142,3 +124,24 @@ def _storage_options(text: str | None) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise click.BadParameter("a JSON object is expected")
     return value
+
+
+json_option = conduct_option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+quiet_option = conduct_option("--quiet", is_flag=True, help="Print nothing but errors.")
+layout_flags = all_of(
+    outcome_option(
+        "--comm-buffer-size-mb",
+        type=click.IntRange(1),
+        help="Stage 1 v2: the job's sharding_comm_buffer_size_MB. Default: 256.",
+    ),
+    outcome_option(
+        "--sequence-parallel/--no-sequence-parallel",
+        default=None,
+        help="Whether the target job uses it; decides parameter names. Default: as the source.",
+    ),
+    outcome_option(
+        "--segmentation",
+        metavar="HOW",
+        help="Layers per stage: uniform, layer:Regex, or item numbers 0,3,6. Default: as the model class does.",
+    ),
+)

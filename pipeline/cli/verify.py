@@ -16,16 +16,7 @@ from paddle_reshard.pipeline.cli.json_output import (
     verify_data,
 )
 from paddle_reshard.pipeline.cli.observers import waiting
-from paddle_reshard.pipeline.cli.options import (
-    both_storage_options,
-    config_option,
-    json_option,
-    memory_option,
-    missing_option,
-    quiet_option,
-    replicas_option,
-    rules_option,
-)
+from paddle_reshard.pipeline.cli.options import declared, json_option, quiet_option
 from paddle_reshard.pipeline.cli.output import (
     answer,
 )
@@ -58,12 +49,16 @@ KNOWN_TO_ONE = (
     help="With one argument: what it was converted from, to compare what the storage has copied. What the manifest "
     "says of it is never opened.",
 )
-@replicas_option
-@memory_option
-@rules_option
-@config_option
-@missing_option
-@both_storage_options
+@declared("replicas")
+@declared("memory")
+@declared("rules")
+@declared("config")
+@declared("allow_missing")
+@declared("allow_links")
+@declared("storage_options")
+@declared("allow_scheme")
+@declared("source_storage_options")
+@declared("target_storage_options")
 @json_option
 @quiet_option
 def verify(

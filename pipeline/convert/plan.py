@@ -7,18 +7,15 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, cast
 
-from paddle_reshard.pipeline.convert.choices import CHECKS, REPLICAS
 from paddle_reshard.pipeline.convert.inputs import as_file, load_layout, load_target_names
-from paddle_reshard.pipeline.convert.request import (
+from paddle_reshard.pipeline.convert.options import (
     CONVERSION_OPTIONS,
     TARGET_OPTIONS,
     ConversionOptions,
-    ConversionRequest,
     TargetOptions,
-    check_options,
-    parse_choice,
-    parse_drop,
 )
+from paddle_reshard.pipeline.convert.request import ConversionRequest, check_options, parse_choice, parse_drop
+from paddle_reshard.pipeline.core.choices import CHECKS, REPLICAS
 from paddle_reshard.pipeline.core.errors import UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.file_names import AVERAGE
 from paddle_reshard.pipeline.core.freed import give_back_freed

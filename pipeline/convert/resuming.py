@@ -10,50 +10,55 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from paddle_reshard.pipeline.convert.choices import CHECKS, REPLICAS
 from paddle_reshard.pipeline.convert.given import KeptFile
 from paddle_reshard.pipeline.convert.inputs import read_layout_file, read_text
-from paddle_reshard.pipeline.convert.request import (
+from paddle_reshard.pipeline.convert.options import (
     CONVERSION_OPTIONS,
     TARGET_OPTIONS,
     ConversionOptions,
+    Kind,
     TargetOptions,
+    declarations,
+    flag_of,
+    is_whole,
 )
 from paddle_reshard.pipeline.core.errors import StaleSessionError, UsageError
 from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike
-from paddle_reshard.pipeline.layouts.formats import DEFAULT
+from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_count
+from paddle_reshard.storage.formats.typed_json import EntryError, typed
 
-NOT_KEPT = (
-    *("storage_options", "source_storage_options", "target_storage_options"),
-    *("allow_scheme", "no_space_check"),
-)
+OPTIONS = {name: declarations()[name] for name in CONVERSION_OPTIONS}
+KEPT = tuple(name for name, option in OPTIONS.items() if option.in_session)
+NOT_KEPT = tuple(name for name in OPTIONS if name not in KEPT)
 """How stores are reached, and what is said of a disk as it is today."""
-FILES = ("aoa", "rules", "config", "target_meta")
-CONSENT = ("fill", "allow_links")
-CHANGES_NO_BYTE = ("memory", "check", "allow_reread")
-"""Kept, and free to be left out whatever else is given: only the plan, or how it is checked, follows from them."""
-KEPT = tuple(name for name in CONVERSION_OPTIONS if name not in NOT_KEPT)
+FILES = tuple(name for name, option in OPTIONS.items() if option.kind is Kind.FILE)
 OF_ALL_TARGETS = tuple(name for name in KEPT if name not in TARGET_OPTIONS)
 LARGEST_KEPT_BYTES = 1 << 20
 """Of a file: the record of a session is written anew several times a minute."""
-_KINDS: Mapping[str, type] = {
-    **dict.fromkeys((*FILES, "layout"), dict),
-    **dict.fromkeys(("allow_missing", "drop"), list),
-    **dict.fromkeys(("vocab_pad", "vocab_trim"), int),
-    **dict.fromkeys((*CONSENT, "overwrite", "allow_reread"), bool),
-    **dict.fromkeys(("allow_replica_drift", "allow_master_drift"), bool),
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A small file as a record has it, without its text where that is large."""
+
+    name: str
+    sha256: str
+    text: str | None = None
+
+
+_TYPES: Mapping[Kind, Any] = {
+    Kind.TEXT: str,
+    Kind.COUNT: int,
+    Kind.FLAG: bool,
+    Kind.LIST: tuple[str, ...],
+    Kind.FILE: _File,
+    Kind.ENTRIES: Mapping[str, Any],
 }
-"""What JSON has for an option; for all others a text."""
-_DEFAULTS: Mapping[str, Any] = {
-    "format": DEFAULT,
-    "memory": DEFAULT_MEMORY,
-    "replicas": REPLICAS[0],
-    "check": CHECKS[0],
-}
+"""What a record has for an option that is not ``consent``; of that only whether it was given."""
 
 Targets = PathLike | Mapping[PathLike, TargetOptions]
 
@@ -79,7 +84,7 @@ def request_of(target: Targets, options: ConversionOptions) -> dict[str, Any]:
 
 def _kept(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     kept = {name: _plain(name, options.get(name)) for name in names}
-    return {name: value for name, value in kept.items() if value and value != _DEFAULTS.get(name)}
+    return {name: value for name, value in kept.items() if value and value != OPTIONS[name].default}
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -93,10 +98,10 @@ def _plain(name: str, value: Any) -> Any:
         return {entry: _listed(entries[entry]) for entry in sorted(entries)}
     if name in FILES:
         return _plain_file(value)
-    if name in CONSENT:
+    if OPTIONS[name].consent:
         return True
     if name == "files":
-        return str(value)
+        return parse_count(value)
     return [value] if name == "drop" and isinstance(value, str) else _listed(value)
 
 
@@ -176,22 +181,12 @@ def check_request(begun: Mapping[str, Any], location: str) -> None:
 def _is_kept(given: Any, names: Sequence[str]) -> bool:
     if not isinstance(given, dict) or not given.keys() <= set(names):
         return False
-    if not all(type(value) is _KINDS.get(name, str) for name, value in given.items()):
+    try:
+        for name, value in given.items():
+            typed(value, bool if OPTIONS[name].consent else _TYPES[OPTIONS[name].kind])
+    except EntryError:
         return False
-    lists = (value for value in given.values() if isinstance(value, list))
-    files = (given[name] for name in FILES if name in given)
-    return all(isinstance(text, str) for value in lists for text in value) and all(
-        file.keys() <= {"name", "sha256", "text"}
-        and {"name", "sha256"} <= file.keys()
-        and all(isinstance(text, str) for text in file.values())
-        for file in files
-    )
-
-
-def is_whole(target: Targets, options: ConversionOptions) -> bool:
-    """Whether a request says what is to come out."""
-    asked = target.values() if isinstance(target, Mapping) else [options]
-    return any(of_target.get("to") or of_target.get("format") for of_target in asked)
+    return True
 
 
 def _merge(
@@ -200,15 +195,16 @@ def _merge(
     merged: dict[str, Any] = {}
     for name in names:
         before = begun.get(name)
+        option = OPTIONS[name]
         given = name in asked and (whole or bool(asked[name]))
-        if not given and name not in CONSENT and (not whole or name in CHANGES_NO_BYTE):
+        if not given and not option.consent and not (whole and option.changes_bytes):
             if before is not None:
                 merged[name] = _restored(location, name, before)
             continue
         now = _plain(name, asked.get(name))
-        if now == _DEFAULTS.get(name):
+        if now == option.default:
             now = None
-        if name not in CHANGES_NO_BYTE and _essence(now) != _essence(before):
+        if option.changes_bytes and _essence(now) != _essence(before):
             raise _contradiction(location, name, before, now)
         if name in asked:
             merged[name] = asked[name]
@@ -226,7 +222,7 @@ def _restored(location: str, name: str, kept: Any) -> Any:
     if "text" not in kept:
         raise UsageError(
             f"{location}: the unfinished conversion here was begun with {_in_words(name, kept)}, which is too large to "
-            f"be kept; give it again: {_flag(name)} FILE"
+            f"be kept; give it again: {flag_of(name)} FILE"
         )
     return KeptFile(kept["name"], kept["text"])
 
@@ -234,38 +230,34 @@ def _restored(location: str, name: str, kept: Any) -> Any:
 def _contradiction(location: str, name: str, before: Any, now: Any) -> StaleSessionError:
     here = f"{location}: the unfinished conversion here was begun"
     clean = f"paddle-reshard clean {location}"
-    if now is None and name in CONSENT:
-        again = f"{_flag(name)} FILE" if name == "fill" else _flag(name)
+    if now is None and OPTIONS[name].consent:
+        again = f"{flag_of(name)} FILE" if name == "fill" else flag_of(name)
         return StaleSessionError(
-            f"{here} with {_flag(name)}, which has to be given again: {again}; or {clean}"
+            f"{here} with {flag_of(name)}, which has to be given again: {again}; or {clean}"
         )
     if now is None:
         return StaleSessionError(
             f"{here} with {_in_words(name, before)}, which is not given; give it, or neither --to nor --format to go "
             f"on with all that it was begun with, or {clean}"
         )
-    said = f"with {_in_words(name, before)}" if before is not None else f"without {_flag(name)}"
+    said = f"with {_in_words(name, before)}" if before is not None else f"without {flag_of(name)}"
     return StaleSessionError(
         f"{_in_words(name, now)}: the unfinished conversion at {location} was begun {said}; leave it out to go on with "
         f"that, or {clean}"
     )
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def _in_words(name: str, value: Any) -> str:
     """An option as it would be typed."""
     if value is True:
-        return _flag(name)
+        return flag_of(name)
     if isinstance(value, Mapping) and "sha256" in value:
-        return f"{_flag(name)} {value['name']} (SHA-256 {value['sha256'][:12]}…)"
+        return f"{flag_of(name)} {value['name']} (SHA-256 {value['sha256'][:12]}…)"
     if isinstance(value, Mapping):
-        return f"{_flag(name)} ({', '.join(f'{entry}: {value[entry]}' for entry in value)})"
+        return f"{flag_of(name)} ({', '.join(f'{entry}: {value[entry]}' for entry in value)})"
     return " ".join(_words(name, value))
 
 
 def _words(name: str, value: Any) -> Iterator[str]:
     for one in value if isinstance(value, list) else [value]:
-        yield f"{_flag(name)} {one}"
+        yield f"{flag_of(name)} {one}"

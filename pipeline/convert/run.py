@@ -22,6 +22,7 @@ from paddle_reshard.pipeline.aoa.rewrite import rewrite
 from paddle_reshard.pipeline.convert.inputs import as_file, given_inputs, load_program
 from paddle_reshard.pipeline.convert.integrity import check_target, glance_at_target
 from paddle_reshard.pipeline.convert.manifest import describe_targets, format_manifest, parse_manifest
+from paddle_reshard.pipeline.convert.options import ConversionOptions, TargetOptions, is_whole
 from paddle_reshard.pipeline.convert.plan import (
     ConversionPlan,
     PlannedTarget,
@@ -29,8 +30,7 @@ from paddle_reshard.pipeline.convert.plan import (
     plan_checkpoint,
     read_request,
 )
-from paddle_reshard.pipeline.convert.request import ConversionOptions, TargetOptions
-from paddle_reshard.pipeline.convert.resuming import go_on, is_whole, request_of
+from paddle_reshard.pipeline.convert.resuming import go_on, request_of
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import (
     FinishedError,

@@ -19,8 +19,8 @@ import numpy as np
 
 from paddle_reshard.clusters.choose import choose_engine
 from paddle_reshard.pipeline.convert.inputs import given_inputs
+from paddle_reshard.pipeline.convert.options import ConversionOptions, TargetOptions
 from paddle_reshard.pipeline.convert.plan import ConversionPlan, plan_checkpoint, read_request
-from paddle_reshard.pipeline.convert.request import ConversionOptions, TargetOptions
 from paddle_reshard.pipeline.convert.run import ConversionReport, check_targets, open_targets, plan_and_run
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.catalog import Catalog, File

@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any
 
 from paddle_reshard.clusters.inline import InlineEngine
-from paddle_reshard.pipeline.convert.choices import REPLICAS
 from paddle_reshard.pipeline.convert.inputs import given_inputs
 from paddle_reshard.pipeline.convert.integrity import IntegrityReport, check_target
 from paddle_reshard.pipeline.convert.manifest import parse_manifest
 from paddle_reshard.pipeline.convert.plan import reread_in_words
 from paddle_reshard.pipeline.convert.request import parse_choice
+from paddle_reshard.pipeline.core.choices import REPLICAS
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST

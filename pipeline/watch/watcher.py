@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 
 from paddle_reshard.pipeline import api
 from paddle_reshard.pipeline.convert.manifest import describe_targets
-from paddle_reshard.pipeline.convert.request import CONVERSION_OPTIONS
+from paddle_reshard.pipeline.convert.options import CONVERSION_OPTIONS
 from paddle_reshard.pipeline.core.errors import CheckpointError, ListingError, ReshardError, UsageError
 from paddle_reshard.pipeline.watch import notices
 from paddle_reshard.pipeline.watch.claims import (

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.inspection import Inspection, StateSummary, inspect
     from paddle_reshard.pipeline.convert.integrity import Damage, IntegrityReport
     from paddle_reshard.pipeline.convert.plan import ConversionPlan, PlannedTarget
-    from paddle_reshard.pipeline.convert.request import ConversionOptions, TargetOptions
+    from paddle_reshard.pipeline.convert.options import (ConversionOptions, TargetOptions)
     from paddle_reshard.pipeline.convert.run import ConversionReport, MoveReport
     from paddle_reshard.pipeline.convert.series import average
     from paddle_reshard.pipeline.convert.verify import VerifyReport, check, verify
@@ -165,7 +165,7 @@ _HOMES = {
     "pipeline.convert.run": ("ConversionReport", "MoveReport"),
     "tasks.figures": ("WorkerFigures",),
     # What is asked for
-    "pipeline.convert.request": ("ConversionOptions", "TargetOptions"),
+    "pipeline.convert.options": ("ConversionOptions", "TargetOptions"),
     "pipeline.core.topology": ("Topology",),
     "pipeline.core.units": ("PathLike",),
     "storage.locate": ("StorageOptions",),

@@ -13,7 +13,7 @@ import pytest
 from safetensors import safe_open
 
 import paddle_reshard
-from paddle_reshard.pipeline.convert.request import TargetOptions
+from paddle_reshard.pipeline.convert.options import TargetOptions
 from tests import oracle
 from tests.conftest import case_directory, case_names
 from tests.golden.test_flex import LOAD, by_folder, run_paddle

@@ -11,7 +11,8 @@ from click.testing import CliRunner
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
-from paddle_reshard.pipeline.convert.request import TargetOptions, parse_target
+from paddle_reshard.pipeline.convert.options import TargetOptions
+from paddle_reshard.pipeline.convert.request import parse_target
 from paddle_reshard.pipeline.core.errors import DriftError, UsageError
 from paddle_reshard.pipeline.core.events import Event, Progress
 from tests.conftest import case_directory

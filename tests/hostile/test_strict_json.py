@@ -12,7 +12,7 @@ import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.aoa.language import parse_aoa
-from paddle_reshard.pipeline.cli.options import _storage_options
+from paddle_reshard.pipeline.cli.options import read_object
 from paddle_reshard.pipeline.convert.inputs import load_config, load_layout, load_tables, load_target_names
 from paddle_reshard.pipeline.convert.manifest import parse_manifest
 from paddle_reshard.pipeline.core.errors import CheckpointError, ReshardError, TargetError, UsageError
@@ -84,8 +84,8 @@ READERS: dict[str, tuple[Callable[[bytes, Path], object], type[Exception]]] = {
     "rules": (_file(load_tables), UsageError),
     "target meta": (_file(load_target_names), UsageError),
     "aoa": (lambda data, _: parse_aoa(data.decode("latin-1"), "x"), UsageError),
-    "storage options": (lambda data, _: _storage_options(data.decode("latin-1")), click.BadParameter),
-    "storage options in a file": (_file(lambda path: _storage_options(f"@{path}")), click.BadParameter),
+    "storage options": (lambda data, _: read_object(data.decode("latin-1")), click.BadParameter),
+    "storage options in a file": (_file(lambda path: read_object(f"@{path}")), click.BadParameter),
     "manifest": (lambda data, _: parse_manifest(data, "x"), CheckpointError),
     "session": (lambda data, _: SessionRecord.parse(data, "x"), TargetError),
     "ledger": (_ledger, TargetError),

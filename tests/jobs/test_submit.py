@@ -12,7 +12,8 @@ import pytest
 from paddle_reshard.clusters.ray.jobs import entrypoint_of
 from paddle_reshard.pipeline.cli import conversion
 from paddle_reshard.pipeline.cli.jobs import Request
-from paddle_reshard.pipeline.cli.options import Decides, Option
+from paddle_reshard.pipeline.cli.options import Option
+from paddle_reshard.pipeline.convert.options import Decides
 from paddle_reshard.pipeline.core.errors import JobError, ReshardError, StaleSessionError, UsageError
 from paddle_reshard.pipeline.watch.runners import answer_of_job, failure_of_job
 from tests.jobs.command import invoke, run
@@ -47,7 +48,7 @@ def test_the_id_is_that_of_the_conversion_however_it_is_spelled(
 
 DECIDES = {
     Decides.OUTCOME: {
-        "to": "tp=2,pp=4", "sharding_strategy": "stage2", "format_name": "hybrid-plain", "state": "ema",
+        "to": "tp=2,pp=4", "sharding_strategy": "stage2", "format": "hybrid-plain", "state": "ema",
         "dtype": "float32", "files": 3, "paddle_version": "3.2", "max_shard_size": "1GB", "rules": FILE, "config": FILE,
         "layout": FILE, "target_meta": FILE, "aoa": FILE, "expected_plan": FILE, "allow_missing": "lm_head.*",
         "replicas": "first", "allow_replica_drift": True, "allow_master_drift": True,
@@ -73,7 +74,7 @@ DECIDES = {
 def test_every_option_of_convert_says_what_it_decides() -> None:
     options = [option for option in conversion.convert.params if isinstance(option, click.Option)]
     silent = [option.opts[0] for option in options if not isinstance(option, Option)]
-    assert not silent, "declare these with outcome_option, place_option, conduct_option or access_option"
+    assert not silent, "declare these in convert/options.py, or with outcome_option or conduct_option"
     declared = {role: {o.name for o in options if o.decides is role} for role in Decides}
     assert declared == {role: set(values) for role, values in DECIDES.items()}
 

@@ -14,8 +14,8 @@ import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.conversion import convert as convert_command
-from paddle_reshard.pipeline.cli.options import Decides, decides
-from paddle_reshard.pipeline.convert.request import CONVERSION_OPTIONS
+from paddle_reshard.pipeline.cli.options import decides
+from paddle_reshard.pipeline.convert.options import CONVERSION_OPTIONS, Decides
 from paddle_reshard.pipeline.convert.resuming import KEPT, LARGEST_KEPT_BYTES
 from paddle_reshard.pipeline.core.errors import FinishedError, StaleSessionError, UsageError
 from paddle_reshard.pipeline.core.events import Event, Progress
@@ -157,7 +157,7 @@ def test_on_s3(source: Path, store: Store, bucket: str) -> None:
     secret = {**store.options, "config_kwargs": {"user_agent_extra": SECRET}}
     begin(source, f"s3://{bucket}/t", format="flex", files=2, storage_options=secret)
     record = store.client.get_object(Bucket=bucket, Key="t/.paddle_reshard_session.json")["Body"].read()
-    assert json.loads(record)["identity"]["request"]["targets"] == [{"format": "flex", "files": "2"}]
+    assert json.loads(record)["identity"]["request"]["targets"] == [{"format": "flex", "files": 2}]
     assert SECRET not in record.decode()
     report = paddle_reshard.convert(source, f"s3://{bucket}/t", resume=True, **reach)
     assert report.moved.resumed_groups > 0
@@ -308,7 +308,7 @@ def test_the_command_line_goes_on_with_what_it_was_told(source: Path, tmp_path: 
 
 def test_everything_that_decides_the_outcome_is_kept_and_no_way_to_a_store() -> None:
     for option in convert_command.params:
-        name = {"format_name": "format"}.get(option.name or "", option.name)
+        name = option.name
         if isinstance(option, click.Option) and name in CONVERSION_OPTIONS:
             role = decides(option)
             assert name in KEPT or role in (Decides.CONDUCT, Decides.ACCESS), name

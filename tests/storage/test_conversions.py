@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.convert.request import TargetOptions
+from paddle_reshard.pipeline.convert.options import TargetOptions
 from paddle_reshard.pipeline.core.errors import CheckpointError, TargetError, UsageError
 from paddle_reshard.pipeline.core.events import Event, StepEnded
 from paddle_reshard.pipeline.planning import sizes as planning

@@ -4,3 +4,6 @@ from __future__ import annotations
 
 REPLICAS = ("compare", "first")
 CHECKS = ("sample", "full")
+EXCHANGES = ("auto", "always", "never")
+DEVICES = ("cpu", "gpu")
+UPLOADS = ("always", "never")

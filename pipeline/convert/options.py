@@ -1,0 +1,471 @@
+"""Every option of a conversion, declared once.
+
+A declaration is the annotation of an entry of a ``TypedDict``: its name and type are what type checkers see, and the
+:class:`Option` beside them says all else. The command line makes its options of them; ids, sessions, jobs and schedules
+follow from what an option decides. Nothing heavy is imported here: help and completion need this module.
+"""
+
+# No "from __future__ import annotations": the annotations are the declarations, and are not to be evaluated from text.
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import Annotated, Any, TypedDict, get_type_hints
+
+from paddle_reshard.pipeline.convert.given import GivenFile
+from paddle_reshard.pipeline.core.choices import CHECKS, DEVICES, EXCHANGES, REPLICAS
+from paddle_reshard.pipeline.core.topology import STRATEGIES, Topology
+from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike
+from paddle_reshard.pipeline.layouts.formats import DEFAULT, FORMATS
+from paddle_reshard.pipeline.layouts.huggingface.choices import EXPORTED_STATES, FLOATING
+from paddle_reshard.storage.schemes import PLAIN_SCHEMES
+
+
+class Decides(Enum):
+    """What an option decides.
+
+    Two conversions with the same id come out the same, byte for byte, or are refused for the same reason; so one is
+    enough. The id follows from ``OUTCOME`` and ``PLACE``.
+    """
+
+    OUTCOME = "what comes out, or whether that is refused"
+    PLACE = "the same, by naming a file or URL that stays where it is"
+    CONDUCT = "where, how fast and with what means a conversion runs, and what it tells"
+    ACCESS = "how stores are reached; holds secrets, which belong in no id and no command line"
+
+
+class Kind(Enum):
+    """How an option is written."""
+
+    TEXT = "a text"
+    COUNT = "a whole number from 1"
+    FLAG = "given or not"
+    LIST = "texts; the option can be repeated"
+    FILE = "a small local file; it travels with a job, and a session keeps its text"
+    ENTRIES = "a small local file of JSON, or in Python a mapping"
+    OBJECT = "a JSON object, or @FILE with one"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """What is known of an option beside its name and type."""
+
+    help: str
+    kind: Kind = Kind.TEXT
+    decides: Decides = Decides.OUTCOME
+    metavar: str | None = None
+    choices: Sequence[str] = ()
+    likely: bool = False
+    """Whether a word that is none of the choices is answered with the one that may have been meant."""
+    default: str | None = None
+    """What applies where it is not given, for help to show."""
+    flag: str | None = None
+    """Its spelling on the command line, where that does not follow from its name."""
+    kept: bool = False
+    """Whether a session keeps it though it changes no byte: the plan, or how it is checked, follows from it."""
+    consent: bool = False
+    """Whether it is consent rather than a choice. A record that lies beside a target cannot give that: it is only kept
+    that it was given."""
+    not_scheduled: str = ""
+    """Why it makes no sense for every checkpoint of a run alike; empty where it does."""
+
+    @property
+    def in_session(self) -> bool:
+        """Whether a session keeps it: whatever decides the outcome, and nothing by which a store is reached."""
+        return self.kept or self.decides in (Decides.OUTCOME, Decides.PLACE)
+
+    @property
+    def changes_bytes(self) -> bool:
+        """Whether the outcome depends on it."""
+        return self.decides in (Decides.OUTCOME, Decides.PLACE)
+
+
+class TargetOptions(TypedDict, total=False):
+    """What is asked of a target. Each format says which of them it has; the others are refused."""
+
+    format: Annotated[
+        str | None,
+        Option(
+            choices=tuple(FORMATS),
+            likely=True,
+            default=DEFAULT,
+            help="hybrid: with model_meta.json where the trainer writes it; hybrid-plain: without; huggingface: the "
+            "model alone, for transformers; flex: FlexCheckpoint; auto-parallel: its dist_ckpt; unified: unified "
+            "checkpoint.",
+        ),
+    ]
+    """``"hybrid"`` (default) writes ``model_meta.json`` where the trainer does, ``"hybrid-plain"`` never;
+    ``"huggingface"`` writes the model for ``transformers``: one or several ``.safetensors`` files, ``config.json``, the
+    tokenizer; ``"flex"`` the FlexCheckpoint folders of PaddleFormers; ``"auto-parallel"`` the one folder of
+    auto-parallel training, in which states have parameter names; ``"unified"`` the safetensors of unified
+    checkpoints."""
+    to: Annotated[
+        str | Topology | None,
+        Option(
+            metavar="TOPOLOGY",
+            help="axis=size,… of the target job: tp, pp, vpp, sharding, ep, dp; omitted axes are 1. Needed for the "
+            "hybrid formats.",
+        ),
+    ]
+    """Topology of the target, ``"tp=2,pp=2,sharding=2"``."""
+    sharding_strategy: Annotated[
+        str | None,
+        Option(
+            choices=STRATEGIES,
+            likely=True,
+            help="Default: the source's where the target can have it, else the trainer's own: PaddleFormers stage1v2, "
+            "PaddleNLP stage1v1.",
+        ),
+    ]
+    """``none``, ``stage1v1``, ``stage1v2``, ``stage2`` or ``stage3``. Default: the source's where a job of the target
+    topology can have it, else the trainer's own (PaddleFormers ``stage1v2``, PaddleNLP ``stage1v1``); ``none`` where
+    sharding is 1. The plan says which and why."""
+    state: Annotated[
+        str | None,
+        Option(
+            choices=EXPORTED_STATES,
+            likely=True,
+            help="huggingface: the parameters, or as a model their moving average, which is kept in float32 and "
+            "rounded to the dtype of the parameters. Default: param.",
+        ),
+    ]
+    """``"param"`` (default) writes the parameters, ``"ema"`` their exponential moving average, which is kept in
+    float32, rounded to the dtype of the parameters."""
+    dtype: Annotated[
+        str | None,
+        Option(
+            choices=FLOATING,
+            likely=True,
+            help="huggingface: of all floating tensors but those that the model keeps in float32; rounded once, from "
+            "the master weight where there is one. Default: each as trained, bit for bit.",
+        ),
+    ]
+    """``"bfloat16"``, ``"float16"`` or ``"float32"`` for all floating tensors but those that the model keeps in
+    float32. By default each has the dtype of its parameter, and its bits. Another one is made of the most exact values
+    that the source holds, rounded once: the master weight where there is one."""
+    files: Annotated[
+        int | str | None,
+        Option(
+            kind=Kind.COUNT,
+            help="flex, auto-parallel: data files of each folder, at most; by default as many as hold 4 GiB each. "
+            "unified: files of each kind, by default one.",
+        ),
+    ]
+    """Data files per folder, at most; default: as many as hold 4 GiB each, for a rank of the target job reads whole
+    files."""
+    paddle_version: Annotated[
+        str | None,
+        Option(
+            metavar="VERSION",
+            help="flex, auto-parallel: the Paddle by whose classes the metadata are written. Default: 3.3.",
+        ),
+    ]
+    """By whose classes the metadata are written: ``"3.3"`` (default), ``"3.2"`` or ``"3.0"``."""
+    max_shard_size: Annotated[
+        str | None,
+        Option(metavar="SIZE", help="huggingface: bytes of tensors in one file. Default: 5GB."),
+    ]
+    """Bytes of tensors in one file, ``"5GB"``; a larger tensor has its own file."""
+    layout: Annotated[
+        PathLike | Mapping[str, Any] | None,
+        Option(
+            kind=Kind.ENTRIES,
+            help="JSON with what the target job decides and no topology says: comm_buffer_size_MB, comm_overlap, "
+            "sort_parameters, stage3_segment_size, sequence_parallel, segmentation, convention.",
+        ),
+    ]
+    """What the target job decides and no topology says: a mapping, or a JSON file."""
+    target_meta: Annotated[
+        GivenFile | None,
+        Option(kind=Kind.FILE, help="model_meta.json of a job of the target topology, for parameter names."),
+    ]
+    """``model_meta.json`` of a job of the target topology, to take parameter names from."""
+
+
+class ConversionOptions(TargetOptions, total=False):
+    """What is asked of a conversion."""
+
+    aoa: Annotated[
+        GivenFile | None,
+        Option(
+            kind=Kind.FILE,
+            help="AOA statements by which tensors get other keys, are cut, joined, transposed or cast; --config is "
+            "then that of the model that comes out.",
+        ),
+    ]
+    """Rules by which tensors get other keys, are cut, joined, transposed or cast: a file of Paddle's AOA statements.
+    Keys and layouts of the targets are those that the statements make."""
+    fill: Annotated[
+        PathLike | None,
+        Option(
+            decides=Decides.PLACE,
+            consent=True,
+            metavar="FILE",
+            help="A safetensors file, or its URL, with tensors that no file of SRC holds.",
+        ),
+    ]
+    """A safetensors file with tensors that no file of the source holds."""
+    memory: Annotated[
+        str,
+        Option(
+            decides=Decides.CONDUCT, kept=True, default=DEFAULT_MEMORY, help="Memory budget of each worker."
+        ),
+    ]
+    """Budget of each worker, default ``"1GiB"``."""
+    rules: Annotated[
+        GivenFile | None,
+        Option(
+            kind=Kind.FILE,
+            help="Rule table of the model family, instead of those that come with the tool.",
+        ),
+    ]
+    """A rule table for the model family, instead of those that come with the package."""
+    config: Annotated[
+        GivenFile | None,
+        Option(kind=Kind.FILE, help="The model's config.json, for a checkpoint that has none."),
+    ]
+    """The model's ``config.json``, for a source that has none."""
+    allow_missing: Annotated[
+        Sequence[str],
+        Option(
+            kind=Kind.LIST,
+            metavar="PATTERN",
+            help="Keys that no file of a checkpoint holds and that may be missing in a target too; * stands for "
+            "anything.",
+        ),
+    ]
+    """Patterns (``*`` stands for anything) of keys that no file holds and that may be missing in the targets too."""
+    replicas: Annotated[
+        str,
+        Option(
+            choices=REPLICAS,
+            default=REPLICAS[0],
+            help="Tensors that several ranks hold: compare all copies, or look at the first.",
+        ),
+    ]
+    """``"compare"`` (default): tensors that several ranks hold are compared while the first copy is moved; ``"first"``:
+    only the first is looked at."""
+    allow_replica_drift: Annotated[
+        bool, Option(kind=Kind.FLAG, help="Take the first copy where copies differ, and report it.")
+    ]
+    """Report copies that differ instead of refusing."""
+    check: Annotated[
+        str,
+        Option(
+            decides=Decides.CONDUCT,
+            kept=True,
+            choices=CHECKS,
+            default=CHECKS[0],
+            help="Parameters that are stored beside their master weights: compare what is loaded anyway and a few "
+            "runs of every other array, or read everything for it.",
+        ),
+    ]
+    """Parameters and master weights of the source are held against each other: ``"sample"`` (default) in full where
+    both are loaded anyway, else by a few runs of every array; ``"full"``: every element, whatever has to be read."""
+    allow_master_drift: Annotated[
+        bool,
+        Option(
+            kind=Kind.FLAG,
+            help="Keep parameters that are not their master weights, rounded, and report them.",
+        ),
+    ]
+    """Keep parameters that are not the cast of their master weights, and report them, instead of refusing."""
+    allow_reread: Annotated[
+        bool,
+        Option(
+            kind=Kind.FLAG,
+            decides=Decides.CONDUCT,
+            kept=True,
+            help="Read source bytes several times where --memory is too small for reading them once.",
+        ),
+    ]
+    """Read source bytes several times where the budget demands it, instead of refusing."""
+    no_space_check: Annotated[
+        bool,
+        Option(
+            kind=Kind.FLAG,
+            decides=Decides.CONDUCT,
+            help="Do not compare the free space of the target's disk with what will be written.",
+        ),
+    ]
+    """Do not compare the free space of the targets' disks with what will be written: for those that do not tell it."""
+    vocab_pad: Annotated[
+        int | None,
+        Option(kind=Kind.COUNT, help="Grow the vocabulary to this many rows, new ones zero."),
+    ]
+    """Give the targets a vocabulary of this many rows: new ones are zero in every state."""
+    vocab_trim: Annotated[int | None, Option(kind=Kind.COUNT, help="Cut the vocabulary to this many rows.")]
+    """The same with fewer rows; what is trimmed is gone."""
+    drop: Annotated[
+        Sequence[str],
+        Option(
+            kind=Kind.LIST,
+            metavar="NAME",
+            help="Leave this out of every target: ema, the moving average. A format that has no place for it asks for "
+            "that, unless another --target holds it. Can be repeated.",
+        ),
+    ]
+    """What no target is to have though the source has it: ``"ema"``, the exponential moving average. A format that has
+    no place for something refuses unless it is named here, or another target of the same conversion holds it."""
+    allow_links: Annotated[
+        bool,
+        Option(
+            kind=Kind.FLAG,
+            consent=True,
+            help="Follow links in the source that lead out of its folder.",
+        ),
+    ]
+    """Follow links in the source that lead out of it."""
+    storage_options: Annotated[
+        Mapping[str, Any] | None,
+        Option(
+            kind=Kind.OBJECT,
+            decides=Decides.ACCESS,
+            help="What fsspec needs to reach the store: key, secret, endpoint_url, profile, … Never printed or "
+            "stored; @FILE keeps it out of the list of processes.",
+        ),
+    ]
+    """What fsspec needs to reach a store that is not a local folder: credentials, endpoint, profile."""
+    allow_scheme: Annotated[
+        Sequence[str],
+        Option(
+            kind=Kind.LIST,
+            decides=Decides.CONDUCT,
+            metavar="NAME",
+            help=f"Open URLs of this scheme too, beside the plain ones: {', '.join(sorted(PLAIN_SCHEMES))}.",
+        ),
+    ]
+    """Schemes of URLs that are opened beside the plain ones: ``("sftp",)``."""
+    source_storage_options: Annotated[
+        Mapping[str, Any] | None,
+        Option(
+            kind=Kind.OBJECT,
+            decides=Decides.ACCESS,
+            help="The same for what is read, in place of --storage-options.",
+        ),
+    ]
+    """The same for the source alone, in place of ``storage_options``."""
+    target_storage_options: Annotated[
+        Mapping[str, Any] | None,
+        Option(
+            kind=Kind.OBJECT,
+            decides=Decides.ACCESS,
+            help="The same for what is written, in place of --storage-options.",
+        ),
+    ]
+    """The same for the targets alone."""
+    overwrite: Annotated[
+        bool, Option(kind=Kind.FLAG, help="Replace a checkpoint that the target already holds.")
+    ]
+    """Replace a checkpoint that a target already holds."""
+
+
+class RunOptions(TypedDict, total=False):
+    """Where and how a conversion runs: further arguments of ``convert``, and most of them of ``average``."""
+
+    cluster: Annotated[
+        str,
+        Option(
+            decides=Decides.CONDUCT,
+            default="inline",
+            metavar="inline|ray|ray:ADDRESS",
+            help="Where it runs.",
+        ),
+    ]
+    workers: Annotated[
+        int | None,
+        Option(
+            kind=Kind.COUNT,
+            decides=Decides.CONDUCT,
+            help="On Ray the number of workers, by default as many as there is room for; in this process the number "
+            "of groups at a time, by default two for every processor.",
+        ),
+    ]
+    exchange: Annotated[
+        str,
+        Option(
+            decides=Decides.CONDUCT,
+            choices=EXCHANGES,
+            default=EXCHANGES[0],
+            help="On Ray, whether several workers share a group through the object store.",
+        ),
+    ]
+    resume: Annotated[
+        bool,
+        Option(
+            kind=Kind.FLAG,
+            decides=Decides.CONDUCT,
+            help="Go on where a killed conversion stopped, if there is one. Without --to and --format, with all that "
+            "it was begun with; --memory, --check and --allow-reread can be left out in any case. Given again are "
+            "--fill, --allow-links and how stores are reached.",
+        ),
+    ]
+    take_over: Annotated[
+        bool,
+        Option(
+            kind=Kind.FLAG,
+            decides=Decides.CONDUCT,
+            help="Resume a conversion of another machine that has ended there, without waiting for its lock to "
+            "expire.",
+        ),
+    ]
+    expected_plan: Annotated[
+        PathLike | None,
+        Option(
+            flag="--plan",
+            kind=Kind.FILE,
+            not_scheduled="is the plan of one conversion; every checkpoint has its own",
+            help="A file that plan --save made: refuse unless this conversion is that plan.",
+        ),
+    ]
+    device: Annotated[
+        str,
+        Option(
+            decides=Decides.CONDUCT,
+            choices=DEVICES,
+            default=DEVICES[0],
+            help="gpu: on Ray, one GPU for each worker, and Paddle.",
+        ),
+    ]
+    verify: Annotated[
+        bool,
+        Option(
+            kind=Kind.FLAG,
+            decides=Decides.CONDUCT,
+            help="In the end, read every byte of the target and compare it with its checksum; with --resume also of "
+            "one that was there already, which else is only looked at.",
+        ),
+    ]
+
+
+TARGET_OPTIONS = tuple(TargetOptions.__annotations__)
+CONVERSION_OPTIONS = tuple(ConversionOptions.__annotations__)
+"""Those of targets among them."""
+RUN_OPTIONS = tuple(RunOptions.__annotations__)
+
+
+@cache
+def declarations() -> Mapping[str, Option]:
+    """Name of every option → its declaration, in the order in which help lists them."""
+    found: dict[str, Option] = {}
+    for kind in (ConversionOptions, RunOptions):
+        types = get_type_hints(kind, include_extras=True)
+        found |= {name: types[name].__metadata__[0] for name in kind.__annotations__}
+    return found
+
+
+def flag_of(name: str) -> str:
+    """How an option is spelled on the command line.
+
+    >>> flag_of("allow_reread"), flag_of("expected_plan")
+    ('--allow-reread', '--plan')
+    """
+    known = declarations().get(name)
+    return (known and known.flag) or f"--{name.replace('_', '-')}"
+
+
+def is_whole(target: PathLike | Mapping[PathLike, TargetOptions], options: Mapping[str, Any]) -> bool:
+    """Whether a request says what is to come out, so that all it leaves out is meant to be as by default."""
+    asked = target.values() if isinstance(target, Mapping) else [options]
+    return any(of_target.get("to") or of_target.get("format") for of_target in asked)

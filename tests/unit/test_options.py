@@ -1,0 +1,103 @@
+"""Every option is declared once: what Python takes, what the command line offers and what a session keeps agree."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, get_type_hints
+
+import pytest
+
+import paddle_reshard
+from paddle_reshard.pipeline.cli.main import cli
+from paddle_reshard.pipeline.cli.options import LAYOUT_FLAGS, given
+from paddle_reshard.pipeline.convert.options import (
+    CONVERSION_OPTIONS,
+    RUN_OPTIONS,
+    TARGET_OPTIONS,
+    ConversionOptions,
+    Decides,
+    Kind,
+    RunOptions,
+    declarations,
+    flag_of,
+)
+from paddle_reshard.pipeline.convert.request import check_options
+from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.layouts.hybrid.request import LayoutOptions
+from tests.jobs.command import invoke
+
+CONVERT = cli.commands["convert"]
+OF_COMMANDS = {"source", "target", "targets", "as_json", "quiet", *LAYOUT_FLAGS}
+"""Parameters of ``convert`` that are no options of a conversion."""
+TYPES: dict[Kind, tuple[Any, ...]] = {
+    Kind.COUNT: (int | None, int | str | None),
+    Kind.FLAG: (bool,),
+}
+
+
+def arguments(function: Any) -> dict[str, inspect.Parameter]:
+    """The arguments of a function that have names of their own."""
+    parameters = inspect.signature(function).parameters
+    return {n: p for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY and n != "observe"}
+
+
+def test_the_command_line_offers_every_option_under_its_name_in_python() -> None:
+    offered = {parameter.name for parameter in CONVERT.params}
+    assert offered - OF_COMMANDS == {*CONVERSION_OPTIONS, *RUN_OPTIONS}
+    for parameter in CONVERT.params:
+        if parameter.name in declarations():
+            assert flag_of(parameter.name) in parameter.opts
+
+
+def test_what_is_left_out_means_the_same_on_the_command_line_and_in_python() -> None:
+    takes = arguments(paddle_reshard.convert)
+    assert takes.keys() == {*RUN_OPTIONS}
+    for name, parameter in takes.items():
+        option = declarations()[name]
+        assert parameter.default == (False if option.kind is Kind.FLAG else option.default), name
+    context = CONVERT.make_context("convert", ["a", "b"])
+    assert given(context) == {}
+
+
+def test_kinds_agree_with_the_types_that_checkers_see() -> None:
+    types = get_type_hints(ConversionOptions) | get_type_hints(RunOptions)
+    for name, option in declarations().items():
+        assert types[name] in TYPES.get(option.kind, (types[name],)), name
+        assert (option.kind is Kind.FLAG) == (types[name] is bool), name
+
+
+def test_no_secret_is_kept_or_decides_an_id() -> None:
+    for name, option in declarations().items():
+        if option.decides is Decides.ACCESS:
+            assert not option.in_session, name
+            assert not option.changes_bytes, name
+        assert not (option.kind is Kind.OBJECT and option.decides is not Decides.ACCESS), name
+
+
+@pytest.mark.parametrize(
+    ("words", "layout"),
+    [
+        (["--segmentation", "uniform"], {"segmentation": "uniform"}),
+        (["--segmentation", "0,3"], {"segmentation": [0, 3]}),
+        (
+            ["--no-sequence-parallel", "--comm-buffer-size-mb", "64"],
+            {"sequence_parallel": False, "comm_buffer_size_MB": 64},
+        ),
+    ],
+)
+def test_flags_stand_for_entries_of_a_layout(words: list[str], layout: dict[str, Any]) -> None:
+    context = CONVERT.make_context("convert", ["a", "b", *words])
+    assert given(context) == {"layout": layout}
+    LayoutOptions.parse(layout, "x")
+
+
+def test_an_option_of_a_target_is_an_entry_of_some_format_and_refused_for_the_others() -> None:
+    """Also one that stands for an entry of a layout, which the command line looked past."""
+    for name in TARGET_OPTIONS:
+        if name in ("format", "to"):
+            continue
+        with pytest.raises(UsageError, match=f"^{flag_of(name)} says nothing about a target of the format"):
+            check_options("unified" if name != "files" else "huggingface", {name: "x"})
+    done = invoke("convert", "a", "b", "--format", "flex", "--segmentation", "uniform")
+    assert done.exit_code == 2
+    assert "--layout (segmentation) says nothing about a target of the format flex" in done.stderr
