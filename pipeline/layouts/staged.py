@@ -15,11 +15,24 @@ def check_tensors(staged: Staged, found: Checkpoint) -> None:
     CheckpointError
         Naming the first tensor.
     """
-    catalog = staged.wanted.catalog
-    content = catalog.tensors[: len(catalog.tensors) - catalog.borrowed]
-    kept = [t for t in content if t.state not in staged.left_states]
-    one = {(t.key, t.state, t.dtype, t.global_shape) for t in kept}
-    two = {(t.key, t.state, t.dtype, t.global_shape) for t in found.catalog.tensors}
-    if one != two:
-        key, state = min((key, state) for key, state, *_ in one ^ two)
+    catalog, read = staged.wanted.catalog, found.catalog.tensors
+    wanted, content = catalog.tensors, len(catalog.tensors) - catalog.borrowed
+
+    def kept(number: int) -> bool:
+        return number < content and wanted.identity(number)[1] not in staged.left_states
+
+    def same(number: int, place: int) -> bool:
+        return wanted.dtype(number) == read.dtype(place) and wanted.shape(number) == read.shape(place)
+
+    lacking, added = [], []
+    for number in filter(kept, range(content)):
+        place = read.find(*wanted.identity(number))
+        if place is None or not same(number, place):
+            lacking.append(wanted.identity(number))
+    for identity in found.catalog.index():
+        origin = wanted.find(*identity)
+        if origin is None or not kept(origin):
+            added.append(identity)
+    if lacking or added:
+        key, state = min(lacking + added)
         raise CheckpointError(f"{key} ({state}): not the same in the source and the staged target")
