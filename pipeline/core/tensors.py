@@ -45,6 +45,15 @@ ACCUMULATORS = {
 }
 
 
+def is_per_parameter(state: str) -> bool:
+    """Whether a state is one number for each parameter.
+
+    >>> is_per_parameter("beta1_pow_acc"), is_per_parameter("moment1")
+    (True, False)
+    """
+    return state in ACCUMULATORS and ACCUMULATORS[state].per_parameter
+
+
 Cast = tuple[str, str]
 """Names of the dtype that values are stored as, and of the one that they become."""
 

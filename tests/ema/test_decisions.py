@@ -107,7 +107,7 @@ def test_only_float32_is_averaged() -> None:
 
 
 def stored(shape: tuple[int, ...], dtype: str = "f4", fortran: bool = False) -> ArrayRef:
-    return ArrayRef(100, 0, dtype, shape, fortran, None)
+    return ArrayRef(100, dtype, shape, fortran, None)
 
 
 def test_a_file_holds_exactly_the_tensors_of_the_rank() -> None:

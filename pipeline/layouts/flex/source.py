@@ -18,7 +18,13 @@ from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
 from paddle_reshard.pipeline.core.geometry import Shape, padded
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
-from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, DType, Tensor, dtype_named, dtype_of_code
+from paddle_reshard.pipeline.core.tensors import (
+    DType,
+    Tensor,
+    dtype_named,
+    dtype_of_code,
+    is_per_parameter,
+)
 from paddle_reshard.pipeline.layouts.flex.names import (
     FOLDERS,
     Name,
@@ -108,7 +114,7 @@ def catalog_flex(
         array that is missing, left over, or of another shape or dtype than its metadata say, a hole or an overlap.
     """
     _check_folders(metadata, arrays)
-    cataloguer = _Cataloguer(sizes, fused)
+    cataloguer = _FlexCatalog(sizes, fused)
     for path in sorted(metadata):
         cataloguer.add_folder(path, metadata[path], arrays, names[path])
     catalog = cataloguer.catalog()
@@ -134,7 +140,7 @@ def _check_folders(metadata: Mapping[str, DistMetadata], arrays: Arrays) -> None
             raise CheckpointError(f"{folder}: data files of several kinds, {', '.join(sorted(kinds))}")
 
 
-class _Cataloguer:
+class _FlexCatalog:
     """Collects the tensors and arrays of all folders."""
 
     def __init__(self, sizes: Mapping[str, int], fused: Callable[[str], Fused | None]) -> None:
@@ -212,7 +218,7 @@ class _Cataloguer:
 
     def _cut(self, tensor: Tensor, metadata: DistMetadata, pieces: Columns) -> TensorCut:
         """How tensor parallelism cut the tensor part by part; one block: not at all."""
-        fused = None if _per_parameter(tensor.state) else self.fused(tensor.key)
+        fused = None if is_per_parameter(tensor.state) else self.fused(tensor.key)
         if fused is None:
             return TensorCut(1, None)
         dim, parts = fused
@@ -252,7 +258,7 @@ class _Cataloguer:
         dtypes = _dtypes(path, metadata, arrays)
         found = []
         for (key, state), dtype, shape in zip(names, dtypes, shapes, strict=True):
-            if _per_parameter(state):
+            if is_per_parameter(state):
                 if prod(shape) != 1:
                     detail = f"shape {shape}, one number per parameter is expected"
                     raise CoverageError(f"{key} ({state})", detail, (path,))
@@ -267,10 +273,6 @@ class _Cataloguer:
             index = self.tensor_index.setdefault((key, state), len(self.tensor_index))
             found.append((index, tensor))
         return found
-
-
-def _per_parameter(state: str) -> bool:
-    return state in ACCUMULATORS and ACCUMULATORS[state].per_parameter
 
 
 def _joined(folder: str, file: str) -> str:

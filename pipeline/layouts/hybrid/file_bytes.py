@@ -14,7 +14,7 @@ from paddle_reshard.pipeline.core.catalog import File
 from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.core.geometry import Ints, Shape
 from paddle_reshard.pipeline.core.literals import Kept, Literals
-from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, DTYPES
+from paddle_reshard.pipeline.core.tensors import DTYPES, is_per_parameter
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.hybrid.cells import Cell
 from paddle_reshard.pipeline.layouts.hybrid.sharding import FlatSlice
@@ -81,7 +81,7 @@ class FileBytes:
             raise PlanError(f"{tensor.key} ({state}): the target needs it, the source does not have it")
         dtype = self.tensors.dtype(place)
         slot = len(arrays.rows) // 3
-        cut = TensorCut(1, None) if is_number(state) else arrays.cell.cuts[tensor.key]
+        cut = TensorCut(1, None) if is_per_parameter(state) else arrays.cell.cuts[tensor.key]
         stretch = None if flat is None else (flat.start, flat.stop)
         kind = self.placements.kind(ArrayKind(shape, cut, dtype.itemsize, stretch))
         arrays.rows.extend((kind, place, DTYPES.index(dtype)))
@@ -125,8 +125,3 @@ class FileBytes:
         self.literals.place(layout.literals, file)
         self.fills.extend((file, offset, nbytes) for offset, nbytes in layout.fills)
         self.placements.add_file(layout.arrays, tp, file)
-
-
-def is_number(state: str) -> bool:
-    """Whether a state is one number for each parameter."""
-    return state in ACCUMULATORS and ACCUMULATORS[state].per_parameter

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import re
 from array import array as numbers_of
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError
@@ -29,6 +28,7 @@ from paddle_reshard.pipeline.core.tensors import (
     DType,
     Tensor,
     dtype_of_code,
+    is_per_parameter,
 )
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
@@ -41,6 +41,12 @@ from paddle_reshard.pipeline.layouts.hybrid.experts import (
 )
 from paddle_reshard.pipeline.layouts.hybrid.format import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.layouts.hybrid.ranks import HALF_DTYPES, Cell, Ranks, sort_ranks
+from paddle_reshard.pipeline.layouts.hybrid.sharing import (
+    Sharing,
+    common_dtype,
+    one_number,
+    whole_in_model_state,
+)
 from paddle_reshard.pipeline.layouts.model import (
     Model,
     ModelTensor,
@@ -49,7 +55,6 @@ from paddle_reshard.pipeline.layouts.model import (
     predict_parameter_names,
 )
 from paddle_reshard.pipeline.layouts.model_meta import ModelMeta
-from paddle_reshard.pipeline.layouts.padding import padded_elements, stage3_slice_elements
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable, choose_table, derived_sizes, expected_shape
 from paddle_reshard.pipeline.layouts.whole import check_layers
@@ -100,7 +105,7 @@ def read_hybrid(
     if ranks.with_meta:
         _check_half_dtypes(stored.tensors, config)
     files = [File(path, paths[path]) for path in held]
-    cataloguer = _Cataloguer(ranks, cells, stored, spread, strategy, files, missing or MissingPolicy())
+    cataloguer = _HybridCatalog(ranks, cells, stored, spread, strategy, files, missing or MissingPolicy())
     catalog = cataloguer.catalog()
     check_catalog(catalog)
     model = replace(
@@ -183,7 +188,7 @@ def _strategy_of_files(ranks: Ranks, cells: Sequence[Cell]) -> str:
         (cell.shapes[key], tuple(stored.array.shape for stored in arrays))
         for cell in cells
         for (key, state), arrays in cell.arrays.items()
-        if not _whole_in_model_state(state) and not _per_parameter(state)
+        if not whole_in_model_state(state) and not is_per_parameter(state)
     }
     several_dims = any(len(shape) > 1 for _, found in shapes for shape in found)
     copies = any(len(local) > 1 and found.count(local) > 1 for local, found in shapes)
@@ -197,14 +202,6 @@ def _strategy_of_files(ranks: Ranks, cells: Sequence[Cell]) -> str:
     if spellings == {False}:
         return "stage2"
     return "stage1v1" if several_dims else "stage1v2"
-
-
-def _whole_in_model_state(state: str) -> bool:
-    return state in (PARAM, EMA_PARAM)
-
-
-def _per_parameter(state: str) -> bool:
-    return state in ACCUMULATORS and ACCUMULATORS[state].per_parameter
 
 
 def _vpp(cells: Sequence[Cell], model: Model) -> int:
@@ -405,17 +402,7 @@ def _check_names(ranks: Ranks, model: Model) -> tuple[bool | None, str | None]:
 # ------------------------------------------------------------------------------------------- the catalog
 
 
-class _Placed(NamedTuple):
-    """An array in a file."""
-
-    file: int
-    byte_offset: int
-    flat: tuple[int, int] | None
-    """Which elements of the flattened tensor it holds; ``None``: it is the whole tensor."""
-    fortran: bool
-
-
-class _Cataloguer:
+class _HybridCatalog:
     """Collects tensors and fragment rows, numbering the copies of each tensor."""
 
     def __init__(
@@ -429,8 +416,8 @@ class _Cataloguer:
         policy: MissingPolicy,
     ) -> None:
         self.ranks, self.cells, self.model, self.spread = ranks, cells, model, spread
-        self.strategy, self.files, self.policy = strategy, files, policy
-        self.tp, self.sharding = ranks.topology.tp, ranks.topology.sharding
+        self.files, self.policy, self.tp = files, policy, ranks.topology.tp
+        self.sharing = Sharing(strategy, ranks.topology.sharding)
         self.missing: set[str] = set()
         self.filled: set[str] = set()
         self.file_index = {file.path: i for i, file in enumerate(files)}
@@ -450,8 +437,8 @@ class _Cataloguer:
                 self._add(cell, key, state, arrays)
             cell.arrays = StoredArrays()  # nobody asks for them any more, and they are many
         implied = self._imply()
-        self._check_filled()
-        self._check_states()
+        _check_filled(self.policy, self.filled)
+        _check_states(self.model, self.ranks.has_ema, self.tensors)
         return Catalog(self.tensors, tuple(self.files), self.placements.fragments(), implied)
 
     def _identity(self, key: str) -> str:
@@ -475,63 +462,22 @@ class _Cataloguer:
         return place
 
     def _add(self, cell: Cell, key: str, state: str, arrays: list[StoredArray]) -> None:
-        dtype = arrays[0].dtype()
-        for stored in arrays[1:]:
-            if stored.dtype() != dtype:
-                raise CoverageError(
-                    f"{key} ({state})",
-                    f"stored as {dtype.name} and as {stored.dtype().name}",
-                    (arrays[0].path, stored.path),
-                )
-        if _per_parameter(state):
+        dtype = common_dtype(key, state, arrays)
+        if is_per_parameter(state):
             self._add_per_parameter(key, state, dtype, arrays)
             return
         tensor = self.by_key[key]
         cut = self.model.cut(tensor, self.tp, self.spread)
         index = self._tensor(key, state, dtype, tensor.global_shape, arrays[0].path)
         rank = cell.tp if cut.dim is not None else 0
-        for copy in self._copies(cell, key, state, arrays):
+        for copy in self.sharing.copies(cell, key, state, arrays):
             replica = self._replica(index, rank)
-            for array in self._placed(cell, key, state, dtype, copy):
+            for array in copy:
                 kind = self.placements.kind(
                     ArrayKind(cell.shapes[key], cut, dtype.itemsize, array.flat, array.fortran)
                 )
-                self.placements.add(kind, rank, index, array.file, array.byte_offset, dtype, replica)
-
-    def _flat(self, cell: Cell, key: str, state: str) -> bool:
-        """Whether the ranks of a sharding group hold slices of the flattened tensor."""
-        if _whole_in_model_state(state):
-            return False
-        return self.strategy == "stage1v2" or (self.strategy == "stage3" and key in cell.sliced)
-
-    def _copies(self, cell: Cell, key: str, state: str, arrays: list[StoredArray]) -> list[list[StoredArray]]:
-        """The arrays of each copy: slices make one copy together, stage 3 keeps the rest whole on every rank."""
-        return [
-            copy
-            for _, of_copy in groupby(arrays, key=lambda stored: stored.copy)
-            for copy in self._copies_of_group(cell, key, state, list(of_copy))
-        ]
-
-    def _copies_of_group(
-        self, cell: Cell, key: str, state: str, arrays: list[StoredArray]
-    ) -> list[list[StoredArray]]:
-        if self._flat(cell, key, state):
-            return [arrays]
-        if self.strategy == "stage3" and not _whole_in_model_state(state):
-            if len(arrays) != self.sharding:
-                raise CoverageError(
-                    f"{key} ({state})",
-                    f"{len(arrays)} of {self.sharding} ranks hold it; stage 3 keeps uncut tensors on every rank",
-                    tuple(stored.path for stored in arrays),
-                )
-            return [[stored] for stored in arrays]
-        if len(arrays) > 1:
-            raise CoverageError(
-                f"{key} ({state})",
-                f"several ranks of a sharding group hold it, under {self.strategy} only one may",
-                tuple(stored.path for stored in arrays),
-            )
-        return [arrays]
+                file = self.file_index[array.path]
+                self.placements.add(kind, rank, index, file, array.byte_offset, dtype, replica)
 
     def _replica(self, tensor: int, rank: int) -> int:
         """A copy is complete when every rank of the cut has given its piece; the next ones are replicas."""
@@ -541,96 +487,13 @@ class _Cataloguer:
 
     def _add_per_parameter(self, key: str, state: str, dtype: DType, arrays: list[StoredArray]) -> None:
         for stored in arrays:
-            array = stored.array
-            if not isinstance(array, ArrayRef) or prod(array.shape) != 1:
-                raise CoverageError(
-                    f"{key} ({state})",
-                    f"shape {array.shape}, one number per parameter is expected",
-                    (stored.path,),
-                )
+            array = one_number(key, state, stored)
             index = self._tensor(key, state, dtype, (1,), stored.path)
             kind = self.placements.kind(ArrayKind((1,), TensorCut(1, None), dtype.itemsize))
             replica = self._replica(index, 0)
             self.placements.add(
                 kind, 0, index, self.file_index[stored.path], array.byte_offset, dtype, replica
             )
-
-    def _placed(
-        self, cell: Cell, key: str, state: str, dtype: DType, arrays: list[StoredArray]
-    ) -> Iterator[_Placed]:
-        """Where the arrays of one copy lie, and what each holds."""
-        shape = cell.shapes[key]
-        if self._flat(cell, key, state):
-            yield from self._flat_placed(cell, key, state, arrays)
-            return
-        (stored,) = arrays
-        if state != PARAM and cell.owners.get(key, stored.shard) != stored.shard:
-            raise CoverageError(
-                f"{key} ({state})", f"param2rank says rank {cell.owners[key]} holds it", (stored.path,)
-            )
-        if stored.array.shape != shape:
-            raise CoverageError(
-                f"{key} ({state})",
-                f"stored with shape {stored.array.shape}, under {self.strategy} a rank's whole tensor has {shape}",
-                (stored.path,),
-            )
-        yield from self._array_placed(stored, None)
-
-    def _flat_placed(self, cell: Cell, key: str, state: str, arrays: list[StoredArray]) -> Iterator[_Placed]:
-        shape = cell.shapes[key]
-        label = f"{key} ({state})"
-        degree = cell.degrees.get(key, self.sharding)
-        total = self._padded(prod(shape), cell.dtypes[key], degree)
-        first = 0
-        for rank, stored in enumerate(arrays, start=arrays[0].shard):
-            if len(stored.array.shape) != 1:
-                raise CoverageError(
-                    label,
-                    f"a slice has one dim, this has shape {stored.array.shape}",
-                    (stored.path,),
-                )
-            if stored.shard != rank:
-                raise CoverageError(
-                    label,
-                    f"shards {rank - 1} and {stored.shard} hold slices, shard {rank} does not",
-                    (stored.path,),
-                )
-            first += stored.array.shape[0]
-        if first != total:
-            raise CoverageError(
-                label,
-                f"its slices have {first} elements together, {prod(shape)} elements padded for {degree} "
-                f"ranks are {total}",
-                tuple(stored.path for stored in arrays),
-            )
-        lengths = {stored.array.shape[0] for stored in arrays}
-        if self.strategy == "stage3" and (len(arrays) != self.sharding or len(lengths) > 1):
-            raise CoverageError(
-                label,
-                f"{len(arrays)} slices of {sorted(lengths)} elements, stage 3 makes {self.sharding} equal ones",
-                tuple(stored.path for stored in arrays),
-            )
-        first = 0
-        for stored in arrays:
-            yield from self._array_placed(stored, (first, first + stored.array.shape[0]))
-            first += stored.array.shape[0]
-
-    def _padded(self, elements: int, dtype: DType, degree: int) -> int:
-        """Elements of all slices of a tensor together."""
-        if self.strategy == "stage3":
-            return stage3_slice_elements(elements, dtype, degree) * degree
-        return padded_elements(elements, dtype, degree)
-
-    def _array_placed(self, stored: StoredArray, flat: tuple[int, int] | None) -> Iterator[_Placed]:
-        file, array = self.file_index[stored.path], stored.array
-        if isinstance(array, ArrayRef):
-            yield _Placed(file, array.byte_offset, flat, flat is None and array.fortran)
-            return
-        start = 0 if flat is None else flat[0]
-        for part in array.parts:
-            stop = start + part.shape[0]
-            yield _Placed(file, part.byte_offset, (start, stop), False)
-            start = stop
 
     def _imply(self) -> dict[int, int]:
         """Parameters that no file holds are the cast of their master weight, by definition of the format."""
@@ -649,54 +512,68 @@ class _Cataloguer:
 
     def _fill(self, tensor: ModelTensor, identity: str) -> None:
         """Take a tensor that no file holds from where the policy says, or leave it out, or refuse it."""
-        array, file = self.policy.filled.get(tensor.key), self.policy.file
+        array, file = filling_of(self.policy, tensor), self.policy.file
         if array is None or file is None:
-            if not self.policy.allows(tensor.key):
-                raise CoverageError(
-                    f"{tensor.key} (param)",
-                    "no file holds it, and it has no master weight to be the cast of (sharded saving loses "
-                    "buffers and parameters that are not trained); give it with --fill FILE, a safetensors file "
-                    f"that holds it as {tensor.dtype.name} {list(tensor.global_shape)}, or go on without it with "
-                    f"--allow-missing '{tensor.key}'",
-                )
             self.missing.add(tensor.key)
             return
-        dtype = dtype_of_code(array.dtype, file.path)
-        if (dtype, array.shape) != (tensor.dtype, tensor.global_shape):
-            raise CoverageError(
-                f"{tensor.key} (param)",
-                f"{tensor.dtype.name} {tensor.global_shape} in the checkpoint, {dtype.name} {array.shape} in the "
-                "file that was given with --fill",
-                (file.path,),
-            )
         if not self.filled:
             self.files.append(file)
         self.filled.add(tensor.key)
-        index = self._tensor(tensor.key, PARAM, dtype, array.shape, file.path)
-        kind = self.placements.kind(ArrayKind(array.shape, TensorCut(1, None), dtype.itemsize))
-        self.placements.add(kind, 0, index, len(self.files) - 1, array.byte_offset, dtype, 0)
+        index = self._tensor(tensor.key, PARAM, tensor.dtype, array.shape, file.path)
+        kind = self.placements.kind(ArrayKind(array.shape, TensorCut(1, None), tensor.dtype.itemsize))
+        self.placements.add(kind, 0, index, len(self.files) - 1, array.byte_offset, tensor.dtype, 0)
 
-    def _check_filled(self) -> None:
-        """What was given and is not missing would be dropped without a word."""
-        for key in sorted(self.policy.filled.keys() - self.filled):
+
+def filling_of(policy: MissingPolicy, tensor: ModelTensor) -> ArrayRef | None:
+    """What a tensor that no file holds is filled with; ``None``: it may be missing.
+
+    Raises
+    ------
+    CoverageError
+        If it may not, or what was given is another tensor.
+    """
+    array, file = policy.filled.get(tensor.key), policy.file
+    if array is None or file is None:
+        if not policy.allows(tensor.key):
             raise CoverageError(
-                key,
-                "given with --fill, but the checkpoint holds it or has no such tensor; take it out of the file",
+                f"{tensor.key} (param)",
+                "no file holds it, and it has no master weight to be the cast of (sharded saving loses "
+                "buffers and parameters that are not trained); give it with --fill FILE, a safetensors file "
+                f"that holds it as {tensor.dtype.name} {list(tensor.global_shape)}, or go on without it with "
+                f"--allow-missing '{tensor.key}'",
             )
+        return None
+    dtype = dtype_of_code(array.dtype, file.path)
+    if (dtype, array.shape) != (tensor.dtype, tensor.global_shape):
+        raise CoverageError(
+            f"{tensor.key} (param)",
+            f"{tensor.dtype.name} {tensor.global_shape} in the checkpoint, {dtype.name} {array.shape} in the "
+            "file that was given with --fill",
+            (file.path,),
+        )
+    return array
 
-    def _check_states(self) -> None:
-        """Every trained tensor has the same optimizer states, and EMA where there is any."""
-        trained = [t for t in self.model.tensors if t.trained and t.tied_to is None]
-        wanted = {name for t in trained for name in t.accumulators}
-        for tensor in trained:
-            lacking = sorted(wanted - set(tensor.accumulators))
-            if lacking:
+
+def _check_filled(policy: MissingPolicy, filled: Collection[str]) -> None:
+    """What was given and is not missing would be dropped without a word."""
+    for key in sorted(policy.filled.keys() - set(filled)):
+        raise CoverageError(
+            key,
+            "given with --fill, but the checkpoint holds it or has no such tensor; take it out of the file",
+        )
+
+
+def _check_states(model: Model, has_ema: bool, tensors: Tensors) -> None:
+    """Every trained tensor has the same optimizer states, and EMA where there is any."""
+    trained = [t for t in model.tensors if t.trained and t.tied_to is None]
+    wanted = {name for t in trained for name in t.accumulators}
+    for tensor in trained:
+        lacking = sorted(wanted - set(tensor.accumulators))
+        if lacking:
+            raise CoverageError(f"{tensor.key} ({lacking[0]})", "no file holds it, other parameters have it")
+        if has_ema:
+            state = EMA_MASTER_WEIGHT if tensor.master else EMA_PARAM
+            if tensors.find(tensor.key, state) is None:
                 raise CoverageError(
-                    f"{tensor.key} ({lacking[0]})", "no file holds it, other parameters have it"
+                    f"{tensor.key} ({state})", "no EMA file holds it, other parameters have it"
                 )
-            if self.ranks.has_ema:
-                state = EMA_MASTER_WEIGHT if tensor.master else EMA_PARAM
-                if self.tensors.find(tensor.key, state) is None:
-                    raise CoverageError(
-                        f"{tensor.key} ({state})", "no EMA file holds it, other parameters have it"
-                    )

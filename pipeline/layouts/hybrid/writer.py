@@ -12,11 +12,12 @@ from paddle_reshard.pipeline.core.tensors import (
     EMA_PARAM,
     MASTER_WEIGHT,
     PARAM,
+    is_per_parameter,
 )
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.hybrid.cells import Cell, CellPlanner
-from paddle_reshard.pipeline.layouts.hybrid.file_bytes import FileArrays, FileBytes, RankFile, is_number
+from paddle_reshard.pipeline.layouts.hybrid.file_bytes import FileArrays, FileBytes, RankFile
 from paddle_reshard.pipeline.layouts.hybrid.names import EMA, MODEL_STATE, OPTIMIZER, rank_file_name
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.pipeline.layouts.optimizer_keys import (
@@ -193,7 +194,7 @@ class HybridWriter:
         self, arrays: FileArrays, tensor: ModelTensor, state: str, shard: int, name: str | None
     ) -> ArraySlot:
         """What a rank of the sharding group stores of a state of a parameter."""
-        if is_number(state):
+        if is_per_parameter(state):
             return self.bytes.array(arrays, tensor, state, (1,), None, name)
         cell = arrays.cell
         return self.bytes.array(

@@ -41,6 +41,7 @@ from paddle_reshard.pipeline.core.tensors import (
     DType,
     Tensor,
     dtype_named,
+    is_per_parameter,
 )
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.model import Model, read_model
@@ -125,7 +126,7 @@ def read_unified(
     arrays = _oriented(_joined_twins(arrays, table, config), payloads, table, config)
     model = read_model(_tensors(arrays, table, config), table, config)
     check_whole(model)
-    catalog = _Cataloguer(model, files, sizes).catalog(arrays)
+    catalog = _UnifiedCatalog(model, files, sizes).catalog(arrays)
     check_catalog(catalog)
     return Checkpoint(
         format=UNIFIED.name,
@@ -253,7 +254,7 @@ def _tensors(
     """The logical tensors, those that are made of others included."""
     shapes = {key: _shape(key, arrays, table, config) for key, _ in arrays}
     tensors = [
-        Tensor(key, state, stored[0].dtype, (1,) if _per_parameter(state) else shapes[key])
+        Tensor(key, state, stored[0].dtype, (1,) if is_per_parameter(state) else shapes[key])
         for (key, state), stored in arrays.items()
     ]
     if any(state == MASTER_WEIGHT for _, state in arrays):
@@ -288,14 +289,10 @@ def _shape(
     return expected
 
 
-def _per_parameter(state: str) -> bool:
-    return state in ACCUMULATORS and ACCUMULATORS[state].per_parameter
-
-
 # ------------------------------------------------------------------------------------------------ the catalog
 
 
-class _Cataloguer:
+class _UnifiedCatalog:
     """Collects tensors and fragments, numbering the copies of each tensor."""
 
     def __init__(self, model: Model, files: Sequence[UnifiedFile], sizes: Mapping[str, int]) -> None:
@@ -317,7 +314,7 @@ class _Cataloguer:
         sliced = {
             (key, state)
             for (key, state), stored in arrays.items()
-            if state != PARAM and not _per_parameter(state) and self._are_slices(key, stored)
+            if state != PARAM and not is_per_parameter(state) and self._are_slices(key, stored)
         }
         self._check_slices(arrays, sliced)
         for (key, state), stored in arrays.items():
@@ -330,7 +327,7 @@ class _Cataloguer:
         return len(self.by_key[key].global_shape) > 1 and all(len(one.shape) == 1 for one in stored)
 
     def _new(self, key: str, state: str, dtype: DType) -> int:
-        shape = (1,) if _per_parameter(state) else self.by_key[key].global_shape
+        shape = (1,) if is_per_parameter(state) else self.by_key[key].global_shape
         self.tensors.append(
             Tensor(key, state, dtype, shape, self.aliases.get(key, ()) if state == PARAM else ())
         )
@@ -341,7 +338,7 @@ class _Cataloguer:
 
     def _add(self, key: str, state: str, stored: Sequence[_Stored], sliced: bool) -> None:
         index = self._new(key, state, stored[0].dtype)
-        if _per_parameter(state):
+        if is_per_parameter(state):
             self._add_numbers(index, stored)
             return
         for _, group in groupby(stored, key=_copy_of):
@@ -387,7 +384,7 @@ class _Cataloguer:
             return
         totals: dict[TensorId, set[int]] = {}
         for (key, state), stored in arrays.items():
-            if state == PARAM or _per_parameter(state):
+            if state == PARAM or is_per_parameter(state):
                 continue
             if odd := [one for one in stored if len(one.shape) != 1]:
                 raise CoverageError(
