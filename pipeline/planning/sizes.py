@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PlanSizes:
-    """Sizes in bytes that a plan aims at; no result depends on them."""
+    """Sizes in bytes that a plan aims at; no byte of a target depends on them."""
 
     group_bytes: int = 64 << 20
     """Small tensors are gathered into groups of about this peak."""
