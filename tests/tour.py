@@ -39,16 +39,17 @@ ROW, COLUMN = 20, 18
 class Tour:
     """A conversion that was made, and the tensor to look at."""
 
+    planned: paddle_reshard.ConversionPlan
     report: paddle_reshard.ConversionReport
     target: Path
 
     @property
     def plan(self) -> paddle_reshard.Plan:
-        return self.report.plan.plan
+        return self.planned.plan
 
     @property
     def catalog(self) -> Any:
-        return self.report.plan.source.catalog
+        return self.planned.source.catalog
 
     def number(self, state: str) -> int:
         found: int = self.catalog.index()[KEY, state]
@@ -229,7 +230,8 @@ BLOCKS: tuple[Callable[[Tour], Iterator[str]], ...] = (
 
 def make_blocks(folder: Path) -> dict[str, str]:
     """Name → text of every block, from a conversion into ``folder``."""
-    made = Tour(paddle_reshard.convert(SOURCE, folder, to="tp=1"), folder)
+    planned = paddle_reshard.plan(SOURCE, folder, to="tp=1")
+    made = Tour(planned, paddle_reshard.convert(SOURCE, folder, to="tp=1"), folder)
     return {block.__name__: "\n".join(line.rstrip() for line in block(made)) for block in BLOCKS}
 
 
