@@ -1,8 +1,8 @@
-"""Which store does a path or URL belong to?
+"""Open the store of a path or URL.
 
-Here, and only here, a text becomes a place that is opened. It always comes from the user; nothing that a file names
-gets here. Schemes that are stores of files and nothing else are opened; those that read a file to find out what to
-open, that unpack, that cache or that speak to any web server only if the user names them.
+This is the only module that turns a text into a store. The text always comes from the user, never from a file.
+Schemes of plain stores are always allowed; schemes that read a file to find out what to open, that unpack, that cache
+or that contact arbitrary web servers only if the user names them.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Access(NamedTuple):
     """What a user gives so that a store can be reached; ``open_source(place, *access)``."""
 
     options: StorageOptions
-    """Go to fsspec, for a URL; a mapping under the name of a scheme concerns only that scheme. They hold secrets."""
+    """Options for fsspec; a mapping under the name of a scheme applies only to that scheme. They contain secrets."""
     schemes: tuple[str, ...] = ()
-    """May be opened beside the plain ones."""
+    """Schemes allowed in addition to the plain ones."""
     links: bool = False
-    """Links in a folder are followed out of it."""
+    """Whether links may lead out of a folder."""
 
     def __repr__(self) -> str:
         return f"Access(…, {self.schemes!r}, {self.links})"
@@ -207,7 +207,7 @@ def _checked(folder: FsspecFolder) -> FsspecFolder:
 
 
 def is_local(location: str) -> bool:
-    """Whether a location is a path on this machine's file system."""
+    """Whether a location is a path of the local file system."""
     return "://" not in location or location.split("://", 1)[0] in _LOCAL_SCHEMES
 
 
@@ -217,12 +217,12 @@ def local_path(location: str) -> Path:
         raise UnsupportedError(f"{location.split('://', 1)[0]}:// is not a local folder")
     path = location.split("://", 1)[-1]
     if not path.strip():
-        raise UsageError(f"{location!r} is no place: SRC or DST is empty; is a variable not set?")
+        raise UsageError(f"{location!r}: SRC or DST is empty; is a variable not set?")
     return Path(path)
 
 
 def absolute(location: str) -> str:
-    """A location that means the same from every working directory."""
+    """A location that does not depend on the working directory."""
     return str(local_path(location).absolute()) if is_local(location) else location
 
 

@@ -1,4 +1,4 @@
-"""What an operating system refuses, as a sentence with the path that the user gave."""
+"""Errors of the operating system as sentences with the path that the user gave."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _SENTENCES = {
     errno.EPERM: "permission denied",
     errno.EROFS: "the file system is read-only",
     errno.ENAMETOOLONG: "the name is too long for the file system",
-    errno.ELOOP: "its links lead in a circle",
+    errno.ELOOP: "too many levels of links",
     errno.ENOENT: "nothing can be made there",
 }
 _FOR_GOOD = (errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOENT, errno.EINVAL)
-"""Would be refused again, however often it is tried."""
+"""Errors for which a retry is pointless."""
 _ALIKE_EVERYWHERE = (*NO_SPACE, errno.EFBIG, errno.EROFS)
-"""Another machine with the same disk would be told the same."""
+"""Errors that would also occur on another machine with the same disk."""
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def told_while_moving(path: Path, given: str, failure: type[ReshardError], doing
 
 
 def may_go_well_elsewhere(error: ReshardError) -> bool:
-    """Whether an error is what an operating system said, and that of another machine may say something else."""
+    """Whether an error is one of the operating system that may not occur on another machine."""
     cause = error.__cause__
     return error.retryable and isinstance(cause, OSError) and cause.errno not in _ALIKE_EVERYWHERE
 

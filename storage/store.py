@@ -1,9 +1,8 @@
-"""What the rest of the package asks of storage: one small protocol per capability.
+"""The protocols of storage: one small protocol per capability.
 
-A *source* is read in ranges. A *target* is made in four moves, so that at no moment an unfinished one looks
-finished: ``begin`` (every file with its size and the byte offsets at which its parts start), parts written in
-any order by any worker, ``finish`` (the files become whole), ``publish`` (completion markers, then the manifest,
-then it is there).
+A *source* is read in ranges. A *target* is made in four steps, so that an unfinished target never looks finished:
+``begin`` (every file with its size and the byte offsets of its parts), parts written in any order by any worker,
+``finish`` (the files become whole), ``publish`` (completion markers, then the manifest).
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ if TYPE_CHECKING:
     from paddle_reshard.storage.space import Room
 
 OWN_PREFIX = ".paddle_reshard_"
-"""Names that begin so are no files of a checkpoint."""
+"""Prefix of names that do not belong to a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewFile:
-    """A file that is to be made. ``part_starts`` ascend from 0; an empty file has none."""
+    """A file to be written. ``part_starts`` ascend from 0; an empty file has none."""
 
     path: str
     size_bytes: int
@@ -32,22 +31,22 @@ class NewFile:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What is known of a part that storage has taken."""
+    """The receipt of a stored part."""
 
     path: str
     byte_offset: int
     nbytes: int
     tag: str = ""
-    """The store's own word for it, empty where it has none."""
+    """The store's identifier of the part, or empty."""
     checksum: str = ""
-    """Of its bytes, taken by the worker that had them; empty for a part that the storage copied."""
+    """CRC computed by the worker that wrote the part; empty for server-side copies."""
     md5: str = ""
-    """Of its bytes, as the store told it; empty where it did not."""
+    """MD5 reported by the store, or empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRange:
-    """One whole part of a target file that is a range of a source file, in bytes."""
+    """A part of a target file that equals a range of a source file. Offsets in bytes."""
 
     path: str
     byte_offset: int
@@ -58,45 +57,45 @@ class CopyRange:
 
 @dataclass(frozen=True, slots=True)
 class Openness:
-    """Who may read, as permission bits of a file system; what a process's umask forbids is forbidden besides."""
+    """Permissions, as permission bits of a file system. A process's umask is applied in addition."""
 
     files: int = 0o666
     folders: int = 0o777
 
     def __and__(self, other: Openness) -> Openness:
-        """What both allow; the owner may always go on with what is being made."""
+        """The permissions that both allow, plus the owner's own access during a conversion."""
         return Openness(self.files & other.files | 0o600, self.folders & other.folders | 0o700)
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which conversion this is: only the very same one may go on with what it left."""
+    """Identity of a conversion. Only exactly the same conversion may resume."""
 
     plan_id: str
     version: str
     source: str
-    """Where it is, for people."""
+    """Location, for messages."""
     files: Mapping[str, str]
-    """Every file of the source → a text that changes when the file does."""
+    """File of the source → fingerprint that changes with the file."""
     request: Mapping[str, Any] | None = None
-    """What it was begun with, as ``pipeline/convert/resuming.py`` keeps it; ``None`` where that is not known."""
+    """The original request, as stored by ``pipeline/convert/resuming.py``; ``None`` if unknown."""
     target: int | None = None
-    """Which of its targets this is."""
+    """Index among the targets of the conversion."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A unit of work that is done: one line of the ledger."""
+    """A completed unit of work: a line of the ledger."""
 
     unit: int
-    """Number of a group; carried files are counted on after the last group."""
+    """Number of a group; the numbers of carried files follow those of the groups."""
     receipts: tuple[Receipt, ...]
     drift: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A buffer to be filled with the bytes of a file from ``byte_offset`` on."""
+    """A buffer to fill with the bytes of a file, starting at ``byte_offset``."""
 
     path: str
     byte_offset: int
@@ -107,51 +106,51 @@ class ReadRange(Protocol):
     """Ranged reads from the files of one checkpoint. Can be pickled, and used by several threads."""
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on, all of it or raise."""
+        """Fill all of ``buffer`` with the bytes of ``path``, starting at ``byte_offset``, or raise."""
 
     def read_many(self, reads: Sequence[Read]) -> None:
-        """Fill several buffers, or raise; a store that answers late is asked for all of them at once."""
+        """Fill several buffers, or raise. Stores with high latency are asked for all of them concurrently."""
         for read in reads:
             self.read_into(read.path, read.byte_offset, read.buffer)
 
 
 class Source(ReadRange, Protocol):
-    """A checkpoint to read from, as it was seen when it was opened."""
+    """A checkpoint to read, in the state in which it was opened."""
 
     @property
     def location(self) -> str:
-        """Where it is, for people; holds no secret."""
+        """Location, for messages; contains no secret."""
 
     @property
     def folders(self) -> Sequence[str]:
-        """Names of folders inside."""
+        """Names of subfolders."""
 
     @property
     def openness(self) -> Openness:
-        """A target is at most as open as this: what every file and folder of the source allows."""
+        """Upper bound for the target's permissions: those that all files and folders of the source allow."""
 
     def sizes(self) -> Mapping[str, int]:
         """Name of every file → size in bytes."""
 
     def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
-        """Exactly ``nbytes`` bytes of a file."""
+        """Read exactly ``nbytes`` bytes of a file."""
 
     def versions(self) -> Mapping[str, str]:
-        """Name of every file → a text that changes when the file does, as seen at the start."""
+        """Name of every file → fingerprint that changes with the file, taken when the source was opened."""
 
     def check_unchanged(self) -> None:
-        """Refuse if any file is not the one that was seen at the start."""
+        """Refuse if any file has changed since the source was opened."""
 
 
 class WritePart(Protocol):
-    """Writes parts of the files of one new checkpoint, in any order. Can be pickled."""
+    """Writes parts of the files of a new checkpoint, in any order. Can be pickled."""
 
     @property
     def copies_in_flight(self) -> int:
-        """How many parts may be copied at a time."""
+        """Maximum number of concurrent copies."""
 
     def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
-        """Write one whole part; ``byte_offset`` is where it was said to start."""
+        """Write a whole part; ``byte_offset`` is one of the offsets given to ``begin``."""
 
     def copy_part(self, copy: CopyRange, source: ReadRange) -> Receipt:
         """Have the storage copy one whole part from a source that ``Target.copies_from`` has agreed to.
@@ -172,31 +171,31 @@ class Target(Protocol):
 
     @property
     def location(self) -> str:
-        """Where it will be, for people; holds no secret."""
+        """Final location, for messages; contains no secret."""
 
     @property
     def smallest_part_bytes(self) -> int:
-        """Every part but the last of a file must have at least this size."""
+        """Minimum size of every part but the last of a file, in bytes."""
 
     @property
     def most_parts(self) -> int | None:
-        """How many parts a file may have."""
+        """Maximum number of parts of a file."""
 
     @property
     def unfinished(self) -> Identity | None:
-        """The conversion that was begun here and has not ended, as it was when this was opened."""
+        """The unfinished conversion at this location when it was opened, or ``None``."""
 
     def room(self) -> Room | None:
-        """What its disk can take; ``None`` for a store that has no end."""
+        """Free space of the disk in bytes; ``None`` for a store without a limit."""
 
     def copies_from(self, source: Source) -> CopyLimits | None:
-        """Which stretches of a source the storage can copy by itself; found out by trying where that is needed."""
+        """The ranges of a source that the storage can copy by itself, determined by a trial request if necessary."""
 
     def published(self, manifest_path: str) -> bytes | None:
-        """The manifest, if a whole checkpoint is here and no conversion is under way."""
+        """The manifest, if there is a complete checkpoint and no conversion in progress."""
 
     def reopen(self) -> Source:
-        """What is published here, to be read."""
+        """Open the published checkpoint for reading."""
 
     def begin(
         self,
@@ -215,16 +214,16 @@ class Target(Protocol):
         """
 
     def note(self, record: Record) -> None:
-        """Remember that a unit is done."""
+        """Record a completed unit in the ledger."""
 
     def finish(self, receipts: Iterable[Receipt]) -> Source:
-        """All parts are written: make the files whole, and let them be read back."""
+        """Complete the files after all parts are written, so that they can be read back."""
 
     def etags(self) -> Mapping[str, str]:
-        """What the store calls the content of each file, where it is known beforehand; after ``finish``."""
+        """The store's identifiers of the contents of the files, as far as they are known. Call it after ``finish``."""
 
     def publish(self, manifest_path: str, manifest: bytes) -> None:
-        """Write the manifest last; from now on the target is there."""
+        """Publish the target, writing the manifest last."""
 
     def __enter__(self) -> Target: ...
 

@@ -2,7 +2,7 @@
 
 An op is cut along a dim of its tensor, all ops that belong together at the same places. The two sides of an op may
 be stored in different orders: cut along the *outermost* dim of a side, the one with the largest stride, the pieces
-lie one after the other there; cut along another dim, they lie between each other.
+lie one after the other there; cut along another dim, they interleave.
 """
 
 from __future__ import annotations

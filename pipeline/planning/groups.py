@@ -205,7 +205,7 @@ class _CutDims(NamedTuple):
 
     dim: Ints
     rereads: Flags
-    """Whether pieces would lie between each other in a source file, so that bytes are read several times."""
+    """Whether pieces would interleave in a source file, so that bytes are read several times."""
 
 
 def _cut_dims(ops: Ops, atoms: Ints, count: int) -> _CutDims:

@@ -56,7 +56,7 @@ def plan_parts(
     Raises
     ------
     UnsupportedError
-        If values of two owners lie between each other in a file.
+        If values of two groups interleave in a file.
     """
     blocks = _blocks(ops, owners, copied, smallest, largest_fill)
     file = blocks["file"].astype(np.int64)
@@ -136,8 +136,8 @@ def _check_apart(blocks: Parts, before: Ints) -> None:
     if (blocks["start"] < before).any():
         block = blocks[np.flatnonzero(blocks["start"] < before)[0]]
         raise UnsupportedError(
-            f"target file {int(block['file'])}: values that are made separately lie between each other at byte "
-            f"{int(block['start'])}; a tensor is stored there in an order that differs from its siblings'"
+            f"target file {int(block['file'])}: values of two groups interleave at byte "
+            f"{int(block['start'])}; a tensor is stored there in another order than its siblings"
         )
 
 

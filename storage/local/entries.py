@@ -1,8 +1,8 @@
-"""Which entries of a checkpoint folder on a disk are files that are read?
+"""Determine which entries of a checkpoint folder on a disk are files to read.
 
-A checkpoint may come from anybody. A link in it that leads elsewhere would carry another file of this machine into the
-target, and a pipe would keep its reader waiting for ever; a file that is left out because it can't be read would be
-missed later. So every entry is looked at before anything is opened, and what is not a plain file is refused by name.
+A checkpoint is untrusted. A link in it could carry another file of this machine into the target, a pipe could block
+its reader forever, and a file that is skipped because it cannot be read would be missing later. So every entry is
+checked before anything is opened, and an entry that is not a plain file is an error that names it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """What lies in a folder, as it was looked at."""
+    """The contents of a folder at the time of the check."""
 
     files: dict[str, Path]
-    """Path of every file → where it really lies: no link but those on the way to the folder."""
+    """Path of every file → resolved path, without links below the folder."""
     folders: list[str]
     """Names of folders that are not a checkpoint's own."""
 
@@ -74,7 +74,7 @@ def look(root: Path, names: Collection[str] | None, follow: bool) -> Entries:
 
 
 def _resolve(root: Path, path: str, within: Collection[Path] | None) -> tuple[Path, bool]:
-    """Where an entry lies, and whether it is a folder."""
+    """Resolved path of an entry, and whether it is a folder."""
     place = root / path
     status = _status(place, path)
     if stat.S_ISLNK(status.st_mode):
@@ -106,7 +106,7 @@ def _status(place: Path, path: str) -> os.stat_result:
     try:
         return os.lstat(place)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: vanished while it was read") from error
+        raise CheckpointError(f"{path}: disappeared while it was read") from error
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def opened(place: Path, path: str) -> Iterator[int]:
     try:
         descriptor = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: vanished while it was read") from error
+        raise CheckpointError(f"{path}: disappeared while it was read") from error
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO):
             raise

@@ -1,7 +1,7 @@
-"""One folder of a store that fsspec reaches: list, read a range, write, delete; and every failure in one sentence.
+"""A folder of a store that fsspec reaches: list, read a range, write, delete; every failure becomes one sentence.
 
-A folder can be pickled and sent to a worker. Its options, which hold credentials, travel inside the pickle and
-appear nowhere else: not in ``repr``, not in ``location``, not in a message.
+A folder can be pickled and sent to a worker. Its options, which hold credentials, travel inside the pickle and appear
+nowhere else: not in ``repr``, not in ``location``, not in a message.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 Item = TypeVar("Item")
 
 REQUESTS_IN_FLIGHT = 16
-"""Small requests (create, complete, delete) that are made at a time."""
+"""Number of concurrent small requests (create, complete, delete)."""
 _OURS = ("asynchronous", "skip_instance_cache", "use_listings_cache")
 """Options of fsspec that would break how folders use it."""
 _VERSION_FIELDS = ("ETag", "etag", "e_tag", "md5Hash", "generation", "mtime", "LastModified", "last_modified")
@@ -38,7 +38,7 @@ _SECRET_NAME = re.compile(r"key|secret|token|pass|cred|sas|sign|connection_strin
 _SHORTEST_SECRET = 4
 _LONGEST_MESSAGE = 300
 _BUGS = (TypeError, AttributeError, NameError, AssertionError, MemoryError)
-"""Failures that are not the store's; their traceback is worth more than a sentence."""
+"""Failures that are not the store's; for them a traceback is more useful than a sentence."""
 
 _SENTENCES = {
     "403": "access denied",
@@ -64,18 +64,18 @@ _SENTENCES = {
     "PreconditionFailed": "it changed while it was read",
     "ReadTimeoutError": "the store did not answer in time",
     "RequestTimeTooSkewed": "access denied; the clock of this machine is wrong",
-    "SSLError": "no secure connection came about; does the endpoint speak https, with a certificate known here?",
+    "SSLError": "TLS handshake failed; does the endpoint speak https, with a certificate trusted here?",
     "SignatureDoesNotMatch": "access denied; the secret does not belong to the access key",
     "SlowDown": "the store asks to slow down",
 }
 _DENIED = ("AccessDenied", "AllAccessDisabled")
 _CHANGED = ("404", "412", "FileNotFoundError", "InvalidRange", "NoSuchKey", "PreconditionFailed")
-"""What was listed is no longer there: no trouble of the store, and asking again would find something else."""
+"""A listed file no longer exists. This is not a failure of the store, so the request is not retried."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectStamp:
-    """What tells one version of a file from another. ``version`` is the store's word, empty without one."""
+    """Identifies a version of a file. ``version`` is the store's identifier, or empty."""
 
     size_bytes: int
     version: str
@@ -83,13 +83,13 @@ class ObjectStamp:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What a folder holds. Files in a checkpoint's own folders are among ``files``."""
+    """Contents of a folder. ``files`` includes those in a checkpoint's own subfolders."""
 
     files: Mapping[str, ObjectStamp]
     folders: tuple[str, ...]
 
     def entries(self, hidden: str) -> list[Entry]:
-        """Everything but the files whose names begin with ``hidden``."""
+        """The contents without files whose names start with ``hidden``."""
         files = [
             Entry(name, Kind.FILE, stamp.size_bytes)
             for name, stamp in self.files.items()
@@ -100,13 +100,13 @@ class Listing:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FsspecFolder:
-    """A folder by its URL. ``failure`` is the error that its troubles become."""
+    """A folder, given by its URL. ``failure`` is the type of its errors."""
 
     url: str
     options: Mapping[str, Any]
     failure: type[ReshardError]
     ranges_in_flight: ClassVar[int] = 4
-    """Reads that are made at a time; the driver holds what each of them brought."""
+    """Number of concurrent reads; the driver holds the data of each."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.location!r})"
@@ -118,7 +118,7 @@ class FsspecFolder:
         return shown if shown.endswith("://") else shown.rstrip("/")
 
     def open(self) -> tuple[Any, str]:
-        """The file system and the folder's path in it. fsspec makes one per process and set of options."""
+        """The file system and the folder's path in it. fsspec caches it per process and set of options."""
         return self._open(dict(self.options))
 
     def _open(self, options: dict[str, Any]) -> tuple[Any, str]:
@@ -126,7 +126,7 @@ class FsspecFolder:
         return file_system, root.rstrip("/")
 
     def check_options(self) -> None:
-        """Refuse a scheme without a driver, and options that the driver does not take."""
+        """Refuse a scheme without a driver, and options that the driver does not accept."""
         for scheme in (link.partition("://")[0] for link in self.url.split("::")):
             try:
                 fsspec.get_filesystem_class(scheme)
@@ -146,7 +146,7 @@ class FsspecFolder:
     # ------------------------------------------------------------------------------------------- requests
 
     def listing(self, policy: RetryPolicy | None = None) -> Listing:
-        """Ask the store what it holds now, also in the folders that are a checkpoint's own."""
+        """List the folder and a checkpoint's own subfolders, without a cache."""
         level = self.level(policy)
         files, folders = dict(level.files), []
         for name in level.folders:
@@ -159,7 +159,7 @@ class FsspecFolder:
         return Listing(files, tuple(folders))
 
     def level(self, policy: RetryPolicy | None) -> Listing:
-        """What the folder itself holds now; nothing is taken from a cache."""
+        """List the folder itself, without a cache."""
         entries = self.attempt("", self._ls, policy=policy)
         files, folders = {}, []
         for entry in entries:
@@ -180,22 +180,22 @@ class FsspecFolder:
         return [e for e in entries if str(e["name"]).rstrip("/") != root]
 
     def read_range(self, name: str, stamp: ObjectStamp, byte_offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from a file that still has this stamp, by one request."""
+        """Fill ``buffer`` from a file that still has this stamp, with one request."""
         file_system, root = self.open()
         data = file_system.cat_file(f"{root}/{name}", start=byte_offset, end=byte_offset + len(buffer))
         if len(data) != len(buffer):
-            raise DamagedBody(f"{len(data)} of {len(buffer)} bytes came")
+            raise DamagedBody(f"received {len(data)} of {len(buffer)} bytes")
         buffer[:] = data
 
     def put(self, name: str, content: bytes) -> None:
-        """Write a small file, in place of another if need be."""
+        """Write a small file, replacing an existing one."""
         file_system, root = self.open()
         file_system.pipe_file(f"{root}/{name}", content)
 
     def put_new(self, name: str, content: bytes) -> bool:
-        """Write a small file where none is; False if one is.
+        """Write a small file if none exists; False if one does.
 
-        The look and the write are one step only where the store can.
+        The check and the write are atomic only if the store supports it.
         """
         if name in self.listing().files:
             return False
@@ -203,14 +203,14 @@ class FsspecFolder:
         return True
 
     def put_file(self, local: Path, name: str) -> None:
-        """Write a file whose bytes lie on this machine."""
+        """Upload a local file."""
         file_system, root = self.open()
         if "/" in name:
             file_system.makedirs(f"{root}/{name.rpartition('/')[0]}", exist_ok=True)
         file_system.put_file(str(local), f"{root}/{name}")
 
     def delete(self, name: str) -> None:
-        """Delete a file; one that is not there is no failure."""
+        """Delete a file, if it exists."""
         file_system, root = self.open()
         try:
             file_system.rm_file(f"{root}/{name}")
@@ -218,7 +218,7 @@ class FsspecFolder:
             return
 
     def probe(self, name: str, deleting: bool) -> None:
-        """Find out now whether this folder can be written."""
+        """Check that this folder can be written."""
         self.attempt("", self.put, name, b"", policy=retry.HURRIED)
         self.attempt("", self.delete, name, policy=retry.HURRIED)
 
@@ -227,16 +227,16 @@ class FsspecFolder:
     def attempt(
         self, name: str, function: Callable[..., T], *args: Any, policy: RetryPolicy | None = None
     ) -> T:
-        """Make a request, again while it fails in passing. A failure becomes one sentence about ``name``."""
+        """Make a request, with retries after temporary failures. A failure becomes one sentence about ``name``."""
         with _Translated(self, name):
             return retry.call(policy or retry.POLICY, function, *args)
 
     def for_each(
         self, function: Callable[[Item], T], items: Iterable[Item], at_a_time: int = REQUESTS_IN_FLIGHT
     ) -> list[T]:
-        """Apply a function to all items, several at a time where the driver is made for it.
+        """Apply a function to all items, concurrently if the driver supports it.
 
-        The first failure ends it; what has not begun by then is not begun.
+        After the first failure no further calls are started.
         """
         if not self.open()[0].async_impl:
             return [function(item) for item in items]
@@ -249,14 +249,14 @@ class FsspecFolder:
                     future.cancel()
 
     def explain(self, error: BaseException, name: str) -> ReshardError:
-        """An error of a client as one of ours."""
+        """Convert an error of a client to one of ours."""
         tried = ""
         if isinstance(error, GaveUp):
             tried = f"; gave up after {error.attempts} attempts"
             error = error.cause
         code = retry.code_of(error)
         sentence = _SENTENCES.get(code) or (
-            "a body came damaged" if code == "DamagedBody" else f"{code}: {self.redacted(error)}"
+            "the response body was corrupted" if code == "DamagedBody" else f"{code}: {self.redacted(error)}"
         )
         if code in _DENIED and (operation := retry.operation_of(error)):
             sentence = f"{sentence} ({operation})"
@@ -266,7 +266,7 @@ class FsspecFolder:
         return told
 
     def redacted(self, error: BaseException) -> str:
-        """The text of an error of a client, without what must not be shown."""
+        """The text of an error of a client, without secrets."""
         text = " ".join(str(error).split())
         for secret in sorted(secrets_of(self.url, self.options), key=len, reverse=True):
             text = text.replace(secret, "***")
@@ -274,7 +274,8 @@ class FsspecFolder:
 
 
 class _Translated:
-    """Where errors of clients end. Theirs is not chained: its text is the store's and may hold anything."""
+    """Convert errors of clients. They are not chained, because their text comes from the store and may contain
+    anything."""
 
     def __init__(self, folder: FsspecFolder, name: str) -> None:
         self.folder, self.name = folder, name
@@ -290,7 +291,7 @@ class _Translated:
 
 
 def _version(entry: Mapping[str, Any]) -> str:
-    """The store's word for the version of a listed file."""
+    """The store's identifier for the version of a listed file."""
     for field in (*_VERSION_FIELDS, "created"):
         if entry.get(field) is not None:
             return str(entry[field])
@@ -298,7 +299,7 @@ def _version(entry: Mapping[str, Any]) -> str:
 
 
 def _missing_driver(scheme: str) -> str:
-    """Which package is missing for a scheme that fsspec knows."""
+    """The package that is missing for a scheme known to fsspec."""
     known = known_implementations.get(scheme, {})
     package = str(known.get("class", "")).split(".")[0]
     if package in ("", "fsspec"):
@@ -307,9 +308,9 @@ def _missing_driver(scheme: str) -> str:
 
 
 def choose_options(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that concern one scheme.
+    """The options for a scheme.
 
-    ``{"s3": {…}, "gs": {…}}`` tells the two ends of a conversion apart; everything else concerns both.
+    ``{"s3": {…}, "gs": {…}}`` distinguishes the two ends of a conversion; any other mapping applies to both.
     """
     chosen: dict[str, Any] = {}
     for name, value in options.items():
@@ -335,7 +336,7 @@ def below(url: str, path: str) -> str:
 
 
 def without_secrets(url: str) -> str:
-    """A URL as it may be shown: without user, password and query."""
+    """A URL that is safe to show: without user, password and query."""
     if "::" in url and "://" in url:
         return "::".join(without_secrets(link) for link in url.split("::"))
     scheme, mark, rest = url.partition("://")
@@ -347,7 +348,7 @@ def without_secrets(url: str) -> str:
 
 
 def secrets_of(url: str, options: Mapping[str, Any]) -> set[str]:
-    """Every text in a URL or its options that must not be shown."""
+    """All texts in a URL or its options that must not be shown."""
     found: set[str] = set()
     for parts in map(urlsplit, url.split("::")):
         found |= {parts.username or "", parts.password or "", *(value for _, value in parse_qsl(parts.query))}

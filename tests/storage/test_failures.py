@@ -205,7 +205,7 @@ def test_retries_are_told_but_are_no_part_of_what_is_made(
     ("kind", "wanted", "reason"),
     [
         ("slow_down", _reading, "asks to slow down"),
-        ("cut", _reading, "came damaged|payload|IncompleteRead"),
+        ("cut", _reading, "response body was corrupted|payload|IncompleteRead"),
         ("slow_down", _writing, "asks to slow down"),
         ("reset", _writing, "Connection"),
         ("slow_down", _completing, "asks to slow down"),
