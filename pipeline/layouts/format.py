@@ -28,7 +28,7 @@ class FormatOption(NamedTuple):
 
 
 TARGET_META = FormatOption("model_meta.json of a job of the target topology, for parameter names.")
-"""Of every format that has parameter names."""
+"""The same for every format that stores parameter names."""
 
 
 class Format(Protocol):
@@ -113,7 +113,7 @@ class Request(Protocol):
 
     @property
     def format(self) -> Format:
-        """Of what format it is."""
+        """The format that it is a target of."""
 
     @property
     def of_average(self) -> bool:
@@ -149,7 +149,7 @@ class Target(Protocol):
 
     @property
     def format(self) -> Format:
-        """Of what format it is."""
+        """The format that it is a target of."""
 
     @property
     def decisions(self) -> tuple[Decision, ...]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -39,3 +42,62 @@ def test_a_folder_is_of_one_format_by_its_files(
         (tmp_path / name).write_bytes(content)
     found = format_of(SourceFiles(LocalSource(tmp_path), None, index_here, index_here))
     assert type(found) is type(FORMATS[expected])
+
+
+# --------------------------------------------------------------------------------------- who knows a format's name
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = {Path(inspect.getfile(type(format))).parent.name for format in FORMATS.values()}
+ABOUT_SOMETHING_ELSE = {
+    "pipeline/core/suggest.py": "words of other tools, and which of ours they may mean",
+    "pipeline/layouts/weights.py": "the entry of a rule that says what a tensor is called in transformers",
+    "pipeline/layouts/formats.py": "the table",
+    "pipeline/ema/async_ema.py": "writes the averages of a running job, as its trainer does",
+    "pipeline/ema/flex.py": "writes the averages of a running job, as its trainer does",
+    "pipeline/ema/paddle_objects.py": "describes tensors of a running job by the boxes of a dist checkpoint",
+}
+
+
+def named(module: Path) -> list[str]:
+    """Formats that a module knows: by name in a text that is no docstring, by an import, or by a class."""
+    tree = ast.parse(module.read_text("utf-8"))
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    words = re.compile(rf"(?<![\w./-])({'|'.join(map(re.escape, FORMATS))})(?![\w./-])")
+    folders = re.compile(rf"\.layouts\.({'|'.join(FOLDERS)})(\.|$)")
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in texts:
+            found += words.findall(node.value)
+        if isinstance(node, ast.ImportFrom) and folders.search(node.module or ""):
+            found.append(node.module or "")
+    return found
+
+
+def test_nobody_else_knows_a_format() -> None:
+    """Adding a format is a folder and a line of the table."""
+    knowing = {}
+    for module in sorted(ROOT.glob("*/**/*.py")):
+        path = module.relative_to(ROOT)
+        if (
+            path.parts[0] not in ("pipeline", "storage", "tasks", "clusters")
+            or set(path.parts[2:-1]) & FOLDERS
+        ):
+            continue
+        if (found := named(module)) and str(path) not in ABOUT_SOMETHING_ELSE:
+            knowing[str(path)] = found
+    assert not knowing
+
+
+@pytest.mark.parametrize("path", ABOUT_SOMETHING_ELSE)
+def test_every_exception_is_needed(path: str) -> None:
+    assert named(ROOT / path)
+
+
+@pytest.mark.parametrize("folder", sorted(FOLDERS))
+def test_no_format_is_made_of_another(folder: str) -> None:
+    others = FOLDERS - {folder}
+    for module in (ROOT / "pipeline/layouts" / folder).glob("*.py"):
+        imported = [
+            n.module or "" for n in ast.walk(ast.parse(module.read_text())) if isinstance(n, ast.ImportFrom)
+        ]
+        assert not [name for name in imported if set(name.split(".")) & others], module
