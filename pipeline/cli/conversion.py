@@ -36,7 +36,7 @@ from paddle_reshard.pipeline.convert.request import check_options, parse_target
 from paddle_reshard.pipeline.core.errors import FinishedError, UsageError
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
-from paddle_reshard.pipeline.layouts.formats import DEFAULT
+from paddle_reshard.pipeline.layouts.formats import DEFAULT, as_target, holding_average
 
 OF_ONE_SOURCE = ("aoa", "fill")
 """Options of a conversion that make no sense for a series of checkpoints."""
@@ -63,7 +63,7 @@ conversion_options = all_of(
         metavar="DST:FORMAT[:NAME=VALUE,…]",
         help="In place of DST, and as often as there are targets, which are made of one reading of SRC (with --resume, "
         "DST alone will do, in the same order): "
-        "DST:hybrid:tp=4,pp=2 or DST:huggingface:state=ema; NAME is an axis or one of "
+        f"DST:{DEFAULT}:tp=4,pp=2 or DST:{as_target(holding_average()[1])}; NAME is an axis or one of "
         f"{', '.join(flag_of(name) for name in TARGET_OPTIONS if name not in ('to', 'format'))}.",
     ),
     *_declared(OF_ONE_SOURCE),

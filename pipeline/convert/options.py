@@ -15,10 +15,9 @@ from typing import Annotated, Any, TypedDict, get_type_hints
 
 from paddle_reshard.pipeline.convert.given import GivenFile
 from paddle_reshard.pipeline.core.choices import CHECKS, DEVICES, EXCHANGES, REPLICAS
-from paddle_reshard.pipeline.core.topology import STRATEGIES, Topology
+from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike
-from paddle_reshard.pipeline.layouts.formats import DEFAULT, FORMATS
-from paddle_reshard.pipeline.layouts.huggingface.choices import EXPORTED_STATES, FLOATING
+from paddle_reshard.pipeline.layouts.formats import DEFAULT, FORMATS, help_of_formats, option_of_formats
 from paddle_reshard.storage.schemes import PLAIN_SCHEMES
 
 
@@ -81,6 +80,14 @@ class Option:
         return self.decides in (Decides.OUTCOME, Decides.PLACE)
 
 
+def _of_formats(name: str, kind: Kind = Kind.TEXT, metavar: str | None = None) -> Option:
+    """An option of targets, as the formats that have it describe it."""
+    option = option_of_formats(name)
+    return Option(
+        kind=kind, metavar=metavar, choices=option.choices, likely=bool(option.choices), help=option.help
+    )
+
+
 class TargetOptions(TypedDict, total=False):
     """What is asked of a target. Each format says which of them it has; the others are refused."""
 
@@ -90,9 +97,7 @@ class TargetOptions(TypedDict, total=False):
             choices=tuple(FORMATS),
             likely=True,
             default=DEFAULT,
-            help="hybrid: with model_meta.json where the trainer writes it; hybrid-plain: without; huggingface: the "
-            "model alone, for transformers; flex: FlexCheckpoint; auto-parallel: its dist_ckpt; unified: unified "
-            "checkpoint.",
+            help=help_of_formats(),
         ),
     ]
     """``"hybrid"`` (default) writes ``model_meta.json`` where the trainer does, ``"hybrid-plain"`` never;
@@ -100,86 +105,29 @@ class TargetOptions(TypedDict, total=False):
     tokenizer; ``"flex"`` the FlexCheckpoint folders of PaddleFormers; ``"auto-parallel"`` the one folder of
     auto-parallel training, in which states have parameter names; ``"unified"`` the safetensors of unified
     checkpoints."""
-    to: Annotated[
-        str | Topology | None,
-        Option(
-            metavar="TOPOLOGY",
-            help="axis=size,… of the target job: tp, pp, vpp, sharding, ep, dp; omitted axes are 1. Needed for the "
-            "hybrid formats.",
-        ),
-    ]
+    to: Annotated[str | Topology | None, _of_formats("to", metavar="TOPOLOGY")]
     """Topology of the target, ``"tp=2,pp=2,sharding=2"``."""
-    sharding_strategy: Annotated[
-        str | None,
-        Option(
-            choices=STRATEGIES,
-            likely=True,
-            help="Default: the source's where the target can have it, else the trainer's own: PaddleFormers stage1v2, "
-            "PaddleNLP stage1v1.",
-        ),
-    ]
+    sharding_strategy: Annotated[str | None, _of_formats("sharding_strategy")]
     """``none``, ``stage1v1``, ``stage1v2``, ``stage2`` or ``stage3``. Default: the source's where a job of the target
     topology can have it, else the trainer's own (PaddleFormers ``stage1v2``, PaddleNLP ``stage1v1``); ``none`` where
     sharding is 1. The plan says which and why."""
-    state: Annotated[
-        str | None,
-        Option(
-            choices=EXPORTED_STATES,
-            likely=True,
-            help="huggingface: the parameters, or as a model their moving average, which is kept in float32 and "
-            "rounded to the dtype of the parameters. Default: param.",
-        ),
-    ]
+    state: Annotated[str | None, _of_formats("state")]
     """``"param"`` (default) writes the parameters, ``"ema"`` their exponential moving average, which is kept in
     float32, rounded to the dtype of the parameters."""
-    dtype: Annotated[
-        str | None,
-        Option(
-            choices=FLOATING,
-            likely=True,
-            help="huggingface: of all floating tensors but those that the model keeps in float32; rounded once, from "
-            "the master weight where there is one. Default: each as trained, bit for bit.",
-        ),
-    ]
+    dtype: Annotated[str | None, _of_formats("dtype")]
     """``"bfloat16"``, ``"float16"`` or ``"float32"`` for all floating tensors but those that the model keeps in
     float32. By default each has the dtype of its parameter, and its bits. Another one is made of the most exact values
     that the source holds, rounded once: the master weight where there is one."""
-    files: Annotated[
-        int | str | None,
-        Option(
-            kind=Kind.COUNT,
-            help="flex, auto-parallel: data files of each folder, at most; by default as many as hold 4 GiB each. "
-            "unified: files of each kind, by default one.",
-        ),
-    ]
+    files: Annotated[int | str | None, _of_formats("files", kind=Kind.COUNT)]
     """Data files per folder, at most; default: as many as hold 4 GiB each, for a rank of the target job reads whole
     files."""
-    paddle_version: Annotated[
-        str | None,
-        Option(
-            metavar="VERSION",
-            help="flex, auto-parallel: the Paddle by whose classes the metadata are written. Default: 3.3.",
-        ),
-    ]
+    paddle_version: Annotated[str | None, _of_formats("paddle_version", metavar="VERSION")]
     """By whose classes the metadata are written: ``"3.3"`` (default), ``"3.2"`` or ``"3.0"``."""
-    max_shard_size: Annotated[
-        str | None,
-        Option(metavar="SIZE", help="huggingface: bytes of tensors in one file. Default: 5GB."),
-    ]
+    max_shard_size: Annotated[str | None, _of_formats("max_shard_size", metavar="SIZE")]
     """Bytes of tensors in one file, ``"5GB"``; a larger tensor has its own file."""
-    layout: Annotated[
-        PathLike | Mapping[str, Any] | None,
-        Option(
-            kind=Kind.ENTRIES,
-            help="JSON with what the target job decides and no topology says: comm_buffer_size_MB, comm_overlap, "
-            "sort_parameters, stage3_segment_size, sequence_parallel, segmentation, convention.",
-        ),
-    ]
+    layout: Annotated[PathLike | Mapping[str, Any] | None, _of_formats("layout", kind=Kind.ENTRIES)]
     """What the target job decides and no topology says: a mapping, or a JSON file."""
-    target_meta: Annotated[
-        GivenFile | None,
-        Option(kind=Kind.FILE, help="model_meta.json of a job of the target topology, for parameter names."),
-    ]
+    target_meta: Annotated[GivenFile | None, _of_formats("target_meta", kind=Kind.FILE)]
     """``model_meta.json`` of a job of the target topology, to take parameter names from."""
 
 

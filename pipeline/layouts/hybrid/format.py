@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.rules import RuleTable
 
 _OPTIONS: Mapping[str, FormatOption] = {
-    "to": FormatOption("axis=size,… of the target job: tp, pp, vpp, sharding, ep, dp; omitted axes are 1."),
+    "to": FormatOption(
+        "axis=size,… of the target job: tp, pp, vpp, sharding, ep, dp; omitted axes are 1. Needed."
+    ),
     "sharding_strategy": FormatOption(
         "by default the source's where the target can have it, else the trainer's own: PaddleFormers stage1v2, "
         "PaddleNLP stage1v1.",
