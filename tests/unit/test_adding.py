@@ -48,3 +48,10 @@ def test_every_section_is_in_the_list_and_names_its_files() -> None:
     sections = re.split(r"^## ", ADDING, flags=re.MULTILINE)[1:]
     assert [section.splitlines()[0] for section in sections] == listed
     assert all("| file | change |" in section for section in sections)
+
+
+def test_the_option_that_is_shown_is_declared_so() -> None:
+    shown = re.search(r"^```python\n(allow_reread: .*?)^```", ADDING, re.DOTALL | re.MULTILINE)
+    assert shown is not None
+    declared = (REPO / "pipeline/convert/options.py").read_text("utf-8")
+    assert " ".join(shown[1].split()) in " ".join(declared.split())
