@@ -33,7 +33,7 @@ def clean(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Remove what an unfinished conversion has left at a target; refused while it runs."""
+    """Remove an unfinished conversion at a target; refused while it runs."""
     with waiting("removing what an unfinished conversion has left", quiet or as_json):
         removed = paddle_reshard.clean(
             target, take_over=take_over, storage_options=storage_options, allow_scheme=allow_scheme

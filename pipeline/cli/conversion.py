@@ -61,10 +61,10 @@ conversion_options = all_of(
         "targets",
         multiple=True,
         metavar="DST:FORMAT[:NAME=VALUE,…]",
-        help="In place of DST, and as often as there are targets, which are made of one reading of SRC (with --resume, "
-        "DST alone will do, in the same order): "
-        f"DST:{DEFAULT}:tp=4,pp=2 or DST:{as_target(holding_average()[1])}; NAME is an axis or one of "
-        f"{', '.join(flag_of(name) for name in TARGET_OPTIONS if name not in ('to', 'format'))}.",
+        help=f"A target with its format and options, instead of DST: DST:{DEFAULT}:tp=4,pp=2 or "
+        f"DST:{as_target(holding_average()[1])}. Repeat it to write several targets in one pass over SRC. NAME is an "
+        f"axis or one of {', '.join(flag_of(name) for name in TARGET_OPTIONS if name not in ('to', 'format'))}. "
+        "With --resume, DST alone is enough, in the same order.",
     ),
     *_declared(OF_ONE_SOURCE),
     target_options,
@@ -77,7 +77,7 @@ run_options = all_of(*_declared(("cluster", "workers", "exchange", "resume", "ta
 @click.option(
     "--save",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the plan into a file, for simulate and for convert --plan.",
+    help="Write the plan to a file, for simulate and convert --plan.",
 )
 @click.pass_context
 def plan(
@@ -91,7 +91,7 @@ def plan(
     quiet: bool,
     **_: Any,
 ) -> None:
-    """Show what a conversion would read, write and need; nothing is moved."""
+    """Show what a conversion would read, write and need, without converting."""
     asked = given(context)
     places = _targets(target, targets, asked) if target or targets else None
     with waiting("reading headers and planning", quiet or as_json) as observe:
@@ -118,7 +118,7 @@ def convert(
     quiet: bool,
     **_: Any,
 ) -> None:
-    """Convert a checkpoint. Afterwards the target is there, whole, or nothing looks like a finished one."""
+    """Convert a checkpoint. The target appears as a whole, or not at all."""
     asked = given(context)
     places = _targets(target, targets, asked)
     with observing(quiet or as_json) as observe, _finished(as_json, quiet):

@@ -21,10 +21,10 @@ from paddle_reshard.pipeline.core.errors import UsageError
     "--decay",
     type=float,
     metavar="D",
-    help="average = D · average + (1 − D) · weights, from the first SRC on.",
+    help="average = D · average + (1 − D) · weights, starting with the first SRC.",
 )
-@click.option("--weights", metavar="W,…", help="A weight for every SRC; together 1.")
-@click.option("--uniform", is_flag=True, help="Every SRC counts the same.")
+@click.option("--weights", metavar="W,…", help="A weight for each SRC; they must add up to 1.")
+@click.option("--uniform", is_flag=True, help="Give every SRC the same weight.")
 @target_options
 @run_options
 @click.pass_context

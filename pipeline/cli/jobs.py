@@ -190,21 +190,24 @@ def _job_options(function: Any) -> Any:
                 type=click.Choice(UPLOADS),
                 default="always",
                 show_default=True,
-                help="Send this package along, or have the job use the one that the cluster has.",
+                help="Upload this package with the job, or use the one installed on the cluster.",
             ),
             click.option(
-                "--pip", multiple=True, metavar="REQUIREMENT", help="Have the cluster install it for the job."
+                "--pip",
+                multiple=True,
+                metavar="REQUIREMENT",
+                help="Package that the cluster installs for the job. Can be repeated.",
             ),
             click.option(
                 "--env",
                 multiple=True,
                 metavar="NAME",
-                help="Give the job this variable of mine, for credentials of a store. Can be repeated.",
+                help="Pass this environment variable to the job, for credentials of a store. Can be repeated.",
             ),
             click.option(
                 "--cpus",
                 type=click.FloatRange(min=0, min_open=True),
-                help="CPUs that the converter reserves; it may then run on any node. Default: on the head.",
+                help="CPUs to reserve for the converter, on any node. Default: it runs on the head.",
             ),
         )
     ):
@@ -213,18 +216,27 @@ def _job_options(function: Any) -> Any:
 
 
 @click.command("submit", context_settings=_PASS_ON, short_help="Run a conversion as a Ray job.")
-@click.option("--address", metavar="URL", help="http://HEAD:8265. Default: RAY_ADDRESS, or a local cluster.")
-@click.option("--follow/--no-follow", default=True, show_default=True, help="Show its output and wait.")
-@click.option("--again", is_flag=True, help="Run it even if the same conversion has succeeded before.")
+@click.option(
+    "--address",
+    metavar="URL",
+    help="Address of the cluster, http://HEAD:8265. Default: RAY_ADDRESS, or a local cluster.",
+)
+@click.option(
+    "--follow/--no-follow",
+    default=True,
+    show_default=True,
+    help="Show the job's output and wait for its end.",
+)
+@click.option("--again", is_flag=True, help="Run the conversion even if it has succeeded before.")
 @_job_options
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="SRC DST [OPTIONS]")
 def submit(address: str | None, follow: bool, again: bool, arguments: tuple[str, ...], **job: Any) -> None:
     """Run `paddle-reshard convert SRC DST …` as a job of a Ray cluster.
 
     Takes every option of convert but --target: --to TOPOLOGY, --format, …. The same conversion has the same
-    submission id: submitted twice, it runs once, and the second call follows the first one's job. Exit status 0
-    if it succeeded, 1 if not. SRC and DST must mean the same on the cluster. Token authentication: RAY_AUTH_MODE,
-    RAY_AUTH_TOKEN.
+    submission id: submitted twice, it runs once, and the second call follows the first job. The exit status is 0 if
+    it succeeded and 1 if not. SRC and DST must be reachable under the same names on the cluster. Token
+    authentication: RAY_AUTH_MODE, RAY_AUTH_TOKEN.
     """
     told = "submit the same again to follow the job, if there is one"
     with _reporting("submit", told, "--json" in arguments):
@@ -321,7 +333,11 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, voice: _Voi
 @click.command(
     "watch", context_settings=_PASS_ON, short_help="Convert the checkpoints of a run as they finish."
 )
-@click.option("--once", is_flag=True, help="Look once and end; for cron and CI. Exit status 1 if one failed.")
+@click.option(
+    "--once",
+    is_flag=True,
+    help="Look once and end, for cron and CI. The exit status is 1 if a checkpoint failed.",
+)
 @click.option(
     "--every",
     type=click.FloatRange(0.1),
@@ -336,7 +352,7 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, voice: _Voi
     default=60,
     show_default=True,
     metavar="SECONDS",
-    help="A checkpoint without saved_signal files or trainer state must not change for so long.",
+    help="Time for which a checkpoint without saved_signal files or trainer state must not change.",
 )
 @click.option("--keep", type=click.IntRange(1), metavar="N", help="Keep the newest N converted checkpoints.")
 @click.option("--submit", "address", metavar="ADDRESS", help="Run conversions as jobs of this Ray cluster.")
@@ -345,7 +361,7 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, voice: _Voi
     type=click.IntRange(0),
     default=3,
     show_default=True,
-    help="Further tries after a failed one.",
+    help="Number of retries after a failure.",
 )
 @click.option(
     "--backoff",
@@ -353,7 +369,7 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, voice: _Voi
     default=60,
     show_default=True,
     metavar="SECONDS",
-    help="Pause before the first of them; doubles each time.",
+    help="Pause before the first retry; doubles each time.",
 )
 @click.option(
     "--claim-timeout",
@@ -361,15 +377,15 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, voice: _Voi
     default=6 * 3600,
     show_default=True,
     metavar="SECONDS",
-    help="Take over what another machine has claimed and been silent about for so long.",
+    help="Take over claims of other machines after this time without a heartbeat.",
 )
-@click.option("--retry-failed", is_flag=True, help="Forget what failed or was refused before now.")
-@click.option("--wait", is_flag=True, help="RUN_DIR need not be there yet.")
+@click.option("--retry-failed", is_flag=True, help="Retry checkpoints that failed or were refused before.")
+@click.option("--wait", is_flag=True, help="Wait if RUN_DIR does not exist yet.")
 @click.option(
     "--stale",
     type=Duration(),
     metavar="DURATION",
-    help="End with status 1 once a checkpoint is incomplete and has not changed for so long: 90s, 30m, 2h, 1d.",
+    help="End with status 1 when an incomplete checkpoint has not changed for this time: 90s, 30m, 2h, 1d.",
 )
 @_job_options
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN_DIR DST_ROOT [OPTIONS]")
@@ -388,11 +404,11 @@ def watch(
     arguments: tuple[str, ...],
     **job: Any,
 ) -> None:
-    """Convert each RUN_DIR/checkpoint-<step> to DST_ROOT/checkpoint-<step> once it is whole.
+    """Convert each RUN_DIR/checkpoint-<step> to DST_ROOT/checkpoint-<step> once it is complete.
 
-    Takes every option of convert but --target and --plan: --to TOPOLOGY, --format, …. A checkpoint is whole when
-    its files are those of all ranks and every rank has signalled; never by its age. Each is converted once, by
-    however many watchers.
+    Takes every option of convert but --target and --plan: --to TOPOLOGY, --format, …. A checkpoint is complete when
+    its files are those of all ranks and every rank has signalled; its age does not count. Each checkpoint is
+    converted once, however many watchers run.
     """
     told = "what was claimed is free again"
     with _reporting("watch", told, "--json" in arguments, at_ease=not once):

@@ -127,7 +127,7 @@ def read_object(text: str | None) -> dict[str, Any] | None:
 
 
 json_option = conduct_option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-quiet_option = conduct_option("--quiet", is_flag=True, help="Print nothing but errors.")
+quiet_option = conduct_option("--quiet", is_flag=True, help="Print only errors.")
 layout_flags = all_of(
     outcome_option(
         "--comm-buffer-size-mb",
@@ -137,11 +137,13 @@ layout_flags = all_of(
     outcome_option(
         "--sequence-parallel/--no-sequence-parallel",
         default=None,
-        help="Whether the target job uses it; decides parameter names. Default: as the source.",
+        help="Whether the target job uses sequence parallelism; determines parameter names. Default: "
+        "as the source.",
     ),
     outcome_option(
         "--segmentation",
         metavar="HOW",
-        help="Layers per stage: uniform, layer:Regex, or item numbers 0,3,6. Default: as the model class does.",
+        help="How layers are divided into pipeline stages: uniform, layer:Regex, or the first item of "
+        "each stage (0,3,6). Default: as the model class does.",
     ),
 )

@@ -41,13 +41,15 @@ KNOWN_TO_ONE = (
 @click.command()
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="[B]", required=False)
-@click.option("--state", "states", metavar="LIST", help="Only these states, comma-separated: param,moment1,…")
-@click.option("--subset", is_flag=True, help="B may lack tensors that A has.")
+@click.option(
+    "--state", "states", metavar="LIST", help="Compare only these states, comma-separated: param,moment1,…"
+)
+@click.option("--subset", is_flag=True, help="Allow B to lack tensors of A.")
 @click.option(
     "--source",
     metavar="SRC",
-    help="With one argument: what it was converted from, to compare what the storage has copied. What the manifest "
-    "says of it is never opened.",
+    help="With one argument: the source of the conversion, to compare the parts that the storage "
+    "copied. The source recorded in the manifest is never opened.",
 )
 @declared("replicas")
 @declared("memory")
@@ -78,10 +80,10 @@ def verify(
 ) -> None:
     """Compare the logical content of two checkpoints of any topologies, bit for bit.
 
-    With one argument: compare every byte of a target with the checksums in its manifest. A checkpoint that has none is
-    held against itself: all copies of a tensor, and every parameter with its master weight.
+    With one argument, every byte of a target is compared with the checksums in its manifest. In a checkpoint without
+    a manifest, all copies of a tensor are compared, and every parameter with its master weight.
 
-    Exit status: 0 equal (or intact), 1 different (or damaged), 2 it could not be compared.
+    Exit status: 0 equal (or intact), 1 different (or damaged), 2 the comparison could not be made.
     """
     finished = b is None and _holds_manifest(a, reach)
     if finished:

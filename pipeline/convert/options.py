@@ -48,7 +48,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What is known of an option beside its name and type."""
+    """Properties of an option besides its name and type."""
 
     help: str
     kind: Kind = Kind.TEXT
@@ -115,7 +115,7 @@ class TargetOptions(TypedDict, total=False):
     """``"param"`` (default) writes the parameters, ``"ema"`` their exponential moving average, which is kept in
     float32, rounded to the dtype of the parameters."""
     dtype: Annotated[str | None, _of_formats("dtype")]
-    """``"bfloat16"``, ``"float16"`` or ``"float32"`` for all floating tensors but those that the model keeps in
+    """``"bfloat16"``, ``"float16"`` or ``"float32"`` for floating-point tensors, except those that the model keeps in
     float32. By default each has the dtype of its parameter, and its bits. Another one is made of the most exact values
     that the source holds, rounded once: the master weight where there is one."""
     files: Annotated[int | str | None, _of_formats("files", kind=Kind.COUNT)]
@@ -138,8 +138,8 @@ class ConversionOptions(TargetOptions, total=False):
         GivenFile | None,
         Option(
             kind=Kind.FILE,
-            help="AOA statements by which tensors get other keys, are cut, joined, transposed or cast; --config is "
-            "then that of the model that comes out.",
+            help="AOA statements that rename, split, concatenate, transpose or cast tensors; --config must "
+            "then describe the resulting model.",
         ),
     ]
     """Rules by which tensors get other keys, are cut, joined, transposed or cast: a file of Paddle's AOA statements.
@@ -150,7 +150,7 @@ class ConversionOptions(TargetOptions, total=False):
             decides=Decides.PLACE,
             consent=True,
             metavar="FILE",
-            help="A safetensors file, or its URL, with tensors that no file of SRC holds.",
+            help="Safetensors file or URL with tensors that SRC lacks.",
         ),
     ]
     """A safetensors file with tensors that no file of the source holds."""
@@ -165,13 +165,13 @@ class ConversionOptions(TargetOptions, total=False):
         GivenFile | None,
         Option(
             kind=Kind.FILE,
-            help="Rule table of the model family, instead of those that come with the tool.",
+            help="Rule table of the model family, instead of the built-in tables.",
         ),
     ]
     """A rule table for the model family, instead of those that come with the package."""
     config: Annotated[
         GivenFile | None,
-        Option(kind=Kind.FILE, help="The model's config.json, for a checkpoint that has none."),
+        Option(kind=Kind.FILE, help="The model's config.json, for a checkpoint without one."),
     ]
     """The model's ``config.json``, for a source that has none."""
     allow_missing: Annotated[
@@ -179,8 +179,8 @@ class ConversionOptions(TargetOptions, total=False):
         Option(
             kind=Kind.LIST,
             metavar="PATTERN",
-            help="Keys that no file of a checkpoint holds and that may be missing in a target too; * stands for "
-            "anything.",
+            help="Allow keys that are missing from the checkpoint to be missing from the target too; * "
+            "matches anything.",
         ),
     ]
     """Patterns (``*`` stands for anything) of keys that no file holds and that may be missing in the targets too."""
@@ -189,13 +189,13 @@ class ConversionOptions(TargetOptions, total=False):
         Option(
             choices=REPLICAS,
             default=REPLICAS[0],
-            help="Tensors that several ranks hold: compare all copies, or look at the first.",
+            help="Tensors with copies on several ranks: compare all copies, or use the first.",
         ),
     ]
     """``"compare"`` (default): tensors that several ranks hold are compared while the first copy is moved; ``"first"``:
     only the first is looked at."""
     allow_replica_drift: Annotated[
-        bool, Option(kind=Kind.FLAG, help="Take the first copy where copies differ, and report it.")
+        bool, Option(kind=Kind.FLAG, help="Use the first copy where copies differ, and report it.")
     ]
     """Report copies that differ instead of refusing."""
     check: Annotated[
@@ -205,8 +205,8 @@ class ConversionOptions(TargetOptions, total=False):
             kept=True,
             choices=CHECKS,
             default=CHECKS[0],
-            help="Parameters that are stored beside their master weights: compare what is loaded anyway and a few "
-            "runs of every other array, or read everything for it.",
+            help="How to compare parameters with their stored master weights: what is loaded anyway and "
+            "samples of every other array, or every element.",
         ),
     ]
     """Parameters and master weights of the source are held against each other: ``"sample"`` (default) in full where
@@ -215,7 +215,7 @@ class ConversionOptions(TargetOptions, total=False):
         bool,
         Option(
             kind=Kind.FLAG,
-            help="Keep parameters that are not their master weights, rounded, and report them.",
+            help="Keep parameters that differ from their rounded master weights, and report them.",
         ),
     ]
     """Keep parameters that are not the cast of their master weights, and report them, instead of refusing."""
@@ -225,7 +225,7 @@ class ConversionOptions(TargetOptions, total=False):
             kind=Kind.FLAG,
             decides=Decides.CONDUCT,
             kept=True,
-            help="Read source bytes several times where --memory is too small for reading them once.",
+            help="Read source bytes several times if --memory is too small to read them once.",
         ),
     ]
     """Read source bytes several times where the budget demands it, instead of refusing."""
@@ -234,34 +234,36 @@ class ConversionOptions(TargetOptions, total=False):
         Option(
             kind=Kind.FLAG,
             decides=Decides.CONDUCT,
-            help="Do not compare the free space of the target's disk with what will be written.",
+            help="Do not check that the target's disk has enough free space.",
         ),
     ]
     """Do not compare the free space of the targets' disks with what will be written: for those that do not tell it."""
     vocab_pad: Annotated[
         int | None,
-        Option(kind=Kind.COUNT, help="Grow the vocabulary to this many rows, new ones zero."),
+        Option(kind=Kind.COUNT, help="Pad the vocabulary with zeros to this number of rows."),
     ]
     """Give the targets a vocabulary of this many rows: new ones are zero in every state."""
-    vocab_trim: Annotated[int | None, Option(kind=Kind.COUNT, help="Cut the vocabulary to this many rows.")]
+    vocab_trim: Annotated[
+        int | None, Option(kind=Kind.COUNT, help="Trim the vocabulary to this number of rows.")
+    ]
     """The same with fewer rows; what is trimmed is gone."""
     drop: Annotated[
         Sequence[str],
         Option(
             kind=Kind.LIST,
             metavar="NAME",
-            help="Leave this out of every target: ema, the moving average. A format that has no place for it asks for "
-            "that, unless another --target holds it. Can be repeated.",
+            help="Exclude a state from every target: ema, the moving average. Required if the format "
+            "cannot hold it, unless another --target does. Can be repeated.",
         ),
     ]
-    """What no target is to have though the source has it: ``"ema"``, the exponential moving average. A format that has
-    no place for something refuses unless it is named here, or another target of the same conversion holds it."""
+    """States to exclude from every target: ``"ema"``, the exponential moving average. A format that cannot hold a state
+    refuses it unless it is named here, or another target of the same conversion holds it."""
     allow_links: Annotated[
         bool,
         Option(
             kind=Kind.FLAG,
             consent=True,
-            help="Follow links in the source that lead out of its folder.",
+            help="Follow links that lead out of the source's folder.",
         ),
     ]
     """Follow links in the source that lead out of it."""
@@ -270,8 +272,8 @@ class ConversionOptions(TargetOptions, total=False):
         Option(
             kind=Kind.OBJECT,
             decides=Decides.ACCESS,
-            help="What fsspec needs to reach the store: key, secret, endpoint_url, profile, … Never printed or "
-            "stored; @FILE keeps it out of the list of processes.",
+            help="Options with which fsspec opens the store: key, secret, endpoint_url, profile, … They "
+            "are never printed or stored; @FILE keeps them out of the list of processes.",
         ),
     ]
     """What fsspec needs to reach a store that is not a local folder: credentials, endpoint, profile."""
@@ -281,31 +283,29 @@ class ConversionOptions(TargetOptions, total=False):
             kind=Kind.LIST,
             decides=Decides.CONDUCT,
             metavar="NAME",
-            help=f"Open URLs of this scheme too, beside the plain ones: {', '.join(sorted(PLAIN_SCHEMES))}.",
+            help=f"Also open URLs of this scheme. Always allowed: {', '.join(sorted(PLAIN_SCHEMES))}.",
         ),
     ]
-    """Schemes of URLs that are opened beside the plain ones: ``("sftp",)``."""
+    """Schemes of URLs that are opened in addition to the plain ones: ``("sftp",)``."""
     source_storage_options: Annotated[
         Mapping[str, Any] | None,
         Option(
             kind=Kind.OBJECT,
             decides=Decides.ACCESS,
-            help="The same for what is read, in place of --storage-options.",
+            help="The same for the source only; replaces --storage-options.",
         ),
     ]
-    """The same for the source alone, in place of ``storage_options``."""
+    """The same for the source only; replaces ``storage_options``."""
     target_storage_options: Annotated[
         Mapping[str, Any] | None,
         Option(
             kind=Kind.OBJECT,
             decides=Decides.ACCESS,
-            help="The same for what is written, in place of --storage-options.",
+            help="The same for the target only; replaces --storage-options.",
         ),
     ]
     """The same for the targets alone."""
-    overwrite: Annotated[
-        bool, Option(kind=Kind.FLAG, help="Replace a checkpoint that the target already holds.")
-    ]
+    overwrite: Annotated[bool, Option(kind=Kind.FLAG, help="Replace an existing checkpoint at the target.")]
     """Replace a checkpoint that a target already holds."""
 
 
@@ -318,7 +318,7 @@ class RunOptions(TypedDict, total=False):
             decides=Decides.CONDUCT,
             default="inline",
             metavar="inline|ray|ray:ADDRESS",
-            help="Where it runs.",
+            help="Where the conversion runs.",
         ),
     ]
     workers: Annotated[
@@ -326,8 +326,8 @@ class RunOptions(TypedDict, total=False):
         Option(
             kind=Kind.COUNT,
             decides=Decides.CONDUCT,
-            help="On Ray the number of workers, by default as many as there is room for; in this process the number "
-            "of groups at a time, by default two for every processor.",
+            help="On Ray: number of workers. Default: as many as the cluster has room for. Inline: number "
+            "of groups at a time. Default: two per processor.",
         ),
     ]
     exchange: Annotated[
@@ -336,7 +336,7 @@ class RunOptions(TypedDict, total=False):
             decides=Decides.CONDUCT,
             choices=EXCHANGES,
             default=EXCHANGES[0],
-            help="On Ray, whether several workers share a group through the object store.",
+            help="On Ray: whether several workers share a group through the object store.",
         ),
     ]
     resume: Annotated[
@@ -344,9 +344,9 @@ class RunOptions(TypedDict, total=False):
         Option(
             kind=Kind.FLAG,
             decides=Decides.CONDUCT,
-            help="Go on where a killed conversion stopped, if there is one. Without --to and --format, with all that "
-            "it was begun with; --memory, --check and --allow-reread can be left out in any case. Given again are "
-            "--fill, --allow-links and how stores are reached.",
+            help="Continue an interrupted conversion, if there is one. Without --to and --format, its "
+            "original options are used; --memory, --check and --allow-reread may always be omitted. "
+            "Give --fill, --allow-links and options for stores again.",
         ),
     ]
     take_over: Annotated[
@@ -354,8 +354,7 @@ class RunOptions(TypedDict, total=False):
         Option(
             kind=Kind.FLAG,
             decides=Decides.CONDUCT,
-            help="Resume a conversion of another machine that has ended there, without waiting for its lock to "
-            "expire.",
+            help="Resume a conversion that has ended on another machine, without waiting for its lock to expire.",
         ),
     ]
     expected_plan: Annotated[
@@ -364,7 +363,7 @@ class RunOptions(TypedDict, total=False):
             flag="--plan",
             kind=Kind.FILE,
             not_scheduled="is the plan of one conversion; every checkpoint has its own",
-            help="A file that plan --save made: refuse unless this conversion is that plan.",
+            help="File written by plan --save; refuse unless this conversion has the same plan.",
         ),
     ]
     device: Annotated[
@@ -373,7 +372,7 @@ class RunOptions(TypedDict, total=False):
             decides=Decides.CONDUCT,
             choices=DEVICES,
             default=DEVICES[0],
-            help="gpu: on Ray, one GPU for each worker, and Paddle.",
+            help="gpu: on Ray, one GPU per worker, through Paddle.",
         ),
     ]
     verify: Annotated[
@@ -381,8 +380,8 @@ class RunOptions(TypedDict, total=False):
         Option(
             kind=Kind.FLAG,
             decides=Decides.CONDUCT,
-            help="In the end, read every byte of the target and compare it with its checksum; with --resume also of "
-            "one that was there already, which else is only looked at.",
+            help="Finally read every byte of the target and compare it with the checksums; with --resume "
+            "also for a target that is already finished.",
         ),
     ]
 

@@ -27,7 +27,7 @@ class FormatOption(NamedTuple):
     """What it can be, where that can be listed."""
 
 
-TARGET_META = FormatOption("model_meta.json of a job of the target topology, for parameter names.")
+TARGET_META = FormatOption("model_meta.json of a job of the target topology, which supplies parameter names.")
 """The same for every format that stores parameter names."""
 
 

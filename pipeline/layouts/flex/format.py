@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.rules import RuleTable
 
 _OPTIONS: Mapping[str, FormatOption] = {
-    "files": FormatOption("data files of each folder, at most; by default as many as hold 4 GiB each."),
-    "paddle_version": FormatOption("the Paddle by whose classes the metadata are written. Default: 3.3."),
+    "files": FormatOption("maximum number of data files per folder. Default: as many as hold 4 GiB each."),
+    "paddle_version": FormatOption("Paddle version whose classes the metadata use. Default: 3.3."),
 }
 
 
@@ -72,4 +72,4 @@ class DistFormat:
 
 
 FLEX = DistFormat("flex", "FlexCheckpoint", auto_parallel=False)
-AUTO_PARALLEL = DistFormat("auto-parallel", "its dist_ckpt", auto_parallel=True)
+AUTO_PARALLEL = DistFormat("auto-parallel", "dist_ckpt of auto-parallel training", auto_parallel=True)

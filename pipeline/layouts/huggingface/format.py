@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 _OPTIONS: Mapping[str, FormatOption] = {
     "state": FormatOption(
-        "the parameters, or as a model their moving average, which is kept in float32 and rounded to the dtype of the "
-        "parameters. Default: param.",
+        "the parameters, or their moving average, which is stored in float32 and rounded to the "
+        "dtype of the parameters. Default: param.",
         EXPORTED_STATES,
     ),
     "dtype": FormatOption(
-        "of all floating tensors but those that the model keeps in float32; rounded once, from the master weight where "
-        "there is one. Default: each as trained, bit for bit.",
+        "output dtype of floating-point tensors (except those that the model keeps in float32), "
+        "rounded once, from the master weight if there is one. Default: as trained, bit for bit.",
         FLOATING,
     ),
-    "max_shard_size": FormatOption("bytes of tensors in one file. Default: 5GB."),
+    "max_shard_size": FormatOption("maximum size of the tensors in a file. Default: 5GB."),
 }
 
 
@@ -70,4 +70,4 @@ class HuggingFaceFormat:
         return parse_huggingface(asked.get("state"), asked.get("dtype"), asked.get("max_shard_size"))
 
 
-HUGGINGFACE = HuggingFaceFormat("huggingface", "the model alone, for transformers")
+HUGGINGFACE = HuggingFaceFormat("huggingface", "the model for transformers")

@@ -17,16 +17,18 @@ if TYPE_CHECKING:
 
 _OPTIONS: Mapping[str, FormatOption] = {
     "to": FormatOption(
-        "axis=size,… of the target job: tp, pp, vpp, sharding, ep, dp; omitted axes are 1. Needed."
+        "topology of the target job as axis=size,…: tp, pp, vpp, sharding, ep, dp; omitted axes "
+        "are 1. Required."
     ),
     "sharding_strategy": FormatOption(
-        "by default the source's where the target can have it, else the trainer's own: PaddleFormers stage1v2, "
-        "PaddleNLP stage1v1.",
+        "sharding strategy of the target job. Default: the source's if the target's topology "
+        "allows it, otherwise the trainer's default: PaddleFormers stage1v2, PaddleNLP stage1v1.",
         STRATEGIES,
     ),
     "layout": FormatOption(
-        "JSON with what the target job decides and no topology says: comm_buffer_size_MB, comm_overlap, "
-        "sort_parameters, stage3_segment_size, sequence_parallel, segmentation, convention."
+        "JSON with settings of the target job that its topology does not determine: "
+        "comm_buffer_size_MB, comm_overlap, sort_parameters, stage3_segment_size, "
+        "sequence_parallel, segmentation, convention."
     ),
     "target_meta": TARGET_META,
 }
@@ -73,5 +75,7 @@ class HybridFormat:
         )
 
 
-HYBRID = HybridFormat("hybrid", "with model_meta.json where the trainer writes it", sharded_saving=True)
+HYBRID = HybridFormat(
+    "hybrid", "a set of files per rank, with model_meta.json if the trainer writes it", sharded_saving=True
+)
 HYBRID_PLAIN = HybridFormat("hybrid-plain", "without", sharded_saving=False)

@@ -22,7 +22,7 @@ class UnifiedFormat:
     name: str
     help: str
     options: ClassVar[Mapping[str, FormatOption]] = {
-        "files": FormatOption("files of each kind, by default one.")
+        "files": FormatOption("number of files of each kind. Default: 1.")
     }
     average_options: ClassVar[Mapping[str, str]] = {}
     model_only: ClassVar[bool] = False
