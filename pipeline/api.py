@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from paddle_reshard.clusters.choose import choose_engine
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.convert.options import ConversionOptions, TargetOptions
-from paddle_reshard.pipeline.convert.plan import ConversionPlan
+from paddle_reshard.pipeline.convert.plan import ConversionPlan, read_request
+from paddle_reshard.pipeline.convert.resuming import request_of
 from paddle_reshard.pipeline.convert.run import (
     ConversionReport,
     open_targets,
@@ -24,7 +26,7 @@ from paddle_reshard.pipeline.convert.run import (
 )
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
-from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
+from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.layouts.reading import IndexFiles
 from paddle_reshard.storage.locate import StorageOptions, open_target
 from paddle_reshard.tasks.index import index_here
@@ -57,7 +59,9 @@ def plan(
     ReshardError
         If the source is not whole, or cannot become what is asked.
     """
-    return plan_request(source, target, resume, options, partial(index_here, observe=observe))
+    request = read_request((source,), target, options)
+    planned = plan_request(request, resume, partial(index_here, observe=observe))
+    return planned if target is None else replace(planned, asked=request_of(target, options))
 
 
 def convert(
@@ -119,25 +123,25 @@ def convert(
     resume = resume or take_over
     if resume:
         target, options = resumed_request(source, target, options, take_over, verify)
-    memory_bytes = parse_memory(options.get("memory", DEFAULT_MEMORY))
-    engine = choose_engine(cluster, workers, memory_bytes, exchange, device)
+    request, asked = read_request((source,), target, options), request_of(target, options)
+    engine = choose_engine(cluster, workers, request.budget_bytes, exchange, device)
 
     def make_plan(index_files: IndexFiles) -> ConversionPlan:
-        made = plan_request(source, target, resume, options, index_files, isinstance(engine, InlineEngine))
+        made = plan_request(request, resume, index_files, isinstance(engine, InlineEngine))
         if expected_plan is not None:
             from paddle_reshard.pipeline.convert.plan_file import check_is_saved
 
             check_is_saved(made.plan, Path(expected_plan))
-        return made
+        return replace(made, asked=asked)
 
     return plan_and_run(
         make_plan,
-        lambda: open_targets((source,), target, options, resume, take_over),
+        lambda: open_targets(request.places, resume, take_over),
         engine,
         observe,
         resume,
         verify,
-        options.get("no_space_check", False),
+        request.no_space_check,
     )
 
 

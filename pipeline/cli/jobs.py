@@ -438,7 +438,9 @@ def _watcher(request: Request, policy: Policy, address: str | None, job: Mapping
             raise UsageError(f"{flag_of(name)} {reason}")
     conversion = Conversion(request.asked, request.identify)
     read_request(  # mistakes are told now, and not of every checkpoint
-        "", cast(ConversionOptions, {k: v for k, v in conversion.options.items() if k in CONVERSION_OPTIONS})
+        (),
+        "",
+        cast(ConversionOptions, {k: v for k, v in conversion.options.items() if k in CONVERSION_OPTIONS}),
     )
     convert = None
     if address is not None:

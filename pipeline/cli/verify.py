@@ -22,6 +22,7 @@ from paddle_reshard.pipeline.cli.output import (
 )
 from paddle_reshard.pipeline.cli.terminal import say
 from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.shown import SHOWN_DIFFERENCES
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.integrity import IntegrityReport
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 DIFFERENT = 1
 """Exit status of ``verify`` after a comparison that found differences."""
-SHOWN_DIFFERENCES = 20
 KNOWN_TO_ONE = (
     *("a", "source", "as_json", "quiet"),
     *("storage_options", "source_storage_options", "target_storage_options", "allow_scheme", "allow_links"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -13,8 +14,15 @@ from paddle_reshard.pipeline.convert.options import (
     TARGET_OPTIONS,
     ConversionOptions,
     TargetOptions,
+    flag_of,
 )
-from paddle_reshard.pipeline.convert.request import ConversionRequest, check_options, parse_choice, parse_drop
+from paddle_reshard.pipeline.convert.request import (
+    ConversionRequest,
+    Places,
+    check_options,
+    parse_choice,
+    parse_drop,
+)
 from paddle_reshard.pipeline.core.choices import CHECKS, REPLICAS
 from paddle_reshard.pipeline.core.errors import UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.file_names import AVERAGE
@@ -35,6 +43,7 @@ from paddle_reshard.pipeline.layouts.targets import check_left, join, lay_out
 from paddle_reshard.pipeline.layouts.vocab import resize_vocabulary
 from paddle_reshard.pipeline.planning.checks import held_parameters
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, check_metadata, plan_conversion
+from paddle_reshard.storage.locate import source_access, target_access
 from paddle_reshard.storage.outputs import prefixes
 from paddle_reshard.storage.store import Source
 
@@ -269,10 +278,28 @@ def _by_table(forms: Sequence[Request]) -> bool:
     return by_table.pop()
 
 
+Targets = PathLike | Mapping[PathLike, TargetOptions]
+"""One target, whose options stand among those of the conversion, or several with their own."""
+
+
+def read_places(sources: Sequence[PathLike], target: Targets | None, options: ConversionOptions) -> Places:
+    """Where a conversion reads and writes. This much is known also where a session says the rest."""
+    targets = () if target is None else tuple(target) if isinstance(target, Mapping) else (target,)
+    fill = options.get("fill")
+    return Places(
+        sources=tuple(os.fspath(source) for source in sources),
+        targets=tuple(os.fspath(one) for one in targets),
+        fill=None if fill is None else os.fspath(fill),
+        reading=source_access(options),
+        writing=target_access(options),
+        overwrite=options.get("overwrite", False),
+    )
+
+
 def read_request(
-    target: PathLike | Mapping[PathLike, TargetOptions] | None, options: ConversionOptions
+    sources: Sequence[PathLike], target: Targets | None, options: ConversionOptions
 ) -> ConversionRequest:
-    """What is asked for.
+    """What is asked for: the one place where options are looked up by their names.
 
     Raises
     ------
@@ -282,10 +309,9 @@ def read_request(
     if unknown := options.keys() - set(CONVERSION_OPTIONS):
         raise TypeError(f"unknown option {sorted(unknown)[0]!r}")
     if isinstance(target, Mapping):
-        if odd := [name for name in TARGET_OPTIONS if options.get(name)]:
-            option = odd[0].replace("_", "-")
+        if misplaced := [name for name in TARGET_OPTIONS if options.get(name)]:
             raise UsageError(
-                f"--{option} is said of each of several targets: --target DST:FORMAT:NAME=VALUE,…"
+                f"{flag_of(misplaced[0])} is said of each of several targets: --target DST:FORMAT:NAME=VALUE,…"
             )
         if not target:
             raise UsageError("no target is given")
@@ -295,6 +321,12 @@ def read_request(
         asked = [cast(TargetOptions, own)]
     return ConversionRequest(
         forms=tuple(_form(of_target) for of_target in asked),
+        places=read_places(sources, target, options),
+        aoa=as_file(options.get("aoa")),
+        rules=as_file(options.get("rules")),
+        config=as_file(options.get("config")),
+        allow_missing=tuple(options.get("allow_missing", ())),
+        no_space_check=options.get("no_space_check", False),
         budget_bytes=parse_memory(options.get("memory", DEFAULT_MEMORY)),
         compare_replicas=parse_choice(options.get("replicas", REPLICAS[0]), REPLICAS, "choice of replicas"),
         allow_replica_drift=options.get("allow_replica_drift", False),

@@ -18,7 +18,25 @@ from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.formats import FORMATS, names_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from paddle_reshard.pipeline.convert.given import KeptFile
     from paddle_reshard.pipeline.layouts.format import Request
+    from paddle_reshard.storage.locate import Access
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a conversion reads and writes, and how it gets there."""
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    """Empty where nobody has said."""
+    fill: str | None
+    """A file with further tensors."""
+    reading: Access
+    writing: Access
+    overwrite: bool
 
 
 @dataclass(frozen=True)
@@ -27,6 +45,13 @@ class ConversionRequest:
 
     forms: tuple[Request, ...]
     """What each target is to be."""
+    places: Places
+    aoa: Path | KeptFile | None
+    rules: Path | KeptFile | None
+    config: Path | KeptFile | None
+    allow_missing: tuple[str, ...]
+    """Patterns of keys."""
+    no_space_check: bool
     budget_bytes: int
     compare_replicas: bool
     allow_replica_drift: bool

@@ -6,9 +6,8 @@ told to an observer as event values.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,18 +18,20 @@ import numpy as np
 from paddle_reshard.clusters.choose import Engine, choose_indexing
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.aoa.rewrite import rewrite
-from paddle_reshard.pipeline.convert.inputs import as_file, given_inputs, load_program
+from paddle_reshard.pipeline.convert.inputs import load_config, load_program, load_tables
 from paddle_reshard.pipeline.convert.integrity import check_target, glance_at_target
 from paddle_reshard.pipeline.convert.manifest import describe_targets, format_manifest, parse_manifest
-from paddle_reshard.pipeline.convert.options import ConversionOptions, TargetOptions, is_whole
+from paddle_reshard.pipeline.convert.options import ConversionOptions, is_whole
 from paddle_reshard.pipeline.convert.plan import (
     ConversionPlan,
     PlannedTarget,
+    Targets,
     _by_table,
     plan_checkpoint,
-    read_request,
+    read_places,
 )
-from paddle_reshard.pipeline.convert.resuming import go_on, request_of
+from paddle_reshard.pipeline.convert.request import ConversionRequest, Places
+from paddle_reshard.pipeline.convert.resuming import go_on
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import (
     FinishedError,
@@ -48,7 +49,14 @@ from paddle_reshard.pipeline.core.events import (
 )
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.freed import give_back_freed
-from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes, readable_seconds
+from paddle_reshard.pipeline.core.shown import (
+    SHOWN_DIFFERENCES,
+    SHOWN_WORKERS,
+    Facts,
+    Shown,
+    readable_bytes,
+    readable_seconds,
+)
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint, index_source
 from paddle_reshard.pipeline.indexing.fill import read_filling
@@ -60,7 +68,7 @@ from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.storage.apart import check_apart, check_targets_apart
 from paddle_reshard.storage.formats.manifest import own_manifest
-from paddle_reshard.storage.locate import open_source, open_target, source_access, target_access
+from paddle_reshard.storage.locate import open_source, open_target
 from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.session.ledger import source_difference
@@ -69,8 +77,6 @@ from paddle_reshard.tasks.figures import WorkerFigures, add_figures, add_retries
 from paddle_reshard.tasks.index import index_here
 
 COPY_BYTES = 8 << 20
-SHOWN_DIFFERENCES = 20
-SHOWN_WORKERS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,70 +385,53 @@ class ConversionReport(Shown):
 
 
 def plan_request(
-    source: PathLike,
-    target: PathLike | Mapping[PathLike, TargetOptions] | None,
+    request: ConversionRequest,
     resume: bool,
-    options: ConversionOptions,
     index_files: IndexFiles,
     in_process: bool = False,
 ) -> ConversionPlan:
     """Index the source, lay out the targets and plan the conversion; nothing is moved."""
-    request = read_request(target, options)
-    sinks = None if target is None else open_targets((source,), target, options, resume, False)
-    access = source_access(options)
-    fill = options.get("fill")
-    filling = read_filling(
-        None if fill is None else os.fspath(fill), options.get("allow_missing", ()), access
-    )
-    program = load_program(as_file(options.get("aoa")))
-    tables, config = given_inputs(options.get("rules"), options.get("config"))
-    own = open_source(os.fspath(source), *access)
+    places = request.places
+    sinks = open_targets(places, resume, False) if places.targets else None
+    filling = read_filling(places.fill, request.allow_missing, places.reading)
+    program = load_program(request.aoa)
+    tables, config = load_tables(request.rules), load_config(request.config)
+    own = open_source(places.sources[0], *places.reading)
     checkpoint = index_checkpoint(own, tables, config, filling.policy, index_files)
     store = filling.serve(own)
     if program is not None:
         checkpoint = rewrite(checkpoint, program, tables if _by_table(request.forms) else None, config)
-    if sinks is None or target is None:
+    if sinks is None:
         return plan_checkpoint(store, checkpoint, request)
     planned = plan_checkpoint(store, checkpoint, request, sinks.limits(store), in_process)
-    check_targets(planned, sinks, resume or options.get("no_space_check", False))
-    return replace(planned, places=sinks.locations, asked=request_of(target, options))
+    check_targets(planned, sinks, resume or request.no_space_check)
+    return replace(planned, places=sinks.locations)
 
 
-def open_targets(
-    sources: Sequence[PathLike],
-    target: PathLike | Mapping[PathLike, TargetOptions],
-    options: ConversionOptions,
-    resume: bool,
-    take_over: bool,
-) -> Outputs:
+def open_targets(places: Places, resume: bool, take_over: bool) -> Outputs:
     """The places of all targets; an occupied one is refused before anything is read."""
-    access = target_access(options)
-    locations = [os.fspath(place) for place in (target if isinstance(target, Mapping) else (target,))]
-    for number, location in enumerate(locations):
-        for source in sources:
-            check_apart(os.fspath(source), location)
-        if (fill := options.get("fill")) is not None:
-            check_apart(os.fspath(fill), location)
-        for other in locations[:number]:
+    for number, location in enumerate(places.targets):
+        for source in places.sources:
+            check_apart(source, location)
+        if places.fill is not None:
+            check_apart(places.fill, location)
+        for other in places.targets[:number]:
             check_targets_apart(other, location)
-    overwrite = options.get("overwrite", False)
+    access = places.writing
     return Outputs(
         [
-            open_target(place, overwrite, access.options, resume, take_over, access.schemes)
-            for place in locations
+            open_target(place, places.overwrite, access.options, resume, take_over, access.schemes)
+            for place in places.targets
         ]
     )
 
 
 def resumed_request(
-    source: PathLike,
-    target: PathLike | Mapping[PathLike, TargetOptions],
-    options: ConversionOptions,
-    take_over: bool,
-    in_full: bool,
-) -> tuple[PathLike | Mapping[PathLike, TargetOptions], ConversionOptions]:
+    source: PathLike, target: Targets, options: ConversionOptions, take_over: bool, in_full: bool
+) -> tuple[Targets, ConversionOptions]:
     """The request with what an unfinished conversion was begun with, where it leaves that open."""
-    outputs = open_targets((source,), target, options, True, take_over)
+    places = read_places((source,), target, options)
+    outputs = open_targets(places, True, take_over)
     for sink in outputs.targets.values():
         if (left := sink.unfinished) is None:
             continue
@@ -456,7 +445,7 @@ def resumed_request(
         return target, options
     if is_whole(target, options):
         return target, options
-    store = open_source(os.fspath(source), *source_access(options))
+    store = open_source(places.sources[0], *places.reading)
     for sink in outputs.targets.values():
         if not check_finished(sink, store, in_full):
             raise UsageError(f"{sink.location}: nothing to resume is here; say what to make: --to, --format")

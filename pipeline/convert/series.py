@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +17,10 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from paddle_reshard.clusters.choose import choose_engine
-from paddle_reshard.pipeline.convert.inputs import given_inputs
+from paddle_reshard.pipeline.convert.inputs import load_config, load_tables
 from paddle_reshard.pipeline.convert.options import ConversionOptions, TargetOptions
-from paddle_reshard.pipeline.convert.plan import ConversionPlan, plan_checkpoint, read_request
+from paddle_reshard.pipeline.convert.plan import ConversionPlan, Targets, plan_checkpoint, read_request
+from paddle_reshard.pipeline.convert.request import ConversionRequest
 from paddle_reshard.pipeline.convert.run import ConversionReport, check_targets, open_targets, plan_and_run
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.catalog import Catalog, File
@@ -30,14 +30,14 @@ from paddle_reshard.pipeline.core.file_names import AVERAGE
 from paddle_reshard.pipeline.core.mixture import Mixture, Term
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import EMA, EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM
-from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
+from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.small_files import check_one_model
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.formats import DEFAULT, FORMATS, holding_average
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.pipeline.layouts.reading import IndexFiles
-from paddle_reshard.storage.locate import open_source, source_access
+from paddle_reshard.storage.locate import open_source
 from paddle_reshard.storage.store import Source
 from paddle_reshard.storage.views import JoinedSource, Mount
 from paddle_reshard.tasks.ema import Averaging, factors
@@ -263,19 +263,16 @@ def average(
     ReshardError
         If the checkpoints are not of one model, or the conversion would be refused.
     """
-    engine = choose_engine(
-        cluster, workers, parse_memory(options.get("memory", DEFAULT_MEMORY)), exchange, "cpu"
-    )
+    request = _read_request(sources, target, options)
+    weighting = weigh(len(sources), decay, weights, uniform)
     resume = resume or take_over
     return plan_and_run(
-        lambda index_files: _plan_average(
-            sources, target, weigh(len(sources), decay, weights, uniform), resume, options, index_files
-        ),
-        lambda: open_targets(sources, target, options, resume, take_over),
-        engine,
+        lambda index_files: _plan_average(request, weighting, resume, index_files),
+        lambda: open_targets(request.places, resume, take_over),
+        choose_engine(cluster, workers, request.budget_bytes, exchange, "cpu"),
         observe,
         resume,
-        no_space_check=options.get("no_space_check", False),
+        no_space_check=request.no_space_check,
     )
 
 
@@ -290,28 +287,28 @@ def plan_average(
     **options: Unpack[ConversionOptions],
 ) -> ConversionPlan:
     """Plan what :func:`average` does; nothing is moved."""
-    return _plan_average(
-        sources, target, weigh(len(sources), decay, weights, uniform), resume, options, index_here
-    )
+    request = _read_request(sources, target, options)
+    return _plan_average(request, weigh(len(sources), decay, weights, uniform), resume, index_here)
 
 
-def _plan_average(
-    sources: Sequence[PathLike],
-    target: PathLike | Mapping[PathLike, TargetOptions],
-    weighting: Weighting,
-    resume: bool,
-    options: ConversionOptions,
-    index_files: IndexFiles,
-) -> ConversionPlan:
+def _read_request(
+    sources: Sequence[PathLike], target: Targets, options: ConversionOptions
+) -> ConversionRequest:
     if foreign := [name for name in ("aoa", "fill", "drop") if options.get(name)]:
         raise UsageError(f"--{foreign[0]} does not go with an average; convert what comes out once more")
     if isinstance(target, Mapping):
         target = {place: _of_average(of_target) for place, of_target in target.items()}
-    request = read_request(target, _of_average(options))
-    sinks = open_targets(sources, target, options, resume, False)
-    stores = [open_source(os.fspath(source), *source_access(options)) for source in sources]
-    tables, config = given_inputs(options.get("rules"), options.get("config"))
-    missing = MissingPolicy(allowed=tuple(options.get("allow_missing", ())))
+    return read_request(sources, target, _of_average(options))
+
+
+def _plan_average(
+    request: ConversionRequest, weighting: Weighting, resume: bool, index_files: IndexFiles
+) -> ConversionPlan:
+    places = request.places
+    sinks = open_targets(places, resume, False)
+    stores = [open_source(source, *places.reading) for source in places.sources]
+    tables, config = load_tables(request.rules), load_config(request.config)
+    missing = MissingPolicy(allowed=request.allow_missing)
     check_one_model(stores)
     checkpoints = [index_checkpoint(store, tables, config, missing, index_files) for store in stores]
     locations = [store.location for store in stores]
@@ -320,7 +317,7 @@ def _plan_average(
     own_files = checkpoint.own_files | series.sizes().keys() - stores[-1].sizes().keys() - {AVERAGE}
     checkpoint = replace(checkpoint, own_files=own_files)
     planned = plan_checkpoint(series, checkpoint, request, sinks.limits(series))
-    check_targets(planned, sinks, resume or options.get("no_space_check", False))
+    check_targets(planned, sinks, resume or request.no_space_check)
     return replace(planned, places=sinks.locations)
 
 

@@ -19,7 +19,7 @@ from paddle_reshard.pipeline.core.choices import REPLICAS
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
-from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
+from paddle_reshard.pipeline.core.shown import SHOWN_DIFFERENCES, Facts, Shown, readable_bytes
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
 from paddle_reshard.pipeline.indexing import small_files
@@ -41,8 +41,6 @@ from paddle_reshard.storage.locate import StorageOptions, open_source, source_ac
 from paddle_reshard.storage.store import ReadRange, Source
 from paddle_reshard.storage.views import JoinedSource, Mount
 from paddle_reshard.tasks.index import index_here
-
-SHOWN_DIFFERENCES = 20
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 Facts = list[tuple[str, str]]
 """Names and what they are, in the order in which they matter."""
+SHOWN_DIFFERENCES = 20
+"""So many differences are listed where people read; JSON has all."""
+SHOWN_WORKERS = 16
 
 
 class Shown:

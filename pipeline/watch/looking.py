@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from paddle_reshard.pipeline.convert.inputs import load_config, load_tables
+from paddle_reshard.pipeline.convert.inputs import as_file, load_config, load_tables
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.fill import read_filling
@@ -29,8 +27,8 @@ class Inspector:
 
     def __post_init__(self) -> None:
         options = self.options
-        self.tables = load_tables(_path(options.get("rules")))
-        self.config = load_config(_path(options.get("config")))
+        self.tables = load_tables(as_file(options.get("rules")))
+        self.config = load_config(as_file(options.get("config")))
         fill, allowed = options.get("fill"), options.get("allow_missing", ())
         self.missing = read_filling(fill, allowed, source_access(options)).policy
 
@@ -75,7 +73,3 @@ class Inspector:
     def _index(self, name: str) -> None:
         source = open_source(self.records.run.at(name), *source_access(self.options))
         index_checkpoint(source, self.tables, self.config, self.missing)
-
-
-def _path(value: str | os.PathLike[str] | None) -> Path | None:
-    return None if value is None else Path(value)
