@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.core.geometry import Ints
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.mixture import Mixture
@@ -51,7 +52,17 @@ class GroupWork:
 
 
 def plan_work(plan: Plan) -> Iterator[GroupWork]:
-    """All groups of a plan, in order."""
+    """All groups of a plan, in order.
+
+    Raises
+    ------
+    PlanError
+        If the plan was carried out before and its ops were released.
+    """
+    if len(plan.ops) != len(plan.op_groups):
+        raise PlanError(
+            "this plan was carried out, and its ops were released then; plan the conversion again"
+        )
     count = plan.groups
     op_first = np.searchsorted(plan.op_groups, np.arange(count + 1))
     band_first = np.searchsorted(plan.bands["group"], np.arange(count + 1))

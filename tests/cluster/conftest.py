@@ -105,12 +105,13 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
 
     def make(to: str = "tp=2,sharding=3", group_bytes: int = GROUP_BYTES, **options: object) -> Conversion:
         monkeypatch.setattr(planning, "USUAL_SIZES", planning.PlanSizes(group_bytes=group_bytes))
-        there = tmp_path / "inline"
-        planned = paddle_reshard.plan(case_directory(CASE) / "checkpoint-3", there, to=to, **options)
+        there, source = tmp_path / "inline", case_directory(CASE) / "checkpoint-3"
+        planned = paddle_reshard.plan(source, there, to=to, **options)
         report = run_conversion(
             planned, Outputs([LocalTarget(there, overwrite=False)]), run_inline, ignore_events
         )
-        return Conversion(planned, report, contents(there), tmp_path)
+        anew = paddle_reshard.plan(source, tmp_path / "made", to=to, **options)
+        return Conversion(anew, report, contents(there), tmp_path)
 
     return make
 

@@ -18,6 +18,7 @@ from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_hybrid
 from paddle_reshard.pipeline.planning.ops import Ops
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
+from paddle_reshard.pipeline.planning.work import plan_work
 
 
 @pytest.fixture(scope="module")
@@ -166,3 +167,5 @@ def test_a_plan_that_was_carried_out_says_what_it_said(plan: Plan) -> None:
     ):
         assert getattr(carried_out, fact) == getattr(plan, fact), fact
     assert plan.payload_bytes > 0
+    with pytest.raises(PlanError, match="plan the conversion again"):
+        next(plan_work(carried_out))
