@@ -201,7 +201,7 @@ def _do_pass(
             if mixture is None:
                 mover.move(source, target)
             else:
-                _mix(source, target, mixed.get(int(part)), mixture, int(op["feed"]), mover)
+                _mix(source, target, mixed.get(int(part)), mixture, int(op["source_tensor"]), mover)
         except OverflowError as error:
             raise CastError(work.tensors[int(op["tensor"])].label, str(error)) from error
     return report
@@ -217,21 +217,22 @@ def _in_steps(work: GroupWork, moves: OpRows) -> OpRows:
         for place, term in enumerate(mixture.terms)
     }
     steps = [
-        places.get(pair, 0) for pair in zip(moves["tensor"].tolist(), moves["feed"].tolist(), strict=True)
+        places.get(pair, 0)
+        for pair in zip(moves["tensor"].tolist(), moves["source_tensor"].tolist(), strict=True)
     ]
     return moves[np.argsort(steps, kind="stable")]
 
 
 def _mix(
-    source: Box, target: Box, beside: _Accumulator | None, mixture: Mixture, feed: int, mover: Mover
+    source: Box, target: Box, beside: _Accumulator | None, mixture: Mixture, source_tensor: int, mover: Mover
 ) -> None:
-    """Make the step of a mixture that takes ``feed``, in the part, or ``beside`` it where that has another dtype."""
+    """Add ``source_tensor`` to a mixture in the part, or ``beside`` it if the part has another dtype."""
     mixed = target
     if beside is not None and target.dtype != source.dtype:
         offset = ACCUMULATOR_FACTOR * (target.byte_offset - beside.first_byte)
         strides = tuple(ACCUMULATOR_FACTOR * stride for stride in target.strides)
         mixed = Box(beside.buffer, offset, source.dtype, target.extents, strides)
-    step = next(place for place, term in enumerate(mixture.terms) if term.tensor == feed)
+    step = next(place for place, term in enumerate(mixture.terms) if term.tensor == source_tensor)
     mover.mix(source, mixed, mixture.terms[step], step == 0)
     if step == len(mixture.terms) - 1:
         mover.finish(mixed, target, mixture.divide_by)

@@ -134,26 +134,26 @@ def with_average(
     mixed = [replace(own.tensors[index[entry]], state=AVERAGES[entry[1]]) for entry in averaged]
     tensors = [*own.tensors, *mixed]
     files: list[File] = []
-    fragments, feeds = [], []
+    fragments, terms = [], []
     for number, (part, location) in enumerate(zip(parts, locations, strict=False)):
         rows = part.fragments.copy()
         rows["tensor"] += len(tensors)
         rows["file"] += len(files)
         fragments.append(rows)
-        feeds.append(range(len(tensors), len(tensors) + len(averaged)))
+        terms.append(range(len(tensors), len(tensors) + len(averaged)))
         tensors += [replace(t, state=f"{t.state} of {location}") for t in part.tensors]
         files += [File(_prefixed(number, file.path), file.size_bytes) for file in part.files]
     rows = own.fragments.copy()
     rows["file"] += len(files)
-    feeds_of_last = [index[entry] for entry in averaged]
+    terms_of_last = [index[entry] for entry in averaged]
     mixtures = {
         len(own.tensors) + place: Mixture(
             tuple(
-                Term(int(feed), keep, take)
-                for feed, (keep, take) in zip(of_one, weighting.steps, strict=True)
+                Term(int(tensor), keep, take)
+                for tensor, (keep, take) in zip(of_one, weighting.steps, strict=True)
             )
         )
-        for place, of_one in enumerate(zip(*feeds, feeds_of_last, strict=True))
+        for place, of_one in enumerate(zip(*terms, terms_of_last, strict=True))
     }
     catalog = Catalog(
         Tensors(tensors),

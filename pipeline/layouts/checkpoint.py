@@ -62,7 +62,7 @@ class Checkpoint:
     has_ema: bool
     left: tuple[tuple[str, str], ...] = ()
     """``(tensor, why it goes into no target)``."""
-    spread: str | None = None
+    expert_axis: str | None = None
     """The axis over which whole experts are spread: ``ep``, ``tp`` or ``dp``; ``None``: every rank has all of them."""
     unified_experts: bool | None = None
     """Whether they are in the unified layer; ``None`` where the order of tensors cannot tell."""

@@ -60,9 +60,9 @@ class Model:
     table: RuleTable
     config: Mapping[str, Any]
 
-    def cut(self, tensor: ModelTensor, tp: int, spread: str | None = None) -> TensorCut:
-        """How ``tp`` ranks cut a tensor of this model; experts that are ``spread`` over these ranks are not cut."""
-        if spread in ("ep", "tp") and tensor.rule.of_expert:
+    def cut(self, tensor: ModelTensor, tp: int, expert_axis: str | None = None) -> TensorCut:
+        """How ``tp`` ranks cut a tensor of this model; experts distributed over ``ep`` or ``tp`` ranks are not cut."""
+        if expert_axis in ("ep", "tp") and tensor.rule.of_expert:
             return TensorCut(1, None)
         return TensorCut(tp, tensor.rule.split_dim(self.config, tp, tensor.key), tensor.rule.parts)
 

@@ -32,7 +32,7 @@ from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.optimizer_keys import MASTER_WEIGHTS, SLICE_PREFIX, split_accumulator_key
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
-from paddle_reshard.pipeline.planning.match import feeds
+from paddle_reshard.pipeline.planning.match import source_tensors
 
 Path = tuple[str, ...]
 """Keys of the nested dicts that lead to an entry."""
@@ -220,7 +220,7 @@ def lay_out_live(
         placer.add(file, piece, tensor)
     target = placer.target(files)
     catalog = checkpoint.catalog
-    needed = feeds(target.fragments["tensor"], catalog.implied)
+    needed = source_tensors(target.fragments["tensor"], catalog.implied)
     kept = (catalog.fragments["replica"] == 0) & np.isin(catalog.fragments["tensor"], needed)
     return LiveLayout(replace(catalog, fragments=catalog.fragments[kept]), target)
 

@@ -48,7 +48,7 @@ class Held:
     tensors: Tensors
     """All of the catalog that is moved, and those that are only looked at."""
     boxes: Ops
-    """``HOLD`` of every element; ``tensor`` is the parameter, ``feed`` the master weight."""
+    """``HOLD`` of every element; ``tensor`` is the parameter, ``source_tensor`` the master weight."""
     seeds: Ints
     """A number for each tensor that tells where its random runs lie; the same in every run."""
     in_full: bool = False
@@ -88,7 +88,7 @@ def held_parameters(whole: Catalog, moved: Catalog, in_full: bool) -> Held | Non
             tensors = Tensors((*tensors, *added))
     primary = whole.fragments.compress(whole.fragments["replica"] == 0)
     boxes = match(primary, _of(primary, pairs), pairs, kind=HOLD)
-    boxes["tensor"], boxes["feed"] = numbers[boxes["tensor"]], numbers[boxes["feed"]]
+    boxes["tensor"], boxes["source_tensor"] = numbers[boxes["tensor"]], numbers[boxes["source_tensor"]]
     seeds = np.zeros(len(tensors), dtype=np.int64)
     for number in pairs:
         seeds[numbers[number]] = _seed(whole.tensors[number])
@@ -181,8 +181,8 @@ def add_checks(ops: Ops, copied: Parts, held: Held) -> Ops:
     if held.in_full or not len(boxes):
         return Ops.joined([ops, boxes])
     loaded = np.zeros(len(held.tensors), dtype=bool)
-    loaded[ops["feed"][ops["kind"] == MOVE]] = True
-    whole = loaded[boxes["tensor"]] & loaded[boxes["feed"]] & (boxes["kind"] == HOLD)
+    loaded[ops["source_tensor"][ops["kind"] == MOVE]] = True
+    whole = loaded[boxes["tensor"]] & loaded[boxes["source_tensor"]] & (boxes["kind"] == HOLD)
     for side in ("source", "target"):
         whole &= ~_touches(boxes, side, copied)
     sampled = ~whole & (boxes["kind"] == HOLD)

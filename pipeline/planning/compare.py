@@ -13,7 +13,7 @@ import numpy as np
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.planning.checks import held_parameters
-from paddle_reshard.pipeline.planning.match import feeds, match
+from paddle_reshard.pipeline.planning.match import match, source_tensors
 from paddle_reshard.pipeline.planning.ops import COMPARE, Ops
 from paddle_reshard.pipeline.planning.plan import Plan, plan_comparisons
 
@@ -131,7 +131,7 @@ def _comparisons(a: Catalog, b: Catalog, ids_a: list[int], ids_b: list[int]) -> 
             if tensor in place and master in place
         }
         moved = np.isin(ops["tensor"], list(beside))
-        ops["feed"][moved] = feeds(ops["tensor"][moved], beside)
+        ops["source_tensor"][moved] = source_tensors(ops["tensor"][moved], beside)
     return ops
 
 

@@ -50,10 +50,10 @@ def carve_copies(ops: Ops, smallest: Ints, limits: CopyLimits | None, mixed: Col
     """
     if limits is None or not len(ops):
         return Carved(ops, np.zeros(0, dtype=PART))
-    compared, cast = np.zeros((2, int(ops["feed"].max()) + 1), dtype=bool)
-    compared[ops["feed"][(ops["kind"] != MOVE) | np.isin(ops["tensor"], list(mixed))]] = True
-    cast[ops["feed"][ops["source_dtype"] != ops["target_dtype"]]] = True
-    free = (ops["kind"] == MOVE) & ~compared[ops["feed"]] & dense(ops)
+    compared, cast = np.zeros((2, int(ops["source_tensor"].max()) + 1), dtype=bool)
+    compared[ops["source_tensor"][(ops["kind"] != MOVE) | np.isin(ops["tensor"], list(mixed))]] = True
+    cast[ops["source_tensor"][ops["source_dtype"] != ops["target_dtype"]]] = True
+    free = (ops["kind"] == MOVE) & ~compared[ops["source_tensor"]] & dense(ops)
     if not free.any():
         return Carved(ops, np.zeros(0, dtype=PART))
     ops, others = ops.split(free)
@@ -63,7 +63,7 @@ def carve_copies(ops: Ops, smallest: Ints, limits: CopyLimits | None, mixed: Col
     run_of_op = np.cumsum(~joined) - 1
     first = np.flatnonzero(~joined)
     file = ops["target_file"][first].astype(np.int64)
-    factor = np.where(cast[ops["feed"][first]], CAST_FACTOR, 1)
+    factor = np.where(cast[ops["source_tensor"][first]], CAST_FACTOR, 1)
     least = np.maximum(factor * smallest[file], limits.smallest_bytes)
     runs = _Runs(file, start[first], stop[np.r_[first[1:], len(ops)] - 1], first, least)
     unit = _unit_bytes(ops)

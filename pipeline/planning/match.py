@@ -27,12 +27,12 @@ _BLOCK_OPS = 1 << 16
 """Ops that are described in one go: what lies between stays in the cache."""
 
 
-def feeds(tensor_ids: npt.NDArray[np.int32], implied: Mapping[int, int]) -> npt.NDArray[np.int32]:
+def source_tensors(tensor_ids: npt.NDArray[np.int32], implied: Mapping[int, int]) -> npt.NDArray[np.int32]:
     """For each tensor the one whose fragments hold its values."""
     count = 1 + max([int(tensor_ids.max(initial=-1)), *implied])
-    feed = np.arange(count, dtype=np.int32)
-    feed[list(implied)] = list(implied.values())
-    return feed[tensor_ids]
+    source_tensor = np.arange(count, dtype=np.int32)
+    source_tensor[list(implied)] = list(implied.values())
+    return source_tensor[tensor_ids]
 
 
 class _Pairs(NamedTuple):
@@ -42,17 +42,17 @@ class _Pairs(NamedTuple):
     target: Fragments
     i: Ints
     j: Ints
-    feed: npt.NDArray[np.int32]
+    source_tensor: npt.NDArray[np.int32]
     """Tensor that each pair is read from."""
 
 
 def _meeting(source: Fragments, target: Fragments, implied: Mapping[int, int]) -> _Pairs:
-    feed = feeds(target["tensor"], implied)
+    source_tensor = source_tensors(target["tensor"], implied)
     i, j = meeting_pairs(
         Boxes(source["tensor"], source["offset"], source["extents"]),
-        Boxes(feed, target["offset"], target["extents"]),
+        Boxes(source_tensor, target["offset"], target["extents"]),
     )
-    return _Pairs(source, target, i, j, feed[j])
+    return _Pairs(source, target, i, j, source_tensor[j])
 
 
 def match(source: Fragments, target: Fragments, implied: Mapping[int, int], kind: int = MOVE) -> Ops:
@@ -65,7 +65,7 @@ def match(source: Fragments, target: Fragments, implied: Mapping[int, int], kind
         ops      a[2:4]: source file 0, byte 8 → target byte 0
                  a[4:6]: source file 1, byte 0 → target byte 8
 
-    Ops are ordered by feed, then by the order of ``source`` and of ``target``.
+    Ops are ordered by source tensor, then by the order of ``source`` and of ``target``.
     """
     return _described([(kind, _meeting(source, target, implied))])
 
@@ -74,12 +74,12 @@ def _described(found: Sequence[tuple[int, _Pairs]]) -> Ops:
     """The ops of all pairs, kind by kind."""
     ops = Ops.empty(sum(len(pairs.i) for _, pairs in found))
     done = 0
-    for kind, (source, target, i, j, feed) in found:
+    for kind, (source, target, i, j, source_tensor) in found:
         for first in range(0, len(i), _BLOCK_OPS):
             one, other = i[first : first + _BLOCK_OPS], j[first : first + _BLOCK_OPS]
             block = ops[done : done + len(one)]
             _fill(block, source.take(one), target.take(other))
-            block["kind"], block["feed"] = kind, feed[first : first + _BLOCK_OPS]
+            block["kind"], block["source_tensor"] = kind, source_tensor[first : first + _BLOCK_OPS]
             done += len(one)
     return ops
 
@@ -119,7 +119,7 @@ def plan_ops(
     primary = source.fragments.compress(source.fragments["replica"] == 0)
     inside = clipped(target, source.tensors)
     steps = list(_steps(primary, target, inside, source))
-    fed = np.concatenate([pairs.feed for pairs, _ in steps])
+    fed = np.concatenate([pairs.source_tensor for pairs, _ in steps])
     implied = _implied_by_definition(source, sorted({*_lacking(primary["tensor"], fed), *left_out}))
     copies = source.fragments.compress(source.fragments["replica"] > 0) if compare_replicas else primary[:0]
     unmoved = primary[np.isin(primary["tensor"], list(implied))] if implied else primary[:0]
@@ -160,11 +160,13 @@ def _check_steps(moves: Ops, mixtures: Mapping[int, Mixture], tensors: Sequence[
     last = -1
     for step in range(max([0, *(len(mixture.terms) for mixture in mixtures.values())])):
         fed = {t: m.terms[step].tensor for t, m in mixtures.items() if step < len(m.terms)}
-        rows = np.isin(moves["tensor"], list(fed)) & (moves["feed"] == feeds(moves["tensor"], fed))
+        rows = np.isin(moves["tensor"], list(fed)) & (
+            moves["source_tensor"] == source_tensors(moves["tensor"], fed)
+        )
         if (wrong := rows & (moves["source_dtype"] != _FLOAT32)).any():
             first = int(np.argmax(wrong))
             raise UnsupportedError(
-                f"{tensors[int(moves['feed'][first])].label}: stored as "
+                f"{tensors[int(moves['source_tensor'][first])].label}: stored as "
                 f"{DTYPES[int(moves['source_dtype'][first])].name}, only float32 can be averaged"
             )
         files = moves["source_file"][rows]

@@ -26,7 +26,7 @@ OP = np.dtype(
     [
         ("kind", np.int8),  # MOVE, or what is compared: COMPARE, CHECK, HOLD or PROBE
         ("tensor", np.int32),  # whose values these are
-        ("feed", np.int32),  # the tensor they are read from: another one where it is implied
+        ("source_tensor", np.int32),  # the tensor they are read from: another one where it is implied
         ("pass", np.int32),  # of its group, in which it is done
         ("source_file", np.int32),
         ("source_dtype", np.int8),

@@ -29,7 +29,7 @@ from paddle_reshard.pipeline.planning import sizes as planning_sizes
 from paddle_reshard.pipeline.planning.checks import Held, add_checks
 from paddle_reshard.pipeline.planning.copies import carve_copies
 from paddle_reshard.pipeline.planning.groups import FileSizes, Room, group_ops, set_passes, source_ranges
-from paddle_reshard.pipeline.planning.match import clipped, feeds, plan_ops
+from paddle_reshard.pipeline.planning.match import clipped, plan_ops, source_tensors
 from paddle_reshard.pipeline.planning.ops import (
     CHECK,
     HOLD,
@@ -538,8 +538,8 @@ def _check_tiles(ops: Ops, target: TargetFiles, source: Catalog) -> None:
     tensors = source.tensors
     moves = ops["kind"] == MOVE
     if source.mixtures:
-        finished = feeds(ops["tensor"], {t: m.terms[-1].tensor for t, m in source.mixtures.items()})
-        moves &= ~np.isin(ops["tensor"], list(source.mixtures)) | (ops["feed"] == finished)
+        finished = source_tensors(ops["tensor"], {t: m.terms[-1].tensor for t, m in source.mixtures.items()})
+        moves &= ~np.isin(ops["tensor"], list(source.mixtures)) | (ops["source_tensor"] == finished)
     count = len(target.files)
     covered = np.bincount(
         ops["target_file"][moves],

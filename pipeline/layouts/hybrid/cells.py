@@ -79,7 +79,7 @@ class CellPlanner:
     def cells(self) -> Iterator[Cell]:
         """Every cell; the tp ranks of one follow each other."""
         for pp, tensors in enumerate(self._stages()):
-            for turn in range(self.target.turns):
+            for turn in range(self.target.cells_per_tp_rank):
                 cell: Cell | None = None
                 for tp in range(self.topology.tp):
                     cell = self._cell(tp, pp, turn, tensors, cell)
@@ -94,11 +94,11 @@ class CellPlanner:
 
     def only_experts(self, ep: int) -> bool:
         """Whether the optimizer files of a cell hold nothing but experts: data-parallel rank 0 writes the rest."""
-        return self.target.spread == "dp" and ep > 0
+        return self.target.expert_axis == "dp" and ep > 0
 
     def described(self, cells: Sequence[Cell]) -> list[Cell]:
         """The cells that ``model_meta.json`` describes, in its order."""
-        if self.target.spread == "dp":  # the trainer describes the first data-parallel rank only
+        if self.target.expert_axis == "dp":  # the trainer describes the first data-parallel rank only
             cells = [cell for cell in cells if cell.ep == 0]
         # As the trainer gathers them: all tp ranks and stages of a neighbour, then the next one's.
         return sorted(cells, key=lambda cell: cell.ep // self.topology.tp)
@@ -126,9 +126,9 @@ class CellPlanner:
         return stages
 
     def _cell(self, tp: int, pp: int, turn: int, tensors: list[ModelTensor], sibling: Cell | None) -> Cell:
-        """``sibling`` is the cell of another tp rank of the stage; given names and spread experts can differ."""
-        ep = turn if self.target.spread == "dp" else self.topology.expert_rank(tp, turn)
-        if sibling is not None and self.target.names is None and self.target.spread is None:
+        """``sibling`` is the cell of another tp rank of the stage; given names and distributed experts can differ."""
+        ep = turn if self.target.expert_axis == "dp" else self.topology.expert_rank(tp, turn)
+        if sibling is not None and self.target.names is None and self.target.expert_axis is None:
             return replace(sibling, tp=tp)
         tensors = self._of_rank(tensors, tp, ep)
         names = self._names(tp, pp, ep, tensors)
@@ -137,7 +137,7 @@ class CellPlanner:
             # stage first: PipelineLayer makes shared_layers before all others (Paddle 3.3.1 pp_layers.py:509).
             tensors = sorted(tensors, key=lambda t: t.key not in self.tied)
             names = {t.key: names[t.key] for t in tensors}
-        cuts = {t.key: self.model.cut(t, self.topology.tp, self.target.spread) for t in tensors}
+        cuts = {t.key: self.model.cut(t, self.topology.tp, self.target.expert_axis) for t in tensors}
         local = {t.key: cuts[t.key].local_shape(t.key, t.global_shape) for t in tensors}
         seen: set[str] = set()
         parameters = []
@@ -161,16 +161,14 @@ class CellPlanner:
 
     def _of_rank(self, tensors: list[ModelTensor], tp: int, ep: int) -> list[ModelTensor]:
         """The tensors of a stage that a rank holds: of the experts, those of its turn."""
-        spread = self.target.spread
-        if spread is None:
+        axis = self.target.expert_axis
+        if axis is None:
             return tensors
-        rank = tp if spread == "tp" else ep
-        each = (
-            self.experts // {"ep": self.topology.ep, "tp": self.topology.tp, "dp": self.topology.dp}[spread]
-        )
+        rank = tp if axis == "tp" else ep
+        each = self.experts // {"ep": self.topology.ep, "tp": self.topology.tp, "dp": self.topology.dp}[axis]
         mine = range(rank * each, (rank + 1) * each)
         held = [t for t in tensors if not t.rule.of_expert or self.expert[t.key] in mine]
-        return lead_experts(held, self.target.unified_experts) if spread == "ep" else held
+        return lead_experts(held, self.target.unified_experts) if axis == "ep" else held
 
     def _shares(self, parameters: Sequence[ModelTensor], local: Mapping[str, Shape], turn: int) -> Shares:
         """Experts under expert parallelism have buffers of their own, cut for the ranks that hold the same ones."""
@@ -195,7 +193,7 @@ class CellPlanner:
             return predict_parameter_names(tensors, topology.pp, topology.tp, parallel, topology.ep)
         where = self._name(tp, pp, ep)
         given = self.target.names.get(where, {})
-        if self.target.spread == "dp":
+        if self.target.expert_axis == "dp":
             given = {shift_expert(key, ep * self.experts // self.topology.dp): n for key, n in given.items()}
         keys = {t.key: self.written[t.key] for t in tensors}
         if set(given) != set(keys.values()):
@@ -242,7 +240,7 @@ class CellPlanner:
                     local_shape=cell.local_shapes[tensor.key],
                     dtype=tensor.dtype,
                     is_distributed=self._is_distributed(cell, tensor),
-                    no_sync=self.target.spread == "ep" and tensor.rule.of_expert,
+                    no_sync=self.target.expert_axis == "ep" and tensor.rule.of_expert,
                 )
                 for tensor in cell.tensors
             },
@@ -252,7 +250,7 @@ class CellPlanner:
         )
 
     def _is_distributed(self, cell: Cell, tensor: ModelTensor) -> bool:
-        if self.target.spread in ("ep", "tp") and tensor.rule.of_expert:
+        if self.target.expert_axis in ("ep", "tp") and tensor.rule.of_expert:
             return True
         cut = self.topology.tp > 1 and cell.cuts[tensor.key].dim is not None
         return tensor.rule.marked_distributed(cut, self.topology.ep)

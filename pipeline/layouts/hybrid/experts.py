@@ -88,7 +88,7 @@ def merged_names(tables: Sequence[Mapping[str, str]]) -> dict[str, str]:
     return {key: names[key] for key in order}
 
 
-def spread_over(ranks: Ranks) -> str | None:
+def expert_axis_of(ranks: Ranks) -> str | None:
     """The axis over which routed experts are spread; ``None``: every rank has all of them."""
     if ranks.topology.ep > 1:
         return "ep"
@@ -120,7 +120,7 @@ def check_experts(ranks: Ranks, tensors: Iterable[ModelTensor], count: int | Non
             raise CheckpointError(
                 f"layer {layer} has {len(held)} experts, the model has {total}; expert {odd} is in only one of them"
             )
-    over = spread_over(ranks)
+    over = expert_axis_of(ranks)
     if over is None:
         return
     if not layers:

@@ -111,7 +111,7 @@ class HybridRequest:
             sequence_parallel=bool(sequence_parallel),
             segmentation=layout.segmentation,
             names=self.names,
-            experts_over=over,
+            expert_axis_beside_ep=over,
             unified_experts=bool(
                 source.unified_experts if layout.use_unified_moe is None else layout.use_unified_moe
             ),
@@ -132,7 +132,7 @@ class HybridRequest:
                 )
             return "dp"
         by_default = source.model.table.experts_over == "tp" and (
-            source.spread == "tp" or source.topology is None or source.topology.tp == 1
+            source.expert_axis == "tp" or source.topology is None or source.topology.tp == 1
         )
         return "tp" if (by_default if asked is None else asked) else None
 

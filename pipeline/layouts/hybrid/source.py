@@ -35,9 +35,9 @@ from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.hybrid.arrays import StoredArray, StoredArrays
 from paddle_reshard.pipeline.layouts.hybrid.experts import (
     check_experts,
+    expert_axis_of,
     join_cells,
     merged_names,
-    spread_over,
 )
 from paddle_reshard.pipeline.layouts.hybrid.format import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.layouts.hybrid.ranks import HALF_DTYPES, Cell, Ranks, sort_ranks
@@ -98,14 +98,16 @@ def read_hybrid(
     del roots  # where nobody else holds them, the names of all arrays go
     table = choose_table(tables, dict.fromkeys(key for cell in ranks.cells for key in cell.names), config)
     _name_shared_keys(ranks, table)
-    cells, spread = join_cells(ranks), spread_over(ranks)
+    cells, expert_axis = join_cells(ranks), expert_axis_of(ranks)
     strategy = _strategy(ranks, cells)
-    stored = _read_model(ranks, cells, spread, table, config)
+    stored = _read_model(ranks, cells, expert_axis, table, config)
     check_experts(ranks, stored.tensors, _expert_count(table, config))
     if ranks.with_meta:
         _check_half_dtypes(stored.tensors, config)
     files = [File(path, paths[path]) for path in held]
-    cataloguer = _HybridCatalog(ranks, cells, stored, spread, strategy, files, missing or MissingPolicy())
+    cataloguer = _HybridCatalog(
+        ranks, cells, stored, expert_axis, strategy, files, missing or MissingPolicy()
+    )
     catalog = cataloguer.catalog()
     check_catalog(catalog)
     model = replace(
@@ -127,7 +129,7 @@ def read_hybrid(
         names_predicted=names,
         lr_scheduler=ranks.lr_scheduler,
         has_ema=ranks.has_ema,
-        spread=spread,
+        expert_axis=expert_axis,
         unified_experts=_unified(ranks, model) if topology.ep > 1 else None,
     )
 
@@ -226,13 +228,13 @@ def _name_shared_keys(ranks: Ranks, table: RuleTable) -> None:
 
 
 def _read_model(
-    ranks: Ranks, cells: Sequence[Cell], spread: str | None, table: RuleTable, config: Mapping[str, Any]
+    ranks: Ranks, cells: Sequence[Cell], expert_axis: str | None, table: RuleTable, config: Mapping[str, Any]
 ) -> Model:
     found: dict[str, ModelTensor] = {}
     order = {key: place for place, key in enumerate(_keys_in_order(cells))}
     for cell in cells:
         for key in cell.names:
-            tensor = _read_tensor(cell, key, ranks, spread, table, config)
+            tensor = _read_tensor(cell, key, ranks, expert_axis, table, config)
             known = found.setdefault(key, tensor)
             _check_agreement(known, tensor, cell)
     items = {item.name: place for place, item in enumerate(table.items)}
@@ -278,17 +280,17 @@ def _read_tensor(
     cell: Cell,
     key: str,
     ranks: Ranks,
-    spread: str | None,
+    expert_axis: str | None,
     table: RuleTable,
     config: Mapping[str, Any],
 ) -> ModelTensor:
     tp = ranks.topology.tp
     rule, layer = table.find(key, config)
     if not rule.of_expert:
-        spread = None
+        expert_axis = None
     cut = (
         TensorCut(1, None)
-        if spread in ("ep", "tp")
+        if expert_axis in ("ep", "tp")
         else TensorCut(tp, rule.split_dim(config, tp, key), rule.parts)
     )
     shape = cut.global_shape(key, cell.shapes[key])
@@ -299,7 +301,7 @@ def _read_tensor(
             f"config.json and the rule table expect the shape {expected}, the files of tp={tp} ranks make "
             f"{shape} (a rank holds {cell.shapes[key]}, cut along dim {cut.dim})",
         )
-    _check_marks(cell, key, rule, cut, spread, ranks.topology)
+    _check_marks(cell, key, rule, cut, expert_axis, ranks.topology)
     holder = cell.holders[key]
     states = tuple(name for name in ACCUMULATORS if (holder, name) in cell.arrays)
     return ModelTensor(
@@ -316,14 +318,14 @@ def _read_tensor(
 
 
 def _check_marks(
-    cell: Cell, key: str, rule: Rule, cut: TensorCut, spread: str | None, topology: Topology
+    cell: Cell, key: str, rule: Rule, cut: TensorCut, expert_axis: str | None, topology: Topology
 ) -> None:
     """Hold what ``model_meta.json`` says of a tensor against what the rules say of it.
 
-    ``spread`` is the axis over which the tensor's experts are spread, if it is an expert's.
+    ``expert_axis`` is the axis over which the tensor's experts are spread, if it is an expert's.
     """
     distributed = topology.tp > 1 and cut.dim is not None
-    expected = spread in ("ep", "tp") or rule.marked_distributed(distributed, topology.ep)
+    expected = expert_axis in ("ep", "tp") or rule.marked_distributed(distributed, topology.ep)
     found = cell.distributed.get(key, expected)
     if (topology.tp > 1 or topology.ep > 1) and found != expected:
         raise RuleError(
@@ -331,7 +333,7 @@ def _check_marks(
             f"{MODEL_META} says is_distributed={found}, the rule table says that tp "
             f"{'cuts dim ' + str(cut.dim) if distributed else 'does not cut it'}",
         )
-    if cell.no_sync.get(key, spread == "ep") != (spread == "ep"):
+    if cell.no_sync.get(key, expert_axis == "ep") != (expert_axis == "ep"):
         raise RuleError(
             key,
             f"{MODEL_META} says no_sync={cell.no_sync[key]} and {topology}; what is not synchronised are "
@@ -410,12 +412,12 @@ class _HybridCatalog:
         ranks: Ranks,
         cells: Sequence[Cell],
         model: Model,
-        spread: str | None,
+        expert_axis: str | None,
         strategy: str,
         files: list[File],
         policy: MissingPolicy,
     ) -> None:
-        self.ranks, self.cells, self.model, self.spread = ranks, cells, model, spread
+        self.ranks, self.cells, self.model, self.expert_axis = ranks, cells, model, expert_axis
         self.files, self.policy, self.tp = files, policy, ranks.topology.tp
         self.sharing = Sharing(strategy, ranks.topology.sharding)
         self.missing: set[str] = set()
@@ -467,7 +469,7 @@ class _HybridCatalog:
             self._add_per_parameter(key, state, dtype, arrays)
             return
         tensor = self.by_key[key]
-        cut = self.model.cut(tensor, self.tp, self.spread)
+        cut = self.model.cut(tensor, self.tp, self.expert_axis)
         index = self._tensor(key, state, dtype, tensor.global_shape, arrays[0].path)
         rank = cell.tp if cut.dim is not None else 0
         for copy in self.sharing.copies(cell, key, state, arrays):

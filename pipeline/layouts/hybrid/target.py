@@ -41,7 +41,7 @@ class HybridTarget:
     """Which layers go to which stage; ``None``: as both trainers' model classes do."""
     names: Mapping[str, Mapping[str, str]] | None = None
     """Cell → structured key → parameter name, taken from a job of the target topology."""
-    experts_over: str | None = None
+    expert_axis_beside_ep: str | None = None
     """``tp`` or ``dp``: give every such rank some of the experts, whole ones. Under ``ep`` that goes without saying."""
     unified_experts: bool = False
     """Use the unified layer of expert parallelism, in families that have another one too."""
@@ -49,17 +49,17 @@ class HybridTarget:
     """Why it is this strategy, in words."""
 
     @property
-    def spread(self) -> str | None:
-        """The axis over which whole experts are spread."""
+    def expert_axis(self) -> str | None:
+        """The axis over which whole experts are distributed; ``None``: every rank has all of them."""
         if self.topology.ep > 1:
             return "ep"
-        ranks = {"tp": self.topology.tp, "dp": self.topology.dp, None: 1}[self.experts_over]
-        return self.experts_over if ranks > 1 else None
+        ranks = {"tp": self.topology.tp, "dp": self.topology.dp, None: 1}[self.expert_axis_beside_ep]
+        return self.expert_axis_beside_ep if ranks > 1 else None
 
     @property
-    def turns(self) -> int:
+    def cells_per_tp_rank(self) -> int:
         """How many cells a tp rank of a stage is, each with experts of its own."""
-        return self.topology.dp if self.spread == "dp" else self.topology.dense_sharding
+        return self.topology.dp if self.expert_axis == "dp" else self.topology.dense_sharding
 
     @property
     def writes_meta(self) -> bool:
@@ -134,7 +134,7 @@ def check_target(target: HybridTarget) -> None:
     topology, strategy = target.topology, target.strategy
     if topology.ep > 1:
         _check_expert_parallel(target)
-    if target.spread == "dp":
+    if target.expert_axis == "dp":
         _check_experts_over_dp(target)
     if strategy in ("stage2", "stage3") and topology.pp > 1:
         raise PlanError(
@@ -245,7 +245,7 @@ def _check_experts_over_dp(target: HybridTarget) -> None:
 
 def _check_experts(checkpoint: Checkpoint, target: HybridTarget) -> None:
     """Whether the model can spread its experts as the target asks for."""
-    table, axis, topology = checkpoint.model.table, target.spread, target.topology
+    table, axis, topology = checkpoint.model.table, target.expert_axis, target.topology
     if axis is None:
         if table.experts_over == "dp" and 1 < topology.dp < topology.world_size:
             raise PlanError(

@@ -54,7 +54,7 @@ class HybridWriter:
         described = self.planner.described(cells)
         if self.target.writes_meta:
             self.bytes.add_literal(MODEL_META, self.planner.meta(described))
-        saving = 1 if self.target.spread == "dp" else self.topology.dp
+        saving = 1 if self.target.expert_axis == "dp" else self.topology.dp
         for rank in range(self.topology.world_size // saving):
             self.bytes.add_literal(f"{SIGNAL_PREFIX}{rank}", b"1")
         return TargetFiles(
@@ -81,7 +81,7 @@ class HybridWriter:
             cell.tp if degrees.tp > 1 else None,
             cell.pp if degrees.pp > 1 else None,
             shard if degrees.sharding > 1 else None,
-            moe=cell.ep if self.target.spread == "dp" else None,
+            moe=cell.ep if self.target.expert_axis == "dp" else None,
             ep=cell.ep if kind == MODEL_STATE and shard is None and degrees.ep > 1 else None,
         )
 
