@@ -311,7 +311,7 @@ def read_request(
     if isinstance(target, Mapping):
         if misplaced := [name for name in TARGET_OPTIONS if options.get(name)]:
             raise UsageError(
-                f"{flag_of(misplaced[0])} is said of each of several targets: --target DST:FORMAT:NAME=VALUE,…"
+                f"{flag_of(misplaced[0])}: with several targets, give it inside each --target DST:FORMAT:NAME=VALUE,…"
             )
         if not target:
             raise UsageError("no target is given")

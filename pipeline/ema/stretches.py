@@ -94,8 +94,8 @@ def check_same(stretches: Stretches, before: Stretches) -> None:
         return
     differing = next(entry for entry in (*stretches, *before) if stretches.get(entry) != before.get(entry))
     raise UsageError(
-        f"{differing[1]}: is {_shape(stretches, differing)} now and was {_shape(before, differing)} at the update "
-        "before; an average cannot go on over other tensors"
+        f"{differing[1]}: is {_shape(stretches, differing)} now and was {_shape(before, differing)} at the last "
+        "update; the set of tensors changed"
     )
 
 
@@ -150,7 +150,7 @@ def _check_boxes(stretches: Stretches, rank: FlexRank) -> None:
             continue
         whole = box is not None and box.flattened_range is None
         if box is None or box.elements > elements or (whole and box.elements < elements):
-            raise UsageError(f"{entry[1]}: is {stretch.shape} in this rank, and {box} is said of it")
+            raise UsageError(f"{entry[1]}: is {stretch.shape} in this rank, but described as {box}")
     if held:
         raise UsageError(f"{next(iter(held))[1]}: is none of the tensors of this rank")
 

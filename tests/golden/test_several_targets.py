@@ -137,7 +137,9 @@ def test_each_target_is_told_with_its_place(tmp_path: Path) -> None:
     assert "rng_state_0.pth" in {left["path"] for left in model["not_carried"]}
     assert data["not_carried"] == cards["not_carried"] + model["not_carried"]
     misplaced = CliRunner().invoke(cli, ["plan", str(SOURCE), *targets, "--to", "tp=1"])
-    assert "--to is said of each of several targets: --target DST:FORMAT:NAME=VALUE" in misplaced.stderr
+    assert (
+        "--to: with several targets, give it inside each --target DST:FORMAT:NAME=VALUE" in misplaced.stderr
+    )
 
 
 def test_what_one_target_refuses_another_does_not_hide(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import paddle_reshard
 from tests.conftest import REPO
 from tests.jobs.command import GOLDEN, command_line, copy_checkpoint, run, snapshot
 from tests.jobs.head import Head, running_head
+from tests.published import checked
 
 SECRET = "hunter2-do-not-show"
 
@@ -72,7 +73,7 @@ def check_that_it_runs_once(head: Head, tmp_path: Path, one_card: dict[str, byte
     assert snapshot(tmp_path / "out") == one_card
     assert "worker 0" in second.stdout, "the job did not use its cluster"
     third = submit(head, *arguments, "--json", STORE_SECRET=SECRET)
-    end = json.loads(third.stdout)
+    end = checked(third)
     assert (end["command"], end["submission_id"], end["attached"]) == ("submit", submission_id, True)
     assert (end["status"], third.returncode) == ("SUCCEEDED", 0)
     assert "publish: " in third.stderr
@@ -82,7 +83,7 @@ def check_that_it_runs_once(head: Head, tmp_path: Path, one_card: dict[str, byte
     assert list(known) == [submission_id], "another job than the conversion was left behind"
     job = known[submission_id]
     assert job["entrypoint"].startswith(". ./environment.sh && python -m paddle_reshard convert ")
-    line = f"convert {GOLDEN} {tmp_path / 'out'} --to tp=1 --memory 256MiB --layout layout.json --cluster ray"
+    line = f"convert {GOLDEN} {tmp_path / 'out'} --to tp=1 --layout layout.json --memory 256MiB --cluster ray"
     assert job["entrypoint"].endswith(line)
     assert SECRET not in "".join((json.dumps(job), said, second.stdout, second.stderr))
     logs = [path for path in head.folder.rglob("*") if path.is_file() and "logs" in path.parts]
@@ -102,7 +103,7 @@ def check_that_a_failure_is_told(head: Head, tmp_path: Path) -> None:
     assert "tp=3 does not divide" in first.stdout
     assert "FAILED: Job entrypoint command failed with exit code 1\n" in first.stderr
     told = submit(head, *arguments, "--json", PYTHONPATH=source)
-    said = json.loads(told.stdout)
+    said = checked(told)
     one = first.stderr.split("submitted ")[1].split()[0]
     assert (told.returncode, said["status"], said["submission_id"]) == (1, "FAILED", f"{one}-2")
     assert "tp=3 does not divide" in said["error"]

@@ -17,6 +17,7 @@ from paddle_reshard.pipeline.convert.options import Decides
 from paddle_reshard.pipeline.core.errors import JobError, ReshardError, StaleSessionError, UsageError
 from paddle_reshard.pipeline.watch.runners import answer_of_job, failure_of_job
 from tests.jobs.command import invoke, run
+from tests.published import checked
 
 FILE = object()
 
@@ -257,7 +258,7 @@ def test_json_of_a_library_does_not_hide_what_the_conversion_said(line: str) -> 
 def test_with_json_stdout_is_one_object_also_where_there_is_no_cluster() -> None:
     done = run("submit", "--address", "http://127.0.0.1:9", "/a", "/b", "--to", "tp=1", "--json")
     assert done.returncode == 1
-    said = json.loads(done.stdout)
+    said = checked(done)
     assert said["command"] == "submit"
     assert (said["kind"], said["retryable"]) == ("JobError", True)
     assert f"paddle-reshard: {said['error']}\n" == done.stderr

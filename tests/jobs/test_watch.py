@@ -26,6 +26,7 @@ from paddle_reshard.pipeline.watch.watcher import open_watcher
 from paddle_reshard.storage.remote.folder import FsspecFolder
 from tests.conftest import case_directory
 from tests.jobs.command import GOLDEN, MAIN, command_line, copy_checkpoint, invoke, run, snapshot
+from tests.published import checked
 
 INTERRUPTED = """
 import functools, os, pathlib, signal, sys, time
@@ -638,7 +639,7 @@ def test_with_json_stdout_is_one_object_and_quiet_is_quiet(training: Run) -> Non
     copy_checkpoint(training.run / "checkpoint-6", leave_out=("optimizer.tp00_pp00_shard00",))
     done = training.watch("--json")
     assert done.returncode == 0
-    said = json.loads(done.stdout)
+    said = checked(done)
     assert (said["command"], said["run"], said["targets"]) == ("watch", str(training.run), str(training.out))
     results = {name: found["result"] for name, found in said["checkpoints"].items()}
     assert results == {"checkpoint-3": "converted", "checkpoint-6": "waiting"}
@@ -647,7 +648,7 @@ def test_with_json_stdout_is_one_object_and_quiet_is_quiet(training: Run) -> Non
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
     training.run.joinpath("checkpoint-3", "config.json").write_text("{}")
     refused = run("watch", training.root / "nope", training.out, "--to", "tp=1", "--json", "--once")
-    said = json.loads(refused.stdout)
+    said = checked(refused)
     assert (refused.returncode, said["command"], said["kind"]) == (2, "watch", "UsageError")
     assert refused.stderr == f"paddle-reshard: {said['error']}\n"
 

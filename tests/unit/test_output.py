@@ -17,25 +17,17 @@ import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.output import Commands
-from tests.conftest import COMMITTED, REPO
+from tests.conftest import COMMITTED
+from tests.published import SCHEMA, checked
 
 DEMO = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
 COMMAND = [sys.executable, "-m", "paddle_reshard"]
-SCHEMA = json.loads((REPO / "docs" / "schemas" / "output-1.json").read_text())
 
 
 def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
     """A command with its output in pipes, unless ``options`` say otherwise."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     return subprocess.run([*COMMAND, *map(str, arguments)], text=True, timeout=300, **options)
-
-
-def checked(done: subprocess.CompletedProcess[str]) -> dict:
-    """The only line of a command, which is what the published schema says."""
-    (line,) = done.stdout.splitlines()
-    found = json.loads(line)
-    jsonschema.validate(found, SCHEMA)
-    return found
 
 
 @pytest.fixture(scope="module")
