@@ -41,8 +41,8 @@ def option_of_formats(name: str) -> FormatOption:
     """An option as all formats that have it understand it.
 
     >>> option_of_formats("files").help
-    'unified: files of each kind, by default one. flex, auto-parallel: data files of each folder, at most; by default \
-as many as hold 4 GiB each.'
+    'unified: number of files of each kind. Default: 1. flex, auto-parallel: maximum number of data files per folder. \
+Default: as many as hold 4 GiB each.'
     """
     understood: dict[FormatOption, list[str]] = {}
     for format in _ALL:

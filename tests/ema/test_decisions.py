@@ -95,7 +95,7 @@ def test_tensors_lie_one_after_the_other_at_multiples_of_64_bytes() -> None:
 def test_other_tensors_than_before_are_refused_by_name() -> None:
     before = stretches_of(weights(w=(3, 4), b=(4,)))
     check_same(stretches_of(weights(w=(3, 4), b=(4,))), before)
-    with pytest.raises(UsageError, match=r"b: is \(5,\) now and was \(4,\) at the update before"):
+    with pytest.raises(UsageError, match=r"b: is \(5,\) now and was \(4,\) at the last update"):
         check_same(stretches_of(weights(w=(3, 4), b=(5,))), before)
     with pytest.raises(UsageError, match=r"c: is \(4,\) now and was not there"):
         check_same(stretches_of(weights(w=(3, 4), b=(4,), c=(4,))), before)

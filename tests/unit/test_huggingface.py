@@ -77,9 +77,9 @@ def _model(config: Mapping[str, Any], *tensors: tuple[str, tuple[int, ...], Any]
     [
         ("a", {}, "'keys' is missing"),
         ("a", {"keys": []}, "keys must name"),
-        ("a", {"keys": ["b"], "rotated": True}, "unknown field 'rotated'"),
+        ("a", {"keys": ["b"], "rotated": True}, "unknown entry 'rotated'"),
         ("a", {"keys": ["b"], "transposed": 1}, "transposed cannot be 1"),
-        ("a", {"keys": [1]}, "keys must be a list of texts"),
+        ("a", {"keys": [1]}, r"keys\[0\] cannot be 1: a text is expected"),
         ("{layer}.a", {"keys": ["a"]}, "keys must name the same"),
         ("{layer}.a", {"keys": ["{layer}.{expert}.a"]}, "keys must name the same"),
         ("{head}.a", {"keys": ["{head}.a"]}, r"only \{layer\} and \{expert\} stand in braces of key"),
