@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -71,7 +72,8 @@ def check_that_it_runs_once(head: Head, tmp_path: Path, one_card: dict[str, byte
     assert f"attached to {submission_id}" in second.stderr
     assert "publish: " in second.stdout
     assert snapshot(tmp_path / "out") == one_card
-    assert "worker 0" in second.stdout, "the job did not use its cluster"
+    # a slow start leaves all groups to whichever worker is there first
+    assert re.search(r"worker \d+\b", second.stdout), "the job did not use its cluster"
     third = submit(head, *arguments, "--json", STORE_SECRET=SECRET)
     end = checked(third)
     assert (end["command"], end["submission_id"], end["attached"]) == ("submit", submission_id, True)
