@@ -20,6 +20,7 @@ from paddle_reshard.pipeline.core.errors import (
     UnsupportedError,
     UsageError,
 )
+from paddle_reshard.pipeline.core.units import texts_of
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.schemes import PLAIN_SCHEMES
 from paddle_reshard.storage.store import Source
@@ -65,7 +66,7 @@ def _access(options: Mapping[str, Any], own: str) -> Access:
     chosen = options.get(own)
     if chosen is None:
         chosen = options.get("storage_options")
-    return Access(chosen or {}, tuple(options.get("allow_scheme") or ()), bool(options.get("allow_links")))
+    return Access(chosen or {}, texts_of(options.get("allow_scheme") or ()), bool(options.get("allow_links")))
 
 
 def open_source(

@@ -72,7 +72,7 @@ class Option:
     @property
     def in_session(self) -> bool:
         """Whether a session keeps it: whatever decides the outcome, and nothing by which a store is reached."""
-        return self.kept or self.decides in (Decides.OUTCOME, Decides.PLACE)
+        return self.kept or self.changes_bytes
 
     @property
     def changes_bytes(self) -> bool:
@@ -386,6 +386,9 @@ class RunOptions(TypedDict, total=False):
     ]
 
 
+Targets = PathLike | Mapping[PathLike, TargetOptions]
+"""A target, whose options are those of the conversion, or several targets with options of their own."""
+
 TARGET_OPTIONS = tuple(TargetOptions.__annotations__)
 CONVERSION_OPTIONS = tuple(ConversionOptions.__annotations__)
 """Those of targets among them."""
@@ -412,7 +415,7 @@ def flag_of(name: str) -> str:
     return (known and known.flag) or f"--{name.replace('_', '-')}"
 
 
-def is_whole(target: PathLike | Mapping[PathLike, TargetOptions], options: Mapping[str, Any]) -> bool:
+def is_whole(target: Targets, options: Mapping[str, Any]) -> bool:
     """Whether a request says what is to come out, so that all it leaves out is meant to be as by default."""
     asked = target.values() if isinstance(target, Mapping) else [options]
     return any(of_target.get("to") or of_target.get("format") for of_target in asked)

@@ -14,6 +14,7 @@ from paddle_reshard.pipeline.convert.options import (
     TARGET_OPTIONS,
     ConversionOptions,
     TargetOptions,
+    Targets,
     flag_of,
 )
 from paddle_reshard.pipeline.convert.request import (
@@ -32,7 +33,7 @@ from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
 from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT
 from paddle_reshard.pipeline.core.topology import sharding_in_words
-from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
+from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.format import Request, Target
@@ -266,7 +267,7 @@ def _divided(source: Checkpoint, forms: Sequence[Request], store: Source) -> Che
     return replace(source, catalog=replace(catalog, mixtures=mixtures))
 
 
-def _by_table(forms: Sequence[Request]) -> bool:
+def needs_rule_table(forms: Sequence[Request]) -> bool:
     """Whether the targets are for jobs that cut tensors or name parameters, which only a rule table tells."""
     by_table = {form.format.by_table for form in forms}
     if len(by_table) > 1:
@@ -276,10 +277,6 @@ def _by_table(forms: Sequence[Request]) -> bool:
             "whatever the statements make; convert to them one after the other"
         )
     return by_table.pop()
-
-
-Targets = PathLike | Mapping[PathLike, TargetOptions]
-"""One target, whose options stand among those of the conversion, or several with their own."""
 
 
 def read_places(sources: Sequence[PathLike], target: Targets | None, options: ConversionOptions) -> Places:
@@ -325,7 +322,7 @@ def read_request(
         aoa=as_file(options.get("aoa")),
         rules=as_file(options.get("rules")),
         config=as_file(options.get("config")),
-        allow_missing=tuple(options.get("allow_missing", ())),
+        allow_missing=texts_of(options.get("allow_missing", ())),
         no_space_check=options.get("no_space_check", False),
         budget_bytes=parse_memory(options.get("memory", DEFAULT_MEMORY)),
         compare_replicas=parse_choice(options.get("replicas", REPLICAS[0]), REPLICAS, "choice of replicas"),

@@ -15,6 +15,7 @@ from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.limits import MAX_VOCABULARY
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.core.units import texts_of
 from paddle_reshard.pipeline.layouts.formats import FORMATS, names_of
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def parse_drop(names: Sequence[str] | str) -> tuple[str, ...]:
     """
     from paddle_reshard.pipeline.core.tensors import DROPPABLE
 
-    chosen = (names,) if isinstance(names, str) else tuple(names)
+    chosen = texts_of(names)
     for name in chosen:
         if name not in DROPPABLE:
             can = f"{', '.join(DROPPABLE)}{did_you_mean(name, DROPPABLE)}"
@@ -173,7 +174,7 @@ def parse_target(text: str, resume: bool = False) -> tuple[str, TargetOptions]:
 
 
 def parse_choice(value: str, choices: tuple[str, str], what: str) -> bool:
-    """Whether ``value`` is the first of two choices; anything else is refused by name."""
+    """Whether ``value`` is the first of two choices; anything else is an error."""
     if value not in choices:
         raise UsageError(f"unknown {what} {value!r}; known are {', '.join(choices)}")
     return value == choices[0]

@@ -22,13 +22,14 @@ from paddle_reshard.pipeline.convert.options import (
     ConversionOptions,
     Kind,
     TargetOptions,
+    Targets,
     declarations,
     flag_of,
     is_whole,
 )
 from paddle_reshard.pipeline.core.errors import StaleSessionError, UsageError
 from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_count
+from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_count, texts_of
 from paddle_reshard.storage.formats.typed_json import EntryError, typed
 
 OPTIONS = {name: declarations()[name] for name in CONVERSION_OPTIONS}
@@ -59,8 +60,6 @@ _TYPES: Mapping[Kind, Any] = {
     Kind.ENTRIES: Mapping[str, Any],
 }
 """What a record has for an option that is not ``consent``; of that only whether it was given."""
-
-Targets = PathLike | Mapping[PathLike, TargetOptions]
 
 
 # ------------------------------------------------------------------------------------------------- to a record
@@ -102,7 +101,7 @@ def _plain(name: str, value: Any) -> Any:
         return True
     if name == "files":
         return parse_count(value)
-    return [value] if name == "drop" and isinstance(value, str) else _listed(value)
+    return list(texts_of(value)) if OPTIONS[name].kind is Kind.LIST else _listed(value)
 
 
 def _listed(value: Any) -> Any:

@@ -21,12 +21,11 @@ from paddle_reshard.pipeline.aoa.rewrite import rewrite
 from paddle_reshard.pipeline.convert.inputs import load_config, load_program, load_tables
 from paddle_reshard.pipeline.convert.integrity import check_target, glance_at_target
 from paddle_reshard.pipeline.convert.manifest import describe_targets, format_manifest, parse_manifest
-from paddle_reshard.pipeline.convert.options import ConversionOptions, is_whole
+from paddle_reshard.pipeline.convert.options import ConversionOptions, Targets, is_whole
 from paddle_reshard.pipeline.convert.plan import (
     ConversionPlan,
     PlannedTarget,
-    Targets,
-    _by_table,
+    needs_rule_table,
     plan_checkpoint,
     read_places,
 )
@@ -99,9 +98,6 @@ class MoveReport:
     """Bytes that an earlier run had written, those of files that are carried as they are among them."""
     copied_bytes: int = 0
     """Of the written ones, those that the storage copied by itself."""
-
-
-# -------------------------------------------------------------------------------------------------- plan
 
 
 # -------------------------------------------------------------------------------------- move, verify, publish
@@ -400,7 +396,7 @@ def plan_request(
     checkpoint = index_checkpoint(own, tables, config, filling.policy, index_files)
     store = filling.serve(own)
     if program is not None:
-        checkpoint = rewrite(checkpoint, program, tables if _by_table(request.forms) else None, config)
+        checkpoint = rewrite(checkpoint, program, tables if needs_rule_table(request.forms) else None, config)
     if sinks is None:
         return plan_checkpoint(store, checkpoint, request)
     planned = plan_checkpoint(store, checkpoint, request, sinks.limits(store), in_process)

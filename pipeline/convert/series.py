@@ -18,8 +18,8 @@ import numpy as np
 
 from paddle_reshard.clusters.choose import choose_engine
 from paddle_reshard.pipeline.convert.inputs import load_config, load_tables
-from paddle_reshard.pipeline.convert.options import ConversionOptions, TargetOptions
-from paddle_reshard.pipeline.convert.plan import ConversionPlan, Targets, plan_checkpoint, read_request
+from paddle_reshard.pipeline.convert.options import ConversionOptions, TargetOptions, Targets
+from paddle_reshard.pipeline.convert.plan import ConversionPlan, plan_checkpoint, read_request
 from paddle_reshard.pipeline.convert.request import ConversionRequest
 from paddle_reshard.pipeline.convert.run import ConversionReport, check_targets, open_targets, plan_and_run
 from paddle_reshard.pipeline.core.backports import Unpack

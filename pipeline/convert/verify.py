@@ -21,7 +21,7 @@ from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted,
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.shown import SHOWN_DIFFERENCES, Facts, Shown, readable_bytes
 from paddle_reshard.pipeline.core.suggest import did_you_mean
-from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
+from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
 from paddle_reshard.pipeline.indexing import small_files
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.optimizer_steps import check_optimizer
@@ -126,7 +126,7 @@ def verify(
     given = {"storage_options": storage_options, "allow_scheme": allow_scheme, "allow_links": allow_links}
     given |= {"source_storage_options": source_storage_options}
     given |= {"target_storage_options": target_storage_options}
-    missing = MissingPolicy(allowed=tuple(allow_missing))
+    missing = MissingPolicy(allowed=texts_of(allow_missing))
     compare_replicas = parse_choice(replicas, REPLICAS, "choice of replicas")
     engine = InlineEngine(parse_memory(memory))
     if b is None:
@@ -145,10 +145,10 @@ def verify(
     ]
     one, two = index_pair(stores[0], stores[1], *given_inputs(rules, config), missing, index_files)
     known = one.catalog.tensors.states | two.catalog.tensors.states
-    if unknown := set(states or ()) - known:
+    if unknown := set(texts_of(states or ())) - known:
         raise UsageError(
-            f"neither checkpoint has the state {sorted(unknown)[0]!r}; known: {', '.join(sorted(known))}"
-            f"{did_you_mean(sorted(unknown)[0], known)}"
+            f"neither checkpoint has the state {min(unknown)!r}; known: {', '.join(sorted(known))}"
+            f"{did_you_mean(min(unknown), known)}"
         )
     tensors = max(len(side.catalog.tensors) for side in (one, two))
     pieces = max(len(side.catalog.fragments) for side in (one, two))
@@ -156,7 +156,7 @@ def verify(
     comparison = plan_comparison(
         one.catalog,
         two.catalog,
-        None if states is None else set(states),
+        None if states is None else set(texts_of(states)),
         subset,
         engine.memory_bytes,
         compare_replicas,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from os import PathLike as _PathLike
 
 from paddle_reshard.pipeline.core.errors import UsageError
@@ -54,3 +55,12 @@ def parse_count(files: int | str) -> int:
     if len(str(files)) > len(str(MAX_TARGET_FILES)) or int(files) > MAX_TARGET_FILES:
         raise UsageError(f"--files {str(files)[:40]}: at most {MAX_TARGET_FILES} can be asked for")
     return int(files)
+
+
+def texts_of(given: str | Iterable[str]) -> tuple[str, ...]:
+    """One text or several. A text is iterable too: taken apart, the ``*`` of a pattern would match anything.
+
+    >>> texts_of("lm_head.*"), texts_of(["a", "b"])
+    (('lm_head.*',), ('a', 'b'))
+    """
+    return (given,) if isinstance(given, str) else tuple(given)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from paddle_reshard.pipeline.core.catalog import File
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError
+from paddle_reshard.pipeline.core.units import texts_of
 from paddle_reshard.pipeline.layouts.checkpoint import MissingPolicy
 from paddle_reshard.storage.formats.safetensors import parse_safetensors
 from paddle_reshard.storage.locate import Access, open_file
@@ -49,7 +50,7 @@ def read_filling(location: str | None, allowed: Sequence[str], access: Access) -
         If the file is not there, or is no safetensors file.
     """
     if location is None:
-        return Filling(MissingPolicy(allowed=tuple(allowed)))
+        return Filling(MissingPolicy(allowed=texts_of(allowed)))
     store, name = open_file(location, access.options, access.schemes)
     size_bytes = store.sizes()[name]
     shown = f"--fill {store.location}/{name}"
@@ -60,4 +61,4 @@ def read_filling(location: str | None, allowed: Sequence[str], access: Access) -
     except FormatError as error:
         raise CheckpointError(f"{error}; a safetensors file is expected") from error
     file = File(shown, size_bytes)
-    return Filling(MissingPolicy(payload.tensors, file, tuple(allowed)), (store, name))
+    return Filling(MissingPolicy(payload.tensors, file, texts_of(allowed)), (store, name))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from paddle_reshard.clusters.inline import InlineEngine, Reports
 from paddle_reshard.pipeline.convert.inputs import load_config, load_tables
 from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, UsageError
-from paddle_reshard.pipeline.core.units import PathLike, parse_memory
+from paddle_reshard.pipeline.core.units import PathLike, parse_memory, texts_of
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.fill import read_filling
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
@@ -130,7 +130,7 @@ def load_into(
             f"state_dict is a {type(state_dict).__name__}, not a dict; pass the result of its state_dict()"
         )
     location = os.fspath(source)
-    access = Access(storage_options or {}, tuple(allow_scheme), allow_links)
+    access = Access(storage_options or {}, texts_of(allow_scheme), allow_links)
     filling = read_filling(None if fill is None else os.fspath(fill), allow_missing, access)
     own = open_source(location, *access)
     given = config if isinstance(config, Mapping) or config is None else load_config(Path(config))

@@ -124,6 +124,16 @@ def test_what_no_file_holds_is_refused_filled_or_left_out(name: str, tmp_path: P
     assert read_one_card(tmp_path / "without") == {k: v for k, v in truth.items() if k not in lost}
 
 
+def test_one_pattern_may_be_given_as_a_text(tmp_path: Path) -> None:
+    """Taken letter by letter, any pattern with a * would allow every tensor to be lost."""
+    source = _case(GLM4) / "checkpoint-3"
+    with pytest.raises(CoverageError, match="e_score_correction_bias"):
+        paddle_reshard.plan(source, to="tp=1", allow_missing="lm_head.*")
+    with pytest.raises(CoverageError, match="e_score_correction_bias"):
+        paddle_reshard.verify(source, allow_missing="lm_head.*")
+    assert paddle_reshard.plan(source, to="tp=1", allow_missing=BIAS).plan.groups
+
+
 def test_a_filled_tensor_survives_sharded_saving(tmp_path: Path) -> None:
     source = _case(GLM4) / "checkpoint-3"
     paddle_reshard.convert(source, tmp_path / "there", fill=_lost(GLM4, tmp_path), to="ep=4,sharding=4")

@@ -78,4 +78,6 @@ class HybridFormat:
 HYBRID = HybridFormat(
     "hybrid", "a set of files per rank, with model_meta.json if the trainer writes it", sharded_saving=True
 )
-HYBRID_PLAIN = HybridFormat("hybrid-plain", "without", sharded_saving=False)
+HYBRID_PLAIN = HybridFormat(
+    "hybrid-plain", "a set of files per rank, without model_meta.json", sharded_saving=False
+)

@@ -90,7 +90,7 @@ class HybridRequest:
                 f"convention {layout.convention!r}: the source is {convention}, and this version does not "
                 "translate between the libraries"
             )
-        over = self._experts_over(source)
+        over = self._expert_axis_beside_ep(source)
         overlap = bool(layout.comm_overlap)
         buffer_mb = layout.comm_buffer_size_MB or (128 if overlap else 256)
         sequence_parallel = source.sequence_parallel or (topology.ep > 1 and topology.tp > 1 and over is None)
@@ -118,7 +118,7 @@ class HybridRequest:
         )
         return target if self.strategy else with_default_strategy(target, source)
 
-    def _experts_over(self, source: Checkpoint) -> str | None:
+    def _expert_axis_beside_ep(self, source: Checkpoint) -> str | None:
         """The axis beside ``ep`` over which the target's experts are spread.
 
         PaddleNLP has no axis for it: its experts are spread over data-parallel ranks.
