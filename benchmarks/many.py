@@ -3,8 +3,7 @@
     python -m benchmarks.many [--layers 87]
 
 87 layers are 270,849 tensors, about as many as a training checkpoint of DeepSeek-V3 has. Each command is run with the
-budget that a conversion in 256 MiB, which is refused, asks for, and some room for groups; its private memory is looked
-at all the time.
+budget that its metadata need, and some room for groups; its private memory is sampled all the time.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from pathlib import Path
 
 import paddle_reshard
 from benchmarks.synthetic import Dims, files_of
-from paddle_reshard.pipeline.core.errors import MemoryBudgetError
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
+from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, metadata_bytes
 from tests.memory.watch import run_watched
 
 MIB = 1 << 20
@@ -44,12 +43,9 @@ def write_many(dims: Dims, directory: Path) -> None:
 
 
 def needed_bytes(source: Path, target: Path, to: str) -> int:
-    """The budget that a conversion in 256 MiB is told to be given, or those 256 MiB."""
-    try:
-        paddle_reshard.convert(source, target, to=to, memory="256MiB")
-    except MemoryBudgetError as error:
-        return error.needed_bytes
-    return 256 * MIB
+    """The smallest budget for the metadata of a conversion. A refusal names less while the pieces are not known."""
+    planned = paddle_reshard.plan(source, target, to=to, memory="64GiB")
+    return FOOTPRINT_BYTES + metadata_bytes(len(planned.plan.tensors), planned.pieces)
 
 
 def main() -> None:

@@ -94,9 +94,8 @@ FREE_METADATA_BYTES = 16 << 20
 def metadata_bytes(tensors: int, pieces: int) -> int:
     """Memory, beyond the footprint, of the process that plans and moves: what it knows of tensors and their pieces.
 
-    ``pieces`` are the boxes of the target, or what is compared. Of 270,849 tensors in as many pieces the process took
-    330 MiB at most beside groups in progress, and 428 MiB to compare them; in 719,874 pieces 630 MiB. With the
-    footprint, 456 MiB and 798 MiB are asked for.
+    ``pieces`` are the boxes of the target, or what is compared. For 270,849 tensors in as many pieces the footprint and
+    these are 456 MiB, for 719,874 pieces 798 MiB; ``benchmarks/many.py`` holds what a process takes against that.
     """
     return max(0, TENSOR_BYTES * tensors + PIECE_BYTES * pieces - FREE_METADATA_BYTES)
 
