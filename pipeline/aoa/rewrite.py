@@ -46,8 +46,8 @@ def rewrite(
         catalog=outcome.catalog,
         model=model,
         sequence_parallel=None,
-        left=(
-            *source.left,
+        not_carried=(
+            *source.not_carried,
             *((name, f"dropped by {program.where}") for name in outcome.dropped),
             *((where, "this statement speaks about no tensor of the source") for where in outcome.idle),
         ),

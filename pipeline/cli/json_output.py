@@ -57,8 +57,8 @@ def plan_data(conversion: ConversionPlan) -> Json:
     plan, targets = conversion.plan, conversion.targets
     described = [target.form.data() for target in targets]
     for data, target in zip(described, targets, strict=True):
-        data["not_carried"] = [{"path": path, "reason": reason} for path, reason in target.left]
-        data["states_left"] = list(target.left_states)
+        data["not_carried"] = [{"path": path, "reason": reason} for path, reason in target.not_carried]
+        data["states_left"] = list(target.states_not_carried)
     for data, place in zip(described, conversion.places, strict=False):
         data["path"] = place
     return {
@@ -85,7 +85,7 @@ def plan_data(conversion: ConversionPlan) -> Json:
         "files": [{"path": f.path, "size_bytes": f.size_bytes} for f in plan.target_files],
         "carried": [{"path": c.target_path, "size_bytes": c.size_bytes} for c in plan.carried],
         "not_carried": [left for data in described for left in data["not_carried"]],
-        "states_left": sorted({state for target in targets for state in target.left_states}),
+        "states_left": sorted({state for target in targets for state in target.states_not_carried}),
         "states_dropped": list(conversion.dropped),
     }
 

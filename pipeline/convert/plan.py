@@ -63,9 +63,9 @@ class PlannedTarget:
     """Without its fragments: the plan was made of them."""
     carried: tuple[str, ...]
     """Files of the source that go to the target byte for byte."""
-    left: tuple[tuple[str, str], ...]
+    not_carried: tuple[tuple[str, str], ...]
     """Files and tensors of the source that are not in the target, and why."""
-    left_states: tuple[str, ...]
+    states_not_carried: tuple[str, ...]
     """States of tensors that the target has no place for, or that were not asked for."""
 
     def __repr__(self) -> str:
@@ -95,7 +95,7 @@ class ConversionPlan(Shown):
     @property
     def master_weights_made(self) -> int:
         """How many master weights of the targets are made of their parameters, because the source stores none."""
-        if all(MASTER_WEIGHT in target.left_states for target in self.targets):
+        if all(MASTER_WEIGHT in target.states_not_carried for target in self.targets):
             return 0
         catalog = self.source.catalog
         return sum(catalog.tensors.identity(number)[1] == MASTER_WEIGHT for number in catalog.implied)
@@ -149,10 +149,12 @@ class ConversionPlan(Shown):
     def _left_behind(self) -> Facts:
         facts = [("dropped", f"{', '.join(self.dropped)}: as asked for")] if self.dropped else []
         for number, target in enumerate(self.targets):
-            if target.left_states:
+            if target.states_not_carried:
                 reason = "not asked for" if target.form.format.model_only else "no place in this format"
-                facts.append((self._of(number, "left out"), f"{', '.join(target.left_states)}: {reason}"))
-            for reason, names in _by_reason(target.left):
+                facts.append(
+                    (self._of(number, "left out"), f"{', '.join(target.states_not_carried)}: {reason}")
+                )
+            for reason, names in _by_reason(target.not_carried):
                 facts.append((self._of(number, "not carried"), f"{names}: {reason}"))
         return facts
 
@@ -173,9 +175,9 @@ def reread_in_words(amplification: float, once_bytes: int | None) -> str:
     return again if once_bytes is None else f"{again}; once with a budget of {readable_bytes(once_bytes)}"
 
 
-def _by_reason(left: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+def _by_reason(not_carried: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Files and tensors left behind, those of one reason together."""
-    for reason, group in groupby(sorted(left, key=lambda entry: entry[1]), key=lambda entry: entry[1]):
+    for reason, group in groupby(sorted(not_carried, key=lambda entry: entry[1]), key=lambda entry: entry[1]):
         names = [name for name, _ in group]
         yield reason, names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
 
@@ -228,9 +230,16 @@ def plan_checkpoint(
         held_parameters(source.catalog, joined.catalog, request.check_in_full),
         request.allow_master_drift,
     )
-    left = (*source.left, *((t.key, ALLOWED) for t in source.model.tensors if t.missing))
+    not_carried = (*source.not_carried, *((t.key, ALLOWED) for t in source.model.tensors if t.missing))
     targets = [
-        PlannedTarget(form, wanted, _filled(one.files), one.carried, (*one.left, *left), one.left_states)
+        PlannedTarget(
+            form,
+            wanted,
+            _filled(one.files),
+            one.carried,
+            (*one.not_carried, *not_carried),
+            one.states_not_carried,
+        )
         for form, one in zip(forms, laid_out, strict=True)
     ]
     pieces = len(joined.files.fragments)

@@ -337,7 +337,7 @@ def _check_staged(staged: Source, planned: PlannedTarget, index_files: IndexFile
     files = SourceFiles(staged, wanted.model.config, index_here, index_files)
     missing = MissingPolicy(allowed=tuple(t.key for t in wanted.model.tensors if t.missing))
     index = partial(index_source, files, [wanted.model.table], missing)
-    planned.form.check_staged(Staged(files, wanted, planned.left_states, index))
+    planned.form.check_staged(Staged(files, wanted, planned.states_not_carried, index))
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -60,7 +60,7 @@ class Checkpoint:
     lr_scheduler: Any
     """What the optimizer files hold of the learning-rate schedule; ``None`` where they hold nothing."""
     has_ema: bool
-    left: tuple[tuple[str, str], ...] = ()
+    not_carried: tuple[tuple[str, str], ...] = ()
     """``(tensor, why it goes into no target)``."""
     expert_axis: str | None = None
     """The axis over which whole experts are spread: ``ep``, ``tp`` or ``dp``; ``None``: every rank has all of them."""

@@ -33,7 +33,7 @@ class Sidecars:
 
     carried: tuple[str, ...]
     written: tuple[tuple[str, bytes], ...]
-    left: tuple[tuple[str, str], ...]
+    not_carried: tuple[tuple[str, str], ...]
     """``(path, why it is not in the target)``."""
 
 
@@ -46,9 +46,9 @@ class LaidOut:
     files: TargetFiles
     carried: tuple[str, ...]
     """Paths of files that go to the target byte for byte."""
-    left: tuple[tuple[str, str], ...]
+    not_carried: tuple[tuple[str, str], ...]
     """``(path, why it is not in the target)``."""
-    left_states: tuple[str, ...] = ()
+    states_not_carried: tuple[str, ...] = ()
     """States of tensors of which nothing is in the target: its format has no place for them, or they were not asked
     for."""
 

@@ -138,7 +138,7 @@ class Staged:
     files: SourceFiles
     wanted: Checkpoint
     """The source as the target is to hold it."""
-    left_states: Collection[str]
+    states_not_carried: Collection[str]
     """States of which nothing is in it."""
     index: Callable[[], Checkpoint]
     """Reads it as any source."""

@@ -1,6 +1,6 @@
 """What becomes of the small files around the tensors, whatever the format?
 
-Each is carried byte for byte, written anew, or left behind with a reason that the report names.
+Each is carried byte for byte, written anew, or not carried, with a reason that the report names.
 """
 
 from __future__ import annotations
@@ -68,22 +68,25 @@ def share_out_sidecars(
         ``config.json`` as it is and as it is to be: written anew, as ``transformers`` writes it, only where an entry
         changes.
     """
-    carried, left = [], [(name, "a folder, not part of the checkpoint's own files") for name in folders]
+    carried, not_carried = (
+        [],
+        [(name, "a folder, not part of the checkpoint's own files") for name in folders],
+    )
     for path in sorted(paths):
         if path in own_files or path in (MANIFEST, CONFIG):
             continue
         if is_marker(path):
-            left.append((path, "a completion marker of the source's own job"))
+            not_carried.append((path, "a completion marker of the source's own job"))
         elif "/" in path:
-            left.append((path, "lies in a folder of tensors and holds none"))
+            not_carried.append((path, "lies in a folder of tensors and holds none"))
         elif reason := reason_to_leave(path):
-            left.append((path, reason))
+            not_carried.append((path, reason))
         else:
             carried.append(path)
     if config == source_config and CONFIG in paths:
-        return Sidecars((*carried, CONFIG), (), tuple(left))
+        return Sidecars((*carried, CONFIG), (), tuple(not_carried))
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    return Sidecars(tuple(carried), ((CONFIG, text.encode()),), tuple(left))
+    return Sidecars(tuple(carried), ((CONFIG, text.encode()),), tuple(not_carried))
 
 
 def _same_ranks(checkpoint: Checkpoint, topology: Topology, rng_files: list[str]) -> bool:

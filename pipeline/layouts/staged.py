@@ -19,7 +19,7 @@ def check_tensors(staged: Staged, found: Checkpoint) -> None:
     wanted, content = catalog.tensors, len(catalog.tensors) - catalog.borrowed
 
     def kept(number: int) -> bool:
-        return number < content and wanted.identity(number)[1] not in staged.left_states
+        return number < content and wanted.identity(number)[1] not in staged.states_not_carried
 
     def same(number: int, place: int) -> bool:
         return wanted.dtype(number) == read.dtype(place) and wanted.shape(number) == read.shape(place)

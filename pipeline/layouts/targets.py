@@ -41,9 +41,11 @@ def lay_out(
     no_place = {state for name in target.format.no_place for state in DROPPABLE[name]}
     homeless = source.catalog.tensors.states & no_place
     laid_out = target.lay_out(source.without(homeless), wanted.without(homeless), sizes, folders)
-    left_states = tuple(sorted({*laid_out.left_states, *homeless}))
+    states_not_carried = tuple(sorted({*laid_out.states_not_carried, *homeless}))
     casts = laid_out.files.casts | _defined_casts(source.catalog)
-    return replace(laid_out, files=replace(laid_out.files, casts=casts), left_states=left_states)
+    return replace(
+        laid_out, files=replace(laid_out.files, casts=casts), states_not_carried=states_not_carried
+    )
 
 
 def check_left(targets: Sequence[Target], laid_out: Sequence[LaidOut]) -> None:
@@ -58,9 +60,9 @@ def check_left(targets: Sequence[Target], laid_out: Sequence[LaidOut]) -> None:
     for number, (target, one) in enumerate(zip(targets, laid_out, strict=True)):
         others = (other for place, other in enumerate(laid_out) if place != number)
         held = {state for other in others for state in other.catalog.tensors.states}
-        if target.format.model_only or not set(one.left_states) - held:
+        if target.format.model_only or not set(one.states_not_carried) - held:
             continue
-        lost = ", ".join(sorted(set(one.left_states) - held))
+        lost = ", ".join(sorted(set(one.states_not_carried) - held))
         beside, model = holding_average()
         raise PlanError(
             f"the format {target.format.name} has no place for the exponential moving average that the source holds "

@@ -283,9 +283,14 @@ def test_small_files(tmp_path: Path) -> None:
     }
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert {"training_args.bin", "scheduler.pdparams", "rng_state_0.pth"} <= {
-        p for p, _ in report.plan.targets[0].left
+        p for p, _ in report.plan.targets[0].not_carried
     }
-    assert set(report.plan.targets[0].left_states) == {"moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc"}
+    assert set(report.plan.targets[0].states_not_carried) == {
+        "moment1",
+        "moment2",
+        "beta1_pow_acc",
+        "beta2_pow_acc",
+    }
 
 
 def test_class_names_of_paddleformers_become_those_of_transformers(tmp_path: Path) -> None:
@@ -448,7 +453,7 @@ def test_an_average_that_is_not_one_yet(facts: dict[str, Any], message: str, tmp
         paddle_reshard.plan(source, tmp_path / "hf", format="huggingface", state="ema")
     (source / "ema.json").write_text('{"divide_by": 1}')
     planned = paddle_reshard.plan(source, tmp_path / "hf", format="huggingface", state="ema")
-    assert ("ema.json", "state of the training job, not of the model") in planned.targets[0].left
+    assert ("ema.json", "state of the training job, not of the model") in planned.targets[0].not_carried
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -39,11 +39,15 @@ def test_random_states_go_along_to_the_same_ranks_only(tmp_path: Path) -> None:
     for rank in range(8):
         name = f"rng_state_{rank}.pth"
         assert (tmp_path / "same" / name).read_bytes() == (source / name).read_bytes()
-    assert same.plan.targets[0].left == ()
+    assert same.plan.targets[0].not_carried == ()
     other = paddle_reshard.convert(source, tmp_path / "other", to="tp=2,sharding=4")
     assert not list((tmp_path / "other").glob("rng_state*"))
-    assert [path for path, _ in other.plan.targets[0].left] == [f"rng_state_{rank}.pth" for rank in range(8)]
-    assert all("one rank of the source's topology" in reason for _, reason in other.plan.targets[0].left)
+    assert [path for path, _ in other.plan.targets[0].not_carried] == [
+        f"rng_state_{rank}.pth" for rank in range(8)
+    ]
+    assert all(
+        "one rank of the source's topology" in reason for _, reason in other.plan.targets[0].not_carried
+    )
 
 
 def test_completion_markers_are_those_of_the_target(tmp_path: Path) -> None:
@@ -55,7 +59,7 @@ def test_completion_markers_are_those_of_the_target(tmp_path: Path) -> None:
     signals = sorted(p.name for p in (tmp_path / "target").glob("saved_signal_*"))
     assert signals == [f"saved_signal_{rank}" for rank in range(6)]
     assert all((tmp_path / "target" / name).read_bytes() == b"1" for name in signals)
-    left = dict(report.plan.targets[0].left)
+    left = dict(report.plan.targets[0].not_carried)
     assert "marker" in left[".model_done"]
     assert "folder" in left["hf_checkpoint-3"]
 

@@ -207,7 +207,7 @@ def test_markers_of_asynchronous_saving_stay_behind(tmp_path: Path) -> None:
         (source / name).write_bytes(b"1")
     for options in ({"format": "unified"}, {"to": "tp=1"}, {"format": "huggingface"}):
         (target,) = paddle_reshard.plan(source, tmp_path / "target", **options).targets
-        assert set(markers) <= {path for path, reason in target.left if "completion marker" in reason}
+        assert set(markers) <= {path for path, reason in target.not_carried if "completion marker" in reason}
 
 
 def test_a_trimmed_vocabulary(tmp_path: Path) -> None:

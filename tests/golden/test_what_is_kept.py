@@ -112,7 +112,7 @@ def test_a_second_target_may_hold_the_average(tmp_path: Path) -> None:
         checkpoint(AVERAGED),
         {tmp_path / "a": {"format": "unified"}, tmp_path / "b": {"format": "huggingface", "state": "ema"}},
     )
-    assert report.plan.targets[0].left_states == ("ema_master_weight",)
+    assert report.plan.targets[0].states_not_carried == ("ema_master_weight",)
     assert report.plan.dropped == ()
 
 
@@ -123,7 +123,7 @@ def test_what_describes_an_average_goes_with_it(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "ema.json").exists()
     assert ("ema.json", "it describes a moving average, and this target has none") in report.plan.targets[
         0
-    ].left
+    ].not_carried
 
 
 def test_only_what_can_be_done_without_is_dropped(tmp_path: Path) -> None:

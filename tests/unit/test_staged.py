@@ -22,9 +22,9 @@ def wanted() -> Checkpoint:
     return catalog_of(Dims(64, 128, 2, 8, 8, 512), HybridTarget(Topology(), "none"))
 
 
-def _check(wanted: Checkpoint, left_states: tuple[str, ...], found: list[Tensor]) -> None:
+def _check(wanted: Checkpoint, states_not_carried: tuple[str, ...], found: list[Tensor]) -> None:
     read = replace(wanted, catalog=replace(wanted.catalog, tensors=Tensors(found)))
-    check_tensors(Staged({}, wanted, left_states, lambda: read), read)
+    check_tensors(Staged({}, wanted, states_not_carried, lambda: read), read)
 
 
 def test_the_same_tensors_in_another_order_are_what_was_wanted(wanted: Checkpoint) -> None:
@@ -45,6 +45,6 @@ def test_what_differs_is_named(wanted: Checkpoint, change: str) -> None:
         "dtype": [*tensors[:place], replace(odd, dtype=dtype_named("float64")), *tensors[place + 1 :]],
         "left state": [tensor for tensor in tensors if tensor.state != "moment1" or tensor is odd],
     }[change]
-    left_states = ("moment1",) if change == "left state" else ()
+    states_not_carried = ("moment1",) if change == "left state" else ()
     with pytest.raises(CheckpointError, match=rf"{odd.key}\S* \(moment1\): not the same in the source"):
-        _check(wanted, left_states, found)
+        _check(wanted, states_not_carried, found)

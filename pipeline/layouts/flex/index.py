@@ -49,14 +49,14 @@ def index_flex(files: SourceFiles, tables: Sequence[RuleTable]) -> Checkpoint:
     indexed = files.index_anywhere(_index_data_file, store, held)
     data_files = {path: file for path, file in indexed.items() if isinstance(file, DataFile)}
     averages = {path: file for path, file in indexed.items() if isinstance(file, OlderAverage)}
-    left: tuple[tuple[str, str], ...] = ()
+    not_carried: tuple[tuple[str, str], ...] = ()
     if averages:
-        of_average, held_averages, left = describe_older_average(averages, metadata, data_files)
+        of_average, held_averages, not_carried = describe_older_average(averages, metadata, data_files)
         metadata, data_files = {**metadata, **of_average}, {**data_files, **held_averages}
     found = read_flex(metadata, data_files, config, tables, files.lr_scheduler())
     # Jobs that keep an average say here which ranks wrote the checkpoint.
     own_files = (found.own_files | {MODEL_META}) & sizes.keys()
-    return replace(found, own_files=own_files, left=(*found.left, *left))
+    return replace(found, own_files=own_files, not_carried=(*found.not_carried, *not_carried))
 
 
 def _refuse_other_tensor_files(files: SourceFiles) -> None:

@@ -89,7 +89,7 @@ def describe_older_average(
         told = {} if saved is None else saved.parameter_names
         found[path][piece.key] = _array(path, piece, average, piece.key in trained, told)
     described = {path: DataFile(averages[path].size_bytes, arrays, {}) for path, arrays in found.items()}
-    left = tuple(
+    not_carried = tuple(
         (
             path,
             f"{count} of its arrays: copies of what other ranks hold, padding, or averages of bfloat16 parameters",
@@ -97,7 +97,7 @@ def describe_older_average(
         for path, average in sorted(averages.items())
         if (count := len(average.master_weights) + len(average.params) - len(found[path]))
     )
-    return {f"{folder}/0{METADATA}": describe_boxes(files_of)}, described, left
+    return {f"{folder}/0{METADATA}": describe_boxes(files_of)}, described, not_carried
 
 
 def _metadata_of(metadata: Mapping[str, DistMetadata], folder: str, path: str) -> DistMetadata:

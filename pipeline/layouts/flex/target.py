@@ -121,7 +121,7 @@ class FlexTarget:
         sidecars = plan_sidecars(sizes, folders, wanted, source.model.config, Topology())
         written = (*sidecars.written, *small_flex_files(sizes, wanted, self))
         files = add_literal_files(layout_flex(wanted, self), written)
-        return LaidOut(source.catalog, files, sidecars.carried, sidecars.left)
+        return LaidOut(source.catalog, files, sidecars.carried, sidecars.not_carried)
 
     def check_staged(self, staged: Staged) -> None:
         """Read it as a source: its tensors must be those that were planned."""

@@ -89,7 +89,9 @@ class HuggingFaceTarget:
         config = source.model.config
         sidecars = plan_huggingface_sidecars(sizes, folders, wanted, config, self.dtype)
         files = add_literal_files(laid_out.files, sidecars.written)
-        return LaidOut(laid_out.catalog, files, sidecars.carried, sidecars.left, laid_out.left_states)
+        return LaidOut(
+            laid_out.catalog, files, sidecars.carried, sidecars.not_carried, laid_out.states_not_carried
+        )
 
     def check_staged(self, staged: Staged) -> None:
         """Read the parameters of the model, each of which must have the dtype that was planned."""
@@ -110,7 +112,7 @@ class HuggingFaceFiles:
     catalog: Catalog
     """The tensors of the source that go out, or are needed for it, in the order of the files."""
     files: TargetFiles
-    left_states: tuple[str, ...]
+    states_not_carried: tuple[str, ...]
     """States of the source of which nothing goes out."""
 
 

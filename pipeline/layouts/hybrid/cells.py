@@ -46,7 +46,7 @@ class Cell:
     """Of every parameter, what each rank of the sharding group stores; of an expert, its own cell's ranks only."""
     held: dict[int, list[ModelTensor]]
     """Rank of the sharding group, if it is of this cell → parameters of which its optimizer holds anything."""
-    left: dict[int, list[ModelTensor]]
+    model_state: dict[int, list[ModelTensor]]
     """Rank of the sharding group → tensors of its model_state."""
 
     def of_shard(self, shard: int) -> list[ModelTensor]:
@@ -156,7 +156,7 @@ class CellPlanner:
             for shard in shares[tensor.key].keys() & held.keys():
                 held[shard].append(tensor)
         cell = Cell(tp, pp, ep, tensors, names, local, cuts, parameters, shares, held, {})
-        cell.left = self._model_state_tensors(cell)
+        cell.model_state = self._model_state_tensors(cell)
         return cell
 
     def _of_rank(self, tensors: list[ModelTensor], tp: int, ep: int) -> list[ModelTensor]:
@@ -214,8 +214,8 @@ class CellPlanner:
         stored = [t for t in cell.tensors if not t.missing]
         if not self.target.writes_meta:
             return {shard: stored if shard < self.topology.dense_sharding else [] for shard in cell.held}
-        left: dict[int, list[ModelTensor]] = {shard: [] for shard in range(self.topology.sharding)}
-        listed = {t.key: place for place, t in enumerate(cell.parameters)}
+        held_by: dict[int, list[ModelTensor]] = {shard: [] for shard in range(self.topology.sharding)}
+        listed = {t.key: i for i, t in enumerate(cell.parameters)}
         first_key = first_keys(cell.names)
         for tensor in stored:
             if tensor.master and tensor.dtype.name == "bfloat16":
@@ -227,8 +227,8 @@ class CellPlanner:
                 (owner,) = cell.shares[key]
             else:
                 owner = listed[key] % self.topology.sharding
-            left[owner].append(tensor)
-        return left
+            held_by[owner].append(tensor)
+        return held_by
 
     def _cell_meta(self, cell: Cell) -> CellMeta:
         return CellMeta(

@@ -108,7 +108,7 @@ class HybridTarget:
             )
         sidecars = plan_sidecars(sizes, folders, wanted, source.model.config, self.topology)
         files = add_literal_files(layout_hybrid(wanted, self), sidecars.written)
-        return LaidOut(source.catalog, files, sidecars.carried, sidecars.left)
+        return LaidOut(source.catalog, files, sidecars.carried, sidecars.not_carried)
 
     def check_staged(self, staged: Staged) -> None:
         """Read it as a source: its topology and its tensors must be those that were planned."""

@@ -67,9 +67,9 @@ class HybridWriter:
 
     def _rank_files(self, cell: Cell, shard: int) -> Iterator[RankFile]:
         if self.target.writes_meta:
-            yield self._model_state(cell, shard, cell.left[shard])
+            yield self._model_state(cell, shard, cell.model_state[shard])
         elif shard < self.topology.dense_sharding:
-            yield self._model_state(cell, None, cell.left[shard])
+            yield self._model_state(cell, None, cell.model_state[shard])
         yield (self._experts if self.planner.only_experts(cell.ep) else self._optimizer)(cell, shard)
         if self.checkpoint.has_ema:
             yield self._ema(cell, shard)
@@ -147,7 +147,7 @@ class HybridWriter:
 
     def _ema(self, cell: Cell, shard: int) -> RankFile:
         with_master = any(t.master for t in cell.of_shard(shard))
-        plain = [t for t in cell.left[shard] if self.bytes.has(t, EMA_PARAM)]
+        plain = [t for t in cell.model_state[shard] if self.bytes.has(t, EMA_PARAM)]
         if self.planner.only_experts(cell.ep):
             plain = []
         arrays = FileArrays(cell)

@@ -83,7 +83,7 @@ class UnifiedTarget:
         sidecars = plan_sidecars(sizes, folders, wanted, source.model.config, Topology(dp=self.files))
         written = (*sidecars.written, *small_unified_files(sizes, wanted))
         files = add_literal_files(layout_unified(wanted, self), written)
-        return LaidOut(source.catalog, files, sidecars.carried, sidecars.left)
+        return LaidOut(source.catalog, files, sidecars.carried, sidecars.not_carried)
 
     def check_staged(self, staged: Staged) -> None:
         """Read it as a source: its tensors must be those that were planned."""
