@@ -44,7 +44,7 @@ from paddle_reshard.pipeline.ema.stretches import (
 from paddle_reshard.pipeline.layouts.hybrid.names import parse_rank_file
 from paddle_reshard.pipeline.layouts.optimizer_keys import MASTER_WEIGHTS
 from paddle_reshard.pipeline.layouts.reading import index_tensor_file, read_json
-from paddle_reshard.storage.formats.paddle_pickle import encode_pickle
+from paddle_reshard.storage.formats.paddle_pickle_writer import encode_pickle
 from paddle_reshard.storage.locate import StorageOptions, open_source
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks import ema_worker

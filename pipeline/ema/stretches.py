@@ -18,7 +18,8 @@ from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.ema.flex import FlexRank
 from paddle_reshard.pipeline.ema.resume import Piece, RankPieces, Wanted
 from paddle_reshard.pipeline.layouts.optimizer_keys import MASTER_WEIGHTS
-from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArrayRef, ArraySlot
+from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArrayRef
+from paddle_reshard.storage.formats.paddle_pickle_writer import ArraySlot
 
 ALIGNED_ELEMENTS = 16
 """Tensors begin at multiples of 64 bytes in shared memory."""

@@ -12,7 +12,8 @@ from paddle_reshard.pipeline.core.errors import UnsupportedError
 from paddle_reshard.pipeline.core.tensors import EMA_STATES
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.model import Model
-from paddle_reshard.storage.formats.paddle_pickle import ArrayRef, encode_pickle
+from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
+from paddle_reshard.storage.formats.paddle_pickle_writer import encode_pickle
 
 
 @dataclass(frozen=True)

@@ -51,14 +51,8 @@ from paddle_reshard.storage.formats.dist_metadata_rows import (
     Memo,
     PieceRows,
 )
-from paddle_reshard.storage.formats.paddle_pickle import (
-    ARRAY_GLOBALS,
-    Global,
-    Instance,
-    Machine,
-    Window,
-    plain_opcodes,
-)
+from paddle_reshard.storage.formats.paddle_pickle import ARRAY_GLOBALS, Global, Instance, Machine, Window
+from paddle_reshard.storage.formats.paddle_pickle_writer import plain_opcodes
 
 READ_AHEAD_BYTES: Final = 1 << 23
 """Size of one ranged read."""

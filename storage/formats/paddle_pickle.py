@@ -1,16 +1,14 @@
-"""Where do the arrays of a ``paddle.save`` file lie, and what would a new such file look like?
+"""Where do the arrays of a ``paddle.save`` file lie?
 
-*Reading.* :func:`parse_pickle` walks the pickle opcodes of a ``.pdparams``, ``.pdopt`` or ``.distcp`` file
+:func:`parse_pickle` walks the pickle opcodes of a ``.pdparams``, ``.pdopt`` or ``.distcp`` file
 one by one and builds plain containers in which every array is an :class:`ArrayRef`, a byte range left in the
 file. It is an interpreter with no power: nothing is imported, nothing is called. The few globals such a file
 needs stand in one table (``ARRAY_GLOBALS``), each with the only form of call it may appear in.
 
-*Writing.* :func:`encode_pickle` lays out a protocol-4 file around arrays that nobody has read yet: it returns
-every byte that is not payload, and the byte range of each payload.
-
 ``paddle.save`` has two routes (Paddle 3.3.1 ``framework/io.py:784-974``). *Legacy*: a flat dict of bare
 arrays, with :data:`STRUCTURED_NAMES` last. *Pickle*: the caller's own graph, each tensor as
-``tuple((name, array))``. Both are read, and both can be written.
+``tuple((name, array))``. Both are read here, and both are written by
+:mod:`~paddle_reshard.storage.formats.paddle_pickle_writer`.
 
 Whatever a file claims, the work is bounded: one step per opcode (:data:`MAX_OPCODES`), one step per value of
 the result (as many as opcodes, plus :data:`MAX_SHARED_VALUES` for containers met twice), :data:`MAX_NESTING`. So is the
@@ -21,10 +19,8 @@ depth of the stack (:mod:`~paddle_reshard.pipeline.core.limits`).
 from __future__ import annotations
 
 import struct
-from array import array as numbers_of
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from math import prod
 from typing import Final, NoReturn, TypeAlias
 
@@ -54,13 +50,14 @@ MAX_NESTING: Final = 64
 """Deepest nesting of containers; real files have 4."""
 MAX_OPCODES: Final = 1 << 24
 """Opcodes in one file; an array takes about 28, so this is 600,000 arrays."""
+MAX_INTEGER_KEY: Final = 1 << 31
+"""Integer keys lie from its negative on below it."""
 MAX_SHARED_VALUES: Final = 1 << 16
 """Values that may be reached a second time because the file shares a container."""
 
 _MAX_LINE_BYTES: Final = 256
 _MAX_RANK: Final = 64
 _MAX_DIMENSION: Final = 1 << 63
-_MAX_INTEGER_KEY: Final = 1 << 31
 _INLINE_BYTES: Final = 64
 _OPCODES_BETWEEN_LOOKS: Final = 256
 
@@ -68,7 +65,8 @@ _STRUCT_CODE: Final[Mapping[str, str]] = {
     "b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H", "u4": "I", "u8": "Q",
     "f2": "e", "f4": "f", "f8": "d", "c8": "ff", "c16": "dd",
 }  # fmt: skip
-_ITEM_BYTES: Final[Mapping[str, int]] = {code: int(code[1:]) for code in _STRUCT_CODE}
+ITEM_BYTES: Final[Mapping[str, int]] = {code: int(code[1:]) for code in _STRUCT_CODE}
+"""Bytes of an element of each dtype that is read and written, by numpy's code without byte order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +87,7 @@ class ArrayRef:
     @property
     def nbytes(self) -> int:
         """Length of the payload."""
-        return prod(self.shape) * _ITEM_BYTES[self.dtype]
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +380,7 @@ class Machine:
 
     def is_key(self, value: object) -> bool:
         """Whether a dict of this kind of file may have such a key."""
-        return isinstance(value, str) or _is_integer(value, -_MAX_INTEGER_KEY, _MAX_INTEGER_KEY)
+        return isinstance(value, str) or _is_integer(value, -MAX_INTEGER_KEY, MAX_INTEGER_KEY)
 
     def make(self, kind: str) -> Instance:
         """Make a new instance, without attributes yet."""
@@ -675,7 +673,7 @@ def _call_dtype(m: Machine, arguments: tuple[object, ...]) -> object:
     """``numpy.dtype(code, False, True)`` (numpy ``dtype.__reduce__``)."""
     if len(arguments) != 3 or arguments[1:] != (False, True) or not isinstance(arguments[0], str):
         m.unsafe("forbidden_call", "numpy.dtype in another form than for a plain number type")
-    if arguments[0] not in _ITEM_BYTES:
+    if arguments[0] not in ITEM_BYTES:
         m.bad("unsupported_dtype", f"dtype {_shown(arguments[0])} is not a plain number type")
     return NumpyDtype(arguments[0])
 
@@ -684,8 +682,8 @@ def _call_scalar(m: Machine, arguments: tuple[object, ...]) -> object:
     """``scalar(dtype, payload)``: a numpy number, as learning-rate schedulers leave them."""
     if len(arguments) == 2 and isinstance(arguments[0], NumpyDtype) and arguments[0].built:
         code, data = arguments[0].code, _short_bytes(arguments[1])
-        if data is None or len(data) != _ITEM_BYTES[code]:
-            m.bad("size_mismatch", f"a number of dtype {code} whose payload is not {_ITEM_BYTES[code]} bytes")
+        if data is None or len(data) != ITEM_BYTES[code]:
+            m.bad("size_mismatch", f"a number of dtype {code} whose payload is not {ITEM_BYTES[code]} bytes")
         numbers = struct.unpack("<" + _STRUCT_CODE[code], data)
         return complex(*numbers) if code[0] == "c" else numbers[0]
     m.unsafe("forbidden_call", "scalar in another form than for a plain number")
@@ -766,7 +764,7 @@ def _check_dtype_state(m: Machine, code: str, state: object) -> None:
     order = state[1]
     if order == ">":
         m.bad("big_endian", "big-endian numbers")
-    if order != "<" and (order != "|" or _ITEM_BYTES[code] > 1):
+    if order != "<" and (order != "|" or ITEM_BYTES[code] > 1):
         m.bad("bad_dtype", f"dtype {code} without a byte order")
     if state[2:] != (None, None, None, -1, -1, 0):
         m.bad("bad_dtype", f"dtype {code} is not a plain number type")
@@ -781,16 +779,17 @@ def _array_ref(m: Machine, state: object) -> ArrayRef:
         m.bad("bad_array", "an array without a dtype")
     if not isinstance(fortran, bool):
         m.bad("bad_array", "an array whose Fortran flag is not a flag")
-    if not _is_shape(shape):
+    if not is_shape(shape):
         m.bad("bad_array", "an array whose shape is not a tuple of sizes")
     byte_offset, nbytes = _payload_range(m, payload)
-    expected = prod(shape) * _ITEM_BYTES[dtype.code]
+    expected = prod(shape) * ITEM_BYTES[dtype.code]
     if nbytes != expected:
         m.bad("size_mismatch", f"an array of {shape} {dtype.code} holds {nbytes} bytes, expected {expected}")
     return ArrayRef(byte_offset, dtype.code, m.shapes.setdefault(shape, shape), fortran, None)
 
 
-def _is_shape(shape: object) -> bool:
+def is_shape(shape: object) -> bool:
+    """Whether this is a tuple of extents that an array may have."""
     if not isinstance(shape, tuple) or len(shape) > _MAX_RANK:
         return False
     return all(_is_integer(extent, 0, _MAX_DIMENSION) for extent in shape)
@@ -939,7 +938,7 @@ def _split_entry(m: Machine, key: str, entry: object) -> tuple[list[str], tuple[
             isinstance(names, list)
             and names
             and all(isinstance(name, str) for name in names)
-            and _is_shape(shape)
+            and is_shape(shape)
         ):
             return names, shape
     m.bad("bad_split", f"the entry of the split array {_shown(key)} is not of the known form")
@@ -955,230 +954,3 @@ def _split_array(m: Machine, key: str, found: list[object], shape: tuple[int, ..
     if total != prod(shape):
         m.bad("bad_split", f"the parts of {_shown(key)} hold {total} elements, {shape} needs {prod(shape)}")
     return SplitArray(parts, shape)
-
-
-# --------------------------------------------------------------------------------------------------- encoding
-
-
-@dataclass(frozen=True, slots=True)
-class ArraySlot:
-    """A place for an array whose bytes come later."""
-
-    slot: int
-    """The caller's number for it."""
-    dtype: str
-    """numpy code without byte order."""
-    shape: tuple[int, ...]
-    """Extents, in elements; the payload is in C order."""
-    name: str | None
-    """Given: written as the pickle route's (name, array). ``None``: a bare array, as the legacy route."""
-
-
-@dataclass(frozen=True, slots=True)
-class Entries:
-    """A dict of very many entries, each made when it is written."""
-
-    entries: Iterable[tuple[object, object]]
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedFile:
-    """Every byte of a file but the payloads. Literals and slots tile ``[0, size_bytes)``."""
-
-    size_bytes: int
-    """Size of the whole file."""
-    literals: tuple[tuple[int, bytes], ...]
-    """(byte offset, bytes), ascending."""
-    slots: tuple[tuple[int, int, int], ...]
-    """(slot number, byte offset, length in bytes), in file order; little-endian payloads."""
-
-
-def encode_pickle(root: Mapping[str, object]) -> EncodedFile:
-    """Lay out a protocol-4 file that ``paddle.load`` and plain ``pickle.load`` read.
-
-    No frames (they are optional, PEP 3154), and numpy by its old name ``numpy.core``, which numpy 1 and 2
-    both resolve. Dict order is kept.
-
-    Parameters
-    ----------
-    root
-        Nested dict, list, tuple, str, bytes, int, float, bool and None with :class:`ArraySlot` leaves.
-
-    Raises
-    ------
-    TypeError, ValueError
-        ``root`` holds something this format, or :func:`parse_pickle`, has no place for.
-    """
-    literals: list[tuple[int, bytes]] = []
-    size_bytes, slots = write_pickle(root, lambda byte_offset, data: literals.append((byte_offset, data)))
-    return EncodedFile(size_bytes, tuple(literals), tuple(zip(*[iter(slots)] * 3, strict=True)))
-
-
-def write_pickle(
-    root: Mapping[str, object] | Entries, literal: Callable[[int, bytes], None]
-) -> tuple[int, numbers_of[int]]:
-    """Lay out a file of very many arrays as :func:`encode_pickle` does; dicts in it may be :class:`Entries`.
-
-    ``literal`` is given every byte offset and its bytes, ascending. Returns the size of the file and, one after the
-    other, the three numbers of each of its :attr:`EncodedFile.slots`.
-    """
-    encoder = _Encoder(literal)
-    encoder.emit(b"\x80\x04")
-    encoder.value(root, 0)
-    encoder.emit(b".")
-    return encoder.finish(), encoder.slots
-
-
-_BATCH: Final = 1000
-"""Items per MARK..SETITEMS, as CPython: a reader's stack stays small."""
-
-
-class _Encoder:
-    """Writes opcodes, and leaves out the payloads."""
-
-    __slots__ = ("_literal", "_memo", "_open", "_start", "slots")
-
-    def __init__(self, literal: Callable[[int, bytes], None]) -> None:
-        self._literal = literal
-        self.slots = numbers_of("q")
-        self._memo: dict[str, bytes] = {}
-        self._start, self._open = 0, bytearray()
-
-    def emit(self, data: bytes) -> None:
-        self._open += data
-
-    def finish(self) -> int:
-        self._literal(self._start, bytes(self._open))
-        return self._start + len(self._open)
-
-    def value(self, value: object, depth: int) -> None:
-        if depth >= MAX_NESTING and isinstance(value, (Mapping, Entries, list, tuple)):
-            raise ValueError(f"containers nested more than {MAX_NESTING} deep")
-        if isinstance(value, ArraySlot):
-            self._array(value)
-        elif isinstance(value, Mapping | Entries):
-            entries = value.entries if isinstance(value, Entries) else value.items()
-            self._items(b"}", b"u", ((_checked_key(key), item) for key, item in entries), depth)
-        elif isinstance(value, list):
-            self._items(b"]", b"e", ((item,) for item in value), depth)
-        elif isinstance(value, tuple):
-            self._tuple(value, depth)
-        else:
-            self.emit(plain_opcodes(value))
-
-    def _items(self, empty: bytes, add: bytes, items: Iterator[tuple[object, ...]], depth: int) -> None:
-        self.emit(empty)
-        while batch := tuple(islice(items, _BATCH)):
-            self.emit(b"(")
-            for item in batch:
-                for value in item:
-                    self.value(value, depth + 1)
-            self.emit(add)
-
-    def _tuple(self, items: tuple[object, ...], depth: int) -> None:
-        self.emit(b"(" if len(items) > 3 else b"")
-        for item in items:
-            self.value(item, depth + 1)
-        self.emit((b")", b"\x85", b"\x86", b"\x87")[len(items)] if len(items) <= 3 else b"t")
-
-    def _array(self, slot: ArraySlot) -> None:
-        nbytes = _slot_bytes(slot)
-        if slot.name is not None:
-            self._shared("tuple", _TUPLE)
-            self.emit(plain_opcodes(slot.name))
-        self._shared("_reconstruct", _RECONSTRUCT)
-        self._shared("ndarray", _ARRAY_CLASS)
-        self.emit(b"K\x00\x85C\x01b\x87R(K\x01")
-        self._tuple(slot.shape, 0)
-        self._dtype(slot.dtype)
-        self.emit(b"\x89")
-        self._payload(slot.slot, nbytes)
-        self.emit(b"tb" if slot.name is None else b"tb\x86\x85R")
-
-    def _dtype(self, code: str) -> None:
-        if code in self._memo:
-            self.emit(self._memo[code])
-            return
-        self._shared("dtype", _stack_global_of("numpy", "dtype"))
-        order = "<" if _ITEM_BYTES[code] > 1 else "|"
-        state = b"(K\x03" + plain_opcodes(order) + b"NNN" + plain_opcodes(-1) * 2 + b"K\x00tb"
-        self._shared(code, plain_opcodes(code) + b"\x89\x88\x87R" + state)
-
-    def _shared(self, key: str, opcodes: bytes) -> None:
-        """Emit a value in full the first time, and a reference to the memo later."""
-        if key not in self._memo:
-            index = len(self._memo)
-            self._memo[key] = b"h" + bytes((index,))
-            opcodes += b"\x94"
-        else:
-            opcodes = self._memo[key]
-        self.emit(opcodes)
-
-    def _payload(self, slot: int, nbytes: int) -> None:
-        small = nbytes < 1 << 32
-        self.emit(b"B" + nbytes.to_bytes(4, "little") if small else b"\x8e" + nbytes.to_bytes(8, "little"))
-        self._literal(self._start, bytes(self._open))
-        byte_offset = self._start + len(self._open)
-        self.slots.extend((slot, byte_offset, nbytes))
-        self._start, self._open = byte_offset + nbytes, bytearray()
-
-
-def _checked_key(key: object) -> str | int:
-    if isinstance(key, str) or (type(key) is int and -_MAX_INTEGER_KEY <= key < _MAX_INTEGER_KEY):
-        return key
-    raise TypeError(f"a dict key of type {type(key).__name__} that is neither text nor a small integer")
-
-
-def _slot_bytes(slot: ArraySlot) -> int:
-    if slot.dtype not in _ITEM_BYTES:
-        raise ValueError(f"slot {slot.slot}: dtype {slot.dtype!r} is not a plain number type")
-    if not _is_shape(slot.shape):
-        raise ValueError(f"slot {slot.slot}: {slot.shape!r} is not a shape")
-    return prod(slot.shape) * _ITEM_BYTES[slot.dtype]
-
-
-def _stack_global_of(module: str, name: str) -> bytes:
-    return plain_opcodes(module) + plain_opcodes(name) + b"\x93"
-
-
-def plain_opcodes(value: object) -> bytes:
-    """Opcodes of one plain value: None, a bool, int, float, text or bytes."""
-    if value is None:
-        return b"N"
-    if isinstance(value, bool):
-        return b"\x88" if value else b"\x89"
-    if type(value) is int:
-        return _int_opcodes(value)
-    if type(value) is float:
-        return b"G" + struct.pack(">d", value)
-    if type(value) is str:
-        return _sized(value.encode("utf-8"), b"\x8c", b"X")
-    if type(value) is bytes:
-        return _sized(value, b"C", b"B")
-    raise TypeError(f"a value of type {type(value).__name__} has no place in a checkpoint file")
-
-
-def _int_opcodes(value: int) -> bytes:
-    if 0 <= value < 1 << 8:
-        return b"K" + value.to_bytes(1, "little")
-    if 0 <= value < 1 << 16:
-        return b"M" + value.to_bytes(2, "little")
-    if -(1 << 31) <= value < 1 << 31:
-        return b"J" + value.to_bytes(4, "little", signed=True)
-    width_bytes = value.bit_length() // 8 + 1
-    if width_bytes > 255:
-        raise ValueError("an integer of more than 255 bytes")
-    return b"\x8a" + bytes((width_bytes,)) + value.to_bytes(width_bytes, "little", signed=True)
-
-
-def _sized(data: bytes, short: bytes, long: bytes) -> bytes:
-    if len(data) > MAX_TEXT_BYTES:
-        raise ValueError(f"a text or bytes value of {len(data)} bytes outside an array")
-    if len(data) < 256:
-        return short + bytes((len(data),)) + data
-    return long + len(data).to_bytes(4, "little") + data
-
-
-_TUPLE: Final = _stack_global_of("builtins", "tuple")
-_RECONSTRUCT: Final = _stack_global_of("numpy.core.multiarray", "_reconstruct")
-_ARRAY_CLASS: Final = _stack_global_of("numpy", "ndarray")

@@ -23,7 +23,8 @@ from math import prod
 from typing import Any, Final
 
 from paddle_reshard.pipeline.core.errors import FormatError
-from paddle_reshard.storage.formats.paddle_pickle import ArrayRef, EncodedFile, truncated
+from paddle_reshard.storage.formats.paddle_pickle import ArrayRef, truncated
+from paddle_reshard.storage.formats.paddle_pickle_writer import EncodedFile
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 
 MAX_HEADER_BYTES: Final = 100_000_000

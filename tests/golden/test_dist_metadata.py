@@ -16,7 +16,8 @@ from paddle_reshard.storage.formats.dist_metadata import (
     DistMetadata,
     encode_dist_metadata,
 )
-from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArraySlot, encode_pickle
+from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES
+from paddle_reshard.storage.formats.paddle_pickle_writer import ArraySlot, encode_pickle
 from tests.conftest import REPO
 
 LOAD = """

@@ -25,13 +25,11 @@ from paddle_reshard.storage.formats.paddle_pickle import (
     READ_AHEAD_BYTES,
     STRUCTURED_NAMES,
     ArrayRef,
-    ArraySlot,
-    EncodedFile,
     PicklePayload,
     SplitArray,
-    encode_pickle,
     parse_pickle,
 )
+from paddle_reshard.storage.formats.paddle_pickle_writer import ArraySlot, EncodedFile, encode_pickle
 from tests.conftest import case_files
 
 pytestmark = pytest.mark.filterwarnings("ignore:numpy.core:DeprecationWarning")

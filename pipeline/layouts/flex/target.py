@@ -47,7 +47,8 @@ from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, Ten
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
 from paddle_reshard.pipeline.layouts.staged import check_tensors
 from paddle_reshard.storage.formats.dist_metadata import GENERATIONS, DistMetadata, encode_dist_metadata
-from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArraySlot, encode_pickle
+from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES
+from paddle_reshard.storage.formats.paddle_pickle_writer import ArraySlot, encode_pickle
 
 FILE_BYTES = 4 << 30
 """What a file holds at most where their number is not given, but for a larger tensor: a rank of the target job reads

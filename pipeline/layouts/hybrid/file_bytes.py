@@ -20,7 +20,7 @@ from paddle_reshard.pipeline.layouts.hybrid.cells import Cell
 from paddle_reshard.pipeline.layouts.hybrid.sharding import FlatSlice
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
-from paddle_reshard.storage.formats.paddle_pickle import ArraySlot, Entries, write_pickle
+from paddle_reshard.storage.formats.paddle_pickle_writer import ArraySlot, Entries, write_pickle
 
 
 @dataclass(frozen=True, slots=True)

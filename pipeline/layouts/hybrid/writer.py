@@ -26,7 +26,8 @@ from paddle_reshard.pipeline.layouts.optimizer_keys import (
     accumulator_key,
     master_tensor_name,
 )
-from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArraySlot, Entries
+from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES
+from paddle_reshard.storage.formats.paddle_pickle_writer import ArraySlot, Entries
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget

@@ -35,7 +35,7 @@ from paddle_reshard.pipeline.layouts.unified.names import (
     optimizer_key,
 )
 from paddle_reshard.pipeline.layouts.weights import TAGS
-from paddle_reshard.storage.formats.paddle_pickle import encode_pickle
+from paddle_reshard.storage.formats.paddle_pickle_writer import encode_pickle
 from paddle_reshard.storage.formats.safetensors import Index, TensorSlot, encode_safetensors, format_index
 
 METADATA = {"format": "np"}
