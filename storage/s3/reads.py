@@ -1,9 +1,9 @@
-"""Ranged reads from S3, at half of what a client spends on each.
+"""Ranged reads from S3 at half the processor time of the client's own.
 
-For every request a client resolves the endpoint, checks parameters, composes headers and takes the answer apart by its
-model: of a small read, of which an index of thousands of rank files takes hundreds of thousands, that is most of the
-processor time. Here the client does so for the first read from a bucket only. Further ones are made like that one, with
-another key and range: signed by the client's own signer, over its own connections.
+For every request, the client resolves the endpoint, checks the parameters, composes the headers and parses the answer
+by its model. That is most of the processor time of a small read, and indexing thousands of rank files takes hundreds of
+thousands of small reads. So the client makes only the first read from a bucket. All further reads are copies of that
+request with another key and range, signed by the client's signer and sent over its connections.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _OPERATION = "GetObject"
 _CHUNK_BYTES = 1 << 20
 _LARGE_BYTES = 1 << 20
 _LARGE_IN_FLIGHT = 32
-"""Bodies above ``_LARGE_BYTES`` that are read at a time: a connection holds about 400 KiB of what comes."""
+"""How many bodies above ``_LARGE_BYTES`` are read at a time: each connection buffers about 400 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Signing:
-    """A request as it was when the client was about to sign it."""
+    """A request as it was just before the client signed it."""
 
     url: str
     headers: Mapping[str, str]
@@ -44,7 +44,7 @@ class _Signing:
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """What all reads from one bucket have in common."""
+    """What all reads from a bucket have in common."""
 
     base_url: str
     """Up to the key."""
@@ -52,7 +52,7 @@ class _Route:
     send: Callable[[Any], Awaitable[Any]]
 
     async def get(self, request: Mapping[str, str]) -> tuple[AioStreamingBody, str]:
-        """Make a request: the body that answers it, and the version of the file."""
+        """Send a request; the body of the answer, and the file's ETag."""
         headers = {name: request[field] for field, name in _CONDITIONS.items() if field in request}
         signed = AWSRequest(
             "GET", self.base_url + _quoted(request["Key"]), {**self.signing.headers, **headers}
@@ -73,12 +73,12 @@ class _Route:
 
 
 _CONDITIONS = {"Range": "Range", "IfMatch": "If-Match"}
-"""Parameters in which reads differ, beside the key, and the header of each."""
+"""Parameters besides the key in which reads differ → header of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Reads:
-    """What is known of the reads of one client."""
+    """What is known about the reads of a client."""
 
     routes: dict[str, _Route] = field(default_factory=dict)
     """Bucket → how to read from it."""
@@ -87,25 +87,25 @@ class _Reads:
 
 _clients: WeakKeyDictionary[Any, _Reads] = WeakKeyDictionary()
 _signed: ContextVar[list[_Signing] | None] = ContextVar("_signed", default=None)
-"""Where the running task wants to see what the client signs for it."""
+"""Collects what the client signs for the running task; ``None`` where nobody asks."""
 
 
 async def read_body(file_system: Any, request: Mapping[str, str], buffer: memoryview) -> str:
-    """Fill ``buffer`` with the body that answers a request; the version of what was read.
+    """Fill ``buffer`` with the body of the answer to a request; the file's ETag.
 
     Parameters
     ----------
     file_system
-        That of s3fs; this must run on its loop.
+        The file system of s3fs; this must run on its loop.
     request
-        ``Bucket``, ``Key``, ``Range`` and perhaps ``IfMatch``.
+        ``Bucket``, ``Key``, ``Range`` and optionally ``IfMatch``.
 
     Raises
     ------
     DamagedBody
-        If another number of bytes comes.
+        If the body is shorter or longer than ``buffer``.
     OSError, ClientError, BotoCoreError
-        As by the client.
+        As the client raises them.
     """
     await file_system.set_session()
     client = await file_system.get_s3(request["Bucket"])
@@ -130,15 +130,15 @@ async def _fill(buffer: memoryview, body: Any) -> None:
     done = 0
     while chunk := await body.read(_CHUNK_BYTES):
         if done + len(chunk) > len(buffer):
-            raise DamagedBody(f"more than {len(buffer)} bytes came")
+            raise DamagedBody(f"the answer has more than the {len(buffer)} bytes asked for")
         buffer[done : done + len(chunk)] = chunk
         done += len(chunk)
     if done != len(buffer):
-        raise DamagedBody(f"{done} of {len(buffer)} bytes came")
+        raise DamagedBody(f"the answer has {done} of the {len(buffer)} bytes asked for")
 
 
 async def _get_first(file_system: Any, client: Any, request: Mapping[str, str]) -> tuple[Any, str]:
-    """Make a request through the client, and look how it does that."""
+    """Make a request through the client, and learn the bucket's route from it."""
     seen: list[_Signing] = []
     _signed.set(seen)
     try:
@@ -147,7 +147,7 @@ async def _get_first(file_system: Any, client: Any, request: Mapping[str, str]) 
         _signed.set(None)
     connections = getattr(getattr(client, "_endpoint", None), "http_session", None)
     tail = f"/{_quoted(request['Key'])}"
-    # After a redirection the last one counts. What does not look as it should is left to the client.
+    # After a redirect, the last request counts. If anything looks unusual, the client makes all further reads too.
     if seen and seen[-1].url.endswith(tail) and isinstance(connections, AIOHTTPSession):
         base_url = seen[-1].url[: 1 - len(tail)]
         _clients[client].routes[request["Bucket"]] = _Route(base_url, seen[-1], connections.send)
@@ -162,5 +162,5 @@ def _note_signing(request: Any, request_signer: Any, **_: Any) -> None:
 
 
 def _quoted(key: str) -> str:
-    """A key as the client writes it in a URL."""
+    """A key as the client quotes it in a URL."""
     return quote(key, safe="/~")

@@ -1,4 +1,4 @@
-"""A new checkpoint on S3 and what speaks its protocol: every file is a multipart upload until all are whole."""
+"""A new checkpoint on S3: every file is a multipart upload, and none is completed before all are whole."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class S3Writer:
-    """Uploads parts; can be sent to any worker, credentials inside."""
+    """Uploads parts. Can be sent to any worker: the credentials travel with it."""
 
     folder: S3Folder
     uploads: Mapping[str, Upload]
@@ -77,7 +77,7 @@ class S3Writer:
         if copy.nbytes != wanted:
             raise TargetError(f"{path}: the part at {copy.byte_offset} has {wanted} bytes, not {copy.nbytes}")
         if not isinstance(source, FsspecSource) or not isinstance(source.folder, S3Folder):
-            raise UnsupportedError(f"{path}: only files of the same store can be copied there")
+            raise UnsupportedError(f"{path}: the store copies only from files of its own")
         taken = self.folder.attempt(
             path, uploads.copy_part, self.folder, upload.upload_id, number, copy, source, source.folder
         )
@@ -85,7 +85,7 @@ class S3Writer:
 
 
 class S3Target(FsspecTarget):
-    """A new checkpoint on S3. Its session lists the uploads; a file that is empty has none (``""``)."""
+    """A new checkpoint on S3. Its session lists the uploads; an empty file has none (``""``)."""
 
     smallest_part_bytes = SMALLEST_PART_BYTES
     most_parts = MOST_PARTS
@@ -97,11 +97,11 @@ class S3Target(FsspecTarget):
         super().__init__(folder, overwrite, resume, take_over)
 
     def find_place(self) -> Place:
-        """Beside the files that are to appear."""
+        """The session, under keys beside those of the new files."""
         return S3Place(self.s3)
 
     def copies_from(self, source: Source) -> CopyLimits | None:
-        """Try to copy a few bytes of the largest file, as real parts will be, into an upload that is dropped."""
+        """Try the copy request that real parts will use: a few bytes of the largest file, into an aborted upload."""
         if not isinstance(source, FsspecSource) or not isinstance(source.folder, S3Folder):
             return None
         if source.folder.endpoint() != self.s3.endpoint():
@@ -114,15 +114,15 @@ class S3Target(FsspecTarget):
             probe = CopyRange(PROBE_PREFIX + secrets.token_hex(8), 0, PROBE_COPY_BYTES, largest, 1)
             taken = self._probe_copy(probe, source, source.folder)
         except ReshardError as error:
-            logger.info("%s copies nothing from %s: %s", self.location, source.location, error)
+            logger.info("%s does not copy from %s: %s", self.location, source.location, error)
             return None
         if taken.md5 and taken.md5 != uploads.md5_of(wanted).hex():
-            logger.info("%s copies other bytes than it is asked for", self.location)
+            logger.info("%s copies other bytes than requested", self.location)
             return None
         return COPIES
 
     def _probe_copy(self, probe: CopyRange, source: FsspecSource, source_folder: S3Folder) -> uploads.Taken:
-        """Copy a range into an upload that is dropped."""
+        """Copy a range into an upload, then abort it."""
         attempt = partial(self.s3.attempt, policy=retry.HURRIED)
         upload_id = attempt("", uploads.create_upload, self.s3, probe.path)
         try:
@@ -131,7 +131,7 @@ class S3Target(FsspecTarget):
             attempt("", uploads.abort_upload, self.s3, probe.path, upload_id)
 
     def begin_files(self, files: Sequence[NewFile], identity: Identity) -> tuple[S3Writer, Sequence[Record]]:
-        """Begin the upload of every file that has bytes, or find what an earlier run has uploaded."""
+        """Create the upload of every file that has bytes, or find the uploads of an earlier run."""
         for new in files:
             check_limits(new)
         session = Session.take(self.place, self.location, identity, self.resume, self.take_over)
@@ -140,7 +140,7 @@ class S3Target(FsspecTarget):
         if self.resume:
             self._abort_strays()
         listed = self._list_parts(files)
-        # Not every store tells an upload that is gone from one without parts.
+        # Some stores answer for a missing upload as for one without parts.
         gone = [new for new in files if not listed.get(new.path)]
         if session.phase is Phase.MOVE:
             empty = [new.path for new in gone if listed.get(new.path) is not None]
@@ -168,7 +168,7 @@ class S3Target(FsspecTarget):
         return new.path, self.folder.attempt(new.path, uploads.create_upload, self.s3, new.path)
 
     def _list_parts(self, files: Sequence[NewFile]) -> dict[str, dict[int, Part] | None]:
-        """What is there of the files whose upload an earlier run has begun."""
+        """The parts that the store has of every upload created by an earlier run; ``None`` where the upload is gone."""
         begun = [new.path for new in files if self.uploads.get(new.path)]
 
         def parts(name: str) -> tuple[str, dict[int, Part] | None]:
@@ -177,7 +177,7 @@ class S3Target(FsspecTarget):
         return dict(self.folder.for_each(parts, begun))
 
     def _abort_strays(self) -> None:
-        """Abort uploads of our files that a killed run has begun and no session knows."""
+        """Abort uploads of our files that a killed run created and that no session lists."""
         for name, upload_id in self.folder.attempt("", uploads.list_uploads, self.s3):
             ours = name in self.files or name.startswith(OWN_PREFIX)
             if ours and upload_id != self.uploads.get(name):
@@ -187,7 +187,7 @@ class S3Target(FsspecTarget):
         self.folder.attempt(name, uploads.abort_upload, self.s3, name, upload_id)
 
     def _find_completed(self, files: Sequence[NewFile], records: Sequence[Record]) -> None:
-        """Files whose upload is gone are there, whole, or the conversion cannot go on."""
+        """Require a complete file wherever an upload is gone; otherwise the conversion cannot be resumed."""
         receipts = {(r.path, r.byte_offset): r for record in records for r in record.receipts}
         source = FsspecSource(self.folder, [new.path for new in files])
         for new in files:
@@ -203,15 +203,15 @@ class S3Target(FsspecTarget):
         return [self.receipts[name, start] for start in self.files[name].part_starts]
 
     def etags(self) -> Mapping[str, str]:
-        """The ETag of every file where the MD5 of all parts are known."""
+        """The ETag of every file for which the MD5 of all parts is known."""
         tags = {name: joined_etag(self._parts(name)) for name, new in self.files.items() if new.size_bytes}
         return {name: tag for name, tag in tags.items() if tag}
 
     def make_visible(self, name: str) -> None:
-        """Complete a file's upload; an empty file has none.
+        """Complete a file's upload; an empty file is simply written.
 
-        A request whose answer got lost is repeated, and stores say different things of an upload that was completed
-        before. So whatever is said: if a file made of these very parts is there, it is ours.
+        A request whose answer was lost is repeated, and stores disagree about the answer to completing an upload twice.
+        So the answer does not decide: a file that consists of exactly these parts is ours.
         """
         if not self.files[name].size_bytes:
             self.s3.put(name, b"")
@@ -224,19 +224,18 @@ class S3Target(FsspecTarget):
             self.completed.add(name)
 
     def _has_appeared(self, new: NewFile, parts: Sequence[Receipt]) -> bool:
-        """Whether a file is there and made of these parts."""
+        """Whether a file exists and consists of these parts."""
         return _is_made_of(FsspecSource(self.folder, [new.path]), new, parts)
 
     def take_back(self) -> int:
-        """Abort all uploads that are not completed."""
+        """Abort every upload that has not been completed; how many could not be."""
         going = {name: of for name, of in self.uploads.items() if of and name not in self.completed}
         return self.try_each(lambda name: uploads.abort_upload(self.s3, name, going[name]), going)
 
     def clean(self) -> list[str]:
-        """Remove what an unfinished conversion has left: its uploads, files that it let appear, its session.
+        """Remove what an unfinished conversion left behind: uploads, visible files, the session. Returns their names.
 
-        A checkpoint that it was to replace stays, whole: once it has begun to be replaced, nothing is removed.
-        Says what was removed.
+        A checkpoint that was to be overwritten stays whole: once its replacement has begun, nothing is removed.
         """
         listing = self._sweep()
         refuse_replacing(find_session(self.place), self.location)
@@ -252,38 +251,38 @@ class S3Target(FsspecTarget):
         return [f"{self.location}/{name}" for name in found.names()]
 
 
-# -------------------------------------------------------------------------------------- what an earlier run left
+# -------------------------------------------------------------------------------------- leftovers of an earlier run
 
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """What an unfinished conversion has left at its target."""
+    """What an unfinished conversion left at its target."""
 
     uploads: tuple[tuple[str, str], ...]
-    """File and upload id of what is not completed."""
+    """``(file, upload id)`` of every upload that has not been completed."""
     visible: tuple[str, ...]
-    """Files that it let appear."""
+    """Files that it made visible."""
     own: tuple[str, ...]
-    """Its records."""
+    """Its session and ledger."""
 
     def names(self) -> list[str]:
-        """For people."""
+        """What is shown to users."""
         return [*(f"{name} (upload)" for name, _ in self.uploads), *self.visible, *self.own]
 
 
 def find_leftovers(
     session: SessionRecord | None, files: Collection[str], strays: Sequence[tuple[str, str]]
 ) -> Leftovers:
-    """Which of the files and uploads at a target are those of an unfinished conversion.
+    """Which files and uploads at a target belong to an unfinished conversion.
 
     Parameters
     ----------
     session
-        Its record; ``None``: there is none, and only what has a name of ours is.
+        Its record. Without one (``None``), only what bears one of our own names belongs to it.
     files
-        All that are visible at the target.
+        All files visible at the target.
     strays
-        File and id of every upload that is not completed.
+        ``(file, upload id)`` of every upload that has not been completed.
     """
     own = tuple(name for name in files if name.startswith(OWN_PREFIX))
     if session is None:
@@ -301,7 +300,7 @@ def kept_records(
     listed: Mapping[str, dict[int, Part] | None],
     files: Mapping[str, NewFile],
 ) -> list[Record]:
-    """Units of work of an earlier run whose parts are all there: in a completed file, or listed by the store."""
+    """Units of work of an earlier run whose parts all exist: in a completed file, or in the store's list of parts."""
     return [
         record
         for record in records
@@ -312,7 +311,7 @@ def kept_records(
 def _is_listed(
     receipt: Receipt, listed: Mapping[str, dict[int, Part] | None], files: Mapping[str, NewFile]
 ) -> bool:
-    """Whether the store has the very part that a receipt is of."""
+    """Whether the store lists exactly the part that a receipt describes."""
     parts = listed.get(receipt.path)
     if parts is None:
         return False
@@ -321,7 +320,7 @@ def _is_listed(
 
 
 def _is_made_of(source: FsspecSource, new: NewFile, parts: Sequence[Receipt]) -> bool:
-    """Whether a file is there and made of these parts: by its ETag, else by the checksums of its bytes."""
+    """Whether a file exists and consists of these parts: judged by its ETag, or else by the checksums of its bytes."""
     if source.sizes().get(new.path) != new.size_bytes:
         return False
     if wanted := joined_etag(parts):
@@ -333,7 +332,13 @@ def _is_made_of(source: FsspecSource, new: NewFile, parts: Sequence[Receipt]) ->
 
 
 def check_limits(new: NewFile) -> None:
-    """Refuse a file that S3 cannot hold."""
+    """Refuse a file beyond the limits of S3.
+
+    Raises
+    ------
+    TargetError
+        If the file or a part is too large, a part too small, or the parts too many.
+    """
     if new.size_bytes > LARGEST_OBJECT_BYTES:
         raise TargetError(
             f"{new.path}: has {new.size_bytes} bytes, an S3 object may have {LARGEST_OBJECT_BYTES}; "

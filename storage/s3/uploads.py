@@ -1,9 +1,9 @@
-"""Multipart uploads: one function per request, and what the answers mean.
+"""Multipart uploads: one function per request, and the meaning of the answers.
 
-Every file of a new checkpoint is one upload, also where it has a single part: an upload is invisible until it is
-completed, so nothing appears before everything is written, a marker can be uploaded long before it may be seen, and a
-failed conversion leaves nothing behind but what aborting removes. Parts carry their MD5, which the store checks, and
-which is the ETag that it answers.
+Every file of a new checkpoint is a multipart upload, even if it has a single part, because an upload stays invisible
+until it is completed. Nothing appears before everything is written, a marker can be uploaded long before it may be
+seen, and after a failure aborting the uploads removes everything. Every part carries its MD5: the store checks it and
+returns it as the part's ETag.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from paddle_reshard.storage.remote.source import FsspecSource
 from paddle_reshard.storage.store import CopyRange, Receipt
 
 UPLOAD_GONE = ("NoSuchUpload", "NoSuchKey", "NotFound", "404")
-"""What is said of an upload that was completed or aborted, or never was.
+"""Error codes for an upload that was completed or aborted, or never existed.
 
-AWS, MinIO, OSS and COS say ``NoSuchUpload`` of every request. Ceph 16 says ``NoSuchKey`` of ListParts, as do its
-newer versions (seen on 16.2.15; ceph/s3-tests#728), and 500 ``InternalError`` of completing an upload whose file is
-not there. AWS and Ceph complete a completed upload once more and say 200; MinIO does not (minio#13318). SeaweedFS
-lists no parts (seaweedfs#11081).
+AWS, MinIO, OSS and COS answer ``NoSuchUpload`` to every request. Ceph answers ``NoSuchKey`` to ListParts (seen on
+16.2.15; newer versions do the same: ceph/s3-tests#728), and 500 ``InternalError`` to completing an upload whose file
+does not exist. Completing an upload twice succeeds on AWS and Ceph, and fails on MinIO (minio#13318). SeaweedFS
+answers with an empty list of parts (seaweedfs#11081).
 """
 _SOURCE_GONE = ("PreconditionFailed", "NoSuchKey", "InvalidRange")
-"""What is said of a source that is not the one that was seen."""
+"""Error codes for a source object that is not the version that was listed."""
 
 
 class Bucket(Protocol):
-    """What uploads need of an S3 folder."""
+    """The part of an S3 folder that uploads use."""
 
     def key(self, name: str) -> tuple[str, str]:
         """Bucket and key of a file."""
@@ -44,10 +44,10 @@ class Bucket(Protocol):
         """One request about one file, without a retry."""
 
     def request_below(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One request about all that lies below the prefix, without a retry."""
+        """One request about everything below the prefix, without a retry."""
 
     def explain(self, error: BaseException, name: str) -> ReshardError:
-        """An error of a client as one of ours."""
+        """A client's error as a :class:`ReshardError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +80,16 @@ class Part:
 
 
 class Taken(NamedTuple):
-    """What the store says of a part that it has taken."""
+    """The store's answer to a part that it accepted."""
 
     tag: str
     """Its ETag."""
     md5: str
-    """Of its bytes, ``""`` where the ETag is something else: with most kinds of encryption, and in some stores."""
+    """MD5 of the part's bytes; ``""`` where the ETag is no MD5, as with most kinds of encryption and in some stores."""
 
     @classmethod
     def of(cls, tag: str, answer: Mapping[str, Any]) -> Taken:
-        """What an answer says."""
+        """Read an answer."""
         return cls(tag, tag.strip('"') if _is_md5(tag) and not _encrypted(answer) else "")
 
 
@@ -97,12 +97,12 @@ class Taken(NamedTuple):
 
 
 def create_upload(folder: Bucket, name: str) -> str:
-    """Begin an upload."""
+    """Create an upload; its id."""
     return str(folder.request("create_multipart_upload", name)["UploadId"])
 
 
 def abort_upload(folder: Bucket, name: str, upload_id: str) -> None:
-    """Drop an upload with all its parts; one that is gone is no failure."""
+    """Abort an upload and drop its parts; a missing upload is no failure."""
     try:
         folder.request("abort_multipart_upload", name, UploadId=upload_id)
     except OSError as error:
@@ -111,13 +111,13 @@ def abort_upload(folder: Bucket, name: str, upload_id: str) -> None:
 
 
 def complete_upload(folder: Bucket, name: str, upload_id: str, receipts: Sequence[Receipt]) -> None:
-    """Let an upload appear as a file."""
+    """Complete an upload: it becomes a visible file."""
     parts = [{"PartNumber": number, "ETag": receipt.tag} for number, receipt in enumerate(receipts, 1)]
     folder.request("complete_multipart_upload", name, UploadId=upload_id, MultipartUpload={"Parts": parts})
 
 
 def list_parts(folder: Bucket, name: str, upload_id: str) -> dict[int, Part] | None:
-    """Number of every part that an upload has; ``None`` if the upload is gone."""
+    """The parts of an upload by number; ``None`` if the upload does not exist."""
 
     def ask(**more: Any) -> dict[str, Any]:
         return folder.request("list_parts", name, UploadId=upload_id, **more)
@@ -135,9 +135,7 @@ def list_parts(folder: Bucket, name: str, upload_id: str) -> dict[int, Part] | N
 
 
 def list_uploads(folder: Bucket) -> list[tuple[str, str]]:
-    """File and upload id of every upload of the folder and of those of a checkpoint in it, neither completed nor
-    aborted.
-    """
+    """``(file, upload id)`` of every pending upload in the folder and in its tensor folders."""
     _, prefix = folder.key("")
 
     def ask(**more: str) -> dict[str, Any]:
@@ -166,14 +164,14 @@ def upload_part(folder: Bucket, name: str, upload_id: str, number: int, buffer: 
     )
     taken = Taken.of(str(answer["ETag"]), answer)
     if taken.md5 and taken.md5 != md5.hex():
-        raise DamagedBody(f"part {number}: the store has {taken.md5}, sent was {md5.hex()}")
+        raise DamagedBody(f"part {number}: the store has MD5 {taken.md5}, {md5.hex()} was sent")
     return taken
 
 
 def copy_part(
     folder: Bucket, upload_id: str, number: int, copy: CopyRange, source: FsspecSource, source_folder: Bucket
 ) -> Taken:
-    """Have the store make a part of a range of a file that is still the version that was seen."""
+    """Have the store copy a range of a file, still in the version that was listed, into a part."""
     bucket, key = source_folder.key(copy.source_path)
     condition = {"CopySourceIfMatch": v} if (v := source.stamps[copy.source_path].version) else {}
     last_byte = copy.source_offset + copy.nbytes - 1
@@ -193,12 +191,12 @@ def copy_part(
         raise
     tag = answer.get("CopyPartResult", {}).get("ETag")
     if not tag:
-        raise DamagedBody(f"part {number}: the store does not say what it has copied")
+        raise DamagedBody(f"part {number}: the store does not return the ETag of what it copied")
     return Taken.of(str(tag), answer)
 
 
 def pages(ask: Callable[..., dict[str, Any]], **markers: str) -> Iterator[dict[str, Any]]:
-    """Every page of a list. ``markers``: parameter of the next request → entry of this page that it takes.
+    """All pages of a listing. ``markers``: parameter of the next request → the entry of this page to pass in it.
 
     >>> answers = iter([{"IsTruncated": True, "Next": "b"}, {"IsTruncated": False}])
     >>> list(pages(lambda **more: {**next(answers), "asked": more}, After="Next"))[1]["asked"]
@@ -214,7 +212,7 @@ def pages(ask: Callable[..., dict[str, Any]], **markers: str) -> Iterator[dict[s
 
 
 class _Sent(io.RawIOBase):
-    """A buffer as a file, so that it is sent without a copy."""
+    """A buffer that reads as a file, so that it is sent without a copy."""
 
     def __init__(self, buffer: memoryview) -> None:
         self.buffer, self.at = buffer.cast("B"), 0
@@ -243,12 +241,12 @@ class _Sent(io.RawIOBase):
 
 
 def md5_of(content: bytes | memoryview) -> bytes:
-    """The 16 bytes of an MD5."""
+    """The MD5 of some bytes, 16 bytes."""
     return hashlib.md5(content, usedforsecurity=False).digest()
 
 
 def base64_md5(content: bytes) -> str:
-    """An MD5 as requests carry it."""
+    """An MD5 as requests carry it, in base64."""
     return b64encode(md5_of(content)).decode()
 
 
@@ -258,12 +256,12 @@ def _is_md5(tag: str) -> bool:
 
 
 def _encrypted(answer: Mapping[str, Any]) -> bool:
-    """Whether the store encrypted a part with a key, so that its ETag is no MD5."""
+    """Whether the store encrypted a part with a key: then its ETag is no MD5."""
     return "SSECustomerAlgorithm" in answer or str(answer.get("ServerSideEncryption", "")).startswith("aws:")
 
 
 def joined_etag(receipts: Sequence[Receipt]) -> str | None:
-    """The ETag of a file that was made of these parts; ``None`` where an MD5 is missing, and stores do as they like."""
+    """The ETag of a file that consists of these parts; ``None`` if the MD5 of a part is unknown."""
     if not all(receipt.md5 for receipt in receipts):
         return None
     digests = b"".join(bytes.fromhex(receipt.md5) for receipt in receipts)

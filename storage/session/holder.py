@@ -1,4 +1,4 @@
-"""Which process holds something, and has it ended? What locks and claims say of their owner."""
+"""The process that holds a lock or a claim, and whether it has ended."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A process that can be told from all others, and looked for."""
+    """A process, identified uniquely among all hosts, so that it can be looked for."""
 
     host: str
     machine: str
-    """Tells machines of one name apart; empty where there is no ``/etc/machine-id``."""
+    """Distinguishes hosts with the same name; empty where there is no ``/etc/machine-id``."""
     boot: str
     pid_space: str
     pid: int
@@ -28,10 +28,10 @@ class Holder:
 
 
 def is_gone(holder: Holder, me: Holder, start_of: Callable[[int], str | None]) -> bool:
-    """Whether a process has surely ended: this host has booted since, or its pid is free or another's.
+    """Whether a process has certainly ended: this host has rebooted since, or its pid is free or was reused.
 
-    ``start_of`` gives the start of a running process, ``None`` where there is none. Processes of other hosts and
-    of other containers cannot be looked for.
+    ``start_of`` returns the start of a running process, ``None`` if there is none. Processes on other hosts and in
+    other containers cannot be looked up, so they have never certainly ended.
     """
     if (holder.host, holder.machine) != (me.host, me.machine):
         return False
@@ -59,7 +59,7 @@ def this_process() -> Holder:
 
 
 def process_start(pid: int) -> str | None:
-    """When a process of this host started, in a form that only it has; ``None`` where there is none."""
+    """When a process of this host started, as a text unique to it; ``None`` if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,18 +1,16 @@
-"""What a conversion under way keeps beside its target, so that it can go on after a kill, and nobody disturbs it.
+"""The session and the ledger that a conversion in progress keeps beside its target.
 
-A *session* is one small record, replaced as a whole and only if nobody else has replaced it meanwhile: which
-conversion this is, who runs it (a lock that is renewed), and how far it has come. Beside it grows the *ledger*: one
-line for every unit of work that is done, a group or a carried file. Units are idempotent, so one whose line is
-missing is simply done again.
+The *session* is one small record, replaced as a whole, by compare-and-swap: which conversion this is, who runs it (a
+lock that is renewed), and its phase. The *ledger* is a log with one line for every finished unit of work, a group or a
+carried file. Units are idempotent, so a unit whose line is missing is simply done again.
 
-How far it has come is one of three phases. They keep an unfinished target from looking finished, and only go
-forward::
+The phase only moves forward, and keeps an unfinished target from looking finished::
 
-    MOVE     parts are written, nothing of them is visible
-    FINISH   every part is written; old completion markers go, the new files appear
-    PUBLISH  all files are there and were read back; the markers appear, the manifest is last
+    MOVE     parts are written, none of them is visible
+    FINISH   all parts are written; old completion markers are removed, the new files appear
+    PUBLISH  all files have appeared and were read back; the markers appear, the manifest last
 
-Where a session is kept is a :class:`Place`: a folder beside a target on a disk, or objects below its prefix.
+A session is kept in a :class:`Place`: a folder beside a target on a disk, or objects below a target's prefix.
 """
 
 from __future__ import annotations
@@ -46,11 +44,11 @@ from paddle_reshard.storage.session.holder import Holder, is_gone, process_start
 from paddle_reshard.storage.store import OWN_PREFIX, Identity, NewFile, Receipt, Record
 
 _RECEIPT = tuple[str, int, int, str, str, str]
-"""The fields of a :class:`Receipt` in a line of the ledger."""
+"""The fields of a :class:`Receipt`, as a line of the ledger holds them."""
 SESSION = f"{OWN_PREFIX}session.json"
-"""Where the record is kept among the objects of a target."""
+"""Name of the record among the objects of a target."""
 LEASE_SECONDS = 120.0
-"""How long a lock is good without a sign of life, where its process cannot be looked for."""
+"""Seconds after its last renewal for which a lock stays valid, where its process cannot be looked up."""
 RENEW_SECONDS = 20.0
 
 logger = logging.getLogger(__name__)
@@ -60,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 
 class Phase(str, Enum):
-    """How far a conversion has come."""
+    """The phase of a conversion."""
 
     MOVE = "move"
     FINISH = "finish"
@@ -68,27 +66,27 @@ class Phase(str, Enum):
 
 
 def difference(before: Identity, now: Identity) -> str | None:
-    """Why ``now`` may not go on with what ``before`` left, naming both; ``None`` if it may."""
+    """Why the conversion ``now`` cannot resume the session of ``before``, naming both; ``None`` if it can."""
     if before.version != now.version:
         return f"it was begun by version {before.version} of this package, this is version {now.version}"
     if (reason := source_difference(before.files, now.files)) is not None:
         return reason
     if None not in (before.target, now.target) and before.target != now.target:
-        return "it is of another one of the targets; give them in the order in which they were given"
+        return "it belongs to another of the targets; give the targets in their original order"
     if before.plan_id != now.plan_id:
         plans = f"it was begun with plan {before.plan_id}, this is plan {now.plan_id}"
         budgets = [str((identity.request or {}).get("memory", DEFAULT_MEMORY)) for identity in (before, now)]
         if len(set(map(parse_memory, budgets))) > 1:
             return (
-                f"{plans}, for it was begun with --memory {budgets[0]}, and this is --memory {budgets[1]}; leave it "
-                "out to go on with that"
+                f"{plans}: it was begun with --memory {budgets[0]}, this is --memory {budgets[1]}; leave --memory "
+                "out to resume with the first"
             )
         return f"{plans}; are --to, --memory and all other options the same?"
     return None
 
 
 def source_difference(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
-    """The first file of a source that is another than it was, with both versions; ``None`` if none is."""
+    """The first file of a source that has changed, with both versions; ``None`` if none has."""
     for path in sorted(before.keys() | now.keys()):
         then, today = before.get(path), now.get(path)
         if then != today:
@@ -98,43 +96,43 @@ def source_difference(before: Mapping[str, str], now: Mapping[str, str]) -> str 
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """Who runs a conversion."""
+    """The run that holds a session."""
 
     holder: Holder
     nonce: str
-    """Tells this run from all others, also of the same process."""
+    """Unique to this run, also among runs of the same process."""
     renewed_at: float
-    """Last sign of life, seconds since the epoch."""
+    """When the lock was last renewed, in seconds since the epoch."""
     lease_seconds: float
     held: bool
 
 
 def blocker(lock: Lock, gone: bool, now: float) -> str | None:
-    """What a lock that keeps others out says of its owner; ``None`` if it does not.
+    """Who holds a lock that is still valid, as text; ``None`` if it is not valid.
 
-    ``gone`` says that its process has surely ended, ``now`` is in seconds since the epoch.
+    ``gone``: its process has certainly ended. ``now`` is in seconds since the epoch.
     """
     silent = max(0.0, now - lock.renewed_at)
     if not lock.held or gone or silent >= lock.lease_seconds:
         return None
-    return f"{lock.holder}, last sign of life {silent:.0f} s ago"
+    return f"{lock.holder}, last seen {silent:.0f} s ago"
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """All that a session is, but for its ledger."""
+    """A session without its ledger."""
 
     identity: Identity
     lock: Lock
     phase: Phase
     begun_at: float
     boot: str
-    """Of the machine that has written the staged files, where they are staged on one."""
+    """Boot id of the machine that wrote the staged files; empty where they are not staged on a machine."""
     uploads: Mapping[str, str] = field(default_factory=dict)
-    """File → upload id, where the store has such."""
+    """File → upload id, on stores that have uploads."""
     replaces: tuple[str, ...] = ()
-    """Files of an overwritten checkpoint that were there when it was decided that they may go; from ``FINISH`` on,
-    where files appear one by one."""
+    """Files of the overwritten checkpoint that may be removed; from ``FINISH`` on, on stores where files appear one by
+    one."""
 
     def data(self) -> bytes:
         """As JSON."""
@@ -147,7 +145,7 @@ class SessionRecord:
         Raises
         ------
         TargetError
-            If it is none.
+            If the text is not the record of a conversion.
         """
         try:
             return typed(parse_json(data), cls)
@@ -158,7 +156,7 @@ class SessionRecord:
 
 
 def begins_record(data: bytes) -> bool:
-    """Whether a record was being written when this was left."""
+    """Whether this is a record whose writing was interrupted."""
     start = b'{\n "identity": {'
     return data[: len(start)] == start[: len(data)]
 
@@ -170,7 +168,7 @@ def ledger_line(record: Record) -> bytes:
 
 
 def parse_ledger(data: bytes) -> tuple[list[Record], int]:
-    """The records of a ledger, and how many bytes of it are whole lines: a torn end counts for nothing.
+    """The records of a ledger, and how many bytes its whole lines take up: a torn last line is ignored.
 
     >>> line = ledger_line(Record(3, (Receipt("a", 0, 7, "", "ae8b"),)))
     >>> parse_ledger(line + line[:9])[1] == len(line)
@@ -193,7 +191,7 @@ def parse_ledger(data: bytes) -> tuple[list[Record], int]:
 def check_receipts(
     location: str, files: Iterable[NewFile], receipts: Iterable[Receipt]
 ) -> dict[tuple[str, int], Receipt]:
-    """Refuse unless there is exactly one receipt for every part of every file. Path and byte offset → receipt."""
+    """``(path, byte offset)`` → receipt; refused unless every part of every file has exactly one."""
     wanted = {
         (new.path, start): stop - start
         for new in files
@@ -205,7 +203,8 @@ def check_receipts(
         part = receipt.path, receipt.byte_offset
         if wanted.get(part) != receipt.nbytes or found.setdefault(part, receipt) != receipt:
             raise TargetError(
-                f"{receipt.path}: {receipt.nbytes} bytes written at {receipt.byte_offset} are no part of it"
+                f"{receipt.path}: {receipt.nbytes} bytes were written at byte {receipt.byte_offset}, where no part "
+                "of it lies"
             )
     if missing := wanted.keys() - found.keys():
         path, start = min(missing)
@@ -216,9 +215,9 @@ def check_receipts(
 
 
 def keeps(error: BaseException | None) -> bool:
-    """Whether what is done is worth keeping after an error: the same conversion may end well another time.
+    """Whether finished work is worth keeping after an error, because the same conversion may succeed when resumed.
 
-    It may not if the checkpoint itself was refused.
+    It cannot if the checkpoint itself was refused.
     """
     if isinstance(error, (CheckpointError, PlanError)):
         return error.retryable or isinstance(error, (UnsupportedError, MemoryBudgetError))
@@ -229,46 +228,46 @@ def keeps(error: BaseException | None) -> bool:
 
 
 class Place(Protocol):
-    """Where a session is kept: one small record and a ledger."""
+    """Storage of a session: one small record and a ledger."""
 
     @property
     def location(self) -> str:
-        """For people."""
+        """What is shown to users."""
 
     def read(self) -> tuple[bytes, str] | None:
-        """The record and its version, ``None`` where there is none."""
+        """The record and its version; ``None`` if there is no record."""
 
     def write(self, data: bytes, version: str | None) -> str | None:
-        """Replace the record if it still has this version, ``None``: if there is none yet. The new version, or
+        """Replace the record if it still has this version (``None``: if there is no record yet). The new version, or
         ``None`` if it was not replaced."""
 
     def append(self, lines: bytes) -> None:
-        """Add lines to the ledger, soon."""
+        """Queue lines for the ledger."""
 
     def flush(self) -> None:
-        """Wait until all lines are in the ledger."""
+        """Wait until all queued lines are in the ledger."""
 
     def shorten_timeouts(self) -> None:
-        """Be quick from now on, rather than patient."""
+        """Give up early from here on, rather than retry for long."""
 
     def ledger(self) -> list[Record]:
-        """Every whole line; the ledger goes on after them."""
+        """All whole lines; further lines follow them."""
 
     def clear(self) -> None:
-        """Remove what no record belongs to."""
+        """Remove a ledger that belongs to no record."""
 
     def remove(self) -> None:
         """Remove record and ledger, the record last."""
 
 
 def find_session(place: Place) -> SessionRecord | None:
-    """The session at a place, whoever holds it."""
+    """The session in a place, whoever holds it."""
     found = place.read()
     return None if found is None else SessionRecord.parse(found[0], place.location)
 
 
 def refuse_busy(record: SessionRecord, location: str, take_over: bool, now: float) -> None:
-    """Refuse while another run holds the lock; one on another machine can be overruled.
+    """Refuse while another run holds the lock; a lock of another machine can be taken over.
 
     Raises
     ------
@@ -287,17 +286,17 @@ def refuse_busy(record: SessionRecord, location: str, take_over: bool, now: floa
         me.pid_space,
     )
     if here:
-        raise BusyError(f"{location}: another conversion is writing it: {owner}; wait for it, or end it")
+        raise BusyError(f"{location}: another conversion is writing it: {owner}; wait for it, or stop it")
     if not take_over:
         left = lock.lease_seconds - max(0.0, now - lock.renewed_at)
         raise BusyError(
-            f"{location}: another conversion is writing it: {owner}; if that one has ended, wait {left:.0f} s, or "
+            f"{location}: another conversion is writing it: {owner}; if it has ended, wait {left:.0f} s, or "
             "use --take-over"
         )
 
 
 def refuse_unfinished(record: SessionRecord, location: str) -> None:
-    """Refuse to begin anew where an unfinished conversion is.
+    """Refuse to begin where there is an unfinished conversion.
 
     Raises
     ------
@@ -305,13 +304,13 @@ def refuse_unfinished(record: SessionRecord, location: str) -> None:
         Always.
     """
     raise TargetError(
-        f"{location}: an unfinished conversion of {record.identity.source} is here; the same command with --resume "
-        f"goes on with it, paddle-reshard clean {location} removes it"
+        f"{location}: holds an unfinished conversion of {record.identity.source}; the same command with --resume "
+        f"continues it, paddle-reshard clean {location} removes it"
     )
 
 
 def acquire_lock(place: Place, location: str, take_over: bool) -> bool:
-    """Take the lock of a session in order to remove it; False if there is none.
+    """Take the lock of a session in order to remove it; False if there is no session.
 
     Raises
     ------
@@ -330,10 +329,10 @@ def acquire_lock(place: Place, location: str, take_over: bool) -> bool:
 
 
 class Session:
-    """A session that this run holds. ``records`` is what earlier runs have done."""
+    """A session that this run holds. ``records``: the finished units of earlier runs."""
 
     running: ClassVar[set[str]] = set()
-    """Nonces of the runs of this process that have not ended: a full disk may keep one from saying so itself."""
+    """Nonces of the runs of this process in progress: on a full disk, a run that ended cannot record it."""
 
     def __init__(
         self, place: Place, location: str, record: SessionRecord, version: str, records: Sequence[Record]
@@ -359,14 +358,14 @@ class Session:
         take_over: bool,
         clock: Callable[[], float] = time.time,
     ) -> Session:
-        """Begin a session, or go on with the one that is there.
+        """Begin a session, or resume the existing one.
 
         Raises
         ------
         StaleSessionError
-            If it is another conversion's.
+            If it belongs to another conversion.
         TargetError
-            If somebody else holds it, or there is one and ``resume`` is not set.
+            If another run holds it, or if it exists and ``resume`` is not set.
         """
         now, me = clock(), this_process()
         lock = Lock(me, secrets.token_hex(8), now, LEASE_SECONDS, True)
@@ -386,7 +385,7 @@ class Session:
                 )
             record = replace(left, lock=lock)
         taken = place.write(record.data(), version)
-        # A store that does not look at conditions lets everybody in: the last one stays.
+        # A store that ignores conditional writes accepts every writer; the last record stays.
         if taken is None or (seen := place.read()) is None or seen[0] != record.data():
             raise BusyError(f"{location}: another conversion has begun writing it just now")
         if found is None:
@@ -397,22 +396,22 @@ class Session:
 
     @property
     def phase(self) -> Phase:
-        """How far it has come."""
+        """The phase of the conversion."""
         return self.record.phase
 
     def note(self, record: Record) -> None:
-        """Write a line of the ledger: this unit is done."""
+        """Log a finished unit in the ledger."""
         self.check()
         self.place.append(ledger_line(record))
         self.recorded += 1
 
     def flush(self) -> None:
-        """Wait until the ledger is whole."""
+        """Wait until all lines are in the ledger."""
         self.place.flush()
         self.check()
 
     def update(self, **changes: Any) -> None:
-        """Change fields of the record; the lock is renewed along.
+        """Change fields of the record, and renew the lock with it.
 
         Raises
         ------
@@ -451,7 +450,7 @@ class Session:
                 return
 
     def release(self) -> None:
-        """Let the session be, for a later run to go on with."""
+        """Release the session, for a later run to resume."""
         self.stop()
         self.place.shorten_timeouts()
         if self.lost is None:
@@ -461,24 +460,25 @@ class Session:
                 self._write(lambda record: replace(record, lock=replace(record.lock, held=False)))
 
     def stop(self) -> None:
-        """Renew the lock no more: the session is about to be removed."""
+        """Stop renewing the lock: the session is about to be removed."""
         self._over.set()
         self._thread.join()
         self.running.discard(self.record.lock.nonce)
 
     def remove(self) -> None:
-        """End the session: what it was for is done, or taken back."""
+        """Remove the session: its conversion is complete, or rolled back."""
         self.stop()
         self.place.remove()
 
     def keep(self, error: BaseException | None) -> bool:
-        """After an error: let the session be if a later run can go on with it. False if it is to be taken back."""
+        """After an error, release the session if a later run can resume it; False if it is to be rolled back."""
         worth = self.lost is not None or (keeps(error) and self.recorded > 0)
         if worth:
             self.release()
         if worth and self.lost is None:
             logger.warning(
-                "%s: what is done is kept; the same command with --resume goes on, paddle-reshard clean %s removes it",
+                "%s: finished work is kept; the same command with --resume continues, "
+                "paddle-reshard clean %s removes it",
                 self.location,
                 self.location,
             )

@@ -1,15 +1,15 @@
-"""Files of a new checkpoint that are staged in a folder of this machine, with the session of their conversion.
+"""The staging folder of a new checkpoint on a disk, with the session of its conversion.
 
 ::
 
-    .NAME.reshard/session.json   which conversion, who runs it, how far it is
-    .NAME.reshard/ledger         what is done, a line for each unit
-    .NAME.reshard/lock           locked for an instant, while the session is looked at and replaced
+    .NAME.reshard/session.json   which conversion, who runs it, its phase
+    .NAME.reshard/ledger         a line for every finished unit
+    .NAME.reshard/lock           held briefly, while the session is read and replaced
     .NAME.reshard/files/         the new checkpoint, every file in its final size
-    .NAME.reshard/replaced/      the checkpoint that it takes the place of, for an instant
+    .NAME.reshard/replaced/      the checkpoint being overwritten, while the two are exchanged
 
-A killed process leaves its writes behind, whole; a machine that went down may not. So if the machine was started
-since, or a file is not as it was left, every part that counts as done is read and compared with its checksum first.
+A killed process leaves all its writes intact; a machine that crashed may not. So if the machine has rebooted, or a file
+does not have the size that it was given, every finished part is read and compared with its checksum first.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from paddle_reshard.storage.store import Identity, NewFile, Openness, Receipt, R
 
 MOST_TRIES = 1000
 MOST_REFUSALS = 10
-"""Of a folder that is there: another run may have made it anew in between, but hardly as often as that."""
+"""Attempts to lock a folder that another run may remove and make again in between, though hardly this often."""
 _WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
 class DiskPlace:
     """A session in a folder.
 
-    The folder is used only if it is ours: if the record of a conversion lies in it, or nothing but what is made before
-    there is one.
+    The folder is used only if it is ours: if it holds the record of a conversion, or nothing except what is created
+    before that record.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,7 +67,7 @@ class DiskPlace:
         Raises
         ------
         TargetError
-            If the folder is somebody else's.
+            If the folder is not ours.
         """
         try:
             mode = self.folder.lstat().st_mode
@@ -82,17 +82,17 @@ class DiskPlace:
         return data, _version(data)
 
     def _check_half_made(self) -> None:
-        """Refuse a folder without a record that holds more than a run which was killed before it had one leaves."""
+        """Refuse a folder without a record that holds more than a run killed before its first record leaves."""
         try:
             names = sorted(os.listdir(self.folder))
         except FileNotFoundError:
             return
         if self.session.name in names:
-            return  # made just now; whoever writes next finds out
+            return  # created a moment ago; the next write finds out
         new = _new(self.session)
         for name in names:
             path = self.folder / name
-            with contextlib.suppress(FileNotFoundError):  # another run goes on with it right now
+            with contextlib.suppress(FileNotFoundError):  # another run is resuming it at this moment
                 empty = path == self.lock and _is_file(path) and path.stat().st_size == 0
                 if not empty and not (path == new and _is_file(path) and begins_record(_read_file(path))):
                     raise self._foreign(
@@ -101,7 +101,7 @@ class DiskPlace:
 
     def _foreign(self, what: str) -> TargetError:
         return TargetError(
-            f"{self.folder}: new checkpoints are staged under this name, and here is {what}; move it away, or give "
+            f"{self.folder}: new checkpoints are staged under this name, and it is {what}; move it away, or choose "
             "another target"
         )
 
@@ -127,13 +127,13 @@ class DiskPlace:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.lines))
 
     def flush(self) -> None:
-        """Lines are written at once."""
+        """Nothing to wait for: lines are written immediately."""
 
     def shorten_timeouts(self) -> None:
-        """A disk answers at once or not at all."""
+        """Nothing to change: a disk is never retried."""
 
     def ledger(self) -> list[Record]:
-        """Every whole line; a torn end is cut off, so that the next line begins as one."""
+        """All whole lines; a torn last line is cut off, so that the next line starts on its own."""
         try:
             data = self.lines.read_bytes()
         except FileNotFoundError:
@@ -144,21 +144,21 @@ class DiskPlace:
         return records
 
     def clear(self) -> None:
-        """Nothing is there that no record belongs to: the record is made first and removed last."""
+        """Nothing to do: the record is created first and removed last."""
 
     def restart(self, records: Sequence[Record]) -> None:
-        """Have a ledger of these records only."""
+        """Replace the ledger by these records."""
         lines = b"".join(ledger_line(record) for record in records)
         _replace_file(self.lines, lines, self.openness.files)
 
     def remove(self) -> None:
-        """Remove what this package has put into the folder, the record last, and the folder."""
+        """Remove our own files from the folder, the record last, and then the folder."""
         if self.folder.is_dir():
             with self.alone():
                 self.remove_alone()
 
     def remove_alone(self) -> None:
-        """The same for who keeps the others out."""
+        """The same, for a caller that holds the lock."""
         if self.files.is_dir():
             shutil.rmtree(self.files)
         for path in (self.lines, _new(self.lines), self.session):
@@ -166,7 +166,7 @@ class DiskPlace:
         self._remove_folder()
 
     def tidy(self) -> None:
-        """Remove a folder that has no record any more: a run was killed while it removed all this."""
+        """Remove a folder without a record: a run was killed while it removed the folder."""
         if self.folder.is_dir():
             with self.alone():
                 if self.read() is None:
@@ -175,22 +175,24 @@ class DiskPlace:
     def _remove_folder(self) -> None:
         _new(self.session).unlink(missing_ok=True)
         self.lock.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # somebody waits for the lock, or has put something here
+        with contextlib.suppress(OSError):  # another run waits for the lock, or a user has put something here
             self.folder.rmdir()
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other processes from replacing the record, for a short time.
+        """Keep other processes from replacing the record for a moment.
 
-        On a file system that knows no locks two runs that begin in the same instant may both go on until the lock is
-        renewed: then one of them finds that it was taken over.
+        On a file system without locks, two runs that begin at the same moment may both proceed until the session's lock
+        is renewed; then one of them finds that the other took over.
         """
         refused = 0
         for _ in range(MOST_TRIES):
             self.folder.mkdir(self.openness.folders, parents=True, exist_ok=True)
             try:
                 descriptor, locked = self._open_lock()
-            except FileNotFoundError:  # the one before us has removed the folder, unless it is still there
+            except (
+                FileNotFoundError
+            ):  # unless the folder still exists, the previous holder of the lock has removed it
                 refused += self.folder.is_dir()
                 if refused == MOST_REFUSALS:
                     raise
@@ -205,7 +207,7 @@ class DiskPlace:
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(self.lock))
 
     def _open_lock(self) -> tuple[int, Path]:
-        """What is locked: a file, or on a full disk that has no room for one the folder itself."""
+        """The file to lock; on a disk too full to create it, the folder itself."""
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
             return os.open(self.lock, flags, self.openness.files), self.lock
@@ -231,14 +233,14 @@ def _is_there(path: Path, descriptor: int) -> bool:
 
 
 def write_file(path: Path, data: bytes, mode: int) -> None:
-    """Write a file whose permissions are at most ``mode`` from its first moment on."""
+    """Write a file that never has more permissions than ``mode``."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(path, flags, mode), "wb") as file:
         file.write(data)
 
 
 def _replace_file(path: Path, data: bytes, mode: int) -> None:
-    """Give a file another content in one step that lasts."""
+    """Replace a file's content atomically and durably."""
     new = _new(path)
     write_file(new, data, mode)
     sync(new)
@@ -254,7 +256,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _read_file(path: Path) -> bytes:
-    """The content of a small file; a link is not followed, so that nothing else is taken for it."""
+    """The content of a small file. A symbolic link is not followed: it could point at anything."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         return file.read()
@@ -272,12 +274,12 @@ class Staging:
         self.files, self.replaced = folder / "files", folder / "replaced"
 
     def find(self) -> SessionRecord | None:
-        """The session that is here, whoever holds it."""
+        """The session in this folder, whoever holds it."""
         return find_session(self.place)
 
     @contextlib.contextmanager
     def taken(self, take_over: bool) -> Iterator[SessionRecord | None]:
-        """Keep everybody else out, in order to remove what is here; this writes nothing, so a full disk allows it.
+        """Take the lock in order to remove everything; this writes nothing, so it works on a full disk.
 
         Raises
         ------
@@ -293,7 +295,7 @@ class Staging:
     def begin(
         self, files: Sequence[NewFile], identity: Identity, resume: bool, take_over: bool
     ) -> tuple[Session, list[Record]]:
-        """Make every file in its final size, or find what an earlier run has made; says which units are done."""
+        """Create every file in its final size, or find the files of an earlier run; the units that are done."""
         session = Session.take(self.place, self.location, identity, resume, take_over)
         try:
             return session, self._restore(files, session)
@@ -317,23 +319,23 @@ class Staging:
         return session.records
 
     def _holds(self, receipt: Receipt) -> bool:
-        """Whether a part is there, by its checksum; one without is not known to be."""
+        """Whether a part is on the disk, by its checksum; a part without a checksum counts as missing."""
         return receipt.checksum == source_checksum(self, receipt.path, receipt.byte_offset, receipt.nbytes)
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from a staged file, which has its final size."""
+        """Fill ``buffer`` from a staged file."""
         with open(self.files / path, "rb", buffering=0) as file:
             done = 0
             while done < len(buffer):
                 done += os.preadv(file.fileno(), [buffer[done:]], byte_offset + done)
 
     def is_moved(self, record: SessionRecord) -> bool:
-        """Whether the staged files have left for their place, so that only a remainder is here."""
+        """Whether the staged files were moved to their target, so that only remains are here."""
         return record.phase is Phase.PUBLISH and not self.files.exists()
 
 
 def _make(path: Path, size_bytes: int, openness: Openness) -> bool:
-    """Give a file its final size; whether it was there and had it."""
+    """Give a file its final size; whether it already existed with that size."""
     path.parent.mkdir(openness.folders, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, openness.files)
     try:
@@ -346,7 +348,7 @@ def _make(path: Path, size_bytes: int, openness: Openness) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Have a file or the entries of a folder outlast a power failure."""
+    """Flush a file, or the entries of a folder, to the disk, so that they survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -86,8 +86,8 @@ def _held_by(target: Path, **holder: Any) -> None:
 def test_a_failed_run_says_how_to_go_on(source: Path, target: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(KeyboardInterrupt):
         paddle_reshard.convert(source, target, observe=_stopping(2, KeyboardInterrupt()), **ONE)
-    assert f"--resume goes on, paddle-reshard clean {target} removes it" in caplog.text
-    with pytest.raises(TargetError, match=f"unfinished conversion of {source} .*--resume.*clean {target}"):
+    assert f"--resume continues, paddle-reshard clean {target} removes it" in caplog.text
+    with pytest.raises(TargetError, match=f"unfinished conversion of {source}; .*--resume.*clean {target}"):
         paddle_reshard.convert(source, target, **ONE)
     moved = paddle_reshard.convert(source, target, resume=True, **ONE).moved
     assert (moved.groups, moved.resumed_groups) == (2, 2)
@@ -450,7 +450,7 @@ def test_other_stores_go_on_with_what_is_staged_here(
 
     with pytest.raises(Stop):
         paddle_reshard.convert(source, "memory://resumed/t", observe=observe, **ONE)
-    with pytest.raises(TargetError, match="--resume goes on"):
+    with pytest.raises(TargetError, match="--resume continues"):
         paddle_reshard.convert(source, "memory://resumed/t", **ONE)
     moved = paddle_reshard.convert(source, "memory://resumed/t", resume=True, **ONE).moved
     assert (moved.groups, moved.resumed_groups) == (0, 4)

@@ -69,7 +69,7 @@ def test_what_is_kept_is_said_and_gone_on_with(number: signal.Signals, how: str,
     assert status == 128 + number
     target = tmp_path / "out"
     assert said.replace("\n\n", "\n") == (  # click ends the line of a ^C
-        f"{target}: what is done is kept; the same command with --resume goes on, paddle-reshard clean {target} "
+        f"{target}: finished work is kept; the same command with --resume continues, paddle-reshard clean {target} "
         f"removes it\npaddle-reshard: interrupted by {number.name}\n"
     )
     assert not (tmp_path / "out").exists()

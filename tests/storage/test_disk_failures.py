@@ -1,4 +1,4 @@
-"""What the operating system refuses in the middle of moving: one sentence, what is done is kept, --resume goes on."""
+"""An error of the operating system while moving: a clear sentence, finished work is kept, --resume continues."""
 
 import errno
 import json
@@ -62,7 +62,7 @@ def test_a_disk_that_takes_no_more_in_the_middle_is_told_by_the_target_and_what_
     assert resumed > 0
     assert told.startswith("t: the file is larger than the limit of this process (ulimit -f)")
     assert f"({tmp_path}/.t.reshard/files/" in told
-    assert "t: what is done is kept; the same command with --resume goes on" in done.stderr
+    assert "t: finished work is kept; the same command with --resume continues" in done.stderr
 
 
 @pytest.mark.parametrize(
