@@ -126,7 +126,9 @@ class TensorFiles:
     parts: set[tuple[str, ...]] = field(default_factory=set)
 
 
-_TENSOR_FILE = re.compile(r"(?:(model_state)(?:\.(\w+))?\.pdparams|(optimizer|ema)(?:\.(\w+))?\.pdopt)")
+_TENSOR_FILE = re.compile(
+    r"(?:((?:lora_)?model_state)(?:\.(\w+))?\.pdparams|(optimizer|ema)(?:\.(\w+))?\.pdopt)"
+)
 _PLAIN_STATE_FILES = ("scheduler.pdparams", "scaler.pdparams")
 _FOREIGN = (".distcp", ".metadata", ".safetensors", ".tmp", ".part", ".partial", ".lock")
 
@@ -406,13 +408,17 @@ def read_checkpoint(directory: Path, shapes: Mapping[str, Shape]) -> Tensors:
     """
     directory = Path(directory)
     files = find_files(directory)
+    with_lora = "lora_model_state" in files
+    if with_lora:
+        assert "model_state" not in files, f"{directory.name}: both kinds of model_state"
+        files["model_state"] = files.pop("lora_model_state")
     assert set(files) - {"ema"} == {"model_state", "optimizer"}, f"{directory.name}: has only {sorted(files)}"
     meta_path = directory / "model_meta.json"
     meta = json.loads(meta_path.read_bytes()) if meta_path.exists() else None
 
     degrees = degrees_of(files["optimizer"])
     check_product(files["optimizer"], degrees)
-    check_product(files["model_state"], degrees if meta else {**degrees, "shard": 1})
+    check_product(files["model_state"], degrees if meta and not with_lora else {**degrees, "shard": 1})
     if "ema" in files:
         check_product(files["ema"], degrees)
 
@@ -420,6 +426,12 @@ def read_checkpoint(directory: Path, shapes: Mapping[str, Shape]) -> Tensors:
     _check_schedulers(directory, raw["optimizer"])
     if meta:
         _check_parallel_config(meta, degrees)
+    if meta and with_lora:
+        for label, entry in meta["sharding_metas"].items():
+            of_cell = [
+                file for c, file in raw["model_state"].items() if f"tp{c.tp:02d}_pp{c.pp:02d}" == label
+            ]
+            meta["sharding_metas"][label] = _what_lora_trains(label, entry, of_cell)
     stages = [
         [_build_cell(Coordinate(tp, pp), degrees, raw, meta) for tp in range(degrees["tp"])]
         for pp in range(degrees["pp"])
@@ -469,6 +481,21 @@ def _build_cell(cell: Coordinate, degrees: Mapping[str, int], raw: Mapping[str, 
     for shard in ema:
         assert _held(shard) <= _held(*optimizer), f"{label}: an average without a master weight"
     return result
+
+
+def _what_lora_trains(label: str, entry: Mapping[str, Any], model: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return an entry of model_meta.json without the base, and without the ``model.`` before each key."""
+    held = [key for raw in model for key in raw[NAME_TABLE]]
+    listed = set(entry["structure_name_mapping"])
+    assert {f"model.{key}" for key in held} <= listed, f"{label}: not all of LoRA is in model_meta.json"
+    assert listed == set(entry["param_meta"]), f"{label}: param_meta has other keys"
+    assert all(key.startswith("model.") for key in listed), f"{label}: keys without model. in model_meta.json"
+    assert not any("lora_" in key for key in listed - {f"model.{key}" for key in held}), f"{label}: more LoRA"
+    narrowed = {
+        part: {key: entry[part][f"model.{key}"] for key in held}
+        for part in ("structure_name_mapping", "param_meta")
+    }
+    return {**entry, **narrowed, "lora": True}
 
 
 def _settle_strategy(cells: list[Cell]) -> None:
@@ -561,7 +588,7 @@ def _check_meta_entry(cell: Cell, entry: Mapping[str, Any], model: list[dict[str
         return
     held = {name: rank for rank, shard in enumerate(cell.optimizer) for name, _ in shard}
     assert owners == held, f"{cell.label}: param2rank differs from the optimizer files"
-    for rank, raw in enumerate(model):
+    for rank, raw in enumerate([] if entry.get("lora") else model):
         strangers = [key for key, name in raw[NAME_TABLE].items() if owners[name] != rank]
         assert not strangers, f"{cell.label}: not owned by shard {rank}: {strangers[:4]}"
 
@@ -587,7 +614,7 @@ def _join_tp(pp: int, cells: list[Cell], shapes: Mapping[str, Shape]) -> dict[st
                 f"stage {pp}: {key} {state}",
                 [rank[key][state] for rank in local],
                 (1,) if state in POWERS else tuple(shapes[key]),
-                fused=key.endswith("gate_up_fused_proj.weight"),
+                fused=key.endswith(("gate_up_fused_proj.weight", "up_gate_proj.lora_B")),
             )
             for state in local[0][key]
         }

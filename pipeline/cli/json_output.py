@@ -29,6 +29,13 @@ def inspection_data(found: Inspection) -> Json:
         "comm_overlap": found.comm_overlap,
         "sequence_parallel": found.sequence_parallel,
         "ema": found.has_ema,
+        "lora": None
+        if found.adapter is None
+        else {
+            "rank": found.adapter.rank,
+            "scaling": found.adapter.scaling,
+            "base": found.adapter.base,
+        },
         "tensor_files": found.tensor_files,
         "tensor_bytes": found.tensor_bytes,
         "states": [asdict(state) for state in found.states],

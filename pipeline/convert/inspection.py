@@ -21,6 +21,7 @@ from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.layouts.lora_config import Adapter
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.storage.locate import StorageOptions, open_source
 from paddle_reshard.tasks.index import index_here
@@ -57,6 +58,8 @@ class Inspection(Shown):
     tensor_files: int
     tensor_bytes: int
     other_files: tuple[str, ...]
+    adapter: Adapter | None = None
+    """What ``lora_config.json`` says, where there is one."""
 
     def _in_short(self) -> str:
         where = self.topology or "topology not told"
@@ -80,6 +83,10 @@ class Inspection(Shown):
         facts.append(("other files", f"{len(self.other_files)}"))
         if tied := [f"{t.key} = {t.tied_to}" for t in self.tensors if t.tied_to]:
             facts.append(("tied", ", ".join(tied)))
+        if self.adapter is not None:
+            base = self.adapter.base or "not named"
+            lora = f"rank {self.adapter.rank}, scaling {self.adapter.scaling:g}, base model {base}"
+            facts.append(("LoRA", lora))
         if missing := [tensor.key for tensor in self.tensors if tensor.missing]:
             facts.append(("in no file", f"{', '.join(missing)}: see --fill and --allow-missing of convert"))
         return facts
@@ -125,10 +132,11 @@ def inspect(
         sequence_parallel=checkpoint.sequence_parallel,
         has_ema=checkpoint.has_ema,
         states=tuple(_summaries(checkpoint)),
-        tensors=checkpoint.model.tensors,
+        tensors=tuple(t for t in checkpoint.model.tensors if not (t.of_base and t.missing)),
         tensor_files=len(files),
         tensor_bytes=sum(files.values()),
         other_files=tuple(sorted(sizes.keys() - files.keys())),
+        adapter=checkpoint.adapter,
     )
 
 

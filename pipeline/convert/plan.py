@@ -121,8 +121,9 @@ class ConversionPlan(Shown):
             where = f"{places[number]}: " if places else ""
             facts.append((self._of(number, "to"), f"{where}{target.form.in_words()}"))
         files = len(plan.target_files) + len(plan.carried)
+        held = [tensor for tensor in self.source.model.tensors if not (tensor.of_base and tensor.missing)]
         facts += [
-            ("tensors", f"{len(plan.tensors) - plan.beside} ({len(self.source.model.tensors)} parameters)"),
+            ("tensors", f"{len(plan.tensors) - plan.beside} ({len(held)} parameters)"),
             (
                 "reads",
                 f"{readable_bytes(plan.read_bytes)} from {len(plan.source_files)} tensor files{again}",
@@ -230,7 +231,10 @@ def plan_checkpoint(
         held_parameters(source.catalog, joined.catalog, request.check_in_full),
         request.allow_master_drift,
     )
-    not_carried = (*source.not_carried, *((t.key, ALLOWED) for t in source.model.tensors if t.missing))
+    not_carried = (
+        *source.not_carried,
+        *((t.key, ALLOWED) for t in source.model.tensors if t.missing and not t.of_base),
+    )
     targets = [
         PlannedTarget(
             form,

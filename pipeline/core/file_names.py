@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 CONFIG = "config.json"
+LORA_CONFIG = "lora_config.json"
+"""Rank, scaling and base of an adapter."""
 MODEL_META = "model_meta.json"
 """What the ranks of a sharded job hold; beside averages also in other formats."""
 SCHEDULER = "scheduler.pdparams"

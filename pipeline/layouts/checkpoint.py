@@ -11,6 +11,7 @@ from paddle_reshard.pipeline.core.catalog import Catalog, File
 from paddle_reshard.pipeline.core.errors import UnsupportedError
 from paddle_reshard.pipeline.core.tensors import EMA_STATES
 from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.layouts.lora_config import Adapter
 from paddle_reshard.pipeline.layouts.model import Model
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 from paddle_reshard.storage.formats.paddle_pickle_writer import encode_pickle
@@ -67,6 +68,8 @@ class Checkpoint:
     """The axis over which whole experts are spread: ``ep``, ``tp`` or ``dp``; ``None``: every rank has all of them."""
     unified_experts: bool | None = None
     """Whether they are in the unified layer; ``None`` where the order of tensors cannot tell."""
+    adapter: Adapter | None = None
+    """What ``lora_config.json`` says; ``None`` where there is none."""
 
     def without(self, states: Collection[str]) -> Checkpoint:
         """The same checkpoint without the tensors of some states."""

@@ -63,6 +63,10 @@ class Format(Protocol):
         """What its files have no place for, though it is a training job's: names that ``--drop`` knows."""
 
     @property
+    def holds_lora(self) -> bool:
+        """Whether its files have a place for what LoRA trains."""
+
+    @property
     def by_table(self) -> bool:
         """Whether a rule table has to describe the model: its jobs cut tensors, or name parameters."""
 

@@ -18,7 +18,7 @@ from paddle_reshard.pipeline.core.tensors import (
     dtype_named,
 )
 from paddle_reshard.pipeline.layouts.placement import TensorCut
-from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable, expected_shape
+from paddle_reshard.pipeline.layouts.rules import LoraRule, Rule, RuleTable, expected_shape
 
 AUTOMATIC = "eager_tmp"
 """The class of a tensor that nobody named."""
@@ -44,7 +44,9 @@ class ModelTensor:
     automatic_name: str | None = None
     """Name in the source of a buffer that nobody named; it has no meaning and no loader looks at it."""
     missing: bool = False
-    """No file holds it, and that was allowed."""
+    """No file holds it: that was allowed, or it is of the base model of an adapter."""
+    of_base: bool = False
+    """It is of the base model of an adapter and not trained; in most formats it is missing then."""
 
     @property
     def trained(self) -> bool:
@@ -59,6 +61,11 @@ class Model:
     tensors: tuple[ModelTensor, ...]
     table: RuleTable
     config: Mapping[str, Any]
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether there are matrices of LoRA in it."""
+        return any(isinstance(tensor.rule, LoraRule) for tensor in self.tensors)
 
     def cut(self, tensor: ModelTensor, tp: int, expert_axis: str | None = None) -> TensorCut:
         """How ``tp`` ranks cut a tensor of this model; experts distributed over ``ep`` or ``tp`` ranks are not cut."""
@@ -98,6 +105,7 @@ def model_order(table: RuleTable) -> Callable[[ModelTensor], tuple[int, ...]]:
     """
     items = {item.name: place for place, item in enumerate(table.items)}
     blocks: dict[str, int] = {}
+    modules = {rule.key.rpartition(".")[0]: place for place, rule in enumerate(table.rules)}
     rows = {rule.key: place for place, rule in enumerate(table.rules)}
     previous: Rule | None = None
     for rule in table.rules:
@@ -107,9 +115,12 @@ def model_order(table: RuleTable) -> Callable[[ModelTensor], tuple[int, ...]]:
 
     def place(tensor: ModelTensor) -> tuple[int, ...]:
         rule = tensor.rule
+        layer = -1 if tensor.layer is None else tensor.layer
+        if isinstance(rule, LoraRule):  # behind all that the linear layer itself has
+            last = modules[rule.key.rpartition(".")[0]]
+            return items[rule.item], layer, last, -1, last, rule.first_number
         match = rule.pattern().fullmatch(tensor.key) if "{expert}" in rule.key else None
         expert = match["expert"] if match else "-1"
-        layer = -1 if tensor.layer is None else tensor.layer
         return items[rule.item], layer, blocks[rule.key], int(expert), rows[rule.key]
 
     return place
@@ -189,6 +200,8 @@ def predict_parameter_names(
             names[tensor.key] = tensor.automatic_name or f"{AUTOMATIC}_{count}"
             continue
         module, _, leaf = tensor.key.rpartition(".")
+        if tensor.rule.first_number:  # of another layer, in the place of the one that holds the weight
+            module = f"{module} with LoRA"
         if tensor.rule.parameter_name is not None:
             count = counters.get(name_class, 0)
             counters[name_class] = count + 1
@@ -202,7 +215,7 @@ def predict_parameter_names(
             modules[module] = f"{name_class}_{counters.get(name_class, 0)}"
             counters[name_class] = counters.get(name_class, 0) + 1
         parameter = f"{modules[module]}.{kind}"
-        count = counters.get(parameter, 0)
+        count = counters.get(parameter, tensor.rule.first_number)
         counters[parameter] = count + 1
         names[tensor.key] = f"{parameter}_{count}"
     return names

@@ -8,9 +8,10 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, ReshardError
-from paddle_reshard.pipeline.core.file_names import CONFIG, MODEL_META, SCHEDULER
+from paddle_reshard.pipeline.core.file_names import CONFIG, LORA_CONFIG, MODEL_META, SCHEDULER
 from paddle_reshard.pipeline.core.limits import MAX_CONFIG_BYTES, MAX_META_BYTES
 from paddle_reshard.pipeline.layouts.checkpoint import checked_schedule
+from paddle_reshard.pipeline.layouts.lora_config import Adapter, parse_adapter
 from paddle_reshard.storage.formats.paddle_pickle import parse_pickle
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 
@@ -149,6 +150,10 @@ class SourceFiles:
                 f"{self.store.location}: {CONFIG} is missing; give that of the model with --config FILE"
             )
         return self.given_config
+
+    def adapter(self) -> Adapter | None:
+        """What ``lora_config.json`` says; ``None`` where there is none."""
+        return parse_adapter(self.json(LORA_CONFIG)) if LORA_CONFIG in self.sizes else None
 
     def lr_scheduler(self) -> Any:
         """What :func:`read_lr_scheduler` finds."""

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
-from paddle_reshard.pipeline.core.file_names import AVERAGE, CONFIG, MANIFEST, SIGNAL_PREFIX
+from paddle_reshard.pipeline.core.file_names import AVERAGE, CONFIG, LORA_CONFIG, MANIFEST, SIGNAL_PREFIX
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.trainer_files import is_marker, is_random_state
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
@@ -43,7 +44,15 @@ def plan_sidecars(
 
     own_files = {*checkpoint.own_files, *(path for path in paths if path.startswith(SIGNAL_PREFIX))}
     config = _config(checkpoint.model.config, checkpoint.model.table.convention, topology)
-    return share_out_sidecars(paths, folders, own_files, reason, source_config, config)
+    if checkpoint.model.has_lora and topology.pp == 1 and topology.tp * topology.sharding > 1:
+        config[
+            _TP_FIELD["paddleformers"]
+        ] = -1  # as the trainer writes it where it merges what tp cut, be it nothing
+    if checkpoint.adapter is None or checkpoint.adapter.fits(topology):
+        return share_out_sidecars(paths, folders, own_files, reason, source_config, config)
+    lora_config = (LORA_CONFIG, checkpoint.adapter.for_topology(topology))
+    shared_out = share_out_sidecars(paths, folders, own_files | {LORA_CONFIG}, reason, source_config, config)
+    return replace(shared_out, written=(*shared_out.written, lora_config))
 
 
 def share_out_sidecars(

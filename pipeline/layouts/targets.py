@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
-from paddle_reshard.pipeline.core.errors import PlanError
+from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.tensors import DROPPABLE, Cast
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles
 from paddle_reshard.pipeline.layouts.format import Target
-from paddle_reshard.pipeline.layouts.formats import as_target, holding_average
+from paddle_reshard.pipeline.layouts.formats import FORMATS, as_target, holding_average, names_of
 
 
 def lay_out(
@@ -38,6 +38,11 @@ def lay_out(
     PlanError
         If the source cannot become this target.
     """
+    if wanted.model.has_lora and not target.format.holds_lora:
+        holding = names_of((format for format in FORMATS.values() if format.holds_lora), "or")
+        raise UnsupportedError(
+            f"the source holds LoRA, for which the format {target.format.name} has no place here; convert to {holding}"
+        )
     no_place = {state for name in target.format.no_place for state in DROPPABLE[name]}
     homeless = source.catalog.tensors.states & no_place
     laid_out = target.lay_out(source.without(homeless), wanted.without(homeless), sizes, folders)

@@ -50,7 +50,8 @@ def bits(array: object) -> bytes:
 
 def read_one_card(folder: Path) -> dict[str, bytes]:
     """Every tensor of a one-card checkpoint, called as in the truth."""
-    parameters = load(folder / "model_state.pdparams")
+    lora = folder / "lora_model_state.pdparams"
+    parameters = load(lora if lora.exists() else folder / "model_state.pdparams")
     names = parameters.pop(NAMES)
     found = {key: bits(value) for key, value in parameters.items()}
     keys = {name: key for key, name in reversed(names.items())}

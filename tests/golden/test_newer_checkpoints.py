@@ -22,6 +22,13 @@ CONVERTED = {
     "states/fp16_sh2_s1v2_meta": None,
     "states/fp16_single": None,
     "states/hfsteps_fc_single": "states/fp16_single",
+    "states/lora_fc_mp2": None,
+    "states/lora_fc_single": None,
+    "states/lora_pp2": None,
+    "states/lora_qwen2_single": None,
+    "states/lora_sh2_s1v1": None,
+    "states/lora_sh2_s1v2_meta": None,
+    "states/lora_single": None,
     "states/opt_custom_lowp_single": None,
     "states/opt_custom_single": None,
     "states/uc_nomerge_sh2_s1v1": None,
@@ -37,8 +44,6 @@ CONVERTED = {
 NO_ROW = r"no row of the paddleformers rule table '{}' fits; .* pass it with --rules FILE"
 MTP_DEEPSEEK = r"layers\.\d\.(enorm|hnorm|eh_proj)\.(weight|bias): " + NO_ROW.format("deepseek_v3")
 MTP_ERNIE = r"model\.mtp_\w+\.0\..*: " + NO_ROW.format("ernie4_5_moe")
-LORA = r"lora_model_state.*: a tensor file whose name has no meaning in a hybrid-parallel checkpoint"
-LORA_FLEX = r"lora_A: " + NO_ROW.format("llama")
 MUON = r"\(beta1_pow_acc\): no file holds it, other parameters have it"
 PROTOCOL_5 = r"pickle protocol 5; paddle\.save writes 2, 3 or 4"
 NO_OPTIMIZER = r"no optimizer file: not a hybrid-parallel training checkpoint"
@@ -55,13 +60,6 @@ REFUSED = {
     "states/ernie45_mtp_sh2_s1v2_meta_ema": MTP_ERNIE,
     "states/ernie45_mtp_single": MTP_ERNIE,
     "states/ernie45_mtp_single_tohf": MTP_ERNIE,
-    "states/lora_fc_mp2": LORA_FLEX,
-    "states/lora_fc_single": LORA_FLEX,
-    "states/lora_pp2": LORA,
-    "states/lora_qwen2_single": LORA,
-    "states/lora_sh2_s1v1": LORA,
-    "states/lora_sh2_s1v2_meta": LORA,
-    "states/lora_single": LORA,
     "states/muon_fc_mp2": MUON,
     "states/muon_fc_pp2": MUON,
     "states/muon_fc_sh2": MUON,
@@ -69,7 +67,7 @@ REFUSED = {
     "states/noopt_single": NO_OPTIMIZER,
     "states/opt_mini_single": r"\(moment2\): stored with shape \(1,\)",
     "states/p5_fp32_single": PROTOCOL_5,
-    "states/p5_lora_single": LORA,
+    "states/p5_lora_single": PROTOCOL_5,
     "states/p5_mid_single": PROTOCOL_5,
     "states/p5_np2_single": PROTOCOL_5,
     "states/p5_ro_single": PROTOCOL_5,

@@ -26,6 +26,8 @@ from paddle_reshard.pipeline.layouts.flex.names import (
     folder_of,
 )
 from paddle_reshard.pipeline.layouts.flex.source import Fused, catalog_flex, not_fused, read_names
+from paddle_reshard.pipeline.layouts.lora import check_matrices, marked_base
+from paddle_reshard.pipeline.layouts.lora_config import Adapter
 from paddle_reshard.pipeline.layouts.model import Model, predict_parameter_names, read_model
 from paddle_reshard.pipeline.layouts.rules import RuleTable, choose_table
 from paddle_reshard.pipeline.layouts.whole import check_whole
@@ -52,6 +54,7 @@ def read_flex(
     config: Mapping[str, Any],
     tables: Sequence[RuleTable],
     lr_scheduler: Any,
+    adapter: Adapter | None = None,
 ) -> Checkpoint:
     """Understand a dist checkpoint.
 
@@ -64,6 +67,8 @@ def read_flex(
     lr_scheduler
         What ``scheduler.pdparams`` holds; ``None`` without one. The trainer puts the same into ``LR_Scheduler``
         of optimizer files.
+    adapter
+        What ``lora_config.json`` says, where there is one.
 
     Raises
     ------
@@ -98,7 +103,8 @@ def read_flex(
     if auto_parallel:
         told = _told_names(names, metadata, files)
         catalog = _renamed(catalog, told or _predicted_names(catalog, table, config), twins)
-    model = read_model(catalog.tensors, table, config)
+    model = marked_base(read_model(catalog.tensors, table, config))
+    check_matrices(model, adapter)
     _check(model, catalog)
     states = {state for found in names.values() for _, state in found}
     return Checkpoint(
@@ -113,6 +119,7 @@ def read_flex(
         names_predicted=None,
         lr_scheduler=lr_scheduler,
         has_ema=bool(states & {EMA_PARAM, EMA_MASTER_WEIGHT}),
+        adapter=adapter,
     )
 
 

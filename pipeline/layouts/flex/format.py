@@ -44,6 +44,11 @@ class DistFormat:
         return ("ema",) if self.auto_parallel else ()
 
     @property
+    def holds_lora(self) -> bool:
+        """FlexCheckpoint has, beside the base; auto-parallel training does not know it."""
+        return not self.auto_parallel
+
+    @property
     def by_table(self) -> bool:
         """Auto-parallel training names parameters."""
         return self.auto_parallel

@@ -53,7 +53,7 @@ def index_flex(files: SourceFiles, tables: Sequence[RuleTable]) -> Checkpoint:
     if averages:
         of_average, held_averages, not_carried = describe_older_average(averages, metadata, data_files)
         metadata, data_files = {**metadata, **of_average}, {**data_files, **held_averages}
-    found = read_flex(metadata, data_files, config, tables, files.lr_scheduler())
+    found = read_flex(metadata, data_files, config, tables, files.lr_scheduler(), files.adapter())
     # Jobs that keep an average say here which ranks wrote the checkpoint.
     own_files = (found.own_files | {MODEL_META}) & sizes.keys()
     return replace(found, own_files=own_files, not_carried=(*found.not_carried, *not_carried))

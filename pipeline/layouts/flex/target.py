@@ -42,6 +42,7 @@ from paddle_reshard.pipeline.layouts.flex.names import (
     paddleformers_key,
 )
 from paddle_reshard.pipeline.layouts.format import Decision, Staged
+from paddle_reshard.pipeline.layouts.formats import FORMATS, names_of
 from paddle_reshard.pipeline.layouts.model import ModelTensor, predict_parameter_names
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
@@ -119,6 +120,12 @@ class FlexTarget:
         self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
     ) -> LaidOut:
         """All files of a dist checkpoint, small ones too."""
+        if wanted.model.has_lora and not any(t.of_base and not t.missing for t in wanted.model.tensors):
+            others = [format for format in FORMATS.values() if format.holds_lora and format != self.format]
+            raise PlanError(
+                "the source holds what LoRA trains, and not its base; a FlexCheckpoint holds both. Write it with "
+                f"--format {names_of(others, 'or')}"
+            )
         sidecars = plan_sidecars(sizes, folders, wanted, source.model.config, Topology())
         written = (*sidecars.written, *small_flex_files(sizes, wanted, self))
         files = add_literal_files(layout_flex(wanted, self), written)

@@ -42,6 +42,7 @@ class HuggingFaceFormat:
     average_options: ClassVar[Mapping[str, str]] = {"state": EMA}
     model_only: ClassVar[bool] = True
     no_place: ClassVar[tuple[str, ...]] = ()
+    holds_lora: ClassVar[bool] = False
     by_table: ClassVar[bool] = False
     loses_tensors: ClassVar[bool] = False
 

@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING
 from paddle_reshard.pipeline.core.errors import RuleError
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.layouts.hybrid.names import cell_name
-from paddle_reshard.pipeline.layouts.hybrid.ranks import expert_of, first_keys, shift_expert
+from paddle_reshard.pipeline.layouts.hybrid.ranks import (
+    LORA_PREFIX,
+    expert_of,
+    first_keys,
+    shift_expert,
+)
 from paddle_reshard.pipeline.layouts.hybrid.segments import segment
 from paddle_reshard.pipeline.layouts.hybrid.sharding import Parameter, Shares, share_out
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, lead_experts, predict_parameter_names
@@ -75,6 +80,7 @@ class CellPlanner:
         under_pp = self.topology.pp > 1
         self.written = {t.key: (under_pp and t.rule.key_pp) or t.key for t in model.tensors}
         """Key of a tensor → its key in the files."""
+        self.with_lora = model.has_lora
 
     def cells(self) -> Iterator[Cell]:
         """Every cell; the tp ranks of one follow each other."""
@@ -91,6 +97,10 @@ class CellPlanner:
 
     def _name(self, tp: int, pp: int, ep: int) -> str:
         return cell_name(tp, pp, ep if self.topology.ep > 1 else None)
+
+    def meta_key(self, key: str) -> str:
+        """The key of a tensor in ``model_meta.json``."""
+        return f"{LORA_PREFIX if self.with_lora else ''}{self.written[key]}"
 
     def only_experts(self, ep: int) -> bool:
         """Whether the optimizer files of a cell hold nothing but experts: data-parallel rank 0 writes the rest."""
@@ -110,7 +120,7 @@ class CellPlanner:
 
     def _stages(self) -> list[list[ModelTensor]]:
         """The tensors of every stage, in model order."""
-        items = list(dict.fromkeys((tensor.rule.item, tensor.layer) for tensor in self.model.tensors))
+        items = self._items()
         described = {item.name: item for item in self.model.table.items}
         place = segment(
             [described[name] for name, _ in items],
@@ -124,6 +134,20 @@ class CellPlanner:
         for tensor in self.model.tensors:
             stages[stage_of[tensor.rule.item, tensor.layer]].append(tensor)
         return stages
+
+    def _items(self) -> list[tuple[str, int | None]]:
+        """The pipeline items, as kind and decoder layer; a checkpoint of an adapter need not have tensors of all."""
+        held = list(dict.fromkeys((tensor.rule.item, tensor.layer) for tensor in self.model.tensors))
+        layers = self.model.config.get("num_hidden_layers")
+        if not self.model.has_lora or not isinstance(layers, int):
+            return held
+        used = {rule.item for rule in self.model.table.rules if rule.applies(self.model.config)}
+        return [
+            (item.name, layer)
+            for item in self.model.table.items
+            if item.name in used
+            for layer in (range(layers) if item.repeated else (None,))
+        ]
 
     def _cell(self, tp: int, pp: int, turn: int, tensors: list[ModelTensor], sibling: Cell | None) -> Cell:
         """``sibling`` is the cell of another tp rank of the stage; given names and distributed experts can differ."""
@@ -195,7 +219,7 @@ class CellPlanner:
         given = self.target.names.get(where, {})
         if self.target.expert_axis == "dp":
             given = {shift_expert(key, ep * self.experts // self.topology.dp): n for key, n in given.items()}
-        keys = {t.key: self.written[t.key] for t in tensors}
+        keys = {t.key: self.meta_key(t.key) for t in tensors}
         if set(given) != set(keys.values()):
             odd = sorted(set(given) ^ set(keys.values()))
             raise RuleError(
@@ -205,14 +229,14 @@ class CellPlanner:
         return {key: given[written] for key, written in keys.items()}
 
     def _model_state_tensors(self, cell: Cell) -> dict[int, list[ModelTensor]]:
-        """What each rank's model_state holds: everything on rank 0, or what sharded saving leaves.
+        """What each rank's model_state holds: everything on rank 0, as always with LoRA, or what sharded saving leaves.
 
         bf16 parameters with a master weight are left out; of the rest, v1 keeps the owner's, v2 hands the
         optimizer's list out round robin, and what the optimizer does not know goes to rank 0 (PaddleNLP
         3.0 ``sharding_io.py:73-106``; PaddleFormers 1.2 does so only where it is told to, and else loses it).
         """
         stored = [t for t in cell.tensors if not t.missing]
-        if not self.target.writes_meta:
+        if self.with_lora or not self.target.writes_meta:
             return {shard: stored if shard < self.topology.dense_sharding else [] for shard in cell.held}
         held_by: dict[int, list[ModelTensor]] = {shard: [] for shard in range(self.topology.sharding)}
         listed = {t.key: i for i, t in enumerate(cell.parameters)}
@@ -234,9 +258,9 @@ class CellPlanner:
         return CellMeta(
             strategy=self.target.strategy,
             comm_overlap=self.target.sharding.comm_overlap,
-            names={self.written[key]: name for key, name in cell.names.items()},
+            names={self.meta_key(key): name for key, name in cell.names.items()},
             parameters={
-                self.written[tensor.key]: ParameterMeta(
+                self.meta_key(tensor.key): ParameterMeta(
                     local_shape=cell.local_shapes[tensor.key],
                     dtype=tensor.dtype,
                     is_distributed=self._is_distributed(cell, tensor),

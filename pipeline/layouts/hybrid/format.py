@@ -46,6 +46,7 @@ class HybridFormat:
     average_options: ClassVar[Mapping[str, str]] = {}
     model_only: ClassVar[bool] = False
     no_place: ClassVar[tuple[str, ...]] = ()
+    holds_lora: ClassVar[bool] = True
     by_table: ClassVar[bool] = True
     loses_tensors: ClassVar[bool] = True
     index_as: ClassVar[None] = None

@@ -36,7 +36,7 @@ def index_hybrid(
         roots = files.index_anywhere(index_tensor_file, files.store, ranks)
         return read_weights_and_states(sizes, headers, roots, meta, config, tables, missing)
     roots = files.index_anywhere(index_tensor_file, files.store, ranks)
-    return read_hybrid(sizes, roots, meta, config, tables, missing)
+    return read_hybrid(sizes, roots, meta, config, tables, missing, files.adapter())
 
 
 def _refuse_unknown_tensor_files(files: SourceFiles, ranks: Collection[str]) -> None:

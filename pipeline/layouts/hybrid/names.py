@@ -2,8 +2,11 @@
 
 (PaddleNLP 3.0 ``trainer/training_args.py``, PaddleFormers 1.2 the same)::
 
-    model_state | optimizer | ema
+    model_state | lora_model_state | optimizer | ema
         [ "." tpNN ["_" ppNN] ["_" shardNN] ["_" moeNN | "_" moe_shardingNN] ]  ".pdparams" | ".pdopt"
+
+``lora_model_state`` stands in the place of ``model_state`` where LoRA is trained. It has no part ``shardNN``, and
+without pipeline parallelism no part at all: tp ranks are merged then.
 
 A part is left out where its degree is 1, but for ``moe``: the data-parallel rank, under ``use_expert_parallel``.
 ``moe_sharding`` is the expert rank, in PaddleFormers' ``model_state`` without sharded saving.
@@ -18,11 +21,15 @@ from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.limits import MAX_RANKS
 
 MODEL_STATE = "model_state"
+LORA_MODEL_STATE = "lora_model_state"
 OPTIMIZER = "optimizer"
 EMA = "ema"
 
-_SUFFIXES = {MODEL_STATE: "pdparams", OPTIMIZER: "pdopt", EMA: "pdopt"}
-_RANK_FILE = re.compile(r"(model_state|optimizer|ema)(?:\.([a-z0-9_]+))?\.(pdparams|pdopt)")
+WEIGHTS = (MODEL_STATE, LORA_MODEL_STATE)
+"""Files of parameters; a checkpoint has one of these kinds."""
+
+_SUFFIXES = {MODEL_STATE: "pdparams", LORA_MODEL_STATE: "pdparams", OPTIMIZER: "pdopt", EMA: "pdopt"}
+_RANK_FILE = re.compile(r"(model_state|lora_model_state|optimizer|ema)(?:\.([a-z0-9_]+))?\.(pdparams|pdopt)")
 _PARTS = re.compile(
     r"(?:tp(?P<tp>\d{2,}))?_?(?:pp(?P<pp>\d{2,}))?_?(?:shard(?P<shard>\d{2,}))?"
     r"_?(?:moe(?P<moe>\d{2,})|moe_sharding(?P<ep>\d{2,}))?"

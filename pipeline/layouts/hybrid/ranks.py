@@ -32,8 +32,10 @@ from paddle_reshard.pipeline.layouts.checkpoint import checked_schedule
 from paddle_reshard.pipeline.layouts.hybrid.arrays import Array, StoredArray, StoredArrays
 from paddle_reshard.pipeline.layouts.hybrid.names import (
     EMA,
+    LORA_MODEL_STATE,
     MODEL_STATE,
     OPTIMIZER,
+    WEIGHTS,
     RankFile,
     cell_name,
     parse_rank_file,
@@ -46,6 +48,8 @@ from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, Array
 _META_AXES = {"tp": "mp_degree", "pp": "pp_degree", "shard": "sharding_degree", "ep": "ep_degree"}
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 _LR_SCHEDULER = "LR_Scheduler"
+LORA_PREFIX = "model."
+"""What stands before the keys of a job with LoRA in ``model_meta.json``, and nowhere else."""
 _SIGNAL = re.compile(r"saved_signal_\d+")
 
 
@@ -121,6 +125,8 @@ class Ranks:
     """The ``LR_Scheduler`` entry of the optimizer files, or ``None`` if they have none."""
     with_meta: bool
     has_ema: bool
+    has_lora: bool = False
+    """Whether the files of parameters are those of LoRA training."""
 
 
 def first_keys(names: Mapping[str, str]) -> dict[str, str]:
@@ -157,8 +163,14 @@ def sort_ranks(
     """
     files = [file for path in sorted(paths) if (file := parse_rank_file(path))]
     topology = _topology(files, meta)
-    by_kind = {kind: [f for f in files if f.kind == kind] for kind in (MODEL_STATE, OPTIMIZER, EMA)}
-    for kind in (MODEL_STATE, OPTIMIZER):
+    weights = _kind_of_weights(files)
+    if weights == LORA_MODEL_STATE and topology.tp > 1 and topology.pp == 1:
+        raise UnsupportedError(
+            f"LoRA of {topology}: without pipeline parallelism the trainer merges what tp cut into one "
+            f"{LORA_MODEL_STATE}.pdparams, which this version does not read; save it with FlexCheckpoint, or with pp=2"
+        )
+    by_kind = {kind: [f for f in files if f.kind == kind] for kind in (weights, OPTIMIZER, EMA)}
+    for kind in (weights, OPTIMIZER):
         if not by_kind[kind]:
             raise CheckpointError(f"no {kind} file: not a hybrid-parallel training checkpoint")
     for kind, found in by_kind.items():
@@ -185,7 +197,19 @@ def sort_ranks(
         lr_scheduler=_lr_scheduler(by_kind[OPTIMIZER], roots),
         with_meta=meta is not None,
         has_ema=bool(by_kind[EMA]),
+        has_lora=weights == LORA_MODEL_STATE,
     )
+
+
+def _kind_of_weights(files: list[RankFile]) -> str:
+    """Whether the job trains a model or LoRA."""
+    found = {file.kind: file.path for file in files if file.kind in WEIGHTS}
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{found[MODEL_STATE]} is of a job that trains a model, {found[LORA_MODEL_STATE]} of one that trains LoRA: "
+            "one folder holds one checkpoint"
+        )
+    return next(iter(found), MODEL_STATE)
 
 
 def _topology(files: list[RankFile], meta: ModelMeta | None) -> Topology:
@@ -253,7 +277,7 @@ def _check_files(kind: str, files: list[RankFile], topology: Topology) -> None:
     def ranks(degree: int) -> list[int | None]:
         return list(range(degree)) if degree > 1 else [None]
 
-    sharded = kind != MODEL_STATE or any(f.shard is not None for f in files)
+    sharded = kind not in WEIGHTS or any(f.shard is not None for f in files)
     moe = list(range(topology.dp)) if any(f.moe is not None for f in files) else [None]
     places: Iterable[tuple[int | None, int | None, int | None, int | None, int | None]]
     if kind == MODEL_STATE and topology.ep > 1 and not sharded:
@@ -328,15 +352,19 @@ def _read_cell(
     topology: Topology,
     knowledge: Knowledge,
 ) -> Cell:
-    model_files = [f for f in files if f.kind == MODEL_STATE]
+    model_files = [f for f in files if f.kind in WEIGHTS]
+    with_lora = any(f.kind == LORA_MODEL_STATE for f in files)
     optimizers = [f for f in files if f.kind == OPTIMIZER]
-    if meta is None:
+    if meta is None or with_lora:
         _names_from_model_state(cell, model_files, roots)
         if len(cell.names) < len(cell.shapes):
             candidates = knowledge.predict_names(list(cell.shapes), topology)
             cell.names = _names_that_fit(model_files[0], candidates, [roots[f.path] for f in optimizers])
-    else:
-        _names_from_meta(cell, meta, topology, knowledge)
+    if meta is not None:
+        described = _described(cell, meta, topology)
+        if with_lora:
+            described = _of_adapter(described, cell, _meta_name(cell, topology))
+        _names_from_meta(cell, described, topology, knowledge)
     for file in model_files:
         _add_parameters(cell, file, roots[file.path])
     keys = first_keys(cell.names)
@@ -376,11 +404,40 @@ def _meta_name(cell: Cell, topology: Topology) -> str:
     return cell_name(cell.tp, cell.pp, cell.ep if topology.ep > 1 else None)
 
 
-def _names_from_meta(cell: Cell, meta: ModelMeta, topology: Topology, knowledge: Knowledge) -> None:
+def _described(cell: Cell, meta: ModelMeta, topology: Topology) -> CellMeta:
     where = _meta_name(cell, topology)
     if where not in meta.cells:
         raise CheckpointError(f"{MODEL_META}: sharding_metas has no cell {where}")
-    described = meta.cells[where]
+    return meta.cells[where]
+
+
+def _of_adapter(described: CellMeta, cell: Cell, where: str) -> CellMeta:
+    """What is said of the tensors that LoRA training stores, under their own keys.
+
+    ``model_meta.json`` is written from outside of the layer that LoRA puts around the model, and lists the base too.
+    """
+    for key, name in cell.names.items():
+        said = described.names.get(f"{LORA_PREFIX}{key}")
+        if said != name:
+            raise CheckpointError(
+                f"{key}: called {name} in the file that holds it, {MODEL_META}: {where} says {said!r} of "
+                f"{LORA_PREFIX}{key}"
+            )
+    return CellMeta(
+        described.strategy,
+        described.comm_overlap,
+        dict(cell.names),
+        {
+            key: described.parameters[f"{LORA_PREFIX}{key}"]
+            for key in cell.names
+            if f"{LORA_PREFIX}{key}" in described.parameters
+        },
+        described.owners,
+    )
+
+
+def _names_from_meta(cell: Cell, described: CellMeta, topology: Topology, knowledge: Knowledge) -> None:
+    where = _meta_name(cell, topology)
     first = 0
     if topology.dp > 1 and cell.ep > 0:
         first = _first_expert(described, where, cell.ep, topology.dp, knowledge)

@@ -11,11 +11,11 @@ import re
 from array import array as numbers_of
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any
 
 from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
-from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError, UnsupportedError
 from paddle_reshard.pipeline.core.file_names import CONFIG, MODEL_META
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
@@ -40,6 +40,7 @@ from paddle_reshard.pipeline.layouts.hybrid.experts import (
     merged_names,
 )
 from paddle_reshard.pipeline.layouts.hybrid.format import HYBRID, HYBRID_PLAIN
+from paddle_reshard.pipeline.layouts.hybrid.names import LORA_MODEL_STATE
 from paddle_reshard.pipeline.layouts.hybrid.ranks import HALF_DTYPES, Cell, Ranks, sort_ranks
 from paddle_reshard.pipeline.layouts.hybrid.sharing import (
     Sharing,
@@ -47,6 +48,8 @@ from paddle_reshard.pipeline.layouts.hybrid.sharing import (
     one_number,
     whole_in_model_state,
 )
+from paddle_reshard.pipeline.layouts.lora import check_matrices, with_base
+from paddle_reshard.pipeline.layouts.lora_config import Adapter
 from paddle_reshard.pipeline.layouts.model import (
     Model,
     ModelTensor,
@@ -71,6 +74,7 @@ def read_hybrid(
     config: Mapping[str, Any],
     tables: Sequence[RuleTable],
     missing: MissingPolicy | None = None,
+    adapter: Adapter | None = None,
 ) -> Checkpoint:
     """Understand a checkpoint from the metadata of its files.
 
@@ -86,6 +90,8 @@ def read_hybrid(
         Rule tables to choose from.
     missing
         What is to become of tensors that no file holds; without it they are refused.
+    adapter
+        What ``lora_config.json`` says, where there is one.
 
     Raises
     ------
@@ -100,7 +106,7 @@ def read_hybrid(
     _name_shared_keys(ranks, table)
     cells, expert_axis = join_cells(ranks), expert_axis_of(ranks)
     strategy = _strategy(ranks, cells)
-    stored = _read_model(ranks, cells, expert_axis, table, config)
+    stored = _read_model(ranks, cells, expert_axis, table, config, adapter)
     check_experts(ranks, stored.tensors, _expert_count(table, config))
     if ranks.with_meta:
         _check_half_dtypes(stored.tensors, config)
@@ -131,6 +137,7 @@ def read_hybrid(
         has_ema=ranks.has_ema,
         expert_axis=expert_axis,
         unified_experts=_unified(ranks, model) if topology.ep > 1 else None,
+        adapter=adapter,
     )
 
 
@@ -228,7 +235,12 @@ def _name_shared_keys(ranks: Ranks, table: RuleTable) -> None:
 
 
 def _read_model(
-    ranks: Ranks, cells: Sequence[Cell], expert_axis: str | None, table: RuleTable, config: Mapping[str, Any]
+    ranks: Ranks,
+    cells: Sequence[Cell],
+    expert_axis: str | None,
+    table: RuleTable,
+    config: Mapping[str, Any],
+    adapter: Adapter | None,
 ) -> Model:
     found: dict[str, ModelTensor] = {}
     order = {key: place for place, key in enumerate(_keys_in_order(cells))}
@@ -245,8 +257,25 @@ def _read_model(
     keys = set(found)
     tied = [replace(t, tied_to=t.tied_to if t.tied_to in keys else None) for t in ordered]
     _check_same_tensors(ranks, found)
+    if ranks.has_lora:
+        return _read_adapter(Model(tuple(tied), table, config), adapter)
     check_layers(tied, config)
     return Model(tuple(lead_experts(tied, unified=False)), table, config)
+
+
+def _read_adapter(held: Model, adapter: Adapter | None) -> Model:
+    """The model of which files hold what LoRA training trains."""
+    if held.table.convention != "paddleformers":
+        raise UnsupportedError(
+            f"LoRA as {held.table.convention} writes it: no real file of it has been seen, so it is not converted"
+        )
+    if not held.has_lora:
+        raise CheckpointError(f"{LORA_MODEL_STATE}: holds no matrices of LoRA")
+    check_matrices(held, adapter)
+    layers, count = {tensor.layer for tensor in held.tensors} - {None}, held.config.get("num_hidden_layers")
+    if isinstance(count, int) and (beyond := sorted(n for n in layers if n is not None and n >= count)):
+        raise CheckpointError(f"config.json says {count} decoder layers; there is LoRA of layer {beyond[0]}")
+    return with_base(held, adapter)
 
 
 def _check_half_dtypes(tensors: Sequence[ModelTensor], config: Mapping[str, Any]) -> None:
@@ -383,7 +412,10 @@ def _check_names(ranks: Ranks, model: Model) -> tuple[bool | None, str | None]:
     tp, pp, ep = ranks.topology.tp, ranks.topology.pp, ranks.topology.ep
     problems: dict[bool, str | None] = {}
     place = {tensor.key: place for place, tensor in enumerate(model.tensors)}
-    held = [[model.tensors[i] for i in sorted(place[key] for key in cell.names)] for cell in ranks.cells]
+    held = [
+        [model.tensors[i] for i in sorted({place[key] for key in cell.names} | _of_base(cell, ranks, model))]
+        for cell in ranks.cells
+    ]
     for sequence_parallel in (False, True):
         problems[sequence_parallel] = None
         for cell, tensors in zip(ranks.cells, held, strict=True):
@@ -399,6 +431,24 @@ def _check_names(ranks: Ranks, model: Model) -> tuple[bool | None, str | None]:
     if len(fitting) == 1:
         return fitting[0], None
     return None, None if fitting else problems[False]
+
+
+def _of_base(cell: Cell, ranks: Ranks, model: Model) -> set[int]:
+    """Places of the tensors of an adapter's base in a cell: no file names them, and they count in parameter names."""
+    if not ranks.has_lora:
+        return set()
+    tensors, last = model.tensors, cell.pp == ranks.topology.pp - 1
+    layers = {tensor.layer for tensor in tensors if tensor.key in cell.names} - {None}
+    ahead = {item.name for item in takewhile(lambda item: not item.repeated, model.table.items)}
+    return {
+        place
+        for place, tensor in enumerate(tensors)
+        if tensor.missing
+        and (
+            tensor.layer in layers
+            or (tensor.layer is None and (cell.pp == 0 if tensor.rule.item in ahead else last))
+        )
+    }
 
 
 # ------------------------------------------------------------------------------------------- the catalog
@@ -502,6 +552,9 @@ class _HybridCatalog:
         implied = {}
         for tensor in self.model.tensors:
             identity = self._identity(tensor.key)
+            if tensor.missing:  # of the base model of an adapter
+                self.missing.add(tensor.key)
+                continue
             if self.tensors.find(identity, PARAM) is not None:
                 continue
             master = self.tensors.find(identity, MASTER_WEIGHT)

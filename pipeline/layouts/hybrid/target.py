@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, RuleError, UnsupportedError
+from paddle_reshard.pipeline.core.file_names import MODEL_META
 from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
@@ -23,6 +24,8 @@ from paddle_reshard.pipeline.layouts.hybrid.sharding import (
     ShardingOptions,
 )
 from paddle_reshard.pipeline.layouts.hybrid.writer import HybridWriter
+from paddle_reshard.pipeline.layouts.lora import IN_BASE, without_base
+from paddle_reshard.pipeline.layouts.model import Model
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
 from paddle_reshard.pipeline.layouts.staged import check_tensors
 
@@ -98,6 +101,10 @@ class HybridTarget:
         self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
     ) -> LaidOut:
         """All files of the target checkpoint, small ones too."""
+        of_base: list[tuple[str, str]] = []
+        if wanted.model.has_lora:
+            of_base = [(t.key, IN_BASE) for t in source.model.tensors if t.of_base and not t.missing]
+            source, wanted = without_base(source), without_base(wanted)
         # The optimizer files of a hybrid checkpoint tell that there is nothing in them.
         weights_only = source.format not in (HYBRID.name, HYBRID_PLAIN.name)
         if weights_only and not any(tensor.trained for tensor in wanted.model.tensors):
@@ -108,11 +115,12 @@ class HybridTarget:
             )
         sidecars = plan_sidecars(sizes, folders, wanted, source.model.config, self.topology)
         files = add_literal_files(layout_hybrid(wanted, self), sidecars.written)
-        return LaidOut(source.catalog, files, sidecars.carried, sidecars.not_carried)
+        return LaidOut(source.catalog, files, sidecars.carried, (*sidecars.not_carried, *of_base))
 
     def check_staged(self, staged: Staged) -> None:
         """Read it as a source: its topology and its tensors must be those that were planned."""
         found = staged.index()
+        staged = replace(staged, wanted=without_base(staged.wanted))
         planned, read = self.topology, found.topology
         if read is not None and (read.tp, read.pp, read.sharding, read.ep) != (
             planned.tp,
@@ -229,6 +237,27 @@ def _check_expert_parallel(target: HybridTarget) -> None:
         )
 
 
+def _check_lora(model: Model, target: HybridTarget) -> None:
+    """What of LoRA the trainer cannot save or resume (PaddleFormers 1.2), and what this version does not write."""
+    topology = target.topology
+    if topology.tp > 1 and topology.pp == 1:
+        others = [f for f in FORMATS.values() if f.holds_lora and not isinstance(f, HybridFormat)]
+        raise PlanError(
+            f"LoRA of {topology}: without pipeline parallelism the trainer merges what tp cuts when it saves and cuts "
+            "it when it resumes, and no model of PaddleFormers 1.2 can do either (NotImplementedError); choose pp=2 or "
+            f"more, or --format {names_of(others, 'or')}"
+        )
+    if target.expert_axis is not None:
+        raise UnsupportedError(
+            f"LoRA of {topology} with experts spread over {target.expert_axis} is not supported"
+        )
+    if target.writes_meta and not any(tensor.of_base for tensor in model.tensors):
+        raise UnsupportedError(
+            f"{MODEL_META} of a job with LoRA lists the tensors of its base too, and the rule table of "
+            f"{model.table.family!r} does not tell which these are; write it with --format {HYBRID_PLAIN.name}"
+        )
+
+
 def _check_experts_over_dp(target: HybridTarget) -> None:
     """PaddleNLP 3.0.0b4's ``use_expert_parallel``: ``transformers/moe_layer.py:150-180``."""
     topology = target.topology
@@ -281,6 +310,8 @@ def layout_hybrid(checkpoint: Checkpoint, target: HybridTarget) -> TargetFiles:
     """
     check_target(target)
     _check_experts(checkpoint, target)
+    if checkpoint.model.has_lora:
+        _check_lora(checkpoint.model, target)
     # PaddleFormers' optimizer has only what is trained (1.2.0 trainer.py:3359), which its states tell if there are any.
     tensors = checkpoint.model.tensors
     told = checkpoint.model.table.convention == "paddleformers" and any(t.trained for t in tensors)

@@ -18,7 +18,14 @@ from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.hybrid.cells import Cell, CellPlanner
 from paddle_reshard.pipeline.layouts.hybrid.file_bytes import FileArrays, FileBytes, RankFile
-from paddle_reshard.pipeline.layouts.hybrid.names import EMA, MODEL_STATE, OPTIMIZER, rank_file_name
+from paddle_reshard.pipeline.layouts.hybrid.names import (
+    EMA,
+    LORA_MODEL_STATE,
+    MODEL_STATE,
+    OPTIMIZER,
+    WEIGHTS,
+    rank_file_name,
+)
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.pipeline.layouts.optimizer_keys import (
     MASTER_WEIGHTS,
@@ -67,7 +74,7 @@ class HybridWriter:
         )
 
     def _rank_files(self, cell: Cell, shard: int) -> Iterator[RankFile]:
-        if self.target.writes_meta:
+        if self.target.writes_meta and not self.planner.with_lora:
             yield self._model_state(cell, shard, cell.model_state[shard])
         elif shard < self.topology.dense_sharding:
             yield self._model_state(cell, None, cell.model_state[shard])
@@ -83,7 +90,7 @@ class HybridWriter:
             cell.pp if degrees.pp > 1 else None,
             shard if degrees.sharding > 1 else None,
             moe=cell.ep if self.target.expert_axis == "dp" else None,
-            ep=cell.ep if kind == MODEL_STATE and shard is None and degrees.ep > 1 else None,
+            ep=cell.ep if kind in WEIGHTS and shard is None and degrees.ep > 1 else None,
         )
 
     def _model_state(self, cell: Cell, shard: int | None, tensors: Sequence[ModelTensor]) -> RankFile:
@@ -97,7 +104,8 @@ class HybridWriter:
                 )
             yield STRUCTURED_NAMES, {self.written[t.key]: cell.names[t.key] for t in tensors}
 
-        return self.bytes.lay_out(MODEL_STATE, shard, entries(), arrays)
+        kind = LORA_MODEL_STATE if self.planner.with_lora else MODEL_STATE
+        return self.bytes.lay_out(kind, shard, entries(), arrays)
 
     def _optimizer(self, cell: Cell, shard: int) -> RankFile:
         accumulators = [a for a in ACCUMULATORS if any(a in t.accumulators for t in cell.parameters)]

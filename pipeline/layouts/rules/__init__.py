@@ -129,6 +129,11 @@ class Rule:
         return self.name_class
 
     @property
+    def first_number(self) -> int:
+        """The number in the parameter name of the first tensor of its kind in a layer: 0 in ``linear_0.w_0``."""
+        return 0
+
+    @property
     def of_expert(self) -> bool:
         """Whether its tensors belong to one routed expert each."""
         return "{expert}" in self.key
@@ -138,6 +143,68 @@ class Rule:
         if self.is_distributed == "never":
             return False
         return cut or self.is_distributed == "always" or (self.is_distributed == "ep" and ep > 1)
+
+
+LORA = {"lora_A": 1, "lora_B": 2}
+"""Last word in the keys of the two matrices that LoRA trains beside a linear layer → the number in its parameter name:
+the layer that LoRA puts in the place of the linear one makes a weight of its own first (``w_0``), and gives it up."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraRule(Rule):
+    """The row of ``lora_A [in, r]`` or ``lora_B [r, out]``, which follows from that of the weight ``[in, out]``.
+
+    tp cuts ``lora_A`` where it cuts rows of the weight, and ``lora_B`` where it cuts columns; every rank holds the
+    other matrix whole (PaddleFormers 1.2 ``peft/lora/lora_layers.py``).
+    """
+
+    weight: Rule | None = None
+    """The row of the weight."""
+
+    @classmethod
+    def beside(cls, weight: Rule, name: str) -> LoraRule:
+        """The row of ``name``, one of :data:`LORA`, beside a linear layer.
+
+        Raises
+        ------
+        RuleError
+            If LoRA of this layer is not supported.
+        """
+        key = f"{weight.key.removesuffix('weight')}{name}"
+        if weight.name_class != "linear" or weight.of_expert or (weight.split or 0) > 1:
+            what = "a routed expert" if weight.of_expert else f"{weight.key}, which is no linear layer,"
+            raise RuleError(key, f"LoRA of {what} is not supported")
+        cut = weight.split is not None and weight.split == (name == "lora_B")
+        return cls(
+            key=key,
+            item=weight.item,
+            name_class="lo_ra_linear",
+            source=weight.source,
+            split=weight.split if cut else None,
+            parts=weight.parts if cut else 1,
+            split_if_divisible=weight.split_if_divisible if cut else None,
+            must_divide=weight.must_divide if cut else None,
+            where=weight.where,
+            weight=weight,
+        )
+
+    @property
+    def name(self) -> str:
+        """Which of the two it is."""
+        return self.key.rpartition(".")[2]
+
+    @property
+    def first_number(self) -> int:
+        """1 or 2: see :data:`LORA`."""
+        return LORA[self.name]
+
+    def class_for(self, pp: int, tp: int, sequence_parallel: bool, ep: int = 1) -> str:
+        """Layer class in parameter names of a job: LoRA's, for the class that the linear layer has there."""
+        if tp == 1 or self.weight is None or self.weight.split is None:
+            return self.name_class
+        axis = ("row", "column")[self.weight.split]
+        in_sequence = sequence_parallel and self.weight.name_class_sp == f"{axis}_sequence_parallel_linear"
+        return f"{axis}_{'sequence_' if in_sequence else ''}parallel_lo_ra_linear"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +239,17 @@ class RuleTable:
         return any("{layer}" in rule.key for rule in self.rules)
 
     def find(self, key: str, config: Config) -> tuple[Rule, int | None]:
-        """The row for ``key`` and its decoder layer.
+        """The row for ``key`` and its decoder layer; for the matrices of LoRA that follows from the weight's row.
 
         Raises
         ------
         RuleError
             If no row fits, or more than one.
         """
+        module, _, name = key.rpartition(".")
+        if name in LORA:
+            weight, numbered = self.find(f"{module}.weight", config)
+            return LoraRule.beside(weight, name), numbered
         fits = [
             (rule, match)
             for rule in self.rules

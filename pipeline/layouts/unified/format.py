@@ -27,6 +27,7 @@ class UnifiedFormat:
     average_options: ClassVar[Mapping[str, str]] = {}
     model_only: ClassVar[bool] = False
     no_place: ClassVar[tuple[str, ...]] = ("ema",)
+    holds_lora: ClassVar[bool] = False
     by_table: ClassVar[bool] = False
     loses_tensors: ClassVar[bool] = False
     index_as: ClassVar[None] = None

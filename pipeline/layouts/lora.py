@@ -1,0 +1,128 @@
+"""LoRA: what is trained beside the layers of a base model, which stays as it is and lies elsewhere.
+
+A checkpoint of LoRA training holds two small matrices for each linear layer (``LoraRule``), biases and whole tensors
+that are trained too, and the optimizer states of all these. A FlexCheckpoint holds the base as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from paddle_reshard.pipeline.core.errors import CheckpointError, RuleError
+from paddle_reshard.pipeline.core.file_names import LORA_CONFIG
+from paddle_reshard.pipeline.core.tensors import DType, dtype_named
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.lora_config import Adapter
+from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, model_order
+from paddle_reshard.pipeline.layouts.rules import LORA, LoraRule, RuleTable, expected_shape
+
+IN_BASE: Final = "of the base model, which a job loads from where it was trained from"
+"""Why a tensor is in no checkpoint of an adapter."""
+
+
+def check_matrices(model: Model, adapter: Adapter | None) -> None:
+    """Refuse matrices that do not fit each other, the linear layer that they are for, or ``lora_config.json``.
+
+    Raises
+    ------
+    CheckpointError
+        Naming the matrix and the two numbers.
+    """
+    shapes = {tensor.key: tensor.global_shape for tensor in model.tensors}
+    for tensor in model.tensors:
+        rule = tensor.rule
+        if not isinstance(rule, LoraRule) or rule.weight is None:
+            continue
+        module = tensor.key.rpartition(".")[0]
+        other = next(name for name in LORA if name != rule.name)
+        if f"{module}.{other}" not in shapes:
+            raise CheckpointError(f"{tensor.key}: there is no {module}.{other} beside it")
+        ranks = {shapes[f"{module}.lora_A"][-1], shapes[f"{module}.lora_B"][0]}
+        if len(tensor.global_shape) != 2 or len(ranks | ({adapter.rank} if adapter else set())) > 1:
+            said = f", {LORA_CONFIG} says r={adapter.rank}" if adapter else ""
+            raise CheckpointError(
+                f"{tensor.key}: shape {tensor.global_shape}, that of {other} is {shapes[f'{module}.{other}']}{said}; "
+                "[in, r] and [r, out] are expected"
+            )
+        weight = expected_shape(rule.weight, model.config, f"{module}.weight")
+        outer = 0 if rule.name == "lora_A" else 1
+        if weight is not None and weight[outer] != tensor.global_shape[outer]:
+            raise RuleError(
+                tensor.key,
+                f"shape {tensor.global_shape}, beside a weight that by config.json and the rule table is {weight}",
+            )
+
+
+def base_tensors(
+    table: RuleTable, config: Mapping[str, Any], held: Mapping[str, ModelTensor], dtype: DType
+) -> list[ModelTensor] | None:
+    """What the base model has beside what is ``held``, by the rule table alone; ``None``: that does not tell.
+
+    The job of an adapter builds its base first, so names of parameters count its layers too. A table tells the tensors
+    of a dense model; which layers of others have experts, and how many, it leaves to the files.
+    """
+    layers = config.get("num_hidden_layers")
+    rules = [rule for rule in table.rules if rule.applies(config)]
+    told = table.experts is None and all(rule.shape is not None and not rule.of_expert for rule in rules)
+    if not told or not isinstance(layers, int) or isinstance(layers, bool):
+        return None
+    keys = {rule.key for rule in rules}
+    found = []
+    for rule in rules:
+        for layer in range(layers) if "{layer}" in rule.key else (None,):
+            key = rule.key if layer is None else rule.key.format(layer=layer)
+            shape = expected_shape(rule, config, key)
+            if key in held or shape is None:
+                continue
+            tied = rule.twin(config)
+            found.append(
+                ModelTensor(
+                    key=key,
+                    rule=rule,
+                    layer=layer,
+                    global_shape=shape,
+                    dtype=dtype,
+                    accumulators=(),
+                    master=False,
+                    tied_to=tied if tied in keys else None,
+                    missing=True,
+                    of_base=True,
+                )
+            )
+    return found
+
+
+def with_base(model: Model, adapter: Adapter | None) -> Model:
+    """The model of an adapter with the tensors of its base, which no file holds, where the rule table tells them."""
+    entries = {**model.config, **(adapter.entries if adapter else {})}
+    written = entries.get("dtype") or entries.get("torch_dtype")
+    if not isinstance(written, str):
+        return model
+    held = {tensor.key: tensor for tensor in model.tensors}
+    base = base_tensors(model.table, model.config, held, dtype_named(written))
+    if base is None:
+        return model
+    return replace(model, tensors=tuple(sorted((*model.tensors, *base), key=model_order(model.table))))
+
+
+def marked_base(model: Model) -> Model:
+    """The same with the tensors of the base marked as such, where it is a model with LoRA."""
+    if not model.has_lora:
+        return model
+    return replace(model, tensors=tuple(replace(t, of_base=_is_of_base(t)) for t in model.tensors))
+
+
+def _is_of_base(tensor: ModelTensor) -> bool:
+    return not isinstance(tensor.rule, LoraRule) and not tensor.trained
+
+
+def without_base(checkpoint: Checkpoint) -> Checkpoint:
+    """A checkpoint of an adapter without the tensors of its base."""
+    model = checkpoint.model
+    of_base = {tensor.key for tensor in model.tensors if tensor.of_base}
+    tensors = checkpoint.catalog.tensors
+    kept = [number for number, tensor in enumerate(tensors) if tensor.key not in of_base]
+    marked = tuple(replace(t, missing=True) if t.of_base else t for t in model.tensors)
+    return replace(checkpoint, catalog=checkpoint.catalog.only(kept), model=replace(model, tensors=marked))

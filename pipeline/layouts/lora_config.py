@@ -1,0 +1,85 @@
+"""What does ``lora_config.json`` say?"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError
+from paddle_reshard.pipeline.core.file_names import LORA_CONFIG
+from paddle_reshard.pipeline.core.topology import Topology
+
+_TP_ENTRY: Final = "tensor_model_parallel_size"
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What ``lora_config.json`` says."""
+
+    entries: Mapping[str, Any]
+    """All of it."""
+    rank: int
+    alpha: float
+    rslora: bool
+    base: str | None
+    """Name or path of the base model, as the job was given it."""
+
+    @property
+    def scaling(self) -> float:
+        """By what the product of the two matrices is multiplied."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def fits(self, topology: Topology) -> bool:
+        """Whether it is what a job of a topology writes."""
+        return self.entries.get(_TP_ENTRY) == topology.tp
+
+    def for_topology(self, topology: Topology) -> bytes:
+        """``lora_config.json`` of a job of a topology, as the trainer writes it."""
+        entries = {**self.entries, _TP_ENTRY: topology.tp}
+        return json.dumps(entries, indent=2, sort_keys=True).encode()
+
+
+def parse_adapter(entries: Mapping[str, Any], where: str = LORA_CONFIG) -> Adapter:
+    """Read ``lora_config.json``.
+
+    Raises
+    ------
+    CheckpointError
+        If an entry is missing or is not what it should be, or describes matrices that mean something else.
+    """
+    rank, alpha, rslora = entries.get("r"), entries.get("lora_alpha"), entries.get("rslora", False)
+    base = entries.get("base_model_name_or_path")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise CheckpointError(f"{where}: r is {rank!r}, a rank of 1 or more is expected")
+    if (
+        not _is_number(alpha)
+        or alpha is None
+        or not isinstance(rslora, bool)
+        or not isinstance(base, str | None)
+    ):
+        raise CheckpointError(
+            f"{where}: lora_alpha is {alpha!r}, rslora {rslora!r}, base_model_name_or_path {base!r}: a number, true or "
+            "false, and a name are expected"
+        )
+    if entries.get("loraga"):
+        raise UnsupportedError(
+            f"{where}: loraga is set: the matrices are differences to where LoRA-GA began, with twice the rank, which "
+            "this version does not convert"
+        )
+    if entries.get("do_qat"):
+        raise UnsupportedError(f"{where}: do_qat is set: scales of quantisation are not supported")
+    adapter = Adapter(entries, rank, float(alpha), rslora, base)
+    written = entries.get("scaling", adapter.scaling)
+    if not _is_number(written) or not math.isclose(written, adapter.scaling, rel_tol=1e-9):
+        raise CheckpointError(
+            f"{where}: scaling is {written!r}, lora_alpha={alpha} and r={rank} make {adapter.scaling}"
+            f"{' with rslora' if rslora else ''}"
+        )
+    return adapter
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
