@@ -1,4 +1,4 @@
-"""The checksum of a part: CRC-64/NVME, which is fast enough to be taken of every byte that is written."""
+"""The checksum of a part: CRC-64/NVME, fast enough to cover every byte that is written."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Readable(Protocol):
     """Ranged reads."""
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer``, all of it or raise."""
+        """Fill all of ``buffer``, or raise."""
 
 
 class Checksum:
-    """A checksum that grows block by block.
+    """A checksum computed block by block.
 
     >>> one = Checksum()
     >>> one.update(b"1234")
@@ -31,7 +31,7 @@ class Checksum:
 
     def update(self, block: Any) -> None:
         """Add the bytes of a buffer."""
-        # Here: training environments import this package and lack the library; they write no parts.
+        # Imported here: training environments import this package, write no parts and lack the library.
         from awscrt.checksums import crc64nvme
 
         self.value = crc64nvme(block, self.value)
@@ -49,7 +49,7 @@ def checksum(buffer: Any) -> str:
 
 
 def stretches(source: Readable, path: str, byte_offset: int, nbytes: int) -> Iterator[memoryview]:
-    """A stretch of a file, block by block; each is gone when the next is asked for."""
+    """A stretch of a file, block by block; each block is valid only until the next is requested."""
     buffer = memoryview(bytearray(min(nbytes, BLOCK_BYTES)))
     for start in range(byte_offset, byte_offset + nbytes, BLOCK_BYTES):
         block = buffer[: min(BLOCK_BYTES, byte_offset + nbytes - start)]

@@ -1,10 +1,10 @@
-"""What lies in a folder, and small files that only one process can create.
+"""The checkpoints in a folder, and small files that only one process can create there.
 
-A *checkpoint root* is a folder that holds checkpoints: on a disk, or below a URL that fsspec knows. Claims live in
-small files of it. Creating one is exclusive: a hard link on a disk, a single PUT with ``If-None-Match`` in an object
+A *checkpoint root* is a folder that holds checkpoints, on a disk or below a URL that fsspec knows. Claims are small
+files in it. Creating a claim is exclusive: a hard link on a disk, a single PUT with ``If-None-Match`` in an object
 store (multipart uploads are not exclusive everywhere, single PUTs are). The content of a new file is read back
-afterwards, so a store that ignores the condition, or a lost answer to a request that was carried out, does not
-fool the caller.
+afterwards, so neither a store that ignores the condition nor the lost answer to a successful request deceives the
+caller.
 """
 
 from __future__ import annotations
@@ -46,33 +46,33 @@ class CheckpointRoot(Protocol):
         """Path or URL of something below the root."""
 
     def is_there(self) -> bool:
-        """Whether there is such a folder; in an object store, whether anything lies below it."""
+        """Whether the folder exists; in an object store, whether anything lies below it."""
 
     def folders(self) -> list[str]:
-        """Names of the folders directly below the root; none where the root is not there."""
+        """Names of the folders directly below the root; none if the root does not exist."""
 
     def files(self, folder: str) -> dict[str, str]:
-        """Name of every file of the checkpoint in ``folder`` → a text that changes when the file does."""
+        """Name of every file of the checkpoint in ``folder`` → a text that changes with the file."""
 
     def read(self, path: str) -> bytes | None:
-        """A small file, or ``None`` where there is none."""
+        """The content of a small file; ``None`` if it does not exist."""
 
     def create(self, path: str, data: bytes) -> bool:
-        """Create a small file; of several processes that try, one gets ``True``. Data must be unlike theirs."""
+        """Create a small file. Of several processes that try, exactly one gets ``True``; their data must differ."""
 
     def replace(self, path: str, data: bytes) -> None:
-        """Write a small file, whether or not it was there."""
+        """Write a small file, replacing an existing one."""
 
     def remove(self, folder: str, is_ours: IsOurs) -> str | None:
-        """Remove a checkpoint that was made here; why not, if anything else lies with it. Can be repeated.
+        """Remove a converted checkpoint; the reason if other files lie with it. Can be repeated.
 
-        Exactly the files that its manifest lists are removed, if that ``is_ours``. At no moment a half of it looks
-        whole.
+        Exactly the files that its manifest lists are removed, if the manifest ``is_ours``. At no moment does a half
+        removed checkpoint look whole.
         """
 
 
 def open_root(location: str, options: StorageOptions, schemes: Collection[str] = ()) -> CheckpointRoot:
-    """The root at a path or URL; it need not be there yet. ``options`` and ``schemes`` as in ``Access``."""
+    """The root at a path or URL; it need not exist yet. ``options`` and ``schemes`` as in ``Access``."""
     check_scheme(location, schemes)
     return LocalRoot(local_path(location)) if is_local(location) else RemoteRoot(location, options)
 
@@ -89,7 +89,7 @@ class LocalRoot:
         return str(self.root / path)
 
     def is_there(self) -> bool:
-        """Whether there is such a folder."""
+        """Whether the folder exists."""
         return self.root.is_dir()
 
     def folders(self) -> list[str]:
@@ -100,7 +100,7 @@ class LocalRoot:
             return []
 
     def files(self, folder: str) -> dict[str, str]:
-        """Name of every file in a folder → its size and time of change."""
+        """Name of every file in a folder → its size and modification time."""
         stamps = {}
         try:
             for path in list_folder(self.root / folder)[0]:
@@ -119,11 +119,11 @@ class LocalRoot:
             return None
         except IsADirectoryError as error:
             raise ListingError(
-                f"{self.root / path}: is a folder where a small file belongs; remove it"
+                f"{self.root / path}: is a folder, and a small file of this name is needed; remove it"
             ) from error
 
     def create(self, path: str, data: bytes) -> bool:
-        """Create a small file that appears with all its content, or not at all."""
+        """Create a small file atomically: it appears with all its content, or not at all."""
         staged = self._stage(path, data)
         try:
             os.link(staged, self.root / path)
@@ -144,7 +144,7 @@ class LocalRoot:
         return True
 
     def replace(self, path: str, data: bytes) -> None:
-        """Write a small file that changes at once."""
+        """Write a small file atomically."""
         staged = self._stage(path, data)
         os.replace(staged, self.root / path)
 
@@ -160,7 +160,7 @@ class LocalRoot:
         return Path(staged)
 
     def remove(self, folder: str, is_ours: IsOurs) -> str | None:
-        """Take a folder out of sight, then remove its files; what an earlier try left is removed too."""
+        """Rename a folder to a hidden name, then remove its files, and those of an interrupted removal."""
         place, away = self.root / folder, self.root / f".{folder}.removing"
         if os.path.lexists(away) and (reason := _remove(away, is_ours)) is not None:
             return f"{away} is in the way: {reason}"
@@ -176,7 +176,7 @@ class LocalRoot:
 
 
 def _objection(folder: Path, is_ours: IsOurs) -> str | None:
-    """Why a folder is not exactly a checkpoint that was made here."""
+    """Why a folder is not exactly a checkpoint that was converted here; ``None`` if it is."""
     if folder.is_symlink() or not folder.is_dir():
         return "it is not a folder"
     entries = entries_of(folder)
@@ -225,7 +225,7 @@ class RemoteRoot:
         return list(self._folder("").listing().folders)
 
     def files(self, folder: str) -> dict[str, str]:
-        """Name of every object in a folder → its size and the store's word for its version."""
+        """Name of every object in a folder → its size and the store's identifier of its version."""
         files = self._folder(folder).listing().files
         return {name: f"{stamp.size_bytes}:{stamp.version}" for name, stamp in files.items()}
 
@@ -243,7 +243,7 @@ class RemoteRoot:
         return folder.attempt(name, request)
 
     def create(self, path: str, data: bytes) -> bool:
-        """Create a small object by one conditional PUT, and see whose it is."""
+        """Create a small object by one conditional PUT, then read back whose it is."""
         folder, name = self._parent(path)
         folder.attempt(name, folder.put_new, name, data)
         return self.read(path) == data
@@ -254,7 +254,7 @@ class RemoteRoot:
         folder.attempt(name, folder.put, name, data)
 
     def remove(self, folder: str, is_ours: IsOurs) -> str | None:
-        """Delete the manifest, then the trainer's markers, then the rest; a copy of the manifest says what that is."""
+        """Delete the manifest, then the trainer's markers, then all files that a copy of the manifest lists."""
         place = self._folder(folder)
         listing = place.listing()
         begun = _REMOVING in listing.files

@@ -1,4 +1,4 @@
-"""The targets of one conversion as one place to write.
+"""All targets of a conversion, written as if they were one.
 
 The files of a single target keep their paths. Where there are several, a path begins with the number of its target,
 ``1/optimizer.pdopt``: so one plan, one ledger line and one group can speak of all of them.
@@ -29,7 +29,7 @@ from paddle_reshard.storage.store import (
 
 
 def prefixes(count: int) -> list[str]:
-    """How the paths of each of several targets begin.
+    """The prefix of the paths of each target.
 
     >>> prefixes(1), prefixes(2)
     ([''], ['0/', '1/'])
@@ -38,7 +38,7 @@ def prefixes(count: int) -> list[str]:
 
 
 def wrong_name(path: str, name_bytes: int | None) -> str | None:
-    """Why a target cannot have a file of this path; ``None`` if it can. ``name_bytes`` is the longest name of a disk.
+    """Why a target cannot have a file of this path; ``None`` if it can. ``name_bytes``: the longest name of its disk.
 
     >>> wrong_name("model_state/0_0.distcp", 255), wrong_name("a/../b", 255)
     (None, "which leads elsewhere: '..'")
@@ -57,26 +57,26 @@ def wrong_name(path: str, name_bytes: int | None) -> str | None:
 
 
 class Outputs:
-    """All targets. Those that are there already, because an earlier run was killed between two, are left alone."""
+    """All targets. Targets that an earlier run completed before it was killed are not touched."""
 
     def __init__(self, targets: Sequence[Target]) -> None:
         self.targets = dict(zip(prefixes(len(targets)), targets, strict=True))
         self.made: set[str] = set()
-        """Prefixes of targets that are there already."""
+        """Prefixes of targets that are complete already."""
         self._stack = ExitStack()
 
     @property
     def locations(self) -> tuple[str, ...]:
-        """Where they will be."""
+        """The locations of the targets."""
         return tuple(target.location for target in self.targets.values())
 
     @property
     def location(self) -> str:
-        """The same in one line, for people."""
+        """The same in one line, for messages."""
         return ", ".join(self.locations)
 
     def limits(self, source: Source) -> PartLimits:
-        """What suits the stores of all targets."""
+        """Limits that all their stores accept."""
         targets = self.targets.values()
         counts = [target.most_parts for target in targets if target.most_parts is not None]
         copies = {target.copies_from(source) for target in targets}
@@ -99,12 +99,10 @@ class Outputs:
                 if file.path.startswith(prefix):
                     path = file.path.removeprefix(prefix)
                     if (reason := wrong_name(path, None if room is None else room.name_bytes)) is not None:
-                        raise TargetError(
-                            f"{target.location}: cannot hold a file of the name {path!r}, {reason}"
-                        )
+                        raise TargetError(f"{target.location}: cannot hold a file named {path!r}, {reason}")
 
     def check_space(self, files: Sequence[NewFile]) -> None:
-        """Refuse if the disks have less room than all targets on them together need.
+        """Refuse if a disk has less free space than the targets on it need together.
 
         Raises
         ------
@@ -124,19 +122,19 @@ class Outputs:
             if needed[device] > free_bytes:
                 refused = TargetError(
                     f"{', '.join(locations)}: needs {needed[device]} bytes, and the disk has {free_bytes} bytes free; "
-                    "make room, or give --no-space-check if the disk does not tell the truth"
+                    "make room, or give --no-space-check if the disk reports a wrong number"
                 )
                 refused.retryable = True
                 raise refused
 
     def pending(self) -> Iterator[tuple[str, Target]]:
-        """Prefix and target, of those that have to be made."""
+        """``(prefix, target)`` of the targets to be made."""
         return ((prefix, target) for prefix, target in self.targets.items() if prefix not in self.made)
 
     def begin(
         self, files: Sequence[NewFile], identity: Identity, openness: Openness
     ) -> tuple[WritePart, list[Record]]:
-        """Begin every target. A unit of work is done where all of them say so."""
+        """Begin every target. A unit of work counts as done if all of them have recorded it."""
         writers: dict[str, WritePart | None] = dict.fromkeys(self.made)
         records: list[dict[int, Record]] = []
         for number, (prefix, target) in enumerate(self.targets.items()):
@@ -155,12 +153,12 @@ class Outputs:
         return (_Writers(writers) if only is None else only), joined
 
     def note(self, record: Record) -> None:
-        """Remember that a unit is done."""
+        """Record a finished unit."""
         for prefix, target in self.pending():
             target.note(replace(record, receipts=tuple(_own(record.receipts, prefix))))
 
     def finish(self, receipts: Sequence[Receipt]) -> dict[str, Source]:
-        """Make the files of all targets whole, and let them be read back, by prefix."""
+        """Complete the files of all targets; prefix → source from which they can be read back."""
         return {prefix: target.finish(_own(receipts, prefix)) for prefix, target in self.pending()}
 
     def __enter__(self) -> Outputs:
@@ -194,13 +192,13 @@ def _joined(records: Sequence[Record]) -> Record:
 
 @dataclass(frozen=True, slots=True)
 class _Writers:
-    """Writes every part into the target that its path names; ``None``: that one is there already."""
+    """Writes every part into the target that its path names; ``None``: that target is complete already."""
 
     writers: Mapping[str, WritePart | None]
 
     @property
     def copies_in_flight(self) -> int:
-        """What suits all."""
+        """The lowest maximum of all targets."""
         return min((w.copies_in_flight for w in self.writers.values() if w is not None), default=1)
 
     def _find(self, path: str) -> tuple[str, WritePart | None]:

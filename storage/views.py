@@ -1,4 +1,4 @@
-"""Several stores as one source: what a file is called says in which of them it lies."""
+"""Several stores as one source: the path of a file tells which store it is in."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from paddle_reshard.storage.store import Openness, Read, ReadRange, Source
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A store whose files are seen below a prefix."""
+    """A store whose files appear below a prefix."""
 
     prefix: str
     source: Source
     version_prefix: str = ""
-    """What the versions of its files begin with, where the prefix does not say which store this is."""
+    """Prefix of its files' versions, where the prefix of the paths does not identify the store."""
 
 
 @dataclass(frozen=True)
 class JoinedSource(ReadRange):
-    """Several stores as one; where it is, and its folders, are those of the first.
+    """Several stores as one. Its location and folders are those of the first.
 
-    No storage copies from it by itself: all its bytes are read. Its files are, for a series of checkpoints::
+    No storage can copy from it by itself, so all its bytes are read. For a series of checkpoints, its files are::
 
         config.json                  of the first, whose prefix is empty
         SRC0/model_state.pdparams    of the second, whose prefix is SRC0/
@@ -37,7 +37,7 @@ class JoinedSource(ReadRange):
 
     mounts: tuple[Mount, ...]
     made: Mapping[str, bytes] = field(default_factory=dict)
-    """Path → content of small files that lie in no store."""
+    """Path → content of small files that are in no store."""
 
     def __post_init__(self) -> None:
         prefixes = tuple(mount.prefix for mount in self.mounts if mount.prefix)
@@ -46,7 +46,9 @@ class JoinedSource(ReadRange):
                 continue
             for path in mount.source.sizes():
                 if path.startswith(prefixes):
-                    raise CheckpointError(f"{mount.source.location}: has a file of the path {path} itself")
+                    raise CheckpointError(
+                        f"{mount.source.location}: has a file with the path {path}, which the joined source needs"
+                    )
 
     @property
     def location(self) -> str:
@@ -60,7 +62,7 @@ class JoinedSource(ReadRange):
 
     @property
     def openness(self) -> Openness:
-        """What all of them allow."""
+        """Permissions that all stores allow."""
         openness = self.mounts[0].source.openness
         for mount in self.mounts[1:]:
             openness &= mount.source.openness
@@ -72,7 +74,7 @@ class JoinedSource(ReadRange):
         return found | {path: len(content) for path, content in self.made.items()}
 
     def versions(self) -> dict[str, str]:
-        """Name of every file → a text that changes when the file does; of what is made here, its content."""
+        """Name of every file → a text that changes with the file; for a small file given here, its content."""
         found = {
             mount.prefix + path: mount.version_prefix + version
             for mount in self.mounts
@@ -81,12 +83,12 @@ class JoinedSource(ReadRange):
         return found | {path: content.decode() for path, content in self.made.items()}
 
     def check_unchanged(self) -> None:
-        """Refuse if any file is not the one that was seen at the start."""
+        """Refuse if any file has changed since the source was opened."""
         for mount in self.mounts:
             mount.source.check_unchanged()
 
     def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
-        """Exactly ``nbytes`` bytes of a file."""
+        """Read exactly ``nbytes`` bytes of a file."""
         if path in self.made:
             return self.made[path][byte_offset : byte_offset + nbytes]
         number = self._number(path)
@@ -101,7 +103,7 @@ class JoinedSource(ReadRange):
         self.mounts[number].source.read_into(self._inner(number, path), byte_offset, buffer)
 
     def read_many(self, reads: Sequence[Read]) -> None:
-        """Fill several buffers; each store is asked for all of its own at once."""
+        """Fill several buffers; each store gets all of its reads at once."""
         for read in reads:
             if read.path in self.made:
                 self.read_into(read.path, read.byte_offset, read.buffer)
@@ -113,7 +115,7 @@ class JoinedSource(ReadRange):
                 mount.source.read_many([replace(r, path=self._inner(number, r.path)) for r in own])
 
     def _number(self, path: str) -> int:
-        """Which store a file lies in: one whose prefix the path has, else the one without a prefix."""
+        """The store of a file: the store whose prefix begins the path, else the store without a prefix."""
         for number, mount in enumerate(self.mounts):
             if mount.prefix and path.startswith(mount.prefix):
                 return number

@@ -39,15 +39,15 @@ class Entries:
 
 
 def look(root: Path, names: Collection[str] | None, follow: bool) -> Entries:
-    """Look at all entries of a folder and of a checkpoint's own folders in it, or only at those of these ``names``.
+    """Check all entries of a folder and of a checkpoint's own folders in it; with ``names``, only these.
 
     A link is followed inside the folder, and from a snapshot of a Hugging Face cache to the blobs beside it
-    (``snapshots/REVISION/FILE -> ../../blobs/HASH``); any other with ``follow``.
+    (``snapshots/REVISION/FILE -> ../../blobs/HASH``). Any other link is followed only with ``follow``.
 
     Raises
     ------
     CheckpointError
-        Naming an entry that is neither a file nor a folder, a link that leads nowhere or out of the folder, and a
+        Naming an entry that is neither a file nor a folder, a link that leads nowhere or out of the folder, or a
         folder where a trainer writes a file.
     """
     real = Path(os.path.realpath(root))
@@ -83,14 +83,14 @@ def _resolve(root: Path, path: str, within: Collection[Path] | None) -> tuple[Pa
             status = os.lstat(place)
         except OSError as error:
             raise CheckpointError(
-                f"{path}: is a link to {leads_to}, which cannot be read: {error.strerror}; whether the file is needed "
-                "cannot be told, so put it there or remove the link"
+                f"{path}: is a link to {leads_to}, which cannot be read: {error.strerror}; the file may be needed: "
+                "restore it, or remove the link"
             ) from None
         is_read = stat.S_ISREG(status.st_mode) or path in TENSOR_FOLDERS
         if is_read and within is not None and not any(w == place or w in place.parents for w in within):
             raise CheckpointError(
-                f"{path}: is a link that leads out of the checkpoint, to {place}; if it is meant to, follow such links "
-                "with --allow-links"
+                f"{path}: is a link that leads out of the checkpoint, to {place}; if that is intended, "
+                "follow such links with --allow-links"
             )
     if stat.S_ISDIR(status.st_mode):
         if is_by_trainer(path):
@@ -111,12 +111,12 @@ def _status(place: Path, path: str) -> os.stat_result:
 
 @contextmanager
 def opened(place: Path, path: str) -> Iterator[int]:
-    """A file, open for reading. Nothing is waited for, and no link is followed that was not there before.
+    """Open a file for reading, without waiting for a pipe and without following a link that was put there since.
 
     Raises
     ------
     CheckpointError
-        If it is no plain file any more, or is not there.
+        If it is not a plain file any more, or does not exist.
     """
     try:
         descriptor = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -128,7 +128,7 @@ def opened(place: Path, path: str) -> Iterator[int]:
         raise CheckpointError(f"{path}: cannot be read: {os.strerror(error.errno)}") from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise CheckpointError(f"{path}: was a file when it was indexed and is none now")
+            raise CheckpointError(f"{path}: was a file when it was indexed and is not a file now")
         yield descriptor
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""What lies in a folder of this machine, and the removal of exactly what was decided on."""
+"""The contents of a folder of this machine, and the removal of exactly the chosen files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGEST_MANIFEST_BYTES = 1 << 30
 
 
 def entries_of(folder: Path) -> list[Entry]:
-    """Everything in a folder, and in those of its folders that are a checkpoint's own. Links are not followed."""
+    """Everything in a folder and in a checkpoint's own folders in it. Links are not followed."""
     found = []
     for entry in os.scandir(folder):
         found.append(_entry(entry, entry.name))
@@ -34,7 +34,7 @@ def _entry(entry: os.DirEntry[str], path: str) -> Entry:
 
 
 def read_manifest(folder: Path, entries: Iterable[Entry]) -> bytes | None:
-    """The manifest in a folder, ``None`` if there is none that can be one."""
+    """The manifest in a folder; ``None`` if there is no plain file of this name."""
     for entry in entries:
         if entry.path == MANIFEST and entry.kind is Kind.FILE and entry.size_bytes <= LARGEST_MANIFEST_BYTES:
             return (folder / MANIFEST).read_bytes()
@@ -42,15 +42,15 @@ def read_manifest(folder: Path, entries: Iterable[Entry]) -> bytes | None:
 
 
 def object_to(folder: Path) -> tuple[list[Entry], str | None]:
-    """Everything in a folder, and why it may not be removed, if so."""
+    """Everything in a folder, and why it may not be removed (``None`` if it may)."""
     entries = entries_of(folder)
     return entries, objection(entries, read_manifest(folder, entries))
 
 
 def check_free(root: Path, overwrite: bool) -> bool:
-    """Refuse a target that already holds something; with ``overwrite``, what is more than a checkpoint.
+    """Refuse a target that already holds something; with ``overwrite``, only if it is more than a checkpoint.
 
-    Says whether something is there.
+    Returns whether a checkpoint exists there.
 
     Raises
     ------
@@ -62,34 +62,34 @@ def check_free(root: Path, overwrite: bool) -> bool:
     if not os.path.lexists(root):
         return False
     if not root.is_dir():
-        raise TargetError(f"{root}: is there already and is not a folder")
+        raise TargetError(f"{root}: exists and is not a folder")
     entries, reason = object_to(root)
     if entries and not overwrite:
         advice = ", or --overwrite to replace it" if reason is None else f" ({reason})"
-        raise TargetError(f"{root}: is not empty; give another target{advice}")
+        raise TargetError(f"{root}: is not empty; choose another target{advice}")
     if reason is not None:
         raise TargetError(
-            f"{root}: --overwrite replaces a checkpoint and nothing else, and {reason}; move that away, or give "
+            f"{root}: --overwrite replaces a checkpoint and nothing else, and {reason}; move that away, or choose "
             "another target"
         )
     return bool(entries)
 
 
 def remove_files(folder: Path, paths: Iterable[str]) -> bool:
-    """Remove these files and no others, and then the folders that are empty; whether nothing is left.
+    """Remove exactly these files, and then the empty folders; whether the folder itself is gone.
 
     Can be repeated after a kill.
     """
     for path in removal_order(paths):
         (folder / path).unlink(missing_ok=True)
     for inner in (*(folder / name for name in TENSOR_FOLDERS), folder):
-        with contextlib.suppress(OSError):  # not there, or not empty
+        with contextlib.suppress(OSError):  # missing, or not empty
             inner.rmdir()
     return not os.path.lexists(folder)
 
 
 def set_aside(folder: Path, beside: Path) -> Path:
-    """Move a folder to a free name like that of ``beside``, where people find it."""
+    """Move a folder to a free name derived from ``beside``, where users find it."""
     number = 1
     while True:
         place = beside.with_name(f"{beside.name}.replaced" + (f"-{number}" if number > 1 else ""))

@@ -1,4 +1,4 @@
-"""Checkpoints in folders of a local file system, read only."""
+"""Checkpoints in folders of a local file system."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from paddle_reshard.storage.store import Openness, Read, ReadRange
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """What tells one version of a file from another.
+    """Identifies a version of a file.
 
-    Whoever writes into a file can give back its size and time of modification, but not ``changed_ns``, the time of
-    change of its inode; whoever puts another file in its place brings another inode.
+    A writer can restore a file's size and modification time, but not ``changed_ns``, the change time of its inode. A
+    file that replaces another one has another inode.
     """
 
     size_bytes: int
     modified_ns: int
     changed_ns: int
     inode: int
-    """A network file system has the same on all machines; the number of its device is each machine's own."""
+    """On a network file system the inode is the same on all machines, the device number is not."""
 
     @classmethod
     def of(cls, status: os.stat_result) -> FileStamp:
-        """From what the file system says."""
+        """From the status of a file."""
         return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
     def difference(self, status: os.stat_result) -> str | None:
-        """What of a file is another than it was, with both values; ``None`` if nothing is.
+        """What has changed, with both values; ``None`` if the version is the same.
 
-        A file system in user space may give a file another inode number whenever it has forgotten the first one, so a
-        number that is all that differs there says nothing.
+        A file system in user space may assign a new inode number whenever it has forgotten the old one, so a different
+        number alone means nothing there.
         """
         now = FileStamp.of(status)
         if (self.size_bytes, self.modified_ns, self.changed_ns) != (
@@ -58,7 +58,7 @@ class FileStamp:
 
 
 def _in_user_space(device: int) -> bool:
-    """Whether a device is a FUSE mount, as far as the system tells (Linux ``proc(5)``, ``mountinfo``)."""
+    """Whether a device is a FUSE mount (Linux ``proc(5)``, ``mountinfo``); False where that is unknown."""
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
         mounts = Path("/proc/self/mountinfo").read_text("utf-8", "replace").splitlines()
@@ -71,7 +71,7 @@ def _in_user_space(device: int) -> bool:
 class LocalSource(ReadRange):
     """A checkpoint folder, read only. ``names`` restricts it to some of the files.
 
-    With ``links``, links that lead out of the folder are followed; those of ``names`` are, for somebody gave them.
+    Links that lead out of the folder are followed with ``links``, and for ``names``, because the user gave those.
     """
 
     def __init__(self, root: Path, names: Collection[str] | None = None, links: bool = False) -> None:
@@ -83,7 +83,7 @@ class LocalSource(ReadRange):
             except FileNotFoundError:
                 if root.is_symlink():
                     raise CheckpointError(
-                        f"{root}: is a link to {os.readlink(root)}, which is not there"
+                        f"{root}: is a link to {os.readlink(root)}, which does not exist"
                     ) from None
                 raise CheckpointError(f"{root}: no such folder") from None
             if not is_folder:
@@ -101,7 +101,7 @@ class LocalSource(ReadRange):
         return {path: stamp.size_bytes for path, stamp in self.stamps.items()}
 
     def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
-        """Exactly ``nbytes`` bytes of a file."""
+        """Read exactly ``nbytes`` bytes of a file."""
         buffer = bytearray(nbytes)
         self.read_into(path, byte_offset, memoryview(buffer))
         return bytes(buffer)
@@ -111,7 +111,7 @@ class LocalSource(ReadRange):
         self.read_many([Read(path, byte_offset, buffer)])
 
     def read_many(self, reads: Sequence[Read]) -> None:
-        """Fill several buffers; a file is opened once for all reads of it that follow each other."""
+        """Fill several buffers; consecutive reads of one file share its handle."""
         for path, of_file in groupby(reads, key=lambda read: read.path):
             with self.opened(path) as descriptor, self._told(path):
                 for read in of_file:
@@ -119,7 +119,7 @@ class LocalSource(ReadRange):
 
     @contextmanager
     def opened(self, path: str) -> Iterator[int]:
-        """A file, open for reading; refused unless it is the one that was seen at the start."""
+        """Open a file for reading; refused if it has changed since the source was opened."""
         if path not in self.places:
             raise CheckpointError(f"{path}: was not there when {self.location} was listed")
         with ExitStack() as held:
@@ -129,7 +129,7 @@ class LocalSource(ReadRange):
             yield descriptor
 
     def _told(self, path: str) -> AbstractContextManager[None]:
-        """What the file system refuses becomes a sentence about a file of the source."""
+        """Convert errors of the operating system to sentences about a file of the source."""
         return told_while_moving(self.places[path], f"{self.location}/{path}", CheckpointError)
 
     def _check(self, path: str, status: os.stat_result) -> None:
@@ -137,11 +137,11 @@ class LocalSource(ReadRange):
             raise CheckpointError(f"{path}: changed while it was read ({difference})")
 
     def versions(self) -> dict[str, str]:
-        """Name of every file → when it was changed last, as seen at the start."""
+        """Name of every file → its modification time when the source was opened."""
         return {path: f"modified {stamp.modified_ns} ns" for path, stamp in self.stamps.items()}
 
     def check_unchanged(self) -> None:
-        """Refuse if any file is not the one that was seen at the start."""
+        """Refuse if any file has changed since the source was opened."""
         for path, place in self.places.items():
             with self._told(path):
                 self._check(path, _status(place))
@@ -163,14 +163,14 @@ def _read_all(descriptor: int, read: Read) -> None:
         count = os.preadv(descriptor, [read.buffer[done:]], read.byte_offset + done)
         if count == 0:
             raise CheckpointError(
-                f"{read.path}: ends at byte {read.byte_offset + done}, {len(read.buffer) - done} more were there when "
-                "it was indexed"
+                f"{read.path}: ends at byte {read.byte_offset + done}; it was at least {len(read.buffer) - done} bytes "
+                "longer when it was indexed"
             )
         done += count
 
 
 def list_folder(root: Path) -> tuple[list[str], list[str]]:
-    """Paths of the files in a folder of a checkpoint and in those of its own folders; names of other folders."""
+    """Paths of the files in a checkpoint's folder and in its own subfolders; names of all other folders."""
     files: list[str] = []
     folders: list[str] = []
     for entry in sorted(os.scandir(root), key=lambda entry: entry.name):

@@ -1,7 +1,7 @@
 """New checkpoints in folders of a local file system.
 
-A new checkpoint is staged in a hidden folder beside its place and renamed there when it is whole, so that at
-no moment an unfinished one can be taken for a finished one.
+A new checkpoint is staged in a hidden folder beside its target and renamed when it is whole, so an unfinished
+checkpoint can never be mistaken for a finished one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ WRITEBACK_BYTES = 1 << 20
 """Smaller writes are left to the kernel."""
 FSYNCS_IN_FLIGHT = 8
 _CANNOT_COPY = {errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
-"""What the kernel says of files that it cannot copy between by itself."""
+"""Errors of the kernel for files between which it cannot copy."""
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class LocalWriter:
     copies_in_flight: ClassVar[int] = 1
 
     def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
-        """Write all of ``buffer`` into a file that was begun."""
+        """Write all of ``buffer`` into a staged file."""
         with self._told(path), open(self.staging / path, "r+b", buffering=0) as file:
             done = 0
             while done < len(buffer):
@@ -77,7 +77,7 @@ class LocalWriter:
     def copy_part(self, copy: CopyRange, source: ReadRange) -> Receipt:
         """Copy inside the kernel, or through a small buffer where the file systems cannot."""
         if not isinstance(source, LocalSource):
-            raise UnsupportedError(f"{copy.path}: only files of this machine can be copied on it")
+            raise UnsupportedError(f"{copy.path}: only files of this machine can be copied here")
         with (
             source.opened(copy.source_path) as one,
             self._told(copy.path, f", while {source.location}/{copy.source_path} was copied there"),
@@ -94,12 +94,12 @@ class LocalWriter:
         return Receipt(copy.path, copy.byte_offset, copy.nbytes)
 
     def _told(self, path: str, doing: str = "") -> AbstractContextManager[None]:
-        """What the file system refuses becomes a sentence about the target."""
+        """Convert errors of the operating system to sentences about the target."""
         return told_while_moving(self.staging / path, self.location, TargetError, doing)
 
 
 def _copy_in_kernel(one: int, other: int, nbytes: int, from_byte: int, to_byte: int) -> int:
-    """Copy between two open files by ``copy_file_range``; says how many bytes that did before it could not."""
+    """Copy between two open files by ``copy_file_range``; how many bytes were copied before it failed."""
     copy = getattr(os, "copy_file_range", None)
     done = 0
     while copy is not None and done < nbytes:
@@ -116,17 +116,17 @@ def _copy_in_kernel(one: int, other: int, nbytes: int, from_byte: int, to_byte: 
 
 
 def _start_writeback(descriptor: int, byte_offset: int, nbytes: int) -> None:
-    """Let the disk begin with bytes that were written, while others are being made.
+    """Let the disk start writing back, while the conversion goes on.
 
-    Else the kernel keeps them until they are many or publishing asks for all of them at once. This is what Linux does
-    when it is told that they are not needed soon; others may ignore it.
+    Otherwise the kernel keeps dirty pages until they are many, or until publishing flushes all of them at once. Linux
+    starts to write them when advised that they are not needed soon; other systems may ignore the advice.
     """
     if nbytes >= WRITEBACK_BYTES and hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, byte_offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 class LocalTarget:
-    """A new checkpoint folder, staged beside its place and renamed when it is whole."""
+    """A new checkpoint folder, staged beside its target and renamed when it is whole."""
 
     smallest_part_bytes = 1
     most_parts = None
@@ -149,23 +149,23 @@ class LocalTarget:
                 refuse_unfinished(left, self.location)
 
     def _told(self) -> AbstractContextManager[None]:
-        """What the file system refuses becomes a sentence about the target."""
+        """Convert errors of the operating system to sentences about the target."""
         return told(self.root, self.location, TargetError)
 
     def room(self) -> Room:
-        """What the disk can take, beside what is staged."""
+        """Free space of the disk in bytes, not counting the staged files."""
         with self._told():
             return room_for(self.staging.files)
 
     def copies_from(self, source: Source) -> CopyLimits | None:
-        """Files of this machine are copied on it."""
+        """The kernel copies from files of this machine."""
         return COPIES if isinstance(source, LocalSource) else None
 
     def __enter__(self) -> LocalTarget:
         return self
 
     def published(self, manifest_path: str) -> bytes | None:
-        """The manifest, if a whole checkpoint is here and no conversion is under way."""
+        """The manifest, if the target is a complete checkpoint and no conversion is in progress."""
         with self._told():
             self._sweep()
             if self.staging.find() is not None or not (self.root / manifest_path).is_file():
@@ -173,11 +173,11 @@ class LocalTarget:
             return (self.root / manifest_path).read_bytes()
 
     def reopen(self) -> LocalSource:
-        """What is published here."""
+        """Open the published checkpoint for reading."""
         return LocalSource(self.root)
 
     def _sweep(self) -> None:
-        """Remove what a run left that was killed when its target was in its place already."""
+        """Remove the remains of a run that was killed after it published the target."""
         left = self.staging.find()
         if left is None:
             self.staging.place.tidy()
@@ -193,7 +193,7 @@ class LocalTarget:
         identity: Identity,
         openness: Openness = Openness(),  # noqa: B008 (a frozen value)
     ) -> tuple[LocalWriter, Sequence[Record]]:
-        """Make every file in its final size, or find what an earlier run has made."""
+        """Create every file in its final size, or find the files of an earlier run."""
         self.staging.place.openness = openness
         with self._told():
             self._sweep()
@@ -214,16 +214,16 @@ class LocalTarget:
         return self.session
 
     def finish(self, receipts: Iterable[Receipt]) -> LocalSource:
-        """Nothing is left to do for files on a disk but to look at them."""
+        """Open the staged files: on a disk they are complete."""
         check_receipts(self.location, self.files, receipts)
         return LocalSource(self.staging.files)
 
     def etags(self) -> Mapping[str, str]:
-        """A disk has no name for what a file holds."""
+        """None: a disk has no identifier of a file's content."""
         return {}
 
     def publish(self, manifest_path: str, manifest: bytes) -> None:
-        """Make everything durable, then put the folder in its place."""
+        """Flush everything to the disk, then rename the folder."""
         session, staging = self._held(), self.staging
         with self._told():
             write_file(staging.files / manifest_path, manifest, staging.place.openness.files)
@@ -246,12 +246,12 @@ class LocalTarget:
         self.session = None
 
     def _set_aside(self) -> None:
-        """Let the old checkpoint stand aside. What came into it since it was looked at brings it back."""
+        """Set the old checkpoint aside. If files were added since it was checked, it is moved back."""
         replaced = self.staging.replaced
         if replaced.exists():
             raise TargetError(
-                f"{self.root}: something was put here while the checkpoint that was here stood aside in "
-                f"{replaced}; remove one of them"
+                f"{self.root}: something was put here while the old checkpoint was set aside in {replaced}; "
+                "remove one of them"
             )
         os.rename(self.root, replaced)
         if (reason := object_to(replaced)[1]) is not None:
@@ -259,7 +259,7 @@ class LocalTarget:
             raise TargetError(f"{self.root}: is not replaced, for {reason}; move that away")
 
     def _remove_replaced(self) -> None:
-        """Remove the checkpoint that stood aside: the files of one. Anything else stays, where it can be found."""
+        """Remove the checkpoint that was set aside, its own files only. Anything else is kept where users find it."""
         replaced = self.staging.replaced
         if not replaced.is_dir():
             return
@@ -275,7 +275,7 @@ class LocalTarget:
         )
 
     def clean(self) -> list[str]:
-        """Remove what an unfinished conversion has left; says what."""
+        """Remove what an unfinished conversion left behind. Returns the paths."""
         folder = self.staging.place.folder
         with self._told():
             if not folder.is_dir():
@@ -285,15 +285,15 @@ class LocalTarget:
         return [str(folder)]
 
     def _take_back(self) -> None:
-        """Remove all that is staged. A checkpoint that stood aside comes back."""
+        """Remove everything that is staged. A checkpoint that was set aside is moved back."""
         replaced = self.staging.replaced
         if replaced.is_dir():
             if not self.root.is_dir() or not any(self.root.iterdir()):
                 os.rename(replaced, self.root)
             elif self.staging.files.exists():
                 raise TargetError(
-                    f"{self.root}: something was put here while the checkpoint that was here stood aside in "
-                    f"{replaced}; move one of them away"
+                    f"{self.root}: something was put here while the old checkpoint was set aside in {replaced}; "
+                    "move one of them away"
                 )
             else:
                 self._remove_replaced()
@@ -309,5 +309,5 @@ class LocalTarget:
 
 
 def staging_folder(root: Path) -> Path:
-    """Where the files of a target are staged: beside it, hidden."""
+    """The folder in which a target is staged: hidden, beside it."""
     return root.with_name(f".{root.name}.reshard")

@@ -121,13 +121,13 @@ class FsspecTarget(ABC):
             return []
         if not self.overwrite:
             raise TargetError(
-                f"{self.location}: is not empty; give another target, or --overwrite to replace it"
+                f"{self.location}: is not empty; choose another target, or --overwrite to replace it"
             )
         manifest = self._read(MANIFEST, listing) if MANIFEST in listing.files else None
         if (reason := objection(listing.entries(OWN_PREFIX), manifest)) is not None:
             raise TargetError(
                 f"{self.location}: --overwrite replaces a checkpoint and nothing else, and {reason}; move that away, "
-                "or give another target"
+                "or choose another target"
             )
         return names
 
@@ -368,7 +368,7 @@ class StagedTarget(FsspecTarget):
         if names := super().check_free(listing):
             raise TargetError(
                 f"{self.location}: holds {names[0]}, and this kind of store cannot replace a checkpoint without a "
-                "long time in which none can be read; give another target, or remove this one first"
+                "long time in which none can be read; choose another target, or remove this one first"
             )
         return names
 

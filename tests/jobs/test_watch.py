@@ -689,7 +689,7 @@ def test_an_odd_note_of_what_was_seen_is_told_or_written_anew(kind: str, trainin
         assert "checkpoint-3: waiting: " in found.stderr
         assert json.loads(seen.read_bytes()).keys() == {"stamp", "at"}
     else:
-        assert f"{seen}: is a folder where a small file belongs; remove it" in found.stderr
+        assert f"{seen}: is a folder, and a small file of this name is needed; remove it" in found.stderr
 
 
 @pytest.mark.parametrize("kind", [*ODD_CLAIMS, "folder", "full folder"])

@@ -88,7 +88,9 @@ def test_a_folder_with_more_than_a_checkpoint_is_kept(
     shutil.copytree(made if kind == "made" else SMALL, target)
     named = put(target)
     before = tree(tmp_path)
-    with pytest.raises(TargetError, match=f"there is also {named}, which .* move that away, or give another"):
+    with pytest.raises(
+        TargetError, match=f"there is also {named}, which .* move that away, or choose another"
+    ):
         paddle_reshard.convert(SMALL, target, to="pp=2", overwrite=True)
     assert tree(tmp_path) == before
 
@@ -184,7 +186,7 @@ def test_cleaning_never_removes_what_stood_aside_while_something_else_took_its_p
     with pytest.raises(TargetError, match="not empty"):
         paddle_reshard.convert(SMALL, target, to="pp=2", overwrite=True)
     before = tree(target.parent)
-    with pytest.raises(TargetError, match=r"stood aside in .*replaced; move one of them away"):
+    with pytest.raises(TargetError, match=r"set aside in .*replaced; move one of them away"):
         paddle_reshard.clean(target)
     assert tree(target.parent) == before
     shutil.rmtree(target)
@@ -324,7 +326,7 @@ def test_what_came_under_a_prefix_while_it_was_replaced_stays(store: Store, buck
         ("file/deep/t", "{root}/file is a file, not a folder"),
         ("link", "link: is a link to {root}/folder; give the folder itself"),
         ("dangling", "dangling: is a link to nowhere; give the folder itself"),
-        ("file", "file: is there already and is not a folder"),
+        ("file", "file: exists and is not a folder"),
         ("x" * 300, "the name is too long for the file system"),
     ],
 )
@@ -371,7 +373,7 @@ def test_a_folder_that_takes_no_lock_is_refused_once(tmp_path: Path, monkeypatch
         ("file", "file: is a file; give the folder of the checkpoint"),
         ("file/t", "{root}/file is a file, not a folder"),
         ("none", "none: no such folder"),
-        ("dangling", "dangling: is a link to nowhere, which is not there"),
+        ("dangling", "dangling: is a link to nowhere, which does not exist"),
     ],
 )
 def test_a_place_that_cannot_be_a_source_is_told_by_its_name(where: str, told: str, tmp_path: Path) -> None:
