@@ -131,7 +131,9 @@ def _comparisons(a: Catalog, b: Catalog, ids_a: list[int], ids_b: list[int]) -> 
             if tensor in place and master in place
         }
         moved = np.isin(ops["tensor"], list(beside))
-        ops["source_tensor"][moved] = source_tensors(ops["tensor"][moved], beside)
+        read_from = ops["source_tensor"].copy()
+        read_from[moved] = source_tensors(ops["tensor"][moved], beside)
+        ops["source_tensor"] = read_from
     return ops
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from paddle_reshard.pipeline.core.geometry import Ints
 from paddle_reshard.pipeline.core.part_limits import CopyLimits
 from paddle_reshard.pipeline.planning.cut import dense, outermost, piece
-from paddle_reshard.pipeline.planning.ops import ITEMSIZES, MOVE, Flags, Ops, hull
+from paddle_reshard.pipeline.planning.ops import ITEMSIZES, MOVE, Flags, Ops, hull, op_volumes
 from paddle_reshard.pipeline.planning.parts import NOBODY, PART, Parts, divided, part_sizes
 
 CAST_FACTOR = 20
@@ -84,8 +84,7 @@ def _continues(ops: Ops, start: Ints, stop: Ints) -> Flags:
 
 def _unit_bytes(ops: Ops) -> Ints:
     """Bytes of one slab of each op's outermost dim: a cut at a multiple of these leaves boxes."""
-    rows, dim = np.arange(len(ops)), outermost(ops, "target")
-    extents = ops["extents"].prod(axis=1) // ops["extents"][rows, dim]
+    extents = op_volumes(ops) // ops.along_each("extents", outermost(ops, "target"))
     return np.asarray(extents * ITEMSIZES[ops["target_dtype"]], dtype=np.int64)
 
 

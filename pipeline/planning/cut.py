@@ -35,8 +35,8 @@ def cut(ops: Ops, dim: Ints, low: Ints, step: Ints) -> Pieces:
         op 1                  [··|·······)                   two pieces, in stretches 0, 1
     """
     rows = np.arange(len(ops))
-    start = ops["offset"][rows, dim] - low
-    stop = start + ops["extents"][rows, dim]
+    start = ops.along_each("offset", dim) - low
+    stop = start + ops.along_each("extents", dim)
     first, last = start // step, (stop - 1) // step
     origin = np.repeat(rows, last - first + 1)
     within = np.arange(len(origin)) - np.repeat(
@@ -50,11 +50,10 @@ def cut(ops: Ops, dim: Ints, low: Ints, step: Ints) -> Pieces:
 
 def piece(ops: Ops, dim: Ints, skipped: Ints, count: Ints) -> Ops:
     """Reduce every op to ``count`` slabs of its ``dim``, after the first ``skipped``; ``ops`` is changed."""
-    rows = np.arange(len(ops))
     for side in ("source", "target"):
-        ops[f"{side}_byte"] += skipped * ops[f"{side}_strides"][rows, dim]
-    ops["offset"][rows, dim] += skipped
-    ops["extents"][rows, dim] = count
+        ops[f"{side}_byte"] = ops[f"{side}_byte"] + skipped * ops.along_each(f"{side}_strides", dim)
+    ops.set_along_each("offset", dim, ops.along_each("offset", dim) + skipped)
+    ops.set_along_each("extents", dim, count)
     set_stops(ops)
     return ops
 
@@ -64,7 +63,7 @@ def outermost(ops: Ops, side: str) -> Ints:
     outer = np.full(len(ops), MAX_DIMS - 1)
     largest = np.full(len(ops), -1)
     for dim in range(MAX_DIMS):
-        strides = np.where(ops["extents"][:, dim] > 1, ops[f"{side}_strides"][:, dim], -1)
+        strides = np.where(ops.along("extents", dim) > 1, ops.along(f"{side}_strides", dim), -1)
         outer[strides > largest] = dim
         np.maximum(largest, strides, out=largest)
     return outer
@@ -72,11 +71,13 @@ def outermost(ops: Ops, side: str) -> Ints:
 
 def dense(ops: Ops) -> Flags:
     """Whether an op is one run of bytes, the same on both sides."""
-    extends = ops["extents"] > 1
-    alike = ~(extends & (ops["source_strides"] != ops["target_strides"])).any(axis=1)
+    alike = ops["source_dtype"] == ops["target_dtype"]
+    for dim in range(MAX_DIMS):
+        strides = (ops.along(f"{side}_strides", dim) for side in ("source", "target"))
+        alike &= (ops.along("extents", dim) == 1) | np.equal(*strides)
     start, stop = hull(ops, "target")
     whole = stop - start == op_volumes(ops) * ITEMSIZES[ops["target_dtype"]]
-    return np.asarray(alike & whole & (ops["source_dtype"] == ops["target_dtype"]))
+    return np.asarray(alike & whole)
 
 
 def torn(ops: Ops, owner: Ints, count: int, target: bool) -> Flags:
@@ -90,7 +91,7 @@ def torn(ops: Ops, owner: Ints, count: int, target: bool) -> Flags:
     for side, chosen in sides:
         outer = outermost(ops, side)
         for dim in range(MAX_DIMS):
-            found[owner[chosen & (ops["extents"][:, dim] > 1) & (outer != dim)], dim] = True
+            found[owner[chosen & (ops.along("extents", dim) > 1) & (outer != dim)], dim] = True
     return found
 
 

@@ -236,7 +236,7 @@ def _extends(ops: Ops, owners: Ints, count: int) -> Flags:
     """For each of ``count`` owners of ops and each dim, whether there is anything to cut."""
     found = np.zeros((count, MAX_DIMS), dtype=bool)
     for dim in range(MAX_DIMS):
-        found[owners[ops["extents"][:, dim] > 1], dim] = True
+        found[owners[ops.along("extents", dim) > 1], dim] = True
     return found
 
 

@@ -72,28 +72,28 @@ def match(source: Fragments, target: Fragments, implied: Mapping[int, int], kind
 
 def _described(found: Sequence[tuple[int, _Pairs]]) -> Ops:
     """The ops of all pairs, kind by kind."""
-    ops = Ops.empty(sum(len(pairs.i) for _, pairs in found))
-    done = 0
+    chunks = [Ops.empty()]
     for kind, (source, target, i, j, source_tensor) in found:
         for first in range(0, len(i), _BLOCK_OPS):
-            one, other = i[first : first + _BLOCK_OPS], j[first : first + _BLOCK_OPS]
-            block = ops[done : done + len(one)]
-            _fill(block, source.take(one), target.take(other))
-            block["kind"], block["source_tensor"] = kind, source_tensor[first : first + _BLOCK_OPS]
-            done += len(one)
-    return ops
+            block = slice(first, first + _BLOCK_OPS)
+            ops = _in_common(source.take(i[block]), target.take(j[block]))
+            ops["kind"], ops["source_tensor"] = kind, source_tensor[block]
+            chunks.append(ops)
+    return Ops.joined(chunks)
 
 
-def _fill(ops: Ops, source: Fragments, target: Fragments) -> None:
-    """Describe what each pair of fragments has in common."""
+def _in_common(source: Fragments, target: Fragments) -> Ops:
+    """What the two fragments of each pair have in common."""
+    ops = Ops.empty(len(source))
     low, extents = intersect(source["offset"], source["extents"], target["offset"], target["extents"])
-    ops["tensor"], ops["offset"], ops["extents"], ops["pass"] = target["tensor"], low, extents, 0
+    ops["tensor"], ops["offset"], ops["extents"] = target["tensor"], low, extents
     for side, fragments in (("source", source), ("target", target)):
         for column in ("file", "dtype", "strides"):
             ops[f"{side}_{column}"] = fragments[column]
         skipped = ((low - fragments["offset"]) * fragments["strides"]).sum(axis=1)
         ops[f"{side}_byte"] = fragments["byte_base"] + skipped
     set_stops(ops)
+    return ops
 
 
 def plan_ops(
