@@ -46,7 +46,7 @@ class NeededBytes(ReadRange):
         for side, ops in self._sides:
             inside = (ops[f"{side}_byte"] >= start) & (ops[f"{side}_stop"] <= stop)
             inside &= ops[f"{side}_file"] == self.file_numbers[band.path]
-            runs += [self._runs(op, side) for op in ops[inside]]
+            runs += [self._runs(op, side) for op in ops[inside].rows()]
         if not runs:
             return
         low, high = (np.concatenate([run[end] for run in runs]) for end in (0, 1))

@@ -20,7 +20,7 @@ from paddle_reshard.pipeline.core.errors import CastError, DriftError, MasterDri
 from paddle_reshard.pipeline.core.geometry import Ints
 from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.tensors import DTYPES
-from paddle_reshard.pipeline.planning.ops import COMPARE, HOLD, MOVE, PROBE, OpRows
+from paddle_reshard.pipeline.planning.ops import COMPARE, HOLD, MOVE, PROBE, Ops
 from paddle_reshard.pipeline.planning.parts import MADE, Parts, part_sizes
 from paddle_reshard.pipeline.planning.plan import ACCUMULATOR_FACTOR, Bands
 from paddle_reshard.pipeline.planning.work import GroupWork
@@ -29,6 +29,9 @@ from paddle_reshard.tasks.boxes import blocks
 from paddle_reshard.tasks.cast import cast
 from paddle_reshard.tasks.device import HOST, Box, Buffer, Mover
 from paddle_reshard.tasks.figures import WorkerFigures
+
+ROWS_AT_A_TIME = 1 << 12
+"""Ops that are unpacked in one go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +109,14 @@ class _Pass(NamedTuple):
     """Bands that are read together, and the ops that use them."""
 
     bands: Bands
-    ops: OpRows
+    ops: Ops
 
 
 def _passes(work: GroupWork) -> Iterator[_Pass]:
+    passes = work.ops["pass"]
     for number in np.unique(work.bands["pass"]):
-        bands, ops = (
-            rows[slice(*np.searchsorted(rows["pass"], [number, number + 1]))]
-            for rows in (work.bands, work.ops)
-        )
+        bands = work.bands[slice(*np.searchsorted(work.bands["pass"], [number, number + 1]))]
+        ops = work.ops[slice(*np.searchsorted(passes, [number, number + 1]))]
         yield _Pass(bands, ops)
 
 
@@ -192,8 +194,7 @@ def _do_pass(
             raise difference
     moves = _in_steps(work, turn.ops[turn.ops["kind"] == MOVE])
     loaded = [mover.load(band) for band in bands]
-    places = zip(moves, locate(turn.bands, moves, "source"), locate(work.parts, moves, "target"), strict=True)
-    for op, band, part in places:
+    for op, band, part in _located(moves, (turn.bands, "source"), (work.parts, "target")):
         source = _box(loaded[band], int(turn.bands[band]["start"]), op, "source")
         target = _box(parts[int(part)], int(work.parts[part]["start"]), op, "target")
         mixture = work.mixtures.get(int(op["tensor"]))
@@ -207,7 +208,13 @@ def _do_pass(
     return report
 
 
-def _in_steps(work: GroupWork, moves: OpRows) -> OpRows:
+def _located(ops: Ops, *sides: tuple[Bands | Parts, str]) -> Iterator[tuple[Any, ...]]:
+    """Each op as a row, with the index of the range of each side that holds it; a bounded number of rows at a time."""
+    for block in ops.blocks(ROWS_AT_A_TIME):
+        yield from zip(block.rows(), *(locate(ranges, block, side) for ranges, side in sides), strict=True)
+
+
+def _in_steps(work: GroupWork, moves: Ops) -> Ops:
     """The same ops, steps of mixtures in their order."""
     if not work.mixtures:
         return moves
@@ -220,7 +227,7 @@ def _in_steps(work: GroupWork, moves: OpRows) -> OpRows:
         places.get(pair, 0)
         for pair in zip(moves["tensor"].tolist(), moves["source_tensor"].tolist(), strict=True)
     ]
-    return moves[np.argsort(steps, kind="stable")]
+    return moves[np.argsort(steps, kind="stable").astype(np.int64)]
 
 
 def _mix(
@@ -273,13 +280,12 @@ def _summed(work: GroupWork, reports: Sequence[GroupReport]) -> GroupReport:
     )
 
 
-def _compare(work: GroupWork, ranges: Bands, ops: OpRows, bands: Sequence[Buffer]) -> GroupReport:
+def _compare(work: GroupWork, ranges: Bands, ops: Ops, bands: Sequence[Buffer]) -> GroupReport:
     """Make the comparisons of a pass whose ``bands`` are loaded, and report every pair that differs."""
     differences = []
     compared = 0
     ops = ops[ops["kind"] != MOVE]
-    places = (locate(ranges, ops, side) for side in ("source", "target"))
-    for op, *pair in zip(ops, *places, strict=True):
+    for op, *pair in _located(ops, (ranges, "source"), (ranges, "target")):
         one, other = (
             _box(bands[band], int(ranges[band]["start"]), op, side).array()
             for band, side in zip(pair, ("source", "target"), strict=True)
@@ -312,7 +318,7 @@ def _difference(
     )
 
 
-def locate_bands(bands: Bands, ops: OpRows, side: str) -> Ints:
+def locate_bands(bands: Bands, ops: Ops, side: str) -> Ints:
     """For each op of a group, the index of the band of its pass that holds one ``side``."""
     found = np.zeros(len(ops), dtype=np.int64)
     for number in np.unique(ops["pass"]):
@@ -322,7 +328,7 @@ def locate_bands(bands: Bands, ops: OpRows, side: str) -> Ints:
     return found
 
 
-def locate(ranges: Bands, ops: OpRows, side: str) -> Ints:
+def locate(ranges: Bands | Parts, ops: Ops, side: str) -> Ints:
     """For each op, the index of the range that holds one ``side``; ``ranges`` is sorted by file and start."""
     found = np.zeros(len(ops), dtype=np.int64)
     for file in np.unique(ops[f"{side}_file"]):

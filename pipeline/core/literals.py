@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, overload
+from itertools import islice
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -35,12 +37,11 @@ class Kept(NamedTuple):
 class _Text:
     """Bytes that are only added to, compressed block by block."""
 
-    __slots__ = ("_blocks", "_last", "_open")
+    __slots__ = ("_blocks", "_open")
 
     def __init__(self) -> None:
         self._blocks: list[bytes] = []
         self._open = bytearray()  # what follows the blocks
-        self._last = (-1, b"")  # the block that was read last, and its bytes: literals are read in order
 
     def __len__(self) -> int:
         return len(self._blocks) * BLOCK_BYTES + len(self._open)
@@ -51,25 +52,36 @@ class _Text:
             self._blocks.append(zlib.compress(self._open[:BLOCK_BYTES], 1))
             del self._open[:BLOCK_BYTES]
 
-    def read(self, start: int, stop: int) -> bytes:
-        number, first = divmod(start, BLOCK_BYTES)
-        found = self._block(number)[first : first + stop - start]
-        while len(found) < stop - start:
-            number += 1
-            found += self._block(number)[: stop - start - len(found)]
-        return found
-
-    def _block(self, number: int) -> bytes:
-        if number == len(self._blocks):
-            return bytes(self._open)
-        if self._last[0] != number:
-            self._last = number, zlib.decompress(self._blocks[number])
-        return self._last[1]
+    def block(self, number: int) -> bytes | bytearray:
+        return self._open if number == len(self._blocks) else zlib.decompress(self._blocks[number])
 
     def copy(self) -> _Text:
         copied = _Text()
         copied._blocks, copied._open = self._blocks[:], self._open[:]
         return copied
+
+
+class _Reader:
+    """Reads a text in order: it keeps the block that it read last. Several threads have one each."""
+
+    __slots__ = ("_block", "_number", "_text")
+
+    def __init__(self, text: _Text) -> None:
+        self._text = text
+        self._number = -1
+        self._block: bytes | bytearray = b""
+
+    def read(self, start: int, stop: int) -> bytes:
+        found = b""
+        while len(found) < stop - start:
+            number, first = divmod(start + len(found), BLOCK_BYTES)
+            found += self._of(number)[first : first + stop - start - len(found)]
+        return found
+
+    def _of(self, number: int) -> bytes | bytearray:
+        if number != self._number:
+            self._number, self._block = number, self._text.block(number)
+        return self._block
 
 
 class Literals(Sequence[Literal]):
@@ -78,18 +90,21 @@ class Literals(Sequence[Literal]):
     Nothing is added once they are part of a target or a plan. A plan forgets them when it was carried out.
     """
 
-    __slots__ = ("_content", "_files", "_offsets", "_starts", "_stops")
+    __slots__ = ("_added", "_content", "_runs")
 
     def __init__(self, literals: Iterable[Literal] = ()) -> None:
-        self._files, self._offsets = array("q"), array("q")
-        self._starts, self._stops = array("q"), array("q")  # of the contents in the text
+        self._runs: list[tuple[int, Kept]] = []  # files, and what lies in them
+        self._added: Kept | None = None  # of the last run, if more may be added to it
         self._content = _Text()
         for file, offset, content in literals:
             self.add(file, offset, content)
 
     def add(self, file: int, offset: int, content: bytes) -> None:
         """Add one more."""
-        self.place(self.keep([(offset, content)]), file)
+        if self._added is None or self._runs[-1][0] != file:
+            self._added = self.keep(())
+            self._runs.append((file, self._added))
+        self.keep_also(self._added, offset, content)
 
     def keep(self, literals: Iterable[tuple[int, bytes]]) -> Kept:
         """Take in ``(byte offset, bytes)`` of files that are all alike in these; none of them is known yet."""
@@ -106,14 +121,12 @@ class Literals(Sequence[Literal]):
         kept.stops.append(len(self._content))
 
     def place(self, kept: Kept, file: int) -> None:
-        """Add the literals of one such file."""
-        self._files.extend(array("q", [file]) * len(kept.offsets))
-        self._offsets.extend(kept.offsets)
-        self._starts.extend(kept.starts)
-        self._stops.extend(kept.stops)
+        """Add the literals of one such file; nothing more is taken in then."""
+        self._added = None
+        self._runs.append((file, kept))
 
     def __len__(self) -> int:
-        return len(self._files)
+        return sum(len(kept.offsets) for _, kept in self._runs)
 
     @overload
     def __getitem__(self, at: int) -> Literal: ...
@@ -123,26 +136,31 @@ class Literals(Sequence[Literal]):
 
     def __getitem__(self, at: int | slice) -> Literal | list[Literal]:
         if isinstance(at, slice):
-            return [self[number] for number in range(*at.indices(len(self)))]
-        return self._files[at], self._offsets[at], self._content.read(self._starts[at], self._stops[at])
+            first, stop, step = at.indices(len(self))
+            if step != 1:
+                return [self[number] for number in range(first, stop, step)]
+            return list(islice(self._from(first), max(stop - first, 0)))
+        return next(self._from(range(len(self))[at]))
 
     def __iter__(self) -> Iterator[Literal]:
-        for file, offset, start, stop in zip(
-            self._files, self._offsets, self._starts, self._stops, strict=True
-        ):
-            yield file, offset, self._content.read(start, stop)
+        return self._from(0)
+
+    def _from(self, first: int) -> Iterator[Literal]:
+        reader = _Reader(self._content)
+        for file, kept in self._runs:
+            for place in range(first, len(kept.offsets)):
+                yield file, kept.offsets[place], reader.read(kept.starts[place], kept.stops[place])
+            first = max(0, first - len(kept.offsets))
 
     def clear(self) -> None:
         """Forget all of them."""
-        self._files, self._offsets = array("q"), array("q")
-        self._starts, self._stops = array("q"), array("q")
-        self._content = _Text()
+        self._runs, self._added, self._content = [], None, _Text()
 
     def copy(self) -> Literals:
         """The same literals, to which others can be added."""
         copied = Literals()
-        copied._files, copied._offsets = self._files[:], self._offsets[:]
-        copied._starts, copied._stops = self._starts[:], self._stops[:]
+        self._added = None
+        copied._runs = self._runs[:]
         copied._content = self._content.copy()
         return copied
 
@@ -156,14 +174,101 @@ class Literals(Sequence[Literal]):
     @property
     def files(self) -> Ints:
         """The file of each."""
-        return np.array(self._files, dtype=np.int64)
-
-    @property
-    def offsets(self) -> Ints:
-        """The byte of its file at which each begins."""
-        return np.array(self._offsets, dtype=np.int64)
+        counts = [len(kept.offsets) for _, kept in self._runs]
+        return np.repeat(np.array([file for file, _ in self._runs], dtype=np.int64), counts)
 
     @property
     def sizes(self) -> Ints:
         """Bytes of each."""
-        return np.array(self._stops, dtype=np.int64) - np.array(self._starts, dtype=np.int64)
+        found = [np.array(kept.stops) - np.array(kept.starts) for _, kept in self._runs]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *found])
+
+    def by_file(self) -> LiteralsByFile:
+        """The same, to be looked up by where they lie."""
+        return LiteralsByFile(self._runs, self._content)
+
+
+class LiteralsByFile:
+    """Literals by file and byte."""
+
+    def __init__(self, runs: Iterable[tuple[int, Kept]], content: _Text) -> None:
+        self._content = content
+        self._kept: dict[int, Kept] = {}
+        for file, kept in runs:
+            known = self._kept.get(file)
+            self._kept[file] = _in_order(kept if known is None else _both(known, kept))
+
+    def of_ranges(self, ranges: Iterable[tuple[int, int, int]]) -> Stretches:
+        """What lies in ranges ``(file, first byte, one past the last)``; a literal may reach over several of them."""
+        found = Stretches(self._content)
+        for number, (file, start, stop) in enumerate(ranges):
+            kept = self._kept.get(file)
+            if kept is None:
+                continue
+            first = bisect_right(kept.offsets, start)
+            while first and kept.offsets[first - 1] + _length(kept, first - 1) > start:
+                first -= 1
+            for place in range(first, bisect_left(kept.offsets, stop)):
+                offset, begin = kept.offsets[place], kept.starts[place]
+                low, high = max(offset, start), min(offset + _length(kept, place), stop)
+                found.add(number, low - start, begin + low - offset, begin + high - offset)
+        return found
+
+
+def _length(kept: Kept, place: int) -> int:
+    return kept.stops[place] - kept.starts[place]
+
+
+def _both(one: Kept, other: Kept) -> Kept:
+    return Kept(*(a + b for a, b in zip(one, other, strict=True)))
+
+
+def _in_order(kept: Kept) -> Kept:
+    offsets = np.array(kept.offsets, dtype=np.int64)
+    if (offsets[1:] >= offsets[:-1]).all():
+        return kept
+    order = np.argsort(offsets, kind="stable")
+    return Kept(*(array("q", np.array(column)[order].tobytes()) for column in kept))
+
+
+class Stretches(Sequence[Literal]):
+    """Stretches of literals: number of a range, byte offset in it, and bytes; in the order of the ranges.
+
+    They share the text of the literals that they were taken of. Only their own bytes are sent to another process.
+    """
+
+    __slots__ = ("_content", "_numbers", "_offsets", "_starts", "_stops")
+
+    def __init__(self, content: _Text) -> None:
+        self._content = content
+        self._numbers, self._offsets = array("q"), array("q")
+        self._starts, self._stops = array("q"), array("q")
+
+    def add(self, number: int, offset: int, start: int, stop: int) -> None:
+        """Add what lies at ``[start, stop)`` of the text."""
+        self._numbers.append(number)
+        self._offsets.append(offset)
+        self._starts.append(start)
+        self._stops.append(stop)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, at: int) -> Literal: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[Literal]: ...
+
+    def __getitem__(self, at: int | slice) -> Literal | list[Literal]:
+        return list(self)[at]
+
+    def __iter__(self) -> Iterator[Literal]:
+        reader = _Reader(self._content)
+        for number, offset, start, stop in zip(
+            self._numbers, self._offsets, self._starts, self._stops, strict=True
+        ):
+            yield number, offset, reader.read(start, stop)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Literals, (tuple(self),)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
 from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.core.geometry import Ints
-from paddle_reshard.pipeline.core.literals import Literals
+from paddle_reshard.pipeline.core.literals import Literal
 from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.tensors import Tensor
-from paddle_reshard.pipeline.planning.ops import OpRows
+from paddle_reshard.pipeline.planning.ops import Ops
 from paddle_reshard.pipeline.planning.parts import MADE, Parts
 from paddle_reshard.pipeline.planning.plan import Bands, Plan
 
@@ -32,10 +32,11 @@ class GroupWork:
     bands: Bands
     """Sorted by pass, file and start."""
     parts: Parts
-    ops: OpRows
-    literals: tuple[tuple[int, int, bytes], ...]
+    ops: Ops
+    """A view of those of the plan."""
+    literals: Sequence[Literal]
     """``(index into parts, byte offset in the part, bytes)``, sorted by part."""
-    tensors: dict[int, Tensor]
+    tensors: Mapping[int, Tensor]
     """Tensor number → what it is, of the tensors that appear in ``ops``."""
     peak_bytes: int
     allow_replica_drift: bool = False
@@ -67,11 +68,12 @@ def plan_work(plan: Plan) -> Iterator[GroupWork]:
     op_first = np.searchsorted(plan.op_groups, np.arange(count + 1))
     band_first = np.searchsorted(plan.bands["group"], np.arange(count + 1))
     part_first = np.searchsorted(plan.parts["group"], np.arange(count + 1))
-    literals = _Places.of(plan.literals)
+    literals = plan.literals.by_file()
     for group in range(count):
-        ops = plan.ops[op_first[group] : op_first[group + 1]].rows()
+        ops = plan.ops[op_first[group] : op_first[group + 1]]
         bands = plan.bands[band_first[group] : band_first[group + 1]]
         parts = plan.parts[part_first[group] : part_first[group + 1]]
+        tensors = np.unique(ops["tensor"])
         yield GroupWork(
             group=group,
             source_paths={int(f): plan.source_files[f].path for f in _sources(bands, parts)},
@@ -79,14 +81,16 @@ def plan_work(plan: Plan) -> Iterator[GroupWork]:
             bands=bands,
             parts=parts,
             ops=ops,
-            literals=tuple(_literals_of(parts, plan.literals, literals)),
-            tensors={int(t): plan.tensors[t] for t in np.unique(ops["tensor"])},
+            literals=literals.of_ranges(
+                zip(parts["file"].tolist(), parts["start"].tolist(), parts["stop"].tolist(), strict=True)
+            ),
+            tensors=_Chosen(plan.tensors, tensors),
             peak_bytes=int(plan.group_peaks[group]),
             allow_replica_drift=plan.allow_replica_drift,
             allow_master_drift=plan.allow_master_drift,
-            mixtures={
-                int(t): plan.mixtures[int(t)] for t in np.unique(ops["tensor"]) if int(t) in plan.mixtures
-            },
+            mixtures={t: plan.mixtures[t] for t in tensors.tolist() if t in plan.mixtures}
+            if plan.mixtures
+            else {},
         )
 
 
@@ -95,33 +99,26 @@ def _sources(bands: Bands, parts: Parts) -> Ints:
     return np.unique(np.concatenate([bands["file"], copied]))
 
 
-class _Places(NamedTuple):
-    """Literals by file and byte."""
+class _Chosen(Mapping[int, Tensor]):
+    """Those tensors of a plan that a group is about; only these are sent to another process."""
 
-    number: Ints
-    """Number of each in the plan."""
-    file: Ints
-    start: Ints
-    stop: Ints
+    def __init__(self, tensors: Sequence[Tensor], numbers: Ints) -> None:
+        self._tensors, self._numbers = tensors, numbers
 
-    @classmethod
-    def of(cls, literals: Literals) -> _Places:
-        file, start = literals.files, literals.offsets
-        order = np.lexsort((start, file))
-        return cls(order, file[order], start[order], (start + literals.sizes)[order])
+    def __getitem__(self, number: int) -> Tensor:
+        if number not in self:
+            raise KeyError(number)
+        return self._tensors[number]
 
-    def between(self, file: int, start: int, stop: int) -> Ints:
-        """The numbers of those that have bytes in this range."""
-        first, last = np.searchsorted(self.file, [file, file + 1])
-        low = first + np.searchsorted(self.stop[first:last], start, side="right")
-        high = first + np.searchsorted(self.start[first:last], stop, side="left")
-        return self.number[low:high]
+    def __contains__(self, number: object) -> bool:
+        place = int(np.searchsorted(self._numbers, number))  # type: ignore[call-overload]
+        return place < len(self._numbers) and self._numbers[place] == number
 
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._numbers.tolist())
 
-def _literals_of(parts: Parts, literals: Literals, places: _Places) -> Iterator[tuple[int, int, bytes]]:
-    """The literal bytes of each part; a literal may reach over several."""
-    for index, part in enumerate(parts):
-        start, stop = int(part["start"]), int(part["stop"])
-        for number in places.between(int(part["file"]), start, stop).tolist():
-            _, offset, content = literals[number]
-            yield index, max(offset - start, 0), content[max(start - offset, 0) : stop - offset]
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import random
+from itertools import pairwise
 
 from paddle_reshard.pipeline.core.literals import BLOCK_BYTES, Literals
 
@@ -46,3 +48,21 @@ def test_files_that_are_alike_share_their_contents() -> None:
     literals.place(kept, 3)
     literals.place(kept, 1)
     assert list(literals) == [(3, 0, b"head"), (3, 100, b"tail"), (1, 0, b"head"), (1, 100, b"tail")]
+
+
+def test_what_lies_in_ranges_of_files() -> None:
+    """Of a file whose bytes are all literals, added from its end to its start, every range is its own bytes."""
+    numbers = random.Random(2)
+    whole = numbers.randbytes(3 * BLOCK_BYTES)
+    cuts = sorted({0, len(whole), *(numbers.randrange(len(whole)) for _ in range(300))})
+    pieces = [(7, start, whole[start:stop]) for start, stop in pairwise(cuts)]
+    literals = Literals([(5, 0, b"another file"), *reversed(pieces)])
+    ranges = [(7, *sorted(numbers.sample(range(len(whole)), 2))) for _ in range(20)]
+    found = literals.by_file().of_ranges([(5, 3, 4), (6, 0, 9), *ranges])
+    assert next(iter(found)) == (0, 0, b"t")
+    for taken in (found, pickle.loads(pickle.dumps(found))):
+        contents = [bytearray(stop - start) for _, start, stop in ranges]
+        for number, offset, content in taken[1:]:
+            contents[number - 2][offset : offset + len(content)] = content
+        assert contents == [whole[start:stop] for _, start, stop in ranges]
+        assert len(taken) == len(found)
