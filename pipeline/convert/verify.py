@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,13 +19,14 @@ from paddle_reshard.pipeline.core.choices import REPLICAS
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
+from paddle_reshard.pipeline.core.freed import give_back_freed
 from paddle_reshard.pipeline.core.shown import SHOWN_DIFFERENCES, Facts, Shown, readable_bytes
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
 from paddle_reshard.pipeline.indexing import small_files
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.optimizer_steps import check_optimizer
-from paddle_reshard.pipeline.indexing.pair import index_pair
+from paddle_reshard.pipeline.indexing.pair import Contents, index_pair
 from paddle_reshard.pipeline.layouts.checkpoint import MissingPolicy
 from paddle_reshard.pipeline.planning.compare import (
     SIDE_A,
@@ -136,52 +137,53 @@ def verify(
         checkpoint = index_checkpoint(store, *given_inputs(rules, config), missing, index_files)
         check_optimizer(store, checkpoint)
         own = plan_self_comparison(checkpoint.catalog, engine.memory_bytes, compare_replicas)
-        report = _compared(own, engine, store, (), observe)
+        report = _compared(own, engine, store, observe)
         store.check_unchanged()
         return report
     stores = [
         open_source(os.fspath(a), *source_access(given)),
         open_source(os.fspath(b), *target_access(given)),
     ]
-    one, two = index_pair(stores[0], stores[1], *given_inputs(rules, config), missing, index_files)
-    known = one.catalog.tensors.states | two.catalog.tensors.states
-    if unknown := set(texts_of(states or ())) - known:
-        raise UsageError(
-            f"neither checkpoint has the state {min(unknown)!r}; known: {', '.join(sorted(known))}"
-            f"{did_you_mean(min(unknown), known)}"
+    chosen = None if states is None else set(texts_of(states))
+
+    def plan(one: Contents, two: Contents) -> Comparison:
+        _check_states(chosen, one.catalog.tensors.states | two.catalog.tensors.states)
+        tensors = max(len(side.catalog.tensors) for side in (one, two))
+        pieces = max(len(side.catalog.fragments) for side in (one, two))
+        check_metadata(tensors, pieces, 0, engine.memory_bytes)
+        planned = plan_comparison(
+            one.catalog, two.catalog, chosen, subset, engine.memory_bytes, compare_replicas
         )
-    tensors = max(len(side.catalog.tensors) for side in (one, two))
-    pieces = max(len(side.catalog.fragments) for side in (one, two))
-    check_metadata(tensors, pieces, 0, engine.memory_bytes)
-    comparison = plan_comparison(
-        one.catalog,
-        two.catalog,
-        None if states is None else set(texts_of(states)),
-        subset,
-        engine.memory_bytes,
-        compare_replicas,
-    )
-    differences = []
-    if states is None:
-        differences = _other_differences(stores, one.lr_scheduler, two.lr_scheduler, subset)
+        differences = planned.differences
+        if chosen is None:
+            differences += _other_differences(stores, one.lr_scheduler, two.lr_scheduler, subset)
+        return replace(planned, differences=differences)
+
+    # The plan is all that is kept of the two catalogs.
+    comparison = plan(*index_pair(stores[0], stores[1], *given_inputs(rules, config), missing, index_files))
+    give_back_freed()
     pair = JoinedSource((Mount(SIDE_A, stores[0]), Mount(SIDE_B, stores[1])))
-    report = _compared(comparison, engine, pair, differences, observe)
+    report = _compared(comparison, engine, pair, observe)
     for store in stores:
         store.check_unchanged()
     return report
 
 
+def _check_states(chosen: Collection[str] | None, known: Collection[str]) -> None:
+    if unknown := set(chosen or ()) - set(known):
+        raise UsageError(
+            f"neither checkpoint has the state {min(unknown)!r}; known: {', '.join(sorted(known))}"
+            f"{did_you_mean(min(unknown), known)}"
+        )
+
+
 def _compared(
-    comparison: Comparison,
-    engine: InlineEngine,
-    source: ReadRange,
-    known: Sequence[Difference],
-    observe: Observer,
+    comparison: Comparison, engine: InlineEngine, source: ReadRange, observe: Observer
 ) -> VerifyReport:
-    """Make a comparison; what is ``known`` to differ is told too."""
+    """Make a comparison."""
     plan = comparison.plan
     engine = engine.beside(len(plan.tensors), len(plan.ops), plan.peak_bytes)
-    differences = [*comparison.differences, *known]
+    differences = list(comparison.differences)
     observe(StepStarted("comparing", plan.read_bytes))
     reports = []
     with closing(engine.compare(plan_work(comparison.plan), source)) as made:
@@ -208,12 +210,12 @@ def _compared(
 
 def _other_differences(
     stores: Sequence[Source], schedule_a: Any, schedule_b: Any, subset: bool
-) -> list[Difference]:
+) -> tuple[Difference, ...]:
     """What differs beside the tensors: the schedule, what the trainer says of itself, the configuration."""
     schedules = [] if subset and schedule_b is None else list(small_files.differences(schedule_a, schedule_b))
     told = [replace(odd, what=f"LR_Scheduler.{odd.what}".rstrip(".")) for odd in schedules]
     told += small_files.compare_small_files(stores[0], stores[1], subset)
-    return [Difference(odd.what, f"{odd.a} in A, {odd.b} in B") for odd in told]
+    return tuple(Difference(odd.what, f"{odd.a} in A, {odd.b} in B") for odd in told)
 
 
 def check(

@@ -38,7 +38,7 @@ FRAGMENT = np.dtype(
 )
 
 Fragments: TypeAlias = "npt.NDArray[np.void]"
-_BLOCK_BOXES = 1 << 18
+_BLOCK_BOXES = 1 << 16
 """Boxes that are held against each other in one go."""
 FragmentRow = tuple[int, int, int, int, int, Shape, Shape, Shape]
 
@@ -193,7 +193,15 @@ def check_dtypes(tensors: Tensors) -> None:
 
 def check_bounds(tensors: Tensors, files: Sequence[File], fragments: Fragments) -> None:
     """Every box lies inside its tensor, and its bytes inside its file."""
-    outside = (fragments["offset"] + fragments["extents"] > tensors.shapes[fragments["tensor"]]).any(axis=1)
+    shapes, sizes = tensors.shapes, np.array([f.size_bytes for f in files], dtype=np.int64)
+    for first in range(0, len(fragments), _BLOCK_BOXES):
+        _check_bounds(tensors, shapes, files, sizes, fragments[first : first + _BLOCK_BOXES])
+
+
+def _check_bounds(
+    tensors: Tensors, shapes: Ints, files: Sequence[File], sizes: Ints, fragments: Fragments
+) -> None:
+    outside = (fragments["offset"] + fragments["extents"] > shapes[fragments["tensor"]]).any(axis=1)
     outside |= (fragments["offset"] < 0).any(axis=1)
     if outside.any():
         row = fragments[outside][0]
@@ -203,7 +211,6 @@ def check_bounds(tensors: Tensors, files: Sequence[File], fragments: Fragments) 
             f"{tensors[row['tensor']].global_shape}",
             (files[row["file"]].path,),
         )
-    sizes = np.array([f.size_bytes for f in files], dtype=np.int64)
     start, stop = hulls(fragments)
     beyond = (start < 0) | (stop > sizes[fragments["file"]])
     if beyond.any():

@@ -102,6 +102,8 @@ class Boxes(NamedTuple):
     extents: Ints
 
 
+_BLOCK_BOXES = 1 << 17
+"""Boxes that are held against each other in one go, those of a tensor together."""
 _BLOCK_PAIRS = 1 << 18
 """Candidates looked at in one go, so that memory does not grow with their number."""
 
@@ -110,8 +112,37 @@ def meeting_pairs(left: Boxes, right: Boxes) -> tuple[Ints, Ints]:
     """All pairs ``(i, j)`` of a ``left`` and a ``right`` box of the same tensor that share an element.
 
     Ordered by tensor, then ``i``, then ``j``. The boxes are swept along one dim, for each tensor the one that
-    leaves fewest candidates: with slices on both sides these are hardly more than the pairs themselves.
+    leaves fewest candidates: with slices on both sides these are hardly more than the pairs themselves. What is in
+    hand for that are the boxes of some tensors at a time.
     """
+    if len(left.tensor) + len(right.tensor) <= _BLOCK_BOXES:
+        return _meeting(left, right)
+    found = [(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))]
+    for rows, others in zip(*_by_tensor(left, right), strict=True):
+        one, other = (
+            Boxes(*(column[chosen] for column in side)) for side, chosen in ((left, rows), (right, others))
+        )
+        i, j = _meeting(one, other)
+        found.append((rows[i], others[j]))
+    i, j = (np.concatenate([pairs[side] for pairs in found]) for side in (0, 1))
+    return i, j
+
+
+def _by_tensor(*sides: Boxes) -> list[list[Ints]]:
+    """Of every side the numbers of the boxes of tensors that follow each other, about ``_BLOCK_BOXES`` together."""
+    count = 1 + max(int(boxes.tensor.max(initial=-1)) for boxes in sides)
+    each = [np.bincount(boxes.tensor, minlength=count) for boxes in sides]
+    block = np.cumsum(np.sum(each, axis=0)) // _BLOCK_BOXES
+    opens = np.flatnonzero(np.r_[True, block[1:] != block[:-1]])
+    found = []
+    for boxes, counts in zip(sides, each, strict=True):
+        order = np.argsort(boxes.tensor, kind="stable")
+        before = np.cumsum(counts) - counts
+        found.append([np.sort(rows) for rows in np.split(order, before[opens[1:]])])
+    return found
+
+
+def _meeting(left: Boxes, right: Boxes) -> tuple[Ints, Ints]:
     dims = [d for d in range(MAX_DIMS) if _tells_apart(left, d) or _tells_apart(right, d)] or [0]
     if not len(left.tensor) or not len(right.tensor):
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)

@@ -79,6 +79,11 @@ class Identities:
         place = self._places[of_state][of_key]
         return None if place < 0 else place
 
+    def order(self, numbers: Ints) -> Ints:
+        """How to sort some of them, by key and then by state."""
+        columns = (self._states, self._state), (self._keys, self._key)
+        return np.lexsort([_ranks(values.values)[np.array(of_each)[numbers]] for values, of_each in columns])
+
     @property
     def states(self) -> frozenset[str]:
         """All states."""
@@ -89,6 +94,13 @@ class Identities:
         number = self._states.numbers.get(state, -1)
         found = np.flatnonzero(np.array(self._state, dtype=np.int16) == number).tolist()
         return {self._keys.values[self._key[place]]: place for place in found}
+
+
+def _ranks(values: Sequence[str]) -> Ints:
+    """For each of some different texts, which are in no order, how many come before it."""
+    ranks = np.empty(len(values), dtype=np.int64)
+    ranks[sorted(range(len(values)), key=values.__getitem__)] = np.arange(len(values))
+    return ranks
 
 
 class Tensors(Sequence[Tensor]):
@@ -162,6 +174,10 @@ class Tensors(Sequence[Tensor]):
     def states(self) -> frozenset[str]:
         """All states."""
         return self._identities.states
+
+    def order(self, numbers: Ints) -> Ints:
+        """How to sort some of them, by key and then by state."""
+        return self._identities.order(numbers)
 
     def of_state(self, state: str) -> dict[str, int]:
         """Key → number of the tensors of one state, in their order."""

@@ -96,6 +96,11 @@ class ArrayKind:
     fortran: bool = False
 
 
+_COLUMNS = 7
+_BLOCK_ARRAYS = 1 << 14
+"""Arrays whose boxes are made in one go."""
+
+
 class Placements:
     """Collects the fragments of many arrays. Arrays of one kind are the same boxes, worked out once."""
 
@@ -104,6 +109,8 @@ class Placements:
         self._boxes: list[list[FragmentRow]] = []
         self._steps: list[Shape] = []
         self._arrays = array("q")  # seven numbers of each, which as objects would take six times the memory
+        self._files: list[tuple[int, Ints, int, int]] = []
+        """What :meth:`add_file` was given, and how many single arrays were added before."""
 
     def kind(self, kind: ArrayKind) -> int:
         """The number of a kind of arrays."""
@@ -120,37 +127,72 @@ class Placements:
         self._arrays.extend((kind, rank, tensor, file, byte_offset, DTYPES.index(dtype), replica))
 
     def add_file(self, arrays: Ints, rank: int, file: int) -> None:
-        """All arrays of a file of tp rank ``rank``: a row of kind, tensor, byte offset and number of the dtype each."""
-        rows = np.zeros((len(arrays), 7), dtype=np.int64)
-        rows[:, [0, 2, 4, 5]] = arrays
-        rows[:, 1], rows[:, 3] = rank, file
-        self._arrays.frombytes(rows.tobytes())
+        """All arrays of a file of tp rank ``rank``: a row of kind, tensor, byte offset and number of the dtype each.
+
+        The rows are not copied: files of several ranks may share them.
+        """
+        self._files.append((len(self._arrays) // _COLUMNS, arrays, rank, file))
 
     def box_counts(self) -> Ints:
         """How many boxes each array is, in the order in which they were added."""
-        counts = np.array([len(of_kind) for of_kind in self._boxes], dtype=np.int64)
-        return counts[self._columns()[0]]
+        counts = self._counts()
+        found = [counts[kind] for kind, *_ in self._blocks()]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *found])
 
-    def _columns(self) -> Ints:
-        return np.frombuffer(self._arrays, dtype=np.int64).reshape(-1, 7).T
+    def _counts(self) -> Ints:
+        return np.array([len(of_kind) for of_kind in self._boxes], dtype=np.int64)
+
+    def _blocks(self) -> Iterator[Ints]:
+        """Seven columns of all arrays in the order in which they were added, a bounded number at a time."""
+        gathered: list[Ints] = []
+        count = 0
+        for columns in self._pieces():
+            gathered.append(columns)
+            count += columns.shape[1]
+            if count >= _BLOCK_ARRAYS:
+                yield np.concatenate(gathered, axis=1)
+                gathered, count = [], 0
+        if gathered:
+            yield np.concatenate(gathered, axis=1)
+
+    def _pieces(self) -> Iterator[Ints]:
+        done = 0
+        for single, arrays, rank, file in self._files:
+            yield from self._single(done, single)
+            done = single
+            for first in range(0, len(arrays), _BLOCK_ARRAYS):
+                rows = arrays[first : first + _BLOCK_ARRAYS]
+                columns = np.zeros((_COLUMNS, len(rows)), dtype=np.int64)
+                columns[[0, 2, 4, 5]], columns[1], columns[3] = rows.T, rank, file
+                yield columns
+        yield from self._single(done, len(self._arrays) // _COLUMNS)
+
+    def _single(self, start: int, stop: int) -> Iterator[Ints]:
+        """Those that were added one by one, from number ``start`` on."""
+        for first in range(start, stop, _BLOCK_ARRAYS):
+            rows = self._arrays[first * _COLUMNS : min(first + _BLOCK_ARRAYS, stop) * _COLUMNS]
+            yield np.frombuffer(rows, dtype=np.int64).reshape(-1, _COLUMNS).T
 
     def fragments(self) -> Fragments:
         """The boxes of all arrays, in the order in which they were added."""
-        kind, rank, tensor, file, byte_offset, dtype, replica = self._columns()
         boxes = fragment_rows([box for of_kind in self._boxes for box in of_kind])
-        counts = np.array([len(of_kind) for of_kind in self._boxes], dtype=np.int64)
-        first = np.cumsum(counts) - counts
-        count = counts[kind]
-        number = np.repeat(np.arange(len(kind)), count)
-        within = np.arange(len(number)) - np.repeat(np.cumsum(count) - count, count)
-        rows = boxes[first[kind][number] + within]
-        del within
         steps = np.array(self._steps, dtype=np.int64).reshape(-1, MAX_DIMS)
-        rows["tensor"], rows["file"] = tensor[number], file[number]
-        rows["dtype"], rows["replica"] = dtype[number], replica[number]
-        rows["byte_base"] += byte_offset[number]
-        rows["offset"] += (steps[kind] * rank[:, None])[number]
-        return rows
+        counts = self._counts()
+        before = np.cumsum(counts) - counts
+        found = np.empty(int(self.box_counts().sum()), dtype=boxes.dtype)
+        done = 0
+        for kind, rank, tensor, file, byte_offset, dtype, replica in self._blocks():
+            count = counts[kind]
+            number = np.repeat(np.arange(len(kind)), count)
+            within = np.arange(len(number)) - np.repeat(np.cumsum(count) - count, count)
+            rows = boxes[before[kind][number] + within]
+            rows["tensor"], rows["file"] = tensor[number], file[number]
+            rows["dtype"], rows["replica"] = dtype[number], replica[number]
+            rows["byte_base"] += byte_offset[number]
+            rows["offset"] += (steps[kind] * rank[:, None])[number]
+            found[done : done + len(rows)] = rows
+            done += len(rows)
+        return found
 
 
 def _boxes_of(kind: ArrayKind) -> Iterator[FragmentRow]:

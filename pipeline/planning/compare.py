@@ -11,16 +11,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
+from paddle_reshard.pipeline.core.geometry import Ints
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
+from paddle_reshard.pipeline.core.tensors import Tensor
 from paddle_reshard.pipeline.planning.checks import held_parameters
 from paddle_reshard.pipeline.planning.match import match, source_tensors
-from paddle_reshard.pipeline.planning.ops import COMPARE, Ops
+from paddle_reshard.pipeline.planning.ops import COMPARE, Flags, Ops
 from paddle_reshard.pipeline.planning.plan import Plan, plan_comparisons
 
 ONLY_IN_A, ONLY_IN_B = "only in A", "only in B"
 
 SIDE_A, SIDE_B = "A/", "B/"
 """How the paths of each side's files begin in the plan of a comparison."""
+
+_BLOCK_TENSORS = 1 << 15
+"""Tensors whose boxes are matched in one go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,31 +65,29 @@ def plan_comparison(
     compare_replicas
         Whether all copies that a side has of a tensor are looked at, not only the first.
     """
-    ids_a, ids_b = _chosen(a, states), _chosen(b, states)
+    ids_a = _chosen(a.tensors, states)
+    partner = _partners(a.tensors, b.tensors)[ids_a]
+    lone = np.setdiff1d(_chosen(b.tensors, states), partner)
     differences = [
-        Difference(a.tensors[ids_a[i]].label, ONLY_IN_A) for i in ids_a if i not in ids_b and not subset
+        Difference(a.tensors[i].label, ONLY_IN_A) for i in ids_a[partner < 0].tolist() if not subset
     ]
-    differences += [Difference(b.tensors[ids_b[i]].label, ONLY_IN_B) for i in ids_b if i not in ids_a]
-    common = []
-    for identity in ids_a.keys() & ids_b.keys():
-        one, two = a.tensors[ids_a[identity]], b.tensors[ids_b[identity]]
-        if (one.dtype, one.global_shape) != (two.dtype, two.global_shape):
-            differences.append(
-                Difference(
-                    one.label,
-                    f"{one.dtype.name} {one.global_shape} in A, {two.dtype.name} {two.global_shape} in B",
-                )
-            )
-        else:
-            common.append(identity)
-    common.sort()
-    tensors = Tensors(a.tensors[ids_a[identity]] for identity in common)
+    differences += [Difference(b.tensors[i].label, ONLY_IN_B) for i in lone.tolist()]
+    same = partner >= 0
+    for place in np.flatnonzero(same).tolist():
+        one, two = int(ids_a[place]), int(partner[place])
+        if a.tensors.dtype(one) != b.tensors.dtype(two) or a.tensors.shape(one) != b.tensors.shape(two):
+            differences.append(_unlike(a.tensors[one], b.tensors[two]))
+            same[place] = False
+    ids_a, ids_b = ids_a[same], partner[same]
+    order = a.tensors.order(ids_a)
+    ids_a, ids_b = ids_a[order], ids_b[order]
+    tensors = Tensors(a.tensors[tensor] for tensor in ids_a.tolist())
     if not compare_replicas:
         a, b = (replace(side, fragments=side.fragments[side.fragments["replica"] == 0]) for side in (a, b))
-    ops = _comparisons(a, b, [ids_a[i] for i in common], [ids_b[i] for i in common])
+    ops = _comparisons(a, b, ids_a, ids_b)
     files = _prefixed(SIDE_A, a.files) + _prefixed(SIDE_B, b.files)
     plan = plan_comparisons(ops, tensors, files, budget_bytes)
-    return Comparison(tuple(sorted(differences, key=lambda d: d.tensor)), plan, len(common))
+    return Comparison(tuple(sorted(differences, key=lambda d: d.tensor)), plan, len(tensors))
 
 
 def plan_self_comparison(catalog: Catalog, budget_bytes: int, compare_replicas: bool = True) -> Comparison:
@@ -101,34 +104,49 @@ def plan_self_comparison(catalog: Catalog, budget_bytes: int, compare_replicas: 
     return Comparison((), plan, len(catalog.tensors))
 
 
-def _chosen(catalog: Catalog, states: Collection[str] | None) -> dict[tuple[str, str], int]:
-    return {identity: i for identity, i in catalog.index().items() if states is None or identity[1] in states}
+def _chosen(tensors: Tensors, states: Collection[str] | None) -> Ints:
+    """The numbers of the tensors of these states; ``None``: of all."""
+    numbers = (i for i in range(len(tensors)) if states is None or tensors.identity(i)[1] in states)
+    return np.fromiter(numbers, dtype=np.int64)
+
+
+def _partners(a: Tensors, b: Tensors) -> Ints:
+    """For each tensor of ``a`` the number of that of ``b``, -1 for none."""
+    found = (b.find(*a.identity(number)) for number in range(len(a)))
+    return np.fromiter((-1 if number is None else number for number in found), dtype=np.int64, count=len(a))
+
+
+def _unlike(one: Tensor, two: Tensor) -> Difference:
+    sides = (
+        f"{tensor.dtype.name} {tensor.global_shape} in {side}" for tensor, side in ((one, "A"), (two, "B"))
+    )
+    return Difference(one.label, ", ".join(sides))
 
 
 def _prefixed(side: str, files: Iterable[File]) -> tuple[File, ...]:
     return tuple(File(side + file.path, file.size_bytes) for file in files)
 
 
-def _comparisons(a: Catalog, b: Catalog, ids_a: list[int], ids_b: list[int]) -> Ops:
+def _comparisons(a: Catalog, b: Catalog, ids_a: Ints, ids_b: Ints) -> Ops:
     """Ops that compare each common tensor of ``a`` with that of ``b``, and the copies within each side."""
-    follows = _follows_from_master(a, ids_a) & _follows_from_master(b, ids_b)
-    rows_a = _rows(a, ids_a, 0, follows)
-    rows_b = _rows(b, ids_b, len(a.files), follows)
-    one, two = rows_a[rows_a["replica"] == 0], rows_b[rows_b["replica"] == 0]
-    ops = Ops.joined(
-        [
-            match(one, two, {}, kind=COMPARE),
-            match(one, rows_a[rows_a["replica"] > 0], {}, kind=COMPARE),
-            match(two, rows_b[rows_b["replica"] > 0], {}, kind=COMPARE),
-        ]
-    )
+    compared = ~(_follows_from_master(a, ids_a) & _follows_from_master(b, ids_b))
+    sides = _Stored(a, ids_a, 0), _Stored(b, ids_b, len(a.files))
+    chunks: tuple[list[Ops], ...] = ([Ops.empty()], [Ops.empty()], [Ops.empty()])
+    for first in range(0, len(ids_a), _BLOCK_TENSORS):
+        places = first + np.flatnonzero(compared[first : first + _BLOCK_TENSORS])
+        (one, copies_of_one), (two, copies_of_two) = (side.rows(places) for side in sides)
+        pairs = (one, two), (one, copies_of_one), (two, copies_of_two)
+        for found, pair in zip(chunks, pairs, strict=True):
+            found.append(match(*pair, {}, kind=COMPARE))
+    ops = Ops.joined([chunk for of_kind in chunks for chunk in of_kind])
     # What is read from a master weight is done beside the master weight, so that its bytes are read once.
     for catalog, ids in ((a, ids_a), (b, ids_b)):
-        place = {tensor: i for i, tensor in enumerate(ids)}
+        place = np.full(len(catalog.tensors), -1)
+        place[ids] = np.arange(len(ids))
         beside = {
-            place[tensor]: place[master]
+            int(place[tensor]): int(place[master])
             for tensor, master in catalog.implied.items()
-            if tensor in place and master in place
+            if place[tensor] >= 0 and place[master] >= 0
         }
         moved = np.isin(ops["tensor"], list(beside))
         read_from = ops["source_tensor"].copy()
@@ -137,21 +155,35 @@ def _comparisons(a: Catalog, b: Catalog, ids_a: list[int], ids_b: list[int]) -> 
     return ops
 
 
-def _follows_from_master(catalog: Catalog, ids: list[int]) -> set[int]:
-    """Tensors that are equal if their master weights are, which are compared too."""
-    chosen = set(ids)
-    return {i for i, tensor in enumerate(ids) if catalog.implied.get(tensor) in chosen}
+def _follows_from_master(catalog: Catalog, ids: Ints) -> Flags:
+    """Whether each tensor is equal if its master weight is, which is compared too."""
+    chosen = np.zeros(len(catalog.tensors), dtype=bool)
+    chosen[ids] = True
+    follows = np.zeros(len(catalog.tensors), dtype=bool)
+    for tensor, master in catalog.implied.items():
+        follows[tensor] = chosen[master]
+    return np.asarray(follows[ids])
 
 
-def _rows(catalog: Catalog, ids: list[int], first_file: int, leave_out: set[int]) -> Fragments:
-    """Where the values of the chosen tensors lie, numbered by their place in ``ids``; files shifted."""
-    order = np.argsort(catalog.fragments["tensor"], kind="stable")
-    first = np.searchsorted(catalog.fragments["tensor"][order], np.arange(len(catalog.tensors) + 1))
-    numbers = [i for i in range(len(ids)) if i not in leave_out]
-    stored = np.array([catalog.implied.get(ids[i], ids[i]) for i in numbers], dtype=np.int64)
-    lengths = first[stored + 1] - first[stored]
-    within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    found = catalog.fragments[order[np.repeat(first[stored], lengths) + within]]
-    found["tensor"] = np.repeat(np.array(numbers, dtype=np.int32), lengths)
-    found["file"] += first_file
-    return found
+class _Stored:
+    """Where the values of the chosen tensors of a side lie."""
+
+    def __init__(self, catalog: Catalog, ids: Ints, first_file: int) -> None:
+        self.fragments, self.first_file = catalog.fragments, first_file
+        stored = np.arange(len(catalog.tensors))
+        stored[list(catalog.implied)] = list(catalog.implied.values())
+        self.stored = stored[ids]
+        tensor = self.fragments["tensor"]
+        self.order = np.argsort(tensor, kind="stable")
+        self.first = np.r_[0, np.cumsum(np.bincount(tensor, minlength=len(stored)))]
+
+    def rows(self, places: Ints) -> tuple[Fragments, Fragments]:
+        """Of some of the chosen tensors, numbered by their places: the copies that count, and the others."""
+        stored = self.stored[places]
+        lengths = self.first[stored + 1] - self.first[stored]
+        within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        found = self.fragments[self.order[np.repeat(self.first[stored], lengths) + within]]
+        found["tensor"] = np.repeat(places, lengths)
+        found["file"] += self.first_file
+        counts = found["replica"] == 0
+        return found[counts], found[~counts]

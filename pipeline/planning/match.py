@@ -11,13 +11,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.core.catalog import Catalog, Fragments, volumes
+from paddle_reshard.pipeline.core.catalog import Catalog, Fragments
 from paddle_reshard.pipeline.core.errors import CoverageError, PlanError, UnsupportedError
 from paddle_reshard.pipeline.core.geometry import Boxes, Ints, intersect, meeting_pairs
 from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import DTYPES, Cast, Tensor
-from paddle_reshard.pipeline.planning.ops import CHECK, COMPARE, MOVE, Ops, op_volumes, set_stops
+from paddle_reshard.pipeline.planning.ops import CHECK, COMPARE, MOVE, Flags, Ops, op_volumes, set_stops
 
 _CASTS = {("float32", "bfloat16")}
 """Casts by definition of a format: a bf16 parameter is its master weight, rounded to nearest even."""
@@ -116,12 +116,12 @@ def plan_ops(
     PlanError
         If a source tensor would be dropped.
     """
-    primary = source.fragments.compress(source.fragments["replica"] == 0)
-    inside = clipped(target, source.tensors)
-    steps = list(_steps(primary, target, inside, source))
+    first = source.fragments["replica"] == 0
+    primary = source.fragments if first.all() else source.fragments.compress(first)
+    steps = list(_steps(primary, target, source))
     fed = np.concatenate([pairs.source_tensor for pairs, _ in steps])
     implied = _implied_by_definition(source, sorted({*_lacking(primary["tensor"], fed), *left_out}))
-    copies = source.fragments.compress(source.fragments["replica"] > 0) if compare_replicas else primary[:0]
+    copies = source.fragments.compress(~first) if compare_replicas else primary[:0]
     unmoved = primary[np.isin(primary["tensor"], list(implied))] if implied else primary[:0]
     ops = _described(
         [
@@ -139,20 +139,27 @@ def plan_ops(
     return ops
 
 
-def _steps(
-    primary: Fragments, target: Fragments, inside: Fragments, source: Catalog
-) -> Iterator[tuple[_Pairs, Fragments]]:
-    """The pairs to move, and the boxes they fill: values as they are, then every step of those that are mixed."""
+def _steps(primary: Fragments, target: Fragments, source: Catalog) -> Iterator[tuple[_Pairs, Ints]]:
+    """The pairs to move, and how many elements of each tensor they have to fill.
+
+    First values as they are, then every step of those that are mixed.
+    """
     mixtures = source.mixtures
+    inside = volumes_inside(target, source.tensors)
+
+    def wanted(rows: Flags | slice) -> Ints:
+        filled = np.bincount(target["tensor"][rows], weights=inside[rows], minlength=len(source.tensors))
+        return filled.astype(np.int64)
+
     mixed = np.isin(target["tensor"], list(mixtures))
     if mixed.any():
-        yield _meeting(primary, target[~mixed], source.implied), inside[~mixed]
+        yield _meeting(primary, target[~mixed], source.implied), wanted(~mixed)
     else:
-        yield _meeting(primary, target, source.implied), inside
+        yield _meeting(primary, target, source.implied), wanted(slice(None))
     for step in range(max([0, *(len(mixture.terms) for mixture in mixtures.values())])):
         fed = {t: m.terms[step].tensor for t, m in mixtures.items() if step < len(m.terms)}
         rows = np.isin(target["tensor"], list(fed))
-        yield _meeting(primary, target[rows], fed), inside[rows]
+        yield _meeting(primary, target[rows], fed), wanted(rows)
 
 
 def _check_steps(moves: Ops, mixtures: Mapping[int, Mixture], tensors: Sequence[Tensor]) -> None:
@@ -184,12 +191,15 @@ def _lacking(these: npt.NDArray[np.int32], others: npt.NDArray[np.int32]) -> lis
     return np.flatnonzero(lacking).tolist()
 
 
-def clipped(target: Fragments, tensors: Tensors) -> Fragments:
-    """The target's boxes as far as the source's tensors reach; what lies beyond was asked for as zeros."""
-    inside = target.copy()
-    reach = tensors.shapes[target["tensor"]] - target["offset"]
-    inside["extents"] = np.clip(reach, 0, target["extents"])
-    return inside
+def volumes_inside(target: Fragments, tensors: Tensors) -> Ints:
+    """Elements of the target's boxes as far as the source's tensors reach; what lies beyond was asked for as zeros."""
+    shapes = tensors.shapes
+    found = np.empty(len(target), dtype=np.int64)
+    for first in range(0, len(target), _BLOCK_OPS):
+        boxes = target[first : first + _BLOCK_OPS]
+        reach = np.clip(shapes[boxes["tensor"]] - boxes["offset"], 0, boxes["extents"])
+        found[first : first + len(boxes)] = reach.prod(axis=1)
+    return found
 
 
 def _implied_by_definition(source: Catalog, unmoved: Sequence[int]) -> dict[int, int]:
@@ -217,10 +227,9 @@ def _check_casts(moves: Ops, tensors: Sequence[Tensor], casts: Collection[Cast])
             )
 
 
-def _check_written_once(moves: Ops, target: Fragments, tensors: Sequence[Tensor]) -> None:
+def _check_written_once(moves: Ops, wanted: Ints, tensors: Sequence[Tensor]) -> None:
     """Sources are disjoint, so equal volumes mean: every target element once."""
     written = np.bincount(moves["tensor"], weights=op_volumes(moves), minlength=len(tensors))
-    wanted = np.bincount(target["tensor"], weights=volumes(target), minlength=len(tensors))
     wrong = np.flatnonzero(written != wanted)
     if len(wrong):
         tensor = int(wrong[0])

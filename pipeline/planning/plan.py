@@ -29,7 +29,7 @@ from paddle_reshard.pipeline.planning import sizes as planning_sizes
 from paddle_reshard.pipeline.planning.checks import Held, add_checks
 from paddle_reshard.pipeline.planning.copies import carve_copies
 from paddle_reshard.pipeline.planning.groups import FileSizes, Room, group_ops, set_passes, source_ranges
-from paddle_reshard.pipeline.planning.match import clipped, plan_ops, source_tensors
+from paddle_reshard.pipeline.planning.match import plan_ops, source_tensors, volumes_inside
 from paddle_reshard.pipeline.planning.ops import (
     CHECK,
     HOLD,
@@ -546,7 +546,7 @@ def _check_tiles(ops: Ops, target: TargetFiles, source: Catalog) -> None:
         minlength=count,
     )
     boxes = target.fragments
-    beyond = (volumes(boxes) - volumes(clipped(boxes, tensors))) * ITEMSIZES[boxes["dtype"]]
+    beyond = (volumes(boxes) - volumes_inside(boxes, tensors)) * ITEMSIZES[boxes["dtype"]]
     covered += np.bincount(boxes["file"], weights=beyond, minlength=count)
     literals = target.literals
     covered += np.bincount(literals.files, weights=literals.sizes, minlength=count)

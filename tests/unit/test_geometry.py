@@ -87,14 +87,23 @@ def columns_of(boxes: list[tuple[int, list[tuple[int, int]]]]) -> Boxes:
     return Boxes(np.array([tensor for tensor, _ in boxes], np.int32), *box_columns([b for _, b in boxes]))
 
 
-@given(TENSORS_AND_BOXES, TENSORS_AND_BOXES, st.sampled_from((1, 2, 1 << 18)), st.sampled_from((1, 1 << 59)))
-def test_boxes_that_meet_are_found_once_and_in_order(left: list, right: list, block: int, scale: int) -> None:
+@given(
+    TENSORS_AND_BOXES,
+    TENSORS_AND_BOXES,
+    st.sampled_from((1, 2, 1 << 18)),
+    st.sampled_from((1, 5, 1 << 18)),
+    st.sampled_from((1, 1 << 59)),
+)
+def test_boxes_that_meet_are_found_once_and_in_order(
+    left: list, right: list, block: int, boxes: int, scale: int
+) -> None:
     """In blocks of any size, and where tensor and place together need more than 64 bits."""
     one, two = columns_of(left), columns_of(right)
     one.offset[:, 0] *= scale
     two.offset[:, 0] *= scale
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(geometry, "_BLOCK_PAIRS", block)
+        patch.setattr(geometry, "_BLOCK_BOXES", boxes)
         i, j = meeting_pairs(one, two)
     expected = []
     for tensor in range(4):
