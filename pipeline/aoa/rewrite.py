@@ -63,7 +63,7 @@ def _table(
     """The table that describes all names of the model that comes out."""
     keys = dict.fromkeys(key for tensor in outcome.catalog.tensors for key in (tensor.key, *tensor.aliases))
     if tables is None:
-        return literal_table(keys, source.model.table.convention)
+        return literal_table(keys, source.model.table)
     return choose_table(tables, keys, config)
 
 

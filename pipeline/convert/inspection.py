@@ -23,6 +23,7 @@ from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.lora_config import Adapter
 from paddle_reshard.pipeline.layouts.model import ModelTensor
+from paddle_reshard.pipeline.layouts.optimizers import muon_parameters
 from paddle_reshard.storage.locate import StorageOptions, open_source
 from paddle_reshard.tasks.index import index_here
 
@@ -79,6 +80,8 @@ class Inspection(Shown):
             )
         if self.sequence_parallel is not None:
             facts.append(("sequence parallel", "yes" if self.sequence_parallel else "no"))
+        if by_muon := muon_parameters(self.tensors):
+            facts.append(("optimizer", f"Muon, which keeps moment1 alone of {len(by_muon)} parameters"))
         facts.append(("tensor files", f"{self.tensor_files}, {readable_bytes(self.tensor_bytes)}"))
         facts.append(("other files", f"{len(self.other_files)}"))
         if tied := [f"{t.key} = {t.tied_to}" for t in self.tensors if t.tied_to]:

@@ -67,6 +67,10 @@ class Format(Protocol):
         """Whether its files have a place for what LoRA trains."""
 
     @property
+    def holds_muon(self) -> bool:
+        """Whether trainers save the states of the optimizer Muon in it, which differ from parameter to parameter."""
+
+    @property
     def by_table(self) -> bool:
         """Whether a rule table has to describe the model: its jobs cut tensors, or name parameters."""
 

@@ -15,6 +15,7 @@ from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles
 from paddle_reshard.pipeline.layouts.format import Target
 from paddle_reshard.pipeline.layouts.formats import FORMATS, as_target, holding_average, names_of
+from paddle_reshard.pipeline.layouts.optimizers import refuse_muon
 
 
 def lay_out(
@@ -43,6 +44,10 @@ def lay_out(
         raise UnsupportedError(
             f"the source holds LoRA, for which the format {target.format.name} has no place here; convert to {holding}"
         )
+    if not (target.format.model_only or target.format.holds_muon):
+        saving = names_of([format for format in FORMATS.values() if format.holds_muon], "or")
+        for_models = names_of([format for format in FORMATS.values() if format.model_only], "or")
+        refuse_muon(wanted.model, target.format.name, saving, for_models)
     no_place = {state for name in target.format.no_place for state in DROPPABLE[name]}
     homeless = source.catalog.tensors.states & no_place
     laid_out = target.lay_out(source.without(homeless), wanted.without(homeless), sizes, folders)

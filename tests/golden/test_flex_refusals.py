@@ -169,7 +169,10 @@ def no_config(folder: Path) -> None:
         (beside_weights, "model.safetensors: lies beside a FlexCheckpoint"),
         (beside_auto_parallel, "dist_ckpt/0.metadata to one of auto-parallel training"),
         (older_average, "ema_state/0_0.distcp: an average under parameter names"),
-        (muon, "model_meta.json: tp00_pp00: states of the Muon optimizer are not read"),
+        (
+            muon,
+            "model_meta.json: tp00_pp00 says that sharding_strategy is MuonSharding, and no tensor has moment1 alone",
+        ),
         (no_config, "config.json is missing; give that of the model with --config"),
     ],
 )

@@ -29,6 +29,7 @@ from paddle_reshard.pipeline.layouts.flex.source import Fused, catalog_flex, not
 from paddle_reshard.pipeline.layouts.lora import check_matrices, marked_base
 from paddle_reshard.pipeline.layouts.lora_config import Adapter
 from paddle_reshard.pipeline.layouts.model import Model, predict_parameter_names, read_model
+from paddle_reshard.pipeline.layouts.optimizers import check_states
 from paddle_reshard.pipeline.layouts.rules import RuleTable, choose_table
 from paddle_reshard.pipeline.layouts.whole import check_whole
 from paddle_reshard.storage.formats.dist_metadata import DistMetadata
@@ -142,18 +143,18 @@ def _fused(table: RuleTable, config: Mapping[str, Any]) -> Callable[[str], Fused
 
 
 def _check(model: Model, catalog: Catalog) -> None:
-    """No tensor is missing; every trained one has the same states, in its own shape."""
+    """No tensor is missing; every trained one has the states that its optimizer keeps, in its own shape."""
     check_whole(model)
+    check_states(model)
     index = catalog.index()
     trained = [t for t in model.tensors if t.trained and t.tied_to is None]
-    wanted = {name for t in trained for name in t.accumulators}
     has_ema = any(state in (EMA_PARAM, EMA_MASTER_WEIGHT) for _, state in index)
     # Beside master weights, what has none is float32 itself; and either all that they imply is left out, or nothing.
     any_master = any(t.master for t in trained)
     all_stored = any(t.master and (t.key, PARAM) in index for t in trained)
     for tensor in trained:
         has_master = tensor.master or (any_master and tensor.dtype.name != "float32")
-        needed = [*sorted(wanted), *([MASTER_WEIGHT] if has_master else [])]
+        needed = [MASTER_WEIGHT] if has_master else []
         needed += [EMA_MASTER_WEIGHT if has_master else EMA_PARAM] if has_ema else []
         needed += [PARAM] if all_stored else []
         for state in needed:

@@ -49,6 +49,11 @@ class DistFormat:
         return not self.auto_parallel
 
     @property
+    def holds_muon(self) -> bool:
+        """PaddleFormers saves and loads Muon as FlexCheckpoint only (``trainer/training_args.py``)."""
+        return not self.auto_parallel
+
+    @property
     def by_table(self) -> bool:
         """Auto-parallel training names parameters."""
         return self.auto_parallel

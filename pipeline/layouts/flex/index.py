@@ -7,12 +7,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, PlanError, UnsupportedError
+from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, PlanError
 from paddle_reshard.pipeline.core.file_names import MODEL_META
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.flex.checkpoint import DataFile, read_flex
 from paddle_reshard.pipeline.layouts.flex.names import METADATA, is_dist_file
 from paddle_reshard.pipeline.layouts.flex.older_average import OlderAverage, describe_older_average
+from paddle_reshard.pipeline.layouts.model import Model
+from paddle_reshard.pipeline.layouts.optimizers import muon_parameters
 from paddle_reshard.pipeline.layouts.reading import (
     Readable,
     SourceFiles,
@@ -23,6 +25,8 @@ from paddle_reshard.pipeline.layouts.rules import RuleTable
 from paddle_reshard.storage.formats.dist_metadata import DistMetadata, parse_dist_metadata
 from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArrayRef
 
+_MUON = "MuonSharding"
+"""Paddle 3.4's stage 1 for Muon: matrices whole on one rank, everything else in slices as under v2."""
 _MASTERS = "master_weights"
 """A section of older files of averages, of which the arrays have parameter names for keys."""
 
@@ -39,9 +43,6 @@ def index_flex(files: SourceFiles, tables: Sequence[RuleTable]) -> Checkpoint:
     _refuse_other_tensor_files(files)
     # The trainers write none into a dist checkpoint: nobody need wait for it.
     config = files.config(PlanError)
-    # A job without sharding leaves a file that says nothing.
-    if MODEL_META in sizes and store.read(MODEL_META, 0, min(sizes[MODEL_META], 5)) != b"null":
-        _refuse_muon(files.json(MODEL_META))
     own = {path: size for path, size in sizes.items() if is_dist_file(path)}
     described = {path: size for path, size in own.items() if path.endswith(METADATA)}
     held = {path: size for path, size in own.items() if path not in described}
@@ -54,7 +55,9 @@ def index_flex(files: SourceFiles, tables: Sequence[RuleTable]) -> Checkpoint:
         of_average, held_averages, not_carried = describe_older_average(averages, metadata, data_files)
         metadata, data_files = {**metadata, **of_average}, {**data_files, **held_averages}
     found = read_flex(metadata, data_files, config, tables, files.lr_scheduler(), files.adapter())
-    # Jobs that keep an average say here which ranks wrote the checkpoint.
+    # Jobs that keep an average say here which ranks wrote the checkpoint; one without sharding says nothing.
+    if MODEL_META in sizes and store.read(MODEL_META, 0, min(sizes[MODEL_META], 5)) != b"null":
+        _check_strategy(files.json(MODEL_META), found.model)
     own_files = (found.own_files | {MODEL_META}) & sizes.keys()
     return replace(found, own_files=own_files, not_carried=(*found.not_carried, *not_carried))
 
@@ -69,11 +72,17 @@ def _refuse_other_tensor_files(files: SourceFiles) -> None:
             )
 
 
-def _refuse_muon(meta: Mapping[str, Any]) -> None:
-    cells = meta.get("sharding_metas")
+def _check_strategy(meta: Mapping[str, Any], model: Model) -> None:
+    """The sharding of Muon, and no other, goes with its states."""
+    cells, by_muon = meta.get("sharding_metas"), muon_parameters(model.tensors)
     for cell, entry in cells.items() if isinstance(cells, dict) else ():
-        if isinstance(entry, dict) and entry.get("sharding_strategy") == "MuonSharding":
-            raise UnsupportedError(f"{MODEL_META}: {cell}: states of the Muon optimizer are not read")
+        strategy = entry.get("sharding_strategy") if isinstance(entry, dict) else None
+        if isinstance(strategy, str) and (strategy == _MUON) != bool(by_muon):
+            kept = f"{by_muon[0]} has moment1 alone" if by_muon else "no tensor has moment1 alone"
+            raise CheckpointError(
+                f"{MODEL_META}: {cell} says that sharding_strategy is {strategy}, and {kept}, by which "
+                "Muon's states are recognised: they are not of one run"
+            )
 
 
 def _index_metadata(store: Readable, path: str, size_bytes: int) -> DistMetadata:

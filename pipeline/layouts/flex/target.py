@@ -44,6 +44,7 @@ from paddle_reshard.pipeline.layouts.flex.names import (
 from paddle_reshard.pipeline.layouts.format import Decision, Staged
 from paddle_reshard.pipeline.layouts.formats import FORMATS, names_of
 from paddle_reshard.pipeline.layouts.model import ModelTensor, predict_parameter_names
+from paddle_reshard.pipeline.layouts.optimizers import check_states
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
 from paddle_reshard.pipeline.layouts.staged import check_tensors
@@ -126,6 +127,7 @@ class FlexTarget:
                 "the source holds what LoRA trains, and not its base; a FlexCheckpoint holds both. Write it with "
                 f"--format {names_of(others, 'or')}"
             )
+        check_states(wanted.model)
         sidecars = plan_sidecars(sizes, folders, wanted, source.model.config, Topology())
         written = (*sidecars.written, *small_flex_files(sizes, wanted, self))
         files = add_literal_files(layout_flex(wanted, self), written)

@@ -43,6 +43,7 @@ class HuggingFaceFormat:
     model_only: ClassVar[bool] = True
     no_place: ClassVar[tuple[str, ...]] = ()
     holds_lora: ClassVar[bool] = False
+    holds_muon: ClassVar[bool] = False
     by_table: ClassVar[bool] = False
     loses_tensors: ClassVar[bool] = False
 

@@ -47,6 +47,7 @@ class HybridFormat:
     model_only: ClassVar[bool] = False
     no_place: ClassVar[tuple[str, ...]] = ()
     holds_lora: ClassVar[bool] = True
+    holds_muon: ClassVar[bool] = False
     by_table: ClassVar[bool] = True
     loses_tensors: ClassVar[bool] = True
     index_as: ClassVar[None] = None

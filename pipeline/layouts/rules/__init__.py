@@ -230,6 +230,8 @@ class RuleTable:
     """Config entry: the number of routed experts in a layer."""
     experts_over: Literal["ep", "tp", "dp"] | None = None
     """The axis over which the library can spread routed experts, whole ones to every rank: ``ep``, ``tp`` or ``dp``."""
+    muon_exclude_patterns: tuple[str, ...] = ("embed", "bias", "lm_head", "mlp.gate")
+    """What a name must not have in it for Muon to update the parameter; the default of the trainer's arguments."""
     comment: str | tuple[str, ...] = field(default="", compare=False, repr=False)
     """For people."""
 

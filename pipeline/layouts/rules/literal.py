@@ -31,10 +31,17 @@ class LiteralTable(RuleTable):
         return {rule.key: rule for rule in self.rules}
 
 
-def literal_table(keys: Collection[str], convention: str) -> RuleTable:
-    """The table of a model with these keys."""
+def literal_table(keys: Collection[str], origin: RuleTable) -> RuleTable:
+    """The table of a model with these keys, made of one that ``origin`` describes."""
     item = Item("model", "", repeated=True)
     rules = tuple(
         Rule(key, item.name, "", "the key itself", huggingface=HuggingFaceForm((key,))) for key in keys
     )
-    return LiteralTable(FAMILY, convention, (), (item,), rules)
+    return LiteralTable(
+        FAMILY,
+        origin.convention,
+        (),
+        (item,),
+        rules,
+        muon_exclude_patterns=origin.muon_exclude_patterns,
+    )

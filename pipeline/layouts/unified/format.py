@@ -28,6 +28,7 @@ class UnifiedFormat:
     model_only: ClassVar[bool] = False
     no_place: ClassVar[tuple[str, ...]] = ("ema",)
     holds_lora: ClassVar[bool] = False
+    holds_muon: ClassVar[bool] = False
     by_table: ClassVar[bool] = False
     loses_tensors: ClassVar[bool] = False
     index_as: ClassVar[None] = None

@@ -1,0 +1,117 @@
+"""Which optimizer states does every trained parameter have?
+
+An optimizer keeps the same states of every parameter, with one exception. **Muon** (Paddle 3.4) keeps ``moment1``
+alone of matrices, and trains everything else with AdamW. Which parameters those are is a setting of the job
+(``muon_exclude_patterns`` of its arguments), and no file says it: only the absence of the other states does. So does a
+checkpoint of AdamW that has lost states, which is why the absence is held against the rule by which Muon chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from paddle_reshard.pipeline.core.errors import CoverageError, UnsupportedError
+from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
+
+MUON_STATES = ("moment1",)
+MUON_DIMS = (2, 3)
+
+
+def check_states(model: Model) -> None:
+    """Refuse a model of which a trained tensor lacks states: all have the same, or those of Muon.
+
+    Raises
+    ------
+    CoverageError
+        Naming the tensor and the state. Where tensors have ``moment1`` alone and Muon's rule speaks against it, naming
+        another tensor that the rule treats like it, too.
+    """
+    trained = [tensor for tensor in model.tensors if tensor.trained and tensor.tied_to is None]
+    kept = {name for tensor in trained for name in tensor.accumulators}
+    by_muon = [tensor for tensor in trained if _has_muon_states(tensor, kept)]
+    if by_muon:
+        _check_muon(model, trained, by_muon)
+    for tensor in trained:
+        wanted = set(MUON_STATES) if by_muon and is_muon_parameter(tensor, model) else kept
+        if lacking := sorted(wanted - set(tensor.accumulators)):
+            raise CoverageError(f"{tensor.key} ({lacking[0]})", "no file holds it, other parameters have it")
+
+
+def is_muon_parameter(tensor: ModelTensor, model: Model) -> bool:
+    """Whether Muon updates a parameter, by its published rule; it leaves the others to AdamW.
+
+    A matrix, or several in one tensor, of which neither the structured name nor the parameter name has one of the
+    patterns in it (Paddle 3.4 ``optimizer/muon.py``, ``build_muon_param_info_map`` of the model classes).
+    """
+    return len(tensor.global_shape) in MUON_DIMS and _excluded_by(tensor, model) is None
+
+
+def muon_parameters(tensors: Iterable[ModelTensor]) -> list[str]:
+    """The keys of the tensors of which only Muon's state is kept; empty for any other optimizer."""
+    trained = [tensor for tensor in tensors if tensor.tied_to is None]
+    kept = {name for tensor in trained for name in tensor.accumulators}
+    return [tensor.key for tensor in trained if _has_muon_states(tensor, kept)]
+
+
+def refuse_muon(model: Model, format_name: str, alternatives: str, for_models: str) -> None:
+    """Refuse states of Muon for a format in which no trainer keeps them.
+
+    Parameters
+    ----------
+    alternatives, for_models
+        Names of the formats in which one does, and of those that hold parameters alone.
+
+    Raises
+    ------
+    UnsupportedError
+        Saying what would be lost.
+    """
+    if keys := muon_parameters(model.tensors):
+        raise UnsupportedError(
+            f"{keys[0]}{_and_more(len(keys) - 1)}: the optimizer is Muon, which keeps {MUON_STATES[0]} alone of it. "
+            f"The trainer does not save or load Muon in the format {format_name}, only as {alternatives}; and AdamW "
+            "cannot go on from it, because moment2 and the beta powers of these parameters never existed. The "
+            f"parameters alone can be written with --format {for_models}"
+        )
+
+
+def _has_muon_states(tensor: ModelTensor, kept: set[str]) -> bool:
+    """Whether it has those alone, while other tensors have more."""
+    return tensor.accumulators == MUON_STATES and len(kept) > len(MUON_STATES)
+
+
+def _excluded_by(tensor: ModelTensor, model: Model) -> str | None:
+    names = (tensor.key, tensor.rule.parameter_name or tensor.rule.name_class)
+    patterns = model.table.muon_exclude_patterns
+    return next((pattern for pattern in patterns if any(pattern in name for name in names)), None)
+
+
+def _check_muon(model: Model, trained: list[ModelTensor], by_muon: list[ModelTensor]) -> None:
+    """Refuse tensors with ``moment1`` alone unless they are exactly those that Muon's rule chooses."""
+    for tensor, reason in _contradictions(model, trained, by_muon):
+        patterns = ", ".join(model.table.muon_exclude_patterns)
+        raise CoverageError(
+            f"{tensor.key} (moment2)",
+            f"no file holds it, other parameters have it. Under Muon {MUON_STATES[0]} alone is kept of every tensor of "
+            f"2 or 3 dims whose name has none of these in it: {patterns}; but {reason}. If the job's "
+            "muon_exclude_patterns are others, give them in a copy of the rule table with --rules FILE",
+        )
+
+
+def _contradictions(
+    model: Model, trained: list[ModelTensor], by_muon: list[ModelTensor]
+) -> Iterator[tuple[ModelTensor, str]]:
+    """Tensors with ``moment1`` alone, and what speaks against Muon as the reason for that."""
+    for tensor in by_muon:
+        pattern = _excluded_by(tensor, model)
+        if pattern is not None:
+            yield tensor, f"this name has {pattern} in it"
+        elif len(tensor.global_shape) not in MUON_DIMS:
+            yield tensor, f"its shape is {tensor.global_shape}"
+    for tensor in trained:
+        if len(tensor.accumulators) > len(MUON_STATES) and is_muon_parameter(tensor, model):
+            yield by_muon[0], f"{tensor.key} has {', '.join(tensor.accumulators)}"
+
+
+def _and_more(count: int) -> str:
+    return f" and {count} more" if count else ""

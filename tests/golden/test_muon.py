@@ -1,0 +1,267 @@
+"""Muon: of matrices moment1 alone is kept, of everything else what AdamW keeps.
+
+The checkpoints are real (``tests/corpus/states/README.md``). What is written is read by Paddle, its metadata by
+Python's ``pickle`` with Paddle's classes, and held against the truth. Damaged ones are made of real ones, with some
+tensors removed from data and metadata alike, as if they had never been saved.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paddle_reshard
+from paddle_reshard.pipeline.core.errors import ReshardError
+from paddle_reshard.pipeline.layouts import rules
+from tests import oracle
+from tests.conftest import case_directory
+
+MUON = ("muon_fc_mp2", "muon_fc_pp2", "muon_fc_sh2", "muon_fc_sh2_split")
+"""Matrices cut by tensor parallelism, spread over stages, all on one sharding rank, spread over sharding ranks."""
+FOLDERS = ("model_state", "master_weight", "optimizer_state")
+ADAMW_STATES = ("moment2_0", "beta1_pow_acc_0", "beta2_pow_acc_0")
+MATRIX = "model.layers.0.self_attn.q_proj.weight"
+GATE = "model.layers.0.mlp.gate_proj.weight"
+
+
+def checkpoint(name: str) -> Path:
+    return case_directory(f"states/{name}") / "checkpoint-3"
+
+
+def truth(name: str) -> oracle.Tensors:
+    return oracle.read_truth(case_directory(f"states/{name}") / "truth.safetensors")
+
+
+def config() -> Path:
+    """A FlexCheckpoint holds none; that of the same model on one card."""
+    return checkpoint("fp16_single") / "config.json"
+
+
+def arrays(folder: Path) -> oracle.Tensors:
+    """Everything in the data files of the folders of a checkpoint whose tensors are whole."""
+    found: oracle.Tensors = {}
+    for path in sorted(folder.glob("*.distcp")):
+        held = {k: v for k, v in oracle.load_with_paddle(path).items() if k != oracle.NAME_TABLE}
+        assert not found.keys() & held.keys(), path
+        found |= held
+    return found
+
+
+def metadata(folder: Path) -> Any:
+    oracle._paddle_load()  # its classes
+    (path,) = folder.glob("*.metadata")
+    return pickle.loads(path.read_bytes())
+
+
+def described(checkpoint: Path) -> dict[str, set[tuple[Any, ...]]]:
+    """Folder → key, whole shape and dtype of each tensor, whatever its pieces."""
+    return {
+        folder: {
+            (key, tuple(piece.global_shape), piece.dtype)
+            for key, pieces in metadata(checkpoint / folder).state_dict_metadata.items()
+            for piece in pieces
+        }
+        for folder in FOLDERS
+    }
+
+
+@pytest.mark.parametrize("name", MUON)
+def test_every_state_is_that_of_the_truth_and_described_as_in_every_sibling(
+    name: str, tmp_path: Path
+) -> None:
+    """In several files, and from these in one: what a job of any topology takes its pieces from."""
+    paddle_reshard.convert(checkpoint(name), tmp_path / "three", format="flex", files=3, config=config())
+    paddle_reshard.convert(tmp_path / "three", tmp_path / "one", format="flex", files=1)
+    for target, files in (("three", 3), ("one", 1)):
+        found: oracle.Tensors = {}
+        for folder in FOLDERS:
+            assert len(list((tmp_path / target / folder).glob("*.distcp"))) == files
+            found |= arrays(tmp_path / target / folder)
+        oracle.assert_same_tensors(found, truth(name))
+        for sibling in MUON:
+            assert described(tmp_path / target) == described(checkpoint(sibling)), sibling
+    assert f"{MATRIX}.moment1_0" in found
+    assert f"{MATRIX}.moment2_0" not in found
+
+
+@pytest.mark.parametrize("name", ["muon_fc_mp2", "muon_fc_sh2_split"])
+def test_the_model_for_transformers(name: str, tmp_path: Path) -> None:
+    paddle_reshard.convert(checkpoint(name), tmp_path / "model", format="huggingface", config=config())
+    wanted = truth(name)
+    keys = oracle.shapes_of(wanted).keys()
+    expected = {key: wanted[key].T if "_proj." in key else wanted[key] for key in keys}
+    oracle.assert_same_tensors(oracle.read_truth(tmp_path / "model/model.safetensors"), expected)
+
+
+def test_an_average_beside_it(tmp_path: Path) -> None:
+    """It has the pieces of the master weights, under the same keys, and a file that names Muon's sharding."""
+    source = shutil.copytree(checkpoint("muon_fc_sh2_split"), tmp_path / "source")
+    shutil.copytree(source / "master_weight", source / "ema_state")
+    meta = {"parallel_config": {}, "sharding_metas": {"tp00_pp00": {"sharding_strategy": "MuonSharding"}}}
+    (source / "model_meta.json").write_text(json.dumps(meta))
+    paddle_reshard.convert(source, tmp_path / "flex", format="flex", config=config())
+    wanted = {key: value for key, value in truth("muon_fc_sh2_split").items() if key.endswith(".w_0")}
+    oracle.assert_same_tensors(arrays(tmp_path / "flex/ema_state"), wanted)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"to": "tp=2"},
+        {"to": "sharding=2", "sharding_strategy": "stage1v2", "format": "hybrid-plain"},
+        {"format": "unified"},
+        {"format": "auto-parallel"},
+    ],
+)
+def test_formats_that_no_trainer_holds_muon_in(options: dict[str, Any], tmp_path: Path) -> None:
+    """They would be read as AdamW's, whose moment2 is nowhere."""
+    told = rf"{MATRIX} and 11 more: the optimizer is Muon, .*, only as flex; and AdamW cannot go on from it"
+    with pytest.raises(ReshardError, match=told):
+        paddle_reshard.convert(checkpoint("muon_fc_sh2"), tmp_path / "target", config=config(), **options)
+    assert not (tmp_path / "target").exists()
+
+
+def test_what_it_is_is_told() -> None:
+    inspection = paddle_reshard.inspect(checkpoint("muon_fc_sh2"), config=config())
+    assert ("optimizer", "Muon, which keeps moment1 alone of 12 parameters") in inspection.facts()
+
+
+# ----------------------------------------------------------------------------------------------- damaged
+
+
+def without(source: Path, target: Path, lost: Callable[[str], bool]) -> Path:
+    """A copy of a checkpoint that lacks some tensors, in the data files and in the metadata."""
+    shutil.copytree(source, target)
+    count = 0
+    for folder in (path for path in target.iterdir() if path.is_dir()):
+        described = metadata(folder)
+        described.state_dict_metadata = {
+            k: v for k, v in described.state_dict_metadata.items() if not lost(k)
+        }
+        described.storage_metadata = {
+            k: v for k, v in described.storage_metadata.items() if not lost(k.tensor_key)
+        }
+        described.flat_mapping = {k: v for k, v in described.flat_mapping.items() if not lost(k)}
+        next(folder.glob("*.metadata")).write_bytes(pickle.dumps(described, protocol=4))
+        for path in folder.glob("*.distcp"):
+            held = oracle.load_with_paddle(path)
+            count += sum(map(lost, held))
+            path.write_bytes(pickle.dumps({k: v for k, v in held.items() if not lost(k)}, protocol=4))
+    assert count
+    return target
+
+
+def states_of(key: str, *states: str) -> Callable[[str], bool]:
+    return {f"{key}.{state}" for state in states}.__contains__
+
+
+PATTERNS = r"2 or 3 dims whose name has none of these in it: embed, bias, lm_head, mlp\.gate; but "
+
+
+@pytest.mark.parametrize(
+    ("name", "lost", "told"),
+    [
+        (
+            "states/muon_fc_sh2",
+            states_of(MATRIX, "moment1_0"),
+            rf"{MATRIX} \(moment1\): no file holds it, other parameters have it",
+        ),
+        (
+            "states/muon_fc_sh2_split",
+            states_of("model.norm.weight", "moment2_0"),
+            r"model\.norm\.weight \(moment2\): no file holds it, other parameters have it",
+        ),
+        (
+            "states/muon_fc_sh2",
+            states_of("model.norm.weight", *ADAMW_STATES),
+            rf"model\.norm\.weight \(moment2\): .*{PATTERNS}its shape is \(\d+,\)",
+        ),
+        (
+            "states/muon_fc_mp2",
+            states_of(GATE, *ADAMW_STATES),
+            rf"{GATE} \(moment2\): .*{PATTERNS}this name has mlp\.gate in it\. If the job's muon_exclude_patterns",
+        ),
+        (
+            "dense/fc_sh2_s1v2",
+            states_of(MATRIX, *ADAMW_STATES),
+            rf"{MATRIX} \(moment2\): .*{PATTERNS}model\.layers\.\d\.[a-z_.]+ has moment1, moment2, beta1_pow_acc",
+        ),
+        (
+            "dense/fc_sh2_s1v2",
+            states_of(MATRIX, "moment2_0"),
+            rf"{MATRIX} \(moment2\): no file holds it, other parameters have it$",
+        ),
+    ],
+)
+def test_lost_states_are_not_taken_for_muon(
+    name: str, lost: Callable[[str], bool], told: str, tmp_path: Path
+) -> None:
+    damaged = without(case_directory(name) / "checkpoint-3", tmp_path / "damaged", lost)
+    siblings = {"dense/fc_sh2_s1v2": "dense/single"}
+    given = case_directory(siblings.get(name, "states/fp16_single")) / "checkpoint-3/config.json"
+    with pytest.raises(ReshardError, match=told):
+        paddle_reshard.convert(damaged, tmp_path / "target", format="flex", config=given)
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "told"),
+    [
+        ("muon_fc_sh2", "ShardingV2", rf"sharding_strategy is ShardingV2, and {MATRIX} has moment1 alone"),
+        ("fc_replicas_sh2_s1v2", "MuonSharding", r"is MuonSharding, and no tensor has moment1 alone"),
+    ],
+)
+def test_a_strategy_of_another_optimizer(name: str, strategy: str, told: str, tmp_path: Path) -> None:
+    source = shutil.copytree(checkpoint(name), tmp_path / "source")
+    meta = {"sharding_metas": {"tp00_pp00": {"sharding_strategy": strategy}}}
+    (source / "model_meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ReshardError, match=told):
+        paddle_reshard.plan(source, format="flex", config=config())
+
+
+# ----------------------------------------------------------------------------------- other settings, AOA
+
+
+def test_other_patterns_are_given_in_a_rule_table(tmp_path: Path) -> None:
+    """A job that trains gate projections with Muon, too."""
+    gates = {
+        f"{key}.{state}"
+        for key in oracle.shapes_of(truth("muon_fc_sh2"))
+        for state in ADAMW_STATES
+        if "gate_proj" in key
+    }
+    source = without(checkpoint("muon_fc_sh2"), tmp_path / "source", gates.__contains__)
+    with pytest.raises(ReshardError, match=r"this name has mlp\.gate in it"):
+        paddle_reshard.plan(source, format="flex", config=config())
+    table = json.loads((Path(rules.__file__).parent / "llama.paddleformers.json").read_text("utf-8"))
+    own = tmp_path / "mine.json"
+    own.write_text(json.dumps({**table, "muon_exclude_patterns": ["embed", "bias", "lm_head"]}))
+    paddle_reshard.convert(source, tmp_path / "flex", format="flex", config=config(), rules=own)
+    wanted = {key: value for key, value in truth("muon_fc_sh2").items() if key not in gates}
+    found = {k: v for folder in FOLDERS for k, v in arrays(tmp_path / "flex" / folder).items()}
+    oracle.assert_same_tensors(found, wanted)
+
+
+def test_what_muon_and_adamw_hold_is_not_joined(tmp_path: Path) -> None:
+    (tmp_path / "fuse.aoa").write_text(
+        "model.layers.$LAYER_ID.mlp.gate_proj.weight, model.layers.$LAYER_ID.mlp.up_proj.weight -> "
+        "model.layers.$LAYER_ID.mlp.up_gate_proj.weight, axis=1"
+    )
+    with pytest.raises(ReshardError, match=r"of which only .*gate_proj\.weight has the state beta1_pow_acc"):
+        paddle_reshard.plan(
+            checkpoint("muon_fc_sh2"), format="flex", config=config(), aoa=tmp_path / "fuse.aoa"
+        )
+
+
+def test_a_name_that_muon_would_not_choose_is_not_given_to_its_states(tmp_path: Path) -> None:
+    (tmp_path / "rename.aoa").write_text(f"{MATRIX} -> model.embedding")
+    with pytest.raises(ReshardError, match=r"model\.embedding \(moment2\): .*this name has embed in it"):
+        paddle_reshard.plan(
+            checkpoint("muon_fc_sh2"), format="flex", config=config(), aoa=tmp_path / "rename.aoa"
+        )
