@@ -35,13 +35,18 @@ def row_major_strides(shape: Sequence[int], itemsize_bytes: int) -> Shape:
     return tuple(reversed(strides))
 
 
-def column_major_strides(shape: Sequence[int], itemsize_bytes: int) -> Shape:
-    """Byte strides of a Fortran-ordered array.
+def strides_in_order(shape: Sequence[int], itemsize_bytes: int, axes: Sequence[int] | None) -> Shape:
+    """Byte strides of an array whose bytes run through its dims in an order, the slowest first; ``None``: their own.
 
-    >>> column_major_strides((2, 3, 4), 2)
+    >>> strides_in_order((2, 3, 4), 2, (2, 1, 0))
     (2, 4, 12)
+    >>> strides_in_order((2, 3, 4), 2, (1, 0, 2))
+    (8, 16, 2)
     """
-    return tuple(reversed(row_major_strides(tuple(reversed(shape)), itemsize_bytes)))
+    if axes is None:
+        return row_major_strides(shape, itemsize_bytes)
+    stored = row_major_strides([shape[dim] for dim in axes], itemsize_bytes)
+    return tuple(stored[axes.index(dim)] for dim in range(len(shape)))
 
 
 def boxes_of_flat_range(start: int, stop: int, shape: Shape) -> list[tuple[Shape, Shape]]:

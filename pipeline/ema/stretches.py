@@ -195,7 +195,7 @@ def find_arrays(stretches: Stretches, root: Mapping[str, Any], file_name: str) -
             or stretch is None
             or array.shape != stretch.shape
             or array.dtype != "f4"
-            or array.fortran
+            or array.axes is not None
         ):
             raise CheckpointError(
                 f"{file_name}: {entry[1]} is {getattr(array, 'shape', 'not there')} in the file and "

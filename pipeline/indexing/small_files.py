@@ -242,7 +242,7 @@ def _content(store: Source, path: str) -> Any:
 def _with_arrays(value: Any, store: Source, path: str) -> Any:
     """The same with the bytes of arrays in their place."""
     if isinstance(value, ArrayRef):
-        return (value.dtype, value.shape, value.fortran, store.read(path, value.byte_offset, value.nbytes))
+        return (value.dtype, value.shape, value.axes, store.read(path, value.byte_offset, value.nbytes))
     if isinstance(value, dict):
         return {key: _with_arrays(entry, store, path) for key, entry in value.items()}
     return value

@@ -22,9 +22,8 @@ from paddle_reshard.pipeline.core.geometry import (
     Ints,
     Shape,
     boxes_of_flat_range,
-    column_major_strides,
     padded,
-    row_major_strides,
+    strides_in_order,
 )
 from paddle_reshard.pipeline.core.tensors import DTYPES, DType
 
@@ -93,7 +92,8 @@ class ArrayKind:
     flat: tuple[int, int] | None = None
     """The array is 1-D and holds ``[start, stop)`` of the flattened local tensor; what lies beyond it is padding.
     ``None``: it is the whole local tensor."""
-    fortran: bool = False
+    axes: Shape | None = None
+    """The dims in the order in which the bytes run through them, the slowest first; ``None``: in their own order."""
 
 
 _COLUMNS = 7
@@ -198,8 +198,7 @@ class Placements:
 def _boxes_of(kind: ArrayKind) -> Iterator[FragmentRow]:
     """The boxes of an array of tp rank 0 that lies at byte 0."""
     shape, itemsize = kind.local_shape, kind.itemsize
-    order = column_major_strides if kind.fortran else row_major_strides
-    strides = order(shape, itemsize)
+    strides = strides_in_order(shape, itemsize, kind.axes)
     if kind.flat is None:
         yield from _shards(kind, 0, (0,) * len(shape), shape, strides)
         return

@@ -512,7 +512,7 @@ class _Rows:
         if made_from != self._made_from:
             self._made_from, self._entries, self._caches = made_from, None, _caches()
             self._codes.clear()
-            self._known = None not in made_from[:-2] and self.machine.protocol == 4
+            self._known = None not in made_from[:-2] and self.machine.protocol >= 4
         return self._known
 
     def _walk(self, scan: _Scan) -> tuple[Longs, Ids]:

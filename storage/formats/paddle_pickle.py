@@ -22,7 +22,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Final, NoReturn, TypeAlias
+from typing import Final, NoReturn, TypeAlias, TypeGuard
 
 from paddle_reshard.pipeline.core.errors import FormatError, UnsafePickleError
 from paddle_reshard.pipeline.core.limits import (
@@ -79,8 +79,9 @@ class ArrayRef:
     """numpy code without byte order: ``f4``, ``u2`` (bfloat16), ``i8``, ``b1`` ..."""
     shape: tuple[int, ...]
     """Extents, in elements."""
-    fortran: bool
-    """The payload is column-major for ``shape`` (a transposed tensor was saved)."""
+    axes: tuple[int, ...] | None
+    """The dims in the order in which the payload runs through them, the slowest first: ``(1, 0)`` where a transposed
+    matrix was saved (Fortran order). ``None``: in their own order (C)."""
     name: str | None
     """Framework tensor name, where the file has it beside the array (the pickle route)."""
 
@@ -123,7 +124,7 @@ class PicklePayload:
     """Plain dict/list/tuple/str/bytes/int/float/complex/bool/None with :class:`ArrayRef` and
     :class:`SplitArray` leaves. Split arrays stand under their own key, and :data:`BIG_PARAM_INFO` is gone."""
     protocol: int
-    """Pickle protocol: 2, 3 or 4."""
+    """Pickle protocol: 2 to 5."""
 
 
 def parse_pickle(read: Callable[[int, int], bytes], size_bytes: int, path: str) -> PicklePayload:
@@ -264,11 +265,15 @@ class Window:
 
 @dataclass(slots=True, eq=False)
 class _Blob:
-    """A bytes object left in the file; the few short ones are read in passing."""
+    """A bytes or bytearray object left in the file; the few short bytes are read in passing."""
 
     byte_offset: int
     nbytes: int
     data: bytes | None
+    mutable: bool = False
+    """It is a bytearray: only ever the payload of an array of protocol 5."""
+    taken: bool = False
+    """It is the payload of an array."""
 
 
 @dataclass(slots=True, eq=False)
@@ -281,7 +286,7 @@ class NumpyDtype:
 
 @dataclass(slots=True, eq=False)
 class _Array:
-    """A ``numpy.ndarray``; usable once BUILD has set its state."""
+    """A ``numpy.ndarray``; usable once BUILD has set its state, or as ``_frombuffer`` made it."""
 
     ref: ArrayRef | None = None
 
@@ -417,10 +422,10 @@ class Machine:
 
     def _start(self) -> None:
         if self.window.byte() != 0x80:
-            self.bad("not_a_pickle", "does not start as a pickle of protocol 2, 3 or 4")
+            self.bad("not_a_pickle", "does not start as a pickle of protocol 2 to 5")
         self.protocol = self.window.byte()
-        if self.protocol not in (2, 3, 4):
-            self.bad("unsupported_protocol", f"pickle protocol {self.protocol}; paddle.save writes 2, 3 or 4")
+        if self.protocol not in (2, 3, 4, 5):
+            self.bad("unsupported_protocol", f"pickle protocol {self.protocol}; paddle.save writes 2 to 5")
 
     def _root(self) -> object:
         left = self.window.size_bytes - self.window.position
@@ -493,6 +498,15 @@ def _blob(width_bytes: int) -> _Step:
         m.stack.append(_Blob(byte_offset, nbytes, data))
 
     return step
+
+
+def _bytearray(m: Machine) -> None:
+    """BYTEARRAY8, the payload of a writable array: left in the file whatever its length."""
+    if m.protocol < 5:
+        m.unsafe("forbidden_opcode", f"opcode 0x96 has no place in a pickle of protocol {m.protocol}")
+    nbytes = m.window.length(8)
+    m.stack.append(_Blob(m.window.position, nbytes, None, mutable=True))
+    m.window.skip(nbytes)
 
 
 def _empty_dict(m: Machine) -> None:
@@ -645,7 +659,7 @@ _STEPS: Final[Mapping[int, _Step]] = {
     ord("K"): _integer(1, False), ord("M"): _integer(2, False), ord("J"): _integer(4, True),
     0x8A: _long1, ord("G"): _float,
     0x8C: _text(1), ord("X"): _text(4), 0x8D: _text(8),
-    ord("C"): _blob(1), ord("B"): _blob(4), 0x8E: _blob(8),
+    ord("C"): _blob(1), ord("B"): _blob(4), 0x8E: _blob(8), 0x96: _bytearray,
     ord("("): _mark, ord("}"): _empty_dict, ord("]"): _empty_list,
     ord("t"): _tuple_from_mark, 0x85: _tuple_of(1), 0x86: _tuple_of(2), 0x87: _tuple_of(3),
     ord("s"): _setitem, ord("u"): _setitems, ord("a"): _append, ord("e"): _appends,
@@ -654,8 +668,9 @@ _STEPS: Final[Mapping[int, _Step]] = {
     ord("c"): _global, 0x93: _stack_global, ord("R"): _reduce, 0x81: _newobj, ord("b"): _build,
 }  # fmt: skip
 _OPCODES: Final[tuple[_Step | None, ...]] = tuple(_STEPS.get(opcode) for opcode in range(256))
-"""The opcodes CPython writes for such files with protocols 2 to 4. The others (PERSID, INST, OBJ, EXT ...) do
-not occur in them and are refused, above all because some of them import or call."""
+"""The opcodes CPython writes for such files with protocols 2 to 5. The others (PERSID, INST, OBJ, EXT, NEXT_BUFFER ...)
+do not occur in them and are refused, above all because some of them import or call, or need bytes that are not in the
+file."""
 
 
 # ---------------------------------------------------------------------------------------------- allowed calls
@@ -667,6 +682,52 @@ def _call_reconstruct(m: Machine, arguments: tuple[object, ...]) -> object:
     if known and _short_bytes(arguments[2]) == b"b":
         return _Array()
     m.unsafe("forbidden_call", "_reconstruct in another form than for a numpy array")
+
+
+def _call_frombuffer(m: Machine, arguments: tuple[object, ...]) -> object:
+    """``_frombuffer(payload, dtype, shape, order)``: a whole array of protocol 5 (numpy ``core/numeric.py``).
+
+    numpy 2 also writes ``_frombuffer(payload, dtype, shape, 'K', permutation)``: ``shape`` is that of the payload in C
+    order, of which the dims are permuted then.
+    """
+    if len(arguments) not in (4, 5):
+        m.unsafe("forbidden_call", "_frombuffer in another form than for a numpy array")
+    payload, dtype, shape, order = arguments[:4]
+    if not isinstance(order, str):
+        m.unsafe("forbidden_call", "_frombuffer in another form than for a numpy array")
+    if not is_shape(shape):
+        m.bad("bad_array", "an array whose shape is not a tuple of sizes")
+    if len(arguments) == 5:
+        if order != "K":
+            m.bad("bad_order", f"an array of order {_shown(order)} with an order of dims, which only 'K' has")
+        return _Array(_permuted(m, _located(m, payload, dtype, shape, None), arguments[4]))
+    if order not in ("C", "F"):
+        m.bad("bad_order", f"an array of order {_shown(order)}; arrays are stored in order 'C', 'F', or 'K' with an "
+              "order of dims")  # fmt: skip
+    axes = tuple(range(len(shape) - 1, -1, -1)) if order == "F" else None
+    return _Array(_located(m, payload, dtype, shape, axes))
+
+
+def _permuted(m: Machine, array: ArrayRef, permutation: object) -> ArrayRef:
+    """``array.transpose(permutation)``."""
+    dims = range(len(array.shape))
+    if not is_shape(permutation) or sorted(permutation) != list(dims):
+        m.bad("bad_order", f"an order of dims that is not an order of {len(dims)} dims")
+    axes = tuple(permutation.index(dim) for dim in dims)
+    return replace(array, shape=tuple(array.shape[dim] for dim in permutation), axes=_axes(axes))
+
+
+def _axes(axes: tuple[int, ...]) -> tuple[int, ...] | None:
+    """``None`` for dims in their own order."""
+    return None if axes == tuple(range(len(axes))) else axes
+
+
+def _call_dense_tensor(m: Machine, arguments: tuple[object, ...]) -> object:
+    """``_reconstruct_dense_tensor_data(array)``: a raw DenseTensor from Paddle 3.4 on, which is the array itself."""
+    array = arguments[0] if len(arguments) == 1 else None
+    if isinstance(array, _Array) and array.ref is not None:
+        return array.ref
+    m.unsafe("forbidden_call", "_reconstruct_dense_tensor_data in another form than for an array")
 
 
 def _call_dtype(m: Machine, arguments: tuple[object, ...]) -> object:
@@ -743,6 +804,8 @@ ARRAY_GLOBALS: Final[Mapping[tuple[str, str], Global]] = {
     ("_codecs", "encode"): Global(_call_encode),
     **{(f"numpy.{core}.multiarray", "_reconstruct"): Global(_call_reconstruct) for core in ("core", "_core")},
     **{(f"numpy.{core}.multiarray", "scalar"): Global(_call_scalar) for core in ("core", "_core")},
+    **{(f"numpy.{core}.numeric", "_frombuffer"): Global(_call_frombuffer) for core in ("core", "_core")},
+    ("paddle.framework.io_utils", "_reconstruct_dense_tensor_data"): Global(_call_dense_tensor),
     **{(builtins, "tuple"): Global(_call_tuple) for builtins in ("builtins", "__builtin__")},
     **{(builtins, "bytes"): Global(_call_bytes) for builtins in ("builtins", "__builtin__")},
     **{(builtins, "eval"): Global(_call_eval) for builtins in ("builtins", "__builtin__")},
@@ -775,20 +838,35 @@ def _array_ref(m: Machine, state: object) -> ArrayRef:
     if not isinstance(state, tuple) or len(state) != 5 or state[0] != 1:
         m.bad("bad_array", "the state of an array is not of the known form")
     _, shape, dtype, fortran, payload = state
-    if not isinstance(dtype, NumpyDtype) or not dtype.built:
-        m.bad("bad_array", "an array without a dtype")
     if not isinstance(fortran, bool):
         m.bad("bad_array", "an array whose Fortran flag is not a flag")
     if not is_shape(shape):
         m.bad("bad_array", "an array whose shape is not a tuple of sizes")
+    if isinstance(payload, _Blob) and payload.mutable:
+        m.bad("bad_array", "an array whose payload is a bytearray, which its state cannot be")
+    return _located(m, payload, dtype, shape, tuple(range(len(shape) - 1, -1, -1)) if fortran else None)
+
+
+def _located(
+    m: Machine, payload: object, dtype: object, shape: tuple[int, ...], axes: tuple[int, ...] | None
+) -> ArrayRef:
+    """An array of which everything is known; its payload must be as long as it says."""
+    if not isinstance(dtype, NumpyDtype) or not dtype.built:
+        m.bad("bad_array", "an array without a dtype")
     byte_offset, nbytes = _payload_range(m, payload)
     expected = prod(shape) * ITEM_BYTES[dtype.code]
     if nbytes != expected:
         m.bad("size_mismatch", f"an array of {shape} {dtype.code} holds {nbytes} bytes, expected {expected}")
-    return ArrayRef(byte_offset, dtype.code, m.shapes.setdefault(shape, shape), fortran, None)
+    return ArrayRef(
+        byte_offset,
+        dtype.code,
+        m.shapes.setdefault(shape, shape),
+        None if axes is None else _axes(axes),
+        None,
+    )
 
 
-def is_shape(shape: object) -> bool:
+def is_shape(shape: object) -> TypeGuard[tuple[int, ...]]:
     """Whether this is a tuple of extents that an array may have."""
     if not isinstance(shape, tuple) or len(shape) > _MAX_RANK:
         return False
@@ -797,6 +875,9 @@ def is_shape(shape: object) -> bool:
 
 def _payload_range(m: Machine, payload: object) -> tuple[int, int]:
     if isinstance(payload, _Blob):
+        if payload.taken and payload.nbytes > 1:  # of shorter bytes CPython has one object each
+            m.bad("shared_payload", "two arrays have the same payload, which no pickler writes")
+        payload.taken = True
         return payload.byte_offset, payload.nbytes
     if payload == b"":
         return m.opcode_offset, 0
@@ -894,6 +975,8 @@ def _leaf(m: Machine, value: object) -> object:
 
 def _loose_bytes(m: Machine, blob: _Blob) -> bytes:
     """Read a bytes value that is not the payload of an array."""
+    if blob.mutable:
+        m.bad("bad_value", "a bytearray that is not the payload of an array")
     if blob.data is None:
         m.count_text(blob.nbytes)
         blob.data = m.window.read_at(blob.byte_offset, blob.nbytes)

@@ -201,7 +201,7 @@ def _entry(key: str, value: object, start: int, path: str) -> tuple[str, ArrayRe
     if nbytes != expected:
         detail = f"{_shown(key)} of shape {tuple(shape)} {tag} holds {nbytes} bytes, expected {expected}"
         raise FormatError("size_mismatch", path, _LENGTH_BYTES, detail)
-    return tag, ArrayRef(start + offsets[0], TAGS[tag], tuple(shape), False, None)
+    return tag, ArrayRef(start + offsets[0], TAGS[tag], tuple(shape), None, None)
 
 
 def _is_sizes(value: object) -> bool:

@@ -106,8 +106,8 @@ def test_only_float32_is_averaged() -> None:
         stretches_of(Weights({"w": np.zeros(3, dtype=np.float16)}))
 
 
-def stored(shape: tuple[int, ...], dtype: str = "f4", fortran: bool = False) -> ArrayRef:
-    return ArrayRef(100, dtype, shape, fortran, None)
+def stored(shape: tuple[int, ...], dtype: str = "f4", axes: tuple[int, ...] | None = None) -> ArrayRef:
+    return ArrayRef(100, dtype, shape, axes, None)
 
 
 def test_a_file_holds_exactly_the_tensors_of_the_rank() -> None:
@@ -120,7 +120,7 @@ def test_a_file_holds_exactly_the_tensors_of_the_rank() -> None:
     for wrong in (
         {"b": stored((5,))},
         {"b": stored((4,), dtype="f2")},
-        {"master_weights": {"w": stored((3, 4), fortran=True)}},
+        {"master_weights": {"w": stored((3, 4), axes=(1, 0))}},
         {"master_weights": {}},
         {"c": stored((4,))},
     ):

@@ -32,6 +32,13 @@ CONVERTED = {
     "states/lora_single": None,
     "states/opt_custom_lowp_single": None,
     "states/opt_custom_single": None,
+    "states/p5_fp32_single": None,
+    "states/p5_lora_single": None,
+    "states/p5_mid_single": None,
+    "states/p5_np2_single": None,
+    "states/p5_ro_single": None,
+    "states/p5_sh2_s1v2_meta": None,
+    "states/p5_single": None,
     "states/uc_nomerge_sh2_s1v1": None,
     "states/uc_rmmaster_sh2_s1v1": None,
     "states/uc_skipmodel_sh2_s1v1": None,
@@ -45,7 +52,6 @@ CONVERTED = {
 NO_ROW = r"no row of the paddleformers rule table '{}' fits; .* pass it with --rules FILE"
 MTP_DEEPSEEK = r"layers\.\d\.(enorm|hnorm|eh_proj)\.(weight|bias): " + NO_ROW.format("deepseek_v3")
 MTP_ERNIE = r"model\.mtp_\w+\.0\..*: " + NO_ROW.format("ernie4_5_moe")
-PROTOCOL_5 = r"pickle protocol 5; paddle\.save writes 2, 3 or 4"
 NO_OPTIMIZER = r"no optimizer file: not a hybrid-parallel training checkpoint"
 NO_TABLE = r"model type '{}': no rule table knows it .* pass it with --rules FILE"
 REFUSED = {
@@ -62,13 +68,6 @@ REFUSED = {
     "states/ernie45_mtp_single_tohf": MTP_ERNIE,
     "states/noopt_single": NO_OPTIMIZER,
     "states/opt_mini_single": r"\(moment2\): stored with shape \(1,\)",
-    "states/p5_fp32_single": PROTOCOL_5,
-    "states/p5_lora_single": PROTOCOL_5,
-    "states/p5_mid_single": PROTOCOL_5,
-    "states/p5_np2_single": PROTOCOL_5,
-    "states/p5_ro_single": PROTOCOL_5,
-    "states/p5_sh2_s1v2_meta": PROTOCOL_5,
-    "states/p5_single": PROTOCOL_5,
     "states/tfusion_sh2_s1v1": r"master weight generated_tensor_\d+ belongs to no structured key of this cell",
     "states/uc_optimshard2_sh2_s1v1": r"several files \(optim_shard_num > 1\) are not read by this version",
     "states/uc_quantO1_sh2_s1v1": r"ckpt_quant_stage is O1: .* save with ckpt_quant_stage O0",

@@ -9,6 +9,7 @@ import struct
 from dataclasses import dataclass
 
 PROTO = b"\x80\x04"
+PROTO_5 = b"\x80\x05"
 STOP = b"."
 
 
@@ -50,6 +51,22 @@ def array(
     shape: bytes = b"K\x02\x85", data: bytes = b"\x00" * 8, kind: bytes = b"", fortran: bytes = b"\x89"
 ) -> bytes:
     return NEW_ARRAY + b"(K\x01" + shape + (kind or dtype()) + fortran + payload(data) + b"tb"
+
+
+FROMBUFFER = named("numpy.core.numeric", "_frombuffer")
+ORDER_C = b"\x8c\x01C"
+
+
+def bytearray8(data: bytes) -> bytes:
+    return b"\x96" + struct.pack("<Q", len(data)) + data
+
+
+def buffered(
+    data: bytes | None = None, kind: bytes = b"", shape: bytes = b"K\x02\x85", order: bytes = ORDER_C
+) -> bytes:
+    """An array as protocol 5 writes it; ``order`` may hold a fifth argument."""
+    stored = bytearray8(b"\x00" * 8) if data is None else data
+    return FROMBUFFER + b"(" + stored + (kind or dtype()) + shape + order + b"tR"
 
 
 def file_of(*items: bytes, protocol: bytes = PROTO) -> bytes:
@@ -367,7 +384,7 @@ def _streams() -> list[Attack]:
         Attack("no STOP", good[:-1], "truncated"),
         Attack("not a pickle", b"safetensors", "not_a_pickle"),
         Attack("a pickle of protocol 0", b"(dp0\n.", "not_a_pickle"),
-        Attack("protocol 5", b"\x80\x05N.", "unsupported_protocol"),
+        Attack("protocol 6", b"\x80\x06N.", "unsupported_protocol"),
         Attack("protocol 1", b"\x80\x01N.", "unsupported_protocol"),
         Attack("protocol 255", b"\x80\xffN.", "unsupported_protocol"),
         Attack("a second header", PROTO + PROTO + b"N.", "forbidden_opcode"),
@@ -444,4 +461,122 @@ def _splits() -> list[Attack]:
     return [Attack(idea, data, "bad_split") for idea, data in cases.items()]
 
 
-ATTACKS: list[Attack] = [*_globals(), *_calls(), *_lengths(), *_sizes(), *_keys(), *_streams(), *_splits()]
+def _protocol_5() -> list[Attack]:
+    huge = struct.pack("<Q", 2**60)
+    order = {"K": b"\x8c\x01K", "F": b"\x8c\x01F", "A": b"\x8c\x01A"}
+    two = b"K\x01K\x02\x86"
+    wrapped = b"\x8a\x05\x00\x00\x00\x00\x01" * 2 + b"\x86"
+    arrays = {
+        "a buffer out of band": (buffered(b"\x97"), "forbidden_opcode"),
+        "a read-only buffer out of band": (buffered(b"\x97\x98"), "forbidden_opcode"),
+        "a buffer made read-only": (buffered(bytearray8(b"\x00" * 8) + b"\x98"), "forbidden_opcode"),
+        "a bytearray of 2**60 bytes": (buffered(b"\x96" + huge), "length_beyond_end"),
+        "a bytearray of 2**64 - 1 bytes": (buffered(b"\x96" + b"\xff" * 8), "length_beyond_end"),
+        "a payload one byte too short": (buffered(bytearray8(b"\x00" * 7)), "size_mismatch"),
+        "a payload one byte too long": (buffered(bytearray8(b"\x00" * 9)), "size_mismatch"),
+        "a payload that is bytes, too long": (buffered(payload(b"\x00" * 9)), "size_mismatch"),
+        "2**32 x 2**32 of protocol 5": (buffered(bytearray8(b""), shape=wrapped), "size_mismatch"),
+        "a negative extent of protocol 5": (buffered(shape=b"J\xff\xff\xff\xff\x85"), "bad_array"),
+        "an extent of -1 that numpy would infer": (
+            buffered(shape=b"K\x02J\xff\xff\xff\xff\x86"),
+            "bad_array",
+        ),
+        "a number for a shape": (buffered(shape=b"K\x02"), "bad_array"),
+        "text for a payload of protocol 5": (buffered(text("\x00" * 8)), "bad_array"),
+        "an array for a payload": (buffered(buffered()), "bad_array"),
+        "a list for a payload of protocol 5": (buffered(b"]"), "bad_array"),
+        "no dtype in protocol 5": (buffered(kind=text("f4")), "bad_array"),
+        "a dtype without state in protocol 5": (
+            buffered(kind=DTYPE + text("f4") + b"\x89\x88\x87R"),
+            "bad_array",
+        ),
+        "big-endian numbers of protocol 5": (buffered(kind=dtype("f4", ">")), "big_endian"),
+        "objects of protocol 5": (buffered(kind=dtype("O8", "|")), "unsupported_dtype"),
+        "order A": (buffered(order=order["A"]), "bad_order"),
+        "order K without an order of dims": (buffered(order=order["K"]), "bad_order"),
+        "no order": (buffered(order=b"N"), "forbidden_call"),
+        "an order of bytes": (buffered(order=b"C\x01C"), "forbidden_call"),
+        "order C with an order of dims": (buffered(order=ORDER_C + b"K\x00\x85"), "bad_order"),
+        "an order of two dims for one": (buffered(order=order["K"] + b"K\x00K\x01\x86"), "bad_order"),
+        "one dim twice in an order": (
+            buffered(shape=two, order=order["K"] + b"K\x01K\x01\x86"),
+            "bad_order",
+        ),
+        "a dim that is not there in an order": (
+            buffered(shape=two, order=order["K"] + b"K\x00K\x02\x86"),
+            "bad_order",
+        ),
+        "a negative dim in an order": (
+            buffered(shape=two, order=order["K"] + b"K\x00J\xff\xff\xff\xff\x86"),
+            "bad_order",
+        ),
+        "a list for an order of dims": (
+            buffered(shape=two, order=order["K"] + b"](K\x00K\x01e"),
+            "bad_order",
+        ),
+        "None for an order of dims": (buffered(shape=two, order=order["K"] + b"N"), "bad_order"),
+        "_frombuffer with six arguments": (
+            buffered(shape=two, order=order["K"] + b"K\x00K\x01\x86N"),
+            "forbidden_call",
+        ),
+        "_frombuffer of a payload alone": (FROMBUFFER + bytearray8(b"") + b"\x85R", "forbidden_call"),
+        "state for an array of protocol 5": (
+            buffered() + b"(K\x01K\x00\x85" + dtype() + b"\x89C\x00tb",
+            "forbidden_build",
+        ),
+        "state with a bytearray": (
+            NEW_ARRAY + b"(K\x01K\x02\x85" + dtype() + b"\x89" + bytearray8(b"\x00" * 8) + b"tb",
+            "bad_array",
+        ),
+        "a bytearray for a value": (bytearray8(b"abc"), "bad_value"),
+        "a bytearray in a list": (b"]" + bytearray8(b"abc") + b"a", "bad_value"),
+        "a number from a bytearray": (SCALAR + dtype() + bytearray8(b"abcd") + b"\x86R", "size_mismatch"),
+        "_reconstruct with a bytearray": (
+            RECONSTRUCT + named("numpy", "ndarray") + b"K\x00\x85" + bytearray8(b"b") + b"\x87R",
+            "forbidden_call",
+        ),
+        "a raw tensor of text": (
+            named("paddle.framework.io_utils", "_reconstruct_dense_tensor_data") + text("x") + b"\x85R",
+            "forbidden_call",
+        ),
+        "a raw tensor of two arrays": (
+            named("paddle.framework.io_utils", "_reconstruct_dense_tensor_data")
+            + buffered()
+            + buffered()
+            + b"\x86R",
+            "forbidden_call",
+        ),
+        "the bytearray class": (named("builtins", "bytearray") + b")R", "forbidden_global"),
+        "a buffer of pickle": (named("pickle", "PickleBuffer") + b")R", "forbidden_global"),
+        "another function of numpy": (named("numpy", "frombuffer") + b")R", "forbidden_global"),
+    }
+    shared = bytearray8(b"\x00" * 8) + b"\x94"
+    twice = buffered(shared) + text("v") + buffered(b"h\x00")
+    return [
+        *[
+            Attack(idea, file_of(text("w") + data, protocol=PROTO_5), reason)
+            for idea, (data, reason) in arrays.items()
+        ],
+        Attack("one payload of two arrays", file_of(text("w") + twice, protocol=PROTO_5), "shared_payload"),
+        Attack(
+            "a payload that is also a value",
+            file_of(text("w") + buffered(shared) + text("v") + b"h\x00", protocol=PROTO_5),
+            "bad_value",
+        ),
+        Attack("a bytearray in protocol 4", file_of(text("w") + buffered()), "forbidden_opcode"),
+        Attack("a bytearray for a key", file_of(bytearray8(b"w") + b"N", protocol=PROTO_5), "bad_key"),
+        Attack("a bytearray for a global", PROTO_5 + bytearray8(b"os") * 2 + b"\x93.", "forbidden_global"),
+        Attack("a file cut in a bytearray", PROTO_5 + b"}\x8c\x01w\x96\x08\x00", "truncated"),
+    ]
+
+
+ATTACKS: list[Attack] = [
+    *_globals(),
+    *_calls(),
+    *_lengths(),
+    *_sizes(),
+    *_keys(),
+    *_streams(),
+    *_splits(),
+    *_protocol_5(),
+]

@@ -15,7 +15,20 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pickle_attacks import ATTACKS, PROTO, STOP, array, call, file_of, named, payload, text
+from pickle_attacks import (
+    ATTACKS,
+    PROTO,
+    PROTO_5,
+    STOP,
+    array,
+    buffered,
+    bytearray8,
+    call,
+    file_of,
+    named,
+    payload,
+    text,
+)
 
 from paddle_reshard.pipeline.core.errors import FormatError, UnsafePickleError
 from paddle_reshard.storage.formats import paddle_pickle
@@ -29,6 +42,8 @@ from paddle_reshard.storage.formats.paddle_pickle_writer import encode_pickle
 from tests.conftest import case_files
 
 ALLOWED_OPCODES = set(b"N\x88\x89KMJ\x8aG\x8cX\x8dCB\x8e}])(t\x85\x86\x87suae\x94qrhjc\x93R\x81b\x95.")
+BYTEARRAY8 = 0x96
+"""Only of protocol 5."""
 FUZZ = settings(
     max_examples=int(os.environ.get("FUZZ_EXAMPLES", "400")),
     deadline=None,
@@ -97,12 +112,20 @@ def test_every_attack_is_stopped_for_its_reason(attack, monkeypatch):
 def test_the_list_of_attacks_is_not_hollow():
     assert len({attack.idea for attack in ATTACKS}) == len(ATTACKS) > 150
     assert parse(file_of(text("w") + array())).root["w"].shape == (2,)
+    assert parse(file_of(text("w") + buffered(), protocol=PROTO_5)).root["w"].shape == (2,)
 
 
 @pytest.mark.parametrize("opcode", sorted(set(range(256)) - ALLOWED_OPCODES))
 def test_every_other_opcode_is_refused(opcode):
     with pytest.raises(UnsafePickleError) as caught:
-        parse(PROTO + b"NN" + bytes([opcode]) + b"os\nsystem\n" + b"\x00" * 20 + STOP)
+        parse(
+            (PROTO if opcode == BYTEARRAY8 else PROTO_5)
+            + b"NN"
+            + bytes([opcode])
+            + b"os\nsystem\n"
+            + b"\x00" * 20
+            + STOP
+        )
     assert caught.value.reason == "forbidden_opcode"
     assert caught.value.byte_offset == 4
 
@@ -117,7 +140,7 @@ class Touch:
         return (pathlib.Path.touch, (self.path,))
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4])
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_nothing_is_executed(tmp_path, protocol):
     marker = tmp_path / "marker"
     data = pickle.dumps({"w": Touch(marker)}, protocol)
@@ -164,7 +187,7 @@ def test_names_that_look_like_paths_are_only_text():
     assert list(root) == names
 
 
-@pytest.mark.parametrize("protocol", [3, 4])
+@pytest.mark.parametrize("protocol", [3, 4, 5])
 def test_a_file_cut_anywhere_is_refused(protocol):
     data = small_file(protocol)
     assert refusal(data) is None
@@ -228,13 +251,19 @@ def test_colliding_integer_keys_do_not_slow_the_parser_down():
 
 
 @FUZZ
-@given(st.binary(max_size=300), st.sampled_from([b"", b"\x80\x02", b"\x80\x03", PROTO, PROTO + b"}("]))
+@given(
+    st.binary(max_size=300),
+    st.sampled_from([b"", b"\x80\x02", PROTO, PROTO + b"}(", PROTO_5, PROTO_5 + b"}("]),
+)
 def test_random_bytes_are_parsed_or_refused(data, start):
     refusal(start + data)
 
 
 @FUZZ
-@given(st.lists(st.sampled_from(sorted(ALLOWED_OPCODES)), max_size=60), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.sampled_from([*sorted(ALLOWED_OPCODES), BYTEARRAY8]), max_size=60),
+    st.randoms(use_true_random=False),
+)
 def test_random_opcodes_are_parsed_or_refused(opcodes, rng):
     """Opcodes with small arguments: gets further into the machine than random bytes do."""
     widths = {
@@ -252,9 +281,10 @@ def test_random_opcodes_are_parsed_or_refused(opcodes, rng):
         ord("C"): b"C\x01b",
         ord("B"): payload(b"abcd"),
         ord("X"): text("f4"),
+        BYTEARRAY8: bytearray8(b"abcd"),
     }
     out = io.BytesIO()
-    out.write(PROTO)
+    out.write(PROTO_5)
     for opcode in opcodes:
         width = widths.get(opcode)
         out.write(parts.get(opcode, bytes([opcode])))
@@ -267,6 +297,7 @@ BASES = [
     small_file(2),
     small_file(3),
     small_file(4),
+    small_file(5),
     pickle.dumps(
         {"w": np.ones((3, 4), "f4"), "b": np.zeros(3, "u2"), "StructuredToParameterName@@": {"w": "p"}}, 4
     ),

@@ -13,11 +13,10 @@ from paddle_reshard.pipeline.core.geometry import (
     MAX_DIMS,
     Boxes,
     boxes_of_flat_range,
-    column_major_strides,
     intersect,
     meeting_pairs,
     padded,
-    row_major_strides,
+    strides_in_order,
 )
 
 SHAPES = st.lists(st.integers(1, 5), max_size=MAX_DIMS).map(tuple)
@@ -58,8 +57,15 @@ def test_a_flat_range_outside_the_tensor_is_refused(bounds: tuple[int, int]) -> 
 @pytest.mark.parametrize("order", ["C", "F"])
 @given(SHAPES, st.sampled_from((1, 2, 4, 8)))
 def test_strides_are_those_of_numpy(order: str, shape: tuple[int, ...], itemsize: int) -> None:
-    strides = {"C": row_major_strides, "F": column_major_strides}[order]
-    assert strides(shape, itemsize) == np.empty(shape, f"u{itemsize}", order=order).strides
+    axes = None if order == "C" else tuple(reversed(range(len(shape))))
+    assert strides_in_order(shape, itemsize, axes) == np.empty(shape, f"u{itemsize}", order=order).strides
+
+
+@given(SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), st.permutations(range(len(shape))))))
+def test_strides_of_permuted_dims_are_those_of_numpy(drawn: tuple[tuple[int, ...], list[int]]) -> None:
+    shape, axes = drawn
+    stored = np.empty([shape[dim] for dim in axes], "f4")
+    assert strides_in_order(shape, 4, axes) == stored.transpose(np.argsort(axes)).strides
 
 
 def test_padding_of_dims() -> None:

@@ -16,7 +16,7 @@ SHAPE = (2, 3)
 
 
 def stored(shard: int, shape: tuple[int, ...], at: int = 0, copy: int = 0, dtype: str = "f4") -> StoredArray:
-    return StoredArray(shard, f"rank{shard}", ArrayRef(at, dtype, shape, False, None), copy)
+    return StoredArray(shard, f"rank{shard}", ArrayRef(at, dtype, shape, None, None), copy)
 
 
 def cell(sliced: bool = False, **facts: object) -> Cell:
@@ -46,7 +46,7 @@ def test_slices_make_one_copy_in_the_order_of_their_ranks() -> None:
 
 def test_an_array_that_was_cut_when_it_was_saved_lies_in_several_places() -> None:
     whole = total(cell(), "stage1v2", 1)
-    parts = (ArrayRef(100, "f4", (5,), False, None), ArrayRef(300, "f4", (whole - 5,), False, None))
+    parts = (ArrayRef(100, "f4", (5,), None, None), ArrayRef(300, "f4", (whole - 5,), None, None))
     split = StoredArray(0, "rank0", SplitArray(parts, (whole,)))
     (copy,) = Sharing("stage1v2", 1).copies(cell(), KEY, MASTER_WEIGHT, [split])
     assert [(array.byte_offset, array.flat) for array in copy] == [(100, (0, 5)), (300, (5, whole))]

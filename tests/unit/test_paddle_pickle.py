@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paddle_reshard.pipeline.core.errors import FormatError
+from paddle_reshard.pipeline.core.geometry import strides_in_order
 from paddle_reshard.storage.formats.paddle_pickle import (
     BIG_PARAM_INFO,
     MAX_NESTING,
@@ -30,7 +31,8 @@ from paddle_reshard.storage.formats.paddle_pickle import (
     parse_pickle,
 )
 from paddle_reshard.storage.formats.paddle_pickle_writer import ArraySlot, EncodedFile, encode_pickle
-from tests.conftest import case_files
+from tests import protocol5
+from tests.conftest import case_directory, case_files, case_names
 
 pytestmark = pytest.mark.filterwarnings("ignore:numpy.core:DeprecationWarning")
 
@@ -72,6 +74,8 @@ class Oracle(pickle.Unpickler):
             return allowed[name]
         if name in ("_reconstruct", "scalar"):
             return super().find_class("numpy._core.multiarray", name)
+        if name == "_frombuffer":
+            return super().find_class("numpy.core.numeric", name)
         return super().find_class({"encode": "_codecs"}.get(name, module), name)
 
 
@@ -83,7 +87,9 @@ def array_at(data: bytes, ref: ArrayRef | SplitArray) -> np.ndarray:
     if isinstance(ref, SplitArray):
         return np.concatenate([array_at(data, part) for part in ref.parts]).reshape(ref.shape)
     raw = data[ref.byte_offset : ref.byte_offset + ref.nbytes]
-    return np.frombuffer(raw, "<" + ref.dtype).reshape(ref.shape, order="F" if ref.fortran else "C")
+    axes = ref.axes or tuple(range(len(ref.shape)))
+    stored = np.frombuffer(raw, "<" + ref.dtype).reshape([ref.shape[dim] for dim in axes])
+    return stored.transpose(np.argsort(axes))
 
 
 def assert_same_array(actual: np.ndarray, expected: np.ndarray) -> None:
@@ -173,7 +179,10 @@ def paddle():
 
 def saved(paddle, obj: object, protocol: int = 4) -> bytes:
     out = io.BytesIO()
-    paddle.save(obj, out, protocol=protocol)
+    if protocol == 5:
+        protocol5.save(obj, out)
+    else:
+        paddle.save(obj, out, protocol=protocol)
     return out.getvalue()
 
 
@@ -185,9 +194,13 @@ def loaded(paddle, data: bytes, **options) -> object:
 
 
 def real_files() -> list[Path]:
-    """Every tensor file of the checkpoints of both kinds of models."""
+    """Every tensor file of the checkpoints of both kinds of models, and of those of protocol 5."""
     suffixes = {".pdparams", ".pdopt", ".distcp"}
-    return [path for path in case_files(("dense", "moe"), "checkpoint-*/**/*") if path.suffix in suffixes]
+    found = case_files(("dense", "moe"), "checkpoint-*/**/*")
+    for name in case_names("states"):
+        if name.startswith("states/p5_"):
+            found += case_directory(name).glob("checkpoint-*/**/*")
+    return [path for path in found if path.suffix in suffixes]
 
 
 def test_every_real_file_is_indexed_as_pickle_loads_it(tmp_path, paddle):
@@ -198,7 +211,7 @@ def test_every_real_file_is_indexed_as_pickle_loads_it(tmp_path, paddle):
         payload = parse(data)
         arrays += assert_same(data, payload.root, oracle(data))
         names += sum(ref.name is not None for ref in payload.root.values() if isinstance(ref, ArrayRef))
-        assert payload.protocol == 4
+        assert payload.protocol == (5 if "p5_" in str(path) else 4)
     assert arrays > 10_000
     assert names > 1_000
 
@@ -268,7 +281,7 @@ def make_optimizer(paddle) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("protocol", [3, 4])
+@pytest.mark.parametrize("protocol", [3, 4, 5])
 def test_the_legacy_route(paddle, protocol):
     tensors = make_tensors(paddle)
     data = saved(paddle, tensors, protocol)
@@ -280,15 +293,15 @@ def test_the_legacy_route(paddle, protocol):
     assert payload.root["weight"].name is None
     assert payload.root["bf16"].dtype == "u2"
     assert payload.root["scalar"].shape == ()
-    assert payload.root["transposed"].fortran
-    assert payload.root["transposed3"].fortran
-    assert not payload.root["weight"].fortran
+    assert payload.root["transposed"].axes == (1, 0)
+    assert payload.root["transposed3"].axes == (2, 1, 0)
+    assert payload.root["weight"].axes is None
     assert payload.root["weight"].byte_offset != payload.root["weight_again"].byte_offset
     for key, array in loaded(paddle, data, return_numpy=True).items():
         assert_same_array(array_at(data, payload.root[key]), array)
 
 
-@pytest.mark.parametrize("protocol", [3, 4])
+@pytest.mark.parametrize("protocol", [3, 4, 5])
 @pytest.mark.parametrize("kind", [dict, collections.OrderedDict])
 def test_the_pickle_route(paddle, protocol, kind):
     state = kind(make_optimizer(paddle))
@@ -398,7 +411,7 @@ def test_bytes_outside_arrays(nbytes):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("protocol", [3, 4])
+@pytest.mark.parametrize("protocol", [3, 4, 5])
 def test_every_dtype(dtype, protocol):
     rng = np.random.default_rng(0)
     array = np.frombuffer(rng.bytes(24 * np.dtype(dtype).itemsize), dtype).reshape(2, 3, 4)
@@ -407,8 +420,73 @@ def test_every_dtype(dtype, protocol):
     data = pickle.dumps({"c": array, "f": array.T, "s": np.ones((), dtype)[()]}, protocol)
     root = parse(data).root
     assert root["c"].dtype == dtype
-    assert root["f"].fortran
+    assert root["f"].axes == (2, 1, 0)
     assert_same(data, root, pickle.loads(data))
+
+
+@pytest.mark.parametrize("nbytes", [0, 4, 252, 256, 65532, 65536, 70000])
+def test_payloads_of_writable_and_read_only_arrays(nbytes):
+    """BYTEARRAY8, and SHORT_BINBYTES or BINBYTES by length; from 64 KiB on they lie outside of frames."""
+    array = np.arange(nbytes // 4, dtype="f4")
+    fixed = array.copy()
+    fixed.flags.writeable = False
+    data = pickle.dumps({"w": array, "r": fixed, "again": {"r": fixed}}, 5)
+    payload = parse(data)
+    assert payload.protocol == 5
+    assert assert_same(data, payload.root, pickle.loads(data)) == 3
+    assert payload.root["r"] == payload.root["again"]["r"]
+    start = payload.root["w"].byte_offset
+    assert data[start - 9 : start] == b"\x96" + nbytes.to_bytes(8, "little")
+    assert data[payload.root["r"].byte_offset - (2 if nbytes < 256 else 5)] == (
+        ord("C") if nbytes < 256 else ord("B")
+    )
+
+
+def test_arrays_that_numpy_still_writes_as_before_in_protocol_5():
+    grid = np.arange(24, dtype="f4").reshape(4, 6)
+    data = pickle.dumps({"cut": grid[:, ::2], "whole": grid, "zero": grid[:0], "one": grid[0, 0]}, 5)
+    assert b"_reconstruct" in data
+    assert assert_same(data, parse(data).root, pickle.loads(data)) == 3
+
+
+NUMPY_2 = {  # numpy 2.4.6: arange(8, dtype="u1").reshape(2, 2, 2) with other orders of dims
+    (1, 0, 2): "8c014b944b014b004b028794",
+    (2, 0, 1): "8c014b944b024b004b018794",
+    (1, 2, 0): "8c014b944b014b024b008794",
+}
+
+
+@pytest.mark.parametrize("permutation", NUMPY_2)
+def test_dims_in_another_order_as_numpy_2_writes_them(permutation):
+    """Five arguments, under the name ``numpy._core``, which numpy 1 cannot load."""
+    shape = (2, 3, 4)
+    stored = np.arange(24, dtype="u1").reshape(shape)
+    data = (
+        b"\x80\x05}\x94\x8c\x01w\x94\x8c\x13numpy._core.numeric\x94\x8c\x0b_frombuffer\x94\x93\x94(\x96"
+        + (24).to_bytes(8, "little")
+        + stored.tobytes()
+        + b"\x94\x8c\x05numpy\x94\x8c\x05dtype\x94\x93\x94\x8c\x02u1\x94\x89\x88\x87\x94R\x94(K\x03"
+        + b"\x8c\x01|\x94NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00t\x94bK\x02K\x03K\x04\x87\x94"
+        + bytes.fromhex(NUMPY_2[permutation])
+        + b"t\x94R\x94s."
+    )
+    ref = parse(data).root["w"]
+    expected = stored.transpose(permutation)
+    assert ref.shape == expected.shape
+    assert_same_array(array_at(data, ref), expected)
+    assert_same_array(oracle(data)["w"], expected)
+    small = parse_pickle(Ranges(data), len(data), "file").root["w"]
+    strides = strides_in_order(small.shape, 1, small.axes)
+    assert strides == expected.strides
+
+
+def test_a_raw_tensor_of_paddle_3_4():
+    """Its test says of ``_reconstruct_dense_tensor_data`` that it returns the array as it is."""
+    array = np.arange(6, dtype="f4").reshape(2, 3)
+    opcodes = pickle.dumps(array, 5)[11:-1]  # without PROTO, FRAME and STOP
+    called = b"cpaddle.framework.io_utils\n_reconstruct_dense_tensor_data\n" + opcodes + b"\x85R"
+    data = b"\x80\x05}\x8c\x01w" + called + b"s."
+    assert_same_array(array_at(data, parse(data).root["w"]), array)
 
 
 def test_both_names_of_the_numpy_module():
@@ -487,7 +565,7 @@ def test_what_is_written_is_what_is_parsed():
     assert parsed.protocol == 4
     assert assert_same(data, parsed.root, expected_of(root, payloads)) == len(encoded.slots)
     ref = parsed.root["named"]
-    assert (ref.name, ref.dtype, ref.shape, ref.fortran) == ("linear_0.w_0", "f4", (5,), False)
+    assert (ref.name, ref.dtype, ref.shape, ref.axes) == ("linear_0.w_0", "f4", (5,), None)
 
 
 def test_only_old_numpy_names_and_no_frames_are_written():

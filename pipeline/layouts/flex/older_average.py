@@ -145,7 +145,7 @@ def _array(path: str, piece: Box, average: OlderAverage, master: bool, told: Map
     elements, held = piece.elements, prod(array.shape)
     at_end = piece.flattened_range is not None and piece.flattened_range[1] == prod(piece.local_shape)
     longer = at_end and master and len(array.shape) == 1 and held > elements
-    if array.dtype != "f4" or array.fortran or not (array.shape == piece.shape or longer):
+    if array.dtype != "f4" or array.axes is not None or not (array.shape == piece.shape or longer):
         raise _unclear(
             path,
             name,

@@ -196,7 +196,7 @@ class _FlexCatalog:
                     cut,
                     tensor.dtype.itemsize,
                     (flattened[0], flattened[1]) if flattened else None,
-                    array.fortran,
+                    array.axes,
                 )
             )
             self.placements.add(

@@ -54,7 +54,7 @@ class StoredArrays(Mapping[Identity, list[StoredArray]]):
         self._offset = numbers_of("q")  # of its payload; of what is split, the place in ``_split``
         self._kind = numbers_of("i")  # -1: it is split
         self._paths: Numbered[str] = Numbered()
-        self._kinds: Numbered[tuple[str, Shape, bool]] = Numbered()
+        self._kinds: Numbered[tuple[str, Shape, Shape | None]] = Numbered()
         self._split: list[SplitArray] = []
 
     def add(self, key: str, state: str, stored: StoredArray) -> None:
@@ -75,7 +75,7 @@ class StoredArrays(Mapping[Identity, list[StoredArray]]):
             self._split.append(array)
             return
         self._offset.append(array.byte_offset)
-        self._kind.append(self._kinds.number((array.dtype, array.shape, array.fortran)))
+        self._kind.append(self._kinds.number((array.dtype, array.shape, array.axes)))
 
     def path_of_last(self, key: str, state: str) -> str | None:
         """The file of the array of a tensor that was added last."""

@@ -86,7 +86,7 @@ def _state_dict(
         dtype = dtype_of_tag(payload.tags[key], f"{path}: {key}")
         layout = payload.metadata.get("format")
         if is_transposed(key, array.shape, layout, path, table, config):
-            array = replace(array, shape=array.shape[::-1], fortran=True)
+            array = replace(array, shape=array.shape[::-1], axes=(1, 0))
         held[key] = replace(array, dtype=dtype.code)
     return held
 

@@ -18,6 +18,7 @@ from math import prod
 from typing import NamedTuple
 
 from paddle_reshard.pipeline.core.errors import CoverageError
+from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import EMA_PARAM, PARAM, DType
 from paddle_reshard.pipeline.layouts.hybrid.arrays import StoredArray
 from paddle_reshard.pipeline.layouts.hybrid.ranks import Cell
@@ -32,7 +33,8 @@ class Placed(NamedTuple):
     byte_offset: int
     flat: tuple[int, int] | None
     """Which elements of the flattened tensor it holds; ``None``: it is the whole tensor."""
-    fortran: bool
+    axes: Shape | None
+    """The dims in the order in which the payload runs through them, as :attr:`ArrayRef.axes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +187,12 @@ def common_dtype(key: str, state: str, arrays: list[StoredArray]) -> DType:
 def _array_placed(stored: StoredArray, flat: tuple[int, int] | None) -> Iterator[Placed]:
     path, array = stored.path, stored.array
     if isinstance(array, ArrayRef):
-        yield Placed(path, array.byte_offset, flat, flat is None and array.fortran)
+        yield Placed(path, array.byte_offset, flat, array.axes if flat is None else None)
         return
     start = 0 if flat is None else flat[0]
     for part in array.parts:
         stop = start + part.shape[0]
-        yield Placed(path, part.byte_offset, (start, stop), False)
+        yield Placed(path, part.byte_offset, (start, stop), None)
         start = stop
 
 

@@ -526,7 +526,7 @@ class _HybridCatalog:
             replica = self._replica(index, rank)
             for array in copy:
                 kind = self.placements.kind(
-                    ArrayKind(cell.shapes[key], cut, dtype.itemsize, array.flat, array.fortran)
+                    ArrayKind(cell.shapes[key], cut, dtype.itemsize, array.flat, array.axes)
                 )
                 file = self.file_index[array.path]
                 self.placements.add(kind, rank, index, file, array.byte_offset, dtype, replica)

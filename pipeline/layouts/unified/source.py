@@ -358,7 +358,8 @@ class _UnifiedCatalog:
                 if one.shape != local:
                     detail = f"stored with shape {one.shape}, {local} is expected"
                     raise CoverageError(f"{key} ({state})", detail, (one.file.path,))
-                self._place(index, kind(None, one.transposed), rank, one, self._replica(index, rank))
+                axes = (1, 0) if one.transposed else None
+                self._place(index, kind(None, axes), rank, one, self._replica(index, rank))
 
     def _add_numbers(self, index: int, stored: Sequence[_Stored]) -> None:
         """Every rank that holds something of a parameter holds its numbers."""
