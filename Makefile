@@ -3,14 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
+# Tests start hundreds of processes, and each would compile the whole package anew.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test check fuzz format parity parity-table bench memory s3 chaos clean
+.PHONY: help demo test exhaustive check fuzz format parity parity-table bench memory s3 chaos clean
 
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
 	@echo "make test     all tests"
+	@echo "make exhaustive  what make test shows by samples: every source to every target, and more tensors"
 	@echo "make check    formatter, linter, types, import contracts"
-	@echo "make fuzz     longer fuzzing of everything that reads a checkpoint"
+	@echo "make fuzz     longer fuzzing of everything that reads a checkpoint, and of conversions between random topologies"
 	@echo "make parity   the real trainer resumes from our conversions (needs Python 3.11; 10 minutes)"
 	@echo "make parity-table  losses go on after a change of strategy, into docs/parity.md (two hours; may be interrupted)"
 	@echo "make bench    4 GB converted beside cp -r, paddle.load and others, into docs/performance.md (ARGS=--quick: a glance)"
@@ -42,7 +45,10 @@ demo: $(VENV)/.demo
 	$(BIN)/paddle-reshard verify $(CASE)/checkpoint-3 .demo/pp4-sharding2
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -q -n $(WORKERS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+
+exhaustive: $(VENV)/.test
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m exhaustive
 
 check: $(VENV)/.test
 	$(BIN)/ruff format --check .
@@ -51,7 +57,7 @@ check: $(VENV)/.test
 	$(BIN)/lint-imports
 
 fuzz: $(VENV)/.test
-	FUZZ_EXAMPLES=5000 $(BIN)/python -m pytest -q -n $(WORKERS) tests/hostile
+	FUZZ_EXAMPLES=5000 $(BIN)/python -m pytest -q -n $(WORKERS) tests/hostile tests/properties
 
 format: $(VENV)/.test
 	$(BIN)/ruff format .

@@ -1,5 +1,11 @@
-"""Every real checkpoint, converted to other topologies, still holds the truth bit for bit."""
+"""Every real checkpoint, converted to other topologies, still holds the truth bit for bit.
 
+All targets of a case are made in one run, which reads the source once; the conversions of ``test_structure.py`` have a
+run each.
+"""
+
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -8,8 +14,9 @@ import numpy as np
 import pytest
 
 import paddle_reshard
+from paddle_reshard.pipeline.convert.options import TargetOptions
 from tests import oracle
-from tests.conftest import case_directory, hybrid_cases
+from tests.conftest import FEW_CASES, case_directory, hybrid_cases
 
 
 @dataclass(frozen=True)
@@ -28,8 +35,13 @@ class Target:
         return {"tp": asked.get("tp", 1), "pp": asked.get("pp", 1), "shard": asked.get("sharding", 1)}
 
     @property
-    def layout(self) -> dict[str, int]:
-        return {} if self.segment_size is None else {"stage3_segment_size": self.segment_size}
+    def options(self) -> TargetOptions:
+        options: TargetOptions = {"to": self.to, "format": self.format}
+        if self.strategy is not None:
+            options["sharding_strategy"] = self.strategy
+        if self.segment_size is not None:
+            options["layout"] = {"stage3_segment_size": self.segment_size}
+        return options
 
     def __str__(self) -> str:
         size = "" if self.segment_size is None else f"segment{self.segment_size}"
@@ -73,16 +85,13 @@ MORE_CASES = (
 TWO_LAYERS = ("mp2sh2_s1v2_meta_mid",)
 
 
-def _conversions() -> list:
-    cases = hybrid_cases()
-    pairs = [(name, target) for name in cases for target in EVERY_CASE]
-    pairs += [(name, target) for name in MORE_CASES if name in cases for target in MORE]
+def _targets(name: str) -> list[Target]:
+    targets = [*EVERY_CASE, *(MORE if name in MORE_CASES else ())]
     # A model of two layers has no four stages.
-    pairs = [
-        (name, Target("pp=2") if name in TWO_LAYERS and target.to == "pp=4" else target)
-        for name, target in pairs
-    ]
-    return [pytest.param(name, target, id=f"{name}-to-{target}") for name, target in pairs]
+    return [Target("pp=2") if name in TWO_LAYERS and target.to == "pp=4" else target for target in targets]
+
+
+CONVERSIONS = [(name, target) for name in hybrid_cases() for target in _targets(name)]
 
 
 @cache
@@ -90,35 +99,56 @@ def _truth(name: str) -> dict[str, np.ndarray]:
     return oracle.read_truth(case_directory(name) / "truth.safetensors")
 
 
-@pytest.mark.parametrize(("name", "target"), _conversions())
-def test_converted_checkpoint_equals_the_truth(name: str, target: Target, tmp_path: Path) -> None:
-    truth = _truth(name)
+@pytest.fixture(scope="module")
+def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with every target of a case."""
+    name, folder = request.param, tmp_path_factory.mktemp("converted")
+    targets = {folder / str(target): target.options for target in _targets(name)}
+    paddle_reshard.convert(case_directory(name) / "checkpoint-3", targets)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("converted", "name", "target"),
+    [pytest.param(name, name, target, id=f"{name}-to-{target}") for name, target in CONVERSIONS],
+    indirect=["converted"],
+)
+def test_converted_checkpoint_equals_the_truth(converted: Path, name: str, target: Target) -> None:
+    truth, made = _truth(name), converted / str(target)
     shapes = oracle.shapes_of(truth)
-    converted = tmp_path / "checkpoint-3"
-
-    paddle_reshard.convert(
-        case_directory(name) / "checkpoint-3",
-        converted,
-        to=target.to,
-        sharding_strategy=target.strategy,
-        format=target.format,
-        layout=target.layout,
-    )
-
-    oracle.assert_same_tensors(oracle.read_checkpoint(converted, shapes), truth)
-    assert oracle.degrees_of(oracle.find_files(converted)["optimizer"]) == target.degrees
+    oracle.assert_same_tensors(oracle.read_checkpoint(made, shapes), truth)
+    assert oracle.degrees_of(oracle.find_files(made)["optimizer"]) == target.degrees
     # Without master weights nothing tells stage 2 from stage 1 v1, and nothing needs to.
     like_v1 = target.strategy == "stage2" and not any(key.endswith(".w_0") for key in truth)
-    assert oracle.strategy_of(converted) == ("stage1v1" if like_v1 else target.strategy or "none")
+    assert oracle.strategy_of(made) == ("stage1v1" if like_v1 else target.strategy or "none")
     # The trainer writes model_meta.json under sharding stage 1 only.
     has_meta = target.format == "hybrid" and str(target.strategy).startswith("stage1")
-    assert (converted / "model_meta.json").exists() == has_meta
+    assert (made / "model_meta.json").exists() == has_meta
     if has_meta:
-        oracle.check_distribution(converted, shapes)
+        oracle.check_distribution(made, shapes)
 
-    back = tmp_path / "one-card"
-    paddle_reshard.convert(converted, back, to="tp=1")
-    oracle.assert_same_tensors(oracle.read_checkpoint(back, shapes), truth)
+
+@pytest.mark.parametrize(
+    ("converted", "name", "target"),
+    [
+        pytest.param(
+            name,
+            name,
+            target,
+            id=f"{name}-to-{target}",
+            marks=() if name in FEW_CASES else pytest.mark.exhaustive,
+        )
+        for name, target in CONVERSIONS
+    ],
+    indirect=["converted"],
+)
+def test_what_was_converted_becomes_the_truth_on_one_card(
+    converted: Path, name: str, target: Target, tmp_path: Path
+) -> None:
+    paddle_reshard.convert(converted / str(target), tmp_path / "one-card", to="tp=1")
+    truth = _truth(name)
+    oracle.assert_same_tensors(oracle.read_checkpoint(tmp_path / "one-card", oracle.shapes_of(truth)), truth)
 
 
 def test_there_and_back_again(tmp_path: Path) -> None:

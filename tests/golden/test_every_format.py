@@ -34,10 +34,45 @@ NAMELESS = ("moe/dsv3_single", "moe/glm4moe_single")
 """Buffers that nobody named have a number in their files, which no other format keeps and no loader looks at."""
 TOY = ("auto_dp2mp2",)
 """No model of any family; its own test has the rules for it."""
+ALIKE = {
+    *("dp2", "mp2", "mp2pp2", "mp2pp2_sp", "pp2", "sh2_s1v1", "sh2_s1v1_meta", "sh2_s1v2", "sh2_s1v2_meta"),
+    *(
+        "sh2_s2",
+        "single",
+        "mp2sh2_s1v1_meta",
+        "mp2pp2sh2_s1v1_meta_ema",
+        "pp4vpp2",
+        "single_fp32",
+        "single_tied",
+    ),
+    *("fc_mp2pp2", "fc_sh2_s1v2", "fc_single", "uc_single", "nlp_single", "nlp_mp2", "nlp_fused_single"),
+    *(
+        "moe_single",
+        "moe_pp2",
+        "moe_mp2",
+        "moe_sh2_s1v1_meta",
+        "moe_sh2_s1v2_meta",
+        "ep2_sh2_s1v2",
+        "ep2_fc_mp2",
+    ),
+    *(
+        "ep2_mp2sh2_s1v2_meta",
+        "ep2_pp2sh2_s1v2_meta",
+        "moe_fused_single",
+        "nlp_dsv2_single",
+        "nlp_dsv2_ep_dp2",
+    ),
+}
+"""Cases of models of which another case is there, in another topology: once read, which other tests show of each of
+them, they are the same to every format. ``make exhaustive`` converts them too."""
 
 
 def cases() -> list[str]:
     return [name for name in (*case_names("dense"), *case_names("moe")) if name.partition("/")[2] not in TOY]
+
+
+def test_cases_that_are_left_to_the_exhaustive_run_are_there() -> None:
+    assert {case.partition("/")[2] for case in cases()} >= ALIKE
 
 
 def folder_of(case: str) -> Path:
@@ -73,7 +108,14 @@ def tensor_files(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("case", cases())
+def alike(case: str) -> bool:
+    return case.partition("/")[2] in ALIKE
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.exhaustive if alike(case) else ()) for case in cases()],
+)
 def test_there_and_on_is_the_straight_way(case: str, tmp_path: Path) -> None:
     source, formats = folder_of(case), formats_of(case)
     asked: dict[Any, TargetOptions] = {tmp_path / "card": {"to": "tp=1"}}
@@ -115,10 +157,13 @@ DRIFTED = "moe/ep2_fc_mp2"
 """A FlexCheckpoint keeps any rank's copy of what has drifted apart, the truth the first one's."""
 
 
-def test_paddle_loads_every_dist_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "others", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["each model", "the others"]
+)
+def test_paddle_loads_every_dist_checkpoint(others: bool, tmp_path: Path) -> None:
     """All of them by one process, against what each training run held in memory."""
     pairs, count = [], 0
-    for number, case in enumerate(name for name in cases() if name != DRIFTED):
+    for number, case in enumerate(c for c in cases() if c != DRIFTED and alike(c) == others):
         made = tmp_path / str(number)
         paddle_reshard.convert(
             folder_of(case),

@@ -1,5 +1,9 @@
-"""Whatever the model, wherever it comes from and goes to: values, files and refusals are as promised."""
+"""Whatever the model, wherever it comes from and goes to: values, files and refusals are as promised.
 
+``make fuzz`` draws many more examples (``FUZZ_EXAMPLES``).
+"""
+
+import os
 import random
 import shutil
 import tempfile
@@ -39,7 +43,7 @@ BUDGET_BYTES = 1 << 30
 
 def examples(count: int) -> settings:
     return settings(
-        max_examples=count,
+        max_examples=max(count, int(os.environ.get("FUZZ_EXAMPLES", "0")) // 10),
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
@@ -212,7 +216,7 @@ def assert_same_files(one: Path, other: Path) -> None:
 # --- values -------------------------------------------------------------------------------------------
 
 
-@examples(45)
+@examples(24)
 @given(st.data())
 def test_any_conversion_keeps_every_bit(data: st.DataObject) -> None:
     model = data.draw(models())
@@ -247,7 +251,7 @@ def test_several_communication_buffers(overlap: bool) -> None:
         assert [len(values) for values in slices] == [520 * 512 // 192 * 192 // 3 + 64] * 3
 
 
-@examples(18)
+@examples(9)
 @given(st.data())
 def test_there_and_back_again_is_the_identity(data: st.DataObject) -> None:
     model = data.draw(models())
@@ -260,7 +264,7 @@ def test_there_and_back_again_is_the_identity(data: st.DataObject) -> None:
         assert_same_files(folder / "back", folder / "A")
 
 
-@examples(18)
+@examples(9)
 @given(st.data())
 def test_a_stop_on_the_way_leaves_no_trace(data: st.DataObject) -> None:
     model = data.draw(models())
@@ -305,7 +309,7 @@ def trainer_accepts(model: Model, target: Target) -> bool:
     return target.pp <= model.items
 
 
-@examples(45)
+@examples(24)
 @given(models(), any_targets())
 def test_a_topology_is_taken_or_refused_without_a_trace(model: Model, target: Target) -> None:
     with workspace() as folder:
@@ -378,7 +382,7 @@ def lay_out(source: Path, target: Target, buffer_bytes: int) -> tuple[Checkpoint
     return plan.source, layout_hybrid(plan.source, replace(plan.targets[0].form, sharding=sharding))
 
 
-@examples(30)
+@examples(15)
 @given(
     st.data(),
     st.sampled_from((1, 500, 3_000, 10_000, 30_000, 100_000)),
@@ -469,7 +473,7 @@ def pick(fragments: Fragments, catalog: Catalog, shuffle: random.Random) -> Any:
     return copies[shuffle.randrange(len(copies))]
 
 
-@examples(18)
+@examples(9)
 @given(st.data(), st.randoms(use_true_random=False), st.sampled_from((2_000, 20_000, 1 << 26)))
 def test_verify_finds_exactly_what_differs(
     data: st.DataObject, shuffle: random.Random, group_bytes: int
@@ -534,7 +538,7 @@ def test_verify_compares_a_stored_parameter_with_the_master_weight_of_the_other_
             flip_bit(path, int(fragment["byte_base"]), 0)
 
 
-@examples(15)
+@examples(8)
 @given(st.data(), st.randoms(use_true_random=False))
 def test_padding_is_not_content(data: st.DataObject, shuffle: random.Random) -> None:
     model = data.draw(models())
