@@ -12,6 +12,7 @@ from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
 from paddle_reshard.pipeline.core.tensors import (
     ACCUMULATORS,
+    DTYPES,
     EMA_MASTER_WEIGHT,
     EMA_PARAM,
     MASTER_WEIGHT,
@@ -146,17 +147,17 @@ def inspect(
 def _summaries(checkpoint: Checkpoint) -> list[StateSummary]:
     catalog = checkpoint.catalog
     order = (PARAM, MASTER_WEIGHT, *ACCUMULATORS, EMA_PARAM, EMA_MASTER_WEIGHT)
-    states = sorted(catalog.tensors.states, key=order.index)
+    elements, dtypes = catalog.tensors.elements, catalog.tensors.dtypes
     summaries = []
-    for state in states:
-        members = [(i, t) for i, t in enumerate(catalog.tensors) if t.state == state]
+    for state in sorted(catalog.tensors.states, key=order.index):
+        members = [*catalog.tensors.of_state(state).values()]
         summaries.append(
             StateSummary(
                 state=state,
                 tensors=len(members),
-                elements=sum(t.elements for _, t in members),
-                dtypes=tuple(sorted({t.dtype.name for _, t in members})),
-                implied=sum(i in catalog.implied for i, _ in members),
+                elements=int(elements[members].sum()),
+                dtypes=tuple(sorted({DTYPES[number].name for number in dtypes[members].tolist()})),
+                implied=sum(number in catalog.implied for number in members),
             )
         )
     return summaries

@@ -200,7 +200,7 @@ class Window:
 
     def unsigned(self, width_bytes: int) -> int:
         """Take a little-endian number."""
-        return int.from_bytes(self.take(width_bytes), "little")
+        return self.byte() if width_bytes == 1 else int.from_bytes(self.take(width_bytes), "little")
 
     def length(self, width_bytes: int) -> int:
         """Read a length field; what it announces must lie inside the file."""
@@ -342,10 +342,15 @@ class Machine:
         window = self.window
         self._start()
         for count in range(MAX_OPCODES):
-            self.opcode_offset = window.position
+            at = window._at
+            self.opcode_offset = window._base + at
             if count % _OPCODES_BETWEEN_LOOKS == 0:
                 self._check_size(count)
-            opcode = window.byte()
+            if at < len(window._data):  # here and not in a call: there are millions of opcodes
+                opcode = window._data[at]
+                window._at = at + 1
+            else:
+                opcode = window.byte()
             if opcode == _STOP:
                 return self._root(), count
             step = _OPCODES[opcode]
@@ -393,8 +398,7 @@ class Machine:
 
     def remember(self, index: int | None) -> None:
         """Store the top of the stack under ``index``, or under the next one: picklers count from 0."""
-        stored = len(self.memo)
-        if index is not None and index != stored:
+        if index is not None and index != (stored := len(self.memo)):
             if index < stored:
                 self.bad("memo_overwritten", f"stores value {index} twice")
             self.bad("memo_out_of_order", f"stores value {index} when {stored} are stored")
@@ -450,6 +454,10 @@ def _shown(value: str) -> str:
 
 def _constant(value: object) -> _Step:
     return lambda m: m.stack.append(value)
+
+
+def _one_byte(m: Machine) -> None:
+    m.stack.append(m.window.byte())
 
 
 def _integer(width_bytes: int, signed: bool) -> _Step:
@@ -656,7 +664,7 @@ _STOP: Final = ord(".")
 _STEPS: Final[Mapping[int, _Step]] = {
     0x95: _frame,
     ord("N"): _constant(None), 0x88: _constant(True), 0x89: _constant(False), ord(")"): _constant(()),
-    ord("K"): _integer(1, False), ord("M"): _integer(2, False), ord("J"): _integer(4, True),
+    ord("K"): _one_byte, ord("M"): _integer(2, False), ord("J"): _integer(4, True),
     0x8A: _long1, ord("G"): _float,
     0x8C: _text(1), ord("X"): _text(4), 0x8D: _text(8),
     ord("C"): _blob(1), ord("B"): _blob(4), 0x8E: _blob(8), 0x96: _bytearray,

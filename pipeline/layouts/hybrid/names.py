@@ -36,7 +36,7 @@ _PARTS = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class RankFile:
     """A tensor file of one rank. A coordinate is ``None`` where the name has no such part."""
 

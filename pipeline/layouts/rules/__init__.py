@@ -101,6 +101,8 @@ class Rule:
         """The dim that ``tp`` ranks cut in this model, or ``None`` where each holds the whole tensor."""
         if self.split is None or tp == 1:
             return self.split
+        if not self.must_divide and not self.split_if_divisible:
+            return self.split
         key = key or self.key
         values = derived_sizes(config)
         if self.must_divide and _entry(values, self.must_divide, key) % tp:
