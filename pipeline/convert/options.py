@@ -252,12 +252,13 @@ class ConversionOptions(TargetOptions, total=False):
         Option(
             kind=Kind.LIST,
             metavar="NAME",
-            help="Exclude a state from every target: ema, the moving average. Required if the format "
-            "cannot hold it, unless another --target does. Can be repeated.",
+            help="Exclude a part from every target: ema, the moving average, or mtp, the layers of multi-token "
+            "prediction. Required if a target cannot hold it, unless another --target does. Can be repeated.",
         ),
     ]
-    """States to exclude from every target: ``"ema"``, the exponential moving average. A format that cannot hold a state
-    refuses it unless it is named here, or another target of the same conversion holds it."""
+    """Parts to exclude from every target: ``"ema"``, the exponential moving average; ``"mtp"``, the layers of
+    multi-token prediction (``num_nextn_predict_layers`` in ``config.json`` becomes 0). A format that cannot hold an
+    average refuses it unless it is named here, or another target of the same conversion holds it."""
     allow_links: Annotated[
         bool,
         Option(

@@ -31,13 +31,20 @@ from paddle_reshard.pipeline.core.freed import give_back_freed
 from paddle_reshard.pipeline.core.mixture import Mixture, Term
 from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
-from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT
+from paddle_reshard.pipeline.core.tensors import (
+    DROPPABLE,
+    EMA_MASTER_WEIGHT,
+    EMA_PARAM,
+    MASTER_WEIGHT,
+    MTP,
+)
 from paddle_reshard.pipeline.core.topology import sharding_in_words
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.format import Request, Target
 from paddle_reshard.pipeline.layouts.formats import DEFAULT, FORMATS, names_of
+from paddle_reshard.pipeline.layouts.mtp import configured_without_mtp, without_mtp
 from paddle_reshard.pipeline.layouts.reading import read_json
 from paddle_reshard.pipeline.layouts.sidecars import average_divisor
 from paddle_reshard.pipeline.layouts.targets import check_left, join, lay_out
@@ -195,13 +202,18 @@ def plan_checkpoint(
     If the groups are to run ``in_process``, where the metadata are too, these are held against the budget before
     anything is made in their proportion.
     """
-    dropped = sorted(source.catalog.tensors.states & set(request.dropped_states))
+    dropped = sorted(
+        source.catalog.tensors.states & {state for name in request.dropped for state in DROPPABLE[name]}
+    )
     source = _divided(source.without(dropped), request.forms, store)
     wanted = source
+    if MTP in request.dropped:
+        source = without_mtp(source)
+        wanted = configured_without_mtp(source)
     if request.vocab_pad is not None:
-        wanted = resize_vocabulary(source, request.vocab_pad, grow=True)
+        wanted = resize_vocabulary(wanted, request.vocab_pad, grow=True)
     elif request.vocab_trim is not None:
-        wanted = resize_vocabulary(source, request.vocab_trim, grow=False)
+        wanted = resize_vocabulary(wanted, request.vocab_trim, grow=False)
     sizes = store.sizes()
     forms = [form.target_for(source) for form in request.forms]
     tensors = len(source.catalog.tensors)
@@ -345,7 +357,7 @@ def read_request(
         allow_reread=options.get("allow_reread", False),
         vocab_pad=options.get("vocab_pad"),
         vocab_trim=options.get("vocab_trim"),
-        dropped_states=parse_drop(options.get("drop", ())),
+        dropped=parse_drop(options.get("drop", ())),
     )
 
 

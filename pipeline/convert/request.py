@@ -61,25 +61,30 @@ class ConversionRequest:
     allow_reread: bool
     vocab_pad: int | None
     vocab_trim: int | None
-    dropped_states: tuple[str, ...] = ()
-    """States of which no target is to have anything."""
+    dropped: tuple[str, ...] = ()
+    """Names of what no target is to have, of :data:`~paddle_reshard.pipeline.core.tensors.DROPPABLE`."""
 
     def __post_init__(self) -> None:
         if self.vocab_pad is not None and self.vocab_trim is not None:
             raise UsageError("the vocabulary can be padded or trimmed, not both")
         if self.vocab_pad is not None and self.vocab_pad > MAX_VOCABULARY:
             raise UsageError(f"--vocab-pad {self.vocab_pad}: at most {MAX_VOCABULARY} rows are supported")
-        from paddle_reshard.pipeline.core.tensors import EMA_STATES
+        from paddle_reshard.pipeline.core.tensors import EMA, MTP
 
-        if any(form.of_average for form in self.forms) and set(EMA_STATES) & set(self.dropped_states):
+        if any(form.of_average for form in self.forms) and EMA in self.dropped:
             raise UsageError("--drop ema leaves nothing of which --state ema could make a model")
+        if MTP in self.dropped and self.aoa is not None:
+            raise UsageError(
+                "--drop mtp knows the tensors of multi-token prediction by their own names, which --aoa may change; "
+                "drop them by statements, NAME -> _, or in a conversion before"
+            )
 
 
 def parse_drop(names: Sequence[str] | str) -> tuple[str, ...]:
-    """The states that are dropped by these names, of :data:`~paddle_reshard.pipeline.core.tensors.DROPPABLE`.
+    """The parts that are dropped, each once; all are of :data:`~paddle_reshard.pipeline.core.tensors.DROPPABLE`.
 
-    >>> parse_drop(["ema"])
-    ('ema_master_weight', 'ema_param')
+    >>> parse_drop(["mtp", "ema", "mtp"])
+    ('ema', 'mtp')
 
     Raises
     ------
@@ -92,7 +97,7 @@ def parse_drop(names: Sequence[str] | str) -> tuple[str, ...]:
         if name not in DROPPABLE:
             can = f"{', '.join(DROPPABLE)}{did_you_mean(name, DROPPABLE)}"
             raise UsageError(f"--drop {name}: cannot be left out; what can is {can}")
-    return tuple(state for name, states in DROPPABLE.items() if name in chosen for state in states)
+    return tuple(name for name in DROPPABLE if name in chosen)
 
 
 def check_options(format: str, given: Mapping[str, Any]) -> None:

@@ -19,8 +19,11 @@ EMA_MASTER_WEIGHT = "ema_master_weight"
 EMA_STATES = (EMA_MASTER_WEIGHT, EMA_PARAM)
 EMA = "ema"
 """The moving average, as users name it."""
-DROPPABLE = {EMA: EMA_STATES}
-"""Name of a droppable part → its states. Training can go on without it, but it is lost."""
+MTP = "mtp"
+"""The layers of multi-token prediction, as users name them."""
+DROPPABLE: dict[str, tuple[str, ...]] = {EMA: EMA_STATES, MTP: ()}
+"""Name of a droppable part → its states; those of MTP are all states of some parameters. Training can go on without it,
+but it is lost."""
 
 
 @dataclass(frozen=True, slots=True)

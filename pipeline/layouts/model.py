@@ -53,10 +53,15 @@ class ModelTensor:
         """Whether the optimizer holds any state of it."""
         return self.master or bool(self.accumulators)
 
+    @property
+    def item(self) -> tuple[str, int | None]:
+        """The pipeline item that owns it, and its number where there are several."""
+        return self.rule.item, self.layer
+
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """All tensors in the order of ``model.parameters()``."""
+    """All tensors in the order of ``model.parameters()`` of a job without pipeline stages."""
 
     tensors: tuple[ModelTensor, ...]
     table: RuleTable
@@ -66,6 +71,11 @@ class Model:
     def has_lora(self) -> bool:
         """Whether there are matrices of LoRA in it."""
         return any(isinstance(tensor.rule, LoraRule) for tensor in self.tensors)
+
+    def as_built(self, pp: int) -> list[ModelTensor]:
+        """All tensors in the order in which a job with ``pp`` stages builds them."""
+        places = self.table.places(pp)
+        return sorted(self.tensors, key=lambda t: (places[t.rule.item], -1 if t.layer is None else t.layer))
 
     def cut(self, tensor: ModelTensor, tp: int, expert_axis: str | None = None) -> TensorCut:
         """How ``tp`` ranks cut a tensor of this model; experts distributed over ``ep`` or ``tp`` ranks are not cut."""
@@ -103,7 +113,7 @@ def model_order(table: RuleTable) -> Callable[[ModelTensor], tuple[int, ...]]:
 
     Rows of experts that follow each other repeat as a whole for every expert.
     """
-    items = {item.name: place for place, item in enumerate(table.items)}
+    items = table.places(pp=1)
     blocks: dict[str, int] = {}
     modules = {rule.key.rpartition(".")[0]: place for place, rule in enumerate(table.rules)}
     rows = {rule.key: place for place, rule in enumerate(table.rules)}
@@ -129,7 +139,7 @@ def model_order(table: RuleTable) -> Callable[[ModelTensor], tuple[int, ...]]:
 def lead_experts(tensors: Sequence[ModelTensor], unified: bool) -> list[ModelTensor]:
     """The same tensors with routers before or after the experts of their layer, where the library has both orders."""
     ordered: list[ModelTensor] = []
-    for _, run in groupby(tensors, key=lambda t: (t.rule.item, t.layer)):
+    for _, run in groupby(tensors, key=lambda t: t.item):
         layer = list(run)
         leading = [t for t in layer if t.rule.leads_if_unified]
         rest = [t for t in layer if not t.rule.leads_if_unified]

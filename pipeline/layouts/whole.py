@@ -7,13 +7,15 @@ from typing import Any
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
+from paddle_reshard.pipeline.layouts.rules import MTP_LAYERS, RuleTable
 
 
 def check_whole(model: Model) -> None:
     """Refuse a model that lacks tensors, for formats in which nothing else tells.
 
     There must be every decoder layer of the config, every tensor outside of layers that the rule table knows, and in
-    every layer what another layer has that otherwise has the same.
+    every layer what another layer has that otherwise has the same. A layer of multi-token prediction that is numbered
+    on from the decoder layers has what one of them has, and all that is its own.
 
     Raises
     ------
@@ -28,36 +30,79 @@ def check_whole(model: Model) -> None:
             raise CoverageError(rule.key, "no file holds it, and every model of this family has it")
     if not model.table.counts_layers:
         return
-    check_layers(model.tensors, model.config)
-    layers: dict[int, set[str]] = {}
+    check_layers(model.tensors, model.table, model.config)
+    layers: dict[tuple[str, int], set[str]] = {}
     for tensor in model.tensors:
         if tensor.layer is not None:
             match = tensor.rule.pattern().fullmatch(tensor.key)
             expert = match.groupdict().get("expert") if match else None
             name = tensor.rule.key.format(layer="{layer}", expert=expert)
-            layers.setdefault(tensor.layer, set()).add(name)
-    for layer, held in sorted(layers.items()):
-        for other, more in sorted(layers.items()):
-            if held < more:
+            layers.setdefault((tensor.rule.item, tensor.layer), set()).add(name)
+    for (item, layer), held in sorted(layers.items()):
+        for (of_item, other), more in sorted(layers.items()):
+            if item == of_item and held < more:
                 missing = min(more - held).format(layer=layer)
                 raise CoverageError(missing, f"no file holds it, and layer {other} has it")
+    _check_mtp_layers(model, layers)
 
 
-def check_layers(tensors: Iterable[ModelTensor], config: Mapping[str, Any]) -> None:
-    """Refuse tensors whose decoder layers are not those of the config.
+def _check_mtp_layers(model: Model, layers: Mapping[tuple[str, int], set[str]]) -> None:
+    items = model.table.mtp_items
+    own = {name: _rows(model, name) for name in items}
+    for (name, layer), held in sorted(layers.items()):
+        if name not in items:
+            continue
+        lacking = own[name] - held
+        if not lacking and (decoder := items[name].continues) is not None:
+            rest = held - own[name]
+            others = [held for (item, _), held in layers.items() if item == decoder]
+            lacking = min((other - rest for other in others), key=len, default=set())
+        if lacking:
+            missing = min(lacking).format(layer=layer)
+            raise CoverageError(
+                missing, "no file holds it, and every layer of multi-token prediction of this family has it"
+            )
+
+
+def _rows(model: Model, item: str) -> set[str]:
+    """Keys of the rows that an item has of its own."""
+    return {rule.key for rule in model.table.rules if rule.item == item and rule.applies(model.config)}
+
+
+def check_layers(tensors: Iterable[ModelTensor], table: RuleTable, config: Mapping[str, Any]) -> None:
+    """Refuse tensors whose layers are not those of the config.
+
+    Of multi-token prediction there may be none at all: not every class of a family has it, and it can be left out.
 
     Raises
     ------
     CheckpointError
         Naming a layer that only one of the two has.
     """
-    layers = sorted({t.layer for t in tensors if t.layer is not None})
-    expected = config.get("num_hidden_layers", len(layers))
+    mtp = table.mtp_items
+    found: dict[str, set[int]] = {name: set() for name in mtp}
+    layers: set[int] = set()
+    for tensor in tensors:
+        if tensor.layer is not None:
+            found.get(tensor.rule.item, layers).add(tensor.layer)
+    _check_numbers("decoder layers", layers, 0, config, "num_hidden_layers")
+    if any(found.values()):
+        for name, numbers in found.items():
+            first = table.first_mtp_layer(mtp[name], config)
+            _check_numbers(
+                f"layers of multi-token prediction ({MTP_LAYERS})", numbers, first, config, MTP_LAYERS
+            )
+
+
+def _check_numbers(what: str, held: set[int], first: int, config: Mapping[str, Any], entry: str) -> None:
+    """Whether layers are numbered from ``first`` on, and are as many as an entry of the config says, if it does."""
+    expected = config.get(entry, len(held))
     if not isinstance(expected, int):
-        raise CheckpointError(f"config.json: num_hidden_layers is {expected!r}")
-    if expected != len(layers) or layers != list(range(len(layers))):
-        held = set(layers)  # not a range of what the config says, which may be any number
-        odd = next(n for n in (*range(len(layers) + 1), *layers) if (n < expected) != (n in held))
+        raise CheckpointError(f"config.json: {entry} is {expected!r}")
+    if expected != len(held) or held != set(range(first, first + len(held))):
+        # Not a range of what the config says, which may be any number.
+        numbers = (*range(first, first + len(held) + 1), *sorted(held))
+        odd = next(n for n in numbers if (first <= n < first + expected) != (n in held))
         raise CheckpointError(
-            f"config.json says {expected} decoder layers; layer {odd} is in only one of the config and the files"
+            f"config.json says {expected} {what}; layer {odd} is in only one of the config and the files"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import case_directory
+from tests.conftest import REPO, case_directory
 
 RUN = "from paddle_reshard.pipeline.cli.main import main; main()"
+RULES = REPO / "pipeline" / "layouts" / "rules"
 SEEDS = ("0", "1", "2", "3")
 
 
@@ -31,11 +33,22 @@ def _content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("case", ["states/ernie45_mtp_single_tohf", "states/dsv3_mtp_single_tohf"])
-def test_the_same_unknown_tensor_is_named(case: str) -> None:
-    checkpoint = case_directory(case) / "checkpoint-3"
+@pytest.mark.parametrize(
+    ("case", "family"), [("ernie45_mtp_single_tohf", "ernie4_5_moe"), ("dsv3_mtp_single_tohf", "deepseek_v3")]
+)
+def test_the_same_unknown_tensor_is_named(case: str, family: str, tmp_path: Path) -> None:
+    """By a table that lacks the rows of multi-token prediction."""
+    table = json.loads((RULES / f"{family}.paddleformers.json").read_text())
+    for entry, name in (("items", "name"), ("rules", "item")):
+        table[entry] = [row for row in table[entry] if not row[name].startswith("mtp")]
+    (tmp_path / "rules.json").write_text(json.dumps(table))
+    checkpoint = case_directory(f"states/{case}") / "checkpoint-3"
     with ThreadPoolExecutor(2) as pool:
-        ends = list(pool.map(lambda seed: _run(seed, "inspect", checkpoint), SEEDS))
+        ends = list(
+            pool.map(
+                lambda seed: _run(seed, "inspect", checkpoint, "--rules", tmp_path / "rules.json"), SEEDS
+            )
+        )
     assert [end.returncode for end in ends] == [1] * len(SEEDS)
     # a slow machine tells first how far indexing is
     refusals = {end.stderr.splitlines()[-1] for end in ends}

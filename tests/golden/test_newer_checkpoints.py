@@ -6,6 +6,7 @@ A case that another version learns to convert moves from one table to the other.
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,17 @@ from tests.golden.compare_one_card import read_one_card
 from tests.golden.test_muon import MUON
 
 CONVERTED = {
+    "states/dsv3_mtp_ep2_sh2_s1v2_meta": None,
+    "states/dsv3_mtp_fc_sh2_s1v2_ema": "states/dsv3_mtp_small_single",
+    "states/dsv3_mtp_mp2": None,
+    "states/dsv3_mtp_pp2": None,
+    "states/dsv3_mtp_sh2_s1v1_meta": None,
+    "states/dsv3_mtp_sh2_s1v2_meta_ema": None,
+    "states/dsv3_mtp_single_tohf": None,
+    "states/dsv3_mtp_small_single": None,
+    "states/ernie45_mtp_sh2_s1v2_meta_ema": None,
+    "states/ernie45_mtp_single": None,
+    "states/ernie45_mtp_single_tohf": None,
     "states/fc_replicas_sh2_s1v2": "states/fp16_single",
     "states/fp16_sh2_s1v2_meta": None,
     "states/fp16_single": None,
@@ -42,36 +54,27 @@ CONVERTED = {
     "states/uc_nomerge_sh2_s1v1": None,
     "states/uc_rmmaster_sh2_s1v1": None,
     "states/uc_skipmodel_sh2_s1v1": None,
+    "families/deepseek_v3_mtp_single": None,
     "families/ernie4_5_single": None,
     "families/qwen2_single": None,
     "families/qwen3_moe_fused_single": None,
     "families/qwen3_single": None,
 }
 """Case → the case of the same model whose ``config.json`` it needs, where it has none."""
+LOST = {"dsv3": "*.gate.e_score_correction_bias", "ernie45": "*.moe_statics.e_score_correction_bias"}
+"""Family → buffers that the trainer loses where it writes ``model_meta.json``."""
+DRIFTED = ("states/dsv3_mtp_mp2",)
+"""Cases whose tensors drift apart between tp ranks, in the trainer."""
 
 NO_ROW = r"no row of the paddleformers rule table '{}' fits; .* pass it with --rules FILE"
-MTP_DEEPSEEK = r"layers\.\d\.(enorm|hnorm|eh_proj)\.(weight|bias): " + NO_ROW.format("deepseek_v3")
-MTP_ERNIE = r"model\.mtp_\w+\.0\..*: " + NO_ROW.format("ernie4_5_moe")
 NO_OPTIMIZER = r"no optimizer file: not a hybrid-parallel training checkpoint"
 NO_TABLE = r"model type '{}': no rule table knows it .* pass it with --rules FILE"
 REFUSED = {
-    "states/dsv3_mtp_ep2_sh2_s1v2_meta": MTP_DEEPSEEK,
-    "states/dsv3_mtp_fc_sh2_s1v2_ema": MTP_DEEPSEEK,
-    "states/dsv3_mtp_mp2": MTP_DEEPSEEK,
-    "states/dsv3_mtp_pp2": MTP_DEEPSEEK,
-    "states/dsv3_mtp_sh2_s1v1_meta": MTP_DEEPSEEK,
-    "states/dsv3_mtp_sh2_s1v2_meta_ema": MTP_DEEPSEEK,
-    "states/dsv3_mtp_single_tohf": MTP_DEEPSEEK,
-    "states/dsv3_mtp_small_single": MTP_DEEPSEEK,
-    "states/ernie45_mtp_sh2_s1v2_meta_ema": MTP_ERNIE,
-    "states/ernie45_mtp_single": MTP_ERNIE,
-    "states/ernie45_mtp_single_tohf": MTP_ERNIE,
     "states/noopt_single": NO_OPTIMIZER,
     "states/opt_mini_single": r"\(moment2\): stored with shape \(1,\)",
     "states/tfusion_sh2_s1v1": r"master weight generated_tensor_\d+ belongs to no structured key of this cell",
     "states/uc_optimshard2_sh2_s1v1": r"several files \(optim_shard_num > 1\) are not read by this version",
     "states/uc_quantO1_sh2_s1v1": r"ckpt_quant_stage is O1: .* save with ckpt_quant_stage O0",
-    "families/deepseek_v3_mtp_single": MTP_DEEPSEEK,
     "families/ernie4_5_moe_vl_saved": NO_OPTIMIZER,
     "families/gemma3_text_fc_sh2_s1v2": NO_TABLE.format("gemma3_text"),
     "families/gemma3_text_sh2_s1v2_meta": NO_TABLE.format("gemma3_text"),
@@ -113,7 +116,7 @@ def config_of(name: str) -> Path | None:
     if (checkpoint(name) / "config.json").exists():
         return None
     group, _, case = name.partition("/")
-    siblings = {"dsv3_mtp": "dsv3_mtp_small_single", "lora": "lora_single"}
+    siblings = {"lora": "lora_single"}
     family = case.partition("_fc_")[0]
     sibling = CONVERTED.get(name) or f"{group}/{siblings.get(family, f'{family}_single')}"
     return checkpoint(sibling) / "config.json"
@@ -128,8 +131,17 @@ def test_every_case_is_in_one_of_the_tables() -> None:
 
 @pytest.mark.parametrize("name", CONVERTED)
 def test_on_one_card_it_equals_the_truth(name: str, tmp_path: Path) -> None:
-    paddle_reshard.convert(checkpoint(name), tmp_path / "one", to="tp=1", config=config_of(name))
     truth = oracle.read_truth(case_directory(name) / "truth.safetensors")
+    lost = LOST.get(name.partition("/")[2].partition("_")[0], "") if "_meta" in name else ""
+    paddle_reshard.convert(
+        checkpoint(name),
+        tmp_path / "one",
+        to="tp=1",
+        config=config_of(name),
+        allow_missing=[lost] if lost else (),
+        allow_replica_drift=name in DRIFTED,
+    )
+    truth = {key: array for key, array in truth.items() if not fnmatchcase(key, lost)}
     if "rmmaster" in name:  # saved without master weights, which the loader then makes of the weights
         for key in oracle.shapes_of(truth):
             truth[f"{key}.w_0"] = (truth[key].astype(np.uint32) << 16).view(np.float32)

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from paddle_reshard.pipeline.core.errors import RuleError
+from paddle_reshard.pipeline.core.errors import PlanError, RuleError
 from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.tensors import MTP
 from paddle_reshard.pipeline.layouts.hybrid.names import cell_name
 from paddle_reshard.pipeline.layouts.hybrid.ranks import (
     LORA_PREFIX,
@@ -29,6 +30,7 @@ from paddle_reshard.pipeline.layouts.hybrid.sharding import Parameter, Shares, s
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, lead_experts, predict_parameter_names
 from paddle_reshard.pipeline.layouts.model_meta import CellMeta, ParameterMeta, format_model_meta
 from paddle_reshard.pipeline.layouts.placement import TensorCut
+from paddle_reshard.pipeline.layouts.rules import Item
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
@@ -119,9 +121,18 @@ class CellPlanner:
         return format_model_meta(self.model.table.convention, self.topology, metas).encode()
 
     def _stages(self) -> list[list[ModelTensor]]:
-        """The tensors of every stage, in model order."""
-        items = self._items()
+        """The tensors of every stage, in the order in which it builds them.
+
+        Raises
+        ------
+        PlanError
+            If the library's pipeline has no place for some of them.
+        """
+        tensors = self.model.as_built(self.topology.pp)
+        items = self._items(tensors)
         described = {item.name: item for item in self.model.table.items}
+        if self.topology.pp > 1:
+            self._check_places(tensors, described)
         place = segment(
             [described[name] for name, _ in items],
             self.topology.pp,
@@ -131,23 +142,32 @@ class CellPlanner:
         self.chunk = {item: chunk for item, (_, chunk) in zip(items, place, strict=True)}
         stage_of = {item: stage for item, (stage, _) in zip(items, place, strict=True)}
         stages: list[list[ModelTensor]] = [[] for _ in range(self.topology.pp)]
-        for tensor in self.model.tensors:
-            stages[stage_of[tensor.rule.item, tensor.layer]].append(tensor)
+        for tensor in tensors:
+            stages[stage_of[tensor.item]].append(tensor)
         return stages
 
-    def _items(self) -> list[tuple[str, int | None]]:
+    def _items(self, tensors: Sequence[ModelTensor]) -> list[tuple[str, int | None]]:
         """The pipeline items, as kind and decoder layer; a checkpoint of an adapter need not have tensors of all."""
-        held = list(dict.fromkeys((tensor.rule.item, tensor.layer) for tensor in self.model.tensors))
-        layers = self.model.config.get("num_hidden_layers")
-        if not self.model.has_lora or not isinstance(layers, int):
+        table, config = self.model.table, self.model.config
+        held = list(dict.fromkeys(tensor.item for tensor in tensors))
+        if not self.model.has_lora or not isinstance(config.get("num_hidden_layers"), int):
             return held
-        used = {rule.item for rule in self.model.table.rules if rule.applies(self.model.config)}
+        used = {rule.item for rule in table.rules if rule.applies(config)}
         return [
             (item.name, layer)
-            for item in self.model.table.items
-            if item.name in used
-            for layer in (range(layers) if item.repeated else (None,))
+            for item in table.items
+            if item.name in used and (item.layer_class or self.topology.pp == 1)
+            for layer in table.numbers(item, config)
         ]
+
+    def _check_places(self, tensors: Sequence[ModelTensor], described: Mapping[str, Item]) -> None:
+        table = self.model.table
+        lost = next((t.key for t in tensors if (i := described[t.rule.item]).mtp and not i.layer_class), None)
+        if lost is not None:
+            raise PlanError(
+                f"pp={self.topology.pp}: {table.convention}'s pipeline class of {table.family} has no multi-token "
+                f"prediction, so {lost} has no place; convert without it with --drop {MTP}"
+            )
 
     def _cell(self, tp: int, pp: int, turn: int, tensors: list[ModelTensor], sibling: Cell | None) -> Cell:
         """``sibling`` is the cell of another tp rank of the stage; given names and distributed experts can differ."""
@@ -198,7 +218,7 @@ class CellPlanner:
         """Experts under expert parallelism have buffers of their own, cut for the ranks that hold the same ones."""
         listed = {
             alone: [
-                Parameter(t.key, prod(local[t.key]), t.dtype, self.chunk[t.rule.item, t.layer])
+                Parameter(t.key, prod(local[t.key]), t.dtype, self.chunk[t.item])
                 for t in parameters
                 if (self.topology.ep > 1 and t.rule.of_expert) == alone
             ]

@@ -215,7 +215,8 @@ def _strategy_of_files(ranks: Ranks, cells: Sequence[Cell]) -> str:
 
 def _vpp(cells: Sequence[Cell], model: Model) -> int:
     """Runs of consecutive decoder layers in a stage: the number of virtual stages."""
-    layer_of = {tensor.key: tensor.layer for tensor in model.tensors}
+    mtp = model.table.mtp_items
+    layer_of = {t.key: None if t.rule.item in mtp else t.layer for t in model.tensors}
     runs = []
     for cell in cells:
         layers = sorted({layer for key in cell.names if (layer := layer_of[key]) is not None})
@@ -249,7 +250,7 @@ def _read_model(
             tensor = _read_tensor(cell, key, ranks, expert_axis, table, config)
             known = found.setdefault(key, tensor)
             _check_agreement(known, tensor, cell)
-    items = {item.name: place for place, item in enumerate(table.items)}
+    items = table.places(pp=1)
     ordered = sorted(
         found.values(),
         key=lambda t: (items[t.rule.item], -1 if t.layer is None else t.layer, order[t.key]),
@@ -259,7 +260,7 @@ def _read_model(
     _check_same_tensors(ranks, found)
     if ranks.has_lora:
         return _read_adapter(Model(tuple(tied), table, config), adapter)
-    check_layers(tied, config)
+    check_layers(tied, table, config)
     return Model(tuple(lead_experts(tied, unified=False)), table, config)
 
 
@@ -411,9 +412,10 @@ def _check_names(ranks: Ranks, model: Model) -> tuple[bool | None, str | None]:
     """Whether the source uses sequence parallelism, and where its names break the naming rules."""
     tp, pp, ep = ranks.topology.tp, ranks.topology.pp, ranks.topology.ep
     problems: dict[bool, str | None] = {}
-    place = {tensor.key: place for place, tensor in enumerate(model.tensors)}
+    built = model.as_built(pp)
+    place = {tensor.key: place for place, tensor in enumerate(built)}
     held = [
-        [model.tensors[i] for i in sorted({place[key] for key in cell.names} | _of_base(cell, ranks, model))]
+        [built[i] for i in sorted({place[key] for key in cell.names} | _of_base(cell, ranks, model))]
         for cell in ranks.cells
     ]
     for sequence_parallel in (False, True):
@@ -434,19 +436,24 @@ def _check_names(ranks: Ranks, model: Model) -> tuple[bool | None, str | None]:
 
 
 def _of_base(cell: Cell, ranks: Ranks, model: Model) -> set[int]:
-    """Places of the tensors of an adapter's base in a cell: no file names them, and they count in parameter names."""
+    """Places (in the order in which the job builds them) of the tensors of an adapter's base in a cell.
+
+    No file names them, and they count in parameter names.
+    """
     if not ranks.has_lora:
         return set()
-    tensors, last = model.tensors, cell.pp == ranks.topology.pp - 1
-    layers = {tensor.layer for tensor in tensors if tensor.key in cell.names} - {None}
+    tensors, last = model.as_built(ranks.topology.pp), cell.pp == ranks.topology.pp - 1
+    layers = {tensor.item for tensor in tensors if tensor.key in cell.names and tensor.layer is not None}
+    mtp = model.table.mtp_items
     ahead = {item.name for item in takewhile(lambda item: not item.repeated, model.table.items)}
     return {
         place
         for place, tensor in enumerate(tensors)
         if tensor.missing
         and (
-            tensor.layer in layers
+            tensor.item in layers
             or (tensor.layer is None and (cell.pp == 0 if tensor.rule.item in ahead else last))
+            or (tensor.rule.item in mtp and last)
         )
     }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -209,14 +209,25 @@ class LoraRule(Rule):
         return f"{axis}_{'sequence_' if in_sequence else ''}parallel_lo_ra_linear"
 
 
+MTP_LAYERS = "num_nextn_predict_layers"
+"""Config entry: how many layers of multi-token prediction (MTP) follow the decoder layers."""
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
     """One kind of pipeline item. ``layer_class`` is its class, by which a segmentation may choose it."""
 
     name: str
     layer_class: str
+    """Empty: the library's pipeline has no such item."""
     repeated: bool = False
     """Whether it is the decoder layer, of which there are many."""
+    mtp: bool = False
+    """Whether it is a layer of multi-token prediction, or a part of one; there are as many as ``MTP_LAYERS`` says."""
+    continues: str | None = None
+    """The decoder layer's item, whose rows it has too; it is numbered on from there."""
+    built_before: str | None = None
+    """The item before which it is built where there are no pipeline stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +253,31 @@ class RuleTable:
         """Whether keys tell their layer, so that the config can be held against their number."""
         return any("{layer}" in rule.key for rule in self.rules)
 
+    @property
+    def mtp_items(self) -> dict[str, Item]:
+        """Name → item, of those that make up multi-token prediction."""
+        return {item.name: item for item in self.items if item.mtp}
+
+    def places(self, pp: int) -> dict[str, int]:
+        """Name of an item → its place in the order in which a job with ``pp`` stages builds the model."""
+        names = [item.name for item in self.items]
+        for item in self.items:
+            if pp == 1 and item.built_before is not None:
+                names.remove(item.name)
+                names.insert(names.index(item.built_before), item.name)
+        return {name: place for place, name in enumerate(names)}
+
+    def first_mtp_layer(self, item: Item, config: Config) -> int:
+        """The number of the first layer of multi-token prediction in the keys of its item."""
+        return _count(config, "num_hidden_layers") if item.continues else 0
+
+    def numbers(self, item: Item, config: Config) -> Sequence[int | None]:
+        """The numbers of all items of a kind in a model; ``None`` where there is only one."""
+        if item.repeated:
+            return range(_count(config, "num_hidden_layers"))
+        first = self.first_mtp_layer(item, config)
+        return range(first, first + _count(config, MTP_LAYERS)) if item.mtp else (None,)
+
     def find(self, key: str, config: Config) -> tuple[Rule, int | None]:
         """The row for ``key`` and its decoder layer; for the matrices of LoRA that follows from the weight's row.
 
@@ -255,10 +291,11 @@ class RuleTable:
             weight, numbered = self.find(f"{module}.weight", config)
             return LoraRule.beside(weight, name), numbered
         fits = [
-            (rule, match)
+            (self._of_layer(rule, match, config), match)
             for rule in self.rules
             if rule.applies(config) and (match := rule.pattern().fullmatch(key))
         ]
+        fits = [(rule, match) for rule, match in fits if self._may_hold(rule, match, config)]
         if len(fits) != 1:
             found = "no row" if not fits else f"{len(fits)} rows"
             raise RuleError(
@@ -267,8 +304,35 @@ class RuleTable:
                 f"table and pass it with --rules FILE",
             )
         rule, match = fits[0]
-        layer = match.groupdict().get("layer")
-        return rule, None if layer is None else int(layer)
+        return rule, _layer_of(match)
+
+    def _of_layer(self, rule: Rule, match: re.Match[str], config: Config) -> Rule:
+        """The row, which is one of the item that continues its own for layers of multi-token prediction."""
+        layer = _layer_of(match)
+        if layer is None:
+            return rule
+        for item in self.items:
+            if item.continues == rule.item:
+                first = self.first_mtp_layer(item, config)
+                if first and first <= layer < first + _count(config, MTP_LAYERS):
+                    return replace(rule, item=item.name)
+        return rule
+
+    def _may_hold(self, rule: Rule, match: re.Match[str], config: Config) -> bool:
+        """Whether a row of an item that continues the decoder layers is asked for one of its own layers."""
+        item, layer = self.mtp_items.get(rule.item), _layer_of(match)
+        return item is None or layer is None or layer >= self.first_mtp_layer(item, config)
+
+
+def _layer_of(match: re.Match[str]) -> int | None:
+    layer = match.groupdict().get("layer")
+    return None if layer is None else int(layer)
+
+
+def _count(config: Config, name: str) -> int:
+    """A number of layers in the config; 0 where there is none."""
+    value = config.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
 @cache
@@ -346,7 +410,23 @@ def parse_rule_table(text: str, where: str) -> RuleTable:
         raise UsageError(f"{where}: rules name the items {sorted(unknown)}, which are not in 'items'")
     if sum(item.repeated for item in table.items) != 1:
         raise UsageError(f"{where}: exactly one of 'items' must be the repeated decoder layer")
+    if fault := _item_fault(table.items):
+        raise UsageError(f"{where}: 'items': {fault}")
     return table
+
+
+def _item_fault(items: Sequence[Item]) -> str | None:
+    """What is wrong with what items say of each other."""
+    names = {item.name for item in items}
+    decoder = next(item.name for item in items if item.repeated)
+    for item in items:
+        if item.continues is not None and not (item.mtp and item.continues == decoder):
+            return (
+                f"{item.name!r} continues {item.continues!r}: only MTP does that, and only with {decoder!r}"
+            )
+        if item.built_before is not None and item.built_before not in names - {item.name}:
+            return f"{item.name!r} is built before {item.built_before!r}, which is none of them"
+    return None
 
 
 _PLACEHOLDER = re.compile(r"\{(?:layer|expert|n)\}|[{}]")

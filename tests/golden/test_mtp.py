@@ -1,0 +1,296 @@
+"""Multi-token prediction (MTP): its layers in every topology and format, and left out on request.
+
+The same training exists in several topologies; what is written has the trainer's own files there. ``deepseek_v3``
+numbers an MTP layer on from its decoder layers, and builds it before the last norm on one card, behind it in a
+pipeline. ``ernie4_5_moe`` gives it names of its own, and its pipeline class has none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+from safetensors.numpy import save_file
+
+import paddle_reshard
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, PlanError, UsageError
+from tests import oracle
+from tests.conftest import case_directory
+from tests.golden.compare_one_card import read_one_card
+from tests.golden.unified_cases import write_safetensors
+
+BIAS = "*e_score_correction_bias"
+MTP = re.compile(r"model\.(layers\.3\.|mtp_)")
+DSV3, ERNIE = "dsv3_mtp_small_single", "ernie45_mtp_single"
+FORMS: dict[str, dict[str, Any]] = {
+    DSV3: {"to": "tp=1"},
+    "dsv3_mtp_pp2": {"to": "pp=2"},
+    "dsv3_mtp_mp2": {"to": "tp=2", "layout": {"sequence_parallel": True}},
+    "dsv3_mtp_sh2_s1v1_meta": {"to": "sharding=2", "sharding_strategy": "stage1v1"},
+    "dsv3_mtp_sh2_s1v2_meta_ema": {"to": "sharding=2", "sharding_strategy": "stage1v2"},
+    "dsv3_mtp_ep2_sh2_s1v2_meta": {"to": "ep=2,sharding=2"},
+    ERNIE: {"to": "tp=1"},
+    "ernie45_mtp_sh2_s1v2_meta_ema": {"to": "sharding=2", "sharding_strategy": "stage1v2"},
+}
+PAIRS = [
+    *itertools.product([DSV3], [name for name in FORMS if name.startswith("dsv3")]),
+    *itertools.product(
+        ["dsv3_mtp_pp2", "dsv3_mtp_mp2"], [DSV3, "dsv3_mtp_pp2", "dsv3_mtp_sh2_s1v2_meta_ema"]
+    ),
+    ("dsv3_mtp_sh2_s1v2_meta_ema", "dsv3_mtp_sh2_s1v2_meta_ema"),
+    ("dsv3_mtp_sh2_s1v2_meta_ema", "dsv3_mtp_pp2"),
+    ("dsv3_mtp_ep2_sh2_s1v2_meta", "dsv3_mtp_ep2_sh2_s1v2_meta"),
+    ("dsv3_mtp_ep2_sh2_s1v2_meta", "dsv3_mtp_pp2"),
+    (ERNIE, ERNIE),
+    (ERNIE, "ernie45_mtp_sh2_s1v2_meta_ema"),
+    ("ernie45_mtp_sh2_s1v2_meta_ema", ERNIE),
+    ("ernie45_mtp_sh2_s1v2_meta_ema", "ernie45_mtp_sh2_s1v2_meta_ema"),
+]
+
+
+def _checkpoint(name: str) -> Path:
+    return case_directory(f"states/{name}") / "checkpoint-3"
+
+
+def _truth(name: str) -> oracle.Tensors:
+    return oracle.read_truth(case_directory(f"states/{name}") / "truth.safetensors")
+
+
+def _bits(truth: oracle.Tensors) -> dict[str, bytes]:
+    return {key: array.tobytes() for key, array in truth.items()}
+
+
+def _lost(name: str, folder: Path) -> Path | None:
+    """A file of the buffers that sharded saving loses, as the job had them in memory."""
+    if "_meta" not in name:
+        return None
+    lost = {key: np.array(array) for key, array in _truth(name).items() if key.endswith("correction_bias")}
+    save_file(lost, folder / "lost.safetensors")
+    return folder / "lost.safetensors"
+
+
+def _structure(folder: Path, ema: bool) -> dict[str, list[str]]:
+    """Without what no loader looks at: the counter in the name of a nameless buffer, and the kind of dict."""
+
+    def shown(entry: object) -> str:
+        return re.sub(r"eager_tmp_\d+", "eager_tmp", repr(entry)).replace("OrderedDict", "dict")
+
+    found = oracle.structure(folder)
+    return {name: [*map(shown, entries)] for name, entries in found.items() if ema or name[:3] != "ema"}
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=[f"{a}-to-{b}" for a, b in PAIRS])
+def test_converted_files_are_those_of_the_trainer(source: str, target: str, tmp_path: Path) -> None:
+    real, made = _checkpoint(target), tmp_path / "checkpoint-3"
+    loses = ["_meta" in name for name in (source, target)]
+    given = {"allow_missing": [BIAS]} if all(loses) else {"fill": _lost(source, tmp_path)}
+    paddle_reshard.convert(_checkpoint(source), made, allow_replica_drift=True, **given, **FORMS[target])
+    averaged = source.endswith("ema") and target.endswith("ema")
+    ours, theirs = _structure(made, averaged), _structure(real, averaged)
+    assert sorted(ours) == sorted(theirs)
+    if loses == [False, True]:  # with sharded saving the trainer loses buffers, ours are there
+        theirs = {name: entries for name, entries in theirs.items() if not name.startswith("model_state")}
+    for name in sorted(theirs):
+        for place, (mine, written) in enumerate(itertools.zip_longest(ours[name], theirs[name])):
+            assert mine == written, f"{name}, entry {place}: {mine}, but the trainer writes {written}"
+    assert (made / "model_meta.json").exists() == (real / "model_meta.json").exists()
+    if (real / "model_meta.json").exists():
+        metas = [repr(oracle.ordered_json(folder / "model_meta.json")) for folder in (made, real)]
+        assert len({re.sub(r"eager_tmp_\d+", "eager_tmp", meta) for meta in metas}) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [
+        (DSV3, {"to": "pp=2,sharding=2"}),
+        (DSV3, {"to": "tp=2,pp=2", "layout": {"segmentation": [0, 3]}}),
+        (DSV3, {"to": "tp=2,ep=2,sharding=2", "format": "hybrid-plain"}),
+        ("dsv3_mtp_pp2", {"to": "sharding=3", "sharding_strategy": "stage1v1"}),
+        ("dsv3_mtp_pp2", {"format": "flex", "files": 2}),
+        ("dsv3_mtp_pp2", {"format": "unified", "files": 2}),
+        ("dsv3_mtp_sh2_s1v2_meta_ema", {"format": "flex"}),
+        ("dsv3_mtp_sh2_s1v2_meta_ema", {"to": "tp=2,pp=2,sharding=2"}),
+        (ERNIE, {"to": "tp=2,sharding=2", "layout": {"sequence_parallel": True}}),
+        (ERNIE, {"format": "flex"}),
+        (ERNIE, {"format": "unified"}),
+        ("ernie45_mtp_sh2_s1v2_meta_ema", {"format": "flex"}),
+    ],
+)
+def test_there_and_back_is_the_truth(source: str, options: dict[str, Any], tmp_path: Path) -> None:
+    fill = _lost(source, tmp_path)
+    paddle_reshard.convert(_checkpoint(source), tmp_path / "there", fill=fill, **options)
+    paddle_reshard.convert(tmp_path / "there", tmp_path / "back", to="tp=1")
+    assert read_one_card(tmp_path / "back") == _bits(_truth(source))
+
+
+def test_stages_hold_the_truth_of_their_layers(tmp_path: Path) -> None:
+    """By a reader that shares no code with the converter: of MTP all is on the last stage, behind the last norm."""
+    paddle_reshard.convert(_checkpoint(DSV3), tmp_path / "there", to="pp=3")
+    truth = _truth(DSV3)
+    oracle.assert_same_tensors(oracle.read_checkpoint(tmp_path / "there", oracle.shapes_of(truth)), truth)
+    keys = [
+        [*oracle.unpickle(tmp_path / "there" / f"model_state.pp{stage:02}.pdparams")] for stage in range(3)
+    ]
+    assert [sum(MTP.match(key) is not None for key in of_stage) for of_stage in keys] == [0, 0, 30]
+    places = [keys[2].index(f"{name}.weight") for name in ("model.norm", "model.layers.3.enorm", "lm_head")]
+    assert places == sorted(places)
+    assert keys[2][-6:-2] == [f"model.layers.3.{name}" for name in OWN]
+
+
+OWN = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "eh_proj.bias")
+
+
+# ------------------------------------------------------------------------------------------------ Hugging Face
+
+
+def _tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    return {
+        key: (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"]))
+        for path in sorted(folder.glob("*.safetensors"))
+        for key, entry in safetensors.deserialize(path.read_bytes())
+    }
+
+
+def test_the_model_is_what_the_trainer_saves_as_hugging_face(tmp_path: Path) -> None:
+    paddle_reshard.convert(_checkpoint(DSV3), tmp_path / "hf", format="huggingface")
+    real = _checkpoint("dsv3_mtp_single_tohf") / "model.safetensors"
+    assert (tmp_path / "hf" / "model.safetensors").read_bytes() == real.read_bytes()
+    assert _tensors(tmp_path / "hf")["model.layers.3.eh_proj.weight"][1] == (32, 64)
+
+
+def test_what_the_trainer_leaves_fused_is_taken_apart(tmp_path: Path) -> None:
+    """The names and shapes are those that ERNIE's own checkpoints have."""
+    paddle_reshard.convert(_checkpoint(ERNIE), tmp_path / "hf", format="huggingface")
+    found = _tensors(tmp_path / "hf")
+    real = _tensors(_checkpoint("ernie45_mtp_single_tohf"))
+    fused = {key for key in real if re.search("qkv_proj|up_gate_proj", key)}
+    assert {key: found.get(key) for key in real.keys() - fused} == {k: real[k] for k in real.keys() - fused}
+    truth = _truth(ERNIE)["model.mtp_block.0.mlp.up_gate_proj.weight"]
+    for part, name in zip(np.split(truth, 2, axis=1), ("gate_proj", "up_proj"), strict=True):
+        key = f"model.mtp_block.0.mlp.{name}.weight"
+        assert found[key] == ("BF16", part.T.shape, np.ascontiguousarray(part.T).tobytes())
+    assert paddle_reshard.verify(_checkpoint(ERNIE), tmp_path / "hf", states=["param"]).equal
+
+
+@pytest.mark.parametrize("name", ["dsv3_mtp_single_tohf", "ernie45_mtp_single_tohf", "dsv3_mtp_pp2"])
+def test_a_hugging_face_checkpoint_becomes_the_parameters(name: str, tmp_path: Path) -> None:
+    paddle_reshard.convert(_checkpoint(name), tmp_path / "hf", format="huggingface")
+    paddle_reshard.convert(tmp_path / "hf", tmp_path / "flex", format="flex")
+    assert paddle_reshard.verify(_checkpoint(name), tmp_path / "flex", states=["param"]).equal
+
+
+# --------------------------------------------------------------------------------------------------- left out
+
+
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [
+        (DSV3, {"to": "tp=1"}),
+        ("dsv3_mtp_pp2", {"to": "tp=1"}),
+        ("dsv3_mtp_sh2_s1v2_meta_ema", {"to": "tp=1"}),
+        (ERNIE, {"to": "tp=1"}),
+        (DSV3, {"to": "pp=3"}),
+        (ERNIE, {"to": "pp=3"}),
+        (DSV3, {"format": "flex"}),
+        (ERNIE, {"format": "unified"}),
+    ],
+)
+def test_without_it_all_else_is_the_truth(source: str, options: dict[str, Any], tmp_path: Path) -> None:
+    fill, made = _lost(source, tmp_path), tmp_path / "without"
+    if fill is not None:  # the buffer of the MTP layer is to be dropped too
+        assert (
+            MTP.match(max(key for key in _truth(source) if key.endswith("correction_bias")))
+            or source in ERNIE
+        )
+    report = paddle_reshard.convert(_checkpoint(source), made, drop=["mtp"], fill=fill, **options)
+    assert json.loads((made / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    if options != {"to": "tp=1"}:
+        paddle_reshard.convert(made, tmp_path / "back", to="tp=1")
+        made = tmp_path / "back"
+    truth = {key: bits for key, bits in _bits(_truth(source)).items() if not MTP.match(key)}
+    assert read_one_card(made) == truth
+    dropped = {key for key in oracle.shapes_of(_truth(source)) if MTP.match(key) and not key.endswith(".ema")}
+    reasons = dict(report.plan.targets[0].not_carried)
+    assert dropped == {key for key, reason in reasons.items() if "multi-token prediction" in reason}
+
+
+def test_without_it_names_and_order_are_those_of_a_model_that_never_had_it(tmp_path: Path) -> None:
+    """The last norm is built right behind the decoder layers, so it is the next of its class."""
+    paddle_reshard.convert(_checkpoint(DSV3), tmp_path / "without", to="tp=1", drop="mtp")
+    root = oracle.unpickle(tmp_path / "without" / "model_state.pdparams")
+    names = root.pop("StructuredToParameterName@@")
+    assert [*root][-2:] == ["model.norm.weight", "lm_head.weight"]
+    assert names["model.norm.weight"] == "create_parameter_14.w_0"
+
+
+def test_the_pipeline_class_of_ernie_has_none(tmp_path: Path) -> None:
+    message = (
+        r"pp=3: .*ernie4_5_moe has no multi-token prediction, so model\.mtp_\S+ has no place; .*--drop mtp"
+    )
+    with pytest.raises(PlanError, match=message):
+        paddle_reshard.convert(_checkpoint(ERNIE), tmp_path / "x", to="pp=3")
+    assert not (tmp_path / "x").exists()
+
+
+def test_it_is_dropped_by_the_names_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "rules.aoa").write_text("model.norm.weight -> model.norm.weight")
+    with pytest.raises(UsageError, match=r"--drop mtp .* by statements, NAME -> _"):
+        paddle_reshard.plan(
+            _checkpoint(DSV3), tmp_path / "x", format="flex", drop="mtp", aoa=tmp_path / "rules.aoa"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------- damaged
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "message"),
+    [
+        (
+            DSV3,
+            {"num_nextn_predict_layers": 2},
+            r"says 2 layers of multi-token prediction .*; layer 4 is in only",
+        ),
+        (DSV3, {"num_nextn_predict_layers": 0}, r"says 3 decoder layers; layer 3 is in only one"),
+        (DSV3, {"num_hidden_layers": 2}, r"says 2 decoder layers; layer 3 is in only one|MTP"),
+        (
+            ERNIE,
+            {"num_nextn_predict_layers": 2},
+            r"says 2 layers of multi-token prediction .*; layer 1 is in only",
+        ),
+    ],
+)
+def test_a_config_with_other_layers_is_refused(
+    name: str, entries: dict[str, int], message: str, tmp_path: Path
+) -> None:
+    shutil.copytree(_checkpoint(name), tmp_path / "source")
+    path = tmp_path / "source" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+    with pytest.raises(CheckpointError, match=message):
+        paddle_reshard.inspect(tmp_path / "source")
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        (DSV3, "model.layers.3.eh_proj.bias"),
+        (DSV3, "model.layers.3.mlp.experts.2.up_proj.weight"),
+        (DSV3, "model.layers.3.self_attn.o_proj.weight"),
+        (ERNIE, "model.mtp_block.0.mlp.down_proj.weight"),
+        (ERNIE, "model.mtp_emb_norm.0.weight"),
+    ],
+)
+def test_a_layer_that_lacks_a_tensor_is_refused(name: str, key: str, tmp_path: Path) -> None:
+    """In a format in which nothing else tells."""
+    paddle_reshard.convert(_checkpoint(name), tmp_path / "hf", format="huggingface")
+    path = tmp_path / "hf" / "model.safetensors"
+    write_safetensors(path, {one: entry for one, entry in _tensors(path.parent).items() if one != key})
+    with pytest.raises((CoverageError, CheckpointError), match=re.escape(key) + "|layer 0 is in only one"):
+        paddle_reshard.inspect(tmp_path / "hf")
