@@ -130,6 +130,8 @@ TABLES = {f"{table.family}.{table.convention}": table for table in shipped_table
 HEADS = {"paddleformers": ("vocab_size", "hidden_size"), "paddlenlp": ("hidden_size", "vocab_size")}
 CONFIG = {
     "num_hidden_layers": 2,
+    "num_nextn_predict_layers": 1,
+    "use_bias": True,
     "vocab_size": 64,
     "hidden_size": 24,
     "intermediate_size": 36,
@@ -189,7 +191,9 @@ def test_every_row_is_the_only_one_for_its_tensor(name: str, tied: bool) -> None
         ]
         if any(rule.pattern().fullmatch(key) for rule in rules):
             rule, layer = table.find(key, config)
-            assert layer == (int(match[1]) if (match := re.search(r"\.layers\.(\d+)\.", key)) else None)
+            assert layer == (
+                int(match[1]) if (match := re.search(r"\.(?:layers|mtp_\w+)\.(\d+)\.", key)) else None
+            )
             dim = rule.split_dim(config, 2)
             assert dim is None or _shape(rule)[dim] % (2 * rule.parts) == 0, key
 
@@ -214,7 +218,23 @@ def test_a_table_is_chosen_by_the_names_of_its_library(name: str) -> None:
 
 
 def _keys(table: RuleTable) -> list[str]:
-    return [rule.key.replace("{layer}", "1").replace("{expert}", "13") for rule in table.rules]
+    later = {item.name for item in table.items if item.continues}
+    """Items that are numbered on from the two decoder layers."""
+    return [
+        rule.key.replace("{layer}", "2" if rule.item in later else "1").replace("{expert}", "13")
+        for rule in table.rules
+    ]
+
+
+def test_rows_of_decoder_layers_are_those_of_a_layer_that_continues_them_too() -> None:
+    """Which layers these are, the config says; their own rows are for them alone."""
+    table = TABLES["deepseek_v3.paddleformers"]
+    attention, own = "model.layers.{}.self_attn.o_proj.weight", "model.layers.{}.enorm.weight"
+    items = [table.find(attention.format(layer), CONFIG)[0].item for layer in range(4)]
+    assert items == ["layer", "layer", "mtp", "layer"]  # the last of them is no layer of this config
+    assert table.find(own.format(2), CONFIG)[0].item == "mtp"
+    with pytest.raises(RuleError, match=r"layers\.1\.enorm\.weight: no row"):
+        table.find(own.format(1), CONFIG)
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -34,10 +34,13 @@ CONFIG = {
 }
 
 
+LAYER = {"name": "layer", "layer_class": "DecoderLayerPipe", "repeated": True}
+
+
 def table_of(rows: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
     items = [
         {"name": "embedding", "layer_class": "EmbeddingPipe"},
-        {"name": "layer", "layer_class": "DecoderLayerPipe", "repeated": True},
+        LAYER,
     ]
     return {
         "family": "toy",
@@ -100,6 +103,20 @@ def test_a_comment_is_allowed() -> None:
         (
             table_of([row()], items=[{"name": "layer", "layer_class": "L"}]),
             "toy.json: exactly one of 'items' must be the repeated decoder layer",
+        ),
+        (
+            table_of([row()], items=[LAYER, {"name": "head", "layer_class": "H", "continues": "layer"}]),
+            "toy.json: 'items': 'head' continues 'layer': only MTP does that, and only with 'layer'",
+        ),
+        (
+            table_of(
+                [row()], items=[LAYER, {"name": "mtp", "layer_class": "M", "mtp": True, "continues": "mtp"}]
+            ),
+            "toy.json: 'items': 'mtp' continues 'mtp': only MTP does that, and only with 'layer'",
+        ),
+        (
+            table_of([row()], items=[LAYER, {"name": "mtp", "layer_class": "M", "built_before": "norm"}]),
+            "toy.json: 'items': 'mtp' is built before 'norm', which is none of them",
         ),
         (
             {name: value for name, value in table_of([row()]).items() if name != "convention"},
