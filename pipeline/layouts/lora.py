@@ -122,6 +122,8 @@ def without_base(checkpoint: Checkpoint) -> Checkpoint:
     """A checkpoint of an adapter without the tensors of its base."""
     model = checkpoint.model
     of_base = {tensor.key for tensor in model.tensors if tensor.of_base}
+    if not of_base:
+        return checkpoint
     tensors = checkpoint.catalog.tensors
     kept = [number for number, tensor in enumerate(tensors) if tensor.key not in of_base]
     marked = tuple(replace(t, missing=True) if t.of_base else t for t in model.tensors)
