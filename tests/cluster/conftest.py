@@ -99,19 +99,30 @@ def contents(folder: Path) -> dict[str, bytes]:
 Plan = Callable[..., Conversion]
 
 
+@pytest.fixture(scope="package")
+def made_inline() -> dict[object, tuple[MoveReport, dict[str, bytes]]]:
+    """What every conversion becomes inline; each is run once."""
+    return {}
+
+
 @pytest.fixture
-def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
+def plan(
+    made_inline: dict[object, tuple[MoveReport, dict[str, bytes]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Plan:
     """Make a conversion of the case in groups of about ``group_bytes``."""
 
     def make(to: str = "tp=2,sharding=3", group_bytes: int = GROUP_BYTES, **options: object) -> Conversion:
         monkeypatch.setattr(planning, "USUAL_SIZES", planning.PlanSizes(group_bytes=group_bytes))
         there, source = tmp_path / "inline", case_directory(CASE) / "checkpoint-3"
-        planned = paddle_reshard.plan(source, there, to=to, **options)
-        report = run_conversion(
-            planned, Outputs([LocalTarget(there, overwrite=False)]), run_inline, ignore_events
-        )
+        key = (to, group_bytes, *sorted(options.items()))
+        if key not in made_inline:
+            planned = paddle_reshard.plan(source, there, to=to, **options)
+            target = Outputs([LocalTarget(there, overwrite=False)])
+            made_inline[key] = run_conversion(planned, target, run_inline, ignore_events), contents(there)
         anew = paddle_reshard.plan(source, tmp_path / "made", to=to, **options)
-        return Conversion(anew, report, contents(there), tmp_path)
+        return Conversion(anew, *made_inline[key], tmp_path)
 
     return make
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 SECONDS_BETWEEN_LOOKS = 0.005
+PAUSE_PER_LOOK = 4
+"""A pause lasts so many times as long as the look before it: the kernel walks all pages for one, and cores are few."""
 ANY_BUDGET = "import paddle_reshard.pipeline.core.units as o; o.SMALLEST_BUDGET_BYTES = 0; "
 RUN = "from paddle_reshard.pipeline.cli.main import main; main()"
 
@@ -38,9 +40,10 @@ def run_watched(
     most: dict[int, int] = {}
     try:
         while process.poll() is None:
+            began = time.monotonic()
             seen = watch(process.pid) if watch else {process.pid: private_bytes(process.pid)}
             most |= {pid: max(found, most.get(pid, 0)) for pid, found in seen.items()}
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+            time.sleep(max(SECONDS_BETWEEN_LOOKS, PAUSE_PER_LOOK * (time.monotonic() - began)))
     finally:
         process.kill()
         said, _ = process.communicate()

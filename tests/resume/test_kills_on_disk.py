@@ -1,4 +1,7 @@
-"""A kill before every effect of a conversion to a disk; each is resumed to the very same bytes."""
+"""A kill before every effect of a conversion to a disk; each is resumed to the very same bytes.
+
+``make test`` kills at every fourth effect, ``make exhaustive`` at those between.
+"""
 
 import shutil
 from pathlib import Path
@@ -19,7 +22,9 @@ def _lines(target: Path) -> int:
     return sum(line.endswith(b"\n") for line in lines)
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize(
+    "chunk", [0, *(pytest.param(chunk, marks=pytest.mark.exhaustive) for chunk in range(1, CHUNKS))]
+)
 def test_a_kill_at_any_effect_is_made_good(chunk: int, driver: Driver, source: Path, tmp_path: Path) -> None:
     whole = driver.convert(source, tmp_path / "whole" / "t")
     wanted = in_folder(tmp_path / "whole" / "t")

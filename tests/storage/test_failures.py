@@ -357,12 +357,18 @@ def _nth(count: int, wanted: Fault) -> Fault:
 @pytest.mark.parametrize(
     ("wanted", "count", "overwrite"),
     [
-        (_writing, 3, False),
         (_writing, 3, True),
-        (_completing, 1, False),
-        (_completing, 5, True),
         (_completing_marker, 0, False),
-        (_manifest, 0, True),
+        # At the same moments, effect by effect, conversions are killed in tests/resume/test_kills_on_s3.py.
+        *(
+            pytest.param(*moment, marks=pytest.mark.exhaustive)
+            for moment in (
+                (_writing, 3, False),
+                (_completing, 1, False),
+                (_completing, 5, True),
+                (_manifest, 0, True),
+            )
+        ),
     ],
 )
 def test_killed_at_any_moment_nothing_looks_finished_and_it_can_be_run_again(

@@ -14,8 +14,10 @@ from pathlib import Path
 import click
 import jsonschema
 import pytest
+from click.testing import CliRunner
 
 import paddle_reshard
+from paddle_reshard.pipeline.cli.main import cli
 from paddle_reshard.pipeline.cli.output import Commands
 from tests.conftest import COMMITTED
 from tests.published import SCHEMA, checked
@@ -28,6 +30,12 @@ def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[st
     """A command with its output in pipes, unless ``options`` say otherwise."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     return subprocess.run([*COMMAND, *map(str, arguments)], text=True, timeout=300, **options)
+
+
+def run_here(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """A command in this process, for what it answers; what becomes of its output needs a process of its own."""
+    done = CliRunner().invoke(cli, [str(argument) for argument in arguments])
+    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
 
 
 @pytest.fixture(scope="module")
@@ -90,16 +98,16 @@ def test_a_reader_that_has_had_enough_is_no_trouble_worth_a_word() -> None:
 
 def test_every_command_prints_one_object_of_the_published_schema(one_card: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
-    assert checked(run("inspect", DEMO, "--json"))["command"] == "inspect"
-    assert checked(run("plan", DEMO, "--to", "tp=1", "--save", saved, "--json"))["command"] == "plan"
-    assert checked(run("simulate", saved, "--json"))["simulations"]
+    assert checked(run_here("inspect", DEMO, "--json"))["command"] == "inspect"
+    assert checked(run_here("plan", DEMO, "--to", "tp=1", "--save", saved, "--json"))["command"] == "plan"
+    assert checked(run_here("simulate", saved, "--json"))["simulations"]
     several = ["--target", f"{tmp_path / 'a'}:hybrid:tp=2", "--target", f"{tmp_path / 'b'}:huggingface"]
-    assert checked(run("convert", DEMO, *several, "--json"))["target_path"] is None
-    made = checked(run("ema", DEMO, DEMO, tmp_path / "c", "--uniform", "--to", "tp=1", "--json"))
+    assert checked(run_here("convert", DEMO, *several, "--json"))["target_path"] is None
+    made = checked(run_here("ema", DEMO, DEMO, tmp_path / "c", "--uniform", "--to", "tp=1", "--json"))
     assert made["command"] == "ema"
-    assert checked(run("verify", DEMO, one_card, "--json"))["equal"] is True
-    assert checked(run("verify", one_card, "--json"))["intact"] is True
-    assert checked(run("clean", one_card, "--json"))["removed"] == []
+    assert checked(run_here("verify", DEMO, one_card, "--json"))["equal"] is True
+    assert checked(run_here("verify", one_card, "--json"))["intact"] is True
+    assert checked(run_here("clean", one_card, "--json"))["removed"] == []
 
 
 @pytest.mark.parametrize(
@@ -123,7 +131,7 @@ def test_every_command_prints_one_object_of_the_published_schema(one_card: Path,
 def test_every_refusal_is_one_object_of_the_published_schema(
     arguments: list, status: int, kind: str, words: str
 ) -> None:
-    done = run(*arguments)
+    done = run_here(*arguments)
     found = checked(done)
     assert (done.returncode, found["kind"], found["retryable"]) == (status, kind, False)
     assert words in found["error"]
@@ -187,18 +195,18 @@ def test_whatever_ends_a_command_is_one_object(
     ],
 )
 def test_a_word_of_another_tool_is_understood_enough_to_ask(arguments: list, meant: str) -> None:
-    done = run("plan", DEMO, *arguments)
+    done = run_here("plan", DEMO, *arguments)
     assert done.returncode == 2
     assert f"did you mean {meant}?" in done.stderr
 
 
 def test_states_are_suggested_too() -> None:
-    assert "did you mean moment1 or moment2?" in run("verify", DEMO, DEMO, "--state", "moment").stderr
+    assert "did you mean moment1 or moment2?" in run_here("verify", DEMO, DEMO, "--state", "moment").stderr
 
 
 @pytest.mark.parametrize("size", ["99999999999999999999GiB", "1" + "0" * 400])
 def test_more_memory_than_there_can_be(size: str) -> None:
-    done = run("plan", DEMO, "--to", "tp=1", "--memory", size)
+    done = run_here("plan", DEMO, "--to", "tp=1", "--memory", size)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "more than any file or memory has" in done.stderr
@@ -212,7 +220,7 @@ def test_a_manifest_of_nested_lists_is_refused(one_card: Path, tmp_path: Path) -
 
 
 def test_a_plan_needs_no_target() -> None:
-    done = run("plan", DEMO, "--to", "tp=2,pp=2", "--json")
+    done = run_here("plan", DEMO, "--to", "tp=2,pp=2", "--json")
     assert checked(done)["target"]["topology"]["pp"] == 2
     assert paddle_reshard.plan(DEMO, to="tp=1").places == ()
 
