@@ -61,7 +61,9 @@ def target(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path / "made", ignore_errors=True)
 
 
-@pytest.mark.parametrize("budget_mib", [SMALLEST_BUDGET_MIB, 256, 1024])
+@pytest.mark.parametrize(
+    "budget_mib", [SMALLEST_BUDGET_MIB, 256, pytest.param(1024, marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize("work", ["copies", "casts"])
 def test_a_conversion_stays_below_its_budget(
     budget_mib: int, work: str, request: pytest.FixtureRequest, target: Path, monkeypatch: pytest.MonkeyPatch

@@ -18,11 +18,14 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import boto3
+
 import paddle_reshard
 from paddle_reshard.pipeline.planning import sizes as planning
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.s3.folder import S3Folder
 from paddle_reshard.storage.session import ledger
+from tests.storage.servers import described_once
 
 CREATING = os.O_CREAT | os.O_TRUNC
 EVENTS = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.link")
@@ -142,5 +145,7 @@ def _in_a_fork(order: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for line in sys.stdin:
-        print(json.dumps(_in_a_fork(json.loads(line))), flush=True)  # noqa: T201
+    with described_once():
+        boto3.client("s3", region_name="us-east-1")  # has it read before there are forks
+        for line in sys.stdin:
+            print(json.dumps(_in_a_fork(json.loads(line))), flush=True)  # noqa: T201

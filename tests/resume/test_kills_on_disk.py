@@ -49,8 +49,9 @@ def test_a_kill_at_any_effect_is_made_good(chunk: int, driver: Driver, source: P
         shutil.rmtree(target.parent)
 
 
+@pytest.mark.parametrize("at", ["renames", pytest.param("everything", marks=pytest.mark.exhaustive)])
 def test_an_overwritten_checkpoint_is_there_until_the_new_one_is(
-    driver: Driver, source: Path, tmp_path: Path
+    at: str, driver: Driver, source: Path, tmp_path: Path
 ) -> None:
     request = {"overwrite": True}
     driver.convert(source, tmp_path / "whole" / "t")
@@ -60,8 +61,11 @@ def test_an_overwritten_checkpoint_is_there_until_the_new_one_is(
     shutil.copytree(old, tmp_path / "tried" / "t")
     effects = driver.convert(source, tmp_path / "tried" / "t", request=request)["effects"]
     first = next(i for i, effect in enumerate(effects, 1) if effect == "open paddle_reshard.json")
+    numbers = range(first, len(effects) + 1)
+    if at == "renames":  # just before each, and after it
+        numbers = [n for n in numbers if any(e.startswith("os.rename") for e in effects[n - 2 : n])]
     seen = set()
-    for number in [20, *range(first, len(effects) + 1)]:
+    for number in [20, *numbers]:
         target = tmp_path / f"{number}" / "t"
         shutil.copytree(old, target)
         assert driver.convert(source, target, request=request, kill_at=number) == KILLED

@@ -13,11 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from unittest import mock
 
 import boto3
+import botocore.session
+from botocore.loaders import create_loader
 
 HOST = "127.0.0.1"
 START_SECONDS = 30.0
@@ -58,6 +61,11 @@ def _client(service: str, url: str, key: str, secret: str) -> Any:
     )
 
 
+def described_once() -> contextlib.AbstractContextManager[object]:
+    """Let all sessions of botocore share what describes S3: each would read it anew, longer than most requests take."""
+    return mock.patch.object(botocore.session, "create_loader", cache(create_loader))
+
+
 @contextlib.contextmanager
 def running_store() -> Iterator[Store]:
     """Start moto with its checks of permissions on, make two users, and stop it in the end."""
@@ -83,7 +91,8 @@ def running_store() -> Iterator[Store]:
                 ("nobody", ["s3:GetBucketLocation"]),
             )
         ]
-        yield Store(url, key, secret, *others)
+        with described_once():
+            yield Store(url, key, secret, *others)
     finally:
         process.terminate()
         process.wait()
