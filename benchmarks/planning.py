@@ -38,6 +38,7 @@ from paddle_reshard.pipeline.layouts.hybrid.sharding import ShardingOptions
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_hybrid
 from paddle_reshard.pipeline.layouts.rules import shipped_tables
 from paddle_reshard.pipeline.planning.plan import plan_conversion
+from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.pipeline.planning.simulate import Rates, simulate
 
 T = TypeVar("T")
@@ -112,7 +113,9 @@ def measure(row: Row) -> dict[str, Any]:
         checkpoint = catalog_of(row.dims, row.source)
     _forget_peak()
     laid_out = timed("lay out", lambda: layout_hybrid(checkpoint, row.target))
-    plan = timed("plan", lambda: plan_conversion(checkpoint.catalog, laid_out, [], BUDGET_BYTES))
+    plan = timed(
+        "plan", lambda: plan_conversion(checkpoint.catalog, laid_out, [], PlanSettings(BUDGET_BYTES))
+    )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.arrow"
         timed("save", lambda: save_plan(plan, path))

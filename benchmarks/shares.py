@@ -14,6 +14,7 @@ from paddle_reshard.pipeline.core.part_limits import CopyLimits, PartLimits
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_hybrid
 from paddle_reshard.pipeline.planning.plan import plan_conversion
+from paddle_reshard.pipeline.planning.settings import PlanSettings
 
 S3 = PartLimits(smallest_bytes=5 << 20, most=10_000, copies=CopyLimits(5 << 20, 256 << 20))
 """Parts of at least 5 MiB, 10,000 of a file at most."""
@@ -56,7 +57,7 @@ def row(case: Case) -> tuple[str, ...]:
     checkpoint = catalog_of(case.dims, job(case.source))
     start = time.perf_counter()
     files = layout_hybrid(checkpoint, job(case.target))
-    plan = plan_conversion(checkpoint.catalog, files, [], BUDGET_BYTES, S3)
+    plan = plan_conversion(checkpoint.catalog, files, [], PlanSettings(BUDGET_BYTES), S3)
     seconds = time.perf_counter() - start
     share = plan.copied_share
     return (

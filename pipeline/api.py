@@ -7,34 +7,22 @@ home, and ``docs/api.md`` says what each is for.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from collections.abc import Sequence
 
-from paddle_reshard.clusters.choose import choose_engine
-from paddle_reshard.clusters.inline import InlineEngine
-from paddle_reshard.pipeline.convert.options import ConversionOptions, TargetOptions
-from paddle_reshard.pipeline.convert.plan import ConversionPlan, read_request
-from paddle_reshard.pipeline.convert.resuming import request_of
-from paddle_reshard.pipeline.convert.run import (
-    ConversionReport,
-    open_targets,
-    plan_and_run,
-    plan_request,
-    resumed_request,
-)
+from paddle_reshard.pipeline.convert.options import ConversionOptions, ConvertOptions, Targets, takes
+from paddle_reshard.pipeline.convert.plan import ConversionPlan
+from paddle_reshard.pipeline.convert.request import ConversionSettings, RunSettings, read_settings
+from paddle_reshard.pipeline.convert.run import ConversionReport, convert_with, plan_with
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.units import PathLike
-from paddle_reshard.pipeline.layouts.reading import IndexFiles
 from paddle_reshard.storage.locate import StorageOptions, open_target
-from paddle_reshard.tasks.index import index_here
 
 
+@takes(ConversionOptions)
 def plan(
     source: PathLike,
-    target: PathLike | Mapping[PathLike, TargetOptions] | None = None,
+    target: Targets | None = None,
     *,
     resume: bool = False,
     observe: Observer = ignore_events,
@@ -59,25 +47,17 @@ def plan(
     ReshardError
         If the source is not whole, or cannot become what is asked.
     """
-    request = read_request((source,), target, options)
-    planned = plan_request(request, resume, partial(index_here, observe=observe))
-    return planned if target is None else replace(planned, asked=request_of(target, options))
+    run = RunSettings(resume=resume, no_space_check=options.get("no_space_check", False))
+    return plan_with(source, target, ConversionSettings(options, run), observe)
 
 
+@takes(ConvertOptions)
 def convert(
     source: PathLike,
-    target: PathLike | Mapping[PathLike, TargetOptions],
+    target: Targets,
     *,
-    resume: bool = False,
-    take_over: bool = False,
-    cluster: str = "inline",
-    workers: int | None = None,
-    exchange: str = "auto",
-    expected_plan: PathLike | None = None,
-    device: str = "cpu",
-    verify: bool = False,
     observe: Observer = ignore_events,
-    **options: Unpack[ConversionOptions],
+    **options: Unpack[ConvertOptions],
 ) -> ConversionReport:
     """Convert a checkpoint; afterwards the targets are there, whole, or nothing looks like a finished one.
 
@@ -85,33 +65,10 @@ def convert(
     ----------
     target
         As for :func:`plan`. Several targets appear one after the other, when all of them are whole.
-    resume
-        Go on where an unfinished run of this very conversion stopped, if there is one; and if all was done, do
-        nothing but look at the targets: one that is seen to be damaged is refused. Without ``to`` and ``format``, go on
-        with what that run was begun with; ``memory``, ``check`` and ``allow_reread`` may be left out in any case.
-        Where there are several targets, ``target`` maps their places to ``{}``, in the same order. What a record may
-        not decide is given again: ``fill``, ``allow_links``, and how stores are reached.
-    take_over
-        Also if it ran on another machine and may still be alive; implies ``resume``.
-    cluster
-        ``"inline"``: in this process. ``"ray"``: on the Ray that ``RAY_ADDRESS`` names, else on one of our own;
-        ``"ray:ADDRESS"``: on that one.
-    workers
-        On Ray how many, by default as many as there is room for; in this process how many groups at a time, by
-        default two for every processor.
-    exchange
-        On Ray, whether several workers share a group through the object store: ``"auto"``, ``"always"``,
-        ``"never"``.
-    expected_plan
-        A file that ``plan --save`` made: refuse unless this conversion is that plan.
-    device
-        ``"cpu"``: NumPy. ``"gpu"``, on Ray: one GPU for each worker, and Paddle.
-    verify
-        In the end, read every byte of all targets and compare it with its checksum, also of those that were there.
     observe
         Is told what happens as event values.
     options
-        :class:`ConversionOptions`.
+        :class:`ConvertOptions`: what is to come out, and where and how it runs.
 
     Raises
     ------
@@ -120,29 +77,7 @@ def convert(
     FinishedError
         If ``resume`` is all that is asked for, and the targets are finished: there is nothing to do.
     """
-    resume = resume or take_over
-    if resume:
-        target, options = resumed_request(source, target, options, take_over, verify)
-    request, asked = read_request((source,), target, options), request_of(target, options)
-    engine = choose_engine(cluster, workers, request.budget_bytes, exchange, device)
-
-    def make_plan(index_files: IndexFiles) -> ConversionPlan:
-        made = plan_request(request, resume, index_files, isinstance(engine, InlineEngine))
-        if expected_plan is not None:
-            from paddle_reshard.pipeline.convert.plan_file import check_is_saved
-
-            check_is_saved(made.plan, Path(expected_plan))
-        return replace(made, asked=asked)
-
-    return plan_and_run(
-        make_plan,
-        lambda: open_targets(request.places, resume, take_over),
-        engine,
-        observe,
-        resume,
-        verify,
-        request.no_space_check,
-    )
+    return convert_with(source, target, read_settings(options), observe)
 
 
 def clean(

@@ -27,13 +27,12 @@ from paddle_reshard.pipeline.cli.output import End, print_answer, print_error, p
 from paddle_reshard.pipeline.cli.signals import exit_status, sentence, signal_of
 from paddle_reshard.pipeline.cli.terminal import LogFormatter, pass_on, say
 from paddle_reshard.pipeline.convert.options import (
-    CONVERSION_OPTIONS,
-    ConversionOptions,
+    ConvertOptions,
     Decides,
     declarations,
     flag_of,
 )
-from paddle_reshard.pipeline.convert.request import check_options
+from paddle_reshard.pipeline.convert.request import check_options, read_settings
 from paddle_reshard.pipeline.core.answer import Answer
 from paddle_reshard.pipeline.core.choices import UPLOADS
 from paddle_reshard.pipeline.core.errors import UsageError
@@ -436,12 +435,9 @@ def _watcher(request: Request, policy: Policy, address: str | None, job: Mapping
     for name in request.asked:
         if reason := declarations()[name].not_scheduled:
             raise UsageError(f"{flag_of(name)} {reason}")
-    conversion = Conversion(request.asked, request.identify)
-    read_request(  # mistakes are told now, and not of every checkpoint
-        (),
-        "",
-        cast(ConversionOptions, {k: v for k, v in conversion.options.items() if k in CONVERSION_OPTIONS}),
-    )
+    settings = read_settings(cast(ConvertOptions, request.asked))
+    read_request((), "", settings.options)  # mistakes are told now, and not of every checkpoint
+    conversion = Conversion(settings, request.identify)
     convert = None
     if address is not None:
         if missing := [name for name in job["env"] if name not in os.environ]:

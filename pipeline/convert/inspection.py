@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from paddle_reshard.pipeline.convert.inputs import given_inputs
+from paddle_reshard.pipeline.convert.options import check_names, takes
+from paddle_reshard.pipeline.convert.read_options import InspectOptions
+from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
 from paddle_reshard.pipeline.core.tensors import (
@@ -25,7 +27,7 @@ from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.lora_config import Adapter
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.pipeline.layouts.optimizers import muon_parameters
-from paddle_reshard.storage.locate import StorageOptions, open_source
+from paddle_reshard.storage.locate import open_source, source_access
 from paddle_reshard.tasks.index import index_here
 
 
@@ -96,33 +98,34 @@ class Inspection(Shown):
         return facts
 
 
+@takes(InspectOptions)
 def inspect(
     source: PathLike,
     *,
-    rules: PathLike | None = None,
-    config: PathLike | None = None,
-    storage_options: StorageOptions | None = None,
-    allow_scheme: Sequence[str] = (),
-    allow_links: bool = False,
     observe: Observer = ignore_events,
+    **options: Unpack[InspectOptions],
 ) -> Inspection:
     """Say what a checkpoint is, from its metadata alone. Tensors that no file holds are told, not refused.
 
-    ``observe`` is told how far it is, as by :func:`convert`.
-
-    ``storage_options``, ``allow_scheme`` and ``allow_links`` are those of :class:`ConversionOptions`, as in all
-    functions here.
+    Parameters
+    ----------
+    source
+        A path or URL of the checkpoint.
+    observe
+        Is told how far it is as event values, as by :func:`convert`.
+    options
+        :class:`InspectOptions`.
 
     Raises
     ------
     CheckpointError, PlanError
         If it is not one whole, consistent checkpoint that the rules cover.
     """
-    store = open_source(os.fspath(source), storage_options or {}, allow_scheme, allow_links)
+    check_names(options, InspectOptions)
+    store = open_source(os.fspath(source), *source_access(options))
     index_files = partial(index_here, observe=observe)
-    checkpoint = index_checkpoint(
-        store, *given_inputs(rules, config), MissingPolicy(allowed=("*",)), index_files
-    )
+    inputs = given_inputs(options.get("rules"), options.get("config"))
+    checkpoint = index_checkpoint(store, *inputs, MissingPolicy(allowed=("*",)), index_files)
     sizes = store.sizes()
     files = {file.path: file.size_bytes for file in checkpoint.catalog.files}
     return Inspection(

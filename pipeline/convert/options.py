@@ -7,14 +7,16 @@ follow from what an option decides. Nothing heavy is imported here: help and com
 
 # No "from __future__ import annotations": the annotations are the declarations, and are not to be evaluated from text.
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from typing import Annotated, Any, TypedDict, get_type_hints
+from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
 
 from paddle_reshard.pipeline.convert.given import GivenFile
 from paddle_reshard.pipeline.core.choices import CHECKS, DEVICES, EXCHANGES, REPLICAS
+from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike
 from paddle_reshard.pipeline.layouts.formats import DEFAULT, FORMATS, help_of_formats, option_of_formats
@@ -311,7 +313,7 @@ class ConversionOptions(TargetOptions, total=False):
 
 
 class RunOptions(TypedDict, total=False):
-    """Where and how a conversion runs: further arguments of ``convert``, and most of them of ``average``."""
+    """Where and how a conversion runs."""
 
     cluster: Annotated[
         str,
@@ -322,6 +324,8 @@ class RunOptions(TypedDict, total=False):
             help="Where the conversion runs.",
         ),
     ]
+    """``"inline"`` (default): in this process. ``"ray"``: on the Ray cluster that ``RAY_ADDRESS`` names, else on one
+    that is started for it; ``"ray:ADDRESS"``: on that one."""
     workers: Annotated[
         int | None,
         Option(
@@ -331,6 +335,8 @@ class RunOptions(TypedDict, total=False):
             "of groups at a time. Default: two per processor.",
         ),
     ]
+    """On Ray, the number of workers; default: as many as there is room for. In this process, the number of groups at a
+    time; default: two per processor."""
     exchange: Annotated[
         str,
         Option(
@@ -340,6 +346,8 @@ class RunOptions(TypedDict, total=False):
             help="On Ray: whether several workers share a group through the object store.",
         ),
     ]
+    """On Ray, whether several workers share a group through the object store: ``"auto"`` (default), ``"always"``,
+    ``"never"``."""
     resume: Annotated[
         bool,
         Option(
@@ -350,6 +358,11 @@ class RunOptions(TypedDict, total=False):
             "Give --fill, --allow-links and options for stores again.",
         ),
     ]
+    """Continue an unfinished run of this conversion, if there is one. If the targets are finished, only look at them;
+    one that is visibly damaged is refused. Without ``to`` and ``format``, the original options are used; ``memory``,
+    ``check`` and ``allow_reread`` may always be omitted. With several targets, ``target`` maps their places to ``{}``,
+    in the same order. What a record must not decide is given again: ``fill``, ``allow_links``, and options for
+    stores."""
     take_over: Annotated[
         bool,
         Option(
@@ -358,6 +371,16 @@ class RunOptions(TypedDict, total=False):
             help="Resume a conversion that has ended on another machine, without waiting for its lock to expire.",
         ),
     ]
+    """Resume even if that run was on another machine and may still be alive; implies ``resume``."""
+
+
+class AverageOptions(ConversionOptions, RunOptions, total=False):
+    """Options of ``average``."""
+
+
+class ConvertOptions(ConversionOptions, RunOptions, total=False):
+    """Options of ``convert``."""
+
     expected_plan: Annotated[
         PathLike | None,
         Option(
@@ -367,6 +390,7 @@ class RunOptions(TypedDict, total=False):
             help="File written by plan --save; refuse unless this conversion has the same plan.",
         ),
     ]
+    """A file written by ``plan --save``: refuse unless this conversion has the same plan."""
     device: Annotated[
         str,
         Option(
@@ -376,6 +400,7 @@ class RunOptions(TypedDict, total=False):
             help="gpu: on Ray, one GPU per worker, through Paddle.",
         ),
     ]
+    """``"cpu"`` (default): NumPy. ``"gpu"``, on Ray: one GPU for each worker, and Paddle."""
     verify: Annotated[
         bool,
         Option(
@@ -385,6 +410,8 @@ class RunOptions(TypedDict, total=False):
             "also for a target that is already finished.",
         ),
     ]
+    """Finally read every byte of all targets and compare it with the checksums, also of targets that were finished
+    before."""
 
 
 Targets = PathLike | Mapping[PathLike, TargetOptions]
@@ -393,17 +420,58 @@ Targets = PathLike | Mapping[PathLike, TargetOptions]
 TARGET_OPTIONS = tuple(TargetOptions.__annotations__)
 CONVERSION_OPTIONS = tuple(ConversionOptions.__annotations__)
 """Those of targets among them."""
-RUN_OPTIONS = tuple(RunOptions.__annotations__)
+RUN_OPTIONS = tuple(name for name in ConvertOptions.__annotations__ if name not in CONVERSION_OPTIONS)
+"""The further options of ``convert``."""
 
 
 @cache
 def declarations() -> Mapping[str, Option]:
     """Name of every option → its declaration, in the order in which help lists them."""
-    found: dict[str, Option] = {}
-    for kind in (ConversionOptions, RunOptions):
-        types = get_type_hints(kind, include_extras=True)
-        found |= {name: types[name].__metadata__[0] for name in kind.__annotations__}
-    return found
+    types = get_type_hints(ConvertOptions, include_extras=True)
+    return {name: types[name].__metadata__[0] for name in ConvertOptions.__annotations__}
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def takes(options: Any) -> Callable[[Function], Function]:
+    """Let ``help`` and completion list each of the ``options``, a TypedDict, that a function takes as ``**options``.
+
+    Type checkers know them from its annotation, ``Unpack[…]``.
+    """
+
+    def spell_out(function: Function) -> Function:
+        signature = inspect.signature(function)
+        *own, _ = signature.parameters.values()
+        types = get_type_hints(options)
+        named = [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=_default_of(name), annotation=types[name]
+            )
+            for name in options.__annotations__
+        ]
+        function.__signature__ = signature.replace(parameters=[*own, *named])  # type: ignore[attr-defined]
+        return function
+
+    return spell_out
+
+
+def _default_of(name: str) -> Any:
+    """What applies in Python where an option is not given."""
+    option = declarations()[name]
+    return {Kind.FLAG: False, Kind.LIST: ()}.get(option.kind, option.default)
+
+
+def check_names(given: Mapping[str, Any], options: Any) -> None:
+    """Refuse keyword arguments that are not among the ``options``, a TypedDict, as Python would.
+
+    Raises
+    ------
+    TypeError
+    """
+    for name in given:
+        if name not in options.__annotations__:
+            raise TypeError(f"unknown option {name!r}{did_you_mean(name, options.__annotations__)}")
 
 
 def flag_of(name: str) -> str:

@@ -10,11 +10,11 @@ from typing import Any, cast
 
 from paddle_reshard.pipeline.convert.inputs import as_file, load_layout, load_target_names
 from paddle_reshard.pipeline.convert.options import (
-    CONVERSION_OPTIONS,
     TARGET_OPTIONS,
     ConversionOptions,
     TargetOptions,
     Targets,
+    check_names,
     flag_of,
 )
 from paddle_reshard.pipeline.convert.request import (
@@ -51,6 +51,7 @@ from paddle_reshard.pipeline.layouts.targets import check_left, join, lay_out
 from paddle_reshard.pipeline.layouts.vocab import resize_vocabulary
 from paddle_reshard.pipeline.planning.checks import held_parameters
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, check_metadata, plan_conversion
+from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
 from paddle_reshard.storage.locate import source_access, target_access
 from paddle_reshard.storage.outputs import prefixes
 from paddle_reshard.storage.store import Source
@@ -194,7 +195,7 @@ def plan_checkpoint(
     store: Source,
     source: Checkpoint,
     request: ConversionRequest,
-    limits: PartLimits = PartLimits(),  # noqa: B008 (a frozen value)
+    limits: PartLimits = PartLimits(),
     in_process: bool = False,
 ) -> ConversionPlan:
     """Plan a conversion; pure but for the sizes that ``store`` has seen. ``limits`` are those of the targets.
@@ -218,7 +219,7 @@ def plan_checkpoint(
     forms = [form.target_for(source) for form in request.forms]
     tensors = len(source.catalog.tensors)
     if in_process:  # a target has a piece of every tensor at least
-        check_metadata(tensors, tensors, 0, request.budget_bytes)
+        check_metadata(tensors, tensors, 0, request.planning.budget_bytes)
         give_back_freed()
     laid_out = [lay_out(source, wanted, form, sizes, store.folders) for form in forms]
     check_left(forms, laid_out)
@@ -229,19 +230,15 @@ def plan_checkpoint(
         for path in of_target.carried
     ]
     if in_process:
-        check_metadata(tensors, len(joined.files.fragments), 0, request.budget_bytes)
+        check_metadata(tensors, len(joined.files.fragments), 0, request.planning.budget_bytes)
         give_back_freed()
     plan = plan_conversion(
         joined.catalog,
         joined.files,
         carried,
-        request.budget_bytes,
+        request.planning,
         limits,
-        request.compare_replicas,
-        request.allow_replica_drift,
-        request.allow_reread,
         held_parameters(source.catalog, joined.catalog, request.check_in_full),
-        request.allow_master_drift,
     )
     not_carried = (
         *source.not_carried,
@@ -319,7 +316,10 @@ def read_places(sources: Sequence[PathLike], target: Targets | None, options: Co
 
 
 def read_request(
-    sources: Sequence[PathLike], target: Targets | None, options: ConversionOptions
+    sources: Sequence[PathLike],
+    target: Targets | None,
+    options: ConversionOptions,
+    sizes: PlanSizes = PlanSizes(),
 ) -> ConversionRequest:
     """What is asked for: the one place where options are looked up by their names.
 
@@ -328,8 +328,7 @@ def read_request(
     UsageError
         If it makes no sense.
     """
-    if unknown := options.keys() - set(CONVERSION_OPTIONS):
-        raise TypeError(f"unknown option {sorted(unknown)[0]!r}")
+    check_names(options, ConversionOptions)
     if isinstance(target, Mapping):
         if misplaced := [name for name in TARGET_OPTIONS if options.get(name)]:
             raise UsageError(
@@ -348,13 +347,17 @@ def read_request(
         rules=as_file(options.get("rules")),
         config=as_file(options.get("config")),
         allow_missing=texts_of(options.get("allow_missing", ())),
-        no_space_check=options.get("no_space_check", False),
-        budget_bytes=parse_memory(options.get("memory", DEFAULT_MEMORY)),
-        compare_replicas=parse_choice(options.get("replicas", REPLICAS[0]), REPLICAS, "choice of replicas"),
-        allow_replica_drift=options.get("allow_replica_drift", False),
+        planning=PlanSettings(
+            budget_bytes=parse_memory(options.get("memory", DEFAULT_MEMORY)),
+            compare_replicas=parse_choice(
+                options.get("replicas", REPLICAS[0]), REPLICAS, "choice of replicas"
+            ),
+            allow_replica_drift=options.get("allow_replica_drift", False),
+            allow_master_drift=options.get("allow_master_drift", False),
+            allow_reread=options.get("allow_reread", False),
+            sizes=sizes,
+        ),
         check_in_full=not parse_choice(options.get("check", CHECKS[0]), CHECKS, "choice of checks"),
-        allow_master_drift=options.get("allow_master_drift", False),
-        allow_reread=options.get("allow_reread", False),
         vocab_pad=options.get("vocab_pad"),
         vocab_trim=options.get("vocab_trim"),
         dropped=parse_drop(options.get("drop", ())),

@@ -8,19 +8,30 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from paddle_reshard.pipeline.convert.options import TARGET_OPTIONS, TargetOptions, flag_of
+from paddle_reshard.pipeline.convert.options import (
+    CONVERSION_OPTIONS,
+    TARGET_OPTIONS,
+    AverageOptions,
+    ConversionOptions,
+    ConvertOptions,
+    RunOptions,
+    TargetOptions,
+    check_names,
+    flag_of,
+)
+from paddle_reshard.pipeline.core.choices import DEVICES, EXCHANGES
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.limits import MAX_VOCABULARY
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import texts_of
 from paddle_reshard.pipeline.layouts.formats import FORMATS, names_of
+from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from paddle_reshard.pipeline.convert.given import KeptFile
     from paddle_reshard.pipeline.layouts.format import Request
     from paddle_reshard.storage.locate import Access
@@ -52,13 +63,8 @@ class ConversionRequest:
     config: Path | KeptFile | None
     allow_missing: tuple[str, ...]
     """Patterns of keys."""
-    no_space_check: bool
-    budget_bytes: int
-    compare_replicas: bool
-    allow_replica_drift: bool
+    planning: PlanSettings
     check_in_full: bool
-    allow_master_drift: bool
-    allow_reread: bool
     vocab_pad: int | None
     vocab_trim: int | None
     dropped: tuple[str, ...] = ()
@@ -78,6 +84,63 @@ class ConversionRequest:
                 "--drop mtp knows the tensors of multi-token prediction by their own names, which --aoa may change; "
                 "drop them by statements, NAME -> _, or in a conversion before"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """Where and how a conversion runs."""
+
+    cluster: str = "inline"
+    workers: int | None = None
+    exchange: str = EXCHANGES[0]
+    device: str = DEVICES[0]
+    resume: bool = False
+    """Whether to go on with an unfinished conversion, if there is one."""
+    take_over: bool = False
+    """Whether to do so even if its process, on another machine, may still be alive."""
+    expected_plan: Path | None = None
+    """File with the only plan that may be run."""
+    verify: bool = False
+    """Whether to read every byte of the targets in the end."""
+    no_space_check: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionSettings:
+    """All that is asked of a conversion but its source and its targets: it may be of several checkpoints."""
+
+    options: ConversionOptions
+    """As they were given: what they leave out may be in a session."""
+    run: RunSettings = RunSettings()
+    sizes: PlanSizes = PlanSizes()
+
+
+def read_run(options: RunOptions | ConvertOptions | AverageOptions) -> RunSettings:
+    """Where and how a conversion is to run, by those of its options that say so."""
+    names = RunSettings.__dataclass_fields__.keys()
+    chosen: dict[str, Any] = {name: value for name, value in options.items() if name in names}
+    if plan := chosen.get("expected_plan"):
+        chosen["expected_plan"] = Path(plan)
+    chosen["resume"] = bool(chosen.get("resume") or chosen.get("take_over"))
+    return RunSettings(**chosen)
+
+
+def read_settings(options: ConvertOptions) -> ConversionSettings:
+    """The options of :func:`~paddle_reshard.convert` as a value.
+
+    Raises
+    ------
+    TypeError
+        If one of them is none.
+    """
+    check_names(options, ConvertOptions)
+    return ConversionSettings(conversion_options(options), read_run(options))
+
+
+def conversion_options(options: ConvertOptions | AverageOptions) -> ConversionOptions:
+    """Those that say what is to come out."""
+    chosen = {name: value for name, value in options.items() if name in CONVERSION_OPTIONS}
+    return cast(ConversionOptions, chosen)
 
 
 def parse_drop(names: Sequence[str] | str) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_reshard.clusters.choose import Engine, choose_indexing
+from paddle_reshard.clusters.choose import Engine, choose_engine, choose_indexing
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.aoa.rewrite import rewrite
 from paddle_reshard.pipeline.convert.inputs import load_config, load_program, load_tables
@@ -28,9 +28,15 @@ from paddle_reshard.pipeline.convert.plan import (
     needs_rule_table,
     plan_checkpoint,
     read_places,
+    read_request,
 )
-from paddle_reshard.pipeline.convert.request import ConversionRequest, Places
-from paddle_reshard.pipeline.convert.resuming import go_on
+from paddle_reshard.pipeline.convert.request import (
+    ConversionRequest,
+    ConversionSettings,
+    Places,
+    RunSettings,
+)
+from paddle_reshard.pipeline.convert.resuming import go_on, request_of
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import (
     FinishedError,
@@ -172,10 +178,8 @@ def run_conversion(
     outputs: Outputs,
     engine: Engine,
     observe: Observer,
-    resume: bool = False,
+    settings: RunSettings = RunSettings(),
     index_files: IndexFiles = index_here,
-    verify: bool = False,
-    no_space_check: bool = False,
 ) -> MoveReport:
     """Move, verify and publish: afterwards the targets are there, whole.
 
@@ -185,8 +189,8 @@ def run_conversion(
     targets is read in the end and compared with its checksum.
     """
     check_optimizer(conversion.store, conversion.source)
-    report = _run(conversion, outputs, engine, observe, resume, index_files, no_space_check)
-    if verify:
+    report = _run(conversion, outputs, engine, observe, settings, index_files)
+    if settings.verify:
         observe(StepStarted("read back"))
         for target in outputs.targets.values():
             _check_published(target, in_full=True, observe=observe)
@@ -199,19 +203,18 @@ def _run(
     outputs: Outputs,
     engine: Engine,
     observe: Observer,
-    resume: bool,
+    settings: RunSettings,
     index_files: IndexFiles,
-    no_space_check: bool,
 ) -> MoveReport:
     plan, source = conversion.plan, conversion.store
-    if resume:
+    if settings.resume:
         described = describe_targets(conversion)
         outputs.made = {p for p, target in outputs.targets.items() if _is_made(described[p], target)}
         for prefix in sorted(outputs.made):
             _check_published(outputs.targets[prefix], in_full=False)
         if len(outputs.made) == len(described):
             return MoveReport(0, 0, 0, 0, (), resumed_groups=plan.groups, resumed_bytes=plan.written_bytes)
-        check_targets(conversion, outputs, no_space_check)
+        check_targets(conversion, outputs, settings.no_space_check)
     with outputs:
         observe(StepStarted("move", plan.written_bytes))
         report, receipts = _move(conversion, outputs, engine, observe)
@@ -382,13 +385,13 @@ class ConversionReport(Shown):
 
 def plan_request(
     request: ConversionRequest,
-    resume: bool,
+    settings: RunSettings,
     index_files: IndexFiles,
     in_process: bool = False,
 ) -> ConversionPlan:
     """Index the source, lay out the targets and plan the conversion; nothing is moved."""
     places = request.places
-    sinks = open_targets(places, resume, False) if places.targets else None
+    sinks = open_targets(places, settings.resume) if places.targets else None
     filling = read_filling(places.fill, request.allow_missing, places.reading)
     program = load_program(request.aoa)
     tables, config = load_tables(request.rules), load_config(request.config)
@@ -400,11 +403,11 @@ def plan_request(
     if sinks is None:
         return plan_checkpoint(store, checkpoint, request)
     planned = plan_checkpoint(store, checkpoint, request, sinks.limits(store), in_process)
-    check_targets(planned, sinks, resume or request.no_space_check)
+    check_targets(planned, sinks, settings.resume or settings.no_space_check)
     return replace(planned, places=sinks.locations)
 
 
-def open_targets(places: Places, resume: bool, take_over: bool) -> Outputs:
+def open_targets(places: Places, resume: bool, take_over: bool = False) -> Outputs:
     """The places of all targets; an occupied one is refused before anything is read."""
     for number, location in enumerate(places.targets):
         for source in places.sources:
@@ -423,11 +426,11 @@ def open_targets(places: Places, resume: bool, take_over: bool) -> Outputs:
 
 
 def resumed_request(
-    source: PathLike, target: Targets, options: ConversionOptions, take_over: bool, in_full: bool
+    source: PathLike, target: Targets, options: ConversionOptions, settings: RunSettings
 ) -> tuple[Targets, ConversionOptions]:
     """The request with what an unfinished conversion was begun with, where it leaves that open."""
     places = read_places((source,), target, options)
-    outputs = open_targets(places, True, take_over)
+    outputs = open_targets(places, True, settings.take_over)
     for sink in outputs.targets.values():
         if (left := sink.unfinished) is None:
             continue
@@ -443,25 +446,30 @@ def resumed_request(
         return target, options
     store = open_source(places.sources[0], *places.reading)
     for sink in outputs.targets.values():
-        if not check_finished(sink, store, in_full):
+        if not check_finished(sink, store, settings.verify):
             raise UsageError(f"{sink.location}: nothing to resume is here; say what to make: --to, --format")
     raise FinishedError(f"{outputs.location}: finished before, and what the manifest says; nothing to do")
 
 
+MakePlan = Callable[[IndexFiles, bool], ConversionPlan]
+"""Makes a plan, given how files are indexed, and whether groups will run in this process."""
+
+
 def plan_and_run(
-    make_plan: Callable[[IndexFiles], ConversionPlan],
-    open_sinks: Callable[[], Outputs],
-    engine: Engine,
-    observe: Observer,
-    resume: bool,
-    verify: bool = False,
-    no_space_check: bool = False,
+    make_plan: MakePlan, request: ConversionRequest, settings: RunSettings, observe: Observer
 ) -> ConversionReport:
     """Make a plan, open the targets and carry it out; ``observe`` is told of all steps."""
+    engine = choose_engine(
+        settings.cluster,
+        settings.workers,
+        request.planning.budget_bytes,
+        settings.exchange,
+        settings.device,
+    )
     begun = time.monotonic()
     counted, index_files = count_retries(), choose_indexing(engine, observe)
     observe(StepStarted("plan"))
-    conversion = make_plan(index_files)
+    conversion = make_plan(index_files, isinstance(engine, InlineEngine))
     groups, written_bytes = conversion.plan.groups, conversion.plan.written_bytes
     decisions = [decision for target in conversion.targets for decision in target.form.decisions]
     decided = [f"{decision.value} ({decision.reason})" for decision in decisions]
@@ -470,9 +478,42 @@ def plan_and_run(
     if isinstance(engine, InlineEngine):
         tensors = len(conversion.plan.tensors)
         engine = engine.beside(tensors, conversion.pieces, conversion.plan.peak_bytes)
-    sinks = open_sinks()
-    moved = run_conversion(conversion, sinks, engine, observe, resume, index_files, verify, no_space_check)
+    sinks = open_targets(request.places, settings.resume, settings.take_over)
+    moved = run_conversion(conversion, sinks, engine, observe, settings, index_files)
     moved = replace(moved, retries=add_retries((moved.retries, count_retries() - counted)))
     return ConversionReport(
         conversion.store.location, sinks.location, conversion, moved, time.monotonic() - begun
     )
+
+
+def convert_with(
+    source: PathLike, target: Targets, settings: ConversionSettings, observe: Observer = ignore_events
+) -> ConversionReport:
+    """What :func:`paddle_reshard.convert` does, with its options as a value."""
+    options = settings.options
+    if settings.run.resume:
+        target, options = resumed_request(source, target, options, settings.run)
+    request = read_request((source,), target, options, settings.sizes)
+    asked = request_of(target, options)
+
+    def make_plan(index_files: IndexFiles, in_process: bool) -> ConversionPlan:
+        made = plan_request(request, settings.run, index_files, in_process)
+        if settings.run.expected_plan is not None:
+            from paddle_reshard.pipeline.convert.plan_file import check_is_saved
+
+            check_is_saved(made.plan, settings.run.expected_plan)
+        return replace(made, asked=asked)
+
+    return plan_and_run(make_plan, request, settings.run, observe)
+
+
+def plan_with(
+    source: PathLike,
+    target: Targets | None,
+    settings: ConversionSettings,
+    observe: Observer = ignore_events,
+) -> ConversionPlan:
+    """What :func:`paddle_reshard.plan` does, with its options as a value."""
+    request = read_request((source,), target, settings.options, settings.sizes)
+    planned = plan_request(request, settings.run, partial(index_here, observe=observe))
+    return planned if target is None else replace(planned, asked=request_of(target, settings.options))

@@ -16,11 +16,22 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from paddle_reshard.clusters.choose import choose_engine
 from paddle_reshard.pipeline.convert.inputs import load_config, load_tables
-from paddle_reshard.pipeline.convert.options import ConversionOptions, TargetOptions, Targets
+from paddle_reshard.pipeline.convert.options import (
+    AverageOptions,
+    ConversionOptions,
+    TargetOptions,
+    Targets,
+    check_names,
+    takes,
+)
 from paddle_reshard.pipeline.convert.plan import ConversionPlan, plan_checkpoint, read_request
-from paddle_reshard.pipeline.convert.request import ConversionRequest
+from paddle_reshard.pipeline.convert.request import (
+    ConversionRequest,
+    RunSettings,
+    conversion_options,
+    read_run,
+)
 from paddle_reshard.pipeline.convert.run import ConversionReport, check_targets, open_targets, plan_and_run
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.catalog import Catalog, File
@@ -37,6 +48,7 @@ from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.formats import DEFAULT, FORMATS, holding_average
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.pipeline.layouts.reading import IndexFiles
+from paddle_reshard.pipeline.planning.settings import PlanSizes
 from paddle_reshard.storage.locate import open_source
 from paddle_reshard.storage.store import Source
 from paddle_reshard.storage.views import JoinedSource, Mount
@@ -223,20 +235,16 @@ def series_source(stores: Sequence[Source], average: bytes) -> JoinedSource:
 # --------------------------------------------------------------------------------------------- the API
 
 
+@takes(AverageOptions)
 def average(
     sources: Sequence[PathLike],
-    target: PathLike | Mapping[PathLike, TargetOptions],
+    target: Targets,
     *,
     decay: float | None = None,
     weights: Sequence[float] | None = None,
     uniform: bool = False,
-    resume: bool = False,
-    take_over: bool = False,
-    cluster: str = "inline",
-    workers: int | None = None,
-    exchange: str = "auto",
     observe: Observer = ignore_events,
-    **options: Unpack[ConversionOptions],
+    **options: Unpack[AverageOptions],
 ) -> ConversionReport:
     """Average the weights of a series of checkpoints, each in any topology.
 
@@ -255,57 +263,62 @@ def average(
         One for each; they add up to 1.
     uniform
         All count the same: each weight is 1/n, rounded to float32.
+    observe
+        Is told what happens as event values.
     options
-        :class:`ConversionOptions`; the others are those of :func:`convert`.
+        :class:`AverageOptions`.
 
     Raises
     ------
     ReshardError
         If the checkpoints are not of one model, or the conversion would be refused.
     """
-    request = _read_request(sources, target, options)
-    weighting = weigh(len(sources), decay, weights, uniform)
-    resume = resume or take_over
+    check_names(options, AverageOptions)
+    request = read_average(sources, target, conversion_options(options))
+    return average_request(request, weigh(len(sources), decay, weights, uniform), read_run(options), observe)
+
+
+def average_request(
+    request: ConversionRequest, weighting: Weighting, settings: RunSettings, observe: Observer = ignore_events
+) -> ConversionReport:
+    """Carry out a request that :func:`read_average` has read."""
     return plan_and_run(
-        lambda index_files: _plan_average(request, weighting, resume, index_files),
-        lambda: open_targets(request.places, resume, take_over),
-        choose_engine(cluster, workers, request.budget_bytes, exchange, "cpu"),
+        lambda index_files, _: plan_average(request, weighting, settings, index_files),
+        request,
+        settings,
         observe,
-        resume,
-        no_space_check=request.no_space_check,
     )
 
 
-def plan_average(
+def read_average(
     sources: Sequence[PathLike],
-    target: PathLike | Mapping[PathLike, TargetOptions],
-    *,
-    decay: float | None = None,
-    weights: Sequence[float] | None = None,
-    uniform: bool = False,
-    resume: bool = False,
-    **options: Unpack[ConversionOptions],
-) -> ConversionPlan:
-    """Plan what :func:`average` does; nothing is moved."""
-    request = _read_request(sources, target, options)
-    return _plan_average(request, weigh(len(sources), decay, weights, uniform), resume, index_here)
-
-
-def _read_request(
-    sources: Sequence[PathLike], target: Targets, options: ConversionOptions
+    target: Targets,
+    options: ConversionOptions,
+    sizes: PlanSizes = PlanSizes(),
 ) -> ConversionRequest:
+    """What is asked for.
+
+    Raises
+    ------
+    UsageError
+        If it makes no sense of an average.
+    """
     if foreign := [name for name in ("aoa", "fill", "drop") if options.get(name)]:
         raise UsageError(f"--{foreign[0]} does not go with an average; convert what comes out once more")
     if isinstance(target, Mapping):
         target = {place: _of_average(of_target) for place, of_target in target.items()}
-    return read_request(sources, target, _of_average(options))
+    return read_request(sources, target, _of_average(options), sizes)
 
 
-def _plan_average(
-    request: ConversionRequest, weighting: Weighting, resume: bool, index_files: IndexFiles
+def plan_average(
+    request: ConversionRequest,
+    weighting: Weighting,
+    settings: RunSettings,
+    index_files: IndexFiles = index_here,
 ) -> ConversionPlan:
+    """Plan what :func:`average` does; nothing is moved."""
     places = request.places
-    sinks = open_targets(places, resume, False)
+    sinks = open_targets(places, settings.resume)
     stores = [open_source(source, *places.reading) for source in places.sources]
     tables, config = load_tables(request.rules), load_config(request.config)
     missing = MissingPolicy(allowed=request.allow_missing)
@@ -317,7 +330,7 @@ def _plan_average(
     own_files = checkpoint.own_files | series.sizes().keys() - stores[-1].sizes().keys() - {AVERAGE}
     checkpoint = replace(checkpoint, own_files=own_files)
     planned = plan_checkpoint(series, checkpoint, request, sinks.limits(series))
-    check_targets(planned, sinks, resume or request.no_space_check)
+    check_targets(planned, sinks, settings.resume or settings.no_space_check)
     return replace(planned, places=sinks.locations)
 
 

@@ -13,8 +13,11 @@ from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.convert.inputs import given_inputs
 from paddle_reshard.pipeline.convert.integrity import IntegrityReport, check_target
 from paddle_reshard.pipeline.convert.manifest import parse_manifest
+from paddle_reshard.pipeline.convert.options import check_names, takes
 from paddle_reshard.pipeline.convert.plan import reread_in_words
+from paddle_reshard.pipeline.convert.read_options import CheckOptions, VerifyOptions
 from paddle_reshard.pipeline.convert.request import parse_choice
+from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.choices import REPLICAS
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted, ignore_events
@@ -37,8 +40,9 @@ from paddle_reshard.pipeline.planning.compare import (
     plan_self_comparison,
 )
 from paddle_reshard.pipeline.planning.plan import check_metadata
+from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
 from paddle_reshard.pipeline.planning.work import plan_work
-from paddle_reshard.storage.locate import StorageOptions, open_source, source_access, target_access
+from paddle_reshard.storage.locate import Access, open_source, source_access, target_access
 from paddle_reshard.storage.store import ReadRange, Source
 from paddle_reshard.storage.views import JoinedSource, Mount
 from paddle_reshard.tasks.index import index_here
@@ -89,84 +93,150 @@ class VerifyReport(Shown):
         return self.equal
 
 
+@dataclass(frozen=True)
+class VerifyRequest:
+    """A comparison as it was asked for, every value read and in range."""
+
+    a: str
+    b: str | None
+    """``None``: what ``a`` stores twice is compared."""
+    access: tuple[Access, Access]
+    """How each of the two is reached."""
+    rules: PathLike | None
+    config: PathLike | None
+    missing: MissingPolicy
+    planning: PlanSettings
+    states: frozenset[str] | None = None
+    """Only these states; ``None``: all, and what a trainer reads beside the tensors."""
+    subset: bool = False
+    """Whether ``b`` may hold less."""
+
+    def __post_init__(self) -> None:
+        if self.b is None and (self.states is not None or self.subset):
+            raise UsageError("states and subset are for two checkpoints; one is held against itself")
+
+
+@takes(VerifyOptions)
 def verify(
     a: PathLike,
     b: PathLike | None = None,
     *,
     states: Sequence[str] | None = None,
     subset: bool = False,
-    memory: str = DEFAULT_MEMORY,
-    replicas: str = REPLICAS[0],
-    rules: PathLike | None = None,
-    config: PathLike | None = None,
-    allow_missing: Sequence[str] = (),
-    storage_options: StorageOptions | None = None,
-    source_storage_options: StorageOptions | None = None,
-    target_storage_options: StorageOptions | None = None,
-    allow_scheme: Sequence[str] = (),
-    allow_links: bool = False,
     observe: Observer = ignore_events,
+    **options: Unpack[VerifyOptions],
 ) -> VerifyReport:
     """Compare the logical content of two checkpoints of any topologies, bit for bit.
 
     An implied parameter is the cast of its master weight; padding is not content; aliases are one tensor. A
-    state that only one side has is a difference, unless ``states`` leaves it out, or ``subset`` allows that
-    ``b`` has less. So is what a trainer reads beside the tensors, unless ``states`` names some of them: the
-    learning-rate schedule, the trainer's state, the model's configuration, tokenizer files; what of it may differ is
-    listed in ``pipeline/indexing/small_files.py``. So are copies of a tensor that differ within a side, unless
-    ``replicas`` is ``"first"``.
-    Tensors that no file of a side holds are refused, unless a pattern of ``allow_missing`` fits their key.
-    ``source_storage_options`` are those of ``a``, ``target_storage_options`` those of ``b``.
+    state that only one side has is a difference, and so is what a trainer reads beside the tensors: the learning-rate
+    schedule, the trainer's state, the model's configuration, tokenizer files; what of it may differ is listed in
+    ``pipeline/indexing/small_files.py``. So are copies of a tensor that differ within a side. Tensors that no file of a
+    side holds are refused.
 
     Without ``b``, what ``a`` stores twice is compared, every element of it: copies of a tensor, and parameters with
     their master weights.
 
-    ``observe`` is told how far it is, as by :func:`convert`.
+    Parameters
+    ----------
+    states
+        Compare only these, and nothing that is not a tensor.
+    subset
+        Allow that ``b`` has less.
+    observe
+        Is told how far it is as event values, as by :func:`convert`.
+    options
+        :class:`VerifyOptions`.
+
+    Raises
+    ------
+    ReshardError
+        If one of the two is not a whole, consistent checkpoint, or the comparison does not fit ``memory``.
     """
+    return verify_request(read_verify_request(a, b, states, subset, options), observe)
+
+
+def read_verify_request(
+    a: PathLike,
+    b: PathLike | None,
+    states: Sequence[str] | None,
+    subset: bool,
+    options: VerifyOptions,
+    sizes: PlanSizes = PlanSizes(),
+) -> VerifyRequest:
+    """What is asked for.
+
+    Raises
+    ------
+    UsageError
+        If it makes no sense.
+    """
+    check_names(options, VerifyOptions)
+    return VerifyRequest(
+        a=os.fspath(a),
+        b=None if b is None else os.fspath(b),
+        access=(source_access(options), target_access(options)),
+        rules=options.get("rules"),
+        config=options.get("config"),
+        missing=MissingPolicy(allowed=texts_of(options.get("allow_missing", ()))),
+        planning=PlanSettings(
+            compare_replicas=parse_choice(
+                options.get("replicas", REPLICAS[0]), REPLICAS, "choice of replicas"
+            ),
+            budget_bytes=parse_memory(options.get("memory", DEFAULT_MEMORY)),
+            sizes=sizes,
+        ),
+        states=None if states is None else frozenset(texts_of(states)),
+        subset=subset,
+    )
+
+
+def verify_request(request: VerifyRequest, observe: Observer = ignore_events) -> VerifyReport:
+    """Make a comparison that :func:`read_verify_request` has read."""
+    if request.b is None:
+        return _verify_alone(request, observe)
+    return _verify_two(request, request.b, observe)
+
+
+def _verify_alone(request: VerifyRequest, observe: Observer) -> VerifyReport:
+    """Compare what a checkpoint stores twice."""
+    store = open_source(request.a, *request.access[0])
+    inputs = given_inputs(request.rules, request.config)
+    checkpoint = index_checkpoint(store, *inputs, request.missing, partial(index_here, observe=observe))
+    check_optimizer(store, checkpoint)
+    comparison = plan_self_comparison(checkpoint.catalog, request.planning)
+    report = _compared(comparison, store, observe)
+    store.check_unchanged()
+    return report
+
+
+def _verify_two(request: VerifyRequest, b: str, observe: Observer) -> VerifyReport:
+    """Compare two checkpoints."""
+    stores = [open_source(place, *reach) for place, reach in zip((request.a, b), request.access, strict=True)]
+    inputs = given_inputs(request.rules, request.config)
     index_files = partial(index_here, observe=observe)
-    given = {"storage_options": storage_options, "allow_scheme": allow_scheme, "allow_links": allow_links}
-    given |= {"source_storage_options": source_storage_options}
-    given |= {"target_storage_options": target_storage_options}
-    missing = MissingPolicy(allowed=texts_of(allow_missing))
-    compare_replicas = parse_choice(replicas, REPLICAS, "choice of replicas")
-    engine = InlineEngine(parse_memory(memory))
-    if b is None:
-        if states is not None or subset:
-            raise UsageError("states and subset are for two checkpoints; one is held against itself")
-        store = open_source(os.fspath(a), *source_access(given))
-        checkpoint = index_checkpoint(store, *given_inputs(rules, config), missing, index_files)
-        check_optimizer(store, checkpoint)
-        own = plan_self_comparison(checkpoint.catalog, engine.memory_bytes, compare_replicas)
-        report = _compared(own, engine, store, observe)
-        store.check_unchanged()
-        return report
-    stores = [
-        open_source(os.fspath(a), *source_access(given)),
-        open_source(os.fspath(b), *target_access(given)),
-    ]
-    chosen = None if states is None else set(texts_of(states))
-
-    def plan(one: Contents, two: Contents) -> Comparison:
-        _check_states(chosen, one.catalog.tensors.states | two.catalog.tensors.states)
-        tensors = max(len(side.catalog.tensors) for side in (one, two))
-        pieces = max(len(side.catalog.fragments) for side in (one, two))
-        check_metadata(tensors, pieces, 0, engine.memory_bytes)
-        planned = plan_comparison(
-            one.catalog, two.catalog, chosen, subset, engine.memory_bytes, compare_replicas
-        )
-        differences = planned.differences
-        if chosen is None:
-            differences += _other_differences(stores, one.lr_scheduler, two.lr_scheduler, subset)
-        return replace(planned, differences=differences)
-
     # The plan is all that is kept of the two catalogs.
-    comparison = plan(*index_pair(stores[0], stores[1], *given_inputs(rules, config), missing, index_files))
+    comparison = _plan_two(
+        request, stores, *index_pair(stores[0], stores[1], *inputs, request.missing, index_files)
+    )
     give_back_freed()
     pair = JoinedSource((Mount(SIDE_A, stores[0]), Mount(SIDE_B, stores[1])))
-    report = _compared(comparison, engine, pair, observe)
+    report = _compared(comparison, pair, observe)
     for store in stores:
         store.check_unchanged()
     return report
+
+
+def _plan_two(request: VerifyRequest, stores: Sequence[Source], one: Contents, two: Contents) -> Comparison:
+    _check_states(request.states, one.catalog.tensors.states | two.catalog.tensors.states)
+    tensors = max(len(side.catalog.tensors) for side in (one, two))
+    pieces = max(len(side.catalog.fragments) for side in (one, two))
+    check_metadata(tensors, pieces, 0, request.planning.budget_bytes)
+    planned = plan_comparison(one.catalog, two.catalog, request.planning, request.states, request.subset)
+    differences = planned.differences
+    if request.states is None:
+        differences += _other_differences(stores, one.lr_scheduler, two.lr_scheduler, request.subset)
+    return replace(planned, differences=differences)
 
 
 def _check_states(chosen: Collection[str] | None, known: Collection[str]) -> None:
@@ -177,12 +247,10 @@ def _check_states(chosen: Collection[str] | None, known: Collection[str]) -> Non
         )
 
 
-def _compared(
-    comparison: Comparison, engine: InlineEngine, source: ReadRange, observe: Observer
-) -> VerifyReport:
+def _compared(comparison: Comparison, source: ReadRange, observe: Observer) -> VerifyReport:
     """Make a comparison."""
     plan = comparison.plan
-    engine = engine.beside(len(plan.tensors), len(plan.ops), plan.peak_bytes)
+    engine = InlineEngine(plan.budget_bytes).beside(len(plan.tensors), len(plan.ops), plan.peak_bytes)
     differences = list(comparison.differences)
     observe(StepStarted("comparing", plan.read_bytes))
     reports = []
@@ -218,32 +286,34 @@ def _other_differences(
     return tuple(Difference(odd.what, f"{odd.a} in A, {odd.b} in B") for odd in told)
 
 
+@takes(CheckOptions)
 def check(
     target: PathLike,
     *,
     source: PathLike | None = None,
-    storage_options: StorageOptions | None = None,
-    source_storage_options: StorageOptions | None = None,
-    target_storage_options: StorageOptions | None = None,
-    allow_scheme: Sequence[str] = (),
-    allow_links: bool = False,
     observe: Observer = ignore_events,
+    **options: Unpack[CheckOptions],
 ) -> IntegrityReport:
     """Compare a target with its manifest: every file, every part, every byte.
 
-    Parts that the storage copied by itself, and told no MD5 of, are compared with ``source``, the checkpoint that the
-    target was made from. The location that the manifest names is never opened. ``observe`` is told how far it is.
+    Parameters
+    ----------
+    source
+        The checkpoint that the target was made from. Parts that the storage copied by itself, and told no MD5 of, are
+        compared with it. The location that the manifest names is never opened.
+    observe
+        Is told how far it is as event values, as by :func:`convert`.
+    options
+        :class:`CheckOptions`.
 
     Raises
     ------
     CheckpointError
         If it has no manifest, so that it is no finished target, or one without checksums; if ``source`` is not there.
     """
-    given = {"storage_options": storage_options, "allow_scheme": allow_scheme, "allow_links": allow_links}
-    given |= {"source_storage_options": source_storage_options}
-    given |= {"target_storage_options": target_storage_options}
-    store = open_source(os.fspath(target), *target_access(given))
-    made_from = None if source is None else open_source(os.fspath(source), *source_access(given))
+    check_names(options, CheckOptions)
+    store = open_source(os.fspath(target), *target_access(options))
+    made_from = None if source is None else open_source(os.fspath(source), *source_access(options))
     sizes = store.sizes()
     if MANIFEST not in sizes:
         raise CheckpointError(

@@ -26,6 +26,7 @@ from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, Ten
 from paddle_reshard.pipeline.layouts.rules import RuleTable
 from paddle_reshard.pipeline.live.tensors import HostMemory, MemoryWriter
 from paddle_reshard.pipeline.planning.plan import Plan, plan_conversion
+from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.run_group import run_group
@@ -108,7 +109,8 @@ def _plan(checkpoint: Checkpoint, wanted: Sequence[Wanted], rank: RankPieces, nb
     catalog = _only(checkpoint.catalog, fragments)
     filled = 4 * sum(_elements(one) for one in wanted)
     files = TargetFiles((File(MEMORY, nbytes),), Literals(), ((0, 0, nbytes - filled),), fragments)
-    return plan_conversion(catalog, files, (), BUDGET_BYTES, compare_replicas=False, allow_reread=True)
+    settings = PlanSettings(BUDGET_BYTES, compare_replicas=False, allow_reread=True)
+    return plan_conversion(catalog, files, (), settings)
 
 
 def _elements(one: Wanted) -> int:

@@ -16,11 +16,14 @@ from typing import Any, NamedTuple
 
 from paddle_reshard.clusters.inline import InlineEngine, Reports
 from paddle_reshard.pipeline.convert.inputs import load_config, load_tables
+from paddle_reshard.pipeline.convert.options import check_names, takes
+from paddle_reshard.pipeline.convert.read_options import LoadOptions
+from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, UsageError
-from paddle_reshard.pipeline.core.units import PathLike, parse_memory, texts_of
+from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.fill import read_filling
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.live.layout import Names, check_complete, find_tensors, lay_out_live
 from paddle_reshard.pipeline.live.tensors import (
     LR_SCHEDULER,
@@ -35,8 +38,9 @@ from paddle_reshard.pipeline.live.tensors import (
 )
 from paddle_reshard.pipeline.planning.checks import held_pieces
 from paddle_reshard.pipeline.planning.plan import JOIN_GAP_BYTES, Plan, plan_conversion
+from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
-from paddle_reshard.storage.locate import Access, StorageOptions, is_local, open_source
+from paddle_reshard.storage.locate import Access, is_local, open_source, source_access
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.device import Mover
 from paddle_reshard.tasks.needed import NeededBytes
@@ -63,21 +67,32 @@ class LoadReport:
     """Parameters that differ from the cast of their master weights, as ``allow_master_drift`` permits."""
 
 
+@dataclass(frozen=True)
+class LoadRequest:
+    """What a process asks to be loaded, every value read and in range."""
+
+    location: str
+    access: Access
+    fill: str | None
+    """A file with further tensors."""
+    allow_missing: tuple[str, ...]
+    """Patterns of names."""
+    rules: Path | None
+    config: Path | Mapping[str, Any] | None
+    planning: PlanSettings
+    strict: bool
+    """Whether entries must not be empty, nor lack what the checkpoint has."""
+
+
+@takes(LoadOptions)
 def load_into(
     state_dict: Mapping[str, Any],
     source: PathLike,
     *,
     parameter_to_structured_name: Mapping[str, str] | None = None,
     config: PathLike | Mapping[str, Any] | None = None,
-    rules: PathLike | None = None,
-    memory: str = "1GiB",
-    storage_options: StorageOptions | None = None,
-    allow_scheme: Sequence[str] = (),
-    allow_links: bool = False,
     strict: bool = True,
-    fill: PathLike | None = None,
-    allow_missing: Sequence[str] = (),
-    allow_master_drift: bool = False,
+    **options: Unpack[LoadOptions],
 ) -> LoadReport:
     """Fill the tensors of a ``state_dict`` in place from a checkpoint of any topology and format.
 
@@ -94,26 +109,11 @@ def load_into(
         Parameter name → structured name, in this process. Default: what the parameters in ``state_dict`` tell.
     config
         ``config.json`` of the model, for a checkpoint that has none.
-    rules
-        A rule table for the model family, instead of those that come with the package.
-    memory
-        How much memory loading may use beside the tensors, ``"1GiB"``.
-    storage_options
-        What fsspec needs to reach a store that is not a local folder.
-    allow_scheme
-        Schemes of URLs that are opened beside the plain ones.
-    allow_links
-        Follow links in the checkpoint that lead out of it.
     strict
         Refuse if the checkpoint holds optimizer states of a parameter that the ``state_dict``, which has others of it,
         has no place for; or if a nested dict is empty.
-    fill
-        A safetensors file with the tensors that the checkpoint should hold and no file of it does.
-    allow_missing
-        Patterns of names (``*`` stands for any text), of entries that keep their values if the checkpoint has nothing
-        for them, and of parameters that the checkpoint may lack.
-    allow_master_drift
-        Load parameters that are not the cast of their master weights, and report them, instead of refusing.
+    options
+        :class:`LoadOptions`.
 
     Raises
     ------
@@ -129,38 +129,24 @@ def load_into(
         raise UsageError(
             f"state_dict is a {type(state_dict).__name__}, not a dict; pass the result of its state_dict()"
         )
-    location = os.fspath(source)
-    access = Access(storage_options or {}, texts_of(allow_scheme), allow_links)
-    filling = read_filling(None if fill is None else os.fspath(fill), allow_missing, access)
-    own = open_source(location, *access)
-    given = config if isinstance(config, Mapping) or config is None else load_config(Path(config))
-    tables = load_tables(None if rules is None else Path(rules))
-    checkpoint = index_checkpoint(own, tables, given, filling.policy)
-    store = filling.serve(own)
+    request = _read_request(source, config, strict, options)
+    store, checkpoint, missing = _open(request)
     schedules = list(schedules_of(state_dict))
     for schedule in schedules:
         _check_schedule(schedule, checkpoint)
-    if strict:
+    if request.strict:
         _check_sections(state_dict)
     entries = dict(entries_of(state_dict))
     names = Names(checkpoint.catalog, {**parameter_names_of(entries), **(parameter_to_structured_name or {})})
-    numbers = find_tensors(names, entries, filling.policy)
+    numbers = find_tensors(names, entries, missing)
     live = [tensor for path in numbers if (tensor := read_entry(path, entries[path])) is not None]
     pieces = {tensor.piece: numbers[tensor.piece.path] for tensor in live}
     layout = lay_out_live(checkpoint, pieces, tensor_parallel())
-    if strict:
+    if request.strict:
         check_complete(checkpoint.catalog.tensors, numbers)
-    plan = plan_conversion(
-        layout.source,
-        layout.target,
-        (),
-        parse_memory(memory),
-        compare_replicas=False,
-        allow_reread=True,
-        held=held_pieces(checkpoint.catalog, layout.target.fragments),
-        allow_master_drift=allow_master_drift,
-    )
-    filled = _fill(plan, store, live, JOIN_GAP_BYTES if is_local(location) else REMOTE_GAP_BYTES)
+    held = held_pieces(checkpoint.catalog, layout.target.fragments)
+    plan = plan_conversion(layout.source, layout.target, (), request.planning, held=held)
+    filled = _fill(plan, store, live, JOIN_GAP_BYTES if is_local(request.location) else REMOTE_GAP_BYTES)
     store.check_unchanged()
     for schedule in schedules:
         schedule.update(checkpoint.lr_scheduler)
@@ -172,6 +158,37 @@ def load_into(
         kept=tuple(".".join(path) for path in entries if path not in numbers),
         master_drift=filled.master_drift,
     )
+
+
+def _read_request(
+    source: PathLike, config: PathLike | Mapping[str, Any] | None, strict: bool, options: LoadOptions
+) -> LoadRequest:
+    check_names(options, LoadOptions)
+    rules, fill = options.get("rules"), options.get("fill")
+    return LoadRequest(
+        location=os.fspath(source),
+        access=source_access(options),
+        fill=None if fill is None else os.fspath(fill),
+        allow_missing=texts_of(options.get("allow_missing", ())),
+        rules=None if rules is None else Path(rules),
+        config=config if isinstance(config, Mapping) or config is None else Path(config),
+        planning=PlanSettings(
+            parse_memory(options.get("memory", DEFAULT_MEMORY)),
+            compare_replicas=False,
+            allow_master_drift=options.get("allow_master_drift", False),
+            allow_reread=True,
+        ),
+        strict=strict,
+    )
+
+
+def _open(request: LoadRequest) -> tuple[Source, Checkpoint, MissingPolicy]:
+    """The checkpoint, the store that serves it, and how tensors that it lacks are treated."""
+    filling = read_filling(request.fill, request.allow_missing, request.access)
+    own = open_source(request.location, *request.access)
+    config = request.config if not isinstance(request.config, Path) else load_config(request.config)
+    checkpoint = index_checkpoint(own, load_tables(request.rules), config, filling.policy)
+    return filling.serve(own), checkpoint, filling.policy
 
 
 def _check_sections(state_dict: Mapping[str, Any]) -> None:

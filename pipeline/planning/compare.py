@@ -18,6 +18,7 @@ from paddle_reshard.pipeline.planning.checks import held_parameters
 from paddle_reshard.pipeline.planning.match import match, source_tensors
 from paddle_reshard.pipeline.planning.ops import COMPARE, Flags, Ops
 from paddle_reshard.pipeline.planning.plan import Plan, plan_comparisons
+from paddle_reshard.pipeline.planning.settings import PlanSettings
 
 ONLY_IN_A, ONLY_IN_B = "only in A", "only in B"
 
@@ -49,10 +50,9 @@ class Comparison:
 def plan_comparison(
     a: Catalog,
     b: Catalog,
-    states: Collection[str] | None,
-    subset: bool,
-    budget_bytes: int,
-    compare_replicas: bool = True,
+    settings: PlanSettings,
+    states: Collection[str] | None = None,
+    subset: bool = False,
 ) -> Comparison:
     """Plan the comparison of ``a`` and ``b``.
 
@@ -62,8 +62,6 @@ def plan_comparison(
         Only these states; ``None``: all.
     subset
         Whether ``b`` may lack tensors that ``a`` has.
-    compare_replicas
-        Whether all copies that a side has of a tensor are looked at, not only the first.
     """
     ids_a = _chosen(a.tensors, states)
     partner = _partners(a.tensors, b.tensors)[ids_a]
@@ -82,25 +80,25 @@ def plan_comparison(
     order = a.tensors.order(ids_a)
     ids_a, ids_b = ids_a[order], ids_b[order]
     tensors = Tensors(a.tensors[tensor] for tensor in ids_a.tolist())
-    if not compare_replicas:
+    if not settings.compare_replicas:
         a, b = (replace(side, fragments=side.fragments[side.fragments["replica"] == 0]) for side in (a, b))
     ops = _comparisons(a, b, ids_a, ids_b)
     files = _prefixed(SIDE_A, a.files) + _prefixed(SIDE_B, b.files)
-    plan = plan_comparisons(ops, tensors, files, budget_bytes)
+    plan = plan_comparisons(ops, tensors, files, settings)
     return Comparison(tuple(sorted(differences, key=lambda d: d.tensor)), plan, len(tensors))
 
 
-def plan_self_comparison(catalog: Catalog, budget_bytes: int, compare_replicas: bool = True) -> Comparison:
+def plan_self_comparison(catalog: Catalog, settings: PlanSettings) -> Comparison:
     """Plan the comparison of everything that a checkpoint stores twice: copies, and parameters of master weights."""
     chunks = [Ops.empty()]
-    if compare_replicas:
+    if settings.compare_replicas:
         first = catalog.fragments["replica"] == 0
         copies = catalog.fragments[~first]
         chunks.append(match(catalog.fragments[first], copies, catalog.implied, kind=COMPARE))
     held = held_parameters(catalog, catalog, in_full=True)
     if held is not None:
         chunks.append(held.boxes)
-    plan = plan_comparisons(Ops.joined(chunks), catalog.tensors, catalog.files, budget_bytes)
+    plan = plan_comparisons(Ops.joined(chunks), catalog.tensors, catalog.files, settings)
     return Comparison((), plan, len(catalog.tensors))
 
 

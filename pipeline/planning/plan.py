@@ -25,7 +25,6 @@ from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.tensors import Tensor
 from paddle_reshard.pipeline.layouts.files import TargetFiles
-from paddle_reshard.pipeline.planning import sizes as planning_sizes
 from paddle_reshard.pipeline.planning.checks import Held, add_checks
 from paddle_reshard.pipeline.planning.copies import carve_copies
 from paddle_reshard.pipeline.planning.groups import FileSizes, Room, group_ops, set_passes, source_ranges
@@ -43,7 +42,7 @@ from paddle_reshard.pipeline.planning.ops import (
 )
 from paddle_reshard.pipeline.planning.parts import MADE, NOBODY, PART, Parts, part_sizes, plan_parts
 from paddle_reshard.pipeline.planning.ranges import dense_numbers, merge
-from paddle_reshard.pipeline.planning.sizes import PlanSizes
+from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
 
 FOOTPRINT_BYTES = 136 << 20
 """What a worker process needs for itself: interpreter, libraries, metadata. Groups share the rest of the budget."""
@@ -238,14 +237,9 @@ def plan_conversion(
     source: Catalog,
     target: TargetFiles,
     carried: Sequence[CarriedFile],
-    budget_bytes: int,
-    limits: PartLimits = PartLimits(),  # noqa: B008 (a frozen value)
-    compare_replicas: bool = True,
-    allow_replica_drift: bool = False,
-    allow_reread: bool = False,
+    settings: PlanSettings,
+    limits: PartLimits = PartLimits(),
     held: Held | None = None,
-    allow_master_drift: bool = False,
-    sizes: PlanSizes | None = None,
 ) -> Plan:
     """Plan all groups of a conversion.
 
@@ -256,13 +250,13 @@ def plan_conversion(
     CoverageError, PlanError
         If the target would not be complete, or a source tensor dropped.
     MemoryBudgetError
-        If what has to be written together needs more than ``budget_bytes``.
+        If what has to be written together needs more than the budget.
     RereadError
         If the budget suffices only where source bytes are read several times, unless ``allow_reread``.
     """
 
     def make_ops() -> Ops:
-        ops = plan_ops(source, target.fragments, compare_replicas, target.casts, target.left_out)
+        ops = plan_ops(source, target.fragments, settings.compare_replicas, target.casts, target.left_out)
         _check_tiles(ops, target, source)
         return ops
 
@@ -276,14 +270,14 @@ def plan_conversion(
         parts=np.zeros(0, dtype=PART),
         literals=target.literals,
         group_peaks=np.zeros(0, dtype=np.int64),
-        budget_bytes=budget_bytes,
+        budget_bytes=settings.budget_bytes,
         carried=tuple(carried),
-        allow_replica_drift=allow_replica_drift,
-        allow_master_drift=allow_master_drift,
+        allow_replica_drift=settings.allow_replica_drift,
+        allow_master_drift=settings.allow_master_drift,
         beside=0 if held is None else len(held.tensors) - len(source.tensors),
         mixtures=source.mixtures,
     )
-    sizes = sizes or planning_sizes.USUAL_SIZES
+    sizes = settings.sizes
     planned, rereads, held = _with_checks(plan, make_ops, limits, sizes, held)
     _check_budget(planned)
     if not rereads:
@@ -293,9 +287,11 @@ def plan_conversion(
     largest = int(np.bincount(made["group"], weights=part_sizes(made)).max())
     held_bytes = _held_bytes(plan.mixtures, once.ops) * largest + sizes.pass_bytes
     enough_bytes = max(once.peak_bytes, held_bytes) + FOOTPRINT_BYTES
-    if not allow_reread:
+    if not settings.allow_reread:
         worst = int(once.group_peaks.argmax())
-        raise RereadError(_label(once, worst), budget_bytes, enough_bytes, planned.read_amplification)
+        raise RereadError(
+            _label(once, worst), settings.budget_bytes, enough_bytes, planned.read_amplification
+        )
     return replace(planned, read_once_budget_bytes=enough_bytes)
 
 
@@ -357,18 +353,17 @@ def plan_comparisons(
     ops: Ops,
     tensors: Sequence[Tensor],
     files: tuple[File, ...],
-    budget_bytes: int,
-    sizes: PlanSizes | None = None,
+    settings: PlanSettings,
 ) -> Plan:
     """Plan ops that compare what is in ``files``; nothing is written.
 
-    Two boxes that lie in different orders and do not fit ``budget_bytes`` together are compared piece by piece, and
+    Two boxes that lie in different orders and do not fit the budget together are compared piece by piece, and
     read several times; ``read_once_budget_bytes`` says then what would be enough.
 
     Raises
     ------
     MemoryBudgetError
-        If two boxes have to be held that need more than ``budget_bytes``.
+        If two boxes have to be held that need more than the budget.
     """
     plan = Plan(
         tensors=tensors,
@@ -380,11 +375,11 @@ def plan_comparisons(
         parts=np.zeros(0, dtype=PART),
         literals=Literals(),
         group_peaks=np.zeros(0, dtype=np.int64),
-        budget_bytes=budget_bytes,
+        budget_bytes=settings.budget_bytes,
         carried=(),
     )
-    sizes = sizes or planning_sizes.USUAL_SIZES
-    planned, rereads = _within_limits(plan, ops.copy, PartLimits(), sizes, budget_bytes)
+    sizes = settings.sizes
+    planned, rereads = _within_limits(plan, ops.copy, PartLimits(), sizes, settings.budget_bytes)
     _check_budget(planned)
     if not rereads:
         return planned

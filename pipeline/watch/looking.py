@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from paddle_reshard.pipeline.convert.inputs import as_file, load_config, load_tables
+from paddle_reshard.pipeline.convert.options import ConversionOptions
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.fill import read_filling
@@ -20,8 +21,7 @@ class Inspector:
     """Inspects checkpoints. A complete checkpoint that has not changed is not indexed again."""
 
     records: Records
-    options: Mapping[str, Any]
-    """Keyword arguments of :func:`paddle_reshard.convert`."""
+    options: ConversionOptions
     settle_seconds: float
     _indexed: dict[str, str] = field(default_factory=dict)
 
@@ -30,7 +30,8 @@ class Inspector:
         self.tables = load_tables(as_file(options.get("rules")))
         self.config = load_config(as_file(options.get("config")))
         fill, allowed = options.get("fill"), options.get("allow_missing", ())
-        self.missing = read_filling(fill, allowed, source_access(options)).policy
+        place = None if fill is None else os.fspath(fill)
+        self.missing = read_filling(place, allowed, source_access(options)).policy
 
     def look(self, name: str, order: Sequence[str], now: float) -> Incomplete | None:
         """Why a checkpoint is not whole yet, or ``None``. ``order`` are all checkpoints of the run, by step.

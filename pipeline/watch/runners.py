@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from paddle_reshard.pipeline import api
+from paddle_reshard.pipeline.convert.request import ConversionSettings
+from paddle_reshard.pipeline.convert.run import convert_with
 from paddle_reshard.pipeline.core.answer import SCHEMA_VERSION, Answer
 from paddle_reshard.pipeline.core.errors import (
     JobError,
@@ -31,8 +33,7 @@ log = logging.getLogger(__name__)
 class Conversion:
     """The conversion of every checkpoint."""
 
-    options: Mapping[str, Any]
-    """Keyword arguments of :func:`paddle_reshard.convert`."""
+    settings: ConversionSettings
     identify: Callable[[str, str], str]
     """Source and target → conversion id."""
 
@@ -52,12 +53,12 @@ def convert_inline(conversion: Conversion) -> Convert:
             elif isinstance(event, StepEnded):
                 log.info("%s: %s: %s", source.rsplit("/", 1)[-1], event.step, event.summary)
 
-        options = {**conversion.options, "observe": observe, "resume": True}
+        settings = replace(conversion.settings, run=replace(conversion.settings.run, resume=True))
         try:
-            api.convert(source, target, **options)
+            convert_with(source, target, settings, observe)
         except StaleSessionError as error:
             _discard(target, conversion, error)
-            api.convert(source, target, **options)
+            convert_with(source, target, settings, observe)
 
     return convert
 
@@ -66,7 +67,7 @@ def _discard(target: str, conversion: Conversion, reason: object) -> None:
     """Remove the unfinished target of an earlier attempt that cannot be resumed; the owner of the claim starts
     afresh."""
     log.info("%s", reason)
-    options, schemes, _ = target_access(conversion.options)
+    options, schemes, _ = target_access(conversion.settings.options)
     api.clean(target, storage_options=options, allow_scheme=schemes)
 
 

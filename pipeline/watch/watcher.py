@@ -21,9 +21,9 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from paddle_reshard.pipeline import api
 from paddle_reshard.pipeline.convert.manifest import describe_targets
-from paddle_reshard.pipeline.convert.options import CONVERSION_OPTIONS
+from paddle_reshard.pipeline.convert.options import ConversionOptions
+from paddle_reshard.pipeline.convert.run import plan_with
 from paddle_reshard.pipeline.core.errors import CheckpointError, ListingError, ReshardError, UsageError
 from paddle_reshard.pipeline.watch import notices
 from paddle_reshard.pipeline.watch.claims import (
@@ -75,7 +75,7 @@ class Watcher:
         check_places(self.run.location, self.out.location)
         self.me = this_process()
         self.records = Records(self.run, self.out, self.conversion.identify)
-        self.inspector = Inspector(self.records, self.conversion.options, self.policy.settle_seconds)
+        self.inspector = Inspector(self.records, self.conversion.settings.options, self.policy.settle_seconds)
 
     # ------------------------------------------------------------------------------------- one pass
 
@@ -165,9 +165,14 @@ class Watcher:
 
     def _compare(self, name: str, basis: Basis) -> Decision:
         source, target = self.run.at(name), self.out.at(name)
-        options = {k: v for k, v in self.conversion.options.items() if k in CONVERSION_OPTIONS}
+        asked = self.conversion.settings
+        options: ConversionOptions = {**asked.options, "overwrite": False}
         try:
-            planned = api.plan(source, f"{target}.planned", **{**options, "overwrite": False})
+            planned = plan_with(
+                source,
+                f"{target}.planned",
+                replace(asked, options=options, run=replace(asked.run, resume=False)),
+            )
         except CheckpointError as error:
             return Decision(Action.WAIT, str(error))
         except ReshardError as error:
@@ -291,8 +296,8 @@ def open_watcher(
 ) -> Watcher:
     """A watcher of the checkpoints in ``run`` that converts them below ``out``."""
     return Watcher(
-        open_root(run, *source_access(conversion.options)[:2]),
-        open_root(out, *target_access(conversion.options)[:2]),
+        open_root(run, *source_access(conversion.settings.options)[:2]),
+        open_root(out, *target_access(conversion.settings.options)[:2]),
         conversion,
         convert or convert_inline(conversion),
         policy,

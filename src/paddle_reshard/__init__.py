@@ -19,7 +19,18 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.inspection import Inspection, StateSummary, inspect
     from paddle_reshard.pipeline.convert.integrity import Damage, IntegrityReport
     from paddle_reshard.pipeline.convert.plan import ConversionPlan, PlannedTarget
-    from paddle_reshard.pipeline.convert.options import (ConversionOptions, TargetOptions)
+    from paddle_reshard.pipeline.convert.options import (
+        AverageOptions,
+        ConversionOptions,
+        ConvertOptions,
+        TargetOptions,
+    )
+    from paddle_reshard.pipeline.convert.read_options import (
+        CheckOptions,
+        InspectOptions,
+        LoadOptions,
+        VerifyOptions,
+    )
     from paddle_reshard.pipeline.convert.run import ConversionReport, MoveReport
     from paddle_reshard.pipeline.convert.series import average
     from paddle_reshard.pipeline.convert.verify import VerifyReport, check, verify
@@ -77,15 +88,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncEma",
+    "AverageOptions",
     "BusyError",
     "CarriedFile",
     "CastError",
+    "CheckOptions",
     "CheckpointConverter",
     "CheckpointError",
     "ClusterError",
     "ConversionOptions",
     "ConversionPlan",
     "ConversionReport",
+    "ConvertOptions",
     "CoverageError",
     "DType",
     "Damage",
@@ -98,10 +112,12 @@ __all__ = [
     "FinishedError",
     "FormatError",
     "GroupFailedError",
+    "InspectOptions",
     "Inspection",
     "IntegrityReport",
     "JobError",
     "ListingError",
+    "LoadOptions",
     "LoadReport",
     "MasterDriftError",
     "MemoryBudgetError",
@@ -131,6 +147,7 @@ __all__ = [
     "UnsafePickleError",
     "UnsupportedError",
     "UsageError",
+    "VerifyOptions",
     "VerifyReport",
     "Waiting",
     "Weights",
@@ -165,7 +182,8 @@ _HOMES = {
     "pipeline.convert.run": ("ConversionReport", "MoveReport"),
     "tasks.figures": ("WorkerFigures",),
     # What is asked for
-    "pipeline.convert.options": ("ConversionOptions", "TargetOptions"),
+    "pipeline.convert.options": ("AverageOptions", "ConversionOptions", "ConvertOptions", "TargetOptions"),
+    "pipeline.convert.read_options": ("CheckOptions", "InspectOptions", "LoadOptions", "VerifyOptions"),
     "pipeline.core.topology": ("Topology",),
     "pipeline.core.units": ("PathLike",),
     "storage.locate": ("StorageOptions",),

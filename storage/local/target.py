@@ -191,7 +191,7 @@ class LocalTarget:
         self,
         files: Sequence[NewFile],
         identity: Identity,
-        openness: Openness = Openness(),  # noqa: B008 (a frozen value)
+        openness: Openness = Openness(),
     ) -> tuple[LocalWriter, Sequence[Record]]:
         """Create every file in its final size, or find the files of an earlier run."""
         self.staging.place.openness = openness

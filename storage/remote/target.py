@@ -179,7 +179,7 @@ class FsspecTarget(ABC):
         self,
         files: Sequence[NewFile],
         identity: Identity,
-        openness: Openness = Openness(),  # noqa: B008 (a frozen value)
+        openness: Openness = Openness(),
     ) -> tuple[WritePart, Sequence[Record]]:
         """Make room for all files but the manifest, or find what an earlier run has made."""
         listing = self._sweep()

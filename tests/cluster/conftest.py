@@ -18,16 +18,15 @@ from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config
 from ray.cluster_utils import Cluster
 
-import paddle_reshard
 from paddle_reshard.clusters.choose import Engine
 from paddle_reshard.clusters.inline import run_inline
 from paddle_reshard.pipeline.convert.plan import ConversionPlan
 from paddle_reshard.pipeline.convert.run import MoveReport, run_conversion
 from paddle_reshard.pipeline.core.events import ignore_events
-from paddle_reshard.pipeline.planning import sizes as planning
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
 from tests.conftest import REPO, case_directory
+from tests.sized import in_groups
 
 CASE = "mp2pp2sh2_s1v2_meta_ema"
 GROUP_BYTES = 100_000
@@ -106,22 +105,18 @@ def made_inline() -> dict[object, tuple[MoveReport, dict[str, bytes]]]:
 
 
 @pytest.fixture
-def plan(
-    made_inline: dict[object, tuple[MoveReport, dict[str, bytes]]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Plan:
+def plan(made_inline: dict[object, tuple[MoveReport, dict[str, bytes]]], tmp_path: Path) -> Plan:
     """Make a conversion of the case in groups of about ``group_bytes``."""
 
     def make(to: str = "tp=2,sharding=3", group_bytes: int = GROUP_BYTES, **options: object) -> Conversion:
-        monkeypatch.setattr(planning, "USUAL_SIZES", planning.PlanSizes(group_bytes=group_bytes))
+        small = in_groups(group_bytes)
         there, source = tmp_path / "inline", case_directory(CASE) / "checkpoint-3"
         key = (to, group_bytes, *sorted(options.items()))
         if key not in made_inline:
-            planned = paddle_reshard.plan(source, there, to=to, **options)
+            planned = small.plan(source, there, to=to, **options)
             target = Outputs([LocalTarget(there, overwrite=False)])
             made_inline[key] = run_conversion(planned, target, run_inline, ignore_events), contents(there)
-        anew = paddle_reshard.plan(source, tmp_path / "made", to=to, **options)
+        anew = small.plan(source, tmp_path / "made", to=to, **options)
         return Conversion(anew, *made_inline[key], tmp_path)
 
     return make

@@ -7,16 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import paddle_reshard
 from paddle_reshard.clusters.ray.exchange import merge_reports, split_group
 from paddle_reshard.clusters.ray.worker import ReshardWorker
 from paddle_reshard.pipeline.core.errors import CheckpointError
-from paddle_reshard.pipeline.planning import sizes as planning
 from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
 from paddle_reshard.storage.store import ReadRange, Receipt
 from paddle_reshard.tasks.device import Buffer
 from paddle_reshard.tasks.run_group import GroupReport, finish_group, load_band, run_group
 from tests.conftest import case_directory
+from tests.sized import in_groups
 
 CASES = ("mp2pp2sh2_s1v2_meta_ema", "mp2_tied", "nlp_fused_mp2")
 
@@ -35,9 +34,7 @@ class Written:
 
 def works(case: str, folder: Path) -> tuple[ReadRange, Iterator[GroupWork]]:
     source = case_directory(case) / "checkpoint-3"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "USUAL_SIZES", planning.PlanSizes(group_bytes=300_000))
-        plan = paddle_reshard.plan(source, folder / "T", to="tp=2,pp=2,sharding=2")
+    plan = in_groups(300_000).plan(source, folder / "T", to="tp=2,pp=2,sharding=2")
     return plan.store, plan_work(plan.plan)
 
 

@@ -14,13 +14,11 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-import paddle_reshard
 from paddle_reshard.clusters.choose import Engine
 from paddle_reshard.clusters.inline import run_inline
 from paddle_reshard.clusters.ray import engine as ray_cluster
 from paddle_reshard.clusters.ray.engine import ATTEMPTS, RayEngine
 from paddle_reshard.pipeline.convert.run import run_conversion
-from paddle_reshard.pipeline.convert.series import plan_average
 from paddle_reshard.pipeline.core.errors import (
     ClusterError,
     DriftError,
@@ -32,7 +30,6 @@ from paddle_reshard.pipeline.core.errors import (
     UsageError,
 )
 from paddle_reshard.pipeline.core.events import ignore_events
-from paddle_reshard.pipeline.planning import sizes as planning
 from paddle_reshard.pipeline.planning.ops import COMPARE
 from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
 from paddle_reshard.storage.local.target import LocalTarget
@@ -53,6 +50,7 @@ from tests.cluster.faults import (
 )
 from tests.conftest import REPO, case_directory
 from tests.ema.scaled import scale_master_weights
+from tests.sized import in_groups
 
 BUDGET_BYTES = 256 << 20
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -77,17 +75,15 @@ def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("exchange", ["never", "always"])
-def test_an_average_of_a_series(
-    exchange: str, tmp_path: Path, exchanged: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(planning, "USUAL_SIZES", planning.PlanSizes(group_bytes=100_000, pass_bytes=10_000))
+def test_an_average_of_a_series(exchange: str, tmp_path: Path, exchanged: list[int]) -> None:
+    small = in_groups(100_000, pass_bytes=10_000)
     source = case_directory(CASE) / "checkpoint-3"
     shutil.copytree(source, tmp_path / "checkpoint-1")
     scale_master_weights(tmp_path / "checkpoint-1", 1.7)
     series = [tmp_path / "checkpoint-1", source]
     options = {"decay": 0.7, "format": "huggingface"}
-    paddle_reshard.average(series, tmp_path / "inline", **options)
-    planned = plan_average(series, tmp_path / "ray", **options)
+    small.average(series, tmp_path / "inline", **options)
+    planned = small.plan_average(series, tmp_path / "ray", **options)
     target = Outputs([LocalTarget(tmp_path / "ray", overwrite=False)])
     run_conversion(planned, target, engine(exchange=exchange), ignore_events)
     assert contents(tmp_path / "ray") == contents(tmp_path / "inline")
@@ -112,14 +108,11 @@ def test_every_worker_tells_what_it_did(conversion: Conversion, exchange: str, e
 
 
 @pytest.mark.parametrize(("format", "exchange"), [("huggingface", "never"), ("flex", "always")])
-def test_states_of_another_step_are_refused(
-    format: str, exchange: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_of_another_step_are_refused(format: str, exchange: str, tmp_path: Path) -> None:
     """By the workers, and what they say arrives whole."""
-    monkeypatch.setattr(planning, "USUAL_SIZES", planning.PlanSizes(group_bytes=50_000))
     shutil.copytree(case_directory("small-families/qwen2_single") / "checkpoint-3", tmp_path / "source")
     scale_master_weights(tmp_path / "source", 1.01)
-    planned = paddle_reshard.plan(tmp_path / "source", tmp_path / "made", format=format)
+    planned = in_groups(50_000).plan(tmp_path / "source", tmp_path / "made", format=format)
     with pytest.raises(
         MasterDriftError, match=r"\(param\): element .* its master weight .* is rounded to "
     ) as refused:

@@ -8,20 +8,18 @@ from pathlib import Path
 import pytest
 from ray.cluster_utils import Cluster
 
-import paddle_reshard
-from paddle_reshard.pipeline.planning import sizes as planning
 from tests.cluster.conftest import CASE, GROUP_BYTES, contents
 from tests.conftest import REPO, case_directory
+from tests.sized import in_groups
 
 KILLED_AFTER = 4
 DRIVER = """
 import json, os, signal, sys
 import paddle_reshard
-from paddle_reshard.pipeline.planning import sizes as planning
-from paddle_reshard.pipeline.convert.run import Progress
+from paddle_reshard.pipeline.core.events import Progress
+from tests.sized import in_groups
 
 request, group_bytes, left = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-planning.USUAL_SIZES = planning.PlanSizes(group_bytes=group_bytes)
 
 def observe(event):
     global left
@@ -30,18 +28,16 @@ def observe(event):
         if left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-paddle_reshard.convert(**request, observe=observe)
+in_groups(group_bytes).convert(**request, observe=observe)
 """
 
 
 @pytest.mark.parametrize("then", ["ray", "inline"])
-def test_a_driver_that_was_killed_is_gone_on_with(
-    then: str, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(planning, "USUAL_SIZES", planning.PlanSizes(group_bytes=GROUP_BYTES))
+def test_a_driver_that_was_killed_is_gone_on_with(then: str, cluster: Cluster, tmp_path: Path) -> None:
+    small = in_groups(GROUP_BYTES)
     source, whole, made = case_directory(CASE) / "checkpoint-3", tmp_path / "whole", tmp_path / "made"
     options = {"to": "tp=2,sharding=3", "memory": "256MiB"}
-    paddle_reshard.convert(source, whole, **options)
+    small.convert(source, whole, **options)
     request = {"source": str(source), "target": str(made), "cluster": f"ray:{cluster.address}", "workers": 2}
     killed = subprocess.run(
         [
@@ -57,7 +53,7 @@ def test_a_driver_that_was_killed_is_gone_on_with(
     )
     assert killed.returncode == -9
     assert not made.exists()
-    moved = paddle_reshard.convert(
+    moved = small.convert(
         source, made, resume=True, cluster=f"ray:{cluster.address}" if then == "ray" else "inline", **options
     ).moved
     assert moved.resumed_groups >= KILLED_AFTER

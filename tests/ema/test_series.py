@@ -16,7 +16,6 @@ from click.testing import CliRunner
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
-from paddle_reshard.pipeline.convert.series import plan_average
 from paddle_reshard.pipeline.core.errors import (
     CheckpointError,
     DriftError,
@@ -27,10 +26,10 @@ from paddle_reshard.pipeline.core.errors import (
 from paddle_reshard.pipeline.ema.async_ema import AsyncEma
 from paddle_reshard.pipeline.ema.stretches import Weights
 from paddle_reshard.pipeline.planning import plan as planning
-from paddle_reshard.pipeline.planning import sizes
 from tests import oracle
 from tests.conftest import REPO, case_directory
 from tests.ema.scaled import scale_master_weights
+from tests.sized import in_groups
 
 CASE = "mp2pp2sh2_s1v2_meta_ema"
 SCALES = (1.7, -0.3, 1.0)
@@ -79,20 +78,17 @@ def by_weights(given: Sequence[float]) -> Tensors:
     return found
 
 
-@pytest.fixture
-def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many groups, and several passes in most of them."""
-    monkeypatch.setattr(sizes, "USUAL_SIZES", sizes.PlanSizes(group_bytes=40_000, pass_bytes=4_000))
+SMALL = in_groups(40_000, pass_bytes=4_000)
+"""Many groups, and several passes in most of them."""
 
 
-@pytest.mark.usefixtures("small_groups")
 @pytest.mark.parametrize(
     ("to", "strategy"), [("tp=1", None), ("tp=2,pp=2,sharding=2", "stage1v2"), ("sharding=3", "stage3")]
 )
 def test_the_last_checkpoint_with_the_average_of_all(
     series: list[Path], to: str, strategy: str | None, tmp_path: Path
 ) -> None:
-    report = paddle_reshard.average(series, tmp_path / "made", decay=0.7, to=to, sharding_strategy=strategy)
+    report = SMALL.average(series, tmp_path / "made", decay=0.7, to=to, sharding_strategy=strategy)
     assert report.plan.plan.bands["pass"].max() > 0
     expected = truth() | {f"{key}{AVERAGE}": value for key, value in by_decay(0.7).items()}
     oracle.assert_same_tensors(oracle.read_checkpoint(tmp_path / "made", oracle.shapes_of(truth())), expected)
@@ -113,14 +109,13 @@ def test_it_is_what_the_average_beside_training_would_have_been() -> None:
 GIVEN = {"weights": (0.5, 0.2, 0.3), "uniform": (1 / 3, 1 / 3, 1 / 3)}
 
 
-@pytest.mark.usefixtures("small_groups")
 @pytest.mark.parametrize("dtype", [None, "float16", "float32"])
 @pytest.mark.parametrize("how", GIVEN)
 def test_a_model_of_the_average_is_rounded_once(
     series: list[Path], how: str, dtype: str | None, tmp_path: Path
 ) -> None:
     given = {how: list(GIVEN[how]) if how == "weights" else True}
-    paddle_reshard.average(series, tmp_path / "hf", **given, format="huggingface", dtype=dtype)
+    SMALL.average(series, tmp_path / "hf", **given, format="huggingface", dtype=dtype)
     made = oracle.read_truth(tmp_path / "hf" / "model.safetensors")
     rounded = {None: oracle.round_to_bfloat16, "float16": np.float16, "float32": np.float32}[dtype]
     expected = {key: rounded(value) for key, value in by_weights(GIVEN[how]).items()}
@@ -129,23 +124,21 @@ def test_a_model_of_the_average_is_rounded_once(
 
 
 def test_a_budget_too_small_for_a_tensor_and_what_it_is_mixed_in(
-    series: list[Path], small_groups: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    series: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest matrix is stored the other way round in the model: 12 kB, and 24 kB of float32 beside it."""
     monkeypatch.setattr("paddle_reshard.pipeline.core.units.SMALLEST_BUDGET_BYTES", 0)
-    monkeypatch.setattr(sizes, "USUAL_SIZES", sizes.PlanSizes(group_bytes=20_000, pass_bytes=4_000))
+    smaller = in_groups(20_000, pass_bytes=4_000)
     options = {"decay": 0.7, "format": "huggingface"}
 
     def budget(nbytes: int) -> str:
         return str(planning.FOOTPRINT_BYTES + nbytes)
 
     with pytest.raises(RereadError) as refused:
-        paddle_reshard.average(series, tmp_path / "hf", **options, memory=budget(32_000))
-    again = paddle_reshard.average(
-        series, tmp_path / "again", **options, memory=budget(32_000), allow_reread=True
-    )
+        smaller.average(series, tmp_path / "hf", **options, memory=budget(32_000))
+    again = smaller.average(series, tmp_path / "again", **options, memory=budget(32_000), allow_reread=True)
     assert again.plan.plan.peak_bytes <= 32_000
-    once = paddle_reshard.average(series, tmp_path / "hf", **options, memory=str(refused.value.needed_bytes))
+    once = smaller.average(series, tmp_path / "hf", **options, memory=str(refused.value.needed_bytes))
     assert once.moved.read_bytes < again.moved.read_bytes
     made, same = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("hf", "again"))
     assert made == same
@@ -166,9 +159,7 @@ def test_float32_parameters_without_master_weights(tmp_path: Path) -> None:
 
 SCRIPT = """
 import os, signal, sys
-import paddle_reshard
-from paddle_reshard.pipeline.planning import sizes
-sizes.USUAL_SIZES = sizes.PlanSizes(group_bytes=40_000, pass_bytes=4_000)
+from tests.sized import in_groups
 write, left = os.pwrite, 40
 def counted(*arguments):
     global left
@@ -178,21 +169,20 @@ def counted(*arguments):
     return write(*arguments)
 os.pwrite = counted
 *sources, target = sys.argv[1:]
-paddle_reshard.average(sources, target, decay=0.7, to="tp=2,sharding=2", workers=1)
+in_groups(40_000, pass_bytes=4_000).average(sources, target, decay=0.7, to="tp=2,sharding=2", workers=1)
 """
 
 
-@pytest.mark.usefixtures("small_groups")
 def test_a_killed_average_is_gone_on_with(series: list[Path], tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     done = subprocess.run([sys.executable, "-c", SCRIPT, *series, killed], cwd=REPO, timeout=120)
     assert done.returncode == -signal.SIGKILL
     options = {"decay": 0.7, "to": "tp=2,sharding=2"}
     with pytest.raises(paddle_reshard.ReshardError, match="resume"):
-        paddle_reshard.average(series, killed, **options)
-    report = paddle_reshard.average(series, killed, **options, resume=True)
+        SMALL.average(series, killed, **options)
+    report = SMALL.average(series, killed, **options, resume=True)
     assert 0 < report.moved.resumed_groups < report.plan.plan.groups
-    paddle_reshard.average(series, whole, **options)
+    SMALL.average(series, whole, **options)
     assert {p.name: p.read_bytes() for p in killed.iterdir()} == {
         p.name: p.read_bytes() for p in whole.iterdir()
     }
@@ -261,7 +251,7 @@ def test_checkpoints_of_models_that_compute_something_else_have_no_average(
     assert str(series[1]) in str(refused.value)
     trained_otherwise = {"attention_dropout": 0.5, "use_cache": True, "initializer_range": 1.0}
     (first / "config.json").write_text(json.dumps({**config, **trained_otherwise}))
-    plan_average([first, *series[1:]], tmp_path / "x", decay=0.9, to="tp=1")
+    SMALL.plan_average([first, *series[1:]], tmp_path / "x", decay=0.9, to="tp=1")
 
 
 def test_copies_that_differ_in_any_of_them_are_found(series: list[Path], tmp_path: Path) -> None:

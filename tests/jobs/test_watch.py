@@ -17,6 +17,7 @@ import fsspec
 import pytest
 
 import paddle_reshard
+from paddle_reshard.pipeline.convert.request import read_settings
 from paddle_reshard.pipeline.core.errors import GroupFailedError, TargetError, UsageError
 from paddle_reshard.pipeline.watch import watcher as watch
 from paddle_reshard.pipeline.watch.claims import Policy, conversion_id
@@ -116,7 +117,7 @@ def test_a_growing_checkpoint_is_converted_when_its_last_file_is_there(
     def identify(source: str, target: str) -> str:
         return conversion_id({"source": source, "target": target})
 
-    conversion = Conversion({"to": "tp=1"}, identify)
+    conversion = Conversion(read_settings({"to": "tp=1"}), identify)
     watcher = open_watcher(str(training.run), str(training.out), conversion, Policy())
     assert watcher.once() == {}
     folder = training.run / "checkpoint-3"
@@ -181,7 +182,7 @@ def test_an_ema_that_is_still_merged_is_waited_for(training: Run) -> None:
 def test_a_file_that_appears_during_the_conversion_takes_it_back(training: Run) -> None:
 
     folder = copy_checkpoint(training.run / "checkpoint-3")
-    conversion = Conversion({"to": "tp=1"}, lambda source, target: "id")
+    conversion = Conversion(read_settings({"to": "tp=1"}), lambda source, target: "id")
     plain, late = convert_inline(conversion), [folder / "eval_results.json"]
 
     def convert(source: str, target: str, check) -> None:
@@ -210,7 +211,7 @@ def flex_case() -> Path:
 
 def test_a_growing_flex_checkpoint_becomes_a_model_when_it_is_whole(training: Run, flex_case: Path) -> None:
     options = {"format": "huggingface", "config": flex_case / "config.json"}
-    conversion = Conversion(options, lambda source, target: conversion_id({"source": source}))
+    conversion = Conversion(read_settings(options), lambda source, target: conversion_id({"source": source}))
     watcher = open_watcher(str(training.run), str(training.out), conversion, Policy())
     whole, folder = flex_case / "checkpoint-3", training.run / "checkpoint-3"
     order = (
@@ -251,7 +252,7 @@ def test_old_flex_targets_are_removed_with_their_folders_in_an_object_store(flex
 
     store = fsspec.filesystem("memory")
     root = f"memory://watch-{uuid.uuid4().hex}"
-    conversion = Conversion({"format": "flex", "config": flex_case / "config.json"}, identify)
+    conversion = Conversion(read_settings({"format": "flex", "config": flex_case / "config.json"}), identify)
     watcher = open_watcher(f"{root}/run", f"{root}/out", conversion, Policy(keep=1))
     for step in (1, 2):
         store.put(str(flex_case / "checkpoint-3"), f"{root}/run/checkpoint-{step}", recursive=True)
@@ -338,7 +339,7 @@ def test_a_claim_shows_that_its_holder_lives(training: Run) -> None:
             assert time.monotonic() < deadline
             seen.append(training.claims()[0]["seen_at"])
 
-    conversion = Conversion({"to": "tp=1"}, lambda source, target: "id")
+    conversion = Conversion(read_settings({"to": "tp=1"}), lambda source, target: "id")
     policy = Policy(heartbeat_seconds=0.02)
     open_watcher(str(training.run), str(training.out), conversion, policy, convert).once()
     assert seen == sorted(seen)
@@ -417,7 +418,9 @@ def test_keep_does_not_touch_a_conversion_that_was_replaced_or_adopted(training:
 def test_keep_does_not_touch_what_lies_with_a_conversion(
     training: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    conversion = Conversion({"to": "tp=1"}, lambda one, other: f"id-{other.rpartition('-')[2]}")
+    conversion = Conversion(
+        read_settings({"to": "tp=1"}), lambda one, other: f"id-{other.rpartition('-')[2]}"
+    )
     watcher = open_watcher(str(training.run), str(training.out), conversion, Policy(keep=1, settle_seconds=0))
     copy_checkpoint(training.run / "checkpoint-3")
     assert watcher.once() == {"checkpoint-3": Result.CONVERTED}
@@ -543,7 +546,7 @@ def test_failures_are_tried_again_so_many_times(training: Run, trouble: Exceptio
         calls.append(now[0])
         raise trouble
 
-    conversion = Conversion({"to": "tp=1"}, lambda source, target: "id")
+    conversion = Conversion(read_settings({"to": "tp=1"}), lambda source, target: "id")
     policy = Policy(retries=2, backoff_seconds=60)
     watcher = open_watcher(str(training.run), str(training.out), conversion, policy, convert)
     watcher.clock = lambda: now[0]

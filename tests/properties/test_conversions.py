@@ -27,7 +27,7 @@ from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.hybrid.target import layout_hybrid
 from paddle_reshard.pipeline.layouts.rules import shipped_tables
 from paddle_reshard.pipeline.planning import plan as planning
-from paddle_reshard.pipeline.planning.sizes import PlanSizes
+from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
 from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.store import ReadRange
@@ -35,6 +35,7 @@ from paddle_reshard.tasks.run_group import run_group
 from tests import oracle
 from tests.properties import synthetic
 from tests.properties.synthetic import Model
+from tests.sized import in_groups
 
 MANIFEST = "paddle_reshard.json"
 MOST_RANKS = 12
@@ -195,9 +196,11 @@ def unchanged(folder: Path) -> Iterator[None]:
     assert contents(folder) == before
 
 
-def convert(source: Path, folder: Path, target: Target) -> paddle_reshard.ConversionReport:
+def convert(
+    source: Path, folder: Path, target: Target, group_bytes: int = PlanSizes().group_bytes
+) -> paddle_reshard.ConversionReport:
     with unchanged(source):
-        return paddle_reshard.convert(
+        return in_groups(group_bytes).convert(
             source,
             folder,
             to=target.topology,
@@ -364,8 +367,8 @@ def plan_in_groups(
 ) -> planning.Plan:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "JOIN_GAP_BYTES", gap_bytes)
-        sizes = PlanSizes(group_bytes=group_bytes)
-        return planning.plan_conversion(checkpoint.catalog, files, [], BUDGET_BYTES, sizes=sizes)
+        settings = PlanSettings(BUDGET_BYTES, sizes=PlanSizes(group_bytes=group_bytes))
+        return planning.plan_conversion(checkpoint.catalog, files, [], settings)
 
 
 def lay_out(source: Path, target: Target, buffer_bytes: int) -> tuple[Checkpoint, TargetFiles]:
@@ -480,18 +483,16 @@ def test_verify_finds_exactly_what_differs(
 ) -> None:
     model = data.draw(models())
     here, there = data.draw(targets(model)), data.draw(targets(model))
-    with workspace() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "paddle_reshard.pipeline.planning.sizes.USUAL_SIZES", PlanSizes(group_bytes=group_bytes)
-        )
+    verify = in_groups(group_bytes).verify
+    with workspace() as folder:
         synthetic.write_checkpoint(model, folder / "S")
-        convert(folder / "S", folder / "A", here)
-        convert(folder / "A", folder / "B", there)
+        convert(folder / "S", folder / "A", here, group_bytes)
+        convert(folder / "A", folder / "B", there, group_bytes)
         one, two = read_index(folder / "A"), read_index(folder / "B")
-        report = paddle_reshard.verify(folder / "A", folder / "B")
+        report = verify(folder / "A", folder / "B")
         assert report.equal, report.differences
         assert report.tensors == len(one.tensors) == len(two.tensors)
-        assert paddle_reshard.verify(folder / "B", folder / "A").equal
+        assert verify(folder / "B", folder / "A").equal
 
         for _ in range(2):
             fragment = pick(two.fragments, two, shuffle)
@@ -507,11 +508,9 @@ def test_verify_finds_exactly_what_differs(
 
             tensor = int(fragment["tensor"])
             expected = {two.tensors[tensor].label} | also_changed(two, one, tensor, old, new)
-            report = paddle_reshard.verify(folder / "A", folder / "B")
+            report = verify(folder / "A", folder / "B")
             assert {difference.tensor for difference in report.differences} == expected
-            assert {
-                d.tensor for d in paddle_reshard.verify(folder / "B", folder / "A").differences
-            } == expected
+            assert {d.tensor for d in verify(folder / "B", folder / "A").differences} == expected
             flip_bit(path, byte, bit)
 
 

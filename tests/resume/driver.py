@@ -21,10 +21,10 @@ from typing import Any
 import boto3
 
 import paddle_reshard
-from paddle_reshard.pipeline.planning import sizes as planning
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.s3.folder import S3Folder
 from paddle_reshard.storage.session import ledger
+from tests.sized import in_groups
 from tests.storage.servers import described_once
 
 CREATING = os.O_CREAT | os.O_TRUNC
@@ -102,7 +102,6 @@ def _path(value: Any) -> Any:
 def _convert(order: dict[str, Any]) -> dict[str, Any]:
     """One conversion, in this process."""
     counter = Counter(order.get("kill_at"), order.get("of", ""), order.get("after", False))
-    planning.USUAL_SIZES = planning.PlanSizes(group_bytes=order["group_bytes"])
     ledger.LEASE_SECONDS = order.get("lease_seconds", ledger.LEASE_SECONDS)
     quick = retry.RetryPolicy(
         attempts=4, total_seconds=20, first_wait_seconds=0.01, longest_wait_seconds=0.05
@@ -113,7 +112,8 @@ def _convert(order: dict[str, Any]) -> dict[str, Any]:
     else:
         counter.watch_disk(os.path.dirname(order["target"]))
     try:
-        report = paddle_reshard.convert(order["source"], order["target"], **order["request"])
+        convert = in_groups(order["group_bytes"]).convert
+        report = convert(order["source"], order["target"], **order["request"])
     except paddle_reshard.ReshardError as error:
         return {"error": str(error), "effects": counter.names}
     return {

@@ -12,29 +12,25 @@ from typing import Any
 import click
 import pytest
 
-import paddle_reshard
 from paddle_reshard.pipeline.cli.conversion import convert as convert_command
 from paddle_reshard.pipeline.cli.options import decides
 from paddle_reshard.pipeline.convert.options import CONVERSION_OPTIONS, Decides
 from paddle_reshard.pipeline.convert.resuming import KEPT, LARGEST_KEPT_BYTES
 from paddle_reshard.pipeline.core.errors import FinishedError, StaleSessionError, UsageError
 from paddle_reshard.pipeline.core.events import Event, Progress
-from paddle_reshard.pipeline.planning import sizes as planning
 from tests.resume.conftest import GROUP_BYTES, Driver
+from tests.sized import in_groups
 from tests.storage.contents import in_bucket
 from tests.storage.servers import Store
 from tests.unit.test_output import checked, run
 
 SECRET = "hunter2-of-the-store"
 
+SMALL = in_groups(GROUP_BYTES)
+
 
 class Stop(Exception):
     """A failure that has nothing to do with the checkpoint."""
-
-
-@pytest.fixture(autouse=True)
-def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "USUAL_SIZES", planning.PlanSizes(group_bytes=GROUP_BYTES))
 
 
 def begin(source: Path, target: Any, after: int = 2, **options: Any) -> None:
@@ -48,7 +44,7 @@ def begin(source: Path, target: Any, after: int = 2, **options: Any) -> None:
             raise Stop
 
     with pytest.raises(Stop):
-        paddle_reshard.convert(source, target, observe=observe, **options)
+        SMALL.convert(source, target, observe=observe, **options)
 
 
 def session(target: Path) -> Path:
@@ -60,7 +56,7 @@ def in_folder(folder: Path) -> dict[str, bytes]:
 
 
 def undisturbed(source: Path, folder: Path, **options: Any) -> Any:
-    paddle_reshard.convert(source, folder, **options)
+    SMALL.convert(source, folder, **options)
     return in_folder(folder)
 
 
@@ -89,7 +85,7 @@ def test_a_request_is_known_where_it_stopped(case: str, source: Path, tmp_path: 
     begin(source, target, **options)
     for file in ("config.json", "layout.json"):
         (tmp_path / file).unlink()
-    report = paddle_reshard.convert(source, target, resume=True)
+    report = SMALL.convert(source, target, resume=True)
     assert in_folder(target) == wanted
     moved = report.moved
     assert moved.resumed_groups > 0
@@ -101,21 +97,18 @@ def test_a_request_is_known_where_it_stopped(case: str, source: Path, tmp_path: 
 
 def test_what_changes_no_byte_may_differ(source: Path, tmp_path: Path) -> None:
     begin(source, tmp_path / "t", to="tp=1", memory="512MiB", check="full", workers=1)
-    report = paddle_reshard.convert(source, tmp_path / "t", resume=True, to="tp=1", workers=2, check="sample")
+    report = SMALL.convert(source, tmp_path / "t", resume=True, to="tp=1", workers=2, check="sample")
     assert report.moved.resumed_groups > 0
     assert report.plan.plan.budget_bytes == 512 << 20  # --memory was left out: as it was begun
 
 
-def test_memory_may_differ_as_long_as_the_plan_is_the_same(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_may_differ_as_long_as_the_plan_is_the_same(source: Path, tmp_path: Path) -> None:
     begin(source, tmp_path / "t", to="tp=1", memory="512MiB")
     told = r"begun with --memory 512MiB, and this is --memory 256MiB; leave it out"
-    with monkeypatch.context() as smaller:  # what a smaller budget does to a checkpoint that is large
-        smaller.setattr(planning, "USUAL_SIZES", planning.PlanSizes(group_bytes=GROUP_BYTES // 2))
-        with pytest.raises(StaleSessionError, match=told):
-            paddle_reshard.convert(source, tmp_path / "t", resume=True, memory="256MiB")
-    report = paddle_reshard.convert(source, tmp_path / "t", resume=True, memory="256MiB")
+    smaller = in_groups(GROUP_BYTES // 2)  # what a smaller budget does to a checkpoint that is large
+    with pytest.raises(StaleSessionError, match=told):
+        smaller.convert(source, tmp_path / "t", resume=True, memory="256MiB")
+    report = SMALL.convert(source, tmp_path / "t", resume=True, memory="256MiB")
     assert report.moved.resumed_groups > 0
 
 
@@ -123,12 +116,12 @@ def test_several_targets_go_on_by_their_places(source: Path, tmp_path: Path) -> 
     a, b = tmp_path / "a", tmp_path / "b"
     begin(source, {a: {"to": "tp=1"}, b: {"to": "tp=1", "format": "hybrid-plain"}})
     with pytest.raises(StaleSessionError, match="begun with 2 targets, and 1 are given"):
-        paddle_reshard.convert(source, a, resume=True)
+        SMALL.convert(source, a, resume=True)
     with pytest.raises(StaleSessionError, match="in the order in which they were given"):
-        paddle_reshard.convert(source, {b: {}, a: {}}, resume=True)
+        SMALL.convert(source, {b: {}, a: {}}, resume=True)
     with pytest.raises(StaleSessionError, match="begun with --format hybrid-plain, which is not given"):
-        paddle_reshard.convert(source, {a: {"to": "tp=1"}, b: {"to": "tp=1"}}, resume=True)
-    report = paddle_reshard.convert(source, {a: {}, b: {}}, resume=True)
+        SMALL.convert(source, {a: {"to": "tp=1"}, b: {"to": "tp=1"}}, resume=True)
+    report = SMALL.convert(source, {a: {}, b: {}}, resume=True)
     assert report.moved.resumed_groups > 0
     for place, form in ((a, "hybrid"), (b, "hybrid-plain")):
         made, wanted = in_folder(place), undisturbed(source, tmp_path / form, to="tp=1", format=form)
@@ -153,17 +146,17 @@ def test_a_killed_process_is_gone_on_with(driver: Driver, source: Path, tmp_path
 
 def test_on_s3(source: Path, store: Store, bucket: str) -> None:
     reach = {"storage_options": store.options}
-    paddle_reshard.convert(source, f"s3://{bucket}/wanted", format="flex", files=2, **reach)
+    SMALL.convert(source, f"s3://{bucket}/wanted", format="flex", files=2, **reach)
     secret = {**store.options, "config_kwargs": {"user_agent_extra": SECRET}}
     begin(source, f"s3://{bucket}/t", format="flex", files=2, storage_options=secret)
     record = store.client.get_object(Bucket=bucket, Key="t/.paddle_reshard_session.json")["Body"].read()
     assert json.loads(record)["identity"]["request"]["targets"] == [{"format": "flex", "files": 2}]
     assert SECRET not in record.decode()
-    report = paddle_reshard.convert(source, f"s3://{bucket}/t", resume=True, **reach)
+    report = SMALL.convert(source, f"s3://{bucket}/t", resume=True, **reach)
     assert report.moved.resumed_groups > 0
     assert in_bucket(store, bucket, "t") == in_bucket(store, bucket, "wanted")
     with pytest.raises(FinishedError, match="nothing to do"):
-        paddle_reshard.convert(source, f"s3://{bucket}/t", resume=True, **reach)
+        SMALL.convert(source, f"s3://{bucket}/t", resume=True, **reach)
 
 
 # ---------------------------------------------------------------------------------------------- is refused
@@ -185,8 +178,8 @@ def test_a_contradiction_is_refused_naming_both(
 ) -> None:
     begin(source, tmp_path / "t", **begun)
     with pytest.raises(StaleSessionError, match=told):
-        paddle_reshard.convert(source, tmp_path / "t", resume=True, **asked)
-    paddle_reshard.convert(source, tmp_path / "t", resume=True, **begun)
+        SMALL.convert(source, tmp_path / "t", resume=True, **asked)
+    SMALL.convert(source, tmp_path / "t", resume=True, **begun)
 
 
 def test_another_file_is_refused_and_a_large_one_is_given_again(source: Path, tmp_path: Path) -> None:
@@ -195,17 +188,17 @@ def test_another_file_is_refused_and_a_large_one_is_given_again(source: Path, tm
     config.write_text(json.dumps(values) + " " * LARGEST_KEPT_BYTES)
     begin(source, tmp_path / "t", to="tp=1", config=config)
     with pytest.raises(UsageError, match="too large to be kept; give it again: --config FILE"):
-        paddle_reshard.convert(source, tmp_path / "t", resume=True)
+        SMALL.convert(source, tmp_path / "t", resume=True)
     with pytest.raises(
         StaleSessionError, match=r"--config config\.json \(SHA-256 \w+…\): .*begun with --config"
     ):
-        paddle_reshard.convert(source, tmp_path / "t", resume=True, config=source / "config.json")
-    paddle_reshard.convert(source, tmp_path / "t", resume=True, config=config)
+        SMALL.convert(source, tmp_path / "t", resume=True, config=source / "config.json")
+    SMALL.convert(source, tmp_path / "t", resume=True, config=config)
 
 
 def test_nothing_to_resume_is_wrong_usage(source: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nothing to resume is here"):
-        paddle_reshard.convert(source, tmp_path / "t", resume=True)
+        SMALL.convert(source, tmp_path / "t", resume=True)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -218,8 +211,8 @@ def test_a_session_without_a_request_needs_all_options(source: Path, tmp_path: P
         del record["identity"][name]
     session(target).write_text(json.dumps(record))
     with pytest.raises(UsageError, match=r"nobody has noted what .* was begun with; give the same options"):
-        paddle_reshard.convert(source, target, resume=True)
-    report = paddle_reshard.convert(source, target, resume=True, to="tp=1", memory="512MiB")
+        SMALL.convert(source, target, resume=True)
+    report = SMALL.convert(source, target, resume=True, to="tp=1", memory="512MiB")
     assert report.moved.resumed_groups > 0
 
 
@@ -243,7 +236,7 @@ def test_a_record_that_says_nonsense_is_refused(request_: Any, source: Path, tmp
     record["identity"]["request"] = request_
     session(target).write_text(json.dumps(record))
     with pytest.raises(StaleSessionError, match="does not say what it was begun with"):
-        paddle_reshard.convert(source, target, resume=True)
+        SMALL.convert(source, target, resume=True)
 
 
 # ----------------------------------------------------------------------------------------- what is finished
@@ -251,10 +244,10 @@ def test_a_record_that_says_nonsense_is_refused(request_: Any, source: Path, tmp
 
 def test_a_finished_target_is_looked_at(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "t"
-    paddle_reshard.convert(source, target, to="tp=1")
+    SMALL.convert(source, target, to="tp=1")
     for verify in (False, True):
         with pytest.raises(FinishedError, match=f"^{target}: finished before, and what the manifest says"):
-            paddle_reshard.convert(source, target, resume=True, verify=verify)
+            SMALL.convert(source, target, resume=True, verify=verify)
     path = source / "trainer_state.bin"
     status = path.stat()
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
@@ -262,12 +255,12 @@ def test_a_finished_target_is_looked_at(source: Path, tmp_path: Path) -> None:
         with pytest.raises(
             Exception, match=r"is finished, and was made of something else: trainer_state\.bin"
         ):
-            paddle_reshard.convert(source, target, resume=True)
+            SMALL.convert(source, target, resume=True)
     finally:
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     os.truncate(target / "optimizer.pdopt", 5)
     with pytest.raises(Exception, match=r"is finished, and damaged: optimizer\.pdopt"):
-        paddle_reshard.convert(source, target, resume=True)
+        SMALL.convert(source, target, resume=True)
 
 
 # ------------------------------------------------------------------------------------------ the command line
@@ -280,8 +273,8 @@ def test_the_command_line_goes_on_with_what_it_was_told(source: Path, tmp_path: 
     kill = (
         "import os, signal, sys; from paddle_reshard.storage.session.ledger import Session; note = Session.note\n"
         "def noted(self, record): note(self, record); os.kill(os.getpid(), signal.SIGKILL)\n"
-        "Session.note = noted; from paddle_reshard.pipeline.planning import sizes; "
-        f"sizes.USUAL_SIZES = sizes.PlanSizes(group_bytes={GROUP_BYTES}); "
+        "Session.note = noted; import paddle_reshard; from tests.sized import in_groups; "
+        f"paddle_reshard.convert = in_groups({GROUP_BYTES}).convert; "
         "from paddle_reshard.pipeline.cli.main import main; main()"
     )
     arguments = [sys.executable, "-c", kill, "convert", str(source), str(target), *options]

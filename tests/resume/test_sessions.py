@@ -18,7 +18,6 @@ from paddle_reshard.pipeline.convert.manifest import FORMAT, describe_parts, for
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, TargetError
 from paddle_reshard.pipeline.core.events import Event, Progress, StepEnded
-from paddle_reshard.pipeline.planning import sizes as planning
 from paddle_reshard.pipeline.watch.claims import Policy
 from paddle_reshard.pipeline.watch.notices import Result
 from paddle_reshard.pipeline.watch.runners import Conversion
@@ -28,10 +27,13 @@ from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.session.ledger import ledger_line, parse_ledger
 from paddle_reshard.storage.store import Receipt, Record
 from tests.resume.conftest import GROUP_BYTES, Driver
+from tests.sized import in_groups
 from tests.storage.contents import in_bucket, in_folder, uploads, visible
 from tests.storage.servers import Store
 
 ONE = {"to": "tp=1", "workers": 1}
+
+SMALL = in_groups(GROUP_BYTES)
 
 
 class Stop(Exception):
@@ -52,11 +54,6 @@ def _stopping(after: int, error: BaseException) -> Any:
     return observe
 
 
-@pytest.fixture(autouse=True)
-def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "USUAL_SIZES", planning.PlanSizes(group_bytes=GROUP_BYTES))
-
-
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
     return tmp_path / "made" / "t"
@@ -66,7 +63,7 @@ def target(tmp_path: Path) -> Path:
 def unfinished(source: Path, target: Path) -> Path:
     """A target whose conversion has failed after two groups."""
     with pytest.raises(Stop):
-        paddle_reshard.convert(source, target, observe=_stopping(2, Stop()), **ONE)
+        SMALL.convert(source, target, observe=_stopping(2, Stop()), **ONE)
     assert not target.exists()
     return target
 
@@ -85,18 +82,18 @@ def _held_by(target: Path, **holder: Any) -> None:
 
 def test_a_failed_run_says_how_to_go_on(source: Path, target: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(KeyboardInterrupt):
-        paddle_reshard.convert(source, target, observe=_stopping(2, KeyboardInterrupt()), **ONE)
+        SMALL.convert(source, target, observe=_stopping(2, KeyboardInterrupt()), **ONE)
     assert f"--resume continues, paddle-reshard clean {target} removes it" in caplog.text
     with pytest.raises(TargetError, match=f"unfinished conversion of {source}; .*--resume.*clean {target}"):
-        paddle_reshard.convert(source, target, **ONE)
-    moved = paddle_reshard.convert(source, target, resume=True, **ONE).moved
+        SMALL.convert(source, target, **ONE)
+    moved = SMALL.convert(source, target, resume=True, **ONE).moved
     assert (moved.groups, moved.resumed_groups) == (2, 2)
     assert paddle_reshard.check(target).intact
 
 
 def test_a_refused_checkpoint_leaves_nothing(source: Path, target: Path) -> None:
     with pytest.raises(CheckpointError, match="not whole"):
-        paddle_reshard.convert(source, target, observe=_stopping(2, CheckpointError("not whole")), **ONE)
+        SMALL.convert(source, target, observe=_stopping(2, CheckpointError("not whole")), **ONE)
     assert list(target.parent.iterdir()) == []
 
 
@@ -104,18 +101,18 @@ def test_what_has_not_begun_to_move_leaves_nothing(source: Path, target: Path) -
     target.parent.mkdir()
     target.write_text("a file")
     with pytest.raises(TargetError, match="not a folder"):
-        paddle_reshard.convert(source, target, **ONE)
+        SMALL.convert(source, target, **ONE)
     assert list(target.parent.iterdir()) == [target]
 
 
 def test_resuming_what_is_done_does_nothing(source: Path, target: Path) -> None:
-    paddle_reshard.convert(source, target, resume=True, **ONE)
+    SMALL.convert(source, target, resume=True, **ONE)
     before = {path.name: path.stat().st_mtime_ns for path in target.iterdir()}
-    moved = paddle_reshard.convert(source, target, resume=True, **ONE).moved
+    moved = SMALL.convert(source, target, resume=True, **ONE).moved
     assert (moved.groups, moved.resumed_groups, moved.written_bytes) == (0, 4, 0)
     assert {path.name: path.stat().st_mtime_ns for path in target.iterdir()} == before
     with pytest.raises(TargetError, match="not empty"):
-        paddle_reshard.convert(source, target, resume=True, to="tp=2")
+        SMALL.convert(source, target, resume=True, to="tp=2")
 
 
 # ------------------------------------------------------------------------------------------- another conversion
@@ -123,7 +120,7 @@ def test_resuming_what_is_done_does_nothing(source: Path, target: Path) -> None:
 
 def test_another_plan_is_refused(source: Path, unfinished: Path) -> None:
     with pytest.raises(TargetError, match=r"^--to tp=2.*: .*begun with --to tp=1.*clean"):
-        paddle_reshard.convert(source, unfinished, resume=True, to="tp=2")
+        SMALL.convert(source, unfinished, resume=True, to="tp=2")
 
 
 def test_another_source_is_refused(source: Path, unfinished: Path) -> None:
@@ -135,22 +132,22 @@ def test_another_source_is_refused(source: Path, unfinished: Path) -> None:
             TargetError,
             match=f"{name} of the source was .*{status.st_mtime_ns} ns .* is .*{status.st_mtime_ns + 1} ns now",
         ):
-            paddle_reshard.convert(source, unfinished, resume=True, **ONE)
+            SMALL.convert(source, unfinished, resume=True, **ONE)
     finally:
         os.utime(source / name, ns=(status.st_atime_ns, status.st_mtime_ns))
-    paddle_reshard.convert(source, unfinished, resume=True, **ONE)
+    SMALL.convert(source, unfinished, resume=True, **ONE)
 
 
 def test_another_version_is_refused(source: Path, unfinished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(version, "__version__", "9.9")
     with pytest.raises(TargetError, match=r"begun by version 0\.1\.0 .*, this is version 9\.9"):
-        paddle_reshard.convert(source, unfinished, resume=True, **ONE)
+        SMALL.convert(source, unfinished, resume=True, **ONE)
 
 
 def test_a_session_that_is_none_is_refused(source: Path, unfinished: Path) -> None:
     _session(unfinished).write_text('{"lock": 1}')
     with pytest.raises(TargetError, match=r"session\.json: is not the record of a conversion"):
-        paddle_reshard.convert(source, unfinished, resume=True, **ONE)
+        SMALL.convert(source, unfinished, resume=True, **ONE)
 
 
 def test_a_torn_line_of_the_ledger_does_not_count() -> None:
@@ -167,12 +164,12 @@ def test_a_torn_line_of_the_ledger_does_not_count() -> None:
 def test_drift_that_was_allowed_is_still_told(source: Path, target: Path) -> None:
     """What a ledger says of an earlier run is in the manifest of the one that ends."""
     with pytest.raises(Stop):
-        paddle_reshard.convert(source, target, observe=_stopping(2, Stop()), allow_replica_drift=True, **ONE)
+        SMALL.convert(source, target, observe=_stopping(2, Stop()), allow_replica_drift=True, **ONE)
     ledger = _session(target).with_name("ledger")
     records = parse_ledger(ledger.read_bytes())[0]
     records[0] = dataclasses.replace(records[0], drift=("one tensor: differs",))
     ledger.write_bytes(b"".join(map(ledger_line, records)))
-    report = paddle_reshard.convert(source, target, resume=True, allow_replica_drift=True, **ONE)
+    report = SMALL.convert(source, target, resume=True, allow_replica_drift=True, **ONE)
     assert report.moved.replica_drift == ("one tensor: differs",)
     assert json.loads((target / "paddle_reshard.json").read_text())["source"]["replica_drift"]
 
@@ -187,21 +184,21 @@ def test_a_second_live_run_is_refused(source: Path, target: Path) -> None:
                 with pytest.raises(
                     TargetError, match=f"another conversion is writing it: process {os.getpid()}"
                 ):
-                    paddle_reshard.convert(source, target, resume=resume, **ONE)
+                    SMALL.convert(source, target, resume=resume, **ONE)
             with pytest.raises(TargetError, match=f"process {os.getpid()} on"):
                 paddle_reshard.clean(target, take_over=True)
 
-    paddle_reshard.convert(source, target, observe=observe, **ONE)
+    SMALL.convert(source, target, observe=observe, **ONE)
     assert paddle_reshard.check(target).intact
 
 
 def test_a_process_elsewhere_is_waited_for_or_taken_over(source: Path, unfinished: Path) -> None:
     _held_by(unfinished, host="gpu-7", machine="other", pid=4711)
     with pytest.raises(TargetError, match=r"process 4711 on gpu-7.*wait \d+ s, or use --take-over"):
-        paddle_reshard.convert(source, unfinished, resume=True, **ONE)
+        SMALL.convert(source, unfinished, resume=True, **ONE)
     with pytest.raises(TargetError, match="process 4711 on gpu-7"):
         paddle_reshard.clean(unfinished)
-    moved = paddle_reshard.convert(source, unfinished, take_over=True, **ONE).moved
+    moved = SMALL.convert(source, unfinished, take_over=True, **ONE).moved
     assert moved.resumed_groups == 2
 
 
@@ -210,12 +207,12 @@ def test_a_lock_expires(source: Path, unfinished: Path) -> None:
     record = json.loads(_session(unfinished).read_text())
     record["lock"]["renewed_at"] -= record["lock"]["lease_seconds"]
     _session(unfinished).write_text(json.dumps(record))
-    assert paddle_reshard.convert(source, unfinished, resume=True, **ONE).moved.resumed_groups == 2
+    assert SMALL.convert(source, unfinished, resume=True, **ONE).moved.resumed_groups == 2
 
 
 def test_a_process_of_this_host_that_has_ended_frees_it_at_once(source: Path, unfinished: Path) -> None:
     _held_by(unfinished, started="long ago")
-    assert paddle_reshard.convert(source, unfinished, resume=True, **ONE).moved.resumed_groups == 2
+    assert SMALL.convert(source, unfinished, resume=True, **ONE).moved.resumed_groups == 2
 
 
 @pytest.mark.parametrize("scheme", ["file", "s3"])
@@ -236,7 +233,7 @@ def test_a_run_that_was_taken_over_stops(
             store.client.put_object(Bucket=bucket, Key=key, Body=json.dumps(record).encode())
 
     with pytest.raises(TargetError, match="lock is lost: taken over by process 4711 on gpu-7"):
-        paddle_reshard.convert(source, where, observe=observe, storage_options=store.options, **ONE)
+        SMALL.convert(source, where, observe=observe, storage_options=store.options, **ONE)
     if scheme == "file":
         assert not target.exists() and _session(target).exists()
     else:
@@ -252,14 +249,14 @@ def test_cleaning_removes_what_is_unfinished_and_nothing_else(source: Path, unfi
     assert paddle_reshard.clean(unfinished) == (str(folder),)
     assert list(unfinished.parent.iterdir()) == []
     assert paddle_reshard.clean(unfinished) == ()
-    paddle_reshard.convert(source, unfinished, **ONE)
+    SMALL.convert(source, unfinished, **ONE)
     made = in_folder(unfinished)
     assert paddle_reshard.clean(unfinished) == ()
     assert in_folder(unfinished) == made
 
 
 def test_cleaning_brings_a_replaced_checkpoint_back(driver: Driver, source: Path, target: Path) -> None:
-    paddle_reshard.convert(source, target, to="tp=1")
+    SMALL.convert(source, target, to="tp=1")
     before = in_folder(target)
     request = {"to": "tp=2", "overwrite": True}
     driver.convert(source, target, request=request, of=f"os.rename {target.name}", kill_at=1, after=False)
@@ -295,7 +292,7 @@ def test_cleaning_a_bucket(
 @pytest.mark.parametrize("scheme", ["file", "s3"])
 def test_one_flipped_bit_is_found(scheme: str, source: Path, target: Path, store: Store, bucket: str) -> None:
     where = str(target) if scheme == "file" else f"s3://{bucket}/t"
-    paddle_reshard.convert(source, where, storage_options=store.options, **ONE)
+    SMALL.convert(source, where, storage_options=store.options, **ONE)
     found = paddle_reshard.check(where, storage_options=store.options)
     assert found.intact and found.unchecked_bytes == 0
     made = in_folder(target) if scheme == "file" else in_bucket(store, bucket, "t/")
@@ -313,7 +310,7 @@ def test_one_flipped_bit_is_found(scheme: str, source: Path, target: Path, store
 
 
 def test_a_file_that_is_missing_or_short_is_found(source: Path, target: Path) -> None:
-    paddle_reshard.convert(source, target, **ONE)
+    SMALL.convert(source, target, **ONE)
     (target / "config.json").unlink()
     os.truncate(target / "optimizer.pdopt", 5)
     found = {damage.path: damage.detail for damage in paddle_reshard.check(target).damages}
@@ -352,7 +349,7 @@ def test_the_manifest_does_not_depend_on_order(source: Path, tmp_path: Path) -> 
     made = []
     for workers in (1, 3):
         target = tmp_path / str(workers)
-        paddle_reshard.convert(source, target, to="tp=1", workers=workers)
+        SMALL.convert(source, target, to="tp=1", workers=workers)
         made.append((target / "paddle_reshard.json").read_bytes())
     assert made[0] == made[1]
 
@@ -369,14 +366,14 @@ def test_a_watcher_goes_on_with_what_it_can_and_begins_anew_where_not(
     run, out = tmp_path / "run", tmp_path / "out"
     shutil.copytree(source, run / "checkpoint-3")
     with pytest.raises(Stop):
-        paddle_reshard.convert(
+        SMALL.convert(
             run / "checkpoint-3",
             out / "checkpoint-3",
             observe=_stopping(2, Stop()),
             to=before,
             workers=1,
         )
-    conversion = Conversion({"to": "tp=1", "workers": 1}, lambda one, other: "an-id")
+    conversion = Conversion(SMALL.settings(to="tp=1", workers=1), lambda one, other: "an-id")
     with caplog.at_level("INFO"):
         results = open_watcher(str(run), str(out), conversion, Policy(settle_seconds=0)).once()
     assert results == {"checkpoint-3": Result.CONVERTED}
@@ -449,10 +446,10 @@ def test_other_stores_go_on_with_what_is_staged_here(
             raise Stop
 
     with pytest.raises(Stop):
-        paddle_reshard.convert(source, "memory://resumed/t", observe=observe, **ONE)
+        SMALL.convert(source, "memory://resumed/t", observe=observe, **ONE)
     with pytest.raises(TargetError, match="--resume continues"):
-        paddle_reshard.convert(source, "memory://resumed/t", **ONE)
-    moved = paddle_reshard.convert(source, "memory://resumed/t", resume=True, **ONE).moved
+        SMALL.convert(source, "memory://resumed/t", **ONE)
+    moved = SMALL.convert(source, "memory://resumed/t", resume=True, **ONE).moved
     assert (moved.groups, moved.resumed_groups) == (0, 4)
     assert paddle_reshard.check("memory://resumed/t").intact
     assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.core.file_names import MANIFEST
-from tests.conftest import case_directory
+from tests.conftest import REPO, case_directory
 from tests.jobs.command import run
 from tests.storage.contents import in_folder
 
@@ -22,8 +22,9 @@ how = sys.argv.pop(1)
 # Whoever runs the tests may have been started with nohup.
 signal.signal(signal.SIGHUP, signal.SIG_IGN if how == "nohup" else signal.SIG_DFL)
 from paddle_reshard.clusters.inline import InlineEngine as Engine
-from paddle_reshard.pipeline.planning import sizes
-sizes.USUAL_SIZES = sizes.PlanSizes(group_bytes=100_000)
+import paddle_reshard
+from tests.sized import in_groups
+paddle_reshard.convert = in_groups(100_000).convert
 run = Engine.__call__
 
 def slow(*arguments):
@@ -47,7 +48,8 @@ main()
 def told_to_end(number: signal.Signals, target: Path, how: str = "plain") -> tuple[int, str]:
     """Status and stderr of a conversion that gets a signal while it moves groups."""
     command = [sys.executable, "-c", SLOW, how, "convert", SOURCE, target, "--to", "tp=1", "--quiet"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=REPO, **pipes) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "moving\n"
         process.send_signal(number)

@@ -10,9 +10,9 @@ import paddle_reshard
 from paddle_reshard.pipeline.convert.options import TargetOptions
 from paddle_reshard.pipeline.core.errors import CheckpointError, TargetError, UsageError
 from paddle_reshard.pipeline.core.events import Event, StepEnded
-from paddle_reshard.pipeline.planning import sizes as planning
 from paddle_reshard.storage.remote.source import FsspecSource
 from paddle_reshard.storage.s3 import target as s3
+from tests.sized import in_groups
 from tests.storage.contents import (
     ONE_CARD,
     SMALL,
@@ -71,13 +71,12 @@ def test_a_bucket_can_be_the_whole_location(store: Store, bucket: str, for_four:
     assert paddle_reshard.inspect(f"s3://{bucket}/", storage_options=store.options).topology.tp == 2
 
 
-def test_objects_of_several_parts(
-    store: Store, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_objects_of_several_parts(store: Store, bucket: str, tmp_path: Path) -> None:
     request = {**ONE_CARD, "vocab_pad": 5000}
     wanted = convert_locally(middle(), tmp_path / "local", **request)
-    monkeypatch.setattr(planning, "USUAL_SIZES", planning.PlanSizes(group_bytes=1 << 20))
-    report = paddle_reshard.convert(middle(), f"s3://{bucket}/c", storage_options=store.options, **request)
+    report = in_groups(1 << 20).convert(
+        middle(), f"s3://{bucket}/c", storage_options=store.options, **request
+    )
     assert_same_checkpoint(in_bucket(store, bucket, "c/"), wanted)
     plan = report.plan.plan
     parts = Counter(plan.target_files[int(file)].path for file in plan.parts["file"])

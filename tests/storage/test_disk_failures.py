@@ -14,19 +14,19 @@ import pytest
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import CheckpointError, ReshardError
 from paddle_reshard.pipeline.core.events import Event, Progress
-from paddle_reshard.pipeline.planning import sizes as planning
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.os_errors import may_go_well_elsewhere
 from tests.conftest import REPO
+from tests.sized import in_groups
 from tests.storage.contents import ONE_CARD, SMALL
 
 FULL_IN_THE_MIDDLE = """
 import json, logging, resource, sys
 import paddle_reshard
-from paddle_reshard.pipeline.planning import sizes as planning
-from paddle_reshard.pipeline.convert.run import Progress
+from paddle_reshard.pipeline.core.events import Progress
+from tests.sized import in_groups
 
-planning.USUAL_SIZES = planning.PlanSizes(group_bytes=500_000)
+convert = in_groups(500_000).convert
 source, target = sys.argv[1:]
 unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -36,11 +36,11 @@ def observe(event):
 
 logging.basicConfig()
 try:
-    paddle_reshard.convert(source, target, to="tp=1", workers=1, observe=observe)
+    convert(source, target, to="tp=1", workers=1, observe=observe)
 except paddle_reshard.ReshardError as error:
     told = [type(error).__name__, str(error), error.retryable]
 resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-moved = paddle_reshard.convert(source, target, to="tp=1", workers=1, resume=True).moved
+moved = convert(source, target, to="tp=1", workers=1, resume=True).moved
 print(json.dumps([*told, moved.resumed_groups, paddle_reshard.check(target).intact]))
 """
 
@@ -76,7 +76,7 @@ def test_a_disk_that_takes_no_more_in_the_middle_is_told_by_the_target_and_what_
 def test_a_source_that_fails_while_it_is_read_is_told_by_its_name(
     code: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "USUAL_SIZES", planning.PlanSizes(group_bytes=500_000))
+    convert = in_groups(500_000).convert
     really = os.preadv
 
     def preadv(*_: Any) -> int:
@@ -87,10 +87,10 @@ def test_a_source_that_fails_while_it_is_read_is_told_by_its_name(
             monkeypatch.setattr(os, "preadv", preadv)
 
     with pytest.raises(CheckpointError, match=rf"^{SMALL}/\S+: {told}") as failed:
-        paddle_reshard.convert(SMALL, tmp_path / "t", workers=1, observe=observe, **ONE_CARD)
+        convert(SMALL, tmp_path / "t", workers=1, observe=observe, **ONE_CARD)
     monkeypatch.setattr(os, "preadv", really)
     assert failed.value.retryable
-    moved = paddle_reshard.convert(SMALL, tmp_path / "t", workers=1, resume=True, **ONE_CARD).moved
+    moved = convert(SMALL, tmp_path / "t", workers=1, resume=True, **ONE_CARD).moved
     assert moved.resumed_groups > 0
     assert paddle_reshard.check(tmp_path / "t").intact
 

@@ -15,7 +15,7 @@ import pytest
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import ReshardError, TargetError, UsageError
 from paddle_reshard.pipeline.core.events import Event, Progress
-from paddle_reshard.pipeline.planning import sizes as planning
+from tests.sized import in_groups
 from tests.storage.contents import ONE_CARD, SMALL, fill_bucket, fill_memory, in_bucket
 from tests.storage.servers import Store
 from tests.storage.test_replacing import tree
@@ -229,14 +229,12 @@ def test_targets_on_one_disk_share_its_room(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_what_is_staged_already_counts_as_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "USUAL_SIZES", planning.PlanSizes(group_bytes=1_000_000))
-    written = paddle_reshard.plan(SMALL, tmp_path / "t", **ONE_CARD).plan.written_bytes
+    small = in_groups(1_000_000)
+    written = small.plan(SMALL, tmp_path / "t", **ONE_CARD).plan.written_bytes
     with pytest.raises(OSError, match="No space left"):
-        paddle_reshard.convert(
-            SMALL, tmp_path / "t", workers=1, observe=_full_after(written // 2), **ONE_CARD
-        )
+        small.convert(SMALL, tmp_path / "t", workers=1, observe=_full_after(written // 2), **ONE_CARD)
     _with_free(monkeypatch, written * 3 // 4)
-    paddle_reshard.convert(SMALL, tmp_path / "t", workers=1, resume=True, **ONE_CARD)
+    small.convert(SMALL, tmp_path / "t", workers=1, resume=True, **ONE_CARD)
     assert paddle_reshard.check(tmp_path / "t").intact
 
 

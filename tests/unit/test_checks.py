@@ -18,6 +18,7 @@ from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_h
 from paddle_reshard.pipeline.planning.checks import held_parameters
 from paddle_reshard.pipeline.planning.ops import HOLD, ITEMSIZES, MOVE, PROBE, Ops, op_volumes
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan, plan_conversion
+from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.storage.s3 import target as s3
 
 S3 = PartLimits(s3.SMALLEST_PART_BYTES, s3.MOST_PARTS, s3.COPIES)
@@ -33,7 +34,7 @@ def _planned(source: HybridTarget, target: HybridTarget, check: str | None, limi
     catalog = checkpoint.catalog
     held = None if check is None else held_parameters(catalog, catalog, check == "full")
     files = layout_hybrid(checkpoint, target)
-    return plan_conversion(catalog, files, [], SMALLEST_BUDGET_BYTES, limits, held=held)
+    return plan_conversion(catalog, files, [], PlanSettings(SMALLEST_BUDGET_BYTES), limits, held)
 
 
 def _looked_at(ops: Ops, side: str, stored: int) -> dict[tuple[int, int], tuple[int, int, int]]:
@@ -129,8 +130,8 @@ def test_orders_that_differ_do_not_cost_the_memory_that_moves_need() -> None:
     catalog = Catalog(Tensors(tensors), files, fragments, {})
     target = TargetFiles(files, Literals(), (), fragments.copy())
     held = held_parameters(catalog, catalog, in_full=False)
-    plan = plan_conversion(catalog, target, [], SMALLEST_BUDGET_BYTES, held=held)
-    alone = plan_conversion(catalog, target, [], SMALLEST_BUDGET_BYTES)
+    plan = plan_conversion(catalog, target, [], PlanSettings(SMALLEST_BUDGET_BYTES), held=held)
+    alone = plan_conversion(catalog, target, [], PlanSettings(SMALLEST_BUDGET_BYTES))
     assert plan.peak_bytes <= 1.25 * alone.peak_bytes
     assert plan.held == (0, 1)
     assert plan.read_once_budget_bytes is None

@@ -8,6 +8,7 @@ from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import SMALLEST_BUDGET_BYTES
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
 from paddle_reshard.pipeline.planning.plan import plan_conversion
+from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.storage.s3 import target as s3
 
 LIMITS = PartLimits(s3.SMALLEST_PART_BYTES, s3.MOST_PARTS, s3.COPIES)
@@ -34,7 +35,7 @@ def _target(topology: str, strategy: str) -> HybridTarget:
 def test_what_does_not_change_is_copied(dims: Dims, tp: int, source: str, target: str, strategy: str) -> None:
     here, there = (_target(f"tp={tp},{topology}", strategy) for topology in (source, target))
     plan = plan_conversion(
-        catalog_of(dims, here).catalog, files_of(dims, there), [], SMALLEST_BUDGET_BYTES, LIMITS
+        catalog_of(dims, here).catalog, files_of(dims, there), [], PlanSettings(SMALLEST_BUDGET_BYTES), LIMITS
     )
     assert plan.copied_share >= GOAL
     assert plan.read_amplification <= 1.05

@@ -16,7 +16,6 @@ import paddle_reshard
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.convert.plan import ConversionPlan
 from paddle_reshard.pipeline.core.errors import MemoryBudgetError, UsageError
-from paddle_reshard.pipeline.planning import sizes as planning
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.storage.store import Read, ReadRange
@@ -24,6 +23,7 @@ from paddle_reshard.tasks.run_group import run_group
 from paddle_reshard.tasks.workspace import Workspace, Workspaces
 from tests.cluster.test_exchange import Written
 from tests.conftest import case_directory
+from tests.sized import in_groups
 
 MIB = 1 << 20
 GROUP_BYTES = 100_000
@@ -31,11 +31,10 @@ PATIENCE_SECONDS = 60
 
 
 @pytest.fixture
-def conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ConversionPlan:
+def conversion(tmp_path: Path) -> ConversionPlan:
     """Of a real checkpoint, in many small groups."""
-    monkeypatch.setattr(planning, "USUAL_SIZES", planning.PlanSizes(group_bytes=GROUP_BYTES))
     source = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
-    planned = paddle_reshard.plan(source, tmp_path / "T", to="tp=2,sharding=3")
+    planned = in_groups(GROUP_BYTES).plan(source, tmp_path / "T", to="tp=2,sharding=3")
     assert planned.plan.groups > 20
     return planned
 

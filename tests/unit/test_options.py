@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, get_type_hints
+import pydoc
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -14,14 +15,13 @@ from paddle_reshard.pipeline.convert.options import (
     CONVERSION_OPTIONS,
     RUN_OPTIONS,
     TARGET_OPTIONS,
-    ConversionOptions,
+    ConvertOptions,
     Decides,
     Kind,
-    RunOptions,
     declarations,
     flag_of,
 )
-from paddle_reshard.pipeline.convert.request import check_options
+from paddle_reshard.pipeline.convert.request import RunSettings, check_options
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.layouts.hybrid.request import LayoutOptions
 from tests.jobs.command import invoke
@@ -35,12 +35,6 @@ TYPES: dict[Kind, tuple[Any, ...]] = {
 }
 
 
-def arguments(function: Any) -> dict[str, inspect.Parameter]:
-    """The arguments of a function that have names of their own."""
-    parameters = inspect.signature(function).parameters
-    return {n: p for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY and n != "observe"}
-
-
 def test_the_command_line_offers_every_option_under_its_name_in_python() -> None:
     offered = {parameter.name for parameter in CONVERT.params}
     assert offered - OF_COMMANDS == {*CONVERSION_OPTIONS, *RUN_OPTIONS}
@@ -50,17 +44,43 @@ def test_the_command_line_offers_every_option_under_its_name_in_python() -> None
 
 
 def test_what_is_left_out_means_the_same_on_the_command_line_and_in_python() -> None:
-    takes = arguments(paddle_reshard.convert)
-    assert takes.keys() == {*RUN_OPTIONS}
-    for name, parameter in takes.items():
+    for name, default in ((name, getattr(RunSettings(), name)) for name in RUN_OPTIONS):
         option = declarations()[name]
-        assert parameter.default == (False if option.kind is Kind.FLAG else option.default), name
+        assert default == (False if option.kind is Kind.FLAG else option.default), name
     context = CONVERT.make_context("convert", ["a", "b"])
     assert given(context) == {}
 
 
+TAKE_OPTIONS = {
+    name: function
+    for name in paddle_reshard.__all__
+    if hasattr(function := getattr(paddle_reshard, name), "__signature__")
+}
+
+
+def test_help_lists_every_option_of_a_function_with_its_type_and_default() -> None:
+    assert TAKE_OPTIONS.keys() == {"average", "check", "convert", "inspect", "load_into", "plan", "verify"}
+    told = pydoc.render_doc(paddle_reshard.verify, renderer=pydoc.plaintext)
+    assert "memory: str = '1GiB'" in told
+    assert "replicas: str = 'compare'" in told
+    for name, function in TAKE_OPTIONS.items():
+        (options,) = get_args(get_type_hints(function)["options"])
+        listed = inspect.signature(function).parameters
+        assert "options" not in listed
+        assert {*get_type_hints(options)} <= {*listed}, name
+        for option in get_type_hints(options):
+            assert option in declarations(), f"{name} has an option {option} that no conversion has"
+
+
+@pytest.mark.parametrize("name", TAKE_OPTIONS)
+def test_a_misspelled_option_is_an_error_as_python_makes_it(name: str) -> None:
+    places: list[Any] = ["a"] if name in ("check", "inspect") else [{}, "b"]
+    with pytest.raises(TypeError, match="unknown option 'allow_skeme'; did you mean .*allow_scheme"):
+        TAKE_OPTIONS[name](*places, allow_skeme=("x",))
+
+
 def test_kinds_agree_with_the_types_that_checkers_see() -> None:
-    types = get_type_hints(ConversionOptions) | get_type_hints(RunOptions)
+    types = get_type_hints(ConvertOptions)
     for name, option in declarations().items():
         assert types[name] in TYPES.get(option.kind, (types[name],)), name
         assert (option.kind is Kind.FLAG) == (types[name] is bool), name

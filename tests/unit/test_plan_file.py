@@ -18,6 +18,7 @@ from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_hybrid
 from paddle_reshard.pipeline.planning.ops import Ops
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
+from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.pipeline.planning.work import plan_work
 
 
@@ -29,7 +30,7 @@ def plan() -> Plan:
     files = layout_hybrid(source, HybridTarget(Topology(tp=4, sharding=2), "stage1v1"))
     carried = [CarriedFile("training_args.bin", "training_args.bin", 77)]
     limits = PartLimits(copies=CopyLimits(256, 1 << 20))
-    planned = plan_conversion(source.catalog, files, carried, 1 << 30, limits)
+    planned = plan_conversion(source.catalog, files, carried, PlanSettings(1 << 30), limits)
     assert (planned.parts["source_file"] >= 0).any()  # some are copied by the storage
     return planned
 
@@ -115,7 +116,7 @@ def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
 def save_plan_into_a_folder(folder: Path) -> None:
     source = catalog_of(Dims(8, 8, 1, 1, 1, 8), HybridTarget(Topology(), "none"))
     files = layout_hybrid(source, HybridTarget(Topology(), "none"))
-    save_plan(plan_conversion(source.catalog, files, [], 1 << 30), folder)
+    save_plan(plan_conversion(source.catalog, files, [], PlanSettings(1 << 30)), folder)
 
 
 def test_numbers_that_lead_nowhere_are_refused(plan: Plan, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.planning.match import match
 from paddle_reshard.pipeline.planning.ops import COMPARE
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan, plan_comparisons, plan_conversion
-from paddle_reshard.pipeline.planning.sizes import PlanSizes
+from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.storage.store import CopyRange, ReadRange, Receipt
 from paddle_reshard.tasks.run_group import compare_group, run_group
@@ -132,7 +133,12 @@ class Memory(ReadRange):
 
 
 def plan_of(
-    shapes: Sequence[tuple[int, ...]], source: Files, target: Files, room_bytes: int, **options: object
+    shapes: Sequence[tuple[int, ...]],
+    source: Files,
+    target: Files,
+    room_bytes: int,
+    limits: PartLimits = PartLimits(),
+    **settings: Any,
 ) -> Plan:
     tensors = tuple(Tensor(f"w{i}", "moment1", FLOAT32, shape) for i, shape in enumerate(shapes))
     catalog = Catalog(Tensors(tensors), tuple(source.files), fragment_rows(source.rows), {})
@@ -143,7 +149,7 @@ def plan_of(
         fragments=fragment_rows(target.rows),
         parameter_names={},
     )
-    return plan_conversion(catalog, files, [], FOOTPRINT_BYTES + room_bytes, **options)
+    return plan_conversion(catalog, files, [], PlanSettings(FOOTPRINT_BYTES + room_bytes, **settings), limits)
 
 
 def run(plan: Plan, source: Files, target: Files, shapes: Sequence[tuple[int, ...]]) -> Memory:
@@ -277,12 +283,15 @@ def test_large_tensors_are_compared_within_the_budget(
     named = [[File(f"{side}/{f.path}", f.size_bytes) for f in s.files] for side, s in (("A", a), ("B", b))]
     tensors = (Tensor("w0", "moment1", FLOAT32, LARGE),)
     ops = match(*fragments, {}, kind=COMPARE)
-    plan = plan_comparisons(ops, tensors, (*named[0], *named[1]), FOOTPRINT_BYTES + ROOM_BYTES, sizes=SMALL)
+    plan = plan_comparisons(
+        ops, tensors, (*named[0], *named[1]), PlanSettings(FOOTPRINT_BYTES + ROOM_BYTES, sizes=SMALL)
+    )
     assert plan.peak_bytes <= ROOM_BYTES
     assert plan.read_amplification <= most_reads
     assert (plan.read_once_budget_bytes is None) == (plan.read_amplification < 1.05)
     if plan.read_once_budget_bytes is not None:
-        enough = plan_comparisons(ops, tensors, plan.source_files, plan.read_once_budget_bytes, sizes=SMALL)
+        settings = PlanSettings(plan.read_once_budget_bytes, sizes=SMALL)
+        enough = plan_comparisons(ops, tensors, plan.source_files, settings)
         assert enough.read_amplification == 1
         assert enough.read_once_budget_bytes is None
 

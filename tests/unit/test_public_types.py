@@ -25,6 +25,11 @@ PUBLIC = {name: getattr(paddle_reshard, name) for name in paddle_reshard.__all__
 ALIASES = {"Event", "Observer", "PathLike", "StorageOptions"}
 OWN_VALUES = {
     "AsyncEma.save",  # FlexRank: ema_callback makes it
+    *(
+        f"{kind}Options.{name}"
+        for kind in ("Average", "Convert")
+        for name in ("aoa", "config", "rules", "target_meta")
+    ),
     "ConversionOptions.aoa",  # KeptFile: a session keeps small files as such; so in the next lines
     "ConversionOptions.config",
     "ConversionOptions.rules",

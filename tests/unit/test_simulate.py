@@ -18,6 +18,7 @@ from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_h
 from paddle_reshard.pipeline.planning.ops import Ops
 from paddle_reshard.pipeline.planning.parts import MADE, PART
 from paddle_reshard.pipeline.planning.plan import BAND, FOOTPRINT_BYTES, Plan, plan_conversion
+from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.pipeline.planning.simulate import Rates, simulate
 
 SECOND = Rates(
@@ -114,7 +115,7 @@ def test_a_real_plan_scales_until_there_are_too_few_groups() -> None:
         Dims(2048, 8192, 4, 16, 16, 32000), HybridTarget(Topology(tp=4, sharding=8), "stage1v2")
     )
     files = layout_hybrid(source, HybridTarget(Topology(tp=2, sharding=4), "stage1v2"))
-    plan = plan_conversion(source.catalog, files, [], 1 << 30)
+    plan = plan_conversion(source.catalog, files, [], PlanSettings(1 << 30))
     one, eight, many = simulate(plan, [1, 8, 4096], Rates())
     assert one.most_read_bytes == plan.read_bytes
     assert one.most_written_bytes == plan.written_bytes

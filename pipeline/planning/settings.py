@@ -1,0 +1,34 @@
+"""What a plan may use, and what it may let pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSizes:
+    """Sizes in bytes that a plan aims at, besides what the budget allows; no byte of a target depends on them."""
+
+    group_bytes: int = 64 << 20
+    """Small tensors are gathered into groups of about this peak."""
+    pass_bytes: int = 8 << 20
+    """What a group may always read at once, however large its parts are."""
+    fill_bytes: int = 16 << 20
+    """More literal bytes or zeros than these become parts of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSettings:
+    """How a conversion or a comparison is to be planned."""
+
+    budget_bytes: int
+    """Memory of a worker, its own overhead included."""
+    compare_replicas: bool = True
+    """Whether all copies of a tensor are compared; if not, only the first is read."""
+    allow_replica_drift: bool = False
+    """Whether copies that differ are reported instead of refused."""
+    allow_master_drift: bool = False
+    """Whether parameters that are not the cast of their master weights are reported instead of refused."""
+    allow_reread: bool = False
+    """Whether source bytes may be read several times where the budget demands it."""
+    sizes: PlanSizes = PlanSizes()

@@ -1,0 +1,65 @@
+"""The public functions with groups of another size: a checkpoint of a test fits one group of the usual size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paddle_reshard.pipeline.convert.plan import ConversionPlan
+from paddle_reshard.pipeline.convert.request import (
+    ConversionSettings,
+    conversion_options,
+    read_run,
+    read_settings,
+)
+from paddle_reshard.pipeline.convert.run import ConversionReport, convert_with, plan_with
+from paddle_reshard.pipeline.convert.series import average_request, plan_average, read_average, weigh
+from paddle_reshard.pipeline.convert.verify import VerifyReport, read_verify_request, verify_request
+from paddle_reshard.pipeline.core.events import Observer, ignore_events
+from paddle_reshard.pipeline.planning.settings import PlanSizes
+
+Place = str | Path
+
+
+@dataclass(frozen=True)
+class Sized:
+    """Each method takes what the function of its name takes, and calls what that calls."""
+
+    sizes: PlanSizes
+
+    def settings(self, **options: Any) -> ConversionSettings:
+        """Options of ``convert`` as a value."""
+        return replace(read_settings(options), sizes=self.sizes)
+
+    def plan(self, source: Place, target: Any = None, **options: Any) -> ConversionPlan:
+        return plan_with(source, target, self.settings(**options))
+
+    def convert(
+        self, source: Place, target: Any, *, observe: Observer = ignore_events, **options: Any
+    ) -> ConversionReport:
+        return convert_with(source, target, self.settings(**options), observe)
+
+    def average(self, sources: Sequence[Place], target: Any, **options: Any) -> ConversionReport:
+        how, rest = _weighting(options)
+        request = read_average(sources, target, conversion_options(rest), self.sizes)
+        return average_request(request, weigh(len(sources), **how), read_run(rest))
+
+    def plan_average(self, sources: Sequence[Place], target: Any, **options: Any) -> ConversionPlan:
+        how, rest = _weighting(options)
+        request = read_average(sources, target, conversion_options(rest), self.sizes)
+        return plan_average(request, weigh(len(sources), **how), read_run(rest))
+
+    def verify(self, a: Place, b: Place | None = None, **options: Any) -> VerifyReport:
+        return verify_request(read_verify_request(a, b, None, False, options, self.sizes))
+
+
+def _weighting(options: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    how = {name: value for name, value in options.items() if name in ("decay", "weights", "uniform")}
+    return how, {name: value for name, value in options.items() if name not in how}
+
+
+def in_groups(group_bytes: int, **sizes: int) -> Sized:
+    """Groups of about so many bytes."""
+    return Sized(PlanSizes(group_bytes=group_bytes, **sizes))
