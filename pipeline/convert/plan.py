@@ -159,7 +159,9 @@ class ConversionPlan(Shown):
         facts = [("dropped", f"{', '.join(self.dropped)}: as asked for")] if self.dropped else []
         for number, target in enumerate(self.targets):
             if target.states_not_carried:
-                reason = "not asked for" if target.form.format.model_only else "no place in this format"
+                reason = (
+                    "not asked for" if FORMATS[target.form.format].model_only else "no place in this format"
+                )
                 facts.append(
                     (self._of(number, "left out"), f"{', '.join(target.states_not_carried)}: {reason}")
                 )
@@ -291,7 +293,7 @@ def _divided(source: Checkpoint, forms: Sequence[Request], store: Source) -> Che
 
 def needs_rule_table(forms: Sequence[Request]) -> bool:
     """Whether the targets are for jobs that cut tensors or name parameters, which only a rule table tells."""
-    by_table = {form.format.by_table for form in forms}
+    by_table = {FORMATS[form.format].by_table for form in forms}
     if len(by_table) > 1:
         described = names_of(format for format in FORMATS.values() if format.by_table)
         raise UsageError(

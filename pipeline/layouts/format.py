@@ -59,6 +59,10 @@ class Format(Protocol):
         """Whether it holds a model and nothing of a training job: whatever else a source has is left out on purpose."""
 
     @property
+    def needs_states(self) -> str:
+        """Why it has to hold states of what is trained, for a refusal; empty where it may hold weights alone."""
+
+    @property
     def no_place(self) -> tuple[str, ...]:
         """What its files have no place for, though it is a training job's: names that ``--drop`` knows."""
 
@@ -120,8 +124,8 @@ class Request(Protocol):
     """A target as it was asked for, every value read and in range."""
 
     @property
-    def format(self) -> Format:
-        """The format that it is a target of."""
+    def format(self) -> str:
+        """Name of the format that it is a target of."""
 
     @property
     def of_average(self) -> bool:
@@ -156,8 +160,8 @@ class Target(Protocol):
     """A target with everything decided: a frozen value that says how it is made and described."""
 
     @property
-    def format(self) -> Format:
-        """The format that it is a target of."""
+    def format(self) -> str:
+        """Name of the format that it is a target of."""
 
     @property
     def decisions(self) -> tuple[Decision, ...]:

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
-from paddle_reshard.pipeline.layouts.flex.format import AUTO_PARALLEL, FLEX
+from paddle_reshard.pipeline.layouts.flex import format as flex
 from paddle_reshard.pipeline.layouts.format import FormatOption
-from paddle_reshard.pipeline.layouts.huggingface.format import HUGGINGFACE
-from paddle_reshard.pipeline.layouts.hybrid.format import HYBRID, HYBRID_PLAIN
-from paddle_reshard.pipeline.layouts.unified.format import UNIFIED
+from paddle_reshard.pipeline.layouts.huggingface import format as huggingface
+from paddle_reshard.pipeline.layouts.hybrid import format as hybrid
+from paddle_reshard.pipeline.layouts.unified import format as unified
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.format import Format
     from paddle_reshard.pipeline.layouts.reading import SourceFiles
 
-_ALL: Final[tuple[Format, ...]] = (HYBRID, HYBRID_PLAIN, HUGGINGFACE, UNIFIED, FLEX, AUTO_PARALLEL)
+_ALL: Final[tuple[Format, ...]] = (*hybrid.FORMATS, huggingface.FORMAT, unified.FORMAT, *flex.FORMATS)
 """From the general to the particular: files are of the last that recognises them."""
 FORMATS: Final[Mapping[str, Format]] = {format.name: format for format in _ALL}
 """Name → format."""
-DEFAULT: Final = HYBRID.name
+DEFAULT: Final = _ALL[0].name
 
 
 def names_of(formats: Iterable[Format], last: str = "and") -> str:

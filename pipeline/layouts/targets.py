@@ -39,16 +39,25 @@ def lay_out(
     PlanError
         If the source cannot become this target.
     """
-    if wanted.model.has_lora and not target.format.holds_lora:
-        holding = names_of((format for format in FORMATS.values() if format.holds_lora), "or")
+    format, source_format = FORMATS[target.format], FORMATS[source.format]
+    if wanted.model.has_lora and not format.holds_lora:
+        holding = names_of((other for other in FORMATS.values() if other.holds_lora), "or")
         raise UnsupportedError(
-            f"the source holds LoRA, for which the format {target.format.name} has no place here; convert to {holding}"
+            f"the source holds LoRA, for which the format {format.name} has no place here; convert to {holding}"
         )
-    if not (target.format.model_only or target.format.holds_muon):
-        saving = names_of([format for format in FORMATS.values() if format.holds_muon], "or")
-        for_models = names_of([format for format in FORMATS.values() if format.model_only], "or")
-        refuse_muon(wanted.model, target.format.name, saving, for_models)
-    no_place = {state for name in target.format.no_place for state in DROPPABLE[name]}
+    if not (format.model_only or format.holds_muon):
+        saving = names_of([other for other in FORMATS.values() if other.holds_muon], "or")
+        for_models = names_of([other for other in FORMATS.values() if other.model_only], "or")
+        refuse_muon(wanted.model, format.name, saving, for_models)
+    # The optimizer files of a hybrid checkpoint tell that there is nothing in them.
+    if format.needs_states and not (
+        source_format.needs_states or any(tensor.trained for tensor in wanted.model.tensors)
+    ):
+        others = names_of((other for other in FORMATS.values() if not other.needs_states), "or")
+        raise PlanError(
+            f"the source holds parameters only; {format.needs_states}. Write the weights with --format {others}"
+        )
+    no_place = {state for name in format.no_place for state in DROPPABLE[name]}
     homeless = source.catalog.tensors.states & no_place
     laid_out = target.lay_out(source.without(homeless), wanted.without(homeless), sizes, folders)
     states_not_carried = tuple(sorted({*laid_out.states_not_carried, *homeless}))
@@ -70,12 +79,12 @@ def check_left(targets: Sequence[Target], laid_out: Sequence[LaidOut]) -> None:
     for number, (target, one) in enumerate(zip(targets, laid_out, strict=True)):
         others = (other for place, other in enumerate(laid_out) if place != number)
         held = {state for other in others for state in other.catalog.tensors.states}
-        if target.format.model_only or not set(one.states_not_carried) - held:
+        if FORMATS[target.format].model_only or not set(one.states_not_carried) - held:
             continue
         lost = ", ".join(sorted(set(one.states_not_carried) - held))
         beside, model = holding_average()
         raise PlanError(
-            f"the format {target.format.name} has no place for the exponential moving average that the source holds "
+            f"the format {target.format} has no place for the exponential moving average that the source holds "
             f"({lost}): leave it out with --drop ema, convert to {beside}, or make a second target that holds it, "
             f"--target DST:{as_target(model)}"
         )

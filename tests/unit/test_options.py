@@ -75,7 +75,7 @@ def test_help_lists_every_option_of_a_function_with_its_type_and_default() -> No
 @pytest.mark.parametrize("name", TAKE_OPTIONS)
 def test_a_misspelled_option_is_an_error_as_python_makes_it(name: str) -> None:
     places: list[Any] = ["a"] if name in ("check", "inspect") else [{}, "b"]
-    with pytest.raises(TypeError, match="unknown option 'allow_skeme'; did you mean .*allow_scheme"):
+    with pytest.raises(TypeError, match=r"unknown option 'allow_skeme'; did you mean .*allow_scheme"):
         TAKE_OPTIONS[name](*places, allow_skeme=("x",))
 
 

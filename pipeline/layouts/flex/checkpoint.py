@@ -16,7 +16,7 @@ from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM, Tensor
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.flex.format import AUTO_PARALLEL, FLEX
+from paddle_reshard.pipeline.layouts.flex.name import AUTO_PARALLEL, FLEX
 from paddle_reshard.pipeline.layouts.flex.names import (
     EMA_STATE,
     FOLDERS,
@@ -109,7 +109,7 @@ def read_flex(
     _check(model, catalog)
     states = {state for found in names.values() for _, state in found}
     return Checkpoint(
-        format=(AUTO_PARALLEL if auto_parallel else FLEX).name,
+        format=AUTO_PARALLEL if auto_parallel else FLEX,
         catalog=_with_implied(catalog, model),
         own_files=frozenset([*metadata, *files]),
         model=model,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from paddle_reshard.pipeline.layouts.flex.name import AUTO_PARALLEL, FLEX
 from paddle_reshard.pipeline.layouts.format import TARGET_META, FormatOption
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class DistFormat:
     """One folder, states under parameter names; else folders of PaddleFormers, structured names."""
     average_options: ClassVar[Mapping[str, str]] = {}
     model_only: ClassVar[bool] = False
+    needs_states: ClassVar[str] = ""
     loses_tensors: ClassVar[bool] = False
     index_as: ClassVar[None] = None
 
@@ -81,5 +83,7 @@ class DistFormat:
         )
 
 
-FLEX = DistFormat("flex", "FlexCheckpoint", auto_parallel=False)
-AUTO_PARALLEL = DistFormat("auto-parallel", "dist_ckpt of auto-parallel training", auto_parallel=True)
+FORMATS = (
+    DistFormat(FLEX, "FlexCheckpoint", auto_parallel=False),
+    DistFormat(AUTO_PARALLEL, "dist_ckpt of auto-parallel training", auto_parallel=True),
+)

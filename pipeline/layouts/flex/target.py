@@ -30,7 +30,7 @@ from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
 from paddle_reshard.pipeline.layouts.flex.boxes import Box, describe_boxes
-from paddle_reshard.pipeline.layouts.flex.format import AUTO_PARALLEL, FLEX, DistFormat
+from paddle_reshard.pipeline.layouts.flex.name import AUTO_PARALLEL, FLEX
 from paddle_reshard.pipeline.layouts.flex.names import (
     AUTO_FOLDER,
     EMA_STATE,
@@ -88,7 +88,7 @@ class FlexTarget:
     """Auto-parallel: structured key → parameter name in the target job; ``None``: by the naming rules."""
 
     @property
-    def format(self) -> DistFormat:
+    def format(self) -> str:
         """Which of the two."""
         return AUTO_PARALLEL if self.auto_parallel else FLEX
 
@@ -107,22 +107,24 @@ class FlexTarget:
 
     def in_words(self) -> str:
         """The target in a line, for people."""
-        return f"{self.format.name}, metadata of Paddle {self.generation}"
+        return f"{self.format}, metadata of Paddle {self.generation}"
 
     def facts(self) -> dict[str, str]:
         """What tells it from other targets of the same source."""
-        return {"layout": self.format.name, "metadata": self.generation}
+        return {"layout": self.format, "metadata": self.generation}
 
     def data(self) -> dict[str, Any]:
         """What is asked of it."""
-        return {"format": self.format.name, "files": self.files, "paddle_version": self.generation}
+        return {"format": self.format, "files": self.files, "paddle_version": self.generation}
 
     def lay_out(
         self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
     ) -> LaidOut:
         """All files of a dist checkpoint, small ones too."""
         if wanted.model.has_lora and not any(t.of_base and not t.missing for t in wanted.model.tensors):
-            others = [format for format in FORMATS.values() if format.holds_lora and format != self.format]
+            others = [
+                format for format in FORMATS.values() if format.holds_lora and format.name != self.format
+            ]
             raise PlanError(
                 "the source holds what LoRA trains, and not its base; a FlexCheckpoint holds both. Write it with "
                 f"--format {names_of(others, 'or')}"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from paddle_reshard.pipeline.layouts.format import FormatOption
 from paddle_reshard.pipeline.layouts.huggingface.choices import EMA, EXPORTED_STATES, FLOATING
+from paddle_reshard.pipeline.layouts.huggingface.name import HUGGINGFACE
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.core.catalog import Catalog
@@ -41,6 +42,7 @@ class HuggingFaceFormat:
     options: ClassVar[Mapping[str, FormatOption]] = _OPTIONS
     average_options: ClassVar[Mapping[str, str]] = {"state": EMA}
     model_only: ClassVar[bool] = True
+    needs_states: ClassVar[str] = ""
     no_place: ClassVar[tuple[str, ...]] = ()
     holds_lora: ClassVar[bool] = False
     holds_muon: ClassVar[bool] = False
@@ -72,4 +74,4 @@ class HuggingFaceFormat:
         return parse_huggingface(asked.get("state"), asked.get("dtype"), asked.get("max_shard_size"))
 
 
-HUGGINGFACE = HuggingFaceFormat("huggingface", "the model for transformers")
+FORMAT = HuggingFaceFormat(HUGGINGFACE, "the model for transformers")

@@ -26,7 +26,7 @@ from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import PARAM, DType, Tensor
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.huggingface.format import HUGGINGFACE
+from paddle_reshard.pipeline.layouts.huggingface.name import HUGGINGFACE
 from paddle_reshard.pipeline.layouts.huggingface.names import INDEX
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, tensor_parts
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, read_model
@@ -131,7 +131,7 @@ def huggingface_checkpoint(
     """
     model = huggingface_model(payloads, config, tables)
     return Checkpoint(
-        format=HUGGINGFACE.name,
+        format=HUGGINGFACE,
         catalog=read_huggingface(model, sizes, payloads, index, None),
         own_files=frozenset([*payloads, *([INDEX] if index is not None else [])]),
         model=model,

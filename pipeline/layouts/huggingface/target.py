@@ -26,8 +26,8 @@ from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
 from paddle_reshard.pipeline.layouts.format import Decision, Staged
 from paddle_reshard.pipeline.layouts.huggingface.choices import EMA, FLOATING
-from paddle_reshard.pipeline.layouts.huggingface.format import HUGGINGFACE, HuggingFaceFormat
 from paddle_reshard.pipeline.layouts.huggingface.index import index_parameters
+from paddle_reshard.pipeline.layouts.huggingface.name import HUGGINGFACE
 from paddle_reshard.pipeline.layouts.huggingface.names import INDEX
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, part_elements
 from paddle_reshard.pipeline.layouts.huggingface.sidecars import plan_huggingface_sidecars
@@ -43,7 +43,7 @@ METADATA = {"format": "pt"}
 class HuggingFaceTarget:
     """What goes out, and how."""
 
-    format: ClassVar[HuggingFaceFormat] = HUGGINGFACE
+    format: ClassVar[str] = HUGGINGFACE
     decisions: ClassVar[tuple[Decision, ...]] = ()
 
     state: str = PARAM
@@ -70,12 +70,12 @@ class HuggingFaceTarget:
     def facts(self) -> dict[str, str]:
         """What tells it from other targets of the same source."""
         dtype = "as trained" if self.dtype is None else self.dtype.name
-        return {"layout": self.format.name, "state": self.state, "dtype": dtype}
+        return {"layout": self.format, "state": self.state, "dtype": dtype}
 
     def data(self) -> dict[str, Any]:
         """What is asked of it."""
         return {
-            "format": self.format.name,
+            "format": self.format,
             "state": self.state,
             "dtype": None if self.dtype is None else self.dtype.name,
             "max_shard_bytes": self.max_shard_bytes,

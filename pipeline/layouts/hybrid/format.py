@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from paddle_reshard.pipeline.core.topology import STRATEGIES
 from paddle_reshard.pipeline.layouts.format import TARGET_META, FormatOption
+from paddle_reshard.pipeline.layouts.hybrid.name import HYBRID, HYBRID_PLAIN
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
@@ -45,6 +46,9 @@ class HybridFormat:
     options: ClassVar[Mapping[str, FormatOption]] = _OPTIONS
     average_options: ClassVar[Mapping[str, str]] = {}
     model_only: ClassVar[bool] = False
+    needs_states: ClassVar[str] = (
+        "a hybrid checkpoint is for a job to go on from, which needs their master weights and optimizer states too"
+    )
     no_place: ClassVar[tuple[str, ...]] = ()
     holds_lora: ClassVar[bool] = True
     holds_muon: ClassVar[bool] = False
@@ -69,7 +73,7 @@ class HybridFormat:
         from paddle_reshard.pipeline.layouts.hybrid.request import parse_hybrid
 
         return parse_hybrid(
-            self,
+            self.sharded_saving,
             asked.get("to"),
             asked.get("sharding_strategy"),
             asked.get("layout"),
@@ -77,9 +81,9 @@ class HybridFormat:
         )
 
 
-HYBRID = HybridFormat(
-    "hybrid", "a set of files per rank, with model_meta.json if the trainer writes it", sharded_saving=True
-)
-HYBRID_PLAIN = HybridFormat(
-    "hybrid-plain", "a set of files per rank, without model_meta.json", sharded_saving=False
+FORMATS = (
+    HybridFormat(
+        HYBRID, "a set of files per rank, with model_meta.json if the trainer writes it", sharded_saving=True
+    ),
+    HybridFormat(HYBRID_PLAIN, "a set of files per rank, without model_meta.json", sharded_saving=False),
 )

@@ -12,7 +12,7 @@ from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.topology import STRATEGIES, Topology
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.format import Entries
-from paddle_reshard.pipeline.layouts.hybrid.format import HybridFormat
+from paddle_reshard.pipeline.layouts.hybrid.name import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.layouts.hybrid.sharding import DEFAULT_SEGMENT_ELEMENTS, ShardingOptions
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, with_default_strategy
 from paddle_reshard.storage.formats.typed_json import Bounds, EntryError, typed
@@ -63,13 +63,19 @@ class HybridRequest:
 
     of_average: ClassVar[bool] = False
 
-    format: HybridFormat
+    sharded_saving: bool
+    """Whether it may have ``model_meta.json``."""
     topology: Topology
     strategy: str | None
     """``None``: as the source where the target can have it, else the trainer's default."""
     layout: LayoutOptions
     names: Mapping[str, Mapping[str, str]] | None
     """Cell → structured key → parameter name of the target job, where they are given."""
+
+    @property
+    def format(self) -> str:
+        """Which of the two."""
+        return HYBRID if self.sharded_saving else HYBRID_PLAIN
 
     def __post_init__(self) -> None:
         if self.strategy not in (None, *STRATEGIES):
@@ -99,7 +105,7 @@ class HybridRequest:
         target = HybridTarget(
             topology=replace(topology, ep=1) if over == "dp" else topology,
             strategy=self.strategy or "none",
-            sharded_saving=self.format.sharded_saving,
+            sharded_saving=self.sharded_saving,
             sharding=ShardingOptions(
                 buffer_bytes=buffer_mb << 20,
                 comm_overlap=overlap,
@@ -138,7 +144,7 @@ class HybridRequest:
 
 
 def parse_hybrid(
-    format: HybridFormat,
+    sharded_saving: bool,
     to: str | Topology | None,
     strategy: str | None,
     layout: Entries | None,
@@ -151,7 +157,7 @@ def parse_hybrid(
     UsageError
     """
     return HybridRequest(
-        format,
+        sharded_saving,
         to if isinstance(to, Topology) else Topology.parse(to or ""),
         strategy,
         LayoutOptions() if layout is None else LayoutOptions.parse(layout.values, layout.where),

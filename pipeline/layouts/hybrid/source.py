@@ -39,7 +39,7 @@ from paddle_reshard.pipeline.layouts.hybrid.experts import (
     join_cells,
     merged_names,
 )
-from paddle_reshard.pipeline.layouts.hybrid.format import HYBRID, HYBRID_PLAIN
+from paddle_reshard.pipeline.layouts.hybrid.name import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.layouts.hybrid.names import LORA_MODEL_STATE
 from paddle_reshard.pipeline.layouts.hybrid.ranks import HALF_DTYPES, Cell, Ranks, sort_ranks
 from paddle_reshard.pipeline.layouts.hybrid.sharing import (
@@ -122,7 +122,7 @@ def read_hybrid(
     sequence_parallel, names = _check_names(ranks, model)
     topology = ranks.topology
     return Checkpoint(
-        format=(HYBRID if ranks.with_meta else HYBRID_PLAIN).name,
+        format=HYBRID if ranks.with_meta else HYBRID_PLAIN,
         catalog=catalog,
         own_files=frozenset(
             [*(file.path for file in catalog.files), *([MODEL_META] if meta is not None else [])]

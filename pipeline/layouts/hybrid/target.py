@@ -17,7 +17,7 @@ from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
 from paddle_reshard.pipeline.layouts.format import Decision, Staged
 from paddle_reshard.pipeline.layouts.formats import FORMATS, names_of
-from paddle_reshard.pipeline.layouts.hybrid.format import HYBRID, HYBRID_PLAIN, HybridFormat
+from paddle_reshard.pipeline.layouts.hybrid.name import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.layouts.hybrid.ranks import expert_of
 from paddle_reshard.pipeline.layouts.hybrid.segments import Segmentation
 from paddle_reshard.pipeline.layouts.hybrid.sharding import (
@@ -70,7 +70,7 @@ class HybridTarget:
         return self.sharded_saving and self.strategy.startswith("stage1")
 
     @property
-    def format(self) -> HybridFormat:
+    def format(self) -> str:
         """Whether it may have ``model_meta.json``."""
         return HYBRID if self.sharded_saving else HYBRID_PLAIN
 
@@ -81,7 +81,7 @@ class HybridTarget:
 
     def in_words(self) -> str:
         """The target in a line, for people."""
-        return f"{self.format.name}, {self.topology}, {sharding_in_words(self.strategy)}"
+        return f"{self.format}, {self.topology}, {sharding_in_words(self.strategy)}"
 
     def facts(self) -> dict[str, str]:
         """What tells it from other targets of the same source."""
@@ -90,7 +90,7 @@ class HybridTarget:
     def data(self) -> dict[str, Any]:
         """What is asked of it and decided."""
         return {
-            "format": self.format.name,
+            "format": self.format,
             "topology": asdict(self.topology),
             "sharding_strategy": self.strategy,
             "sharding_strategy_reason": self.strategy_reason,
@@ -105,14 +105,6 @@ class HybridTarget:
         if wanted.model.has_lora:
             of_base = [(t.key, IN_BASE) for t in source.model.tensors if t.of_base and not t.missing]
             source, wanted = without_base(source), without_base(wanted)
-        # The optimizer files of a hybrid checkpoint tell that there is nothing in them.
-        weights_only = source.format not in (HYBRID.name, HYBRID_PLAIN.name)
-        if weights_only and not any(tensor.trained for tensor in wanted.model.tensors):
-            others = [format for format in FORMATS.values() if not isinstance(format, HybridFormat)]
-            raise PlanError(
-                "the source holds parameters only; a hybrid checkpoint is for a job to go on from, which needs their "
-                f"master weights and optimizer states too. Write the weights with --format {names_of(others, 'or')}"
-            )
         sidecars = plan_sidecars(sizes, folders, wanted, source.model.config, self.topology)
         files = add_literal_files(layout_hybrid(wanted, self), sidecars.written)
         return LaidOut(source.catalog, files, sidecars.carried, (*sidecars.not_carried, *of_base))
@@ -241,7 +233,7 @@ def _check_lora(model: Model, target: HybridTarget) -> None:
     """What of LoRA the trainer cannot save or resume (PaddleFormers 1.2), and what this version does not write."""
     topology = target.topology
     if topology.tp > 1 and topology.pp == 1:
-        others = [f for f in FORMATS.values() if f.holds_lora and not isinstance(f, HybridFormat)]
+        others = [f for f in FORMATS.values() if f.holds_lora and f.name not in (HYBRID, HYBRID_PLAIN)]
         raise PlanError(
             f"LoRA of {topology}: without pipeline parallelism the trainer merges what tp cuts when it saves and cuts "
             "it when it resumes, and no model of PaddleFormers 1.2 can do either (NotImplementedError); choose pp=2 or "
@@ -254,7 +246,7 @@ def _check_lora(model: Model, target: HybridTarget) -> None:
     if target.writes_meta and not any(tensor.of_base for tensor in model.tensors):
         raise UnsupportedError(
             f"{MODEL_META} of a job with LoRA lists the tensors of its base too, and the rule table of "
-            f"{model.table.family!r} does not tell which these are; write it with --format {HYBRID_PLAIN.name}"
+            f"{model.table.family!r} does not tell which these are; write it with --format {HYBRID_PLAIN}"
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from paddle_reshard.pipeline.layouts.format import FormatOption
+from paddle_reshard.pipeline.layouts.unified.name import UNIFIED
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
@@ -26,6 +27,7 @@ class UnifiedFormat:
     }
     average_options: ClassVar[Mapping[str, str]] = {}
     model_only: ClassVar[bool] = False
+    needs_states: ClassVar[str] = ""
     no_place: ClassVar[tuple[str, ...]] = ("ema",)
     holds_lora: ClassVar[bool] = False
     holds_muon: ClassVar[bool] = False
@@ -62,4 +64,4 @@ class UnifiedFormat:
         return parse_unified(asked.get("files"))
 
 
-UNIFIED = UnifiedFormat("unified", "unified checkpoint")
+FORMAT = UnifiedFormat(UNIFIED, "unified checkpoint")

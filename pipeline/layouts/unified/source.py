@@ -48,7 +48,7 @@ from paddle_reshard.pipeline.layouts.model import Model, read_model
 from paddle_reshard.pipeline.layouts.padding import padded_elements
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.layouts.rules import RuleTable, choose_table, expected_shape
-from paddle_reshard.pipeline.layouts.unified.format import UNIFIED
+from paddle_reshard.pipeline.layouts.unified.name import UNIFIED
 from paddle_reshard.pipeline.layouts.unified.names import (
     MASTER_WEIGHTS,
     MODEL,
@@ -129,7 +129,7 @@ def read_unified(
     catalog = _UnifiedCatalog(model, files, sizes).catalog(arrays)
     check_catalog(catalog)
     return Checkpoint(
-        format=UNIFIED.name,
+        format=UNIFIED,
         catalog=catalog,
         own_files=frozenset([*payloads, *indexes]),
         model=model,

@@ -25,7 +25,7 @@ from paddle_reshard.pipeline.layouts.format import Decision, Staged
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
 from paddle_reshard.pipeline.layouts.staged import check_tensors
-from paddle_reshard.pipeline.layouts.unified.format import UNIFIED, UnifiedFormat
+from paddle_reshard.pipeline.layouts.unified.name import UNIFIED
 from paddle_reshard.pipeline.layouts.unified.names import (
     MASTER_WEIGHTS,
     MODEL,
@@ -48,7 +48,7 @@ _NUMPY_TAGS = TAGS | {"bfloat16": "U16"}
 class UnifiedTarget:
     """How many files."""
 
-    format: ClassVar[UnifiedFormat] = UNIFIED
+    format: ClassVar[str] = UNIFIED
     of_average: ClassVar[bool] = False
     decisions: ClassVar[tuple[Decision, ...]] = ()
 
@@ -66,15 +66,15 @@ class UnifiedTarget:
 
     def in_words(self) -> str:
         """The target in a line, for people."""
-        return f"{self.format.name}, {self.files} file{'s' if self.files > 1 else ''} of each kind"
+        return f"{self.format}, {self.files} file{'s' if self.files > 1 else ''} of each kind"
 
     def facts(self) -> dict[str, str]:
         """What tells it from other targets of the same source."""
-        return {"layout": self.format.name}
+        return {"layout": self.format}
 
     def data(self) -> dict[str, Any]:
         """What is asked of it."""
-        return {"format": self.format.name, "files": self.files}
+        return {"format": self.format, "files": self.files}
 
     def lay_out(
         self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
