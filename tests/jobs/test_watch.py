@@ -31,19 +31,19 @@ from tests.published import checked
 
 INTERRUPTED = """
 import functools, os, pathlib, signal, sys, time
-from paddle_reshard.pipeline import api
+from paddle_reshard.pipeline.watch import runners
 
-real, moment, told = api.convert, sys.argv.pop(1), pathlib.Path(sys.argv.pop(1))
+real, moment, told = runners.convert_with, sys.argv.pop(1), pathlib.Path(sys.argv.pop(1))
 
 @functools.wraps(real)
-def convert(source, target, **options):
+def convert(*arguments):
     if moment == "before":
         told.touch()
         time.sleep(60)
-    real(source, target, **options)
+    real(*arguments)
     os.kill(os.getpid(), signal.SIGKILL)
 
-api.convert = convert
+runners.convert_with = convert
 """
 
 

@@ -402,3 +402,9 @@ def test_the_rules_alone_tell_the_model(case: str) -> None:
 def test_braces_of_a_table_hold_the_known_names_and_nothing_else(field: str, text: str) -> None:
     with pytest.raises(UsageError, match=f"stand in braces of {field}"):
         parse(table_of([row(**{field: text})]))
+
+
+def test_a_table_for_version_0_1_names_the_axis_of_experts_as_it_did() -> None:
+    assert parse(table_of([row()], experts_over="dp")) == parse(table_of([row()], expert_axis="dp"))
+    with pytest.raises(UsageError, match="unknown entry 'experts_over'"):
+        parse(table_of([row()], experts_over="dp", expert_axis="ep"))

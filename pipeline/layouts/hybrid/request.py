@@ -137,7 +137,7 @@ class HybridRequest:
                     "ranks, so both must be the same"
                 )
             return "dp"
-        by_default = source.model.table.experts_over == "tp" and (
+        by_default = source.model.table.expert_axis == "tp" and (
             source.expert_axis == "tp" or source.topology is None or source.topology.tp == 1
         )
         return "tp" if (by_default if asked is None else asked) else None

@@ -268,7 +268,7 @@ def _check_experts(checkpoint: Checkpoint, target: HybridTarget) -> None:
     """Whether the model can spread its experts as the target asks for."""
     table, axis, topology = checkpoint.model.table, target.expert_axis, target.topology
     if axis is None:
-        if table.experts_over == "dp" and 1 < topology.dp < topology.world_size:
+        if table.expert_axis == "dp" and 1 < topology.dp < topology.world_size:
             raise PlanError(
                 f"dp={topology.dp}: {table.convention}'s {table.family} spreads experts over data-parallel ranks "
                 f"wherever there are other axes too; ask for ep={topology.dp}"
@@ -276,7 +276,7 @@ def _check_experts(checkpoint: Checkpoint, target: HybridTarget) -> None:
         return
     ranks = {"ep": topology.ep, "tp": topology.tp, "dp": topology.dp}[axis]
     what = f"{axis}={ranks}"
-    if table.experts_over != axis:
+    if table.expert_axis != axis:
         raise PlanError(f"{what}: {table.convention}'s {table.family} does not spread experts over {axis}")
     experts = [t for t in checkpoint.model.tensors if t.rule.of_expert]
     count = len({expert_of(t.key) for t in experts})

@@ -241,7 +241,7 @@ class RuleTable:
     rules: tuple[Rule, ...]
     experts: str | None = None
     """Config entry: the number of routed experts in a layer."""
-    experts_over: Literal["ep", "tp", "dp"] | None = None
+    expert_axis: Literal["ep", "tp", "dp"] | None = None
     """The axis over which the library can spread routed experts, whole ones to every rank: ``ep``, ``tp`` or ``dp``."""
     muon_exclude_patterns: tuple[str, ...] = ("embed", "bias", "lm_head", "mlp.gate")
     """What a name must not have in it for Muon to update the parameter; the default of the trainer's arguments."""
@@ -398,7 +398,7 @@ def parse_rule_table(text: str, where: str) -> RuleTable:
         If it is not JSON, an entry is unknown, missing or of the wrong type, or entries contradict each other.
     """
     try:
-        table = typed(parse_json(text), RuleTable)
+        table = typed(_renamed(parse_json(text)), RuleTable)
     except EntryError as error:
         raise UsageError(f"{where}: {error}") from error
     except JsonError as error:
@@ -427,6 +427,18 @@ def _item_fault(items: Sequence[Item]) -> str | None:
         if item.built_before is not None and item.built_before not in names - {item.name}:
             return f"{item.name!r} is built before {item.built_before!r}, which is none of them"
     return None
+
+
+_FORMER_NAMES = {"experts_over": "expert_axis"}
+"""Names of entries in tables that were written for version 0.1."""
+
+
+def _renamed(entries: Any) -> Any:
+    """The entries of a table under the names that they have here; one that is given under both is unknown as before."""
+    if not isinstance(entries, dict):
+        return entries
+    renamed = {old: new for old, new in _FORMER_NAMES.items() if new not in entries}
+    return {renamed.get(name, name): value for name, value in entries.items()}
 
 
 _PLACEHOLDER = re.compile(r"\{(?:layer|expert|n)\}|[{}]")
