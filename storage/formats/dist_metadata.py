@@ -103,6 +103,9 @@ _MAX_SIZE: Final = 1 << 60
 
 Columns = npt.NDArray[np.void]
 Ids = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
+IdColumns = Mapping[str, Ids]
+"""Name of a column → a value id of each row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +160,7 @@ def parse_dist_metadata(read: Callable[[int, int], bytes], size_bytes: int, path
         raise FormatError("file_too_large", path, None, detail)
     machine = _Machine(Window(read, size_bytes, path, READ_AHEAD_BYTES))
     root, _ = machine.run()
-    return _Assembly(machine).result(root)
+    return _Assembly(machine.values, path).result(*_columns_of(root, machine))
 
 
 # ---------------------------------------------------------------------------------------------- from opcodes
@@ -215,7 +218,7 @@ def _is_container(value: object) -> bool:
 # ------------------------------------------------------------------------------------------------ to columns
 
 
-class _Table:
+class _Numbers:
     """Distinct values, numbered as they come."""
 
     def __init__(self) -> None:
@@ -224,263 +227,288 @@ class _Table:
     def add(self, value: Any) -> int:
         return self.ids.setdefault(value, len(self.ids))
 
+    def __getitem__(self, number: int) -> Any:
+        return list(self.ids)[number]
 
-class _Assembly:
-    """Columns of value ids → checked columns of the result."""
 
-    def __init__(self, machine: _Machine) -> None:
-        self.machine, self.path = machine, machine.window.path
-        self.keys, self.dtypes, self.shapes, self.files = _Table(), _Table(), _Table(), _Table()
+def _columns_of(root: object, machine: _Machine) -> tuple[IdColumns, IdColumns, dict[str, tuple[str, ...]]]:
+    """Pieces and indexes as columns of value ids, and the paths in the nested dict, from what the opcodes have made."""
+    path = machine.window.path
+    if not isinstance(root, Instance) or root.kind != METADATA or root.state is None:
+        _bad(path, "bad_metadata", f"the root is not an instance of {METADATA}")
+    state = dict(root.state)
+    pieces = _piece_columns(state.pop("state_dict_metadata", None), machine)
+    indexes = _index_columns(state.pop("storage_metadata", None), machine)
+    flat_mapping = _flat_mapping(state.pop("flat_mapping", None), path)
+    if state:
+        _bad(path, "unknown_attribute", f"{METADATA} has {_told(next(iter(state)))}")
+    return pieces, indexes, flat_mapping
 
-    def bad(self, reason: str, detail: str) -> NoReturn:
-        raise FormatError(reason, self.path, None, detail)
 
-    def result(self, root: object) -> DistMetadata:
-        if not isinstance(root, Instance) or root.kind != METADATA or root.state is None:
-            self.bad("bad_metadata", f"the root is not an instance of {METADATA}")
-        state = dict(root.state)
-        piece_columns = self._piece_columns(state.pop("state_dict_metadata", None))
-        index_columns = self._index_columns(state.pop("storage_metadata", None))
-        flat_mapping = self._flat_mapping(state.pop("flat_mapping", None))
-        if state:
-            self.bad("unknown_attribute", f"{METADATA} has {_told(next(iter(state)))}")
-        pieces = self._pieces(piece_columns)
-        places = self._places(pieces, index_columns)
-        return self._in_order(pieces, places, flat_mapping)
+def _piece_columns(table: object, machine: _Machine) -> IdColumns:
+    """``key`` and the attributes of a piece."""
+    lane, values, path = machine.pieces, machine.values, machine.window.path
+    if table is None:
+        table = {}
+    if not isinstance(table, dict) or (lane.owner is not None and lane.owner is not table):
+        _bad(path, "bad_metadata", "state_dict_metadata is not a dict of lists of pieces")
+    slow = []
+    for key, pieces in table.items():
+        if not isinstance(key, str) or not isinstance(pieces, list):
+            _bad(path, "bad_metadata", "state_dict_metadata is not a dict of lists of pieces")
+        key_id = values.add(key)
+        for piece in pieces:
+            slow.append((key_id, *_attributes(piece, PIECE, lane.fields, machine)))
+        lane.keys.append(key_id)
+    counted = Counter(values.value(key_id) for key_id in lane.keys)
+    if len(counted) < len(lane.keys):
+        twice = counted.most_common(1)[0][0]
+        _bad(path, "duplicate_key", f"the key {_told(twice)} appears twice in one dict")
+    return dict(zip(("key", *lane.fields), lane.columns(slow), strict=True))
 
-    def _in_order(
-        self, pieces: Columns, places: Columns, flat_mapping: Mapping[str, tuple[str, ...]]
-    ) -> DistMetadata:
-        """Values and rows ascending: the result does not depend on what was taken in runs."""
-        keys, key_order = _ascending(self.keys)
-        dtypes, dtype_order = _ascending(self.dtypes)
-        shapes, shape_order = _ascending(self.shapes)
-        files, file_order = _ascending(self.files)
-        pieces["key"], pieces["dtype"] = key_order[pieces["key"]], dtype_order[pieces["dtype"]]
-        for name in _SHAPES:
-            pieces[name] = shape_order[pieces[name]]
-        places["file"] = file_order[places["file"]]
-        first = _packed(pieces["key"], pieces["global_offset"])
-        second = _packed(pieces["local_shape"], pieces["flattened_range"])
-        order = np.lexsort((second, first))
-        moved = np.empty(len(order), dtype=np.int32)
-        moved[order] = np.arange(len(order))
-        places["piece"] = moved[places["piece"]]
-        place_order = np.argsort(_packed(places["piece"], places["file"]), kind="stable")
-        return DistMetadata(keys, dtypes, shapes, files, pieces[order], places[place_order], flat_mapping)
 
-    # -- the dicts, as they were built
+def _index_columns(table: object, machine: _Machine) -> IdColumns:
+    """The attributes of an index, and ``file``."""
+    lane = machine.indexes
+    if table is None:
+        table = {}
+    if not isinstance(table, dict) or (lane.owner is not None and lane.owner is not table):
+        _bad(machine.window.path, "bad_metadata", "storage_metadata is not a dict of indexes and files")
+    slow = [
+        (*_attributes(index, INDEX, lane.fields, machine), machine.values.add(file))
+        for index, file in table.items()
+    ]
+    return dict(zip((*lane.fields, "file"), lane.columns(slow), strict=True))
 
-    def _piece_columns(self, table: object) -> dict[str, Ids]:
-        """Columns of value ids: ``key`` and the attributes of a piece."""
-        lane, values = self.machine.pieces, self.machine.values
-        if table is None:
-            table = {}
-        if not isinstance(table, dict) or (lane.owner is not None and lane.owner is not table):
-            self.bad("bad_metadata", "state_dict_metadata is not a dict of lists of pieces")
-        slow = []
-        for key, pieces in table.items():
-            if not isinstance(key, str) or not isinstance(pieces, list):
-                self.bad("bad_metadata", "state_dict_metadata is not a dict of lists of pieces")
-            key_id = values.add(key)
-            for piece in pieces:
-                slow.append((key_id, *self._attributes(piece, PIECE, lane.fields)))
-            lane.keys.append(key_id)
-        counted = Counter(values.value(key_id) for key_id in lane.keys)
-        if len(counted) < len(lane.keys):
-            twice = counted.most_common(1)[0][0]
-            self.bad("duplicate_key", f"the key {_told(twice)} appears twice in one dict")
-        return dict(zip(("key", *lane.fields), lane.columns(slow), strict=True))
 
-    def _index_columns(self, table: object) -> dict[str, Ids]:
-        """Columns of value ids: the attributes of an index, and ``file``."""
-        lane, values = self.machine.indexes, self.machine.values
-        if table is None:
-            table = {}
-        if not isinstance(table, dict) or (lane.owner is not None and lane.owner is not table):
-            self.bad("bad_metadata", "storage_metadata is not a dict of indexes and files")
-        slow = [
-            (*self._attributes(index, INDEX, lane.fields), values.add(file)) for index, file in table.items()
-        ]
-        return dict(zip((*lane.fields, "file"), lane.columns(slow), strict=True))
+def _attributes(instance: object, kind: str, fields: Sequence[str], machine: _Machine) -> Iterator[int]:
+    path = machine.window.path
+    if not isinstance(instance, Instance) or instance.kind != kind or instance.state is None:
+        _bad(path, "bad_metadata", f"something else stands where an instance of {kind} should be")
+    for name in instance.state:
+        if name not in fields:
+            _bad(path, "unknown_attribute", f"{kind} has {_told(name)}")
+    for name in fields:
+        yield machine.values.add(instance.state.get(name, DEFAULTS.get(name)))
 
-    def _attributes(self, instance: object, kind: str, fields: Sequence[str]) -> Iterator[int]:
-        if not isinstance(instance, Instance) or instance.kind != kind or instance.state is None:
-            self.bad("bad_metadata", f"something else stands where an instance of {kind} should be")
-        for name in instance.state:
-            if name not in fields:
-                self.bad("unknown_attribute", f"{kind} has {_told(name)}")
-        for name in fields:
-            value = instance.state.get(name, DEFAULTS.get(name))
-            yield self.machine.values.add(value)
 
-    def _flat_mapping(self, table: object) -> dict[str, tuple[str, ...]]:
-        if table is None:
-            return {}
-        if not isinstance(table, dict):
-            self.bad("bad_metadata", "flat_mapping is not a dict")
-        for key, path in table.items():
-            known = isinstance(key, str) and isinstance(path, tuple) and path
-            if not known or not all(isinstance(part, str) for part in path):
-                self.bad("bad_metadata", f"flat_mapping of {_told(key)} is not a tuple of names")
-        return table
+def _flat_mapping(table: object, path: str) -> dict[str, tuple[str, ...]]:
+    if table is None:
+        return {}
+    if not isinstance(table, dict):
+        _bad(path, "bad_metadata", "flat_mapping is not a dict")
+    for key, names in table.items():
+        known = isinstance(key, str) and isinstance(names, tuple) and names
+        if not known or not all(isinstance(part, str) for part in names):
+            _bad(path, "bad_metadata", f"flat_mapping of {_told(key)} is not a tuple of names")
+    return table
 
-    # -- the columns
 
-    def _column(self, ids: Ids, convert: Callable[[object], int]) -> Ids:
-        """``convert`` of every value, called once for each distinct id."""
-        values = self.machine.values
-        used = np.zeros(values.count, dtype=bool)
-        used[ids] = True
-        converted = np.full(values.count, -1, dtype=np.int32)
-        for value_id in np.flatnonzero(used).tolist():
-            converted[value_id] = convert(values.value(value_id))
-        return converted[ids]
+class _Distinct:
+    """The distinct keys, dtypes, shapes and files: each is checked once, and has a number from then on."""
 
-    def _key(self, value: object) -> int:
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.keys, self.dtypes, self.shapes, self.files = _Numbers(), _Numbers(), _Numbers(), _Numbers()
+
+    def key(self, value: object) -> int:
         if not isinstance(value, str) or not value:
-            self.bad("bad_key", "a key that is not text")
+            _bad(self.path, "bad_key", "a key that is not text")
         return self.keys.add(value)
 
-    def _file(self, value: object) -> int:
+    def file(self, value: object) -> int:
         if not isinstance(value, str) or value in ("", ".", "..") or set(value) & set("/\\\0"):
-            self.bad("bad_file", f"{_told(value)} is not the name of a file beside the metadata")
+            _bad(self.path, "bad_file", f"{_told(value)} is not the name of a file beside the metadata")
         return self.files.add(value)
 
-    def _dtype(self, value: object) -> int:
+    def dtype(self, value: object) -> int:
         if value is None:
             return -1
         if not isinstance(value, str) or not value:
-            self.bad("bad_dtype", "a dtype that is not text")
+            _bad(self.path, "bad_dtype", "a dtype that is not text")
         return self.dtypes.add(value)
 
-    def _shape(self, value: object) -> int:
-        shape = self._shape_or_none(value)
+    def shape(self, value: object) -> int:
+        shape = self.shape_or_none(value)
         if shape < 0:
-            self.bad("bad_shape", "a piece without an offset or a shape")
+            _bad(self.path, "bad_shape", "a piece without an offset or a shape")
         return shape
 
-    def _shape_or_none(self, value: object) -> int:
+    def shape_or_none(self, value: object) -> int:
         if value is None:
             return -1
         known = isinstance(value, (tuple, list)) and len(value) <= 64
         if not known or not all(type(v) is int and 0 <= v < _MAX_SIZE for v in value):  # type: ignore[attr-defined]
-            self.bad("bad_shape", "an offset, shape or range that is not a tuple of sizes below 2**60")
+            _bad(self.path, "bad_shape", "an offset, shape or range that is not a tuple of sizes below 2**60")
         return self.shapes.add(tuple(value))  # type: ignore[arg-type]
 
-    def _flag(self, value: object) -> int:
+    def flag(self, value: object) -> int:
         if not isinstance(value, bool):
-            self.bad("bad_range", "is_flattened is not a flag")
+            _bad(self.path, "bad_range", "is_flattened is not a flag")
         return int(value)
 
-    def _replica(self, value: object) -> int:
+    def replica(self, value: object) -> int:
         if value is None:
             return -1
         if type(value) is not int or not 0 <= value < 1 << 31:
-            self.bad("bad_replica", f"replica_id {_told(value)} is not a small number")
+            _bad(self.path, "bad_replica", f"replica_id {_told(value)} is not a small number")
         return value
 
-    def _range(self, rows: Mapping[str, Ids]) -> Ids:
-        ranges = self._column(rows["flattened_range"], self._shape_or_none)
-        flags = self._column(rows["is_flattened"], self._flag)
+
+class _Assembly:
+    """Columns of value ids → checked columns of the result."""
+
+    def __init__(self, values: Memo, path: str) -> None:
+        self.values, self.path = values, path
+        self.distinct = _Distinct(path)
+
+    def result(
+        self, piece_columns: IdColumns, index_columns: IdColumns, flat_mapping: Mapping[str, tuple[str, ...]]
+    ) -> DistMetadata:
+        pieces = self._pieces(piece_columns)
+        places = self._places(pieces, index_columns)
+        return _in_order(self.distinct, pieces, places, flat_mapping)
+
+    def _column(self, ids: Ids, convert: Callable[[object], int]) -> Ids:
+        """``convert`` of every value, called once for each distinct id."""
+        used = np.zeros(self.values.count, dtype=bool)
+        used[ids] = True
+        converted = np.full(self.values.count, -1, dtype=np.int32)
+        for value_id in np.flatnonzero(used).tolist():
+            converted[value_id] = convert(self.values.value(value_id))
+        return converted[ids]
+
+    def _range(self, rows: IdColumns) -> Ids:
+        ranges = self._column(rows["flattened_range"], self.distinct.shape_or_none)
+        flags = self._column(rows["is_flattened"], self.distinct.flag)
         if ((ranges >= 0) != (flags > 0)).any():
-            self.bad("bad_range", "is_flattened and flattened_range contradict each other")
+            _bad(self.path, "bad_range", "is_flattened and flattened_range contradict each other")
         return ranges
 
-    def _pieces(self, rows: Mapping[str, Ids]) -> Columns:
+    def _pieces(self, rows: IdColumns) -> Columns:
+        column, distinct = self._column, self.distinct
         pieces = np.empty(len(rows["key"]), dtype=PIECE_COLUMNS)
-        pieces["key"] = self._column(rows["key"], self._key)
-        pieces["dtype"] = self._column(rows["dtype"], self._dtype)
-        pieces["global_offset"] = self._column(rows["global_offset"], self._shape)
-        pieces["local_shape"] = self._column(rows["local_shape"], self._shape)
-        pieces["global_shape"] = self._column(rows["global_shape"], self._shape_or_none)
+        pieces["key"] = column(rows["key"], distinct.key)
+        pieces["dtype"] = column(rows["dtype"], distinct.dtype)
+        pieces["global_offset"] = column(rows["global_offset"], distinct.shape)
+        pieces["local_shape"] = column(rows["local_shape"], distinct.shape)
+        pieces["global_shape"] = column(rows["global_shape"], distinct.shape_or_none)
         pieces["flattened_range"] = self._range(rows)
-        self._check_geometry(pieces)
+        _check_geometry(pieces, distinct)
         return pieces
 
-    def _check_geometry(self, pieces: Columns) -> None:
-        """Every piece lies in its tensor, and every range in its piece."""
-        shapes = list(self.shapes.ids)
-        extents = _as_matrix(shapes)
-        dims = np.array([len(shape) for shape in shapes], dtype=np.int64)
-        elements = np.array([min(prod(shape), _MAX_SIZE) for shape in shapes], dtype=np.int64)
-        offset, local = pieces["global_offset"], pieces["local_shape"]
-        whole, flat = pieces["global_shape"], pieces["flattened_range"]
-        wrong = dims[offset] != dims[local]
-        outside = (extents[offset] + extents[local] > extents[whole]).any(axis=1)
-        wrong |= (whole >= 0) & ((dims[whole] != dims[local]) | outside)
-        start, stop = extents[flat, 0], extents[flat, 1]
-        wrong |= (flat >= 0) & ((dims[flat] != 2) | (start > stop) | (stop > elements[local]))
-        if wrong.any():
-            row = pieces[np.flatnonzero(wrong)[0]]
-            given = [shapes[i] if i >= 0 else None for i in (row[name] for name in _SHAPES)]
-            self.bad(
-                "bad_piece",
-                f"a piece of {_shown(list(self.keys.ids)[row['key']])} contradicts itself: "
-                + ", ".join(f"{name} {shape}" for name, shape in zip(_SHAPES, given, strict=True)),
-            )
-
-    def _places(self, pieces: Columns, rows: Mapping[str, Ids]) -> Columns:
+    def _places(self, pieces: Columns, rows: IdColumns) -> Columns:
+        column, distinct = self._column, self.distinct
         places = np.empty(len(rows["file"]), dtype=PLACE_COLUMNS)
-        places["replica"] = self._column(rows["replica_id"], self._replica)
-        places["file"] = self._column(rows["file"], self._file)
+        places["replica"] = column(rows["replica_id"], distinct.replica)
+        places["file"] = column(rows["file"], distinct.file)
         # The replicas of a piece follow one another: only the first of each run is looked up.
-        named = {name: column for name, column in rows.items() if name not in ("replica_id", "file")}
+        named = {name: ids for name, ids in rows.items() if name not in ("replica_id", "file")}
         firsts, lengths = _runs(list(named.values()))
-        named = {name: column[firsts] for name, column in named.items()}
-        key = self._column(named["tensor_key"], self._key)
-        offset = self._column(named["global_offset"], self._shape)
-        local = self._column(named["local_shape"], self._shape_or_none)
+        named = {name: ids[firsts] for name, ids in named.items()}
+        key = column(named["tensor_key"], distinct.key)
+        offset = column(named["global_offset"], distinct.shape)
+        local = column(named["local_shape"], distinct.shape_or_none)
         flat = self._range(named)
         # Up to 3.2 an index says neither shape nor range: then offsets tell the pieces of a key apart.
         says_shape = bool(len(local)) and bool((local >= 0).all())
         if not says_shape and (local >= 0).any():
-            self.bad("bad_index", "some indexes have a local_shape, others have none")
+            _bad(self.path, "bad_index", "some indexes have a local_shape, others have none")
         own, wanted = [_packed(pieces["key"], pieces["global_offset"])], [_packed(key, offset)]
         if says_shape:
             own.append(_packed(pieces["local_shape"], pieces["flattened_range"]))
             wanted.append(_packed(local, flat))
-        places["piece"] = np.repeat(self._join(pieces, *_numbered(own, wanted), key), lengths)
-        self._check_places(pieces, places)
+        found = _find_pieces(pieces["key"], *_numbered(own, wanted), key, distinct)
+        places["piece"] = np.repeat(found, lengths)
+        _check_places(pieces, places, distinct)
         return places
 
-    def _join(
-        self, pieces: Columns, own: npt.NDArray[np.int64], wanted: npt.NDArray[np.int64], key: Ids
-    ) -> npt.NDArray[np.int64]:
-        """The piece of each index; none may be missing or double."""
-        keys = list(self.keys.ids)
-        order = np.argsort(own, kind="stable")
-        own = own[order]
-        double = np.flatnonzero(own[1:] == own[:-1])
-        if len(double):
-            name = keys[pieces["key"][order[double[0]]]]
-            self.bad("duplicate_piece", f"two pieces of {_shown(name)} are identical")
-        at = np.searchsorted(own, wanted)
-        found = at < len(own)
-        found[found] = own[at[found]] == wanted[found]
-        if not found.all():
-            name = keys[key[np.flatnonzero(~found)[0]]]
-            self.bad(
-                "unknown_piece", f"storage_metadata places a piece of {_shown(name)} that does not exist"
-            )
-        return order[at]
 
-    def _check_places(self, pieces: Columns, places: Columns) -> None:
-        keys = list(self.keys.ids)
-        lost = np.bincount(places["piece"], minlength=len(pieces)) == 0
-        if lost.any():
-            name = keys[pieces["key"][np.flatnonzero(lost)[0]]]
-            self.bad("lost_piece", f"no file holds a piece of {_shown(name)}")
-        by_key = pieces["key"][places["piece"]]
-        for reason, pairs in (
-            ("duplicate_index", _packed(places["piece"], places["replica"])),
-            ("two_pieces_in_one_file", _packed(by_key, places["file"])),
-        ):
-            twice = _first_double(pairs)
-            if twice is not None:
-                self.bad(
-                    reason, f"a piece of {_shown(keys[by_key[twice]])} is placed twice in storage_metadata"
-                )
+def _check_geometry(pieces: Columns, distinct: _Distinct) -> None:
+    """Every piece lies in its tensor, and every range in its piece."""
+    shapes = list(distinct.shapes.ids)
+    extents = _as_matrix(shapes)
+    dims = np.array([len(shape) for shape in shapes], dtype=np.int64)
+    elements = np.array([min(prod(shape), _MAX_SIZE) for shape in shapes], dtype=np.int64)
+    offset, local = pieces["global_offset"], pieces["local_shape"]
+    whole, flat = pieces["global_shape"], pieces["flattened_range"]
+    wrong = dims[offset] != dims[local]
+    outside = (extents[offset] + extents[local] > extents[whole]).any(axis=1)
+    wrong |= (whole >= 0) & ((dims[whole] != dims[local]) | outside)
+    start, stop = extents[flat, 0], extents[flat, 1]
+    wrong |= (flat >= 0) & ((dims[flat] != 2) | (start > stop) | (stop > elements[local]))
+    if wrong.any():
+        row = pieces[np.flatnonzero(wrong)[0]]
+        given = [shapes[i] if i >= 0 else None for i in (row[name] for name in _SHAPES)]
+        _bad(
+            distinct.path,
+            "bad_piece",
+            f"a piece of {_shown(distinct.keys[row['key']])} contradicts itself: "
+            + ", ".join(f"{name} {shape}" for name, shape in zip(_SHAPES, given, strict=True)),
+        )
+
+
+def _find_pieces(
+    of_pieces: Ids, own: Longs, wanted: Longs, of_indexes: Ids, distinct: _Distinct
+) -> npt.NDArray[np.int64]:
+    """The piece of each index, by their numbers ``own`` and ``wanted``; none may be missing or double."""
+    order = np.argsort(own, kind="stable")
+    own = own[order]
+    double = np.flatnonzero(own[1:] == own[:-1])
+    if len(double):
+        name = distinct.keys[of_pieces[order[double[0]]]]
+        _bad(distinct.path, "duplicate_piece", f"two pieces of {_shown(name)} are identical")
+    at = np.searchsorted(own, wanted)
+    found = at < len(own)
+    found[found] = own[at[found]] == wanted[found]
+    if not found.all():
+        name = distinct.keys[of_indexes[np.flatnonzero(~found)[0]]]
+        detail = f"storage_metadata places a piece of {_shown(name)} that does not exist"
+        _bad(distinct.path, "unknown_piece", detail)
+    return order[at]
+
+
+def _check_places(pieces: Columns, places: Columns, distinct: _Distinct) -> None:
+    """Every piece is in a file, once for each replica and file."""
+    lost = np.bincount(places["piece"], minlength=len(pieces)) == 0
+    if lost.any():
+        name = distinct.keys[pieces["key"][np.flatnonzero(lost)[0]]]
+        _bad(distinct.path, "lost_piece", f"no file holds a piece of {_shown(name)}")
+    by_key = pieces["key"][places["piece"]]
+    for reason, pairs in (
+        ("duplicate_index", _packed(places["piece"], places["replica"])),
+        ("two_pieces_in_one_file", _packed(by_key, places["file"])),
+    ):
+        twice = _first_double(pairs)
+        if twice is not None:
+            name = distinct.keys[by_key[twice]]
+            _bad(distinct.path, reason, f"a piece of {_shown(name)} is placed twice in storage_metadata")
+
+
+def _in_order(
+    distinct: _Distinct, pieces: Columns, places: Columns, flat_mapping: Mapping[str, tuple[str, ...]]
+) -> DistMetadata:
+    """Values and rows ascending: the result does not depend on what was taken in runs."""
+    keys, key_order = _ascending(distinct.keys)
+    dtypes, dtype_order = _ascending(distinct.dtypes)
+    shapes, shape_order = _ascending(distinct.shapes)
+    files, file_order = _ascending(distinct.files)
+    pieces["key"], pieces["dtype"] = key_order[pieces["key"]], dtype_order[pieces["dtype"]]
+    for name in _SHAPES:
+        pieces[name] = shape_order[pieces[name]]
+    places["file"] = file_order[places["file"]]
+    first = _packed(pieces["key"], pieces["global_offset"])
+    second = _packed(pieces["local_shape"], pieces["flattened_range"])
+    order = np.lexsort((second, first))
+    moved = np.empty(len(order), dtype=np.int32)
+    moved[order] = np.arange(len(order))
+    places["piece"] = moved[places["piece"]]
+    place_order = np.argsort(_packed(places["piece"], places["file"]), kind="stable")
+    return DistMetadata(keys, dtypes, shapes, files, pieces[order], places[place_order], flat_mapping)
+
+
+def _bad(path: str, reason: str, detail: str) -> NoReturn:
+    raise FormatError(reason, path, None, detail)
 
 
 def _runs(columns: Sequence[Ids]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -530,7 +558,7 @@ def _first_double(values: npt.NDArray[np.int64]) -> int | None:
     return int(order[double[0] + 1])
 
 
-def _ascending(table: _Table) -> tuple[tuple[Any, ...], Ids]:
+def _ascending(table: _Numbers) -> tuple[tuple[Any, ...], Ids]:
     """The values in order, and the new number of each old one; -1 stays -1."""
     ordered = sorted(table.ids)
     numbers = np.full(len(ordered) + 1, -1, dtype=np.int32)
