@@ -429,6 +429,88 @@ def _caches() -> tuple[_Cache, ...]:
     return _Cache(2), _Cache(8)
 
 
+class _Coder:
+    """Byte strings of a window → codes. Each distinct one is taken apart once, with the memo of the whole file."""
+
+    def __init__(self, machine: Machine, memo: Memo) -> None:
+        self._machine, self._memo = machine, memo
+        self._codes = _Codes(self._code)
+        self._caches = _caches()
+        self._chunks = _Chunks()
+        self.nothing = self.add(_NONE, ())
+        """Chunk of what stores nothing."""
+
+    def forget(self) -> None:
+        """Byte strings mean something else from here on: a name has come to be stored in the memo."""
+        self._codes.clear()
+        self._caches = _caches()
+
+    def add(self, value: int, slots: Sequence[int]) -> int:
+        """Number a chunk that is this value and stores these in the memo."""
+        return self._chunks.add(value, slots)
+
+    def coded(self, scan: _Scan, values: _Values, rows: Longs) -> Ids:
+        """Codes of the values in some rows."""
+        start, nbytes, opcode = values.start, values.nbytes, values.opcode
+        if len(rows) < len(start):
+            start, nbytes, opcode = start[rows], nbytes[rows], opcode[rows]
+        short = opcode == ord("h")
+        refers = (short | (opcode == ord("j"))) & (nbytes <= _LONGEST_REFERENCE_BYTES)
+        codes = np.empty(len(start), dtype=np.int32)
+        if refers.any():
+            argument = scan.words[start] >> np.uint64(8)
+            index = np.where(short, argument & _MASKS[1], argument & _MASKS[4]).astype(np.int64)
+            codes[:] = np.where(((index < 256) == short) & (index < _MAX_INDEX), -2 - index, _BAD)
+        spelled = np.flatnonzero(~refers)
+        for cache in self._caches:
+            if not len(spelled):
+                return codes
+            fits = nbytes[spelled] < cache.longest_bytes
+            these, spelled = spelled[fits], spelled[~fits]
+            codes[these] = cache.find(scan, start[these], nbytes[these], self._codes.__getitem__)
+        codes[spelled] = scan.coded(start[spelled], nbytes[spelled], self._codes.__getitem__)
+        return codes
+
+    def stored(self, chunks: Ids) -> tuple[Ids, Longs, Ids]:
+        """What entries store in the memo: all of it in order, and where it begins for each; then their value ids."""
+        table = self._chunks.table()
+        counts = table.counts[chunks]
+        first_slot = np.r_[0, np.cumsum(counts.sum(axis=0) + len(_NEW_SLOTS))]
+        slots = np.full(int(first_slot[-1]), _OPAQUE, dtype=np.int32)
+        at = first_slot[:-1] + len(_NEW_SLOTS)
+        for chunk, count in zip(chunks, counts, strict=True):
+            rows = np.flatnonzero(count)
+            lengths = count[rows]
+            within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            slots[np.repeat(at[rows], lengths) + within] = table.slots[
+                np.repeat(table.starts[chunk[rows]], lengths) + within
+            ]
+            at[rows] += lengths
+        return slots, first_slot, table.values[chunks]
+
+    def _code(self, raw: bytes) -> int:
+        """The chunk that a byte string is."""
+        return self._text(raw) if raw[0] == _TEXT else self._taken_apart(raw)
+
+    def _text(self, raw: bytes) -> int:
+        text = raw[2:-1]
+        if raw[-1:] != b"\x94" or not text.isascii():
+            return _BAD
+        value = self._memo.add(text.decode("ascii"))
+        return self._chunks.add(value, (value,))
+
+    def _taken_apart(self, raw: bytes) -> int:
+        machine = _ChunkMachine(self._machine, self._memo, raw)
+        try:
+            root, _ = machine.run()
+        except FormatError:  # it is taken opcode by opcode then, and refused there if it must be
+            return _BAD
+        if not isinstance(root, tuple) or len(root) != 1:
+            return _BAD
+        slots = [self._memo.add(value) for value in machine.stored]
+        return self._chunks.add(self._memo.add(root[0]), slots)
+
+
 class _Entries(NamedTuple):
     """The entries that a walk has found, field by field, in order. Only those that begin where an entry does count."""
 
@@ -472,10 +554,7 @@ class _Rows:
         self._scan: _Scan | None = None
         """The walk over the window, from which a walk over the next entries starts."""
         self._entries: _Entries | None = None
-        self._codes = _Codes(self._code)
-        self._caches = _caches()
-        self._chunks = _Chunks()
-        self._nothing = self._chunks.add(_NONE, ())
+        self._coder = _Coder(machine, memo)
 
     def follow(self) -> Instance:
         """Take as many entries as look alike, from a new instance on; return the instance after them."""
@@ -510,8 +589,8 @@ class _Rows:
             return False
         made_from = tuple(self.memo.names.get(name) for name in (*self._order, self.kind, "scalar", "i8"))
         if made_from != self._made_from:
-            self._made_from, self._entries, self._caches = made_from, None, _caches()
-            self._codes.clear()
+            self._made_from, self._entries = made_from, None
+            self._coder.forget()
             self._known = None not in made_from[:-2] and self.machine.protocol >= 4
         return self._known
 
@@ -552,7 +631,7 @@ class _Rows:
 
     def _slots(self, kinds: Ids) -> Ids:
         """Chunks of what the tails of these kinds store in the memo after their value."""
-        return np.full(len(kinds), self._nothing, dtype=np.int32)
+        return np.full(len(kinds), self._coder.nothing, dtype=np.int32)
 
     def _entries_from(self, scan: _Scan) -> _Entries:
         """What a walk finds."""
@@ -560,10 +639,12 @@ class _Rows:
         begins, kinds = self._walk(scan)
         good = np.flatnonzero(scan.good)
         place = np.cumsum(scan.good) - 1
-        codes = np.full((len(scan.values) + 1, len(good)), self._nothing, dtype=np.int32)
+        codes = np.full((len(scan.values) + 1, len(good)), self._coder.nothing, dtype=np.int32)
         for column, value in zip(codes, scan.values, strict=False):
             rows = good if value.rows is None else np.flatnonzero(scan.good[value.rows])
-            column[... if value.rows is None else place[value.rows[rows]]] = self._coded(scan, value, rows)
+            column[... if value.rows is None else place[value.rows[rows]]] = self._coder.coded(
+                scan, value, rows
+            )
         codes[-1] = self._slots(kinds[good])
         sound = np.flatnonzero((codes != _BAD).all(axis=0))
         if len(sound) < len(good):
@@ -571,7 +652,7 @@ class _Rows:
         begins, ends = begins[good], scan.at[good]
         refers = codes < _BAD
         indexes = np.where(refers, -2 - codes, -1)
-        slots, first_slot, ids = self._stored(np.where(refers, self._nothing, codes))
+        slots, first_slot, ids = self._coder.stored(np.where(refers, self._coder.nothing, codes))
         return _Entries(
             last=last,
             begins=begins,
@@ -584,69 +665,6 @@ class _Rows:
             first_slot=first_slot,
             slots=slots,
         )
-
-    def _coded(self, scan: _Scan, values: _Values, rows: Longs) -> Ids:
-        """Codes of the values in some rows."""
-        start, nbytes, opcode = values.start, values.nbytes, values.opcode
-        if len(rows) < len(start):
-            start, nbytes, opcode = start[rows], nbytes[rows], opcode[rows]
-        short = opcode == ord("h")
-        refers = (short | (opcode == ord("j"))) & (nbytes <= _LONGEST_REFERENCE_BYTES)
-        codes = np.empty(len(start), dtype=np.int32)
-        if refers.any():
-            argument = scan.words[start] >> np.uint64(8)
-            index = np.where(short, argument & _MASKS[1], argument & _MASKS[4]).astype(np.int64)
-            codes[:] = np.where(((index < 256) == short) & (index < _MAX_INDEX), -2 - index, _BAD)
-        spelled = np.flatnonzero(~refers)
-        for cache in self._caches:
-            if not len(spelled):
-                return codes
-            fits = nbytes[spelled] < cache.longest_bytes
-            these, spelled = spelled[fits], spelled[~fits]
-            codes[these] = cache.find(scan, start[these], nbytes[these], self._codes.__getitem__)
-        codes[spelled] = scan.coded(start[spelled], nbytes[spelled], self._codes.__getitem__)
-        return codes
-
-    def _stored(self, chunks: Ids) -> tuple[Ids, Longs, Ids]:
-        """What entries store in the memo: all of it in order, and where it begins for each; then their value ids."""
-        table = self._chunks.table()
-        counts = table.counts[chunks]
-        first_slot = np.r_[0, np.cumsum(counts.sum(axis=0) + len(_NEW_SLOTS))]
-        slots = np.full(int(first_slot[-1]), _OPAQUE, dtype=np.int32)
-        at = first_slot[:-1] + len(_NEW_SLOTS)
-        for chunk, count in zip(chunks, counts, strict=True):
-            rows = np.flatnonzero(count)
-            lengths = count[rows]
-            within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-            slots[np.repeat(at[rows], lengths) + within] = table.slots[
-                np.repeat(table.starts[chunk[rows]], lengths) + within
-            ]
-            at[rows] += lengths
-        return slots, first_slot, table.values[chunks]
-
-    # -- distinct values
-
-    def _code(self, raw: bytes) -> int:
-        """The chunk that a byte string is."""
-        return self._text(raw) if raw[0] == _TEXT else self._taken_apart(raw)
-
-    def _text(self, raw: bytes) -> int:
-        text = raw[2:-1]
-        if raw[-1:] != b"\x94" or not text.isascii():
-            return _BAD
-        value = self.memo.add(text.decode("ascii"))
-        return self._chunks.add(value, (value,))
-
-    def _taken_apart(self, raw: bytes) -> int:
-        machine = _ChunkMachine(self.machine, self.memo, raw)
-        try:
-            root, _ = machine.run()
-        except FormatError:  # it is taken opcode by opcode then, and refused there if it must be
-            return _BAD
-        if not isinstance(root, tuple) or len(root) != 1:
-            return _BAD
-        slots = [self.memo.add(value) for value in machine.stored]
-        return self._chunks.add(self.memo.add(root[0]), slots)
 
     # -- rows
 
@@ -724,7 +742,7 @@ class PieceRows(_Rows):
 
     def __init__(self, machine: Machine, memo: Memo) -> None:
         super().__init__(machine, memo)
-        self._list = self._chunks.add(_NONE, (_OPAQUE,))
+        self._list = self._coder.add(_NONE, (_OPAQUE,))
         self.keys: list[int] = []
         """Value ids of the keys whose lists were taken from their first piece to their last."""
 
@@ -762,7 +780,7 @@ class PieceRows(_Rows):
         return kinds
 
     def _slots(self, kinds: Ids) -> Ids:
-        return np.where(kinds == self._GOES_ON, self._nothing, self._list).astype(np.int32)
+        return np.where(kinds == self._GOES_ON, self._coder.nothing, self._list).astype(np.int32)
 
     def _misplaced(self, kinds: Ids) -> npt.NDArray[np.bool_]:
         comes_from_many = kinds <= self._MANY_ONE
