@@ -108,6 +108,12 @@ class ReadRange(Protocol):
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """Fill all of ``buffer`` with the bytes of ``path``, starting at ``byte_offset``, or raise."""
 
+    def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
+        """Read exactly ``nbytes`` bytes of a file."""
+        buffer = bytearray(nbytes)
+        self.read_into(path, byte_offset, memoryview(buffer))
+        return bytes(buffer)
+
     def read_many(self, reads: Sequence[Read]) -> None:
         """Fill several buffers, or raise. Stores with high latency are asked for all of them concurrently."""
         for read in reads:
@@ -131,9 +137,6 @@ class Source(ReadRange, Protocol):
 
     def sizes(self) -> Mapping[str, int]:
         """Name of every file → size in bytes."""
-
-    def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
-        """Read exactly ``nbytes`` bytes of a file."""
 
     def versions(self) -> Mapping[str, str]:
         """Name of every file → fingerprint that changes with the file, taken when the source was opened."""

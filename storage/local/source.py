@@ -100,12 +100,6 @@ class LocalSource(ReadRange):
         """Name of every file → size in bytes, as seen at the start."""
         return {path: stamp.size_bytes for path, stamp in self.stamps.items()}
 
-    def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
-        """Read exactly ``nbytes`` bytes of a file."""
-        buffer = bytearray(nbytes)
-        self.read_into(path, byte_offset, memoryview(buffer))
-        return bytes(buffer)
-
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on."""
         self.read_many([Read(path, byte_offset, buffer)])
