@@ -33,6 +33,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from paddle_reshard.clusters.ray.dealing import Dealer, Member, Table, Waiting
 from paddle_reshard.clusters.ray.environment import handed_on
 from paddle_reshard.clusters.ray.exchange import band_bytes, merge_reports, split_group
 from paddle_reshard.clusters.ray.join import joined_ray, lost_node, one_line
@@ -41,12 +42,10 @@ from paddle_reshard.pipeline.core.choices import DEVICES, EXCHANGES
 from paddle_reshard.pipeline.core.errors import (
     ClusterError,
     GroupFailedError,
-    MemoryBudgetError,
     ReshardError,
     UnsupportedError,
     UsageError,
 )
-from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import GROUPS_AT_A_TIME, GroupWork
 from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.run_group import GroupReport
@@ -57,8 +56,6 @@ SIDE_BY_SIDE = "side_by_side"
 """Calls of a worker that need not wait for each other. One that has a GPU runs one group at a time."""
 ATTEMPTS = 4
 """How often a group is tried, and how often a worker is started before its place is given up."""
-SHARED_BYTES = 32 << 20
-"""Groups below this peak are not worth sharing; ``exchange="always"`` shares them all the same."""
 PATIENCE_SECONDS = 15.0
 """How long nothing may happen before work is dealt to the workers that are there, and the log says what is
 missing if there are none."""
@@ -177,7 +174,10 @@ class _Run:
         every: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
         nodes = [node["Resources"] for node in every if node["Alive"]]
         self.room = _room(nodes, engine.demand)
-        self.most_object_bytes = min((int(n.get("object_store_memory", 0)) for n in nodes), default=0) // 2
+        smallest_store = min((int(n.get("object_store_memory", 0)) for n in nodes), default=0)
+        self.dealer = Dealer(
+            engine.memory_bytes, engine.exchange, engine.device == "cpu", smallest_store // 2
+        )
         self.object_bytes = 0
         """Bands in the object store."""
 
@@ -292,38 +292,44 @@ class _Run:
                 self.queue.append(_Attempt(work))
 
     def _hand_out(self) -> None:
-        """Give the waiting groups to workers: idle ones first, then those that have room for one more."""
+        """Give the waiting groups to workers, as far as there are workers for them."""
         while True:
-            idle = [worker for worker in self.workers if not worker.asked and not worker.attempts]
-            self._look_ahead(1 + len(idle or self.workers))
+            idle = sum(not worker.asked and not worker.attempts for worker in self.workers)
+            self._look_ahead(1 + (idle or len(self.workers)))
             if not self.queue:
                 return
-            attempt = self.queue[0]
-            if idle:
-                members = idle[: self._workers_for(attempt, len(idle))]
-            else:
-                members = self._with_room(attempt)
-            if not members:
+            chosen = self.dealer.choose(self._table())
+            if not chosen:
                 return
-            self._hand_to(members, self.queue.popleft())
+            self._hand_to([self.workers[number] for number in chosen], self.queue.popleft())
 
-    def _with_room(self, attempt: _Attempt) -> list[_Worker]:
-        """A busy worker that can take another group; none where so few wait that others will soon be idle."""
-        engine = self.engine
-        if engine.device != "cpu" or engine.exchange == "always" or attempt.alone:
-            return []
-        if self.exhausted and len(self.queue) <= len(self.workers):
-            return []
-        most_bytes = engine.memory_bytes - FOOTPRINT_BYTES - attempt.work.peak_bytes
-        free = (
-            worker
+    def _table(self) -> Table:
+        attempt = self.queue[0]
+        work = attempt.work
+        members = (
+            Member(
+                worker.ready,
+                not worker.asked,
+                tuple(other.work.peak_bytes for other in worker.attempts),
+                any(other.alone for other in worker.attempts),
+            )
             for worker in self.workers
-            if not worker.asked
-            and len(worker.attempts) < GROUPS_AT_A_TIME
-            and not any(other.alone for other in worker.attempts)
-            and sum(other.work.peak_bytes for other in worker.attempts) <= most_bytes
         )
-        return sorted(free, key=lambda worker: len(worker.attempts))[:1]
+        return Table(
+            Waiting(
+                work.label,
+                work.peak_bytes,
+                len(work.bands),
+                len(work.parts),
+                band_bytes(work),
+                attempt.number,
+            ),
+            tuple(waiting.work.peak_bytes for waiting in self.queue),
+            tuple(members),
+            self.exhausted,
+            self.patient,
+            self.object_bytes,
+        )
 
     def _hand_to(self, members: list[_Worker], attempt: _Attempt) -> None:
         self.running += 1
@@ -338,31 +344,6 @@ class _Run:
             if self.engine.device == "cpu":
                 run = run.options(concurrency_group=SIDE_BY_SIDE)
             self.pending[run.remote(attempt.work)] = (member, attempt)
-
-    def _workers_for(self, attempt: _Attempt, idle: int) -> int:
-        """How many of the idle workers take a group; 0 where it has to wait for more of them."""
-        work, exchange = attempt.work, self.engine.exchange
-        needed_bytes = work.peak_bytes + FOOTPRINT_BYTES
-        if needed_bytes > self.engine.memory_bytes:
-            raise MemoryBudgetError(work.label, self.engine.memory_bytes, needed_bytes)
-        object_bytes = band_bytes(work)
-        if (
-            exchange == "never"
-            or attempt.number > 1  # what failed shared is tried in the simplest way
-            or len(work.bands) < 2
-            or len(self.workers) < 2
-            or object_bytes > self.most_object_bytes
-        ):
-            return 1
-        fits = self.object_bytes + object_bytes <= self.most_object_bytes
-        if exchange == "always":
-            return idle if fits and idle > 1 else 0
-        if not fits or not self.exhausted or work.peak_bytes < SHARED_BYTES:
-            return 1
-        if self.patient and not all(worker.ready for worker in self.workers):
-            return 0
-        fair = idle * work.peak_bytes // max(1, sum(waiting.work.peak_bytes for waiting in self.queue))
-        return max(1, min(fair, idle + 1 - len(self.queue), max(len(work.bands), len(work.parts))))
 
     def _exchange(self, attempt: _Attempt, members: list[_Worker]) -> None:
         """Share a group: its bands become object refs, and the parts are made from those.

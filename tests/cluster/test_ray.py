@@ -16,6 +16,7 @@ from ray.cluster_utils import Cluster
 
 from paddle_reshard.clusters.choose import Engine
 from paddle_reshard.clusters.inline import run_inline
+from paddle_reshard.clusters.ray import dealing
 from paddle_reshard.clusters.ray import engine as ray_cluster
 from paddle_reshard.clusters.ray.engine import ATTEMPTS, RayEngine
 from paddle_reshard.pipeline.convert.run import run_conversion
@@ -163,7 +164,7 @@ def test_workers_get_the_variables_that_are_named_and_no_others(
 def test_fewer_groups_than_workers_are_shared(
     plan: Plan, exchanged: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_cluster, "SHARED_BYTES", 0)
+    monkeypatch.setattr(dealing, "SHARED_BYTES", 0)
     conversion = plan(group_bytes=64 << 20)
     assert conversion.inline.groups == 2  # the other one has the files without values
     conversion.run(engine(workers=3, exchange="auto"))
