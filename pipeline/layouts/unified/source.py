@@ -87,6 +87,10 @@ class _Stored(NamedTuple):
         return self.array.shape[::-1] if self.transposed else self.array.shape
 
 
+Arrays = Mapping[TensorId, list[_Stored]]
+"""All arrays of each tensor."""
+
+
 def read_unified(
     sizes: Mapping[str, int],
     payloads: Mapping[str, SafetensorsPayload],
@@ -127,6 +131,7 @@ def read_unified(
     model = read_model(_tensors(arrays, table, config), table, config)
     check_whole(model)
     catalog = _UnifiedCatalog(model, files, sizes).catalog(arrays)
+    _check_states(model)
     check_catalog(catalog)
     return Checkpoint(
         format=UNIFIED,
@@ -195,9 +200,7 @@ def _masters_only(
     )
 
 
-def _refuse_unknown_dtypes(
-    arrays: Mapping[TensorId, list[_Stored]], table: RuleTable, config: Mapping[str, Any]
-) -> None:
+def _refuse_unknown_dtypes(arrays: Arrays, table: RuleTable, config: Mapping[str, Any]) -> None:
     """Master weights without weights do not tell which parameters are float32 themselves: routers are."""
     if any(state == PARAM for _, state in arrays):
         return
@@ -217,7 +220,7 @@ def _check_dtype(key: str, state: str, dtype: DType, file: UnifiedFile) -> None:
 
 
 def _joined_twins(
-    arrays: Mapping[TensorId, list[_Stored]], table: RuleTable, config: Mapping[str, Any]
+    arrays: Arrays, table: RuleTable, config: Mapping[str, Any]
 ) -> dict[TensorId, list[_Stored]]:
     """Tied weights under the one key that is their identity; its own arrays come first."""
     twins = {key: table.find(key, config)[0].twin(config) for key in dict.fromkeys(key for key, _ in arrays)}
@@ -230,7 +233,7 @@ def _joined_twins(
 
 
 def _oriented(
-    arrays: Mapping[TensorId, list[_Stored]],
+    arrays: Arrays,
     payloads: Mapping[str, SafetensorsPayload],
     table: RuleTable,
     config: Mapping[str, Any],
@@ -248,9 +251,7 @@ def _oriented(
     return {(key, state): [oriented(key, one) for one in stored] for (key, state), stored in arrays.items()}
 
 
-def _tensors(
-    arrays: Mapping[TensorId, list[_Stored]], table: RuleTable, config: Mapping[str, Any]
-) -> list[Tensor]:
+def _tensors(arrays: Arrays, table: RuleTable, config: Mapping[str, Any]) -> list[Tensor]:
     """The logical tensors, those that are made of others included."""
     shapes = {key: _shape(key, arrays, table, config) for key, _ in arrays}
     tensors = [
@@ -267,9 +268,7 @@ def _tensors(
     ]
 
 
-def _shape(
-    key: str, arrays: Mapping[TensorId, list[_Stored]], table: RuleTable, config: Mapping[str, Any]
-) -> Shape:
+def _shape(key: str, arrays: Arrays, table: RuleTable, config: Mapping[str, Any]) -> Shape:
     """Global shape of a parameter: of the weight, else of the master weight, else by the rules."""
     if stored := arrays.get((key, PARAM)):
         return stored[0].shape
@@ -292,39 +291,102 @@ def _shape(
 # ------------------------------------------------------------------------------------------------ the catalog
 
 
+class _Cutting:
+    """How parameters are cut into the arrays of files: by tensor parallelism, and into slices by sharding."""
+
+    def __init__(self, model: Model, files: Sequence[UnifiedFile]) -> None:
+        self.model = model
+        self.by_key = {tensor.key: tensor for tensor in model.tensors}
+        self.tp = max((file.tp for file in files), default=0) + 1
+        self.degrees = _sharding_degrees(files)
+
+    def cut(self, key: str, file: UnifiedFile) -> TensorCut:
+        """By tensor parallelism."""
+        return self.model.cut(self.by_key[key], self.tp) if file.of_rank else TensorCut(1, None)
+
+    def sliced(self, arrays: Arrays) -> set[TensorId]:
+        """The states that are stored as slices.
+
+        Raises
+        ------
+        CoverageError
+            If some are and others are not, or slices are not the whole tensor, padded for one sharding degree.
+        """
+        sliced = {
+            (key, state)
+            for (key, state), stored in arrays.items()
+            if state != PARAM and not is_per_parameter(state) and self._are_slices(key, stored)
+        }
+        if sliced:
+            self._check(arrays)
+        return sliced
+
+    def _are_slices(self, key: str, stored: Sequence[_Stored]) -> bool:
+        return len(self.by_key[key].global_shape) > 1 and all(len(one.shape) == 1 for one in stored)
+
+    def _check(self, arrays: Arrays) -> None:
+        """Experts may have a smaller sharding degree than all others."""
+        totals: dict[TensorId, set[int]] = {}
+        for (key, state), stored in arrays.items():
+            if state == PARAM or is_per_parameter(state):
+                continue
+            if odd := [one for one in stored if len(one.shape) != 1]:
+                raise CoverageError(
+                    f"{key} ({state})",
+                    f"stored with shape {odd[0].shape}, other tensors in slices with one dim",
+                    (odd[0].file.path,),
+                )
+            for _, group in groupby(stored, key=_copy_of):
+                totals.setdefault((key, state), set()).add(sum(one.shape[0] for one in group))
+        for of_experts in (False, True):
+            chosen = {i: t for i, t in totals.items() if self.by_key[i[0]].rule.of_expert == of_experts}
+            degrees = [1, *self.degrees] if of_experts else self.degrees
+            misfits = [self._misfit(chosen, degree, arrays) for degree in degrees or [1]]
+            if misfit := next(reversed(misfits)) if None not in misfits else None:
+                raise misfit
+
+    def _misfit(
+        self, totals: Mapping[TensorId, set[int]], degree: int, arrays: Arrays
+    ) -> CoverageError | None:
+        """What speaks against a sharding degree."""
+        for (key, state), found in totals.items():
+            tensor = self.by_key[key]
+            cut = self.cut(key, arrays[key, state][0].file)
+            elements = prod(cut.local_shape(key, tensor.global_shape))
+            expected = padded_elements(elements, tensor.dtype, degree)
+            if found != {expected}:
+                return CoverageError(
+                    f"{key} ({state})",
+                    f"its slices have {max(found)} elements together, {elements} elements padded for "
+                    f"sharding={degree} are {expected}",
+                    tuple(one.file.path for one in arrays[key, state]),
+                )
+        return None
+
+
 class _UnifiedCatalog:
     """Collects tensors and fragments, numbering the copies of each tensor."""
 
     def __init__(self, model: Model, files: Sequence[UnifiedFile], sizes: Mapping[str, int]) -> None:
         self.model = model
-        self.by_key = {tensor.key: tensor for tensor in model.tensors}
+        self.cutting = _Cutting(model, files)
+        self.by_key = self.cutting.by_key
         self.aliases: dict[str, tuple[str, ...]] = {}
         for tensor in model.tensors:
             if tensor.tied_to is not None:
                 self.aliases[tensor.tied_to] = (*self.aliases.get(tensor.tied_to, ()), tensor.key)
         self.files = [File(file.path, sizes[file.path]) for file in files]
         self.file_index = {file.path: number for number, file in enumerate(self.files)}
-        self.tp = max((file.tp for file in files), default=0) + 1
-        self.degrees = _sharding_degrees(files)
         self.tensors: list[Tensor] = []
         self.copies: dict[tuple[int, int], int] = {}
         self.placements = Placements()
 
-    def catalog(self, arrays: Mapping[TensorId, list[_Stored]]) -> Catalog:
-        sliced = {
-            (key, state)
-            for (key, state), stored in arrays.items()
-            if state != PARAM and not is_per_parameter(state) and self._are_slices(key, stored)
-        }
-        self._check_slices(arrays, sliced)
+    def catalog(self, arrays: Arrays) -> Catalog:
+        sliced = self.cutting.sliced(arrays)
         for (key, state), stored in arrays.items():
             self._add(key, state, stored, bool(sliced))
         implied = self._imply(set(arrays))
-        self._check_states()
         return Catalog(Tensors(self.tensors), tuple(self.files), self.placements.fragments(), implied)
-
-    def _are_slices(self, key: str, stored: Sequence[_Stored]) -> bool:
-        return len(self.by_key[key].global_shape) > 1 and all(len(one.shape) == 1 for one in stored)
 
     def _new(self, key: str, state: str, dtype: DType) -> int:
         shape = (1,) if is_per_parameter(state) else self.by_key[key].global_shape
@@ -333,9 +395,6 @@ class _UnifiedCatalog:
         )
         return len(self.tensors) - 1
 
-    def _cut(self, key: str, file: UnifiedFile) -> TensorCut:
-        return self.model.cut(self.by_key[key], self.tp) if file.of_rank else TensorCut(1, None)
-
     def _add(self, key: str, state: str, stored: Sequence[_Stored], sliced: bool) -> None:
         index = self._new(key, state, stored[0].dtype)
         if is_per_parameter(state):
@@ -343,7 +402,7 @@ class _UnifiedCatalog:
             return
         for _, group in groupby(stored, key=_copy_of):
             of_rank = list(group)
-            cut = self._cut(key, of_rank[0].file)
+            cut = self.cutting.cut(key, of_rank[0].file)
             rank = of_rank[0].file.tp if cut.dim is not None else 0
             local = cut.local_shape(key, self.by_key[key].global_shape)
             kind = partial(ArrayKind, local, cut, of_rank[0].dtype.itemsize)
@@ -379,47 +438,6 @@ class _UnifiedCatalog:
         self.copies[tensor, rank] = count + 1
         return count
 
-    def _check_slices(self, arrays: Mapping[TensorId, list[_Stored]], sliced: Collection[TensorId]) -> None:
-        """Slices are the whole tensor, padded for one sharding degree; experts may have a smaller one."""
-        if not sliced:
-            return
-        totals: dict[TensorId, set[int]] = {}
-        for (key, state), stored in arrays.items():
-            if state == PARAM or is_per_parameter(state):
-                continue
-            if odd := [one for one in stored if len(one.shape) != 1]:
-                raise CoverageError(
-                    f"{key} ({state})",
-                    f"stored with shape {odd[0].shape}, other tensors in slices with one dim",
-                    (odd[0].file.path,),
-                )
-            for _, group in groupby(stored, key=_copy_of):
-                totals.setdefault((key, state), set()).add(sum(one.shape[0] for one in group))
-        for of_experts in (False, True):
-            chosen = {i: t for i, t in totals.items() if self.by_key[i[0]].rule.of_expert == of_experts}
-            degrees = [1, *self.degrees] if of_experts else self.degrees
-            misfits = [self._misfit(chosen, degree, arrays) for degree in degrees or [1]]
-            if misfit := next(reversed(misfits)) if None not in misfits else None:
-                raise misfit
-
-    def _misfit(
-        self, totals: Mapping[TensorId, set[int]], degree: int, arrays: Mapping[TensorId, list[_Stored]]
-    ) -> CoverageError | None:
-        """What speaks against a sharding degree."""
-        for (key, state), found in totals.items():
-            tensor = self.by_key[key]
-            cut = self._cut(key, arrays[key, state][0].file)
-            elements = prod(cut.local_shape(key, tensor.global_shape))
-            expected = padded_elements(elements, tensor.dtype, degree)
-            if found != {expected}:
-                return CoverageError(
-                    f"{key} ({state})",
-                    f"its slices have {max(found)} elements together, {elements} elements padded for "
-                    f"sharding={degree} are {expected}",
-                    tuple(one.file.path for one in arrays[key, state]),
-                )
-        return None
-
     def _imply(self, stored: Collection[TensorId]) -> dict[int, int]:
         """Parameters that no file holds are the cast of their master weight, and master weights of their parameter."""
         index = {(tensor.key, tensor.state): number for number, tensor in enumerate(self.tensors)}
@@ -434,24 +452,23 @@ class _UnifiedCatalog:
                 implied[master] = index[tensor.key, PARAM]
         return implied
 
-    def _check_states(self) -> None:
-        """Every trained tensor has the same optimizer states, and a master weight where it needs one."""
-        trained = [t for t in self.model.tensors if t.trained and t.tied_to is None]
-        wanted = {name for t in trained for name in t.accumulators}
-        masters = any(t.master for t in trained)
-        for tensor in trained:
-            if tensor.dtype.name not in _FLOATING:
-                raise CoverageError(
-                    f"{tensor.key} (param)",
-                    f"stored as {tensor.dtype.name}, and it is trained; a floating dtype is expected",
-                )
-            lacking = sorted(wanted - set(tensor.accumulators))
-            if masters and not tensor.master and tensor.dtype.name in _HALVES:
-                lacking.append(MASTER_WEIGHT)
-            if lacking:
-                raise CoverageError(
-                    f"{tensor.key} ({lacking[0]})", "no file holds it, other parameters have it"
-                )
+
+def _check_states(model: Model) -> None:
+    """Every trained tensor has the same optimizer states, and a master weight where it needs one."""
+    trained = [t for t in model.tensors if t.trained and t.tied_to is None]
+    wanted = {name for t in trained for name in t.accumulators}
+    masters = any(t.master for t in trained)
+    for tensor in trained:
+        if tensor.dtype.name not in _FLOATING:
+            raise CoverageError(
+                f"{tensor.key} (param)",
+                f"stored as {tensor.dtype.name}, and it is trained; a floating dtype is expected",
+            )
+        lacking = sorted(wanted - set(tensor.accumulators))
+        if masters and not tensor.master and tensor.dtype.name in _HALVES:
+            lacking.append(MASTER_WEIGHT)
+        if lacking:
+            raise CoverageError(f"{tensor.key} ({lacking[0]})", "no file holds it, other parameters have it")
 
 
 def _copy_of(stored: _Stored) -> tuple[str, str, int]:
