@@ -180,6 +180,10 @@ class Duration(click.ParamType[float]):
 # ----------------------------------------------------------------------------------------------- commands
 
 
+OF_A_JOB = ("upload", "pip", "env", "cpus")
+"""Names of the next options."""
+
+
 def _job_options(function: Any) -> Any:
     """What a job gets on the cluster."""
     for option in reversed(
@@ -391,17 +395,11 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, voice: _Voi
 def watch(
     once: bool,
     every: float,
-    settle: float,
-    keep: int | None,
     address: str | None,
-    retries: int,
-    backoff: float,
-    claim_timeout: float,
     retry_failed: bool,
     wait: bool,
-    stale: float | None,
     arguments: tuple[str, ...],
-    **job: Any,
+    **settings: Any,
 ) -> None:
     """Convert each RUN_DIR/checkpoint-<step> to DST_ROOT/checkpoint-<step> once it is complete.
 
@@ -414,10 +412,17 @@ def watch(
         from paddle_reshard.pipeline.watch.claims import Policy
 
         request = Request.read(convert, arguments)
-        overwrite = bool(request.values.get("overwrite"))
-        forget_before = time.time() if retry_failed else 0.0
-        policy = Policy(keep, retries, backoff, claim_timeout, settle, overwrite, forget_before, stale)
-        watcher = _watcher(request, policy, address, job)
+        policy = Policy(
+            keep=settings["keep"],
+            retries=settings["retries"],
+            backoff_seconds=settings["backoff"],
+            claim_timeout_seconds=settings["claim_timeout"],
+            settle_seconds=settings["settle"],
+            overwrite=bool(request.values.get("overwrite")),
+            forget_before=time.time() if retry_failed else 0.0,
+            stale_seconds=settings["stale"],
+        )
+        watcher = _watcher(request, policy, address, {name: settings[name] for name in OF_A_JOB})
         if not wait and not watcher.run.is_there():
             raise UsageError(
                 f"{watcher.run.location}: no such folder; give --wait if the run is still to come"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,7 +15,7 @@ from paddle_reshard.pipeline.cli.json_output import (
     verify_data,
 )
 from paddle_reshard.pipeline.cli.observers import waiting
-from paddle_reshard.pipeline.cli.options import declared, json_option, quiet_option
+from paddle_reshard.pipeline.cli.options import declared, given, json_option, quiet_option
 from paddle_reshard.pipeline.cli.output import (
     answer,
 )
@@ -63,20 +62,18 @@ KNOWN_TO_ONE = (
 @declared("target_storage_options")
 @json_option
 @quiet_option
+@click.pass_context
 def verify(
+    context: click.Context,
+    /,
     a: str,
     b: str | None,
     states: str | None,
     subset: bool,
     source: str | None,
-    replicas: str,
-    memory: str,
-    rules: Path | None,
-    config: Path | None,
-    allow_missing: tuple[str, ...],
     as_json: bool,
     quiet: bool,
-    **reach: Any,
+    **_: Any,
 ) -> None:
     """Compare the logical content of two checkpoints of any topologies, bit for bit.
 
@@ -85,11 +82,11 @@ def verify(
 
     Exit status: 0 equal (or intact), 1 different (or damaged), 2 the comparison could not be made.
     """
-    finished = b is None and _holds_manifest(a, reach)
-    if finished:
-        _check_for_one(click.get_current_context())
+    asked = given(context)
+    if b is None and _holds_manifest(a, asked):
+        _check_for_one(context)
         with waiting("comparing with the manifest", quiet or as_json) as observe:
-            found = paddle_reshard.check(a, source=source, observe=observe, **reach)
+            found = paddle_reshard.check(a, source=source, observe=observe, **asked)
         answer(integrity_data(found), as_json, quiet, lambda: _show_integrity(found))
         sys.exit(0 if found else DIFFERENT)
     if source is not None:
@@ -100,24 +97,12 @@ def verify(
         )
     chosen = None if states is None else [state.strip() for state in states.split(",")]
     with waiting("reading headers", quiet or as_json) as observe:
-        report = paddle_reshard.verify(
-            a,
-            b,
-            states=chosen,
-            subset=subset,
-            replicas=replicas,
-            memory=memory,
-            rules=rules,
-            config=config,
-            allow_missing=allow_missing,
-            observe=observe,
-            **reach,
-        )
+        report = paddle_reshard.verify(a, b, states=chosen, subset=subset, observe=observe, **asked)
     answer(verify_data(report), as_json, quiet, lambda: _show_verification(report, alone=b is None))
     sys.exit(0 if report else DIFFERENT)
 
 
-def _holds_manifest(location: str, reach: dict[str, Any]) -> bool:
+def _holds_manifest(location: str, reach: Mapping[str, Any]) -> bool:
     from paddle_reshard.pipeline.convert.verify import holds_manifest
 
     return holds_manifest(location, **reach)
@@ -126,8 +111,8 @@ def _holds_manifest(location: str, reach: dict[str, Any]) -> bool:
 def _check_for_one(context: click.Context) -> None:
     """Refuse options that ``verify`` of a single target would ignore."""
     for option in context.command.params:
-        given = context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT
-        if given and option.name not in KNOWN_TO_ONE:
+        is_given = context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT
+        if is_given and option.name not in KNOWN_TO_ONE:
             raise UsageError(
                 f"{option.opts[0]} is for two checkpoints; a single target is compared with its manifest, "
                 f"byte for byte"

@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -24,7 +24,10 @@ from typing import Any
 import numpy as np
 
 from paddle_reshard.clusters.companion import Companion, CompanionLost
-from paddle_reshard.pipeline.convert.inputs import load_config, load_tables
+from paddle_reshard.pipeline.convert.inputs import as_file, load_config, load_tables
+from paddle_reshard.pipeline.convert.options import check_names, takes
+from paddle_reshard.pipeline.convert.read_options import ReadOptions
+from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.core.file_names import AVERAGE
 from paddle_reshard.pipeline.ema.decisions import Due, Recovery, Rule, progress_of, recovery
@@ -45,7 +48,7 @@ from paddle_reshard.pipeline.layouts.hybrid.names import parse_rank_file
 from paddle_reshard.pipeline.layouts.optimizer_keys import MASTER_WEIGHTS
 from paddle_reshard.pipeline.layouts.reading import index_tensor_file, read_json
 from paddle_reshard.storage.formats.paddle_pickle_writer import encode_pickle
-from paddle_reshard.storage.locate import StorageOptions, open_source
+from paddle_reshard.storage.locate import open_source, source_access
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks import ema_worker
 from paddle_reshard.tasks.ema import Averaging, Floats, Progress
@@ -284,16 +287,14 @@ class AsyncEma:
             "divide_by": self.progress.correction(self.averaging),
         }
 
+    @takes(ReadOptions)
     def load(
         self,
         directory: PathLike,
         rank: str | RankPieces,
         *,
-        rules: PathLike | None = None,
         config: PathLike | Mapping[str, Any] | None = None,
-        storage_options: StorageOptions | None = None,
-        allow_scheme: Collection[str] = (),
-        allow_links: bool = False,
+        **options: Unpack[ReadOptions],
     ) -> None:
         """Go on from the average that a checkpoint holds.
 
@@ -307,22 +308,18 @@ class AsyncEma:
             What this rank's tensors are: then the checkpoint may be one of any topology, sharding strategy, size of
             communication buffers and format, and only what the rank needs is read. Or the name of its file, of a job
             that is exactly like this one; that the tensors' names and shapes are the same is all that is checked.
-        rules, config
-            A rule table for the model family; the model's ``config.json``, or what is in it, for a checkpoint that has
-            none.
-        storage_options
-            What fsspec needs to reach a store that is not a local folder.
-        allow_scheme
-            Schemes of URLs that are opened beside the plain ones.
-        allow_links
-            Follow links in the checkpoint that lead out of it.
+        config
+            The model's ``config.json``, or what is in it, for a checkpoint that has none.
+        options
+            :class:`ReadOptions`.
 
         Raises
         ------
         CheckpointError, PlanError
             Naming the tensor and both shapes, if the checkpoint's average is not one of this rank's tensors.
         """
-        store = open_source(os.fspath(directory), storage_options or {}, allow_scheme, allow_links)
+        check_names(options, ReadOptions)
+        store = open_source(os.fspath(directory), *source_access(options))
         companion = self._companion(self.weights())
         companion.wait()
         sizes = store.sizes()
@@ -332,7 +329,7 @@ class AsyncEma:
             if isinstance(rank, str):
                 self._read_file(store, rank)
             else:
-                tables = load_tables(None if rules is None else Path(rules))
+                tables = load_tables(as_file(options.get("rules")))
                 given = config if isinstance(config, Mapping) or config is None else load_config(Path(config))
                 wanted = wanted_of(self.stretches, rank)
                 read_average(store, tables, given, wanted, rank, self.shared.average.view(np.uint8))

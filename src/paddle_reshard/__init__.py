@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         CheckOptions,
         InspectOptions,
         LoadOptions,
+        ReadOptions,
         VerifyOptions,
     )
     from paddle_reshard.pipeline.convert.run import ConversionReport, MoveReport
@@ -131,6 +132,7 @@ __all__ = [
     "PlannedTarget",
     "Progress",
     "RankPieces",
+    "ReadOptions",
     "RefusedJobError",
     "RereadError",
     "ReshardError",
@@ -183,7 +185,7 @@ _HOMES = {
     "tasks.figures": ("WorkerFigures",),
     # What is asked for
     "pipeline.convert.options": ("AverageOptions", "ConversionOptions", "ConvertOptions", "TargetOptions"),
-    "pipeline.convert.read_options": ("CheckOptions", "InspectOptions", "LoadOptions", "VerifyOptions"),
+    "pipeline.convert.read_options": ("CheckOptions", "InspectOptions", "LoadOptions", "ReadOptions", "VerifyOptions"),
     "pipeline.core.topology": ("Topology",),
     "pipeline.core.units": ("PathLike",),
     "storage.locate": ("StorageOptions",),
