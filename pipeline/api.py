@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from paddle_reshard.pipeline.convert.conversion import ConversionReport, convert_with, plan_with
 from paddle_reshard.pipeline.convert.options import ConversionOptions, ConvertOptions, Targets, takes
 from paddle_reshard.pipeline.convert.plan import ConversionPlan
 from paddle_reshard.pipeline.convert.request import ConversionSettings, RunSettings, read_settings
-from paddle_reshard.pipeline.convert.run import ConversionReport, convert_with, plan_with
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.units import PathLike

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from paddle_reshard.pipeline.convert.conversion import ConversionReport, convert_with, plan_with
 from paddle_reshard.pipeline.convert.plan import ConversionPlan
 from paddle_reshard.pipeline.convert.request import (
     ConversionSettings,
@@ -14,7 +15,6 @@ from paddle_reshard.pipeline.convert.request import (
     read_run,
     read_settings,
 )
-from paddle_reshard.pipeline.convert.run import ConversionReport, convert_with, plan_with
 from paddle_reshard.pipeline.convert.series import average_request, plan_average, read_average, weigh
 from paddle_reshard.pipeline.convert.verify import VerifyReport, read_verify_request, verify_request
 from paddle_reshard.pipeline.core.events import Observer, ignore_events

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from paddle_reshard.pipeline.core.topology import Topology
 
 if TYPE_CHECKING:
+    from paddle_reshard.pipeline.convert.conversion import ConversionReport
     from paddle_reshard.pipeline.convert.inspection import Inspection
     from paddle_reshard.pipeline.convert.integrity import IntegrityReport
     from paddle_reshard.pipeline.convert.plan import ConversionPlan
-    from paddle_reshard.pipeline.convert.run import ConversionReport
     from paddle_reshard.pipeline.convert.verify import VerifyReport
 
 Json = dict[str, Any]

@@ -1,48 +1,30 @@
-"""The one way from a source to a published target: index → plan → move → verify → publish.
-
-The command line and the Python API both run these steps. Each returns a typed result; what happens inside is
-told to an observer as event values.
-"""
+"""A plan is carried out: move → verify → publish. What happens is told to an observer as event values."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from paddle_reshard.clusters.choose import Engine, choose_engine, choose_indexing
+from paddle_reshard.clusters.choose import Engine
 from paddle_reshard.clusters.inline import InlineEngine
-from paddle_reshard.pipeline.aoa.rewrite import rewrite
-from paddle_reshard.pipeline.convert.inputs import load_config, load_program, load_tables
 from paddle_reshard.pipeline.convert.integrity import check_target, glance_at_target
 from paddle_reshard.pipeline.convert.manifest import describe_targets, format_manifest, parse_manifest
-from paddle_reshard.pipeline.convert.options import ConversionOptions, Targets, is_whole
 from paddle_reshard.pipeline.convert.plan import (
     ConversionPlan,
     PlannedTarget,
-    needs_rule_table,
-    plan_checkpoint,
-    read_places,
-    read_request,
 )
 from paddle_reshard.pipeline.convert.request import (
-    ConversionRequest,
-    ConversionSettings,
-    Places,
     RunSettings,
 )
-from paddle_reshard.pipeline.convert.resuming import go_on, request_of
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import (
-    FinishedError,
     MasterDriftError,
     TargetError,
-    UsageError,
 )
 from paddle_reshard.pipeline.core.events import (
     Observer,
@@ -54,28 +36,15 @@ from paddle_reshard.pipeline.core.events import (
 )
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.freed import give_back_freed
-from paddle_reshard.pipeline.core.shown import (
-    SHOWN_DIFFERENCES,
-    SHOWN_WORKERS,
-    Facts,
-    Shown,
-    readable_bytes,
-    readable_seconds,
-)
-from paddle_reshard.pipeline.core.units import PathLike
-from paddle_reshard.pipeline.indexing.detect import index_checkpoint, index_source
-from paddle_reshard.pipeline.indexing.fill import read_filling
+from paddle_reshard.pipeline.indexing.detect import index_source
 from paddle_reshard.pipeline.indexing.optimizer_steps import check_optimizer
 from paddle_reshard.pipeline.layouts.checkpoint import MissingPolicy
 from paddle_reshard.pipeline.layouts.format import Staged
 from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan
 from paddle_reshard.pipeline.planning.work import plan_work
-from paddle_reshard.storage.apart import check_apart, check_targets_apart
 from paddle_reshard.storage.formats.manifest import own_manifest
-from paddle_reshard.storage.locate import open_source, open_target
 from paddle_reshard.storage.outputs import Outputs
-from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.session.ledger import source_difference
 from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, Source, Target, WritePart
 from paddle_reshard.tasks.figures import WorkerFigures, add_figures, add_retries
@@ -341,179 +310,3 @@ def _check_staged(staged: Source, planned: PlannedTarget, index_files: IndexFile
     missing = MissingPolicy(allowed=tuple(t.key for t in wanted.model.tensors if t.missing))
     index = partial(index_source, files, [wanted.model.table], missing)
     planned.form.check_staged(Staged(files, wanted, planned.states_not_carried, index))
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class ConversionReport(Shown):
-    """What a conversion made."""
-
-    source: str
-    target: str
-    plan: ConversionPlan
-    moved: MoveReport
-    seconds: float
-    """How long it took, planning and publishing included."""
-
-    def _in_short(self) -> str:
-        return f"{self.source} → {self.target}, {readable_bytes(self.moved.written_bytes)} written"
-
-    def facts(self) -> Facts:
-        """What was planned, and what came of it."""
-        moved, drift = self.moved, self.moved.replica_drift
-        outcome = f"{len(drift)} differ" if drift else "all equal"
-        facts = self.plan.facts()
-        facts.append(("compared", f"{moved.compared_elements:,} elements that are stored twice, {outcome}"))
-        facts += [("drift", line) for line in drift[:SHOWN_DIFFERENCES]]
-        if len(drift) > SHOWN_DIFFERENCES:
-            facts.append(("drift", f"… and {len(drift) - SHOWN_DIFFERENCES} more, listed in {MANIFEST}"))
-        facts += [(f"worker {worker.number}", worker.in_words()) for worker in moved.workers[:SHOWN_WORKERS]]
-        if len(moved.workers) > SHOWN_WORKERS:
-            facts.append(("workers", f"… and {len(moved.workers) - SHOWN_WORKERS} more, shown with --json"))
-        if moved.retries:
-            repeated = ", ".join(f"{times} × {failure}" for failure, times in moved.retries.items())
-            facts.append(("repeated", repeated))
-        if moved.resumed_bytes:
-            again = f"{moved.resumed_groups} of {self.plan.plan.groups} groups"
-            facts.append(("reused", f"{again}, {readable_bytes(moved.resumed_bytes)}, were done before"))
-        rate = (
-            f", {readable_bytes(int(moved.written_bytes / self.seconds))}/s written" if self.seconds else ""
-        )
-        facts.append(("time", f"{readable_seconds(self.seconds)}{rate if moved.written_bytes else ''}"))
-        facts.append(("done", self.target))
-        return facts
-
-
-def plan_request(
-    request: ConversionRequest,
-    settings: RunSettings,
-    index_files: IndexFiles,
-    in_process: bool = False,
-) -> ConversionPlan:
-    """Index the source, lay out the targets and plan the conversion; nothing is moved."""
-    places = request.places
-    sinks = open_targets(places, settings.resume) if places.targets else None
-    filling = read_filling(places.fill, request.allow_missing, places.reading)
-    program = load_program(request.aoa)
-    tables, config = load_tables(request.rules), load_config(request.config)
-    own = open_source(places.sources[0], *places.reading)
-    checkpoint = index_checkpoint(own, tables, config, filling.policy, index_files)
-    store = filling.serve(own)
-    if program is not None:
-        checkpoint = rewrite(checkpoint, program, tables if needs_rule_table(request.forms) else None, config)
-    if sinks is None:
-        return plan_checkpoint(store, checkpoint, request)
-    planned = plan_checkpoint(store, checkpoint, request, sinks.limits(store), in_process)
-    check_targets(planned, sinks, settings.resume or settings.no_space_check)
-    return replace(planned, places=sinks.locations)
-
-
-def open_targets(places: Places, resume: bool, take_over: bool = False) -> Outputs:
-    """The places of all targets; an occupied one is refused before anything is read."""
-    for number, location in enumerate(places.targets):
-        for source in places.sources:
-            check_apart(source, location)
-        if places.fill is not None:
-            check_apart(places.fill, location)
-        for other in places.targets[:number]:
-            check_targets_apart(other, location)
-    access = places.writing
-    return Outputs(
-        [
-            open_target(place, places.overwrite, access.options, resume, take_over, access.schemes)
-            for place in places.targets
-        ]
-    )
-
-
-def resumed_request(
-    source: PathLike, target: Targets, options: ConversionOptions, settings: RunSettings
-) -> tuple[Targets, ConversionOptions]:
-    """The request with what an unfinished conversion was begun with, where it leaves that open."""
-    places = read_places((source,), target, options)
-    outputs = open_targets(places, True, settings.take_over)
-    for sink in outputs.targets.values():
-        if (left := sink.unfinished) is None:
-            continue
-        if left.request is not None:
-            return go_on(sink.location, left.request, target, options)
-        if not is_whole(target, options):
-            raise UsageError(
-                f"{sink.location}: nobody has noted what the unfinished conversion here was begun with; give the same "
-                f"options, or paddle-reshard clean {sink.location}"
-            )
-        return target, options
-    if is_whole(target, options):
-        return target, options
-    store = open_source(places.sources[0], *places.reading)
-    for sink in outputs.targets.values():
-        if not check_finished(sink, store, settings.verify):
-            raise UsageError(f"{sink.location}: nothing to resume is here; say what to make: --to, --format")
-    raise FinishedError(f"{outputs.location}: finished before, and what the manifest says; nothing to do")
-
-
-MakePlan = Callable[[IndexFiles, bool], ConversionPlan]
-"""Makes a plan, given how files are indexed, and whether groups will run in this process."""
-
-
-def plan_and_run(
-    make_plan: MakePlan, request: ConversionRequest, settings: RunSettings, observe: Observer
-) -> ConversionReport:
-    """Make a plan, open the targets and carry it out; ``observe`` is told of all steps."""
-    engine = choose_engine(
-        settings.cluster,
-        settings.workers,
-        request.planning.budget_bytes,
-        settings.exchange,
-        settings.device,
-    )
-    begun = time.monotonic()
-    counted, index_files = count_retries(), choose_indexing(engine, observe)
-    observe(StepStarted("plan"))
-    conversion = make_plan(index_files, isinstance(engine, InlineEngine))
-    groups, written_bytes = conversion.plan.groups, conversion.plan.written_bytes
-    decisions = [decision for target in conversion.targets for decision in target.form.decisions]
-    decided = [f"{decision.value} ({decision.reason})" for decision in decisions]
-    facts = (*dict.fromkeys(decided), f"{groups} groups", f"{written_bytes} bytes to write")
-    observe(StepEnded("plan", ", ".join(facts)))
-    if isinstance(engine, InlineEngine):
-        tensors = len(conversion.plan.tensors)
-        engine = engine.beside(tensors, conversion.pieces, conversion.plan.peak_bytes)
-    sinks = open_targets(request.places, settings.resume, settings.take_over)
-    moved = run_conversion(conversion, sinks, engine, observe, settings, index_files)
-    moved = replace(moved, retries=add_retries((moved.retries, count_retries() - counted)))
-    return ConversionReport(
-        conversion.store.location, sinks.location, conversion, moved, time.monotonic() - begun
-    )
-
-
-def convert_with(
-    source: PathLike, target: Targets, settings: ConversionSettings, observe: Observer = ignore_events
-) -> ConversionReport:
-    """What :func:`paddle_reshard.convert` does, with its options as a value."""
-    options = settings.options
-    if settings.run.resume:
-        target, options = resumed_request(source, target, options, settings.run)
-    request = read_request((source,), target, options, settings.sizes)
-    asked = request_of(target, options)
-
-    def make_plan(index_files: IndexFiles, in_process: bool) -> ConversionPlan:
-        made = plan_request(request, settings.run, index_files, in_process)
-        if settings.run.expected_plan is not None:
-            from paddle_reshard.pipeline.convert.plan_file import check_is_saved
-
-            check_is_saved(made.plan, settings.run.expected_plan)
-        return replace(made, asked=asked)
-
-    return plan_and_run(make_plan, request, settings.run, observe)
-
-
-def plan_with(
-    source: PathLike,
-    target: Targets | None,
-    settings: ConversionSettings,
-    observe: Observer = ignore_events,
-) -> ConversionPlan:
-    """What :func:`paddle_reshard.plan` does, with its options as a value."""
-    request = read_request((source,), target, settings.options, settings.sizes)
-    planned = plan_request(request, settings.run, partial(index_here, observe=observe))
-    return planned if target is None else replace(planned, asked=request_of(target, settings.options))

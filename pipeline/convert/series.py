@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from paddle_reshard.pipeline.convert.conversion import ConversionReport, open_targets, plan_and_run
 from paddle_reshard.pipeline.convert.inputs import load_config, load_tables
 from paddle_reshard.pipeline.convert.options import (
     AverageOptions,
@@ -32,7 +33,7 @@ from paddle_reshard.pipeline.convert.request import (
     conversion_options,
     read_run,
 )
-from paddle_reshard.pipeline.convert.run import ConversionReport, check_targets, open_targets, plan_and_run
+from paddle_reshard.pipeline.convert.run import check_targets
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.catalog import Catalog, File
 from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError, UsageError

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from paddle_reshard.pipeline import api
+from paddle_reshard.pipeline.convert.conversion import convert_with
 from paddle_reshard.pipeline.convert.request import ConversionSettings
-from paddle_reshard.pipeline.convert.run import convert_with
 from paddle_reshard.pipeline.core.answer import SCHEMA_VERSION, Answer
 from paddle_reshard.pipeline.core.errors import (
     JobError,

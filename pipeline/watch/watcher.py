@@ -21,9 +21,9 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from paddle_reshard.pipeline.convert.conversion import plan_with
 from paddle_reshard.pipeline.convert.manifest import describe_targets
 from paddle_reshard.pipeline.convert.options import ConversionOptions
-from paddle_reshard.pipeline.convert.run import plan_with
 from paddle_reshard.pipeline.core.errors import CheckpointError, ListingError, ReshardError, UsageError
 from paddle_reshard.pipeline.watch import notices
 from paddle_reshard.pipeline.watch.claims import (

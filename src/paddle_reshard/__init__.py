@@ -32,7 +32,8 @@ if TYPE_CHECKING:
         ReadOptions,
         VerifyOptions,
     )
-    from paddle_reshard.pipeline.convert.run import ConversionReport, MoveReport
+    from paddle_reshard.pipeline.convert.conversion import ConversionReport
+    from paddle_reshard.pipeline.convert.run import MoveReport
     from paddle_reshard.pipeline.convert.series import average
     from paddle_reshard.pipeline.convert.verify import VerifyReport, check, verify
     from paddle_reshard.pipeline.core.catalog import File
@@ -181,7 +182,8 @@ _HOMES = {
     "pipeline.convert.plan": ("ConversionPlan", "PlannedTarget"),
     "pipeline.planning.plan": ("CarriedFile", "Plan"),
     "pipeline.core.catalog": ("File",),
-    "pipeline.convert.run": ("ConversionReport", "MoveReport"),
+    "pipeline.convert.conversion": ("ConversionReport",),
+    "pipeline.convert.run": ("MoveReport",),
     "tasks.figures": ("WorkerFigures",),
     # What is asked for
     "pipeline.convert.options": ("AverageOptions", "ConversionOptions", "ConvertOptions", "TargetOptions"),

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.convert.run import ConversionReport
+from paddle_reshard.pipeline.convert.conversion import ConversionReport
 from paddle_reshard.pipeline.core.part_limits import CopyLimits
 from paddle_reshard.storage.local import target as local
 from tests import oracle
