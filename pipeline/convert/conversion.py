@@ -1,7 +1,7 @@
 """The one way from a source to a published target: index → plan → move → verify → publish.
 
-The command line, the Python API and ``watch`` all run these steps: what is asked for is completed by what a session has,
-a plan is made of it, and :mod:`~paddle_reshard.pipeline.convert.run` carries that out.
+The command line, the Python API and ``watch`` all run these steps: what is asked for is completed by what a session
+has, a plan is made of it, and :mod:`~paddle_reshard.pipeline.convert.run` carries that out.
 """
 
 from __future__ import annotations
