@@ -117,7 +117,7 @@ def test_several_targets_go_on_by_their_places(source: Path, tmp_path: Path) -> 
     begin(source, {a: {"to": "tp=1"}, b: {"to": "tp=1", "format": "hybrid-plain"}})
     with pytest.raises(StaleSessionError, match="begun with 2 targets, and 1 are given"):
         SMALL.convert(source, a, resume=True)
-    with pytest.raises(StaleSessionError, match="in the order in which they were given"):
+    with pytest.raises(StaleSessionError, match="give the targets in their original order"):
         SMALL.convert(source, {b: {}, a: {}}, resume=True)
     with pytest.raises(StaleSessionError, match="begun with --format hybrid-plain, which is not given"):
         SMALL.convert(source, {a: {"to": "tp=1"}, b: {"to": "tp=1"}}, resume=True)
