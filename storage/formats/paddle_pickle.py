@@ -263,7 +263,7 @@ class Window:
 # ------------------------------------------------------------------------- values that only live on the stack
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class _Blob:
     """A bytes or bytearray object left in the file; the few short bytes are read in passing."""
 
@@ -276,7 +276,7 @@ class _Blob:
     """It is the payload of an array."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class NumpyDtype:
     """A ``numpy.dtype``; usable once BUILD has set its byte order."""
 
@@ -284,14 +284,14 @@ class NumpyDtype:
     built: bool = False
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class _Array:
     """A ``numpy.ndarray``; usable once BUILD has set its state, or as ``_frombuffer`` made it."""
 
     ref: ArrayRef | None = None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Instance:
     """An instance of an allowed class: its name, and its attributes once BUILD has set them."""
 

@@ -481,6 +481,7 @@ class _HybridCatalog:
         self.filled: set[str] = set()
         self.file_index = {file.path: i for i, file in enumerate(files)}
         self.by_key = {tensor.key: tensor for tensor in model.tensors}
+        self.cuts: dict[str, TensorCut] = {}  # the same for all states of a tensor
         self.tensors = Tensors()
         self.copies = numbers_of("i")
         """How many copies of its piece of each tensor each tp rank has given: ``tensor * tp + rank``."""
@@ -526,7 +527,9 @@ class _HybridCatalog:
             self._add_per_parameter(key, state, dtype, arrays)
             return
         tensor = self.by_key[key]
-        cut = self.model.cut(tensor, self.tp, self.expert_axis)
+        if key not in self.cuts:
+            self.cuts[key] = self.model.cut(tensor, self.tp, self.expert_axis)
+        cut = self.cuts[key]
         index = self._tensor(key, state, dtype, tensor.global_shape, arrays[0].path)
         rank = cell.tp if cut.dim is not None else 0
         for copy in self.sharing.copies(cell, key, state, arrays):
