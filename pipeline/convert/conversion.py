@@ -50,6 +50,7 @@ from paddle_reshard.pipeline.core.shown import (
     readable_bytes,
     readable_seconds,
 )
+from paddle_reshard.pipeline.core.tensors import MTP
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.fill import read_filling
@@ -115,7 +116,8 @@ def plan_request(
     program = load_program(request.aoa)
     tables, config = load_tables(request.rules), load_config(request.config)
     own = open_source(places.sources[0], *places.reading)
-    checkpoint = index_checkpoint(own, tables, config, filling.policy, index_files)
+    policy = replace(filling.policy, drops_mtp=MTP in request.dropped)
+    checkpoint = index_checkpoint(own, tables, config, policy, index_files)
     store = filling.serve(own)
     if program is not None:
         checkpoint = rewrite(checkpoint, program, tables if needs_rule_table(request.forms) else None, config)

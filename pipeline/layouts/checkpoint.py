@@ -31,6 +31,8 @@ class MissingPolicy:
     """A file that was given beside the checkpoint; the source serves it under this path."""
     allowed: tuple[str, ...] = ()
     """Patterns of structured keys (``*`` stands for anything) that may be missing in the target too."""
+    drops_mtp: bool = False
+    """Whether the layers of multi-token prediction go into no target, so that they may have a form of their own."""
 
     def allows(self, key: str) -> bool:
         """Whether a tensor may be missing."""

@@ -20,7 +20,13 @@ import safetensors
 from safetensors.numpy import save_file
 
 import paddle_reshard
-from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, PlanError, UsageError
+from paddle_reshard.pipeline.core.errors import (
+    CheckpointError,
+    CoverageError,
+    PlanError,
+    RuleError,
+    UsageError,
+)
 from tests import oracle
 from tests.conftest import case_directory
 from tests.golden.compare_one_card import read_one_card
@@ -229,6 +235,27 @@ def test_without_it_all_else_is_the_truth(source: str, options: dict[str, Any], 
     dropped = {key for key in oracle.shapes_of(_truth(source)) if MTP.match(key) and not key.endswith(".ema")}
     reasons = dict(report.plan.targets[0].not_carried)
     assert dropped == {key for key, reason in reasons.items() if "multi-token prediction" in reason}
+
+
+@pytest.mark.parametrize("limit", [None, "40KB"])
+def test_the_form_of_the_models_authors_is_refused_or_left_out(limit: str | None, tmp_path: Path) -> None:
+    """DeepSeek's layer has copies of embedding and head, a norm of its own and no bias."""
+    paddle_reshard.convert(_checkpoint(DSV3), tmp_path / "hf", format="huggingface", max_shard_size=limit)
+    if limit is None:
+        path, layer = tmp_path / "hf" / "model.safetensors", "model.layers.3."
+        found = _tensors(path.parent)
+        del found[f"{layer}eh_proj.bias"]
+        found[f"{layer}embed_tokens.weight"] = found["model.embed_tokens.weight"]
+        found[f"{layer}shared_head.head.weight"] = found["lm_head.weight"]
+        found[f"{layer}shared_head.norm.weight"] = found[f"{layer}enorm.weight"]
+        write_safetensors(path, found)
+        with pytest.raises(RuleError, match=r"layers\.3\.\S+: .* has no such tensor .* --drop mtp"):
+            paddle_reshard.plan(tmp_path / "hf", tmp_path / "x", format="flex")
+    report = paddle_reshard.convert(tmp_path / "hf", tmp_path / "flex", format="flex", drop="mtp")
+    dropped = [key for key, reason in report.plan.targets[0].not_carried if "multi-token" in reason]
+    assert len(dropped) == (32 if limit is None else 30)
+    paddle_reshard.convert(_checkpoint(DSV3), tmp_path / "without", format="flex", drop="mtp")
+    assert paddle_reshard.verify(tmp_path / "without", tmp_path / "flex", states=["param"]).equal
 
 
 def test_without_it_names_and_order_are_those_of_a_model_that_never_had_it(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ class HuggingFaceFormat:
         """Understand the headers: the model is found by the rule tables."""
         from paddle_reshard.pipeline.layouts.huggingface.index import index_huggingface
 
-        return index_huggingface(files, tables)
+        return index_huggingface(files, tables, missing is not None and missing.drops_mtp)
 
     def index_as(self, files: SourceFiles, model: Model) -> Catalog:
         """The parameters of a model that is known already."""

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.tensors import DType
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.huggingface.names import INDEX
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part
-from paddle_reshard.pipeline.layouts.huggingface.source import huggingface_checkpoint, read_huggingface
+from paddle_reshard.pipeline.layouts.huggingface.source import (
+    huggingface_checkpoint,
+    read_huggingface,
+    without_mtp_layers,
+)
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
+from paddle_reshard.pipeline.layouts.mtp import DROPPED
 from paddle_reshard.pipeline.layouts.reading import SourceFiles
 from paddle_reshard.pipeline.layouts.rules import RuleTable
 
 
-def index_huggingface(files: SourceFiles, tables: Sequence[RuleTable]) -> Checkpoint:
-    """A checkpoint of weights only, as its files say."""
+def index_huggingface(files: SourceFiles, tables: Sequence[RuleTable], drops_mtp: bool = False) -> Checkpoint:
+    """A checkpoint of weights only, as its files say; with ``drops_mtp`` without multi-token prediction."""
     config = files.config()
     index = files.weight_index(INDEX)
-    return huggingface_checkpoint(files.safetensors, files.headers, index, config, tables)
+    if not drops_mtp:
+        return huggingface_checkpoint(files.safetensors, files.headers, index, config, tables)
+    headers, index, dropped = without_mtp_layers(files.headers, index, config, tables)
+    checkpoint = huggingface_checkpoint(files.safetensors, headers, index, config, tables)
+    return replace(checkpoint, not_carried=tuple((key, DROPPED) for key in dropped))
 
 
 def index_parameters(

@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from itertools import islice
+from typing import Final, NamedTuple
 
 from paddle_reshard.pipeline.core.catalog import (
     Catalog,
@@ -24,7 +25,7 @@ from paddle_reshard.pipeline.core.catalog import (
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
-from paddle_reshard.pipeline.core.tensors import PARAM, DType, Tensor
+from paddle_reshard.pipeline.core.tensors import MTP, PARAM, DType, Tensor
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.huggingface.name import HUGGINGFACE
 from paddle_reshard.pipeline.layouts.huggingface.names import INDEX
@@ -34,6 +35,9 @@ from paddle_reshard.pipeline.layouts.rules import Config, Rule, RuleTable, candi
 from paddle_reshard.pipeline.layouts.weights import dtype_of_tag
 from paddle_reshard.pipeline.layouts.whole import check_whole
 from paddle_reshard.storage.formats.safetensors import Index, SafetensorsPayload
+
+MAX_MTP_LAYERS: Final = 64
+"""Of a config that may say any number."""
 
 
 def read_huggingface(
@@ -170,6 +174,11 @@ def huggingface_model(
                 f"no row of the {table.convention} rule table {table.family!r} is called so in a Hugging Face "
                 "checkpoint; add one to a copy of the table and pass it with --rules FILE"
             )
+            if _mtp_layers(table, config).match(unknown[0]):
+                what = (
+                    f"{table.convention}'s {table.family} has no such tensor in its layers of multi-token prediction; "
+                    f"convert without them with --drop {MTP}"
+                )
             failures.append((len(unknown), RuleError(unknown[0], what)))
             continue
         found[f"{table.family} ({table.convention})"] = table, _logical(stored, places)
@@ -185,6 +194,47 @@ def huggingface_model(
     model = read_model(tensors, table, config)
     check_whole(model)
     return model
+
+
+def without_mtp_layers(
+    payloads: Mapping[str, SafetensorsPayload],
+    index: Index | None,
+    config: Config,
+    tables: Sequence[RuleTable],
+) -> tuple[dict[str, SafetensorsPayload], Index | None, list[str]]:
+    """The same headers and index without the layers that are numbered on from the decoder layers, and their keys.
+
+    Their authors give such layers tensors that a library need not have: a copy of the embedding and of the head, and a
+    norm (DeepSeek-V3: ``embed_tokens``, ``shared_head``).
+    """
+    layers = [_mtp_layers(table, config) for table in candidate_tables(tables, config)]
+
+    def kept(key: str) -> bool:
+        return not any(of_table.match(key) for of_table in layers)
+
+    dropped = sorted(key for payload in payloads.values() for key in payload.tensors if not kept(key))
+    headers = {
+        path: replace(payload, tensors={key: array for key, array in payload.tensors.items() if kept(key)})
+        for path, payload in payloads.items()
+    }
+    if index is not None:
+        index = replace(index, weight_map={k: path for k, path in index.weight_map.items() if kept(k)})
+    return headers, index, dropped
+
+
+def _mtp_layers(table: RuleTable, config: Config) -> re.Pattern[str]:
+    """The beginning of every key of a layer that is numbered on from the decoder layers; of no key without such."""
+    decoders = {item.continues: item for item in table.items if item.continues}
+    starts = {
+        (spelled.partition("{layer}")[0], number)
+        for rule in table.rules
+        if rule.item in decoders and rule.huggingface is not None
+        for spelled in rule.huggingface.keys
+        for number in islice(table.numbers(decoders[rule.item], config), MAX_MTP_LAYERS)
+    }
+    return re.compile(
+        "|".join(rf"{re.escape(start)}{number}\." for start, number in sorted(starts)) or r"(?!)"
+    )
 
 
 class _Stored(NamedTuple):
