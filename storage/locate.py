@@ -38,7 +38,7 @@ _ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/?(?!/)")
 
 
 class Access(NamedTuple):
-    """What a user gives so that a store can be reached; ``open_source(place, *access)``."""
+    """How the user lets a store be reached; ``open_source(place, *access)``."""
 
     options: StorageOptions
     """Options for fsspec; a mapping under the name of a scheme applies only to that scheme. They contain secrets."""
@@ -52,17 +52,17 @@ class Access(NamedTuple):
 
 
 def source_access(options: Mapping[str, Any]) -> Access:
-    """How what is read is reached, by the options of a conversion."""
+    """How sources are reached, from the options of a conversion."""
     return _access(options, "source_storage_options")
 
 
 def target_access(options: Mapping[str, Any]) -> Access:
-    """How what is written is reached, by the options of a conversion."""
+    """How targets are reached, from the options of a conversion."""
     return _access(options, "target_storage_options")
 
 
 def _access(options: Mapping[str, Any], own: str) -> Access:
-    """Options of one side stand in place of those for both: no secret of one store goes to the other."""
+    """Options for one side replace those for both, so that no secret of one store is sent to the other."""
     chosen = options.get(own)
     if chosen is None:
         chosen = options.get("storage_options")
@@ -72,16 +72,16 @@ def _access(options: Mapping[str, Any], own: str) -> Access:
 def open_source(
     location: str, options: StorageOptions, schemes: Collection[str] = (), links: bool = False
 ) -> Source:
-    """Look at a checkpoint: its files and their sizes.
+    """Open a checkpoint: list its files and their sizes.
 
     ``options``, ``schemes`` and ``links`` are those of :class:`Access`.
 
     Raises
     ------
     CheckpointError
-        If nothing is there, or it cannot be read with these options.
+        If it does not exist, or cannot be read with these options.
     UnsupportedError, UsageError
-        If the scheme of a URL is not opened, or it is none.
+        If the scheme of a URL is not allowed, or the URL is malformed.
     """
     check_scheme(location, schemes)
     if is_local(location):
@@ -92,12 +92,12 @@ def open_source(
 
 
 def open_file(location: str, options: StorageOptions, schemes: Collection[str] = ()) -> tuple[Source, str]:
-    """Look at one file: a store that shows nothing else, and the file's name in it.
+    """Open a single file: a store that lists nothing else, and the file's name in it.
 
     Raises
     ------
     CheckpointError
-        If it is not there, or cannot be read with these options.
+        If it does not exist, or cannot be read with these options.
     """
     check_scheme(location, schemes)
     folder, _, name = location.rpartition("/")
@@ -122,17 +122,17 @@ def open_target(
     take_over: bool = False,
     schemes: Collection[str] = (),
 ) -> LocalTarget | StagedTarget | S3Target:
-    """Check that a place for a new checkpoint is free, and can be written; nothing is written yet.
+    """Check that a new checkpoint can be written to a location; nothing is written yet.
 
-    With ``resume`` it may hold an unfinished conversion; ``take_over``: also one whose process on another machine
-    may still be alive.
+    With ``resume``, the location may hold an unfinished conversion; with ``take_over``, also a conversion whose process
+    on another machine may still be alive.
 
     Raises
     ------
     TargetError
-        If it holds something already, or cannot be written with these options.
+        If the location holds something already, or cannot be written with these options.
     UnsupportedError, UsageError
-        If the scheme of a URL is not opened, or it is none.
+        If the scheme of a URL is not allowed, or the URL is malformed.
     """
     check_scheme(location, schemes)
     if is_local(location):
@@ -150,16 +150,16 @@ def open_target(
 
 
 def check_scheme(location: str, schemes: Collection[str] = ()) -> None:
-    """Refuse a URL whose scheme is neither plain nor among ``schemes``, those that the user has named.
+    """Refuse a URL whose scheme is neither plain nor among ``schemes``, which the user has allowed.
 
-    fsspec reads ``a::b://…`` as a chain: one file system in the files of another. All of them are looked at.
+    fsspec reads ``a::b://…`` as a chain, a file system inside a file of another. All its schemes are checked.
 
     Raises
     ------
     UnsupportedError
-        If a scheme is not to be opened.
+        If a scheme is not allowed.
     UsageError
-        If what looks like a URL is none, so that a folder of a strange name would be meant.
+        If a text resembles a URL but is malformed, and would otherwise name a folder.
     """
     first, mark, rest = location.partition("://")
     if not mark:
@@ -185,13 +185,13 @@ def check_scheme(location: str, schemes: Collection[str] = ()) -> None:
     if strange:
         what = f"{'::'.join(links)}, a chain of file systems," if len(links) > 1 else f"{strange[0]}://"
         raise UnsupportedError(
-            f"{what} is not opened unless you ask for it: {' '.join(f'--allow-scheme {s}' for s in strange)}; "
+            f"{what} is opened only if you allow it: {' '.join(f'--allow-scheme {s}' for s in strange)}; "
             f"plain stores are {', '.join(sorted(PLAIN_SCHEMES))}"
         )
 
 
 def open_folder(location: str, options: StorageOptions, failure: type[ReshardError]) -> FsspecFolder:
-    """A folder of the store that a URL names. The drivers are imported here: local work does without them."""
+    """The folder that a URL names. The drivers are imported here, because local work does not need them."""
     from paddle_reshard.storage.remote.folder import FsspecFolder, choose_options
     from paddle_reshard.storage.s3.folder import SCHEMES, S3Folder
 
@@ -223,12 +223,12 @@ def local_path(location: str) -> Path:
 
 
 def absolute(location: str) -> str:
-    """A location that does not depend on the working directory."""
+    """A location made independent of the working directory."""
     return str(local_path(location).absolute()) if is_local(location) else location
 
 
 def place(location: str) -> PurePath:
-    """A location as a path that can be compared with another, whatever the spelling; it is not to be opened."""
+    """A location as a path for comparing differently spelled locations; it is never opened."""
     if is_local(location):
         return Path(os.path.realpath(local_path(location)))
     from paddle_reshard.storage.remote.folder import without_secrets

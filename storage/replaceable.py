@@ -1,7 +1,8 @@
-"""May what lies at a place be replaced, or pruned?
+"""Decide whether the contents of a folder may be replaced or pruned.
 
-Only a checkpoint may, and only if nothing else lies with it: either a manifest of ours lists every file, or every file
-is one that a trainer writes. One decision for ``--overwrite``, ``watch --keep`` and ``clean``, on disks and in stores.
+Only a checkpoint may be, and only if nothing else is in the folder: either our manifest lists every file, or a trainer
+writes files of all these names. ``--overwrite``, ``watch --keep`` and ``clean`` share this decision, on disks and in
+object stores.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ SHOWN = 3
 
 
 class Kind(str, Enum):
-    """What lies under a name."""
+    """The kind of an entry."""
 
     FILE = "file"
     FOLDER = "folder"
@@ -28,7 +29,7 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Entry:
-    """Something that lies below a folder, by its path from there."""
+    """An entry below a folder, by its relative path."""
 
     path: str
     kind: Kind
@@ -45,20 +46,20 @@ class Entry:
 
 
 def listed_files(manifest: bytes | None) -> Mapping[str, int] | None:
-    """Path of every file that a manifest of ours lists → its size; ``None`` if it is none of ours."""
+    """Path of every file that our manifest lists → its size; ``None`` if it is not our manifest."""
     files = (own_manifest(manifest) or {}).get("files")
     return files if isinstance(files, dict) else None
 
 
 def objection(entries: Sequence[Entry], manifest: bytes | None) -> str | None:
-    """Why what lies at a place may not be removed, naming what is in the way; ``None`` if all of it may.
+    """Why the contents of a folder may not be removed, naming what is in the way; ``None`` if they may.
 
     Parameters
     ----------
     entries
-        Everything that lies there, and in those of its folders that are a checkpoint's own.
+        Everything in the folder and in a checkpoint's own subfolders.
     manifest
-        The content of ``paddle_reshard.json``, if it lies there.
+        The content of ``paddle_reshard.json``, if it exists.
     """
     listed = listed_files(manifest)
     foreign = [entry for entry in entries if not _is_ours(entry, listed)]
@@ -72,7 +73,7 @@ def objection(entries: Sequence[Entry], manifest: bytes | None) -> str | None:
 
 
 def changed(entries: Sequence[Entry], manifest: bytes | None) -> str | None:
-    """Which files are not of the size that the manifest lists; ``None`` if all are."""
+    """The files whose size differs from the manifest, as text; ``None`` if there are none."""
     listed = listed_files(manifest) or {}
     other = [entry for entry in entries if entry.size_bytes != listed.get(entry.path, entry.size_bytes)]
     return f"{_named(other)} has another size than the manifest says" if other else None
@@ -99,8 +100,8 @@ def _named(entries: Iterable[Entry]) -> str:
 
 
 def removal_order(paths: Iterable[str]) -> list[str]:
-    """The order in which the files of a checkpoint are removed so that a rest is still known for what it is.
+    """Sort key for removing the files of a checkpoint, so that a partly removed one is still recognised.
 
-    The manifest is the last, before it the files with tensors.
+    The manifest is removed last, and the tensor files just before it.
     """
     return sorted(paths, key=lambda path: (path == MANIFEST, is_tensor_file(path), path))

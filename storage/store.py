@@ -168,8 +168,8 @@ class WritePart(Protocol):
 class Target(Protocol):
     """A checkpoint to be made.
 
-    As a context, it ends the session when an error comes through: what is done is kept for a later run to go on
-    with, unless nothing is, or the checkpoint itself was refused: then everything is taken back.
+    As a context manager, it ends the session after an error. Finished work is kept for a later run to resume; if there
+    is none, or the checkpoint itself was refused, everything is rolled back.
     """
 
     @property
@@ -206,14 +206,14 @@ class Target(Protocol):
         identity: Identity,
         openness: Openness = Openness(),
     ) -> tuple[WritePart, Sequence[Record]]:
-        """Make room for all files but the manifest, or go on with what an earlier run has done.
+        """Prepare all files except the manifest, or resume an earlier run; the finished units.
 
-        Whatever is made on a file system is at most as open as ``openness``.
+        On a file system, nothing gets more permissions than ``openness``.
 
         Raises
         ------
         TargetError
-            If the place is occupied, another run is at work, or what was left is another conversion's.
+            If the location holds something, another run is in progress, or the unfinished conversion is another one.
         """
 
     def note(self, record: Record) -> None:

@@ -1,7 +1,7 @@
-"""Which failures of a store pass by themselves, and how often is it asked again?
+"""Retries: which failures of a store are temporary, and how often a request is repeated.
 
-All retries are made here, and counted: the clients below are told to try once. A failure that would only
-repeat itself (no permission, no such object, a condition that does not hold) is never asked twice.
+All retries are made and counted here; the clients below are configured to try once. A request whose failure is
+permanent (no permission, no such object, a failed condition) is never repeated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How long a request is repeated. Waits are drawn at random below a bound that doubles each time."""
+    """How long a request is repeated. Each wait is random, below a bound that doubles every time."""
 
     attempts: int = 8
     total_seconds: float = 180.0
@@ -37,7 +37,7 @@ class RetryPolicy:
 
 POLICY = RetryPolicy()
 HURRIED = RetryPolicy(attempts=5, total_seconds=15.0)
-"""For a first contact and for cleaning up, where a late answer is worth less than a quick one."""
+"""For the first contact and for cleaning up, where a quick failure is better than a late success."""
 
 _STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 _CODES = frozenset(
@@ -60,7 +60,7 @@ _CODES = frozenset(
 
 
 class DamagedBody(Exception):
-    """A body arrived cut short or altered; the next one may be whole."""
+    """The body of an answer was truncated or altered; the next one may be intact."""
 
 
 _PASSING = (
@@ -77,7 +77,7 @@ _PASSING = (
 
 
 class GaveUp(Exception):
-    """A failure that may pass did not within the bounds of the policy."""
+    """A temporary failure lasted longer than the policy allows."""
 
     def __init__(self, attempts: int, cause: BaseException) -> None:
         super().__init__(attempts, cause)
@@ -85,14 +85,14 @@ class GaveUp(Exception):
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it was made from."""
+    """An error and its causes."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def response_of(error: BaseException) -> Mapping[str, Any]:
-    """What an S3 store answered, empty where it did not."""
+    """The answer of an S3 store; empty if there was none."""
     for each in _chain(error):
         response = getattr(each, "response", None)
         if isinstance(response, Mapping):
@@ -101,18 +101,18 @@ def response_of(error: BaseException) -> Mapping[str, Any]:
 
 
 def code_of(error: BaseException) -> str:
-    """The store's own word for a failure, else the name of its class."""
+    """The store's error code, else the name of the exception's class."""
     return str(response_of(error).get("Error", {}).get("Code", "")) or type(error).__name__
 
 
 def operation_of(error: BaseException) -> str:
-    """The store's name for the request that failed; empty where it is not known."""
+    """The store's name for the request that failed; empty if unknown."""
     names = (getattr(each, "operation_name", None) for each in _chain(error))
     return next((name for name in names if isinstance(name, str)), "")
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same request may succeed a little later."""
+    """Whether the same request may succeed later."""
     response = response_of(error)
     if response:
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -133,12 +133,12 @@ def _note(state: tenacity.RetryCallState) -> None:
 
 
 def call(policy: RetryPolicy, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function, and again while it fails with something that may pass.
+    """Call a function, and repeat the call after temporary failures.
 
     Raises
     ------
     GaveUp
-        If it still fails when the policy's bounds are reached. Other failures come through at once.
+        If it still fails when the policy's limits are reached. Permanent failures are raised immediately.
     """
     attempts = tenacity.Retrying(
         stop=tenacity.stop_after_attempt(policy.attempts) | tenacity.stop_after_delay(policy.total_seconds),

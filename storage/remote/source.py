@@ -16,20 +16,20 @@ RANGE_BYTES = 8 << 20
 
 
 class FsspecSource(ReadRange):
-    """A checkpoint folder, read only, as it was when it was listed.
+    """A checkpoint folder, read only, in the state in which it was listed.
 
     ``names`` restricts it to some of the files.
     """
 
     openness = Openness()
-    """A store has other means than permission bits."""
+    """No limit: a store does not have permission bits."""
 
     def __init__(self, folder: FsspecFolder, names: Collection[str] | None = None) -> None:
         listing = folder.listing(retry.HURRIED)
         if not listing.files and not listing.folders:
             raise folder.failure(f"{folder.location}: nothing is there")
         if names is None and SESSION in listing.files and MANIFEST not in listing.files:
-            raise folder.failure(f"{folder.location}: a conversion to this place has not ended yet")
+            raise folder.failure(f"{folder.location}: an unfinished conversion, not a checkpoint")
         self.folder = folder
         self.location = folder.location
         self.stamps = {
@@ -47,7 +47,7 @@ class FsspecSource(ReadRange):
         return {path: stamp.size_bytes for path, stamp in self.stamps.items()}
 
     def versions(self) -> dict[str, str]:
-        """Name of every file → the store's word for its version, as seen at the start."""
+        """Name of every file → the store's identifier of its version when the source was opened."""
         return {path: stamp.version for path, stamp in self.stamps.items()}
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
@@ -55,7 +55,7 @@ class FsspecSource(ReadRange):
         self.read_many([Read(path, byte_offset, buffer)])
 
     def read_many(self, reads: Sequence[Read]) -> None:
-        """Fill several buffers by requests of at most ``RANGE_BYTES``, several at a time."""
+        """Fill several buffers with concurrent requests of at most ``RANGE_BYTES``."""
         pieces = [piece for read in reads for piece in self._pieces(read)]
         if len(pieces) == 1:
             self._request(pieces[0])
@@ -85,7 +85,7 @@ class FsspecSource(ReadRange):
         )
 
     def check_unchanged(self) -> None:
-        """Refuse if any file is not the one that was seen at the start."""
+        """Refuse if any file has changed since the source was opened."""
         now = self.folder.listing().files
         for path, stamp in self.stamps.items():
             if path not in now:

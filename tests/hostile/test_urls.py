@@ -121,7 +121,7 @@ def test_every_command_refuses_what_is_not_named(tmp_path: Path) -> None:
     ):
         done = CliRunner().invoke(cli, arguments)
         assert done.exit_code == (2 if arguments[0] == "verify" else 1), (arguments, done.output)
-        assert "http:// is not opened unless you ask for it: --allow-scheme http" in done.output, arguments
+        assert "http:// is opened only if you allow it: --allow-scheme http" in done.output, arguments
     assert list(tmp_path.iterdir()) == []
 
 
