@@ -14,7 +14,7 @@ from functools import partial
 from paddle_reshard.clusters.choose import choose_engine, choose_indexing
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.aoa.rewrite import rewrite
-from paddle_reshard.pipeline.convert.inputs import load_config, load_program, load_tables
+from paddle_reshard.pipeline.convert.inputs import load_adapter, load_config, load_program, load_tables
 from paddle_reshard.pipeline.convert.options import ConversionOptions, Targets, is_whole
 from paddle_reshard.pipeline.convert.plan import (
     ConversionPlan,
@@ -54,6 +54,7 @@ from paddle_reshard.pipeline.core.tensors import MTP
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.fill import read_filling
+from paddle_reshard.pipeline.layouts.lora import with_adapter
 from paddle_reshard.pipeline.layouts.reading import IndexFiles
 from paddle_reshard.storage.apart import check_apart, check_targets_apart
 from paddle_reshard.storage.locate import open_source, open_target
@@ -118,7 +119,14 @@ def plan_request(
     own = open_source(places.sources[0], *places.reading)
     policy = replace(filling.policy, drops_mtp=MTP in request.dropped)
     checkpoint = index_checkpoint(own, tables, config, policy, index_files)
+    checkpoint = with_adapter(checkpoint, load_adapter(request.lora_config), own.location)
     store = filling.serve(own)
+    if places.merge_into is not None:
+        from paddle_reshard.pipeline.convert.merge import merge_into
+
+        base_store = open_source(places.merge_into, *places.reading)
+        base = index_checkpoint(base_store, tables, config, None, index_files)
+        store, checkpoint = merge_into(base_store, base, store, checkpoint)
     if program is not None:
         checkpoint = rewrite(checkpoint, program, tables if needs_rule_table(request.forms) else None, config)
     if sinks is None:
@@ -133,8 +141,9 @@ def open_targets(places: Places, resume: bool, take_over: bool = False) -> Outpu
     for number, location in enumerate(places.targets):
         for source in places.sources:
             check_apart(source, location)
-        if places.fill is not None:
-            check_apart(places.fill, location)
+        for given in (places.fill, places.merge_into):
+            if given is not None:
+                check_apart(given, location)
         for other in places.targets[:number]:
             check_targets_apart(other, location)
     access = places.writing

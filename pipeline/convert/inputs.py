@@ -10,6 +10,7 @@ from paddle_reshard.pipeline.convert.given import GivenFile, KeptFile
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.layouts.format import Entries
+from paddle_reshard.pipeline.layouts.lora_config import Adapter, parse_adapter
 from paddle_reshard.pipeline.layouts.model_meta import parse_names
 from paddle_reshard.pipeline.layouts.rules import RuleTable, parse_rule_table, shipped_tables
 from paddle_reshard.storage.formats.strict_json import parse_json
@@ -45,6 +46,11 @@ def load_tables(rules: File | None) -> Sequence[RuleTable]:
 def load_config(config: File | None) -> dict[str, Any] | None:
     """The ``config.json`` of a model that was given."""
     return None if config is None else _read_object(config)
+
+
+def load_adapter(lora_config: File | None) -> Adapter | None:
+    """What the ``lora_config.json`` of an adapter says that was given."""
+    return None if lora_config is None else parse_adapter(_read_object(lora_config), str(lora_config))
 
 
 def load_program(aoa: File | None) -> AoaProgram | None:

@@ -156,6 +156,25 @@ class ConversionOptions(TargetOptions, total=False):
         ),
     ]
     """A safetensors file with tensors that no file of the source holds."""
+    merge_into: Annotated[
+        PathLike | None,
+        Option(
+            decides=Decides.PLACE,
+            consent=True,
+            metavar="BASE",
+            help="Base model, any checkpoint that stores its parameters: merge the LoRA in SRC into it, and convert "
+            "the result.",
+        ),
+    ]
+    """The base model of a source that holds LoRA: what is converted is the base with the adapter merged into it."""
+    lora_config: Annotated[
+        GivenFile | None,
+        Option(
+            kind=Kind.FILE,
+            help="The adapter's lora_config.json, for a checkpoint of LoRA training without one.",
+        ),
+    ]
+    """The adapter's ``lora_config.json``, for a source that has none."""
     memory: Annotated[
         str,
         Option(
@@ -355,7 +374,7 @@ class RunOptions(TypedDict, total=False):
             decides=Decides.CONDUCT,
             help="Continue an interrupted conversion, if there is one. Without --to and --format, its "
             "original options are used; --memory, --check and --allow-reread may always be omitted. "
-            "Give --fill, --allow-links and options for stores again.",
+            "Give --fill, --merge-into, --allow-links and options for stores again.",
         ),
     ]
     """Continue an unfinished run of this conversion, if there is one. If the targets are finished, only look at them;

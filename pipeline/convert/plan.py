@@ -306,11 +306,12 @@ def needs_rule_table(forms: Sequence[Request]) -> bool:
 def read_places(sources: Sequence[PathLike], target: Targets | None, options: ConversionOptions) -> Places:
     """Where a conversion reads and writes. This much is known also where a session says the rest."""
     targets = () if target is None else tuple(target) if isinstance(target, Mapping) else (target,)
-    fill = options.get("fill")
+    fill, base = options.get("fill"), options.get("merge_into")
     return Places(
         sources=tuple(os.fspath(source) for source in sources),
         targets=tuple(os.fspath(one) for one in targets),
         fill=None if fill is None else os.fspath(fill),
+        merge_into=None if base is None else os.fspath(base),
         reading=source_access(options),
         writing=target_access(options),
         overwrite=options.get("overwrite", False),
@@ -348,6 +349,7 @@ def read_request(
         aoa=as_file(options.get("aoa")),
         rules=as_file(options.get("rules")),
         config=as_file(options.get("config")),
+        lora_config=as_file(options.get("lora_config")),
         allow_missing=texts_of(options.get("allow_missing", ())),
         planning=PlanSettings(
             budget_bytes=parse_memory(options.get("memory", DEFAULT_MEMORY)),

@@ -46,6 +46,8 @@ class Places:
     """Empty where nobody has said."""
     fill: str | None
     """A file with further tensors."""
+    merge_into: str | None
+    """The base model of an adapter."""
     reading: Access
     writing: Access
     overwrite: bool
@@ -61,6 +63,7 @@ class ConversionRequest:
     aoa: Path | KeptFile | None
     rules: Path | KeptFile | None
     config: Path | KeptFile | None
+    lora_config: Path | KeptFile | None
     allow_missing: tuple[str, ...]
     """Patterns of keys."""
     planning: PlanSettings

@@ -230,7 +230,7 @@ def _contradiction(location: str, name: str, before: Any, now: Any) -> StaleSess
     here = f"{location}: the unfinished conversion here was begun"
     clean = f"paddle-reshard clean {location}"
     if now is None and OPTIONS[name].consent:
-        again = f"{flag_of(name)} FILE" if name == "fill" else flag_of(name)
+        again = f"{flag_of(name)} {OPTIONS[name].metavar}" if OPTIONS[name].metavar else flag_of(name)
         return StaleSessionError(
             f"{here} with {flag_of(name)}, which has to be given again: {again}; or {clean}"
         )

@@ -304,7 +304,7 @@ def read_average(
     UsageError
         If it makes no sense of an average.
     """
-    if foreign := [name for name in ("aoa", "fill", "drop") if options.get(name)]:
+    if foreign := [name for name in ("aoa", "fill", "merge_into", "lora_config", "drop") if options.get(name)]:
         raise UsageError(f"--{foreign[0]} does not go with an average; convert what comes out once more")
     if isinstance(target, Mapping):
         target = {place: _of_average(of_target) for place, of_target in target.items()}

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from paddle_reshard.pipeline.core.errors import CheckpointError, RuleError
+from paddle_reshard.pipeline.core.errors import CheckpointError, RuleError, UsageError
 from paddle_reshard.pipeline.core.file_names import LORA_CONFIG
 from paddle_reshard.pipeline.core.tensors import DType, dtype_named
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
@@ -105,6 +105,23 @@ def with_base(model: Model, adapter: Adapter | None) -> Model:
     if base is None:
         return model
     return replace(model, tensors=tuple(sorted((*model.tensors, *base), key=model_order(model.table))))
+
+
+def with_adapter(checkpoint: Checkpoint, given: Adapter | None, location: str) -> Checkpoint:
+    """The same with the ``lora_config.json`` that a user gives for a checkpoint that has none.
+
+    Raises
+    ------
+    UsageError
+        If it has one, or holds no LoRA.
+    """
+    if given is None:
+        return checkpoint
+    if checkpoint.adapter is not None or not checkpoint.model.has_lora:
+        has = f"has a {LORA_CONFIG} of its own" if checkpoint.adapter else "holds no LoRA"
+        raise UsageError(f"--lora-config: {location} {has}; leave it out")
+    check_matrices(checkpoint.model, given)
+    return replace(checkpoint, adapter=given)
 
 
 def marked_base(model: Model) -> Model:

@@ -1,0 +1,249 @@
+"""LoRA merged into its base while the base is read: ranges of its files with other weights in them.
+
+Whatever plans and moves a checkpoint then does the same with a merged one, a range at a time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paddle_reshard.pipeline.core.catalog import Fragments, hulls
+from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.storage.store import Openness, Read, ReadRange, Source
+from paddle_reshard.tasks.cast import bfloat16_bits
+
+Floats = npt.NDArray[np.float32]
+BLOCK_ELEMENTS = 1 << 16
+"""Of a weight, merged at a time: what is worked on stays in the processor's cache."""
+HELD_BYTES = 32 << 20
+"""Of matrices of adapters that a worker holds, in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix of an adapter, bfloat16, and where it lies."""
+
+    key: str
+    shape: Shape
+    fragments: Fragments
+    paths: tuple[str, ...]
+    """Of the files that the fragments name."""
+
+    def read(self, source: ReadRange) -> Floats:
+        """The whole matrix.
+
+        Raises
+        ------
+        CheckpointError
+            If copies differ.
+        """
+        values = np.zeros(self.shape, dtype=np.uint16)
+        for row in sorted(self.fragments, key=lambda fragment: int(fragment["replica"])):
+            (first, last), path = (int(end[0]) for end in hulls(row[None])), self.paths[row["file"]]
+            buffer = bytearray(last - first)
+            source.read_into(path, first, memoryview(buffer))
+            extents, strides = row["extents"][:2].tolist(), row["strides"][:2].tolist()
+            stored: npt.NDArray[Any] = np.ndarray(extents, "<u2", buffer, 0, strides)
+            box = tuple(slice(o, o + n) for o, n in zip(row["offset"].tolist(), extents, strict=False))
+            if not row["replica"]:
+                values[box] = stored
+            elif not np.array_equal(values[box], stored):
+                raise CheckpointError(
+                    f"{self.key}: copies differ, one of them is in {path}: which to merge is not known"
+                )
+        return widened(values)
+
+
+@dataclass(frozen=True, slots=True)
+class Addend:
+    """What is added to a weight ``[in, out]``: the product of two matrices, times a number."""
+
+    a: Matrix
+    b: Matrix
+    scaling: float
+
+
+def widened(bits: npt.NDArray[np.uint16]) -> Floats:
+    """bfloat16 as float32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def merge_block(weight: npt.NDArray[np.uint16], a: Floats, b: Floats, scaling: float) -> None:
+    """``weight + (a @ b) · scaling`` in place of a block of ``weight``.
+
+    In float32 and rounded once, to bfloat16: the arithmetic of PaddleFormers' export (1.2 ``mergekit/merge_model.py``).
+    The sum over the rank goes from first to last. Products of bfloat16 are exact in float32, so it does not matter
+    whether a processor rounds them before they are added.
+    """
+    product = np.zeros(weight.shape, dtype=np.float32)
+    term = np.empty_like(product)
+    for number in range(a.shape[1]):
+        np.multiply(a[:, number, None], b[None, number], out=term)
+        np.add(product, term, out=product)
+    np.multiply(product, np.float32(scaling), out=product)
+    np.add(widened(weight), product, out=product)
+    weight[...] = bfloat16_bits(product)
+
+
+class _Held:
+    """Matrices that were read last. A copy for another process holds nothing."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._pairs: OrderedDict[int, tuple[Floats, Floats]] = OrderedDict()
+
+    def __reduce__(self) -> tuple[type[_Held], tuple[()]]:
+        return _Held, ()
+
+    def get(self, tensor: int, addend: Addend, source: ReadRange) -> tuple[Floats, Floats]:
+        """Both matrices of a weight."""
+        with self._lock:
+            found = self._pairs.get(tensor)
+        if found is None:
+            found = addend.a.read(source), addend.b.read(source)
+        with self._lock:
+            self._pairs[tensor] = found
+            self._pairs.move_to_end(tensor)
+            while len(self._pairs) > 1 and self._bytes() > HELD_BYTES:
+                self._pairs.popitem(last=False)
+        return found
+
+    def _bytes(self) -> int:
+        return sum(a.nbytes + b.nbytes for a, b in self._pairs.values())
+
+
+@dataclass(frozen=True)
+class MergedSource(ReadRange):
+    """A base model whose weights are read as if its adapter had been merged into it. No storage copies from it."""
+
+    inner: Source
+    """Files of the base and of the adapter."""
+    addends: Mapping[int, Addend]
+    """Number of a weight → what is added to it."""
+    fragments: Mapping[str, Fragments]
+    """Path of a file of the base → where weights that change lie in it, two dims and bfloat16 each."""
+    held: _Held = field(default_factory=_Held, compare=False, repr=False)
+
+    @property
+    def location(self) -> str:
+        """That of the base."""
+        return self.inner.location
+
+    @property
+    def folders(self) -> Sequence[str]:
+        """Those of the base."""
+        return self.inner.folders
+
+    @property
+    def openness(self) -> Openness:
+        """What base and adapter allow."""
+        return self.inner.openness
+
+    def sizes(self) -> Mapping[str, int]:
+        """Name of every file → size in bytes."""
+        return self.inner.sizes()
+
+    def versions(self) -> Mapping[str, str]:
+        """Name of every file → fingerprint of what is stored."""
+        return self.inner.versions()
+
+    def check_unchanged(self) -> None:
+        """Refuse if any file has changed since the source was opened."""
+        self.inner.check_unchanged()
+
+    def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes`` bytes of a file, merged."""
+        buffer = bytearray(nbytes)
+        self.read_into(path, byte_offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on, merged."""
+        self.inner.read_into(path, byte_offset, buffer)
+        self._merge(path, byte_offset, buffer)
+
+    def read_many(self, reads: Sequence[Read]) -> None:
+        """Fill several buffers; the store is asked for all at once."""
+        self.inner.read_many(reads)
+        for read in reads:
+            self._merge(read.path, read.byte_offset, read.buffer)
+
+    def _merge(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        fragments = self.fragments.get(path)
+        if fragments is None:
+            return
+        first, last = hulls(fragments)
+        met = (first < byte_offset + buffer.nbytes) & (last > byte_offset)
+        for row in fragments[met]:
+            self._merge_box(path, byte_offset, buffer, row)
+
+    def _merge_box(self, path: str, byte_offset: int, buffer: memoryview, row: np.void) -> None:
+        """Merge what a range has of a box: lines along the dim whose elements are nearer to each other."""
+        tensor, base = int(row["tensor"]), int(row["byte_base"])
+        offset, extents, strides = (row[name][:2].tolist() for name in ("offset", "extents", "strides"))
+        across = 0 if strides[0] >= strides[1] else 1
+        step, line = strides[across], (extents[1 - across] - 1) * strides[1 - across] + 2
+        stop = byte_offset + buffer.nbytes
+        start = max(0, -(-(byte_offset - base - line + 1) // step)) if step else 0
+        end = min(extents[across], -(-(stop - base) // step)) if step else 1
+        whole = [n for n in range(start, end) if byte_offset <= base + n * step <= stop - line]
+        for number in range(start, end):
+            if whole and whole[0] <= number <= whole[-1]:
+                continue
+            # A line of which the range has a part: a rounded sum needs whole elements.
+            at = base + number * step
+            piece = bytearray(line)
+            self.inner.read_into(path, at, memoryview(piece))
+            self._merge_lines(tensor, memoryview(piece), 0, offset, extents, strides, across, (number, 1))
+            low, high = max(at, byte_offset), min(at + line, stop)
+            buffer[low - byte_offset : high - byte_offset] = piece[low - at : high - at]
+        if whole:
+            at = base + whole[0] * step - byte_offset
+            lines = (whole[0], len(whole))
+            self._merge_lines(tensor, buffer, at, offset, extents, strides, across, lines)
+
+    def _merge_lines(
+        self,
+        tensor: int,
+        buffer: memoryview,
+        at: int,
+        offset: list[int],
+        extents: list[int],
+        strides: list[int],
+        across: int,
+        lines: tuple[int, int],
+    ) -> None:
+        first, count = lines
+        shape = [count if dim == across else extents[dim] for dim in (0, 1)]
+        origin = [offset[dim] + (first if dim == across else 0) for dim in (0, 1)]
+        weight: npt.NDArray[np.uint16] = np.ndarray(shape, "<u2", buffer, at, strides)
+        addend = self.addends[tensor]
+        a, b = self.held.get(tensor, addend, self.inner)
+        for rows, columns in _blocks(shape, across):
+            merge_block(
+                weight[rows, columns],
+                a[_moved(rows, origin[0])],
+                b[:, _moved(columns, origin[1])],
+                addend.scaling,
+            )
+
+
+def _moved(part: slice, by: int) -> slice:
+    return slice(part.start + by, part.stop + by)
+
+
+def _blocks(shape: Sequence[int], across: int) -> Iterator[tuple[slice, slice]]:
+    """Parts of a matrix, several lines each."""
+    each = max(1, BLOCK_ELEMENTS // max(1, shape[1 - across]))
+    for first in range(0, shape[across], each):
+        part = slice(first, min(first + each, shape[across]))
+        rest = slice(0, shape[1 - across])
+        yield (part, rest) if across == 0 else (rest, part)
