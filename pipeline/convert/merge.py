@@ -17,6 +17,7 @@ from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedErro
 from paddle_reshard.pipeline.core.file_names import LORA_CONFIG
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import PARAM, DType
+from paddle_reshard.pipeline.core.trainer_files import is_training_state
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.lora_config import Adapter
 from paddle_reshard.pipeline.layouts.model import ModelTensor
@@ -28,6 +29,7 @@ from paddle_reshard.tasks.merge import Addend, Matrix, MergedSource
 PREFIX: Final = "LORA/"
 """Below this the files of the adapter are seen beside those of the base."""
 BFLOAT16: Final = "bfloat16"
+OF_BASE_JOB: Final = "state of the job that trained the base"
 
 
 def merge_into(
@@ -55,6 +57,7 @@ def merge_into(
     }
     inner = JoinedSource((Mount("", base_store), Mount(PREFIX, adapter_store)))
     source = MergedSource(inner, addends, _by_path(catalog, addends))
+    training = {path for path in base_store.sizes() if is_training_state(path)}
     tensors = tuple(
         replace(t, accumulators=(), master=False, of_base=False)
         for t in base.model.tensors
@@ -63,13 +66,16 @@ def merge_into(
     merged = replace(
         base,
         catalog=catalog,
-        own_files=base.own_files | {path for path in inner.sizes() if path.startswith(PREFIX)},
+        own_files=base.own_files | training | {path for path in inner.sizes() if path.startswith(PREFIX)},
         model=replace(base.model, tensors=tensors),
         topology=None,
         strategy=None,
         lr_scheduler=None,
         has_ema=False,
         adapter=None,
+        not_carried=(*base.not_carried, *((path, OF_BASE_JOB) for path in sorted(training))),
+        merged=f"LoRA of {len(weights)} weights, rank {adapter.rank}, scaling {adapter.scaling:g}, of "
+        f"{adapter_store.location}{f'; {len(replaced)} tensors replaced' if replaced else ''}",
     )
     return source, merged
 

@@ -124,6 +124,8 @@ class ConversionPlan(Shown):
             for decision in target.form.decisions
         ]
         facts.append(("from", _source_in_words(self.source)))
+        if self.source.merged is not None:
+            facts.append(("merged", self.source.merged))
         places = self.places if len(targets) > 1 else ()
         for number, target in enumerate(targets):
             where = f"{places[number]}: " if places else ""

@@ -24,6 +24,7 @@ from paddle_reshard.pipeline.convert.options import (
     TargetOptions,
     Targets,
     check_names,
+    flag_of,
     takes,
 )
 from paddle_reshard.pipeline.convert.plan import ConversionPlan, plan_checkpoint, read_request
@@ -304,8 +305,12 @@ def read_average(
     UsageError
         If it makes no sense of an average.
     """
-    if foreign := [name for name in ("aoa", "fill", "merge_into", "lora_config", "drop") if options.get(name)]:
-        raise UsageError(f"--{foreign[0]} does not go with an average; convert what comes out once more")
+    if foreign := [
+        name for name in ("aoa", "fill", "merge_into", "lora_config", "drop") if options.get(name)
+    ]:
+        raise UsageError(
+            f"{flag_of(foreign[0])} does not go with an average; convert what comes out once more"
+        )
     if isinstance(target, Mapping):
         target = {place: _of_average(of_target) for place, of_target in target.items()}
     return read_request(sources, target, _of_average(options), sizes)

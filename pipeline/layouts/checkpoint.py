@@ -72,6 +72,8 @@ class Checkpoint:
     """Whether they are in the unified layer; ``None`` where the order of tensors cannot tell."""
     adapter: Adapter | None = None
     """What ``lora_config.json`` says; ``None`` where there is none."""
+    merged: str | None = None
+    """What was merged into it while it is read, in words."""
 
     def without(self, states: Collection[str]) -> Checkpoint:
         """The same checkpoint without the tensors of some states."""

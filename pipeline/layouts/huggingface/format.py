@@ -44,7 +44,7 @@ class HuggingFaceFormat:
     model_only: ClassVar[bool] = True
     needs_states: ClassVar[str] = ""
     no_place: ClassVar[tuple[str, ...]] = ()
-    holds_lora: ClassVar[bool] = False
+    holds_lora: ClassVar[bool] = True
     holds_muon: ClassVar[bool] = False
     by_table: ClassVar[bool] = False
     loses_tensors: ClassVar[bool] = False
@@ -74,4 +74,4 @@ class HuggingFaceFormat:
         return parse_huggingface(asked.get("state"), asked.get("dtype"), asked.get("max_shard_size"))
 
 
-FORMAT = HuggingFaceFormat(HUGGINGFACE, "the model for transformers")
+FORMAT = HuggingFaceFormat(HUGGINGFACE, "the model for transformers, LoRA for peft")

@@ -69,6 +69,11 @@ def tensor_parts(tensor: ModelTensor, model: Model) -> tuple[Part, ...]:
             "Hugging Face checkpoint; add 'huggingface' to its row in a copy of the table, and pass that with "
             "--rules FILE, or say what becomes of every tensor with --aoa FILE",
         )
+    return parts_by_form(tensor, form, model)
+
+
+def parts_by_form(tensor: ModelTensor, form: HuggingFaceForm, model: Model) -> tuple[Part, ...]:
+    """What a tensor becomes that has a form there."""
     dims = len(tensor.global_shape)
     if dims == 0 or (form.transposed and dims != 2):
         raise RuleError(tensor.key, f"a tensor of shape {tensor.global_shape} cannot become {form.keys[0]}")

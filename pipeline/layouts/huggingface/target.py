@@ -6,12 +6,13 @@ distribution over files and the names are those of ``huggingface_hub`` and of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from paddle_reshard.pipeline.core.catalog import Catalog, File, FragmentRow, fragment_row, fragment_rows
-from paddle_reshard.pipeline.core.errors import PlanError, UsageError
+from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.core.file_names import CONFIG, LORA_CONFIG
 from paddle_reshard.pipeline.core.limits import MAX_TARGET_FILES
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.tensors import (
@@ -22,16 +23,21 @@ from paddle_reshard.pipeline.core.tensors import (
     Cast,
     DType,
 )
+from paddle_reshard.pipeline.core.trainer_files import is_training_state
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
 from paddle_reshard.pipeline.layouts.format import Decision, Staged
+from paddle_reshard.pipeline.layouts.huggingface import peft
 from paddle_reshard.pipeline.layouts.huggingface.choices import EMA, FLOATING
 from paddle_reshard.pipeline.layouts.huggingface.index import index_parameters
 from paddle_reshard.pipeline.layouts.huggingface.name import HUGGINGFACE
 from paddle_reshard.pipeline.layouts.huggingface.names import INDEX
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, part_elements
+from paddle_reshard.pipeline.layouts.huggingface.peft import adapter_config, adapter_parts
 from paddle_reshard.pipeline.layouts.huggingface.sidecars import plan_huggingface_sidecars
+from paddle_reshard.pipeline.layouts.lora import without_base
 from paddle_reshard.pipeline.layouts.model import ModelTensor
+from paddle_reshard.pipeline.layouts.sidecars import share_out_sidecars
 from paddle_reshard.pipeline.layouts.weights import TAGS
 from paddle_reshard.storage.formats.safetensors import Index, TensorSlot, encode_safetensors, format_index
 
@@ -84,7 +90,9 @@ class HuggingFaceTarget:
     def lay_out(
         self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
     ) -> LaidOut:
-        """All files of a Hugging Face checkpoint, small ones too."""
+        """All files of a Hugging Face checkpoint, small ones too; of LoRA those of an adapter."""
+        if wanted.model.has_lora:
+            return self._lay_out_adapter(without_base(source), without_base(wanted), sizes, folders)
         laid_out = layout_huggingface(source.catalog, wanted, self)
         config = source.model.config
         sidecars = plan_huggingface_sidecars(sizes, folders, wanted, config, self.dtype)
@@ -93,8 +101,48 @@ class HuggingFaceTarget:
             laid_out.catalog, files, sidecars.carried, sidecars.not_carried, laid_out.states_not_carried
         )
 
+    def _lay_out_adapter(
+        self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
+    ) -> LaidOut:
+        if self.of_average:
+            raise UnsupportedError("LoRA goes out as its parameters; --state ema is for a model")
+        exported = list(_exported(wanted, self, adapter_parts(wanted)))
+        config = adapter_config(wanted, [e.part for e in exported])
+        laid_out = _files_of(source.catalog, [exported], [peft.WEIGHTS])
+
+        def reason(path: str) -> str | None:
+            if path == LORA_CONFIG:
+                return f"{peft.CONFIG} says the same"
+            return "state of the training job, not of the model" if is_training_state(path) else None
+
+        base: dict[str, Any] = {}  # config.json is the base's, and does not lie beside an adapter
+        sidecars = share_out_sidecars(
+            [path for path in sizes if path != CONFIG], folders, wanted.own_files, reason, base, base
+        )
+        written = [(path, content) for path, content in sidecars.written if path != CONFIG]
+        files = add_literal_files(laid_out.files, [*written, (peft.CONFIG, config)])
+        not_carried = [*sidecars.not_carried, *([(CONFIG, "that of the base")] if CONFIG in sizes else [])]
+        return LaidOut(
+            laid_out.catalog, files, sidecars.carried, tuple(not_carried), laid_out.states_not_carried
+        )
+
+    def _check_adapter(self, staged: Staged) -> None:
+        """What is staged has the tensors of the adapter, in their shapes and dtypes."""
+        payload = staged.files.headers[peft.WEIGHTS]
+        found = {key: (payload.tags[key], array.shape) for key, array in payload.tensors.items()}
+        planned = {
+            part.key: (TAGS[self.dtype_of(tensor, part).name], part.shape)
+            for tensor, parts in adapter_parts(without_base(staged.wanted))
+            for part in parts
+        }
+        if odd := sorted(found.items() ^ planned.items()):
+            raise CheckpointError(f"{peft.WEIGHTS}: {odd[0][0]}: not the same as planned")
+
     def check_staged(self, staged: Staged) -> None:
         """Read the parameters of the model, each of which must have the dtype that was planned."""
+        if staged.wanted.model.has_lora:
+            self._check_adapter(staged)
+            return
         index_parameters(staged.files, staged.wanted.model, self.dtype_of)
 
     def dtype_of(self, tensor: ModelTensor, part: Part) -> DType:
@@ -140,14 +188,21 @@ def layout_huggingface(source: Catalog, wanted: Checkpoint, target: HuggingFaceT
     PlanError
         If the source lacks the state, or the rule table does not know the form of a tensor.
     """
-    exported = list(_exported(wanted, target))
+    exported = list(_exported(wanted, target, model_parts(wanted.model)))
     shards = _shards(exported, target.max_shard_bytes)
     if len(shards) > MAX_TARGET_FILES:
         raise UsageError(
             f"with --max-shard-size {target.max_shard_bytes} the model takes {len(shards)} files; at most "
             f"{MAX_TARGET_FILES} are written, give a larger size"
         )
-    names = _names(len(shards))
+    return _files_of(source, shards, _names(len(shards)))
+
+
+def _files_of(
+    source: Catalog, shards: Sequence[Sequence[_Exported]], names: Sequence[str]
+) -> HuggingFaceFiles:
+    """Files of these tensors; several have an index."""
+    exported = [one for shard in shards for one in shard]
     files: list[File] = []
     literals = Literals()
     rows: list[tuple[int, _Exported, int]] = []
@@ -171,11 +226,13 @@ def layout_huggingface(source: Catalog, wanted: Checkpoint, target: HuggingFaceT
     )
 
 
-def _exported(wanted: Checkpoint, target: HuggingFaceTarget) -> Iterator[_Exported]:
+def _exported(
+    wanted: Checkpoint, target: HuggingFaceTarget, of_model: Iterable[tuple[ModelTensor, tuple[Part, ...]]]
+) -> Iterator[_Exported]:
     if target.state == EMA and not wanted.has_ema:
         raise PlanError("the checkpoint has no EMA state, so --state ema has nothing to export")
     index = wanted.catalog.index()
-    for tensor, parts in model_parts(wanted.model):
+    for tensor, parts in of_model:
         for part in parts:
             dtype = target.dtype_of(tensor, part)
             state = _state(tensor, dtype, target.state, index)

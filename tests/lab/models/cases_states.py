@@ -93,6 +93,18 @@ C.update(
         "lora_mp2": LO(2, args=A(TP2)),
         "lora_pp2": LO(2, args=A(PP2)),
         "lora_mp2pp2": LO(4, args=A(TP2, PP2)),
+        "lora_mp2pp2_sp": LO(4, args=A(TP2, PP2, sequence_parallel=True)),
+        "lora_qwen2_full_single": LO(
+            1,
+            family="qwen2",
+            lora='{"trainable_bias": "all", "trainable_modules": [".*input_layernorm.*", "lm_head.*"]}',
+        ),
+        "lora_qwen2_full_pp2": LO(
+            2,
+            family="qwen2",
+            args=A(PP2),
+            lora='{"trainable_bias": "all", "trainable_modules": [".*input_layernorm.*", "lm_head.*"]}',
+        ),
         "lora_sh2_s1v1": LO(2, args=A(V1, SH2)),
         "lora_sh2_s1v2": LO(2, args=A(V2, SH2)),
         "lora_sh2_s1v2_meta": LO(2, args=A(V2, SH2, SIO)),

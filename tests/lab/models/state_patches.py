@@ -303,12 +303,14 @@ def gather(T, trainer, A, args):
 
 
 def split_lora_truth(out):
-    """truth.safetensors: what is trained; truth_base.safetensors: the frozen base (in no file of the checkpoint)"""
+    """truth.safetensors: what is trained; truth_base.safetensors: the parameters of the base (in no file of the checkpoint, but for those that are trained too)"""
     from compare_raw import read, write
 
     t = read(out + "/truth.safetensors")
-    base = {k: v for k, v in t.items() if "lora_" not in k}
-    write({k: v for k, v in t.items() if "lora_" in k}, out + "/truth.safetensors")
+    state = lambda k: k.endswith((".w_0", ".moment1_0", ".moment2_0", ".beta1_pow_acc_0", ".beta2_pow_acc_0"))
+    base = {k: v for k, v in t.items() if "lora_" not in k and not state(k)}
+    trained = lambda k: f"{k.rpartition('.')[0] if state(k) else k}.w_0" in t
+    write({k: v for k, v in t.items() if trained(k)}, out + "/truth.safetensors")
     write(base, out + "/truth_base.safetensors")
 
 
