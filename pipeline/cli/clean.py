@@ -8,10 +8,8 @@ import click
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.observers import waiting
-from paddle_reshard.pipeline.cli.options import declared, json_option, quiet_option
-from paddle_reshard.pipeline.cli.output import (
-    answer,
-)
+from paddle_reshard.pipeline.cli.options import declared, given, json_option, quiet_option
+from paddle_reshard.pipeline.cli.output import answer
 from paddle_reshard.pipeline.cli.terminal import say
 
 
@@ -25,19 +23,11 @@ from paddle_reshard.pipeline.cli.terminal import say
 @declared("allow_scheme")
 @json_option
 @quiet_option
-def clean(
-    target: str,
-    take_over: bool,
-    storage_options: dict[str, Any] | None,
-    allow_scheme: tuple[str, ...],
-    as_json: bool,
-    quiet: bool,
-) -> None:
+@click.pass_context
+def clean(context: click.Context, /, target: str, as_json: bool, quiet: bool, **_: Any) -> None:
     """Remove an unfinished conversion at a target; refused while it runs."""
     with waiting("removing what an unfinished conversion has left", quiet or as_json):
-        removed = paddle_reshard.clean(
-            target, take_over=take_over, storage_options=storage_options, allow_scheme=allow_scheme
-        )
+        removed = paddle_reshard.clean(target, **given(context))
 
     def show() -> None:
         for line in removed or (f"{target}: no unfinished conversion is here",):

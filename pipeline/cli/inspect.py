@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.json_output import (
-    inspection_data,
-)
+from paddle_reshard.pipeline.cli.json_output import inspection_data
 from paddle_reshard.pipeline.cli.observers import waiting
-from paddle_reshard.pipeline.cli.options import declared, json_option
-from paddle_reshard.pipeline.cli.output import (
-    answer,
-    print_facts,
-    print_table,
-)
+from paddle_reshard.pipeline.cli.options import declared, given, json_option
+from paddle_reshard.pipeline.cli.output import answer, print_facts, print_table
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.inspection import Inspection
@@ -32,27 +25,11 @@ if TYPE_CHECKING:
 @declared("storage_options", "--source-storage-options")
 @declared("allow_scheme")
 @json_option
-def inspect(
-    source: str,
-    rules: Path | None,
-    config: Path | None,
-    tensors: bool,
-    storage_options: dict[str, Any] | None,
-    allow_scheme: tuple[str, ...],
-    allow_links: bool,
-    as_json: bool,
-) -> None:
+@click.pass_context
+def inspect(context: click.Context, /, source: str, tensors: bool, as_json: bool, **_: Any) -> None:
     """Describe a checkpoint, from its metadata alone."""
     with waiting("reading headers", as_json) as observe:
-        found = paddle_reshard.inspect(
-            source,
-            rules=rules,
-            config=config,
-            storage_options=storage_options,
-            allow_scheme=allow_scheme,
-            allow_links=allow_links,
-            observe=observe,
-        )
+        found = paddle_reshard.inspect(source, observe=observe, **given(context))
     answer(inspection_data(found), as_json, False, lambda: _show_inspection(found, tensors))
 
 
