@@ -30,7 +30,7 @@ from paddle_reshard.pipeline.convert.read_options import ReadOptions
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.core.file_names import AVERAGE
-from paddle_reshard.pipeline.ema.decisions import Due, Recovery, Rule, progress_of, recovery
+from paddle_reshard.pipeline.ema.decisions import Due, Recovery, Rule, Standing, progress_of, recovery
 from paddle_reshard.pipeline.ema.flex import METADATA_PATH, FlexRank
 from paddle_reshard.pipeline.ema.resume import RankPieces, read_average
 from paddle_reshard.pipeline.ema.stretches import (
@@ -126,15 +126,16 @@ class AsyncEma:
         self.weights = weights if callable(weights) else lambda: _weights_of(weights)
         self.averaging = Averaging(decay, warm_up, start)
         self.when_behind, self.when_lost, self.worker = when_behind, when_lost, worker
-        self.progress = Progress()
+        self.standing = Standing()
         self.counts = EmaCounts()
-        self.owed: tuple[float, ...] = ()
-        """Decays of skipped updates."""
-        self.asked = 0
-        """Updates that were asked of the worker since the average began."""
         self.last_request: Mapping[str, Any] = {}
         self.companion: Companion | None = None
         self.stretches: Stretches = {}
+
+    @property
+    def progress(self) -> Progress:
+        """How far the average has come."""
+        return self.standing.progress
 
     # -------------------------------------------------------------------------------------------- updates
 
@@ -165,20 +166,18 @@ class AsyncEma:
         began = time.perf_counter()
         weights = self.weights()
         companion = self._companion(weights)
-        decays = (*self.owed, self.averaging.decay_at(self.progress.updates + len(self.owed)))
+        decays = self.standing.decays(self.averaging)
         if not companion.wait(0):
             if self.when_behind == "skip":
                 self.counts.skipped += 1
-                self.owed = decays
+                self.standing = self.standing.skipped(decays)
                 return False
             companion.wait()
         ready = time.perf_counter()
         _copy(weights, self.stretches, self.shared.values)
         self.last_request = {"do": "blend", "decay": prod(decays)}
         companion.ask(self.last_request)
-        self.asked += 1
-        self.progress = self.progress.after(step, decays)
-        self.owed = ()
+        self.standing = self.standing.handed_over(step, decays)
         self.counts.handed_over += 1
         self.counts.waited_seconds += ready - began
         self.counts.handed_over_seconds += time.perf_counter() - ready
@@ -211,7 +210,7 @@ class AsyncEma:
         self.companion.start()
         begun, done = (int(count) for count in self.shared.counts)
         kept = "its average is whole and goes on"
-        what = recovery(begun, done, self.asked)
+        what = recovery(begun, done, self.standing.asked)
         if what is Recovery.REPEAT:
             self.companion.ask(self.last_request)
         elif what is Recovery.BEGIN_ANEW:
@@ -222,7 +221,7 @@ class AsyncEma:
 
     def _forget(self) -> None:
         """No update was made or asked for."""
-        self.progress, self.owed, self.asked = Progress(), (), 0
+        self.standing = Standing()
         self.shared.counts[:] = 0
 
     # --------------------------------------------------------------------------------------- save and load
@@ -336,7 +335,7 @@ class AsyncEma:
         except BaseException:
             self.shared.average[:] = 0
             raise
-        self.progress = progress
+        self.standing = Standing(progress)
 
     def _read_file(self, store: Source, file_name: str) -> None:
         """Read the average that the same rank of the same job has written."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -51,6 +51,35 @@ class Rule:
         if loss is None:
             raise UsageError("a loss_threshold was given, so update needs the loss")
         return Due.YES if loss < self.loss_threshold else Due.LOSS_TOO_HIGH
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where an average stands: what is in it, what it owes, and what was asked of its worker."""
+
+    progress: Progress = Progress()
+    owed: tuple[float, ...] = ()
+    """Decays of skipped updates; the next one makes up for them."""
+    asked: int = 0
+    """Updates that were asked of the worker since the average began, or was loaded."""
+
+    def decays(self, averaging: Averaging) -> tuple[float, ...]:
+        """The decays of the next update: those that are owed, and its own."""
+        return (*self.owed, averaging.decay_at(self.progress.updates + len(self.owed)))
+
+    def skipped(self, decays: tuple[float, ...]) -> Standing:
+        """Where it stands after an update of these decays for which the worker was not ready."""
+        return replace(self, owed=decays)
+
+    def handed_over(self, step: int, decays: tuple[float, ...]) -> Standing:
+        """Where it stands after one that was handed over at ``step``.
+
+        >>> standing, warm = Standing(), Averaging(0.9, warm_up=True)
+        >>> standing = standing.skipped(standing.decays(warm))
+        >>> standing.handed_over(2, standing.decays(warm)).progress.updates
+        2
+        """
+        return Standing(self.progress.after(step, decays), (), self.asked + 1)
 
 
 class Recovery(Enum):

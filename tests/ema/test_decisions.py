@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
-from paddle_reshard.pipeline.ema.decisions import Due, Recovery, Rule, progress_of, recovery
+from paddle_reshard.pipeline.ema.decisions import Due, Recovery, Rule, Standing, progress_of, recovery
 from paddle_reshard.pipeline.ema.stretches import (
     Weights,
     check_same,
@@ -126,3 +126,12 @@ def test_a_file_holds_exactly_the_tensors_of_the_rank() -> None:
     ):
         with pytest.raises(CheckpointError, match="in the file and"):
             find_arrays(stretches, {**whole, **wrong}, "f")
+
+
+def test_an_update_makes_up_for_those_that_were_skipped_before_it() -> None:
+    averaging, standing = Averaging(0.5), Standing(Progress(3, 30, 0.125), asked=3)
+    skipped = standing.skipped(standing.decays(averaging))
+    assert skipped == Standing(Progress(3, 30, 0.125), (0.5,), 3)
+    decays = skipped.decays(averaging)
+    assert decays == (0.5, 0.5)
+    assert skipped.handed_over(32, decays) == Standing(Progress(5, 32, 0.125 / 4), (), 4)
