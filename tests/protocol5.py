@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
+import pickle
 import types
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+
+@contextlib.contextmanager
+def numpy_by_its_old_name() -> Iterator[None]:
+    """Let pickle write ``numpy.core.numeric`` under NumPy 2 too: both versions load that, NumPy 1 nothing else."""
+    module = importlib.import_module("numpy._core.numeric" if np.__version__ >= "2" else "numpy.core.numeric")
+    original = module._frombuffer.__module__
+    module._frombuffer.__module__ = "numpy.core.numeric"
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="numpy.core")
+            yield
+    finally:
+        module._frombuffer.__module__ = original
+
+
+def dumps(obj: object) -> bytes:
+    """What pickle writes of an object with protocol 5."""
+    with numpy_by_its_old_name():
+        return pickle.dumps(obj, 5)
 
 
 def save(obj: object, path: Path | io.BytesIO) -> None:
@@ -19,7 +44,8 @@ def save(obj: object, path: Path | io.BytesIO) -> None:
     try:
         for name, original in originals.items():
             setattr(module, name, _with_limit_5(original))
-        module.save(obj, path if isinstance(path, io.BytesIO) else str(path), protocol=5)
+        with numpy_by_its_old_name():
+            module.save(obj, path if isinstance(path, io.BytesIO) else str(path), protocol=5)
     finally:
         for name, original in originals.items():
             setattr(module, name, original)

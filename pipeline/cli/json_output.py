@@ -36,6 +36,7 @@ def inspection_data(found: Inspection) -> Json:
             "scaling": found.adapter.scaling,
             "base": found.adapter.base,
         },
+        "newer": found.newer,
         "tensor_files": found.tensor_files,
         "tensor_bytes": found.tensor_bytes,
         "states": [asdict(state) for state in found.states],

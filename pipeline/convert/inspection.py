@@ -64,6 +64,8 @@ class Inspection(Shown):
     other_files: tuple[str, ...]
     adapter: Adapter | None = None
     """What ``lora_config.json`` says, where there is one."""
+    newer: str = ""
+    """What its files say beyond the versions of the libraries that are proven; it changes no value."""
 
     def _in_short(self) -> str:
         where = self.topology or "topology not told"
@@ -93,6 +95,8 @@ class Inspection(Shown):
             base = self.adapter.base or "not named"
             lora = f"rank {self.adapter.rank}, scaling {self.adapter.scaling:g}, base model {base}"
             facts.append(("LoRA", lora))
+        if self.newer:
+            facts.append(("newer", self.newer))
         if missing := [tensor.key for tensor in self.tensors if tensor.missing]:
             facts.append(("in no file", f"{', '.join(missing)}: see --fill and --allow-missing of convert"))
         return facts
@@ -144,6 +148,7 @@ def inspect(
         tensor_bytes=sum(files.values()),
         other_files=tuple(sorted(sizes.keys() - files.keys())),
         adapter=checkpoint.adapter,
+        newer=checkpoint.newer,
     )
 
 

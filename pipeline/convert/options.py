@@ -124,7 +124,8 @@ class TargetOptions(TypedDict, total=False):
     """Data files per folder, at most; default: as many as hold 4 GiB each, for a rank of the target job reads whole
     files."""
     paddle_version: Annotated[str | None, _of_formats("paddle_version", metavar="VERSION")]
-    """By whose classes the metadata are written: ``"3.3"`` (default), ``"3.2"`` or ``"3.0"``."""
+    """The Paddle that is to read the target: ``"3.3"`` (default), ``"3.2"`` or ``"3.0"``; ``"3.4"`` writes the files as
+    Paddle 3.4 does, with pickle protocol 5, from which it loads arrays without a copy."""
     max_shard_size: Annotated[str | None, _of_formats("max_shard_size", metavar="SIZE")]
     """Bytes of tensors in one file, ``"5GB"``; a larger tensor has its own file."""
     layout: Annotated[PathLike | Mapping[str, Any] | None, _of_formats("layout", kind=Kind.ENTRIES)]

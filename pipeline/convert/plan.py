@@ -126,6 +126,8 @@ class ConversionPlan(Shown):
         facts.append(("from", _source_in_words(self.source)))
         if self.source.merged is not None:
             facts.append(("merged", self.source.merged))
+        if self.source.newer:
+            facts.append(("newer", self.source.newer))
         places = self.places if len(targets) > 1 else ()
         for number, target in enumerate(targets):
             where = f"{places[number]}: " if places else ""

@@ -74,6 +74,8 @@ class Checkpoint:
     """What ``lora_config.json`` says; ``None`` where there is none."""
     merged: str | None = None
     """What was merged into it while it is read, in words."""
+    newer: str = ""
+    """What its files say beyond the versions of the libraries that are proven, in words; it changes no value."""
 
     def without(self, states: Collection[str]) -> Checkpoint:
         """The same checkpoint without the tensors of some states."""

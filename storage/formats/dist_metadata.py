@@ -16,6 +16,9 @@ Paddle   module                                       ``LocalTensorMetadata``   
                                                                                          replica_id, local_shape
 ======== ============================================ ================================== =======================
 
+Attributes beyond these are read where they cannot change a value: those of :data:`REMARKS`, which say who wrote the
+file, and any that is ``None``. Others are refused.
+
 ``Metadata`` has ``state_dict_metadata`` (key → pieces), ``storage_metadata`` (index of a piece → file) and, since
 3.0, ``flat_mapping`` (key → its path in the nested dict). Checked in the wheels of 2.6.2, 3.0.0, 3.2.0 and 3.3.1.
 
@@ -30,17 +33,18 @@ alike are taken by :mod:`~paddle_reshard.storage.formats.dist_metadata_rows`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from paddle_reshard.pipeline.core.errors import FormatError
 from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.upstream import NEWEST_PADDLE
 from paddle_reshard.storage.formats.dist_metadata_rows import (
     DEFAULTS,
     INDEX,
@@ -51,6 +55,7 @@ from paddle_reshard.storage.formats.dist_metadata_rows import (
     Memo,
     PieceRows,
 )
+from paddle_reshard.storage.formats.framed_pickle import FramedPickle
 from paddle_reshard.storage.formats.paddle_pickle import ARRAY_GLOBALS, Global, Instance, Machine, Window
 from paddle_reshard.storage.formats.paddle_pickle_writer import plain_opcodes
 
@@ -97,10 +102,17 @@ PLACE_COLUMNS: Final = np.dtype(
     ]
 )
 
+REMARKS: Final = ("model_type", "checkpoint_version", "erniebot_commit_id", "paddle_commit_id")
+"""Attributes of ``Metadata`` in versions of Paddle's develop branch after 3.3 (``dcp/metadata.py``): who wrote it."""
+
 _SHAPES: Final = ("global_offset", "local_shape", "global_shape", "flattened_range")
+_MAX_REMARKS: Final = 32
 _MAX_SIZE: Final = 1 << 60
 """Largest offset, extent or number of elements of a piece: two add up within an int64, and no two hash alike."""
 
+T = TypeVar("T")
+U = TypeVar("U", str, int)
+Remark: TypeAlias = str | int | float | None
 Columns = npt.NDArray[np.void]
 Ids = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
@@ -126,6 +138,8 @@ class DistMetadata:
     """One row of :data:`PLACE_COLUMNS` per piece and file that holds it, by both; every piece has one at least."""
     flat_mapping: Mapping[str, tuple[str, ...]]
     """Key → path in the nested dict; empty where the file has none."""
+    remarks: Mapping[str, Remark] = field(default_factory=dict)
+    """What later versions of Paddle say besides: attribute → value. None of them changes what a tensor is."""
 
     def __post_init__(self) -> None:
         if self.pieces.dtype != PIECE_COLUMNS or self.places.dtype != PLACE_COLUMNS:
@@ -160,7 +174,9 @@ def parse_dist_metadata(read: Callable[[int, int], bytes], size_bytes: int, path
         raise FormatError("file_too_large", path, None, detail)
     machine = _Machine(Window(read, size_bytes, path, READ_AHEAD_BYTES))
     root, _ = machine.run()
-    return _Assembly(machine.values, path).result(*_columns_of(root, machine))
+    return replace(
+        _Assembly(machine.values, path).result(*_columns_of(root, machine)), remarks=machine.remarks
+    )
 
 
 # ---------------------------------------------------------------------------------------------- from opcodes
@@ -169,10 +185,11 @@ def parse_dist_metadata(read: Callable[[int, int], bytes], size_bytes: int, path
 class _Machine(Machine):
     """The pickle machine with the classes of a ``.metadata`` file, and with two fast lanes."""
 
-    __slots__ = ("indexes", "pieces", "values")
+    __slots__ = ("indexes", "pieces", "remarks", "values")
 
     def __init__(self, window: Window) -> None:
         super().__init__(window, _GLOBALS)
+        self.remarks: dict[str, Remark] = {}
         self.values = Memo()
         self.pieces = PieceRows(self, self.values)
         self.indexes = IndexRows(self, self.values)
@@ -240,9 +257,26 @@ def _columns_of(root: object, machine: _Machine) -> tuple[IdColumns, IdColumns, 
     pieces = _piece_columns(state.pop("state_dict_metadata", None), machine)
     indexes = _index_columns(state.pop("storage_metadata", None), machine)
     flat_mapping = _flat_mapping(state.pop("flat_mapping", None), path)
-    if state:
-        _bad(path, "unknown_attribute", f"{METADATA} has {_told(next(iter(state)))}")
+    for name, value in state.items():
+        _remark(machine, METADATA, name, value)
     return pieces, indexes, flat_mapping
+
+
+def _remark(machine: _Machine, kind: str, name: object, value: object) -> None:
+    """Note an attribute that this version does not know, if it cannot change a value."""
+    path = machine.window.path
+    if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
+        _bad(path, "unknown_attribute", f"{kind} has {_told(name)}")
+    says_who = kind == METADATA and name in REMARKS and isinstance(value, (str, int, float))
+    if value is not None and not says_who:
+        _bad(
+            path,
+            "unknown_attribute",
+            f"{kind} has {_told(name)}, which is not None and may say how values are stored; this version reads the "
+            f"metadata of Paddle up to {NEWEST_PADDLE}",
+        )
+    if len(machine.remarks) < _MAX_REMARKS:
+        machine.remarks[name if kind == METADATA else f"{kind}.{name}"] = value  # type: ignore[assignment]
 
 
 def _piece_columns(table: object, machine: _Machine) -> IdColumns:
@@ -287,7 +321,7 @@ def _attributes(instance: object, kind: str, fields: Sequence[str], machine: _Ma
         _bad(path, "bad_metadata", f"something else stands where an instance of {kind} should be")
     for name in instance.state:
         if name not in fields:
-            _bad(path, "unknown_attribute", f"{kind} has {_told(name)}")
+            _remark(machine, kind, name, instance.state[name])
     for name in fields:
         yield machine.values.add(instance.state.get(name, DEFAULTS.get(name)))
 
@@ -581,13 +615,16 @@ def _shown(value: str) -> str:
 # ---------------------------------------------------------------------------------------------------- writing
 
 
-def encode_dist_metadata(metadata: DistMetadata, generation: str = "3.3") -> bytes:
+def encode_dist_metadata(metadata: DistMetadata, generation: str = "3.3", protocol: int = 4) -> bytes:
     """Bytes of a ``.metadata`` file that Paddle reads, and :func:`parse_dist_metadata` as the same value.
 
     Parameters
     ----------
     generation
         The form, one of :data:`GENERATIONS`: ``"3.3"`` for the current Paddle.
+    protocol
+        Of the pickle. 4: without frames. 5: what ``pickle`` writes of these objects as one process makes them, in
+        frames of which Paddle 3.4 can read the first ones alone.
 
     Raises
     ------
@@ -596,23 +633,16 @@ def encode_dist_metadata(metadata: DistMetadata, generation: str = "3.3") -> byt
     """
     if generation not in GENERATIONS:
         raise ValueError(f"generation {generation!r}; known are {', '.join(GENERATIONS)}")
-    return _Encoder(metadata, generation).encoded()
+    encoder = _FramedEncoder if protocol == 5 else _Encoder
+    return encoder(metadata, _Form(metadata, generation)).encoded()
 
 
-_BATCH: Final = 1000
-"""Items per MARK..SETITEMS, as CPython: a reader's stack stays small."""
-
-
-class _Encoder:
-    """Writes the opcodes of protocol 4 without frames; names, keys and files are written once."""
+class _Form:
+    """What objects of a generation have, if it can say what the metadata say."""
 
     def __init__(self, metadata: DistMetadata, generation: str) -> None:
-        self.metadata = metadata
         self.module, self.piece_fields, self.index_fields = GENERATIONS[generation]
         self.has_mapping = generation != "2.6"
-        self.shapes = [_tuple_opcodes(shape) for shape in metadata.shapes]
-        self.memo: dict[object, bytes] = {}
-        self.out = bytearray(b"\x80\x04")
         if "dtype" in self.piece_fields and (metadata.pieces["dtype"] < 0).any():
             raise ValueError(f"Paddle {generation} wants a dtype of every piece")
         lossy = (metadata.pieces["flattened_range"] >= 0).any() or (metadata.places["replica"] >= 0).any()
@@ -620,6 +650,129 @@ class _Encoder:
             raise ValueError(f"the metadata of Paddle {generation} has no flattened pieces and no replicas")
         if metadata.flat_mapping and not self.has_mapping:
             raise ValueError(f"the metadata of Paddle {generation} has no flat_mapping")
+
+
+class _FramedEncoder:
+    """Writes protocol 5 as ``pickle`` does.
+
+    What one process makes shares these objects: each key, each file's name, and the offset, shape and range of a piece
+    and of its index.
+    """
+
+    def __init__(self, metadata: DistMetadata, form: _Form) -> None:
+        self.metadata, self.form = metadata, form
+        self.out = bytearray()
+        self.file = FramedPickle(lambda _, data: self.out.extend(data))
+        self.attributes: dict[str, int] = {}
+        self.keys: dict[str, int] = {}
+        self.files: dict[int, int] = {}
+        self.shared = {name: np.full(len(metadata.pieces), -1, np.int64) for name in _SHARED}
+        """Numbers in the memo of the tuples of each piece; -1: not stored."""
+
+    def encoded(self) -> bytes:
+        tables: list[tuple[str, Callable[[], None]]] = [
+            ("state_dict_metadata", self._pieces_by_key),
+            ("storage_metadata", self._places),
+        ]
+        if self.form.has_mapping:
+            tables.append(("flat_mapping", self._paths))
+        self._instance(METADATA, tables, lambda write: write())
+        self.file.finish()
+        return bytes(self.out)
+
+    def _instance(self, kind: str, fields: Iterable[tuple[str, T]], save: Callable[[T], object]) -> None:
+        file = self.file
+
+        def attribute(field: tuple[str, T]) -> None:
+            self._text(self.attributes, field[0], field[0])
+            save(field[1])
+
+        file.named(self.form.module, kind)
+        file.tuple_of((), save)
+        file.emit(b"\x81")
+        file.memoize()
+        file.dict_of(fields, attribute)
+        file.emit(b"b")
+
+    def _text(self, known: dict[U, int], name: U, text: str) -> None:
+        """A text that is one object wherever it comes."""
+        if name in known:
+            self.file.recall(known[name])
+        else:
+            known[name] = self.file.text(text)
+
+    def _pieces_by_key(self) -> None:
+        metadata = self.metadata
+        order = np.argsort(metadata.pieces["key"], kind="stable")
+        starts = np.searchsorted(metadata.pieces["key"][order], np.arange(len(metadata.keys) + 1)).tolist()
+
+        def entry(numbered: tuple[str, tuple[int, int]]) -> None:
+            key, (start, stop) = numbered
+            self._text(self.keys, key, key)
+            self.file.list_of(order[start:stop].tolist(), self._piece)
+
+        self.file.dict_of(zip(metadata.keys, pairwise(starts), strict=True), entry)
+
+    def _piece(self, number: int) -> None:
+        ids = _named(self.metadata.pieces[number].tolist())
+        fields = [(name, name) for name in self.form.piece_fields]
+        self._instance(PIECE, fields, lambda name: self._attribute(number, name, ids))
+
+    def _places(self) -> None:
+        def entry(place: tuple[int, int, int]) -> None:
+            number, file, replica = place
+            ids = {**_named(self.metadata.pieces[number].tolist()), "replica_id": replica}
+            fields = [(name, name) for name in self.form.index_fields]
+            self._instance(INDEX, fields, lambda name: self._attribute(number, name, ids))
+            self._text(self.files, file, self.metadata.files[file])
+
+        self.file.dict_of(self.metadata.places.tolist(), entry)
+
+    def _paths(self) -> None:
+        def entry(mapped: tuple[str, tuple[str, ...]]) -> None:
+            key, path = mapped
+            self._text(self.keys, key, key)
+            self.file.tuple_of(path, lambda part: self._text(self.keys, part, part))
+
+        self.file.dict_of(self.metadata.flat_mapping.items(), entry)
+
+    def _attribute(self, number: int, name: str, ids: Mapping[str, int]) -> None:
+        """The value of an attribute of a piece, or of its index."""
+        file = self.file
+        if name == "is_flattened":
+            file.simple(ids["flattened_range"] >= 0)
+        elif name == "tensor_key":
+            key = self.metadata.keys[ids["key"]]
+            self._text(self.keys, key, key)
+        elif ids[name] < 0:
+            file.simple(None)
+        elif name == "dtype":
+            file.text(self.metadata.dtypes[ids[name]])
+        elif name == "replica_id":
+            file.number(ids[name])
+        elif name in self.shared and self.shared[name][number] >= 0:
+            file.recall(int(self.shared[name][number]))
+        else:
+            stored = file.tuple_of(self.metadata.shapes[ids[name]], file.number)
+            if stored is not None and name in self.shared:
+                self.shared[name][number] = stored
+
+
+_SHARED: Final = ("global_offset", "local_shape", "flattened_range")
+_BATCH: Final = 1000
+"""Items per MARK..SETITEMS, as CPython: a reader's stack stays small."""
+
+
+class _Encoder:
+    """Writes the opcodes of protocol 4 without frames; names, keys and files are written once."""
+
+    def __init__(self, metadata: DistMetadata, form: _Form) -> None:
+        self.metadata = metadata
+        self.module, self.piece_fields, self.index_fields = form.module, form.piece_fields, form.index_fields
+        self.has_mapping = form.has_mapping
+        self.shapes = [_tuple_opcodes(shape) for shape in metadata.shapes]
+        self.memo: dict[object, bytes] = {}
+        self.out = bytearray(b"\x80\x04")
 
     def encoded(self) -> bytes:
         self._new(METADATA)

@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from math import prod
-from typing import Final
+from typing import Final, TypeVar
 
+from paddle_reshard.storage.formats.framed_pickle import FramedPickle
 from paddle_reshard.storage.formats.paddle_pickle import (
     ITEM_BYTES,
     MAX_INTEGER_KEY,
     MAX_NESTING,
     MAX_TEXT_BYTES,
+    STRUCTURED_NAMES,
     is_shape,
 )
 
@@ -56,16 +58,19 @@ class EncodedFile:
     """(slot number, byte offset, length in bytes), in file order; little-endian payloads."""
 
 
-def encode_pickle(root: Mapping[str, object]) -> EncodedFile:
-    """Lay out a protocol-4 file that ``paddle.load`` and plain ``pickle.load`` read.
+def encode_pickle(root: Mapping[str, object], protocol: int = 4) -> EncodedFile:
+    """Lay out a file that ``paddle.load`` and plain ``pickle.load`` read.
 
-    No frames (they are optional, PEP 3154), and numpy by its old name ``numpy.core``, which numpy 1 and 2
-    both resolve. Dict order is kept.
+    numpy goes by its old name ``numpy.core``, which numpy 1 and 2 both resolve. Dict order is kept. With protocol 4
+    there are no frames (they are optional, PEP 3154); with protocol 5 the file is byte for byte what ``paddle.save``
+    writes under Paddle 3.4, each array as a buffer that is loaded without a copy.
 
     Parameters
     ----------
     root
         Nested dict, list, tuple, str, bytes, int, float, bool and None with :class:`ArraySlot` leaves.
+    protocol
+        4 or 5.
 
     Raises
     ------
@@ -73,22 +78,20 @@ def encode_pickle(root: Mapping[str, object]) -> EncodedFile:
         ``root`` holds something this format, or :func:`~.paddle_pickle.parse_pickle`, has no place for.
     """
     literals: list[tuple[int, bytes]] = []
-    size_bytes, slots = write_pickle(root, lambda byte_offset, data: literals.append((byte_offset, data)))
+    size_bytes, slots = write_pickle(root, lambda offset, data: literals.append((offset, data)), protocol)
     return EncodedFile(size_bytes, tuple(literals), tuple(zip(*[iter(slots)] * 3, strict=True)))
 
 
 def write_pickle(
-    root: Mapping[str, object] | Entries, literal: Callable[[int, bytes], None]
+    root: Mapping[str, object] | Entries, literal: Callable[[int, bytes], None], protocol: int = 4
 ) -> tuple[int, numbers_of[int]]:
     """Lay out a file of very many arrays as :func:`encode_pickle` does; dicts in it may be :class:`Entries`.
 
     ``literal`` is given every byte offset and its bytes, ascending. Returns the size of the file and, one after the
     other, the three numbers of each of its :attr:`EncodedFile.slots`.
     """
-    encoder = _Encoder(literal)
-    encoder.emit(b"\x80\x04")
+    encoder = _FramedEncoder(literal) if protocol == 5 else _Encoder(literal)
     encoder.value(root, 0)
-    encoder.emit(b".")
     return encoder.finish(), encoder.slots
 
 
@@ -97,7 +100,7 @@ _BATCH: Final = 1000
 
 
 class _Encoder:
-    """Writes opcodes, and leaves out the payloads."""
+    """Writes opcodes of protocol 4, and leaves out the payloads."""
 
     __slots__ = ("_literal", "_memo", "_open", "_start", "slots")
 
@@ -105,18 +108,18 @@ class _Encoder:
         self._literal = literal
         self.slots = numbers_of("q")
         self._memo: dict[str, bytes] = {}
-        self._start, self._open = 0, bytearray()
+        self._start, self._open = 0, bytearray(b"\x80\x04")
 
     def emit(self, data: bytes) -> None:
         self._open += data
 
     def finish(self) -> int:
+        self.emit(b".")
         self._literal(self._start, bytes(self._open))
         return self._start + len(self._open)
 
     def value(self, value: object, depth: int) -> None:
-        if depth >= MAX_NESTING and isinstance(value, (Mapping, Entries, list, tuple)):
-            raise ValueError(f"containers nested more than {MAX_NESTING} deep")
+        _check_depth(value, depth)
         if isinstance(value, ArraySlot):
             self._array(value)
         elif isinstance(value, Mapping | Entries):
@@ -186,6 +189,138 @@ class _Encoder:
         self._start, self._open = byte_offset + nbytes, bytearray()
 
 
+class _FramedEncoder:
+    """Writes opcodes of protocol 5 as CPython does, and leaves out the payloads."""
+
+    __slots__ = ("_dtypes", "_file", "_keys", "slots")
+
+    def __init__(self, literal: Callable[[int, bytes], None]) -> None:
+        self.slots = numbers_of("q")
+        self._file = FramedPickle(literal)
+        self._dtypes: dict[str, int] = {}
+        self._keys: dict[str, int] = {}
+        """Keys of bare arrays: the table of names has the same objects for keys."""
+
+    def finish(self) -> int:
+        return self._file.finish()
+
+    def value(self, value: object, depth: int) -> None:
+        _check_depth(value, depth)
+        file = self._file
+        if isinstance(value, ArraySlot):
+            self._array(value)
+        elif isinstance(value, Mapping | Entries):
+            entries = value.entries if isinstance(value, Entries) else value.items()
+            file.dict_of(entries, lambda entry: self._entry(*entry, depth))
+        elif isinstance(value, list):
+            file.list_of(value, lambda item: self.value(item, depth + 1))
+        elif isinstance(value, tuple):
+            file.tuple_of(value, lambda item: self.value(item, depth + 1))
+        else:
+            self._plain(value)
+
+    def _plain(self, value: object) -> None:
+        if value is None or isinstance(value, bool) or type(value) is float:
+            self._file.simple(value)
+        elif type(value) is int:
+            self._file.number(value)
+        elif type(value) is str:
+            self._file.text(_of_length(value))
+        elif type(value) is bytes:
+            self._file.data(_of_length(value))
+        else:
+            raise TypeError(f"a value of type {type(value).__name__} has no place in a checkpoint file")
+
+    def _entry(self, key: object, value: object, depth: int) -> None:
+        key = _checked_key(key)
+        if isinstance(key, int):
+            self._file.number(key)
+        else:
+            number = self._file.text(_of_length(key))
+            if isinstance(value, ArraySlot) and value.name is None and depth == 0:
+                self._keys[key] = number
+        if key == STRUCTURED_NAMES and isinstance(value, Mapping) and depth == 0:
+            self._file.dict_of(value.items(), self._name)
+        else:
+            self.value(value, depth + 1)
+
+    def _name(self, entry: tuple[object, object]) -> None:
+        """A line of the table of names."""
+        key, name = entry
+        if isinstance(key, str) and key in self._keys:
+            self._file.recall(self._keys[key])
+            self._plain(name)
+        else:
+            self._entry(key, name, 1)
+
+    def _array(self, slot: ArraySlot) -> None:
+        file = self._file
+        if slot.name is None:
+            self._bare_array(slot)
+            return
+        file.named("builtins", "tuple")
+        file.tuple_of([slot], lambda _: file.tuple_of([slot.name, slot], self._name_or_array))
+        self._called()
+
+    def _name_or_array(self, part: str | ArraySlot | None) -> None:
+        if isinstance(part, ArraySlot):
+            self._bare_array(part)
+        else:
+            self._plain(part)
+
+    def _bare_array(self, slot: ArraySlot) -> None:
+        nbytes = _slot_bytes(slot)
+        steps: tuple[Callable[[], object], ...] = (
+            lambda: self._payload(slot.slot, nbytes),
+            lambda: self._dtype(slot.dtype),
+            lambda: self._file.tuple_of(slot.shape, self._file.number),
+            lambda: self._file.text("C"),
+        )
+        self._file.named("numpy.core.numeric", "_frombuffer")
+        self._file.tuple_of(steps, lambda step: step())
+        self._called()
+
+    def _payload(self, slot: int, nbytes: int) -> None:
+        byte_offset = self._file.payload(b"\x96" + nbytes.to_bytes(8, "little"), nbytes)
+        self.slots.extend((slot, byte_offset, nbytes))
+        self._file.memoize()
+
+    def _dtype(self, code: str) -> None:
+        """In full the first time."""
+        file = self._file
+        if code in self._dtypes:
+            file.recall(self._dtypes[code])
+            return
+        file.named("numpy", "dtype")
+        file.tuple_of((code, False, True), self._plain)
+        file.emit(b"R")
+        self._dtypes[code] = file.memoize()
+        order = "<" if ITEM_BYTES[code] > 1 else "|"
+        file.tuple_of((3, order, None, None, None, -1, -1, 0), self._plain)
+        file.emit(b"b")
+
+    def _called(self) -> None:
+        """What the function just named makes of the tuple of arguments."""
+        self._file.emit(b"R")
+        self._file.memoize()
+
+
+def _check_depth(value: object, depth: int) -> None:
+    if depth >= MAX_NESTING and isinstance(value, (Mapping, Entries, list, tuple)):
+        raise ValueError(f"containers nested more than {MAX_NESTING} deep")
+
+
+Texts = TypeVar("Texts", str, bytes)
+
+
+def _of_length(value: Texts) -> Texts:
+    """The text or bytes value, which may not be longer than what is read."""
+    nbytes = len(value if isinstance(value, bytes) else value.encode())
+    if nbytes > MAX_TEXT_BYTES:
+        raise ValueError(f"a text or bytes value of {nbytes} bytes outside an array")
+    return value
+
+
 def _checked_key(key: object) -> str | int:
     if isinstance(key, str) or (type(key) is int and -MAX_INTEGER_KEY <= key < MAX_INTEGER_KEY):
         return key
@@ -235,9 +370,7 @@ def _int_opcodes(value: int) -> bytes:
 
 
 def _sized(data: bytes, short: bytes, long: bytes) -> bytes:
-    if len(data) > MAX_TEXT_BYTES:
-        raise ValueError(f"a text or bytes value of {len(data)} bytes outside an array")
-    if len(data) < 256:
+    if len(_of_length(data)) < 256:
         return short + bytes((len(data),)) + data
     return long + len(data).to_bytes(4, "little") + data
 

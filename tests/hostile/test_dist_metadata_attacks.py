@@ -109,9 +109,22 @@ ATTEMPTS = {
     "no root": (PROTO + b"}.", "bad_metadata"),
     "a root of another class": (PROTO + PIECE + b"}b.", "bad_metadata"),
     "a root without a state": (PROTO + NEW + b".", "bad_metadata"),
-    "an unknown attribute of the root": (file_of(W, AT, text("x"), b"N"), "unknown_attribute"),
+    "an unknown attribute of the root": (file_of(W, AT, text("x"), b"K\x01"), "unknown_attribute"),
+    "an unknown attribute that is false": (file_of(W, AT, text("x"), b"\x89"), "unknown_attribute"),
+    "a version that is a list": (file_of(W, AT, text("checkpoint_version"), b"]"), "unknown_attribute"),
+    "a version that is a class": (
+        file_of(W, AT, text("checkpoint_version"), named(MODULE, "Metadata")), "unknown_attribute"
+    ),
+    "a class as the name of an attribute": (
+        file_of(W, AT, named(MODULE, "Metadata"), b"N"), "bad_key"
+    ),
+    "an attribute of every object": (file_of(W, AT, text("__dict__"), b"N"), "unknown_attribute"),
     "an unknown attribute of a piece": (
-        file_of(text("w") + b"](" + piece(numbers(0), numbers(4), text("x"), b"N") + b"e", AT), "unknown_attribute"
+        file_of(text("w") + b"](" + piece(numbers(0), numbers(4), text("x"), b"K\x01") + b"e", AT), "unknown_attribute"
+    ),
+    "a version of a piece": (
+        file_of(text("w") + b"](" + piece(numbers(0), numbers(4), text("checkpoint_version"), b"K\x01") + b"e", AT),
+        "unknown_attribute",
     ),
     "an index as the name of an attribute": (
         file_of(text("w") + b"](" + piece(numbers(0), numbers(4), index(), b"N") + b"e", AT), "unknown_attribute"

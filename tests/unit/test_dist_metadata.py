@@ -150,7 +150,7 @@ def metadatas(draw, generation: str):
 
 @pytest.mark.parametrize("generation", MODULES)
 @settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
-@given(st.data(), st.sampled_from([2, 3, 4]), st.booleans())
+@given(st.data(), st.sampled_from([2, 3, 4, 5]), st.booleans())
 def test_every_generation_says_what_pickle_finds_in_it(generation, data, protocol, python):
     module, metadata = data.draw(metadatas(generation))
     found = parse(dumped(metadata, module, protocol, python))
@@ -167,6 +167,10 @@ def test_what_is_written_pickle_loads_as_it_was(generation, data):
     again = encode_dist_metadata(found, generation)
     assert in_order(loaded(again, module)) == in_order(metadata)
     assert same(parse(again), found)
+    framed = encode_dist_metadata(found, generation, 5)
+    assert in_order(loaded(framed, module)) == in_order(metadata)
+    assert same(parse(framed), found)
+    assert dumped(loaded(framed, module), module, 5) == framed  # pickle writes the same of what it loads
 
 
 def test_the_written_modules_and_attributes_are_those_of_paddle():
@@ -193,6 +197,37 @@ def test_what_an_older_form_cannot_say_is_refused(generation):
         encode_dist_metadata(found, generation)
 
 
+def later(module, **attributes):
+    """Metadata of one whole tensor with attributes that later versions may add."""
+    piece = module.LocalTensorMetadata((0,), (4,), "float32", (4,))
+    index = module.LocalTensorIndex("w", (0,), local_shape=(4,))
+    metadata = module.Metadata({"w": [piece]}, {index: "0_0.distcp"}, {"w": ("w",)})
+    metadata.__dict__.update(attributes)
+    return metadata
+
+
+def test_what_later_versions_say_besides_is_read():
+    module = classes_of("3.3")
+    remarks = {
+        "model_type": "qwen3",
+        "checkpoint_version": 2,
+        "paddle_commit_id": None,
+        "something_new": None,
+    }
+    found = parse(dumped(later(module, **remarks), module, 5))
+    assert found.remarks == remarks
+    assert entries(found) == expected(later(module))
+    assert parse(dumped(later(module), module)).remarks == {}
+
+
+def test_what_later_versions_say_besides_and_may_change_values_is_refused():
+    module = classes_of("3.3")
+    with pytest.raises(
+        FormatError, match=r"Metadata has 'compression', which is not None .* Paddle up to 3\.4"
+    ):
+        parse(dumped(later(module, compression="zstd"), module))
+
+
 # --- large files --------------------------------------------------------------------------------------
 
 
@@ -205,10 +240,14 @@ def test_large_files_say_what_pickle_finds_in_them(make, keys, world):
     metadata = make(module, keys, world)
     found = parse(dumped(metadata, module))
     assert entries(found) == expected(metadata)
+    framed = encode_dist_metadata(found, "3.3", 5)
+    assert dumped(loaded(framed, module), module, 5) == framed
+    assert same(parse(framed), found)
 
 
+@pytest.mark.parametrize("protocol", [4, 5])
 @pytest.mark.parametrize("make", [replicated, flattened])
-def test_nearly_every_entry_of_a_large_file_is_taken_in_runs(make, monkeypatch):
+def test_nearly_every_entry_of_a_large_file_is_taken_in_runs(make, protocol, monkeypatch):
     """Opcode by opcode a real file takes minutes; how many are taken so is counted, not timed."""
     one_by_one = []
     follow = dist_metadata_rows._Rows.follow
@@ -221,7 +260,7 @@ def test_nearly_every_entry_of_a_large_file_is_taken_in_runs(make, monkeypatch):
     monkeypatch.setattr(dist_metadata_rows._Rows, "follow", counted)
     module = classes_of("3.3")
     metadata = make(module, 40, 300)
-    found = parse(dumped(metadata, module))
+    found = parse(dumped(metadata, module, protocol))
     assert len(one_by_one) * 50 < len(found.places)
 
 

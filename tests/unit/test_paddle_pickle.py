@@ -551,18 +551,79 @@ def everything() -> dict[str, object]:
     }
 
 
-def test_what_is_written_is_what_pickle_loads():
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_what_is_written_is_what_pickle_loads(protocol):
     root = everything()
-    data, payloads = filled(encode_pickle(root))
+    data, payloads = filled(encode_pickle(root, protocol))
     assert_same_loaded(pickle.loads(data), expected_of(root, payloads))
 
 
-def test_what_is_written_is_what_is_parsed():
+class Named:
+    """A tensor, as Paddle's own function gives it to pickle."""
+
+    def __init__(self, name, array):
+        self.pair = name, array
+
+    def __reduce__(self):
+        return (tuple, (self.pair,))
+
+
+def made_of(value: object, payloads: dict[int, bytes]) -> object:
+    """The objects that a job would save: of texts, none is an object twice."""
+    if isinstance(value, ArraySlot):
+        array = np.frombuffer(payloads[value.slot], "<" + value.dtype).reshape(value.shape).copy()
+        return array if value.name is None else Named(made_of(value.name, payloads), array)
+    if isinstance(value, dict):
+        return {made_of(key, payloads): made_of(item, payloads) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(made_of(item, payloads) for item in value)
+    return "".join(list(value)) if isinstance(value, str) else value
+
+
+def test_what_is_written_with_protocol_5_is_what_pickle_writes():
     root = everything()
-    encoded = encode_pickle(root)
+    data, payloads = filled(encode_pickle(root, 5))
+    assert data == protocol5.dumps(made_of(root, payloads))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 999, 1000, 1001, 2000, 2001])
+def test_batches_of_protocol_5_are_those_of_pickle(count):
+    value = {"dict": {str(i) * 2: i for i in range(count)}, "list": list(range(count)), "names": {}}
+    assert filled(encode_pickle(value, 5))[0] == protocol5.dumps(value)
+
+
+@pytest.mark.parametrize("step", range(20))
+def test_frames_of_protocol_5_end_where_those_of_pickle_end(step):
+    """64 KiB are reached within an array, its name, its shape or between two."""
+    root = {
+        "pad": "x" * (64_900 + 29 * step),
+        **{f"weight_{i}": ArraySlot(i, "f4", (i % 3, 5 + step), f"name_{i}") for i in range(60)},
+        "large": ArraySlot(100, "u1", (65535 + step % 3,), "large"),
+        "last": ArraySlot(101, "u2", (), None),
+    }
+    data, payloads = filled(encode_pickle(root, 5))
+    assert data == protocol5.dumps(made_of(root, payloads))
+
+
+def test_the_table_of_names_has_the_keys_of_its_file_with_protocol_5(paddle):
+    tensors = {f"layer.{i}.weight": paddle.full([i % 4, 3], i) for i in range(1100)}
+    expected = saved(paddle, tensors, 5)
+    root: dict[str, object] = {key: ArraySlot(i, "f4", (i % 4, 3), None) for i, key in enumerate(tensors)}
+    root[STRUCTURED_NAMES] = {key: tensor.name for key, tensor in tensors.items()}
+    encoded = encode_pickle(root, 5)
+    out = bytearray(filled(encoded)[0])
+    for slot, byte_offset, nbytes in encoded.slots:
+        out[byte_offset : byte_offset + nbytes] = np.full(nbytes // 4, slot, "<f4").tobytes()
+    assert bytes(out) == expected
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_what_is_written_is_what_is_parsed(protocol):
+    root = everything()
+    encoded = encode_pickle(root, protocol)
     data, payloads = filled(encoded)
     parsed = parse(data)
-    assert parsed.protocol == 4
+    assert parsed.protocol == protocol
     assert assert_same(data, parsed.root, expected_of(root, payloads)) == len(encoded.slots)
     ref = parsed.root["named"]
     assert (ref.name, ref.dtype, ref.shape, ref.axes) == ("linear_0.w_0", "f4", (5,), None)
@@ -601,9 +662,11 @@ def test_large_payloads_switch_their_opcode_at_4_gib():
         assert second == encoded.literals[1][0] + len(encoded.literals[1][1])
 
 
-def test_a_payload_of_more_than_4_gib_is_parsed_from_the_layout_alone():
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_a_payload_of_more_than_4_gib_is_parsed_from_the_layout_alone(protocol):
     """The parser must not read the payload: there is none."""
-    encoded = encode_pickle({"w": ArraySlot(0, "u2", (2**31, 3), "n"), "v": ArraySlot(1, "f4", (2,), "m")})
+    slots = {"w": ArraySlot(0, "u2", (2**31, 3), "n"), "v": ArraySlot(1, "f4", (2,), "m")}
+    encoded = encode_pickle(slots, protocol)
 
     def read(byte_offset: int, nbytes: int) -> bytes:
         out = bytearray(nbytes)
@@ -704,8 +767,9 @@ def test_the_structure_of_a_real_file_survives(paddle):
     ],
 )
 def test_what_has_no_place_is_not_written(root, error):
-    with pytest.raises(error):
-        encode_pickle(root)
+    for protocol in (4, 5):
+        with pytest.raises(error):
+            encode_pickle(root, protocol)
 
 
 def test_nesting_is_written_as_deep_as_it_is_read():
@@ -755,6 +819,8 @@ def numbered(value: object, counter: list[int]) -> object:
 )
 def test_any_tree_is_loaded_and_parsed_as_it_was_written(root, seed):
     tree = numbered(root, [])
+    data, payloads = filled(encode_pickle(tree, 5), seed)
+    assert data == protocol5.dumps(made_of(tree, payloads))
     data, payloads = filled(encode_pickle(tree), seed)
     expected = expected_of(tree, payloads)
     with warnings.catch_warnings():

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 _OPTIONS: Mapping[str, FormatOption] = {
     "files": FormatOption("maximum number of data files per folder. Default: as many as hold 4 GiB each."),
-    "paddle_version": FormatOption("Paddle version whose classes the metadata use. Default: 3.3."),
+    "paddle_version": FormatOption(
+        "Paddle version that is to read the target: 3.0, 3.2, 3.3 (default), or 3.4 for pickles of protocol 5."
+    ),
 }
 
 

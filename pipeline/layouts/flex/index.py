@@ -9,6 +9,7 @@ from typing import Any
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, PlanError
 from paddle_reshard.pipeline.core.file_names import MODEL_META
+from paddle_reshard.pipeline.core.upstream import NEWEST_PADDLE
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.flex.checkpoint import DataFile, read_flex
 from paddle_reshard.pipeline.layouts.flex.names import METADATA, is_dist_file
@@ -59,7 +60,21 @@ def index_flex(files: SourceFiles, tables: Sequence[RuleTable]) -> Checkpoint:
     if MODEL_META in sizes and store.read(MODEL_META, 0, min(sizes[MODEL_META], 5)) != b"null":
         _check_strategy(files.json(MODEL_META), found.model)
     own_files = (found.own_files | {MODEL_META}) & sizes.keys()
-    return replace(found, own_files=own_files, not_carried=(*found.not_carried, *not_carried))
+    return replace(
+        found,
+        own_files=own_files,
+        not_carried=(*found.not_carried, *not_carried),
+        newer=_newer(metadata),
+    )
+
+
+def _newer(metadata: Mapping[str, DistMetadata]) -> str:
+    """Which attributes the metadata have that no proven version writes, all files together."""
+    remarks = {name: value for path in sorted(metadata) for name, value in metadata[path].remarks.items()}
+    if not remarks:
+        return ""
+    shown = ", ".join(f"{name} {value!r:.60}" for name, value in sorted(remarks.items()))
+    return f"{METADATA} files have attributes that those of Paddle {NEWEST_PADDLE} lack: {shown}; none changes a value"
 
 
 def _refuse_other_tensor_files(files: SourceFiles) -> None:

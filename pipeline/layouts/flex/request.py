@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.units import parse_count
+from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE
 from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
 
 
@@ -28,6 +29,6 @@ def parse_flex(
     return FlexTarget(
         auto_parallel,
         None if files is None else parse_count(files),
-        paddle_version or FlexTarget().generation,
+        DEFAULT_PADDLE if paddle_version is None else paddle_version,
         None if names is None else next(iter(names.values())),
     )

@@ -27,6 +27,7 @@ from paddle_reshard.pipeline.core.tensors import (
     Tensor,
 )
 from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE, PaddleForm, paddle_form
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
 from paddle_reshard.pipeline.layouts.flex.boxes import Box, describe_boxes
@@ -48,7 +49,7 @@ from paddle_reshard.pipeline.layouts.optimizers import check_states
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
 from paddle_reshard.pipeline.layouts.staged import check_tensors
-from paddle_reshard.storage.formats.dist_metadata import GENERATIONS, DistMetadata, encode_dist_metadata
+from paddle_reshard.storage.formats.dist_metadata import DistMetadata, encode_dist_metadata
 from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES
 from paddle_reshard.storage.formats.paddle_pickle_writer import ArraySlot, encode_pickle
 
@@ -57,8 +58,6 @@ FILE_BYTES = 4 << 30
 whole files into its memory."""
 PADDLE_CLASSES = ("linear", "embedding", "create_parameter", "layer_norm")
 """Classes in parameter names that are Paddle's own, whatever the model's classes are called."""
-WRITTEN_GENERATIONS = tuple(version for version in GENERATIONS if version != "2.6")
-"""Paddle 2.6 has no place for the path of a key in nested dicts."""
 _ONE_CARD = {
     "pp_degree": 1,
     "mp_degree": 1,
@@ -82,8 +81,8 @@ class FlexTarget:
     """One folder with the nested keys of auto-parallel training; else PaddleFormers' FlexCheckpoint."""
     files: int | None = None
     """Data files per folder, at most; ``None``: as many as hold :data:`FILE_BYTES` each."""
-    generation: str = "3.3"
-    """Paddle version by whose classes the metadata are written."""
+    paddle_version: str = DEFAULT_PADDLE
+    """The Paddle that is to read it, one of :data:`~paddle_reshard.pipeline.core.upstream.PADDLE_FORMS`."""
     names: Mapping[str, str] | None = None
     """Auto-parallel: structured key → parameter name in the target job; ``None``: by the naming rules."""
 
@@ -95,11 +94,7 @@ class FlexTarget:
     def __post_init__(self) -> None:
         if self.files is not None and self.files < 1:
             raise UsageError(f"--files {self.files}: at least one file is needed")
-        if self.generation not in WRITTEN_GENERATIONS:
-            raise UsageError(
-                f"--paddle-version {self.generation}: metadata are written as by {', '.join(WRITTEN_GENERATIONS)}; "
-                "give the last of them that is not newer than the Paddle that will read them"
-            )
+        paddle_form(self.paddle_version)
 
     def target_for(self, source: Checkpoint) -> FlexTarget:
         """The same: it leaves nothing open."""
@@ -107,15 +102,15 @@ class FlexTarget:
 
     def in_words(self) -> str:
         """The target in a line, for people."""
-        return f"{self.format}, metadata of Paddle {self.generation}"
+        return f"{self.format}, files of Paddle {self.paddle_version}"
 
     def facts(self) -> dict[str, str]:
         """What tells it from other targets of the same source."""
-        return {"layout": self.format, "metadata": self.generation}
+        return {"layout": self.format, "paddle_version": self.paddle_version}
 
     def data(self) -> dict[str, Any]:
         """What is asked of it."""
-        return {"format": self.format, "files": self.files, "paddle_version": self.generation}
+        return {"format": self.format, "files": self.files, "paddle_version": self.paddle_version}
 
     def lay_out(
         self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
@@ -174,7 +169,7 @@ def layout_flex(wanted: Checkpoint, target: FlexTarget) -> TargetFiles:
     }
     files = _Files()
     for folder, of_folder in by_folder.items():
-        files.add_folder(folder, _share_out(of_folder, target.files), target.generation)
+        files.add_folder(folder, _share_out(of_folder, target.files), paddle_form(target.paddle_version))
     return TargetFiles(tuple(files.files), files.literals, (), files.placements.fragments())
 
 
@@ -199,7 +194,8 @@ def small_flex_files(
     """
     files = []
     if SCHEDULER not in paths and wanted.lr_scheduler is not None:
-        ((_, content),) = encode_pickle(wanted.lr_scheduler).literals
+        protocol = paddle_form(target.paddle_version).pickle_protocol
+        ((_, content),) = encode_pickle(wanted.lr_scheduler, protocol).literals
         files.append((SCHEDULER, content))
     if not target.auto_parallel and any(tensor.trained for tensor in wanted.model.tensors):
         files.append((f"{SIGNAL_PREFIX}0", b"1"))
@@ -329,23 +325,23 @@ class _Files:
         self.literals = Literals()
         self.placements = Placements()
 
-    def add_folder(self, folder: str, shares: Sequence[Sequence[_Item]], generation: str) -> None:
+    def add_folder(self, folder: str, shares: Sequence[Sequence[_Item]], form: PaddleForm) -> None:
         names = [f"{number}_0.distcp" for number in range(len(shares))]
         for name, items in zip(names, shares, strict=True):
-            self._data_file(f"{folder}/{name}", items)
+            self._data_file(f"{folder}/{name}", items, form.pickle_protocol)
         placed = [(item, name) for name, items in zip(names, shares, strict=True) for item in items]
-        content = encode_dist_metadata(_metadata(placed), generation)
+        content = encode_dist_metadata(_metadata(placed), form.metadata, form.pickle_protocol)
         self.literals.add(len(self.files), 0, content)
         self.files.append(File(f"{folder}/0{METADATA}", len(content)))
 
-    def _data_file(self, path: str, items: Sequence[_Item]) -> None:
+    def _data_file(self, path: str, items: Sequence[_Item], protocol: int) -> None:
         root: dict[str, object] = {
             item.key: ArraySlot(slot, item.tensor.dtype.code, item.tensor.global_shape, None)
             for slot, item in enumerate(items)
         }
         # Paddle's loader makes tensors of the arrays that are named here.
         root[STRUCTURED_NAMES] = {item.key: item.stored_name for item in items}
-        encoded = encode_pickle(root)
+        encoded = encode_pickle(root, protocol)
         number = len(self.files)
         self.files.append(File(path, encoded.size_bytes))
         for offset, content in encoded.literals:

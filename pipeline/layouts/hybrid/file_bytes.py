@@ -53,7 +53,8 @@ class FileArrays:
 class FileBytes:
     """All files of a target that were laid out so far."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, pickle_protocol: int) -> None:
+        self.pickle_protocol = pickle_protocol
         self.tensor_index = checkpoint.catalog.index()
         self.tensors = checkpoint.catalog.tensors
         self.identity = {t.key: t.tied_to or t.key for t in checkpoint.model.tensors}
@@ -103,7 +104,9 @@ class FileBytes:
     ) -> RankFile:
         """A file of these entries, whose ``arrays`` are added while they are asked for."""
         literals = self.literals.keep(())
-        size_bytes, slots = write_pickle(Entries(root), partial(self.literals.keep_also, literals))
+        size_bytes, slots = write_pickle(
+            Entries(root), partial(self.literals.keep_also, literals), self.pickle_protocol
+        )
         slot, byte_offset, _ = np.array(slots, dtype=np.int64).reshape(-1, 3).T
         rows = np.array(arrays.rows, dtype=np.int64).reshape(-1, 3)[slot]
         places = np.column_stack([rows[:, 0], rows[:, 1], byte_offset, rows[:, 2]])

@@ -32,6 +32,9 @@ _OPTIONS: Mapping[str, FormatOption] = {
         "sequence_parallel, segmentation, convention."
     ),
     "target_meta": TARGET_META,
+    "paddle_version": FormatOption(
+        "Paddle version that is to read the target: 3.0, 3.2, 3.3 (default), or 3.4 for pickles of protocol 5."
+    ),
 }
 
 
@@ -69,7 +72,7 @@ class HybridFormat:
         return index_hybrid(files, tables, missing)
 
     def request(self, asked: Mapping[str, Any]) -> HybridRequest:
-        """Topology, sharding strategy, layout and names of the target job."""
+        """Topology, sharding strategy, layout, names and Paddle version of the target job."""
         from paddle_reshard.pipeline.layouts.hybrid.request import parse_hybrid
 
         return parse_hybrid(
@@ -78,6 +81,7 @@ class HybridFormat:
             asked.get("sharding_strategy"),
             asked.get("layout"),
             asked.get("target_meta"),
+            asked.get("paddle_version"),
         )
 
 

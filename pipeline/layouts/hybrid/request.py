@@ -10,6 +10,7 @@ from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError, Usa
 from paddle_reshard.pipeline.core.limits import MAX_BUFFER_MB, MAX_ELEMENTS
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.topology import STRATEGIES, Topology
+from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE, paddle_form
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.format import Entries
 from paddle_reshard.pipeline.layouts.hybrid.name import HYBRID, HYBRID_PLAIN
@@ -71,6 +72,8 @@ class HybridRequest:
     layout: LayoutOptions
     names: Mapping[str, Mapping[str, str]] | None
     """Cell → structured key → parameter name of the target job, where they are given."""
+    paddle_version: str = DEFAULT_PADDLE
+    """The Paddle that is to read it, one of :data:`~paddle_reshard.pipeline.core.upstream.PADDLE_FORMS`."""
 
     @property
     def format(self) -> str:
@@ -83,6 +86,7 @@ class HybridRequest:
                 f"unknown sharding strategy {self.strategy!r}; known are {', '.join(STRATEGIES)}"
                 f"{did_you_mean(self.strategy, STRATEGIES)}"
             )
+        paddle_form(self.paddle_version)
 
     def target_for(self, source: Checkpoint) -> HybridTarget:
         """The target job's choices, the open ones taken from the source or the trainer's defaults.
@@ -121,6 +125,7 @@ class HybridRequest:
             unified_experts=bool(
                 source.unified_experts if layout.use_unified_moe is None else layout.use_unified_moe
             ),
+            paddle_version=self.paddle_version,
         )
         return target if self.strategy else with_default_strategy(target, source)
 
@@ -149,6 +154,7 @@ def parse_hybrid(
     strategy: str | None,
     layout: Entries | None,
     names: Mapping[str, Mapping[str, str]] | None,
+    paddle_version: str | None = None,
 ) -> HybridRequest:
     """A target job of a topology; ``None``: as :class:`HybridRequest` and :class:`LayoutOptions` say.
 
@@ -162,4 +168,5 @@ def parse_hybrid(
         strategy,
         LayoutOptions() if layout is None else LayoutOptions.parse(layout.values, layout.where),
         names,
+        DEFAULT_PADDLE if paddle_version is None else paddle_version,
     )

@@ -13,6 +13,7 @@ from typing import Any
 from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, RuleError, UnsupportedError
 from paddle_reshard.pipeline.core.file_names import MODEL_META
 from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
+from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
 from paddle_reshard.pipeline.layouts.format import Decision, Staged
@@ -48,6 +49,8 @@ class HybridTarget:
     """``tp`` or ``dp``: give every such rank some of the experts, whole ones. Under ``ep`` that goes without saying."""
     unified_experts: bool = False
     """Use the unified layer of expert parallelism, in families that have another one too."""
+    paddle_version: str = DEFAULT_PADDLE
+    """The Paddle that is to read it, one of :data:`~paddle_reshard.pipeline.core.upstream.PADDLE_FORMS`."""
     strategy_reason: str = "as asked for"
     """Why it is this strategy, in words."""
 
@@ -81,11 +84,16 @@ class HybridTarget:
 
     def in_words(self) -> str:
         """The target in a line, for people."""
-        return f"{self.format}, {self.topology}, {sharding_in_words(self.strategy)}"
+        newer = f", files of Paddle {self.paddle_version}" if self.paddle_version != DEFAULT_PADDLE else ""
+        return f"{self.format}, {self.topology}, {sharding_in_words(self.strategy)}{newer}"
 
     def facts(self) -> dict[str, str]:
         """What tells it from other targets of the same source."""
-        return {"topology": str(self.topology), "sharding_strategy": self.strategy}
+        return {
+            "topology": str(self.topology),
+            "sharding_strategy": self.strategy,
+            "paddle_version": self.paddle_version,
+        }
 
     def data(self) -> dict[str, Any]:
         """What is asked of it and decided."""
@@ -95,6 +103,7 @@ class HybridTarget:
             "sharding_strategy": self.strategy,
             "sharding_strategy_reason": self.strategy_reason,
             "model_meta": self.writes_meta,
+            "paddle_version": self.paddle_version,
         }
 
     def lay_out(

@@ -1,0 +1,85 @@
+"""Which versions of the trainer's libraries are proven, by what, and in which form does each write its files?
+
+No file names the version of the library that wrote it. What there is: the protocol of a pickle (5 by default from
+Paddle 3.4 on), the names of functions and classes in it, which attributes objects have, and in ``.metadata`` files of
+Paddle's develop branch ``checkpoint_version`` and commit ids, which nothing interprets. So a version is never refused,
+only what a file holds; what it says beyond the proven versions is named where it cannot change a value.
+
+``tests/lab/upstream.py`` compares the code that the formats depend on between two versions of the libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.suggest import did_you_mean
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """A version, and what its files were checked against."""
+
+    library: str
+    version: str
+    by: str
+
+
+PROVEN: Final = (
+    Proof(
+        "Paddle",
+        "2.6, 3.0, 3.2",
+        "metadata files pickled from the classes of the wheels 2.6.2, 3.0.0 and 3.2.0",
+    ),
+    Proof("Paddle", "3.3", "checkpoints that 3.3.1 wrote; its `paddle.load` loads what is written"),
+    Proof(
+        "Paddle",
+        "3.4",
+        "checkpoints that the functions of 3.3.1 wrote with protocol 5, reproduced byte for byte; no file that 3.4 "
+        "itself wrote was available",
+    ),
+    Proof("PaddleFormers", "1.2", "checkpoints that 1.2.0 wrote; its trainer resumes from conversions"),
+    Proof("PaddleNLP", "3.0", "checkpoints that 3.0.0b4 wrote"),
+)
+"""What is proven, from old to new for each library."""
+
+
+@dataclass(frozen=True, slots=True)
+class PaddleForm:
+    """How a version of Paddle writes files."""
+
+    pickle_protocol: int
+    """What ``paddle.save`` uses by default."""
+    metadata: str
+    """The version that introduced its classes of ``.metadata`` files, a key of
+    :data:`~paddle_reshard.storage.formats.dist_metadata.GENERATIONS`."""
+
+
+PADDLE_FORMS: Final[Mapping[str, PaddleForm]] = {
+    "3.0": PaddleForm(4, "3.0"),
+    "3.2": PaddleForm(4, "3.2"),
+    "3.3": PaddleForm(4, "3.3"),
+    "3.4": PaddleForm(5, "3.3"),
+}
+"""Versions of Paddle for which targets are written; each stands for those after it up to the next."""
+NEWEST_PADDLE: Final = max(PADDLE_FORMS)
+DEFAULT_PADDLE: Final = "3.3"
+"""Also 3.4 loads its files, with a copy of each array."""
+
+
+def paddle_form(version: str) -> PaddleForm:
+    """The form of a version that a target is asked for.
+
+    Raises
+    ------
+    UsageError
+        If it is none of :data:`PADDLE_FORMS`.
+    """
+    if version not in PADDLE_FORMS:
+        raise UsageError(
+            f"--paddle-version {version}: files are written as by {', '.join(PADDLE_FORMS)}; give the last of them "
+            f"that is not newer than the Paddle that will read them{did_you_mean(version, PADDLE_FORMS)}"
+        )
+    return PADDLE_FORMS[version]

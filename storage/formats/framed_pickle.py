@@ -1,0 +1,255 @@
+"""Which opcodes does CPython write for an object with protocol 5, and where does it cut them into frames?
+
+A pickler writes an object as its parts, stores every text, container and instance in its memo, and refers to the memo
+where the same object (not an equal one) comes again. What it writes is collected in frames: one ends where an object
+begins and 64 KiB are collected, and before a text or payload of 64 KiB, which lies outside of frames (CPython 3.11
+``Modules/_pickle.c``: ``_Pickler_OpcodeBoundary``, ``_Pickler_write_bytes``). A reader needs none of it, but a file
+written so is byte for byte the file that ``pickle`` would write.
+
+The payloads of arrays are left out: they are not known yet.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Final, TypeVar
+
+FRAME_BYTES: Final = 1 << 16
+"""A frame ends as soon as it may, once it holds so many bytes; a payload of as many is in none."""
+BATCH: Final = 1000
+"""Items per MARK..SETITEMS or MARK..APPENDS."""
+
+_HEADER_BYTES: Final = 9
+_SHORTEST_FRAME_BYTES: Final = 4
+_MEMOIZE: Final = b"\x94"
+_ONE_OBJECT_EACH: Final = 256
+"""Texts of one character below this one and bytes objects of one byte are the same object wherever they come."""
+
+T = TypeVar("T")
+
+
+class FramedPickle:
+    """A file that is being written, opcode by opcode."""
+
+    __slots__ = (
+        "_at",
+        "_frame",
+        "_globals",
+        "_literal",
+        "_memo",
+        "_modules",
+        "_open",
+        "_pending",
+        "_singletons",
+    )
+
+    def __init__(self, literal: Callable[[int, bytes], None]) -> None:
+        """``literal`` is given every byte offset and its bytes, ascending, once they are final."""
+        self._literal = literal
+        self._at = 0  # of the first byte of ``_open``
+        self._open = bytearray(b"\x80\x05")
+        self._pending: list[
+            tuple[int, bytearray]
+        ] = []  # complete but for the length of the frame they are in
+        self._frame: tuple[bytearray, int, int] | None = (
+            None  # where its header is: in which bytes, and in the file
+        )
+        self._memo = 0
+        self._singletons: dict[str | bytes, int] = {}
+        self._modules: dict[str, int] = {}
+        self._globals: dict[tuple[str, str], int] = {}
+
+    # -- opcodes
+
+    def emit(self, opcodes: bytes) -> None:
+        """Write opcodes that store nothing in the memo."""
+        if self._frame is None:
+            self._frame = self._open, len(self._open), self._position
+            self._open += b"\x95" + bytes(_HEADER_BYTES - 1)
+        self._open += opcodes
+
+    def memoize(self) -> int:
+        """Store the last object in the memo; returns the number by which it is referred to."""
+        self.emit(_MEMOIZE)
+        self._memo += 1
+        return self._memo - 1
+
+    def recall(self, number: int) -> None:
+        """An object of the memo again."""
+        self._begin()
+        self.emit(b"h" + bytes((number,)) if number < 256 else b"j" + number.to_bytes(4, "little"))
+
+    def payload(self, header: bytes, nbytes: int) -> int:
+        """The payload of an array, left out after its opcode and length; returns its byte offset."""
+        self._begin()
+        if nbytes < FRAME_BYTES:
+            self.emit(header)
+        else:
+            self._close()
+            self._open += header
+        byte_offset = self._position
+        self._pending.append((self._at, self._open))
+        self._at, self._open = byte_offset + nbytes, bytearray()
+        if self._frame is None:
+            self._hand_over()
+        return byte_offset
+
+    def finish(self) -> int:
+        """End the file; returns its size in bytes."""
+        self.emit(b".")
+        self._close()
+        self._pending.append((self._at, self._open))
+        self._hand_over()
+        return self._position
+
+    # -- objects
+
+    def text(self, value: str) -> int:
+        """An object of its own, but for texts of which CPython has one object each; returns its number."""
+        return self._text_or_data(value, value.encode(), b"\x8c", b"X")
+
+    def data(self, value: bytes) -> None:
+        """A bytes object, which is the same as with texts."""
+        self._text_or_data(value, value, b"C", b"B")
+
+    def number(self, value: int) -> None:
+        """An integer."""
+        self._begin()
+        if 0 <= value < 1 << 8:
+            self.emit(b"K" + value.to_bytes(1, "little"))
+        elif 0 <= value < 1 << 16:
+            self.emit(b"M" + value.to_bytes(2, "little"))
+        elif -(1 << 31) <= value < 1 << 31:
+            self.emit(b"J" + value.to_bytes(4, "little", signed=True))
+        else:
+            magnitude = value if value >= 0 else ~value
+            width_bytes = magnitude.bit_length() // 8 + 1
+            if width_bytes > 255:
+                raise ValueError("an integer of more than 255 bytes")
+            self.emit(b"\x8a" + bytes((width_bytes,)) + value.to_bytes(width_bytes, "little", signed=True))
+
+    def simple(self, value: float | bool | None) -> None:
+        """``None``, a flag or a float, which no memo stores."""
+        self._begin()
+        if value is None:
+            self.emit(b"N")
+        elif isinstance(value, bool):
+            self.emit(b"\x88" if value else b"\x89")
+        else:
+            self.emit(b"G" + struct.pack(">d", value))
+
+    def named(self, module: str, name: str) -> None:
+        """A class or function; the names of modules are one object each."""
+        if (module, name) in self._globals:
+            self.recall(self._globals[module, name])
+            return
+        self._begin()
+        if module in self._modules:
+            self.recall(self._modules[module])
+        else:
+            self._modules[module] = self.text(module)
+        self.text(name)
+        self.emit(b"\x93")
+        self._globals[module, name] = self.memoize()
+
+    def tuple_of(self, items: Iterable[T], save: Callable[[T], object]) -> int | None:
+        """A tuple, each item of which ``save`` writes; returns its number, ``None`` for an empty one."""
+        items = tuple(items)
+        self._begin()
+        if len(items) > 3:
+            self.emit(b"(")
+        for item in items:
+            save(item)
+        self.emit((b")", b"\x85", b"\x86", b"\x87")[len(items)] if len(items) < 4 else b"t")
+        return self.memoize() if items else None
+
+    def dict_of(self, items: Iterable[T], save: Callable[[T], object]) -> None:
+        """A dict, of which ``save`` writes each key and its value."""
+        self._container(b"}")
+        batches = _batches(items)
+        first = next(batches, ())
+        if len(first) == 1:
+            save(first[0])
+            self.emit(b"s")
+        elif first:
+            batch: tuple[T, ...] | None = first
+            while batch is not None:
+                full = len(batch) == BATCH
+                self._batch(batch, save, b"u")
+                batch = next(batches, ()) if full else None  # after a full one comes another, if an empty one
+
+    def list_of(self, items: Iterable[T], save: Callable[[T], object]) -> None:
+        """A list, each item of which ``save`` writes."""
+        self._container(b"]")
+        for place, batch in enumerate(_batches(items)):
+            if place == 0 and len(batch) == 1:
+                save(batch[0])
+                self.emit(b"a")
+            else:
+                self._batch(batch, save, b"e")
+
+    # -- frames
+
+    @property
+    def _position(self) -> int:
+        return self._at + len(self._open)
+
+    def _begin(self) -> None:
+        """An object begins: here a frame may end."""
+        if self._frame is not None and self._position - self._frame[2] - _HEADER_BYTES >= FRAME_BYTES:
+            self._close()
+
+    def _container(self, empty: bytes) -> None:
+        self._begin()
+        self.emit(empty)
+        self.memoize()
+
+    def _batch(self, batch: Iterable[T], save: Callable[[T], object], end: bytes) -> None:
+        self.emit(b"(")
+        for item in batch:
+            save(item)
+        self.emit(end)
+
+    def _text_or_data(self, value: str | bytes, data: bytes, short: bytes, long: bytes) -> int:
+        if value in self._singletons:
+            self.recall(self._singletons[value])
+            return self._singletons[value]
+        self._begin()
+        nbytes = len(data)
+        header = short + bytes((nbytes,)) if nbytes < 256 else long + nbytes.to_bytes(4, "little")
+        if nbytes < FRAME_BYTES:
+            self.emit(header + data)
+        else:
+            self._close()
+            self._open += header + data
+        number = self.memoize()
+        if len(value) == 0 or (len(value) == 1 and ord(value) < _ONE_OBJECT_EACH):
+            self._singletons[value] = number
+        return number
+
+    def _close(self) -> None:
+        """End the frame, and write its length where it began; a very short one is none."""
+        if self._frame is None:
+            return
+        header, place, byte_offset = self._frame
+        self._frame = None
+        nbytes = self._position - byte_offset - _HEADER_BYTES
+        if nbytes < _SHORTEST_FRAME_BYTES:
+            del header[place : place + _HEADER_BYTES]
+        else:
+            header[place + 1 : place + _HEADER_BYTES] = nbytes.to_bytes(8, "little")
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        for byte_offset, data in self._pending:
+            self._literal(byte_offset, bytes(data))
+        self._pending.clear()
+
+
+def _batches(items: Iterable[T]) -> Iterator[tuple[T, ...]]:
+    """The items as the pickler takes them, :data:`BATCH` at a time."""
+    left = iter(items)
+    while batch := tuple(islice(left, BATCH)):
+        yield batch

@@ -1,0 +1,147 @@
+"""Checkpoints of Paddle 3.4, whose files are pickles of protocol 5, beside those of Paddle 3.3 and before."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+
+import paddle_reshard
+from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES
+from tests import oracle, protocol5
+from tests.conftest import case_directory
+from tests.golden.test_flex import Case, case_of, check_against_truth, unpickle
+
+pytestmark = pytest.mark.filterwarnings("ignore:numpy.core:DeprecationWarning")
+
+CASES = ("p5_single", "p5_ro_single", "p5_np2_single", "p5_fp32_single", "p5_mid_single", "p5_sh2_s1v2_meta")
+
+
+def checkpoint(name: str) -> Path:
+    return case_directory(f"states/{name}") / "checkpoint-3"
+
+
+def truth_of(name: str) -> oracle.Tensors:
+    return oracle.read_truth(case_directory(f"states/{name}") / "truth.safetensors")
+
+
+def assert_true(folder: Path, truth: oracle.Tensors) -> None:
+    """What Paddle's loader finds is what the job had in memory."""
+    oracle.assert_same_tensors(oracle.read_checkpoint(folder, oracle.shapes_of(truth)), truth)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_becomes_every_topology_and_format(name: str, tmp_path: Path) -> None:
+    truth, cards = truth_of(name), tmp_path / "cards"
+    targets = {
+        cards: {"to": "tp=2,sharding=2", "sharding_strategy": "stage1v2"},
+        tmp_path / "flex": {"format": "flex", "files": 2},
+        tmp_path / "unified": {"format": "unified"},
+    }
+    paddle_reshard.convert(checkpoint(name), targets)
+    assert_true(cards, truth)
+    for made in ("flex", "unified"):
+        paddle_reshard.convert(tmp_path / made, tmp_path / f"{made} one", to="tp=1")
+        assert_true(tmp_path / f"{made} one", truth)
+
+
+SAME_TOPOLOGY = {
+    "p5_single": "tp=1",
+    "p5_fp32_single": "tp=1",
+    "p5_mid_single": "tp=1",
+    "p5_lora_single": "tp=1",
+    "p5_sh2_s1v2_meta": "sharding=2",
+}
+"""Cases of writable arrays and NumPy 1, and their own topologies."""
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """All pickles of Paddle's."""
+    suffixes = (".pdparams", ".pdopt", ".distcp", ".metadata")
+    found = (path for path in folder.rglob("*") if path.name.endswith(suffixes))
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+
+
+@pytest.mark.parametrize("name", SAME_TOPOLOGY)
+def test_for_paddle_3_4_every_file_is_the_one_that_it_writes_itself(name: str, tmp_path: Path) -> None:
+    source = checkpoint(name)
+    paddle_reshard.convert(source, tmp_path / "made", to=SAME_TOPOLOGY[name], paddle_version="3.4")
+    assert files_of(tmp_path / "made") == files_of(source)
+
+
+@pytest.mark.parametrize("name", ["p5_mid_single", "p5_sh2_s1v2_meta"])
+def test_for_paddle_3_4_and_3_3_in_turn(name: str, tmp_path: Path) -> None:
+    """What is made for 3.4 holds the truth and comes back byte for byte by way of 3.3, in every format."""
+    kinds = {"cards": {"to": "tp=2,sharding=2"}, "flex": {"format": "flex", "files": 2}}
+
+    def convert(source: Path, label: str, paddle_version: str) -> dict[str, bytes]:
+        targets = {
+            tmp_path / f"{label} {kind}": {**options, "paddle_version": paddle_version}
+            for kind, options in kinds.items()
+        }
+        paddle_reshard.convert(source, targets)
+        return {
+            f"{kind}/{path}": data
+            for kind in kinds
+            for path, data in files_of(tmp_path / f"{label} {kind}").items()
+        }
+
+    new = convert(checkpoint(name), "new", "3.4")
+    assert {data[:2] for data in new.values()} == {b"\x80\x05"}
+    for kind in kinds:
+        old = convert(tmp_path / f"new {kind}", f"{kind} old", "3.3")
+        assert {data[:2] for path, data in old.items() if "scheduler" not in path} == {b"\x80\x04"}
+        assert convert(tmp_path / f"{kind} old cards", f"{kind} new", "3.4") == new
+    assert_true(tmp_path / "new cards", truth_of(name))
+
+
+def test_a_flex_checkpoint_for_paddle_3_4_is_what_pickle_writes_of_its_objects(tmp_path: Path) -> None:
+    """Opened with Paddle's own classes, and by its loader, which makes tensors of the arrays."""
+    source = case_directory("dense/mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
+    paddle_reshard.convert(source, tmp_path / "flex", format="flex", files=3, paddle_version="3.4")
+    found = [path for path in (tmp_path / "flex").rglob("*") if path.suffix in (".distcp", ".metadata")]
+    made = sorted(found, key=lambda path: path.suffix)  # Paddle's loader first, which imports Paddle
+    assert len(made) == 16
+    for path in made:
+        loaded = oracle.load_with_paddle(path) if path.suffix == ".distcp" else {}
+        again = unpickle(path)
+        assert protocol5.dumps(again) == path.read_bytes()
+        assert all(
+            value.tobytes() == again[key].tobytes()
+            for key, value in loaded.items()
+            if key != STRUCTURED_NAMES
+        )
+
+
+def test_a_version_that_is_not_known_is_wrong_usage(tmp_path: Path) -> None:
+    for options in ({"to": "tp=1"}, {"format": "flex"}):
+        with pytest.raises(
+            paddle_reshard.UsageError, match=r"--paddle-version 3\.5: .* 3\.0, 3\.2, 3\.3, 3\.4"
+        ):
+            paddle_reshard.convert(
+                checkpoint("p5_single"), tmp_path / "made", paddle_version="3.5", **options
+            )
+
+
+def saved_again(source: Path, target: Path) -> Path:
+    """The same checkpoint with every pickle of Paddle's written with protocol 5, by Paddle's own classes."""
+    oracle.load_with_paddle(next(source.rglob("*.distcp")))  # imports Paddle
+    shutil.copytree(source, target)
+    for path in target.rglob("*"):
+        if path.suffix in (".distcp", ".metadata", ".pdparams"):
+            path.write_bytes(pickle.dumps(pickle.loads(path.read_bytes()), 5))
+            assert path.read_bytes()[:2] == b"\x80\x05"
+    return target
+
+
+@pytest.mark.parametrize("name", ["fc_mp2pp2sh2_s1v2", "fc_sh2_s3_seg512"])
+def test_a_flex_checkpoint_of_protocol_5_holds_the_truth(name: str, tmp_path: Path) -> None:
+    case = case_of(f"dense/{name}", "dense/single")
+    again = tmp_path / "case"
+    again.mkdir()
+    for path in case.checkpoint.parent.glob("truth*"):
+        shutil.copy(path, again)
+    made = Case(saved_again(case.checkpoint, again / "checkpoint-3"), case.config)
+    check_against_truth(made, tmp_path / "one")
