@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.ema.paddle_objects import rank_pieces
     from paddle_reshard.pipeline.ema.resume import Piece, RankPieces
     from paddle_reshard.pipeline.ema.trainer import ema_callback
+    from paddle_reshard.pipeline.layouts.lora_config import Adapter
     from paddle_reshard.pipeline.layouts.model import ModelTensor
     from paddle_reshard.pipeline.live.converter import CheckpointConverter
     from paddle_reshard.pipeline.live.load import LoadReport, load_into
@@ -89,6 +90,7 @@ if TYPE_CHECKING:
     from paddle_reshard.tasks.figures import WorkerFigures
 
 __all__ = [
+    "Adapter",
     "AsyncEma",
     "AverageOptions",
     "BusyError",
@@ -172,6 +174,7 @@ __all__ = [
 _HOMES = {
     # What a checkpoint is, and what it becomes: `inspect`, `plan`, `convert`, `ema`, `verify` and `clean` as functions
     "pipeline.convert.inspection": ("Inspection", "StateSummary", "inspect"),
+    "pipeline.layouts.lora_config": ("Adapter",),
     "pipeline.layouts.model": ("ModelTensor",),
     "pipeline.core.tensors": ("DType", "Tensor"),
     "pipeline.api": ("clean", "convert", "plan"),

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import paddle_reshard
+from paddle_reshard.pipeline.convert.options import Kind, declarations
 from paddle_reshard.pipeline.core import errors
 from tests.conftest import COMMITTED, REPO
 
@@ -23,18 +24,16 @@ EXAMPLES = sorted(set((REPO / "examples").glob("*.py")) - {REPO / "examples" / "
 """All but the one whose library is not among those that the tests install."""
 PUBLIC = {name: getattr(paddle_reshard, name) for name in paddle_reshard.__all__ if name != "__version__"}
 ALIASES = {"Event", "Observer", "PathLike", "StorageOptions"}
+KINDS_OF_OPTIONS = ("Average", "Conversion", "Convert", "Target")
 OWN_VALUES = {
+    "AsyncEma.progress",  # of an average, not the event of that name
     "AsyncEma.save",  # FlexRank: ema_callback makes it
-    *(
+    *(  # KeptFile: a session keeps small files as such
         f"{kind}Options.{name}"
-        for kind in ("Average", "Convert")
-        for name in ("aoa", "config", "rules", "target_meta")
+        for kind in KINDS_OF_OPTIONS
+        for name, option in declarations().items()
+        if option.kind is Kind.FILE
     ),
-    "ConversionOptions.aoa",  # KeptFile: a session keeps small files as such; so in the next lines
-    "ConversionOptions.config",
-    "ConversionOptions.rules",
-    "ConversionOptions.target_meta",
-    "TargetOptions.target_meta",
     "ConversionPlan.source",
     "ConversionPlan.store",
     "ModelTensor.rule",
