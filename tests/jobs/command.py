@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -30,6 +31,17 @@ def command_line(*arguments: object) -> list[str]:
 def invoke(*arguments: object) -> Result:
     """Run a command in this process; for what ends before it does anything."""
     return CliRunner().invoke(cli.cli, [str(argument) for argument in arguments])
+
+
+def run_here(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end in this process; where it sends its log ends with it."""
+    logger = logging.getLogger("paddle_reshard")
+    before = logger.handlers[:], logger.level, logger.propagate
+    try:
+        done = invoke(*arguments)
+    finally:
+        logger.handlers[:], logger.level, logger.propagate = before
+    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
 
 
 def run(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

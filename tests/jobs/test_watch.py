@@ -26,7 +26,7 @@ from paddle_reshard.pipeline.watch.runners import Conversion, convert_inline
 from paddle_reshard.pipeline.watch.watcher import open_watcher
 from paddle_reshard.storage.remote.folder import FsspecFolder
 from tests.conftest import case_directory
-from tests.jobs.command import GOLDEN, MAIN, command_line, copy_checkpoint, invoke, run, snapshot
+from tests.jobs.command import GOLDEN, MAIN, command_line, copy_checkpoint, invoke, run, run_here, snapshot
 from tests.published import checked
 
 INTERRUPTED = """
@@ -55,7 +55,8 @@ class Run:
         self.run.mkdir()
 
     def watch(self, *options: object, to: str = "tp=1") -> subprocess.CompletedProcess[str]:
-        return run("watch", self.run, self.out, "--to", to, "--once", *options)
+        """One look, in this process; what is killed, or runs beside others, has a process of its own."""
+        return run_here("watch", self.run, self.out, "--to", to, "--once", *options)
 
     def claims(self) -> list[dict]:
         folder = self.out / ".paddle_reshard" / "claims"
