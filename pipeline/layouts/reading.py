@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 TENSOR_SUFFIXES = (".pdparams", ".pdopt", ".distcp", ".pdmodel")
 PLAIN_STATES = (SCHEDULER, "scaler.pdparams")
 """Small states of the trainer that are not tensors of the model; carried byte for byte."""
-SAFETENSORS = ".safetensors"
+SAFETENSORS = re.compile(r".+\.safetensors(?:_shard_\d{4})?")
+"""Unified checkpoints can have several files of one rank, which are numbered behind the suffix."""
 
 T = TypeVar("T")
 
@@ -118,7 +120,7 @@ class SourceFiles:
     @cached_property
     def safetensors(self) -> Mapping[str, int]:
         """Path of every safetensors file → size in bytes."""
-        return {path: size for path, size in self.sizes.items() if path.endswith(SAFETENSORS)}
+        return {path: size for path, size in self.sizes.items() if SAFETENSORS.fullmatch(path)}
 
     @cached_property
     def headers(self) -> Mapping[str, SafetensorsPayload]:

@@ -133,7 +133,7 @@ def test_the_index_does_not_name_a_key(copied: Callable[[str], Folder]) -> None:
         ("weights.safetensors", "has no meaning in a unified checkpoint"),
         ("optimizer.pdopt", "has no meaning in a unified checkpoint"),
         ("peft_model-00001-of-00001.safetensors", "adapter"),
-        ("optimizer.shard00.safetensors_shard_0001", "optim_shard_num"),
+        ("optimizer.shard00.safetensors_shard_0001", "files of two checkpoints"),
     ],
 )
 def test_a_file_too_many(path: str, message: str, copied: Callable[[str], Folder]) -> None:

@@ -7,7 +7,9 @@ Files (PaddleFormers 1.2 and PaddleNLP 3.0 ``trainer/unified_checkpoint``)::
     master_weights-00001-of-00004.safetensors    master_weights.safetensors.index.json
 
 With ``ignore_merge_optimizer`` every rank writes what it has: ``optimizer.tp00_pp00_shard00.safetensors`` and
-``master_weights.tp00_pp00_shard00.safetensors``, where a part is left out whose degree is 1; no index names them.
+``master_weights.tp00_pp00_shard00.safetensors``, where a part is left out whose degree is 1; no index names them. With
+``optim_shard_num=2`` each of these is two files, ``….safetensors_shard_0001`` and ``….safetensors_shard_0002``: its keys
+in random order, every other one; the optimizer's index says how many there are.
 
 Keys are structured: of optimizer states ``<key>/moment1_0``, of all others ``<key>``.
 """
@@ -29,9 +31,8 @@ OPTIMIZER: Final = "optimizer"
 MASTER_WEIGHTS: Final = "master_weights"
 
 _NUMBERED = re.compile(rf"({MODEL}|{OPTIMIZER}|{MASTER_WEIGHTS})-(\d{{5,}})-of-(\d{{5,}})\.safetensors")
-_OF_RANK = re.compile(rf"({OPTIMIZER}|{MASTER_WEIGHTS})(?:\.([a-z0-9_]+))?\.safetensors")
+_OF_RANK = re.compile(rf"({OPTIMIZER}|{MASTER_WEIGHTS})(?:\.([a-z0-9_]+))?\.safetensors(?:_shard_(\d{{4}}))?")
 _PARTS = re.compile(r"(?:tp(?P<tp>\d{2,}))?_?(?:pp(?P<pp>\d{2,}))?_?(?:shard(?P<shard>\d{2,}))?")
-_PIECE_OF_RANK = re.compile(r".+\.safetensors_shard_\d{4}")
 _SCALES = re.compile(r".+@(scales|min_scales|max_scales)")
 _STATE = re.compile(rf"(.+)/({'|'.join(sorted(ACCUMULATORS, key=len, reverse=True))})_0")
 _NOT_QUANTISED = (None, "O0")
@@ -49,6 +50,8 @@ class UnifiedFile:
     path: str
     of_rank: bool
     """Whether it is a rank's own file, and its tensors are those of a tensor-parallel rank."""
+    piece: int = 0
+    """Which of several files of its rank, from 1; 0: it is the only one."""
 
 
 def index_name(kind: str) -> str:
@@ -97,10 +100,7 @@ _QUANTISED = (
 
 def is_unified(paths: Iterable[str]) -> bool:
     """Whether files of these names can only be a unified checkpoint's."""
-    return any(
-        _PIECE_OF_RANK.fullmatch(path) or (_parsed(path) or _NOTHING).kind in (OPTIMIZER, MASTER_WEIGHTS)
-        for path in paths
-    )
+    return any((_parsed(path) or _NOTHING).kind in (OPTIMIZER, MASTER_WEIGHTS) for path in paths)
 
 
 def refuse_other_files(paths: Collection[str]) -> None:
@@ -113,11 +113,6 @@ def refuse_other_files(paths: Collection[str]) -> None:
     for path in sorted(paths):
         if path.startswith("peft_model"):
             raise UnsupportedError(f"{path}: weights of an adapter (LoRA), not of a model, are not converted")
-        if _PIECE_OF_RANK.fullmatch(path):
-            raise UnsupportedError(
-                f"{path}: a rank's optimizer states in several files (optim_shard_num > 1) are not read by this "
-                "version"
-            )
 
 
 def sort_files(paths: Iterable[str]) -> list[UnifiedFile]:
@@ -160,7 +155,7 @@ def _parsed(path: str) -> UnifiedFile | None:
     if match is None or parts is None:
         return None
     tp, pp, shard = (int(parts[name] or 0) for name in ("tp", "pp", "shard"))
-    return UnifiedFile(match[1], tp, pp, shard, path, True)
+    return UnifiedFile(match[1], tp, pp, shard, path, True, int(match[3] or 0))
 
 
 def _check_numbers(kind: str, files: list[UnifiedFile]) -> None:
@@ -182,15 +177,24 @@ def _check_numbers(kind: str, files: list[UnifiedFile]) -> None:
 
 
 def _check_ranks(files: list[UnifiedFile]) -> None:
-    ranks = {(file.tp, file.pp, file.number): file.path for file in files}
-    if len(ranks) < len(files):
-        raise CheckpointError(f"{files[0].path}: two files of one rank")
+    ranks: dict[tuple[int, int, int], dict[int, str]] = {}
+    for file in files:
+        other = ranks.setdefault((file.tp, file.pp, file.number), {}).setdefault(file.piece, file.path)
+        if other != file.path:
+            raise CheckpointError(f"{other} and {file.path}: two files of one rank")
     tp, pp, sharding = (max(rank[axis] for rank in ranks) + 1 for axis in range(3))
     for rank in ((t, p, s) for t in range(tp) for p in range(pp) for s in range(sharding)):
         if rank not in ranks:
             raise CheckpointError(
                 f"{files[0].kind}: the file of the rank tp={rank[0]} pp={rank[1]} shard={rank[2]} is missing; "
                 f"the others are those of tp={tp} pp={pp} sharding={sharding}"
+            )
+    count = max(file.piece for file in files)
+    expected = list(range(1, count + 1)) if count else [0]
+    for found in ranks.values():
+        if sorted(found) != expected:
+            raise CheckpointError(
+                f"{min(found.values())}: its rank has the files {sorted(found)} of {count} (optim_shard_num)"
             )
 
 
@@ -208,6 +212,8 @@ def check_indexes(
     CheckpointError, UnsupportedError
         Naming the key and the file where they disagree, a kind without its index, quantised states, an adapter.
     """
+    files = list(files)
+    _check_pieces(files, indexes.get(index_name(OPTIMIZER)))
     held: dict[str, dict[str, list[str]]] = {MODEL: {}, OPTIMIZER: {}, MASTER_WEIGHTS: {}}
     own: set[str] = set()
     for file in files:
@@ -227,6 +233,20 @@ def check_indexes(
         if index is None and keys:
             raise CheckpointError(f"{name} is missing, which tells the files of all {kind} tensors")
         _check_index(name, {} if index is None else index.weight_map, keys)
+
+
+def _check_pieces(files: Iterable[UnifiedFile], index: Index | None) -> None:
+    """The index of the optimizer's states says how many files a rank has of each kind."""
+    told = None if index is None else index.extra.get("optim_shard_num")
+    pieces: dict[str, int] = {}
+    for file in files:
+        if file.of_rank:
+            pieces[file.kind] = max(pieces.get(file.kind, 1), file.piece)
+    for kind, found in pieces.items():
+        if told not in (None, found):
+            raise CheckpointError(
+                f"{index_name(OPTIMIZER)} says that optim_shard_num is {told!r}; of {kind} a rank has {found} files"
+            )
 
 
 def _check_facts(name: str, facts: Mapping[str, Any]) -> None:
