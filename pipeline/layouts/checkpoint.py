@@ -64,6 +64,8 @@ class Checkpoint:
     lr_scheduler: Any
     """What the optimizer files hold of the learning-rate schedule; ``None`` where they hold nothing."""
     has_ema: bool
+    has_optimizer: bool = True
+    """Whether it has files of an optimizer, where the format tells: even if these hold nothing."""
     not_carried: tuple[tuple[str, str], ...] = ()
     """``(tensor, why it goes into no target)``."""
     expert_axis: str | None = None

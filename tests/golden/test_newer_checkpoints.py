@@ -75,7 +75,6 @@ NO_ROW = r"no row of the paddleformers rule table '{}' fits; .* pass it with --r
 NO_OPTIMIZER = r"no optimizer file: not a hybrid-parallel training checkpoint"
 NO_TABLE = r"model type '{}': no rule table knows it .* pass it with --rules FILE"
 REFUSED = {
-    "states/noopt_single": NO_OPTIMIZER,
     "states/opt_mini_single": r"\(moment2\): stored with shape \(1,\)",
     "states/tfusion_sh2_s1v1": r"master weight generated_tensor_\d+ belongs to no structured key of this cell",
     "states/uc_quantO1_sh2_s1v1": r"ckpt_quant_stage is O1: .* save with ckpt_quant_stage O0",

@@ -9,7 +9,7 @@ structured key.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
@@ -43,6 +43,7 @@ from paddle_reshard.pipeline.layouts.hybrid.names import (
 )
 from paddle_reshard.pipeline.layouts.model_meta import CellMeta, ModelMeta
 from paddle_reshard.pipeline.layouts.optimizer_keys import SLICE_PREFIX, split_accumulator_key
+from paddle_reshard.pipeline.layouts.reading import PLAIN_STATES
 from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArrayRef, SplitArray
 
 _META_AXES = {"tp": "mp_degree", "pp": "pp_degree", "shard": "sharding_degree", "ep": "ep_degree"}
@@ -50,6 +51,7 @@ _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 _LR_SCHEDULER = "LR_Scheduler"
 LORA_PREFIX = "model."
 """What stands before the keys of a job with LoRA in ``model_meta.json``, and nowhere else."""
+_WITH_OPTIMIZER = (*PLAIN_STATES, MODEL_META)
 _SIGNAL = re.compile(r"saved_signal_\d+")
 
 
@@ -127,6 +129,8 @@ class Ranks:
     has_ema: bool
     has_lora: bool = False
     """Whether the files of parameters are those of LoRA training."""
+    has_optimizer: bool = True
+    """Whether there are files of an optimizer."""
 
 
 def first_keys(names: Mapping[str, str]) -> dict[str, str]:
@@ -170,9 +174,10 @@ def sort_ranks(
             f"{LORA_MODEL_STATE}.pdparams, which this version does not read; save it with FlexCheckpoint, or with pp=2"
         )
     by_kind = {kind: [f for f in files if f.kind == kind] for kind in (weights, OPTIMIZER, EMA)}
-    for kind in (weights, OPTIMIZER):
-        if not by_kind[kind]:
-            raise CheckpointError(f"no {kind} file: not a hybrid-parallel training checkpoint")
+    if not by_kind[weights]:
+        raise CheckpointError(f"no {weights} file: not a hybrid-parallel training checkpoint")
+    if not by_kind[OPTIMIZER]:
+        _check_parameters_only(paths, files)
     for kind, found in by_kind.items():
         if found:
             _check_files(kind, found, topology)
@@ -198,7 +203,18 @@ def sort_ranks(
         with_meta=meta is not None,
         has_ema=bool(by_kind[EMA]),
         has_lora=weights == LORA_MODEL_STATE,
+        has_optimizer=bool(by_kind[OPTIMIZER]),
     )
+
+
+def _check_parameters_only(paths: Mapping[str, int], files: Sequence[RankFile]) -> None:
+    """A checkpoint of ``ignore_save_lr_and_optim`` has files of parameters, and none that go with an optimizer."""
+    lost_beside = [path for path in sorted(paths) if path in _WITH_OPTIMIZER or _SIGNAL.fullmatch(path)]
+    lost_beside += [file.path for file in files if file.kind != MODEL_STATE or file.shard is not None]
+    if lost_beside:
+        raise CheckpointError(
+            f"no {OPTIMIZER} file, and {lost_beside[0]}, which the trainer only writes beside them: files are missing"
+        )
 
 
 def _kind_of_weights(files: list[RankFile]) -> str:

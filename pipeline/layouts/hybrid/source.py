@@ -135,6 +135,7 @@ def read_hybrid(
         names_predicted=names,
         lr_scheduler=ranks.lr_scheduler,
         has_ema=ranks.has_ema,
+        has_optimizer=ranks.has_optimizer,
         expert_axis=expert_axis,
         unified_experts=_unified(ranks, model) if topology.ep > 1 else None,
         adapter=adapter,

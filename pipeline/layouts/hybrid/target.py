@@ -114,6 +114,12 @@ class HybridTarget:
         if wanted.model.has_lora:
             of_base = [(t.key, IN_BASE) for t in source.model.tensors if t.of_base and not t.missing]
             source, wanted = without_base(source), without_base(wanted)
+        # A job can begin with parameters alone (ignore_load_lr_and_optim), which the ranks of a sharding group share.
+        if not source.has_optimizer and self.strategy != "none":
+            raise PlanError(
+                f"{self.topology}: the source holds parameters only, and sharding shares out what an optimizer keeps, "
+                "which there is none of; leave sharding out"
+            )
         sidecars = plan_sidecars(sizes, folders, wanted, source.model.config, self.topology)
         files = add_literal_files(layout_hybrid(wanted, self), sidecars.written)
         return LaidOut(source.catalog, files, sidecars.carried, (*sidecars.not_carried, *of_base))

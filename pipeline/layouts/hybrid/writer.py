@@ -64,7 +64,7 @@ class HybridWriter:
         if self.target.writes_meta:
             self.bytes.add_literal(MODEL_META, self.planner.meta(described))
         saving = 1 if self.target.expert_axis == "dp" else self.topology.dp
-        for rank in range(self.topology.world_size // saving):
+        for rank in range(self.topology.world_size // saving if self.checkpoint.has_optimizer else 0):
             self.bytes.add_literal(f"{SIGNAL_PREFIX}{rank}", b"1")
         return TargetFiles(
             tuple(self.bytes.files),
@@ -79,6 +79,8 @@ class HybridWriter:
             yield self._model_state(cell, shard, cell.model_state[shard])
         elif shard < self.topology.dense_sharding:
             yield self._model_state(cell, None, cell.model_state[shard])
+        if not self.checkpoint.has_optimizer:
+            return
         yield (self._experts if self.planner.only_experts(cell.ep) else self._optimizer)(cell, shard)
         if self.checkpoint.has_ema:
             yield self._ema(cell, shard)
