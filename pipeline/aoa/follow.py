@@ -24,7 +24,7 @@ from paddle_reshard.pipeline.core.geometry import (
     padded,
 )
 from paddle_reshard.pipeline.core.tensor_columns import TensorIndex, Tensors
-from paddle_reshard.pipeline.core.tensors import EMA_PARAM, PARAM, Tensor
+from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, EMA_PARAM, PARAM, Tensor
 
 BOX = np.dtype(
     [
@@ -134,6 +134,11 @@ class _Followers:
         elif not is_number(state):
             shape = value.shape
             self._check_shapes(described)
+        elif ACCUMULATORS[state].of_elements:
+            raise PlanError(
+                f"{key}: {described[0].label} is one number that all elements of {described[0].key} make (AdamWMini); "
+                "tensors that are split, joined or transposed have others"
+            )
         self.places.append(next(iter(sources.values())))
         self.tensors.append(Tensor(key, state, dtype, shape, aliases))
         if is_number(state):

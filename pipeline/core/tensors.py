@@ -16,6 +16,8 @@ PARAM = "param"
 MASTER_WEIGHT = "master_weight"
 EMA_PARAM = "ema_param"
 EMA_MASTER_WEIGHT = "ema_master_weight"
+MEAN_MOMENT2 = "mean_moment2"
+"""``moment2`` of AdamWMini: that of the mean of all squared gradients of a parameter, one number."""
 EMA_STATES = (EMA_MASTER_WEIGHT, EMA_PARAM)
 EMA = "ema"
 """The moving average, as users name it."""
@@ -32,6 +34,10 @@ class Accumulator:
 
     name: str
     per_parameter: bool
+    of_elements: bool = True
+    """Whether a piece of a parameter has a state of its own: elements, or a number that they make."""
+    written: str = ""
+    """What files call it, where that is not its name."""
 
 
 # Paddle 3.3 optimizer/{adam,adamw,lamb,momentum}.py: the ones whose pieces follow the parameter's own cut.
@@ -42,10 +48,13 @@ ACCUMULATORS = {
         Accumulator("moment2", False),
         Accumulator("moment2_max", False),
         Accumulator("velocity", False),
-        Accumulator("beta1_pow_acc", True),
-        Accumulator("beta2_pow_acc", True),
+        Accumulator(MEAN_MOMENT2, True, written="moment2"),
+        Accumulator("beta1_pow_acc", True, of_elements=False),
+        Accumulator("beta2_pow_acc", True, of_elements=False),
     )
 }
+WRITTEN_NAMES = tuple(dict.fromkeys(a.written or a.name for a in ACCUMULATORS.values()))
+"""What files call optimizer states."""
 
 
 def is_per_parameter(state: str) -> bool:
@@ -55,6 +64,15 @@ def is_per_parameter(state: str) -> bool:
     (True, False)
     """
     return state in ACCUMULATORS and ACCUMULATORS[state].per_parameter
+
+
+def written_name(state: str) -> str:
+    """What files call a state.
+
+    >>> written_name("moment1"), written_name("mean_moment2")
+    ('moment1', 'moment2')
+    """
+    return ACCUMULATORS[state].written or state
 
 
 Cast = tuple[str, str]

@@ -71,8 +71,8 @@ class Format(Protocol):
         """Whether its files have a place for what LoRA trains."""
 
     @property
-    def holds_muon(self) -> bool:
-        """Whether trainers save the states of the optimizer Muon in it, which differ from parameter to parameter."""
+    def special_optimizers(self) -> tuple[str, ...]:
+        """Optimizers whose states differ from parameter to parameter, or in shape, and which trainers save in it."""
 
     @property
     def by_table(self) -> bool:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 
-from paddle_reshard.pipeline.core.tensors import ACCUMULATORS
+from paddle_reshard.pipeline.core.tensors import WRITTEN_NAMES, written_name
 
 _ACCUMULATOR_TAIL = re.compile(
     r"(?P<master>_fp32_master_\d+)?_(?P<name>"
-    + "|".join(sorted(ACCUMULATORS, key=len, reverse=True))
+    + "|".join(sorted(WRITTEN_NAMES, key=len, reverse=True))
     + r")_\d+"
 )
 SLICE_PREFIX = "slice@"
@@ -39,7 +39,7 @@ def split_accumulator_key(key: str, parameter_names: Container[str]) -> tuple[st
 
 def accumulator_key(parameter_name: str, accumulator: str, master: bool) -> str:
     """The key that the first optimizer of a process gives an accumulator."""
-    return f"{parameter_name}{'_fp32_master_0' if master else ''}_{accumulator}_0"
+    return f"{parameter_name}{'_fp32_master_0' if master else ''}_{written_name(accumulator)}_0"
 
 
 def master_tensor_name(parameter_name: str) -> str:

@@ -1,7 +1,8 @@
 """Which optimizer states does every trained parameter have?
 
-An optimizer keeps the same states of every parameter, with one exception. **Muon** (Paddle 3.4) keeps ``moment1``
-alone of matrices, and trains everything else with AdamW. Which parameters those are is a setting of the job
+An optimizer keeps the same states of every parameter, in its shape or as one number, with two exceptions.
+**AdamWMini** (PaddleFormers) keeps ``moment2`` as one number. **Muon** (Paddle 3.4) keeps ``moment1`` alone of
+matrices, and trains everything else with AdamW. Which parameters those are is a setting of the job
 (``muon_exclude_patterns`` of its arguments), and no file says it: only the absence of the other states does. So does a
 checkpoint of AdamW that has lost states, which is why the absence is held against the rule by which Muon chooses.
 """
@@ -11,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from paddle_reshard.pipeline.core.errors import CoverageError, UnsupportedError
+from paddle_reshard.pipeline.core.tensors import MEAN_MOMENT2
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 
+MUON, ADAMW_MINI = "Muon", "AdamWMini"
 MUON_STATES = ("moment1",)
 MUON_DIMS = (2, 3)
 
@@ -53,8 +56,15 @@ def muon_parameters(tensors: Iterable[ModelTensor]) -> list[str]:
     return [tensor.key for tensor in trained if _has_muon_states(tensor, kept)]
 
 
-def refuse_muon(model: Model, format_name: str, alternatives: str, for_models: str) -> None:
-    """Refuse states of Muon for a format in which no trainer keeps them.
+def special_optimizer(model: Model) -> str | None:
+    """The optimizer, if it is one that trainers do not save in every format."""
+    if muon_parameters(model.tensors):
+        return MUON
+    return ADAMW_MINI if any(MEAN_MOMENT2 in tensor.accumulators for tensor in model.tensors) else None
+
+
+def refuse_optimizer(model: Model, format_name: str, alternatives: str, for_models: str) -> None:
+    """Refuse states of a special optimizer for a format in which no trainer is known to keep them.
 
     Parameters
     ----------
@@ -66,13 +76,17 @@ def refuse_muon(model: Model, format_name: str, alternatives: str, for_models: s
     UnsupportedError
         Saying what would be lost.
     """
+    instead = f"The parameters alone can be written with --format {for_models}"
     if keys := muon_parameters(model.tensors):
         raise UnsupportedError(
             f"{keys[0]}{_and_more(len(keys) - 1)}: the optimizer is Muon, which keeps {MUON_STATES[0]} alone of it. "
             f"The trainer does not save or load Muon in the format {format_name}, only as {alternatives}; and AdamW "
-            "cannot go on from it, because moment2 and the beta powers of these parameters never existed. The "
-            f"parameters alone can be written with --format {for_models}"
+            f"cannot go on from it, because moment2 and the beta powers of these parameters never existed. {instead}"
         )
+    raise UnsupportedError(
+        "the optimizer is AdamWMini, which keeps moment2 as one number of each parameter. How the trainer loads that "
+        f"in the format {format_name} is not known; convert to {alternatives}. {instead}"
+    )
 
 
 def _has_muon_states(tensor: ModelTensor, kept: set[str]) -> bool:

@@ -13,9 +13,10 @@ from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.tensors import DROPPABLE, Cast
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles
-from paddle_reshard.pipeline.layouts.format import Target
+from paddle_reshard.pipeline.layouts.format import Format, Target
 from paddle_reshard.pipeline.layouts.formats import FORMATS, as_target, holding_average, names_of
-from paddle_reshard.pipeline.layouts.optimizers import refuse_muon
+from paddle_reshard.pipeline.layouts.model import Model
+from paddle_reshard.pipeline.layouts.optimizers import refuse_optimizer, special_optimizer
 
 
 def lay_out(
@@ -45,10 +46,7 @@ def lay_out(
         raise UnsupportedError(
             f"the source holds LoRA, for which the format {format.name} has no place here; convert to {holding}"
         )
-    if not (format.model_only or format.holds_muon):
-        saving = names_of([other for other in FORMATS.values() if other.holds_muon], "or")
-        for_models = names_of([other for other in FORMATS.values() if other.model_only], "or")
-        refuse_muon(wanted.model, format.name, saving, for_models)
+    _check_optimizer(wanted.model, format)
     # The optimizer files of a hybrid checkpoint tell that there is nothing in them.
     if format.needs_states and not (
         source_format.needs_states or any(tensor.trained for tensor in wanted.model.tensors)
@@ -65,6 +63,15 @@ def lay_out(
     return replace(
         laid_out, files=replace(laid_out.files, casts=casts), states_not_carried=states_not_carried
     )
+
+
+def _check_optimizer(model: Model, format: Format) -> None:
+    optimizer = special_optimizer(model)
+    if optimizer is None or format.model_only or optimizer in format.special_optimizers:
+        return
+    saving = names_of([other for other in FORMATS.values() if optimizer in other.special_optimizers], "or")
+    for_models = names_of([other for other in FORMATS.values() if other.model_only], "or")
+    refuse_optimizer(model, format.name, saving, for_models)
 
 
 def check_left(targets: Sequence[Target], laid_out: Sequence[LaidOut]) -> None:

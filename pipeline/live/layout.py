@@ -25,6 +25,7 @@ from paddle_reshard.pipeline.core.tensors import (
     EMA_PARAM,
     MASTER_WEIGHT,
     PARAM,
+    WRITTEN_NAMES,
     Tensor,
     dtype_named,
 )
@@ -43,7 +44,7 @@ DIST_SUFFIX = ".dist"
 
 _OPTIMIZER_STATES = frozenset({MASTER_WEIGHT, *ACCUMULATORS})
 _EMA = {PARAM: EMA_PARAM, MASTER_WEIGHT: EMA_MASTER_WEIGHT}
-_STATES = "|".join(sorted(ACCUMULATORS, key=len, reverse=True))
+_STATES = "|".join(sorted(WRITTEN_NAMES, key=len, reverse=True))
 _OF_KEY = re.compile(rf"(?P<key>.+)[./](?:(?P<state>{_STATES})(?:_\d+)?|w_0|master_weight)")
 """States under structured names: FlexCheckpoint's ``.moment1_0`` and ``.w_0``, the converter's ``.master_weight``."""
 _MASTER_OF_NAME = re.compile(r"(?P<name>.+)_fp32_master_\d+")

@@ -54,6 +54,8 @@ def read_one_card(folder: Path) -> dict[str, bytes]:
     parameters = load(lora if lora.exists() else folder / "model_state.pdparams")
     names = parameters.pop(NAMES)
     found = {key: bits(value) for key, value in parameters.items()}
+    if not (folder / "optimizer.pdopt").exists():
+        return found
     keys = {name: key for key, name in reversed(names.items())}
     optimizer = load(folder / "optimizer.pdopt")
     for name, value in optimizer.pop("master_weights", {}).items():

@@ -119,7 +119,7 @@ def test_an_average_beside_it(tmp_path: Path) -> None:
         {"format": "auto-parallel"},
     ],
 )
-def test_formats_that_no_trainer_holds_muon_in(options: dict[str, Any], tmp_path: Path) -> None:
+def test_formats_in_which_no_trainer_saves_muon(options: dict[str, Any], tmp_path: Path) -> None:
     """They would be read as AdamW's, whose moment2 is nowhere."""
     told = rf"{MATRIX} and 11 more: the optimizer is Muon, .*, only as flex; and AdamW cannot go on from it"
     with pytest.raises(ReshardError, match=told):

@@ -53,9 +53,9 @@ class DistFormat:
         return not self.auto_parallel
 
     @property
-    def holds_muon(self) -> bool:
+    def special_optimizers(self) -> tuple[str, ...]:
         """PaddleFormers saves and loads Muon as FlexCheckpoint only (``trainer/training_args.py``)."""
-        return not self.auto_parallel
+        return () if self.auto_parallel else ("Muon",)
 
     @property
     def by_table(self) -> bool:

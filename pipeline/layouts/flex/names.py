@@ -28,6 +28,7 @@ from paddle_reshard.pipeline.core.tensors import (
     EMA_PARAM,
     MASTER_WEIGHT,
     PARAM,
+    WRITTEN_NAMES,
 )
 
 MODEL_STATE: Final = "model_state"
@@ -41,7 +42,7 @@ AUTO_FOLDER: Final = "dist_ckpt"
 METADATA: Final = ".metadata"
 DATA_FILES: Final = (".distcp", ".safetensors")
 
-_STATES: Final = "|".join(sorted(ACCUMULATORS, key=len, reverse=True))
+_STATES: Final = "|".join(sorted(WRITTEN_NAMES, key=len, reverse=True))
 _ACCUMULATOR: Final = rf"(?P<key>.+)\.(?P<state>{_STATES})_0"
 _MASTER: Final = r"(?P<key>.+)\.w_0"
 _AUTO_ACCUMULATOR: Final = rf"(?P<key>.+?)(?:\.dist)?(?:_fp32_master_\d+)?_(?P<state>{_STATES})_\d+"

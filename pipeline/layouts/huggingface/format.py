@@ -45,7 +45,7 @@ class HuggingFaceFormat:
     needs_states: ClassVar[str] = ""
     no_place: ClassVar[tuple[str, ...]] = ()
     holds_lora: ClassVar[bool] = True
-    holds_muon: ClassVar[bool] = False
+    special_optimizers: ClassVar[tuple[str, ...]] = ()
     by_table: ClassVar[bool] = False
     loses_tensors: ClassVar[bool] = False
 

@@ -82,12 +82,12 @@ class StoredArrays(Mapping[Identity, list[StoredArray]]):
         number = self._identities.find(key, state)
         return None if number is None else self._paths.values[self._path[self._last[number]]]
 
-    def renamed(self, keys: Mapping[str, str]) -> StoredArrays:
-        """The same arrays under other structured keys."""
+    def renamed(self, keys: Mapping[str, str], states: Mapping[str, str]) -> StoredArrays:
+        """The same arrays under other structured keys, or as other states."""
         renamed = StoredArrays()
         for (key, state), arrays in self.items():
             for stored in arrays:
-                renamed.add(keys.get(key, key), state, stored)
+                renamed.add(keys.get(key, key), states.get(state, state), stored)
         return renamed
 
     def __getitem__(self, identity: Identity) -> list[StoredArray]:

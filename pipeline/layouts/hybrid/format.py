@@ -54,7 +54,7 @@ class HybridFormat:
     )
     no_place: ClassVar[tuple[str, ...]] = ()
     holds_lora: ClassVar[bool] = True
-    holds_muon: ClassVar[bool] = False
+    special_optimizers: ClassVar[tuple[str, ...]] = ("AdamWMini",)
     by_table: ClassVar[bool] = True
     loses_tensors: ClassVar[bool] = True
     index_as: ClassVar[None] = None

@@ -22,14 +22,17 @@ from paddle_reshard.pipeline.core.tensors import (
     EMA_MASTER_WEIGHT,
     EMA_PARAM,
     MASTER_WEIGHT,
+    MEAN_MOMENT2,
     PARAM,
     DType,
     dtype_named,
     dtype_of_code,
+    written_name,
 )
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.checkpoint import checked_schedule
 from paddle_reshard.pipeline.layouts.hybrid.arrays import Array, StoredArray, StoredArrays
+from paddle_reshard.pipeline.layouts.hybrid.fused_buffers import FusedParameter, holds_buffers, unfuse
 from paddle_reshard.pipeline.layouts.hybrid.names import (
     EMA,
     LORA_MODEL_STATE,
@@ -49,6 +52,7 @@ from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, Array
 _META_AXES = {"tp": "mp_degree", "pp": "pp_degree", "shard": "sharding_degree", "ep": "ep_degree"}
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 _LR_SCHEDULER = "LR_Scheduler"
+_MOMENT2 = written_name(MEAN_MOMENT2)
 LORA_PREFIX = "model."
 """What stands before the keys of a job with LoRA in ``model_meta.json``, and nowhere else."""
 _WITH_OPTIMIZER = (*PLAIN_STATES, MODEL_META)
@@ -92,6 +96,8 @@ class Cell:
     """Structured keys of which an entry is marked as a stage 3 slice."""
     master_spellings: set[bool] = field(default_factory=set)
     """Whether accumulators of parameters with master weights are named after those (stage 2 and 3 do not)."""
+    numbers: set[bool] = field(default_factory=set)
+    """Whether arrays of ``moment2`` are a single number."""
     degrees: dict[str, int] = field(default_factory=dict)
     """Structured key → ranks that share its optimizer state out, where these are not the whole sharding group."""
 
@@ -108,7 +114,7 @@ class Cell:
         self.distributed = {keys.get(key, key): cut for key, cut in self.distributed.items()}
         self.no_sync = {keys.get(key, key): alone for key, alone in self.no_sync.items()}
         self.owners = {keys.get(key, key): rank for key, rank in self.owners.items()}
-        self.arrays = self.arrays.renamed(keys)
+        self.arrays = self.arrays.renamed(keys, {})
         self.sliced = {keys.get(key, key) for key in self.sliced}
 
 
@@ -189,6 +195,7 @@ def sort_ranks(
         _read_cell(Cell(tp, pp, ep), places[pp, ep, tp], roots, meta, topology, knowledge)
         for pp, ep, tp in sorted(places)
     ]
+    _name_numbers(cells, topology)
     metas = [] if meta is None else list(meta.cells.values())
     if meta is not None:
         extra = sorted(meta.cells.keys() - {_meta_name(c, topology) for c in cells})
@@ -205,6 +212,19 @@ def sort_ranks(
         has_lora=weights == LORA_MODEL_STATE,
         has_optimizer=bool(by_kind[OPTIMIZER]),
     )
+
+
+def _name_numbers(cells: Sequence[Cell], topology: Topology) -> None:
+    """AdamWMini keeps one number of each parameter under the name of its second moments."""
+    if {single for cell in cells for single in cell.numbers} != {True}:
+        return
+    if topology.tp > 1:
+        raise UnsupportedError(
+            f"{_MOMENT2} is one number of each parameter, so the optimizer is AdamWMini: under {topology} each tp rank "
+            "keeps that of its own piece, and no number of the whole parameter follows from them"
+        )
+    for cell in cells:
+        cell.arrays = cell.arrays.renamed({}, {_MOMENT2: MEAN_MOMENT2})
 
 
 def _check_parameters_only(paths: Mapping[str, int], files: Sequence[RankFile]) -> None:
@@ -386,13 +406,34 @@ def _read_cell(
     keys = first_keys(cell.names)
     cell.holders = {key: keys[name] for key, name in cell.names.items()}
     for file in optimizers:
-        _add_optimizer(cell, file, roots[file.path], keys)
+        root = roots[file.path]
+        if holds_buffers(root, keys):
+            root = _unfused(cell, file, root, keys, topology, meta)
+        _add_optimizer(cell, file, root, keys)
     for file in (f for f in files if f.kind == EMA):
         _add_ema(cell, file, roots[file.path], keys)
     if meta is not None:
         _check_dtypes(cell, _meta_name(cell, topology))
         _complete_shapes(cell, meta.cells[_meta_name(cell, topology)].strategy)
     return cell
+
+
+def _unfused(
+    cell: Cell,
+    file: RankFile,
+    root: Mapping[str, Any],
+    keys: Mapping[str, str],
+    topology: Topology,
+    meta: ModelMeta | None,
+) -> dict[str, Any]:
+    """The entries of an optimizer file by parameter; the buffers are those of stage 1 v1."""
+    if meta is not None or topology.ep > 1 or topology.dp > 1:
+        raise UnsupportedError(
+            f"{file.path}: fused buffers (stage1_tensor_fusion) beside {MODEL_META} or with experts spread over ranks: "
+            "no real checkpoint has shown what is in them"
+        )
+    parameters = [FusedParameter(key, name, cell.shapes[key], cell.dtypes[key]) for name, key in keys.items()]
+    return unfuse(root, parameters, file.shard or 0, topology.sharding, file.path)
 
 
 def _check_dtypes(cell: Cell, where: str) -> None:
@@ -640,6 +681,8 @@ def _add_optimizer(cell: Cell, file: RankFile, root: dict[str, Any], keys: Mappi
         if entry.startswith(SLICE_PREFIX):
             cell.sliced.add(key)
         _add(cell, key, accumulator, file, value)
+        if accumulator == _MOMENT2 and (array := _array_of(value)) is not None:
+            cell.numbers.add(prod(array.shape) == 1)
         if key in masters:
             cell.master_spellings.add(separate)
 

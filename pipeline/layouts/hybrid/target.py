@@ -27,6 +27,7 @@ from paddle_reshard.pipeline.layouts.hybrid.sharding import (
 from paddle_reshard.pipeline.layouts.hybrid.writer import HybridWriter
 from paddle_reshard.pipeline.layouts.lora import IN_BASE, without_base
 from paddle_reshard.pipeline.layouts.model import Model
+from paddle_reshard.pipeline.layouts.optimizers import ADAMW_MINI, special_optimizer
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
 from paddle_reshard.pipeline.layouts.staged import check_tensors
 
@@ -244,6 +245,24 @@ def _check_expert_parallel(target: HybridTarget) -> None:
         )
 
 
+def _check_adamw_mini(target: HybridTarget) -> None:
+    """What PaddleFormers 1.2 does with ``--optim adamw_mini``."""
+    if target.topology.tp > 1:
+        raise PlanError(
+            f"{target.topology}: the optimizer is AdamWMini, of which each tp rank keeps the mean square of its own "
+            "piece of a parameter; no file holds these. Only tp=1 is possible"
+        )
+    if target.strategy == "stage1v2":
+        raise PlanError(
+            "stage1v2: the trainer cannot make a step with AdamWMini under it; choose --sharding-strategy stage1v1"
+        )
+    if target.strategy not in ("none", "stage1v1"):
+        raise UnsupportedError(
+            f"{target.strategy}: how it treats AdamWMini's single moment2 of a parameter is not known; choose "
+            "--sharding-strategy stage1v1"
+        )
+
+
 def _check_lora(model: Model, target: HybridTarget) -> None:
     """What of LoRA the trainer cannot save or resume (PaddleFormers 1.2), and what this version does not write."""
     topology = target.topology
@@ -319,6 +338,8 @@ def layout_hybrid(checkpoint: Checkpoint, target: HybridTarget) -> TargetFiles:
     _check_experts(checkpoint, target)
     if checkpoint.model.has_lora:
         _check_lora(checkpoint.model, target)
+    if special_optimizer(checkpoint.model) == ADAMW_MINI:
+        _check_adamw_mini(target)
     # PaddleFormers' optimizer has only what is trained (1.2.0 trainer.py:3359), which its states tell if there are any.
     tensors = checkpoint.model.tensors
     told = checkpoint.model.table.convention == "paddleformers" and any(t.trained for t in tensors)

@@ -30,7 +30,7 @@ class UnifiedFormat:
     needs_states: ClassVar[str] = ""
     no_place: ClassVar[tuple[str, ...]] = ("ema",)
     holds_lora: ClassVar[bool] = False
-    holds_muon: ClassVar[bool] = False
+    special_optimizers: ClassVar[tuple[str, ...]] = ()
     by_table: ClassVar[bool] = False
     loses_tensors: ClassVar[bool] = False
     index_as: ClassVar[None] = None

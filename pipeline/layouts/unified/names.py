@@ -8,8 +8,8 @@ Files (PaddleFormers 1.2 and PaddleNLP 3.0 ``trainer/unified_checkpoint``)::
 
 With ``ignore_merge_optimizer`` every rank writes what it has: ``optimizer.tp00_pp00_shard00.safetensors`` and
 ``master_weights.tp00_pp00_shard00.safetensors``, where a part is left out whose degree is 1; no index names them. With
-``optim_shard_num=2`` each of these is two files, ``….safetensors_shard_0001`` and ``….safetensors_shard_0002``: its keys
-in random order, every other one; the optimizer's index says how many there are.
+``optim_shard_num=2`` each of these is two files, ``….safetensors_shard_0001`` and ``….safetensors_shard_0002``, which
+share its keys out at random; the optimizer's index says how many there are.
 
 Keys are structured: of optimizer states ``<key>/moment1_0``, of all others ``<key>``.
 """
@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, UnsupportedError
 from paddle_reshard.pipeline.core.limits import MAX_TARGET_FILES
-from paddle_reshard.pipeline.core.tensors import ACCUMULATORS
+from paddle_reshard.pipeline.core.tensors import WRITTEN_NAMES
 from paddle_reshard.storage.formats.safetensors import Index, SafetensorsPayload
 
 MODEL: Final = "model"
@@ -34,7 +34,7 @@ _NUMBERED = re.compile(rf"({MODEL}|{OPTIMIZER}|{MASTER_WEIGHTS})-(\d{{5,}})-of-(
 _OF_RANK = re.compile(rf"({OPTIMIZER}|{MASTER_WEIGHTS})(?:\.([a-z0-9_]+))?\.safetensors(?:_shard_(\d{{4}}))?")
 _PARTS = re.compile(r"(?:tp(?P<tp>\d{2,}))?_?(?:pp(?P<pp>\d{2,}))?_?(?:shard(?P<shard>\d{2,}))?")
 _SCALES = re.compile(r".+@(scales|min_scales|max_scales)")
-_STATE = re.compile(rf"(.+)/({'|'.join(sorted(ACCUMULATORS, key=len, reverse=True))})_0")
+_STATE = re.compile(rf"(.+)/({'|'.join(sorted(WRITTEN_NAMES, key=len, reverse=True))})_0")
 _NOT_QUANTISED = (None, "O0")
 
 
