@@ -10,6 +10,7 @@ from dataclasses import replace
 from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
+from paddle_reshard.pipeline.core.tensors import MEAN_MOMENT2
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 
@@ -36,6 +37,12 @@ def resize_vocabulary(checkpoint: Checkpoint, size: int, grow: bool) -> Checkpoi
     resized = tuple(replace(t, global_shape=_resized(t, present, size)) for t in model.tensors)
     if resized == model.tensors:
         raise PlanError(f"no rule has a dim of {VOCAB_SIZE}, so the vocabulary cannot be resized")
+    for old, tensor in zip(model.tensors, resized, strict=True):
+        if old != tensor and MEAN_MOMENT2 in tensor.accumulators:
+            raise PlanError(
+                f"{tensor.key}: the optimizer is AdamWMini, whose moment2 is one number that all elements make: with "
+                "other rows it would be another, so the vocabulary cannot be resized"
+            )
     shapes = {
         t.key: (old.global_shape, t.global_shape) for old, t in zip(model.tensors, resized, strict=True)
     }

@@ -92,6 +92,11 @@ def test_parameters_alone_are_a_source_for_what_holds_parameters(
             "in the format flex is not known; convert to hybrid or hybrid-plain",
         ),
         ("opt_mini_single", {"format": "unified"}, "in the format unified is not known"),
+        (
+            "opt_mini_single",
+            {"to": "tp=1", "vocab_pad": 128},
+            "AdamWMini, .* the vocabulary cannot be resized",
+        ),
         ("noopt_single", {"to": "sharding=2"}, "sharding=2: the source holds parameters only"),
     ],
 )
@@ -99,6 +104,16 @@ def test_what_no_trainer_would_load(name: str, options: dict[str, Any], told: st
     with pytest.raises(ReshardError, match=told):
         paddle_reshard.convert(checkpoint(name), tmp_path / "target", **options)
     assert not (tmp_path / "target").exists()
+
+
+def test_rules_may_rename_what_adamw_mini_keeps_and_not_cut_it(tmp_path: Path) -> None:
+    renamed, cut = tmp_path / "rename.aoa", tmp_path / "cut.aoa"
+    key = "model.layers.0.self_attn.o_proj.weight"
+    renamed.write_text(f"{key} -> {key}")
+    cut.write_text(f"{key} -> first, second, axis=0")
+    paddle_reshard.plan(checkpoint("opt_mini_single"), to="tp=1", aoa=renamed)
+    with pytest.raises(ReshardError, match=rf"{key} \(mean_moment2\) is one number that all elements"):
+        paddle_reshard.plan(checkpoint("opt_mini_single"), to="tp=1", aoa=cut)
 
 
 def lost_optimizer(folder: Path) -> None:
