@@ -145,3 +145,25 @@ def test_a_flex_checkpoint_of_protocol_5_holds_the_truth(name: str, tmp_path: Pa
         shutil.copy(path, again)
     made = Case(saved_again(case.checkpoint, again / "checkpoint-3"), case.config)
     check_against_truth(made, tmp_path / "one")
+
+
+def test_what_a_later_paddle_says_besides_is_named_once_and_changes_nothing(tmp_path: Path) -> None:
+    case = case_of("dense/fc_single", "dense/single")
+    shutil.copytree(case.checkpoint, tmp_path / "checkpoint-3")
+    shutil.copy(case.checkpoint.parent / "truth.safetensors", tmp_path)
+    oracle.load_with_paddle(next(case.checkpoint.rglob("*.distcp")))  # imports Paddle
+    for path in tmp_path.rglob("*.metadata"):
+        metadata = unpickle(path)
+        metadata.__dict__.update(checkpoint_version="2.1", paddle_commit_id=None, paddle_says_so=None)
+        path.write_bytes(pickle.dumps(metadata, 5))
+    later = Case(tmp_path / "checkpoint-3", case.config)
+    facts = [
+        value
+        for name, value in paddle_reshard.inspect(later.checkpoint, config=later.config).facts()
+        if name == "newer"
+    ]
+    assert facts == [
+        ".metadata files have attributes that those of Paddle 3.4 lack: checkpoint_version '2.1', "
+        "paddle_commit_id None, paddle_says_so None; none changes a value"
+    ]
+    check_against_truth(later, tmp_path / "one")
