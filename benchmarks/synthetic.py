@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_reshard.pipeline.core.catalog import FRAGMENT, Catalog, File, Fragments
+from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import (
     EMA_MASTER_WEIGHT,
@@ -107,7 +107,7 @@ def logical(dims: Dims) -> Checkpoint:
             tensors.append(Tensor(described.key, state, dtype_named("float32"), shape))
     return Checkpoint(
         format="hybrid-plain",
-        catalog=Catalog(Tensors(tensors), (), np.zeros(0, dtype=FRAGMENT), implied),
+        catalog=Catalog(Tensors(tensors), (), Fragments.empty(), implied),
         own_files=frozenset(),
         model=model,
         topology=Topology(),

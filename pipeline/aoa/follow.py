@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from paddle_reshard.pipeline.aoa.sources import Source, is_number
 from paddle_reshard.pipeline.aoa.values import Value, source_value
-from paddle_reshard.pipeline.core.catalog import FRAGMENT, Catalog, Fragments
+from paddle_reshard.pipeline.core.catalog import Catalog, Fragments
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError
 from paddle_reshard.pipeline.core.geometry import (
     MAX_DIMS,
@@ -77,7 +77,7 @@ def cut(fragments: Fragments, boxes: npt.NDArray[np.void]) -> Fragments:
     order = np.lexsort((j, i, boxes["target"][i]))
     box, piece = boxes[i[order]], fragments[j[order]]
     low, extents = intersect(box["start"], box["extents"], piece["offset"], piece["extents"])
-    made = np.empty(len(box), dtype=FRAGMENT)
+    made = Fragments.empty(len(box))
     made["tensor"], made["file"], made["dtype"] = box["target"], piece["file"], piece["dtype"]
     made["replica"] = piece["replica"] + box["copies"]
     made["byte_base"] = piece["byte_base"] + ((low - piece["offset"]) * piece["strides"]).sum(axis=1)

@@ -36,7 +36,7 @@ from paddle_reshard.pipeline.convert.request import (
 )
 from paddle_reshard.pipeline.convert.run import check_targets
 from paddle_reshard.pipeline.core.backports import Unpack
-from paddle_reshard.pipeline.core.catalog import Catalog, File
+from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
 from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import AVERAGE
@@ -151,14 +151,13 @@ def with_average(
     fragments, terms = [], []
     for number, (part, location) in enumerate(zip(parts, locations, strict=False)):
         rows = part.fragments.copy()
-        rows["tensor"] += len(tensors)
-        rows["file"] += len(files)
+        rows["tensor"], rows["file"] = rows["tensor"] + len(tensors), rows["file"] + len(files)
         fragments.append(rows)
         terms.append(range(len(tensors), len(tensors) + len(averaged)))
         tensors += [replace(t, state=f"{t.state} of {location}") for t in part.tensors]
         files += [File(_prefixed(number, file.path), file.size_bytes) for file in part.files]
     rows = own.fragments.copy()
-    rows["file"] += len(files)
+    rows["file"] = rows["file"] + len(files)
     terms_of_last = [index[entry] for entry in averaged]
     mixtures = {
         len(own.tensors) + place: Mixture(
@@ -172,7 +171,7 @@ def with_average(
     catalog = Catalog(
         Tensors(tensors),
         (*files, *own.files),
-        np.concatenate([*fragments, rows]),
+        Fragments.joined([*fragments, rows]),
         own.implied,
         mixtures,
         borrowed=len(tensors) - len(own.tensors) - len(mixed),

@@ -1,6 +1,6 @@
 """Where does every element of every tensor lie?
 
-The catalog is columns, not objects: one row of ``FRAGMENT`` is a strided box with a place in storage.
+The catalog is columns, not objects: one row of ``Fragments`` is a strided box with a place in storage.
 NumPy holds the columns, because the same planner runs inside training jobs whose environment cannot import
 pyarrow; ``storage`` turns them into Arrow tables where they are saved.
 """
@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paddle_reshard.pipeline.core.columns import Columns
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Boxes, Ints, Shape, meeting_pairs, padded
 from paddle_reshard.pipeline.core.tensors import DTYPES, EMA_PARAM, MASTER_WEIGHT, PARAM, Cast, DType
@@ -37,7 +38,15 @@ FRAGMENT = np.dtype(
     ]
 )
 
-Fragments: TypeAlias = "npt.NDArray[np.void]"
+
+class Fragments(Columns):
+    """Fragments, an array for each field of ``FRAGMENT``. They take 15 to 50 bytes each instead of 115."""
+
+    DTYPE = FRAGMENT
+
+    __slots__ = ()
+
+
 _BLOCK_BOXES = 1 << 16
 """Boxes that are held against each other in one go."""
 FragmentRow = tuple[int, int, int, int, int, Shape, Shape, Shape]
@@ -68,9 +77,9 @@ class Catalog:
     """How many tensors at the end are no content of the checkpoint: they are only mixed."""
 
     def __post_init__(self) -> None:
-        if self.fragments.dtype != FRAGMENT:
-            raise TypeError("fragments must be a FRAGMENT array")
-        self.fragments.flags.writeable = False
+        if not isinstance(self.fragments, Fragments):
+            raise TypeError("fragments must be Fragments")
+        self.fragments.freeze()
 
     def index(self) -> TensorIndex:
         """``(key, state)`` → index into ``tensors``; aliases are not entries of their own."""
@@ -109,15 +118,15 @@ class Catalog:
         named = ((DTYPES[pair // len(DTYPES)].name, DTYPES[pair % len(DTYPES)].name) for pair in pairs)
         return frozenset((stored_as, becomes) for stored_as, becomes in named if stored_as != becomes)
 
-    def stored(self, tensor: int) -> Fragments:
-        """The fragments of one tensor (of the tensor it is implied by, if it has none)."""
+    def stored(self, tensor: int) -> npt.NDArray[np.void]:
+        """The fragments of one tensor (of the tensor it is implied by, if it has none), as rows."""
         source = self.implied.get(tensor, tensor)
-        return self.fragments[self.fragments["tensor"] == source]
+        return self.fragments[self.fragments["tensor"] == source].rows()
 
 
 def fragment_rows(rows: Sequence[FragmentRow]) -> Fragments:
     """Columns from rows ``(tensor, file, dtype, replica, byte_base, offset, extents, strides)``."""
-    return np.array(list(rows), dtype=FRAGMENT)
+    return Fragments.of_rows(np.array(list(rows), dtype=FRAGMENT))
 
 
 def fragment_row(
@@ -145,14 +154,18 @@ def fragment_row(
 
 def volumes(fragments: Fragments) -> Ints:
     """Elements of each box."""
-    return np.asarray(fragments["extents"].prod(axis=1), dtype=np.int64)
+    found = fragments.along("extents", 0).copy()
+    for dim in range(1, MAX_DIMS):
+        found *= fragments.along("extents", dim)
+    return np.asarray(found, dtype=np.int64)
 
 
 def hulls(fragments: Fragments) -> tuple[Ints, Ints]:
     """First byte and one past the last byte that each strided box touches in its file."""
-    span = ((fragments["extents"] - 1) * fragments["strides"]).sum(axis=1)
-    itemsize = np.array([dtype.itemsize for dtype in DTYPES], dtype=np.int64)[fragments["dtype"]]
-    return fragments["byte_base"], fragments["byte_base"] + span + itemsize
+    stop = fragments["byte_base"] + np.array([dtype.itemsize for dtype in DTYPES])[fragments["dtype"]]
+    for dim in range(MAX_DIMS):
+        stop += (fragments.along("extents", dim) - 1) * fragments.along("strides", dim)
+    return fragments["byte_base"], stop
 
 
 def check_catalog(catalog: Catalog) -> None:
@@ -194,8 +207,8 @@ def check_dtypes(tensors: Tensors) -> None:
 def check_bounds(tensors: Tensors, files: Sequence[File], fragments: Fragments) -> None:
     """Every box lies inside its tensor, and its bytes inside its file."""
     shapes, sizes = tensors.shapes, np.array([f.size_bytes for f in files], dtype=np.int64)
-    for first in range(0, len(fragments), _BLOCK_BOXES):
-        _check_bounds(tensors, shapes, files, sizes, fragments[first : first + _BLOCK_BOXES])
+    for block in fragments.blocks():
+        _check_bounds(tensors, shapes, files, sizes, block)
 
 
 def _check_bounds(
@@ -204,7 +217,7 @@ def _check_bounds(
     outside = (fragments["offset"] + fragments["extents"] > shapes[fragments["tensor"]]).any(axis=1)
     outside |= (fragments["offset"] < 0).any(axis=1)
     if outside.any():
-        row = fragments[outside][0]
+        row = fragments[outside].rows()[0]
         raise CoverageError(
             tensors[row["tensor"]].label,
             f"a piece at {_ints(row['offset'])} of extents {_ints(row['extents'])} lies outside the shape "
@@ -214,7 +227,7 @@ def _check_bounds(
     start, stop = hulls(fragments)
     beyond = (start < 0) | (stop > sizes[fragments["file"]])
     if beyond.any():
-        row = fragments[beyond][0]
+        row = fragments[beyond].rows()[0]
         raise CoverageError(
             tensors[row["tensor"]].label,
             f"its bytes [{start[beyond][0]}, {stop[beyond][0]}) lie outside the file of "
@@ -238,7 +251,7 @@ def check_coverage(
         i, j = meeting_pairs(boxes, boxes)
         overlaps = np.flatnonzero(i < j)
         if len(overlaps):
-            first, second = alike[i[overlaps[0]]], alike[j[overlaps[0]]]
+            first, second = alike[np.array([i[overlaps[0]], j[overlaps[0]]])].rows()
             raise CoverageError(
                 tensors[first["tensor"]].label,
                 f"two pieces overlap: at {_ints(first['offset'])} of extents {_ints(first['extents'])}, and at "

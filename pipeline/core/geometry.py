@@ -109,6 +109,30 @@ class Boxes(NamedTuple):
 
 _BLOCK_BOXES = 1 << 17
 """Boxes that are held against each other in one go, those of a tensor together."""
+
+
+def by_tensor(*sides: npt.NDArray[Any]) -> list[list[Ints]]:
+    """Rows of every side, those of tensors that follow each other together: about ``_BLOCK_BOXES`` of all sides.
+
+    Each side is the number of the tensor of every row. Pairs of rows of one tensor are found by looking at the first
+    rows of all sides, then at the second ones, and so on; they are in order then if each look finds them in order.
+
+    >>> [[rows.tolist() for rows in side] for side in by_tensor(np.array([1, 0, 1]), np.array([0, 1]))]
+    [[[0, 1, 2]], [[0, 1]]]
+    """
+    if sum(map(len, sides)) <= _BLOCK_BOXES:
+        return [[np.arange(len(side))] for side in sides]
+    count = 1 + max(int(side.max(initial=-1)) for side in sides)
+    each = [np.bincount(side, minlength=count) for side in sides]
+    block = np.cumsum(np.sum(each, axis=0)) // _BLOCK_BOXES
+    opens = np.flatnonzero(block[1:] != block[:-1]) + 1
+    found = []
+    for side, counts in zip(sides, each, strict=True):
+        before = np.cumsum(counts) - counts
+        found.append([np.sort(rows) for rows in np.split(np.argsort(side, kind="stable"), before[opens])])
+    return found
+
+
 _BLOCK_PAIRS = 1 << 18
 """Candidates looked at in one go, so that memory does not grow with their number."""
 
@@ -117,37 +141,8 @@ def meeting_pairs(left: Boxes, right: Boxes) -> tuple[Ints, Ints]:
     """All pairs ``(i, j)`` of a ``left`` and a ``right`` box of the same tensor that share an element.
 
     Ordered by tensor, then ``i``, then ``j``. The boxes are swept along one dim, for each tensor the one that
-    leaves fewest candidates: with slices on both sides these are hardly more than the pairs themselves. What is in
-    hand for that are the boxes of some tensors at a time.
+    leaves fewest candidates: with slices on both sides these are hardly more than the pairs themselves.
     """
-    if len(left.tensor) + len(right.tensor) <= _BLOCK_BOXES:
-        return _meeting(left, right)
-    found = [(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))]
-    for rows, others in zip(*_by_tensor(left, right), strict=True):
-        one, other = (
-            Boxes(*(column[chosen] for column in side)) for side, chosen in ((left, rows), (right, others))
-        )
-        i, j = _meeting(one, other)
-        found.append((rows[i], others[j]))
-    i, j = (np.concatenate([pairs[side] for pairs in found]) for side in (0, 1))
-    return i, j
-
-
-def _by_tensor(*sides: Boxes) -> list[list[Ints]]:
-    """Of every side the numbers of the boxes of tensors that follow each other, about ``_BLOCK_BOXES`` together."""
-    count = 1 + max(int(boxes.tensor.max(initial=-1)) for boxes in sides)
-    each = [np.bincount(boxes.tensor, minlength=count) for boxes in sides]
-    block = np.cumsum(np.sum(each, axis=0)) // _BLOCK_BOXES
-    opens = np.flatnonzero(np.r_[True, block[1:] != block[:-1]])
-    found = []
-    for boxes, counts in zip(sides, each, strict=True):
-        order = np.argsort(boxes.tensor, kind="stable")
-        before = np.cumsum(counts) - counts
-        found.append([np.sort(rows) for rows in np.split(order, before[opens[1:]])])
-    return found
-
-
-def _meeting(left: Boxes, right: Boxes) -> tuple[Ints, Ints]:
     dims = [d for d in range(MAX_DIMS) if _tells_apart(left, d) or _tells_apart(right, d)] or [0]
     if not len(left.tensor) or not len(right.tensor):
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)

@@ -15,7 +15,7 @@ from math import prod
 
 import numpy as np
 
-from paddle_reshard.pipeline.core.catalog import FragmentRow, Fragments, fragment_rows
+from paddle_reshard.pipeline.core.catalog import FRAGMENT, FragmentRow, Fragments
 from paddle_reshard.pipeline.core.errors import RuleError
 from paddle_reshard.pipeline.core.geometry import (
     MAX_DIMS,
@@ -175,12 +175,11 @@ class Placements:
 
     def fragments(self) -> Fragments:
         """The boxes of all arrays, in the order in which they were added."""
-        boxes = fragment_rows([box for of_kind in self._boxes for box in of_kind])
+        boxes = np.array([box for of_kind in self._boxes for box in of_kind], dtype=FRAGMENT)
         steps = np.array(self._steps, dtype=np.int64).reshape(-1, MAX_DIMS)
         counts = self._counts()
         before = np.cumsum(counts) - counts
-        found = np.empty(int(self.box_counts().sum()), dtype=boxes.dtype)
-        done = 0
+        found = [Fragments.empty()]
         for kind, rank, tensor, file, byte_offset, dtype, replica in self._blocks():
             count = counts[kind]
             number = np.repeat(np.arange(len(kind)), count)
@@ -190,9 +189,8 @@ class Placements:
             rows["dtype"], rows["replica"] = dtype[number], replica[number]
             rows["byte_base"] += byte_offset[number]
             rows["offset"] += (steps[kind] * rank[:, None])[number]
-            found[done : done + len(rows)] = rows
-            done += len(rows)
-        return found
+            found.append(Fragments.of_rows(rows))
+        return Fragments.joined(found)
 
 
 def _boxes_of(kind: ArrayKind) -> Iterator[FragmentRow]:

@@ -125,7 +125,7 @@ def join(source: Catalog, laid_out: Sequence[LaidOut], prefixes: Sequence[str]) 
             literals.add(first + file, start, content)
         fills += [(first + file, start, nbytes) for file, start, nbytes in one.files.fills]
         rows = one.files.fragments.copy()
-        rows["file"] += first
+        rows["file"] = rows["file"] + first
         places = np.array([index[identity] for identity in one.catalog.index()], dtype=np.int32)
         rows["tensor"] = places[rows["tensor"]]
         fragments.append(rows)
@@ -135,7 +135,7 @@ def join(source: Catalog, laid_out: Sequence[LaidOut], prefixes: Sequence[str]) 
         tuple(files),
         literals,
         tuple(fills),
-        np.concatenate(fragments),
+        Fragments.joined(fragments),
         casts=casts,
         left_out=frozenset(left_out),
     )

@@ -263,7 +263,8 @@ class _Placer:
         fragments = self.placements.fragments()
         origins = np.array(self.origins, dtype=np.int64).reshape(len(self.origins), -1)
         if len(origins):
-            fragments["offset"] += np.repeat(origins, self.placements.box_counts(), axis=0)
+            origin = np.repeat(origins, self.placements.box_counts(), axis=0)
+            fragments["offset"] = fragments["offset"] + origin
         return TargetFiles(files, Literals(), tuple(self.fills), fragments)
 
     def _place(self, piece: LivePiece, tensor: Tensor) -> tuple[TensorCut, int, Shape]:

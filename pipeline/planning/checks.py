@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.core.catalog import FRAGMENT, Catalog, Fragments
+from paddle_reshard.pipeline.core.catalog import Catalog, Fragments
+from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import MASTER_WEIGHT, PARAM, Tensor
@@ -26,7 +27,6 @@ from paddle_reshard.pipeline.planning.ops import (
     ITEMSIZES,
     MOVE,
     PROBE,
-    Flags,
     Ops,
     hull,
     op_volumes,
@@ -86,7 +86,7 @@ def held_parameters(whole: Catalog, moved: Catalog, in_full: bool) -> Held | Non
                 added.append(whole.tensors[number])
         if added:
             tensors = Tensors((*tensors, *added))
-    primary = whole.fragments.compress(whole.fragments["replica"] == 0)
+    primary = whole.fragments[whole.fragments["replica"] == 0]
     boxes = match(primary, _of(primary, pairs), pairs, kind=HOLD)
     boxes["tensor"], boxes["source_tensor"] = numbers[boxes["tensor"]], numbers[boxes["source_tensor"]]
     seeds = np.zeros(len(tensors), dtype=np.int64)
@@ -112,7 +112,7 @@ def held_pieces(whole: Catalog, loaded: Fragments) -> Held | None:
     }
     if not pairs:
         return None
-    primary = whole.fragments.compress(whole.fragments["replica"] == 0)
+    primary = whole.fragments[whole.fragments["replica"] == 0]
     params, masters = (
         _reached(_of(primary, numbers), _of(loaded, numbers)) for numbers in (pairs.keys(), pairs.values())
     )
@@ -129,14 +129,14 @@ def held_pieces(whole: Catalog, loaded: Fragments) -> Held | None:
 def _reached(fragments: Fragments, boxes: Fragments) -> Fragments:
     """What of the ``fragments`` lies in the boxes; all of a tensor that has none."""
     ops = match(fragments, boxes, {})
-    inside = np.zeros(len(ops), dtype=FRAGMENT)
+    inside = Fragments.empty(len(ops))
     for column in ("tensor", "offset", "extents"):
         inside[column] = ops[column]
     inside["byte_base"] = ops["source_byte"]
     for column in ("file", "dtype", "strides"):
         inside[column] = ops[f"source_{column}"]
     untouched = fragments[~np.isin(fragments["tensor"], boxes["tensor"])]
-    return np.concatenate([inside, untouched])
+    return Fragments.joined([inside, untouched])
 
 
 def _largest_of_arrays(boxes: Ops) -> Ops:

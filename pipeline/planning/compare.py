@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
+from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.geometry import Ints
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import Tensor
 from paddle_reshard.pipeline.planning.checks import held_parameters
 from paddle_reshard.pipeline.planning.match import match, source_tensors
-from paddle_reshard.pipeline.planning.ops import COMPARE, Flags, Ops
+from paddle_reshard.pipeline.planning.ops import COMPARE, Ops
 from paddle_reshard.pipeline.planning.plan import Plan, plan_comparisons
 from paddle_reshard.pipeline.planning.settings import PlanSettings
 
@@ -182,6 +183,6 @@ class _Stored:
         within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         found = self.fragments[self.order[np.repeat(self.first[stored], lengths) + within]]
         found["tensor"] = np.repeat(places, lengths)
-        found["file"] += self.first_file
+        found["file"] = found["file"] + self.first_file
         counts = found["replica"] == 0
         return found[counts], found[~counts]

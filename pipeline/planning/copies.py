@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.geometry import Ints
 from paddle_reshard.pipeline.core.part_limits import CopyLimits
 from paddle_reshard.pipeline.planning.cut import dense, outermost, piece
-from paddle_reshard.pipeline.planning.ops import ITEMSIZES, MOVE, Flags, Ops, hull, op_volumes
+from paddle_reshard.pipeline.planning.ops import ITEMSIZES, MOVE, Ops, hull, op_volumes
 from paddle_reshard.pipeline.planning.parts import NOBODY, PART, Parts, divided, part_sizes
 
 CAST_FACTOR = 20

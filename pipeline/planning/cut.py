@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints
-from paddle_reshard.pipeline.planning.ops import ITEMSIZES, MOVE, Flags, Ops, hull, op_volumes, set_stops
+from paddle_reshard.pipeline.planning.ops import ITEMSIZES, MOVE, Ops, hull, op_volumes, set_stops
 
 
 class Pieces(NamedTuple):

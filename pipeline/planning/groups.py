@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints
 from paddle_reshard.pipeline.planning.cut import Pieces, cut, outermost, reach, torn
-from paddle_reshard.pipeline.planning.ops import MOVE, PROBE, Flags, Ops, hull
+from paddle_reshard.pipeline.planning.ops import MOVE, PROBE, Ops, hull
 from paddle_reshard.pipeline.planning.parts import Parts, plan_parts, small_parts
 from paddle_reshard.pipeline.planning.ranges import dense_numbers, label, union_bytes
 

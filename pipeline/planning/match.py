@@ -12,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_reshard.pipeline.core.catalog import Catalog, Fragments
+from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.errors import CoverageError, PlanError, UnsupportedError
-from paddle_reshard.pipeline.core.geometry import Boxes, Ints, intersect, meeting_pairs
+from paddle_reshard.pipeline.core.geometry import Boxes, Ints, by_tensor, intersect, meeting_pairs
 from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import DTYPES, Cast, Tensor
-from paddle_reshard.pipeline.planning.ops import CHECK, COMPARE, MOVE, Flags, Ops, op_volumes, set_stops
+from paddle_reshard.pipeline.planning.ops import CHECK, COMPARE, MOVE, Ops, op_volumes, set_stops
 
 _CASTS = {("float32", "bfloat16")}
 """Casts by definition of a format: a bf16 parameter is its master weight, rounded to nearest even."""
@@ -48,10 +49,15 @@ class _Pairs(NamedTuple):
 
 def _meeting(source: Fragments, target: Fragments, implied: Mapping[int, int]) -> _Pairs:
     source_tensor = source_tensors(target["tensor"], implied)
-    i, j = meeting_pairs(
-        Boxes(source["tensor"], source["offset"], source["extents"]),
-        Boxes(source_tensor, target["offset"], target["extents"]),
-    )
+    found = []
+    for rows, others in zip(*by_tensor(source["tensor"], source_tensor), strict=True):
+        one, other = source[rows], target[others]
+        i, j = meeting_pairs(
+            Boxes(one["tensor"], one["offset"], one["extents"]),
+            Boxes(source_tensor[others], other["offset"], other["extents"]),
+        )
+        found.append((rows[i], others[j]))
+    i, j = (np.concatenate([pairs[side] for pairs in found]) for side in (0, 1))
     return _Pairs(source, target, i, j, source_tensor[j])
 
 
@@ -76,7 +82,7 @@ def _described(found: Sequence[tuple[int, _Pairs]]) -> Ops:
     for kind, (source, target, i, j, source_tensor) in found:
         for first in range(0, len(i), _BLOCK_OPS):
             block = slice(first, first + _BLOCK_OPS)
-            ops = _in_common(source.take(i[block]), target.take(j[block]))
+            ops = _in_common(source[i[block]], target[j[block]])
             ops["kind"], ops["source_tensor"] = kind, source_tensor[block]
             chunks.append(ops)
     return Ops.joined(chunks)
@@ -85,12 +91,13 @@ def _described(found: Sequence[tuple[int, _Pairs]]) -> Ops:
 def _in_common(source: Fragments, target: Fragments) -> Ops:
     """What the two fragments of each pair have in common."""
     ops = Ops.empty(len(source))
-    low, extents = intersect(source["offset"], source["extents"], target["offset"], target["extents"])
+    offsets = {"source": source["offset"], "target": target["offset"]}
+    low, extents = intersect(offsets["source"], source["extents"], offsets["target"], target["extents"])
     ops["tensor"], ops["offset"], ops["extents"] = target["tensor"], low, extents
     for side, fragments in (("source", source), ("target", target)):
         for column in ("file", "dtype", "strides"):
             ops[f"{side}_{column}"] = fragments[column]
-        skipped = ((low - fragments["offset"]) * fragments["strides"]).sum(axis=1)
+        skipped = ((low - offsets[side]) * fragments["strides"]).sum(axis=1)
         ops[f"{side}_byte"] = fragments["byte_base"] + skipped
     set_stops(ops)
     return ops
@@ -117,11 +124,11 @@ def plan_ops(
         If a source tensor would be dropped.
     """
     first = source.fragments["replica"] == 0
-    primary = source.fragments if first.all() else source.fragments.compress(first)
+    primary = source.fragments if first.all() else source.fragments[first]
     steps = list(_steps(primary, target, source))
     fed = np.concatenate([pairs.source_tensor for pairs, _ in steps])
     implied = _implied_by_definition(source, sorted({*_lacking(primary["tensor"], fed), *left_out}))
-    copies = source.fragments.compress(~first) if compare_replicas else primary[:0]
+    copies = source.fragments[~first] if compare_replicas else primary[:0]
     unmoved = primary[np.isin(primary["tensor"], list(implied))] if implied else primary[:0]
     ops = _described(
         [
@@ -195,10 +202,11 @@ def volumes_inside(target: Fragments, tensors: Tensors) -> Ints:
     """Elements of the target's boxes as far as the source's tensors reach; what lies beyond was asked for as zeros."""
     shapes = tensors.shapes
     found = np.empty(len(target), dtype=np.int64)
-    for first in range(0, len(target), _BLOCK_OPS):
-        boxes = target[first : first + _BLOCK_OPS]
+    done = 0
+    for boxes in target.blocks():
         reach = np.clip(shapes[boxes["tensor"]] - boxes["offset"], 0, boxes["extents"])
-        found[first : first + len(boxes)] = reach.prod(axis=1)
+        found[done : done + len(boxes)] = reach.prod(axis=1)
+        done += len(boxes)
     return found
 
 

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.errors import UnsupportedError
 from paddle_reshard.pipeline.core.geometry import Ints
-from paddle_reshard.pipeline.planning.ops import MOVE, Flags, Ops, hull
+from paddle_reshard.pipeline.planning.ops import MOVE, Ops, hull
 from paddle_reshard.pipeline.planning.ranges import merge
 
 MADE = -1

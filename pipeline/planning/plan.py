@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_reshard.pipeline.core.catalog import Catalog, File, volumes
+from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.errors import CoverageError, MemoryBudgetError, RereadError
 from paddle_reshard.pipeline.core.geometry import Ints
 from paddle_reshard.pipeline.core.literals import Literals
@@ -29,17 +30,7 @@ from paddle_reshard.pipeline.planning.checks import Held, add_checks
 from paddle_reshard.pipeline.planning.copies import carve_copies
 from paddle_reshard.pipeline.planning.groups import FileSizes, Room, group_ops, set_passes, source_ranges
 from paddle_reshard.pipeline.planning.match import plan_ops, source_tensors, volumes_inside
-from paddle_reshard.pipeline.planning.ops import (
-    CHECK,
-    HOLD,
-    ITEMSIZES,
-    MOVE,
-    PROBE,
-    Flags,
-    Ops,
-    hull,
-    op_volumes,
-)
+from paddle_reshard.pipeline.planning.ops import CHECK, HOLD, ITEMSIZES, MOVE, PROBE, Ops, hull, op_volumes
 from paddle_reshard.pipeline.planning.parts import MADE, NOBODY, PART, Parts, part_sizes, plan_parts
 from paddle_reshard.pipeline.planning.ranges import dense_numbers, merge
 from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes

@@ -40,7 +40,7 @@ def in_one_buffer(catalog: Catalog, folder: Path) -> tuple[Catalog, bytes]:
     contents = [(folder / file.path).read_bytes() for file in catalog.files]
     starts = np.cumsum([0, *map(len, contents)])
     fragments = catalog.fragments.copy()
-    fragments["byte_base"] += starts[fragments["file"]]
+    fragments["byte_base"] = fragments["byte_base"] + starts[fragments["file"]]
     fragments["file"] = 0
     content = b"".join(contents)
     return Catalog(catalog.tensors, (File("all", len(content)),), fragments, catalog.implied), content

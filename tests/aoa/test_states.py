@@ -123,7 +123,7 @@ def test_parameters_left_out_stay_left_out() -> None:
 
 def shifted(catalog: Catalog, without: int):
     fragments = catalog.fragments.copy()
-    fragments["tensor"] -= fragments["tensor"] > without
+    fragments["tensor"] = fragments["tensor"] - (fragments["tensor"] > without)
     return fragments
 
 

@@ -127,7 +127,7 @@ def test_a_dist_checkpoint_is_the_same(
     here = index_checkpoint(source, shipped_tables())
     there = index_checkpoint(source, shipped_tables(), index_files=RayIndexing(RayEngine(workers=2)))
     assert batches
-    assert there.catalog.fragments.tobytes() == here.catalog.fragments.tobytes()
+    assert there.catalog.fragments.rows().tobytes() == here.catalog.fragments.rows().tobytes()
     assert replace(there, catalog=here.catalog) == here
     assert (there.catalog.tensors, there.catalog.files) == (here.catalog.tensors, here.catalog.files)
 

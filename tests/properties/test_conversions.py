@@ -473,7 +473,7 @@ def pick(fragments: Fragments, catalog: Catalog, shuffle: random.Random) -> Any:
     stored = sorted({int(t) for t in fragments["tensor"] if catalog.tensors[t].state == state})
     of_tensor = fragments[fragments["tensor"] == shuffle.choice(stored)]
     copies = of_tensor[of_tensor["replica"] == shuffle.choice(sorted(set(of_tensor["replica"].tolist())))]
-    return copies[shuffle.randrange(len(copies))]
+    return copies.rows()[shuffle.randrange(len(copies))]
 
 
 @examples(9)

@@ -13,6 +13,7 @@ from paddle_reshard.pipeline.core.geometry import (
     MAX_DIMS,
     Boxes,
     boxes_of_flat_range,
+    by_tensor,
     intersect,
     meeting_pairs,
     padded,
@@ -110,7 +111,13 @@ def test_boxes_that_meet_are_found_once_and_in_order(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(geometry, "_BLOCK_PAIRS", block)
         patch.setattr(geometry, "_BLOCK_BOXES", boxes)
-        i, j = meeting_pairs(one, two)
+        found = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
+        for rows, others in zip(*by_tensor(one.tensor, two.tensor), strict=True):
+            pairs = meeting_pairs(
+                Boxes(*(column[rows] for column in one)), Boxes(*(column[others] for column in two))
+            )
+            found.append((rows[pairs[0]], others[pairs[1]]))
+        i, j = (np.concatenate(side) for side in zip(*found, strict=True))
     expected = []
     for tensor in range(4):
         for a, b in product(range(len(left)), range(len(right))):

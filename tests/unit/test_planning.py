@@ -279,7 +279,7 @@ def test_large_tensors_are_compared_within_the_budget(
 ) -> None:
     a, b = Files(one), Files(other)
     fragments = [fragment_rows(side.rows) for side in (a, b)]
-    fragments[1]["file"] += len(a.files)
+    fragments[1]["file"] = fragments[1]["file"] + len(a.files)
     named = [[File(f"{side}/{f.path}", f.size_bytes) for f in s.files] for side, s in (("A", a), ("B", b))]
     tensors = (Tensor("w0", "moment1", FLOAT32, LARGE),)
     ops = match(*fragments, {}, kind=COMPARE)

@@ -159,7 +159,8 @@ class _FlexCatalog:
         fragments = self.placements.fragments()
         origins = np.array(self.origins, dtype=np.int64).reshape(len(self.origins), -1)
         if len(origins):
-            fragments["offset"] += np.repeat(origins, self.placements.box_counts(), axis=0)
+            origin = np.repeat(origins, self.placements.box_counts(), axis=0)
+            fragments["offset"] = fragments["offset"] + origin
         return Catalog(Tensors(self.tensors.values()), tuple(self.files), fragments, {})
 
     def add_folder(self, path: str, metadata: DistMetadata, arrays: Arrays, names: Sequence[Name]) -> None:
