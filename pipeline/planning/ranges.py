@@ -47,7 +47,12 @@ def union_bytes(owners: Ints, files: Ints, start: Ints, stop: Ints, count: int) 
         return np.zeros(count, dtype=np.int64)
     order, opens, reach = _sweep(files, start, stop, -1)
     owner, low, high = owners[order], start[order], stop[order]
-    added = np.where(opens, high - low, np.maximum(high - np.maximum(low, np.r_[0, reach[:-1]]), 0))
+    known = np.r_[0, reach[:-1]]
+    del reach
+    np.copyto(known, low, where=opens)
+    np.maximum(known, low, out=known)
+    added = np.maximum(high - known, 0)
+    del known
     run = np.cumsum(opens) - 1
     mixed = np.zeros(int(run[-1]) + 1, dtype=bool)
     mixed[run[1:][~opens[1:] & (owner[1:] != owner[:-1])]] = True
@@ -76,10 +81,16 @@ def dense_numbers(values: Ints) -> Ints:
 def _sweep(keys: Ints, start: Ints, stop: Ints, gap: int) -> tuple[Ints, Ints, Ints]:
     """The ranges by key and start: their order, where a new union opens, and how far it reaches by then."""
     # One number for key and place, every key's ranges beyond those of the key before: one sort, one running maximum.
-    span = int(stop.max()) + 2 + abs(gap)
-    shift = dense_numbers(keys) * span
-    order = np.argsort(start + shift)
-    start, stop, shift = (start + shift)[order], (stop + shift)[order], shift[order]
-    reach = np.maximum.accumulate(stop)
-    opens = np.r_[True, start[1:] > reach[:-1] + gap]
-    return order, opens, reach - shift
+    shift = dense_numbers(keys)
+    shift *= int(stop.max()) + 2 + abs(gap)
+    begin = start + shift
+    order = np.argsort(begin)
+    begin = begin[order]
+    reach = (stop + shift)[order]
+    np.maximum.accumulate(reach, out=reach)
+    opens = np.ones(len(order), dtype=bool)
+    begin -= gap
+    np.greater(begin[1:], reach[:-1], out=opens[1:])
+    del begin
+    reach -= shift[order]
+    return order, opens, reach
