@@ -12,7 +12,7 @@ parameters, which lie beside in full, with their master weights.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -44,12 +44,9 @@ class FusedParameter:
     dtype: DType
 
 
-def holds_buffers(root: Mapping[str, Any], names: Container[str]) -> bool:
-    """Whether an optimizer file holds states of buffers; ``names`` are those of the parameters of its cell."""
-    masters = root.get(MASTER_WEIGHTS)
-    return isinstance(masters, dict) and any(
-        isinstance(name, str) and name.startswith(BUFFER) and name not in names for name in masters
-    )
+def holds_buffers(masters: Iterable[str], names: Container[str]) -> bool:
+    """Whether master weights of these names are those of buffers; ``names`` are the parameters of the cell."""
+    return any(name.startswith(BUFFER) and name not in names for name in masters)
 
 
 def unfuse(

@@ -7,10 +7,11 @@ from collections.abc import Collection, Sequence
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import MODEL_META
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.layouts.hybrid.entries import index_rank_file
 from paddle_reshard.pipeline.layouts.hybrid.names import parse_rank_file
 from paddle_reshard.pipeline.layouts.hybrid.source import read_hybrid
 from paddle_reshard.pipeline.layouts.model_meta import parse_model_meta
-from paddle_reshard.pipeline.layouts.reading import SourceFiles, index_tensor_file
+from paddle_reshard.pipeline.layouts.reading import SourceFiles
 from paddle_reshard.pipeline.layouts.rules import RuleTable
 
 
@@ -33,9 +34,9 @@ def index_hybrid(
         from paddle_reshard.pipeline.layouts.hybrid.beside import read_weights_and_states
 
         headers = files.headers
-        roots = files.index_anywhere(index_tensor_file, files.store, ranks)
+        roots = files.index_anywhere(index_rank_file, files.store, ranks)
         return read_weights_and_states(sizes, headers, roots, meta, config, tables, missing)
-    roots = files.index_anywhere(index_tensor_file, files.store, ranks)
+    roots = files.index_anywhere(index_rank_file, files.store, ranks)
     return read_hybrid(sizes, roots, meta, config, tables, missing, files.adapter())
 
 

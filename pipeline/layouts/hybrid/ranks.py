@@ -9,7 +9,7 @@ structured key.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
@@ -32,6 +32,7 @@ from paddle_reshard.pipeline.core.tensors import (
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.checkpoint import checked_schedule
 from paddle_reshard.pipeline.layouts.hybrid.arrays import Array, StoredArray, StoredArrays
+from paddle_reshard.pipeline.layouts.hybrid.entries import LR_SCHEDULER, MASTER_WEIGHTS, SPECIAL, FileEntries
 from paddle_reshard.pipeline.layouts.hybrid.fused_buffers import FusedParameter, holds_buffers, unfuse
 from paddle_reshard.pipeline.layouts.hybrid.names import (
     EMA,
@@ -51,7 +52,6 @@ from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, Array
 
 _META_AXES = {"tp": "mp_degree", "pp": "pp_degree", "shard": "sharding_degree", "ep": "ep_degree"}
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
-_LR_SCHEDULER = "LR_Scheduler"
 _MOMENT2 = written_name(MEAN_MOMENT2)
 LORA_PREFIX = "model."
 """What stands before the keys of a job with LoRA in ``model_meta.json``, and nowhere else."""
@@ -164,8 +164,8 @@ def sort_ranks(
     paths
         Every path of the checkpoint → size in bytes.
     roots
-        Path of a tensor file → what its pickle holds, arrays as references. They are taken out of it, so that the names
-        of very many arrays are not held beside what is made of them.
+        Path of a tensor file → its entries, or what its pickle holds with arrays as references. They are taken out of
+        it, so that the names of very many arrays are not held beside what is made of them.
     meta
         What ``model_meta.json`` says, or ``None`` where there is none.
     knowledge
@@ -188,11 +188,14 @@ def sort_ranks(
         if found:
             _check_files(kind, found, topology)
     _check_signals(paths, topology)
+    entries = {
+        path: root if isinstance(root, FileEntries) else FileEntries(root) for path, root in roots.items()
+    }
     places: dict[tuple[int, int, int], list[RankFile]] = {}
     for file in files:
         places.setdefault(_place(file, topology), []).append(file)
     cells = [
-        _read_cell(Cell(tp, pp, ep), places[pp, ep, tp], roots, meta, topology, knowledge)
+        _read_cell(Cell(tp, pp, ep), places[pp, ep, tp], entries, meta, topology, knowledge)
         for pp, ep, tp in sorted(places)
     ]
     _name_numbers(cells, topology)
@@ -206,7 +209,7 @@ def sort_ranks(
         cells=tuple(cells),
         strategy=_same("sharding_strategy", [m.strategy for m in metas], MODEL_META),
         comm_overlap=bool(_same("enable_overlap", [m.comm_overlap for m in metas], MODEL_META)),
-        lr_scheduler=_lr_scheduler(by_kind[OPTIMIZER], roots),
+        lr_scheduler=_lr_scheduler(by_kind[OPTIMIZER], entries),
         with_meta=meta is not None,
         has_ema=bool(by_kind[EMA]),
         has_lora=weights == LORA_MODEL_STATE,
@@ -369,21 +372,21 @@ def _same(what: str, values: list[Any], where: str) -> Any:
     return values[0] if values else None
 
 
-def _lr_scheduler(files: list[RankFile], roots: Mapping[str, Any]) -> Any:
-    states = {f.path: roots[f.path].get(_LR_SCHEDULER) for f in files if _LR_SCHEDULER in roots[f.path]}
+def _lr_scheduler(files: list[RankFile], roots: Mapping[str, FileEntries]) -> Any:
+    states = {f.path: roots[f.path].get(LR_SCHEDULER) for f in files if LR_SCHEDULER in roots[f.path]}
     for path, state in states.items():
-        checked_schedule(state, f"{path}: {_LR_SCHEDULER}")
+        checked_schedule(state, f"{path}: {LR_SCHEDULER}")
     # Data-parallel ranks above 0 write their own experts and nothing else.
     lacking = next((f.path for f in files if f.path not in states and not f.moe), None)
     if states and lacking is not None:
-        raise CheckpointError(f"{next(iter(states))} has an {_LR_SCHEDULER} entry, {lacking} has none")
-    return _same(_LR_SCHEDULER, list(states.values()), "optimizer files")
+        raise CheckpointError(f"{next(iter(states))} has an {LR_SCHEDULER} entry, {lacking} has none")
+    return _same(LR_SCHEDULER, list(states.values()), "optimizer files")
 
 
 def _read_cell(
     cell: Cell,
     files: list[RankFile],
-    roots: Mapping[str, Any],
+    roots: Mapping[str, FileEntries],
     meta: ModelMeta | None,
     topology: Topology,
     knowledge: Knowledge,
@@ -407,8 +410,9 @@ def _read_cell(
     cell.holders = {key: keys[name] for key, name in cell.names.items()}
     for file in optimizers:
         root = roots[file.path]
-        if holds_buffers(root, keys):
-            root = _unfused(cell, file, root, keys, topology, meta)
+        masters = root.get(MASTER_WEIGHTS)
+        if isinstance(masters, FileEntries) and holds_buffers(masters.names(), keys):
+            root = FileEntries(_unfused(cell, file, root.plain(), keys, topology, meta))
         _add_optimizer(cell, file, root, keys)
     for file in (f for f in files if f.kind == EMA):
         _add_ema(cell, file, roots[file.path], keys)
@@ -576,7 +580,7 @@ def _complete_shapes(cell: Cell, strategy: str) -> None:
             )
 
 
-def _names_from_model_state(cell: Cell, files: list[RankFile], roots: Mapping[str, Any]) -> None:
+def _names_from_model_state(cell: Cell, files: list[RankFile], roots: Mapping[str, FileEntries]) -> None:
     for file in files:
         root = roots[file.path]
         table = root.get(STRUCTURED_NAMES)
@@ -596,7 +600,7 @@ def _names_from_model_state(cell: Cell, files: list[RankFile], roots: Mapping[st
 
 
 def _names_that_fit(
-    file: RankFile, candidates: list[dict[str, str]], optimizers: list[Mapping[str, Any]]
+    file: RankFile, candidates: list[dict[str, str]], optimizers: list[FileEntries]
 ) -> dict[str, str]:
     """Of predicted names, those by which every optimizer entry of the cell has a meaning.
 
@@ -629,14 +633,8 @@ def _array_of(value: object) -> Array | None:
     return value if isinstance(value, ArrayRef | SplitArray) else None
 
 
-def _taken(entries: dict[str, Any], but: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
-    """All entries of a dict, which are taken out of it; those of some names stay."""
-    for name in [name for name in entries if name not in but]:
-        yield name, entries.pop(name)
-
-
-def _add_parameters(cell: Cell, file: RankFile, root: dict[str, Any]) -> None:
-    for key, value in _taken(root, [STRUCTURED_NAMES]):
+def _add_parameters(cell: Cell, file: RankFile, root: FileEntries) -> None:
+    for key, value in root.taken([STRUCTURED_NAMES]):
         if key not in cell.names:
             raise CheckpointError(f"{file.path}: {key} is not in {MODEL_META}")
         _add(cell, key, PARAM, file, value)
@@ -652,20 +650,20 @@ def _key_of(cell: Cell, name: str, keys: Mapping[str, str], file: RankFile, what
     return keys[bare]
 
 
-def _master_weights(file: RankFile, root: Mapping[str, Any]) -> dict[str, Any]:
-    entry = root.get("master_weights", {})
-    if not isinstance(entry, dict):
+def _master_weights(file: RankFile, root: FileEntries) -> FileEntries:
+    entry = root.get(MASTER_WEIGHTS, FileEntries())
+    if not isinstance(entry, FileEntries):
         raise CheckpointError(f"{file.path}: master_weights is not a dict of arrays")
     return entry
 
 
-def _add_optimizer(cell: Cell, file: RankFile, root: dict[str, Any], keys: Mapping[str, str]) -> None:
+def _add_optimizer(cell: Cell, file: RankFile, root: FileEntries, keys: Mapping[str, str]) -> None:
     masters = set()
-    for name, value in _taken(_master_weights(file, root)):
+    for name, value in _master_weights(file, root).taken():
         key = _key_of(cell, name, keys, file, "master weight")
         _add(cell, key, MASTER_WEIGHT, file, value)
         masters.add(key)
-    for entry, value in _taken(root, ["master_weights", _LR_SCHEDULER, STRUCTURED_NAMES]):
+    for entry, value in root.taken(SPECIAL):
         if entry == "offload_buffer":
             raise UnsupportedError(
                 f"{file.path}: offload_buffer: offloaded optimizer state cannot be converted"
@@ -687,10 +685,10 @@ def _add_optimizer(cell: Cell, file: RankFile, root: dict[str, Any], keys: Mappi
             cell.master_spellings.add(separate)
 
 
-def _add_ema(cell: Cell, file: RankFile, root: dict[str, Any], keys: Mapping[str, str]) -> None:
-    for name, value in _taken(_master_weights(file, root)):
+def _add_ema(cell: Cell, file: RankFile, root: FileEntries, keys: Mapping[str, str]) -> None:
+    for name, value in _master_weights(file, root).taken():
         _add(cell, _key_of(cell, name, keys, file, "EMA master weight"), EMA_MASTER_WEIGHT, file, value)
-    for key, value in _taken(root, ["master_weights", STRUCTURED_NAMES]):
+    for key, value in root.taken([MASTER_WEIGHTS, STRUCTURED_NAMES]):
         if key not in cell.names:
             raise CheckpointError(f"{file.path}: EMA entry {key} is no structured key of this cell")
         _add(cell, key, EMA_PARAM, file, value)
