@@ -2,8 +2,9 @@
 
     python -m benchmarks.many [--layers 87]
 
-87 layers are 270,849 tensors, about as many as a training checkpoint of DeepSeek-V3 has. Each command is run with the
-budget that its metadata need, and some room for groups; its private memory is sampled all the time.
+87 layers are 270,849 tensors, about as many as a training checkpoint of DeepSeek-V3 has. Each command is run with
+256 MiB, or with the budget that its metadata and groups need if that is more; its private memory is sampled all the
+time.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ import paddle_reshard
 from benchmarks.synthetic import Dims, files_of
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
-from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, metadata_bytes
+from paddle_reshard.pipeline.planning.metadata import needed_bytes, spare_bytes
 from tests.memory.watch import run_watched
 
 MIB = 1 << 20
-BESIDE_MIB = 128
-"""For the groups under way beside the metadata, of a conversion or of a comparison."""
+GOAL_MIB = 256
 
 
 def many(layers: int) -> Dims:
@@ -42,10 +42,12 @@ def write_many(dims: Dims, directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(dims.config))
 
 
-def needed_bytes(source: Path, target: Path, to: str) -> int:
-    """The smallest budget for the metadata of a conversion. A refusal names less while the pieces are not known."""
-    planned = paddle_reshard.plan(source, target, to=to, memory="64GiB")
-    return FOOTPRINT_BYTES + metadata_bytes(len(planned.plan.tensors), planned.pieces)
+def budget_mib(source: Path, target: Path, to: str) -> int:
+    """The goal, or the smallest budget for the metadata of a conversion and its groups."""
+    planned = paddle_reshard.plan(source, target, to=to, memory=f"{GOAL_MIB}MiB")
+    plan = planned.plan
+    needed = needed_bytes(len(plan.tensors), planned.pieces, plan.peak_bytes, spare_bytes(local=True))
+    return max(GOAL_MIB, -(-needed // MIB))
 
 
 def main() -> None:
@@ -57,7 +59,7 @@ def main() -> None:
         source, target = Path(folder) / "source", Path(folder) / "target"
         write_many(many(layers), source)
         for to in ("tp=1", "tp=2"):
-            budget = -(-needed_bytes(source, target / to, to) // MIB) + BESIDE_MIB
+            budget = budget_mib(source, target / to, to)
             how = ["--memory", f"{budget}MiB", "--quiet"]
             (most,) = run_watched(["convert", source, target / to, "--to", to, *how]).values()
             print(f"| {layers} layers to {to} | {budget} | {most / MIB:,.0f} |")

@@ -14,7 +14,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
 from paddle_reshard.pipeline.core.errors import UsageError
-from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, check_metadata
+from paddle_reshard.pipeline.planning.metadata import check_metadata, held_bytes
+from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.device import Mover
@@ -46,16 +47,18 @@ class InlineEngine:
         """Only make the comparisons of every group."""
         return self.run(works, lambda work, mover: compare_group(work, source, mover))
 
-    def beside(self, tensors: int, pieces: int, peak_bytes: int) -> InlineEngine:
+    def beside(self, tensors: int, pieces: int, peak_bytes: int, spare_bytes: int) -> InlineEngine:
         """The same engine with the memory that metadata leave, for groups of at most ``peak_bytes``.
+
+        ``spare_bytes`` of the footprint are free for metadata.
 
         Raises
         ------
         MemoryBudgetError
             If they do not fit it together.
         """
-        held_bytes = check_metadata(tensors, pieces, peak_bytes, self.memory_bytes)
-        return replace(self, memory_bytes=self.memory_bytes - held_bytes)
+        check_metadata(tensors, pieces, peak_bytes, self.memory_bytes, spare_bytes)
+        return replace(self, memory_bytes=self.memory_bytes - held_bytes(tensors, pieces, spare_bytes))
 
     @property
     def groups_at_a_time(self) -> int:

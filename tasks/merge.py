@@ -46,8 +46,10 @@ class Matrix:
             If copies differ.
         """
         values = np.zeros(self.shape, dtype=np.uint16)
-        for row in sorted(self.fragments, key=lambda fragment: int(fragment["replica"])):
-            (first, last), path = (int(end[0]) for end in hulls(row[None])), self.paths[row["file"]]
+        rows, (starts, stops) = self.fragments.rows(), hulls(self.fragments)
+        for number in np.argsort(rows["replica"], kind="stable").tolist():
+            row, first, last = rows[number], int(starts[number]), int(stops[number])
+            path = self.paths[row["file"]]
             buffer = bytearray(last - first)
             source.read_into(path, first, memoryview(buffer))
             extents, strides = row["extents"][:2].tolist(), row["strides"][:2].tolist()

@@ -57,7 +57,7 @@ class Tour:
 
     def fragments(self) -> npt.NDArray[np.void]:
         """The boxes of the master weight, row by row of the drawing."""
-        found = self.catalog.stored(self.number("master_weight"))
+        found = self.catalog.stored(self.number("master_weight")).rows()
         return found[np.lexsort((found["offset"][:, 1], found["offset"][:, 0]))]
 
     def ops(self, state: str) -> npt.NDArray[np.void]:

@@ -56,8 +56,9 @@ from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.fill import read_filling
 from paddle_reshard.pipeline.layouts.lora import with_adapter
 from paddle_reshard.pipeline.layouts.reading import IndexFiles
+from paddle_reshard.pipeline.planning.metadata import spare_bytes
 from paddle_reshard.storage.apart import check_apart, check_targets_apart
-from paddle_reshard.storage.locate import open_source, open_target
+from paddle_reshard.storage.locate import is_local, open_source, open_target
 from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.tasks.figures import add_retries
@@ -131,9 +132,11 @@ def plan_request(
         checkpoint = rewrite(checkpoint, program, tables if needs_rule_table(request.forms) else None, config)
     if sinks is None:
         return plan_checkpoint(store, checkpoint, request)
-    planned = plan_checkpoint(store, checkpoint, request, sinks.limits(store), in_process)
+    everywhere = (*places.sources, *places.targets, places.fill, places.merge_into)
+    spare = spare_bytes(all(place is None or is_local(place) for place in everywhere))
+    planned = plan_checkpoint(store, checkpoint, request, sinks.limits(store), spare if in_process else None)
     check_targets(planned, sinks, settings.resume or settings.no_space_check)
-    return replace(planned, places=sinks.locations)
+    return replace(planned, places=sinks.locations, spare_bytes=spare)
 
 
 def open_targets(places: Places, resume: bool, take_over: bool = False) -> Outputs:
@@ -207,7 +210,7 @@ def plan_and_run(
     observe(StepEnded("plan", ", ".join(facts)))
     if isinstance(engine, InlineEngine):
         tensors = len(conversion.plan.tensors)
-        engine = engine.beside(tensors, conversion.pieces, conversion.plan.peak_bytes)
+        engine = engine.beside(tensors, conversion.pieces, conversion.plan.peak_bytes, conversion.spare_bytes)
     sinks = open_targets(request.places, settings.resume, settings.take_over)
     moved = run_conversion(conversion, sinks, engine, observe, settings, index_files)
     moved = replace(moved, retries=add_retries((moved.retries, count_retries() - counted)))

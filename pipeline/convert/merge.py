@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from paddle_reshard.pipeline.core.catalog import Catalog, File
+from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
 from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.file_names import LORA_CONFIG
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
@@ -164,9 +164,9 @@ def _joined(base: Catalog, trained: Catalog, replaced: Sequence[str], model: Che
     numbers = np.array([places[key, PARAM] for key in replaced], dtype=np.int32)
     if len(rows):
         rows["tensor"] = numbers[rows["tensor"]]
-    rows["file"] += len(kept.files)
+    rows["file"] = rows["file"] + len(kept.files)
     files = (*kept.files, *(File(f"{PREFIX}{file.path}", file.size_bytes) for file in ours.files))
-    return Catalog(Tensors(kept.tensors), files, np.concatenate([of_base, rows]), kept.implied)
+    return Catalog(Tensors(kept.tensors), files, Fragments.joined([of_base, rows]), kept.implied)
 
 
 def _addend(module: str, trained: Catalog, paths: tuple[str, ...], adapter: Adapter) -> Addend:
@@ -181,7 +181,7 @@ def _matrix(key: str, trained: Catalog, paths: tuple[str, ...]) -> Matrix:
     return Matrix(key, trained.tensors.shape(place), trained.stored(place), paths)
 
 
-def _by_path(catalog: Catalog, addends: dict[int, Addend]) -> dict[str, np.ndarray]:
+def _by_path(catalog: Catalog, addends: dict[int, Addend]) -> dict[str, Fragments]:
     """Path → where the weights that change lie in it."""
     changing = catalog.fragments[np.isin(catalog.fragments["tensor"], list(addends))]
     extents, strides = changing["extents"][:, :2], changing["strides"][:, :2]

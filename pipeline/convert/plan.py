@@ -50,7 +50,8 @@ from paddle_reshard.pipeline.layouts.sidecars import average_divisor
 from paddle_reshard.pipeline.layouts.targets import check_left, join, lay_out
 from paddle_reshard.pipeline.layouts.vocab import resize_vocabulary
 from paddle_reshard.pipeline.planning.checks import held_parameters
-from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, check_metadata, plan_conversion
+from paddle_reshard.pipeline.planning.metadata import FREE_BYTES, check_metadata
+from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
 from paddle_reshard.storage.locate import source_access, target_access
 from paddle_reshard.storage.outputs import prefixes
@@ -97,6 +98,8 @@ class ConversionPlan(Shown):
 
     dropped: tuple[str, ...] = ()
     """States of the source that no target has, because it was asked for."""
+    spare_bytes: int = FREE_BYTES
+    """What of the footprint of a process that plans and moves is free for metadata."""
     asked: Mapping[str, Any] | None = None
     """What was asked for, as ``pipeline/convert/resuming.py`` keeps it in a session."""
 
@@ -202,12 +205,12 @@ def plan_checkpoint(
     source: Checkpoint,
     request: ConversionRequest,
     limits: PartLimits = PartLimits(),
-    in_process: bool = False,
+    spare_bytes: int | None = None,
 ) -> ConversionPlan:
     """Plan a conversion; pure but for the sizes that ``store`` has seen. ``limits`` are those of the targets.
 
-    If the groups are to run ``in_process``, where the metadata are too, these are held against the budget before
-    anything is made in their proportion.
+    If the groups are to run in this process, where the metadata are too, these are held against the budget before
+    anything is made in their proportion; ``spare_bytes`` are then what of the footprint is free for them.
     """
     dropped = sorted(
         source.catalog.tensors.states & {state for name in request.dropped for state in DROPPABLE[name]}
@@ -224,8 +227,8 @@ def plan_checkpoint(
     sizes = store.sizes()
     forms = [form.target_for(source) for form in request.forms]
     tensors = len(source.catalog.tensors)
-    if in_process:  # a target has a piece of every tensor at least
-        check_metadata(tensors, tensors, 0, request.planning.budget_bytes)
+    if spare_bytes is not None:
+        check_metadata(tensors, None, 0, request.planning.budget_bytes, spare_bytes)
         give_back_freed()
     laid_out = [lay_out(source, wanted, form, sizes, store.folders) for form in forms]
     check_left(forms, laid_out)
@@ -235,8 +238,9 @@ def plan_checkpoint(
         for prefix, of_target in zip(prefixes(len(laid_out)), laid_out, strict=True)
         for path in of_target.carried
     ]
-    if in_process:
-        check_metadata(tensors, len(joined.files.fragments), 0, request.planning.budget_bytes)
+    if spare_bytes is not None:
+        pieces = len(joined.files.fragments)
+        check_metadata(tensors, pieces, 0, request.planning.budget_bytes, spare_bytes)
         give_back_freed()
     plan = plan_conversion(
         joined.catalog,
@@ -263,7 +267,7 @@ def plan_checkpoint(
     ]
     pieces = len(joined.files.fragments)
     del laid_out, joined
-    if in_process:
+    if spare_bytes is not None:
         give_back_freed()
     return ConversionPlan(store, source, tuple(targets), plan, pieces, dropped=tuple(dropped))
 

@@ -39,10 +39,10 @@ from paddle_reshard.pipeline.planning.compare import (
     plan_comparison,
     plan_self_comparison,
 )
-from paddle_reshard.pipeline.planning.plan import check_metadata
+from paddle_reshard.pipeline.planning.metadata import check_metadata, spare_bytes
 from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
 from paddle_reshard.pipeline.planning.work import plan_work
-from paddle_reshard.storage.locate import Access, open_source, source_access, target_access
+from paddle_reshard.storage.locate import Access, is_local, open_source, source_access, target_access
 from paddle_reshard.storage.store import ReadRange, Source
 from paddle_reshard.storage.views import JoinedSource, Mount
 from paddle_reshard.tasks.index import index_here
@@ -205,7 +205,7 @@ def _verify_alone(request: VerifyRequest, observe: Observer) -> VerifyReport:
     checkpoint = index_checkpoint(store, *inputs, request.missing, partial(index_here, observe=observe))
     check_optimizer(store, checkpoint)
     comparison = plan_self_comparison(checkpoint.catalog, request.planning)
-    report = _compared(comparison, store, observe)
+    report = _compared(comparison, store, _spare(request), observe)
     store.check_unchanged()
     return report
 
@@ -221,7 +221,7 @@ def _verify_two(request: VerifyRequest, b: str, observe: Observer) -> VerifyRepo
     )
     give_back_freed()
     pair = JoinedSource((Mount(SIDE_A, stores[0]), Mount(SIDE_B, stores[1])))
-    report = _compared(comparison, pair, observe)
+    report = _compared(comparison, pair, _spare(request), observe)
     for store in stores:
         store.check_unchanged()
     return report
@@ -231,12 +231,17 @@ def _plan_two(request: VerifyRequest, stores: Sequence[Source], one: Contents, t
     _check_states(request.states, one.catalog.tensors.states | two.catalog.tensors.states)
     tensors = max(len(side.catalog.tensors) for side in (one, two))
     pieces = max(len(side.catalog.fragments) for side in (one, two))
-    check_metadata(tensors, pieces, 0, request.planning.budget_bytes)
+    check_metadata(tensors, pieces, 0, request.planning.budget_bytes, _spare(request))
     planned = plan_comparison(one.catalog, two.catalog, request.planning, request.states, request.subset)
     differences = planned.differences
     if request.states is None:
         differences += _other_differences(stores, one.lr_scheduler, two.lr_scheduler, request.subset)
     return replace(planned, differences=differences)
+
+
+def _spare(request: VerifyRequest) -> int:
+    """What of the footprint is free for metadata."""
+    return spare_bytes(all(place is None or is_local(place) for place in (request.a, request.b)))
 
 
 def _check_states(chosen: Collection[str] | None, known: Collection[str]) -> None:
@@ -247,10 +252,11 @@ def _check_states(chosen: Collection[str] | None, known: Collection[str]) -> Non
         )
 
 
-def _compared(comparison: Comparison, source: ReadRange, observe: Observer) -> VerifyReport:
-    """Make a comparison."""
+def _compared(comparison: Comparison, source: ReadRange, spare_bytes: int, observe: Observer) -> VerifyReport:
+    """Make a comparison; ``spare_bytes`` of the footprint are free for metadata."""
     plan = comparison.plan
-    engine = InlineEngine(plan.budget_bytes).beside(len(plan.tensors), len(plan.ops), plan.peak_bytes)
+    engine = InlineEngine(plan.budget_bytes)
+    engine = engine.beside(len(plan.tensors), len(plan.ops), plan.peak_bytes, spare_bytes)
     differences = list(comparison.differences)
     observe(StepStarted("comparing", plan.read_bytes))
     reports = []

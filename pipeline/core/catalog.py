@@ -118,10 +118,10 @@ class Catalog:
         named = ((DTYPES[pair // len(DTYPES)].name, DTYPES[pair % len(DTYPES)].name) for pair in pairs)
         return frozenset((stored_as, becomes) for stored_as, becomes in named if stored_as != becomes)
 
-    def stored(self, tensor: int) -> npt.NDArray[np.void]:
-        """The fragments of one tensor (of the tensor it is implied by, if it has none), as rows."""
+    def stored(self, tensor: int) -> Fragments:
+        """The fragments of one tensor (of the tensor it is implied by, if it has none)."""
         source = self.implied.get(tensor, tensor)
-        return self.fragments[self.fragments["tensor"] == source].rows()
+        return self.fragments[self.fragments["tensor"] == source]
 
 
 def fragment_rows(rows: Sequence[FragmentRow]) -> Fragments:

@@ -102,16 +102,22 @@ class RuleError(PlanError):
 
 
 class MemoryBudgetError(PlanError):
-    """A group does not fit the memory budget. ``needed_bytes`` is the smallest budget that would do."""
+    """A group, or what is known of all tensors, does not fit the memory budget.
 
-    def __init__(self, tensor: str, budget_bytes: int, needed_bytes: int) -> None:
-        super().__init__(tensor, budget_bytes, needed_bytes)
+    ``needed_bytes`` is the smallest budget that would do; with ``at_least`` it may turn out that more is needed.
+    """
+
+    def __init__(self, tensor: str, budget_bytes: int, needed_bytes: int, at_least: bool = False) -> None:
+        super().__init__(tensor, budget_bytes, needed_bytes, at_least)
         self.tensor, self.budget_bytes, self.needed_bytes = tensor, budget_bytes, needed_bytes
+        self.at_least = at_least
 
     def __str__(self) -> str:
         return (
-            f"{self.tensor}: needs {self.needed_bytes} bytes of memory at once, the budget is "
-            f"{self.budget_bytes} bytes; use --memory {-(-self.needed_bytes >> 20)}MiB or more"
+            f"{self.tensor}: needs {'at least ' * self.at_least}{self.needed_bytes} bytes of memory at once, the "
+            f"budget is {self.budget_bytes} bytes; use --memory {-(-self.needed_bytes >> 20)}MiB or more"
+            + ", how much more is known when the target is laid out"
+            * self.at_least
         )
 
 

@@ -75,35 +75,6 @@ class CarriedFile:
     size_bytes: int
 
 
-TENSOR_BYTES = 500
-PIECE_BYTES = 800
-FREE_METADATA_BYTES = 16 << 20
-"""Metadata that are in the footprint."""
-
-
-def metadata_bytes(tensors: int, pieces: int) -> int:
-    """Memory, beyond the footprint, of the process that plans and moves: what it knows of tensors and their pieces.
-
-    ``pieces`` are the boxes of the target, or what is compared. For 270,849 tensors in as many pieces the footprint and
-    these are 456 MiB, for 719,874 pieces 798 MiB; ``benchmarks/many.py`` holds what a process takes against that.
-    """
-    return max(0, TENSOR_BYTES * tensors + PIECE_BYTES * pieces - FREE_METADATA_BYTES)
-
-
-def check_metadata(tensors: int, pieces: int, peak_bytes: int, budget_bytes: int) -> int:
-    """What the metadata take, beside which a group of ``peak_bytes`` fits the budget.
-
-    Raises
-    ------
-    MemoryBudgetError
-        Saying which budget would do.
-    """
-    held = metadata_bytes(tensors, pieces)
-    if held and (needed := FOOTPRINT_BYTES + held + peak_bytes) > budget_bytes:
-        raise MemoryBudgetError(f"metadata of {tensors} tensors in {pieces} pieces", budget_bytes, needed)
-    return held
-
-
 @dataclass(frozen=True)
 class Plan:
     """All that is to be done, before any byte moves."""

@@ -125,7 +125,9 @@ def test_an_implied_tensor_needs_no_piece() -> None:
     whole = catalog((4, 6), box((0, 0), (4, 6)))
     both = Catalog(Tensors((*whole.tensors, param)), whole.files, whole.fragments, {1: 0})
     check_catalog(both)
-    assert both.stored(1).tobytes() == both.stored(0).tobytes() == whole.fragments.rows().tobytes()
+    assert (
+        both.stored(1).rows().tobytes() == both.stored(0).rows().tobytes() == whole.fragments.rows().tobytes()
+    )
     assert both.index() == {("model.norm.weight", "moment1"): 0, ("model.norm.weight", PARAM): 1}
 
 
