@@ -89,7 +89,16 @@ class Catalog:
         """The catalog of some of its tensors, in their order; ``implied`` where both are chosen.
 
         With a tensor that is mixed, those that it is mixed of have to be chosen.
+
+        Raises
+        ------
+        ValueError
+            If borrowed tensors are not chosen last.
         """
+        first_borrowed = len(self.tensors) - self.borrowed
+        borrowed = sum(tensor >= first_borrowed for tensor in chosen)
+        if any(tensor >= first_borrowed for tensor in chosen[: len(chosen) - borrowed]):
+            raise ValueError("borrowed tensors have to be chosen last")
         places = np.full(len(self.tensors), -1, dtype=np.int32)
         places[list(chosen)] = np.arange(len(chosen))
         fragments = self.fragments.copy()
@@ -108,6 +117,7 @@ class Catalog:
                 for mixed, mixture in self.mixtures.items()
                 if places[mixed] >= 0
             },
+            borrowed,
         )
 
     def casts(self) -> frozenset[Cast]:

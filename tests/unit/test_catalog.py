@@ -174,3 +174,11 @@ def test_volumes_and_hulls() -> None:
     assert volumes(rows).tolist() == [8, 3]
     start, stop = hulls(rows)
     assert (start.tolist(), stop.tolist()) == ([100, 7], [132, 19])
+
+
+def test_what_is_borrowed_stays_borrowed_when_tensors_are_chosen() -> None:
+    tensors = Tensors(Tensor(name, PARAM, FLOAT32, (1,)) for name in "abcd")
+    whole = Catalog(tensors, (), fragment_rows([]), {}, borrowed=2)
+    assert [whole.only(chosen).borrowed for chosen in ([0, 1], [1, 3], [2, 3], [0, 1, 2, 3])] == [0, 1, 2, 2]
+    with pytest.raises(ValueError, match="chosen last"):
+        whole.only([3, 0])

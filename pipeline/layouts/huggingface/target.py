@@ -300,19 +300,20 @@ def _fragments(file: int, one: _Exported, byte_offset: int, tensor: int) -> Iter
 
 
 def _chosen(source: Catalog, wanted: Sequence[int]) -> tuple[Catalog, dict[int, int]]:
-    """The part of a catalog that ``wanted`` tensors need, in their order, and where each of them is there.
+    """The part of a catalog that ``wanted`` tensors need, in their order, borrowed ones last; and their numbers there.
 
     Beside them: what they are mixed of, master weights that imply a parameter, and stored parameters whose master
     weight goes out in their place, which the planner compares with it.
     """
     index = source.index()
-    chosen: dict[int, int] = {}
+    chosen: dict[int, None] = {}
     for tensor in wanted:
         related = [tensor, source.implied.get(tensor, tensor)]
         if source.tensors.identity(tensor)[1] == MASTER_WEIGHT:
             related.append(index[source.tensors[tensor].key, PARAM])
         if tensor in source.mixtures:
             related += [term.tensor for term in source.mixtures[tensor].terms]
-        for one in related:
-            chosen.setdefault(one, len(chosen))
-    return source.only(list(chosen)), chosen
+        chosen |= dict.fromkeys(related)
+    first_borrowed = len(source.tensors) - source.borrowed
+    order = sorted(chosen, key=lambda tensor: tensor >= first_borrowed)
+    return source.only(order), {tensor: number for number, tensor in enumerate(order)}
