@@ -50,6 +50,10 @@ def _show_inspection(found: Inspection, tensors: bool) -> None:
     if not tensors:
         return
     click.echo()
+    if found.stored:
+        held = [(array.file, array.key, str(list(array.shape)), array.dtype) for array in found.stored]
+        print_table(("file", "array", "shape", "dtype"), held)
+        return
     rows = []
     for tensor in found.tensors:
         cut = "replicated" if tensor.rule.split is None else f"tp cuts dim {tensor.rule.split}"

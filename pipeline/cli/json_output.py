@@ -51,6 +51,8 @@ def inspection_data(found: Inspection) -> Json:
             }
             for tensor in found.tensors
         ],
+        "rules": found.rules,
+        "stored": [{**asdict(array), "shape": list(array.shape)} for array in found.stored],
         "other_files": list(found.other_files),
     }
 

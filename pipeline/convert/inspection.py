@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from paddle_reshard.pipeline.convert.inputs import given_inputs
 from paddle_reshard.pipeline.convert.options import check_names, takes
 from paddle_reshard.pipeline.convert.read_options import InspectOptions
 from paddle_reshard.pipeline.core.backports import Unpack
+from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, PlanError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
+from paddle_reshard.pipeline.core.file_names import CONFIG
 from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
 from paddle_reshard.pipeline.core.tensors import (
     ACCUMULATORS,
     DTYPES,
     EMA_MASTER_WEIGHT,
     EMA_PARAM,
+    EMA_STATES,
     MASTER_WEIGHT,
     PARAM,
 )
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import PathLike
-from paddle_reshard.pipeline.indexing.detect import index_checkpoint
+from paddle_reshard.pipeline.indexing.detect import index_source
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.layouts.formats import format_of
 from paddle_reshard.pipeline.layouts.lora_config import Adapter
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.pipeline.layouts.optimizers import muon_parameters
+from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles
+from paddle_reshard.pipeline.layouts.rules import RuleTable, library_of
+from paddle_reshard.pipeline.layouts.rules.literal import StoredTable, is_known
 from paddle_reshard.storage.locate import open_source, source_access
 from paddle_reshard.tasks.index import index_here
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.indexing.as_stored import StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +78,10 @@ class Inspection(Shown):
     """What ``lora_config.json`` says, where there is one."""
     newer: str = ""
     """What its files say beyond the versions of the libraries that are proven; it changes no value."""
+    rules: str | None = None
+    """Why no rule table is used, and what follows; ``None``: a table describes the model."""
+    stored: tuple[StoredTensor, ...] = ()
+    """What the files hold, where that is all that is known; ``tensors`` is empty then."""
 
     def _in_short(self) -> str:
         where = self.topology or "topology not told"
@@ -79,6 +95,8 @@ class Inspection(Shown):
             ("format", f"{self.format}, written by {self.convention}, model family {self.family}"),
             ("topology", str(self.topology or "not told by this format")),
         ]
+        if self.rules is not None:
+            facts.append(("rules", self.rules))
         if self.sharding_strategy is not None:
             facts.append(
                 ("sharding", f"{self.sharding_strategy}{', comm overlap' if self.comm_overlap else ''}")
@@ -123,15 +141,22 @@ def inspect(
     Raises
     ------
     CheckpointError, PlanError
-        If it is not one whole, consistent checkpoint that the rules cover.
+        If it is not one whole, consistent checkpoint, or rules for its family contradict it. Of a family that no rule
+        table knows, only files that cannot be parsed are an error.
     """
     check_names(options, InspectOptions)
     store = open_source(os.fspath(source), *source_access(options))
     index_files = partial(index_here, observe=observe)
-    inputs = given_inputs(options.get("rules"), options.get("config"))
-    checkpoint = index_checkpoint(store, *inputs, MissingPolicy(allowed=("*",)), index_files)
+    tables, config = given_inputs(options.get("rules"), options.get("config"))
+    files = SourceFiles(store, config, index_here, index_files)
+    try:
+        checkpoint = index_source(files, tables, MissingPolicy(allowed=("*",)))
+    except (CheckpointError, PlanError) as error:
+        if isinstance(error, FormatError) or not _is_unknown(files, tables):
+            raise
+        return _as_stored(files, index_files, str(error))
     sizes = store.sizes()
-    files = {file.path: file.size_bytes for file in checkpoint.catalog.files}
+    own = {file.path: file.size_bytes for file in checkpoint.catalog.files}
     return Inspection(
         path=store.location,
         format=checkpoint.format,
@@ -144,20 +169,70 @@ def inspect(
         has_ema=checkpoint.has_ema,
         states=tuple(_summaries(checkpoint)),
         tensors=tuple(t for t in checkpoint.model.tensors if not (t.of_base and t.missing)),
-        tensor_files=len(files),
-        tensor_bytes=sum(files.values()),
-        other_files=tuple(sorted(sizes.keys() - files.keys())),
+        tensor_files=len(own),
+        tensor_bytes=sum(own.values()),
+        other_files=tuple(sorted(sizes.keys() - own.keys())),
         adapter=checkpoint.adapter,
         newer=checkpoint.newer,
+        rules=_WITHOUT_RULES if isinstance(checkpoint.model.table, StoredTable) else None,
     )
+
+
+_WITHOUT_RULES = (
+    "no rule table knows this family: only what its files tell can be changed, which is sharding and its strategy, and "
+    "the format to flex"
+)
+
+
+def _is_unknown(files: SourceFiles, tables: Sequence[RuleTable]) -> bool:
+    """Whether there are tensor files, of a family that no rule table knows."""
+    config = files.config() if CONFIG in files.sizes else files.given_config or {}
+    return bool(files.pickles or files.safetensors) and not is_known(tables, config)
+
+
+def _as_stored(files: SourceFiles, index_files: IndexFiles, why: str) -> Inspection:
+    """A checkpoint of which more than its files hold cannot be said."""
+    from paddle_reshard.pipeline.indexing.as_stored import degrees_by_names, stored_tensors
+
+    stored = tuple(stored_tensors(files, index_files))
+    config = files.config() if CONFIG in files.sizes else files.given_config or {}
+    degrees = degrees_by_names(files)
+    held = {path: files.sizes[path] for path in (*files.pickles, *files.safetensors)}
+    by_state = {state: [t for t in stored if t.state == state] for state in _STATES}
+    return Inspection(
+        path=files.store.location,
+        format=format_of(files).name,
+        convention=library_of(config) or "an unknown library",
+        family=str(config.get("model_type", "not known")),
+        topology=Topology(**degrees) if degrees else None,
+        sharding_strategy=None,
+        comm_overlap=False,
+        sequence_parallel=None,
+        has_ema=any(by_state[state] for state in EMA_STATES),
+        states=tuple(
+            StateSummary(
+                state, len(held), sum(t.elements for t in held), tuple(sorted({t.dtype for t in held})), 0
+            )
+            for state, held in by_state.items()
+            if held
+        ),
+        tensors=(),
+        tensor_files=len(held),
+        tensor_bytes=sum(held.values()),
+        other_files=tuple(sorted(files.sizes.keys() - held.keys())),
+        rules=f"{why}. What follows is what each file holds",
+        stored=stored,
+    )
+
+
+_STATES = (PARAM, MASTER_WEIGHT, *ACCUMULATORS, EMA_PARAM, EMA_MASTER_WEIGHT)
 
 
 def _summaries(checkpoint: Checkpoint) -> list[StateSummary]:
     catalog = checkpoint.catalog
-    order = (PARAM, MASTER_WEIGHT, *ACCUMULATORS, EMA_PARAM, EMA_MASTER_WEIGHT)
     elements, dtypes = catalog.tensors.elements, catalog.tensors.dtypes
     summaries = []
-    for state in sorted(catalog.tensors.states, key=order.index):
+    for state in sorted(catalog.tensors.states, key=_STATES.index):
         members = [*catalog.tensors.of_state(state).values()]
         summaries.append(
             StateSummary(

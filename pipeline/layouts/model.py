@@ -215,7 +215,8 @@ def predict_parameter_names(
         if tensor.rule.parameter_name is not None:
             count = counters.get(name_class, 0)
             counters[name_class] = count + 1
-            layer = match["layer"] if (match := tensor.rule.pattern().fullmatch(tensor.key)) else None
+            match = tensor.rule.pattern().fullmatch(tensor.key)
+            layer = match.groupdict().get("layer") if match else None
             names[tensor.key] = tensor.rule.parameter_name.format(n=count, layer=layer)
             continue
         kind = "b" if leaf == "bias" else "w"

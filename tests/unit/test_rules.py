@@ -359,7 +359,8 @@ def own_table(folder: Path, model_type: str) -> Path:
 def test_a_table_from_a_file(tmp_path: Path) -> None:
     source = write(tmp_path / "S", synthetic.Model(), model_type="own")
     with pytest.raises(RuleError, match="model type 'own': no rule table knows it"):
-        paddle_reshard.inspect(source)
+        paddle_reshard.plan(source, to="tp=2")
+    assert paddle_reshard.inspect(source).family == "own"
     rules = own_table(tmp_path, "own")
     assert paddle_reshard.inspect(source, rules=rules).family == "own"
     paddle_reshard.convert(source, tmp_path / "A", to="tp=2,pp=2", rules=rules)

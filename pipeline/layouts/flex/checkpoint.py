@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from paddle_reshard.pipeline.core.catalog import Catalog
-from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM, Tensor
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
@@ -31,6 +31,7 @@ from paddle_reshard.pipeline.layouts.lora_config import Adapter
 from paddle_reshard.pipeline.layouts.model import Model, predict_parameter_names, read_model
 from paddle_reshard.pipeline.layouts.optimizers import check_states
 from paddle_reshard.pipeline.layouts.rules import RuleTable, choose_table
+from paddle_reshard.pipeline.layouts.rules.literal import StoredKey, is_known, stored_table
 from paddle_reshard.pipeline.layouts.whole import check_whole
 from paddle_reshard.storage.formats.dist_metadata import DistMetadata
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
@@ -87,7 +88,7 @@ def read_flex(
         _check_all_there({folder_of(path).rpartition("/")[2] for path in metadata})
     names = read_names(metadata)
     keys = _structured_keys(names, auto_parallel)
-    table = choose_table(tables, keys, config)
+    table = _choose_table(metadata, keys, tables, config, auto_parallel)
     twins = {key: table.find(key, config)[0].twin(config) or key for key in keys}
     # A parameter name is no key of the table; states of auto-parallel training are renamed below.
     identities = {
@@ -122,6 +123,31 @@ def read_flex(
         has_ema=bool(states & {EMA_PARAM, EMA_MASTER_WEIGHT}),
         adapter=adapter,
     )
+
+
+def _choose_table(
+    metadata: Mapping[str, DistMetadata],
+    keys: Sequence[str],
+    tables: Sequence[RuleTable],
+    config: Mapping[str, Any],
+    auto_parallel: bool,
+) -> RuleTable:
+    """The table of the model's family; where nobody knows that, what a FlexCheckpoint tells itself.
+
+    What is fused in a tensor that tp has cut, it does not tell.
+    """
+    if auto_parallel or is_known(tables, config):
+        return choose_table(tables, keys, config)
+    for path, described in metadata.items():
+        for key, offset in described.pieces[["key", "global_offset"]].tolist():
+            if any(described.shapes[offset]):
+                raise RuleError(
+                    f"model type {config.get('model_type')!r}",
+                    f"no rule table knows it, and {path} describes pieces of {described.keys[key]} that begin at "
+                    f"{described.shapes[offset]}: what is fused in a tensor that was cut is not known; write one and "
+                    "pass it with --rules FILE",
+                )
+    return stored_table([StoredKey(key) for key in keys], config, ordered=False)
 
 
 def _check_all_there(folders: Set[str]) -> None:

@@ -47,6 +47,7 @@ from paddle_reshard.pipeline.layouts.formats import FORMATS, names_of
 from paddle_reshard.pipeline.layouts.model import ModelTensor, predict_parameter_names
 from paddle_reshard.pipeline.layouts.optimizers import check_states
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
+from paddle_reshard.pipeline.layouts.rules.literal import StoredTable
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
 from paddle_reshard.pipeline.layouts.staged import check_tensors
 from paddle_reshard.storage.formats.dist_metadata import DistMetadata, encode_dist_metadata
@@ -123,6 +124,10 @@ class FlexTarget:
             raise PlanError(
                 "the source holds what LoRA trains, and not its base; a FlexCheckpoint holds both. Write it with "
                 f"--format {names_of(others, 'or')}"
+            )
+        if self.auto_parallel and isinstance(wanted.model.table, StoredTable):
+            wanted.model.table.refuse(
+                wanted.model.config, "what parameters are called in auto-parallel training"
             )
         check_states(wanted.model)
         sidecars = plan_sidecars(sizes, folders, wanted, source.model.config, Topology())

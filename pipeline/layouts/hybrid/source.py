@@ -60,6 +60,7 @@ from paddle_reshard.pipeline.layouts.model import (
 from paddle_reshard.pipeline.layouts.model_meta import ModelMeta
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable, choose_table, derived_sizes, expected_shape
+from paddle_reshard.pipeline.layouts.rules.literal import StoredKey, is_known, stored_table
 from paddle_reshard.pipeline.layouts.whole import check_layers
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 
@@ -102,7 +103,7 @@ def read_hybrid(
     ranks = sort_ranks(paths, roots, meta, _Rules(tables, config))
     held = sorted(roots)
     del roots  # where nobody else holds them, the names of all arrays go
-    table = choose_table(tables, dict.fromkeys(key for cell in ranks.cells for key in cell.names), config)
+    table = _choose_table(ranks, tables, config)
     _name_shared_keys(ranks, table)
     cells, expert_axis = join_cells(ranks), expert_axis_of(ranks)
     strategy = _strategy(ranks, cells)
@@ -159,6 +160,23 @@ class _Rules:
     def count_experts(self, keys: list[str]) -> int | None:
         """How many routed experts a layer has."""
         return _expert_count(choose_table(self.tables, keys, self.config), self.config)
+
+
+def _choose_table(ranks: Ranks, tables: Sequence[RuleTable], config: Mapping[str, Any]) -> RuleTable:
+    """The table of the model's family; where nobody knows that, what the files of one cell tell themselves."""
+    if ranks.has_lora or len(ranks.cells) > 1 or is_known(tables, config):
+        return choose_table(tables, dict.fromkeys(key for cell in ranks.cells for key in cell.names), config)
+    (cell,) = ranks.cells
+    return stored_table(
+        [
+            StoredKey(
+                key, name, None if cell.holders[key] == key else cell.holders[key], cell.distributed.get(key)
+            )
+            for key, name in cell.names.items()
+        ],
+        config,
+        ordered=True,
+    )
 
 
 def _expert_count(table: RuleTable, config: Mapping[str, Any]) -> int | None:
@@ -261,7 +279,8 @@ def _read_model(
     _check_same_tensors(ranks, found)
     if ranks.has_lora:
         return _read_adapter(Model(tuple(tied), table, config), adapter)
-    check_layers(tied, table, config)
+    if table.counts_layers:
+        check_layers(tied, table, config)
     return Model(tuple(lead_experts(tied, unified=False)), table, config)
 
 

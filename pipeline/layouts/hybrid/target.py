@@ -28,6 +28,7 @@ from paddle_reshard.pipeline.layouts.hybrid.writer import HybridWriter
 from paddle_reshard.pipeline.layouts.lora import IN_BASE, without_base
 from paddle_reshard.pipeline.layouts.model import Model
 from paddle_reshard.pipeline.layouts.optimizers import ADAMW_MINI, special_optimizer
+from paddle_reshard.pipeline.layouts.rules.literal import StoredTable
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
 from paddle_reshard.pipeline.layouts.staged import check_tensors
 
@@ -326,6 +327,15 @@ def _check_experts(checkpoint: Checkpoint, target: HybridTarget) -> None:
         )
 
 
+def _check_stored(table: StoredTable, config: Mapping[str, Any], target: HybridTarget) -> None:
+    """Whether the files tell enough of a model that no rule table knows."""
+    topology = target.topology
+    degrees = {"tp": topology.tp, "pp": topology.pp, "ep": topology.ep}
+    if table.convention == "paddlenlp":  # which spreads experts over data-parallel ranks
+        degrees["dp"] = topology.dp
+    table.check_job(config, degrees, target.writes_meta)
+
+
 def layout_hybrid(checkpoint: Checkpoint, target: HybridTarget) -> TargetFiles:
     """Lay out all files of the target checkpoint.
 
@@ -335,6 +345,8 @@ def layout_hybrid(checkpoint: Checkpoint, target: HybridTarget) -> TargetFiles:
         If the model cannot take this topology, or a parameter name is not known.
     """
     check_target(target)
+    if isinstance(checkpoint.model.table, StoredTable):
+        _check_stored(checkpoint.model.table, checkpoint.model.config, target)
     _check_experts(checkpoint, target)
     if checkpoint.model.has_lora:
         _check_lora(checkpoint.model, target)
@@ -342,7 +354,9 @@ def layout_hybrid(checkpoint: Checkpoint, target: HybridTarget) -> TargetFiles:
         _check_adamw_mini(target)
     # PaddleFormers' optimizer has only what is trained (1.2.0 trainer.py:3359), which its states tell if there are any.
     tensors = checkpoint.model.tensors
-    told = checkpoint.model.table.convention == "paddleformers" and any(t.trained for t in tensors)
+    # What a model of an unknown family trains may have had no gradient: then it counts, and has no state.
+    known = not isinstance(checkpoint.model.table, StoredTable)
+    told = known and checkpoint.model.table.convention == "paddleformers" and any(t.trained for t in tensors)
     untrained = [t.key for t in tensors if not t.trained and t.tied_to is None]
     if untrained and not told and target.strategy != "none":
         raise UnsupportedError(

@@ -550,7 +550,7 @@ def candidate_tables(tables: Sequence[RuleTable], config: Config) -> list[RuleTa
         If there is none.
     """
     model_type = config.get("model_type")
-    library = next((name for name in ("paddleformers", "paddlenlp") if f"{name}_version" in config), None)
+    library = library_of(config)
     likely = tables.that_mention(str(model_type)) if isinstance(tables, ShippedTables) else tables
     candidates = [
         table
@@ -565,6 +565,11 @@ def candidate_tables(tables: Sequence[RuleTable], config: Config) -> list[RuleTa
             f"no rule table knows it (known: {', '.join(known)}); write one and pass it with --rules FILE",
         )
     return candidates
+
+
+def library_of(config: Config) -> str | None:
+    """The library that the config names; ``None`` where it names none."""
+    return next((name for name in ("paddleformers", "paddlenlp") if f"{name}_version" in config), None)
 
 
 def _failure(table: RuleTable, key: str, config: Config) -> RuleError | None:

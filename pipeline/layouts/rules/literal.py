@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NoReturn
 
 from paddle_reshard.pipeline.core.errors import RuleError
-from paddle_reshard.pipeline.layouts.rules import Config, HuggingFaceForm, Item, Rule, RuleTable
+from paddle_reshard.pipeline.layouts.rules import (
+    Config,
+    HuggingFaceForm,
+    Item,
+    Rule,
+    RuleTable,
+    ShippedTables,
+    candidate_tables,
+    library_of,
+)
 
 FAMILY = "by its keys"
+_ITEM = Item("model", "", repeated=True)
 
 
 @dataclass(frozen=True)
@@ -33,15 +44,162 @@ class LiteralTable(RuleTable):
 
 def literal_table(keys: Collection[str], origin: RuleTable) -> RuleTable:
     """The table of a model with these keys, made of one that ``origin`` describes."""
-    item = Item("model", "", repeated=True)
     rules = tuple(
-        Rule(key, item.name, "", "the key itself", huggingface=HuggingFaceForm((key,))) for key in keys
+        Rule(key, _ITEM.name, "", "the key itself", huggingface=HuggingFaceForm((key,))) for key in keys
     )
     return LiteralTable(
         FAMILY,
         origin.convention,
         (),
-        (item,),
+        (_ITEM,),
         rules,
         muon_exclude_patterns=origin.muon_exclude_patterns,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRule(Rule):
+    """What files without tensor and pipeline parallelism tell of a tensor; everything else is refused."""
+
+    def split_dim(self, config: Config, tp: int, key: str | None = None) -> int | None:
+        """``None`` for one rank.
+
+        Raises
+        ------
+        RuleError
+            For more: no file tells which dim they cut, and what is fused.
+        """
+        if tp > 1:
+            raise RuleError(self.key, _not_known(f"which dim tp={tp} cuts, and what is fused"))
+        return None
+
+    def class_for(self, pp: int, tp: int, sequence_parallel: bool, ep: int = 1) -> str:
+        """Nothing; the files give the whole name.
+
+        Raises
+        ------
+        RuleError
+            For a job in which names differ, or where no file gives any.
+        """
+        if self.parameter_name is None or max(pp, tp, ep) > 1:
+            raise RuleError(self.key, _not_known("its parameter name in such a job"))
+        return self.name_class
+
+
+@dataclass(frozen=True)
+class StoredTable(LiteralTable):
+    """What the files of a checkpoint tell of its model, whose family no rule table knows."""
+
+    ordered: bool = False
+    """Whether the rows are in the order of ``model.parameters()``, and give parameter names."""
+    marked: bool = False
+    """Whether the files tell of every tensor whether it is ``is_distributed``."""
+
+    def check_job(self, config: Config, degrees: dict[str, int], with_meta: bool) -> None:
+        """Refuse a hybrid-parallel target of which the files do not tell everything.
+
+        Parameters
+        ----------
+        degrees
+            Axis → degree in the target, of the axes that change more than which rank holds an optimizer state.
+        with_meta
+            Whether ``model_meta.json`` is written.
+
+        Raises
+        ------
+        RuleError
+            Naming what is missing.
+        """
+        if not self.ordered:
+            self.refuse(config, "the order of parameters, and their names; this format holds neither")
+        if parallel := ", ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1):
+            self.refuse(
+                config, f"what {parallel} changes: how tensors are cut or distributed, and their names"
+            )
+        if with_meta and not self.marked:
+            self.refuse(
+                config,
+                "which tensors are is_distributed in model_meta.json; --format hybrid-plain does not need it",
+            )
+
+    def refuse(self, config: Config, missing: str) -> NoReturn:
+        """Refuse a target because of what is ``missing``.
+
+        Raises
+        ------
+        RuleError
+        """
+        raise RuleError(f"model type {config.get('model_type')!r}", _not_known(missing))
+
+
+def _not_known(missing: str) -> str:
+    return (
+        f"no rule table knows it, and the source's files do not tell {missing}. Write a table and pass it with "
+        "--rules FILE"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKey:
+    """What files tell of a key."""
+
+    key: str
+    name: str | None = None
+    """Parameter name."""
+    tied_to: str | None = None
+    """The key before it that has the same parameter name."""
+    distributed: bool | None = None
+    """``is_distributed`` of ``model_meta.json``; ``None`` without it."""
+
+
+def is_known(tables: Sequence[RuleTable], config: Config) -> bool:
+    """Whether one of the tables is for the model's family; one that a user gives is for any."""
+    if not isinstance(tables, ShippedTables):
+        return True
+    try:
+        candidate_tables(tables, config)
+    except RuleError:
+        return False
+    return True
+
+
+def stored_table(keys: Iterable[StoredKey], config: Config, ordered: bool) -> StoredTable:
+    """The table of a model that is known by its files alone; ``keys`` in the order of the files.
+
+    Raises
+    ------
+    RuleError
+        If ``config.json`` does not tell which library wrote them.
+    """
+    family = str(config.get("model_type"))
+    convention = library_of(config)
+    if convention is None:
+        raise RuleError(
+            f"model type {family!r}",
+            "no rule table knows it, and config.json does not tell which library wrote the checkpoint "
+            "(paddleformers_version or paddlenlp_version); write one and pass it with --rules FILE",
+        )
+    keys = list(keys)
+    return StoredTable(
+        family,
+        convention,
+        (),
+        (Item(_ITEM.name, "DecoderLayer", repeated=True),),  # one stage holds everything
+        tuple(_stored_rule(key) for key in keys),
+        ordered=ordered,
+        marked=all(key.distributed is not None for key in keys),
+    )
+
+
+def _stored_rule(stored: StoredKey) -> StoredRule:
+    name = stored.name
+    return StoredRule(
+        stored.key,
+        _ITEM.name,
+        "",
+        "the files",
+        parameter_name=None if name is None else name.replace("{", "{{").replace("}", "}}"),
+        tied_to=stored.tied_to,
+        always_tied=stored.tied_to is not None,
+        is_distributed="always" if stored.distributed else "never",
     )

@@ -1,0 +1,111 @@
+"""What do the files of a checkpoint hold, where nobody can say what it means?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.tensors import (
+    ACCUMULATORS,
+    EMA_MASTER_WEIGHT,
+    EMA_PARAM,
+    MASTER_WEIGHT,
+    PARAM,
+    dtype_of_code,
+)
+from paddle_reshard.pipeline.layouts.hybrid.names import parse_rank_file
+from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles, index_tensor_file
+from paddle_reshard.storage.formats.paddle_pickle import ArrayRef, SplitArray
+
+_ACCUMULATOR: Final = re.compile(
+    rf".+[._/](?P<state>{'|'.join(sorted(ACCUMULATORS, key=len, reverse=True))})_0"
+)
+_MASTERS: Final = "master_weight"
+_AXES: Final = {"tp": "tp", "pp": "pp", "shard": "sharding", "ep": "ep", "moe": "dp"}
+"""Coordinate in the name of a file → axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """An array as a file holds it: a whole tensor, or the piece of a rank."""
+
+    file: str
+    key: str
+    """In the file; keys of nested dicts are joined by ``/``."""
+    state: str
+    """What it is by its key and the name of the file."""
+    shape: Shape
+    dtype: str
+
+    @property
+    def elements(self) -> int:
+        """How many elements it has."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+
+def stored_tensors(files: SourceFiles, index_files: IndexFiles) -> list[StoredTensor]:
+    """Every array of every tensor file, in the order of the files.
+
+    Raises
+    ------
+    FormatError
+        If a file cannot be parsed.
+    """
+    sizes = {path: files.sizes[path] for path in files.pickles}
+    roots: Mapping[str, Any] = index_files(index_tensor_file, files.store, sizes)
+    found = [_stored(path, key, array) for path in sorted(roots) for key, array in _arrays(roots[path])]
+    for path, payload in sorted(files.headers.items()):
+        found += [_stored(path, key, array) for key, array in payload.tensors.items()]
+    return found
+
+
+def degrees_by_names(files: SourceFiles) -> dict[str, int]:
+    """Axis → degree, as the names of rank files tell it; empty where files are not called so."""
+    ranks = []
+    for path in files.pickles:
+        try:
+            ranks.append(parse_rank_file(path))
+        except CheckpointError:
+            return {}
+    if not ranks or None in ranks:
+        return {}
+    return {
+        axis: max((getattr(rank, part) or 0 for rank in ranks), default=0) + 1 for part, axis in _AXES.items()
+    }
+
+
+def _arrays(entries: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, ArrayRef | SplitArray]]:
+    for key, value in entries.items():
+        if isinstance(value, tuple) and len(value) == 2:  # name and array
+            value = value[1]
+        if isinstance(value, ArrayRef | SplitArray):
+            yield f"{prefix}{key}", value
+        elif isinstance(value, dict):
+            yield from _arrays(value, f"{prefix}{key}/")
+
+
+def _stored(path: str, key: str, array: ArrayRef | SplitArray) -> StoredTensor:
+    return StoredTensor(path, key, _state(path, key), array.shape, dtype_of_code(array.dtype, path).name)
+
+
+def _state(path: str, key: str) -> str:
+    """What an array is; parameters are what nothing says is anything else.
+
+    >>> _state("optimizer.pdopt", "linear_0.w_0_moment1_0"), _state("optimizer.pdopt", "master_weights/linear_0.w_0")
+    ('moment1', 'master_weight')
+    >>> _state("ema_state/0_0.distcp", "w"), _state("model_state.pdparams", "w")
+    ('ema_param', 'param')
+    """
+    if path.startswith("ema"):
+        return EMA_MASTER_WEIGHT if _MASTERS in key or key.endswith(".w_0") else EMA_PARAM
+    if _MASTERS in path or key.startswith(_MASTERS):
+        return MASTER_WEIGHT
+    accumulator = _ACCUMULATOR.fullmatch(key)
+    return accumulator["state"] if accumulator else PARAM

@@ -1,0 +1,156 @@
+"""Families that no rule table knows: what their own files tell is enough for every change that needs no rule."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import deserialize
+
+import paddle_reshard
+from paddle_reshard.pipeline.core.errors import ReshardError
+from tests import oracle
+from tests.conftest import case_directory, case_names
+from tests.golden.compare_one_card import bits, load
+from tests.golden.test_newer_checkpoints import checkpoint, config_of
+
+FAMILIES = ("gemma3_text", "phi3", "qwen3_next")
+HYBRID = [f"families/{family}_{case}" for family in FAMILIES for case in ("single", "sh2_s1v2_meta")]
+HYBRID.append("families/paddleocr_vl_sh2_s1v2_meta")
+FLEX = ["families/gemma3_text_fc_sh2_s1v2", "families/qwen3_next_fc_sh2_s1v2"]
+SUFFIXES = (".pdparams", ".pdopt", ".distcp", ".safetensors")
+TARGETS = [("sharding=2", "stage1v2"), ("sharding=3", "stage1v1"), ("sharding=2", "stage3")]
+
+
+def truth_of(name: str) -> oracle.Tensors:
+    return oracle.read_truth(case_directory(name) / "truth.safetensors")
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_sharding_and_strategy_change_and_the_truth_does_not(name: str, tmp_path: Path) -> None:
+    truth = truth_of(name)
+    for number, (to, strategy) in enumerate(TARGETS):
+        target = tmp_path / str(number)
+        paddle_reshard.convert(
+            checkpoint(name),
+            target,
+            to=to,
+            sharding_strategy=strategy,
+            format="hybrid-plain",
+            layout={"stage3_segment_size": 512},
+        )
+        oracle.assert_same_tensors(oracle.read_checkpoint(target, oracle.shapes_of(truth)), truth)
+        assert paddle_reshard.verify(checkpoint(name), target).equal
+
+
+@pytest.mark.parametrize("source", HYBRID)
+@pytest.mark.parametrize(("suffix", "to"), [("single", "tp=1"), ("sh2_s1v2_meta", "sharding=2")])
+def test_structure_is_that_of_the_trainer(source: str, suffix: str, to: str, tmp_path: Path) -> None:
+    if source.endswith("single") and suffix != "single":
+        pytest.skip("a source without model_meta.json does not tell what is in it")
+    real = checkpoint(f"{source.removesuffix('_single').removesuffix('_sh2_s1v2_meta')}_{suffix}")
+    paddle_reshard.convert(checkpoint(source), tmp_path / "converted", to=to)
+    oracle.assert_same_structure(oracle.structure(tmp_path / "converted"), oracle.structure(real))
+    if suffix != "single":
+        written, expected = (
+            oracle.ordered_json(folder / "model_meta.json") for folder in (tmp_path / "converted", real)
+        )
+        assert written == expected
+
+
+@pytest.mark.parametrize("name", [*HYBRID, *FLEX])
+def test_a_flex_checkpoint_holds_the_truth(name: str, tmp_path: Path) -> None:
+    paddle_reshard.convert(checkpoint(name), tmp_path / "flex", format="flex", config=config_of(name))
+    found = {}
+    for folder in ("model_state", "master_weight", "optimizer_state"):
+        arrays = load(tmp_path / "flex" / folder / "0_0.distcp")
+        arrays.pop("StructuredToParameterName@@")
+        found |= {key: bits(value) for key, value in arrays.items()}
+    truth = {key: array.tobytes() for key, array in truth_of(name).items()}
+    assert found.items() <= truth.items()
+    assert set(found.values()) == set(
+        truth.values()
+    )  # the trainer writes states of tied weights under one key
+
+
+REFUSED = [
+    ("families/phi3_single", {"to": "tp=2"}, r"no rule table knows it, .*what tp=2 changes"),
+    ("families/phi3_single", {"to": "pp=2"}, r"no rule table knows it, .*what pp=2 changes"),
+    ("families/qwen3_next_single", {"to": "sharding=2,ep=2"}, r"what ep=2 changes"),
+    (
+        "families/phi3_single",
+        {"to": "sharding=2"},
+        r"is_distributed in model_meta\.json; --format hybrid-plain",
+    ),
+    ("families/phi3_single", {"format": "huggingface"}, r"does not say what it is in a Hugging Face"),
+    ("families/phi3_single", {"format": "auto-parallel"}, r"no rule table knows it, .*auto-parallel"),
+    ("families/phi3_pp2", {"to": "tp=1"}, r"no rule table knows it"),
+    ("families/qwen3_next_mp2", {"to": "tp=1"}, r"no rule table knows it"),
+    (
+        "families/paddleocr_vl_single",
+        {"to": "sharding=2", "format": "hybrid-plain"},
+        r"has no optimizer state: .* not known",
+    ),
+    (FLEX[0], {"to": "tp=1"}, r"the order of parameters, and their names"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "message"), REFUSED)
+def test_what_only_a_rule_tells_is_not_guessed(
+    name: str, options: dict, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ReshardError) as caught:
+        paddle_reshard.convert(checkpoint(name), tmp_path / "target", config=config_of(name), **options)
+    assert re.search(message, str(caught.value), re.DOTALL)
+    assert not (tmp_path / "target").exists()
+
+
+def arrays_of(path: Path) -> dict[str, tuple[int, ...]]:
+    """Key → shape of everything in a file, read without the converter."""
+    if path.suffix == ".safetensors":
+        return {key: tuple(entry["shape"]) for key, entry in deserialize(path.read_bytes())}
+    found: dict[str, tuple[int, ...]] = {}
+    for key, value in load(path).items():
+        for inner, array in value.items() if isinstance(value, dict) else [("", value)]:
+            array = array[1] if isinstance(array, tuple) else array
+            if isinstance(array, np.ndarray):
+                found[f"{key}/{inner}" if inner else key] = array.shape
+    return found
+
+
+@pytest.mark.parametrize("name", case_names("families"))
+def test_inspect_describes_every_family(name: str) -> None:
+    source = checkpoint(name)
+    found = paddle_reshard.inspect(source, config=config_of(name))
+    if not found.stored:
+        shapes = oracle.shapes_of(truth_of(name))
+        assert {t.key: t.global_shape for t in found.tensors if not t.missing} == {
+            t.key: shapes[t.key] for t in found.tensors if not t.missing
+        }
+        assert shapes.keys() >= {t.key for t in found.tensors} or found.rules is None
+        return
+    assert (
+        "no rule table knows it" in found.rules
+        or "no optimizer file" in found.rules
+        or "5 dims" in found.rules
+    )
+    held: dict[str, dict[str, tuple[int, ...]]] = {}
+    for array in found.stored:
+        held.setdefault(array.file, {})[array.key] = array.shape
+    assert held == {file: arrays_of(source / file) for file in held}
+    files = {str(p.relative_to(source)): p for p in source.rglob("*") if p.suffix in SUFFIXES}
+    assert held.keys() == {file for file in files.keys() - {"scheduler.pdparams"} if arrays_of(files[file])}
+
+
+@pytest.mark.parametrize(
+    ("name", "topology"), [("qwen3_next_mp2", "tp=2"), ("phi3_pp2", "pp=2"), ("glm_ocr_single", "tp=1")]
+)
+def test_inspect_tells_topology_and_states_by_the_files(name: str, topology: str) -> None:
+    found = paddle_reshard.inspect(checkpoint(f"families/{name}"))
+    assert str(found.topology) == topology
+    optimizer = {"master_weight", "moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc"}
+    assert {state.state for state in found.states} == {"param", *optimizer}
+    elements = {state.state: state.elements for state in found.states}
+    assert elements["moment1"] == elements["moment2"] >= elements["master_weight"]
