@@ -63,6 +63,7 @@ CONVERTED = {
     "states/uc_rmmaster_sh2_s1v1": None,
     "states/uc_skipmodel_sh2_s1v1": None,
     "families/deepseek_v3_mtp_single": None,
+    "families/ernie4_5_moe_vl_saved": None,
     "families/ernie4_5_single": None,
     "families/paddleocr_vl_sh2_s1v2_meta": None,
     "families/paddleocr_vl_single": None,
@@ -86,7 +87,6 @@ NO_ORDER = r"model type '{}': no rule table knows it, .* the order of parameters
 NO_TABLE = r"model type '{}': no rule table knows it .* pass it with --rules FILE"
 REFUSED = {
     "states/uc_quantO1_sh2_s1v1": r"ckpt_quant_stage is O1: .* save with ckpt_quant_stage O0",
-    "families/ernie4_5_moe_vl_saved": NO_TABLE.format("ernie4_5_moe_vl"),
     "families/gemma3_text_fc_sh2_s1v2": NO_ORDER.format("gemma3_text"),
     "families/gemma3_text_single_tohf": NO_TABLE.format("gemma3_text"),
     "families/glm4v_moe_mp2": NO_TABLE.format("glm4v_moe"),

@@ -45,15 +45,23 @@ def test_sharding_and_strategy_change_and_the_truth_does_not(name: str, tmp_path
         assert paddle_reshard.verify(checkpoint(name), target).equal
 
 
-@pytest.mark.parametrize("source", HYBRID)
-@pytest.mark.parametrize(("suffix", "to"), [("single", "tp=1"), ("sh2_s1v2_meta", "sharding=2")])
-def test_structure_is_that_of_the_trainer(source: str, suffix: str, to: str, tmp_path: Path) -> None:
-    if source.endswith("single") and suffix != "single":
-        pytest.skip("a source without model_meta.json does not tell what is in it")
-    real = checkpoint(f"{source.removesuffix('_single').removesuffix('_sh2_s1v2_meta')}_{suffix}")
+STRUCTURES = [
+    (f"families/{family}_{source}", f"families/{family}_{target}", to)
+    for family in FAMILIES
+    for source, target, to in (
+        ("single", "single", "tp=1"),
+        ("sh2_s1v2_meta", "single", "tp=1"),
+        ("sh2_s1v2_meta", "sh2_s1v2_meta", "sharding=2"),
+    )
+]
+
+
+@pytest.mark.parametrize(("source", "sibling", "to"), STRUCTURES)
+def test_structure_is_that_of_the_trainer(source: str, sibling: str, to: str, tmp_path: Path) -> None:
+    real = checkpoint(sibling)
     paddle_reshard.convert(checkpoint(source), tmp_path / "converted", to=to)
     oracle.assert_same_structure(oracle.structure(tmp_path / "converted"), oracle.structure(real))
-    if suffix != "single":
+    if to != "tp=1":
         written, expected = (
             oracle.ordered_json(folder / "model_meta.json") for folder in (tmp_path / "converted", real)
         )
@@ -85,6 +93,7 @@ REFUSED = [
         r"is_distributed in model_meta\.json; --format hybrid-plain",
     ),
     ("families/phi3_single", {"format": "huggingface"}, r"does not say what it is in a Hugging Face"),
+    ("families/phi3_single", {"format": "unified"}, r"no rule table knows it, .* unified checkpoint"),
     ("families/phi3_single", {"format": "auto-parallel"}, r"no rule table knows it, .*auto-parallel"),
     ("families/phi3_pp2", {"to": "tp=1"}, r"no rule table knows it"),
     ("families/qwen3_next_mp2", {"to": "tp=1"}, r"no rule table knows it"),
