@@ -22,6 +22,9 @@ from paddle_reshard.pipeline.layouts.rules import LoraRule, Rule, RuleTable, exp
 
 AUTOMATIC = "eager_tmp"
 """The class of a tensor that nobody named."""
+UNNAMED_PARAMETER = "_eager_param_base"
+"""The class of a parameter that nobody named. Its number is that of all parameters that the process built before it:
+Paddle draws such a name for every parameter, and gives it up for those that have one of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +202,20 @@ def predict_parameter_names(
     counters: dict[str, int] = {}
     modules: dict[str, str] = {}
     names: dict[str, str] = {}
-    for tensor in tensors:
+    built = 0
+    for tensor in _in_building_order(tensors):
         if tensor.tied_to in names:
             names[tensor.key] = names[tensor.tied_to or ""]
             continue
+        for discarded in tensor.rule.discards:
+            name_class = discarded.class_for(tp, sequence_parallel)
+            counters[name_class] = counters.get(name_class, 0) + 1
+        built += len(tensor.rule.discards)
         name_class = tensor.rule.class_for(pp, tp, sequence_parallel, ep)
+        if name_class == UNNAMED_PARAMETER:
+            names[tensor.key] = f"{UNNAMED_PARAMETER}_{built}"
+            built += 1
+            continue
         if name_class == AUTOMATIC:
             count = counters.get(name_class, 0)
             counters[name_class] = count + 1
@@ -212,6 +224,8 @@ def predict_parameter_names(
         module, _, leaf = tensor.key.rpartition(".")
         if tensor.rule.first_number:  # of another layer, in the place of the one that holds the weight
             module = f"{module} with LoRA"
+        else:
+            built += 1
         if tensor.rule.parameter_name is not None:
             count = counters.get(name_class, 0)
             counters[name_class] = count + 1
@@ -229,4 +243,25 @@ def predict_parameter_names(
         count = counters.get(parameter, tensor.rule.first_number)
         counters[parameter] = count + 1
         names[tensor.key] = f"{parameter}_{count}"
-    return names
+    return {tensor.key: names[tensor.key] for tensor in tensors}
+
+
+def _in_building_order(
+    tensors: Sequence[ModelTensor | NamedTensor],
+) -> Sequence[ModelTensor | NamedTensor]:
+    """Tensors of a cell in the order in which their parameters are built, where rows say that it is another one."""
+    keys = {tensor.key for tensor in tensors}
+    later: dict[str, list[ModelTensor | NamedTensor]] = {}
+    first: list[ModelTensor | NamedTensor] = []
+    for tensor in tensors:
+        rule = tensor.rule
+        after = rule.fill_in(rule.built_after, tensor.key) if rule.built_after else None
+        (first if after is None or after not in keys else later.setdefault(after, [])).append(tensor)
+    if not later:
+        return tensors
+    ordered: list[ModelTensor | NamedTensor] = []
+    waiting = first[::-1]
+    while waiting:
+        ordered.append(waiting.pop())
+        waiting += later.pop(ordered[-1].key, [])[::-1]
+    return ordered

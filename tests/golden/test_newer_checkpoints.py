@@ -69,16 +69,19 @@ CONVERTED = {
     "families/paddleocr_vl_single": None,
     "families/phi3_sh2_s1v2_meta": None,
     "families/phi3_single": None,
-    "families/qwen3_next_sh2_s1v2_meta": None,
-    "families/qwen3_next_single": None,
     "families/qwen2_single": None,
     "families/qwen3_moe_fused_single": None,
+    "families/qwen3_next_fc_sh2_s1v2": None,
+    "families/qwen3_next_mp2": None,
+    "families/qwen3_next_sh2_s1v2_meta": None,
+    "families/qwen3_next_single": None,
+    "families/qwen3_next_single_tohf": None,
     "families/qwen3_single": None,
 }
 """Case → the case of the same model whose ``config.json`` it needs, where it has none."""
 LOST = {"dsv3": "*.gate.e_score_correction_bias", "ernie45": "*.moe_statics.e_score_correction_bias"}
 """Family → buffers that the trainer loses where it writes ``model_meta.json``."""
-DRIFTED = ("states/dsv3_mtp_mp2",)
+DRIFTED = ("states/dsv3_mtp_mp2", "families/qwen3_next_mp2")
 """Cases whose tensors drift apart between tp ranks, in the trainer."""
 
 NO_ROW = r"no row of the paddleformers rule table '{}' fits; .* pass it with --rules FILE"
@@ -98,9 +101,6 @@ REFUSED = {
     "families/qwen2_5_vl_mp2": NO_TABLE.format("qwen2_5_vl"),
     "families/qwen2_5_vl_single": DIMS,
     "families/qwen2_5_vl_single_tohf": NO_TABLE.format("qwen2_5_vl"),
-    "families/qwen3_next_fc_sh2_s1v2": NO_ORDER.format("qwen3_next"),
-    "families/qwen3_next_mp2": NO_TABLE.format("qwen3_next"),
-    "families/qwen3_next_single_tohf": NO_TABLE.format("qwen3_next"),
     "families/qwen3_vl_moe_fc_sh2_s1v2": DIMS,
     "families/qwen3_vl_moe_single": DIMS,
     "families/qwen3_vl_sh2_s1v2_meta": DIMS,

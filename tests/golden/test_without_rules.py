@@ -1,8 +1,14 @@
-"""Families that no rule table knows: what their own files tell is enough for every change that needs no rule."""
+"""Families that no rule table knows: what their own files tell is enough for every change that needs no rule.
+
+Real checkpoints whose ``config.json`` names a model type that is in no table.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,17 +30,49 @@ SUFFIXES = (".pdparams", ".pdopt", ".distcp", ".safetensors")
 TARGETS = [("sharding=2", "stage1v2"), ("sharding=3", "stage1v1"), ("sharding=2", "stage3")]
 
 
+@pytest.fixture(scope="module")
+def unknown(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The checkpoint of a case as that of a family that no rule table knows."""
+    made: dict[str, Path] = {}
+
+    def of_case(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("unknown") / checkpoint(name).name
+            shutil.copytree(checkpoint(name), made[name])
+            path = made[name] / "config.json"
+            if path.exists():
+                config = json.loads(path.read_text()) | {"model_type": "newest"}
+                path.write_text(json.dumps(config, indent=2))
+        return made[name]
+
+    return of_case
+
+
+@pytest.fixture(scope="module")
+def config_for(unknown: Callable[[str], Path]) -> Callable[[str], Path | None]:
+    """The ``config.json`` of a sibling, for a case that has none."""
+
+    def of_case(name: str) -> Path | None:
+        if (unknown(name) / "config.json").exists():
+            return None
+        return unknown(f"{name.partition('_fc_')[0]}_single") / "config.json"
+
+    return of_case
+
+
 def truth_of(name: str) -> oracle.Tensors:
     return oracle.read_truth(case_directory(name) / "truth.safetensors")
 
 
 @pytest.mark.parametrize("name", HYBRID)
-def test_sharding_and_strategy_change_and_the_truth_does_not(name: str, tmp_path: Path) -> None:
+def test_sharding_and_strategy_change_and_the_truth_does_not(
+    name: str, unknown: Callable[[str], Path], tmp_path: Path
+) -> None:
     truth = truth_of(name)
     for number, (to, strategy) in enumerate(TARGETS):
         target = tmp_path / str(number)
         paddle_reshard.convert(
-            checkpoint(name),
+            unknown(name),
             target,
             to=to,
             sharding_strategy=strategy,
@@ -42,7 +80,7 @@ def test_sharding_and_strategy_change_and_the_truth_does_not(name: str, tmp_path
             layout={"stage3_segment_size": 512},
         )
         oracle.assert_same_tensors(oracle.read_checkpoint(target, oracle.shapes_of(truth)), truth)
-        assert paddle_reshard.verify(checkpoint(name), target).equal
+        assert paddle_reshard.verify(unknown(name), target).equal
 
 
 STRUCTURES = [
@@ -57,9 +95,11 @@ STRUCTURES = [
 
 
 @pytest.mark.parametrize(("source", "sibling", "to"), STRUCTURES)
-def test_structure_is_that_of_the_trainer(source: str, sibling: str, to: str, tmp_path: Path) -> None:
+def test_structure_is_that_of_the_trainer(
+    source: str, sibling: str, to: str, unknown: Callable[[str], Path], tmp_path: Path
+) -> None:
     real = checkpoint(sibling)
-    paddle_reshard.convert(checkpoint(source), tmp_path / "converted", to=to)
+    paddle_reshard.convert(unknown(source), tmp_path / "converted", to=to)
     oracle.assert_same_structure(oracle.structure(tmp_path / "converted"), oracle.structure(real))
     if to != "tp=1":
         written, expected = (
@@ -69,8 +109,10 @@ def test_structure_is_that_of_the_trainer(source: str, sibling: str, to: str, tm
 
 
 @pytest.mark.parametrize("name", [*HYBRID, *FLEX])
-def test_a_flex_checkpoint_holds_the_truth(name: str, tmp_path: Path) -> None:
-    paddle_reshard.convert(checkpoint(name), tmp_path / "flex", format="flex", config=config_of(name))
+def test_a_flex_checkpoint_holds_the_truth(
+    name: str, unknown: Callable[[str], Path], config_for: Callable[[str], Path | None], tmp_path: Path
+) -> None:
+    paddle_reshard.convert(unknown(name), tmp_path / "flex", format="flex", config=config_for(name))
     found = {}
     for folder in ("model_state", "master_weight", "optimizer_state"):
         arrays = load(tmp_path / "flex" / folder / "0_0.distcp")
@@ -108,10 +150,15 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "options", "message"), REFUSED)
 def test_what_only_a_rule_tells_is_not_guessed(
-    name: str, options: dict, message: str, tmp_path: Path
+    name: str,
+    options: dict,
+    message: str,
+    unknown: Callable[[str], Path],
+    config_for: Callable[[str], Path | None],
+    tmp_path: Path,
 ) -> None:
     with pytest.raises(ReshardError) as caught:
-        paddle_reshard.convert(checkpoint(name), tmp_path / "target", config=config_of(name), **options)
+        paddle_reshard.convert(unknown(name), tmp_path / "target", config=config_for(name), **options)
     assert re.search(message, str(caught.value), re.DOTALL)
     assert not (tmp_path / "target").exists()
 
@@ -156,8 +203,10 @@ def test_inspect_describes_every_family(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "topology"), [("qwen3_next_mp2", "tp=2"), ("phi3_pp2", "pp=2"), ("glm_ocr_single", "tp=1")]
 )
-def test_inspect_tells_topology_and_states_by_the_files(name: str, topology: str) -> None:
-    found = paddle_reshard.inspect(checkpoint(f"families/{name}"))
+def test_inspect_tells_topology_and_states_by_the_files(
+    name: str, topology: str, unknown: Callable[[str], Path]
+) -> None:
+    found = paddle_reshard.inspect(unknown(f"families/{name}"))
     assert str(found.topology) == topology
     optimizer = {"master_weight", "moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc"}
     assert {state.state for state in found.states} == {"param", *optimizer}

@@ -151,12 +151,17 @@ CONFIG = {
     "n_shared_experts": 2,
     "moe_num_experts": 4,
     "moe_num_shared_experts": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
 }
 
 
 def test_the_families_that_are_known() -> None:
     former = ["deepseek_v3", "ernie4_5", "ernie4_5_moe", "glm4_moe", "gpt_oss", "llama"]
-    former += ["qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]
+    former += ["qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"]
     nlp = ["deepseek_v2", "deepseek_v3", "gpt", "llama", "qwen2", "qwen2_moe"]
     for convention, families in {"paddleformers": former, "paddlenlp": nlp}.items():
         assert sorted(t.family for t in TABLES.values() if t.convention == convention) == families

@@ -119,6 +119,20 @@ def test_a_comment_is_allowed() -> None:
             "toy.json: 'items': 'mtp' is built before 'norm', which is none of them",
         ),
         (
+            table_of([row(built_after="toy.norm")]),
+            "toy.json: the row of 'toy.layers.{layer}.up.weight': it is built after 'toy.norm', which is no row",
+        ),
+        (
+            table_of([row(built_after="toy.norm"), row(key="toy.norm")]),
+            "toy.json: the row of 'toy.layers.{layer}.up.weight': it is built after 'toy.norm', which has other "
+            "numbers in its key",
+        ),
+        (
+            table_of([row(built_after="toy.layers.{layer}.up.weight")]),
+            "toy.json: the row of 'toy.layers.{layer}.up.weight': it is built after 'toy.layers.{layer}.up.weight', "
+            "and that after it",
+        ),
+        (
             {name: value for name, value in table_of([row()]).items() if name != "convention"},
             'toy.json: \'convention\' is missing in {"family": "toy", "model_types": ["toy"], "items": [{"name": '
             '"embedding", "layer_class": "EmbeddingPipe"}, {"name": "la…',

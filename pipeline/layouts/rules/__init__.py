@@ -38,6 +38,20 @@ class HuggingFaceForm:
 
 
 @dataclass(frozen=True, slots=True)
+class Discarded:
+    """A parameter that the library builds and gives up for another one; it only counts in the names of others."""
+
+    name_class: str
+    """Layer class, as in a row."""
+    name_class_sp: str | None = None
+    """Layer class under sequence parallelism (tp > 1), where it differs."""
+
+    def class_for(self, tp: int, sequence_parallel: bool) -> str:
+        """Layer class in a job."""
+        return (tp > 1 and sequence_parallel and self.name_class_sp) or self.name_class
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """One row: every tensor whose key fits ``key``."""
 
@@ -79,6 +93,10 @@ class Rule:
     """Whether it comes before the experts in the unified layer of expert parallelism."""
     parameter_name: str | None = None
     """The whole parameter name where the library gives it: ``{n}`` counts, ``{layer}`` is the decoder layer."""
+    built_after: str | None = None
+    """Key of the row right after whose tensor it is built, where rows, as the files, have another order."""
+    discards: tuple[Discarded, ...] = ()
+    """What the library builds right before it, and gives up."""
     where: Mapping[str, Any] = field(default_factory=dict)
     """Config entries that must have these values for the row to apply."""
     huggingface: HuggingFaceForm | None = None
@@ -403,8 +421,9 @@ def parse_rule_table(text: str, where: str) -> RuleTable:
         raise UsageError(f"{where}: {error}") from error
     except JsonError as error:
         raise UsageError(f"{where}: not valid JSON: {error}") from error
+    after = {row.key: row.built_after for row in table.rules}
     for row in table.rules:
-        if fault := _placeholder_fault(row) or _form_fault(row):
+        if fault := _placeholder_fault(row) or _form_fault(row) or _order_fault(row, after):
             raise UsageError(f"{where}: the row of {row.key!r}: {fault}")
     if unknown := {rule.item for rule in table.rules} - {item.name for item in table.items}:
         raise UsageError(f"{where}: rules name the items {sorted(unknown)}, which are not in 'items'")
@@ -454,6 +473,20 @@ def _placeholder_fault(rule: Rule) -> str | None:
     ):
         if set(_PLACEHOLDER.findall(text)) - {*known}:
             return f"only {' and '.join(known)} stand in braces of {name_of_text}"
+    return None
+
+
+def _order_fault(rule: Rule, after: Mapping[str, str | None]) -> str | None:
+    """What is wrong with the place that a row says it is built in; ``after`` says it for every row."""
+    seen = [rule.key]
+    while (before := after[seen[-1]]) is not None:
+        if before not in after:
+            return f"it is built after {before!r}, which is no row"
+        if sorted(_PLACEHOLDER.findall(before)) != sorted(_PLACEHOLDER.findall(rule.key)):
+            return f"it is built after {before!r}, which has other numbers in its key"
+        if before in seen:
+            return f"it is built after {before!r}, and that after it"
+        seen.append(before)
     return None
 
 
