@@ -47,7 +47,7 @@ from paddle_reshard.pipeline.layouts.formats import DEFAULT, FORMATS, names_of
 from paddle_reshard.pipeline.layouts.mtp import configured_without_mtp, without_mtp
 from paddle_reshard.pipeline.layouts.reading import read_json
 from paddle_reshard.pipeline.layouts.sidecars import average_divisor
-from paddle_reshard.pipeline.layouts.targets import check_left, join, lay_out
+from paddle_reshard.pipeline.layouts.targets import check_left, join, lay_out, starts_anew
 from paddle_reshard.pipeline.layouts.vocab import resize_vocabulary
 from paddle_reshard.pipeline.planning.checks import held_parameters
 from paddle_reshard.pipeline.planning.metadata import FREE_BYTES, check_metadata
@@ -135,6 +135,10 @@ class ConversionPlan(Shown):
         for number, target in enumerate(targets):
             where = f"{places[number]}: " if places else ""
             facts.append((self._of(number, "to"), f"{where}{target.form.in_words()}"))
+            if starts_anew(self.source, target.form):
+                arguments = FORMATS[target.form.format].starts_with
+                anew = f"the source holds parameters only; a job starts from them with {arguments}"
+                facts.append((self._of(number, "optimizer"), anew))
         files = len(plan.target_files) + len(plan.carried)
         held = [tensor for tensor in self.source.model.tensors if not (tensor.of_base and tensor.missing)]
         facts += [

@@ -59,8 +59,8 @@ class Format(Protocol):
         """Whether it holds a model and nothing of a training job: whatever else a source has is left out on purpose."""
 
     @property
-    def needs_states(self) -> str:
-        """Why it has to hold states of what is trained, for a refusal; empty where it may hold weights alone."""
+    def starts_with(self) -> str:
+        """Arguments with which a job starts from its parameters alone; empty where nothing but the files tells."""
 
     @property
     def no_place(self) -> tuple[str, ...]:

@@ -40,21 +40,15 @@ def lay_out(
     PlanError
         If the source cannot become this target.
     """
-    format, source_format = FORMATS[target.format], FORMATS[source.format]
+    format = FORMATS[target.format]
     if wanted.model.has_lora and not format.holds_lora:
         holding = names_of((other for other in FORMATS.values() if other.holds_lora), "or")
         raise UnsupportedError(
             f"the source holds LoRA, for which the format {format.name} has no place here; convert to {holding}"
         )
     _check_optimizer(wanted.model, format)
-    # The optimizer files of a hybrid checkpoint tell that there is nothing in them.
-    if format.needs_states and not (
-        source_format.needs_states or any(tensor.trained for tensor in wanted.model.tensors)
-    ):
-        others = names_of((other for other in FORMATS.values() if not other.needs_states), "or")
-        raise PlanError(
-            f"the source holds parameters only; {format.needs_states}. Write the weights with --format {others}"
-        )
+    if starts_anew(source, target):
+        source, wanted = replace(source, has_optimizer=False), replace(wanted, has_optimizer=False)
     no_place = {state for name in format.no_place for state in DROPPABLE[name]}
     homeless = source.catalog.tensors.states & no_place
     laid_out = target.lay_out(source.without(homeless), wanted.without(homeless), sizes, folders)
@@ -63,6 +57,17 @@ def lay_out(
     return replace(
         laid_out, files=replace(laid_out.files, casts=casts), states_not_carried=states_not_carried
     )
+
+
+def starts_anew(source: Checkpoint, target: Target) -> bool:
+    """Whether a job that starts from the target has to make its optimizer anew, since the source holds parameters only.
+
+    The optimizer files of a hybrid checkpoint tell that there is nothing in them.
+    """
+    if not FORMATS[target.format].starts_with:
+        return False
+    told = FORMATS[source.format].starts_with and source.has_optimizer
+    return not (told or any(tensor.trained for tensor in source.model.tensors))
 
 
 def _check_optimizer(model: Model, format: Format) -> None:

@@ -616,3 +616,18 @@ def test_a_tensor_that_is_missing(renamed: str, message: str, tmp_path: Path) ->
     write_safetensors(path, {k: entry for k, entry in _read(tmp_path / "hf").items() if k != renamed})
     with pytest.raises(CheckpointError, match=message):
         _read_back(tmp_path / "hf", tmp_path / "unified")
+
+
+def test_a_job_of_any_topology_starts_from_it(tmp_path: Path) -> None:
+    """Its files are the real trainer's model_state, bit for bit, and nothing else that would look like a state."""
+    real = _checkpoint(_case("mp2pp2"))
+    paddle_reshard.convert(real, tmp_path / "hf", format="huggingface")
+    paddle_reshard.convert(tmp_path / "hf", tmp_path / "job", to="tp=2,pp=2", format="hybrid-plain")
+    files = sorted(path.name for path in real.glob("model_state.*"))
+    assert len(files) == 4
+    assert sorted(path.name for path in (tmp_path / "job").glob("*.pd*")) == files
+    for file in files:
+        ours, theirs = (oracle.load_with_paddle(folder / file) for folder in (tmp_path / "job", real))
+        assert ours.pop("StructuredToParameterName@@") == theirs.pop("StructuredToParameterName@@")
+        assert list(ours) == list(theirs)
+        assert all(np.array_equal(ours[key].view(np.uint16), theirs[key].view(np.uint16)) for key in theirs)

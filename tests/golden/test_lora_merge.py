@@ -132,7 +132,7 @@ WEIGHT = "model.layers.1.self_attn.o_proj.weight"
         ("lora_qwen2_single", {}, {}, r"is LoRA of qwen2 \(paddleformers\), .* a model of llama"),
         ("fp16_single", {}, {}, "holds no LoRA that could be merged"),
         ("lora_single", {}, {"lora_config": "lora_config.json"}, "has a lora_config.json of its own"),
-        ("lora_single", {}, {"format": "hybrid", "to": "tp=1"}, "parameters only"),
+        ("lora_single", {}, {"format": "hybrid", "to": "sharding=2"}, "parameters only"),
     ],
 )
 def test_what_cannot_be_merged_is_refused(

@@ -231,7 +231,7 @@ def test_a_number_of_files(files: object, tmp_path: Path) -> None:
 
 
 def test_weights_alone(tmp_path: Path) -> None:
-    """They are a unified checkpoint without states, and no hybrid one: its job would have nothing to go on from."""
+    """They are a checkpoint without states, from which a job starts with an optimizer of its own."""
     source, weights = _checkpoint(small_case("nlp_uc_mp2pp2")), tmp_path / "weights"
     shutil.copytree(
         source, weights, ignore=shutil.ignore_patterns("optimizer*", "master_weights*", "scheduler*")
@@ -243,5 +243,7 @@ def test_weights_alone(tmp_path: Path) -> None:
     assert paddle_reshard.verify(source, weights, subset=True).equal
     paddle_reshard.convert(source, tmp_path / "hf", format="huggingface")
     for holds_no_states in (weights, tmp_path / "hf"):
-        with pytest.raises(PlanError, match=r"parameters only.*optimizer states too"):
-            paddle_reshard.plan(holds_no_states, tmp_path / "hybrid", to="tp=1")
+        plan = paddle_reshard.plan(holds_no_states, tmp_path / "hybrid", to="tp=1")
+        assert "--ignore_load_lr_and_optim true" in dict(plan.facts())["optimizer"]
+        with pytest.raises(PlanError, match="sharding=2: the source holds parameters only"):
+            paddle_reshard.plan(holds_no_states, tmp_path / "hybrid", to="sharding=2")

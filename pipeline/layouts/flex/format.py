@@ -33,7 +33,7 @@ class DistFormat:
     """One folder, states under parameter names; else folders of PaddleFormers, structured names."""
     average_options: ClassVar[Mapping[str, str]] = {}
     model_only: ClassVar[bool] = False
-    needs_states: ClassVar[str] = ""
+    starts_with: ClassVar[str] = ""
     loses_tensors: ClassVar[bool] = False
     index_as: ClassVar[None] = None
 

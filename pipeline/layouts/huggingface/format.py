@@ -42,7 +42,7 @@ class HuggingFaceFormat:
     options: ClassVar[Mapping[str, FormatOption]] = _OPTIONS
     average_options: ClassVar[Mapping[str, str]] = {"state": EMA}
     model_only: ClassVar[bool] = True
-    needs_states: ClassVar[str] = ""
+    starts_with: ClassVar[str] = ""
     no_place: ClassVar[tuple[str, ...]] = ()
     holds_lora: ClassVar[bool] = True
     special_optimizers: ClassVar[tuple[str, ...]] = ()

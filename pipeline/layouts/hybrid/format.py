@@ -49,9 +49,7 @@ class HybridFormat:
     options: ClassVar[Mapping[str, FormatOption]] = _OPTIONS
     average_options: ClassVar[Mapping[str, str]] = {}
     model_only: ClassVar[bool] = False
-    needs_states: ClassVar[str] = (
-        "a hybrid checkpoint is for a job to go on from, which needs their master weights and optimizer states too"
-    )
+    starts_with: ClassVar[str] = "--load_checkpoint_format sharding_io --ignore_load_lr_and_optim true"
     no_place: ClassVar[tuple[str, ...]] = ()
     holds_lora: ClassVar[bool] = True
     special_optimizers: ClassVar[tuple[str, ...]] = ("AdamWMini",)

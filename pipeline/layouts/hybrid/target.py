@@ -122,6 +122,11 @@ class HybridTarget:
                 f"{self.topology}: the source holds parameters only, and sharding shares out what an optimizer keeps, "
                 "which there is none of; leave sharding out"
             )
+        if not source.has_optimizer and wanted.has_ema:
+            raise PlanError(
+                "the source holds parameters and their average only, and a hybrid checkpoint without an optimizer has "
+                "no place for the average; leave it out with --drop ema"
+            )
         sidecars = plan_sidecars(sizes, folders, wanted, source.model.config, self.topology)
         files = add_literal_files(layout_hybrid(wanted, self), sidecars.written)
         return LaidOut(source.catalog, files, sidecars.carried, (*sidecars.not_carried, *of_base))

@@ -27,7 +27,7 @@ class UnifiedFormat:
     }
     average_options: ClassVar[Mapping[str, str]] = {}
     model_only: ClassVar[bool] = False
-    needs_states: ClassVar[str] = ""
+    starts_with: ClassVar[str] = ""
     no_place: ClassVar[tuple[str, ...]] = ("ema",)
     holds_lora: ClassVar[bool] = False
     special_optimizers: ClassVar[tuple[str, ...]] = ()
