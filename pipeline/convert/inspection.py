@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from paddle_reshard.pipeline.convert.inputs import given_inputs
 from paddle_reshard.pipeline.convert.options import check_names, takes
@@ -16,6 +15,7 @@ from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, Pl
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import CONFIG
 from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
+from paddle_reshard.pipeline.core.stored import StoredTensor
 from paddle_reshard.pipeline.core.tensors import (
     ACCUMULATORS,
     DTYPES,
@@ -38,9 +38,6 @@ from paddle_reshard.pipeline.layouts.rules import RuleTable, library_of
 from paddle_reshard.pipeline.layouts.rules.literal import StoredTable, is_known
 from paddle_reshard.storage.locate import open_source, source_access
 from paddle_reshard.tasks.index import index_here
-
-if TYPE_CHECKING:
-    from paddle_reshard.pipeline.indexing.as_stored import StoredTensor
 
 
 @dataclass(frozen=True, slots=True)

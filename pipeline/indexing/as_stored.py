@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
-from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.stored import StoredTensor
 from paddle_reshard.pipeline.core.tensors import (
     ACCUMULATORS,
     EMA_MASTER_WEIGHT,
@@ -27,27 +26,6 @@ _ACCUMULATOR: Final = re.compile(
 _MASTERS: Final = "master_weight"
 _AXES: Final = {"tp": "tp", "pp": "pp", "shard": "sharding", "ep": "ep", "moe": "dp"}
 """Coordinate in the name of a file → axis."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """An array as a file holds it: a whole tensor, or the piece of a rank."""
-
-    file: str
-    key: str
-    """In the file; keys of nested dicts are joined by ``/``."""
-    state: str
-    """What it is by its key and the name of the file."""
-    shape: Shape
-    dtype: str
-
-    @property
-    def elements(self) -> int:
-        """How many elements it has."""
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
 
 
 def stored_tensors(files: SourceFiles, index_files: IndexFiles) -> list[StoredTensor]:

@@ -71,6 +71,7 @@ if TYPE_CHECKING:
         StepStarted,
         Waiting,
     )
+    from paddle_reshard.pipeline.core.stored import StoredTensor
     from paddle_reshard.pipeline.core.tensors import DType, Tensor
     from paddle_reshard.pipeline.core.topology import Topology
     from paddle_reshard.pipeline.core.units import PathLike
@@ -142,6 +143,7 @@ __all__ = [
     "RuleError",
     "StaleSessionError",
     "StateSummary",
+    "StoredTensor",
     "StepEnded",
     "StepStarted",
     "StorageOptions",
@@ -173,6 +175,7 @@ __all__ = [
 
 _HOMES = {
     # What a checkpoint is, and what it becomes: `inspect`, `plan`, `convert`, `ema`, `verify` and `clean` as functions
+    "pipeline.core.stored": ("StoredTensor",),
     "pipeline.convert.inspection": ("Inspection", "StateSummary", "inspect"),
     "pipeline.layouts.lora_config": ("Adapter",),
     "pipeline.layouts.model": ("ModelTensor",),
