@@ -177,13 +177,15 @@ def inspect(
 
 _WITHOUT_RULES = (
     "no rule table knows this family: only what its files tell can be changed, which is sharding and its strategy, and "
-    "the format to flex"
+    "the format to FlexCheckpoint"
 )
 
 
 def _is_unknown(files: SourceFiles, tables: Sequence[RuleTable]) -> bool:
     """Whether there are tensor files, of a family that no rule table knows."""
     config = files.config() if CONFIG in files.sizes else files.given_config or {}
+    if any(name.startswith("checkpoint-") for name in files.store.folders):
+        return False  # the folder of a run
     return bool(files.pickles or files.safetensors) and not is_known(tables, config)
 
 

@@ -52,6 +52,7 @@ ABOUT_SOMETHING_ELSE = {
     "pipeline/core/suggest.py": "words of other tools, and which of ours they may mean",
     "pipeline/layouts/weights.py": "the entry of a rule that says what a tensor is called in transformers",
     "pipeline/layouts/formats.py": "the table",
+    "pipeline/indexing/as_stored.py": "degrees in names of files that no format could read",
     "pipeline/ema/async_ema.py": "writes the averages of a running job, as its trainer does",
     "pipeline/ema/flex.py": "writes the averages of a running job, as its trainer does",
     "pipeline/ema/paddle_objects.py": "describes tensors of a running job by the boxes of a dist checkpoint",

@@ -338,7 +338,12 @@ def _check_stored(table: StoredTable, config: Mapping[str, Any], target: HybridT
     degrees = {"tp": topology.tp, "pp": topology.pp, "ep": topology.ep}
     if table.convention == "paddlenlp":  # which spreads experts over data-parallel ranks
         degrees["dp"] = topology.dp
-    table.check_job(config, degrees, target.writes_meta)
+    table.check_job(config, degrees)
+    if target.writes_meta and not table.marked:
+        missing = (
+            f"which tensors are is_distributed in {MODEL_META}; --format {HYBRID_PLAIN} does not need it"
+        )
+        table.refuse(config, missing)
 
 
 def layout_hybrid(checkpoint: Checkpoint, target: HybridTarget) -> TargetFiles:

@@ -95,15 +95,13 @@ class StoredTable(LiteralTable):
     marked: bool = False
     """Whether the files tell of every tensor whether it is ``is_distributed``."""
 
-    def check_job(self, config: Config, degrees: dict[str, int], with_meta: bool) -> None:
+    def check_job(self, config: Config, degrees: dict[str, int]) -> None:
         """Refuse a hybrid-parallel target of which the files do not tell everything.
 
         Parameters
         ----------
         degrees
             Axis → degree in the target, of the axes that change more than which rank holds an optimizer state.
-        with_meta
-            Whether ``model_meta.json`` is written.
 
         Raises
         ------
@@ -115,11 +113,6 @@ class StoredTable(LiteralTable):
         if parallel := ", ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1):
             self.refuse(
                 config, f"what {parallel} changes: how tensors are cut or distributed, and their names"
-            )
-        if with_meta and not self.marked:
-            self.refuse(
-                config,
-                "which tensors are is_distributed in model_meta.json; --format hybrid-plain does not need it",
             )
 
     def refuse(self, config: Config, missing: str) -> NoReturn:
