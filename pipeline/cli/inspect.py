@@ -57,6 +57,6 @@ def _show_inspection(found: Inspection, tensors: bool) -> None:
     rows = []
     for tensor in found.tensors:
         cut = "replicated" if tensor.rule.split is None else f"tp cuts dim {tensor.rule.split}"
-        fused = f", {tensor.rule.parts} fused parts" if tensor.rule.parts > 1 else ""
+        fused = f", {tensor.rule.fused_parts} fused parts" if tensor.rule.fused_parts > 1 else ""
         rows.append((tensor.key, str(list(tensor.global_shape)), tensor.dtype.name, cut + fused))
     print_table(("tensor", "shape", "dtype", "rule"), rows)

@@ -84,7 +84,9 @@ class Model:
         """How ``tp`` ranks cut a tensor of this model; experts distributed over ``ep`` or ``tp`` ranks are not cut."""
         if expert_axis in ("ep", "tp") and tensor.rule.of_expert:
             return TensorCut(1, None)
-        return TensorCut(tp, tensor.rule.split_dim(self.config, tp, tensor.key), tensor.rule.parts)
+        return TensorCut(
+            tp, tensor.rule.split_dim(self.config, tp, tensor.key), tensor.rule.shares(self.config)
+        )
 
 
 def read_model(tensors: Sequence[Tensor], table: RuleTable, config: Mapping[str, Any]) -> Model:

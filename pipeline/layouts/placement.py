@@ -9,8 +9,9 @@ where logical parts are fused).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 import numpy as np
@@ -30,11 +31,17 @@ from paddle_reshard.pipeline.core.tensors import DTYPES, DType
 
 @dataclass(frozen=True, slots=True)
 class TensorCut:
-    """How tensor parallelism cuts one tensor: ``tp`` ranks along ``dim``, each of ``parts`` fused parts."""
+    """How tensor parallelism cuts one tensor: ``tp`` ranks along ``dim``, each of the fused parts."""
 
     tp: int
     dim: int | None
-    parts: int = 1
+    shares: tuple[int, ...] = (1,)
+    """The extents of the parts fused along ``dim``, as a ratio in lowest terms: ``(1, 1)`` is two equal parts."""
+
+    @property
+    def units(self) -> int:
+        """How many equal pieces a rank's extent divides into, of which each part is a whole number."""
+        return sum(self.shares)
 
     def local_shape(self, key: str, global_shape: Shape) -> Shape:
         """Shape of one rank's piece.
@@ -47,8 +54,8 @@ class TensorCut:
         if self.dim is None or self.tp == 1:
             return global_shape
         extent = global_shape[self.dim] if self.dim < len(global_shape) else 0
-        if extent == 0 or extent % (self.tp * self.parts):
-            what = f"{self.parts} fused parts × " if self.parts > 1 else ""
+        if extent == 0 or extent % (self.tp * self.units):
+            what = f"{in_words(self.shares)} × " if len(self.shares) > 1 else ""
             raise RuleError(
                 key, f"dim {self.dim} of shape {global_shape} does not divide into {what}tp={self.tp} pieces"
             )
@@ -58,11 +65,9 @@ class TensorCut:
         """Shape of the logical tensor of which every rank holds ``local_shape``."""
         if self.dim is None or self.tp == 1:
             return local_shape
-        if self.dim >= len(local_shape) or local_shape[self.dim] % self.parts:
-            raise RuleError(
-                key,
-                f"a rank's shape {local_shape} has no dim {self.dim} of {self.parts} equal parts for tp to cut",
-            )
+        if self.dim >= len(local_shape) or local_shape[self.dim] % self.units:
+            parts = f"of {in_words(self.shares)} " if len(self.shares) > 1 else ""
+            raise RuleError(key, f"a rank's shape {local_shape} has no dim {self.dim} {parts}for tp to cut")
         extent = local_shape[self.dim] * self.tp
         return (*local_shape[: self.dim], extent, *local_shape[self.dim + 1 :])
 
@@ -70,15 +75,19 @@ class TensorCut:
         """``(start in the local dim, start in the logical dim, length)`` of each of the rank's parts."""
         if self.dim is None or self.tp == 1:
             return []
-        length = local_shape[self.dim] // self.parts
-        return [(part * length, (part * self.tp + rank) * length, length) for part in range(self.parts)]
+        unit = local_shape[self.dim] // self.units
+        ends = [end * unit for end in accumulate(self.shares)]
+        lengths = [share * unit for share in self.shares]
+        return [
+            (end - length, (end - length) * self.tp + rank * length, length)
+            for end, length in zip(ends, lengths, strict=True)
+        ]
 
-    def step(self, local_shape: Shape) -> Shape:
-        """How much further along each dim (``MAX_DIMS`` of them) the boxes of each next rank lie."""
-        if self.dim is None or self.tp == 1:
-            return (0,) * MAX_DIMS
-        length = local_shape[self.dim] // self.parts
-        return tuple(length if dim == self.dim else 0 for dim in range(MAX_DIMS))
+
+def in_words(shares: Sequence[int]) -> str:
+    """Fused parts, for people."""
+    ratio = "" if len(set(shares)) == 1 else f" in the ratio {':'.join(map(str, shares))}"
+    return f"{len(shares)} fused parts{ratio}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +115,8 @@ class Placements:
 
     def __init__(self) -> None:
         self._kinds: dict[ArrayKind, int] = {}
-        self._boxes: list[list[FragmentRow]] = []
-        self._steps: list[Shape] = []
+        self._boxes: list[list[tuple[FragmentRow, Shape]]] = []
+        """Of each kind: the boxes of rank 0, and how much further those of each next rank lie."""
         self._arrays = array("q")  # seven numbers of each, which as objects would take six times the memory
         self._files: list[tuple[int, Ints, int, int]] = []
         """What :meth:`add_file` was given, and how many single arrays were added before."""
@@ -117,7 +126,6 @@ class Placements:
         number = self._kinds.setdefault(kind, len(self._kinds))
         if number == len(self._boxes):
             self._boxes.append(list(_boxes_of(kind)))
-            self._steps.append(kind.cut.step(kind.local_shape))
         return number
 
     def add(
@@ -175,8 +183,9 @@ class Placements:
 
     def fragments(self) -> Fragments:
         """The boxes of all arrays, in the order in which they were added."""
-        boxes = np.array([box for of_kind in self._boxes for box in of_kind], dtype=FRAGMENT)
-        steps = np.array(self._steps, dtype=np.int64).reshape(-1, MAX_DIMS)
+        boxes = np.array([box for of_kind in self._boxes for box, _ in of_kind], dtype=FRAGMENT)
+        steps = np.array([step for of_kind in self._boxes for _, step in of_kind], dtype=np.int64)
+        steps = steps.reshape(-1, MAX_DIMS)
         counts = self._counts()
         before = np.cumsum(counts) - counts
         found = [Fragments.empty()]
@@ -184,17 +193,18 @@ class Placements:
             count = counts[kind]
             number = np.repeat(np.arange(len(kind)), count)
             within = np.arange(len(number)) - np.repeat(np.cumsum(count) - count, count)
-            rows = boxes[before[kind][number] + within]
+            box = before[kind][number] + within
+            rows = boxes[box]
             rows["tensor"], rows["file"] = tensor[number], file[number]
             rows["dtype"], rows["replica"] = dtype[number], replica[number]
             rows["byte_base"] += byte_offset[number]
-            rows["offset"] += (steps[kind] * rank[:, None])[number]
+            rows["offset"] += steps[box] * rank[number][:, None]
             found.append(Fragments.of_rows(rows))
         return Fragments.joined(found)
 
 
-def _boxes_of(kind: ArrayKind) -> Iterator[FragmentRow]:
-    """The boxes of an array of tp rank 0 that lies at byte 0."""
+def _boxes_of(kind: ArrayKind) -> Iterator[tuple[FragmentRow, Shape]]:
+    """The boxes of an array of tp rank 0 that lies at byte 0, and how much further those of each next rank lie."""
     shape, itemsize = kind.local_shape, kind.itemsize
     strides = strides_in_order(shape, itemsize, kind.axes)
     if kind.flat is None:
@@ -209,22 +219,23 @@ def _boxes_of(kind: ArrayKind) -> Iterator[FragmentRow]:
 
 def _shards(
     kind: ArrayKind, byte_base: int, offset: Shape, extents: Shape, strides: Shape
-) -> Iterator[FragmentRow]:
-    """The boxes of the logical tensor that a box of the local one is."""
+) -> Iterator[tuple[FragmentRow, Shape]]:
+    """The boxes of the logical tensor that a box of the local one is, and their steps."""
     shards = kind.cut.shards(0, kind.local_shape)
     if not shards:
-        yield _row(byte_base, offset, extents, strides)
+        yield _row(byte_base, offset, extents, strides), (0,) * MAX_DIMS
     for local_start, logical_start, length in shards:
         dim = kind.cut.dim or 0
         low = max(offset[dim], local_start)
         high = min(offset[dim] + extents[dim], local_start + length)
         if low < high:
-            yield _row(
+            row = _row(
                 byte_base + (low - offset[dim]) * strides[dim],
                 _with(offset, dim, low - local_start + logical_start),
                 _with(extents, dim, high - low),
                 strides,
             )
+            yield row, _with((0,) * MAX_DIMS, dim, length)
 
 
 def _row(byte_base: int, offset: Shape, extents: Shape, strides: Shape) -> FragmentRow:

@@ -38,7 +38,7 @@ def is_transposed(
     ``layout`` is what the file says of itself (``format`` in its metadata): ``np`` is Paddle's own layout, ``pt`` that
     of ``save_to_hf``. There keys stay those of Paddle and fused tensors stay fused, and linear layers are transposed:
     those in ``transpose_weight_keys`` of the model class (PaddleFormers 1.2 ``transformers/conversion_utils.py:1272``),
-    which are those that are one transposed tensor in a Hugging Face checkpoint too.
+    which are those that are one transposed tensor in a Hugging Face checkpoint too, or the row says which.
 
     Raises
     ------
@@ -63,4 +63,4 @@ def is_transposed(
             f"{table.family!r} does not say what that is; add 'huggingface' to its row in a copy of the table, and "
             "pass that with --rules FILE",
         )
-    return form.transposed and len(form.keys) == 1
+    return form.transposed_as_saved

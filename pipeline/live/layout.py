@@ -32,7 +32,7 @@ from paddle_reshard.pipeline.core.tensors import (
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.optimizer_keys import MASTER_WEIGHTS, SLICE_PREFIX, split_accumulator_key
-from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
+from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut, in_words
 from paddle_reshard.pipeline.planning.match import source_tensors
 
 Path = tuple[str, ...]
@@ -233,6 +233,7 @@ class _Placer:
         self.tensors = checkpoint.catalog.tensors
         self.model = checkpoint.model
         self.cut_by_key = {tensor.key: tensor for tensor in checkpoint.model.tensors}
+        self.config = checkpoint.model.config
         self.ranks = ranks
         self.placements = Placements()
         self.origins: list[Shape] = []
@@ -311,20 +312,27 @@ class _Placer:
     def _cut_of_fused(self, piece: LivePiece, tensor: Tensor) -> tuple[TensorCut, int] | None:
         """The cut of a fused tensor whose pieces are concatenated rank by rank, ``[gate_0 | up_0 | gate_1 | up_1]``."""
         described = self.cut_by_key.get(tensor.key)
-        if described is None or described.rule.parts == 1 or described.rule.split is None:
+        if described is None or described.rule.split is None:
             return None
-        dim, parts = described.rule.split, described.rule.parts
+        dim, shares = described.rule.split, described.rule.shares(self.config)
+        if len(shares) == 1:
+            return None
         local, extent, offset = piece.local_shape[dim], tensor.global_shape[dim], piece.global_offset[dim]
         if not piece.joined_by_rank or local == extent:
             return None
         others = [d for d in range(len(piece.local_shape)) if d != dim]
-        if extent % local or offset % local or local % parts or any(piece.global_offset[d] for d in others):
+        if (
+            extent % local
+            or offset % local
+            or local % sum(shares)
+            or any(piece.global_offset[d] for d in others)
+        ):
             raise PlanError(
-                f"{piece.name}: {tensor.label} consists of {parts} fused parts, and a piece of shape "
+                f"{piece.name}: {tensor.label} consists of {in_words(shares)}, and a piece of shape "
                 f"{piece.local_shape} at {piece.global_offset} is not that of one tp rank; cut it along "
                 f"dim {dim} only"
             )
-        return TensorCut(extent // local, dim, parts), offset // local
+        return TensorCut(extent // local, dim, shares), offset // local
 
 
 def _check_held(piece: LivePiece) -> None:

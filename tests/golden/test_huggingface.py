@@ -36,7 +36,15 @@ from tests.conftest import REPO, case_directory, hybrid_cases
 from tests.golden.unified_cases import read_unified, small_case, write_safetensors
 
 EXPORTS = Path(__file__).parent / "exports"
-FAMILIES = ("qwen2_single", "qwen3_single", "qwen2_mp2pp2sh2_s1v2_meta", "nlp_qwen2_mp2pp2sh2_s1v2_meta")
+FAMILIES = (
+    "qwen2_single",
+    "qwen3_single",
+    "qwen2_mp2pp2sh2_s1v2_meta",
+    "nlp_qwen2_mp2pp2sh2_s1v2_meta",
+    "families/phi3_pp2",
+    "families/phi3_sh2_s1v2_meta",
+    "families/gemma3_text_sh2_s1v2_meta",
+)
 MIXTURES = {
     "moe_single": "moe_single",
     "moe_pp2": None,
@@ -57,7 +65,8 @@ Entry = tuple[str, tuple[int, ...], bytes]
 
 
 def _case(name: str) -> Path:
-    return case_directory(f"small-families/{name}") if name in FAMILIES else case_directory(name)
+    in_group = name in FAMILIES and "/" not in name
+    return case_directory(f"small-families/{name}" if in_group else name)
 
 
 @cache
@@ -101,7 +110,7 @@ def _expected(parameters: dict[str, np.ndarray], config: dict[str, Any]) -> dict
         name = PREFIX.sub("model.", key)
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
-        if "qkv_proj" in name:
+        if "qkv_proj" in name and config["model_type"] != "phi3":  # whose projections stay fused
             for which, part in zip("qkv", _heads(array, config), strict=True):
                 found[name.replace("qkv", which)] = part
         elif "up_gate_proj" in name or "gate_up_fused_proj" in name:
@@ -177,6 +186,42 @@ def _digests(found: dict[str, Entry]) -> dict[str, tuple[str, tuple[int, ...], s
 def test_it_is_what_paddleformers_exports(name: str, tmp_path: Path) -> None:
     case = _case(name)
     assert _digests(_export(case, tmp_path / "hf")) == _real_export(name)
+
+
+BESIDE = {
+    "families/phi3_single": "hf-export",
+    "families/phi3_single_tohf": "checkpoint-3",
+    "families/gemma3_text_single": "hf-export-derived",
+}
+"""Case → the folder beside its checkpoint with what PaddleFormers exports, where that is right."""
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_it_is_what_paddleformers_exports_beside_the_checkpoint(name: str, tmp_path: Path) -> None:
+    """And what PaddleFormers exports is read as a checkpoint of its own."""
+    case = case_directory(name)
+    assert _export(case, tmp_path / "hf") == _read(case / BESIDE[name])
+    if BESIDE[name] != "checkpoint-3":
+        found = _read_back(case / BESIDE[name], tmp_path / "unified")
+        expected = _parameters(_truth(case))
+        oracle.assert_same_tensors(found, expected)
+
+
+def test_an_export_that_leaves_a_layer_fused_is_refused(tmp_path: Path) -> None:
+    """The map of PaddleFormers 1.2.0 for gemma3_text names layer 0 only."""
+    case = case_directory("families/gemma3_text_single")
+    with pytest.raises(RuleError, match=r"layers\.1\.mlp\.up_gate_proj\.weight: no row .* is called so"):
+        _read_back(case / "hf-export", tmp_path / "unified")
+    assert not (tmp_path / "unified").exists()
+
+
+def test_gemma3_is_tied_without_an_entry_that_says_so(tmp_path: Path) -> None:
+    """``transformers`` leaves ``tie_word_embeddings`` out of the config, since it is the default of the class."""
+    case = case_directory("families/gemma3_text_single")
+    shutil.copytree(case / "hf-export-derived", tmp_path / "hf")
+    _config_of(tmp_path / "hf", tie_word_embeddings=None, paddleformers_version=None)
+    found = _read_back(tmp_path / "hf", tmp_path / "unified")
+    oracle.assert_same_tensors(found, _parameters(_truth(case)))
 
 
 def test_tied_embeddings_are_written_once(tmp_path: Path) -> None:

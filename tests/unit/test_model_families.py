@@ -1,6 +1,6 @@
 """Real checkpoints of other model families than Llama, by the rule tables that come with the package.
 
-``tests/corpus/small-families`` holds small ones of each; ``README.md`` there tells how they were made.
+``tests/corpus/small-families`` and ``families`` hold small ones of each; ``README.md`` there tells how they were made.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable, choose_table, shipped_tables
 from tests import oracle
 from tests.conftest import case_directory, case_names
+from tests.golden.compare_one_card import bits, load
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ CASES = {
     "qwen2_mp2pp2sh2_s1v2_meta": Case("qwen2", "paddleformers", *ALL_AXES),
     "qwen3_single": Case("qwen3", "paddleformers", *ONE_CARD),
     "qwen3_pp2sh2_s1v2_meta": Case("qwen3", "paddleformers", "pp=2,sharding=2", "stage1v2"),
+    "families/phi3_single": Case("phi3", "paddleformers", *ONE_CARD),
+    "families/phi3_pp2": Case("phi3", "paddleformers", "pp=2"),
+    "families/phi3_sh2_s1v2_meta": Case("phi3", "paddleformers", "sharding=2", "stage1v2"),
+    "families/gemma3_text_single": Case("gemma3_text", "paddleformers", *ONE_CARD),
+    "families/gemma3_text_sh2_s1v2_meta": Case("gemma3_text", "paddleformers", "sharding=2", "stage1v2"),
     "nlp_gpt_single": Case("gpt", "paddlenlp", *ONE_CARD),
     "nlp_gpt_mp2pp2sh2_s1v2_meta": Case("gpt", "paddlenlp", *ALL_AXES),
     "nlp_qwen2_mp2pp2sh2_s1v2_meta": Case("qwen2", "paddlenlp", *ALL_AXES),
@@ -56,11 +62,13 @@ SIBLINGS = [
 
 
 def _case(name: str) -> Path:
-    return case_directory(f"small-families/{name}")
+    return case_directory(name if "/" in name else f"small-families/{name}")
 
 
 def test_every_small_case_is_tested() -> None:
-    assert {name.rpartition("/")[2] for name in case_names("small-families")} == set(CASES)
+    assert set(case_names("small-families")) == {
+        f"small-families/{name}" for name in CASES if "/" not in name
+    }
 
 
 # --- real checkpoints ---------------------------------------------------------------------------------
@@ -106,6 +114,25 @@ def test_through_tensor_parallel_cuts_and_back(name: str, tmp_path: Path) -> Non
     paddle_reshard.convert(cut, back, to="tp=1")
     truth = _truth(_case(name))
     oracle.assert_same_tensors(oracle.read_checkpoint(back, oracle.shapes_of(truth)), truth)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_unequal_parts_are_cut_one_by_one(tp: int, tmp_path: Path) -> None:
+    """A rank's ``qkv_proj`` is ``[q | k | v]`` of its own heads, as the forward pass of the class takes it apart."""
+    converted = tmp_path / "converted"
+    paddle_reshard.convert(_case("families/phi3_single") / "checkpoint-3", converted, to=f"tp={tp}")
+    truth = _truth(_case("families/phi3_single"))
+    for rank in range(tp):
+        cell = f".tp{rank:02d}" if tp > 1 else ""
+        held = load(converted / f"model_state{cell}.pdparams")
+        for layer in range(2):
+            fused = f"model.layers.{layer}.self_attn.qkv_proj.weight"
+            queries, keys, values = np.split(truth[fused], [64, 96], axis=1)  # 4, 2 and 2 heads of 16
+            own = [np.split(part, tp, axis=1)[rank] for part in (queries, keys, values)]
+            assert bits(held[fused]) == np.concatenate(own, axis=1).tobytes()
+            fused = f"model.layers.{layer}.mlp.gate_up_proj.weight"
+            own = [np.split(part, tp, axis=1)[rank] for part in np.split(truth[fused], 2, axis=1)]
+            assert bits(held[fused]) == np.concatenate(own, axis=1).tobytes()
 
 
 def test_key_value_heads_are_never_divided(tmp_path: Path) -> None:
@@ -160,8 +187,8 @@ CONFIG = {
 
 
 def test_the_families_that_are_known() -> None:
-    former = ["deepseek_v3", "ernie4_5", "ernie4_5_moe", "glm4_moe", "gpt_oss", "llama"]
-    former += ["qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"]
+    former = ["deepseek_v3", "ernie4_5", "ernie4_5_moe", "gemma3_text", "glm4_moe", "gpt_oss"]
+    former += ["llama", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"]
     nlp = ["deepseek_v2", "deepseek_v3", "gpt", "llama", "qwen2", "qwen2_moe"]
     for convention, families in {"paddleformers": former, "paddlenlp": nlp}.items():
         assert sorted(t.family for t in TABLES.values() if t.convention == convention) == families
@@ -177,13 +204,17 @@ def test_a_table_is_a_file_of_its_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_head_is_laid_out_as_in_its_library(name: str) -> None:
-    """[vocab, hidden] in PaddleFormers, [hidden, vocab] in PaddleNLP unless tied; always cut by vocabulary."""
+    """[vocab, hidden] in PaddleFormers, [hidden, vocab] in PaddleNLP unless tied; cut by vocabulary.
+
+    What is one parameter with a word embedding that tp does not cut is whole too.
+    """
     table = TABLES[name]
     for rule in (rule for rule in table.rules if rule.key == "lm_head.weight"):
-        tied = rule.where.get("tie_word_embeddings") is True or table.family == "gpt"
+        tied = rule.where.get("tie_word_embeddings") is True or rule.always_tied
         assert rule.shape == (HEADS["paddleformers"] if tied else HEADS[table.convention])
         assert rule.shape is not None
-        assert rule.split == rule.shape.index("vocab_size")
+        words = [r.split for r in table.rules if r.key == rule.tied_to and rule.always_tied]
+        assert rule.split == (None if words == [None] else rule.shape.index("vocab_size"))
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -200,7 +231,7 @@ def test_every_row_is_the_only_one_for_its_tensor(name: str, tied: bool) -> None
                 int(match[1]) if (match := re.search(r"\.(?:layers|mtp_\w+)\.(\d+)\.", key)) else None
             )
             dim = rule.split_dim(config, 2)
-            assert dim is None or _shape(rule)[dim] % (2 * rule.parts) == 0, key
+            assert dim is None or _shape(rule)[dim] % (2 * sum(rule.shares(CONFIG))) == 0, key
 
 
 def _shape(rule: Rule) -> list[int]:

@@ -115,6 +115,16 @@ def test_a_comment_is_allowed() -> None:
             "toy.json: 'items': 'mtp' continues 'mtp': only MTP does that, and only with 'layer'",
         ),
         (
+            table_of([row(split=0, shape=["hidden_size"], part_widths=["hidden_size"])]),
+            "toy.json: the row of 'toy.layers.{layer}.up.weight': part_widths are for two or more parts, and take "
+            "the place of 'parts'",
+        ),
+        (
+            table_of([row(split=1, shape=["hidden_size"], part_widths=["4", "8"])]),
+            "toy.json: the row of 'toy.layers.{layer}.up.weight': part_widths need a 'split' and a 'shape' with "
+            "that dim",
+        ),
+        (
             table_of([row()], items=[LAYER, {"name": "mtp", "layer_class": "M", "built_before": "norm"}]),
             "toy.json: 'items': 'mtp' is built before 'norm', which is none of them",
         ),
@@ -194,6 +204,23 @@ def test_what_is_not_even_json_of_a_table(text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_rule_table(text, "toy.json")
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("widths", "shares"),
+    [(["8", "4"], (2, 1)), (["hidden_size"], None), (["6", "2", "4"], (3, 1, 2)), (["7", "4"], None)],
+)
+def test_parts_are_a_ratio_in_lowest_terms(widths: list[str], shares: tuple[int, ...] | None) -> None:
+    """So that tp divides every part where it divides what is left of the tensor."""
+    whole = row(split=0, shape=["hidden_size"], part_widths=[*widths, *(["1"] if len(widths) == 1 else [])])
+    rule = parse(table_of([whole])).rules[0]
+    if shares is not None:
+        assert rule.shares(CONFIG) == shares
+        return
+    with pytest.raises(
+        RuleError, match=r"up\.weight: parts of \[.*\] elements are not its dim of 12 elements"
+    ):
+        rule.shares(CONFIG)
 
 
 # --- the tables that come with the package ------------------------------------------------------------

@@ -163,7 +163,8 @@ def _check_all_there(folders: Set[str]) -> None:
 def _fused(table: RuleTable, config: Mapping[str, Any]) -> Callable[[str], Fused | None]:
     def fused(key: str) -> Fused | None:
         rule, _ = table.find(key, config)
-        return None if rule.parts == 1 or rule.split is None else (rule.split, rule.parts)
+        shares = rule.shares(config)
+        return None if len(shares) == 1 or rule.split is None else (rule.split, shares)
 
     return fused
 

@@ -32,7 +32,7 @@ from paddle_reshard.pipeline.layouts.flex.names import (
     folder_of,
     paddleformers_name,
 )
-from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
+from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut, in_words
 from paddle_reshard.storage.formats.dist_metadata import Columns, DistMetadata
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 
@@ -40,8 +40,8 @@ Arrays = Mapping[str, Mapping[str, ArrayRef]]
 """Path of a data file → key → its array."""
 Names = Mapping[str, Sequence[Name]]
 """Path of a metadata file → what each of its keys is, in their order."""
-Fused = tuple[int, int]
-"""The dim along which parts are fused, and how many."""
+Fused = tuple[int, tuple[int, ...]]
+"""The dim along which parts are fused, and the ratio of their extents."""
 
 
 def not_fused(key: str) -> Fused | None:
@@ -222,23 +222,30 @@ class _FlexCatalog:
         fused = None if is_per_parameter(tensor.state) else self.fused(tensor.key)
         if fused is None:
             return TensorCut(1, None)
-        dim, parts = fused
+        dim, shares = fused
         if len(tensor.global_shape) <= dim:
             raise CoverageError(
-                tensor.label, f"shape {tensor.global_shape}, and {parts} parts are fused along dim {dim}"
+                tensor.label,
+                f"shape {tensor.global_shape}, and {len(shares)} parts are fused along dim {dim}",
             )
         starts = {metadata.shapes[offset][dim] for offset in pieces["global_offset"].tolist()}
         if len(starts) == 1:
             return TensorCut(1, None)
         extents = {metadata.shapes[local][dim] for local in pieces["local_shape"].tolist()}
         block, rest = divmod(tensor.global_shape[dim], len(starts))
-        if rest or not block or block % parts or extents != {block} or any(start % block for start in starts):
+        if (
+            rest
+            or not block
+            or block % sum(shares)
+            or extents != {block}
+            or any(start % block for start in starts)
+        ):
             raise CoverageError(
                 tensor.label,
-                f"{parts} parts are fused along dim {dim}; its pieces begin at {sorted(starts)[:8]} and have "
-                f"extents {sorted(extents)[:8]} there: not {len(starts)} equal blocks of {parts} parts each",
+                f"{in_words(shares)} lie along dim {dim}; its pieces begin at {sorted(starts)[:8]} and have "
+                f"extents {sorted(extents)[:8]} there: not {len(starts)} equal blocks of these parts each",
             )
-        return TensorCut(len(starts), dim, parts)
+        return TensorCut(len(starts), dim, shares)
 
     def _number_copies(self, metadata: DistMetadata, tensors: Sequence[int]) -> list[int]:
         """The number of each key's first copy: those of a key with the same name come before."""

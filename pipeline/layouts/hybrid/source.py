@@ -341,7 +341,7 @@ def _read_tensor(
     cut = (
         TensorCut(1, None)
         if expert_axis in ("ep", "tp")
-        else TensorCut(tp, rule.split_dim(config, tp, key), rule.parts)
+        else TensorCut(tp, rule.split_dim(config, tp, key), rule.shares(config))
     )
     shape = cut.global_shape(key, cell.shapes[key])
     expected = expected_shape(rule, config, key)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, overload
 
@@ -29,12 +29,22 @@ class HuggingFaceForm:
     """Key of each part there; ``{layer}`` and ``{expert}`` stand for the numbers in the key of the row."""
     transposed: bool = False
     """Whether the two dims change places: ``[in, out]`` here is ``[out, in]`` there."""
+    saved_transposed: bool | None = None
+    """Whether they change places where the trainer saves with ``save_to_hf``; ``None``: as in Hugging Face checkpoints
+    for what is one tensor there, and not for what Paddle fuses."""
     widths: tuple[str, ...] | None = None
     """Extent of each part along the last dim here, as sums of products of config entries; needed for several."""
     groups: str | None = None
     """Config entry: into how many groups the last dim is cut, each with its share of every part in turn."""
     keep_float32: bool = False
     """Whether it stays float32 when the model is given another dtype."""
+
+    @property
+    def transposed_as_saved(self) -> bool:
+        """Whether the two dims change places where the trainer saves with ``save_to_hf``."""
+        if self.saved_transposed is not None:
+            return self.saved_transposed
+        return self.transposed and len(self.keys) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +77,8 @@ class Rule:
     """Dim that tensor parallelism cuts; ``None``: every tp rank holds the whole tensor."""
     parts: Annotated[int, Bounds(1)] = 1
     """How many equal logical parts are fused along ``split``; a tp rank holds its piece of each."""
+    part_widths: tuple[str, ...] | None = None
+    """For parts that are not equal: the extent of each along ``split``, as sums of products of config entries."""
     split_if_divisible: str | None = None
     """Config entry that must divide by tp; otherwise every tp rank holds the whole tensor."""
     must_divide: str | None = None
@@ -131,6 +143,30 @@ class Rule:
         if self.split_if_divisible and _entry(values, self.split_if_divisible, key) % tp:
             return None
         return self.split
+
+    @property
+    def fused_parts(self) -> int:
+        """How many logical parts are fused along ``split``."""
+        return self.parts if self.part_widths is None else len(self.part_widths)
+
+    def shares(self, config: Config) -> tuple[int, ...]:
+        """The extents of the parts that are fused along ``split``, as a ratio in lowest terms; ``(1,)`` for one part.
+
+        Raises
+        ------
+        RuleError
+            If the parts do not make up the tensor.
+        """
+        if self.part_widths is None:
+            return (1,) * self.parts
+        widths = evaluate_sizes(self.part_widths, config, self.key)
+        shape = expected_shape(self, config)
+        extent = sum(widths) if shape is None or self.split is None else shape[self.split]
+        if min(widths) < 1 or sum(widths) != extent:
+            raise RuleError(
+                self.key, f"parts of {list(widths)} elements are not its dim of {extent} elements"
+            )
+        return tuple(width // gcd(*widths) for width in widths)
 
     def twin(self, config: Config) -> str | None:
         """The key that holds the same values in this model."""
@@ -202,6 +238,7 @@ class LoraRule(Rule):
             source=weight.source,
             split=weight.split if cut else None,
             parts=weight.parts if cut else 1,
+            part_widths=weight.part_widths if cut else None,
             split_if_divisible=weight.split_if_divisible if cut else None,
             must_divide=weight.must_divide if cut else None,
             where=weight.where,
@@ -423,7 +460,9 @@ def parse_rule_table(text: str, where: str) -> RuleTable:
         raise UsageError(f"{where}: not valid JSON: {error}") from error
     after = {row.key: row.built_after for row in table.rules}
     for row in table.rules:
-        if fault := _placeholder_fault(row) or _form_fault(row) or _order_fault(row, after):
+        if fault := (
+            _placeholder_fault(row) or _parts_fault(row) or _form_fault(row) or _order_fault(row, after)
+        ):
             raise UsageError(f"{where}: the row of {row.key!r}: {fault}")
     if unknown := {rule.item for rule in table.rules} - {item.name for item in table.items}:
         raise UsageError(f"{where}: rules name the items {sorted(unknown)}, which are not in 'items'")
@@ -487,6 +526,17 @@ def _order_fault(rule: Rule, after: Mapping[str, str | None]) -> str | None:
         if before in seen:
             return f"it is built after {before!r}, and that after it"
         seen.append(before)
+    return None
+
+
+def _parts_fault(rule: Rule) -> str | None:
+    """What is wrong with what a row says of the parts that tp cuts one by one."""
+    if rule.part_widths is None:
+        return None
+    if len(rule.part_widths) < 2 or rule.parts != 1:
+        return "part_widths are for two or more parts, and take the place of 'parts'"
+    if rule.split is None or rule.shape is None or rule.split >= len(rule.shape):
+        return "part_widths need a 'split' and a 'shape' with that dim"
     return None
 
 
