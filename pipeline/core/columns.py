@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, overload
 
 import numpy as np
-import numpy.typing as npt
 
 from paddle_reshard.pipeline.core.geometry import Ints
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from typing_extensions import Self
 
 Column = tuple[str, int]
 """Field, and dim of a field of several; 0 where there is one."""
-Flags = npt.NDArray[np.bool_]
+Flags: TypeAlias = "npt.NDArray[np.bool_]"
 
 _WIDTHS = tuple(np.dtype(kind) for kind in (np.int8, np.int16, np.int32, np.int64))
 BLOCK_ROWS = 1 << 16
