@@ -15,7 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-MAX_DIMS = 4
+MAX_DIMS = 5
 
 Ints: TypeAlias = "npt.NDArray[np.int64]"
 Shape = tuple[int, ...]

@@ -69,8 +69,8 @@ def test_a_tensor_that_no_file_holds() -> None:
 
 def test_an_overlap() -> None:
     assert refusal((4, 6), box((0, 0), (4, 4)), box((1, 3), (3, 3), file=1)) == (
-        "model.norm.weight (moment1): two pieces overlap: at (0, 0, 0, 0) of extents (4, 4, 1, 1), and at "
-        "(1, 3, 0, 0) of extents (3, 3, 1, 1) (in optimizer.tp00.pdopt, optimizer.tp01.pdopt)"
+        "model.norm.weight (moment1): two pieces overlap: at (0, 0, 0, 0, 0) of extents (4, 4, 1, 1, 1), and at "
+        "(1, 3, 0, 0, 0) of extents (3, 3, 1, 1, 1) (in optimizer.tp00.pdopt, optimizer.tp01.pdopt)"
     )
 
 
@@ -82,13 +82,13 @@ def test_an_overlap_that_makes_up_for_a_hole() -> None:
 @pytest.mark.parametrize("offset", [(0, 1), (1, 0)])
 def test_a_piece_beyond_its_tensor(offset: tuple[int, int]) -> None:
     assert refusal((4, 6), box(offset, (4, 6))) == (
-        f"model.norm.weight (moment1): a piece at ({offset[0]}, {offset[1]}, 0, 0) of extents (4, 6, 1, 1) "
+        f"model.norm.weight (moment1): a piece at ({offset[0]}, {offset[1]}, 0, 0, 0) of extents (4, 6, 1, 1, 1) "
         "lies outside the shape (4, 6) (in optimizer.tp00.pdopt)"
     )
 
 
 def test_a_piece_before_its_tensor() -> None:
-    assert "a piece at (-1, 0, 0, 0) of extents (4, 6, 1, 1) lies outside" in refusal(
+    assert "a piece at (-1, 0, 0, 0, 0) of extents (4, 6, 1, 1, 1) lies outside" in refusal(
         (4, 6), box((-1, 0), (4, 6))
     )
 

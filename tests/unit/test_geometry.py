@@ -70,9 +70,9 @@ def test_strides_of_permuted_dims_are_those_of_numpy(drawn: tuple[tuple[int, ...
 
 
 def test_padding_of_dims() -> None:
-    assert padded((2, 3), 1) == (2, 3, 1, 1)
-    with pytest.raises(ValueError, match="5 dims, at most 4 are supported"):
-        padded((1,) * 5, 0)
+    assert padded((2, 3), 1) == (2, 3, 1, 1, 1)
+    with pytest.raises(ValueError, match="6 dims, at most 5 are supported"):
+        padded((1,) * 6, 0)
 
 
 def box_columns(boxes: list[list[tuple[int, int]]]) -> tuple[np.ndarray, np.ndarray]:
@@ -140,15 +140,15 @@ def test_intersection_holds_the_elements_of_both(left: list, right: list) -> Non
 
 
 def test_boxes_without_elements_meet_nothing() -> None:
-    empty = columns_of([(0, [(1, 0), (0, 1), (0, 1), (0, 1)])])
-    whole = columns_of([(0, [(0, 4), (0, 1), (0, 1), (0, 1)])])
+    empty = columns_of([(0, [(1, 0), *[(0, 1)] * (MAX_DIMS - 1)])])
+    whole = columns_of([(0, [(0, 4), *[(0, 1)] * (MAX_DIMS - 1)])])
     for left, right in ((empty, whole), (whole, empty), (empty, empty)):
         assert [len(side) for side in meeting_pairs(left, right)] == [0, 0]
 
 
 def test_boxes_of_single_elements_meet() -> None:
     """Where no dim tells boxes apart, and one side has more of them than the other."""
-    ones = np.ones((3, 4), dtype=np.int64)
+    ones = np.ones((3, MAX_DIMS), dtype=np.int64)
     left = Boxes(np.array([0, 1, 2]), ones * 0, ones)
     right = Boxes(np.array([2]), ones[:1] * 0, ones[:1])
     assert [side.tolist() for side in meeting_pairs(left, right)] == [[2], [0]]

@@ -33,7 +33,8 @@ def test_columns_are_those_of_the_tensors() -> None:
     tensors = Tensors(GIVEN)
     assert [DTYPES[number] for number in tensors.dtypes] == [tensor.dtype for tensor in GIVEN]
     assert tensors.elements.tolist() == [tensor.elements for tensor in GIVEN]
-    assert tensors.shapes.tolist() == [[2, 3, 1, 1], [5, 1, 1, 1], [2, 3, 1, 1], [1, 1, 1, 1], [5, 1, 1, 1]]
+    shapes = [[2, 3, 1, 1, 1], [5, 1, 1, 1, 1], [2, 3, 1, 1, 1], [1, 1, 1, 1, 1], [5, 1, 1, 1, 1]]
+    assert tensors.shapes.tolist() == shapes
     assert tensors.states == {PARAM, MASTER_WEIGHT, "moment1"}
     assert list(tensors.of_state(PARAM).items()) == [("a", 0), ("c", 3), ("b", 4)]
     assert tensors.of_state("velocity") == {}
@@ -48,5 +49,5 @@ def test_tensors_are_found_by_key_and_state() -> None:
 
 
 def test_none_has_more_dims_than_a_box() -> None:
-    with pytest.raises(CheckpointError, match="at most 4"):
-        Tensors([Tensor("a", PARAM, FLOAT, (1, 1, 1, 1, 1))])
+    with pytest.raises(CheckpointError, match="at most 5"):
+        Tensors([Tensor("a", PARAM, FLOAT, (1,) * 6)])

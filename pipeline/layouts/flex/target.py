@@ -129,6 +129,8 @@ class FlexTarget:
             wanted.model.table.refuse(
                 wanted.model.config, "what parameters are called in auto-parallel training"
             )
+        if isinstance(wanted.model.table, StoredTable):
+            wanted.model.table.check_keys(wanted.model.config)
         check_states(wanted.model)
         sidecars = plan_sidecars(sizes, folders, wanted, source.model.config, Topology())
         written = (*sidecars.written, *small_flex_files(sizes, wanted, self))

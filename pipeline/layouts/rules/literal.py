@@ -115,6 +115,19 @@ class StoredTable(LiteralTable):
                 config, f"what {parallel} changes: how tensors are cut or distributed, and their names"
             )
 
+    def check_keys(self, config: Config) -> None:
+        """Refuse a target that goes by the model's own keys, if the source's files may have others.
+
+        The trainer saves some models of several parts under the keys of their Hugging Face form (PaddleFormers 1.2
+        qwen2_5_vl: ``visual.`` for ``model.visual.``); ``model_meta.json`` and a FlexCheckpoint have the model's own.
+
+        Raises
+        ------
+        RuleError
+        """
+        if self.ordered and not self.marked and "text_config" in config:
+            self.refuse(config, "which keys its tensors have in the model: model_state may rename them")
+
     def refuse(self, config: Config, missing: str) -> NoReturn:
         """Refuse a target because of what is ``missing``.
 
