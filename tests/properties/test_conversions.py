@@ -238,6 +238,16 @@ def test_any_conversion_keeps_every_bit(data: st.DataObject) -> None:
         assert sorted(path.name for path in folder.iterdir()) == ["A", "S"]
 
 
+@pytest.mark.parametrize("strategy", ["stage1v1", "stage1v2", "stage2"])
+def test_parameters_of_one_element(strategy: str) -> None:
+    """Every second moment is a single number then, as AdamWMini's are; so is every first moment."""
+    model = Model(hidden=1, vocab=1, intermediate=1, heads=1, kv_heads=1, head_dim=1, bfloat16=False)
+    with workspace() as folder:
+        tensors = synthetic.write_checkpoint(model, folder / "S")
+        convert(folder / "S", folder / "A", Target(sharding=2, strategy=strategy))
+        oracle.assert_same_tensors(oracle.read_checkpoint(folder / "A", model.shapes), tensors)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_several_communication_buffers(overlap: bool) -> None:
     """Tensors that are larger than a communication buffer of 1 MB."""

@@ -52,7 +52,7 @@ from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, Array
 
 _META_AXES = {"tp": "mp_degree", "pp": "pp_degree", "shard": "sharding_degree", "ep": "ep_degree"}
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
-_MOMENT2 = written_name(MEAN_MOMENT2)
+_MOMENT1, _MOMENT2 = "moment1", written_name(MEAN_MOMENT2)
 LORA_PREFIX = "model."
 """What stands before the keys of a job with LoRA in ``model_meta.json``, and nowhere else."""
 _WITH_OPTIMIZER = (*PLAIN_STATES, MODEL_META)
@@ -96,8 +96,8 @@ class Cell:
     """Structured keys of which an entry is marked as a stage 3 slice."""
     master_spellings: set[bool] = field(default_factory=set)
     """Whether accumulators of parameters with master weights are named after those (stage 2 and 3 do not)."""
-    numbers: set[bool] = field(default_factory=set)
-    """Whether arrays of ``moment2`` are a single number."""
+    single: set[tuple[str, bool]] = field(default_factory=set)
+    """``(moment, whether an array of it is a single number)``: all that occur."""
     degrees: dict[str, int] = field(default_factory=dict)
     """Structured key → ranks that share its optimizer state out, where these are not the whole sharding group."""
 
@@ -218,8 +218,12 @@ def sort_ranks(
 
 
 def _name_numbers(cells: Sequence[Cell], topology: Topology) -> None:
-    """AdamWMini keeps one number of each parameter under the name of its second moments."""
-    if {single for cell in cells for single in cell.numbers} != {True}:
+    """AdamWMini keeps one number of each parameter under the name of its second moments.
+
+    So does AdamW in a model of which every parameter has one element: there the first moments do too.
+    """
+    single = {found for cell in cells for found in cell.single}
+    if (_MOMENT1, False) not in single or (_MOMENT2, True) not in single or (_MOMENT2, False) in single:
         return
     if topology.tp > 1:
         raise UnsupportedError(
@@ -679,8 +683,8 @@ def _add_optimizer(cell: Cell, file: RankFile, root: FileEntries, keys: Mapping[
         if entry.startswith(SLICE_PREFIX):
             cell.sliced.add(key)
         _add(cell, key, accumulator, file, value)
-        if accumulator == _MOMENT2 and (array := _array_of(value)) is not None:
-            cell.numbers.add(prod(array.shape) == 1)
+        if accumulator in (_MOMENT1, _MOMENT2) and (array := _array_of(value)) is not None:
+            cell.single.add((accumulator, prod(array.shape) == 1))
         if key in masters:
             cell.master_spellings.add(separate)
 
