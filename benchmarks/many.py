@@ -16,6 +16,7 @@ from pathlib import Path
 
 import paddle_reshard
 from benchmarks.synthetic import Dims, files_of
+from paddle_reshard.pipeline.core.errors import MemoryBudgetError
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
 from paddle_reshard.pipeline.planning.metadata import needed_bytes, spare_bytes
@@ -43,11 +44,17 @@ def write_many(dims: Dims, directory: Path) -> None:
 
 
 def budget_mib(source: Path, target: Path, to: str) -> int:
-    """The goal, or the smallest budget for the metadata of a conversion and its groups."""
-    planned = paddle_reshard.plan(source, target, to=to, memory=f"{GOAL_MIB}MiB")
-    plan = planned.plan
-    needed = needed_bytes(len(plan.tensors), planned.pieces, plan.peak_bytes, spare_bytes(local=True))
-    return max(GOAL_MIB, -(-needed // MIB))
+    """The goal, or the smallest budget with which a conversion is planned."""
+    budget = GOAL_MIB
+    while True:
+        try:
+            planned = paddle_reshard.plan(source, target, to=to, memory=f"{budget}MiB")
+        except MemoryBudgetError as error:  # a first one knows a lower bound only
+            budget = -(-error.needed_bytes // MIB)
+            continue
+        plan = planned.plan
+        needed = needed_bytes(len(plan.tensors), planned.pieces, plan.peak_bytes, spare_bytes(local=True))
+        return max(budget, -(-needed // MIB))
 
 
 def main() -> None:
