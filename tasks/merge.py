@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float32]
 BLOCK_ELEMENTS = 1 << 16
 """Of a weight, merged at a time: what is worked on stays in the processor's cache."""
 HELD_BYTES = 32 << 20
-"""Of matrices of adapters that a worker holds, in float32."""
+"""Matrices of adapters that a worker keeps, in float32; those of the last weight are kept whatever their size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +160,6 @@ class MergedSource(ReadRange):
     def check_unchanged(self) -> None:
         """Refuse if any file has changed since the source was opened."""
         self.inner.check_unchanged()
-
-    def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
-        """Exactly ``nbytes`` bytes of a file, merged."""
-        buffer = bytearray(nbytes)
-        self.read_into(path, byte_offset, memoryview(buffer))
-        return bytes(buffer)
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on, merged."""

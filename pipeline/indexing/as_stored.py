@@ -24,6 +24,7 @@ _ACCUMULATOR: Final = re.compile(
     rf".+[._/](?P<state>{'|'.join(sorted(ACCUMULATORS, key=len, reverse=True))})_0"
 )
 _MASTERS: Final = "master_weight"
+_UNKNOWN: Final = "unknown"
 _AXES: Final = {"tp": "tp", "pp": "pp", "shard": "sharding", "ep": "ep", "moe": "dp"}
 """Coordinate in the name of a file → axis."""
 
@@ -74,16 +75,20 @@ def _stored(path: str, key: str, array: ArrayRef | SplitArray) -> StoredTensor:
 
 
 def _state(path: str, key: str) -> str:
-    """What an array is; parameters are what nothing says is anything else.
+    """What an array is by its key and its file; what an optimizer's file calls otherwise is not known.
 
     >>> _state("optimizer.pdopt", "linear_0.w_0_moment1_0"), _state("optimizer.pdopt", "master_weights/linear_0.w_0")
     ('moment1', 'master_weight')
     >>> _state("ema_state/0_0.distcp", "w"), _state("model_state.pdparams", "w")
     ('ema_param', 'param')
+    >>> _state("optimizer.pdopt", "linear_0.w_0_speed_0")
+    'unknown'
     """
     if path.startswith("ema"):
         return EMA_MASTER_WEIGHT if _MASTERS in key or key.endswith(".w_0") else EMA_PARAM
     if _MASTERS in path or key.startswith(_MASTERS):
         return MASTER_WEIGHT
     accumulator = _ACCUMULATOR.fullmatch(key)
-    return accumulator["state"] if accumulator else PARAM
+    if accumulator is None:
+        return _UNKNOWN if path.startswith("optimizer") else PARAM
+    return accumulator["state"]

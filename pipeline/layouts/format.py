@@ -27,6 +27,8 @@ class FormatOption(NamedTuple):
     """What it can be, where that can be listed."""
 
 
+MUON, ADAMW_MINI = "Muon", "AdamWMini"
+"""Optimizers that trainers save in some formats only."""
 TARGET_META = FormatOption("model_meta.json of a job of the target topology, which supplies parameter names.")
 """The same for every format that stores parameter names."""
 

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator
 
 from paddle_reshard.pipeline.core.errors import CoverageError, UnsupportedError
 from paddle_reshard.pipeline.core.tensors import MEAN_MOMENT2
+from paddle_reshard.pipeline.layouts.format import ADAMW_MINI, MUON
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 
-MUON, ADAMW_MINI = "Muon", "AdamWMini"
 MUON_STATES = ("moment1",)
 MUON_DIMS = (2, 3)
 

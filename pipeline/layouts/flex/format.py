@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from paddle_reshard.pipeline.layouts.flex.name import AUTO_PARALLEL, FLEX
-from paddle_reshard.pipeline.layouts.format import TARGET_META, FormatOption
+from paddle_reshard.pipeline.layouts.format import MUON, TARGET_META, FormatOption
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
@@ -55,7 +55,7 @@ class DistFormat:
     @property
     def special_optimizers(self) -> tuple[str, ...]:
         """PaddleFormers saves and loads Muon as FlexCheckpoint only (``trainer/training_args.py``)."""
-        return () if self.auto_parallel else ("Muon",)
+        return () if self.auto_parallel else (MUON,)
 
     @property
     def by_table(self) -> bool:

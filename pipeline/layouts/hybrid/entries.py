@@ -11,11 +11,11 @@ from typing import Any
 
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensor_columns import Numbered
+from paddle_reshard.pipeline.layouts.optimizer_keys import MASTER_WEIGHTS
 from paddle_reshard.pipeline.layouts.reading import Readable, index_tensor_file
 from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArrayRef
 
 LR_SCHEDULER = "LR_Scheduler"
-MASTER_WEIGHTS = "master_weights"
 SPECIAL = (LR_SCHEDULER, MASTER_WEIGHTS, STRUCTURED_NAMES)
 """Entries that are looked for by name, whatever they hold."""
 

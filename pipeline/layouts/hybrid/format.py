@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from paddle_reshard.pipeline.core.topology import STRATEGIES
-from paddle_reshard.pipeline.layouts.format import TARGET_META, FormatOption
+from paddle_reshard.pipeline.layouts.format import ADAMW_MINI, TARGET_META, FormatOption
 from paddle_reshard.pipeline.layouts.hybrid.name import HYBRID, HYBRID_PLAIN
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class HybridFormat:
     starts_with: ClassVar[str] = "--load_checkpoint_format sharding_io --ignore_load_lr_and_optim true"
     no_place: ClassVar[tuple[str, ...]] = ()
     holds_lora: ClassVar[bool] = True
-    special_optimizers: ClassVar[tuple[str, ...]] = ("AdamWMini",)
+    special_optimizers: ClassVar[tuple[str, ...]] = (ADAMW_MINI,)
     by_table: ClassVar[bool] = True
     loses_tensors: ClassVar[bool] = True
     index_as: ClassVar[None] = None

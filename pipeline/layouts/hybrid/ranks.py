@@ -32,7 +32,7 @@ from paddle_reshard.pipeline.core.tensors import (
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.checkpoint import checked_schedule
 from paddle_reshard.pipeline.layouts.hybrid.arrays import Array, StoredArray, StoredArrays
-from paddle_reshard.pipeline.layouts.hybrid.entries import LR_SCHEDULER, MASTER_WEIGHTS, SPECIAL, FileEntries
+from paddle_reshard.pipeline.layouts.hybrid.entries import LR_SCHEDULER, SPECIAL, FileEntries
 from paddle_reshard.pipeline.layouts.hybrid.fused_buffers import FusedParameter, holds_buffers, unfuse
 from paddle_reshard.pipeline.layouts.hybrid.names import (
     EMA,
@@ -46,7 +46,7 @@ from paddle_reshard.pipeline.layouts.hybrid.names import (
     rank_file_name,
 )
 from paddle_reshard.pipeline.layouts.model_meta import CellMeta, ModelMeta
-from paddle_reshard.pipeline.layouts.optimizer_keys import SLICE_PREFIX, split_accumulator_key
+from paddle_reshard.pipeline.layouts.optimizer_keys import MASTER_WEIGHTS, SLICE_PREFIX, split_accumulator_key
 from paddle_reshard.pipeline.layouts.reading import PLAIN_STATES
 from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArrayRef, SplitArray
 

@@ -16,7 +16,7 @@ from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
 from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
-from paddle_reshard.pipeline.layouts.format import Decision, Staged
+from paddle_reshard.pipeline.layouts.format import ADAMW_MINI, Decision, Staged
 from paddle_reshard.pipeline.layouts.formats import FORMATS, names_of
 from paddle_reshard.pipeline.layouts.hybrid.name import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.layouts.hybrid.ranks import expert_of
@@ -27,7 +27,7 @@ from paddle_reshard.pipeline.layouts.hybrid.sharding import (
 from paddle_reshard.pipeline.layouts.hybrid.writer import HybridWriter
 from paddle_reshard.pipeline.layouts.lora import IN_BASE, without_base
 from paddle_reshard.pipeline.layouts.model import Model
-from paddle_reshard.pipeline.layouts.optimizers import ADAMW_MINI, special_optimizer
+from paddle_reshard.pipeline.layouts.optimizers import special_optimizer
 from paddle_reshard.pipeline.layouts.rules.literal import StoredTable
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
 from paddle_reshard.pipeline.layouts.staged import check_tensors
