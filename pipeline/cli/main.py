@@ -21,6 +21,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "clean": "clean",
     "convert": "conversion",
     "ema": "ema",
+    "families": "families",
     "inspect": "inspect",
     "plan": "conversion",
     "simulate": "simulate",

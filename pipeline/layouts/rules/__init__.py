@@ -11,12 +11,14 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from math import gcd, prod
 from pathlib import Path
-from typing import Annotated, Any, Literal, overload
+from typing import TYPE_CHECKING, Annotated, Any, Literal, overload
 
 from paddle_reshard.pipeline.core.errors import RuleError, UsageError
-from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 from paddle_reshard.storage.formats.typed_json import Bounds, EntryError, typed
+
+if TYPE_CHECKING:  # NumPy, which the table of families does without
+    from paddle_reshard.pipeline.core.geometry import Shape
 
 Config = Mapping[str, Any]
 
@@ -286,6 +288,19 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
+class Proof:
+    """What the rows of a table have been compared with."""
+
+    files: Literal["checkpoints", "classes", "declarations"]
+    """Files of ranks: with real checkpoints, with tensors that the library's classes build, or with nothing but what
+    its code declares."""
+    huggingface: Literal["transformers", "library", "declarations"] | None = None
+    """Hugging Face forms: ``transformers`` computes the logits of the Paddle model from an export; an export equals
+    the library's own, or the library imports it as the same parameters; or nothing but what its code declares.
+    ``None`` without forms."""
+
+
+@dataclass(frozen=True, slots=True)
 class RuleTable:
     """All rows of a model family as one library spells it. ``items`` are in pipeline order."""
 
@@ -300,6 +315,8 @@ class RuleTable:
     """The axis over which the library can spread routed experts, whole ones to every rank: ``ep``, ``tp`` or ``dp``."""
     muon_exclude_patterns: tuple[str, ...] = ("embed", "bias", "lm_head", "mlp.gate")
     """What a name must not have in it for Muon to update the parameter; the default of the trainer's arguments."""
+    proven: Proof | None = field(default=None, compare=False, repr=False)
+    """What it has been compared with; ``None``: not said, as in a table that a user writes."""
     comment: str | tuple[str, ...] = field(default="", compare=False, repr=False)
     """For people."""
 

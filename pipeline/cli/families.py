@@ -1,0 +1,54 @@
+"""The command ``families``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from paddle_reshard.pipeline.cli.options import json_option
+from paddle_reshard.pipeline.cli.output import answer, print_table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paddle_reshard.pipeline.layouts.rules.families import Family
+
+HEADINGS: Final = (
+    "family",
+    "library",
+    "axes",
+    "Hugging Face",
+    "MTP",
+    "files proven by",
+    "Hugging Face proven by",
+)
+
+
+@click.command()
+@json_option
+def families(as_json: bool) -> None:
+    """List the model families that are known, what is converted of each, and how that is proven."""
+    from paddle_reshard.pipeline.layouts.rules import shipped_tables
+    from paddle_reshard.pipeline.layouts.rules.families import families as known
+
+    found = known(shipped_tables())
+    data = {"families": [asdict(family) for family in found]}
+    answer(data, as_json, False, lambda: print_table(HEADINGS, rows(found)))
+
+
+def rows(found: Sequence[Family]) -> list[tuple[str, ...]]:
+    """The cells under ``HEADINGS``, one line for each family."""
+    return [
+        (
+            family.name,
+            family.library,
+            " ".join(family.axes),
+            family.huggingface,
+            "yes" if family.multi_token_prediction else "no",
+            family.proven.files,
+            family.proven.huggingface or "no",
+        )
+        for family in found
+    ]
