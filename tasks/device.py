@@ -45,7 +45,7 @@ class Box:
 class Mover(Protocol):
     """Moves boxes between the bands and the parts of a group."""
 
-    def room(self, nbytes: int) -> Buffer:
+    def allocate(self, nbytes: int) -> Buffer:
         """Host memory that a band is read to."""
 
     def release(self) -> None:
@@ -91,7 +91,7 @@ class Mover(Protocol):
 class HostMover:
     """Moves in host memory, with NumPy."""
 
-    def room(self, nbytes: int) -> Buffer:
+    def allocate(self, nbytes: int) -> Buffer:
         """Memory as it comes."""
         return np.empty(nbytes, dtype=np.uint8)
 
@@ -154,7 +154,7 @@ class PaddleMover:
         if cast.tobytes() != bfloat16_bits(probe).tobytes():
             raise UnsupportedError(f"Paddle on {device!r} does not round float32 to bfloat16 as the CPU does")
 
-    def room(self, nbytes: int) -> Buffer:
+    def allocate(self, nbytes: int) -> Buffer:
         """Host memory; what is read there is then copied to the device."""
         return np.empty(nbytes, dtype=np.uint8)
 

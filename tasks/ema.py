@@ -32,7 +32,7 @@ class Averaging:
         Let the decay grow with the number of updates ``n``: ``min(decay, (1 + n) / (10 + n))``.
     start
         ``"weights"``: the first update takes the values as they are. ``"zero"``: the average starts at zero, and
-        whoever reads it divides by the weight that the values have so far (:meth:`Progress.correction`).
+        whoever reads it divides by the weight that the values have so far (:meth:`AverageProgress.correction`).
     """
 
     decay: float
@@ -53,7 +53,7 @@ class Averaging:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class AverageProgress:
     """How far an average has come. It is the same on every rank."""
 
     updates: int = 0
@@ -63,12 +63,12 @@ class Progress:
     start_weight: float = 1.0
     """Weight that what it started from still has: the product of all decays."""
 
-    def after(self, step: int, decays: tuple[float, ...]) -> Progress:
+    def after(self, step: int, decays: tuple[float, ...]) -> AverageProgress:
         """The progress after one more update for each of ``decays``, the last of them at ``step``."""
         weight = self.start_weight
         for decay in decays:
             weight *= decay
-        return Progress(self.updates + len(decays), step, weight)
+        return AverageProgress(self.updates + len(decays), step, weight)
 
     def correction(self, averaging: Averaging) -> float:
         """The divisor with which the weights of the average add up to one."""

@@ -59,7 +59,7 @@ class Worker:
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
         self.scratch: Floats = np.empty(BLOCK_ELEMENTS, dtype=np.float32)
-        self.does: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
+        self.actions: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
             "blend": self._blend,
             "save": lambda request: _save(shared, request),
         }
@@ -69,7 +69,7 @@ class Worker:
         """Do what is asked; the answer names an ``error`` if it cannot be done."""
         answer = {"done": request["do"]}
         try:
-            self.does[request["do"]](request)
+            self.actions[request["do"]](request)
         except OSError as error:
             answer["error"] = f"{request.get('path', '')}: cannot be written: {error.strerror or error}"
         return answer

@@ -95,15 +95,15 @@ def merge_block(weight: npt.NDArray[np.uint16], a: Floats, b: Floats, scaling: f
     weight[...] = bfloat16_bits(product)
 
 
-class _Held:
+class _MatrixCache:
     """Matrices that were read last. A copy for another process holds nothing."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._pairs: OrderedDict[int, tuple[Floats, Floats]] = OrderedDict()
 
-    def __reduce__(self) -> tuple[type[_Held], tuple[()]]:
-        return _Held, ()
+    def __reduce__(self) -> tuple[type[_MatrixCache], tuple[()]]:
+        return _MatrixCache, ()
 
     def get(self, tensor: int, addend: Addend, source: ReadRange) -> tuple[Floats, Floats]:
         """Both matrices of a weight."""
@@ -132,7 +132,7 @@ class MergedSource(ReadRange):
     """Number of a weight → what is added to it."""
     fragments: Mapping[str, Fragments]
     """Path of a file of the base → where weights that change lie in it, two dims and bfloat16 each."""
-    held: _Held = field(default_factory=_Held, compare=False, repr=False)
+    cache: _MatrixCache = field(default_factory=_MatrixCache, compare=False, repr=False)
 
     @property
     def location(self) -> str:
@@ -222,17 +222,17 @@ class MergedSource(ReadRange):
         origin = [offset[dim] + (first if dim == across else 0) for dim in (0, 1)]
         weight: npt.NDArray[np.uint16] = np.ndarray(shape, "<u2", buffer, at, strides)
         addend = self.addends[tensor]
-        a, b = self.held.get(tensor, addend, self.inner)
+        a, b = self.cache.get(tensor, addend, self.inner)
         for rows, columns in _blocks(shape, across):
             merge_block(
                 weight[rows, columns],
-                a[_moved(rows, origin[0])],
-                b[:, _moved(columns, origin[1])],
+                a[_shifted(rows, origin[0])],
+                b[:, _shifted(columns, origin[1])],
                 addend.scaling,
             )
 
 
-def _moved(part: slice, by: int) -> slice:
+def _shifted(part: slice, by: int) -> slice:
     return slice(part.start + by, part.stop + by)
 
 

@@ -87,7 +87,7 @@ def load_band(source: ReadRange, path: str, start: int, stop: int) -> Buffer:
 
 
 def _load_bands(work: GroupWork, bands: Bands, source: ReadRange, mover: Mover) -> list[Buffer]:
-    buffers = [mover.room(int(band["stop"] - band["start"])) for band in bands]
+    buffers = [mover.allocate(int(band["stop"] - band["start"])) for band in bands]
     source.read_many(
         [
             Read(work.source_paths[int(band["file"])], int(band["start"]), buffer.data)
@@ -192,9 +192,9 @@ def _do_pass(
         in_master = isinstance(difference, MasterDriftError)
         if not (work.allow_master_drift if in_master else work.allow_replica_drift and difference.replicas):
             raise difference
-    moves = _in_steps(work, turn.ops[turn.ops["kind"] == MOVE])
+    moves = _by_step(work, turn.ops[turn.ops["kind"] == MOVE])
     loaded = [mover.load(band) for band in bands]
-    for op, band, part in _located(moves, (turn.bands, "source"), (work.parts, "target")):
+    for op, band, part in _with_ranges(moves, (turn.bands, "source"), (work.parts, "target")):
         source = _box(loaded[band], int(turn.bands[band]["start"]), op, "source")
         target = _box(parts[int(part)], int(work.parts[part]["start"]), op, "target")
         mixture = work.mixtures.get(int(op["tensor"]))
@@ -208,13 +208,13 @@ def _do_pass(
     return report
 
 
-def _located(ops: Ops, *sides: tuple[Bands | Parts, str]) -> Iterator[tuple[Any, ...]]:
+def _with_ranges(ops: Ops, *sides: tuple[Bands | Parts, str]) -> Iterator[tuple[Any, ...]]:
     """Each op as a row, with the index of the range of each side that holds it; a bounded number of rows at a time."""
     for block in ops.blocks(ROWS_AT_A_TIME):
         yield from zip(block.rows(), *(locate(ranges, block, side) for ranges, side in sides), strict=True)
 
 
-def _in_steps(work: GroupWork, moves: Ops) -> Ops:
+def _by_step(work: GroupWork, moves: Ops) -> Ops:
     """The same ops, steps of mixtures in their order."""
     if not work.mixtures:
         return moves
@@ -285,7 +285,7 @@ def _compare(work: GroupWork, ranges: Bands, ops: Ops, bands: Sequence[Buffer]) 
     differences = []
     compared = 0
     ops = ops[ops["kind"] != MOVE]
-    for op, *pair in _located(ops, (ranges, "source"), (ranges, "target")):
+    for op, *pair in _with_ranges(ops, (ranges, "source"), (ranges, "target")):
         one, other = (
             _box(bands[band], int(ranges[band]["start"]), op, side).array()
             for band, side in zip(pair, ("source", "target"), strict=True)

@@ -51,7 +51,7 @@ class Workspace(HostMover):
         self.parts_bytes = self.used_bytes
         return part
 
-    def room(self, nbytes: int) -> Buffer:
+    def allocate(self, nbytes: int) -> Buffer:
         """The memory into which a band is read."""
         return self._take(nbytes)
 

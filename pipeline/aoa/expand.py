@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from paddle_reshard.pipeline.aoa.language import PLACEHOLDER, Name, Statement, check_form
+from paddle_reshard.pipeline.aoa.language import PLACEHOLDER, Name, Statement, check_statement
 
 _NUMBERS = re.compile(r"(?:[0-9]|\*|\$LAYER_ID_OFFSET|\$LAYER_ID|\$EXPERT_ID)+")
 _OPEN = re.compile(r"\*|\$(?:LAYER_ID_OFFSET|LAYER_ID|EXPERT_ID)")
@@ -120,7 +120,7 @@ def _starred(statement: Statement, source: Keys, wanted: Keys | None) -> Stateme
         left=tuple(one for name in statement.left for one in _all(statement, name, source)),
         right=tuple(one for name in statement.right for one in _all(statement, name, wanted or source)),
     )
-    check_form(written_out)
+    check_statement(written_out)
     return written_out
 
 

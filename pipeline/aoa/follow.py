@@ -55,9 +55,9 @@ def target_catalog(source: Source, outputs: Mapping[str, Value], untied: frozens
         grouped.setdefault((value, name if name in untied else None), []).append(name)
     followers = _Followers(source)
     for (value, _), names in grouped.items():
-        key, *aliases = sorted(names, key=source.unlike_a_key)
+        key, *aliases = sorted(names, key=source.key_preference)
         followers.add(key, tuple(aliases), value)
-    order = sorted(range(len(followers.tensors)), key=followers.places.__getitem__)
+    order = sorted(range(len(followers.tensors)), key=followers.positions.__getitem__)
     number = np.empty(len(order), dtype=np.int32)
     number[order] = np.arange(len(order))
     tensors = Tensors(followers.tensors[one] for one in order)
@@ -97,7 +97,7 @@ class _Followers:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.tensors: list[Tensor] = []
-        self.places: list[int] = []
+        self.positions: list[int] = []
         """Of each tensor in the order of the source."""
         self.boxes: list[_BoxRow] = []
         self.implied: dict[tuple[str, str], tuple[str, str]] = {}
@@ -139,7 +139,7 @@ class _Followers:
                 f"{key}: {described[0].label} is one number that all elements of {described[0].key} make (AdamWMini); "
                 "tensors that are split, joined or transposed have others"
             )
-        self.places.append(next(iter(sources.values())))
+        self.positions.append(next(iter(sources.values())))
         self.tensors.append(Tensor(key, state, dtype, shape, aliases))
         if is_number(state):
             self._add_numbers(described, sources)

@@ -240,7 +240,7 @@ _ATTRIBUTES = {
 def _parse_statement(text: str, where: str) -> Statement:
     parsed = _Parser(text, where).statement()
     if not any("*" in name.text for name in (*parsed.left, *parsed.right)):
-        check_form(parsed)
+        check_statement(parsed)
     return parsed
 
 
@@ -396,14 +396,14 @@ class _Parser:
         return value
 
 
-_FUSED_FORMS = {
+_FUSED_COUNTS = {
     "fused_ffn": ((1, 1), (1, 2), (2, 1)),
     "fused_qkv": ((1, 3), (3, 1)),
     "fused_qkv_old": ((1, 1), (1, 3), (3, 1)),
 }
 
 
-def check_form(statement: Statement) -> None:
+def check_statement(statement: Statement) -> None:
     """Whether its names and its operation go together; all ``*`` are written out.
 
     Raises
@@ -418,8 +418,8 @@ def check_form(statement: Statement) -> None:
         if len(names) != 2 or len(nothing) != 1 or operation != Rename():
             raise statement.refused("expected '_' alone on one side, and no attribute")
     elif isinstance(operation, Fused):
-        if (len(left), len(right)) not in _FUSED_FORMS[operation.macro]:
-            forms = " or ".join(f"{a} -> {b}" for a, b in _FUSED_FORMS[operation.macro])
+        if (len(left), len(right)) not in _FUSED_COUNTS[operation.macro]:
+            forms = " or ".join(f"{a} -> {b}" for a, b in _FUSED_COUNTS[operation.macro])
             raise statement.refused(
                 f"expected {forms} names with {operation.macro}, found {len(left)} -> {len(right)}"
             )

@@ -62,7 +62,7 @@ class Source:
         tensor = self.catalog.tensors[states[shaped]]
         return source_value(key, tensor.global_shape, tensor.dtype if PARAM in states else None)
 
-    def unlike_a_key(self, name: str) -> int:
+    def key_preference(self, name: str) -> int:
         """0: a key of the source; 1: no name of the source; 2: an alias in it."""
         return 0 if name in self.states else 2 if name in self.owners else 1
 

@@ -30,7 +30,7 @@ from paddle_reshard.pipeline.convert.options import (
     TARGET_OPTIONS,
     TargetOptions,
     flag_of,
-    is_whole,
+    is_complete,
 )
 from paddle_reshard.pipeline.convert.request import check_options, parse_target
 from paddle_reshard.pipeline.core.errors import FinishedError, UsageError
@@ -146,7 +146,7 @@ def _targets(
         raise UsageError("give one target, SRC DST, or several with --target DST:FORMAT:…")
     resume = bool(asked.get("resume") or asked.get("take_over"))  # then what was begun says the rest
     if target is not None:
-        if not resume or is_whole(target, asked):
+        if not resume or is_complete(target, asked):
             check_options(asked.get("format", DEFAULT), asked)
         if "to" in asked:
             Topology.parse(asked["to"])

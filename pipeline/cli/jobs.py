@@ -72,7 +72,7 @@ class Request:
         from paddle_reshard.storage.locate import check_scheme
 
         options = (option for option in command.params if isinstance(option, click.Option))
-        named = (option.name or "" for option in options if decides(option) is Decides.PLACE)
+        named = (option.name or "" for option in options if decides(option) is Decides.LOCATION)
         for place in ("source", "target", *named):
             check_scheme(values[place] or "", values["allow_scheme"])
         plain = command.make_context("convert", ["SRC", "DST"])
@@ -105,13 +105,13 @@ class Request:
         files = self.files()
         for option, value in self.options():
             name, role = option.name or "", decides(option)
-            if role in (Decides.CONDUCT, Decides.ACCESS):
+            if role in (Decides.EXECUTION, Decides.ACCESS):
                 continue
             if name in files:
                 identity[name] = hashlib.sha256(files[name]).hexdigest()
             elif name == "to":
                 identity[name] = str(Topology.parse(value))
-            elif role is Decides.PLACE:
+            elif role is Decides.LOCATION:
                 identity[name] = _absolute(value)
             else:
                 identity[name] = list(value) if isinstance(value, tuple) else value
@@ -137,7 +137,7 @@ class Request:
                 spelled.append(flag if value else option.secondary_opts[0])
             elif isinstance(value, Path):
                 spelled += [flag, f"{option.name}.json"]
-            elif decides(option) is Decides.PLACE:
+            elif decides(option) is Decides.LOCATION:
                 spelled += [flag, _absolute(value)]
             else:
                 for one in value if isinstance(value, tuple) else (value,):

@@ -65,12 +65,12 @@ def topology_data(topology: Topology | None) -> Json | None:
 def plan_data(conversion: ConversionPlan) -> Json:
     """What ``plan --json`` prints."""
     plan, targets = conversion.plan, conversion.targets
-    described = [target.form.data() for target in targets]
+    described = [target.spec.data() for target in targets]
     for data, target in zip(described, targets, strict=True):
         data["not_carried"] = [{"path": path, "reason": reason} for path, reason in target.not_carried]
         data["states_left"] = list(target.states_not_carried)
-    for data, place in zip(described, conversion.places, strict=False):
-        data["path"] = place
+    for data, location in zip(described, conversion.target_locations, strict=False):
+        data["path"] = location
     return {
         "plan_id": plan.plan_id,
         "source": {
@@ -90,7 +90,9 @@ def plan_data(conversion: ConversionPlan) -> Json:
         "write_bytes": plan.written_bytes,
         "copied_bytes": plan.copied_bytes,
         "copied_share": round(plan.copied_share, 4),
-        "held_against_master_weights": dict(zip(("in_full", "by_samples"), plan.held, strict=True)),
+        "held_against_master_weights": dict(
+            zip(("in_full", "by_samples"), plan.checked_parameters, strict=True)
+        ),
         "master_weights_made": conversion.master_weights_made,
         "files": [{"path": f.path, "size_bytes": f.size_bytes} for f in plan.target_files],
         "carried": [{"path": c.target_path, "size_bytes": c.size_bytes} for c in plan.carried],
@@ -102,10 +104,10 @@ def plan_data(conversion: ConversionPlan) -> Json:
 
 def conversion_data(report: ConversionReport) -> Json:
     """What ``convert --json`` prints."""
-    places = report.plan.places
+    locations = report.plan.target_locations
     return {
         "source_path": report.source,
-        "target_path": places[0] if len(places) == 1 else None,
+        "target_path": locations[0] if len(locations) == 1 else None,
         "moved": asdict(report.moved),
         "plan": plan_data(report.plan),
     }

@@ -40,7 +40,7 @@ def decides(option: click.Option) -> Decides:
 Decorator = Callable[[Any], Any]
 Declare = Callable[..., Decorator]
 outcome_option: Declare = partial(click.option, cls=Option, decides=Decides.OUTCOME)
-conduct_option: Declare = partial(click.option, cls=Option, decides=Decides.CONDUCT)
+execution_option: Declare = partial(click.option, cls=Option, decides=Decides.EXECUTION)
 
 
 def all_of(*decorators: Decorator) -> Decorator:
@@ -61,7 +61,7 @@ def declared(name: str, *further_flags: str, help: str | None = None) -> Decorat
     if option.default is not None:
         settings |= {"default": option.default, "show_default": True}
     if option.choices:
-        settings["type"] = (Choice if option.likely else click.Choice)(tuple(option.choices))
+        settings["type"] = (Choice if option.suggests else click.Choice)(tuple(option.choices))
     elif option.kind is Kind.COUNT:
         settings["type"] = click.IntRange(1)
     elif option.kind is Kind.FLAG:
@@ -126,8 +126,8 @@ def read_object(text: str | None) -> dict[str, Any] | None:
     return value
 
 
-json_option = conduct_option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-quiet_option = conduct_option("--quiet", is_flag=True, help="Print only errors.")
+json_option = execution_option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+quiet_option = execution_option("--quiet", is_flag=True, help="Print only errors.")
 layout_flags = all_of(
     outcome_option(
         "--comm-buffer-size-mb",

@@ -15,21 +15,21 @@ from paddle_reshard.clusters.choose import choose_engine, choose_indexing
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.aoa.rewrite import rewrite
 from paddle_reshard.pipeline.convert.inputs import load_adapter, load_config, load_program, load_tables
-from paddle_reshard.pipeline.convert.options import ConversionOptions, Targets, is_whole
+from paddle_reshard.pipeline.convert.options import ConversionOptions, Targets, is_complete
 from paddle_reshard.pipeline.convert.plan import (
     ConversionPlan,
     needs_rule_table,
     plan_checkpoint,
-    read_places,
+    read_locations,
     read_request,
 )
 from paddle_reshard.pipeline.convert.request import (
     ConversionRequest,
     ConversionSettings,
-    Places,
+    Locations,
     RunSettings,
 )
-from paddle_reshard.pipeline.convert.resuming import go_on, request_of
+from paddle_reshard.pipeline.convert.resuming import merge_with_session, request_record
 from paddle_reshard.pipeline.convert.run import MoveReport, check_finished, check_targets, run_conversion
 from paddle_reshard.pipeline.core.errors import (
     FinishedError,
@@ -112,48 +112,52 @@ def plan_request(
     in_process: bool = False,
 ) -> ConversionPlan:
     """Index the source, lay out the targets and plan the conversion; nothing is moved."""
-    places = request.places
-    sinks = open_targets(places, settings.resume) if places.targets else None
-    filling = read_filling(places.fill, request.allow_missing, places.reading)
+    locations = request.locations
+    outputs = open_targets(locations, settings.resume) if locations.targets else None
+    filling = read_filling(locations.fill, request.allow_missing, locations.reading)
     program = load_program(request.aoa)
     tables, config = load_tables(request.rules), load_config(request.config)
-    own = open_source(places.sources[0], *places.reading)
+    own = open_source(locations.sources[0], *locations.reading)
     policy = replace(filling.policy, drops_mtp=MTP in request.dropped)
     checkpoint = index_checkpoint(own, tables, config, policy, index_files)
     checkpoint = with_adapter(checkpoint, load_adapter(request.lora_config), own.location)
     store = filling.serve(own)
-    if places.merge_into is not None:
+    if locations.merge_into is not None:
         from paddle_reshard.pipeline.convert.merge import merge_into
 
-        base_store = open_source(places.merge_into, *places.reading)
+        base_store = open_source(locations.merge_into, *locations.reading)
         base = index_checkpoint(base_store, tables, config, None, index_files)
         store, checkpoint = merge_into(base_store, base, store, checkpoint)
     if program is not None:
-        checkpoint = rewrite(checkpoint, program, tables if needs_rule_table(request.forms) else None, config)
-    if sinks is None:
+        checkpoint = rewrite(
+            checkpoint, program, tables if needs_rule_table(request.target_requests) else None, config
+        )
+    if outputs is None:
         return plan_checkpoint(store, checkpoint, request)
-    everywhere = (*places.sources, *places.targets, places.fill, places.merge_into)
+    everywhere = (*locations.sources, *locations.targets, locations.fill, locations.merge_into)
     spare = spare_bytes(all(place is None or is_local(place) for place in everywhere))
-    planned = plan_checkpoint(store, checkpoint, request, sinks.limits(store), spare if in_process else None)
-    check_targets(planned, sinks, settings.resume or settings.no_space_check)
-    return replace(planned, places=sinks.locations, spare_bytes=spare)
+    planned = plan_checkpoint(
+        store, checkpoint, request, outputs.limits(store), spare if in_process else None
+    )
+    check_targets(planned, outputs, settings.resume or settings.no_space_check)
+    return replace(planned, target_locations=outputs.locations, spare_bytes=spare)
 
 
-def open_targets(places: Places, resume: bool, take_over: bool = False) -> Outputs:
+def open_targets(locations: Locations, resume: bool, take_over: bool = False) -> Outputs:
     """The places of all targets; an occupied one is refused before anything is read."""
-    for number, location in enumerate(places.targets):
-        for source in places.sources:
+    for number, location in enumerate(locations.targets):
+        for source in locations.sources:
             check_apart(source, location)
-        for given in (places.fill, places.merge_into):
+        for given in (locations.fill, locations.merge_into):
             if given is not None:
                 check_apart(given, location)
-        for other in places.targets[:number]:
+        for other in locations.targets[:number]:
             check_targets_apart(other, location)
-    access = places.writing
+    access = locations.writing
     return Outputs(
         [
-            open_target(place, places.overwrite, access.options, resume, take_over, access.schemes)
-            for place in places.targets
+            open_target(place, locations.overwrite, access.options, resume, take_over, access.schemes)
+            for place in locations.targets
         ]
     )
 
@@ -162,22 +166,22 @@ def resumed_request(
     source: PathLike, target: Targets, options: ConversionOptions, settings: RunSettings
 ) -> tuple[Targets, ConversionOptions]:
     """The request with what an unfinished conversion was begun with, where it leaves that open."""
-    places = read_places((source,), target, options)
-    outputs = open_targets(places, True, settings.take_over)
+    locations = read_locations((source,), target, options)
+    outputs = open_targets(locations, True, settings.take_over)
     for sink in outputs.targets.values():
         if (left := sink.unfinished) is None:
             continue
         if left.request is not None:
-            return go_on(sink.location, left.request, target, options)
-        if not is_whole(target, options):
+            return merge_with_session(sink.location, left.request, target, options)
+        if not is_complete(target, options):
             raise UsageError(
                 f"{sink.location}: nobody has noted what the unfinished conversion here was begun with; give the same "
                 f"options, or paddle-reshard clean {sink.location}"
             )
         return target, options
-    if is_whole(target, options):
+    if is_complete(target, options):
         return target, options
-    store = open_source(places.sources[0], *places.reading)
+    store = open_source(locations.sources[0], *locations.reading)
     for sink in outputs.targets.values():
         if not check_finished(sink, store, settings.verify):
             raise UsageError(f"{sink.location}: nothing to resume is here; say what to make: --to, --format")
@@ -204,18 +208,18 @@ def plan_and_run(
     observe(StepStarted("plan"))
     conversion = make_plan(index_files, isinstance(engine, InlineEngine))
     groups, written_bytes = conversion.plan.groups, conversion.plan.written_bytes
-    decisions = [decision for target in conversion.targets for decision in target.form.decisions]
+    decisions = [decision for target in conversion.targets for decision in target.spec.decisions]
     decided = [f"{decision.value} ({decision.reason})" for decision in decisions]
     facts = (*dict.fromkeys(decided), f"{groups} groups", f"{written_bytes} bytes to write")
     observe(StepEnded("plan", ", ".join(facts)))
     if isinstance(engine, InlineEngine):
         tensors = len(conversion.plan.tensors)
         engine = engine.beside(tensors, conversion.pieces, conversion.plan.peak_bytes, conversion.spare_bytes)
-    sinks = open_targets(request.places, settings.resume, settings.take_over)
-    moved = run_conversion(conversion, sinks, engine, observe, settings, index_files)
+    outputs = open_targets(request.locations, settings.resume, settings.take_over)
+    moved = run_conversion(conversion, outputs, engine, observe, settings, index_files)
     moved = replace(moved, retries=add_retries((moved.retries, count_retries() - counted)))
     return ConversionReport(
-        conversion.store.location, sinks.location, conversion, moved, time.monotonic() - begun
+        conversion.store.location, outputs.location, conversion, moved, time.monotonic() - begun
     )
 
 
@@ -227,7 +231,7 @@ def convert_with(
     if settings.run.resume:
         target, options = resumed_request(source, target, options, settings.run)
     request = read_request((source,), target, options, settings.sizes)
-    asked = request_of(target, options)
+    asked = request_record(target, options)
 
     def make_plan(index_files: IndexFiles, in_process: bool) -> ConversionPlan:
         made = plan_request(request, settings.run, index_files, in_process)
@@ -249,4 +253,4 @@ def plan_with(
     """What :func:`paddle_reshard.plan` does, with its options as a value."""
     request = read_request((source,), target, settings.options, settings.sizes)
     planned = plan_request(request, settings.run, partial(index_here, observe=observe))
-    return planned if target is None else replace(planned, asked=request_of(target, settings.options))
+    return planned if target is None else replace(planned, asked=request_record(target, settings.options))

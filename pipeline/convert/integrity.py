@@ -105,7 +105,7 @@ def check_target(
     )
 
 
-def glance_at_target(target: Source, manifest: Manifest) -> tuple[Damage, ...]:
+def check_target_quickly(target: Source, manifest: Manifest) -> tuple[Damage, ...]:
     """What is seen to be wrong with a target without reading all of it.
 
     Every name and size is looked at, every ETag that the manifest holds, and of small files every byte. A file with

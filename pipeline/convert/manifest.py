@@ -237,7 +237,7 @@ def describe_targets(
         described[prefix] = {
             **manifest_head(version.__version__),
             "plan_id": plan.plan_id,
-            **target.form.facts(),
+            **target.spec.facts(),
             "files": _below(prefix, files),
             "source": {
                 "location": absolute(store.location),

@@ -27,12 +27,12 @@ class Decides(Enum):
     """What an option decides.
 
     Two conversions with the same id come out the same, byte for byte, or are refused for the same reason; so one is
-    enough. The id follows from ``OUTCOME`` and ``PLACE``.
+    enough. The id follows from ``OUTCOME`` and ``LOCATION``.
     """
 
     OUTCOME = "what comes out, or whether that is refused"
-    PLACE = "the same, by naming a file or URL that stays where it is"
-    CONDUCT = "where, how fast and with what means a conversion runs, and what it tells"
+    LOCATION = "the same, by naming a file or URL that stays where it is"
+    EXECUTION = "where, how fast and with what means a conversion runs, and what it tells"
     ACCESS = "how stores are reached; holds secrets, which belong in no id and no command line"
 
 
@@ -57,7 +57,7 @@ class Option:
     decides: Decides = Decides.OUTCOME
     metavar: str | None = None
     choices: Sequence[str] = ()
-    likely: bool = False
+    suggests: bool = False
     """Whether a word that is none of the choices is answered with the one that may have been meant."""
     default: str | None = None
     """What applies where it is not given, for help to show."""
@@ -79,14 +79,14 @@ class Option:
     @property
     def changes_bytes(self) -> bool:
         """Whether the outcome depends on it."""
-        return self.decides in (Decides.OUTCOME, Decides.PLACE)
+        return self.decides in (Decides.OUTCOME, Decides.LOCATION)
 
 
 def _of_formats(name: str, kind: Kind = Kind.TEXT, metavar: str | None = None) -> Option:
     """An option of targets, as the formats that have it describe it."""
     option = option_of_formats(name)
     return Option(
-        kind=kind, metavar=metavar, choices=option.choices, likely=bool(option.choices), help=option.help
+        kind=kind, metavar=metavar, choices=option.choices, suggests=bool(option.choices), help=option.help
     )
 
 
@@ -97,7 +97,7 @@ class TargetOptions(TypedDict, total=False):
         str | None,
         Option(
             choices=tuple(FORMATS),
-            likely=True,
+            suggests=True,
             default=DEFAULT,
             help=help_of_formats(),
         ),
@@ -150,7 +150,7 @@ class ConversionOptions(TargetOptions, total=False):
     fill: Annotated[
         PathLike | None,
         Option(
-            decides=Decides.PLACE,
+            decides=Decides.LOCATION,
             consent=True,
             metavar="FILE",
             help="Safetensors file or URL with tensors that SRC lacks.",
@@ -160,7 +160,7 @@ class ConversionOptions(TargetOptions, total=False):
     merge_into: Annotated[
         PathLike | None,
         Option(
-            decides=Decides.PLACE,
+            decides=Decides.LOCATION,
             consent=True,
             metavar="BASE",
             help="Base model, any checkpoint that stores its parameters: merge the LoRA in SRC into it, and convert "
@@ -179,7 +179,7 @@ class ConversionOptions(TargetOptions, total=False):
     memory: Annotated[
         str,
         Option(
-            decides=Decides.CONDUCT, kept=True, default=DEFAULT_MEMORY, help="Memory budget of each worker."
+            decides=Decides.EXECUTION, kept=True, default=DEFAULT_MEMORY, help="Memory budget of each worker."
         ),
     ]
     """Budget of each worker, default ``"1GiB"``."""
@@ -223,7 +223,7 @@ class ConversionOptions(TargetOptions, total=False):
     check: Annotated[
         str,
         Option(
-            decides=Decides.CONDUCT,
+            decides=Decides.EXECUTION,
             kept=True,
             choices=CHECKS,
             default=CHECKS[0],
@@ -245,7 +245,7 @@ class ConversionOptions(TargetOptions, total=False):
         bool,
         Option(
             kind=Kind.FLAG,
-            decides=Decides.CONDUCT,
+            decides=Decides.EXECUTION,
             kept=True,
             help="Read source bytes several times if --memory is too small to read them once.",
         ),
@@ -255,7 +255,7 @@ class ConversionOptions(TargetOptions, total=False):
         bool,
         Option(
             kind=Kind.FLAG,
-            decides=Decides.CONDUCT,
+            decides=Decides.EXECUTION,
             help="Do not check that the target's disk has enough free space.",
         ),
     ]
@@ -304,7 +304,7 @@ class ConversionOptions(TargetOptions, total=False):
         Sequence[str],
         Option(
             kind=Kind.LIST,
-            decides=Decides.CONDUCT,
+            decides=Decides.EXECUTION,
             metavar="NAME",
             help=f"Also open URLs of this scheme. Always allowed: {', '.join(sorted(PLAIN_SCHEMES))}.",
         ),
@@ -338,7 +338,7 @@ class RunOptions(TypedDict, total=False):
     cluster: Annotated[
         str,
         Option(
-            decides=Decides.CONDUCT,
+            decides=Decides.EXECUTION,
             default="inline",
             metavar="inline|ray|ray:ADDRESS",
             help="Where the conversion runs.",
@@ -350,7 +350,7 @@ class RunOptions(TypedDict, total=False):
         int | None,
         Option(
             kind=Kind.COUNT,
-            decides=Decides.CONDUCT,
+            decides=Decides.EXECUTION,
             help="On Ray: number of workers. Default: as many as the cluster has room for. Inline: number "
             "of groups at a time. Default: two per processor.",
         ),
@@ -360,7 +360,7 @@ class RunOptions(TypedDict, total=False):
     exchange: Annotated[
         str,
         Option(
-            decides=Decides.CONDUCT,
+            decides=Decides.EXECUTION,
             choices=EXCHANGES,
             default=EXCHANGES[0],
             help="On Ray: whether several workers share a group through the object store.",
@@ -372,7 +372,7 @@ class RunOptions(TypedDict, total=False):
         bool,
         Option(
             kind=Kind.FLAG,
-            decides=Decides.CONDUCT,
+            decides=Decides.EXECUTION,
             help="Continue an interrupted conversion, if there is one. Without --to and --format, its "
             "original options are used; --memory, --check and --allow-reread may always be omitted. "
             "Give --fill, --merge-into, --allow-links and options for stores again.",
@@ -387,7 +387,7 @@ class RunOptions(TypedDict, total=False):
         bool,
         Option(
             kind=Kind.FLAG,
-            decides=Decides.CONDUCT,
+            decides=Decides.EXECUTION,
             help="Resume a conversion that has ended on another machine, without waiting for its lock to expire.",
         ),
     ]
@@ -414,7 +414,7 @@ class ConvertOptions(ConversionOptions, RunOptions, total=False):
     device: Annotated[
         str,
         Option(
-            decides=Decides.CONDUCT,
+            decides=Decides.EXECUTION,
             choices=DEVICES,
             default=DEVICES[0],
             help="gpu: on Ray, one GPU per worker, through Paddle.",
@@ -425,7 +425,7 @@ class ConvertOptions(ConversionOptions, RunOptions, total=False):
         bool,
         Option(
             kind=Kind.FLAG,
-            decides=Decides.CONDUCT,
+            decides=Decides.EXECUTION,
             help="Finally read every byte of the target and compare it with the checksums; with --resume "
             "also for a target that is already finished.",
         ),
@@ -504,7 +504,7 @@ def flag_of(name: str) -> str:
     return (known and known.flag) or f"--{name.replace('_', '-')}"
 
 
-def is_whole(target: Targets, options: Mapping[str, Any]) -> bool:
+def is_complete(target: Targets, options: Mapping[str, Any]) -> bool:
     """Whether a request says what is to come out, so that all it leaves out is meant to be as by default."""
     asked = target.values() if isinstance(target, Mapping) else [options]
     return any(of_target.get("to") or of_target.get("format") for of_target in asked)

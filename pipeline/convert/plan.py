@@ -19,7 +19,7 @@ from paddle_reshard.pipeline.convert.options import (
 )
 from paddle_reshard.pipeline.convert.request import (
     ConversionRequest,
-    Places,
+    Locations,
     check_options,
     parse_choice,
     parse_drop,
@@ -49,7 +49,7 @@ from paddle_reshard.pipeline.layouts.reading import read_json
 from paddle_reshard.pipeline.layouts.sidecars import average_divisor
 from paddle_reshard.pipeline.layouts.targets import check_left, join, lay_out, starts_anew
 from paddle_reshard.pipeline.layouts.vocab import resize_vocabulary
-from paddle_reshard.pipeline.planning.checks import held_parameters
+from paddle_reshard.pipeline.planning.checks import master_checks
 from paddle_reshard.pipeline.planning.metadata import FREE_BYTES, check_metadata
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
@@ -65,7 +65,7 @@ ALLOWED = "no file of the source holds it, which was allowed"
 class PlannedTarget:
     """One target of a conversion."""
 
-    form: Target
+    spec: Target
     wanted: Checkpoint
     """The source as the target is to hold it: the same but for a vocabulary of another size."""
     files: TargetFiles
@@ -78,7 +78,7 @@ class PlannedTarget:
     """States of tensors that the target has no place for, or that were not asked for."""
 
     def __repr__(self) -> str:
-        return f"<PlannedTarget: {self.form.in_words()}>"
+        return f"<PlannedTarget: {self.spec.in_words()}>"
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,7 +93,7 @@ class ConversionPlan(Shown):
     """Of all targets together; their paths as :class:`~paddle_reshard.storage.outputs.Outputs` has them."""
     pieces: int
     """Boxes of all targets."""
-    places: tuple[str, ...] = ()
+    target_locations: tuple[str, ...] = ()
     """Where the targets will be; empty where nobody has said."""
 
     dropped: tuple[str, ...] = ()
@@ -112,7 +112,7 @@ class ConversionPlan(Shown):
         return sum(catalog.tensors.identity(number)[1] == MASTER_WEIGHT for number in catalog.implied)
 
     def _in_short(self) -> str:
-        targets = "; ".join(target.form.in_words() for target in self.targets)
+        targets = "; ".join(target.spec.in_words() for target in self.targets)
         return (
             f"{_source_in_words(self.source)} → {targets}; {readable_bytes(self.plan.written_bytes)} to write"
         )
@@ -124,19 +124,19 @@ class ConversionPlan(Shown):
         facts = [
             (self._of(number, decision.name), f"{decision.value}: {decision.reason}")
             for number, target in enumerate(targets)
-            for decision in target.form.decisions
+            for decision in target.spec.decisions
         ]
         facts.append(("from", _source_in_words(self.source)))
         if self.source.merged is not None:
             facts.append(("merged", self.source.merged))
         if self.source.newer:
             facts.append(("newer", self.source.newer))
-        places = self.places if len(targets) > 1 else ()
+        locations = self.target_locations if len(targets) > 1 else ()
         for number, target in enumerate(targets):
-            where = f"{places[number]}: " if places else ""
-            facts.append((self._of(number, "to"), f"{where}{target.form.in_words()}"))
-            if starts_anew(self.source, target.form):
-                arguments = FORMATS[target.form.format].starts_with
+            where = f"{locations[number]}: " if locations else ""
+            facts.append((self._of(number, "to"), f"{where}{target.spec.in_words()}"))
+            if starts_anew(self.source, target.spec):
+                arguments = FORMATS[target.spec.format].starts_with
                 anew = f"the source holds parameters only; a job starts from them with {arguments}"
                 facts.append((self._of(number, "optimizer"), anew))
         files = len(plan.target_files) + len(plan.carried)
@@ -152,8 +152,8 @@ class ConversionPlan(Shown):
         if plan.copied_bytes:
             copied = f"{readable_bytes(plan.copied_bytes)} ({plan.copied_share:.0%})"
             facts.append(("copies", f"{copied} are copied by the storage itself"))
-        if any(plan.held):
-            every, some = plan.held
+        if any(plan.checked_parameters):
+            every, some = plan.checked_parameters
             told = [f"{every} in full"] * (every > 0) + [f"{some} by samples of every array"] * (some > 0)
             facts.append(("checks", f"parameters against their master weights: {', '.join(told)}"))
         if self.master_weights_made:
@@ -171,7 +171,7 @@ class ConversionPlan(Shown):
         for number, target in enumerate(self.targets):
             if target.states_not_carried:
                 reason = (
-                    "not asked for" if FORMATS[target.form.format].model_only else "no place in this format"
+                    "not asked for" if FORMATS[target.spec.format].model_only else "no place in this format"
                 )
                 facts.append(
                     (self._of(number, "left out"), f"{', '.join(target.states_not_carried)}: {reason}")
@@ -219,7 +219,7 @@ def plan_checkpoint(
     dropped = sorted(
         source.catalog.tensors.states & {state for name in request.dropped for state in DROPPABLE[name]}
     )
-    source = _divided(source.without(dropped), request.forms, store)
+    source = _divided(source.without(dropped), request.target_requests, store)
     wanted = source
     if MTP in request.dropped:
         source = without_mtp(source)
@@ -229,7 +229,7 @@ def plan_checkpoint(
     elif request.vocab_trim is not None:
         wanted = resize_vocabulary(wanted, request.vocab_trim, grow=False)
     sizes = store.sizes()
-    forms = [form.target_for(source) for form in request.forms]
+    forms = [form.target_for(source) for form in request.target_requests]
     tensors = len(source.catalog.tensors)
     if spare_bytes is not None:
         check_metadata(tensors, None, 0, request.planning.budget_bytes, spare_bytes)
@@ -252,7 +252,7 @@ def plan_checkpoint(
         carried,
         request.planning,
         limits,
-        held_parameters(source.catalog, joined.catalog, request.check_in_full),
+        master_checks(source.catalog, joined.catalog, request.check_in_full),
     )
     not_carried = (
         *source.not_carried,
@@ -315,11 +315,13 @@ def needs_rule_table(forms: Sequence[Request]) -> bool:
     return by_table.pop()
 
 
-def read_places(sources: Sequence[PathLike], target: Targets | None, options: ConversionOptions) -> Places:
+def read_locations(
+    sources: Sequence[PathLike], target: Targets | None, options: ConversionOptions
+) -> Locations:
     """Where a conversion reads and writes. This much is known also where a session says the rest."""
     targets = () if target is None else tuple(target) if isinstance(target, Mapping) else (target,)
     fill, base = options.get("fill"), options.get("merge_into")
-    return Places(
+    return Locations(
         sources=tuple(os.fspath(source) for source in sources),
         targets=tuple(os.fspath(one) for one in targets),
         fill=None if fill is None else os.fspath(fill),
@@ -356,8 +358,8 @@ def read_request(
         own = {name: options[name] for name in TARGET_OPTIONS if name in options}  # type: ignore[literal-required]
         asked = [cast(TargetOptions, own)]
     return ConversionRequest(
-        forms=tuple(_form(of_target) for of_target in asked),
-        places=read_places(sources, target, options),
+        target_requests=tuple(_read_target_request(of_target) for of_target in asked),
+        locations=read_locations(sources, target, options),
         aoa=as_file(options.get("aoa")),
         rules=as_file(options.get("rules")),
         config=as_file(options.get("config")),
@@ -380,7 +382,7 @@ def read_request(
     )
 
 
-def _form(options: TargetOptions) -> Request:
+def _read_target_request(options: TargetOptions) -> Request:
     """One target as it was asked for; small files that were given are read."""
     format = options.get("format") or DEFAULT
     check_options(format, options)

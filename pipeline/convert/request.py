@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Places:
+class Locations:
     """Where a conversion reads and writes, and how it gets there."""
 
     sources: tuple[str, ...]
@@ -57,9 +57,9 @@ class Places:
 class ConversionRequest:
     """A conversion as it was asked for, every value read and in range."""
 
-    forms: tuple[Request, ...]
+    target_requests: tuple[Request, ...]
     """What each target is to be."""
-    places: Places
+    locations: Locations
     aoa: Path | KeptFile | None
     rules: Path | KeptFile | None
     config: Path | KeptFile | None
@@ -80,7 +80,7 @@ class ConversionRequest:
             raise UsageError(f"--vocab-pad {self.vocab_pad}: at most {MAX_VOCABULARY} rows are supported")
         from paddle_reshard.pipeline.core.tensors import EMA, MTP
 
-        if any(form.of_average for form in self.forms) and EMA in self.dropped:
+        if any(form.of_average for form in self.target_requests) and EMA in self.dropped:
             raise UsageError("--drop ema leaves nothing of which --state ema could make a model")
         if MTP in self.dropped and self.aoa is not None:
             raise UsageError(

@@ -25,7 +25,7 @@ from paddle_reshard.pipeline.convert.options import (
     Targets,
     declarations,
     flag_of,
-    is_whole,
+    is_complete,
 )
 from paddle_reshard.pipeline.core.errors import StaleSessionError, UsageError
 from paddle_reshard.pipeline.core.topology import Topology
@@ -65,7 +65,7 @@ _TYPES: Mapping[Kind, Any] = {
 # ------------------------------------------------------------------------------------------------- to a record
 
 
-def request_of(target: Targets, options: ConversionOptions) -> dict[str, Any]:
+def request_record(target: Targets, options: ConversionOptions) -> dict[str, Any]:
     """What a conversion is begun with, for its session: what is as by default is left out, but for ``memory``.
 
     Raises
@@ -119,7 +119,7 @@ def _plain_file(given: PathLike | KeptFile) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ from a record
 
 
-def go_on(
+def merge_with_session(
     location: str, begun: Mapping[str, Any], target: Targets, options: ConversionOptions
 ) -> tuple[Targets, ConversionOptions]:
     """What to go on with: what is asked, and for the rest what the conversion at ``location`` was ``begun`` with.
@@ -134,7 +134,7 @@ def go_on(
     UsageError
         If a file has to be given again.
     """
-    check_request(begun, location)
+    check_record(begun, location)
     places = list(target) if isinstance(target, Mapping) else [target]
     of_begun = begun["targets"]
     if len(of_begun) != len(places):
@@ -143,7 +143,7 @@ def go_on(
             f"given; give the same, in the same order, or paddle-reshard clean {location}"
         )
     asked = list(target.values()) if isinstance(target, Mapping) else [cast(TargetOptions, options)]
-    whole = is_whole(target, options)
+    whole = is_complete(target, options)
     merged = [
         _merge(location, begun_of, of_target, TARGET_OPTIONS, whole)
         for begun_of, of_target in zip(of_begun, asked, strict=True)
@@ -156,7 +156,7 @@ def go_on(
     return target, cast(ConversionOptions, {**merged[0], **shared, **reach})
 
 
-def check_request(begun: Mapping[str, Any], location: str) -> None:
+def check_record(begun: Mapping[str, Any], location: str) -> None:
     """Refuse what no conversion was begun with: records lie where others may write.
 
     Raises

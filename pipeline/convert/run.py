@@ -12,7 +12,7 @@ import numpy as np
 
 from paddle_reshard.clusters.choose import Engine
 from paddle_reshard.clusters.inline import InlineEngine
-from paddle_reshard.pipeline.convert.integrity import check_target, glance_at_target
+from paddle_reshard.pipeline.convert.integrity import check_target, check_target_quickly
 from paddle_reshard.pipeline.convert.manifest import describe_targets, format_manifest, parse_manifest
 from paddle_reshard.pipeline.convert.plan import (
     ConversionPlan,
@@ -81,11 +81,11 @@ class MoveReport:
 def identify(conversion: ConversionPlan) -> Identity:
     """Which conversion this is: what it makes, from which very files, by which version."""
     store = conversion.store
-    files = _said_of_files(store.sizes(), store.versions())
+    files = _describe_files(store.sizes(), store.versions())
     return Identity(conversion.plan.plan_id, version.__version__, store.location, files, conversion.asked)
 
 
-def _said_of_files(sizes: Mapping[str, int], versions: Mapping[str, str]) -> dict[str, str]:
+def _describe_files(sizes: Mapping[str, int], versions: Mapping[str, str]) -> dict[str, str]:
     return {path: f"{size} bytes, {versions.get(path)}" for path, size in sizes.items()}
 
 
@@ -103,8 +103,8 @@ def check_finished(target: Target, source: Source, in_full: bool) -> bool:
     _check_published(target, in_full)
     made_of = parse_manifest(data, f"{target.location}/{MANIFEST}")
     reason = source_difference(
-        _said_of_files(made_of.source_files, made_of.source_versions),
-        _said_of_files(source.sizes(), source.versions()),
+        _describe_files(made_of.source_files, made_of.source_versions),
+        _describe_files(source.sizes(), source.versions()),
     )
     if reason is not None:
         raise TargetError(
@@ -133,7 +133,7 @@ def _check_published(target: Target, in_full: bool, observe: Observer = ignore_e
     if in_full:
         damages = check_target(published, manifest, None, observe).damages
     else:
-        damages = glance_at_target(published, manifest)
+        damages = check_target_quickly(published, manifest)
     if damages:
         more = f", and {len(damages) - 1} more" if len(damages) > 1 else ""
         raise TargetError(
@@ -191,7 +191,7 @@ def _run(
         before = f"; {reused}" if report.resumed_bytes else ""
         observe(StepEnded("move", f"{report.groups} groups, {report.written_bytes} bytes written{before}"))
         if isinstance(engine, InlineEngine):  # what is staged is read back in the same memory
-            plan.let_go()
+            plan.release_ops()
             give_back_freed()
         observe(StepStarted("verify"))
         source.check_unchanged()
@@ -309,4 +309,4 @@ def _check_staged(staged: Source, planned: PlannedTarget, index_files: IndexFile
     files = SourceFiles(staged, wanted.model.config, index_here, index_files)
     missing = MissingPolicy(allowed=tuple(t.key for t in wanted.model.tensors if t.missing))
     index = partial(index_source, files, [wanted.model.table], missing)
-    planned.form.check_staged(Staged(files, wanted, planned.states_not_carried, index))
+    planned.spec.check_staged(Staged(files, wanted, planned.states_not_carried, index))

@@ -311,8 +311,8 @@ def read_average(
             f"{flag_of(foreign[0])} does not go with an average; convert what comes out once more"
         )
     if isinstance(target, Mapping):
-        target = {place: _of_average(of_target) for place, of_target in target.items()}
-    return read_request(sources, target, _of_average(options), sizes)
+        target = {place: _average_options(of_target) for place, of_target in target.items()}
+    return read_request(sources, target, _average_options(options), sizes)
 
 
 def plan_average(
@@ -322,27 +322,27 @@ def plan_average(
     index_files: IndexFiles = index_here,
 ) -> ConversionPlan:
     """Plan what :func:`average` does; nothing is moved."""
-    places = request.places
-    sinks = open_targets(places, settings.resume)
-    stores = [open_source(source, *places.reading) for source in places.sources]
+    locations = request.locations
+    outputs = open_targets(locations, settings.resume)
+    stores = [open_source(source, *locations.reading) for source in locations.sources]
     tables, config = load_tables(request.rules), load_config(request.config)
     missing = MissingPolicy(allowed=request.allow_missing)
     check_one_model(stores)
     checkpoints = [index_checkpoint(store, tables, config, missing, index_files) for store in stores]
-    locations = [store.location for store in stores]
-    series = series_source(stores, _said(weighting, stores))
-    checkpoint = with_average(checkpoints, locations, weighting)
+    names = [store.location for store in stores]
+    series = series_source(stores, _ema_json(weighting, stores))
+    checkpoint = with_average(checkpoints, names, weighting)
     own_files = checkpoint.own_files | series.sizes().keys() - stores[-1].sizes().keys() - {AVERAGE}
     checkpoint = replace(checkpoint, own_files=own_files)
-    planned = plan_checkpoint(series, checkpoint, request, sinks.limits(series))
-    check_targets(planned, sinks, settings.resume or settings.no_space_check)
-    return replace(planned, places=sinks.locations)
+    planned = plan_checkpoint(series, checkpoint, request, outputs.limits(series))
+    check_targets(planned, outputs, settings.resume or settings.no_space_check)
+    return replace(planned, target_locations=outputs.locations)
 
 
 Options = TypeVar("Options", bound=TargetOptions)
 
 
-def _of_average(options: Options) -> Options:
+def _average_options(options: Options) -> Options:
     """The same options; a model is made of the average.
 
     Raises
@@ -367,7 +367,7 @@ def _of_average(options: Options) -> Options:
     return cast(Options, asked)
 
 
-def _said(weighting: Weighting, stores: Sequence[Source]) -> bytes:
+def _ema_json(weighting: Weighting, stores: Sequence[Source]) -> bytes:
     """``ema.json`` of the average: as if the checkpoints had been updates of one beside training."""
     last = stores[-1].location.rstrip("/").rpartition("/")[2]
     match = _NUMBERED.fullmatch(last)

@@ -235,7 +235,7 @@ def _plan_two(request: VerifyRequest, stores: Sequence[Source], one: Contents, t
     planned = plan_comparison(one.catalog, two.catalog, request.planning, request.states, request.subset)
     differences = planned.differences
     if request.states is None:
-        differences += _other_differences(stores, one.lr_scheduler, two.lr_scheduler, request.subset)
+        differences += _small_file_differences(stores, one.lr_scheduler, two.lr_scheduler, request.subset)
     return replace(planned, differences=differences)
 
 
@@ -282,7 +282,7 @@ def _compared(comparison: Comparison, source: ReadRange, spare_bytes: int, obser
     )
 
 
-def _other_differences(
+def _small_file_differences(
     stores: Sequence[Source], schedule_a: Any, schedule_b: Any, subset: bool
 ) -> tuple[Difference, ...]:
     """What differs beside the tensors: the schedule, what the trainer says of itself, the configuration."""

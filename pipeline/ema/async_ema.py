@@ -51,7 +51,7 @@ from paddle_reshard.storage.formats.paddle_pickle_writer import encode_pickle
 from paddle_reshard.storage.locate import open_source, source_access
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks import ema_worker
-from paddle_reshard.tasks.ema import Averaging, Floats, Progress
+from paddle_reshard.tasks.ema import AverageProgress, Averaging, Floats
 from paddle_reshard.tasks.ema_worker import Shared, shared_bytes
 
 PathLike = str | os.PathLike[str]
@@ -133,7 +133,7 @@ class AsyncEma:
         self.stretches: Stretches = {}
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> AverageProgress:
         """How far the average has come."""
         return self.standing.progress
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.core.file_names import AVERAGE
-from paddle_reshard.tasks.ema import Averaging, Progress
+from paddle_reshard.tasks.ema import AverageProgress, Averaging
 
 
 class Due(Enum):
@@ -57,7 +57,7 @@ class Rule:
 class Standing:
     """Where an average stands: what is in it, what it owes, and what was asked of its worker."""
 
-    progress: Progress = Progress()
+    progress: AverageProgress = AverageProgress()
     owed: tuple[float, ...] = ()
     """Decays of skipped updates; the next one makes up for them."""
     asked: int = 0
@@ -100,7 +100,7 @@ def recovery(begun: int, done: int, asked: int) -> Recovery:
     return Recovery.REPEAT if done < asked else Recovery.GO_ON
 
 
-def progress_of(saved: Mapping[str, Any] | None, averaging: Averaging) -> Progress:
+def progress_of(saved: Mapping[str, Any] | None, averaging: Averaging) -> AverageProgress:
     """How far a saved average has come, by its ``ema.json``; ``None``: the trainers' own files have none.
 
     Raises
@@ -114,12 +114,12 @@ def progress_of(saved: Mapping[str, Any] | None, averaging: Averaging) -> Progre
                 f"{AVERAGE} is missing, so the weight of what the average began with is not known; an average that "
                 'starts at zero cannot go on (start="weights" takes it as whole)'
             )
-        return Progress(updates=1, start_weight=0.0)
+        return AverageProgress(updates=1, start_weight=0.0)
     if saved.get("start") != averaging.start:
         raise CheckpointError(
             f"{AVERAGE}: the average started from {saved.get('start')!r}, not {averaging.start!r}"
         )
     try:
-        return Progress(int(saved["updates"]), int(saved["step"]), float(saved["start_weight"]))
+        return AverageProgress(int(saved["updates"]), int(saved["step"]), float(saved["start_weight"]))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{AVERAGE}: does not say how far the average has come: {error!r}") from error

@@ -30,7 +30,7 @@ BETA1, BETA2 = "beta1_pow_acc", "beta2_pow_acc"
 MOST_STEPS = 100_000
 SMALLEST_POWER = 1e-30
 """A power below this is near where float32 ends, and soon the same after every step."""
-_PLACES_OF_TWO, _PLACES_OF_ONE = 4, 3
+_DECIMALS_OF_TWO, _DECIMALS_OF_ONE = 4, 3
 """Places of the decimals that betas are looked for among, where two values or only one of them tell."""
 MOST_SCALARS = 4096
 """How many are read; of more, evenly spread ones."""
@@ -171,7 +171,7 @@ def find_steps(beta1: np.float32, beta2: np.float32, expected: int | None) -> St
         return None
     powers = [float(value) for value in (beta1, beta2) if value > SMALLEST_POWER]
     for step in _candidates(powers, expected):
-        places = _PLACES_OF_TWO if len(powers) > 1 else _PLACES_OF_ONE
+        places = _DECIMALS_OF_TWO if len(powers) > 1 else _DECIMALS_OF_ONE
         betas = [round(value ** (1 / (step + 1)), places) for value in powers]
         known = Steps(betas[0] if len(powers) > 1 else None, betas[-1], step)
         if all(0 < beta < 1 for beta in betas) and _fits(beta1, beta2, known, step):
@@ -186,7 +186,7 @@ def _candidates(powers: Sequence[float], expected: int | None) -> Iterator[int]:
     exponents = np.arange(1, MOST_STEPS + 1)
     near = np.ones(len(exponents), dtype=bool)
     for value in powers:
-        roots = np.round(value ** (1 / exponents), _PLACES_OF_TWO if len(powers) > 1 else _PLACES_OF_ONE)
+        roots = np.round(value ** (1 / exponents), _DECIMALS_OF_TWO if len(powers) > 1 else _DECIMALS_OF_ONE)
         with np.errstate(under="ignore"):
             near &= np.abs(roots**exponents / value - 1) < exponents * 2.0**-23
     yield from np.flatnonzero(near).tolist()

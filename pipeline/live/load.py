@@ -36,7 +36,7 @@ from paddle_reshard.pipeline.live.tensors import (
     schedules_of,
     tensor_parallel,
 )
-from paddle_reshard.pipeline.planning.checks import held_pieces
+from paddle_reshard.pipeline.planning.checks import master_checks_of_loaded
 from paddle_reshard.pipeline.planning.plan import JOIN_GAP_BYTES, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
@@ -144,8 +144,8 @@ def load_into(
     layout = lay_out_live(checkpoint, pieces, tensor_parallel())
     if request.strict:
         check_complete(checkpoint.catalog.tensors, numbers)
-    held = held_pieces(checkpoint.catalog, layout.target.fragments)
-    plan = plan_conversion(layout.source, layout.target, (), request.planning, held=held)
+    checks = master_checks_of_loaded(checkpoint.catalog, layout.target.fragments)
+    plan = plan_conversion(layout.source, layout.target, (), request.planning, checks=checks)
     filled = _fill(plan, store, live, JOIN_GAP_BYTES if is_local(request.location) else REMOTE_GAP_BYTES)
     store.check_unchanged()
     for schedule in schedules:

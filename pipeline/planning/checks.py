@@ -42,7 +42,7 @@ RUN_ELEMENTS = 512
 
 
 @dataclass(frozen=True)
-class Held:
+class MasterChecks:
     """The parameters of a source that are stored beside their master weights."""
 
     tensors: Tensors
@@ -54,7 +54,7 @@ class Held:
     in_full: bool = False
     """Whether every element is read, whatever the cost."""
 
-    def up_to(self, most_bytes: int) -> Held:
+    def up_to(self, most_bytes: int) -> MasterChecks:
         """The same, where tensors with more bytes than that on both sides together are only sampled."""
         sizes = op_volumes(self.boxes) * (
             ITEMSIZES[self.boxes["source_dtype"]] + ITEMSIZES[self.boxes["target_dtype"]]
@@ -66,7 +66,7 @@ class Held:
         return replace(self, boxes=Ops.joined([self.boxes[~large], samples]))
 
 
-def held_parameters(whole: Catalog, moved: Catalog, in_full: bool) -> Held | None:
+def master_checks(whole: Catalog, moved: Catalog, in_full: bool) -> MasterChecks | None:
     """Values that the ``whole`` source stores twice, numbered as in ``moved``; ``None`` if there are none.
 
     Tensors that ``moved`` does not have get numbers after its own. What is mixed of several checkpoints is no cast.
@@ -92,10 +92,10 @@ def held_parameters(whole: Catalog, moved: Catalog, in_full: bool) -> Held | Non
     seeds = np.zeros(len(tensors), dtype=np.int64)
     for number in pairs:
         seeds[numbers[number]] = _seed(whole.tensors[number])
-    return Held(tensors, boxes, seeds, in_full)
+    return MasterChecks(tensors, boxes, seeds, in_full)
 
 
-def held_pieces(whole: Catalog, loaded: Fragments) -> Held | None:
+def master_checks_of_loaded(whole: Catalog, loaded: Fragments) -> MasterChecks | None:
     """The same for a process that loads only the boxes ``loaded`` of the ``whole`` source's tensors.
 
     A process that loads parameters and master weights holds against each other the elements of which it loads both:
@@ -123,7 +123,7 @@ def held_pieces(whole: Catalog, loaded: Fragments) -> Held | None:
     if not both:
         boxes = _samples(_largest_of_arrays(boxes), seeds, runs=(1,))
         boxes["kind"] = PROBE
-    return Held(whole.tensors, boxes, seeds)
+    return MasterChecks(whole.tensors, boxes, seeds)
 
 
 def _reached(fragments: Fragments, boxes: Fragments) -> Fragments:
@@ -169,24 +169,24 @@ def _of(fragments: Fragments, tensors: Collection[int]) -> Fragments:
     return fragments[np.isin(fragments["tensor"], list(tensors))]
 
 
-def add_checks(ops: Ops, copied: Parts, held: Held) -> Ops:
+def add_checks(ops: Ops, copied: Parts, checks: MasterChecks) -> Ops:
     """The ops and what is compared beside them; ``copied`` are the parts that the storage copies.
 
     Parameters that ``ops`` compare already, because the target leaves them out, are not compared twice. Nothing is left
     in ``ops``.
     """
-    known = np.zeros(len(held.tensors), dtype=bool)
+    known = np.zeros(len(checks.tensors), dtype=bool)
     known[ops["tensor"][ops["kind"] == CHECK]] = True
-    boxes = held.boxes[~known[held.boxes["tensor"]]]
-    if held.in_full or not len(boxes):
+    boxes = checks.boxes[~known[checks.boxes["tensor"]]]
+    if checks.in_full or not len(boxes):
         return Ops.joined([ops, boxes])
-    loaded = np.zeros(len(held.tensors), dtype=bool)
+    loaded = np.zeros(len(checks.tensors), dtype=bool)
     loaded[ops["source_tensor"][ops["kind"] == MOVE]] = True
     whole = loaded[boxes["tensor"]] & loaded[boxes["source_tensor"]] & (boxes["kind"] == HOLD)
     for side in ("source", "target"):
         whole &= ~_touches(boxes, side, copied)
     sampled = ~whole & (boxes["kind"] == HOLD)
-    return Ops.joined([ops, boxes[~sampled], _samples(boxes[sampled], held.seeds)])
+    return Ops.joined([ops, boxes[~sampled], _samples(boxes[sampled], checks.seeds)])
 
 
 def _touches(boxes: Ops, side: str, copied: Parts) -> Flags:

@@ -15,7 +15,7 @@ from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.geometry import Ints
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import Tensor
-from paddle_reshard.pipeline.planning.checks import held_parameters
+from paddle_reshard.pipeline.planning.checks import master_checks
 from paddle_reshard.pipeline.planning.match import match, source_tensors
 from paddle_reshard.pipeline.planning.ops import COMPARE, Ops
 from paddle_reshard.pipeline.planning.plan import Plan, plan_comparisons
@@ -96,9 +96,9 @@ def plan_self_comparison(catalog: Catalog, settings: PlanSettings) -> Comparison
         first = catalog.fragments["replica"] == 0
         copies = catalog.fragments[~first]
         chunks.append(match(catalog.fragments[first], copies, catalog.implied, kind=COMPARE))
-    held = held_parameters(catalog, catalog, in_full=True)
-    if held is not None:
-        chunks.append(held.boxes)
+    checks = master_checks(catalog, catalog, in_full=True)
+    if checks is not None:
+        chunks.append(checks.boxes)
     plan = plan_comparisons(Ops.joined(chunks), catalog.tensors, catalog.files, settings)
     return Comparison((), plan, len(catalog.tensors))
 

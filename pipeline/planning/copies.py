@@ -18,7 +18,7 @@ from paddle_reshard.pipeline.core.geometry import Ints
 from paddle_reshard.pipeline.core.part_limits import CopyLimits
 from paddle_reshard.pipeline.planning.cut import dense, outermost, piece
 from paddle_reshard.pipeline.planning.ops import ITEMSIZES, MOVE, Ops, hull, op_volumes
-from paddle_reshard.pipeline.planning.parts import NOBODY, PART, Parts, divided, part_sizes
+from paddle_reshard.pipeline.planning.parts import NO_GROUP, PART, Parts, divided, part_sizes
 
 CAST_FACTOR = 20
 """Values that have to be read anyway are copied where a run has so many parts of the smallest size."""
@@ -70,7 +70,7 @@ def carve_copies(ops: Ops, smallest: Ints, limits: CopyLimits | None, mixed: Col
     unit = _unit_bytes(ops)
     low, high = _trim(runs, start, unit, smallest)
     copied = _copied_parts(ops, runs, low, high, limits.largest_bytes)
-    kept = _left_over(ops, start, stop, unit, low[run_of_op], high[run_of_op])
+    kept = _remainder(ops, start, stop, unit, low[run_of_op], high[run_of_op])
     return Carved(Ops.joined([others, kept]), copied)
 
 
@@ -106,7 +106,7 @@ def _trim(runs: _Runs, op_start: Ints, unit: Ints, smallest: Ints) -> tuple[Ints
     """
     starts, units = op_start.tolist(), unit.tolist()
 
-    def cut_place(byte: int, run: int, up: bool) -> int:
+    def cut_at(byte: int, run: int, up: bool) -> int:
         op = bisect_right(starts, byte, lo=int(firsts[run]), hi=int(firsts[run + 1])) - 1
         slabs = byte - starts[op]
         return int(starts[op] + (-(-slabs // units[op]) if up else slabs // units[op]) * units[op])
@@ -127,10 +127,10 @@ def _trim(runs: _Runs, op_start: Ints, unit: Ints, smallest: Ints) -> tuple[Ints
             spare_here = end - begin - shortest
             spare_before = high[before] - low[before] - least[before] if before >= 0 else 0
             from_here = min(lack, spare_here) if spare_here >= spare_before else max(0, lack - spare_before)
-            from_here = from_here and cut_place(begin + from_here, run, True) - begin
+            from_here = from_here and cut_at(begin + from_here, run, True) - begin
             from_before = max(0, lack - from_here)
             back = (
-                cut_place(high[before] - from_before, before, False)
+                cut_at(high[before] - from_before, before, False)
                 if from_before and before >= 0
                 else made_from
             )
@@ -154,13 +154,13 @@ def _copied_parts(ops: Ops, runs: _Runs, low: Ints, high: Ints, largest_bytes: i
     chosen = np.flatnonzero(high > low)
     first = ops[runs.first[chosen]]
     parts = np.zeros(len(chosen), dtype=PART)
-    parts["group"], parts["file"], parts["source_file"] = NOBODY, runs.file[chosen], first["source_file"]
+    parts["group"], parts["file"], parts["source_file"] = NO_GROUP, runs.file[chosen], first["source_file"]
     parts["start"], parts["stop"] = low[chosen], high[chosen]
     parts["source_start"] = first["source_byte"] + low[chosen] - runs.start[chosen]
     return divided(parts, -(-part_sizes(parts) // np.maximum(largest_bytes, 2 * runs.least[chosen])))
 
 
-def _left_over(ops: Ops, start: Ints, stop: Ints, unit: Ints, low: Ints, high: Ints) -> Ops:
+def _remainder(ops: Ops, start: Ints, stop: Ints, unit: Ints, low: Ints, high: Ints) -> Ops:
     """The rest of every op outside ``[low, high)``: a head, a tail, or all of it."""
     count = (stop - start) // unit
     nothing = high <= low

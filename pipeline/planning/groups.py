@@ -21,7 +21,7 @@ from paddle_reshard.pipeline.planning.parts import Parts, plan_parts, small_part
 from paddle_reshard.pipeline.planning.ranges import dense_numbers, label, union_bytes
 
 
-class Room(NamedTuple):
+class GroupMemory(NamedTuple):
     """Bytes of memory for groups."""
 
     group_bytes: int
@@ -51,23 +51,23 @@ class FileSizes(NamedTuple):
     largest_fill: Ints
 
 
-def group_ops(ops: Ops, copied: Parts, files: FileSizes, room: Room) -> Grouped:
+def group_ops(ops: Ops, copied: Parts, files: FileSizes, memory: GroupMemory) -> Grouped:
     """Give every op a group, in the order of the target files; ops of atoms that are too large are cut.
 
-    Where an atom can only be cut by reading bytes several times, it is cut only as ``room.most_bytes`` demands.
+    Where an atom can only be cut by reading bytes several times, it is cut only as ``memory.most_bytes`` demands.
     Nothing is left in ``ops``, so that they are not held beside what they are cut into. Probes tie nothing together:
     their few bytes may be read twice, so that moves of large tensors need not wait for each other because of them.
     """
     probes, ops = ops.split(ops["kind"] == PROBE)
-    ops, atoms, rereads = _cut_large(ops, files, room)
+    ops, atoms, rereads = _cut_large(ops, files, memory)
     if len(probes):
         atoms = np.concatenate([np.arange(len(probes)), atoms + len(probes)])
         ops = Ops.joined([probes, ops])
     if not len(ops):
         return Grouped(ops, atoms, False)
-    atoms = _by_place(ops, atoms)
+    atoms = _in_file_order(ops, atoms)
     units = _joined(ops, atoms, copied, files)
-    groups = _gathered(_made_bytes(ops, units) + _read_bytes(ops, units), room.group_bytes)[units]
+    groups = _gathered(_made_bytes(ops, units) + _read_bytes(ops, units), memory.group_bytes)[units]
     order = np.argsort(groups, kind="stable")
     ops.reorder(order)
     return Grouped(ops, groups[order], rereads)
@@ -153,8 +153,8 @@ def _sums(keys: Ints, values: Ints, count: int) -> Ints:
 # --------------------------------------------------------------------------------------- cutting atoms
 
 
-def _cut_large(ops: Ops, files: FileSizes, room: Room) -> tuple[Ops, Ints, bool]:
-    """Cut atoms until each writes about half of ``room.group_bytes``, if that can be; ops and their atoms.
+def _cut_large(ops: Ops, files: FileSizes, memory: GroupMemory) -> tuple[Ops, Ints, bool]:
+    """Cut atoms until each writes about half of ``memory.group_bytes``, if that can be; ops and their atoms.
 
     An atom that only compares is measured by what it reads.
 
@@ -165,7 +165,7 @@ def _cut_large(ops: Ops, files: FileSizes, room: Room) -> tuple[Ops, Ints, bool]
     """
     if not len(ops):
         return ops, np.zeros(0, dtype=np.int64), False
-    atoms = _atoms(ops, room.tiny_bytes if (files.smallest_part > 1).any() else -1)
+    atoms = _atoms(ops, memory.tiny_bytes if (files.smallest_part > 1).any() else -1)
     order = np.argsort(atoms, kind="stable")
     ops.reorder(order)
     atoms = atoms[order]
@@ -173,11 +173,13 @@ def _cut_large(ops: Ops, files: FileSizes, room: Room) -> tuple[Ops, Ints, bool]
     numbers: list[Ints] = []
     numbered, rereads = 0, False
     used = np.full(int(atoms.max(initial=-1)) + 1, MAX_DIMS)
-    most = room.most_bytes - room.pass_bytes
+    most = memory.most_bytes - memory.pass_bytes
     while len(ops):
         made, count = _made_bytes(ops, atoms), len(used)
         size = np.where(made > 0, made, _read_bytes(ops, atoms))
-        goal = np.clip(2 * _smallest_together(ops, atoms, files, count), room.group_bytes // 2, max(most, 1))
+        goal = np.clip(
+            2 * _smallest_together(ops, atoms, files, count), memory.group_bytes // 2, max(most, 1)
+        )
         kind = _cut_dims(ops, atoms, count)
         # Another dim than the one an atom was cut along before, or one that makes for reading again, is a last resort.
         again = (used < MAX_DIMS) & (kind.dim != used) | kind.rereads
@@ -261,7 +263,7 @@ def _smallest_together(ops: Ops, atoms: Ints, files: FileSizes, count: int) -> I
 # ------------------------------------------------------------------------------------- gathering atoms
 
 
-def _by_place(ops: Ops, atoms: Ints) -> Ints:
+def _in_file_order(ops: Ops, atoms: Ints) -> Ints:
     """Number atoms by where they first write; those that write nothing come after the others, by where they read.
 
     Probes come first of all: what contradicts itself throughout is refused before anything is moved.
@@ -320,7 +322,7 @@ def _gathered(sizes: Ints, room_bytes: int) -> Ints:
 # ---------------------------------------------------------------------------------------------- passes
 
 
-def set_passes(ops: Ops, groups: Ints, made: Ints, room: Room) -> tuple[Ops, Ints]:
+def set_passes(ops: Ops, groups: Ints, made: Ints, memory: GroupMemory) -> tuple[Ops, Ints]:
     """Spread what each group reads over passes, where it does not fit beside ``made``, the bytes of its parts.
 
     Returns the ops sorted by group and pass, some of them cut, and their groups.
@@ -335,7 +337,7 @@ def set_passes(ops: Ops, groups: Ints, made: Ints, room: Room) -> tuple[Ops, Int
     A pass begins less than 12 MiB after its first byte and no piece has more than 12 MiB: it never exceeds 24 MiB.
     """
     ops["pass"] = 0
-    beside = np.maximum(room.pass_bytes, min(room.group_bytes, room.most_bytes) - made)
+    beside = np.maximum(memory.pass_bytes, min(memory.group_bytes, memory.most_bytes) - made)
     many = _read_bytes(ops, groups) > beside
     if not many.any():
         return ops, groups

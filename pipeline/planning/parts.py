@@ -18,7 +18,7 @@ from paddle_reshard.pipeline.planning.ops import MOVE, Ops, hull
 from paddle_reshard.pipeline.planning.ranges import merge
 
 MADE = -1
-NOBODY = -1
+NO_GROUP = -1
 """The owner of a part without values: literal bytes, zeros, or a copy."""
 
 PART = np.dtype(
@@ -46,7 +46,7 @@ def plan_parts(
 
     What lies between the values of two owners (literal bytes, padding) goes to the part before it, or to the one
     after it if that before is copied. Where it is longer than ``largest_fill`` most of it becomes parts of
-    ``NOBODY``.
+    ``NO_GROUP``.
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ def _check_apart(blocks: Parts, before: Ints) -> None:
 
 def _fill(file: Ints, start: Ints, stop: Ints) -> Parts:
     rows = np.zeros(len(file), dtype=PART)
-    rows["group"], rows["file"], rows["start"], rows["stop"] = NOBODY, file, start, stop
+    rows["group"], rows["file"], rows["start"], rows["stop"] = NO_GROUP, file, start, stop
     rows["source_file"] = MADE
     return rows
 
@@ -171,26 +171,26 @@ def small_parts(parts: Parts, sizes: Ints, smallest: Ints) -> list[tuple[int, in
     joins: list[tuple[int, int]] = []
     rows = zip(
         parts["file"].tolist(),
-        np.where(parts["source_file"] == MADE, parts["group"], NOBODY).tolist(),
+        np.where(parts["source_file"] == MADE, parts["group"], NO_GROUP).tolist(),
         part_sizes(parts).tolist(),
         (parts["stop"] == sizes[parts["file"]]).tolist(),
         strict=True,
     )
     wanted = smallest.tolist()
-    file, previous, current, grown_bytes = -1, NOBODY, NOBODY, 0
+    file, previous, current, grown_bytes = -1, NO_GROUP, NO_GROUP, 0
     for its_file, owner, nbytes, ends in rows:
-        if its_file != file or owner == NOBODY:
-            if NOBODY not in (previous, current) and grown_bytes < wanted[file]:
+        if its_file != file or owner == NO_GROUP:
+            if NO_GROUP not in (previous, current) and grown_bytes < wanted[file]:
                 joins.append((previous, current))
-            file, previous, current, grown_bytes = its_file, NOBODY, NOBODY, 0
-            if owner == NOBODY:
+            file, previous, current, grown_bytes = its_file, NO_GROUP, NO_GROUP, 0
+            if owner == NO_GROUP:
                 continue
-        if current != NOBODY and grown_bytes < wanted[file]:
+        if current != NO_GROUP and grown_bytes < wanted[file]:
             joins.append((current, owner))
         else:
             previous, grown_bytes = current, 0
         current = owner
         grown_bytes += nbytes
         if ends:
-            previous = NOBODY
+            previous = NO_GROUP
     return joins

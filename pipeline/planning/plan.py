@@ -26,12 +26,18 @@ from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.tensors import Tensor
 from paddle_reshard.pipeline.layouts.files import TargetFiles
-from paddle_reshard.pipeline.planning.checks import Held, add_checks
+from paddle_reshard.pipeline.planning.checks import MasterChecks, add_checks
 from paddle_reshard.pipeline.planning.copies import carve_copies
-from paddle_reshard.pipeline.planning.groups import FileSizes, Room, group_ops, set_passes, source_ranges
+from paddle_reshard.pipeline.planning.groups import (
+    FileSizes,
+    GroupMemory,
+    group_ops,
+    set_passes,
+    source_ranges,
+)
 from paddle_reshard.pipeline.planning.match import plan_ops, source_tensors, volumes_inside
 from paddle_reshard.pipeline.planning.ops import CHECK, HOLD, ITEMSIZES, MOVE, PROBE, Ops, hull, op_volumes
-from paddle_reshard.pipeline.planning.parts import MADE, NOBODY, PART, Parts, part_sizes, plan_parts
+from paddle_reshard.pipeline.planning.parts import MADE, NO_GROUP, PART, Parts, part_sizes, plan_parts
 from paddle_reshard.pipeline.planning.ranges import dense_numbers, merge
 from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
 
@@ -50,7 +56,7 @@ TINY_BYTES = 64 << 10
 """Where parts have a smallest size, a source range up to this size may be read once for every file that it goes to."""
 ACCUMULATOR_FACTOR = 2
 """Values are mixed in float32; where a part holds two bytes for each, they have twice its bytes beside it."""
-SPELLED_ROWS = 1 << 12
+REPR_ROWS = 1 << 12
 JOIN_GAP_BYTES = 4096
 """Bands of a file that lie this near each other are read as one."""
 
@@ -140,7 +146,7 @@ class Plan:
         return (self.read_bytes + copied) / max(self.payload_bytes + copied, 1)
 
     @cached_property
-    def held(self) -> tuple[int, int]:
+    def checked_parameters(self) -> tuple[int, int]:
         """Of how many parameters every element is held against the master weight, and of how many a few runs."""
         kinds = self.ops["kind"]
         every, some = (np.unique(self.ops["tensor"][np.isin(kinds, k)]) for k in ((CHECK, HOLD), (PROBE,)))
@@ -172,25 +178,25 @@ class Plan:
         for file, offset, content in self.literals:
             digest.update(b"%d %d %d " % (file, offset, len(content)))
             digest.update(content)
-        for text in _spelled((self.tensors, self.source_files, self.target_files, self.carried)):
+        for text in _repr_in_blocks((self.tensors, self.source_files, self.target_files, self.carried)):
             digest.update(text.encode())
         if self.mixtures:
             digest.update(repr(self.mixtures).encode())
         return digest.hexdigest()[:16]
 
-    def let_go(self) -> None:
+    def release_ops(self) -> None:
         """Forget the ops and the literals, when all is moved; what reports say of them stays."""
-        _ = self.plan_id, self.payload_bytes, self.held  # worked out while it can be
+        _ = self.plan_id, self.payload_bytes, self.checked_parameters  # worked out while it can be
         self.ops.clear()
         self.literals.clear()
 
 
-def _spelled(tables: Sequence[Sequence[object]]) -> Iterator[str]:
+def _repr_in_blocks(tables: Sequence[Sequence[object]]) -> Iterator[str]:
     """What ``repr`` would make of tuples, a bounded number of their values at a time."""
     for number, rows in enumerate(tables):
         yield ", (" if number else "(("
-        for first in range(0, len(rows), SPELLED_ROWS):
-            yield ", " * (first > 0) + repr(rows[first : first + SPELLED_ROWS])[1:-1].removesuffix(",")
+        for first in range(0, len(rows), REPR_ROWS):
+            yield ", " * (first > 0) + repr(rows[first : first + REPR_ROWS])[1:-1].removesuffix(",")
         yield ",)" if len(rows) == 1 else ")"
     yield ")"
 
@@ -201,7 +207,7 @@ def plan_conversion(
     carried: Sequence[CarriedFile],
     settings: PlanSettings,
     limits: PartLimits = PartLimits(),
-    held: Held | None = None,
+    checks: MasterChecks | None = None,
 ) -> Plan:
     """Plan all groups of a conversion.
 
@@ -223,7 +229,7 @@ def plan_conversion(
         return ops
 
     plan = Plan(
-        tensors=source.tensors if held is None else held.tensors,
+        tensors=source.tensors if checks is None else checks.tensors,
         source_files=source.files,
         target_files=target.files,
         ops=Ops.empty(),
@@ -236,15 +242,15 @@ def plan_conversion(
         carried=tuple(carried),
         allow_replica_drift=settings.allow_replica_drift,
         allow_master_drift=settings.allow_master_drift,
-        beside=0 if held is None else len(held.tensors) - len(source.tensors),
+        beside=0 if checks is None else len(checks.tensors) - len(source.tensors),
         mixtures=source.mixtures,
     )
     sizes = settings.sizes
-    planned, rereads, held = _with_checks(plan, make_ops, limits, sizes, held)
+    planned, rereads, checks = _with_checks(plan, make_ops, limits, sizes, checks)
     _check_budget(planned)
     if not rereads:
         return planned
-    once, _ = _within_limits(plan, make_ops, limits, sizes, UNLIMITED_BYTES, held)
+    once, _ = _within_limits(plan, make_ops, limits, sizes, UNLIMITED_BYTES, checks)
     made = once.parts[once.parts["source_file"] == MADE]
     largest = int(np.bincount(made["group"], weights=part_sizes(made)).max())
     held_bytes = _held_bytes(plan.mixtures, once.ops) * largest + sizes.pass_bytes
@@ -258,24 +264,24 @@ def plan_conversion(
 
 
 def _with_checks(
-    plan: Plan, make_ops: Callable[[], Ops], limits: PartLimits, sizes: PlanSizes, held: Held | None
-) -> tuple[Plan, bool, Held | None]:
+    plan: Plan, make_ops: Callable[[], Ops], limits: PartLimits, sizes: PlanSizes, checks: MasterChecks | None
+) -> tuple[Plan, bool, MasterChecks | None]:
     """The plan with everything portioned, whether bytes are read several times, and what is held against each other.
 
     What is compared in full is read together. Where that takes a large part of the budget, large tensors are only
     sampled, and if that is not enough, all are.
     """
     room_bytes = (plan.budget_bytes - FOOTPRINT_BYTES) // 2
-    planned, rereads = _within_limits(plan, make_ops, limits, sizes, plan.budget_bytes, held)
-    if held is None or held.in_full:
-        return planned, rereads, held
-    less = held
+    planned, rereads = _within_limits(plan, make_ops, limits, sizes, plan.budget_bytes, checks)
+    if checks is None or checks.in_full:
+        return planned, rereads, checks
+    reduced = checks
     for most_bytes in (SMALLEST_GROUP_BYTES, 0):
         if not rereads and planned.peak_bytes <= room_bytes:
             break
-        less = held.up_to(most_bytes)
-        planned, rereads = _within_limits(plan, make_ops, limits, sizes, plan.budget_bytes, less)
-    return planned, rereads, less
+        reduced = checks.up_to(most_bytes)
+        planned, rereads = _within_limits(plan, make_ops, limits, sizes, plan.budget_bytes, reduced)
+    return planned, rereads, reduced
 
 
 def _within_limits(
@@ -284,7 +290,7 @@ def _within_limits(
     limits: PartLimits,
     sizes: PlanSizes,
     budget_bytes: int,
-    held: Held | None = None,
+    checks: MasterChecks | None = None,
 ) -> tuple[Plan, bool]:
     """The plan with everything portioned; a file that would have too many parts gets larger ones.
 
@@ -296,10 +302,10 @@ def _within_limits(
     while True:
         files = FileSizes(total, smallest, np.maximum(sizes.fill_bytes, 2 * smallest))
         ops, copied = carve_copies(make_ops(), smallest, limits.copies, plan.mixtures)
-        if held is not None:
-            ops = add_checks(ops, copied, held)
+        if checks is not None:
+            ops = add_checks(ops, copied, checks)
         largest_bytes = 0 if limits.copies is None else limits.copies.largest_bytes
-        planned, rereads = _portioned(
+        planned, rereads = _grouped(
             plan, ops, copied, files, sizes, budget_bytes, COPY_GROUP_FACTOR * largest_bytes
         )
         if limits.most is None:
@@ -349,7 +355,7 @@ def plan_comparisons(
     return replace(planned, read_once_budget_bytes=once.peak_bytes + sizes.pass_bytes + FOOTPRINT_BYTES)
 
 
-def _portioned(
+def _grouped(
     plan: Plan,
     ops: Ops,
     copied: Parts,
@@ -363,15 +369,15 @@ def _portioned(
     Copied parts form groups of about ``copy_group_bytes``. Nothing is left in ``ops``.
     """
     most_bytes = budget_bytes - FOOTPRINT_BYTES
-    room = Room(
+    memory = GroupMemory(
         min(sizes.group_bytes, max(most_bytes // GROUPS_IN_BUDGET, SMALLEST_GROUP_BYTES)),
         sizes.pass_bytes,
         most_bytes,
         TINY_BYTES,
     )
-    for_parts = (room.most_bytes - sizes.pass_bytes) // _held_bytes(plan.mixtures, ops)
+    for_parts = (memory.most_bytes - sizes.pass_bytes) // _held_bytes(plan.mixtures, ops)
     ops, groups, rereads = group_ops(
-        ops, copied, files, room._replace(most_bytes=sizes.pass_bytes + for_parts)
+        ops, copied, files, memory._replace(most_bytes=sizes.pass_bytes + for_parts)
     )
     parts = plan_parts(ops, groups, copied, *files)
     values = int(groups.max(initial=-1)) + 1
@@ -381,7 +387,7 @@ def _portioned(
     made = parts[parts["source_file"] == MADE]
     peaks = np.bincount(made["group"], weights=part_sizes(made), minlength=count).astype(np.int64)
     peaks += _accumulator_bytes(plan.mixtures, ops, groups, made, count)
-    ops, groups = set_passes(ops, groups, peaks[:values], room)
+    ops, groups = set_passes(ops, groups, peaks[:values], memory)
     bands = plan_bands(ops, groups)
     peaks += largest_passes(bands, count)
     planned = replace(plan, ops=ops, op_groups=groups, bands=bands, parts=parts, group_peaks=peaks)
@@ -428,7 +434,7 @@ def _held_bytes(mixtures: Mapping[int, Mixture], ops: Ops) -> int:
 def _groups_of_parts(parts: Parts, first: int, fill_bytes: int, copy_group_bytes: int) -> Ints:
     """The group of every part: those without values are gathered, those that are copied too."""
     groups = parts["group"].astype(np.int64)
-    nobody = groups == NOBODY
+    nobody = groups == NO_GROUP
     for chosen, most_bytes, most_parts in (
         (nobody & (parts["source_file"] == MADE), fill_bytes, len(parts)),
         (nobody & (parts["source_file"] != MADE), copy_group_bytes, COPY_GROUP_PARTS),

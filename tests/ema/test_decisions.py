@@ -18,7 +18,7 @@ from paddle_reshard.pipeline.ema.stretches import (
     stretches_of,
 )
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
-from paddle_reshard.tasks.ema import Averaging, Progress
+from paddle_reshard.tasks.ema import AverageProgress, Averaging
 
 
 def weights(**shapes: tuple[int, ...]) -> Weights:
@@ -56,8 +56,8 @@ def test_only_an_update_that_was_begun_and_not_done_spoils_the_average() -> None
 
 def test_how_far_a_saved_average_has_come() -> None:
     saved = {"start": "zero", "updates": 3, "step": 30, "start_weight": 0.5}
-    assert progress_of(saved, Averaging(0.9, start="zero")) == Progress(3, 30, 0.5)
-    assert progress_of(None, Averaging(0.9)) == Progress(updates=1, start_weight=0.0)
+    assert progress_of(saved, Averaging(0.9, start="zero")) == AverageProgress(3, 30, 0.5)
+    assert progress_of(None, Averaging(0.9)) == AverageProgress(updates=1, start_weight=0.0)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +129,9 @@ def test_a_file_holds_exactly_the_tensors_of_the_rank() -> None:
 
 
 def test_an_update_makes_up_for_those_that_were_skipped_before_it() -> None:
-    averaging, standing = Averaging(0.5), Standing(Progress(3, 30, 0.125), asked=3)
+    averaging, standing = Averaging(0.5), Standing(AverageProgress(3, 30, 0.125), asked=3)
     skipped = standing.skipped(standing.decays(averaging))
-    assert skipped == Standing(Progress(3, 30, 0.125), (0.5,), 3)
+    assert skipped == Standing(AverageProgress(3, 30, 0.125), (0.5,), 3)
     decays = skipped.decays(averaging)
     assert decays == (0.5, 0.5)
-    assert skipped.handed_over(32, decays) == Standing(Progress(5, 32, 0.125 / 4), (), 4)
+    assert skipped.handed_over(32, decays) == Standing(AverageProgress(5, 32, 0.125 / 4), (), 4)

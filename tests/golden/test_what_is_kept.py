@@ -51,24 +51,24 @@ def test_the_strategy_is_the_sources_or_the_trainers_default(
     report = paddle_reshard.convert(checkpoint(name), tmp_path / "out", to=to)
     assert written_strategy(tmp_path / "out") == expected
     (target,) = report.plan.targets
-    assert (target.form.strategy, target.form.strategy_reason) == (expected, reason)
+    assert (target.spec.strategy, target.spec.strategy_reason) == (expected, reason)
 
 
 def test_a_strategy_that_the_target_cannot_have_gives_way_and_says_so(tmp_path: Path) -> None:
     """The trainer refuses stage 3 with tensor or pipeline parallelism."""
     paddle_reshard.convert(checkpoint(AVERAGED), tmp_path / "3", to="sharding=2", sharding_strategy="stage3")
-    kept = paddle_reshard.plan(tmp_path / "3", tmp_path / "x", to="sharding=4").targets[0].form
+    kept = paddle_reshard.plan(tmp_path / "3", tmp_path / "x", to="sharding=4").targets[0].spec
     assert (kept.strategy, kept.strategy_reason) == ("stage3", "as the source")
     report = paddle_reshard.convert(tmp_path / "3", tmp_path / "out", to="tp=2,sharding=2")
     assert written_strategy(tmp_path / "out") == "stage1v2"
-    reason = report.plan.targets[0].form.strategy_reason
+    reason = report.plan.targets[0].spec.strategy_reason
     assert reason.startswith("the default of PaddleFormers; not stage3 as the source: stage3 with tp=2")
 
 
 def test_fp32_training_does_not_cut_parameters_by_default(tmp_path: Path) -> None:
     """PaddleFormers asserts ``amp_master_grad`` with ``split_param``, and that AMP is on with the former."""
     paddle_reshard.convert(checkpoint("sh2_s1v1_meta_fp32"), tmp_path / "one", to="tp=1")
-    form = paddle_reshard.plan(tmp_path / "one", tmp_path / "x", to="sharding=2").targets[0].form
+    form = paddle_reshard.plan(tmp_path / "one", tmp_path / "x", to="sharding=2").targets[0].spec
     assert form.strategy == "stage1v1"
 
 

@@ -58,8 +58,8 @@ DECIDES = {
         "vocab_pad": 128, "vocab_trim": 64, "overwrite": True, "drop": "ema", "allow_links": True,
         "targets": "/c:hybrid:tp=1", "lora_config": FILE,
     },
-    Decides.PLACE: {"fill": "/lost.safetensors", "merge_into": "/base"},
-    Decides.CONDUCT: {
+    Decides.LOCATION: {"fill": "/lost.safetensors", "merge_into": "/base"},
+    Decides.EXECUTION: {
         "memory": "4GiB", "cluster": "ray", "workers": 2, "exchange": "never", "device": "gpu", "allow_reread": True,
         "check": "full", "verify": True, "no_space_check": True,
         "resume": True, "take_over": True, "as_json": True, "quiet": True, "allow_scheme": "sftp",
@@ -75,7 +75,7 @@ DECIDES = {
 def test_every_option_of_convert_says_what_it_decides() -> None:
     options = [option for option in conversion.convert.params if isinstance(option, click.Option)]
     silent = [option.opts[0] for option in options if not isinstance(option, Option)]
-    assert not silent, "declare these in convert/options.py, or with outcome_option or conduct_option"
+    assert not silent, "declare these in convert/options.py, or with outcome_option or execution_option"
     declared = {role: {o.name for o in options if o.decides is role} for role in Decides}
     assert declared == {role: set(values) for role, values in DECIDES.items()}
 
@@ -83,7 +83,7 @@ def test_every_option_of_convert_says_what_it_decides() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "changes"),
     [
-        (name, value, role in (Decides.OUTCOME, Decides.PLACE))
+        (name, value, role in (Decides.OUTCOME, Decides.LOCATION))
         for role, values in DECIDES.items()
         for name, value in values.items()
         if name != "targets"  # takes the place of the one target that a job has

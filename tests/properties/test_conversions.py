@@ -391,8 +391,8 @@ def lay_out(source: Path, target: Target, buffer_bytes: int) -> tuple[Checkpoint
         format=target.format,
         layout=target.layout,
     )
-    sharding = replace(plan.targets[0].form.sharding, buffer_bytes=buffer_bytes)
-    return plan.source, layout_hybrid(plan.source, replace(plan.targets[0].form, sharding=sharding))
+    sharding = replace(plan.targets[0].spec.sharding, buffer_bytes=buffer_bytes)
+    return plan.source, layout_hybrid(plan.source, replace(plan.targets[0].spec, sharding=sharding))
 
 
 @examples(15)

@@ -304,5 +304,5 @@ def test_everything_that_decides_the_outcome_is_kept_and_no_way_to_a_store() -> 
         name = option.name
         if isinstance(option, click.Option) and name in CONVERSION_OPTIONS:
             role = decides(option)
-            assert name in KEPT or role in (Decides.CONDUCT, Decides.ACCESS), name
+            assert name in KEPT or role in (Decides.EXECUTION, Decides.ACCESS), name
             assert name not in KEPT or role is not Decides.ACCESS, name

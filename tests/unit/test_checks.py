@@ -1,4 +1,4 @@
-"""How parameters are held against their master weights in plans of real sizes, without a byte of them."""
+"""How parameters are checks against their master weights in plans of real sizes, without a byte of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import SMALLEST_BUDGET_BYTES
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_hybrid
-from paddle_reshard.pipeline.planning.checks import held_parameters
+from paddle_reshard.pipeline.planning.checks import master_checks
 from paddle_reshard.pipeline.planning.ops import HOLD, ITEMSIZES, MOVE, PROBE, Ops, op_volumes
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings
@@ -32,9 +32,9 @@ def _job(topology: str, strategy: str = "none") -> HybridTarget:
 def _planned(source: HybridTarget, target: HybridTarget, check: str | None, limits: PartLimits = S3) -> Plan:
     checkpoint = catalog_of(LLAMA_7B, source)
     catalog = checkpoint.catalog
-    held = None if check is None else held_parameters(catalog, catalog, check == "full")
+    checks = None if check is None else master_checks(catalog, catalog, check == "full")
     files = layout_hybrid(checkpoint, target)
-    return plan_conversion(catalog, files, [], PlanSettings(SMALLEST_BUDGET_BYTES), limits, held)
+    return plan_conversion(catalog, files, [], PlanSettings(SMALLEST_BUDGET_BYTES), limits, checks)
 
 
 def _looked_at(ops: Ops, side: str, stored: int) -> dict[tuple[int, int], tuple[int, int, int]]:
@@ -97,9 +97,9 @@ def test_of_every_copied_array_the_ends_and_some_between_are_read(
 def test_what_is_loaded_is_compared_in_full_and_read_once(limits: PartLimits) -> None:
     source, target = _job("tp=2,pp=2"), _job("tp=4")
     plan, alone = (_planned(source, target, check, limits) for check in ("sample", None))
-    held = plan.ops[plan.ops["kind"] == HOLD]
+    checks = plan.ops[plan.ops["kind"] == HOLD]
     assert not (plan.ops["kind"] == PROBE).any()
-    assert op_volumes(held).sum() == LLAMA_7B.parameters
+    assert op_volumes(checks).sum() == LLAMA_7B.parameters
     assert plan.read_amplification <= 1.05
     assert plan.read_bytes <= 1.01 * alone.read_bytes
     assert plan.peak_bytes <= (SMALLEST_BUDGET_BYTES - FOOTPRINT_BYTES) // 2
@@ -108,8 +108,8 @@ def test_what_is_loaded_is_compared_in_full_and_read_once(limits: PartLimits) ->
 def test_in_full_means_everything() -> None:
     source, target = _job("tp=2,pp=4"), _job("tp=2,pp=2")
     plan = _planned(source, target, "full")
-    held = plan.ops[plan.ops["kind"] == HOLD]
-    assert op_volumes(held).sum() == LLAMA_7B.parameters
+    checks = plan.ops[plan.ops["kind"] == HOLD]
+    assert op_volumes(checks).sum() == LLAMA_7B.parameters
     assert plan.copied_bytes == _planned(source, target, None).copied_bytes
 
 
@@ -129,11 +129,11 @@ def test_orders_that_differ_do_not_cost_the_memory_that_moves_need() -> None:
     files = tuple(File(str(number), tensor.nbytes) for number, tensor in enumerate(tensors))
     catalog = Catalog(Tensors(tensors), files, fragments, {})
     target = TargetFiles(files, Literals(), (), fragments.copy())
-    held = held_parameters(catalog, catalog, in_full=False)
-    plan = plan_conversion(catalog, target, [], PlanSettings(SMALLEST_BUDGET_BYTES), held=held)
+    checks = master_checks(catalog, catalog, in_full=False)
+    plan = plan_conversion(catalog, target, [], PlanSettings(SMALLEST_BUDGET_BYTES), checks=checks)
     alone = plan_conversion(catalog, target, [], PlanSettings(SMALLEST_BUDGET_BYTES))
     assert plan.peak_bytes <= 1.25 * alone.peak_bytes
-    assert plan.held == (0, 1)
+    assert plan.checked_parameters == (0, 1)
     assert plan.read_once_budget_bytes is None
     assert plan.read_amplification <= 1.05
     probes = plan.ops[plan.ops["kind"] == PROBE]

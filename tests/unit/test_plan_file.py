@@ -155,13 +155,13 @@ def test_another_plan_than_the_saved_one_is_refused_with_what_has_changed(plan: 
 
 def test_a_plan_that_was_carried_out_says_what_it_said(plan: Plan) -> None:
     carried_out = replace(plan, ops=plan.ops.copy(), literals=plan.literals.copy())
-    carried_out.let_go()
+    carried_out.release_ops()
     assert (len(carried_out.ops), len(carried_out.literals)) == (0, 0)
     for fact in (
         "plan_id",
         "read_bytes",
         "read_amplification",
-        "held",
+        "checked_parameters",
         "written_bytes",
         "copied_share",
         "groups",

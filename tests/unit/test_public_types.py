@@ -41,7 +41,7 @@ OWN_VALUES = {
     "Plan.mixtures",
     "Plan.ops",
     "PlannedTarget.files",
-    "PlannedTarget.form",
+    "PlannedTarget.spec",
     "PlannedTarget.wanted",
 }
 """Attributes that hold the converter's own values: they are there to look at, and may change in every version."""
