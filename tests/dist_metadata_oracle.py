@@ -150,7 +150,7 @@ def entries(found: DistMetadata) -> tuple[Counter, Counter]:
         named.append(values)
         pieces[(*values, found.dtypes[dtype] if dtype >= 0 else None)] += 1
     places = Counter()
-    for piece, file, replica in found.places.tolist():
+    for piece, file, replica in found.locations.tolist():
         key, offset, local, _, flat = named[piece]
         places[key, offset, local, flat, replica if replica >= 0 else None, found.files[file]] += 1
     return pieces, places

@@ -36,7 +36,7 @@ from paddle_reshard.pipeline.convert.request import check_options, parse_target
 from paddle_reshard.pipeline.core.errors import FinishedError, UsageError
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
-from paddle_reshard.pipeline.layouts.formats import DEFAULT, as_target, holding_average
+from paddle_reshard.pipeline.layouts.formats import DEFAULT, average_target, formats_for_average
 
 OF_ONE_SOURCE = ("aoa", "fill", "merge_into", "lora_config")
 """Options of a conversion that make no sense for a series of checkpoints."""
@@ -62,8 +62,9 @@ conversion_options = all_of(
         multiple=True,
         metavar="DST:FORMAT[:NAME=VALUE,…]",
         help=f"A target with its format and options, instead of DST: DST:{DEFAULT}:tp=4,pp=2 or "
-        f"DST:{as_target(holding_average()[1])}. Repeat it to write several targets in one pass over SRC. NAME is an "
-        f"axis or one of {', '.join(flag_of(name) for name in TARGET_OPTIONS if name not in ('to', 'format'))}. "
+        f"DST:{average_target(formats_for_average()[1])}. Repeat it to write several targets in one "
+        "pass over SRC. NAME is an axis or one of "
+        f"{', '.join(flag_of(name) for name in TARGET_OPTIONS if name not in ('to', 'format'))}. "
         "With --resume, DST alone is enough, in the same order.",
     ),
     *_declared(OF_ONE_SOURCE),

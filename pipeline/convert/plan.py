@@ -27,7 +27,7 @@ from paddle_reshard.pipeline.convert.request import (
 from paddle_reshard.pipeline.core.choices import CHECKS, REPLICAS
 from paddle_reshard.pipeline.core.errors import UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.file_names import AVERAGE
-from paddle_reshard.pipeline.core.freed import give_back_freed
+from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.core.mixture import Mixture, Term
 from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
@@ -47,7 +47,7 @@ from paddle_reshard.pipeline.layouts.formats import DEFAULT, FORMATS, names_of
 from paddle_reshard.pipeline.layouts.mtp import configured_without_mtp, without_mtp
 from paddle_reshard.pipeline.layouts.reading import read_json
 from paddle_reshard.pipeline.layouts.sidecars import average_divisor
-from paddle_reshard.pipeline.layouts.targets import check_left, join, lay_out, starts_anew
+from paddle_reshard.pipeline.layouts.targets import check_nothing_lost, join, lay_out, starts_anew
 from paddle_reshard.pipeline.layouts.vocab import resize_vocabulary
 from paddle_reshard.pipeline.planning.checks import master_checks
 from paddle_reshard.pipeline.planning.metadata import FREE_BYTES, check_metadata
@@ -233,9 +233,9 @@ def plan_checkpoint(
     tensors = len(source.catalog.tensors)
     if spare_bytes is not None:
         check_metadata(tensors, None, 0, request.planning.budget_bytes, spare_bytes)
-        give_back_freed()
+        trim_heap()
     laid_out = [lay_out(source, wanted, form, sizes, store.folders) for form in forms]
-    check_left(forms, laid_out)
+    check_nothing_lost(forms, laid_out)
     joined = join(source.catalog, laid_out, prefixes(len(laid_out)))
     carried = [
         CarriedFile(path, prefix + path, sizes[path])
@@ -245,7 +245,7 @@ def plan_checkpoint(
     if spare_bytes is not None:
         pieces = len(joined.files.fragments)
         check_metadata(tensors, pieces, 0, request.planning.budget_bytes, spare_bytes)
-        give_back_freed()
+        trim_heap()
     plan = plan_conversion(
         joined.catalog,
         joined.files,
@@ -272,7 +272,7 @@ def plan_checkpoint(
     pieces = len(joined.files.fragments)
     del laid_out, joined
     if spare_bytes is not None:
-        give_back_freed()
+        trim_heap()
     return ConversionPlan(store, source, tuple(targets), plan, pieces, dropped=tuple(dropped))
 
 

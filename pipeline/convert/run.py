@@ -35,7 +35,7 @@ from paddle_reshard.pipeline.core.events import (
     ignore_events,
 )
 from paddle_reshard.pipeline.core.file_names import MANIFEST
-from paddle_reshard.pipeline.core.freed import give_back_freed
+from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.indexing.detect import index_source
 from paddle_reshard.pipeline.indexing.optimizer_steps import check_optimizer
 from paddle_reshard.pipeline.layouts.checkpoint import MissingPolicy
@@ -192,7 +192,7 @@ def _run(
         observe(StepEnded("move", f"{report.groups} groups, {report.written_bytes} bytes written{before}"))
         if isinstance(engine, InlineEngine):  # what is staged is read back in the same memory
             plan.release_ops()
-            give_back_freed()
+            trim_heap()
         observe(StepStarted("verify"))
         source.check_unchanged()
         planned = dict(zip(outputs.targets, conversion.targets, strict=True))

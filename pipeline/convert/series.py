@@ -47,7 +47,7 @@ from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.small_files import check_one_model
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
-from paddle_reshard.pipeline.layouts.formats import DEFAULT, FORMATS, holding_average
+from paddle_reshard.pipeline.layouts.formats import DEFAULT, FORMATS, formats_for_average
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.pipeline.layouts.reading import IndexFiles
 from paddle_reshard.pipeline.planning.settings import PlanSizes
@@ -354,8 +354,8 @@ def _average_options(options: Options) -> Options:
     format = FORMATS.get(asked.get("format") or DEFAULT)
     if format is None:  # refused where the request is read
         return options
-    if EMA in format.no_place:
-        beside, model = holding_average()
+    if EMA in format.cannot_hold:
+        beside, model = formats_for_average()
         raise UsageError(
             f"the format {format.name} has no place for an average; write it with --format {beside}, or as a model "
             f"with --format {model.name}"

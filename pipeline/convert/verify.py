@@ -22,7 +22,7 @@ from paddle_reshard.pipeline.core.choices import REPLICAS
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
-from paddle_reshard.pipeline.core.freed import give_back_freed
+from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.core.shown import SHOWN_DIFFERENCES, Facts, Shown, readable_bytes
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
@@ -219,7 +219,7 @@ def _verify_two(request: VerifyRequest, b: str, observe: Observer) -> VerifyRepo
     comparison = _plan_two(
         request, stores, *index_pair(stores[0], stores[1], *inputs, request.missing, index_files)
     )
-    give_back_freed()
+    trim_heap()
     pair = JoinedSource((Mount(SIDE_A, stores[0]), Mount(SIDE_B, stores[1])))
     report = _compared(comparison, pair, _spare(request), observe)
     for store in stores:

@@ -24,7 +24,7 @@ BLOCK_BYTES = 1 << 18
 """Contents that are compressed together."""
 
 
-class Kept(NamedTuple):
+class LiteralTemplate(NamedTuple):
     """Literals that lie at the same bytes of several files."""
 
     offsets: array[int]
@@ -93,8 +93,8 @@ class Literals(Sequence[Literal]):
     __slots__ = ("_added", "_content", "_runs")
 
     def __init__(self, literals: Iterable[Literal] = ()) -> None:
-        self._runs: list[tuple[int, Kept]] = []  # files, and what lies in them
-        self._added: Kept | None = None  # of the last run, if more may be added to it
+        self._runs: list[tuple[int, LiteralTemplate]] = []  # files, and what lies in them
+        self._added: LiteralTemplate | None = None  # of the last run, if more may be added to it
         self._content = _Text()
         for file, offset, content in literals:
             self.add(file, offset, content)
@@ -102,25 +102,25 @@ class Literals(Sequence[Literal]):
     def add(self, file: int, offset: int, content: bytes) -> None:
         """Add one more."""
         if self._added is None or self._runs[-1][0] != file:
-            self._added = self.keep(())
+            self._added = self.template(())
             self._runs.append((file, self._added))
-        self.keep_also(self._added, offset, content)
+        self.extend_template(self._added, offset, content)
 
-    def keep(self, literals: Iterable[tuple[int, bytes]]) -> Kept:
+    def template(self, literals: Iterable[tuple[int, bytes]]) -> LiteralTemplate:
         """Take in ``(byte offset, bytes)`` of files that are all alike in these; none of them is known yet."""
-        kept = Kept(array("q"), array("q"), array("q"))
+        kept = LiteralTemplate(array("q"), array("q"), array("q"))
         for offset, content in literals:
-            self.keep_also(kept, offset, content)
+            self.extend_template(kept, offset, content)
         return kept
 
-    def keep_also(self, kept: Kept, offset: int, content: bytes) -> None:
+    def extend_template(self, kept: LiteralTemplate, offset: int, content: bytes) -> None:
         """Take in one more of such files."""
         kept.offsets.append(offset)
         kept.starts.append(len(self._content))
         self._content.add(content)
         kept.stops.append(len(self._content))
 
-    def place(self, kept: Kept, file: int) -> None:
+    def add_file(self, kept: LiteralTemplate, file: int) -> None:
         """Add the literals of one such file; nothing more is taken in then."""
         self._added = None
         self._runs.append((file, kept))
@@ -191,16 +191,16 @@ class Literals(Sequence[Literal]):
 class LiteralsByFile:
     """Literals by file and byte."""
 
-    def __init__(self, runs: Iterable[tuple[int, Kept]], content: _Text) -> None:
+    def __init__(self, runs: Iterable[tuple[int, LiteralTemplate]], content: _Text) -> None:
         self._content = content
-        self._kept: dict[int, Kept] = {}
+        self._kept: dict[int, LiteralTemplate] = {}
         for file, kept in runs:
             known = self._kept.get(file)
             self._kept[file] = _in_order(kept if known is None else _both(known, kept))
 
-    def of_ranges(self, ranges: Iterable[tuple[int, int, int]]) -> Stretches:
+    def of_ranges(self, ranges: Iterable[tuple[int, int, int]]) -> LiteralSlices:
         """What lies in ranges ``(file, first byte, one past the last)``; a literal may reach over several of them."""
-        found = Stretches(self._content)
+        found = LiteralSlices(self._content)
         for number, (file, start, stop) in enumerate(ranges):
             kept = self._kept.get(file)
             if kept is None:
@@ -215,24 +215,24 @@ class LiteralsByFile:
         return found
 
 
-def _length(kept: Kept, place: int) -> int:
+def _length(kept: LiteralTemplate, place: int) -> int:
     return kept.stops[place] - kept.starts[place]
 
 
-def _both(one: Kept, other: Kept) -> Kept:
-    return Kept(*(a + b for a, b in zip(one, other, strict=True)))
+def _both(one: LiteralTemplate, other: LiteralTemplate) -> LiteralTemplate:
+    return LiteralTemplate(*(a + b for a, b in zip(one, other, strict=True)))
 
 
-def _in_order(kept: Kept) -> Kept:
+def _in_order(kept: LiteralTemplate) -> LiteralTemplate:
     offsets = np.array(kept.offsets, dtype=np.int64)
     if (offsets[1:] >= offsets[:-1]).all():
         return kept
     order = np.argsort(offsets, kind="stable")
-    return Kept(*(array("q", np.array(column)[order].tobytes()) for column in kept))
+    return LiteralTemplate(*(array("q", np.array(column)[order].tobytes()) for column in kept))
 
 
-class Stretches(Sequence[Literal]):
-    """Stretches of literals: number of a range, byte offset in it, and bytes; in the order of the ranges.
+class LiteralSlices(Sequence[Literal]):
+    """LiteralSlices of literals: number of a range, byte offset in it, and bytes; in the order of the ranges.
 
     They share the text of the literals that they were taken of. Only their own bytes are sent to another process.
     """

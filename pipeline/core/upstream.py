@@ -47,7 +47,7 @@ PROVEN: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class PaddleForm:
+class PaddleRelease:
     """How a version of Paddle writes files."""
 
     pickle_protocol: int
@@ -57,29 +57,29 @@ class PaddleForm:
     :data:`~paddle_reshard.storage.formats.dist_metadata.GENERATIONS`."""
 
 
-PADDLE_FORMS: Final[Mapping[str, PaddleForm]] = {
-    "3.0": PaddleForm(4, "3.0"),
-    "3.2": PaddleForm(4, "3.2"),
-    "3.3": PaddleForm(4, "3.3"),
-    "3.4": PaddleForm(5, "3.3"),
+PADDLE_RELEASES: Final[Mapping[str, PaddleRelease]] = {
+    "3.0": PaddleRelease(4, "3.0"),
+    "3.2": PaddleRelease(4, "3.2"),
+    "3.3": PaddleRelease(4, "3.3"),
+    "3.4": PaddleRelease(5, "3.3"),
 }
 """Versions of Paddle for which targets are written; each stands for those after it up to the next."""
-NEWEST_PADDLE: Final = max(PADDLE_FORMS)
+NEWEST_PADDLE: Final = max(PADDLE_RELEASES)
 DEFAULT_PADDLE: Final = "3.3"
 """Also 3.4 loads its files, with a copy of each array."""
 
 
-def paddle_form(version: str) -> PaddleForm:
+def paddle_release(version: str) -> PaddleRelease:
     """The form of a version that a target is asked for.
 
     Raises
     ------
     UsageError
-        If it is none of :data:`PADDLE_FORMS`.
+        If it is none of :data:`PADDLE_RELEASES`.
     """
-    if version not in PADDLE_FORMS:
+    if version not in PADDLE_RELEASES:
         raise UsageError(
-            f"--paddle-version {version}: files are written as by {', '.join(PADDLE_FORMS)}; give the last of them "
-            f"that is not newer than the Paddle that will read them{did_you_mean(version, PADDLE_FORMS)}"
+            f"--paddle-version {version}: files are written as by {', '.join(PADDLE_RELEASES)}; give the last of them "
+            f"that is not newer than the Paddle that will read them{did_you_mean(version, PADDLE_RELEASES)}"
         )
-    return PADDLE_FORMS[version]
+    return PADDLE_RELEASES[version]

@@ -23,7 +23,7 @@ class TargetFiles:
     """Cell → structured key → parameter name, where the format has such names."""
     casts: frozenset[Cast] = frozenset()
     """Casts that were asked for."""
-    left_out: frozenset[int] = frozenset()
+    omitted: frozenset[int] = frozenset()
     """Tensors that one of several targets leaves out, though another one has them."""
 
 

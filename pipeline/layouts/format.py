@@ -65,7 +65,7 @@ class Format(Protocol):
         """Arguments with which a job starts from its parameters alone; empty where nothing but the files tells."""
 
     @property
-    def no_place(self) -> tuple[str, ...]:
+    def cannot_hold(self) -> tuple[str, ...]:
         """What its files have no place for, though it is a training job's: names that ``--drop`` knows."""
 
     @property

@@ -52,19 +52,19 @@ Default: as many as hold 4 GiB each.'
     return FormatOption(help, tuple(dict.fromkeys(c for option in understood for c in option.choices)))
 
 
-def as_target(format: Format) -> str:
+def average_target(format: Format) -> str:
     """How a target that is made of the moving average is asked for.
 
-    >>> as_target(holding_average()[1])
+    >>> average_target(formats_for_average()[1])
     'huggingface:state=ema'
     """
     options = ",".join(f"{name}={value}" for name, value in format.average_options.items())
     return f"{format.name}:{options}"
 
 
-def holding_average() -> tuple[str, Format]:
+def formats_for_average() -> tuple[str, Format]:
     """Names of the formats that hold the moving average beside the weights, and one for a model that is made of it."""
-    beside = [format for format in _ALL if not format.model_only and "ema" not in format.no_place]
+    beside = [format for format in _ALL if not format.model_only and "ema" not in format.cannot_hold]
     return names_of(beside, "or"), next(format for format in _ALL if format.average_options)
 
 

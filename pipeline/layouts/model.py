@@ -77,7 +77,7 @@ class Model:
 
     def as_built(self, pp: int) -> list[ModelTensor]:
         """All tensors in the order in which a job with ``pp`` stages builds them."""
-        places = self.table.places(pp)
+        places = self.table.build_order(pp)
         return sorted(self.tensors, key=lambda t: (places[t.rule.item], -1 if t.layer is None else t.layer))
 
     def cut(self, tensor: ModelTensor, tp: int, expert_axis: str | None = None) -> TensorCut:
@@ -118,7 +118,7 @@ def model_order(table: RuleTable) -> Callable[[ModelTensor], tuple[int, ...]]:
 
     Rows of experts that follow each other repeat as a whole for every expert.
     """
-    items = table.places(pp=1)
+    items = table.build_order(pp=1)
     blocks: dict[str, int] = {}
     modules = {rule.key.rpartition(".")[0]: place for place, rule in enumerate(table.rules)}
     rows = {rule.key: place for place, rule in enumerate(table.rules)}

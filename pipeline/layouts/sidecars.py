@@ -49,13 +49,13 @@ def plan_sidecars(
             _TP_FIELD["paddleformers"]
         ] = -1  # as the trainer writes it where it merges what tp cut, be it nothing
     if checkpoint.adapter is None or checkpoint.adapter.fits(topology):
-        return share_out_sidecars(paths, folders, own_files, reason, source_config, config)
+        return classify_sidecars(paths, folders, own_files, reason, source_config, config)
     lora_config = (LORA_CONFIG, checkpoint.adapter.for_topology(topology))
-    shared_out = share_out_sidecars(paths, folders, own_files | {LORA_CONFIG}, reason, source_config, config)
+    shared_out = classify_sidecars(paths, folders, own_files | {LORA_CONFIG}, reason, source_config, config)
     return replace(shared_out, written=(*shared_out.written, lora_config))
 
 
-def share_out_sidecars(
+def classify_sidecars(
     paths: Iterable[str],
     folders: Sequence[str],
     own_files: Collection[str],

@@ -14,7 +14,7 @@ from paddle_reshard.pipeline.core.tensors import DROPPABLE, Cast
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles
 from paddle_reshard.pipeline.layouts.format import Format, Target
-from paddle_reshard.pipeline.layouts.formats import FORMATS, as_target, holding_average, names_of
+from paddle_reshard.pipeline.layouts.formats import FORMATS, average_target, formats_for_average, names_of
 from paddle_reshard.pipeline.layouts.model import Model
 from paddle_reshard.pipeline.layouts.optimizers import refuse_optimizer, special_optimizer
 
@@ -49,8 +49,8 @@ def lay_out(
     _check_optimizer(wanted.model, format)
     if starts_anew(source, target):
         source, wanted = replace(source, has_optimizer=False), replace(wanted, has_optimizer=False)
-    no_place = {state for name in format.no_place for state in DROPPABLE[name]}
-    homeless = source.catalog.tensors.states & no_place
+    cannot_hold = {state for name in format.cannot_hold for state in DROPPABLE[name]}
+    homeless = source.catalog.tensors.states & cannot_hold
     laid_out = target.lay_out(source.without(homeless), wanted.without(homeless), sizes, folders)
     states_not_carried = tuple(sorted({*laid_out.states_not_carried, *homeless}))
     casts = laid_out.files.casts | _defined_casts(source.catalog)
@@ -79,7 +79,7 @@ def _check_optimizer(model: Model, format: Format) -> None:
     refuse_optimizer(model, format.name, saving, for_models)
 
 
-def check_left(targets: Sequence[Target], laid_out: Sequence[LaidOut]) -> None:
+def check_nothing_lost(targets: Sequence[Target], laid_out: Sequence[LaidOut]) -> None:
     """Refuse where a format has no place for a state, and no other of the targets holds it.
 
     A format for a model alone is for leaving everything else out.
@@ -94,11 +94,11 @@ def check_left(targets: Sequence[Target], laid_out: Sequence[LaidOut]) -> None:
         if FORMATS[target.format].model_only or not set(one.states_not_carried) - held:
             continue
         lost = ", ".join(sorted(set(one.states_not_carried) - held))
-        beside, model = holding_average()
+        beside, model = formats_for_average()
         raise PlanError(
             f"the format {target.format} has no place for the exponential moving average that the source holds "
             f"({lost}): leave it out with --drop ema, convert to {beside}, or make a second target that holds it, "
-            f"--target DST:{as_target(model)}"
+            f"--target DST:{average_target(model)}"
         )
 
 
@@ -122,7 +122,7 @@ def join(source: Catalog, laid_out: Sequence[LaidOut], prefixes: Sequence[str]) 
     literals = Literals()
     fills: list[tuple[int, int, int]] = []
     fragments: list[Fragments] = []
-    left_out: set[int] = set()
+    omitted: set[int] = set()
     for prefix, one in zip(prefixes, laid_out, strict=True):
         first = len(files)
         files += [replace(file, path=prefix + file.path) for file in one.files.files]
@@ -134,7 +134,7 @@ def join(source: Catalog, laid_out: Sequence[LaidOut], prefixes: Sequence[str]) 
         places = np.array([index[identity] for identity in one.catalog.index()], dtype=np.int32)
         rows["tensor"] = places[rows["tensor"]]
         fragments.append(rows)
-        left_out.update(places[_left_out(one)].tolist())
+        omitted.update(places[_omitted(one)].tolist())
     casts = frozenset(cast for one in laid_out for cast in one.files.casts)
     joined = TargetFiles(
         tuple(files),
@@ -142,12 +142,12 @@ def join(source: Catalog, laid_out: Sequence[LaidOut], prefixes: Sequence[str]) 
         tuple(fills),
         Fragments.joined(fragments),
         casts=casts,
-        left_out=frozenset(left_out),
+        omitted=frozenset(omitted),
     )
     return LaidOut(catalog, joined, (), ())
 
 
-def _left_out(target: LaidOut) -> list[int]:
+def _omitted(target: LaidOut) -> list[int]:
     """Tensors that are stored and of which nothing goes into this target."""
     catalog = target.catalog
     fed: set[int] = set()

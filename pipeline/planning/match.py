@@ -108,12 +108,12 @@ def plan_ops(
     target: Fragments,
     compare_replicas: bool = True,
     casts: Collection[Cast] = (),
-    left_out: Collection[int] = (),
+    omitted: Collection[int] = (),
 ) -> Ops:
     """Everything that has to be moved or compared to make ``target`` of ``source``.
 
     Further copies of a tensor are compared with the one that is moved, unless ``compare_replicas`` is off.
-    ``casts`` are those that were asked for, beside the ones that a format defines. ``left_out`` are tensors that one of
+    ``casts`` are those that were asked for, beside the ones that a format defines. ``omitted`` are tensors that one of
     several targets leaves out, though another one has them.
 
     Raises
@@ -127,7 +127,7 @@ def plan_ops(
     primary = source.fragments if first.all() else source.fragments[first]
     steps = list(_steps(primary, target, source))
     fed = np.concatenate([pairs.source_tensor for pairs, _ in steps])
-    implied = _implied_by_definition(source, sorted({*_lacking(primary["tensor"], fed), *left_out}))
+    implied = _implied_by_definition(source, sorted({*_lacking(primary["tensor"], fed), *omitted}))
     copies = source.fragments[~first] if compare_replicas else primary[:0]
     unmoved = primary[np.isin(primary["tensor"], list(implied))] if implied else primary[:0]
     ops = _described(

@@ -224,7 +224,7 @@ def plan_conversion(
     """
 
     def make_ops() -> Ops:
-        ops = plan_ops(source, target.fragments, settings.compare_replicas, target.casts, target.left_out)
+        ops = plan_ops(source, target.fragments, settings.compare_replicas, target.casts, target.omitted)
         _check_tiles(ops, target, source)
         return ops
 

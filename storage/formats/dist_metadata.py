@@ -94,7 +94,7 @@ PIECE_COLUMNS: Final = np.dtype(
         ("flattened_range", np.int32),  # index into DistMetadata.shapes; -1: the piece is not flattened
     ]
 )
-PLACE_COLUMNS: Final = np.dtype(
+LOCATION_COLUMNS: Final = np.dtype(
     [
         ("piece", np.int32),  # index into DistMetadata.pieces
         ("file", np.int32),  # index into DistMetadata.files
@@ -134,18 +134,18 @@ class DistMetadata:
     """Every data file, ascending."""
     pieces: Columns
     """One row of :data:`PIECE_COLUMNS` per distinct piece, by key and offset; no two are alike."""
-    places: Columns
-    """One row of :data:`PLACE_COLUMNS` per piece and file that holds it, by both; every piece has one at least."""
+    locations: Columns
+    """One row of :data:`LOCATION_COLUMNS` per piece and file that holds it, by both; every piece has one at least."""
     flat_mapping: Mapping[str, tuple[str, ...]]
     """Key → path in the nested dict; empty where the file has none."""
     remarks: Mapping[str, Remark] = field(default_factory=dict)
     """What later versions of Paddle say besides: attribute → value. None of them changes what a tensor is."""
 
     def __post_init__(self) -> None:
-        if self.pieces.dtype != PIECE_COLUMNS or self.places.dtype != PLACE_COLUMNS:
-            raise TypeError("pieces and places must have the columns PIECE_COLUMNS and PLACE_COLUMNS")
+        if self.pieces.dtype != PIECE_COLUMNS or self.locations.dtype != LOCATION_COLUMNS:
+            raise TypeError("pieces and locations must have the columns PIECE_COLUMNS and LOCATION_COLUMNS")
         self.pieces.flags.writeable = False
-        self.places.flags.writeable = False
+        self.locations.flags.writeable = False
 
 
 def parse_dist_metadata(read: Callable[[int, int], bytes], size_bytes: int, path: str) -> DistMetadata:
@@ -400,8 +400,8 @@ class _Assembly:
         self, piece_columns: IdColumns, index_columns: IdColumns, flat_mapping: Mapping[str, tuple[str, ...]]
     ) -> DistMetadata:
         pieces = self._pieces(piece_columns)
-        places = self._places(pieces, index_columns)
-        return _in_order(self.distinct, pieces, places, flat_mapping)
+        locations = self._locations(pieces, index_columns)
+        return _in_order(self.distinct, pieces, locations, flat_mapping)
 
     def _column(self, ids: Ids, convert: Callable[[object], int]) -> Ids:
         """``convert`` of every value, called once for each distinct id."""
@@ -431,11 +431,11 @@ class _Assembly:
         _check_geometry(pieces, distinct)
         return pieces
 
-    def _places(self, pieces: Columns, rows: IdColumns) -> Columns:
+    def _locations(self, pieces: Columns, rows: IdColumns) -> Columns:
         column, distinct = self._column, self.distinct
-        places = np.empty(len(rows["file"]), dtype=PLACE_COLUMNS)
-        places["replica"] = column(rows["replica_id"], distinct.replica)
-        places["file"] = column(rows["file"], distinct.file)
+        locations = np.empty(len(rows["file"]), dtype=LOCATION_COLUMNS)
+        locations["replica"] = column(rows["replica_id"], distinct.replica)
+        locations["file"] = column(rows["file"], distinct.file)
         # The replicas of a piece follow one another: only the first of each run is looked up.
         named = {name: ids for name, ids in rows.items() if name not in ("replica_id", "file")}
         firsts, lengths = _runs(list(named.values()))
@@ -453,9 +453,9 @@ class _Assembly:
             own.append(_packed(pieces["local_shape"], pieces["flattened_range"]))
             wanted.append(_packed(local, flat))
         found = _find_pieces(pieces["key"], *_numbered(own, wanted), key, distinct)
-        places["piece"] = np.repeat(found, lengths)
-        _check_places(pieces, places, distinct)
-        return places
+        locations["piece"] = np.repeat(found, lengths)
+        _check_locations(pieces, locations, distinct)
+        return locations
 
 
 def _check_geometry(pieces: Columns, distinct: _Distinct) -> None:
@@ -502,16 +502,16 @@ def _find_pieces(
     return order[at]
 
 
-def _check_places(pieces: Columns, places: Columns, distinct: _Distinct) -> None:
+def _check_locations(pieces: Columns, locations: Columns, distinct: _Distinct) -> None:
     """Every piece is in a file, once for each replica and file."""
-    lost = np.bincount(places["piece"], minlength=len(pieces)) == 0
+    lost = np.bincount(locations["piece"], minlength=len(pieces)) == 0
     if lost.any():
         name = distinct.keys[pieces["key"][np.flatnonzero(lost)[0]]]
         _bad(distinct.path, "lost_piece", f"no file holds a piece of {_shown(name)}")
-    by_key = pieces["key"][places["piece"]]
+    by_key = pieces["key"][locations["piece"]]
     for reason, pairs in (
-        ("duplicate_index", _packed(places["piece"], places["replica"])),
-        ("two_pieces_in_one_file", _packed(by_key, places["file"])),
+        ("duplicate_index", _packed(locations["piece"], locations["replica"])),
+        ("two_pieces_in_one_file", _packed(by_key, locations["file"])),
     ):
         twice = _first_double(pairs)
         if twice is not None:
@@ -520,7 +520,7 @@ def _check_places(pieces: Columns, places: Columns, distinct: _Distinct) -> None
 
 
 def _in_order(
-    distinct: _Distinct, pieces: Columns, places: Columns, flat_mapping: Mapping[str, tuple[str, ...]]
+    distinct: _Distinct, pieces: Columns, locations: Columns, flat_mapping: Mapping[str, tuple[str, ...]]
 ) -> DistMetadata:
     """Values and rows ascending: the result does not depend on what was taken in runs."""
     keys, key_order = _ascending(distinct.keys)
@@ -530,15 +530,15 @@ def _in_order(
     pieces["key"], pieces["dtype"] = key_order[pieces["key"]], dtype_order[pieces["dtype"]]
     for name in _SHAPES:
         pieces[name] = shape_order[pieces[name]]
-    places["file"] = file_order[places["file"]]
+    locations["file"] = file_order[locations["file"]]
     first = _packed(pieces["key"], pieces["global_offset"])
     second = _packed(pieces["local_shape"], pieces["flattened_range"])
     order = np.lexsort((second, first))
     moved = np.empty(len(order), dtype=np.int32)
     moved[order] = np.arange(len(order))
-    places["piece"] = moved[places["piece"]]
-    place_order = np.argsort(_packed(places["piece"], places["file"]), kind="stable")
-    return DistMetadata(keys, dtypes, shapes, files, pieces[order], places[place_order], flat_mapping)
+    locations["piece"] = moved[locations["piece"]]
+    location_order = np.argsort(_packed(locations["piece"], locations["file"]), kind="stable")
+    return DistMetadata(keys, dtypes, shapes, files, pieces[order], locations[location_order], flat_mapping)
 
 
 def _bad(path: str, reason: str, detail: str) -> NoReturn:
@@ -645,7 +645,7 @@ class _Form:
         self.has_mapping = generation != "2.6"
         if "dtype" in self.piece_fields and (metadata.pieces["dtype"] < 0).any():
             raise ValueError(f"Paddle {generation} wants a dtype of every piece")
-        lossy = (metadata.pieces["flattened_range"] >= 0).any() or (metadata.places["replica"] >= 0).any()
+        lossy = (metadata.pieces["flattened_range"] >= 0).any() or (metadata.locations["replica"] >= 0).any()
         if "flattened_range" not in self.piece_fields and lossy:
             raise ValueError(f"the metadata of Paddle {generation} has no flattened pieces and no replicas")
         if metadata.flat_mapping and not self.has_mapping:
@@ -672,7 +672,7 @@ class _FramedEncoder:
     def encoded(self) -> bytes:
         tables: list[tuple[str, Callable[[], None]]] = [
             ("state_dict_metadata", self._pieces_by_key),
-            ("storage_metadata", self._places),
+            ("storage_metadata", self._locations),
         ]
         if self.form.has_mapping:
             tables.append(("flat_mapping", self._paths))
@@ -718,7 +718,7 @@ class _FramedEncoder:
         fields = [(name, name) for name in self.form.piece_fields]
         self._instance(PIECE, fields, lambda name: self._attribute(number, name, ids))
 
-    def _places(self) -> None:
+    def _locations(self) -> None:
         def entry(place: tuple[int, int, int]) -> None:
             number, file, replica = place
             ids = {**_named(self.metadata.pieces[number].tolist()), "replica_id": replica}
@@ -726,7 +726,7 @@ class _FramedEncoder:
             self._instance(INDEX, fields, lambda name: self._attribute(number, name, ids))
             self._text(self.files, file, self.metadata.files[file])
 
-        self.file.dict_of(self.metadata.places.tolist(), entry)
+        self.file.dict_of(self.metadata.locations.tolist(), entry)
 
     def _paths(self) -> None:
         def entry(mapped: tuple[str, tuple[str, ...]]) -> None:
@@ -779,7 +779,7 @@ class _Encoder:
         self.out += self._text("state_dict_metadata")
         self._dict(self._pieces_by_key())
         self.out += self._text("storage_metadata")
-        self._dict(self._places())
+        self._dict(self._locations())
         if self.has_mapping:
             self.out += self._text("flat_mapping")
             self._dict(self._paths())
@@ -822,9 +822,11 @@ class _Encoder:
             self.out += b"e"
             yield
 
-    def _places(self) -> Iterator[None]:
+    def _locations(self) -> Iterator[None]:
         metadata = self.metadata
-        rows = zip(metadata.places.tolist(), metadata.pieces[metadata.places["piece"]].tolist(), strict=True)
+        rows = zip(
+            metadata.locations.tolist(), metadata.pieces[metadata.locations["piece"]].tolist(), strict=True
+        )
         for (_, file, replica), row in rows:
             self._instance(INDEX, self.index_fields, {**_named(row), "replica_id": replica})
             self.out += self._text(metadata.files[file])

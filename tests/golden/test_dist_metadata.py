@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from paddle_reshard.storage.formats.dist_metadata import (
+    LOCATION_COLUMNS,
     PIECE_COLUMNS,
-    PLACE_COLUMNS,
     DistMetadata,
     encode_dist_metadata,
 )
@@ -53,7 +53,7 @@ class Writer:
     """Collects pieces and cuts the arrays for them."""
 
     def __init__(self) -> None:
-        self.shapes, self.pieces, self.places, self.files = [], [], [], {}
+        self.shapes, self.pieces, self.locations, self.files = [], [], [], {}
         self.keys, self.dtypes = [], ["float32", "int64"]
 
     def shape(self, shape: tuple[int, ...]) -> int:
@@ -77,7 +77,7 @@ class Writer:
         self.pieces.append(row)
         for replica, name in enumerate([file] if again is None else [file, again]):
             self.files.setdefault(name, {})[key] = array
-            self.places.append((len(self.pieces) - 1, name, -1 if again is None else replica))
+            self.locations.append((len(self.pieces) - 1, name, -1 if again is None else replica))
 
     def write(self, folder: Path) -> None:
         files = sorted(self.files)
@@ -87,7 +87,7 @@ class Writer:
             tuple(self.shapes),
             tuple(files),
             np.array(self.pieces, dtype=PIECE_COLUMNS),
-            np.array([(p, files.index(name), r) for p, name, r in self.places], dtype=PLACE_COLUMNS),
+            np.array([(p, files.index(name), r) for p, name, r in self.locations], dtype=LOCATION_COLUMNS),
             {key: ("model", key[6:]) if key.startswith("model.") else (key,) for key in self.keys},
         )
         folder.mkdir()

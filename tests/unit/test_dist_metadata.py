@@ -53,7 +53,7 @@ def in_order(metadata):
 
 def same(a: DistMetadata, b: DistMetadata) -> bool:
     values = [(m.keys, m.dtypes, m.shapes, m.files, dict(m.flat_mapping)) for m in (a, b)]
-    return values[0] == values[1] and (a.pieces == b.pieces).all() and (a.places == b.places).all()
+    return values[0] == values[1] and (a.pieces == b.pieces).all() and (a.locations == b.locations).all()
 
 
 # --- real files ---------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def test_nearly_every_entry_of_a_large_file_is_taken_in_runs(make, protocol, mon
     module = classes_of("3.3")
     metadata = make(module, 40, 300)
     found = parse(dumped(metadata, module, protocol))
-    assert len(one_by_one) * 50 < len(found.places)
+    assert len(one_by_one) * 50 < len(found.locations)
 
 
 # --- what a file may not say --------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Literals come back as they were added, wherever the blocks in which they are kept end."""
+"""Literals come back as they were added, wherever the blocks in which they are template end."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def test_what_is_added_to_a_copy_is_not_in_the_original() -> None:
 
 def test_files_that_are_alike_share_their_contents() -> None:
     literals = Literals()
-    kept = literals.keep([(0, b"head"), (100, b"tail")])
-    literals.place(kept, 3)
-    literals.place(kept, 1)
+    template = literals.template([(0, b"head"), (100, b"tail")])
+    literals.add_file(template, 3)
+    literals.add_file(template, 1)
     assert list(literals) == [(3, 0, b"head"), (3, 100, b"tail"), (1, 0, b"head"), (1, 100, b"tail")]
 
 

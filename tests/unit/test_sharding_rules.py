@@ -23,7 +23,7 @@ from paddle_reshard.pipeline.layouts.hybrid.sharding import (
     FlatSlice,
     Parameter,
     ShardingOptions,
-    share_out,
+    partition_parameters,
     stage1_v1_owners,
     stage1_v2_slices,
 )
@@ -118,7 +118,7 @@ def test_stage2_owners(paddle: ModuleType, shapes: Shapes, degree: int) -> None:
     )
     real = GroupShardedOptimizerStage2._segment_params(job)
     expected = {p.name: {rank: None} for rank in range(degree) for p in real[rank]}
-    assert share_out("stage2", parameters_of(shapes), degree, ShardingOptions()) == expected
+    assert partition_parameters("stage2", parameters_of(shapes), degree, ShardingOptions()) == expected
 
 
 def test_more_ranks_than_parameters() -> None:
@@ -295,7 +295,7 @@ def test_stage3_slices(paddle: ModuleType, shapes: Shapes, degree: int, segment_
         stage3.GroupShardedStage3._flatten_layer_params(job, SimpleNamespace(), parameters)
 
     options = ShardingOptions(segment_elements=segment_elements)
-    ours = share_out("stage3", parameters_of(shapes), degree, options)
+    ours = partition_parameters("stage3", parameters_of(shapes), degree, options)
     assert list(ours) == [p.name for p in parameters]
     for parameter in parameters:
         ranks = ours[parameter.name]

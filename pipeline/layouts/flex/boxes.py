@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from paddle_reshard.pipeline.core.geometry import Shape
-from paddle_reshard.storage.formats.dist_metadata import PIECE_COLUMNS, PLACE_COLUMNS, DistMetadata
+from paddle_reshard.storage.formats.dist_metadata import LOCATION_COLUMNS, PIECE_COLUMNS, DistMetadata
 
 _T = TypeVar("_T", bound=Any)
 
@@ -73,7 +73,7 @@ def describe_boxes(
         tuple(shapes),
         tuple(files),
         np.array(pieces, dtype=PIECE_COLUMNS),
-        np.array(places, dtype=PLACE_COLUMNS),
+        np.array(places, dtype=LOCATION_COLUMNS),
         {key: (key,) if paths is None else paths[key] for key in keys},
     )
 

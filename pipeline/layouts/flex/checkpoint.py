@@ -16,6 +16,7 @@ from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, 
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM, Tensor
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.completeness import check_complete
 from paddle_reshard.pipeline.layouts.flex.name import AUTO_PARALLEL, FLEX
 from paddle_reshard.pipeline.layouts.flex.names import (
     EMA_STATE,
@@ -32,7 +33,6 @@ from paddle_reshard.pipeline.layouts.model import Model, predict_parameter_names
 from paddle_reshard.pipeline.layouts.optimizers import check_states
 from paddle_reshard.pipeline.layouts.rules import RuleTable, choose_table
 from paddle_reshard.pipeline.layouts.rules.literal import StoredKey, is_known, stored_table
-from paddle_reshard.pipeline.layouts.whole import check_whole
 from paddle_reshard.storage.formats.dist_metadata import DistMetadata
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 
@@ -171,7 +171,7 @@ def _fused(table: RuleTable, config: Mapping[str, Any]) -> Callable[[str], Fused
 
 def _check(model: Model, catalog: Catalog) -> None:
     """No tensor is missing; every trained one has the states that its optimizer keeps, in its own shape."""
-    check_whole(model)
+    check_complete(model)
     check_states(model)
     index = catalog.index()
     trained = [t for t in model.tensors if t.trained and t.tied_to is None]

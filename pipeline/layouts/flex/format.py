@@ -43,7 +43,7 @@ class DistFormat:
         return {**_OPTIONS, "target_meta": TARGET_META} if self.auto_parallel else _OPTIONS
 
     @property
-    def no_place(self) -> tuple[str, ...]:
+    def cannot_hold(self) -> tuple[str, ...]:
         """Auto-parallel training has no average."""
         return ("ema",) if self.auto_parallel else ()
 

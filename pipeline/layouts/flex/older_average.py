@@ -117,7 +117,7 @@ def _unclear(path: str, what: str, why: str) -> UnsupportedError:
 def _places(metadata: DistMetadata, dtype: str | None = None) -> Iterator[tuple[Box, str]]:
     """What every file holds; with ``dtype``, only of tensors of this one."""
     pieces, shapes = metadata.pieces.tolist(), metadata.shapes
-    for number, file, _ in metadata.places.tolist():
+    for number, file, _ in metadata.locations.tolist():
         key, dtype_index, offset, local, whole, flat = pieces[number]
         if dtype is not None and (dtype_index < 0 or metadata.dtypes[dtype_index] != dtype):
             continue

@@ -114,10 +114,10 @@ def catalog_flex(
         array that is missing, left over, or of another shape or dtype than its metadata say, a hole or an overlap.
     """
     _check_folders(metadata, arrays)
-    cataloguer = _FlexCatalog(sizes, fused)
+    builder = _FlexCatalogBuilder(sizes, fused)
     for path in sorted(metadata):
-        cataloguer.add_folder(path, metadata[path], arrays, names[path])
-    catalog = cataloguer.catalog()
+        builder.add_folder(path, metadata[path], arrays, names[path])
+    catalog = builder.catalog()
     check_catalog(catalog)
     return catalog
 
@@ -140,7 +140,7 @@ def _check_folders(metadata: Mapping[str, DistMetadata], arrays: Arrays) -> None
             raise CheckpointError(f"{folder}: data files of several kinds, {', '.join(sorted(kinds))}")
 
 
-class _FlexCatalog:
+class _FlexCatalogBuilder:
     """Collects the tensors and arrays of all folders."""
 
     def __init__(self, sizes: Mapping[str, int], fused: Callable[[str], Fused | None]) -> None:
@@ -174,7 +174,7 @@ class _FlexCatalog:
         first_copy = self._number_copies(metadata, [index for index, _ in tensors])
         held = {file: dict(arrays.get(_joined(folder, file), {})) for file in metadata.files}
         pieces, copies = metadata.pieces.tolist(), defaultdict[int, int](int)
-        for piece, file, _ in metadata.places.tolist():
+        for piece, file, _ in metadata.locations.tolist():
             key, _, offset, local, _, flat = pieces[piece]
             stored = _joined(folder, metadata.files[file])
             if stored not in self.file_index:
@@ -249,7 +249,7 @@ class _FlexCatalog:
 
     def _number_copies(self, metadata: DistMetadata, tensors: Sequence[int]) -> list[int]:
         """The number of each key's first copy: those of a key with the same name come before."""
-        of_piece = np.bincount(metadata.places["piece"], minlength=len(metadata.pieces))
+        of_piece = np.bincount(metadata.locations["piece"], minlength=len(metadata.pieces))
         most = np.zeros(len(metadata.keys), dtype=np.int64)
         np.maximum.at(most, metadata.pieces["key"], of_piece)
         first = []
@@ -294,7 +294,7 @@ def _dtypes(path: str, metadata: DistMetadata, arrays: Arrays) -> list[DType]:
     for key, dtype, *_ in pieces:
         if dtype >= 0:
             said[key].add(dtype_named(metadata.dtypes[dtype]))
-    untold = metadata.places[metadata.pieces["dtype"][metadata.places["piece"]] < 0]
+    untold = metadata.locations[metadata.pieces["dtype"][metadata.locations["piece"]] < 0]
     for piece, file, _ in untold.tolist():
         key, stored = pieces[piece][0], _joined(folder_of(path), metadata.files[file])
         array = arrays.get(stored, {}).get(metadata.keys[key])

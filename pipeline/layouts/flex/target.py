@@ -27,7 +27,7 @@ from paddle_reshard.pipeline.core.tensors import (
     Tensor,
 )
 from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE, PaddleForm, paddle_form
+from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE, PaddleRelease, paddle_release
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
 from paddle_reshard.pipeline.layouts.flex.boxes import Box, describe_boxes
@@ -83,7 +83,7 @@ class FlexTarget:
     files: int | None = None
     """Data files per folder, at most; ``None``: as many as hold :data:`FILE_BYTES` each."""
     paddle_version: str = DEFAULT_PADDLE
-    """The Paddle that is to read it, one of :data:`~paddle_reshard.pipeline.core.upstream.PADDLE_FORMS`."""
+    """The Paddle that is to read it, one of :data:`~paddle_reshard.pipeline.core.upstream.PADDLE_RELEASES`."""
     names: Mapping[str, str] | None = None
     """Auto-parallel: structured key → parameter name in the target job; ``None``: by the naming rules."""
 
@@ -95,7 +95,7 @@ class FlexTarget:
     def __post_init__(self) -> None:
         if self.files is not None and self.files < 1:
             raise UsageError(f"--files {self.files}: at least one file is needed")
-        paddle_form(self.paddle_version)
+        paddle_release(self.paddle_version)
 
     def target_for(self, source: Checkpoint) -> FlexTarget:
         """The same: it leaves nothing open."""
@@ -176,7 +176,9 @@ def layout_flex(wanted: Checkpoint, target: FlexTarget) -> TargetFiles:
     }
     files = _Files()
     for folder, of_folder in by_folder.items():
-        files.add_folder(folder, _share_out(of_folder, target.files), paddle_form(target.paddle_version))
+        files.add_folder(
+            folder, _split_by_bytes(of_folder, target.files), paddle_release(target.paddle_version)
+        )
     return TargetFiles(tuple(files.files), files.literals, (), files.placements.fragments())
 
 
@@ -201,7 +203,7 @@ def small_flex_files(
     """
     files = []
     if SCHEDULER not in paths and wanted.lr_scheduler is not None:
-        protocol = paddle_form(target.paddle_version).pickle_protocol
+        protocol = paddle_release(target.paddle_version).pickle_protocol
         ((_, content),) = encode_pickle(wanted.lr_scheduler, protocol).literals
         files.append((SCHEDULER, content))
     if not target.auto_parallel and any(tensor.trained for tensor in wanted.model.tensors):
@@ -293,7 +295,7 @@ def _parameter_names(wanted: Checkpoint, target: FlexTarget) -> Mapping[str, str
 # --------------------------------------------------------------------------------------------------- bytes
 
 
-def _share_out(items: Sequence[_Item], files: int | None) -> list[list[_Item]]:
+def _split_by_bytes(items: Sequence[_Item], files: int | None) -> list[list[_Item]]:
     """The items of each file, in their order: consecutive keys; no file but an only one is empty."""
     sizes: dict[str, int] = {}
     for item in items:
@@ -332,7 +334,7 @@ class _Files:
         self.literals = Literals()
         self.placements = Placements()
 
-    def add_folder(self, folder: str, shares: Sequence[Sequence[_Item]], form: PaddleForm) -> None:
+    def add_folder(self, folder: str, shares: Sequence[Sequence[_Item]], form: PaddleRelease) -> None:
         names = [f"{number}_0.distcp" for number in range(len(shares))]
         for name, items in zip(names, shares, strict=True):
             self._data_file(f"{folder}/{name}", items, form.pickle_protocol)

@@ -43,7 +43,7 @@ class HuggingFaceFormat:
     average_options: ClassVar[Mapping[str, str]] = {"state": EMA}
     model_only: ClassVar[bool] = True
     starts_with: ClassVar[str] = ""
-    no_place: ClassVar[tuple[str, ...]] = ()
+    cannot_hold: ClassVar[tuple[str, ...]] = ()
     holds_lora: ClassVar[bool] = True
     special_optimizers: ClassVar[tuple[str, ...]] = ()
     by_table: ClassVar[bool] = False

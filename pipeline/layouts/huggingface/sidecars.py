@@ -10,7 +10,7 @@ from paddle_reshard.pipeline.core.tensors import DType
 from paddle_reshard.pipeline.core.trainer_files import is_training_state
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import Sidecars
-from paddle_reshard.pipeline.layouts.sidecars import share_out_sidecars
+from paddle_reshard.pipeline.layouts.sidecars import classify_sidecars
 
 _DTYPE_ENTRIES = ("torch_dtype", "dtype")
 _OF_PADDLE = ("source", "tensor_model_parallel_size", "tensor_parallel_degree", "tensor_parallel_rank")
@@ -34,7 +34,7 @@ def plan_huggingface_sidecars(
         return "state of the training job, not of the model" if is_training_state(path) else None
 
     config = exported_config(wanted.model.config, dtype)
-    return share_out_sidecars(paths, folders, wanted.own_files, reason, source_config, config)
+    return classify_sidecars(paths, folders, wanted.own_files, reason, source_config, config)
 
 
 def exported_config(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]:

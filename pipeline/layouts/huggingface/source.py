@@ -27,13 +27,13 @@ from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import MTP, PARAM, DType, Tensor
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.completeness import check_complete
 from paddle_reshard.pipeline.layouts.huggingface.name import HUGGINGFACE
 from paddle_reshard.pipeline.layouts.huggingface.names import INDEX
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, tensor_parts
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, read_model
 from paddle_reshard.pipeline.layouts.rules import Config, Rule, RuleTable, candidate_tables
 from paddle_reshard.pipeline.layouts.weights import dtype_of_tag
-from paddle_reshard.pipeline.layouts.whole import check_whole
 from paddle_reshard.storage.formats.safetensors import Index, SafetensorsPayload
 
 MAX_MTP_LAYERS: Final = 64
@@ -168,8 +168,8 @@ def huggingface_model(
     failures: list[tuple[int, RuleError]] = []
     for table in candidate_tables(tables, config):
         spellings = _spellings(table, config)
-        places = {key: _place_of(key, spellings, config) for key in stored}
-        if unknown := [key for key, place in places.items() if place is None]:
+        matches = {key: _match(key, spellings, config) for key in stored}
+        if unknown := [key for key, match in matches.items() if match is None]:
             what = (
                 f"no row of the {table.convention} rule table {table.family!r} is called so in a Hugging Face "
                 "checkpoint; add one to a copy of the table and pass it with --rules FILE"
@@ -181,7 +181,7 @@ def huggingface_model(
                 )
             failures.append((len(unknown), RuleError(unknown[0], what)))
             continue
-        found[f"{table.family} ({table.convention})"] = table, _logical(stored, places)
+        found[f"{table.family} ({table.convention})"] = table, _logical(stored, matches)
     if not found:
         raise min(failures, key=lambda failure: failure[0])[1]
     if len(found) > 1:
@@ -192,7 +192,7 @@ def huggingface_model(
         )
     ((table, tensors),) = found.values()
     model = read_model(tensors, table, config)
-    check_whole(model)
+    check_complete(model)
     return model
 
 
@@ -243,7 +243,7 @@ class _Stored(NamedTuple):
     path: str
 
 
-class _Place(NamedTuple):
+class _Match(NamedTuple):
     """What a tensor of a Hugging Face checkpoint is in Paddle."""
 
     rule: Rule
@@ -261,11 +261,9 @@ def _spellings(table: RuleTable, config: Config) -> list[tuple[re.Pattern[str], 
     ]
 
 
-def _place_of(
-    key: str, spellings: Sequence[tuple[re.Pattern[str], Rule, int]], config: Config
-) -> _Place | None:
+def _match(key: str, spellings: Sequence[tuple[re.Pattern[str], Rule, int]], config: Config) -> _Match | None:
     fits = [
-        _Place(rule, part, rule.key.format(**match.groupdict()))
+        _Match(rule, part, rule.key.format(**match.groupdict()))
         for pattern, rule, part in spellings
         if (match := pattern.fullmatch(key))
     ]
@@ -283,14 +281,14 @@ def _fuse_entry(rule: Rule) -> str:
     return "fuse_attention_qkv" if ".self_attn." in rule.key else "fuse_attention_ffn"
 
 
-def _logical(stored: Mapping[str, _Stored], places: Mapping[str, _Place | None]) -> list[Tensor]:
+def _logical(stored: Mapping[str, _Stored], matches: Mapping[str, _Match | None]) -> list[Tensor]:
     """The tensors in Paddle: parts joined along their last dim there."""
     parts: dict[str, dict[int, _Stored]] = {}
     rules: dict[str, Rule] = {}
-    for key, place in places.items():
-        if place is not None:
-            rules[place.key] = place.rule
-            parts.setdefault(place.key, {})[place.part] = stored[key]
+    for key, match in matches.items():
+        if match is not None:
+            rules[match.key] = match.rule
+            parts.setdefault(match.key, {})[match.part] = stored[key]
     tensors = []
     for whole, of_whole in parts.items():
         form = rules[whole].huggingface

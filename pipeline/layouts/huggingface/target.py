@@ -37,7 +37,7 @@ from paddle_reshard.pipeline.layouts.huggingface.peft import adapter_config, ada
 from paddle_reshard.pipeline.layouts.huggingface.sidecars import plan_huggingface_sidecars
 from paddle_reshard.pipeline.layouts.lora import without_base
 from paddle_reshard.pipeline.layouts.model import ModelTensor
-from paddle_reshard.pipeline.layouts.sidecars import share_out_sidecars
+from paddle_reshard.pipeline.layouts.sidecars import classify_sidecars
 from paddle_reshard.pipeline.layouts.weights import TAGS
 from paddle_reshard.storage.formats.safetensors import Index, TensorSlot, encode_safetensors, format_index
 
@@ -116,7 +116,7 @@ class HuggingFaceTarget:
             return "state of the training job, not of the model" if is_training_state(path) else None
 
         base: dict[str, Any] = {}  # config.json is the base's, and does not lie beside an adapter
-        sidecars = share_out_sidecars(
+        sidecars = classify_sidecars(
             [path for path in sizes if path != CONFIG], folders, wanted.own_files, reason, base, base
         )
         written = [(path, content) for path, content in sidecars.written if path != CONFIG]

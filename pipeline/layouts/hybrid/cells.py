@@ -26,7 +26,7 @@ from paddle_reshard.pipeline.layouts.hybrid.ranks import (
     shift_expert,
 )
 from paddle_reshard.pipeline.layouts.hybrid.segments import segment
-from paddle_reshard.pipeline.layouts.hybrid.sharding import Parameter, Shares, share_out
+from paddle_reshard.pipeline.layouts.hybrid.sharding import Parameter, Shares, partition_parameters
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, lead_experts, predict_parameter_names
 from paddle_reshard.pipeline.layouts.model_meta import CellMeta, ParameterMeta, format_model_meta
 from paddle_reshard.pipeline.layouts.placement import TensorCut
@@ -225,8 +225,8 @@ class CellPlanner:
             for alone in (False, True)
         }
         strategy, options = self.target.strategy, self.target.sharding
-        shares = share_out(strategy, listed[False], self.topology.sharding, options)
-        of_experts = share_out(strategy, listed[True], self.topology.moe_sharding, options)
+        shares = partition_parameters(strategy, listed[False], self.topology.sharding, options)
+        of_experts = partition_parameters(strategy, listed[True], self.topology.moe_sharding, options)
         for key, ranks in of_experts.items():
             shares[key] = {rank * self.topology.dense_sharding + turn: piece for rank, piece in ranks.items()}
         return shares

@@ -104,7 +104,7 @@ class FileEntries:
             entry: value.plain() if isinstance(value, FileEntries) else value for entry, value in self.items()
         }
 
-    def taken(self, but: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
+    def drained(self, but: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
         """All entries but those of some names. When all were looked at, only those of ``SPECIAL`` are left."""
         for entry, value in self.items():
             if entry not in but:

@@ -13,7 +13,7 @@ import numpy as np
 from paddle_reshard.pipeline.core.catalog import File
 from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.core.geometry import Ints, Shape
-from paddle_reshard.pipeline.core.literals import Kept, Literals
+from paddle_reshard.pipeline.core.literals import Literals, LiteralTemplate
 from paddle_reshard.pipeline.core.tensors import DTYPES, is_per_parameter
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.hybrid.cells import Cell
@@ -30,7 +30,7 @@ class RankFile:
     kind: str
     shard: int | None
     size_bytes: int
-    literals: Kept
+    literals: LiteralTemplate
     fills: tuple[tuple[int, int], ...]
     """``(byte offset, number of zero bytes)``."""
     arrays: Ints
@@ -103,9 +103,9 @@ class FileBytes:
         self, kind: str, shard: int | None, root: Iterator[tuple[object, object]], arrays: FileArrays
     ) -> RankFile:
         """A file of these entries, whose ``arrays`` are added while they are asked for."""
-        literals = self.literals.keep(())
+        literals = self.literals.template(())
         size_bytes, slots = write_pickle(
-            Entries(root), partial(self.literals.keep_also, literals), self.pickle_protocol
+            Entries(root), partial(self.literals.extend_template, literals), self.pickle_protocol
         )
         slot, byte_offset, _ = np.array(slots, dtype=np.int64).reshape(-1, 3).T
         rows = np.array(arrays.rows, dtype=np.int64).reshape(-1, 3)[slot]
@@ -125,6 +125,6 @@ class FileBytes:
         """The same file for one tp rank."""
         file = len(self.files)
         self.files.append(File(path, layout.size_bytes))
-        self.literals.place(layout.literals, file)
+        self.literals.add_file(layout.literals, file)
         self.fills.extend((file, offset, nbytes) for offset, nbytes in layout.fills)
         self.placements.add_file(layout.arrays, tp, file)

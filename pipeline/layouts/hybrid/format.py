@@ -50,7 +50,7 @@ class HybridFormat:
     average_options: ClassVar[Mapping[str, str]] = {}
     model_only: ClassVar[bool] = False
     starts_with: ClassVar[str] = "--load_checkpoint_format sharding_io --ignore_load_lr_and_optim true"
-    no_place: ClassVar[tuple[str, ...]] = ()
+    cannot_hold: ClassVar[tuple[str, ...]] = ()
     holds_lora: ClassVar[bool] = True
     special_optimizers: ClassVar[tuple[str, ...]] = (ADAMW_MINI,)
     by_table: ClassVar[bool] = True

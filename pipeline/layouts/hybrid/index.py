@@ -31,7 +31,7 @@ def index_hybrid(
     meta = parse_model_meta(files.json(MODEL_META)) if MODEL_META in sizes else None
     config = files.config()
     if files.safetensors:
-        from paddle_reshard.pipeline.layouts.hybrid.beside import read_weights_and_states
+        from paddle_reshard.pipeline.layouts.hybrid.safetensors_weights import read_weights_and_states
 
         headers = files.headers
         roots = files.index_anywhere(index_rank_file, files.store, ranks)

@@ -638,7 +638,7 @@ def _array_of(value: object) -> Array | None:
 
 
 def _add_parameters(cell: Cell, file: RankFile, root: FileEntries) -> None:
-    for key, value in root.taken([STRUCTURED_NAMES]):
+    for key, value in root.drained([STRUCTURED_NAMES]):
         if key not in cell.names:
             raise CheckpointError(f"{file.path}: {key} is not in {MODEL_META}")
         _add(cell, key, PARAM, file, value)
@@ -663,11 +663,11 @@ def _master_weights(file: RankFile, root: FileEntries) -> FileEntries:
 
 def _add_optimizer(cell: Cell, file: RankFile, root: FileEntries, keys: Mapping[str, str]) -> None:
     masters = set()
-    for name, value in _master_weights(file, root).taken():
+    for name, value in _master_weights(file, root).drained():
         key = _key_of(cell, name, keys, file, "master weight")
         _add(cell, key, MASTER_WEIGHT, file, value)
         masters.add(key)
-    for entry, value in root.taken(SPECIAL):
+    for entry, value in root.drained(SPECIAL):
         if entry == "offload_buffer":
             raise UnsupportedError(
                 f"{file.path}: offload_buffer: offloaded optimizer state cannot be converted"
@@ -690,9 +690,9 @@ def _add_optimizer(cell: Cell, file: RankFile, root: FileEntries, keys: Mapping[
 
 
 def _add_ema(cell: Cell, file: RankFile, root: FileEntries, keys: Mapping[str, str]) -> None:
-    for name, value in _master_weights(file, root).taken():
+    for name, value in _master_weights(file, root).drained():
         _add(cell, _key_of(cell, name, keys, file, "EMA master weight"), EMA_MASTER_WEIGHT, file, value)
-    for key, value in root.taken([MASTER_WEIGHTS, STRUCTURED_NAMES]):
+    for key, value in root.drained([MASTER_WEIGHTS, STRUCTURED_NAMES]):
         if key not in cell.names:
             raise CheckpointError(f"{file.path}: EMA entry {key} is no structured key of this cell")
         _add(cell, key, EMA_PARAM, file, value)

@@ -10,7 +10,7 @@ from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError, Usa
 from paddle_reshard.pipeline.core.limits import MAX_BUFFER_MB, MAX_ELEMENTS
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.topology import STRATEGIES, Topology
-from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE, paddle_form
+from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE, paddle_release
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.format import Entries
 from paddle_reshard.pipeline.layouts.hybrid.name import HYBRID, HYBRID_PLAIN
@@ -73,7 +73,7 @@ class HybridRequest:
     names: Mapping[str, Mapping[str, str]] | None
     """Cell → structured key → parameter name of the target job, where they are given."""
     paddle_version: str = DEFAULT_PADDLE
-    """The Paddle that is to read it, one of :data:`~paddle_reshard.pipeline.core.upstream.PADDLE_FORMS`."""
+    """The Paddle that is to read it, one of :data:`~paddle_reshard.pipeline.core.upstream.PADDLE_RELEASES`."""
 
     @property
     def format(self) -> str:
@@ -86,7 +86,7 @@ class HybridRequest:
                 f"unknown sharding strategy {self.strategy!r}; known are {', '.join(STRATEGIES)}"
                 f"{did_you_mean(self.strategy, STRATEGIES)}"
             )
-        paddle_form(self.paddle_version)
+        paddle_release(self.paddle_version)
 
     def target_for(self, source: Checkpoint) -> HybridTarget:
         """The target job's choices, the open ones taken from the source or the trainer's defaults.

@@ -71,7 +71,7 @@ class ShardingOptions:
     """Stage 3: parameters with more elements are cut."""
 
 
-def share_out(
+def partition_parameters(
     strategy: str, parameters: Sequence[Parameter], degree: int, options: ShardingOptions
 ) -> Shares:
     """What every rank of a sharding group stores of every parameter, for any strategy."""

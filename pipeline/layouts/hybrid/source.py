@@ -32,6 +32,7 @@ from paddle_reshard.pipeline.core.tensors import (
 )
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.layouts.completeness import check_layers
 from paddle_reshard.pipeline.layouts.hybrid.arrays import StoredArray, StoredArrays
 from paddle_reshard.pipeline.layouts.hybrid.experts import (
     check_experts,
@@ -42,8 +43,8 @@ from paddle_reshard.pipeline.layouts.hybrid.experts import (
 from paddle_reshard.pipeline.layouts.hybrid.name import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.layouts.hybrid.names import LORA_MODEL_STATE
 from paddle_reshard.pipeline.layouts.hybrid.ranks import HALF_DTYPES, Cell, Ranks, sort_ranks
-from paddle_reshard.pipeline.layouts.hybrid.sharing import (
-    Sharing,
+from paddle_reshard.pipeline.layouts.hybrid.sharding_group import (
+    ShardingGroup,
     common_dtype,
     one_number,
     whole_in_model_state,
@@ -61,7 +62,6 @@ from paddle_reshard.pipeline.layouts.model_meta import ModelMeta
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable, choose_table, derived_sizes, expected_shape
 from paddle_reshard.pipeline.layouts.rules.literal import StoredKey, is_known, stored_table
-from paddle_reshard.pipeline.layouts.whole import check_layers
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 
 AUTOMATIC_NAME = re.compile(r"(eager_tmp|generated_tensor)_\d+")
@@ -112,13 +112,13 @@ def read_hybrid(
     if ranks.with_meta:
         _check_half_dtypes(stored.tensors, config)
     files = [File(path, paths[path]) for path in held]
-    cataloguer = _HybridCatalog(
+    builder = _HybridCatalogBuilder(
         ranks, cells, stored, expert_axis, strategy, files, missing or MissingPolicy()
     )
-    catalog = cataloguer.catalog()
+    catalog = builder.catalog()
     check_catalog(catalog)
     model = replace(
-        stored, tensors=tuple(replace(t, missing=t.key in cataloguer.missing) for t in stored.tensors)
+        stored, tensors=tuple(replace(t, missing=t.key in builder.missing) for t in stored.tensors)
     )
     sequence_parallel, names = _check_names(ranks, model)
     topology = ranks.topology
@@ -269,7 +269,7 @@ def _read_model(
             tensor = _read_tensor(cell, key, ranks, expert_axis, table, config)
             known = found.setdefault(key, tensor)
             _check_agreement(known, tensor, cell)
-    items = table.places(pp=1)
+    items = table.build_order(pp=1)
     ordered = sorted(
         found.values(),
         key=lambda t: (items[t.rule.item], -1 if t.layer is None else t.layer, order[t.key]),
@@ -481,7 +481,7 @@ def _of_base(cell: Cell, ranks: Ranks, model: Model) -> set[int]:
 # ------------------------------------------------------------------------------------------- the catalog
 
 
-class _HybridCatalog:
+class _HybridCatalogBuilder:
     """Collects tensors and fragment rows, numbering the copies of each tensor."""
 
     def __init__(
@@ -496,7 +496,7 @@ class _HybridCatalog:
     ) -> None:
         self.ranks, self.cells, self.model, self.expert_axis = ranks, cells, model, expert_axis
         self.files, self.policy, self.tp = files, policy, ranks.topology.tp
-        self.sharing = Sharing(strategy, ranks.topology.sharding)
+        self.group = ShardingGroup(strategy, ranks.topology.sharding)
         self.missing: set[str] = set()
         self.filled: set[str] = set()
         self.file_index = {file.path: i for i, file in enumerate(files)}
@@ -552,7 +552,7 @@ class _HybridCatalog:
         cut = self.cuts[key]
         index = self._tensor(key, state, dtype, tensor.global_shape, arrays[0].path)
         rank = cell.tp if cut.dim is not None else 0
-        for copy in self.sharing.copies(cell, key, state, arrays):
+        for copy in self.group.copies(cell, key, state, arrays):
             replica = self._replica(index, rank)
             for array in copy:
                 kind = self.placements.kind(

@@ -52,7 +52,7 @@ class HybridTarget:
     unified_experts: bool = False
     """Use the unified layer of expert parallelism, in families that have another one too."""
     paddle_version: str = DEFAULT_PADDLE
-    """The Paddle that is to read it, one of :data:`~paddle_reshard.pipeline.core.upstream.PADDLE_FORMS`."""
+    """The Paddle that is to read it, one of :data:`~paddle_reshard.pipeline.core.upstream.PADDLE_RELEASES`."""
     strategy_reason: str = "as asked for"
     """Why it is this strategy, in words."""
 

@@ -14,7 +14,7 @@ from paddle_reshard.pipeline.core.tensors import (
     PARAM,
     is_per_parameter,
 )
-from paddle_reshard.pipeline.core.upstream import paddle_form
+from paddle_reshard.pipeline.core.upstream import paddle_release
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.hybrid.cells import Cell, CellPlanner
@@ -48,7 +48,7 @@ class HybridWriter:
         self.checkpoint, self.target, self.topology = checkpoint, target, target.topology
         self.planner = CellPlanner(checkpoint.model, target)
         self.written = self.planner.written
-        self.bytes = FileBytes(checkpoint, paddle_form(target.paddle_version).pickle_protocol)
+        self.bytes = FileBytes(checkpoint, paddle_release(target.paddle_version).pickle_protocol)
 
     def layout(self) -> TargetFiles:
         """All files."""

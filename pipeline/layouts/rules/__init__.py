@@ -330,7 +330,7 @@ class RuleTable:
         """Name → item, of those that make up multi-token prediction."""
         return {item.name: item for item in self.items if item.mtp}
 
-    def places(self, pp: int) -> dict[str, int]:
+    def build_order(self, pp: int) -> dict[str, int]:
         """Name of an item → its place in the order in which a job with ``pp`` stages builds the model."""
         names = [item.name for item in self.items]
         for item in self.items:

@@ -28,7 +28,7 @@ class UnifiedFormat:
     average_options: ClassVar[Mapping[str, str]] = {}
     model_only: ClassVar[bool] = False
     starts_with: ClassVar[str] = ""
-    no_place: ClassVar[tuple[str, ...]] = ("ema",)
+    cannot_hold: ClassVar[tuple[str, ...]] = ("ema",)
     holds_lora: ClassVar[bool] = False
     special_optimizers: ClassVar[tuple[str, ...]] = ()
     by_table: ClassVar[bool] = False

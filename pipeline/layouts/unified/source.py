@@ -44,6 +44,7 @@ from paddle_reshard.pipeline.core.tensors import (
     is_per_parameter,
 )
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.completeness import check_complete
 from paddle_reshard.pipeline.layouts.model import Model, read_model
 from paddle_reshard.pipeline.layouts.padding import padded_elements
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
@@ -60,7 +61,6 @@ from paddle_reshard.pipeline.layouts.unified.names import (
     split_optimizer_key,
 )
 from paddle_reshard.pipeline.layouts.weights import dtype_of_tag, is_transposed
-from paddle_reshard.pipeline.layouts.whole import check_whole
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 from paddle_reshard.storage.formats.safetensors import Index, SafetensorsPayload
 
@@ -129,8 +129,8 @@ def read_unified(
     _refuse_unknown_dtypes(arrays, table, config)
     arrays = _oriented(_joined_twins(arrays, table, config), payloads, table, config)
     model = read_model(_tensors(arrays, table, config), table, config)
-    check_whole(model)
-    catalog = _UnifiedCatalog(model, files, sizes).catalog(arrays)
+    check_complete(model)
+    catalog = _UnifiedCatalogBuilder(model, files, sizes).catalog(arrays)
     _check_states(model)
     check_catalog(catalog)
     return Checkpoint(
@@ -364,7 +364,7 @@ class _Cutting:
         return None
 
 
-class _UnifiedCatalog:
+class _UnifiedCatalogBuilder:
     """Collects tensors and fragments, numbering the copies of each tensor."""
 
     def __init__(self, model: Model, files: Sequence[UnifiedFile], sizes: Mapping[str, int]) -> None:

@@ -179,7 +179,7 @@ class _Writer:
 
     def add(self, kind: str, entries: Sequence[_Entry], facts: dict[str, object]) -> None:
         """All files of one kind, and its index."""
-        blocks = share_out([self.tensors[e.tensor].nbytes for e in entries], self.target.files)
+        blocks = split_by_bytes([self.tensors[e.tensor].nbytes for e in entries], self.target.files)
         names = [file_name(kind, number, len(blocks)) for number in range(len(blocks))]
         weight_map: dict[str, str] = {}
         for name, block in zip(names, blocks, strict=True):
@@ -221,10 +221,10 @@ def small_unified_files(paths: Collection[str], wanted: Checkpoint) -> list[tupl
     return [(SCHEDULER, content)]
 
 
-def share_out(sizes_bytes: Sequence[int], ranks: int) -> list[list[int]]:
+def split_by_bytes(sizes_bytes: Sequence[int], ranks: int) -> list[list[int]]:
     """Which of the tensors of these sizes, by place, each of ``ranks`` writes: in order, about as many bytes each.
 
-    >>> share_out([4, 1, 1, 2, 4], 3)
+    >>> split_by_bytes([4, 1, 1, 2, 4], 3)
     [[0], [1, 2, 3], [4]]
     """
     if ranks == 1:

@@ -10,7 +10,7 @@ from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.rules import MTP_LAYERS, RuleTable
 
 
-def check_whole(model: Model) -> None:
+def check_complete(model: Model) -> None:
     """Refuse a model that lacks tensors, for formats in which nothing else tells.
 
     There must be every decoder layer of the config, every tensor outside of layers that the rule table knows, and in

@@ -8,7 +8,7 @@ from paddle_reshard.pipeline.core.errors import CoverageError
 from paddle_reshard.pipeline.core.tensors import MASTER_WEIGHT, PARAM, dtype_named
 from paddle_reshard.pipeline.layouts.hybrid.arrays import StoredArray
 from paddle_reshard.pipeline.layouts.hybrid.ranks import Cell
-from paddle_reshard.pipeline.layouts.hybrid.sharing import Sharing, common_dtype, one_number
+from paddle_reshard.pipeline.layouts.hybrid.sharding_group import ShardingGroup, common_dtype, one_number
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef, SplitArray
 
 KEY = "w"
@@ -27,7 +27,7 @@ def cell(sliced: bool = False, **facts: object) -> Cell:
 
 
 def placed(strategy: str, degree: int, arrays: list[StoredArray], of: Cell, state: str = MASTER_WEIGHT):
-    copies = Sharing(strategy, degree).copies(of, KEY, state, arrays)
+    copies = ShardingGroup(strategy, degree).copies(of, KEY, state, arrays)
     return [[(array.path, array.flat) for array in copy] for copy in copies]
 
 
@@ -48,7 +48,7 @@ def test_an_array_that_was_cut_when_it_was_saved_lies_in_several_places() -> Non
     whole = total(cell(), "stage1v2", 1)
     parts = (ArrayRef(100, "f4", (5,), None, None), ArrayRef(300, "f4", (whole - 5,), None, None))
     split = StoredArray(0, "rank0", SplitArray(parts, (whole,)))
-    (copy,) = Sharing("stage1v2", 1).copies(cell(), KEY, MASTER_WEIGHT, [split])
+    (copy,) = ShardingGroup("stage1v2", 1).copies(cell(), KEY, MASTER_WEIGHT, [split])
     assert [(array.byte_offset, array.flat) for array in copy] == [(100, (0, 5)), (300, (5, whole))]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 
-def give_back_freed() -> None:
+def trim_heap() -> None:
     """Give back what the C library keeps of freed memory for later; one that is not glibc has its own ways.
 
     Columns of some megabytes each are made and freed while metadata are read and planned, and lie scattered in its

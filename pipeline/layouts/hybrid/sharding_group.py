@@ -26,7 +26,7 @@ from paddle_reshard.pipeline.layouts.padding import padded_elements, stage3_slic
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 
 
-class Placed(NamedTuple):
+class LocatedArray(NamedTuple):
     """An array in a file."""
 
     path: str
@@ -38,14 +38,16 @@ class Placed(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class ShardingGroup:
     """How the ranks of a sharding group share the tensors of a cell."""
 
     strategy: str
     degree: int
     """Ranks of the group."""
 
-    def copies(self, cell: Cell, key: str, state: str, arrays: list[StoredArray]) -> Iterator[list[Placed]]:
+    def copies(
+        self, cell: Cell, key: str, state: str, arrays: list[StoredArray]
+    ) -> Iterator[list[LocatedArray]]:
         """Where the arrays of each copy of a tensor lie, and what each holds.
 
         Raises
@@ -55,7 +57,7 @@ class Sharing:
         """
         for _, of_copy in groupby(arrays, key=lambda stored: stored.copy):
             for copy in self._copies_of_group(cell, key, state, list(of_copy)):
-                yield list(self._placed(cell, key, state, copy))
+                yield list(self._located(cell, key, state, copy))
 
     def _flat(self, cell: Cell, key: str, state: str) -> bool:
         """Whether the ranks of a sharding group hold slices of the flattened tensor."""
@@ -84,11 +86,11 @@ class Sharing:
             )
         return [arrays]
 
-    def _placed(self, cell: Cell, key: str, state: str, arrays: list[StoredArray]) -> Iterator[Placed]:
+    def _located(self, cell: Cell, key: str, state: str, arrays: list[StoredArray]) -> Iterator[LocatedArray]:
         """Where the arrays of one copy lie, and what each holds."""
         shape = cell.shapes[key]
         if self._flat(cell, key, state):
-            yield from self._flat_placed(cell, key, state, arrays)
+            yield from self._located_slices(cell, key, state, arrays)
             return
         (stored,) = arrays
         if state != PARAM and cell.owners.get(key, stored.shard) != stored.shard:
@@ -101,9 +103,11 @@ class Sharing:
                 f"stored with shape {stored.array.shape}, under {self.strategy} a rank's whole tensor has {shape}",
                 (stored.path,),
             )
-        yield from _array_placed(stored, None)
+        yield from _located_array(stored, None)
 
-    def _flat_placed(self, cell: Cell, key: str, state: str, arrays: list[StoredArray]) -> Iterator[Placed]:
+    def _located_slices(
+        self, cell: Cell, key: str, state: str, arrays: list[StoredArray]
+    ) -> Iterator[LocatedArray]:
         shape = cell.shapes[key]
         label = f"{key} ({state})"
         degree = cell.degrees.get(key, self.degree)
@@ -139,7 +143,7 @@ class Sharing:
             )
         first = 0
         for stored in arrays:
-            yield from _array_placed(stored, (first, first + stored.array.shape[0]))
+            yield from _located_array(stored, (first, first + stored.array.shape[0]))
             first += stored.array.shape[0]
 
     def _padded(self, elements: int, dtype: DType, degree: int) -> int:
@@ -184,15 +188,15 @@ def common_dtype(key: str, state: str, arrays: list[StoredArray]) -> DType:
     return dtype
 
 
-def _array_placed(stored: StoredArray, flat: tuple[int, int] | None) -> Iterator[Placed]:
+def _located_array(stored: StoredArray, flat: tuple[int, int] | None) -> Iterator[LocatedArray]:
     path, array = stored.path, stored.array
     if isinstance(array, ArrayRef):
-        yield Placed(path, array.byte_offset, flat, array.axes if flat is None else None)
+        yield LocatedArray(path, array.byte_offset, flat, array.axes if flat is None else None)
         return
     start = 0 if flat is None else flat[0]
     for part in array.parts:
         stop = start + part.shape[0]
-        yield Placed(path, part.byte_offset, (start, stop), None)
+        yield LocatedArray(path, part.byte_offset, (start, stop), None)
         start = stop
 
 
