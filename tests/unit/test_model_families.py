@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.core.errors import RuleError
+from paddle_reshard.pipeline.core.errors import PlanError, RuleError
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable, choose_table, shipped_tables
 from tests import oracle
@@ -296,3 +296,11 @@ def test_experts_of_one_row() -> None:
         assert (rule.split, rule.parts, layer) == (1, 2, 3)
     with pytest.raises(RuleError, match="no row of the paddleformers rule table 'qwen3_moe' fits"):
         table.find("model.layers.3.mlp.experts.x.up_gate_proj.weight", CONFIG)
+
+
+def test_axes_that_a_family_cannot_have_together_are_refused() -> None:
+    source = _case("families/gemma3_text_single") / "checkpoint-3"
+    for alone in ("tp=2", "pp=2,sharding=2"):
+        paddle_reshard.plan(source, to=alone)
+    with pytest.raises(PlanError, match=r"^tp=2, pp=3: paddleformers cannot train gemma3_text so: .*a part"):
+        paddle_reshard.plan(source, to="tp=2,pp=3")

@@ -206,6 +206,11 @@ def test_what_is_not_even_json_of_a_table(text: str, message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
+def test_axes_that_are_refused_are_axes() -> None:
+    with pytest.raises(UsageError, match=r"^toy\.json: 'refused' names \['vp'\]; the axes are dp, ep, pp"):
+        parse({**table_of([row()]), "refused": {"tp,vp": "it stops"}})
+
+
 @pytest.mark.parametrize(
     ("widths", "shares"),
     [(["8", "4"], (2, 1)), (["hidden_size"], None), (["6", "2", "4"], (3, 1, 2)), (["7", "4"], None)],

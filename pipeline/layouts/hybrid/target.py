@@ -28,6 +28,7 @@ from paddle_reshard.pipeline.layouts.hybrid.writer import HybridWriter
 from paddle_reshard.pipeline.layouts.lora import IN_BASE, without_base
 from paddle_reshard.pipeline.layouts.model import Model
 from paddle_reshard.pipeline.layouts.optimizers import special_optimizer
+from paddle_reshard.pipeline.layouts.rules import RuleTable
 from paddle_reshard.pipeline.layouts.rules.literal import StoredTable
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
 from paddle_reshard.pipeline.layouts.staged import check_tensors
@@ -332,6 +333,15 @@ def _check_experts(checkpoint: Checkpoint, target: HybridTarget) -> None:
         )
 
 
+def _check_family(table: RuleTable, topology: Topology) -> None:
+    """Whether the trainer can start a job of the family with these axes."""
+    for axes, reason in table.refused.items():
+        degrees = {axis: getattr(topology, axis) for axis in axes.split(",")}
+        if min(degrees.values()) > 1:
+            together = ", ".join(f"{axis}={degree}" for axis, degree in degrees.items())
+            raise PlanError(f"{together}: {table.convention} cannot train {table.family} so: {reason}")
+
+
 def _check_stored(table: StoredTable, config: Mapping[str, Any], target: HybridTarget) -> None:
     """Whether the files tell enough of a model that no rule table knows."""
     topology = target.topology
@@ -357,6 +367,7 @@ def layout_hybrid(checkpoint: Checkpoint, target: HybridTarget) -> TargetFiles:
     check_target(target)
     if isinstance(checkpoint.model.table, StoredTable):
         _check_stored(checkpoint.model.table, checkpoint.model.config, target)
+    _check_family(checkpoint.model.table, target.topology)
     _check_experts(checkpoint, target)
     if checkpoint.model.has_lora:
         _check_lora(checkpoint.model, target)

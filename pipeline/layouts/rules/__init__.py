@@ -313,6 +313,8 @@ class RuleTable:
     """Config entry: the number of routed experts in a layer."""
     expert_axis: Literal["ep", "tp", "dp"] | None = None
     """The axis over which the library can spread routed experts, whole ones to every rank: ``ep``, ``tp`` or ``dp``."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Axes that no job of the family can have together, ``tp,pp`` → what the trainer does instead."""
     muon_exclude_patterns: tuple[str, ...] = ("embed", "bias", "lm_head", "mlp.gate")
     """What a name must not have in it for Muon to update the parameter; the default of the trainer's arguments."""
     proven: Proof | None = field(default=None, compare=False, repr=False)
@@ -487,6 +489,11 @@ def parse_rule_table(text: str, where: str) -> RuleTable:
         raise UsageError(f"{where}: exactly one of 'items' must be the repeated decoder layer")
     if fault := _item_fault(table.items):
         raise UsageError(f"{where}: 'items': {fault}")
+    known = {"tp", "pp", "sharding", "ep", "dp"}
+    if unknown := {axis for axes in table.refused for axis in axes.split(",")} - known:
+        raise UsageError(
+            f"{where}: 'refused' names {sorted(unknown)}; the axes are {', '.join(sorted(known))}"
+        )
     return table
 
 
