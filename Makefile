@@ -11,15 +11,17 @@ export PYTHONDONTWRITEBYTECODE :=
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
 	@echo "make test     all tests"
-	@echo "make exhaustive  what make test shows by samples: every source to every target, and more tensors"
+	@echo "make exhaustive  every source to every target, of which make test runs a sample, and more tensors"
 	@echo "make check    formatter, linter, types, import contracts"
 	@echo "make fuzz     longer fuzzing of everything that reads a checkpoint, and of conversions between random topologies"
-	@echo "make parity   the real trainer resumes from our conversions (needs Python 3.11; 10 minutes)"
-	@echo "make parity-table  losses go on after a change of strategy, into docs/parity.md (two hours; may be interrupted)"
-	@echo "make bench    4 GB converted beside cp -r, paddle.load and others, into docs/performance.md (ARGS=--quick: a glance)"
-	@echo "make memory   private memory of conversions of 270,000 tensors (ARGS='--layers 10': fewer)"
-	@echo "make s3       conversions on a Ceph server of its own, into docs/s3.md (Debian; 10 minutes)"
-	@echo "make chaos    100 random kills of a conversion of 1 GB, each gone on with (ARGS='--kills 10': fewer; ARGS=--s3: on Ceph)"
+	@echo "make format   format the code and apply the linter's fixes"
+	@echo "make parity   resume the real trainer from our conversions (needs Python 3.11; 10 minutes)"
+	@echo "make parity-table  losses after a change of strategy, into docs/parity.md (two hours; can be interrupted)"
+	@echo "make bench    convert 4 GB, compared with cp -r, paddle.load and others, into docs/performance.md (ARGS=--quick)"
+	@echo "make memory   private memory of conversions of 270,000 tensors (ARGS='--layers 10': fewer tensors)"
+	@echo "make s3       conversions on a private Ceph server, into docs/s3.md (Debian; 10 minutes)"
+	@echo "make chaos    kill a conversion of 1 GB 100 times at random and resume it (ARGS='--kills 10', ARGS=--s3: on Ceph)"
+	@echo "make clean    remove the environment and everything that these commands made"
 
 $(VENV)/.made:
 	$(PYTHON) -m venv $(VENV)

@@ -1,7 +1,6 @@
-"""Plan, convert, clean: the functions that make a target, or take back what was begun.
+"""Plan, convert, clean: the functions that make or remove a target.
 
-The other functions live where their work is done. ``src/paddle_reshard/__init__.py`` lists every public name with its
-home, and ``docs/api.md`` says what each is for.
+``src/paddle_reshard/__init__.py`` lists every public name with its module, and ``docs/api.md`` explains each.
 """
 
 from __future__ import annotations
@@ -28,24 +27,24 @@ def plan(
     observe: Observer = ignore_events,
     **options: Unpack[ConversionOptions],
 ) -> ConversionPlan:
-    """Plan a conversion: the exact layout of the targets, groups and their peaks. Nothing is moved.
+    """Plan a conversion: the exact layout of the targets, the groups and their peak memory. Nothing is moved.
 
     Parameters
     ----------
     target
-        Where it goes. Several targets, which are made of one reading of the source, are a mapping from the place of
-        each to its own :class:`TargetOptions`. Without one, parts are those that any store takes.
+        Path or URL of the target. Several targets, written in one pass over the source, are a mapping from path to
+        :class:`TargetOptions`. Without a target, the plan suits every store.
     resume
-        Plan also where an unfinished conversion is, which may be gone on with.
+        Accept a target at which a conversion is unfinished.
     observe
-        Is told how far it is as event values.
+        Called with progress events.
     options
         :class:`ConversionOptions`.
 
     Raises
     ------
     ReshardError
-        If the source is not whole, or cannot become what is asked.
+        If the source is incomplete or inconsistent, or cannot be converted as requested.
     """
     run = RunSettings(resume=resume, no_space_check=options.get("no_space_check", False))
     return plan_with(source, target, ConversionSettings(options, run), observe)
@@ -59,23 +58,23 @@ def convert(
     observe: Observer = ignore_events,
     **options: Unpack[ConvertOptions],
 ) -> ConversionReport:
-    """Convert a checkpoint; afterwards the targets are there, whole, or nothing looks like a finished one.
+    """Convert a checkpoint. Afterwards the targets are complete, or nothing looks like a finished checkpoint.
 
     Parameters
     ----------
     target
-        As for :func:`plan`. Several targets appear one after the other, when all of them are whole.
+        As for :func:`plan`. Several targets appear one after the other, once all of them are complete.
     observe
-        Is told what happens as event values.
+        Called with progress events.
     options
-        :class:`ConvertOptions`: what is to come out, and where and how it runs.
+        :class:`ConvertOptions`: the result, and where and how the conversion runs.
 
     Raises
     ------
     ReshardError
-        If the conversion is refused, or the source turns out to contradict itself while it is read.
+        If the conversion is refused, or the source proves inconsistent while it is read.
     FinishedError
-        If ``resume`` is all that is asked for, and the targets are finished: there is nothing to do.
+        If ``resume`` is given without a request, and the targets are finished already.
     """
     return convert_with(source, target, read_settings(options), observe)
 
@@ -87,15 +86,19 @@ def clean(
     storage_options: StorageOptions | None = None,
     allow_scheme: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Remove what an unfinished conversion has left at a target, and say what: nothing is left to resume.
+    """Remove an unfinished conversion, which then cannot be resumed. Returns what was removed.
+
+    Parameters
+    ----------
+    take_over
+        Ignore the lock of a conversion on another machine.
 
     Raises
     ------
     TargetError
-        If the conversion is running. One on another machine whose lock has not expired is overruled with
-        ``take_over``.
+        If the conversion is running, or its lock has not expired.
     """
-    sink = open_target(
+    unfinished = open_target(
         os.fspath(target), False, storage_options or {}, True, take_over=take_over, schemes=allow_scheme
     )
-    return tuple(sink.clean())
+    return tuple(unfinished.clean())

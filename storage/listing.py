@@ -2,9 +2,8 @@
 
 A *checkpoint root* is a folder that holds checkpoints, on a disk or below a URL that fsspec knows. Claims are small
 files in it. Creating a claim is exclusive: a hard link on a disk, a single PUT with ``If-None-Match`` in an object
-store (multipart uploads are not exclusive everywhere, single PUTs are). The content of a new file is read back
-afterwards, so neither a store that ignores the condition nor the lost answer to a successful request deceives the
-caller.
+store (multipart uploads are not exclusive everywhere, single PUTs are). A new file is read back afterwards, which
+detects a store that ignores the condition and a successful request whose response was lost.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ if TYPE_CHECKING:
 
 
 IsOurs = Callable[[bytes], bool]
-"""Whether a manifest is the one that is meant."""
+"""Whether a manifest is the expected one."""
 _REMOVING = f"{OWN_PREFIX}removing.json"
 _NOT_OURS = "its manifest is not the one that was written"
 
 
 class CheckpointRoot(Protocol):
-    """A folder that holds checkpoints, and small files beside them. Paths are relative to it."""
+    """A folder that holds checkpoints, and small files next to them. Paths are relative to it."""
 
     @property
     def location(self) -> str:
@@ -46,7 +45,7 @@ class CheckpointRoot(Protocol):
         """Path or URL of something below the root."""
 
     def is_there(self) -> bool:
-        """Whether the folder exists; in an object store, whether anything lies below it."""
+        """Whether the folder exists; in an object store, whether any object is below it."""
 
     def folders(self) -> list[str]:
         """Names of the folders directly below the root; none if the root does not exist."""
@@ -55,7 +54,7 @@ class CheckpointRoot(Protocol):
         """Name of every file of the checkpoint in ``folder`` → a text that changes with the file."""
 
     def read(self, path: str) -> bytes | None:
-        """The content of a small file; ``None`` if it does not exist."""
+        """Contents of a small file; ``None`` if it does not exist."""
 
     def create(self, path: str, data: bytes) -> bool:
         """Create a small file. Of several processes that try, exactly one gets ``True``; their data must differ."""
@@ -64,10 +63,10 @@ class CheckpointRoot(Protocol):
         """Write a small file, replacing an existing one."""
 
     def remove(self, folder: str, is_ours: IsOurs) -> str | None:
-        """Remove a converted checkpoint; the reason if other files lie with it. Can be repeated.
+        """Remove a converted checkpoint; the reason if this is refused. Can be repeated.
 
-        Exactly the files that its manifest lists are removed, if the manifest ``is_ours``. At no moment does a half
-        removed checkpoint look whole.
+        Exactly the files that its manifest lists are removed, if the manifest ``is_ours`` and nothing else is in the
+        folder. A partly removed checkpoint never looks complete.
         """
 
 
@@ -119,23 +118,23 @@ class LocalRoot:
             return None
         except IsADirectoryError as error:
             raise ListingError(
-                f"{self.root / path}: is a folder, and a small file of this name is needed; remove it"
+                f"{self.root / path}: is a folder where a small file of this name is needed; remove it"
             ) from error
 
     def create(self, path: str, data: bytes) -> bool:
-        """Create a small file atomically: it appears with all its content, or not at all."""
+        """Create a small file atomically: it appears with all its contents, or not at all."""
         staged = self._stage(path, data)
         try:
             os.link(staged, self.root / path)
         except FileExistsError:
             return False
         except OSError:  # a file system without hard links
-            return self._create_slowly(path, data)
+            return self._create_without_links(path, data)
         finally:
             staged.unlink()
         return True
 
-    def _create_slowly(self, path: str, data: bytes) -> bool:
+    def _create_without_links(self, path: str, data: bytes) -> bool:
         try:
             with open(self.root / path, "xb") as file:
                 file.write(data)
@@ -161,22 +160,22 @@ class LocalRoot:
 
     def remove(self, folder: str, is_ours: IsOurs) -> str | None:
         """Rename a folder to a hidden name, then remove its files, and those of an interrupted removal."""
-        place, away = self.root / folder, self.root / f".{folder}.removing"
-        if os.path.lexists(away) and (reason := _remove(away, is_ours)) is not None:
-            return f"{away} is in the way: {reason}"
-        if not os.path.lexists(place):
+        path, hidden = self.root / folder, self.root / f".{folder}.removing"
+        if os.path.lexists(hidden) and (reason := _remove(hidden, is_ours)) is not None:
+            return f"{hidden} is in the way: {reason}"
+        if not os.path.lexists(path):
             return None
-        if (reason := _objection(place, is_ours)) is not None:
+        if (reason := _objection(path, is_ours)) is not None:
             return reason
-        os.rename(place, away)
-        reason = _remove(away, is_ours)
-        if reason is not None and not os.path.lexists(place):
-            os.rename(away, place)
+        os.rename(path, hidden)
+        reason = _remove(hidden, is_ours)
+        if reason is not None and not os.path.lexists(path):
+            os.rename(hidden, path)
         return reason
 
 
 def _objection(folder: Path, is_ours: IsOurs) -> str | None:
-    """Why a folder is not exactly a checkpoint that was converted here; ``None`` if it is."""
+    """Why a folder is not exactly a checkpoint made by this conversion; ``None`` if it is."""
     if folder.is_symlink() or not folder.is_dir():
         return "it is not a folder"
     entries = entries_of(folder)
@@ -192,7 +191,7 @@ def _remove(folder: Path, is_ours: IsOurs) -> str | None:
     if (reason := _objection(folder, is_ours)) is not None:
         return reason
     files = [entry.path for entry in entries_of(folder) if entry.kind is Kind.FILE]
-    return None if remove_files(folder, files) else "something was put there meanwhile"
+    return None if remove_files(folder, files) else "files were added to it during the removal"
 
 
 class RemoteRoot:
@@ -216,7 +215,7 @@ class RemoteRoot:
         return below(self.url, path)
 
     def is_there(self) -> bool:
-        """Whether anything lies below the URL."""
+        """Whether any object is below the URL."""
         listing = self._folder("").listing()
         return bool(listing.folders or listing.files)
 
@@ -243,7 +242,7 @@ class RemoteRoot:
         return folder.attempt(name, request)
 
     def create(self, path: str, data: bytes) -> bool:
-        """Create a small object by one conditional PUT, then read back whose it is."""
+        """Create a small object by one conditional PUT, then read it back to see whose it is."""
         folder, name = self._parent(path)
         folder.attempt(name, folder.put_new, name, data)
         return self.read(path) == data
@@ -255,22 +254,22 @@ class RemoteRoot:
 
     def remove(self, folder: str, is_ours: IsOurs) -> str | None:
         """Delete the manifest, then the trainer's markers, then all files that a copy of the manifest lists."""
-        place = self._folder(folder)
-        listing = place.listing()
-        begun = _REMOVING in listing.files
-        if not begun and not listing.files and not listing.folders:
+        store = self._folder(folder)
+        listing = store.listing()
+        resumed = _REMOVING in listing.files
+        if not resumed and not listing.files and not listing.folders:
             return None
-        manifest = self.read(f"{folder}/{_REMOVING if begun else MANIFEST}")
+        manifest = self.read(f"{folder}/{_REMOVING if resumed else MANIFEST}")
         if manifest is None or not is_ours(manifest):
             return _NOT_OURS
         entries = listing.entries(OWN_PREFIX)
-        reason = objection(entries, manifest) or (None if begun else changed(entries, manifest))
+        reason = objection(entries, manifest) or (None if resumed else changed(entries, manifest))
         if reason is not None:
             return reason
-        if not begun:
-            place.attempt(_REMOVING, place.put, _REMOVING, manifest)
+        if not resumed:
+            store.attempt(_REMOVING, store.put, _REMOVING, manifest)
         names = [entry.path for entry in entries if entry.kind is Kind.FILE]
         for name in sorted(names, key=lambda n: (n != MANIFEST, not is_marker(n), n)):
-            place.attempt(name, place.delete, name)
-        place.attempt(_REMOVING, place.delete, _REMOVING)
+            store.attempt(name, store.delete, name)
+        store.attempt(_REMOVING, store.delete, _REMOVING)
         return None

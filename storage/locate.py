@@ -38,7 +38,7 @@ _ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/?(?!/)")
 
 
 class Access(NamedTuple):
-    """How the user lets a store be reached; ``open_source(place, *access)``."""
+    """How the user lets a store be reached: ``open_source(location, *access)``."""
 
     options: StorageOptions
     """Options for fsspec; a mapping under the name of a scheme applies only to that scheme. They contain secrets."""
@@ -227,8 +227,8 @@ def absolute(location: str) -> str:
     return str(local_path(location).absolute()) if is_local(location) else location
 
 
-def place(location: str) -> PurePath:
-    """A location as a path for comparing differently spelled locations; it is never opened."""
+def comparable_path(location: str) -> PurePath:
+    """A location as a path that is the same for every spelling of it. It is never opened."""
     if is_local(location):
         return Path(os.path.realpath(local_path(location)))
     from paddle_reshard.storage.remote.folder import without_secrets

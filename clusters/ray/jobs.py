@@ -175,7 +175,7 @@ def _status(client: JobSubmissionClient, submission_id: str) -> JobStatus | None
 def _variables(names: Sequence[str]) -> dict[str, str]:
     missing = [name for name in names if name not in os.environ]
     if missing:
-        raise UsageError(f"--env {missing[0]}: no such variable is set here")
+        raise UsageError(f"--env {missing[0]}: this environment variable is not set")
     return {name: os.environ[name] for name in names}
 
 

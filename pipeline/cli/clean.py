@@ -17,7 +17,7 @@ from paddle_reshard.pipeline.cli.terminal import say
 @click.argument("target", metavar="DST")
 @declared(
     "take_over",
-    help="Also remove a conversion that has ended on another machine, without waiting for its lock to expire.",
+    help="Do not wait for the lock of a conversion that has ended on another machine to expire.",
 )
 @declared("storage_options", "--target-storage-options")
 @declared("allow_scheme")
@@ -25,12 +25,12 @@ from paddle_reshard.pipeline.cli.terminal import say
 @quiet_option
 @click.pass_context
 def clean(context: click.Context, /, target: str, as_json: bool, quiet: bool, **_: Any) -> None:
-    """Remove an unfinished conversion at a target; refused while it runs."""
-    with waiting("removing what an unfinished conversion has left", quiet or as_json):
+    """Remove an unfinished conversion. Fails if it is running."""
+    with waiting("removing the unfinished conversion", quiet or as_json):
         removed = paddle_reshard.clean(target, **given(context))
 
     def show() -> None:
-        for line in removed or (f"{target}: no unfinished conversion is here",):
+        for line in removed or (f"{target}: no unfinished conversion",):
             say(f"removed {line}" if removed else line)
 
     answer({"removed": list(removed)}, as_json, quiet, show)

@@ -43,7 +43,7 @@ OF_ONE_SOURCE = ("aoa", "fill", "merge_into", "lora_config")
 
 
 def _declared(names: Iterable[str]) -> Iterator[Decorator]:
-    """Options of a conversion; those that stand for an entry of ``--layout`` follow it."""
+    """Options of a conversion; ``--layout`` is followed by the flags for single entries of it."""
     for name in names:
         yield declared(name)
         if name == "layout":
@@ -61,11 +61,11 @@ conversion_options = all_of(
         "targets",
         multiple=True,
         metavar="DST:FORMAT[:NAME=VALUE,…]",
-        help=f"A target with its format and options, instead of DST: DST:{DEFAULT}:tp=4,pp=2 or "
-        f"DST:{average_target(formats_for_average()[1])}. Repeat it to write several targets in one "
-        "pass over SRC. NAME is an axis or one of "
-        f"{', '.join(flag_of(name) for name in TARGET_OPTIONS if name not in ('to', 'format'))}. "
-        "With --resume, DST alone is enough, in the same order.",
+        help=f"Replaces DST: a target with its format and options, as in DST:{DEFAULT}:tp=4,pp=2 or "
+        f"DST:{average_target(formats_for_average()[1])}. Repeat it to write several targets in one pass over "
+        "SRC. NAME is an axis or "
+        f"{', '.join(flag_of(name)[2:] for name in TARGET_OPTIONS if name not in ('to', 'format'))}. "
+        "With --resume, DST alone is enough, in the original order.",
     ),
     *_declared(OF_ONE_SOURCE),
     target_options,
@@ -92,11 +92,11 @@ def plan(
     quiet: bool,
     **_: Any,
 ) -> None:
-    """Show what a conversion would read, write and need, without converting."""
-    asked = given(context)
-    places = _targets(target, targets, asked) if target or targets else None
+    """Show what a conversion would read, write and need."""
+    options = given(context)
+    destination = _destination(target, targets, options) if target or targets else None
     with waiting("reading headers and planning", quiet or as_json) as observe:
-        planned = paddle_reshard.plan(source, places, observe=observe, **asked)
+        planned = paddle_reshard.plan(source, destination, observe=observe, **options)
     if save is not None:
         from paddle_reshard.pipeline.convert.plan_file import save_plan
 
@@ -119,40 +119,43 @@ def convert(
     quiet: bool,
     **_: Any,
 ) -> None:
-    """Convert a checkpoint. The target appears as a whole, or not at all."""
-    asked = given(context)
-    places = _targets(target, targets, asked)
+    """Convert a checkpoint. The target appears complete or not at all."""
+    options = given(context)
+    destination = _destination(target, targets, options)
     with observing(quiet or as_json) as observe, _finished(as_json, quiet):
-        report = paddle_reshard.convert(source, places, observe=observe, **asked)
+        report = paddle_reshard.convert(source, destination, observe=observe, **options)
     answer(conversion_data(report), as_json, quiet, lambda: print_facts(report.facts()))
 
 
 @contextmanager
 def _finished(as_json: bool, quiet: bool) -> Iterator[None]:
-    """Nothing to do is no failure."""
+    """Exit with status 0 if there is nothing to do."""
     try:
         yield
     except FinishedError as done:
-        told = str(done)
-        answer({"finished": True, "message": told}, as_json, quiet, lambda: say(told))
+        message = str(done)
+        answer({"finished": True, "message": message}, as_json, quiet, lambda: say(message))
         sys.exit(0)
 
 
-def _targets(
-    target: str | None, targets: tuple[str, ...], asked: Mapping[str, Any]
+def _destination(
+    target: str | None, targets: tuple[str, ...], options: Mapping[str, Any]
 ) -> str | dict[PathLike, TargetOptions]:
-    """The only target, or the places of several with their options. What is wrong is told before anything is loaded."""
-    parse_memory(asked.get("memory", DEFAULT_MEMORY))
+    """The path of a single target, or the paths of several with their options.
+
+    Mistakes in the options are reported here, before anything is loaded.
+    """
+    parse_memory(options.get("memory", DEFAULT_MEMORY))
     if (target is None) == (not targets):
         raise UsageError("give one target, SRC DST, or several with --target DST:FORMAT:…")
-    resume = bool(asked.get("resume") or asked.get("take_over"))  # then what was begun says the rest
+    resume = bool(options.get("resume") or options.get("take_over"))  # the session supplies omitted options
     if target is not None:
-        if not resume or is_complete(target, asked):
-            check_options(asked.get("format", DEFAULT), asked)
-        if "to" in asked:
-            Topology.parse(asked["to"])
+        if not resume or is_complete(target, options):
+            check_options(options.get("format", DEFAULT), options)
+        if "to" in options:
+            Topology.parse(options["to"])
         return target
-    places: dict[PathLike, TargetOptions] = dict(parse_target(text, resume) for text in targets)
-    if len(places) < len(targets):
-        raise UsageError("two targets have the same place")
-    return places
+    by_path: dict[PathLike, TargetOptions] = dict(parse_target(text, resume) for text in targets)
+    if len(by_path) < len(targets):
+        raise UsageError("two targets have the same path")
+    return by_path

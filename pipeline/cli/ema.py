@@ -16,12 +16,12 @@ from paddle_reshard.pipeline.core.errors import UsageError
 
 
 @click.command()
-@click.argument("places", nargs=-1, metavar="SRC SRC… DST", required=True)
+@click.argument("paths", nargs=-1, metavar="SRC SRC… DST", required=True)
 @click.option(
     "--decay",
     type=float,
     metavar="D",
-    help="average = D · average + (1 − D) · weights, starting with the first SRC.",
+    help="average = D · average + (1 − D) · weights, starting with the weights of the first SRC.",
 )
 @click.option("--weights", metavar="W,…", help="A weight for each SRC; they must add up to 1.")
 @click.option("--uniform", is_flag=True, help="Give every SRC the same weight.")
@@ -31,7 +31,7 @@ from paddle_reshard.pipeline.core.errors import UsageError
 def ema(
     context: click.Context,
     /,
-    places: tuple[str, ...],
+    paths: tuple[str, ...],
     decay: float | None,
     weights: str | None,
     uniform: bool,
@@ -39,14 +39,14 @@ def ema(
     quiet: bool,
     **_: Any,
 ) -> None:
-    """Average the weights of a series of checkpoints, each in any topology.
+    """Average the weights of a series of checkpoints. Their topologies may differ.
 
-    DST becomes the last SRC with the average as its EMA state, or with --format huggingface the average as a model.
+    DST becomes the last SRC with the average as its EMA state or, with --format huggingface, the average as a model.
     """
     with observing(quiet or as_json) as observe:
         report = paddle_reshard.average(
-            places[:-1],
-            places[-1],
+            paths[:-1],
+            paths[-1],
             decay=decay,
             weights=_numbers(weights),
             uniform=uniform,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @json_option
 @click.pass_context
 def inspect(context: click.Context, /, source: str, tensors: bool, as_json: bool, **_: Any) -> None:
-    """Describe a checkpoint, from its metadata alone."""
+    """Describe a checkpoint from its metadata."""
     with waiting("reading headers", as_json) as observe:
         found = paddle_reshard.inspect(source, observe=observe, **given(context))
     answer(inspection_data(found), as_json, False, lambda: _show_inspection(found, tensors))
@@ -51,8 +51,8 @@ def _show_inspection(found: Inspection, tensors: bool) -> None:
         return
     click.echo()
     if found.stored:
-        held = [(array.file, array.key, str(list(array.shape)), array.dtype) for array in found.stored]
-        print_table(("file", "array", "shape", "dtype"), held)
+        arrays = [(array.file, array.key, str(list(array.shape)), array.dtype) for array in found.stored]
+        print_table(("file", "array", "shape", "dtype"), arrays)
         return
     rows = []
     for tensor in found.tensors:

@@ -1,7 +1,7 @@
-"""The commands that run conversions elsewhere and again and again: ``submit`` and ``watch``.
+"""The commands ``submit`` and ``watch``: conversions as Ray jobs, and as checkpoints finish.
 
-Both take the arguments of ``convert``. They are read by ``convert`` itself, so a mistake is told before anything
-is submitted, and an option that ``convert`` learns works here at once.
+Both take the arguments of ``convert``, which parses them itself: mistakes are reported before anything is submitted,
+and new options of ``convert`` work here too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paddle_reshard.pipeline.cli.conversion import convert
 from paddle_reshard.pipeline.cli.options import decides, given
 from paddle_reshard.pipeline.cli.output import End, print_answer, print_error, print_object
 from paddle_reshard.pipeline.cli.signals import exit_status, sentence, signal_of
-from paddle_reshard.pipeline.cli.terminal import LogFormatter, pass_on, say
+from paddle_reshard.pipeline.cli.terminal import LogFormatter, relay, say
 from paddle_reshard.pipeline.convert.options import (
     ConvertOptions,
     Decides,
@@ -44,19 +44,20 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.watch.notices import Result
     from paddle_reshard.pipeline.watch.watcher import Watcher
 
-_PASS_ON = {"ignore_unknown_options": True}
+_FOR_CONVERT = {"ignore_unknown_options": True}
+"""Context settings of commands that hand unknown options to ``convert``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The arguments of a ``convert``, read."""
+    """The parsed arguments of ``convert``."""
 
     command: click.Command
     values: Mapping[str, Any]
     """Option or argument → value."""
     defaults: Mapping[str, Any]
-    asked: Mapping[str, Any]
-    """Those that were given, by their names in Python, as ``convert`` takes them."""
+    given: Mapping[str, Any]
+    """The options that were given, as keyword arguments of :func:`paddle_reshard.convert`."""
 
     @classmethod
     def read(cls, command: click.Command, arguments: Sequence[str]) -> Request:
@@ -66,20 +67,20 @@ class Request:
         if values["targets"]:
             raise UsageError("submit and watch take one target, without --target")
         if values["target"] is None:
-            raise UsageError("two places are needed: what is converted, and where it goes")
-        asked = given(context)
-        check_options(values["format"], asked)
+            raise UsageError("give a source and a target")
+        options = given(context)
+        check_options(values["format"], options)
         from paddle_reshard.storage.locate import check_scheme
 
-        options = (option for option in command.params if isinstance(option, click.Option))
-        named = (option.name or "" for option in options if decides(option) is Decides.LOCATION)
-        for place in ("source", "target", *named):
-            check_scheme(values[place] or "", values["allow_scheme"])
+        flags = (option for option in command.params if isinstance(option, click.Option))
+        locations = (option.name or "" for option in flags if decides(option) is Decides.LOCATION)
+        for name in ("source", "target", *locations):
+            check_scheme(values[name] or "", values["allow_scheme"])
         plain = command.make_context("convert", ["SRC", "DST"])
-        return cls(command, values, plain.params, asked)
+        return cls(command, values, plain.params, options)
 
     def options(self) -> Iterator[tuple[click.Option, Any]]:
-        """Every option that is not as by default."""
+        """Every option with a value other than its default."""
         for option in self.command.params:
             if isinstance(option, click.Option) and option.name is not None:
                 value = self.values[option.name]
@@ -87,16 +88,16 @@ class Request:
                     yield option, value
 
     def files(self) -> dict[str, bytes]:
-        """Name of option → content, for every option that names a local file which travels with a job."""
-        named = ((option, value) for option, value in self.options() if isinstance(value, Path))
+        """Name of option → contents, for every option with a local file that is sent with a job."""
+        paths = ((option, value) for option, value in self.options() if isinstance(value, Path))
         return {
             option.name or "": path.read_bytes()
-            for option, path in named
+            for option, path in paths
             if decides(option) is not Decides.ACCESS
         }
 
     def identify(self, source: str, target: str) -> str:
-        """The id of this conversion of ``source`` to ``target``: it follows from what each option decides."""
+        """The id of this conversion of ``source`` to ``target``: a hash of everything that affects the outcome."""
         import hashlib
 
         from paddle_reshard.pipeline.watch.claims import conversion_id
@@ -118,7 +119,7 @@ class Request:
         return conversion_id(identity)
 
     def spell(self, source: str, target: str, unattended: bool = False) -> tuple[str, ...]:
-        """The same as arguments for a job: local files by their names only, on the job's cluster if no other is named.
+        """The command line of a job: local files by name alone, and the job's own cluster by default.
 
         Raises
         ------
@@ -130,7 +131,7 @@ class Request:
             flag = option.opts[0]
             if decides(option) is Decides.ACCESS:
                 raise UsageError(
-                    f"{flag} would be readable in the job's command line; put what it holds into environment "
+                    f"{flag} would be readable in the job's command line; put its contents into environment "
                     "variables and name them with --env"
                 )
             if option.is_flag:
@@ -140,9 +141,9 @@ class Request:
             elif decides(option) is Decides.LOCATION:
                 spelled += [flag, _absolute(value)]
             else:
-                for one in value if isinstance(value, tuple) else (value,):
-                    spelled += [flag, str(one)]
-        if "cluster" not in self.asked:
+                for item in value if isinstance(value, tuple) else (value,):
+                    spelled += [flag, str(item)]
+        if "cluster" not in self.given:
             spelled += ["--cluster", "ray"]
         if unattended:
             spelled += [flag for flag in ("--json", "--resume") if flag not in spelled]
@@ -150,7 +151,7 @@ class Request:
 
 
 def _absolute(location: str) -> str:
-    """A location that means the same elsewhere."""
+    """A location that is valid in every working directory."""
     from paddle_reshard.storage.locate import is_local, local_path
 
     if is_local(location):
@@ -161,7 +162,7 @@ def _absolute(location: str) -> str:
 
 
 class Duration(click.ParamType[float]):
-    """A time like 90s, 30m, 2h or 1d; a number alone is seconds.
+    """A duration like 90s, 30m, 2h or 1d; a bare number is in seconds.
 
     >>> Duration().convert("2h", None, None)
     7200.0
@@ -173,7 +174,7 @@ class Duration(click.ParamType[float]):
         """Seconds."""
         match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)", str(value).strip())
         if match is None:
-            self.fail(f"{value!r} is no time: give a number and s, m, h or d, as in 30m", param, ctx)
+            self.fail(f"{value!r} is not a duration: give a number with s, m, h or d, as in 30m", param, ctx)
         return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
@@ -181,11 +182,11 @@ class Duration(click.ParamType[float]):
 
 
 OF_A_JOB = ("upload", "pip", "env", "cpus")
-"""Names of the next options."""
+"""Names of the options that :func:`_job_options` declares."""
 
 
 def _job_options(function: Any) -> Any:
-    """What a job gets on the cluster."""
+    """Options for jobs on a cluster."""
     for option in reversed(
         (
             click.option(
@@ -199,18 +200,18 @@ def _job_options(function: Any) -> Any:
                 "--pip",
                 multiple=True,
                 metavar="REQUIREMENT",
-                help="Package that the cluster installs for the job. Can be repeated.",
+                help="Package to install for the job. Can be repeated.",
             ),
             click.option(
                 "--env",
                 multiple=True,
                 metavar="NAME",
-                help="Pass this environment variable to the job, for credentials of a store. Can be repeated.",
+                help="Pass this environment variable to the job, for example with credentials. Can be repeated.",
             ),
             click.option(
                 "--cpus",
                 type=click.FloatRange(min=0, min_open=True),
-                help="CPUs to reserve for the converter, on any node. Default: it runs on the head.",
+                help="Reserve this number of CPUs for the converter, on any node. Default: it runs on the head.",
             ),
         )
     ):
@@ -218,7 +219,7 @@ def _job_options(function: Any) -> Any:
     return function
 
 
-@click.command("submit", context_settings=_PASS_ON, short_help="Run a conversion as a Ray job.")
+@click.command("submit", context_settings=_FOR_CONVERT, short_help="Run a conversion as a Ray job.")
 @click.option(
     "--address",
     metavar="URL",
@@ -228,24 +229,24 @@ def _job_options(function: Any) -> Any:
     "--follow/--no-follow",
     default=True,
     show_default=True,
-    help="Show the job's output and wait for its end.",
+    help="Show the job's output and wait until it ends.",
 )
-@click.option("--again", is_flag=True, help="Run the conversion even if it has succeeded before.")
+@click.option("--again", is_flag=True, help="Run the conversion again even if it has succeeded.")
 @_job_options
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="SRC DST [OPTIONS]")
 def submit(address: str | None, follow: bool, again: bool, arguments: tuple[str, ...], **job: Any) -> None:
     """Run `paddle-reshard convert SRC DST …` as a job of a Ray cluster.
 
-    Takes every option of convert but --target: --to TOPOLOGY, --format, …. The same conversion has the same
-    submission id: submitted twice, it runs once, and the second call follows the first job. The exit status is 0 if
-    it succeeded and 1 if not. SRC and DST must be reachable under the same names on the cluster. Token
-    authentication: RAY_AUTH_MODE, RAY_AUTH_TOKEN.
+    Takes every option of convert except --target. The submission id is a hash of the conversion: submitted twice, it
+    runs once, and the second call follows the first job. The exit status is 0 if the job succeeded and 1 if not. SRC
+    and DST must be reachable under the same names on the cluster. For token authentication set RAY_AUTH_MODE and
+    RAY_AUTH_TOKEN.
     """
-    told = "submit the same again to follow the job, if there is one"
-    with _reporting("submit", told, "--json" in arguments):
+    consequence = "submit the same conversion again to follow its job, if it was started"
+    with _reporting("submit", consequence, "--json" in arguments):
         request = Request.read(convert, arguments)
-        voice = _Voice(request.values["as_json"], request.values["quiet"])
-        status = _run_job(_job_request(request, job, again=again), address, follow, voice)
+        output = _Output(request.values["as_json"], request.values["quiet"])
+        status = _run_job(_job_request(request, job, again=again), address, follow, output)
     sys.exit(status)
 
 
@@ -270,8 +271,8 @@ def _job_request(
 
 
 @dataclass(frozen=True, slots=True)
-class _Voice:
-    """How much ``submit`` says while a job runs, and where."""
+class _Output:
+    """Output of ``submit`` while a job runs."""
 
     as_json: bool
     quiet: bool
@@ -281,14 +282,14 @@ class _Voice:
         if not self.quiet:
             _say(message)
 
-    def pass_on(self, text: str) -> None:
-        """What the job has printed. With ``--json``, stdout is for one object."""
+    def relay(self, text: str) -> None:
+        """Print the job's output, on stderr with ``--json``: stdout is for one object."""
         if not self.quiet:
-            pass_on(text, err=self.as_json)
+            relay(text, err=self.as_json)
 
 
-def _run_job(request: JobRequest, address: str | None, follow: bool, voice: _Voice) -> int:
-    """Submit, follow, and say how it ended; the exit status."""
+def _run_job(request: JobRequest, address: str | None, follow: bool, output: _Output) -> int:
+    """Submit a job, follow it, and report how it ended. Returns the exit status."""
     from paddle_reshard.clusters.ray.jobs import follow_job, submit_conversion
     from paddle_reshard.pipeline.watch.runners import answer_of_job, failure_of_job
 
@@ -298,30 +299,30 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, voice: _Voi
 
     def write(text: str) -> None:
         lines.extend(text.splitlines())
-        voice.pass_on(text)
+        output.relay(text)
 
     try:
-        voice.say(f"{'attached to' if job.attached else 'submitted'} {job.submission_id}")
+        output.say(f"{'attached to' if job.attached else 'submitted'} {job.submission_id}")
         if not follow:
-            if voice.as_json:
+            if output.as_json:
                 print_object("submit", {**facts, "status": None, "result": None})
-            elif not voice.quiet:
+            elif not output.quiet:
                 click.echo(job.submission_id)
             return 0
         end = follow_job(job, write)
     except KeyboardInterrupt as interrupt:
-        _say(f"the job goes on; follow it with: ray job logs --follow {job.submission_id}")
-        _say(f"or by submitting the same again; stop it with: ray job stop {job.submission_id}")
-        if voice.as_json:
+        _say(f"the job continues; follow it with: ray job logs --follow {job.submission_id}")
+        _say(f"or submit the same conversion again; stop it with: ray job stop {job.submission_id}")
+        if output.as_json:
             facts |= {"status": None, "result": None}
-            print_answer(Answer("submit", "interrupted; the job goes on", "Interrupted", True, facts))
+            print_answer(Answer("submit", "interrupted; the job continues", "Interrupted", True, facts))
         return exit_status(interrupt)
     answer = answer_of_job(lines)
     if end.succeeded:
-        voice.say(f"{end.submission_id} {end.status}")
+        output.say(f"{end.submission_id} {end.status}")
     else:
         _say(f"{end.submission_id} {end.status}: {end.message}")
-    if voice.as_json:
+    if output.as_json:
         result = answer.data() if end.succeeded and answer is not None else None
         facts |= {"status": end.status, "result": result}
         if end.succeeded:
@@ -334,12 +335,12 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, voice: _Voi
 
 
 @click.command(
-    "watch", context_settings=_PASS_ON, short_help="Convert the checkpoints of a run as they finish."
+    "watch", context_settings=_FOR_CONVERT, short_help="Convert the checkpoints of a run as they finish."
 )
 @click.option(
     "--once",
     is_flag=True,
-    help="Look once and end, for cron and CI. The exit status is 1 if a checkpoint failed.",
+    help="Check once and exit, for cron and CI. The exit status is 1 if a checkpoint failed.",
 )
 @click.option(
     "--every",
@@ -347,7 +348,7 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, voice: _Voi
     default=60,
     show_default=True,
     metavar="SECONDS",
-    help="Pause between two looks.",
+    help="Pause between two checks.",
 )
 @click.option(
     "--settle",
@@ -355,10 +356,12 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, voice: _Voi
     default=60,
     show_default=True,
     metavar="SECONDS",
-    help="Time for which a checkpoint without saved_signal files or trainer state must not change.",
+    help="Convert a checkpoint without saved_signal files or trainer state once it has not changed for this time.",
 )
 @click.option("--keep", type=click.IntRange(1), metavar="N", help="Keep the newest N converted checkpoints.")
-@click.option("--submit", "address", metavar="ADDRESS", help="Run conversions as jobs of this Ray cluster.")
+@click.option(
+    "--submit", "address", metavar="ADDRESS", help="Run the conversions as jobs of this Ray cluster."
+)
 @click.option(
     "--retries",
     type=click.IntRange(0),
@@ -380,15 +383,15 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, voice: _Voi
     default=6 * 3600,
     show_default=True,
     metavar="SECONDS",
-    help="Take over claims of other machines after this time without a heartbeat.",
+    help="Take over a claim held on another machine after this time without a heartbeat.",
 )
 @click.option("--retry-failed", is_flag=True, help="Retry checkpoints that failed or were refused before.")
-@click.option("--wait", is_flag=True, help="Wait if RUN_DIR does not exist yet.")
+@click.option("--wait", is_flag=True, help="Wait for RUN_DIR if it does not exist yet.")
 @click.option(
     "--stale",
     type=Duration(),
     metavar="DURATION",
-    help="End with status 1 when an incomplete checkpoint has not changed for this time: 90s, 30m, 2h, 1d.",
+    help="Exit with status 1 when an incomplete checkpoint has not changed for this time: 90s, 30m, 2h, 1d.",
 )
 @_job_options
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN_DIR DST_ROOT [OPTIONS]")
@@ -403,12 +406,11 @@ def watch(
 ) -> None:
     """Convert each RUN_DIR/checkpoint-<step> to DST_ROOT/checkpoint-<step> once it is complete.
 
-    Takes every option of convert but --target and --plan: --to TOPOLOGY, --format, …. A checkpoint is complete when
-    its files are those of all ranks and every rank has signalled; its age does not count. Each checkpoint is
-    converted once, however many watchers run.
+    Takes every option of convert except --target and --plan. A checkpoint is complete when the files of all ranks are
+    there and every rank has signalled that it has finished. Each checkpoint is converted once, however many watchers
+    run.
     """
-    told = "what was claimed is free again"
-    with _reporting("watch", told, "--json" in arguments, at_ease=not once):
+    with _reporting("watch", "claims are released", "--json" in arguments, service=not once):
         from paddle_reshard.pipeline.watch.claims import Policy
 
         request = Request.read(convert, arguments)
@@ -425,7 +427,7 @@ def watch(
         watcher = _watcher(request, policy, address, {name: settings[name] for name in OF_A_JOB})
         if not wait and not watcher.run.is_there():
             raise UsageError(
-                f"{watcher.run.location}: no such folder; give --wait if the run is still to come"
+                f"{watcher.run.location}: no such folder; use --wait if the run has not started yet"
             )
         _log_to_stderr(logging.ERROR if request.values["quiet"] else logging.INFO)
         results = watcher.once() if once else watcher.repeat(every)
@@ -437,28 +439,28 @@ def _watcher(request: Request, policy: Policy, address: str | None, job: Mapping
     from paddle_reshard.pipeline.watch.runners import Conversion, convert_as_job
     from paddle_reshard.pipeline.watch.watcher import open_watcher
 
-    for name in request.asked:
+    for name in request.given:
         if reason := declarations()[name].not_scheduled:
             raise UsageError(f"{flag_of(name)} {reason}")
-    settings = read_settings(cast(ConvertOptions, request.asked))
-    read_request((), "", settings.options)  # mistakes are told now, and not of every checkpoint
+    settings = read_settings(cast(ConvertOptions, request.given))
+    read_request((), "", settings.options)  # report mistakes once, not for every checkpoint
     conversion = Conversion(settings, request.identify)
     convert = None
     if address is not None:
         if missing := [name for name in job["env"] if name not in os.environ]:
-            raise UsageError(f"--env {missing[0]}: no such variable is set here")
+            raise UsageError(f"--env {missing[0]}: this environment variable is not set")
         request.spell("SRC", "DST")  # refuse credentials before the first job
         convert = convert_as_job(
             conversion, lambda s, t: _job_request(request, job, s, t, again=True, unattended=True), address
         )
-    elif given := [f"--{name}" for name in ("env", "pip", "cpus") if job[name]]:
-        raise UsageError(f"{given[0]} is for jobs: give --submit ADDRESS too")
+    elif flags := [f"--{name}" for name in ("env", "pip", "cpus") if job[name]]:
+        raise UsageError(f"{flags[0]} applies only to jobs: give --submit ADDRESS too")
     run, out = (_absolute(request.values[name]) for name in ("source", "target"))
     return open_watcher(run, out, conversion, policy, convert)
 
 
 def _end_watch(watcher: Watcher, results: Mapping[str, Result], as_json: bool) -> int:
-    """Say what came of the last look; the exit status."""
+    """Report the results of the last pass. Returns the exit status."""
     from paddle_reshard.pipeline.watch.notices import Result
 
     words = {
@@ -480,8 +482,8 @@ def _end_watch(watcher: Watcher, results: Mapping[str, Result], as_json: bool) -
             name: {"result": result.value, "message": watcher.notices.messages.get(name)}
             for name, result in results.items()
         }
-        places = {"run": watcher.run.location, "targets": watcher.out.location}
-        print_object("watch", {**places, "checkpoints": checkpoints})
+        locations = {"run": watcher.run.location, "targets": watcher.out.location}
+        print_object("watch", {**locations, "checkpoints": checkpoints})
     return 1 if {Result.FAILED, Result.STALE} & {*every} else 0
 
 
@@ -493,15 +495,13 @@ def _say(message: str) -> None:
 
 
 @contextmanager
-def _reporting(command: str, left: str, as_json: bool, at_ease: bool = False) -> Iterator[None]:
-    """Say what an interrupt leaves; ``at_ease``: SIGTERM is how the command is meant to end."""
+def _reporting(command: str, consequence: str, as_json: bool, service: bool = False) -> Iterator[None]:
+    """Report an interrupt and its consequence. A ``service`` ends with status 0 after SIGTERM."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        meant = at_ease and signal_of(interrupt) is signal.SIGTERM
-        end = End(
-            0 if meant else exit_status(interrupt), f"{sentence(interrupt)}; {left}", "Interrupted", True
-        )
+        status = 0 if service and signal_of(interrupt) is signal.SIGTERM else exit_status(interrupt)
+        end = End(status, f"{sentence(interrupt)}; {consequence}", "Interrupted", True)
         if as_json:
             print_error(command, end)
         _say(end.message)
@@ -509,7 +509,7 @@ def _reporting(command: str, left: str, as_json: bool, at_ease: bool = False) ->
 
 
 def _log_to_stderr(level: int) -> None:
-    """Lines with a time in UTC."""
+    """Log to stderr, with times in UTC."""
     formatter = LogFormatter("%(asctime)sZ %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S")
     formatter.converter = time.gmtime
     handler = logging.StreamHandler()

@@ -1,7 +1,7 @@
 """The command line: arguments become API calls, results become tables, lines or JSON.
 
-Exit status: 0 success, 1 refused or failed, 2 wrong usage, 128 + n for signal n (130: interrupted). ``verify`` has
-its own, see its module.
+Exit status: 0 success, 1 refused or failed, 2 wrong usage, 128 + n after signal n (130: interrupted). Those of
+``verify`` are in its module.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import click
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.output import Commands, occupy_standard_files
-from paddle_reshard.pipeline.cli.signals import heard_signals
+from paddle_reshard.pipeline.cli.signals import handled_signals
 from paddle_reshard.pipeline.cli.terminal import log_to_terminal
 
 COMMANDS: Final[Mapping[str, str]] = {
@@ -58,5 +58,5 @@ def cli() -> None:
 def main() -> None:
     """Entry point of ``paddle-reshard``."""
     occupy_standard_files()
-    with heard_signals():
+    with handled_signals():
         cli()

@@ -52,7 +52,7 @@ def observing(silent: bool) -> Iterator[Callable[[Event], None]]:
 
 @contextmanager
 def waiting(step: str, silent: bool) -> Iterator[Callable[[Event], None]]:
-    """An observer for a command that starts with this step; short steps are not shown."""
+    """An observer for a command that begins with this step. Short steps are not shown."""
     from paddle_reshard.pipeline.core.events import StepStarted
 
     with observing(silent) as observe:

@@ -1,4 +1,4 @@
-"""Options of the command line: those of a conversion as they are declared, and those that only commands have."""
+"""Options of the command line: the declared options of a conversion, and those that only commands have."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LAYOUT_FLAGS: Mapping[str, str] = {
     "sequence_parallel": "sequence_parallel",
     "segmentation": "segmentation",
 }
-"""Options that stand for an entry of ``--layout`` → the entry."""
+"""Option → the entry of ``--layout`` that it sets."""
 
 
 class Option(click.Option):
-    """An option that says what it decides."""
+    """An option that declares what it decides."""
 
     def __init__(self, *args: Any, decides: Decides, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -33,7 +33,7 @@ class Option(click.Option):
 
 
 def decides(option: click.Option) -> Decides:
-    """What an option decides: the outcome, where it does not say."""
+    """What an option decides; the outcome unless declared otherwise."""
     return option.decides if isinstance(option, Option) else Decides.OUTCOME
 
 
@@ -76,9 +76,9 @@ def declared(name: str, *further_flags: str, help: str | None = None) -> Decorat
 
 
 def given(context: click.Context) -> dict[str, Any]:
-    """The options of a conversion that a command line gives, by their names in Python.
+    """The options given on the command line, as keyword arguments of the Python functions.
 
-    What it leaves out has the same default there, or is as a session has it.
+    Omitted options have the same defaults there, or the values of a session.
     """
     values = {
         name: value
@@ -110,11 +110,11 @@ def _segmentation(text: str) -> str | list[int]:
     try:
         return [int(start) for start in text.split(",")]
     except ValueError as error:
-        raise UsageError(f"--segmentation {text!r}: item numbers are whole numbers, 0,3,6") from error
+        raise UsageError(f"--segmentation {text!r}: not a list of item numbers like 0,3,6") from error
 
 
 def read_object(text: str | None) -> dict[str, Any] | None:
-    """A JSON object, or the one in a file; the text itself never appears in a message, it holds secrets."""
+    """Parse a JSON object, or ``@FILE`` with one. Messages never show the text, which may hold secrets."""
     if text is None:
         return None
     try:
@@ -122,7 +122,7 @@ def read_object(text: str | None) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise click.BadParameter("neither a JSON object nor @FILE with one") from error
     if not isinstance(value, dict):
-        raise click.BadParameter("a JSON object is expected")
+        raise click.BadParameter("not a JSON object")
     return value
 
 
@@ -137,13 +137,13 @@ layout_flags = all_of(
     outcome_option(
         "--sequence-parallel/--no-sequence-parallel",
         default=None,
-        help="Whether the target job uses sequence parallelism; determines parameter names. Default: "
-        "as the source.",
+        help="Whether the target job uses sequence parallelism, which determines parameter names. Default: as in "
+        "the source.",
     ),
     outcome_option(
         "--segmentation",
         metavar="HOW",
         help="How layers are divided into pipeline stages: uniform, layer:Regex, or the first item of "
-        "each stage (0,3,6). Default: as the model class does.",
+        "each stage (0,3,6). Default: the segmentation of the model class.",
     ),
 )

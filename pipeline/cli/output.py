@@ -79,17 +79,19 @@ class Stream(io.TextIOBase):
             act()
         except OSError as error:
             self.failure = error
-            # What waits in its buffer goes nowhere: the interpreter would try once more when it ends.
+            # Discard its buffer, which the interpreter would otherwise flush again at exit.
             with suppress(OSError):
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, self.inner.fileno())
-                os.close(nowhere)
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, self.inner.fileno())
+                os.close(null)
 
 
 @contextmanager
 def guarded_streams() -> Iterator[tuple[Stream | None, Stream | None]]:
-    """Replace stdout and stderr by :class:`Stream`; ``None`` for a closed one. Characters that they cannot encode are
-    replaced."""
+    """Replace stdout and stderr by a :class:`Stream` each, or by ``None`` if closed.
+
+    Characters that they cannot encode are replaced.
+    """
     before = sys.stdout, sys.stderr
     guarded = [None if stream is None else Stream(_replacing(stream)) for stream in before]
     try:
@@ -153,12 +155,12 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     numbers = [
         all(_is_number(cell) for cell in column) for column in zip(*lines[bool(headings) :], strict=True)
     ]
-    for place, line in enumerate(lines):
+    for row, line in enumerate(lines):
         cells = [
             cell.rjust(width) if number else cell.ljust(width)
             for cell, width, number in zip(line, widths, numbers, strict=True)
         ]
-        if headings and place == 0:
+        if headings and row == 0:
             click.secho("  ".join(cells).rstrip(), bold=True)
         elif headings:
             click.echo("  ".join(cells).rstrip())
@@ -222,10 +224,10 @@ def end_of(error: BaseException, trouble: int) -> End:
         return End(trouble, f"out of memory: {error}" if str(error) else "out of memory", kind, True)
     if isinstance(error, OSError):
         return End(trouble, f"{kind}: {error}", kind, isinstance(error, (ConnectionError, TimeoutError)))
-    return End(trouble, f"{kind}: {error} ({_places(error)}); this is a defect of paddle-reshard", "Defect")
+    return End(trouble, f"{kind}: {error} ({_frames(error)}); this is a bug in paddle-reshard", "Defect")
 
 
-def _places(error: BaseException) -> str:
+def _frames(error: BaseException) -> str:
     """The innermost frames of an error's traceback."""
     frames = traceback.extract_tb(error.__traceback__)[-4:]
     return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
@@ -236,7 +238,7 @@ class Commands(click.Group):
 
     def main(self, args: Sequence[str] | None = None, *further: Any, **extra: Any) -> Any:
         """Run a command and exit with its status."""
-        if COMPLETION in os.environ:  # a shell asks, and click answers it in bytes
+        if COMPLETION in os.environ:  # click writes completions as bytes
             return super().main(args, *further, **extra)
         arguments = list(sys.argv[1:] if args is None else args)
         command = next((word for word in arguments if not word.startswith("-")), None)
@@ -247,17 +249,17 @@ class Commands(click.Group):
                 status = _status(super().main(arguments, *further, **{**extra, "standalone_mode": False}))
             except SystemExit as ended:
                 status = _status(ended.code)
-            except BaseException as error:  # noqa: BLE001 (the end of everything: told, and turned into a status)
+            except BaseException as error:  # noqa: BLE001 (every error is reported and becomes a status)
                 end = end_of(error, trouble)
                 status = end.status
                 if as_json:
                     print_error(command, end)
-                _tell(error, end)
+                _report(error, end)
             if stdout is not None:
                 stdout.flush()
             failure = OSError(errno.EBADF, "is closed") if stdout is None else stdout.failure
             if failure is not None:
-                status = _unheard(command, failure, status, trouble)
+                status = _status_without_output(command, failure, status, trouble)
         sys.exit(status)
 
 
@@ -265,7 +267,7 @@ def _status(code: object) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _tell(error: BaseException, end: End) -> None:
+def _report(error: BaseException, end: End) -> None:
     if isinstance(error, click.ClickException):
         context = error.ctx if isinstance(error, click.UsageError) else None
         if context is not None:
@@ -275,11 +277,11 @@ def _tell(error: BaseException, end: End) -> None:
         say(f"paddle-reshard: {end.message}", err=True)
 
 
-def _unheard(command: str | None, failure: OSError, status: int, trouble: int) -> int:
+def _status_without_output(command: str | None, failure: OSError, status: int, trouble: int) -> int:
     """The exit status of a command whose output was lost: its own, unless it was run for its output."""
     if command not in ANSWERS:
         return status
-    if failure.errno == errno.EPIPE:  # whoever read it had enough: as for any other tool
+    if failure.errno == errno.EPIPE:  # the reader has closed the pipe, as head does
         return 128 + SIGPIPE
     say(f"paddle-reshard: stdout: {failure.strerror or failure}", err=True)
     return trouble

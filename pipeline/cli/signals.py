@@ -21,23 +21,23 @@ class Stopped(KeyboardInterrupt):
         self.number = number
 
 
-class _Stop:
+class _Handler:
     """A handler that records its signal, because Ray turns a signal during its waits into a plain interrupt."""
 
     def __init__(self) -> None:
-        self.heard: int | None = None
+        self.received: int | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.heard = number
+        self.received = number
         raise Stopped(number)
 
 
 @contextmanager
-def heard_signals() -> Iterator[None]:
+def handled_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP interrupt the block as SIGINT does. Call it from the main thread."""
-    stop = _Stop()
+    interrupt = _Handler()
     before = {
-        number: signal.signal(number, stop)
+        number: signal.signal(number, interrupt)
         for number in (signal.SIGTERM, signal.SIGHUP)
         if signal.getsignal(number) is signal.SIG_DFL
     }
@@ -54,13 +54,13 @@ def signal_of(interrupt: BaseException) -> signal.Signals:
         if isinstance(error, Stopped):
             return signal.Signals(error.number)
     for handler in map(signal.getsignal, (signal.SIGTERM, signal.SIGHUP)):
-        if isinstance(handler, _Stop) and handler.heard is not None:
-            return signal.Signals(handler.heard)
+        if isinstance(handler, _Handler) and handler.received is not None:
+            return signal.Signals(handler.received)
     return signal.SIGINT
 
 
 def exit_status(interrupt: BaseException) -> int:
-    """What a process that was interrupted exits with.
+    """Exit status of an interrupted process.
 
     >>> exit_status(KeyboardInterrupt()), exit_status(Stopped(15))
     (130, 143)
@@ -69,7 +69,7 @@ def exit_status(interrupt: BaseException) -> int:
 
 
 def sentence(interrupt: BaseException) -> str:
-    """What ended a command; a conversion that keeps something has said so by then.
+    """Which signal ended a command.
 
     >>> sentence(Stopped(15))
     'interrupted by SIGTERM'

@@ -41,7 +41,7 @@ HEADINGS = ("workers", "time", "speed-up", "busy", "most read", "most written", 
     "--copy-rate",
     default="1GB",
     show_default=True,
-    help="Bytes per second of each copy that the storage makes by itself.",
+    help="Bytes per second of each copy made by the storage.",
 )
 @click.option(
     "--latency",
@@ -49,7 +49,7 @@ HEADINGS = ("workers", "time", "speed-up", "busy", "most read", "most written", 
     default=0.02,
     show_default=True,
     metavar="SECONDS",
-    help="Time until a store starts to respond.",
+    help="Time until a store begins to respond.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def simulate(plan: Path, workers: str, latency: float, as_json: bool, **rates: str | None) -> None:
@@ -66,11 +66,11 @@ def simulate(plan: Path, workers: str, latency: float, as_json: bool, **rates: s
         copy_bytes_per_second=_rate(rates["copy_rate"]),
         request_seconds=latency,
     )
-    found = estimate(load_plan(plan), _counts(workers), chosen)
+    results = estimate(load_plan(plan), _counts(workers), chosen)
     if as_json:
-        print_object("simulate", {"simulations": [asdict(one) for one in found]})
+        print_object("simulate", {"simulations": [asdict(result) for result in results]})
     else:
-        print_table(HEADINGS, _rows(found))
+        print_table(HEADINGS, _rows(results))
 
 
 def _rate(text: str | None) -> float:

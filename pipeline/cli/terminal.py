@@ -17,7 +17,7 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
-_UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
+_ESCAPED = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Unicode categories: controls, formats (including bidi and zero width), surrogates, line separators."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -31,7 +31,7 @@ def printable(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text
     return "".join(
-        c.encode("unicode_escape").decode("ascii") if unicodedata.category(c) in _UNSEEN else c for c in text
+        c.encode("unicode_escape").decode("ascii") if unicodedata.category(c) in _ESCAPED else c for c in text
     )
 
 
@@ -40,8 +40,8 @@ def say(message: str, err: bool = False) -> None:
     click.echo(printable(message), err=err)
 
 
-def pass_on(text: str, err: bool = False) -> None:
-    """Print lines of another process, without their colours."""
+def relay(text: str, err: bool = False) -> None:
+    """Print output of another process without its colours."""
     lines = _COLOUR.sub("", text).split("\n")
     click.echo("\n".join(printable(line.rstrip("\r")) for line in lines), nl=False, err=err)
 

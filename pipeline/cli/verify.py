@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 DIFFERENT = 1
 """Exit status of ``verify`` after a comparison that found differences."""
-KNOWN_TO_ONE = (
+OPTIONS_FOR_ONE = (
     *("a", "source", "as_json", "quiet"),
     *("storage_options", "source_storage_options", "target_storage_options", "allow_scheme", "allow_links"),
 )
@@ -47,8 +47,8 @@ KNOWN_TO_ONE = (
 @click.option(
     "--source",
     metavar="SRC",
-    help="With one argument: the source of the conversion, to compare the parts that the storage "
-    "copied. The source recorded in the manifest is never opened.",
+    help="With one argument: the source of the conversion, with which the parts that the storage copied are "
+    "compared. The source recorded in the manifest is never opened.",
 )
 @declared("replicas")
 @declared("memory")
@@ -75,18 +75,18 @@ def verify(
     quiet: bool,
     **_: Any,
 ) -> None:
-    """Compare the logical content of two checkpoints of any topologies, bit for bit.
+    """Compare two checkpoints of any topologies and formats, bit for bit.
 
-    With one argument, every byte of a target is compared with the checksums in its manifest. In a checkpoint without
-    a manifest, all copies of a tensor are compared, and every parameter with its master weight.
+    With one argument, compare every byte of a target with the checksums in its manifest. In a checkpoint without a
+    manifest, compare all copies of each tensor, and every parameter with its master weight.
 
     Exit status: 0 equal (or intact), 1 different (or damaged), 2 the comparison could not be made.
     """
-    asked = given(context)
-    if b is None and _holds_manifest(a, asked):
-        _check_for_one(context)
+    options = given(context)
+    if b is None and _holds_manifest(a, options):
+        _refuse_options_for_two(context)
         with waiting("comparing with the manifest", quiet or as_json) as observe:
-            found = paddle_reshard.check(a, source=source, observe=observe, **asked)
+            found = paddle_reshard.check(a, source=source, observe=observe, **options)
         answer(integrity_data(found), as_json, quiet, lambda: _show_integrity(found))
         sys.exit(0 if found else DIFFERENT)
     if source is not None:
@@ -97,22 +97,22 @@ def verify(
         )
     chosen = None if states is None else [state.strip() for state in states.split(",")]
     with waiting("reading headers", quiet or as_json) as observe:
-        report = paddle_reshard.verify(a, b, states=chosen, subset=subset, observe=observe, **asked)
+        report = paddle_reshard.verify(a, b, states=chosen, subset=subset, observe=observe, **options)
     answer(verify_data(report), as_json, quiet, lambda: _show_verification(report, alone=b is None))
     sys.exit(0 if report else DIFFERENT)
 
 
-def _holds_manifest(location: str, reach: Mapping[str, Any]) -> bool:
+def _holds_manifest(location: str, access: Mapping[str, Any]) -> bool:
     from paddle_reshard.pipeline.convert.verify import holds_manifest
 
-    return holds_manifest(location, **reach)
+    return holds_manifest(location, **access)
 
 
-def _check_for_one(context: click.Context) -> None:
+def _refuse_options_for_two(context: click.Context) -> None:
     """Refuse options that ``verify`` of a single target would ignore."""
     for option in context.command.params:
         is_given = context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT
-        if is_given and option.name not in KNOWN_TO_ONE:
+        if is_given and option.name not in OPTIONS_FOR_ONE:
             raise UsageError(
                 f"{option.opts[0]} is for two checkpoints; a single target is compared with its manifest, "
                 f"byte for byte"
@@ -120,15 +120,15 @@ def _check_for_one(context: click.Context) -> None:
 
 
 def _show_verification(report: VerifyReport, alone: bool) -> None:
-    lonely, others = _only_on_one_side(report.differences)
-    for (state, side), keys in lonely.items():
+    one_sided, further = _only_on_one_side(report.differences)
+    for (state, side), keys in one_sided.items():
         more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
         say(f"{state} of {keys[0]}{more}: {side}")
-    for difference in others[:SHOWN_DIFFERENCES]:
+    for difference in further[:SHOWN_DIFFERENCES]:
         say(f"{difference.tensor}: {difference.detail}")
-    if len(others) > SHOWN_DIFFERENCES:
-        say(f"… and {len(others) - SHOWN_DIFFERENCES} more, listed with --json")
-    if lonely:
+    if len(further) > SHOWN_DIFFERENCES:
+        say(f"… and {len(further) - SHOWN_DIFFERENCES} more, listed with --json")
+    if one_sided:
         say("use --state LIST to compare chosen states, or --subset if B may hold fewer tensors")
     if not alone:
         say(report.verdict)
@@ -143,18 +143,18 @@ def _show_verification(report: VerifyReport, alone: bool) -> None:
 def _only_on_one_side(
     differences: Sequence[Difference],
 ) -> tuple[dict[tuple[str, str], list[str]], list[Difference]]:
-    """State and side → keys of the tensors that only this side has, and all other differences."""
+    """State and side → keys of the tensors that only this side has; and all further differences."""
     from paddle_reshard.pipeline.planning.compare import ONLY_IN_A, ONLY_IN_B
 
-    lonely: dict[tuple[str, str], list[str]] = {}
-    others = []
+    one_sided: dict[tuple[str, str], list[str]] = {}
+    further = []
     for difference in differences:
         if difference.detail in (ONLY_IN_A, ONLY_IN_B):
             key, _, state = difference.tensor.rpartition(" ")
-            lonely.setdefault((state.strip("()"), difference.detail), []).append(key)
+            one_sided.setdefault((state.strip("()"), difference.detail), []).append(key)
         else:
-            others.append(difference)
-    return lonely, others
+            further.append(difference)
+    return one_sided, further
 
 
 def _show_integrity(report: IntegrityReport) -> None:

@@ -112,7 +112,7 @@ class Attempt:
         Raises
         ------
         ValueError
-            If it is not one, or holds names that would lead out of their folder: both become paths.
+            If it is not a claim, or its names, which become paths, would lead out of their folder.
         """
         try:
             attempt = typed(parse_json(data), cls)
@@ -124,7 +124,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class Observation:
     """What is known about a conversion without reading the checkpoint."""
 
     source_stamp: str
@@ -136,14 +136,14 @@ class Sight:
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """The observations behind a decision. A claim that follows from it is for the attempt directly after these."""
+    """What a decision is based on. A claim made on this basis is for the attempt directly after these."""
 
-    sight: Sight
+    observation: Observation
     attempts: tuple[Attempt, ...]
 
 
-class Why(Enum):
-    """What a decision follows from, where that decides how it is told."""
+class Cause(Enum):
+    """The cause of a decision, where its message depends on it."""
 
     CLAIMED = "claimed"
     """Claimed by another process that is alive."""
@@ -159,16 +159,18 @@ class Decision:
 
     action: Action
     reason: str = ""
-    why: Why | None = None
+    cause: Cause | None = None
 
 
-def decide(sight: Sight, attempts: Sequence[Attempt], gone: bool, policy: Policy, now: float) -> Decision:
-    """What to do about one checkpoint.
+def decide(
+    seen: Observation, attempts: Sequence[Attempt], gone: bool, policy: Policy, now: float
+) -> Decision:
+    """What to do about a checkpoint.
 
     Parameters
     ----------
     attempts
-        All attempts of this conversion, ascending.
+        All attempts at this conversion, ascending.
     gone
         Whether the process of the last attempt is known to have ended.
     now
@@ -180,49 +182,49 @@ def decide(sight: Sight, attempts: Sequence[Attempt], gone: bool, policy: Policy
         if silent < policy.claim_timeout_seconds:
             where = f"process {last.holder.pid} on {last.holder.host}"
             return Decision(
-                Action.WAIT, f"claimed by {where}, last heartbeat {silent:.0f} s ago", Why.CLAIMED
+                Action.WAIT, f"claimed by {where}, last heartbeat {silent:.0f} s ago", Cause.CLAIMED
             )
     if last is not None and (
-        last.state is State.REMOVING or (last.state is State.REMOVED and sight.plan_id is None)
+        last.state is State.REMOVING or (last.state is State.REMOVED and seen.plan_id is None)
     ):
         return Decision(Action.NOTHING, "converted, and removed by --keep")
-    if sight.plan_id is not None:
-        decision = _decide_converted(sight, attempts, policy)
+    if seen.plan_id is not None:
+        decision = _decide_converted(seen, attempts, policy)
         if decision.action is not Action.LOOK:
             return decision
-    return _decide_again(sight, attempts, gone, policy, now)
+    return _decide_again(seen, attempts, gone, policy, now)
 
 
-def _decide_converted(sight: Sight, attempts: Sequence[Attempt], policy: Policy) -> Decision:
-    made = [a for a in attempts if a.state in (State.DONE, State.ADOPTED) and a.plan_id == sight.plan_id]
+def _decide_converted(seen: Observation, attempts: Sequence[Attempt], policy: Policy) -> Decision:
+    made = [a for a in attempts if a.state in (State.DONE, State.ADOPTED) and a.plan_id == seen.plan_id]
     if not made:
         return Decision(Action.COMPARE)
-    if made[-1].source_stamp == sight.source_stamp:
+    if made[-1].source_stamp == seen.source_stamp:
         return Decision(Action.NOTHING, "converted")
     if policy.overwrite:
-        return Decision(Action.LOOK, "the source has changed since it was converted", Why.SOURCE_CHANGED)
+        return Decision(Action.LOOK, "the source has changed since it was converted", Cause.SOURCE_CHANGED)
     return Decision(
         Action.NOTHING,
         "converted, but the source has changed since; give --overwrite to convert it again",
-        Why.SOURCE_CHANGED,
+        Cause.SOURCE_CHANGED,
     )
 
 
 def _decide_again(
-    sight: Sight, attempts: Sequence[Attempt], gone: bool, policy: Policy, now: float
+    seen: Observation, attempts: Sequence[Attempt], gone: bool, policy: Policy, now: float
 ) -> Decision:
     """What to do after earlier attempts at the same source."""
     same = [
         a
         for a in attempts
-        if a.source_stamp == sight.source_stamp
+        if a.source_stamp == seen.source_stamp
         and a.state is not State.RELEASED
         and a.seen_at >= policy.forget_before
     ]
     if not same:
         return Decision(Action.LOOK)
     last = same[-1]
-    unchanged = (last.target_stamp, last.version) == (sight.target_stamp, sight.version)
+    unchanged = (last.target_stamp, last.version) == (seen.target_stamp, seen.version)
     if last.state is State.REFUSED and unchanged:
         return Decision(Action.FAIL, last.reason)
     failed = [a for a in same if a.state in (State.FAILED, State.RUNNING)]
@@ -234,29 +236,30 @@ def _decide_again(
     if last.state is State.FAILED:
         pause = min(policy.backoff_seconds * 2 ** (len(failed) - 1), LONGEST_BACKOFF_SECONDS)
         if now < last.seen_at + pause:
-            left = last.seen_at + pause - now
-            return Decision(Action.WAIT, f"retry in {left:.0f} s after: {last.reason}", Why.TOO_EARLY)
+            remaining = last.seen_at + pause - now
+            return Decision(Action.WAIT, f"retry in {remaining:.0f} s after: {last.reason}", Cause.TOO_EARLY)
     return Decision(Action.LOOK)
 
 
 def compare_manifests(
     wanted: Mapping[str, Any], found: Mapping[str, Any], target: str, overwrite: bool
 ) -> Decision:
-    """What to do about a target without a record, given the manifest that this conversion would write."""
+    """What to do about a target without a record, given the manifest that this conversion would write for it."""
     if _content(wanted) == _content(found):
         return Decision(Action.NOTHING, "converted")
     if overwrite:
-        return Decision(Action.LOOK, "the target was made by another conversion")
+        return Decision(Action.LOOK, "the target is the result of a different conversion")
     return Decision(
-        Action.FAIL, f"{target} holds another conversion; use another folder, or --overwrite to replace it"
+        Action.FAIL,
+        f"{target} holds the result of a different conversion; use another folder, or --overwrite to replace it",
     )
 
 
 def _content(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of a manifest that identify a target's contents, independent of the memory budget."""
     source = manifest.get("source") or {}
-    beside = ("generation", "version", "beside", "digest", "plan_id", "etags", "parts", "source")
-    return {name: value for name, value in manifest.items() if name not in beside} | {
+    incidental = ("generation", "version", "beside", "digest", "plan_id", "etags", "parts", "source")
+    return {name: value for name, value in manifest.items() if name not in incidental} | {
         "source": source.get("files")
     }
 
@@ -267,8 +270,8 @@ def _content(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def next_attempt(
     conversion_id: str, target: str, basis: Basis, holder: Holder, nonce: str, now: float
 ) -> Attempt:
-    """The next attempt, running, made by ``holder``."""
-    sight = basis.sight
+    """The next attempt, running, held by ``holder``."""
+    seen = basis.observation
     return Attempt(
         conversion_id=conversion_id,
         number=basis.attempts[-1].number + 1 if basis.attempts else 1,
@@ -278,22 +281,22 @@ def next_attempt(
         state=State.RUNNING,
         started_at=now,
         seen_at=now,
-        source_stamp=sight.source_stamp,
-        target_stamp=sight.target_stamp,
-        version=sight.version,
-        plan_id=sight.plan_id or "",
+        source_stamp=seen.source_stamp,
+        target_stamp=seen.target_stamp,
+        version=seen.version,
+        plan_id=seen.plan_id or "",
     )
 
 
 def recorded_as(attempts: Sequence[Attempt]) -> State:
-    """The record for a target without one: whether an attempt that was killed made it."""
+    """The state to record for a target without a record: ``DONE`` if a killed attempt made it."""
     last = attempts[-1] if attempts else None
     killed = last is not None and last.state is State.RUNNING and not last.target_stamp
     return State.DONE if killed else State.ADOPTED
 
 
 def end_of(attempt: Attempt, error: Exception | None, plan_id: str | None, now: float) -> Attempt:
-    """An attempt after its end: with an error, or with a target of a plan."""
+    """An attempt after its end, with an error or with the plan of its target."""
     if error is None and plan_id:
         return replace(attempt, state=State.DONE, reason="", plan_id=plan_id, seen_at=now)
     state, reason = State.FAILED, "the conversion ended without a target"

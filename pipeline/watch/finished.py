@@ -30,7 +30,7 @@ class Incomplete:
 
 
 def merging(files: Collection[str]) -> str | None:
-    """The file by which the trainer says that it still merges the EMA, or ``None``.
+    """The file that marks an EMA merge in progress, or ``None``.
 
     >>> merging({"save_signal_TMP_0", "saved_signal_1"})
     'save_signal_TMP_0'
@@ -39,15 +39,15 @@ def merging(files: Collection[str]) -> str | None:
 
 
 def lacking(files: Collection[str], before: Collection[str]) -> str | None:
-    """What the trainer still writes after a checkpoint indexes as whole, by that of the checkpoint before.
+    """What the trainer has yet to write to a checkpoint whose tensors are complete, judging by the previous one.
 
-    ``None``: every rank has signalled, the trainer's own state is there, and no kind of file is missing.
+    ``None`` if every rank has signalled, the trainer's own state is there, and no kind of file is missing.
 
     >>> lacking({"saved_signal_0", "trainer_state.json"}, {"scheduler.pdparams", "notes.txt"})
     'scheduler.pdparams is not there yet'
     """
     if not any(_SIGNAL.fullmatch(path) for path in files):
-        return "no saved_signal file says that it is finished"
+        return "no saved_signal file marks it as finished"
     if not any(path in _TRAINER_STATE for path in files):
         return "trainer_state is not there yet"
     ranks = {match[1] or match[2] for path in files if (match := _OF_RANK.fullmatch(path))}
@@ -57,7 +57,7 @@ def lacking(files: Collection[str], before: Collection[str]) -> str | None:
 
 
 def settling(doubt: str, since: float, now: float, settle_seconds: float) -> Incomplete | None:
-    """What a checkpoint waits for whose files do not prove that it is finished; ``None``: it has waited long enough.
+    """Why a checkpoint whose files do not prove that it is finished must wait; ``None`` if it has waited long enough.
 
     >>> settling("trainer_state is not there yet", since=100, now=130, settle_seconds=60).reason
     'trainer_state is not there yet; converted if nothing changes for 60 s'

@@ -30,16 +30,16 @@ class Inspector:
         self.tables = load_tables(as_file(options.get("rules")))
         self.config = load_config(as_file(options.get("config")))
         fill, allowed = options.get("fill"), options.get("allow_missing", ())
-        place = None if fill is None else os.fspath(fill)
-        self.missing = read_filling(place, allowed, source_access(options)).policy
+        location = None if fill is None else os.fspath(fill)
+        self.missing = read_filling(location, allowed, source_access(options)).policy
 
     def look(self, name: str, order: Sequence[str], now: float) -> Incomplete | None:
-        """Why a checkpoint is not whole yet, or ``None``. ``order`` are all checkpoints of the run, by step.
+        """Why a checkpoint is incomplete, or ``None``. ``order`` are all checkpoints of the run, by step.
 
         Raises
         ------
         ReshardError
-            If it is whole and cannot be converted.
+            If it is complete and cannot be converted.
         """
         files = self.records.run.files(name)
         stamp = digest(files)

@@ -1,4 +1,4 @@
-"""Messages of a watcher about a checkpoint, and which of them are news. Pure."""
+"""Messages of a watcher about checkpoints. Only news are logged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum
 
-from paddle_reshard.pipeline.watch.claims import Action, Attempt, Decision, State, Why
+from paddle_reshard.pipeline.watch.claims import Action, Attempt, Cause, Decision, State
 from paddle_reshard.pipeline.watch.finished import Incomplete
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ class Result(str, Enum):
     DONE = "done"
     WAITING = "waiting"
     STALE = "stale"
-    """Incomplete, and unchanged for longer than ``Policy.stale_seconds``."""
+    """Incomplete and unchanged for longer than ``Policy.stale_seconds``."""
     FAILED = "failed"
 
 
@@ -32,16 +32,16 @@ class Notice:
     level: int
     message: str
     key: str = ""
-    """A notice with the same key as the previous notice is not news. Default: the message."""
+    """A notice is not logged if the previous one had the same key. Default: the message."""
 
 
 def of_decision(name: str, decision: Decision) -> Notice | None:
-    """The notice if nothing is done; ``None`` if something is."""
+    """The notice about a decision to do nothing; ``None`` for all others."""
     if decision.action is Action.NOTHING:
-        level = logging.WARNING if decision.why is Why.SOURCE_CHANGED else logging.DEBUG
+        level = logging.WARNING if decision.cause is Cause.SOURCE_CHANGED else logging.DEBUG
         return Notice(Result.DONE, level, f"{name}: {decision.reason}")
     if decision.action is Action.WAIT:
-        key = "" if decision.why is None else decision.why.value
+        key = "" if decision.cause is None else decision.cause.value
         return Notice(Result.WAITING, logging.INFO, f"{name}: waiting: {decision.reason}", key)
     if decision.action is Action.FAIL:
         return Notice(Result.FAILED, logging.ERROR, f"{name}: not converted: {decision.reason}")

@@ -7,8 +7,8 @@
     DST_ROOT/.paddle_reshard/claims/<id>.2.json        attempt 2, made when attempt 1 had failed or died
     DST_ROOT/.paddle_reshard/seen/<id>.json            the state of a checkpoint that may be unfinished
 
-All state is in these files, so it survives restarts and is shared by any number of watchers. This module decides
-nothing.
+All state is in these files, so it survives restarts and is shared by any number of watchers. This module makes no
+decisions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from paddle_reshard.pipeline.core.errors import ListingError
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.version import __version__
-from paddle_reshard.pipeline.watch.claims import CLAIMS, Attempt, Sight, claim_path
+from paddle_reshard.pipeline.watch.claims import CLAIMS, Attempt, Observation, claim_path
 from paddle_reshard.storage.formats.manifest import own_manifest
 from paddle_reshard.storage.formats.strict_json import parse_json
 from paddle_reshard.storage.listing import CheckpointRoot
@@ -53,10 +53,10 @@ class Records:
         """The id of the conversion of a checkpoint."""
         return self.identify(self.run.at(name), self.out.at(name))
 
-    def sight(self, name: str) -> Sight:
+    def observe(self, name: str) -> Observation:
         """What is known about a conversion without reading the checkpoint."""
         files = self.out.files(name)
-        return Sight(
+        return Observation(
             source_stamp=digest(self.run.files(name)),
             target_stamp=digest(files),
             plan_id=self._plan_id(name, files),
@@ -80,8 +80,10 @@ class Records:
         return own_manifest(self.out.read(f"{name}/{MANIFEST}")) or {}
 
     def unchanged_since(self, name: str, stamp: str, now: float) -> float:
-        """When a checkpoint was first seen in its present state, in seconds since the epoch; recorded for later
-        watchers."""
+        """When a checkpoint was first seen in its present state, in seconds since the epoch.
+
+        The time is recorded for other watchers.
+        """
         path = f"{SEEN}/{self.conversion_id(name)}.json"
         try:
             seen = parse_json(self.out.read(path) or b"{}")
@@ -119,7 +121,7 @@ class Records:
             data = self.out.read(path)
             attempt = None if data is None else Attempt.parse(data)
             if attempt is not None and claim_path(attempt) != path:
-                raise ValueError("is the claim of another attempt")
+                raise ValueError("the claim of a different attempt")
             return attempt
         except ValueError:
             log.warning("%s: not a claim; delete it if no watcher runs", self.out.at(path))
@@ -136,10 +138,10 @@ class Records:
     @contextmanager
     def renewed(self, attempt: Attempt, every_seconds: float, clock: Callable[[], float]) -> Iterator[None]:
         """Send heartbeats for an attempt while the block runs."""
-        over = threading.Event()
+        stopped = threading.Event()
 
         def beat() -> None:
-            while not over.wait(every_seconds):
+            while not stopped.wait(every_seconds):
                 try:
                     self.write(replace(attempt, seen_at=clock()))
                 except (OSError, ListingError) as error:
@@ -150,7 +152,7 @@ class Records:
         try:
             yield
         finally:
-            over.set()
+            stopped.set()
             thread.join()
 
 

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Conversion:
-    """The conversion of every checkpoint."""
+    """How every checkpoint is converted."""
 
     settings: ConversionSettings
     identify: Callable[[str, str], str]
@@ -39,8 +39,8 @@ class Conversion:
 
 
 Convert = Callable[[str, str, Callable[[], None]], None]
-"""``(source, target, check)``: convert, calling ``check`` last before publishing; raises what went wrong, a
-``ReshardError`` whose ``retryable`` says whether another try makes sense."""
+"""``(source, target, check)``: convert, and call ``check`` immediately before publishing. Raises a ``ReshardError``,
+whose ``retryable`` says whether to try again."""
 
 
 def convert_inline(conversion: Conversion) -> Convert:
@@ -64,8 +64,7 @@ def convert_inline(conversion: Conversion) -> Convert:
 
 
 def _discard(target: str, conversion: Conversion, reason: object) -> None:
-    """Remove the unfinished target of an earlier attempt that cannot be resumed; the owner of the claim starts
-    afresh."""
+    """Remove the unfinished target of an earlier attempt that cannot be resumed, so that it starts afresh."""
     log.info("%s", reason)
     options, schemes, _ = target_access(conversion.settings.options)
     api.clean(target, storage_options=options, allow_scheme=schemes)
@@ -74,7 +73,7 @@ def _discard(target: str, conversion: Conversion, reason: object) -> None:
 def convert_as_job(
     conversion: Conversion, request_of: Callable[[str, str], JobRequest], address: str | None
 ) -> Convert:
-    """Conversions as jobs of a Ray cluster, one at a time. Their arguments must ask for ``--json --resume``."""
+    """Conversions as jobs of a Ray cluster, one at a time. Their arguments must include ``--json --resume``."""
     from paddle_reshard.clusters.ray.jobs import follow_job, submit_conversion
 
     def convert(source: str, target: str, check: Callable[[], None]) -> None:
@@ -103,7 +102,7 @@ def convert_as_job(
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """The entries of every :class:`Answer` of ``convert``; further entries are its facts."""
+    """The common entries of every :class:`Answer` of ``convert``; the remaining ones are its facts."""
 
     OPEN: ClassVar[bool] = True
     schema_version: Annotated[int, Bounds(SCHEMA_VERSION, SCHEMA_VERSION)]

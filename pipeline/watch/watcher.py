@@ -33,8 +33,8 @@ from paddle_reshard.pipeline.watch.claims import (
     Attempt,
     Basis,
     Decision,
+    Observation,
     Policy,
-    Sight,
     State,
     compare_manifests,
     decide,
@@ -51,7 +51,7 @@ from paddle_reshard.pipeline.watch.records import Records, digest
 from paddle_reshard.pipeline.watch.runners import Conversion, Convert, convert_inline
 from paddle_reshard.storage.formats.manifest import own_manifest
 from paddle_reshard.storage.listing import CheckpointRoot, open_root
-from paddle_reshard.storage.locate import place, source_access, target_access
+from paddle_reshard.storage.locate import comparable_path, source_access, target_access
 from paddle_reshard.storage.session.holder import is_gone, process_start, this_process
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Watcher:
-    """Looks at a training run again and again, and converts what has become whole."""
+    """Checks a training run repeatedly and converts its checkpoints once they are complete."""
 
     run: CheckpointRoot
     out: CheckpointRoot
@@ -69,10 +69,10 @@ class Watcher:
     clock: Callable[[], float] = time.time
     notices: Notices = field(default_factory=Notices)
     _order: list[str] = field(default_factory=list)
-    _compared: dict[str, tuple[Sight, Decision]] = field(default_factory=dict)
+    _compared: dict[str, tuple[Observation, Decision]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_places(self.run.location, self.out.location)
+        check_locations(self.run.location, self.out.location)
         self.me = this_process()
         self.records = Records(self.run, self.out, self.conversion.identify)
         self.inspector = Inspector(self.records, self.conversion.settings.options, self.policy.settle_seconds)
@@ -89,7 +89,7 @@ class Watcher:
         results: dict[str, Result] = {}
         for name in self._wanted():
             try:
-                results[name] = self._one(name)
+                results[name] = self._handle(name)
             except (OSError, ListingError) as error:
                 message = f"{name}: {in_words(error)}; will be checked again"
                 results[name] = self._give(name, Result.FAILED, logging.ERROR, message)
@@ -110,7 +110,7 @@ class Watcher:
             time.sleep(every_seconds)
 
     def _wanted(self) -> list[str]:
-        """With ``--keep N``: the newest N checkpoints that are converted or can be, and all newer ones."""
+        """With ``--keep N``: the newest N checkpoints that have been converted or can be, and all newer ones."""
         if self.policy.keep is None:
             return self._order
         wanted: list[str] = []
@@ -120,12 +120,12 @@ class Watcher:
                 wanted.append(name)
                 usable += self._usable(name)
             else:
-                passed_over = f"{name}: skipped, --keep {self.policy.keep} has newer checkpoints"
-                self._give(name, Result.DONE, logging.INFO, passed_over)
+                skipped = f"{name}: skipped, --keep {self.policy.keep} has newer checkpoints"
+                self._give(name, Result.DONE, logging.INFO, skipped)
         return wanted[::-1]
 
     def _usable(self, name: str) -> bool:
-        """Whether a checkpoint is converted or can be."""
+        """Whether a checkpoint has been converted or can be."""
         action = self._decide(name)[0].action
         if action is Action.LOOK:
             try:
@@ -136,11 +136,11 @@ class Watcher:
 
     def _decide(self, name: str) -> tuple[Decision, Basis]:
         attempts = self.records.attempts(name)
-        sight = self.records.sight(name)
+        seen = self.records.observe(name)
         gone = bool(attempts) and is_gone(attempts[-1].holder, self.me, process_start)
-        return decide(sight, attempts, gone, self.policy, self.clock()), Basis(sight, tuple(attempts))
+        return decide(seen, attempts, gone, self.policy, self.clock()), Basis(seen, tuple(attempts))
 
-    def _one(self, name: str) -> Result:
+    def _handle(self, name: str) -> Result:
         """Decide what to do about a checkpoint, and do it."""
         decision, basis = self._decide(name)
         if decision.action is Action.COMPARE:
@@ -158,20 +158,20 @@ class Watcher:
         return self._claim_and_convert(name, basis)
 
     def _adopt(self, name: str, basis: Basis) -> Decision:
-        """Decide about a target without a record, left by a kill or made by hand, from its manifest."""
-        if self._compared.get(name, (None, None))[0] != basis.sight:
-            self._compared[name] = (basis.sight, self._compare(name, basis))
+        """Decide about a target without a record, of a killed watcher or made by hand, from its manifest."""
+        if self._compared.get(name, (None, None))[0] != basis.observation:
+            self._compared[name] = (basis.observation, self._compare(name, basis))
         return self._compared[name][1]
 
     def _compare(self, name: str, basis: Basis) -> Decision:
         source, target = self.run.at(name), self.out.at(name)
-        asked = self.conversion.settings
-        options: ConversionOptions = {**asked.options, "overwrite": False}
+        settings = self.conversion.settings
+        options: ConversionOptions = {**settings.options, "overwrite": False}
         try:
             planned = plan_with(
                 source,
                 f"{target}.planned",
-                replace(asked, options=options, run=replace(asked.run, resume=False)),
+                replace(settings, options=options, run=replace(settings.run, resume=False)),
             )
         except CheckpointError as error:
             return Decision(Action.WAIT, str(error))
@@ -209,7 +209,7 @@ class Watcher:
         return self.notices.give(name, notices.of_attempt(name, ended, self.clock() - started))
 
     def _not_claimed(self, name: str, basis: Basis) -> Result:
-        """Another watcher was faster, or the claim's path holds another file."""
+        """Another watcher was faster, or a file that is not a claim occupies the claim's path."""
         if self.records.attempts(name) != list(basis.attempts):
             message = f"{name}: waiting: another watcher has just claimed it"
             return self._give(name, Result.WAITING, logging.INFO, message)
@@ -241,7 +241,7 @@ class Watcher:
     # ------------------------------------------------------------------------------------- keeping
 
     def prune(self) -> None:
-        """Remove targets beyond ``--keep``, only those that a watcher has made and nobody has replaced."""
+        """Remove targets beyond ``--keep`` that a watcher made and that have not been replaced since."""
         if self.policy.keep is None:
             return
         latest = [attempts[-1] for attempts in self.records.all_attempts().values()]
@@ -257,17 +257,17 @@ class Watcher:
             self._remove(mine[name])
 
     def _remove(self, attempt: Attempt) -> None:
-        """Remove a target and nothing else. After a kill the next pass completes the removal."""
+        """Remove a target, and nothing else. If this is killed, the next pass completes the removal."""
         if self.records.plan_id(attempt.target) not in (None, attempt.plan_id):
             return
         where = self.out.at(attempt.target)
-        going = replace(attempt, state=State.REMOVING, reason=f"--keep {self.policy.keep}")
-        self.records.write(going)
+        removing = replace(attempt, state=State.REMOVING, reason=f"--keep {self.policy.keep}")
+        self.records.write(removing)
         reason = self.out.remove(
             attempt.target, lambda manifest: (own_manifest(manifest) or {}).get("plan_id") == attempt.plan_id
         )
         if reason is None:
-            self.records.write(replace(going, state=State.REMOVED))
+            self.records.write(replace(removing, state=State.REMOVED))
             log.info("%s: removed, --keep %s", where, self.policy.keep)
         else:
             self.records.write(replace(attempt, state=State.DONE, reason=""))
@@ -278,17 +278,17 @@ class Watcher:
         return self.notices.give(name, Notice(result, level, message))
 
 
-def check_places(run: str, out: str) -> None:
+def check_locations(run: str, out: str) -> None:
     """Refuse target folders that overlap with the run, after resolving links."""
-    there, here = place(run), place(out)
-    if there == here:
-        raise UsageError(f"{out}: the converted checkpoints may not go into the run directory itself")
+    run_path, out_path = comparable_path(run), comparable_path(out)
+    if run_path == out_path:
+        raise UsageError(f"{out}: converted checkpoints cannot be written into the run directory itself")
     for inner, outer, what in (
-        (here, there, "a checkpoint of the run"),
-        (there, here, "a converted checkpoint"),
+        (out_path, run_path, "a checkpoint of the run"),
+        (run_path, out_path, "a converted checkpoint"),
     ):
         if outer in inner.parents and CHECKPOINT.fullmatch(inner.relative_to(outer).parts[0]):
-            raise UsageError(f"{out if inner == here else run}: is inside {what}")
+            raise UsageError(f"{out if inner == out_path else run}: is inside {what}")
 
 
 def open_watcher(

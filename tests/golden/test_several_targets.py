@@ -115,7 +115,7 @@ def test_a_malformed_target_is_refused(text: str, told: str) -> None:
 
 def test_two_targets_may_not_be_one_place(tmp_path: Path) -> None:
     asked: dict[Any, TargetOptions] = {tmp_path / "a": {"to": "tp=1"}, tmp_path / "a" / "b": {"to": "tp=1"}}
-    with pytest.raises(UsageError, match="two targets may not lie inside each other"):
+    with pytest.raises(UsageError, match="two targets may not be inside each other"):
         paddle_reshard.plan(SOURCE, asked)
     asked = {str(tmp_path / "a"): {"to": "tp=1"}, f"{tmp_path}/b/../a": {"format": "flex"}}
     with pytest.raises(UsageError, match="two targets are the same folder"):

@@ -13,11 +13,11 @@ from paddle_reshard.pipeline.watch.claims import (
     Action,
     Attempt,
     Basis,
+    Cause,
     Decision,
+    Observation,
     Policy,
-    Sight,
     State,
-    Why,
     claim_path,
     compare_manifests,
     decide,
@@ -39,7 +39,7 @@ from paddle_reshard.pipeline.watch.notices import (
 from paddle_reshard.storage.session.holder import Holder, is_gone, process_start, this_process
 
 HERE = Holder("gpu-1", "m1", "boot-1", "pid:[1]", 100, "5000")
-NEW = Sight("source-a", "", None, "0.1.0")
+NEW = Observation("source-a", "", None, "0.1.0")
 MADE = replace(NEW, target_stamp="target-a", plan_id="plan-a")
 POLICY = Policy(retries=2, backoff_seconds=60, claim_timeout_seconds=3600)
 
@@ -62,8 +62,10 @@ def attempt(state: State, number: int = 1, seen_at: float = 1000.0, **changes: o
     return replace(made, **changes)
 
 
-def action(sight: Sight, attempts: list[Attempt], gone: bool = False, now: float = 1010.0, **policy: object):
-    return decide(sight, attempts, gone, replace(POLICY, **policy), now).action
+def action(
+    seen: Observation, attempts: list[Attempt], gone: bool = False, now: float = 1010.0, **policy: object
+):
+    return decide(seen, attempts, gone, replace(POLICY, **policy), now).action
 
 
 def test_nothing_tried_yet_is_looked_at() -> None:
@@ -239,7 +241,7 @@ def test_steps_ascend_as_numbers() -> None:
 def test_what_the_trainer_still_has_to_write() -> None:
     whole = {"saved_signal_0", "trainer_state.bin", "scheduler.pdparams"}
     assert lacking(whole, set()) is None
-    assert lacking(whole - {"saved_signal_0"}, set()) == "no saved_signal file says that it is finished"
+    assert lacking(whole - {"saved_signal_0"}, set()) == "no saved_signal file marks it as finished"
     assert lacking(whole - {"trainer_state.bin"}, set()) == "trainer_state is not there yet"
     assert lacking(whole, whole | {"ema.pdopt"}) == "ema.pdopt is not there yet"
     assert lacking(whole, whole | {"my_notes.txt"}) is None
@@ -269,9 +271,9 @@ def test_a_checkpoint_settles_and_goes_stale_to_the_second() -> None:
     ("decision", "result", "level"),
     [
         (Decision(Action.NOTHING, "converted"), Result.DONE, logging.DEBUG),
-        (Decision(Action.NOTHING, "changed", Why.SOURCE_CHANGED), Result.DONE, logging.WARNING),
+        (Decision(Action.NOTHING, "changed", Cause.SOURCE_CHANGED), Result.DONE, logging.WARNING),
         (Decision(Action.NOTHING, "its name has changed"), Result.DONE, logging.DEBUG),
-        (Decision(Action.WAIT, "claimed", Why.CLAIMED), Result.WAITING, logging.INFO),
+        (Decision(Action.WAIT, "claimed", Cause.CLAIMED), Result.WAITING, logging.INFO),
         (Decision(Action.FAIL, "refused"), Result.FAILED, logging.ERROR),
     ],
 )

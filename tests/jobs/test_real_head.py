@@ -65,7 +65,7 @@ def check_that_it_runs_once(head: Head, tmp_path: Path, one_card: dict[str, byte
         said += first.stderr.read()
         assert first.wait(30) == 130, said
     submission_id = said.split("submitted ")[1].split()[0]
-    assert f"the job goes on; follow it with: ray job logs --follow {submission_id}" in said
+    assert f"the job continues; follow it with: ray job logs --follow {submission_id}" in said
 
     second = submit(head, *arguments, STORE_SECRET=SECRET)
     assert second.returncode == 0, second.stderr

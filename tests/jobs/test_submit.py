@@ -185,7 +185,10 @@ def test_mistakes_are_told_before_a_cluster_is_asked() -> None:
         (["/a", "/b"], "--to"),
         (["/a", "/b", "--to", "tq=1"], "unknown axis 'tq'"),
         (["/a", "/b", "--to", "tp=1", "--nonsense"], "--nonsense"),
-        (["/a", "/b", "--to", "tp=1", "--env", "NOT_SET_X"], "--env NOT_SET_X: no such variable is set here"),
+        (
+            ["/a", "/b", "--to", "tp=1", "--env", "NOT_SET_X"],
+            "--env NOT_SET_X: this environment variable is not set",
+        ),
     ):
         done = invoke("submit", "--address", "http://127.0.0.1:9", *arguments)
         assert (done.exit_code, message in done.stderr) == (2, True), done.stderr

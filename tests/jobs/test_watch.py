@@ -164,9 +164,7 @@ def test_once_waits_then_converts_then_does_nothing(training: Run, one_card: dic
 def test_without_signals_it_must_stay_the_same_between_two_looks(training: Run) -> None:
     folder = copy_checkpoint(training.run / "checkpoint-3", leave_out=("saved_signal",))
     told = training.watch("--settle", 0.1)
-    assert (
-        "waiting: no saved_signal file says that it is finished; converted if nothing changes" in told.stderr
-    )
+    assert "waiting: no saved_signal file marks it as finished; converted if nothing changes" in told.stderr
     (folder / "scheduler.pdparams").touch()
     time.sleep(0.15)
     assert training.watch("--settle", 0.1).stderr.count("waiting:") == 1
@@ -270,7 +268,7 @@ def test_a_model_made_by_hand_is_not_taken_for_the_average(training: Run) -> Non
     options = ("watch", training.run, training.out, "--format", "huggingface", "--once")
     refused = run(*options, "--state", "ema")
     assert refused.returncode == 1
-    assert "holds another conversion" in refused.stderr
+    assert "holds the result of a different conversion" in refused.stderr
     assert "1 converted before" in run(*options).stderr
 
 
@@ -325,9 +323,7 @@ def test_without_once_a_termination_is_a_normal_end(training: Run) -> None:
         time.sleep(0.3)
         process.terminate()
         assert process.wait(30) == 0
-        assert process.stderr.read() == (
-            "paddle-reshard: interrupted by SIGTERM; what was claimed is free again\n"
-        )
+        assert process.stderr.read() == ("paddle-reshard: interrupted by SIGTERM; claims are released\n")
 
 
 def test_a_claim_shows_that_its_holder_lives(training: Run) -> None:
@@ -451,7 +447,7 @@ def test_places_are_compared_as_they_are_and_not_as_they_are_called(
     if out == "link":
         (tmp_path / "link").symlink_to(tmp_path / run_link)
     with pytest.raises(UsageError, match=r"run directory itself|inside a checkpoint"):
-        watch.check_places(str(tmp_path / "run"), str(tmp_path / out))
+        watch.check_locations(str(tmp_path / "run"), str(tmp_path / out))
 
 
 def test_a_removal_that_was_cut_short_is_finished(training: Run) -> None:
@@ -489,7 +485,7 @@ def test_another_conversion_in_the_place_is_refused_and_left(training: Run) -> N
     before = snapshot(training.out / "checkpoint-3")
     other = training.watch(to="pp=2")
     assert other.returncode == 1
-    assert "holds another conversion" in other.stderr
+    assert "holds the result of a different conversion" in other.stderr
     assert snapshot(training.out / "checkpoint-3") == before
     replaced = training.watch("--overwrite", to="pp=2")
     assert replaced.returncode == 0, replaced.stderr
@@ -564,14 +560,14 @@ def test_failures_are_tried_again_so_many_times(training: Run, trouble: Exceptio
     ("arguments", "status", "message"),
     [
         (["run", "out"], 2, "--to"),
-        (["run", "run", "--to", "tp=1"], 2, "may not go into the run directory itself"),
+        (["run", "run", "--to", "tp=1"], 2, "cannot be written into the run directory itself"),
         (["run", "run/checkpoint-3/x", "--to", "tp=1"], 2, "is inside a checkpoint"),
-        (["run", "out", "--to", "tp=1", "--env", "HOME"], 2, "--env is for jobs"),
+        (["run", "out", "--to", "tp=1", "--env", "HOME"], 2, "--env applies only to jobs"),
         (["run", "out", "--to", "tp=1", "--submit", "http://x", "--env", "NOT_SET_X"], 2, "NOT_SET_X"),
         (["run", "out", "--to", "tq=1"], 2, "unknown axis 'tq'"),
         (["run", "out", "--to", "tp=1", "--nonsense"], 2, "--nonsense"),
         (["run", "out", "--to", "tp=1", "--keep", "0"], 2, "--keep"),
-        (["run"], 2, "two places are needed"),
+        (["run"], 2, "give a source and a target"),
         (["run", "--target", "out:flex"], 2, "without --target"),
         (["run", "out", "--to", "tp=1", "--plan", __file__], 2, "--plan is the plan of one conversion"),
         (
@@ -601,7 +597,7 @@ def test_a_run_that_is_not_there_is_an_error_unless_it_is_waited_for(training: R
     missing = training.watch()
     assert missing.returncode == 2
     assert missing.stderr == (
-        f"paddle-reshard: {training.run}: no such folder; give --wait if the run is still to come\n"
+        f"paddle-reshard: {training.run}: no such folder; use --wait if the run has not started yet\n"
     )
     assert not training.out.exists()
     waiting = training.watch("--wait")
@@ -693,7 +689,7 @@ def test_an_odd_note_of_what_was_seen_is_told_or_written_anew(kind: str, trainin
         assert "checkpoint-3: waiting: " in found.stderr
         assert json.loads(seen.read_bytes()).keys() == {"stamp", "at"}
     else:
-        assert f"{seen}: is a folder, and a small file of this name is needed; remove it" in found.stderr
+        assert f"{seen}: is a folder where a small file of this name is needed; remove it" in found.stderr
 
 
 @pytest.mark.parametrize("kind", [*ODD_CLAIMS, "folder", "full folder"])

@@ -129,7 +129,7 @@ def test_a_file_to_fill_with_is_protected_too(tmp_path: Path) -> None:
     fill = tmp_path / "t" / "model.safetensors"
     fill.parent.mkdir()
     fill.write_bytes(b"theirs")
-    with pytest.raises(UsageError, match="may not lie inside each other"):
+    with pytest.raises(UsageError, match="may not be inside each other"):
         paddle_reshard.convert(SMALL, tmp_path / "t", fill=fill, overwrite=True, **ONE_CARD)
     assert fill.exists()
 

@@ -120,7 +120,7 @@ def test_cleaning_that_takes_long_is_told_of(tmp_path: Path) -> None:
     try:
         assert process.stderr is not None
         line = process.stderr.readline()
-        assert line.startswith("removing what an unfinished conversion has left: ")
+        assert line.startswith("removing the unfinished conversion: ")
     finally:
         os.close(lock)
         process.communicate(timeout=300)
