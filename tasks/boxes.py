@@ -1,7 +1,7 @@
 """Moves of strided boxes in host memory.
 
-A box may have its dims in any order, gaps between its elements, and its first byte at any address. Work is done
-in blocks that stay in the processor's cache, so it needs no more memory than a few of those.
+A box may have its dims in any order, gaps between its elements, and its first byte at any address. Work is done in
+blocks that fit the processor's cache, so a few blocks are all the extra memory it needs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy.typing as npt
 from paddle_reshard.tasks.cast import cast_in_range, round_words
 
 BLOCK_ELEMENTS = 1 << 16
-"""Casts and comparisons work in blocks of at most this size: all that one needs fits the second-level cache."""
+"""Largest block of casts and comparisons: all its operands fit the second-level cache."""
 TILE_EDGE = 128
-"""Length of a tile along the fastest dim of either side, where these differ."""
+"""Length of a tile along the fastest dim of each side, if these differ."""
 
 Array = npt.NDArray[Any]
 Slices = tuple[slice, ...]
@@ -27,7 +27,7 @@ FLOAT32, BFLOAT16 = np.dtype("<f4"), np.dtype("<u2")
 
 
 def copy_box(source: Array, target: Array) -> None:
-    """Copy a box to another one of the same shape and dtype."""
+    """Copy a box to one of the same shape and dtype."""
     source, target = in_order_of(target, source, target)
     if _is_in_order(source):
         target[...] = source
@@ -37,7 +37,7 @@ def copy_box(source: Array, target: Array) -> None:
 
 
 def cast_box(source: Array, target: Array) -> None:
-    """Cast a box to another one of the same shape, as :func:`~paddle_reshard.tasks.cast.cast_in_range` does.
+    """Cast a box to one of the same shape, as :func:`~paddle_reshard.tasks.cast.cast_in_range` does.
 
     Raises
     ------
@@ -46,7 +46,7 @@ def cast_box(source: Array, target: Array) -> None:
     """
     source, target = in_order_of(target, source, target)
     room = min(source.size, BLOCK_ELEMENTS)
-    # Arithmetic on operands that are not contiguous or not aligned is slow, copying a block is not.
+    # Arithmetic on strided or unaligned operands is slow; copying a block first is not.
     values, words, halves = (np.empty(room, dtype) for dtype in (source.dtype, "<u4", "<u2"))
     for piece in pieces_of(source):
         box = source[piece]
@@ -77,20 +77,21 @@ def blocks(extents: Sequence[int], elements: int = BLOCK_ELEMENTS) -> Iterator[S
             yield (here,)
 
 
-def tiles(extents: Sequence[int], other: Sequence[int], edge: int = TILE_EDGE) -> Iterator[Slices]:
-    """Cut a box into slices that are runs of about ``edge`` elements on both sides of a move.
+def tiles(extents: Sequence[int], order_b: Sequence[int], edge: int = TILE_EDGE) -> Iterator[Slices]:
+    """Cut a box into tiles that are runs of about ``edge`` elements on both sides of a move.
 
-    One side has the dims in their order, the last one the fastest; ``other`` names the dims as they lie on the
-    other side, again the fastest one last. A tile has at most ``edge`` squared elements.
+    On one side the last dim is the fastest; ``order_b`` lists the dims as the second side has them, fastest last. A
+    tile has at most ``edge`` squared elements. A 300 × 200 matrix that is transposed (``order_b = (1, 0)``) has tiles
+    of 128 × 128: three rows of two.
     """
     shape = [1] * len(extents)
     order = range(len(extents) - 1, -1, -1)
-    for dims in (order, reversed(other)):
+    for dims in (order, reversed(order_b)):
         room = edge
         for dim in dims:
             shape[dim] = max(shape[dim], min(extents[dim], room))
             room //= max(1, shape[dim])
-    for dim in order:  # what short dims have left over
+    for dim in order:  # lengthen the tile where short dims do not use up the limit
         room = edge * edge // max(1, prod(shape))
         shape[dim] = min(extents[dim], shape[dim] * max(1, room))
     return product(
@@ -102,7 +103,7 @@ def tiles(extents: Sequence[int], other: Sequence[int], edge: int = TILE_EDGE) -
 
 
 def pieces_of(source: Array) -> Iterator[Slices]:
-    """Cut a box into slices that are worked on one after the other, the other side's dims being in their order."""
+    """Cut a box into pieces to work on one at a time; the dims of the second box are in its memory order."""
     return blocks(source.shape) if _is_in_order(source) else _tiles_of(source)
 
 
@@ -111,14 +112,14 @@ def _tiles_of(source: Array) -> Iterator[Slices]:
 
 
 def in_order_of(leader: Array, *boxes: Array) -> tuple[Array, ...]:
-    """Boxes of one shape with their dims as they lie in ``leader``, the fastest last; dims of extent 1 are gone."""
-    gone = [dim for dim, extent in enumerate(leader.shape) if extent == 1]
+    """Boxes of one shape with their dims in the memory order of ``leader``, fastest last, and without extents of 1."""
+    single = [dim for dim, extent in enumerate(leader.shape) if extent == 1]
     rest = [dim for dim, extent in enumerate(leader.shape) if extent != 1]
     rest.sort(key=lambda dim: -leader.strides[dim])
-    first = (*(0 for _ in gone), ...)
-    return tuple(box.transpose(*gone, *rest)[first] for box in boxes)
+    first = (*(0 for _ in single), ...)
+    return tuple(box.transpose(*single, *rest)[first] for box in boxes)
 
 
 def _is_in_order(box: Array) -> bool:
-    """Whether no dim is faster than the one after it."""
+    """Whether strides do not increase from dim to dim."""
     return all(a >= b for a, b in zip(box.strides, box.strides[1:], strict=False))

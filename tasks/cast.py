@@ -1,4 +1,4 @@
-"""Casts that a format defines or a user asks for, bit for bit."""
+"""Casts between floating-point dtypes, bit for bit as the formats define them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 
 def bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Round to nearest, ties to even; the bit patterns of bfloat16.
+    """Round to bfloat16, to nearest, ties to even; returns bit patterns.
 
-    Any NaN becomes 0x7fff, as in Paddle's own cast (paddlepaddle 3.3.1, seen by running it).
+    Any NaN becomes 0x7fff, as in Paddle's own cast (paddlepaddle 3.3.1, observed).
 
     >>> [hex(b) for b in bfloat16_bits(np.float32([1.0, 1.00390625, 1.01171875]))]
     ['0x3f80', '0x3f80', '0x3f82']
@@ -23,7 +23,7 @@ def bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 
 def round_words(values: npt.NDArray[np.float32], words: npt.NDArray[np.uint32]) -> None:
-    """Fill ``words`` with :func:`bfloat16_bits` of ``values``; both contiguous and of one shape."""
+    """Fill ``words`` with :func:`bfloat16_bits` of ``values``; both are contiguous and of the same shape."""
     bits = values.view(np.uint32)
     np.right_shift(bits, 16, out=words)
     np.bitwise_and(words, 1, out=words)
@@ -36,9 +36,9 @@ def round_words(values: npt.NDArray[np.float32], words: npt.NDArray[np.uint32]) 
 
 
 def cast(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """``values`` as another floating dtype, rounded once, to nearest, ties to even; any shape.
+    """``values`` as another floating-point dtype, rounded once, to nearest, ties to even; any shape.
 
-    bfloat16 is ``uint16`` on both sides: its bit patterns. What is too large for float16 becomes infinite.
+    bfloat16 is represented by its bit patterns, ``uint16``. Values too large for float16 become infinite.
 
     >>> cast(np.uint16([0x3F80, 0xC000]), np.dtype("<f2"))
     array([ 1., -2.], dtype=float16)
@@ -53,12 +53,12 @@ def cast(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 def cast_in_range(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """The same, where no finite value may become infinite.
+    """Like :func:`cast`, but finite values must stay finite.
 
     Raises
     ------
     OverflowError
-        Naming the first one.
+        With the first value that is too large.
     """
     found = cast(values, dtype)
     if dtype == np.float16:
@@ -70,7 +70,7 @@ def cast_in_range(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray
 
 
 def _widened(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """The same values as float32, which holds every bfloat16 and float16."""
+    """The values as float32, which represents every bfloat16 and float16 exactly."""
     if values.dtype == np.uint16:
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32, copy=False)

@@ -1,7 +1,7 @@
-"""Where do the moves of a group run: on the CPU with NumPy, or on any device of Paddle?
+"""Run the moves of a group on the CPU with NumPy, or on a device of Paddle.
 
-A *mover* holds the bands and the parts of one group where it works on them: every band is brought there once,
-boxes are moved from bands to parts, every part is fetched once. All movers give the same bits.
+A *mover* keeps the bands and parts of one group in its own memory: every band is loaded once, boxes are moved from
+bands to parts, and every part is fetched once. All movers give the same bits.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ OLDEST_PADDLE = (2, 6)
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A strided box of elements on a buffer; offset and strides in bytes."""
+    """A strided box of elements in a buffer; offset and strides in bytes."""
 
     buffer: Any
-    """What the mover made of a band or a part."""
+    """A band or part in the mover's memory."""
     byte_offset: int
     dtype: np.dtype[Any]
     extents: tuple[int, ...]
     strides: tuple[int, ...]
 
     def array(self) -> npt.NDArray[Any]:
-        """The box as an array on its buffer, where that is in host memory."""
+        """The box as an array; its buffer must be in host memory."""
         return np.ndarray(self.extents, self.dtype, self.buffer, self.byte_offset, self.strides)
 
 
@@ -46,19 +46,19 @@ class Mover(Protocol):
     """Moves boxes between the bands and the parts of a group."""
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Host memory that a band is read to."""
+        """Host memory to read a band into."""
 
     def release(self) -> None:
-        """The bands that were brought here are not needed any more."""
+        """Discard the bands that were loaded."""
 
     def load(self, band: Buffer) -> Any:
-        """Bring a band to where the moves are made; it is only read."""
+        """Copy a band to the mover's memory, or return it as it is; it is not changed."""
 
     def zeros(self, nbytes: int) -> Any:
         """A part, all zeros."""
 
     def move(self, source: Box, target: Box) -> None:
-        """Copy a box of a band into a part, or cast it where the dtypes differ.
+        """Copy a box of a band into a part; cast it if the dtypes differ.
 
         Raises
         ------
@@ -67,16 +67,16 @@ class Mover(Protocol):
         """
 
     def mix(self, source: Box, mixed: Box, term: Term, first: bool) -> None:
-        """Make the step of a mixture; the ``first`` one keeps nothing. Both boxes are float32.
+        """Make one step of a mixture; the ``first`` step ignores the contents of ``mixed``. Both boxes are float32.
 
         Raises
         ------
         UnsupportedError
-            If this mover only moves.
+            If this mover does not support mixtures.
         """
 
     def finish(self, mixed: Box, target: Box, divide_by: float) -> None:
-        """After the last step: divide, and cast to ``target`` where that is another place.
+        """Divide after the last step, and cast to ``target`` if that is a different box.
 
         Raises
         ------
@@ -85,14 +85,14 @@ class Mover(Protocol):
         """
 
     def fetch(self, part: Any) -> Buffer:
-        """Bring a part back into host memory, where it can be written to."""
+        """The part in host memory, as a writable buffer."""
 
 
 class HostMover:
     """Moves in host memory, with NumPy."""
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Memory as it comes."""
+        """New memory, not initialised."""
         return np.empty(nbytes, dtype=np.uint8)
 
     def release(self) -> None:
@@ -107,16 +107,16 @@ class HostMover:
         return np.zeros(nbytes, dtype=np.uint8)
 
     def move(self, source: Box, target: Box) -> None:
-        """Copy or cast, in blocks that need no memory to speak of."""
+        """Copy or cast, block by block."""
         move = copy_box if source.dtype == target.dtype else cast_box
         move(source.array(), target.array())
 
     def mix(self, source: Box, mixed: Box, term: Term, first: bool) -> None:
-        """Multiply and add, in blocks that need no memory to speak of."""
+        """Multiply and add, block by block."""
         mix_box(source.array(), mixed.array(), term, first)
 
     def finish(self, mixed: Box, target: Box, divide_by: float) -> None:
-        """Divide, then cast where ``target`` has another dtype."""
+        """Divide, then cast if ``target`` has another dtype."""
         if divide_by != 1:
             divide_box(mixed.array(), divide_by)
         if mixed.dtype != target.dtype:
@@ -131,20 +131,20 @@ HOST = HostMover()
 
 
 class PaddleMover:
-    """Moves on a device of Paddle: strided copies, concats and casts are Paddle's own operators.
+    """Moves on a device of Paddle; strided copies and casts are Paddle's own operators.
 
-    Buffers are tensors of bytes, and boxes are strided views of them, because a payload may start at any byte
-    of a file. The device holds the bands, one part, and the largest box that is cast.
+    Buffers are byte tensors and boxes are strided views of them, because a payload may start at any byte of a file. The
+    device holds the bands, one part, and the largest box that is cast.
 
     Raises
     ------
     UnsupportedError
-        If Paddle is missing or too old, lacks the device, or casts differently from the format's definition.
+        If Paddle is missing or too old, does not have the device, or rounds differently from the CPU.
     """
 
     def __init__(self, device: str) -> None:
         self.paddle = _import_paddle()
-        self.paddle.disable_signal_handler()  # which would print its own traceback when a worker is ended
+        self.paddle.disable_signal_handler()  # it prints a traceback of its own when a worker is stopped
         try:
             self.paddle.set_device(device)
         except Exception as error:
@@ -155,7 +155,7 @@ class PaddleMover:
             raise UnsupportedError(f"Paddle on {device!r} does not round float32 to bfloat16 as the CPU does")
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Host memory; what is read there is then copied to the device."""
+        """Host memory, from which :meth:`load` copies to the device."""
         return np.empty(nbytes, dtype=np.uint8)
 
     def release(self) -> None:
@@ -170,7 +170,7 @@ class PaddleMover:
         return self.paddle.zeros([nbytes], dtype="uint8")
 
     def move(self, source: Box, target: Box) -> None:
-        """Copy or cast on the device; casts that no format defines, and only exports ask for, on the host."""
+        """Copy, or cast float32 to bfloat16, on the device; other casts, which only exports need, on the host."""
         if source.dtype == target.dtype:
             self._assign(source, target)
             return
@@ -185,28 +185,29 @@ class PaddleMover:
         self._assign(Box(rounded, 0, target.dtype, source.extents, _contiguous(target)), target)
 
     def mix(self, source: Box, mixed: Box, term: Term, first: bool) -> None:
-        """Not here: other devices may round a product and a sum together."""
-        raise UnsupportedError("averages are computed on the CPU; leave --device away")
+        """Not supported: a device may round a product and a sum in one step."""
+        raise UnsupportedError("averages are computed on the CPU; omit --device")
 
     def finish(self, mixed: Box, target: Box, divide_by: float) -> None:
-        """Not here."""
-        raise UnsupportedError("averages are computed on the CPU; leave --device away")
+        """Not supported."""
+        raise UnsupportedError("averages are computed on the CPU; omit --device")
 
     def _assign(self, source: Box, target: Box) -> None:
-        """Copy bytes between two boxes of one dtype; dims that are contiguous on both sides become one."""
-        extents, one, other = [source.dtype.itemsize], [1], [1]
+        """Copy bytes between two boxes of one dtype; dims that are contiguous on both sides are merged."""
+        extents, from_strides, to_strides = [source.dtype.itemsize], [1], [1]
         dims = zip(reversed(source.extents), reversed(source.strides), reversed(target.strides), strict=True)
         for extent, source_stride, target_stride in dims:
             if extent == 1:
                 continue
             reach = extents[0]
-            if source_stride == one[0] * reach and target_stride == other[0] * reach:
+            if source_stride == from_strides[0] * reach and target_stride == to_strides[0] * reach:
                 extents[0] *= extent
             else:
-                extents, one, other = [extent, *extents], [source_stride, *one], [target_stride, *other]
+                extents = [extent, *extents]
+                from_strides, to_strides = [source_stride, *from_strides], [target_stride, *to_strides]
         strided = self.paddle.as_strided
-        values = strided(source.buffer, extents, one, source.byte_offset)
-        self.paddle.assign(values, output=strided(target.buffer, extents, other, target.byte_offset))
+        values = strided(source.buffer, extents, from_strides, source.byte_offset)
+        self.paddle.assign(values, output=strided(target.buffer, extents, to_strides, target.byte_offset))
 
     def fetch(self, part: Any) -> Buffer:
         """A copy of the part in host memory."""
@@ -219,11 +220,11 @@ PROBE_BITS = (
     *(0x7F7FFFFF, 0xFF7F8000, 0x7F800000, 0xFF800000),  # overflow to infinity, infinities
     *(0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF),  # NaN, quiet and signalling
 )
-"""Bits of float32 values whose cast to bfloat16 tells one way of rounding from another."""
+"""Bits of float32 values whose cast to bfloat16 shows how a device rounds."""
 
 
 def _contiguous(box: Box) -> tuple[int, ...]:
-    """Byte strides of a box of these extents and this dtype without gaps."""
+    """Byte strides of a box with the same extents and dtype, without gaps."""
     return tuple(prod(box.extents[dim + 1 :]) * box.dtype.itemsize for dim in range(len(box.extents)))
 
 
@@ -235,7 +236,7 @@ def _import_paddle() -> Any:
             paddle: Any = import_module("paddle")
     except ImportError as error:
         raise UnsupportedError(
-            f"device gpu needs PaddlePaddle {wanted} or later on every worker, and it cannot be imported: {error}"
+            f"device gpu needs PaddlePaddle {wanted} or later on every worker, but it cannot be imported: {error}"
         ) from error
     version = tuple(int(number) for number in paddle.__version__.split(".")[:2])
     if version != (0, 0) and version < OLDEST_PADDLE:  # 0.0.0 is a nightly build

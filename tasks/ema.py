@@ -1,4 +1,4 @@
-"""Exponential moving averages: the arithmetic, and how the decay changes while training goes on.
+"""Exponential moving averages: the arithmetic, and how the decay changes during training.
 
 ``average = decay · average + (1 − decay) · values`` in float32, as the trainers' own callback computes it
 (PaddleFormers 1.2 ``zero_cost_checkpoint.py``: both factors are rounded to float32, then each product, then the
@@ -32,7 +32,7 @@ class Averaging:
         Let the decay grow with the number of updates ``n``: ``min(decay, (1 + n) / (10 + n))``.
     start
         ``"weights"``: the first update takes the values as they are. ``"zero"``: the average starts at zero, and
-        whoever reads it divides by the weight that the values have so far (:meth:`AverageProgress.correction`).
+        readers divide it by the sum of the weights so far (:meth:`AverageProgress.correction`).
     """
 
     decay: float
@@ -43,7 +43,7 @@ class Averaging:
         if not 0 <= self.decay < 1:
             raise UsageError(f"decay {self.decay} must be at least 0 and below 1")
         if self.start not in STARTS:
-            raise UsageError(f"unknown start {self.start!r}; known are {', '.join(STARTS)}")
+            raise UsageError(f"unknown start {self.start!r}; known: {', '.join(STARTS)}")
 
     def decay_at(self, updates: int) -> float:
         """The decay of an update after ``updates`` earlier ones."""
@@ -54,32 +54,32 @@ class Averaging:
 
 @dataclass(frozen=True, slots=True)
 class AverageProgress:
-    """How far an average has come. It is the same on every rank."""
+    """The updates that an average contains. It is the same on every rank."""
 
     updates: int = 0
-    """Updates that it contains."""
+    """Number of updates."""
     step: int = 0
-    """Training step of the last one."""
+    """Training step of the last update."""
     start_weight: float = 1.0
-    """Weight that what it started from still has: the product of all decays."""
+    """Remaining weight of the initial value: the product of all decays."""
 
     def after(self, step: int, decays: tuple[float, ...]) -> AverageProgress:
-        """The progress after one more update for each of ``decays``, the last of them at ``step``."""
+        """The progress after one more update for each of ``decays``, the last at ``step``."""
         weight = self.start_weight
         for decay in decays:
             weight *= decay
         return AverageProgress(self.updates + len(decays), step, weight)
 
     def correction(self, averaging: Averaging) -> float:
-        """The divisor with which the weights of the average add up to one."""
+        """The divisor that makes the weights of the average add up to one."""
         return 1.0 if averaging.start == "weights" else 1.0 - self.start_weight
 
 
 def blend(average: Floats, values: Floats, decay: float, scratch: Floats | None = None) -> None:
-    """Make one update of ``average``, in place; both are one-dim and contiguous.
+    """Update ``average`` in place; both arrays are one-dimensional and contiguous.
 
-    ``scratch`` has at least ``BLOCK_ELEMENTS`` elements. With a decay of zero the values are taken as they are,
-    NaN and infinity in the average so far notwithstanding.
+    ``scratch`` has at least ``BLOCK_ELEMENTS`` elements. With a decay of zero the values are copied, even where the
+    average is NaN or infinite.
     """
     if decay == 0.0:
         np.copyto(average, values)
@@ -92,12 +92,12 @@ def blend(average: Floats, values: Floats, decay: float, scratch: Floats | None 
 
 
 def factors(decay: float) -> tuple[np.float32, np.float32]:
-    """The factors of an update with a decay: for the average so far, and for the new values."""
+    """The factors of the average so far and of the new values, in an update with this decay."""
     return np.float32(decay), np.float32(1 - decay)
 
 
 def mix(mixed: Floats, values: Floats, keep: np.float32, take: np.float32, scratch: Floats) -> None:
-    """``mixed = keep · mixed + take · values``, in place; each product and the sum are rounded. All of one shape."""
+    """``mixed = keep · mixed + take · values`` in place, rounding each product and the sum; all have the same shape."""
     np.multiply(values, take, out=scratch)
     np.multiply(mixed, keep, out=mixed)
     np.add(mixed, scratch, out=mixed)

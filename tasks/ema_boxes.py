@@ -1,4 +1,4 @@
-"""The steps of a mixture on strided boxes in host memory, a block at a time."""
+"""Steps of a mixture on strided boxes in host memory, block by block."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from paddle_reshard.tasks.ema import mix
 
 
 def mix_box(values: Array, mixed: Array, term: Term, first: bool) -> None:
-    """Make one step of a mixture: ``mixed = keep · mixed + take · values``; both boxes are float32, of one shape.
+    """Make one step of a mixture: ``mixed = keep · mixed + take · values``; both are float32 and of the same shape.
 
-    The ``first`` step keeps nothing, and takes the values as they are if ``take`` is one: what was in ``mixed``,
-    NaN included, has no effect.
+    The ``first`` step ignores the contents of ``mixed``, even NaN, and copies the values if ``take`` is 1.
     """
     values, mixed = in_order_of(mixed, values, mixed)
     keep, take = np.float32(term.keep), np.float32(term.take)
-    # Arithmetic on operands that are not contiguous or not aligned is slow, copying a block is not.
+    # Arithmetic on strided or unaligned operands is slow; copying a block first is not.
     taken, kept, scratch = (np.empty(min(mixed.size, BLOCK_ELEMENTS), np.float32) for _ in range(3))
     for piece in pieces_of(values):
         box = values[piece]
@@ -35,7 +34,7 @@ def mix_box(values: Array, mixed: Array, term: Term, first: bool) -> None:
 
 
 def divide_box(mixed: Array, divide_by: float) -> None:
-    """Divide a box of float32 in place, by a number rounded to float32."""
+    """Divide a float32 box in place by a number rounded to float32."""
     (mixed,) = in_order_of(mixed, mixed)
     divisor = np.float32(divide_by)
     values = np.empty(min(mixed.size, BLOCK_ELEMENTS), np.float32)

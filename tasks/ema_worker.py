@@ -1,10 +1,10 @@
-"""The process beside a training rank that averages its weights: ``python -m … FD NBYTES``.
+"""The companion process that averages the weights of a training rank: ``python -m … FD NBYTES``.
 
-The shared memory is a header, the values as they were handed over, and the average::
+The shared memory holds a header, the values last handed over, and the average::
 
     [ updates begun, updates done : int64 ] [ values : float32 × n ] [ average : float32 × n ]
 
-An update that was begun and not done has spoilt the average; otherwise it survives this process.
+If this process ends, the average stays valid unless an update was begun and not done.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ POLITENESS = 10
 
 
 class Shared:
-    """The memory that a training rank and its companion share."""
+    """Memory shared by a training rank and its companion."""
 
     def __init__(self, memory: mmap.mmap, nbytes: int) -> None:
         elements = elements_in(nbytes)
@@ -39,12 +39,12 @@ class Shared:
 
     @property
     def intact(self) -> bool:
-        """Whether no update was cut short."""
+        """Whether no update was interrupted."""
         return bool(self.counts[0] == self.counts[1])
 
 
 def shared_bytes(elements: int) -> int:
-    """Size of the shared memory for so many elements."""
+    """Size of the shared memory for a number of elements."""
     return HEADER_BYTES + 2 * 4 * elements
 
 
@@ -54,7 +54,7 @@ def elements_in(nbytes: int) -> int:
 
 
 class Worker:
-    """Does what is asked of the average, one thing after another."""
+    """Handles requests, one at a time."""
 
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
@@ -66,7 +66,7 @@ class Worker:
         os.nice(POLITENESS)
 
     def do(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Do what is asked; the answer names an ``error`` if it cannot be done."""
+        """Carry out a request; the answer has an ``error`` if that failed."""
         answer = {"done": request["do"]}
         try:
             self.actions[request["do"]](request)
@@ -81,7 +81,7 @@ class Worker:
 
 
 def main(descriptor: int, nbytes: int) -> None:
-    """Do what is asked, line by line, until the input ends."""
+    """Answer requests, one JSON object per line, until the input ends."""
     worker = Worker(Shared(mmap.mmap(descriptor, nbytes), nbytes))
     for line in sys.stdin.buffer:
         asked = json.loads(line)  # noqa: TID251 (from a process of ours)
@@ -90,7 +90,7 @@ def main(descriptor: int, nbytes: int) -> None:
 
 
 def _save(shared: Shared, request: Mapping[str, Any]) -> None:
-    """Write a file of literal bytes and of slices of the average; it appears whole."""
+    """Write a file of literal bytes and slices of the average, atomically."""
     path = request["path"]
     unfinished = f"{path}.unfinished"
     with open(unfinished, "wb") as file:

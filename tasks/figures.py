@@ -1,4 +1,4 @@
-"""What did each worker of a cluster do? Sent with the reports of groups, added up by the driver."""
+"""What each worker of a cluster did; sent with the reports of groups and added up by the driver."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from paddle_reshard.pipeline.core.shown import readable_bytes
 
 @dataclass(frozen=True, slots=True)
 class WorkerFigures:
-    """The work of one worker since its last report."""
+    """What one worker did since its last report."""
 
     number: int
     host: str
     groups: int = 0
-    """Groups that it ran, or had a share in."""
+    """Groups that it ran, alone or with further workers."""
     read_bytes: int = 0
     written_bytes: int = 0
     busy_seconds: float = 0.0
     retries: Mapping[str, int] = field(default_factory=dict)
-    """Failure of a store → how often a request was repeated for it."""
+    """Failure of a store → how often a request was repeated because of it."""
 
     def in_words(self) -> str:
-        """In a line, for people."""
+        """One line for people."""
         return (
             f"{self.groups} groups, {readable_bytes(self.read_bytes)} read, "
             f"{readable_bytes(self.written_bytes)} written, busy for {self.busy_seconds:.1f} s, on {self.host}"
@@ -32,7 +32,7 @@ class WorkerFigures:
 
 
 def add_figures(reported: Iterable[WorkerFigures]) -> tuple[WorkerFigures, ...]:
-    """One entry for each worker, by its number; a worker that was replaced on another host has two.
+    """One entry for each worker and host: a worker that was replaced on another host has two.
 
     >>> add_figures([WorkerFigures(0, "a", 1, 5), WorkerFigures(0, "a", 2, 3)])[0].read_bytes
     8
@@ -53,7 +53,7 @@ def add_figures(reported: Iterable[WorkerFigures]) -> tuple[WorkerFigures, ...]:
 
 
 def add_retries(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Retries of several workers together, the most frequent failure first.
+    """The sum of the retries of several workers, most frequent failure first.
 
     >>> add_retries([{"SlowDown": 1}, {"Reset": 2, "SlowDown": 2}])
     {'SlowDown': 3, 'Reset': 2}

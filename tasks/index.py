@@ -1,4 +1,4 @@
-"""How many files are indexed at a time in this process."""
+"""Index files in this process, with threads if the store is slow to respond."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from paddle_reshard.pipeline.layouts.reading import Readable
 T = TypeVar("T")
 
 FILES_IN_FLIGHT = 64
-"""Files whose metadata are read at a time from a store that answers late: each waits most of the time."""
+"""Files indexed at a time if the store is slow to respond: each thread mostly waits."""
 LATE_SECONDS = 0.1
-"""Waiting for a store, all files together, that is too little to start threads for."""
+"""Total waiting time up to which threads are not worth starting."""
 
 
 def index_here(
@@ -24,12 +24,10 @@ def index_here(
     sizes: Mapping[str, int],
     observe: Observer = ignore_events,
 ) -> dict[str, T]:
-    """Index files in this process: one by one, and side by side as soon as the store turns out to answer late.
+    """Index files in this process: one by one, and in threads once the store proves slow to respond.
 
-    Threads only help while they wait. Where a disk answers at once they fight for the interpreter, and the same files
-    take twice as long.
-
-    ``observe`` receives the number of files read so far.
+    Threads help only while they wait. With a fast disk they compete for the interpreter, and the same files take twice
+    as long. ``observe`` receives the number of files read so far.
     """
     found: dict[str, T] = {}
     for path, one in _indexed(index, store, sizes):

@@ -1,6 +1,6 @@
-"""LoRA merged into its base while the base is read: ranges of its files with other weights in them.
+"""Merge LoRA into its base model while the base is read: its files appear with the merged weights in them.
 
-Whatever plans and moves a checkpoint then does the same with a merged one, a range at a time.
+Planning and moving then work as with any source, range by range.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from paddle_reshard.tasks.cast import bfloat16_bits
 
 Floats = npt.NDArray[np.float32]
 BLOCK_ELEMENTS = 1 << 16
-"""Of a weight, merged at a time: what is worked on stays in the processor's cache."""
-HELD_BYTES = 32 << 20
-"""Matrices of adapters that a worker keeps, in float32; those of the last weight are kept whatever their size."""
+"""Elements of a weight merged at a time: they fit the processor's cache."""
+CACHE_BYTES = 32 << 20
+"""Size of a worker's cache of adapter matrices, in float32; those of the last weight are always kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix of an adapter, bfloat16, and where it lies."""
+    """A bfloat16 matrix of an adapter, and the files that store it."""
 
     key: str
     shape: Shape
     fragments: Fragments
     paths: tuple[str, ...]
-    """Of the files that the fragments name."""
+    """Paths of the files that ``fragments`` refers to by number."""
 
     def read(self, source: ReadRange) -> Floats:
         """The whole matrix.
@@ -59,14 +59,14 @@ class Matrix:
                 values[box] = stored
             elif not np.array_equal(values[box], stored):
                 raise CheckpointError(
-                    f"{self.key}: copies differ, one of them is in {path}: which to merge is not known"
+                    f"{self.key}: the copy in {path} differs from the first; cannot tell which to merge"
                 )
         return widened(values)
 
 
 @dataclass(frozen=True, slots=True)
 class Addend:
-    """What is added to a weight ``[in, out]``: the product of two matrices, times a number."""
+    """What is added to a weight ``[in, out]``: the product ``a @ b`` times ``scaling``."""
 
     a: Matrix
     b: Matrix
@@ -79,11 +79,11 @@ def widened(bits: npt.NDArray[np.uint16]) -> Floats:
 
 
 def merge_block(weight: npt.NDArray[np.uint16], a: Floats, b: Floats, scaling: float) -> None:
-    """``weight + (a @ b) · scaling`` in place of a block of ``weight``.
+    """Replace a block of ``weight`` with ``weight + (a @ b) · scaling``.
 
-    In float32 and rounded once, to bfloat16: the arithmetic of PaddleFormers' export (1.2 ``mergekit/merge_model.py``).
-    The sum over the rank goes from first to last. Products of bfloat16 are exact in float32, so it does not matter
-    whether a processor rounds them before they are added.
+    Computed in float32 and rounded once, to bfloat16, as PaddleFormers' export does (1.2 ``mergekit/merge_model.py``).
+    The sum over the rank runs from first to last. Products of bfloat16 values are exact in float32, so the result does
+    not depend on whether a processor rounds them before adding.
     """
     product = np.zeros(weight.shape, dtype=np.float32)
     term = np.empty_like(product)
@@ -96,7 +96,7 @@ def merge_block(weight: npt.NDArray[np.uint16], a: Floats, b: Floats, scaling: f
 
 
 class _MatrixCache:
-    """Matrices that were read last. A copy for another process holds nothing."""
+    """Recently read matrices; pickled empty."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -114,7 +114,7 @@ class _MatrixCache:
         with self._lock:
             self._pairs[tensor] = found
             self._pairs.move_to_end(tensor)
-            while len(self._pairs) > 1 and self._bytes() > HELD_BYTES:
+            while len(self._pairs) > 1 and self._bytes() > CACHE_BYTES:
                 self._pairs.popitem(last=False)
         return found
 
@@ -124,29 +124,29 @@ class _MatrixCache:
 
 @dataclass(frozen=True)
 class MergedSource(ReadRange):
-    """A base model whose weights are read as if its adapter had been merged into it. No storage copies from it."""
+    """A base model that reads as if its adapter were merged into it. The storage cannot copy from it."""
 
     inner: Source
     """Files of the base and of the adapter."""
     addends: Mapping[int, Addend]
     """Number of a weight → what is added to it."""
     fragments: Mapping[str, Fragments]
-    """Path of a file of the base → where weights that change lie in it, two dims and bfloat16 each."""
+    """Path of a file of the base → fragments of the changed weights in it, all two-dimensional bfloat16."""
     cache: _MatrixCache = field(default_factory=_MatrixCache, compare=False, repr=False)
 
     @property
     def location(self) -> str:
-        """That of the base."""
+        """Location of the base."""
         return self.inner.location
 
     @property
     def folders(self) -> Sequence[str]:
-        """Those of the base."""
+        """Folders of the base."""
         return self.inner.folders
 
     @property
     def openness(self) -> Openness:
-        """What base and adapter allow."""
+        """Openness of base and adapter together."""
         return self.inner.openness
 
     def sizes(self) -> Mapping[str, int]:
@@ -154,7 +154,7 @@ class MergedSource(ReadRange):
         return self.inner.sizes()
 
     def versions(self) -> Mapping[str, str]:
-        """Name of every file → fingerprint of what is stored."""
+        """Name of every file → fingerprint of its contents."""
         return self.inner.versions()
 
     def check_unchanged(self) -> None:
@@ -167,7 +167,7 @@ class MergedSource(ReadRange):
         self._merge(path, byte_offset, buffer)
 
     def read_many(self, reads: Sequence[Read]) -> None:
-        """Fill several buffers; the store is asked for all at once."""
+        """Fill several buffers with one call to the store."""
         self.inner.read_many(reads)
         for read in reads:
             self._merge(read.path, read.byte_offset, read.buffer)
@@ -182,7 +182,7 @@ class MergedSource(ReadRange):
             self._merge_box(path, byte_offset, buffer, row)
 
     def _merge_box(self, path: str, byte_offset: int, buffer: memoryview, row: np.void) -> None:
-        """Merge what a range has of a box: lines along the dim whose elements are nearer to each other."""
+        """Merge the part of a box that lies in a range of bytes, line by line along the dim with the smaller stride."""
         tensor, base = int(row["tensor"]), int(row["byte_base"])
         offset, extents, strides = (row[name][:2].tolist() for name in ("offset", "extents", "strides"))
         across = 0 if strides[0] >= strides[1] else 1
@@ -194,7 +194,7 @@ class MergedSource(ReadRange):
         for number in range(start, end):
             if whole and whole[0] <= number <= whole[-1]:
                 continue
-            # A line of which the range has a part: a rounded sum needs whole elements.
+            # The range contains only part of this line; merging needs whole elements, so the line is read again.
             at = base + number * step
             piece = bytearray(line)
             self.inner.read_into(path, at, memoryview(piece))
@@ -237,7 +237,7 @@ def _shifted(part: slice, by: int) -> slice:
 
 
 def _blocks(shape: Sequence[int], across: int) -> Iterator[tuple[slice, slice]]:
-    """Parts of a matrix, several lines each."""
+    """Cut a matrix into blocks of several lines each."""
     each = max(1, BLOCK_ELEMENTS // max(1, shape[1 - across]))
     for first in range(0, shape[across], each):
         part = slice(first, min(first + each, shape[across]))

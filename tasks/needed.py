@@ -1,7 +1,7 @@
 """Read only the bytes of a group's bands that its moves and comparisons need.
 
-A band reaches from the first to the last byte that a pass needs of a file. Offline all of it is wanted by one target
-file or another. A process that loads its own columns of a matrix wants a short run out of every row.
+A band extends from the first to the last byte that a pass needs of a file. In a conversion some target file needs
+nearly every byte in between. A process that loads its own columns of a matrix needs only a short run of each row.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from paddle_reshard.storage.store import Read, ReadRange
 
 
 class NeededBytes(ReadRange):
-    """The bands of one group, as far as they are needed; other bytes of the buffers stay as they are.
+    """Reads the needed bytes of one group's bands; the remaining bytes of the buffers are not touched.
 
-    Bytes between two needed ones are read along where they are at most ``gap_bytes``.
+    Gaps of at most ``gap_bytes`` between needed bytes are read too.
     """
 
     def __init__(self, source: ReadRange, work: GroupWork, gap_bytes: int) -> None:
         self.source, self.work, self.gap_bytes = source, work, gap_bytes
         self.file_numbers = {path: number for number, path in work.source_paths.items()}
-        # What is compared lies in source files on both sides.
+        # Both sides of a comparison are in source files.
         self._sides = (("source", work.ops), ("target", work.ops[work.ops["kind"] != MOVE]))
         self.read_bytes = 0
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        """Fill what is needed of one band."""
+        """Fill the needed bytes of one band."""
         self.read_many([Read(path, byte_offset, buffer)])
 
     def read_many(self, reads: Sequence[Read]) -> None:
-        """Fill what is needed of several bands."""
+        """Fill the needed bytes of several bands."""
         pieces = [piece for read in reads for piece in self._pieces(read)]
         self.source.read_many(pieces)
         self.read_bytes += sum(len(piece.buffer) for piece in pieces)
@@ -55,7 +55,11 @@ class NeededBytes(ReadRange):
             yield Read(band.path, first, band.buffer[first - start : last - start])
 
     def _runs(self, op: np.void, side: str) -> tuple[Ints, Ints]:
-        """First bytes, and ones past the last, of the runs that one side of an op is."""
+        """Starts and stops of the byte runs that make up one side of an op.
+
+        3 rows of 4 float32 values with a row stride of 64, from byte 100, and gaps of up to 16 bytes: the gap between
+        rows is 48 bytes, so there are three runs, [100, 116), [164, 180) and [228, 244).
+        """
         strides, extents = op[f"{side}_strides"].tolist(), op["extents"].tolist()
         length = int(ITEMSIZES[op[f"{side}_dtype"]])
         start = np.array([op[f"{side}_byte"]], dtype=np.int64)

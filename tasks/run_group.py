@@ -1,8 +1,8 @@
-"""Run one group: load its bands, pass by pass, move boxes from bands to parts, write its parts.
+"""Run one group: load its bands pass by pass, move boxes from bands to parts, write the parts.
 
-Running it again writes the same bytes to the same places. One worker can do all of it (:func:`run_group`), or
-several can share the loading and each finish some parts (:func:`load_band`, :func:`finish_group`). Parts that the
-storage copies have no bands; the worker only asks for them.
+Running a group again writes the same bytes at the same offsets. One worker can do everything (:func:`run_group`), or
+several workers can load bands and each finish some parts (:func:`load_band`, :func:`finish_group`). Parts that the
+storage copies need no bands; the worker only requests the copy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paddle_reshard.tasks.device import HOST, Box, Buffer, Mover
 from paddle_reshard.tasks.figures import WorkerFigures
 
 ROWS_AT_A_TIME = 1 << 12
-"""Ops that are unpacked in one go."""
+"""Ops that are unpacked to rows at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,14 @@ class GroupReport:
     group: int
     read_bytes: int
     written_bytes: int
-    """In all its parts, including those copied by the storage."""
+    """Bytes of all its parts, including those copied by the storage."""
     receipts: tuple[Receipt, ...] = ()
     compared_elements: int = 0
     differences: tuple[DriftError, ...] = field(default=())
     figures: tuple[WorkerFigures, ...] = ()
-    """The work of the workers that ran it since their last report."""
+    """What the workers that ran it did since their previous report."""
     copied_bytes: int = 0
-    """The written bytes that the storage copied."""
+    """How many of ``written_bytes`` the storage copied."""
 
 
 def run_group(work: GroupWork, source: ReadRange, target: WritePart, mover: Mover = HOST) -> GroupReport:
@@ -57,9 +57,8 @@ def run_group(work: GroupWork, source: ReadRange, target: WritePart, mover: Move
     Raises
     ------
     DriftError
-        If two copies of the same values differ; nothing of the group is written then. Where the work allows
-        replica drift, it is reported instead, and so is a parameter that is not the cast of its master weight where
-        both are kept and the work allows that.
+        If values that must be equal differ; nothing of the group is written then. If ``work`` allows replica or master
+        drift, the difference is reported instead.
     """
     report = _make(work, lambda bands: _load_bands(work, bands, source, mover), target, mover)
     copied = work.parts[work.parts["source_file"] != MADE]
@@ -73,8 +72,8 @@ def run_group(work: GroupWork, source: ReadRange, target: WritePart, mover: Move
 def compare_group(work: GroupWork, source: ReadRange, mover: Mover = HOST) -> GroupReport:
     """Make the comparisons of one group and report every pair of boxes that differs."""
     reports = []
-    for turn in _passes(work):
-        reports.append(_compare(work, turn.bands, turn.ops, _load_bands(work, turn.bands, source, mover)))
+    for step in _passes(work):
+        reports.append(_compare(work, step.bands, step.ops, _load_bands(work, step.bands, source, mover)))
         mover.release()
     return _summed(work, reports)
 
@@ -100,7 +99,7 @@ def _load_bands(work: GroupWork, bands: Bands, source: ReadRange, mover: Mover) 
 def finish_group(
     work: GroupWork, bands: Sequence[Buffer], target: WritePart, mover: Mover = HOST
 ) -> GroupReport:
-    """Compare, make and write the parts of a group whose ``bands`` are loaded, all of them; they are only read."""
+    """Compare, make and write the parts of a group, given all its ``bands``, which are not changed."""
     loaded = iter(bands)
     return _make(work, lambda wanted: [next(loaded) for _ in wanted], target, mover)
 
@@ -123,7 +122,7 @@ def _passes(work: GroupWork) -> Iterator[_Pass]:
 def _make(
     work: GroupWork, load: Callable[[Bands], list[Buffer]], target: WritePart, mover: Mover
 ) -> GroupReport:
-    """Make and write the parts that are not copied; ``load`` gives the bands of one pass."""
+    """Make and write the parts that are not copied; ``load`` reads the bands of one pass."""
     made = {
         int(i): mover.zeros(int(part_sizes(work.parts[i : i + 1])[0]))
         for i in np.flatnonzero(
@@ -135,21 +134,21 @@ def _make(
         for part, (start, stop) in _cast_after_mixing(work).items()
     }
     reports = []
-    for turn in _passes(work):
-        reports.append(_do_pass(work, turn, load(turn.bands), made, mixed, mover))
+    for step in _passes(work):
+        reports.append(_run_pass(work, step, load(step.bands), made, mixed, mover))
         mover.release()
     mixed.clear()
     receipts = []
-    literals = iter(work.literals)  # of one part after the other
-    ahead = next(literals, None)
+    literals = iter(work.literals)  # sorted by part
+    literal = next(literals, None)
     for index in sorted(made):
         part = work.parts[index]
         buffer = mover.fetch(made.pop(index))
-        while ahead is not None and ahead[0] <= index:
-            place, offset, content = ahead
-            if place == index:
+        while literal is not None and literal[0] <= index:
+            part_index, offset, content = literal
+            if part_index == index:
                 buffer[offset : offset + len(content)] = np.frombuffer(content, dtype=np.uint8)
-            ahead = next(literals, None)
+            literal = next(literals, None)
         path = work.target_paths[int(part["file"])]
         receipts.append(target.write_part(path, int(part["start"]), buffer.data))
     written = int(part_sizes(work.parts[work.parts["source_file"] == MADE]).sum())
@@ -157,15 +156,15 @@ def _make(
 
 
 class _Accumulator(NamedTuple):
-    """Memory beside a part, in which values are mixed that the part holds in another dtype."""
+    """Float32 memory for mixing values that a part holds in another dtype."""
 
     buffer: Any
     first_byte: int
-    """Literal bytes at the start of the part."""
+    """Offset in the part of its first mixed value."""
 
 
 def _cast_after_mixing(work: GroupWork) -> dict[int, tuple[int, int]]:
-    """Part → the range of it that holds values which are mixed beside it."""
+    """Part → the range of bytes in it that holds values which are cast after mixing."""
     if not work.mixtures:
         return {}
     ops = work.ops[np.isin(work.ops["tensor"], list(work.mixtures))]
@@ -178,24 +177,24 @@ def _cast_after_mixing(work: GroupWork) -> dict[int, tuple[int, int]]:
     return found
 
 
-def _do_pass(
+def _run_pass(
     work: GroupWork,
-    turn: _Pass,
+    step: _Pass,
     bands: Sequence[Buffer],
     parts: dict[int, Any],
     mixed: dict[int, _Accumulator],
     mover: Mover,
 ) -> GroupReport:
-    """Compare, then move boxes from the bands of one pass to parts, or mix them there."""
-    report = _compare(work, turn.bands, turn.ops, bands)
+    """Make the comparisons of one pass, then move or mix boxes from its bands into parts."""
+    report = _compare(work, step.bands, step.ops, bands)
     for difference in report.differences:
         in_master = isinstance(difference, MasterDriftError)
         if not (work.allow_master_drift if in_master else work.allow_replica_drift and difference.replicas):
             raise difference
-    moves = _by_step(work, turn.ops[turn.ops["kind"] == MOVE])
+    moves = _by_step(work, step.ops[step.ops["kind"] == MOVE])
     loaded = [mover.load(band) for band in bands]
-    for op, band, part in _with_ranges(moves, (turn.bands, "source"), (work.parts, "target")):
-        source = _box(loaded[band], int(turn.bands[band]["start"]), op, "source")
+    for op, band, part in _with_ranges(moves, (step.bands, "source"), (work.parts, "target")):
+        source = _box(loaded[band], int(step.bands[band]["start"]), op, "source")
         target = _box(parts[int(part)], int(work.parts[part]["start"]), op, "target")
         mixture = work.mixtures.get(int(op["tensor"]))
         try:
@@ -209,44 +208,49 @@ def _do_pass(
 
 
 def _with_ranges(ops: Ops, *sides: tuple[Bands | Parts, str]) -> Iterator[tuple[Any, ...]]:
-    """Each op as a row, with the index of the range of each side that holds it; a bounded number of rows at a time."""
+    """Each op as a row, with the index of the range that holds each side; few rows exist at a time."""
     for block in ops.blocks(ROWS_AT_A_TIME):
         yield from zip(block.rows(), *(locate(ranges, block, side) for ranges, side in sides), strict=True)
 
 
 def _by_step(work: GroupWork, moves: Ops) -> Ops:
-    """The same ops, steps of mixtures in their order."""
+    """The same ops, sorted by step of their mixture."""
     if not work.mixtures:
         return moves
-    places = {
-        (tensor, term.tensor): place
+    step_of = {
+        (tensor, term.tensor): step
         for tensor, mixture in work.mixtures.items()
-        for place, term in enumerate(mixture.terms)
+        for step, term in enumerate(mixture.terms)
     }
     steps = [
-        places.get(pair, 0)
+        step_of.get(pair, 0)
         for pair in zip(moves["tensor"].tolist(), moves["source_tensor"].tolist(), strict=True)
     ]
     return moves[np.argsort(steps, kind="stable").astype(np.int64)]
 
 
 def _mix(
-    source: Box, target: Box, beside: _Accumulator | None, mixture: Mixture, source_tensor: int, mover: Mover
+    source: Box,
+    target: Box,
+    accumulator: _Accumulator | None,
+    mixture: Mixture,
+    source_tensor: int,
+    mover: Mover,
 ) -> None:
-    """Add ``source_tensor`` to a mixture in the part, or ``beside`` it if the part has another dtype."""
+    """Add ``source_tensor`` to a mixture: in the part, or in the ``accumulator`` if the part has another dtype."""
     mixed = target
-    if beside is not None and target.dtype != source.dtype:
-        offset = ACCUMULATOR_FACTOR * (target.byte_offset - beside.first_byte)
+    if accumulator is not None and target.dtype != source.dtype:
+        offset = ACCUMULATOR_FACTOR * (target.byte_offset - accumulator.first_byte)
         strides = tuple(ACCUMULATOR_FACTOR * stride for stride in target.strides)
-        mixed = Box(beside.buffer, offset, source.dtype, target.extents, strides)
-    step = next(place for place, term in enumerate(mixture.terms) if term.tensor == source_tensor)
+        mixed = Box(accumulator.buffer, offset, source.dtype, target.extents, strides)
+    step = next(number for number, term in enumerate(mixture.terms) if term.tensor == source_tensor)
     mover.mix(source, mixed, mixture.terms[step], step == 0)
     if step == len(mixture.terms) - 1:
         mover.finish(mixed, target, mixture.divide_by)
 
 
 def _copy_parts(work: GroupWork, copied: Parts, source: ReadRange, target: WritePart) -> list[Receipt]:
-    """Have the storage copy parts, as many at a time as it likes."""
+    """Have the storage copy parts, as many at a time as the target allows."""
 
     def copy(part: Any) -> Receipt:
         whole = CopyRange(
@@ -281,45 +285,45 @@ def _summed(work: GroupWork, reports: Sequence[GroupReport]) -> GroupReport:
 
 
 def _compare(work: GroupWork, ranges: Bands, ops: Ops, bands: Sequence[Buffer]) -> GroupReport:
-    """Make the comparisons of a pass whose ``bands`` are loaded, and report every pair that differs."""
+    """Make the comparisons of a pass, given its ``bands``, and report every pair that differs."""
     differences = []
     compared = 0
     ops = ops[ops["kind"] != MOVE]
     for op, *pair in _with_ranges(ops, (ranges, "source"), (ranges, "target")):
-        one, other = (
+        a, b = (
             _box(bands[band], int(ranges[band]["start"]), op, side).array()
             for band, side in zip(pair, ("source", "target"), strict=True)
         )
-        compared += one.size
+        compared += a.size
         tensor = work.tensors[int(op["tensor"])]
         in_master = op["kind"] in (HOLD, PROBE)
-        dtype = other.dtype if in_master else np.dtype(f"<{tensor.dtype.code}")
-        place = _first_difference(one, other, dtype, any_nan=in_master)
-        if place is not None:
-            differences.append(_difference(work, op, (one[place], other[place]), place, dtype))
+        dtype = b.dtype if in_master else np.dtype(f"<{tensor.dtype.code}")
+        index = _first_difference(a, b, dtype, any_nan=in_master)
+        if index is not None:
+            differences.append(_difference(work, op, (a[index], b[index]), index, dtype))
     read = sum(len(buffer) for buffer in bands)
     return GroupReport(work.group, read, 0, (), compared, tuple(differences))
 
 
 def _difference(
-    work: GroupWork, op: np.void, values: tuple[Any, Any], place: tuple[int, ...], dtype: np.dtype[Any]
+    work: GroupWork, op: np.void, values: tuple[Any, Any], in_box: tuple[int, ...], dtype: np.dtype[Any]
 ) -> DriftError:
-    """The drift of an op whose ``values`` differ at the position ``place`` of its box, each side as ``dtype``."""
+    """The error for an op whose ``values``, compared as ``dtype``, differ at the index ``in_box`` of its box."""
     tensor = work.tensors[int(op["tensor"])]
     dims = len(tensor.global_shape)
-    index = tuple(int(p + o) for p, o in zip(place[:dims], op["offset"][:dims], strict=True))
-    one, other = (work.source_paths[int(op[f"{side}_file"])] for side in ("source", "target"))
+    index = tuple(int(i + o) for i, o in zip(in_box[:dims], op["offset"][:dims], strict=True))
+    path_a, path_b = (work.source_paths[int(op[f"{side}_file"])] for side in ("source", "target"))
     a, b = (_show(cast(np.array([value]), dtype)[0]) for value in values)
     if op["kind"] in (HOLD, PROBE):
         detail = f"element {index} is {b}, {MasterDriftError.PHRASE} {_show(values[0])} is rounded to {a}"
-        return MasterDriftError(tensor.label, detail, other, one)
+        return MasterDriftError(tensor.label, detail, path_b, path_a)
     return DriftError(
-        tensor.label, f"element {index} is {a} and {b}", one, other, bool(op["kind"] == COMPARE)
+        tensor.label, f"element {index} is {a} and {b}", path_a, path_b, bool(op["kind"] == COMPARE)
     )
 
 
 def locate_bands(bands: Bands, ops: Ops, side: str) -> Ints:
-    """For each op of a group, the index of the band of its pass that holds one ``side``."""
+    """For each op of a group, the index of the band of its pass that holds its ``side``."""
     found = np.zeros(len(ops), dtype=np.int64)
     for number in np.unique(ops["pass"]):
         first, last = np.searchsorted(bands["pass"], [number, number + 1])
@@ -329,7 +333,7 @@ def locate_bands(bands: Bands, ops: Ops, side: str) -> Ints:
 
 
 def locate(ranges: Bands | Parts, ops: Ops, side: str) -> Ints:
-    """For each op, the index of the range that holds one ``side``; ``ranges`` is sorted by file and start."""
+    """For each op, the index of the range that holds its ``side``; ``ranges`` is sorted by file and start."""
     found = np.zeros(len(ops), dtype=np.int64)
     for file in np.unique(ops[f"{side}_file"]):
         low, high = (int(np.searchsorted(ranges["file"], file, end)) for end in ("left", "right"))
@@ -339,7 +343,7 @@ def locate(ranges: Bands | Parts, ops: Ops, side: str) -> Ints:
 
 
 def _box(buffer: Any, start: int, op: np.void, side: str) -> Box:
-    """One side's box of an op, on the buffer that holds the file from byte ``start`` on."""
+    """The box of an op on one ``side``; ``buffer`` holds the file from byte ``start`` on."""
     dtype = DTYPES[int(op[f"{side}_dtype"])]
     return Box(
         buffer=buffer,
@@ -351,14 +355,14 @@ def _box(buffer: Any, start: int, op: np.void, side: str) -> Box:
 
 
 def _first_difference(
-    one: npt.NDArray[Any], other: npt.NDArray[Any], dtype: np.dtype[Any], any_nan: bool
+    one: npt.NDArray[Any], two: npt.NDArray[Any], dtype: np.dtype[Any], any_nan: bool
 ) -> tuple[int, ...] | None:
-    """Place of the first element whose bits differ, each side as ``dtype``.
+    """Index of the first element whose bits differ as ``dtype``.
 
-    With ``any_nan`` one NaN is as good as another: to which a device rounds one is its own affair.
+    With ``any_nan`` all NaNs are equal: devices differ in the NaN that they round a NaN to.
     """
     for block in blocks(one.shape):
-        a, b = (cast(side[block], dtype) for side in (one, other))
+        a, b = (cast(side[block], dtype) for side in (one, two))
         bits = np.dtype(f"<u{dtype.itemsize}")
         differs = np.ascontiguousarray(a).view(bits) != np.ascontiguousarray(b).view(bits)
         if any_nan and differs.any():
@@ -370,14 +374,14 @@ def _first_difference(
 
 
 def _is_nan(values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """bfloat16 is ``uint16``."""
+    """Whether each value is NaN; bfloat16 is given as ``uint16``."""
     if values.dtype == np.uint16:
         return np.asarray((values & 0x7FFF) > 0x7F80)
     return np.isnan(values)
 
 
 def _show(value: Any) -> str:
-    """A value for people, with its bits; bfloat16 patterns as the number they stand for."""
+    """A value with its bits, for messages; a bfloat16 bit pattern as its number."""
     bits = value.tobytes()[::-1].hex()
     if value.dtype == np.uint16:
         value = np.array([int(value) << 16], dtype=np.uint32).view(np.float32)[0]

@@ -1,7 +1,7 @@
-"""Memory for one group at a time, kept from group to group.
+"""Memory for one group at a time, reused from group to group.
 
-Fresh memory costs a fault for every page, more than the copy into it. So a worker takes memory once, and every group
-puts its parts and bands there anew.
+New memory costs a page fault for every page, which takes longer than copying into it. A worker therefore allocates
+memory once and reuses it for the parts and bands of every group.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.tasks.device import Box, Buffer, HostMover
 
 GRAIN_BYTES = 8 << 20
-"""Workspaces are taken in multiples of this, so that groups of about one size can follow each other in one."""
+"""Workspace sizes are multiples of this, so that groups of about one size can reuse a workspace."""
 
 
 class Stopped(Exception):
@@ -23,25 +23,25 @@ class Stopped(Exception):
 
 
 class Workspace(HostMover):
-    """Moves in host memory that is kept. For one thread, but for :meth:`stop`.
+    """Moves in host memory that is reused. Not thread-safe, except :meth:`stop`.
 
-    Parts are taken before bands. Buffers are valid until :meth:`clear`, those of bands until :meth:`release`.
+    Parts are allocated before bands. Buffers are valid until :meth:`clear`, those of bands until :meth:`release`.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.memory: Buffer = np.empty(0, dtype=np.uint8)
-        if capacity_bytes:  # not from the heap: what is given back there may stay with the process
+        if capacity_bytes:  # not from the heap, which may not return freed memory to the system
             self.memory = np.frombuffer(mmap.mmap(-1, capacity_bytes, mmap.MAP_PRIVATE), dtype=np.uint8)
         self.parts_bytes = self.used_bytes = 0
         self.stopped = False
 
     def clear(self) -> None:
-        """Forget the parts and bands of the group before."""
+        """Discard the parts and bands of the previous group."""
         self.parts_bytes = self.used_bytes = 0
 
     def stop(self) -> None:
-        """Let the group that is being run fail before its next move or write."""
+        """Make the running group fail before its next move or write."""
         self.stopped = True
 
     def zeros(self, nbytes: int) -> Buffer:
@@ -52,11 +52,11 @@ class Workspace(HostMover):
         return part
 
     def allocate(self, nbytes: int) -> Buffer:
-        """The memory into which a band is read."""
+        """Memory to read a band into."""
         return self._take(nbytes)
 
     def release(self) -> None:
-        """Forget the bands, so that others take their place."""
+        """Discard the bands, so that their memory is reused."""
         self.used_bytes = self.parts_bytes
 
     def move(self, source: Box, target: Box) -> None:
@@ -82,21 +82,21 @@ class Workspace(HostMover):
 
 
 class Workspaces:
-    """The credits of a run: workspaces that are in use or kept for later, never more than the budget."""
+    """A pool of workspaces whose total size never exceeds the budget."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.idle: list[Workspace] = []
         self.taken_bytes = 0
-        """Total of all workspaces."""
+        """Total size of all workspaces, in use and idle."""
 
     def take(self, peak_bytes: int, label: str) -> Workspace | None:
-        """A workspace for a group; ``None`` if others have to end first. ``label`` is what to call the group by.
+        """A workspace for a group named ``label`` in messages; ``None`` if running groups must end first.
 
         Raises
         ------
         MemoryBudgetError
-            If that would not help.
+            If the group does not fit the budget even alone.
         """
         if peak_bytes > self.budget_bytes:
             raise MemoryBudgetError(label, self.budget_bytes + FOOTPRINT_BYTES, peak_bytes + FOOTPRINT_BYTES)
@@ -109,7 +109,7 @@ class Workspaces:
             space.clear()
             return space
         wanted = min(-(-peak_bytes // GRAIN_BYTES) * GRAIN_BYTES, self.budget_bytes)
-        if self.idle:  # it was outgrown: there are never more workspaces than groups at a time
+        if self.idle:  # replace a workspace that is too small: there are never more than groups at a time
             self.taken_bytes -= self.idle.pop().capacity_bytes
         while self.idle and self.taken_bytes + wanted > self.budget_bytes:
             self.taken_bytes -= self.idle.pop().capacity_bytes
@@ -119,11 +119,11 @@ class Workspaces:
         return Workspace(wanted)
 
     def give_back(self, space: Workspace) -> None:
-        """A group has ended."""
+        """Return a workspace to the pool."""
         if space.capacity_bytes:
             self.idle.append(space)
 
     def clear(self) -> None:
-        """Keep none for later."""
+        """Free all idle workspaces."""
         while self.idle:
             self.taken_bytes -= self.idle.pop().capacity_bytes

@@ -1,9 +1,9 @@
-"""Which parameters are held against their master weights, and how much of each is looked at?
+"""Plan the comparison of stored parameters with their master weights: which, and how much of each.
 
-Where a source stores both, a parameter is its master weight, rounded to nearest even: anything else is parameters of
-one step beside optimizer states of another, or files that have changed places. Where both are loaded anyway, every
-element is compared. Where the storage copies one of them, or the target takes only one, a few runs of every array are
-read for it. A process that loads pieces of tensors compares the elements of which it loads either.
+If a source stores both, a parameter must be its master weight, rounded to nearest even. Otherwise parameters and
+optimizer states are of different steps, or files were swapped. If both are loaded anyway, every element is compared. If
+the storage copies one of them, or the target takes only one, a few runs of every array are read for the comparison. A
+process that loads pieces of tensors compares the elements that it loads of both.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from paddle_reshard.pipeline.planning.parts import MADE, Parts, part_sizes
 from paddle_reshard.pipeline.planning.ranges import merge
 
 RUNS = 4
-"""Runs sampled of a box: the first elements, the last ones, and pseudo-random ones between."""
+"""Runs sampled of a box: the first elements, the last, and pseudo-random ones in between."""
 RUN_ELEMENTS = 512
-"""All runs together are 4 KiB of a bfloat16 parameter, and 8 KiB of its master weight."""
+"""All runs of a box take 4 KiB of a bfloat16 parameter and 8 KiB of its master weight."""
 
 
 @dataclass(frozen=True)
 class MasterChecks:
-    """The parameters of a source that are stored beside their master weights."""
+    """Comparisons of parameters with their master weights, for a source that stores both."""
 
     tensors: Tensors
-    """All of the catalog that is moved, and those that are only looked at."""
+    """Tensors of the catalog that is moved, followed by those that are only compared."""
     boxes: Ops
     """``HOLD`` of every element; ``tensor`` is the parameter, ``source_tensor`` the master weight."""
     seeds: Ints
-    """A number for each tensor that tells where its random runs lie; the same in every run."""
+    """Seed of each tensor's pseudo-random runs: a hash of its key."""
     in_full: bool = False
     """Whether every element is read, whatever the cost."""
 
     def up_to(self, most_bytes: int) -> MasterChecks:
-        """The same, where tensors with more bytes than that on both sides together are only sampled."""
+        """The same checks, but only samples if parameter and master weight have more than ``most_bytes`` together."""
         sizes = op_volumes(self.boxes) * (
             ITEMSIZES[self.boxes["source_dtype"]] + ITEMSIZES[self.boxes["target_dtype"]]
         )
@@ -67,9 +67,9 @@ class MasterChecks:
 
 
 def master_checks(whole: Catalog, moved: Catalog, in_full: bool) -> MasterChecks | None:
-    """Values that the ``whole`` source stores twice, numbered as in ``moved``; ``None`` if there are none.
+    """Checks of all parameters that ``whole`` stores with their master weights; ``None`` if there are none.
 
-    Tensors that ``moved`` does not have get numbers after its own. What is mixed of several checkpoints is no cast.
+    Tensors are numbered as in ``moved``; those that it lacks follow. Mixed tensors are excluded: they are not casts.
     """
     pairs = _stored_pairs(whole)
     if not pairs:
@@ -96,11 +96,11 @@ def master_checks(whole: Catalog, moved: Catalog, in_full: bool) -> MasterChecks
 
 
 def master_checks_of_loaded(whole: Catalog, loaded: Fragments) -> MasterChecks | None:
-    """The same for a process that loads only the boxes ``loaded`` of the ``whole`` source's tensors.
+    """Checks for a process that loads only the boxes ``loaded`` of the ``whole`` source's tensors.
 
-    A process that loads parameters and master weights holds against each other the elements of which it loads both:
-    under sharding other processes load the other master weights. Where it loads only the one or only the other, a run
-    is read of every array that it loads from, and of what is stored beside that.
+    A process that loads parameters and master weights compares the elements that it loads of both; under sharding,
+    further processes load the rest of the master weights. A process that loads only one of the two reads one run from
+    every array that it loads from, and the same elements of the array that it does not load.
     """
     wanted = set(np.unique(loaded["tensor"]).tolist())
     both = {PARAM, MASTER_WEIGHT} <= {whole.tensors[number].state for number in wanted}
@@ -127,7 +127,7 @@ def master_checks_of_loaded(whole: Catalog, loaded: Fragments) -> MasterChecks |
 
 
 def _reached(fragments: Fragments, boxes: Fragments) -> Fragments:
-    """What of the ``fragments`` lies in the boxes; all of a tensor that has none."""
+    """The ``fragments`` cut to the boxes; fragments of tensors without a box stay whole."""
     ops = match(fragments, boxes, {})
     inside = Fragments.empty(len(ops))
     for column in ("tensor", "offset", "extents"):
@@ -140,7 +140,7 @@ def _reached(fragments: Fragments, boxes: Fragments) -> Fragments:
 
 
 def _largest_of_arrays(boxes: Ops) -> Ops:
-    """Of all boxes that two arrays share the largest."""
+    """The largest box of each pair of arrays."""
     columns = [boxes[column] for column in ("tensor", "source_file", "target_file")]
     order = np.lexsort((op_volumes(boxes), *columns))
     differs = np.any([column[order[1:]] != column[order[:-1]] for column in columns], axis=0)
@@ -152,7 +152,7 @@ def _seed(param: Tensor) -> int:
 
 
 def _stored_pairs(whole: Catalog) -> dict[int, int]:
-    """Parameter → master weight, where files hold both."""
+    """Parameter → master weight, for parameters of which files hold both."""
     masters = whole.tensors.of_state(MASTER_WEIGHT)
     stored = np.bincount(whole.fragments["tensor"], minlength=len(whole.tensors)) > 0
     return {
@@ -170,10 +170,9 @@ def _of(fragments: Fragments, tensors: Collection[int]) -> Fragments:
 
 
 def add_checks(ops: Ops, copied: Parts, checks: MasterChecks) -> Ops:
-    """The ops and what is compared beside them; ``copied`` are the parts that the storage copies.
+    """``ops`` with the checks added; ``copied`` are the parts copied by the storage.
 
-    Parameters that ``ops`` compare already, because the target leaves them out, are not compared twice. Nothing is left
-    in ``ops``.
+    Parameters that ``ops`` already compare, because the target omits them, are not compared again. ``ops`` is emptied.
     """
     known = np.zeros(len(checks.tensors), dtype=bool)
     known[ops["tensor"][ops["kind"] == CHECK]] = True
@@ -190,7 +189,7 @@ def add_checks(ops: Ops, copied: Parts, checks: MasterChecks) -> Ops:
 
 
 def _touches(boxes: Ops, side: str, copied: Parts) -> Flags:
-    """Whether anything of each box is copied by the storage."""
+    """Whether the storage copies any byte of each box."""
     copied = copied[copied["source_file"] != MADE]
     if not len(copied):
         return np.zeros(len(boxes), dtype=bool)
@@ -198,15 +197,16 @@ def _touches(boxes: Ops, side: str, copied: Parts) -> Flags:
     file, low, high = merge(copied["source_file"].astype(np.int64), begin, begin + part_sizes(copied))
     start, stop = hull(boxes, side)
     span = int(max(high.max(), stop.max())) + 1
-    place = boxes[f"{side}_file"].astype(np.int64) * span
-    # The first copied range that ends after the box begins: does it begin before the box ends?
-    found = np.searchsorted(file * span + high, place + start, side="right")
+    # Files are laid end to end, ``span`` bytes each. The first copied range that ends after the box begins overlaps the
+    # box if it begins before the box ends: with copies [0, 4) and [8, 12), the box [6, 9) meets [8, 12), [5, 8) none.
+    origin = boxes[f"{side}_file"].astype(np.int64) * span
+    found = np.searchsorted(file * span + high, origin + start, side="right")
     following = np.r_[file * span + low, np.iinfo(np.int64).max][found]
-    return np.asarray(following < place + stop)
+    return np.asarray(following < origin + stop)
 
 
 def _samples(boxes: Ops, seeds: Ints, runs: Collection[int] = range(RUNS)) -> Ops:
-    """A few runs of every box; a box that is not larger than these stays whole."""
+    """A few runs of every box; a box that is no larger than its runs stays whole."""
     small = op_volumes(boxes) <= len(runs) * RUN_ELEMENTS
     large = boxes[~small]
     if not len(large):
@@ -229,10 +229,10 @@ def _samples(boxes: Ops, seeds: Ints, runs: Collection[int] = range(RUNS)) -> Op
 
 
 def _run_extents(boxes: Ops) -> Ints:
-    """The shape of a run of each box, of ``RUN_ELEMENTS`` elements or a little more.
+    """The shape of a run of each box, of about ``RUN_ELEMENTS`` elements or the whole box.
 
-    It lies together on both sides where their dims are in the same order; else it is about as long on one as on the
-    other.
+    It is contiguous on both sides if their dims are in the same order: 1 × 512 in a 4096 × 4096 matrix. If one side is
+    transposed, a run has about equal edges, 23 × 23.
     """
     extents = np.ones_like(boxes["extents"])
     rows = np.arange(len(boxes))
@@ -242,15 +242,15 @@ def _run_extents(boxes: Ops) -> Ints:
     edge = np.where(fastest[0] == fastest[1], RUN_ELEMENTS, int(np.ceil(np.sqrt(RUN_ELEMENTS))))
     for dim in fastest:
         extents[rows, dim] = np.minimum(boxes["extents"][rows, dim], edge)
-    for place in range(MAX_DIMS):
-        dim = orders[1][:, place]
+    for rank in range(MAX_DIMS):
+        dim = orders[1][:, rank]
         lacking = -(-RUN_ELEMENTS // extents.prod(axis=1))
         extents[rows, dim] = np.minimum(boxes["extents"][rows, dim], extents[rows, dim] * lacking)
     return np.asarray(extents, dtype=np.int64)
 
 
 def _scattered(boxes: Ops, seeds: Ints, run: int) -> npt.NDArray[np.int64]:
-    """Pseudo-random numbers, one for each dim of each box, from what tensor it is of and where in it: SplitMix64."""
+    """Pseudo-random numbers, one for each dim of each box, by SplitMix64 of the tensor's seed and the box's offset."""
     state = seeds[boxes["tensor"]].astype(np.uint64)
     numbers = np.empty(boxes["extents"].shape, dtype=np.int64)
     for value in (*boxes["offset"].T, np.full(len(boxes), run)):

@@ -1,6 +1,6 @@
 """Plan the comparison of two checkpoints of any topologies, by logical content.
 
-An implied parameter is the cast of its master weight, padding is not content, aliases are one tensor.
+An implied parameter counts as the cast of its master weight; padding is ignored; aliases are one tensor.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from paddle_reshard.pipeline.planning.settings import PlanSettings
 ONLY_IN_A, ONLY_IN_B = "only in A", "only in B"
 
 SIDE_A, SIDE_B = "A/", "B/"
-"""How the paths of each side's files begin in the plan of a comparison."""
+"""Prefixes of each side's file paths in the plan of a comparison."""
 
 _BLOCK_TENSORS = 1 << 15
-"""Tensors whose boxes are matched in one go."""
+"""Number of tensors whose boxes are matched at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences that metadata alone show, and a plan to compare the rest."""
+    """Differences found in the metadata, and a plan to compare the values."""
 
     differences: tuple[Difference, ...]
     plan: Plan
     tensors: int
-    """How many logical tensors both sides have."""
+    """Number of logical tensors that both sides have."""
 
 
 def plan_comparison(
@@ -60,7 +60,7 @@ def plan_comparison(
     Parameters
     ----------
     states
-        Only these states; ``None``: all.
+        States to compare; ``None`` for all.
     subset
         Whether ``b`` may lack tensors that ``a`` has.
     """
@@ -72,11 +72,11 @@ def plan_comparison(
     ]
     differences += [Difference(b.tensors[i].label, ONLY_IN_B) for i in lone.tolist()]
     same = partner >= 0
-    for place in np.flatnonzero(same).tolist():
-        one, two = int(ids_a[place]), int(partner[place])
+    for i in np.flatnonzero(same).tolist():
+        one, two = int(ids_a[i]), int(partner[i])
         if a.tensors.dtype(one) != b.tensors.dtype(two) or a.tensors.shape(one) != b.tensors.shape(two):
             differences.append(_unlike(a.tensors[one], b.tensors[two]))
-            same[place] = False
+            same[i] = False
     ids_a, ids_b = ids_a[same], partner[same]
     order = a.tensors.order(ids_a)
     ids_a, ids_b = ids_a[order], ids_b[order]
@@ -90,7 +90,7 @@ def plan_comparison(
 
 
 def plan_self_comparison(catalog: Catalog, settings: PlanSettings) -> Comparison:
-    """Plan the comparison of everything that a checkpoint stores twice: copies, and parameters of master weights."""
+    """Plan the comparison of everything a checkpoint stores twice: copies, and parameters with master weights."""
     chunks = [Ops.empty()]
     if settings.compare_replicas:
         first = catalog.fragments["replica"] == 0
@@ -104,13 +104,13 @@ def plan_self_comparison(catalog: Catalog, settings: PlanSettings) -> Comparison
 
 
 def _chosen(tensors: Tensors, states: Collection[str] | None) -> Ints:
-    """The numbers of the tensors of these states; ``None``: of all."""
+    """The numbers of the tensors of ``states``; ``None`` for all."""
     numbers = (i for i in range(len(tensors)) if states is None or tensors.identity(i)[1] in states)
     return np.fromiter(numbers, dtype=np.int64)
 
 
 def _partners(a: Tensors, b: Tensors) -> Ints:
-    """For each tensor of ``a`` the number of that of ``b``, -1 for none."""
+    """For each tensor of ``a`` the number of the same tensor in ``b``, or -1."""
     found = (b.find(*a.identity(number)) for number in range(len(a)))
     return np.fromiter((-1 if number is None else number for number in found), dtype=np.int64, count=len(a))
 
@@ -127,35 +127,35 @@ def _prefixed(side: str, files: Iterable[File]) -> tuple[File, ...]:
 
 
 def _comparisons(a: Catalog, b: Catalog, ids_a: Ints, ids_b: Ints) -> Ops:
-    """Ops that compare each common tensor of ``a`` with that of ``b``, and the copies within each side."""
+    """Ops that compare the common tensors of ``a`` and ``b``, and the copies within each side."""
     compared = ~(_follows_from_master(a, ids_a) & _follows_from_master(b, ids_b))
     sides = _Stored(a, ids_a, 0), _Stored(b, ids_b, len(a.files))
     chunks: tuple[list[Ops], ...] = ([Ops.empty()], [Ops.empty()], [Ops.empty()])
     for first in range(0, len(ids_a), _BLOCK_TENSORS):
-        places = first + np.flatnonzero(compared[first : first + _BLOCK_TENSORS])
-        (one, copies_of_one), (two, copies_of_two) = (side.rows(places) for side in sides)
+        rows = first + np.flatnonzero(compared[first : first + _BLOCK_TENSORS])
+        (one, copies_of_one), (two, copies_of_two) = (side.rows(rows) for side in sides)
         pairs = (one, two), (one, copies_of_one), (two, copies_of_two)
         for found, pair in zip(chunks, pairs, strict=True):
             found.append(match(*pair, {}, kind=COMPARE))
     ops = Ops.joined([chunk for of_kind in chunks for chunk in of_kind])
-    # What is read from a master weight is done beside the master weight, so that its bytes are read once.
+    # Parameters that are read from their master weights join its group, so that its bytes are read once.
     for catalog, ids in ((a, ids_a), (b, ids_b)):
-        place = np.full(len(catalog.tensors), -1)
-        place[ids] = np.arange(len(ids))
-        beside = {
-            int(place[tensor]): int(place[master])
+        number = np.full(len(catalog.tensors), -1)
+        number[ids] = np.arange(len(ids))
+        master_of = {
+            int(number[tensor]): int(number[master])
             for tensor, master in catalog.implied.items()
-            if place[tensor] >= 0 and place[master] >= 0
+            if number[tensor] >= 0 and number[master] >= 0
         }
-        moved = np.isin(ops["tensor"], list(beside))
+        moved = np.isin(ops["tensor"], list(master_of))
         read_from = ops["source_tensor"].copy()
-        read_from[moved] = source_tensors(ops["tensor"][moved], beside)
+        read_from[moved] = source_tensors(ops["tensor"][moved], master_of)
         ops["source_tensor"] = read_from
     return ops
 
 
 def _follows_from_master(catalog: Catalog, ids: Ints) -> Flags:
-    """Whether each tensor is equal if its master weight is, which is compared too."""
+    """Whether each tensor is implied by a master weight that is compared too."""
     chosen = np.zeros(len(catalog.tensors), dtype=bool)
     chosen[ids] = True
     follows = np.zeros(len(catalog.tensors), dtype=bool)
@@ -165,7 +165,7 @@ def _follows_from_master(catalog: Catalog, ids: Ints) -> Flags:
 
 
 class _Stored:
-    """Where the values of the chosen tensors of a side lie."""
+    """The fragments that store the chosen tensors of a side."""
 
     def __init__(self, catalog: Catalog, ids: Ints, first_file: int) -> None:
         self.fragments, self.first_file = catalog.fragments, first_file
@@ -176,13 +176,13 @@ class _Stored:
         self.order = np.argsort(tensor, kind="stable")
         self.first = np.r_[0, np.cumsum(np.bincount(tensor, minlength=len(stored)))]
 
-    def rows(self, places: Ints) -> tuple[Fragments, Fragments]:
-        """Of some of the chosen tensors, numbered by their places: the copies that count, and the others."""
-        stored = self.stored[places]
+    def rows(self, chosen: Ints) -> tuple[Fragments, Fragments]:
+        """First copies, and further copies, of tensors given as indices into the chosen ones."""
+        stored = self.stored[chosen]
         lengths = self.first[stored + 1] - self.first[stored]
         within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         found = self.fragments[self.order[np.repeat(self.first[stored], lengths) + within]]
-        found["tensor"] = np.repeat(places, lengths)
+        found["tensor"] = np.repeat(chosen, lengths)
         found["file"] = found["file"] + self.first_file
-        counts = found["replica"] == 0
-        return found[counts], found[~counts]
+        first = found["replica"] == 0
+        return found[first], found[~first]

@@ -1,8 +1,8 @@
-"""Which stretches of the target files need not travel, because the storage itself can copy them?
+"""Find ranges of the target files that the storage itself can copy from source files.
 
-A *run* is a stretch of a target file that is one contiguous range of one source file, value for value. What lies
-between two runs (literal bytes, mostly) has to be made, and a made part may have to have a smallest size: so runs are
-trimmed to make room for it, at places where an op can be cut in two boxes.
+A *run* is a range of a target file that equals one contiguous range of one source file, value for value. The bytes
+between two runs, mostly literals, must be made. Stores may require a minimum size for a made part: runs are trimmed
+until it is reached, at offsets that cut an op into two boxes.
 """
 
 from __future__ import annotations
@@ -21,33 +21,35 @@ from paddle_reshard.pipeline.planning.ops import ITEMSIZES, MOVE, Ops, hull, op_
 from paddle_reshard.pipeline.planning.parts import NO_GROUP, PART, Parts, divided, part_sizes
 
 CAST_FACTOR = 20
-"""Values that have to be read anyway are copied where a run has so many parts of the smallest size."""
+"""A run whose values must be read anyway, for a cast, is copied if it is this many times the minimum part size."""
 
 
 class Carved(NamedTuple):
-    """Ops from which the copied stretches were taken out."""
+    """The result of :func:`carve_copies`."""
 
     ops: Ops
+    """Ops of the bytes that are not copied."""
     copied: Parts
 
 
 class _Runs(NamedTuple):
-    """Runs by target file and start; ``first`` is the first op of each, in the same order."""
+    """Runs, sorted by target file and start."""
 
     file: Ints
     start: Ints
     stop: Ints
     first: Ints
+    """First op of each run."""
     least: Ints
-    """Smallest size of a copy of it."""
+    """Minimum bytes of a copy."""
 
 
 def carve_copies(ops: Ops, smallest: Ints, limits: CopyLimits | None, mixed: Collection[int] = ()) -> Carved:
-    """Take out of ``ops`` what the storage can copy; ``smallest`` is the smallest part of every target file.
+    """Remove from ``ops`` what the storage can copy; ``smallest`` is the minimum part size of every target file.
 
-    Values of tensors that are ``mixed`` are computed.
-    Values that are compared with others have to be read, and are not copied. Those that are cast for another place
-    have to be read too: as little as possible should be made between their copies. ``ops`` is emptied.
+    Never copied: values of tensors in ``mixed``, which are computed, and values that are compared, which must be read.
+    Values that are also cast for another target file must be read too: they are copied only in long runs, so that
+    little has to be made between the copies. ``ops`` is emptied.
     """
     if limits is None or not len(ops):
         return Carved(ops, np.zeros(0, dtype=PART))
@@ -75,7 +77,7 @@ def carve_copies(ops: Ops, smallest: Ints, limits: CopyLimits | None, mixed: Col
 
 
 def _continues(ops: Ops, start: Ints, stop: Ints) -> Flags:
-    """Whether each op begins, on both sides, where the one before it ends."""
+    """Whether each op begins, on both sides, where the previous op ends."""
     source_start, source_stop = hull(ops, "source")
     follows = (start[1:] == stop[:-1]) & (source_start[1:] == source_stop[:-1])
     for side in ("source_file", "target_file"):
@@ -84,25 +86,25 @@ def _continues(ops: Ops, start: Ints, stop: Ints) -> Flags:
 
 
 def _unit_bytes(ops: Ops) -> Ints:
-    """Bytes of one slab of each op's outermost dim: a cut at a multiple of these leaves boxes."""
+    """Bytes of one slab of each op's outermost dim: a cut at a multiple of this yields two boxes."""
     extents = op_volumes(ops) // ops.along_each("extents", outermost(ops, "target"))
     return np.asarray(extents * ITEMSIZES[ops["target_dtype"]], dtype=np.int64)
 
 
 def _trim(runs: _Runs, op_start: Ints, unit: Ints, smallest: Ints) -> tuple[Ints, Ints]:
-    """Which range of every run is copied: ``low == high`` where none is.
+    """The range ``[low, high)`` of every run that is copied; empty if none is.
 
-    ``smallest`` is what has to be made at least between two copies, in each file.
+    ``smallest`` is the minimum size in bytes of a made part between two copies, for each file.
 
-    A file of 30 MiB in a store whose parts have at least 5 MiB; two runs could be copied, 2 + 1 MiB are made::
+    A 30 MiB file in a store whose parts have at least 5 MiB. Two runs could be copied, 2 + 1 MiB must be made::
 
         MiB       0    2    5         12   13   17            30
         runs      made [··············)    [··················)
         copied    made made [·········)    made [·············)
                   └─ 5 ───┘           └─ 5 ────┘
 
-    The first made part lacks 3 MiB, which only the run behind it can give. The second lacks 4 MiB: the run behind it
-    can spare 12 MiB, the one before only 2 MiB, so all 4 come from the run behind.
+    The first made part is 3 MiB short, which it takes from the run after it. The second is 4 MiB short: the run after
+    it can spare 12 MiB, the run before it only 2 MiB, so all 4 MiB come from the run after it.
     """
     starts, units = op_start.tolist(), unit.tolist()
 
@@ -123,7 +125,7 @@ def _trim(runs: _Runs, op_start: Ints, unit: Ints, smallest: Ints) -> tuple[Ints
         shortest = least[run]
         lack = wanted[file] - (begin - made_from)
         if begin > made_from and lack > 0:
-            # Borrowed from the neighbour that has more to spare, the rest from the other.
+            # Taken from the neighbour that can spare more; only the rest from the second one.
             spare_here = end - begin - shortest
             spare_before = high[before] - low[before] - least[before] if before >= 0 else 0
             from_here = min(lack, spare_here) if spare_here >= spare_before else max(0, lack - spare_before)
@@ -150,7 +152,7 @@ def _trim(runs: _Runs, op_start: Ints, unit: Ints, smallest: Ints) -> tuple[Ints
 
 
 def _copied_parts(ops: Ops, runs: _Runs, low: Ints, high: Ints, largest_bytes: int) -> Parts:
-    """Parts of every copied range, of at most ``largest_bytes`` if they need not be larger."""
+    """Parts of every copied range, of at most ``largest_bytes`` unless the minimum size requires more."""
     chosen = np.flatnonzero(high > low)
     first = ops[runs.first[chosen]]
     parts = np.zeros(len(chosen), dtype=PART)
@@ -161,7 +163,7 @@ def _copied_parts(ops: Ops, runs: _Runs, low: Ints, high: Ints, largest_bytes: i
 
 
 def _remainder(ops: Ops, start: Ints, stop: Ints, unit: Ints, low: Ints, high: Ints) -> Ops:
-    """The rest of every op outside ``[low, high)``: a head, a tail, or all of it."""
+    """The rest of every op outside ``[low, high)``: a head, a tail, both, or all of it."""
     count = (stop - start) // unit
     nothing = high <= low
     head = np.where(nothing, count, np.clip((low - start) // unit, 0, count))

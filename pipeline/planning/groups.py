@@ -1,9 +1,9 @@
-"""Which ops are done together, and in which order are their bands read?
+"""Form groups of ops, and order the reads of each group.
 
-*Atoms* are sets of ops that cannot be separated without reading a source byte twice, or writing to one place from two
-sides: their boxes overlap in the bytes of some file. Large atoms are cut along a dim where that does no harm; small
-ones that stand side by side in the target files are gathered into groups. What a group reads may be more than fits
-beside its parts: then it is read in *passes*, one after the other.
+An *atom* is a set of ops whose boxes overlap in the bytes of some file: separate them, and a source byte is read twice
+or a target byte written from two groups. Large atoms are cut along a dim where this does no harm; small neighbours in
+the target files are gathered into groups. If the bands of a group do not fit next to its parts, they are read in
+*passes*, one after the other.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from paddle_reshard.pipeline.planning.ranges import dense_numbers, label, union_
 
 
 class GroupMemory(NamedTuple):
-    """Bytes of memory for groups."""
+    """Memory of groups, in bytes."""
 
     group_bytes: int
     """Atoms are gathered into groups of about this peak, and cut to about half of it."""
     pass_bytes: int
-    """Bytes that a group may always read at once, beside its parts."""
+    """What a group may always read at a time, whatever its parts take."""
     most_bytes: int
     """Limit for the peak of every group."""
     tiny_bytes: int
-    """Ranges up to this size may be read by several groups, where a part has a smallest size."""
+    """If the store has a minimum part size, ranges up to this size may be read by several groups."""
 
 
 class Grouped(NamedTuple):
-    """Ops, some of them cut, each with a group."""
+    """Ops, some of them cut, and the group of each."""
 
     ops: Ops
     groups: Ints
@@ -52,11 +52,11 @@ class FileSizes(NamedTuple):
 
 
 def group_ops(ops: Ops, copied: Parts, files: FileSizes, memory: GroupMemory) -> Grouped:
-    """Give every op a group, in the order of the target files; ops of atoms that are too large are cut.
+    """Assign every op to a group, in the order of the target files; ops of atoms that are too large are cut.
 
-    Where an atom can only be cut by reading bytes several times, it is cut only as ``memory.most_bytes`` demands.
-    Nothing is left in ``ops``, so that they are not held beside what they are cut into. Probes tie nothing together:
-    their few bytes may be read twice, so that moves of large tensors need not wait for each other because of them.
+    An atom that can only be cut by reading bytes several times is cut only as far as ``memory.most_bytes`` requires.
+    ``ops`` is emptied, so that it is not in memory together with its pieces. Probes do not form atoms: their few bytes
+    may be read twice, and large tensors need not share a group because of them.
     """
     probes, ops = ops.split(ops["kind"] == PROBE)
     ops, atoms, rereads = _cut_large(ops, files, memory)
@@ -77,7 +77,7 @@ def group_ops(ops: Ops, copied: Parts, files: FileSizes, memory: GroupMemory) ->
 
 
 def source_ranges(ops: Ops) -> tuple[Ints, Ints, Ints, Ints]:
-    """Ranges to read: ``(op, file, start, stop)`` of every op's source side, and of the second side of comparisons."""
+    """Ranges to read, ``(op, file, start, stop)``: the source side of every op, and both sides of comparisons."""
     one = hull(ops, "source")
     others = np.flatnonzero(ops["kind"] != MOVE)
     if not len(others):
@@ -92,10 +92,10 @@ def source_ranges(ops: Ops) -> tuple[Ints, Ints, Ints, Ints]:
 
 
 def _atoms(ops: Ops, tiny_bytes: int) -> Ints:
-    """For each op the number of its atom: of those that overlap in a source file, or in a target file.
+    """The number of each op's atom: ops that overlap in a source or target file share one.
 
-    What several files need of a ``tiny`` range each reads for itself: the few values that all ranks hold would tie
-    all their files together.
+    Each target file reads ranges of up to ``tiny_bytes`` separately. Otherwise a few values that all ranks hold, such
+    as a bias, would put the files of all ranks into one atom.
     """
     op, file, start, stop = source_ranges(ops)
     apart = (ops["kind"][op] == MOVE) & (stop - start <= tiny_bytes)
@@ -112,13 +112,18 @@ def _atoms(ops: Ops, tiny_bytes: int) -> Ints:
 
 
 def _clusters(ops: Ops, groups: Ints) -> Ints:
-    """For each op the number of those of its group that overlap in a source file."""
+    """The number of each op's cluster: ops of one group that overlap in a source file share one."""
     op, file, start, stop = source_ranges(ops)
     return _components(len(ops), [(op, label(groups[op] * (int(file.max()) + 1) + file, start, stop))])
 
 
 def _components(count: int, links: list[tuple[Ints, Ints]]) -> Ints:
-    """Number things from 0 so that those share a number that are linked: ``(thing, what it has in common)``."""
+    """Number ``count`` items from 0 so that linked items share a number.
+
+    Each link is ``(items, labels)``: items with the same label are linked, directly or through others. With 4 items
+    and the link ``([0, 1, 2, 3], [7, 8, 7, 9])`` the result is ``[0, 1, 0, 2]``; a second link ``([1, 3], [5, 5])``
+    makes it ``[0, 1, 0, 1]``.
+    """
     found = np.arange(count)
     while True:
         before = found
@@ -154,14 +159,13 @@ def _sums(keys: Ints, values: Ints, count: int) -> Ints:
 
 
 def _cut_large(ops: Ops, files: FileSizes, memory: GroupMemory) -> tuple[Ops, Ints, bool]:
-    """Cut atoms until each writes about half of ``memory.group_bytes``, if that can be; ops and their atoms.
+    """Cut atoms until each writes about half of ``memory.group_bytes``, where possible; returns ops and their atoms.
 
-    An atom that only compares is measured by what it reads.
+    The size of an atom that only compares is what it reads.
 
     With groups of 64 MiB the goal is 32 MiB. An atom that moves 800 rows of 256 KiB each, 200 MiB, is cut into
-    ⌈200 / 32⌉ = 7 stretches of ⌈800 / 7⌉ = 115 rows (28.75 MiB), the last of 110. A target
-    that stores it column by column would have 115 elements of every column there, scattered: such an atom is cut
-    along its columns.
+    ⌈200 / 32⌉ = 7 stretches: six of ⌈800 / 7⌉ = 115 rows (28.75 MiB) and one of 110. In a target stored column by
+    column each stretch would be 115 scattered elements of every column: such an atom is cut along its columns instead.
     """
     if not len(ops):
         return ops, np.zeros(0, dtype=np.int64), False
@@ -181,7 +185,7 @@ def _cut_large(ops: Ops, files: FileSizes, memory: GroupMemory) -> tuple[Ops, In
             2 * _smallest_together(ops, atoms, files, count), memory.group_bytes // 2, max(most, 1)
         )
         kind = _cut_dims(ops, atoms, count)
-        # Another dim than the one an atom was cut along before, or one that makes for reading again, is a last resort.
+        # A second dim, or one that makes bytes be read again, is a last resort.
         again = (used < MAX_DIMS) & (kind.dim != used) | kind.rereads
         chosen = (kind.dim < MAX_DIMS) & (size > np.where(again, np.maximum(goal, most), goal))
         rereads |= bool((chosen & kind.rereads).any())
@@ -204,11 +208,12 @@ def _cut_large(ops: Ops, files: FileSizes, memory: GroupMemory) -> tuple[Ops, In
 
 
 class _CutDims(NamedTuple):
-    """Along which dim each atom can be cut, ``MAX_DIMS`` where there is none."""
+    """How each atom can be cut."""
 
     dim: Ints
+    """``MAX_DIMS`` if it cannot be cut."""
     rereads: Flags
-    """Whether pieces would interleave in a source file, so that bytes are read several times."""
+    """Whether the pieces would interleave in a source file, so that bytes are read several times."""
 
 
 def _cut_dims(ops: Ops, atoms: Ints, count: int) -> _CutDims:
@@ -217,7 +222,7 @@ def _cut_dims(ops: Ops, atoms: Ints, count: int) -> _CutDims:
     first = np.where(possible.any(axis=1), possible.argmax(axis=1), MAX_DIMS)
     best = np.where(harmless.any(axis=1), harmless.argmax(axis=1), first)
     rereads = np.asarray(possible.any(axis=1) & ~harmless.any(axis=1))
-    # Boxes that are only compared, and stored in different orders: the larger one is cut, then the other.
+    # Compared boxes with different dim orders: cut the larger first.
     writes = np.zeros(count, dtype=bool)
     writes[atoms[ops["kind"] == MOVE]] = True
     best = np.where(rereads & ~writes, _widest_dims(ops, atoms, count), best)
@@ -225,18 +230,18 @@ def _cut_dims(ops: Ops, atoms: Ints, count: int) -> _CutDims:
 
 
 def _widest_dims(ops: Ops, atoms: Ints, count: int) -> Ints:
-    """The dim along which what spans most bytes of a source file can be cut, of each atom."""
+    """For each atom the outermost dim of its longest source range."""
     op, _, start, stop = source_ranges(ops)
     others = op[len(ops) :]
     outer = np.concatenate([outermost(ops, "source"), outermost(ops[others], "target")])
     order = np.argsort(stop - start, kind="stable")
     found = np.zeros(count, dtype=np.int64)
-    found[atoms[op[order]]] = outer[order]  # the last one stays
+    found[atoms[op[order]]] = outer[order]  # ascending by length: the longest is assigned last
     return found
 
 
 def _extends(ops: Ops, owners: Ints, count: int) -> Flags:
-    """For each of ``count`` owners of ops and each dim, whether there is anything to cut."""
+    """For each of ``count`` owners of ops and each dim, whether any of its ops has more than one element there."""
     found = np.zeros((count, MAX_DIMS), dtype=bool)
     for dim in range(MAX_DIMS):
         found[owners[ops.along("extents", dim) > 1], dim] = True
@@ -252,7 +257,7 @@ def _cut_evenly(ops: Ops, owners: Ints, dim: Ints, count: Ints) -> Pieces:
 
 
 def _smallest_together(ops: Ops, atoms: Ints, files: FileSizes, count: int) -> Ints:
-    """Bytes that each atom must write so that every file it writes to gets a part of the smallest size."""
+    """Bytes that each atom must write so that every file it writes to gets a part of the minimum size."""
     moves = ops["kind"] == MOVE
     number = max(len(files.total), 1)
     pairs = np.sort(atoms[moves] * number + ops["target_file"][moves])
@@ -264,9 +269,9 @@ def _smallest_together(ops: Ops, atoms: Ints, files: FileSizes, count: int) -> I
 
 
 def _in_file_order(ops: Ops, atoms: Ints) -> Ints:
-    """Number atoms by where they first write; those that write nothing come after the others, by where they read.
+    """Number atoms by their first target byte; atoms that write nothing follow, by their first source byte.
 
-    Probes come first of all: what contradicts itself throughout is refused before anything is moved.
+    Probes come first: a checkpoint that contradicts itself throughout is refused before anything is moved.
     """
     count = int(atoms.max()) + 1
     moves = ops["kind"] == MOVE
@@ -282,7 +287,7 @@ def _in_file_order(ops: Ops, atoms: Ints) -> Ints:
 
 
 def _joined(ops: Ops, atoms: Ints, copied: Parts, files: FileSizes) -> Ints:
-    """Join atoms until every part has the size that the store wants; numbered in the same order."""
+    """Join atoms until every part has the store's minimum size; the order of the numbers stays."""
     if (files.smallest_part <= 1).all():
         return atoms
     while True:
@@ -307,7 +312,11 @@ def _root(parent: list[int], one: int) -> int:
 
 
 def _gathered(sizes: Ints, room_bytes: int) -> Ints:
-    """Which group each of a row of things goes to: as many as fit ``room_bytes``, and at least one."""
+    """The group of each of a sequence of sizes: as many as fit ``room_bytes``, and at least one.
+
+    >>> _gathered(np.array([40, 20, 60, 5]), 64).tolist()
+    [0, 0, 1, 2]
+    """
     ends = np.cumsum(sizes).tolist()
     groups = np.zeros(len(sizes), dtype=np.int64)
     begin = group = 0
@@ -323,28 +332,28 @@ def _gathered(sizes: Ints, room_bytes: int) -> Ints:
 
 
 def set_passes(ops: Ops, groups: Ints, made: Ints, memory: GroupMemory) -> tuple[Ops, Ints]:
-    """Spread what each group reads over passes, where it does not fit beside ``made``, the bytes of its parts.
+    """Divide the reads of each group into passes if they do not fit next to its parts, which take ``made`` bytes.
 
     Returns the ops sorted by group and pass, some of them cut, and their groups.
 
-    A group of 64 MiB whose parts take 40 MiB reads at most 24 MiB at once (``beside``). It has to read 40 MiB, so its
-    ops are cut until none needs more than half of that, 12 MiB, together with the ops that share its bytes::
+    A group of 64 MiB whose parts take 40 MiB can read 24 MiB at a time (``allowed``). It has to read 40 MiB, so its ops
+    are cut until none needs more than half of that, 12 MiB, together with the ops that share its bytes::
 
         read together   10   10    8   12   MiB, in the order of the source files
         bytes before     0   10   20   28
         pass (÷ 12)      0    0    1    2
 
-    A pass begins less than 12 MiB after its first byte and no piece has more than 12 MiB: it never exceeds 24 MiB.
+    The pieces of a pass begin within 12 MiB, and none has more than 12 MiB: a pass never exceeds 24 MiB.
     """
     ops["pass"] = 0
-    beside = np.maximum(memory.pass_bytes, min(memory.group_bytes, memory.most_bytes) - made)
-    many = _read_bytes(ops, groups) > beside
+    allowed = np.maximum(memory.pass_bytes, min(memory.group_bytes, memory.most_bytes) - made)
+    many = _read_bytes(ops, groups) > allowed
     if not many.any():
         return ops, groups
     many_ops = many[groups]
     few_groups, groups = groups[~many_ops], groups[many_ops]
     ops, few = ops.split(many_ops)
-    ops, groups, clusters = _cut_for_reading(ops, groups, np.maximum(1, beside // 2))
+    ops, groups, clusters = _cut_for_reading(ops, groups, np.maximum(1, allowed // 2))
     group_of = np.zeros(int(clusters.max()) + 1, dtype=np.int64)
     group_of[clusters] = groups
     sizes = _read_bytes(ops, clusters)
@@ -352,12 +361,12 @@ def set_passes(ops: Ops, groups: Ints, made: Ints, memory: GroupMemory) -> tuple
     np.minimum.at(first, clusters, ops["source_byte"])
     file = np.zeros(len(sizes), dtype=np.int64)
     file[clusters] = ops["source_file"]
-    order = np.lexsort((first, file, group_of))  # by file: the steps of what is mixed in their order
+    order = np.lexsort((first, file, group_of))  # by file, so that the steps of a mixture keep their order
     before = np.cumsum(sizes[order]) - sizes[order]
     opens = np.r_[True, group_of[order][1:] != group_of[order][:-1]]
     before -= np.maximum.accumulate(np.where(opens, before, 0))
     number = np.empty(len(sizes), dtype=np.int64)
-    number[order] = before // np.maximum(1, beside[group_of[order]] // 2)
+    number[order] = before // np.maximum(1, allowed[group_of[order]] // 2)
     ops["pass"] = number[clusters]
     ops, groups = Ops.joined([few, ops]), np.concatenate([few_groups, groups])
     order = np.lexsort((ops["pass"], groups))
@@ -366,9 +375,9 @@ def set_passes(ops: Ops, groups: Ints, made: Ints, memory: GroupMemory) -> tuple
 
 
 def _cut_for_reading(ops: Ops, groups: Ints, most: Ints) -> tuple[Ops, Ints, Ints]:
-    """Cut ops along the outermost dims of their sources until none has to be read with more than ``most[group]``.
+    """Cut ops along the outermost dims of their source boxes until no cluster reads more than ``most[group]`` bytes.
 
-    Returns the ops, their groups, and for each the number of those with which it has to be read.
+    Returns the ops, their groups and their clusters.
     """
     clusters = _clusters(ops, groups)
     done: list[tuple[Ops, Ints, Ints]] = []

@@ -1,6 +1,6 @@
-"""Which bytes of the source feed which bytes of the target?
+"""Match source fragments with target fragments.
 
-Both sides are fragments of the same logical tensors. Wherever two boxes meet there is one *op*.
+Both are boxes of the same logical tensors. Wherever two boxes overlap there is one *op*.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ from paddle_reshard.pipeline.core.tensors import DTYPES, Cast, Tensor
 from paddle_reshard.pipeline.planning.ops import CHECK, COMPARE, MOVE, Ops, op_volumes, set_stops
 
 _CASTS = {("float32", "bfloat16")}
-"""Casts by definition of a format: a bf16 parameter is its master weight, rounded to nearest even."""
+"""Casts that formats define: a bfloat16 parameter is its master weight, rounded to nearest even."""
 
 _FLOAT32 = [dtype.name for dtype in DTYPES].index("float32")
 _BLOCK_OPS = 1 << 16
-"""Ops that are described in one go: what lies between stays in the cache."""
+"""Ops made at a time: intermediate arrays stay in the processor's cache."""
 
 
 def source_tensors(tensor_ids: npt.NDArray[np.int32], implied: Mapping[int, int]) -> npt.NDArray[np.int32]:
-    """For each tensor the one whose fragments hold its values."""
+    """For each tensor, the tensor whose fragments hold its values.
+
+    >>> source_tensors(np.array([0, 1, 2], dtype=np.int32), {1: 0})
+    array([0, 0, 2], dtype=int32)
+    """
     count = 1 + max([int(tensor_ids.max(initial=-1)), *implied])
     source_tensor = np.arange(count, dtype=np.int32)
     source_tensor[list(implied)] = list(implied.values())
@@ -37,12 +41,14 @@ def source_tensors(tensor_ids: npt.NDArray[np.int32], implied: Mapping[int, int]
 
 
 class _Pairs(NamedTuple):
-    """Rows of two columns of fragments that meet."""
+    """Pairs of overlapping fragments."""
 
     source: Fragments
     target: Fragments
     i: Ints
+    """Row of ``source`` in each pair."""
     j: Ints
+    """Row of ``target`` in each pair."""
     source_tensor: npt.NDArray[np.int32]
     """Tensor that each pair is read from."""
 
@@ -62,9 +68,9 @@ def _meeting(source: Fragments, target: Fragments, implied: Mapping[int, int]) -
 
 
 def match(source: Fragments, target: Fragments, implied: Mapping[int, int], kind: int = MOVE) -> Ops:
-    """One op for every pair of boxes of the same values that meet.
+    """One op for every pair of overlapping boxes of the same values.
 
-    A float32 tensor ``a`` of 8 elements, stored in two files, and a target that wants its middle::
+    A float32 tensor ``a`` of 8 elements, stored in two files, and a target that holds its middle::
 
         source   file 0: a[0:4]         file 1: a[4:8]
         target            file 0: a[2:6]
@@ -110,16 +116,15 @@ def plan_ops(
     casts: Collection[Cast] = (),
     omitted: Collection[int] = (),
 ) -> Ops:
-    """Everything that has to be moved or compared to make ``target`` of ``source``.
+    """Everything that must be moved or compared to make ``target`` from ``source``.
 
-    Further copies of a tensor are compared with the one that is moved, unless ``compare_replicas`` is off.
-    ``casts`` are those that were asked for, beside the ones that a format defines. ``omitted`` are tensors that one of
-    several targets leaves out, though another one has them.
+    Further copies of a tensor are compared with the first, unless ``compare_replicas`` is off. ``casts`` are allowed in
+    addition to those that formats define. ``omitted`` are tensors that some of several targets omit and others hold.
 
     Raises
     ------
     CoverageError
-        If an element of the target would be written never or twice.
+        If an element of the target would not be written, or written twice.
     PlanError
         If a source tensor would be dropped.
     """
@@ -147,9 +152,9 @@ def plan_ops(
 
 
 def _steps(primary: Fragments, target: Fragments, source: Catalog) -> Iterator[tuple[_Pairs, Ints]]:
-    """The pairs to move, and how many elements of each tensor they have to fill.
+    """The pairs to move, and how many elements of each tensor they must fill.
 
-    First values as they are, then every step of those that are mixed.
+    Tensors that are moved as they are come first, then mixtures, step by step.
     """
     mixtures = source.mixtures
     inside = volumes_inside(target, source.tensors)
@@ -170,7 +175,7 @@ def _steps(primary: Fragments, target: Fragments, source: Catalog) -> Iterator[t
 
 
 def _check_steps(moves: Ops, mixtures: Mapping[int, Mixture], tensors: Sequence[Tensor]) -> None:
-    """Mixed tensors are read as float32, in the order of the files."""
+    """Check that mixed tensors are stored as float32, with each step in later files than the step before."""
     last = -1
     for step in range(max([0, *(len(mixture.terms) for mixture in mixtures.values())])):
         fed = {t: m.terms[step].tensor for t, m in mixtures.items() if step < len(m.terms)}
@@ -181,25 +186,25 @@ def _check_steps(moves: Ops, mixtures: Mapping[int, Mixture], tensors: Sequence[
             first = int(np.argmax(wrong))
             raise UnsupportedError(
                 f"{tensors[int(moves['source_tensor'][first])].label}: stored as "
-                f"{DTYPES[int(moves['source_dtype'][first])].name}, only float32 can be averaged"
+                f"{DTYPES[int(moves['source_dtype'][first])].name}; only float32 can be averaged"
             )
         files = moves["source_file"][rows]
         if len(files) and files.min() <= last:
             raise PlanError(
-                f"{tensors[min(fed)].label}: its values are not read in the order in which they are mixed"
+                f"{tensors[min(fed)].label}: its files are not in the order in which they are mixed"
             )
         last = max(last, int(files.max(initial=-1)))
 
 
 def _lacking(these: npt.NDArray[np.int32], others: npt.NDArray[np.int32]) -> list[int]:
-    """Numbers that are among ``these`` and not among ``others``."""
+    """Numbers in ``these`` that are not in ``others``."""
     count = 1 + int(max(these.max(initial=-1), others.max(initial=-1)))
     lacking = np.bincount(these, minlength=count).astype(bool) & (np.bincount(others, minlength=count) == 0)
     return np.flatnonzero(lacking).tolist()
 
 
 def volumes_inside(target: Fragments, tensors: Tensors) -> Ints:
-    """Elements of the target's boxes as far as the source's tensors reach; what lies beyond was asked for as zeros."""
+    """Elements of each target box that lie within the source's tensor; the rest is zeros, by request."""
     shapes = tensors.shapes
     found = np.empty(len(target), dtype=np.int64)
     done = 0
@@ -211,14 +216,14 @@ def volumes_inside(target: Fragments, tensors: Tensors) -> Ints:
 
 
 def _implied_by_definition(source: Catalog, unmoved: Sequence[int]) -> dict[int, int]:
-    """Stored parameters that the target leaves out because they are the cast of their master weight."""
+    """Parameter → master weight, for stored parameters that the target omits because they are implied."""
     index = source.index()
     implied = {}
     for tensor in unmoved:
         described = source.tensors[tensor]
         master = index.get((described.key, "master_weight"))
         if described.state != "param" or master is None:
-            raise PlanError(f"{described.label}: the target has no place for it, it would be dropped")
+            raise PlanError(f"{described.label}: the target cannot hold it, so it would be dropped")
         implied[int(tensor)] = master
     return implied
 
@@ -230,19 +235,18 @@ def _check_casts(moves: Ops, tensors: Sequence[Tensor], casts: Collection[Cast])
         if one != two and (one.name, two.name) not in {*_CASTS, *casts}:
             tensor = tensors[int(moves["tensor"][np.argmax(pairs == pair)])]
             raise UnsupportedError(
-                f"{tensor.label}: stored as {one.name}, the target wants {two.name}; this cast is neither defined "
-                "by the format nor asked for"
+                f"{tensor.label}: stored as {one.name}, and the target needs {two.name}; the format does not define "
+                "this cast, and no option requests it"
             )
 
 
 def _check_written_once(moves: Ops, wanted: Ints, tensors: Sequence[Tensor]) -> None:
-    """Sources are disjoint, so equal volumes mean: every target element once."""
+    """Source boxes are disjoint, so equal volumes mean that every target element is written once."""
     written = np.bincount(moves["tensor"], weights=op_volumes(moves), minlength=len(tensors))
     wrong = np.flatnonzero(written != wanted)
     if len(wrong):
         tensor = int(wrong[0])
         raise CoverageError(
             tensors[tensor].label,
-            f"the target has places for {int(wanted[tensor])} elements, the source fills "
-            f"{int(written[tensor])}",
+            f"the target needs {int(wanted[tensor])} elements, the source provides {int(written[tensor])}",
         )

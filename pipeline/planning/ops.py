@@ -1,12 +1,12 @@
-"""What is moved or compared, as columns.
+"""Moves and comparisons of boxes, as columns.
 
-An *op* is a strided box moved from one place to another (``MOVE``: a copy, or a cast where the dtypes differ), or two
-strided boxes that must hold the same values: further copies of a tensor (``COMPARE``), parameters that the target
-does not store because they are the cast of their master weight (``CHECK``), and parameters that are stored beside
-their master weight (``HOLD``; ``PROBE`` is a few elements of one).
+An *op* moves a strided box from a source file to a target file (``MOVE``: a copy, or a cast if the dtypes differ), or
+compares two strided boxes: further copies of a tensor (``COMPARE``), parameters that the target omits because they are
+the cast of their master weight (``CHECK``), and parameters that are stored along with their master weight (``HOLD``,
+or ``PROBE`` for a few elements).
 
-A plan may have millions of ops. Each of their fields is an array of its own, as narrow as its values allow: to sort or
-to select by one field touches no other, and while all are sorted, only one field is held twice.
+A plan may have millions of ops. Each field is an array of its own, as narrow as its values allow: selecting by one
+field touches no other, and sorting copies one field at a time.
 """
 
 from __future__ import annotations
@@ -24,17 +24,20 @@ MOVE, COMPARE, CHECK, HOLD, PROBE = 0, 1, 2, 3, 4
 
 OP = np.dtype(
     [
-        ("kind", np.int8),  # MOVE, or what is compared: COMPARE, CHECK, HOLD or PROBE
-        ("tensor", np.int32),  # whose values these are
-        ("source_tensor", np.int32),  # the tensor they are read from: another one where it is implied
-        ("pass", np.int32),  # of its group, in which it is done
+        ("kind", np.int8),  # MOVE, COMPARE, CHECK, HOLD or PROBE
+        ("tensor", np.int32),  # the tensor whose values these are
+        (
+            "source_tensor",
+            np.int32,
+        ),  # the tensor they are read from: differs if ``tensor`` is implied or mixed
+        ("pass", np.int32),  # within its group
         ("source_file", np.int32),
         ("source_dtype", np.int8),
-        ("target_file", np.int32),  # of all but a MOVE: a source file too
+        ("target_file", np.int32),  # for a comparison, a source file too
         ("target_dtype", np.int8),
         ("source_byte", np.int64),  # of the first element
         ("target_byte", np.int64),
-        ("source_stop", np.int64),  # one past the last byte that is touched
+        ("source_stop", np.int64),  # one past the last byte of the box
         ("target_stop", np.int64),
         ("offset", np.int64, (MAX_DIMS,)),  # of the box in the tensor
         ("extents", np.int64, (MAX_DIMS,)),
@@ -43,14 +46,14 @@ OP = np.dtype(
     ]
 )
 OpRows = npt.NDArray[np.void]
-"""A few ops, one after the other."""
+"""A few ops as rows."""
 
 FIELDS = tuple(OP.names or ())
 ITEMSIZES = np.array([dtype.itemsize for dtype in DTYPES], dtype=np.int64)
 
 
 class Ops(Columns):
-    """Ops, an array for each field of ``OP``. Experts are alike: ops take 35 to 70 bytes each instead of 183."""
+    """Ops, with one array for each field of ``OP``. An op takes 35 to 70 bytes, instead of 183 as a row."""
 
     DTYPE = OP
     DISTANCES: ClassVar = {"source_stop": "source_byte", "target_stop": "target_byte"}
@@ -59,7 +62,7 @@ class Ops(Columns):
 
 
 def set_stops(ops: Ops) -> None:
-    """Work out anew where the bytes of ops end, from their boxes."""
+    """Recompute the ``_stop`` fields from the boxes."""
     for side in ("source", "target"):
         stop = ops[f"{side}_byte"] + ITEMSIZES[ops[f"{side}_dtype"]]
         for dim in range(MAX_DIMS):
@@ -76,5 +79,5 @@ def op_volumes(ops: Ops) -> Ints:
 
 
 def hull(ops: Ops, side: str) -> tuple[Ints, Ints]:
-    """First byte and one past the last byte that each op touches on one ``side``."""
+    """First byte, and one past the last byte, of each op's box on one ``side``."""
     return ops[f"{side}_byte"], ops[f"{side}_stop"]

@@ -1,7 +1,7 @@
-"""Into which parts is every target file cut?
+"""Divide every target file into parts.
 
-Parts tile every file. A part is *copied* by the storage from one range of one source file, or *made*: of values that
-one group moves, literal bytes and zeros.
+Parts tile a file. A part is *copied* by the storage from a range of a source file, or *made* by one group from values,
+literal bytes and zeros.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paddle_reshard.pipeline.planning.ranges import merge
 
 MADE = -1
 NO_GROUP = -1
-"""The owner of a part without values: literal bytes, zeros, or a copy."""
+"""Owner of a part without values: literal bytes, zeros, or a copy. It is assigned to a group later."""
 
 PART = np.dtype(
     [
@@ -27,8 +27,8 @@ PART = np.dtype(
         ("file", np.int32),
         ("start", np.int64),
         ("stop", np.int64),
-        ("source_file", np.int32),  # MADE, or the file that it is copied from
-        ("source_start", np.int64),  # where the copied range begins there
+        ("source_file", np.int32),  # the file it is copied from, or MADE
+        ("source_start", np.int64),  # first byte of the copied range in that file
     ]
 )
 Parts = npt.NDArray[np.void]
@@ -42,17 +42,22 @@ def part_sizes(parts: Parts) -> Ints:
 def plan_parts(
     ops: Ops, owners: Ints, copied: Parts, sizes: Ints, smallest: Ints, largest_fill: Ints
 ) -> Parts:
-    """All parts of all files, ``owners`` as their groups, sorted by file and start.
+    """All parts of all files, with ``owners`` as groups, sorted by file and start.
 
-    What lies between the values of two owners (literal bytes, padding) goes to the part before it, or to the one
-    after it if that before is copied. Where it is longer than ``largest_fill`` most of it becomes parts of
-    ``NO_GROUP``.
+    A gap between the values of two owners (literal bytes, padding) goes to the part before it, or to the part after it
+    if the one before is copied. Most of a gap longer than ``largest_fill`` becomes parts of ``NO_GROUP``.
+
+    Values of owner 0 in [10, 20) and of owner 1 in [26, 30) of a file of 32 bytes give two parts::
+
+        bytes    0      10      20    26    30  32
+        owners   ······ 0000000 ····· 11111 ···
+        parts    [──────────── 0 ────)[── 1 ───)
 
     Parameters
     ----------
     sizes, smallest, largest_fill
-        For every file its bytes, the smallest part, and the largest part without values; the last is at least
-        twice the smallest.
+        For every file its size, minimum part size, and largest part without values, in bytes; the last is at least
+        twice the minimum part size.
 
     Raises
     ------
@@ -68,7 +73,7 @@ def plan_parts(
     _check_apart(blocks, before)
     empty = np.setdiff1d(np.flatnonzero(sizes), file)
     last = np.flatnonzero(closes)
-    # One gap before every block, one after the last of every file, and files that are nothing else.
+    # A gap before every block, a gap after the last block of every file, and files without any block.
     none = np.full(len(empty), -1)
     gaps = _Gaps(
         file=np.r_[file, file[last], empty].astype(np.int64),
@@ -85,7 +90,7 @@ def plan_parts(
 
 
 class _Gaps(NamedTuple):
-    """The gaps between blocks; ``before`` and ``after`` are the blocks around each, -1 for none."""
+    """Gaps between blocks; ``before`` and ``after`` are the neighbouring blocks, -1 for none."""
 
     file: Ints
     start: Ints
@@ -95,7 +100,7 @@ class _Gaps(NamedTuple):
 
 
 def _shared(gaps: _Gaps, blocks: Parts, made: Flags, smallest: Ints, largest_fill: Ints) -> tuple[Ints, Ints]:
-    """Give every gap to the blocks around it, which are changed; what is left of it is nobody's."""
+    """Extend the blocks around every gap, in place; returns the ``(start, stop)`` of what remains of the gaps."""
     of_before = (gaps.before >= 0) & np.r_[made, False][gaps.before]
     of_after = (gaps.after >= 0) & np.r_[made, False][gaps.after]
     size, some = gaps.stop - gaps.start, smallest[gaps.file]
@@ -110,7 +115,7 @@ def _shared(gaps: _Gaps, blocks: Parts, made: Flags, smallest: Ints, largest_fil
 
 
 def _blocks(ops: Ops, owners: Ints, copied: Parts, smallest: Ints, largest_fill: Ints) -> Parts:
-    """Ranges that have values, neighbours of one owner joined, and the copied parts; sorted by file and start."""
+    """Ranges with values, joined if neighbours have one owner, and copied parts; sorted by file and start."""
     moves = ops["kind"] == MOVE
     start, stop = (side[moves] for side in hull(ops, "target"))
     count = int(owners.max(initial=-1)) + 1
@@ -138,7 +143,7 @@ def _check_apart(blocks: Parts, before: Ints) -> None:
         block = blocks[np.flatnonzero(blocks["start"] < before)[0]]
         raise UnsupportedError(
             f"target file {int(block['file'])}: values of two groups interleave at byte "
-            f"{int(block['start'])}; a tensor is stored there in another order than its siblings"
+            f"{int(block['start'])}; a tensor there has a different dim order than its siblings"
         )
 
 
@@ -150,7 +155,7 @@ def _fill(file: Ints, start: Ints, stop: Ints) -> Parts:
 
 
 def divided(parts: Parts, counts: Ints) -> Parts:
-    """Every part cut evenly into as many pieces as ``counts`` says."""
+    """Every part, cut evenly into ``counts`` pieces."""
     origin = np.repeat(np.arange(len(parts)), counts)
     within = np.arange(len(origin)) - np.repeat(np.cumsum(counts) - counts, counts)
     size, count = part_sizes(parts)[origin], counts[origin]
@@ -163,10 +168,11 @@ def divided(parts: Parts, counts: Ints) -> Parts:
 
 
 def small_parts(parts: Parts, sizes: Ints, smallest: Ints) -> list[tuple[int, int]]:
-    """Pairs of owners to join, so that every part but the last of a file reaches its smallest size.
+    """Pairs of owners to join, so that every part except the last of a file reaches the minimum size.
 
-    Along each file, owners are joined from a part that is too small onwards until it has grown large enough; before
-    a part that is copied or without values, the other way round. ``parts`` is sorted by file and start.
+    A part that is too small is joined with the parts after it until it is large enough; before a part without an owner,
+    with the part before it. With a minimum of 5, parts of 8, 2, 4 and 1 bytes of owners 0 to 3, followed by a copy,
+    give the pairs (1, 2) and (2, 3). ``parts`` is sorted by file and start.
     """
     joins: list[tuple[int, int]] = []
     rows = zip(

@@ -1,10 +1,10 @@
-"""In which portions is the work done, and how much memory does each need?
+"""Divide a conversion into groups, and work out how much memory each needs.
 
-A *group* is the same stretch of logical tensors in all sibling target files, with the *bands* (source byte
-ranges) that feed it: each band is read once and shared. Every target file is cut into *parts*, contiguous
-byte ranges that tile it; a part belongs to one group. A group is independent of all others, may be run by
-any worker, and running it twice writes the same bytes. Its peak, its parts and the bands that it holds at once, is
-known here. Parts that the storage copies by itself need no memory.
+A *group* is the same range of logical tensors in all sibling target files, with the *bands* (source byte ranges) that
+it reads; each band is read once and shared. Every target file is tiled by *parts*, contiguous byte ranges, and each
+part belongs to one group. Groups are independent: any worker can run any of them, and running one twice writes the
+same bytes. The peak of a group, its parts and the bands it holds at a time, is part of the plan. Parts copied by the
+storage need no memory.
 """
 
 from __future__ import annotations
@@ -45,20 +45,21 @@ FOOTPRINT_BYTES = 136 << 20
 """What a worker process needs for itself: interpreter, libraries, metadata. Groups share the rest of the budget."""
 UNLIMITED_BYTES = 1 << 62
 GROUPS_IN_BUDGET = 4
-"""They are smaller where the budget would not hold so many: some are read or written while others are moved."""
+"""How many groups the budget must hold, so that some are read or written while others are moved. In a small budget
+groups are smaller."""
 SMALLEST_GROUP_BYTES = 16 << 20
-"""Smaller ones would not be worth their requests."""
+"""In smaller groups requests would cost more than they transfer."""
 COPY_GROUP_FACTOR = 4
 COPY_GROUP_PARTS = 64
-"""Parts that the storage copies are gathered into groups of about the bytes of so many of the largest, and so many
-parts at most."""
+"""Copied parts are gathered into groups of at most ``COPY_GROUP_PARTS`` parts and about ``COPY_GROUP_FACTOR`` times the
+bytes of the largest allowed copy."""
 TINY_BYTES = 64 << 10
-"""Where parts have a smallest size, a source range up to this size may be read once for every file that it goes to."""
+"""If the store has a minimum part size, a source range up to this size may be read once for each file that needs it."""
 ACCUMULATOR_FACTOR = 2
-"""Values are mixed in float32; where a part holds two bytes for each, they have twice its bytes beside it."""
+"""Mixing takes float32: the accumulator of a part with 2-byte values has twice the bytes of the part."""
 REPR_ROWS = 1 << 12
 JOIN_GAP_BYTES = 4096
-"""Bands of a file that lie this near each other are read as one."""
+"""Bands of a file at most this far apart are read as one."""
 
 BAND = np.dtype(
     [
@@ -83,34 +84,35 @@ class CarriedFile:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is to be done, before any byte moves."""
+    """Everything a conversion or comparison will do."""
 
     tensors: Sequence[Tensor]
     source_files: tuple[File, ...]
     target_files: tuple[File, ...]
     ops: Ops
-    """Sorted by ``op_groups`` and pass. Values that the storage copies are in no op."""
+    """Sorted by ``op_groups`` and pass. Values copied by the storage have no op."""
     op_groups: Ints
+    """Group of each op."""
     bands: Bands
     """Sorted by group, pass, file and start."""
     parts: Parts
     """Sorted by group, file and start; by file and start they tile every target file."""
     literals: Literals
     group_peaks: Ints
-    """Bytes of memory that each group needs at once: its parts, and the bands of its largest pass."""
+    """Memory of each group in bytes: its parts and the bands of its largest pass."""
     budget_bytes: int
-    """Of each worker, what its process needs for itself included."""
+    """Memory budget of each worker, including the overhead of its process."""
     carried: tuple[CarriedFile, ...]
     allow_replica_drift: bool = False
-    """Whether copies of a tensor may differ; the first one is taken then, and every difference reported."""
+    """Whether copies of a tensor may differ: the first is used, and every difference is reported."""
     allow_master_drift: bool = False
-    """Whether parameters may differ from the cast of their master weights; both are kept then, and it is reported."""
+    """Whether parameters may differ from their rounded master weights: both are kept, and it is reported."""
     beside: int = 0
-    """How many tensors at the end go to no target: they are only compared."""
+    """Number of tensors, at the end of ``tensors``, that are only compared and go to no target."""
     read_once_budget_bytes: int | None = None
-    """Where source bytes are read several times: a budget with which they would not be."""
+    """A budget with which every source byte is read once; ``None`` if that is already so."""
     mixtures: Mapping[int, Mixture] = field(default_factory=dict)
-    """Tensor number → how its values are computed, of those that are not moved as they are."""
+    """Tensor number → how its values are computed, for tensors that are mixed."""
 
     @property
     def groups(self) -> int:
@@ -123,53 +125,53 @@ class Plan:
         return int(self.group_peaks.max(initial=0))
 
     def memory_bytes(self, groups_at_a_time: int) -> int:
-        """The most that a worker will have in use, of its budget, if it runs so many groups at a time."""
+        """Peak memory of a worker that runs ``groups_at_a_time`` groups at a time."""
         largest = np.sort(self.group_peaks)[-groups_at_a_time:].sum()
         return min(FOOTPRINT_BYTES + int(largest), self.budget_bytes)
 
     @property
     def read_bytes(self) -> int:
-        """Bytes read from tensor files, gaps that are read along included."""
+        """Bytes read from tensor files, including gaps within bands."""
         return int((self.bands["stop"] - self.bands["start"]).sum())
 
     @cached_property
     def payload_bytes(self) -> int:
-        """Bytes of the source that some band needs, each counted once; copied ones are not among them."""
+        """Source bytes that some op needs, each counted once; bytes copied by the storage are not included."""
         _, file, start, stop = source_ranges(self.ops)
         _, low, high = merge(file, start, stop)
         return int((high - low).sum())
 
     @property
     def read_amplification(self) -> float:
-        """Bytes read or copied for each byte of the source that is needed."""
+        """Bytes read or copied per source byte that is needed."""
         copied = self.copied_bytes
         return (self.read_bytes + copied) / max(self.payload_bytes + copied, 1)
 
     @cached_property
     def checked_parameters(self) -> tuple[int, int]:
-        """Of how many parameters every element is held against the master weight, and of how many a few runs."""
+        """How many parameters are compared with their master weights in full, and how many by samples."""
         kinds = self.ops["kind"]
         every, some = (np.unique(self.ops["tensor"][np.isin(kinds, k)]) for k in ((CHECK, HOLD), (PROBE,)))
         return len(np.setdiff1d(every, some)), len(some)
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of the target that the storage copies."""
+        """Target bytes copied by the storage."""
         return int(part_sizes(self.parts[self.parts["source_file"] != MADE]).sum())
 
     @property
     def copied_share(self) -> float:
-        """Share of the target that the storage copies."""
+        """Share of the target copied by the storage."""
         return self.copied_bytes / max(self.written_bytes, 1)
 
     @property
     def written_bytes(self) -> int:
-        """Size of the target, carried files included."""
+        """Size of the target, including carried files."""
         return sum(f.size_bytes for f in self.target_files) + sum(f.size_bytes for f in self.carried)
 
     @cached_property
     def plan_id(self) -> str:
-        """Hash of everything the plan says."""
+        """Hash of the plan's contents."""
         digest = hashlib.sha256()
         for ops in self.ops.blocks():
             digest.update(ops.rows().view(np.uint8).data)
@@ -185,14 +187,14 @@ class Plan:
         return digest.hexdigest()[:16]
 
     def release_ops(self) -> None:
-        """Forget the ops and the literals, when all is moved; what reports say of them stays."""
-        _ = self.plan_id, self.payload_bytes, self.checked_parameters  # worked out while it can be
+        """Free the ops and literals after the run; figures for reports are computed first."""
+        _ = self.plan_id, self.payload_bytes, self.checked_parameters  # cached properties that need the ops
         self.ops.clear()
         self.literals.clear()
 
 
 def _repr_in_blocks(tables: Sequence[Sequence[object]]) -> Iterator[str]:
-    """What ``repr`` would make of tuples, a bounded number of their values at a time."""
+    """``repr`` of the tables as tuples of tuples, in pieces of at most ``REPR_ROWS`` rows."""
     for number, rows in enumerate(tables):
         yield ", (" if number else "(("
         for first in range(0, len(rows), REPR_ROWS):
@@ -211,16 +213,16 @@ def plan_conversion(
 ) -> Plan:
     """Plan all groups of a conversion.
 
-    What is ``held`` against each other is compared beside, in full as far as that costs no more memory.
+    ``checks`` are added in full as far as they need no more memory; otherwise large tensors are sampled.
 
     Raises
     ------
     CoverageError, PlanError
-        If the target would not be complete, or a source tensor dropped.
+        If the target would be incomplete, or a source tensor dropped.
     MemoryBudgetError
-        If what has to be written together needs more than the budget.
+        If values that must be written together do not fit the budget.
     RereadError
-        If the budget suffices only where source bytes are read several times, unless ``allow_reread``.
+        If the budget suffices only by reading source bytes several times, unless ``allow_reread``.
     """
 
     def make_ops() -> Ops:
@@ -266,10 +268,10 @@ def plan_conversion(
 def _with_checks(
     plan: Plan, make_ops: Callable[[], Ops], limits: PartLimits, sizes: PlanSizes, checks: MasterChecks | None
 ) -> tuple[Plan, bool, MasterChecks | None]:
-    """The plan with everything portioned, whether bytes are read several times, and what is held against each other.
+    """The plan with groups, whether bytes are read several times, and the checks it contains.
 
-    What is compared in full is read together. Where that takes a large part of the budget, large tensors are only
-    sampled, and if that is not enough, all are.
+    A full comparison reads both tensors together. If that takes more than half of the budget, large tensors are only
+    sampled; if that is still too much, all are.
     """
     room_bytes = (plan.budget_bytes - FOOTPRINT_BYTES) // 2
     planned, rereads = _within_limits(plan, make_ops, limits, sizes, plan.budget_bytes, checks)
@@ -292,10 +294,9 @@ def _within_limits(
     budget_bytes: int,
     checks: MasterChecks | None = None,
 ) -> tuple[Plan, bool]:
-    """The plan with everything portioned; a file that would have too many parts gets larger ones.
+    """The plan with groups; a file that would have too many parts gets larger ones, in a further try.
 
-    Ops are made anew for each try: to keep them for one that is hardly ever needed would take as much memory as all
-    the rest.
+    Ops are made again for each try: keeping a copy would double the memory of planning, and a second try is rare.
     """
     total = np.array([f.size_bytes for f in plan.target_files], dtype=np.int64)
     smallest = np.full(len(total), limits.smallest_bytes)
@@ -323,15 +324,15 @@ def plan_comparisons(
     files: tuple[File, ...],
     settings: PlanSettings,
 ) -> Plan:
-    """Plan ops that compare what is in ``files``; nothing is written.
+    """Plan the comparisons ``ops`` between boxes of ``files``; nothing is written.
 
-    Two boxes that lie in different orders and do not fit the budget together are compared piece by piece, and
-    read several times; ``read_once_budget_bytes`` says then what would be enough.
+    Two boxes with different dim orders that do not fit the budget together are compared piece by piece, and some bytes
+    are read several times; ``read_once_budget_bytes`` is then a budget that avoids this.
 
     Raises
     ------
     MemoryBudgetError
-        If two boxes have to be held that need more than the budget.
+        If two boxes that cannot be cut do not fit the budget together.
     """
     plan = Plan(
         tensors=tensors,
@@ -366,7 +367,7 @@ def _grouped(
 ) -> tuple[Plan, bool]:
     """The plan with groups, parts and bands of all ``ops``; and whether bytes are read several times.
 
-    Copied parts form groups of about ``copy_group_bytes``. Nothing is left in ``ops``.
+    Copied parts form groups of about ``copy_group_bytes``. ``ops`` is emptied.
     """
     most_bytes = budget_bytes - FOOTPRINT_BYTES
     memory = GroupMemory(
@@ -397,10 +398,10 @@ def _grouped(
 def _accumulator_bytes(
     mixtures: Mapping[int, Mixture], ops: Ops, groups: Ints, made: Parts, count: int
 ) -> Ints:
-    """For each of ``count`` groups the memory in which values are mixed that its parts hold in another dtype.
+    """Accumulator bytes of each of ``count`` groups, for parts that hold mixed values in another dtype than float32.
 
-    A worker takes it for each part from the first such value to the last, float32 for every two bytes. ``made`` is
-    sorted by group, file and start.
+    A part needs one accumulator, from its first such value to its last. ``made`` is sorted by group, file and start.
+    A part [0, 900) that mixes bfloat16 values in [100, 300) and [500, 700) needs 2 · (700 − 100) = 1200 bytes.
     """
     rows = _cast_after_mixing(mixtures, ops)
     if not rows.any():
@@ -420,24 +421,24 @@ def _accumulator_bytes(
 
 
 def _cast_after_mixing(mixtures: Mapping[int, Mixture], ops: Ops) -> Flags:
-    """Whether each op mixes values that its part holds in another dtype."""
+    """Whether each op is a step of a mixture that is cast afterwards."""
     if not mixtures:
         return np.zeros(len(ops), dtype=bool)
     return np.isin(ops["tensor"], list(mixtures)) & (ops["target_dtype"] != ops["source_dtype"])
 
 
 def _held_bytes(mixtures: Mapping[int, Mixture], ops: Ops) -> int:
-    """The most that is held for a byte of a part: what is mixed beside it too."""
+    """Memory for each byte of a part, including its accumulator, at most."""
     return 1 + ACCUMULATOR_FACTOR if _cast_after_mixing(mixtures, ops).any() else 1
 
 
 def _groups_of_parts(parts: Parts, first: int, fill_bytes: int, copy_group_bytes: int) -> Ints:
-    """The group of every part: those without values are gathered, those that are copied too."""
+    """The group of every part. Parts without values, and copied parts, are gathered into groups of their own."""
     groups = parts["group"].astype(np.int64)
-    nobody = groups == NO_GROUP
+    ungrouped = groups == NO_GROUP
     for chosen, most_bytes, most_parts in (
-        (nobody & (parts["source_file"] == MADE), fill_bytes, len(parts)),
-        (nobody & (parts["source_file"] != MADE), copy_group_bytes, COPY_GROUP_PARTS),
+        (ungrouped & (parts["source_file"] == MADE), fill_bytes, len(parts)),
+        (ungrouped & (parts["source_file"] != MADE), copy_group_bytes, COPY_GROUP_PARTS),
     ):
         sizes = part_sizes(parts[chosen])
         portion = (np.cumsum(sizes) - sizes) // most_bytes
@@ -456,7 +457,7 @@ def _check_budget(plan: Plan) -> None:
 
 
 def _label(plan: Plan, group: int) -> str:
-    """What to call a group by: its first tensor, or its first file."""
+    """The name of a group in messages: its first tensor, or its first file."""
     ops = plan.ops[plan.op_groups == group]
     if len(ops):
         return plan.tensors[int(ops["tensor"][0])].label
@@ -467,7 +468,7 @@ def _label(plan: Plan, group: int) -> str:
 
 
 def plan_bands(ops: Ops, groups: Ints) -> Bands:
-    """The source byte ranges that each group reads in each of its passes, near ones joined."""
+    """The source byte ranges that each group reads in each of its passes; ranges close together are joined."""
     op, file, start, stop = source_ranges(ops)
     files, passes = int(file.max(initial=0)) + 1, int(ops["pass"].max(initial=0)) + 1
     keys = (groups[op] * passes + ops["pass"][op]) * files + file
@@ -479,7 +480,7 @@ def plan_bands(ops: Ops, groups: Ints) -> Bands:
 
 
 def largest_passes(bands: Bands, count: int) -> Ints:
-    """For each of ``count`` groups the bytes of its bands that are held at once."""
+    """Bytes of the largest pass of each of ``count`` groups."""
     passes = int(bands["pass"].max(initial=0)) + 1
     held = np.bincount(
         bands["group"].astype(np.int64) * passes + bands["pass"],
@@ -493,9 +494,10 @@ def largest_passes(bands: Bands, count: int) -> Ints:
 
 
 def _check_tiles(ops: Ops, target: TargetFiles, source: Catalog) -> None:
-    """Literal bytes, padding and values together are exactly as long as every file.
+    """Check that literal bytes, padding and values add up to the size of every target file.
 
-    Parts of tensors that reach beyond the source's are zeros, as padding is. Of what is mixed the last step counts.
+    The part of a target tensor that extends beyond the source's is zeros, like padding. Only the last step of a mixture
+    counts.
     """
     tensors = source.tensors
     moves = ops["kind"] == MOVE

@@ -1,4 +1,4 @@
-"""Columns of half-open byte ranges, each with a key: ranges of different keys have nothing to do with each other."""
+"""Columns of half-open byte ranges, each with a key; ranges of different keys are independent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paddle_reshard.pipeline.core.geometry import Ints
 
 
 def merge(keys: Ints, start: Ints, stop: Ints, gap: int = 0) -> tuple[Ints, Ints, Ints]:
-    """Union of the ranges of each key; those at most ``gap`` apart are joined. Sorted by key and start.
+    """Union of the ranges of each key, joining those at most ``gap`` apart; sorted by key and start.
 
     >>> merge(np.array([1, 0, 1]), np.array([4, 0, 0]), np.array([6, 9, 4]))
     (array([0, 1]), array([0, 0]), array([9, 6]))
@@ -23,7 +23,7 @@ def merge(keys: Ints, start: Ints, stop: Ints, gap: int = 0) -> tuple[Ints, Ints
 
 
 def label(keys: Ints, start: Ints, stop: Ints) -> Ints:
-    """For each range a number that it shares with all ranges that it overlaps, directly or through others.
+    """Number the ranges so that those that overlap, directly or through further ranges, share a number.
 
     >>> label(np.array([0, 0, 0, 1]), np.array([0, 5, 3, 0]), np.array([5, 9, 4, 9]))
     array([0, 1, 0, 2])
@@ -38,7 +38,7 @@ def label(keys: Ints, start: Ints, stop: Ints) -> Ints:
 def union_bytes(owners: Ints, files: Ints, start: Ints, stop: Ints, count: int) -> Ints:
     """How many bytes the ranges of each of ``count`` owners cover together.
 
-    Ranges that overlap have one owner nearly always; then one sweep along the files tells what each adds.
+    Overlapping ranges nearly always have one owner; a single sweep along the files then finds the bytes that each adds.
 
     >>> union_bytes(np.array([0, 0, 1]), np.array([3, 3, 4]), np.array([0, 5, 0]), np.array([7, 9, 2]), 3)
     array([9, 2, 0])
@@ -65,7 +65,7 @@ def union_bytes(owners: Ints, files: Ints, start: Ints, stop: Ints, count: int) 
 
 
 def dense_numbers(values: Ints) -> Ints:
-    """For each whole number from 0 how many different smaller ones there are.
+    """Renumber non-negative integers densely, in order: for each, how many distinct smaller values there are.
 
     >>> dense_numbers(np.array([7, 2, 7, 9]))
     array([1, 0, 1, 2])
@@ -79,8 +79,8 @@ def dense_numbers(values: Ints) -> Ints:
 
 
 def _sweep(keys: Ints, start: Ints, stop: Ints, gap: int) -> tuple[Ints, Ints, Ints]:
-    """The ranges by key and start: their order, where a new union opens, and how far it reaches by then."""
-    # One number for key and place, every key's ranges beyond those of the key before: one sort, one running maximum.
+    """Ranges sorted by key and start: their order, whether each opens a new union, and the union's stop so far."""
+    # Every key's ranges are shifted beyond those of the previous key: one sort and one running maximum serve all keys.
     shift = dense_numbers(keys)
     shift *= int(stop.max()) + 2 + abs(gap)
     begin = start + shift

@@ -1,4 +1,4 @@
-"""What a plan may use, and what it may let pass."""
+"""Settings of a plan: memory, sizes, and what is allowed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PlanSizes:
-    """Sizes in bytes that a plan aims at, besides what the budget allows; no byte of a target depends on them."""
+    """Sizes in bytes that a plan aims at, within the budget; no byte of a target depends on them."""
 
     group_bytes: int = 64 << 20
     """Small tensors are gathered into groups of about this peak."""
     pass_bytes: int = 8 << 20
-    """What a group may always read at once, however large its parts are."""
+    """What a group may always read at a time, however large its parts are."""
     fill_bytes: int = 16 << 20
-    """More literal bytes or zeros than these become parts of their own."""
+    """Longer ranges of literal bytes or zeros become parts of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +22,13 @@ class PlanSettings:
     """How a conversion or a comparison is to be planned."""
 
     budget_bytes: int
-    """Memory of a worker, its own overhead included."""
+    """Memory of a worker, including its own overhead."""
     compare_replicas: bool = True
     """Whether all copies of a tensor are compared; if not, only the first is read."""
     allow_replica_drift: bool = False
     """Whether copies that differ are reported instead of refused."""
     allow_master_drift: bool = False
-    """Whether parameters that are not the cast of their master weights are reported instead of refused."""
+    """Whether parameters that differ from their rounded master weights are reported instead of refused."""
     allow_reread: bool = False
-    """Whether source bytes may be read several times where the budget demands it."""
+    """Whether source bytes may be read several times if the budget requires it."""
     sizes: PlanSizes = PlanSizes()

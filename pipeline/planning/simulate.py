@@ -1,9 +1,9 @@
-"""How long would a plan take on so many workers?
+"""Estimate how long a plan would take on a number of workers.
 
-A model, not a measurement. Groups are handed out in the order of the plan, each to the worker that is free first, as
-a cluster does. A worker reads a group's bands, then writes its parts and has the storage copy what it can copy;
-meanwhile it reads the next group, and never has more than two. What the stores can do for all workers together is
-shared evenly. Computing is left out: it is several times faster than any store.
+A model, not a measurement. Groups are assigned in the order of the plan, each to the first free worker, as on a
+cluster. A worker reads a group's bands, then writes its parts and has the storage make the copies; meanwhile it reads
+the next group, and never holds more than two. The total rate of a store is shared evenly. Computation is ignored: it is
+several times faster than any store.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ class Rates:
     """The speed of workers and stores."""
 
     read_bytes_per_second: float = 1e9
-    """Of one worker."""
+    """One worker's rate."""
     write_bytes_per_second: float = 1e9
-    """Of one worker."""
+    """One worker's rate."""
     total_read_bytes_per_second: float = inf
-    """Of the source's store, for all workers together."""
+    """Rate of the source's store for all workers together."""
     total_write_bytes_per_second: float = inf
-    """Of the target's store, for all workers together."""
+    """Rate of the target's store for all workers together."""
     copy_bytes_per_second: float = 1e9
-    """Of the storage, for each copy that it makes by itself."""
+    """Rate of each copy made by the storage."""
     request_seconds: float = 0.02
-    """Until the first byte of an answer."""
+    """Latency to the first byte of a response."""
     request_bytes: int = 8 << 20
     """Longer ranges are read in several requests."""
     requests_at_once: int = 16
-    """Of one worker."""
+    """Concurrent requests of one worker."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -56,24 +56,24 @@ class Simulation:
 
     workers: int
     seconds: float
-    """Until the last worker has done its last group."""
+    """Time until the last group is done."""
     busy_share: float
-    """Share of all workers' time spent reading, or writing if that is more: 1 is perfect balance."""
+    """Share of the workers' time spent reading, or writing if that is more; 1 is perfect balance."""
     most_read_bytes: int
-    """Of any worker."""
+    """Bytes read by the worker that reads most."""
     most_written_bytes: int
-    """Of any worker, what it had the storage copy included."""
+    """Bytes written by the worker that writes most, including copies made by the storage."""
     peak_bytes: int
-    """Of any worker, what its process needs for itself included."""
+    """Largest memory of any worker, including the overhead of its process."""
 
 
 def simulate(plan: Plan, workers: Sequence[int], rates: Rates) -> list[Simulation]:
-    """Run a plan on each number of workers.
+    """Simulate a plan for each number of workers.
 
     Raises
     ------
     UsageError
-        If a number of workers or a rate makes no sense.
+        If a number of workers is below 1.
     """
     if bad := [count for count in workers if count < 1]:
         raise UsageError(f"{bad[0]} workers cannot run a plan")
@@ -83,14 +83,15 @@ def simulate(plan: Plan, workers: Sequence[int], rates: Rates) -> list[Simulatio
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What every group does."""
+    """The work of each group."""
 
     read_bytes: Ints
     written_bytes: Ints
     copied_bytes: Ints
     read_rounds: Ints
+    """Rounds of concurrent reads: how often the group waits for a response."""
     write_rounds: Ints
-    """How often it waits for an answer."""
+    """Rounds of concurrent writes."""
 
 
 def _work(plan: Plan, rates: Rates) -> _Work:

@@ -18,7 +18,7 @@ from paddle_reshard.pipeline.planning.parts import MADE, Parts
 from paddle_reshard.pipeline.planning.plan import Bands, Plan
 
 GROUPS_AT_A_TIME = 2
-"""On a worker of a cluster, as far as its memory allows: a group waits for storage half of the time."""
+"""Groups that a cluster worker runs at a time, if its memory allows: a group waits for storage half of the time."""
 
 
 @dataclass(frozen=True)
@@ -27,26 +27,26 @@ class GroupWork:
 
     group: int
     source_paths: dict[int, str]
-    """Source file number → path, of the files that appear in ``bands`` and are copied from."""
+    """Source file number → path, for files that are read or copied from."""
     target_paths: dict[int, str]
     bands: Bands
     """Sorted by pass, file and start."""
     parts: Parts
     ops: Ops
-    """A view of those of the plan."""
+    """A view of the plan's ops."""
     literals: Sequence[Literal]
     """``(index into parts, byte offset in the part, bytes)``, sorted by part."""
     tensors: Mapping[int, Tensor]
-    """Tensor number → what it is, of the tensors that appear in ``ops``."""
+    """Tensor number → tensor, for the tensors in ``ops``."""
     peak_bytes: int
     allow_replica_drift: bool = False
     allow_master_drift: bool = False
     mixtures: Mapping[int, Mixture] = field(default_factory=dict)
-    """Tensor number → how it is computed, of those in ``tensors`` that are."""
+    """Tensor number → how it is computed, for the mixed tensors in ``ops``."""
 
     @property
     def label(self) -> str:
-        """A name for it: its first tensor, or its first file."""
+        """The name of the group in messages: its first tensor, or its first file."""
         if len(self.ops):
             return self.tensors[int(self.ops["tensor"][0])].label
         return next(iter(self.target_paths.values()), "nothing")
@@ -58,12 +58,10 @@ def plan_work(plan: Plan) -> Iterator[GroupWork]:
     Raises
     ------
     PlanError
-        If the plan was carried out before and its ops were released.
+        If the plan was run before and its ops were released.
     """
     if len(plan.ops) != len(plan.op_groups):
-        raise PlanError(
-            "this plan was carried out, and its ops were released then; plan the conversion again"
-        )
+        raise PlanError("this plan was run before, and its ops were released; plan the conversion again")
     count = plan.groups
     op_first = np.searchsorted(plan.op_groups, np.arange(count + 1))
     band_first = np.searchsorted(plan.bands["group"], np.arange(count + 1))
@@ -100,7 +98,7 @@ def _sources(bands: Bands, parts: Parts) -> Ints:
 
 
 class _Chosen(Mapping[int, Tensor]):
-    """Those tensors of a plan that a group is about; only these are sent to another process."""
+    """The tensors of one group, looked up in the plan; pickled as a ``dict`` of only these tensors."""
 
     def __init__(self, tensors: Sequence[Tensor], numbers: Ints) -> None:
         self._tensors, self._numbers = tensors, numbers
@@ -111,8 +109,8 @@ class _Chosen(Mapping[int, Tensor]):
         return self._tensors[number]
 
     def __contains__(self, number: object) -> bool:
-        place = int(np.searchsorted(self._numbers, number))  # type: ignore[call-overload]
-        return place < len(self._numbers) and self._numbers[place] == number
+        index = int(np.searchsorted(self._numbers, number))  # type: ignore[call-overload]
+        return index < len(self._numbers) and self._numbers[index] == number
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._numbers.tolist())
