@@ -1,4 +1,4 @@
-"""A small file that a user gives beside a checkpoint: a path, or what a session has kept of it."""
+"""A small file given by the user, as a path or as text kept in a session."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paddle_reshard.pipeline.core.units import PathLike
 
 @dataclass(frozen=True, slots=True)
 class KeptFile:
-    """A small file that a conversion was begun with, as its session has kept it."""
+    """A small file of an interrupted conversion, kept in its session."""
 
     name: str
     text: str

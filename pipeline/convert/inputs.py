@@ -1,4 +1,4 @@
-"""The small files that a user gives beside a checkpoint: rule tables, layouts, names."""
+"""Read the small files that a user gives along with a checkpoint: rule tables, layouts, names."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ File = Path | KeptFile
 
 
 def as_file(given: GivenFile | None) -> File | None:
-    """A file that was given, to be read."""
+    """A given file as a ``Path``, unless a session kept its text."""
     return given if given is None or isinstance(given, KeptFile) else Path(given)
 
 
 def given_inputs(
     rules: GivenFile | None, config: GivenFile | None
 ) -> tuple[Sequence[RuleTable], dict[str, Any] | None]:
-    """What a user gives beside a checkpoint, so that it can be understood."""
+    """The rule tables and ``config.json`` with which to interpret a checkpoint."""
     return (
         load_tables(as_file(rules)),
         load_config(as_file(config)),
@@ -37,24 +37,24 @@ def given_inputs(
 
 
 def load_tables(rules: File | None) -> Sequence[RuleTable]:
-    """The rule table of a file, or the ones that come with the package."""
+    """The rule table in a file, or the built-in tables."""
     if rules is None:
         return shipped_tables()
     return [parse_rule_table(read_text(rules), str(rules))]
 
 
 def load_config(config: File | None) -> dict[str, Any] | None:
-    """The ``config.json`` of a model that was given."""
+    """The given ``config.json``."""
     return None if config is None else _read_object(config)
 
 
 def load_adapter(lora_config: File | None) -> Adapter | None:
-    """What the ``lora_config.json`` of an adapter says that was given."""
+    """The adapter described by the given ``lora_config.json``."""
     return None if lora_config is None else parse_adapter(_read_object(lora_config), str(lora_config))
 
 
 def load_program(aoa: File | None) -> AoaProgram | None:
-    """The AOA statements of a file."""
+    """The AOA statements in a file."""
     if aoa is None:
         return None
     from paddle_reshard.pipeline.aoa.language import parse_aoa
@@ -63,19 +63,19 @@ def load_program(aoa: File | None) -> AoaProgram | None:
 
 
 def read_layout_file(layout: Path) -> dict[str, Any]:
-    """The entries of a layout file, not validated yet."""
+    """The entries of a layout file, not yet validated."""
     return _read_object(layout)
 
 
 def load_layout(layout: PathLike | Mapping[str, Any] | None) -> Entries | None:
-    """The entries of a layout, not validated yet, from a JSON file or a mapping."""
+    """The entries of a layout, from a JSON file or a mapping, not yet validated."""
     if layout is None or isinstance(layout, Mapping):
         return None if layout is None else Entries(layout, "layout")
     return Entries(read_layout_file(Path(layout)), str(layout))
 
 
 def load_target_names(target_meta: File | None) -> dict[str, dict[str, str]] | None:
-    """Cell → structured key → parameter name, from a ``model_meta.json`` of the target topology."""
+    """Cell → structured key → parameter name, from a ``model_meta.json`` for the target topology."""
     if target_meta is None:
         return None
     try:
@@ -85,12 +85,12 @@ def load_target_names(target_meta: File | None) -> dict[str, dict[str, str]] | N
 
 
 def read_text(path: File) -> str:
-    """The text of a file that was given.
+    """The text of a given file.
 
     Raises
     ------
     UsageError
-        If it cannot be read, or is no UTF-8.
+        If it cannot be read or is not UTF-8.
     """
     if isinstance(path, KeptFile):
         return path.text
@@ -106,5 +106,5 @@ def _read_object(path: File) -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise UsageError(f"{path}: a JSON object is expected")
+        raise UsageError(f"{path}: expected a JSON object")
     return value

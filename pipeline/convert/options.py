@@ -1,11 +1,11 @@
 """Every option of a conversion, declared once.
 
-A declaration is the annotation of an entry of a ``TypedDict``: its name and type are what type checkers see, and the
-:class:`Option` beside them says all else. The command line makes its options of them; ids, sessions, jobs and schedules
-follow from what an option decides. Nothing heavy is imported here: help and completion need this module.
+An option is an annotated entry of a ``TypedDict``. Type checkers see its name and type; its :class:`Option` holds
+everything else. The options of the command line are made from these declarations, and so is what goes into ids,
+sessions, jobs and schedules. Nothing heavy is imported here, because help and completion need this module.
 """
 
-# No "from __future__ import annotations": the annotations are the declarations, and are not to be evaluated from text.
+# No "from __future__ import annotations": the annotations are the declarations and must not become strings.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -26,26 +26,26 @@ from paddle_reshard.storage.schemes import PLAIN_SCHEMES
 class Decides(Enum):
     """What an option decides.
 
-    Two conversions with the same id come out the same, byte for byte, or are refused for the same reason; so one is
-    enough. The id follows from ``OUTCOME`` and ``LOCATION``.
+    The id of a conversion is computed from its ``OUTCOME`` and ``LOCATION`` options: two conversions with the same id
+    give the same bytes or fail for the same reason, so only one of them needs to run.
     """
 
-    OUTCOME = "what comes out, or whether that is refused"
-    LOCATION = "the same, by naming a file or URL that stays where it is"
-    EXECUTION = "where, how fast and with what means a conversion runs, and what it tells"
-    ACCESS = "how stores are reached; holds secrets, which belong in no id and no command line"
+    OUTCOME = "what is written, or whether it is refused"
+    LOCATION = "what is written, through the contents of a file or URL, which is not copied"
+    EXECUTION = "where and how fast a conversion runs, and what it reports"
+    ACCESS = "how stores are accessed; may hold secrets, which belong in no id and no command line"
 
 
 class Kind(Enum):
-    """How an option is written."""
+    """The form of an option's value."""
 
-    TEXT = "a text"
-    COUNT = "a whole number from 1"
+    TEXT = "a string"
+    COUNT = "a positive integer"
     FLAG = "given or not"
-    LIST = "texts; the option can be repeated"
-    FILE = "a small local file; it travels with a job, and a session keeps its text"
-    ENTRIES = "a small local file of JSON, or in Python a mapping"
-    OBJECT = "a JSON object, or @FILE with one"
+    LIST = "strings; the option can be repeated"
+    FILE = "a small local file; it is sent with a job, and a session keeps its text"
+    ENTRIES = "a small local JSON file, or in Python a mapping"
+    OBJECT = "a JSON object, or @FILE to read it from a file"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,22 +58,22 @@ class Option:
     metavar: str | None = None
     choices: Sequence[str] = ()
     suggests: bool = False
-    """Whether a word that is none of the choices is answered with the one that may have been meant."""
+    """Whether an unknown value is answered with the most similar choice."""
     default: str | None = None
-    """What applies where it is not given, for help to show."""
+    """The default, as shown by help."""
     flag: str | None = None
-    """Its spelling on the command line, where that does not follow from its name."""
+    """Spelling on the command line, if it does not follow from the name."""
     kept: bool = False
-    """Whether a session keeps it though it changes no byte: the plan, or how it is checked, follows from it."""
+    """Whether a session keeps it although it changes no byte, because the plan or its checks depend on it."""
     consent: bool = False
-    """Whether it is consent rather than a choice. A record that lies beside a target cannot give that: it is only kept
-    that it was given."""
+    """Whether it is consent rather than a choice. A record next to a target cannot give consent: the session only
+    records that the option was given."""
     not_scheduled: str = ""
-    """Why it makes no sense for every checkpoint of a run alike; empty where it does."""
+    """Why it cannot apply to every checkpoint of a run; empty if it can."""
 
     @property
     def in_session(self) -> bool:
-        """Whether a session keeps it: whatever decides the outcome, and nothing by which a store is reached."""
+        """Whether a session keeps it: true of options that decide the outcome, false of access to stores."""
         return self.kept or self.changes_bytes
 
     @property
@@ -83,7 +83,7 @@ class Option:
 
 
 def _of_formats(name: str, kind: Kind = Kind.TEXT, metavar: str | None = None) -> Option:
-    """An option of targets, as the formats that have it describe it."""
+    """An option of targets, as described by the formats that have it."""
     option = option_of_formats(name)
     return Option(
         kind=kind, metavar=metavar, choices=option.choices, suggests=bool(option.choices), help=option.help
@@ -91,7 +91,7 @@ def _of_formats(name: str, kind: Kind = Kind.TEXT, metavar: str | None = None) -
 
 
 class TargetOptions(TypedDict, total=False):
-    """What is asked of a target. Each format says which of them it has; the others are refused."""
+    """Options of a target. Each format declares which it supports; the rest are refused."""
 
     format: Annotated[
         str | None,
@@ -102,40 +102,39 @@ class TargetOptions(TypedDict, total=False):
             help=help_of_formats(),
         ),
     ]
-    """``"hybrid"`` (default) writes ``model_meta.json`` where the trainer does, ``"hybrid-plain"`` never;
-    ``"huggingface"`` writes the model for ``transformers``: one or several ``.safetensors`` files, ``config.json``, the
-    tokenizer; ``"flex"`` the FlexCheckpoint folders of PaddleFormers; ``"auto-parallel"`` the one folder of
-    auto-parallel training, in which states have parameter names; ``"unified"`` the safetensors of unified
-    checkpoints."""
+    """``"hybrid"`` (default): with ``model_meta.json`` if the trainer writes one; ``"hybrid-plain"``: without it.
+    ``"huggingface"``: ``.safetensors`` files, ``config.json`` and tokenizer for ``transformers``. ``"flex"``:
+    FlexCheckpoint folders of PaddleFormers. ``"auto-parallel"``: the single folder of auto-parallel training, with
+    parameter names. ``"unified"``: the safetensors files of unified checkpoints."""
     to: Annotated[str | Topology | None, _of_formats("to", metavar="TOPOLOGY")]
     """Topology of the target, ``"tp=2,pp=2,sharding=2"``."""
     sharding_strategy: Annotated[str | None, _of_formats("sharding_strategy")]
-    """``none``, ``stage1v1``, ``stage1v2``, ``stage2`` or ``stage3``. Default: the source's where a job of the target
-    topology can have it, else the trainer's own (PaddleFormers ``stage1v2``, PaddleNLP ``stage1v1``); ``none`` where
-    sharding is 1. The plan says which and why."""
+    """``none``, ``stage1v1``, ``stage1v2``, ``stage2`` or ``stage3``. Default: ``none`` if sharding is 1; otherwise the
+    source's strategy if the target topology allows it, else the trainer's default (PaddleFormers ``stage1v2``,
+    PaddleNLP ``stage1v1``). The plan states the choice and the reason."""
     state: Annotated[str | None, _of_formats("state")]
-    """``"param"`` (default) writes the parameters, ``"ema"`` their exponential moving average, which is kept in
-    float32, rounded to the dtype of the parameters."""
+    """``"param"`` (default): the parameters; ``"ema"``: their exponential moving average, rounded from float32 to the
+    dtype of the parameters."""
     dtype: Annotated[str | None, _of_formats("dtype")]
     """``"bfloat16"``, ``"float16"`` or ``"float32"`` for floating-point tensors, except those that the model keeps in
-    float32. By default each has the dtype of its parameter, and its bits. Another one is made of the most exact values
-    that the source holds, rounded once: the master weight where there is one."""
+    float32. Default: the parameter's own dtype and bits. Any different dtype is rounded once from the most precise
+    values in the source, the master weight if there is one."""
     files: Annotated[int | str | None, _of_formats("files", kind=Kind.COUNT)]
-    """Data files per folder, at most; default: as many as hold 4 GiB each, for a rank of the target job reads whole
-    files."""
+    """Maximum number of data files per folder. Default: one for each 4 GiB, because a rank of the target job reads
+    whole files."""
     paddle_version: Annotated[str | None, _of_formats("paddle_version", metavar="VERSION")]
-    """The Paddle that is to read the target: ``"3.3"`` (default), ``"3.2"`` or ``"3.0"``; ``"3.4"`` writes the files as
-    Paddle 3.4 does, with pickle protocol 5, from which it loads arrays without a copy."""
+    """The Paddle version that will read the target: ``"3.3"`` (default), ``"3.2"`` or ``"3.0"``; ``"3.4"`` uses pickle
+    protocol 5, as Paddle 3.4 does, which then loads arrays without copying."""
     max_shard_size: Annotated[str | None, _of_formats("max_shard_size", metavar="SIZE")]
-    """Bytes of tensors in one file, ``"5GB"``; a larger tensor has its own file."""
+    """Maximum bytes of tensors per file, ``"5GB"``; a larger tensor gets a file of its own."""
     layout: Annotated[PathLike | Mapping[str, Any] | None, _of_formats("layout", kind=Kind.ENTRIES)]
-    """What the target job decides and no topology says: a mapping, or a JSON file."""
+    """Settings of the target job that its topology does not determine: a mapping, or a JSON file."""
     target_meta: Annotated[GivenFile | None, _of_formats("target_meta", kind=Kind.FILE)]
-    """``model_meta.json`` of a job of the target topology, to take parameter names from."""
+    """``model_meta.json`` of a job with the target topology, to take parameter names from."""
 
 
 class ConversionOptions(TargetOptions, total=False):
-    """What is asked of a conversion."""
+    """Options that describe a conversion."""
 
     aoa: Annotated[
         GivenFile | None,
@@ -145,44 +144,44 @@ class ConversionOptions(TargetOptions, total=False):
             "then describe the resulting model.",
         ),
     ]
-    """Rules by which tensors get other keys, are cut, joined, transposed or cast: a file of Paddle's AOA statements.
-    Keys and layouts of the targets are those that the statements make."""
+    """A file of Paddle's AOA statements, which rename, split, concatenate, transpose or cast tensors. The targets have
+    the resulting keys and shapes."""
     fill: Annotated[
         PathLike | None,
         Option(
             decides=Decides.LOCATION,
             consent=True,
             metavar="FILE",
-            help="Safetensors file or URL with tensors that SRC lacks.",
+            help="Safetensors file or URL with tensors that are missing from SRC.",
         ),
     ]
-    """A safetensors file with tensors that no file of the source holds."""
+    """A safetensors file with tensors that are missing from the source."""
     merge_into: Annotated[
         PathLike | None,
         Option(
             decides=Decides.LOCATION,
             consent=True,
             metavar="BASE",
-            help="Base model, any checkpoint that stores its parameters: merge the LoRA in SRC into it, and convert "
+            help="Base model, any checkpoint that stores its parameters: merge the LoRA in SRC into it and convert "
             "the result.",
         ),
     ]
-    """The base model of a source that holds LoRA: what is converted is the base with the adapter merged into it."""
+    """The base model of a source that holds LoRA: the adapter is merged into it, and the result is converted."""
     lora_config: Annotated[
         GivenFile | None,
         Option(
             kind=Kind.FILE,
-            help="The adapter's lora_config.json, for a checkpoint of LoRA training without one.",
+            help="The adapter's lora_config.json, for a LoRA checkpoint without one.",
         ),
     ]
-    """The adapter's ``lora_config.json``, for a source that has none."""
+    """The adapter's ``lora_config.json``, for a source without one."""
     memory: Annotated[
         str,
         Option(
             decides=Decides.EXECUTION, kept=True, default=DEFAULT_MEMORY, help="Memory budget of each worker."
         ),
     ]
-    """Budget of each worker, default ``"1GiB"``."""
+    """Memory budget of each worker, default ``"1GiB"``."""
     rules: Annotated[
         GivenFile | None,
         Option(
@@ -190,12 +189,12 @@ class ConversionOptions(TargetOptions, total=False):
             help="Rule table of the model family, instead of the built-in tables.",
         ),
     ]
-    """A rule table for the model family, instead of those that come with the package."""
+    """A rule table for the model family, instead of the built-in tables."""
     config: Annotated[
         GivenFile | None,
         Option(kind=Kind.FILE, help="The model's config.json, for a checkpoint without one."),
     ]
-    """The model's ``config.json``, for a source that has none."""
+    """The model's ``config.json``, for a source without one."""
     allow_missing: Annotated[
         Sequence[str],
         Option(
@@ -205,7 +204,7 @@ class ConversionOptions(TargetOptions, total=False):
             "matches anything.",
         ),
     ]
-    """Patterns (``*`` stands for anything) of keys that no file holds and that may be missing in the targets too."""
+    """Patterns of keys (``*`` matches anything) that may be missing from the source, and then from the targets too."""
     replicas: Annotated[
         str,
         Option(
@@ -214,12 +213,12 @@ class ConversionOptions(TargetOptions, total=False):
             help="Tensors with copies on several ranks: compare all copies, or use the first.",
         ),
     ]
-    """``"compare"`` (default): tensors that several ranks hold are compared while the first copy is moved; ``"first"``:
-    only the first is looked at."""
+    """For tensors stored by several ranks: ``"compare"`` (default) compares all copies while moving the first;
+    ``"first"`` reads only the first."""
     allow_replica_drift: Annotated[
-        bool, Option(kind=Kind.FLAG, help="Use the first copy where copies differ, and report it.")
+        bool, Option(kind=Kind.FLAG, help="If copies differ, use the first and report it.")
     ]
-    """Report copies that differ instead of refusing."""
+    """If copies differ, use the first and report it, instead of refusing."""
     check: Annotated[
         str,
         Option(
@@ -227,12 +226,12 @@ class ConversionOptions(TargetOptions, total=False):
             kept=True,
             choices=CHECKS,
             default=CHECKS[0],
-            help="How to compare parameters with their stored master weights: what is loaded anyway and "
-            "samples of every other array, or every element.",
+            help="How to compare parameters with their stored master weights: every element that is loaded anyway "
+            "plus samples of the remaining arrays, or every element.",
         ),
     ]
-    """Parameters and master weights of the source are held against each other: ``"sample"`` (default) in full where
-    both are loaded anyway, else by a few runs of every array; ``"full"``: every element, whatever has to be read."""
+    """How parameters are compared with their stored master weights: ``"sample"`` (default) compares every element if
+    both are loaded anyway, otherwise samples of every array; ``"full"`` reads and compares every element."""
     allow_master_drift: Annotated[
         bool,
         Option(
@@ -240,7 +239,7 @@ class ConversionOptions(TargetOptions, total=False):
             help="Keep parameters that differ from their rounded master weights, and report them.",
         ),
     ]
-    """Keep parameters that are not the cast of their master weights, and report them, instead of refusing."""
+    """Keep parameters that differ from their rounded master weights and report them, instead of refusing."""
     allow_reread: Annotated[
         bool,
         Option(
@@ -250,7 +249,7 @@ class ConversionOptions(TargetOptions, total=False):
             help="Read source bytes several times if --memory is too small to read them once.",
         ),
     ]
-    """Read source bytes several times where the budget demands it, instead of refusing."""
+    """Read source bytes several times if the budget requires it, instead of refusing."""
     no_space_check: Annotated[
         bool,
         Option(
@@ -259,28 +258,28 @@ class ConversionOptions(TargetOptions, total=False):
             help="Do not check that the target's disk has enough free space.",
         ),
     ]
-    """Do not compare the free space of the targets' disks with what will be written: for those that do not tell it."""
+    """Do not check the free space of the targets' disks, for disks that do not report it correctly."""
     vocab_pad: Annotated[
         int | None,
         Option(kind=Kind.COUNT, help="Pad the vocabulary with zeros to this number of rows."),
     ]
-    """Give the targets a vocabulary of this many rows: new ones are zero in every state."""
+    """Pad the vocabulary to this number of rows; new rows are zero in every state."""
     vocab_trim: Annotated[
         int | None, Option(kind=Kind.COUNT, help="Trim the vocabulary to this number of rows.")
     ]
-    """The same with fewer rows; what is trimmed is gone."""
+    """Trim the vocabulary to this number of rows; the rest is dropped."""
     drop: Annotated[
         Sequence[str],
         Option(
             kind=Kind.LIST,
             metavar="NAME",
-            help="Exclude a part from every target: ema, the moving average, or mtp, the layers of multi-token "
-            "prediction. Required if a target cannot hold it, unless another --target does. Can be repeated.",
+            help="Exclude from every target: ema, the moving average, or mtp, the layers of multi-token "
+            "prediction. Required if no --target can hold it. Can be repeated.",
         ),
     ]
-    """Parts to exclude from every target: ``"ema"``, the exponential moving average; ``"mtp"``, the layers of
-    multi-token prediction (``num_nextn_predict_layers`` in ``config.json`` becomes 0). A format that cannot hold an
-    average refuses it unless it is named here, or another target of the same conversion holds it."""
+    """What to exclude from every target: ``"ema"``, the exponential moving average; ``"mtp"``, the layers of
+    multi-token prediction (``num_nextn_predict_layers`` in ``config.json`` becomes 0). An average that no target can
+    hold is refused unless it is excluded here."""
     allow_links: Annotated[
         bool,
         Option(
@@ -289,7 +288,7 @@ class ConversionOptions(TargetOptions, total=False):
             help="Follow links that lead out of the source's folder.",
         ),
     ]
-    """Follow links in the source that lead out of it."""
+    """Follow links that lead out of the source's folder."""
     storage_options: Annotated[
         Mapping[str, Any] | None,
         Option(
@@ -299,7 +298,7 @@ class ConversionOptions(TargetOptions, total=False):
             "are never printed or stored; @FILE keeps them out of the list of processes.",
         ),
     ]
-    """What fsspec needs to reach a store that is not a local folder: credentials, endpoint, profile."""
+    """fsspec options to access stores that are not local folders: credentials, endpoint, profile."""
     allow_scheme: Annotated[
         Sequence[str],
         Option(
@@ -309,7 +308,7 @@ class ConversionOptions(TargetOptions, total=False):
             help=f"Also open URLs of this scheme. Always allowed: {', '.join(sorted(PLAIN_SCHEMES))}.",
         ),
     ]
-    """Schemes of URLs that are opened in addition to the plain ones: ``("sftp",)``."""
+    """URL schemes to open in addition to those that are always allowed: ``("sftp",)``."""
     source_storage_options: Annotated[
         Mapping[str, Any] | None,
         Option(
@@ -318,7 +317,7 @@ class ConversionOptions(TargetOptions, total=False):
             help="The same for the source only; replaces --storage-options.",
         ),
     ]
-    """The same for the source only; replaces ``storage_options``."""
+    """``storage_options`` for the source only."""
     target_storage_options: Annotated[
         Mapping[str, Any] | None,
         Option(
@@ -327,9 +326,9 @@ class ConversionOptions(TargetOptions, total=False):
             help="The same for the target only; replaces --storage-options.",
         ),
     ]
-    """The same for the targets alone."""
+    """``storage_options`` for the targets only."""
     overwrite: Annotated[bool, Option(kind=Kind.FLAG, help="Replace an existing checkpoint at the target.")]
-    """Replace a checkpoint that a target already holds."""
+    """Replace an existing checkpoint at a target."""
 
 
 class RunOptions(TypedDict, total=False):
@@ -344,8 +343,8 @@ class RunOptions(TypedDict, total=False):
             help="Where the conversion runs.",
         ),
     ]
-    """``"inline"`` (default): in this process. ``"ray"``: on the Ray cluster that ``RAY_ADDRESS`` names, else on one
-    that is started for it; ``"ray:ADDRESS"``: on that one."""
+    """``"inline"`` (default): in this process. ``"ray"``: on the Ray cluster given by ``RAY_ADDRESS``, or on a local
+    cluster started for this run. ``"ray:ADDRESS"``: on the cluster at that address."""
     workers: Annotated[
         int | None,
         Option(
@@ -355,7 +354,7 @@ class RunOptions(TypedDict, total=False):
             "of groups at a time. Default: two per processor.",
         ),
     ]
-    """On Ray, the number of workers; default: as many as there is room for. In this process, the number of groups at a
+    """On Ray, the number of workers; default: as many as the cluster has room for. Inline, the number of groups at a
     time; default: two per processor."""
     exchange: Annotated[
         str,
@@ -366,7 +365,7 @@ class RunOptions(TypedDict, total=False):
             help="On Ray: whether several workers share a group through the object store.",
         ),
     ]
-    """On Ray, whether several workers share a group through the object store: ``"auto"`` (default), ``"always"``,
+    """On Ray, whether several workers share a group through the object store: ``"auto"`` (default), ``"always"`` or
     ``"never"``."""
     resume: Annotated[
         bool,
@@ -378,11 +377,11 @@ class RunOptions(TypedDict, total=False):
             "Give --fill, --merge-into, --allow-links and options for stores again.",
         ),
     ]
-    """Continue an unfinished run of this conversion, if there is one. If the targets are finished, only look at them;
-    one that is visibly damaged is refused. Without ``to`` and ``format``, the original options are used; ``memory``,
-    ``check`` and ``allow_reread`` may always be omitted. With several targets, ``target`` maps their places to ``{}``,
-    in the same order. What a record must not decide is given again: ``fill``, ``allow_links``, and options for
-    stores."""
+    """Continue an interrupted conversion, if there is one. Finished targets are only checked quickly; one that is
+    visibly damaged is refused. Without ``to`` and ``format``, the original options are used; ``memory``, ``check`` and
+    ``allow_reread`` may always be omitted. With several targets, ``target`` maps each location to ``{}``, in the
+    original order. Give ``fill``, ``merge_into``, ``allow_links`` and options for stores again: a stored record must
+    not decide them."""
     take_over: Annotated[
         bool,
         Option(
@@ -391,7 +390,7 @@ class RunOptions(TypedDict, total=False):
             help="Resume a conversion that has ended on another machine, without waiting for its lock to expire.",
         ),
     ]
-    """Resume even if that run was on another machine and may still be alive; implies ``resume``."""
+    """Resume although the lock of a run on another machine has not expired; implies ``resume``."""
 
 
 class AverageOptions(ConversionOptions, RunOptions, total=False):
@@ -410,7 +409,7 @@ class ConvertOptions(ConversionOptions, RunOptions, total=False):
             help="File written by plan --save; refuse unless this conversion has the same plan.",
         ),
     ]
-    """A file written by ``plan --save``: refuse unless this conversion has the same plan."""
+    """A file written by ``plan --save``; refuse unless this conversion has the same plan."""
     device: Annotated[
         str,
         Option(
@@ -420,7 +419,7 @@ class ConvertOptions(ConversionOptions, RunOptions, total=False):
             help="gpu: on Ray, one GPU per worker, through Paddle.",
         ),
     ]
-    """``"cpu"`` (default): NumPy. ``"gpu"``, on Ray: one GPU for each worker, and Paddle."""
+    """``"cpu"`` (default): NumPy. ``"gpu"``, on Ray: one GPU per worker, through Paddle."""
     verify: Annotated[
         bool,
         Option(
@@ -430,23 +429,23 @@ class ConvertOptions(ConversionOptions, RunOptions, total=False):
             "also for a target that is already finished.",
         ),
     ]
-    """Finally read every byte of all targets and compare it with the checksums, also of targets that were finished
-    before."""
+    """Finally read every byte of all targets and compare it with the checksums, even if a target was already
+    finished."""
 
 
 Targets = PathLike | Mapping[PathLike, TargetOptions]
-"""A target, whose options are those of the conversion, or several targets with options of their own."""
+"""One location, with the options of the conversion; or several locations, each with options of its own."""
 
 TARGET_OPTIONS = tuple(TargetOptions.__annotations__)
 CONVERSION_OPTIONS = tuple(ConversionOptions.__annotations__)
-"""Those of targets among them."""
+"""Includes those of targets."""
 RUN_OPTIONS = tuple(name for name in ConvertOptions.__annotations__ if name not in CONVERSION_OPTIONS)
-"""The further options of ``convert``."""
+"""Options of ``convert`` that do not describe the conversion."""
 
 
 @cache
 def declarations() -> Mapping[str, Option]:
-    """Name of every option → its declaration, in the order in which help lists them."""
+    """Option name → declaration, in the order in which help lists them."""
     types = get_type_hints(ConvertOptions, include_extras=True)
     return {name: types[name].__metadata__[0] for name in ConvertOptions.__annotations__}
 
@@ -455,9 +454,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def takes(options: Any) -> Callable[[Function], Function]:
-    """Let ``help`` and completion list each of the ``options``, a TypedDict, that a function takes as ``**options``.
+    """Make ``help`` and completion list the ``options``, a TypedDict, of a function that takes ``**options``.
 
-    Type checkers know them from its annotation, ``Unpack[…]``.
+    Type checkers know them from the annotation ``Unpack[…]``.
     """
 
     def spell_out(function: Function) -> Function:
@@ -477,7 +476,7 @@ def takes(options: Any) -> Callable[[Function], Function]:
 
 
 def _default_of(name: str) -> Any:
-    """What applies in Python where an option is not given."""
+    """The default of an option in Python."""
     option = declarations()[name]
     return {Kind.FLAG: False, Kind.LIST: ()}.get(option.kind, option.default)
 
@@ -495,7 +494,7 @@ def check_names(given: Mapping[str, Any], options: Any) -> None:
 
 
 def flag_of(name: str) -> str:
-    """How an option is spelled on the command line.
+    """The spelling of an option on the command line.
 
     >>> flag_of("allow_reread"), flag_of("expected_plan")
     ('--allow-reread', '--plan')
@@ -505,6 +504,6 @@ def flag_of(name: str) -> str:
 
 
 def is_complete(target: Targets, options: Mapping[str, Any]) -> bool:
-    """Whether a request says what is to come out, so that all it leaves out is meant to be as by default."""
+    """Whether a request gives a topology or a format; options that it omits then have their defaults."""
     asked = target.values() if isinstance(target, Mapping) else [options]
     return any(of_target.get("to") or of_target.get("format") for of_target in asked)

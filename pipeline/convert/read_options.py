@@ -1,6 +1,7 @@
-"""Options of the functions that only read. Where nothing else is said, each is the option of a conversion of that name.
+"""Options of functions that only read.
 
-They are declared, with defaults and help, in :mod:`~paddle_reshard.pipeline.convert.options`.
+Options with the name of a conversion option mean the same, unless documented here. Their defaults and help are declared
+in :mod:`~paddle_reshard.pipeline.convert.options`.
 """
 
 # No "from __future__ import annotations": the annotations are needed when the options are listed.
@@ -13,23 +14,23 @@ from paddle_reshard.storage.locate import StorageOptions
 
 
 class ReadOptions(TypedDict, total=False):
-    """How a checkpoint is reached and understood."""
+    """How a checkpoint is accessed and interpreted."""
 
     rules: PathLike | None
-    """A rule table for the model family, instead of those that come with the package."""
+    """A rule table for the model family, instead of the built-in tables."""
     allow_links: bool
-    """Follow links in the checkpoint that lead out of it."""
+    """Follow links that lead out of the checkpoint's folder."""
     storage_options: StorageOptions | None
-    """What fsspec needs to reach a store that is not a local folder: credentials, endpoint, profile."""
+    """fsspec options to access stores that are not local folders: credentials, endpoint, profile."""
     allow_scheme: Sequence[str]
-    """Schemes of URLs that are opened in addition to the plain ones: ``("sftp",)``."""
+    """URL schemes to open in addition to those that are always allowed: ``("sftp",)``."""
 
 
 class InspectOptions(ReadOptions, total=False):
     """Options of ``inspect``."""
 
     config: PathLike | None
-    """The model's ``config.json``, for a checkpoint that has none."""
+    """The model's ``config.json``, for a checkpoint without one."""
 
 
 class VerifyOptions(InspectOptions, total=False):
@@ -38,14 +39,14 @@ class VerifyOptions(InspectOptions, total=False):
     memory: str
     """Memory budget, default ``"1GiB"``."""
     replicas: str
-    """``"compare"`` (default): copies of a tensor that differ within a side are a difference; ``"first"``: only the
-    first copy is read."""
+    """``"compare"`` (default): differing copies of a tensor within one checkpoint count as a difference; ``"first"``:
+    only the first copy is read."""
     allow_missing: Sequence[str]
-    """Patterns (``*`` stands for anything) of keys that no file of a side has to hold."""
+    """Patterns of keys (``*`` matches anything) that either checkpoint may lack."""
     source_storage_options: StorageOptions | None
-    """Options for the store of ``a`` only; replace ``storage_options``."""
+    """``storage_options`` for ``a`` only."""
     target_storage_options: StorageOptions | None
-    """Options for the store of ``b`` only; replace ``storage_options``."""
+    """``storage_options`` for ``b`` only."""
 
 
 class CheckOptions(TypedDict, total=False):
@@ -54,24 +55,24 @@ class CheckOptions(TypedDict, total=False):
     allow_links: bool
     """Follow links that lead out of a folder."""
     storage_options: StorageOptions | None
-    """What fsspec needs to reach stores that are not local folders."""
+    """fsspec options to access stores that are not local folders."""
     allow_scheme: Sequence[str]
-    """Schemes of URLs that are opened in addition to the plain ones."""
+    """URL schemes to open in addition to those that are always allowed."""
     source_storage_options: StorageOptions | None
-    """Options for the store of ``source`` only; replace ``storage_options``."""
+    """``storage_options`` for ``source`` only."""
     target_storage_options: StorageOptions | None
-    """Options for the store of the target only; replace ``storage_options``."""
+    """``storage_options`` for the target only."""
 
 
 class LoadOptions(ReadOptions, total=False):
     """Options of ``load_into``."""
 
     memory: str
-    """How much memory loading may use beside the tensors, default ``"1GiB"``."""
+    """Memory that loading may use in addition to the tensors, default ``"1GiB"``."""
     fill: PathLike | None
-    """A safetensors file with the tensors that the checkpoint should hold and no file of it does."""
+    """A safetensors file with tensors that are missing from the checkpoint."""
     allow_missing: Sequence[str]
-    """Patterns of names (``*`` stands for any text): of entries that keep their values if the checkpoint has nothing
-    for them, and of parameters that the checkpoint may lack."""
+    """Patterns of names (``*`` matches anything): entries that keep their values if the checkpoint has none for them,
+    and parameters that the checkpoint may lack."""
     allow_master_drift: bool
-    """Load parameters that are not the cast of their master weights, and report them, instead of refusing."""
+    """Load parameters that differ from their rounded master weights and report them, instead of refusing."""
