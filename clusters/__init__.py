@@ -1,1 +1,1 @@
-"""Where tasks run."""
+"""Engines that run tasks."""

@@ -1,4 +1,4 @@
-"""Which engine runs a plan?"""
+"""Choose the engine that runs a plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paddle_reshard.tasks.index import index_here
 from paddle_reshard.tasks.run_group import GroupReport
 
 Engine = Callable[[Iterable[GroupWork], ReadRange, WritePart], Generator[GroupReport, None, None]]
-"""Runs groups somewhere and yields a report as each is done."""
+"""Runs groups and yields a report as each is done."""
 
 
 def choose_engine(cluster: str, workers: int | None, memory_bytes: int, exchange: str, device: str) -> Engine:
@@ -24,7 +24,7 @@ def choose_engine(cluster: str, workers: int | None, memory_bytes: int, exchange
     Raises
     ------
     UsageError
-        If there is no such cluster, or it cannot do what is asked.
+        If there is no such cluster, or it does not support these options.
     """
     name, _, address = cluster.partition(":")
     if name == "ray":
@@ -34,7 +34,7 @@ def choose_engine(cluster: str, workers: int | None, memory_bytes: int, exchange
     if cluster != "inline":
         raise UsageError(f"unknown cluster {cluster!r}; known are inline, ray and ray:ADDRESS")
     if device != "cpu" or exchange != "auto":
-        raise UsageError(f"device {device!r} and exchange {exchange!r} belong to cluster ray")
+        raise UsageError(f"device {device!r} and exchange {exchange!r} require --cluster ray")
     return InlineEngine(memory_bytes, workers)
 
 

@@ -1,8 +1,7 @@
-"""A process beside this one that shares memory with it and does one thing after another.
+"""A companion process that shares memory with this one and serves requests one after the other.
 
-The memory is an anonymous file that both map: it has no name, so nothing is left behind however either of them
-ends. Requests and answers are lines of JSON on pipes. The companion ends when this process does, because its
-standard input ends.
+The memory is an anonymous file that both map. It has no name, so nothing remains however either process ends. Requests
+and replies are lines of JSON on pipes. The companion ends with this process, because its standard input ends.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from typing import Any
 
 from paddle_reshard.pipeline.core.errors import ReshardError, UnsupportedError
 
-LAST_WORDS_BYTES = 2000
+LAST_OUTPUT_BYTES = 2000
 
 
 class CompanionLost(ReshardError):
-    """The companion process has ended. ``status`` is its exit status, ``words`` its last line of output."""
+    """The companion process has ended. ``status`` is its exit status, ``last_line`` its last line of output."""
 
-    def __init__(self, status: int | None, words: str) -> None:
-        super().__init__(status, words)
-        self.status, self.words = status, words
+    def __init__(self, status: int | None, last_line: str) -> None:
+        super().__init__(status, last_line)
+        self.status, self.last_line = status, last_line
 
     def __str__(self) -> str:
         ended = (
-            "still runs and has closed its pipe"
+            "is running but has closed its pipe"
             if self.status is None
             else f"ended with status {self.status}"
         )
-        return f"the process beside this one {ended}{': ' + self.words if self.words else ''}"
+        return f"the companion process {ended}{': ' + self.last_line if self.last_line else ''}"
 
 
 class Companion:
@@ -43,7 +42,7 @@ class Companion:
 
     def __init__(self, module: str, nbytes: int) -> None:
         if not hasattr(os, "memfd_create"):
-            raise UnsupportedError("memory shared with a process beside this one needs Linux")
+            raise UnsupportedError("memory shared with a companion process requires Linux")
         self.module = module
         self.nbytes = nbytes
         self.descriptor = os.memfd_create("paddle_reshard")
@@ -53,8 +52,8 @@ class Companion:
         self.start()
 
     def start(self) -> None:
-        """Start the process, or one in place of a lost one; the memory is kept."""
-        self.asked = self.answered = 0
+        """Start the process, or replace a lost one. The memory is kept."""
+        self.sent = self.answered = 0
         self.failure: str | None = None
         self.ended = False
         self.process = subprocess.Popen(
@@ -63,7 +62,7 @@ class Companion:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             pass_fds=[self.descriptor],
-            # Ctrl-C is for the training process, which then decides about this one.
+            # Ctrl-C is for the training process, which then ends its companion.
             start_new_session=True,
         )
         threading.Thread(target=self._listen, args=(self.process,), daemon=True).start()
@@ -83,10 +82,10 @@ class Companion:
     @property
     def busy(self) -> bool:
         """Whether a request is still in progress."""
-        return self.answered < self.asked
+        return self.answered < self.sent
 
-    def ask(self, request: Mapping[str, Any]) -> None:
-        """Ask for something, to be done after all that was asked before; returns at once.
+    def send(self, request: Mapping[str, Any]) -> None:
+        """Queue a request and return at once.
 
         Raises
         ------
@@ -98,17 +97,17 @@ class Companion:
             self.process.stdin.flush()
         except (OSError, ValueError) as error:
             raise self._lost() from error
-        self.asked += 1
+        self.sent += 1
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until all that was asked is done; whether it is.
+        """Wait until all requests are done. Returns whether they are.
 
         Raises
         ------
         CompanionLost
             If the process ended before.
         ReshardError
-            If something that was asked could not be done; in its words.
+            If a request failed, with its message.
         """
         with self.changed:
             done = self.changed.wait_for(lambda: not self.busy or self.ended, timeout_seconds)
@@ -122,13 +121,13 @@ class Companion:
     def _lost(self) -> CompanionLost:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
-        words = ""
+        output = ""
         if self.process.stderr is not None and self.process.poll() is not None:
-            words = self.process.stderr.read()[-LAST_WORDS_BYTES:].decode(errors="replace").strip()
-        return CompanionLost(self.process.poll(), words.splitlines()[-1] if words else "")
+            output = self.process.stderr.read()[-LAST_OUTPUT_BYTES:].decode(errors="replace").strip()
+        return CompanionLost(self.process.poll(), output.splitlines()[-1] if output else "")
 
     def end(self) -> None:
-        """Let the process end after what it is doing, and wait for that."""
+        """Let the process finish its requests, and wait until it ends."""
         with contextlib.suppress(OSError):
             if self.process.stdin is not None:
                 self.process.stdin.close()
@@ -142,8 +141,8 @@ class Companion:
                 stream.close()
 
     def close(self) -> None:
-        """End the process and let go of the memory."""
+        """End the process and release the memory."""
         self.end()
-        with contextlib.suppress(BufferError):  # views of the memory that live on keep it
+        with contextlib.suppress(BufferError):  # remaining views keep the memory
             self.memory.close()
         os.close(self.descriptor)

@@ -1,9 +1,9 @@
 """Run a plan in this process, several groups at a time.
 
-A few threads run groups from end to end. Reads, copies and writes leave Python's lock alone, so the reads and writes
-of some groups overlap with the moves of others. A group is admitted when its peak fits the credits that are left:
-so memory is bounded in whatever order groups end. Groups are admitted in the order of the plan, so that files are
-read and written from front to back.
+A few threads run groups from end to end. Reads, copies and writes release Python's lock, so the reads and writes of
+some groups overlap with the moves of others. A group is admitted when its peak fits into the free part of the budget,
+so memory is bounded in whatever order groups end. Groups are admitted in the order of the plan, so that files are read
+and written from front to back.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class InlineEngine:
     """Settings of a run in this process; called with groups, it is an ``Engine``."""
 
     memory_bytes: int = 1 << 30
-    """Budget of this process, its own overhead included."""
+    """Budget of this process, including its own footprint."""
     workers: int | None = None
-    """Groups at a time, as far as memory allows. Default: two for every processor, since a group waits for storage
-    half of the time."""
+    """Number of groups at a time, as far as memory allows. Default: two per processor, because a group waits for
+    storage half of the time."""
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
@@ -44,18 +44,18 @@ class InlineEngine:
         return self.run(works, lambda work, mover: run_group(work, source, target, mover))
 
     def compare(self, works: Iterable[GroupWork], source: ReadRange) -> Reports:
-        """Only make the comparisons of every group."""
+        """Run only the comparisons of every group."""
         return self.run(works, lambda work, mover: compare_group(work, source, mover))
 
     def beside(self, tensors: int, pieces: int, peak_bytes: int, spare_bytes: int) -> InlineEngine:
-        """The same engine with the memory that metadata leave, for groups of at most ``peak_bytes``.
+        """The same engine with the memory that remains next to metadata, for groups of at most ``peak_bytes``.
 
         ``spare_bytes`` of the footprint are free for metadata.
 
         Raises
         ------
         MemoryBudgetError
-            If they do not fit it together.
+            If metadata and a group do not fit together.
         """
         check_metadata(tensors, pieces, peak_bytes, self.memory_bytes, spare_bytes)
         return replace(self, memory_bytes=self.memory_bytes - held_bytes(tensors, pieces, spare_bytes))
@@ -66,28 +66,30 @@ class InlineEngine:
         return self.workers or 2 * len(os.sched_getaffinity(0))
 
     def run(self, works: Iterable[GroupWork], do: Callable[[GroupWork, Mover], GroupReport]) -> Reports:
-        """Do anything with every group, in the workspace that it is given."""
+        """Call ``do`` with every group and a workspace for it."""
         count = self.groups_at_a_time
-        desk = Workspaces(self.memory_bytes - FOOTPRINT_BYTES)
+        spaces = Workspaces(self.memory_bytes - FOOTPRINT_BYTES)
         running: dict[Future[GroupReport], Workspace] = {}
         with ThreadPoolExecutor(count, thread_name_prefix="group") as pool:
             try:
                 for work in works:
-                    while len(running) == count or (space := desk.take(work.peak_bytes, work.label)) is None:
-                        yield from _settle(running, desk)
+                    while (
+                        len(running) == count or (space := spaces.take(work.peak_bytes, work.label)) is None
+                    ):
+                        yield from _finished(running, spaces)
                     running[pool.submit(do, work, space)] = space
                 while running:
-                    yield from _settle(running, desk)
+                    yield from _finished(running, spaces)
             finally:
                 for future, space in running.items():
                     space.stop()
                     future.cancel()
 
 
-def _settle(running: dict[Future[GroupReport], Workspace], desk: Workspaces) -> Reports:
-    """Wait until something is done; what it raised comes through."""
+def _finished(running: dict[Future[GroupReport], Workspace], spaces: Workspaces) -> Reports:
+    """Wait until a group is done, and report it. Its error is raised here."""
     for future in wait(running, return_when=FIRST_COMPLETED).done:
-        desk.give_back(running.pop(future))
+        spaces.give_back(running.pop(future))
         yield future.result()
 
 

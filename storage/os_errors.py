@@ -60,8 +60,8 @@ def told_while_moving(path: Path, given: str, failure: type[ReshardError], doing
         raise refused from error
 
 
-def may_go_well_elsewhere(error: ReshardError) -> bool:
-    """Whether an error is one of the operating system that may not occur on another machine."""
+def may_succeed_elsewhere(error: ReshardError) -> bool:
+    """Whether this is an error of the operating system that may not occur on a different machine."""
     cause = error.__cause__
     return error.retryable and isinstance(cause, OSError) and cause.errno not in _ALIKE_EVERYWHERE
 

@@ -1,4 +1,4 @@
-"""Which workers take the next group? Decided by what is known of groups and workers; nothing here knows Ray."""
+"""Decide which workers take the next group. Pure, and independent of Ray."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ SHARED_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The group that is next."""
+    """The next group."""
 
     label: str
     peak_bytes: int
     bands: int
     parts: int
     object_bytes: int
-    """Its bands, in the object store if it is shared."""
+    """Bytes of its bands, which are in the object store if it is shared."""
     attempt: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A worker, as far as it matters who gets what."""
+    """What the decision needs to know about a worker."""
 
     ready: bool
     """Whether it has ever answered."""
     there: bool
     """Whether it has answered the last ping."""
     peaks: tuple[int, ...] = ()
-    """Peaks in bytes of the groups that it is working on."""
+    """Peaks in bytes of its groups in progress."""
     alone: bool = False
-    """Whether nothing may run beside one of them."""
+    """Whether one of them must run alone."""
 
     @property
     def idle(self) -> bool:
@@ -46,7 +46,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """All that is known when a group is dealt."""
+    """The state in which a group is dealt."""
 
     next: Waiting
     waiting_peaks: tuple[int, ...]
@@ -55,32 +55,32 @@ class Table:
     exhausted: bool
     """Whether no group waits outside the queue."""
     patient: bool
-    """Whether to wait for workers that are still starting, where they could share a group."""
+    """Whether to wait for workers that are still starting if they could share a group."""
     object_bytes: int
-    """Bands in the object store."""
+    """Bytes of bands in the object store."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dealer:
-    """Settings by which groups are dealt to workers."""
+    """Settings for dealing groups to workers."""
 
     memory_bytes: int
-    """Of each worker."""
+    """Budget of each worker."""
     exchange: str
     side_by_side: bool
     """Whether a worker runs several groups at a time."""
     most_object_bytes: int
-    """Limit for bands in the object store."""
+    """Limit for bytes of bands in the object store."""
 
     def choose(self, table: Table) -> list[int]:
-        """Numbers of the members that take the next group, several if they share it; none: it waits.
+        """Indexes of the members that take the next group, several if they share it; empty if it must wait.
 
-        Idle ones come first, then those that have room for one more.
+        Idle members come first, then those with memory for a further group.
 
         Raises
         ------
         MemoryBudgetError
-            If no worker can ever hold it.
+            If the group fits no worker.
         """
         idle = [number for number, member in enumerate(table.members) if member.idle]
         if idle:
@@ -88,7 +88,7 @@ class Dealer:
         return self._with_room(table)
 
     def _with_room(self, table: Table) -> list[int]:
-        """A busy worker that can take another group; none where so few wait that others will soon be idle."""
+        """A busy worker that can take a further group; none if so few groups wait that workers will soon be idle."""
         if not self.side_by_side or self.exchange == "always" or table.next.attempt > 1:
             return []
         if table.exhausted and len(table.waiting_peaks) <= len(table.members):
@@ -105,14 +105,14 @@ class Dealer:
         return [number for _, number in sorted(free)[:1]]
 
     def _shares(self, table: Table, idle: int) -> int:
-        """How many of the idle workers take a group; 0 where it has to wait for more of them."""
+        """How many of the idle workers take a group; 0 if it must wait for more of them."""
         group = table.next
         needed_bytes = group.peak_bytes + FOOTPRINT_BYTES
         if needed_bytes > self.memory_bytes:
             raise MemoryBudgetError(group.label, self.memory_bytes, needed_bytes)
         if (
             self.exchange == "never"
-            or group.attempt > 1  # what failed shared is tried in the simplest way
+            or group.attempt > 1  # retry in the simplest way
             or group.bands < 2
             or len(table.members) < 2
             or group.object_bytes > self.most_object_bytes

@@ -1,7 +1,7 @@
-"""The worker of an average as a Ray actor on this node, in place of a process of our own.
+"""The worker of an average as a Ray actor on this node.
 
-It maps the same memory: an anonymous file of this process, opened through ``/proc``. So both have to see each other's
-processes and belong to one user. The actor ends with this process, because it owns it.
+It maps an anonymous file of this process, opened through ``/proc``. So both must see each other's processes and belong
+to the same user. The actor ends with this process, which owns it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ActorLost(CompanionLost):
     """The actor has ended."""
 
     def __str__(self) -> str:
-        return f"the actor that averages has ended: {self.words}"
+        return f"the averaging actor has ended: {self.last_line}"
 
 
 class _Averager:
@@ -46,19 +46,19 @@ class _Averager:
         self.worker = Worker(Shared(memory, nbytes))
 
     def pid(self) -> int:
-        """Its process."""
+        """Process id of the actor."""
         return os.getpid()
 
     def do(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """One thing after another."""
+        """Serve a request; the actor serves one at a time."""
         return self.worker.do(request)
 
 
 class ActorCompanion(Companion):
-    """A companion that Ray runs. It asks Ray for no processor, so that it never waits for training to end."""
+    """A companion run by Ray. It reserves no CPU, so that it never waits for training to end."""
 
     def start(self) -> None:
-        """Start the actor on this node, or one in place of a lost one, and wait until it is there."""
+        """Start the actor on this node, or replace a lost one, and wait until it runs."""
         if not ray.is_initialized():
             ray.init(
                 address=os.environ.get("RAY_ADDRESS", "auto"),
@@ -76,8 +76,8 @@ class ActorCompanion(Companion):
             self.pid = int(ray.get(self.actor.pid.remote(), timeout=START_SECONDS))
         except RayError as error:
             raise UnsupportedError(
-                f"an actor on this node cannot share memory with this process: {_last_line(error)}; leave "
-                'worker="ray" away where Ray runs in a container of its own'
+                f"an actor on this node cannot share memory with this process: {_last_line(error)}; use "
+                'worker="process" if Ray runs in a container of its own'
             ) from error
 
     @property
@@ -85,24 +85,26 @@ class ActorCompanion(Companion):
         """Whether a request is still in progress."""
         return bool(self.pending)
 
-    def ask(self, request: Mapping[str, Any]) -> None:
-        """Ask for something, to be done after all that was asked before; returns at once."""
+    def send(self, request: Mapping[str, Any]) -> None:
+        """Queue a request and return at once."""
         self.pending.append(self.actor.do.remote(dict(request)))
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until all that was asked is done; whether it is.
+        """Wait until all requests are done. Returns whether they are.
 
         Raises
         ------
         CompanionLost
             If the actor ended before.
         ReshardError
-            If something that was asked could not be done; in its words.
+            If a request failed, with its message.
         """
         waiting = [*self.pending]
-        left = ray.wait(waiting, num_returns=len(waiting), timeout=timeout_seconds)[1] if waiting else []
+        unfinished = (
+            ray.wait(waiting, num_returns=len(waiting), timeout=timeout_seconds)[1] if waiting else []
+        )
         failure = None
-        while self.pending and self.pending[0] not in left:
+        while self.pending and self.pending[0] not in unfinished:
             try:
                 failure = failure or ray.get(self.pending.popleft()).get("error")
             except RayActorError as error:
@@ -113,7 +115,7 @@ class ActorCompanion(Companion):
         return not self.pending
 
     def end(self) -> None:
-        """Let the actor end after what it is doing, and wait for that: two must not write into one memory."""
+        """Let the actor finish its requests, and wait until it ends: two actors must not write to the same memory."""
         with contextlib.suppress(ReshardError):
             self.wait(END_SECONDS)
         with contextlib.suppress(RayError):

@@ -1,20 +1,18 @@
-"""Run a plan on Ray: the same groups as inline, in any order, on as many workers as there are.
+"""Run a plan on Ray: the same groups as inline, in any order, on all available workers.
 
-The driver hands out groups to actors (``ReshardWorker``), to each at most so many at a time as its memory holds:
-some are read or written while others are moved, and groups are made only as fast as they are run. Ray restarts
-nothing by itself: groups are idempotent, so a group whose worker was lost is handed out again by the driver, up to
-``ATTEMPTS`` times, and the worker is replaced. A group that failed is tried again alone on a worker, so that one
-that kills its workers takes no other with it more than once. A refusal (``ReshardError``) by any worker stops
-everything and arrives whole.
+The driver hands out groups to actors (``ReshardWorker``), to each as many at a time as fit into its memory: some are
+read or written while others are moved, and groups are created only as fast as they run. Ray restarts nothing by itself.
+Groups are idempotent, so the driver hands out a group again if its worker was lost, up to ``ATTEMPTS`` times, and
+replaces the worker. A group that failed is retried alone on a worker, so that a group that kills its workers takes
+other groups with it only once. A ``ReshardError`` in any worker stops everything and arrives unchanged.
 
-A group alone on a worker never touches Ray's object store. A group that is *exchanged* is shared by several
-workers (:mod:`paddle_reshard.clusters.ray.exchange`): its bands become ``ObjectRef``\\ s, which the makers of its
-parts take as resolved arguments, without a copy on the node that loaded them. The bands of all groups that are
-being exchanged are at most half of the smallest node's object store: even if every node came to hold all of
-them, Ray would not spill.
+A group on a single worker never uses Ray's object store. A group that is *exchanged* is shared by several workers
+(:mod:`paddle_reshard.clusters.ray.exchange`): its bands become ``ObjectRef``\\ s, which the makers of its parts receive
+as resolved arguments, without a copy on the node that loaded them. The bands of all exchanged groups are limited to
+half of the smallest node's object store: even if one node held all of them, Ray would not spill.
 
-Settings are pickled to the workers with the source and the writer, which may hold credentials: they are passed
-as arguments, and never printed or logged.
+The source and the writer are pickled to the workers and may hold credentials: they are passed as arguments, and never
+printed or logged.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paddle_reshard.clusters.ray.dealing import Dealer, Member, Table, Waiting
-from paddle_reshard.clusters.ray.environment import handed_on
+from paddle_reshard.clusters.ray.environment import worker_variables
 from paddle_reshard.clusters.ray.exchange import band_bytes, merge_reports, split_group
 from paddle_reshard.clusters.ray.join import joined_ray, lost_node, one_line
 from paddle_reshard.clusters.ray.worker import ReshardWorker
@@ -53,12 +51,12 @@ from paddle_reshard.tasks.run_group import GroupReport
 log = logging.getLogger(__name__)
 
 SIDE_BY_SIDE = "side_by_side"
-"""Calls of a worker that need not wait for each other. One that has a GPU runs one group at a time."""
+"""Calls of a worker that may run concurrently. A worker with a GPU runs one group at a time."""
 ATTEMPTS = 4
-"""How often a group is tried, and how often a worker is started before its place is given up."""
+"""How often a group is tried, and how often a worker is started, before giving up."""
 PATIENCE_SECONDS = 15.0
-"""How long nothing may happen before work is dealt to the workers that are there, and the log says what is
-missing if there are none."""
+"""Time without events after which work is dealt to the workers that have started, or, if there are none, the log says
+what each needs."""
 
 
 @dataclass(frozen=True)
@@ -66,18 +64,18 @@ class RayEngine:
     """Settings of a run on Ray; called with groups, it is an ``Engine``."""
 
     address: str | None = None
-    """``host:port``, or ``auto`` for the cluster on this machine. ``None``: what ``RAY_ADDRESS`` says, else a Ray
-    of our own that ends with the run. A process that has joined Ray already stays where it is."""
+    """``host:port``, or ``auto`` for the cluster on this machine. ``None``: the one in ``RAY_ADDRESS``, or a private
+    Ray that ends with the run. A process that has already joined a cluster stays in it."""
     workers: int | None = None
-    """Default: as many as the cluster has room for. Never more than could be busy."""
+    """Number of workers. Default: as many as the cluster has room for. Never more than can be busy."""
     memory_bytes: int = 1 << 30
     """Memory that each worker reserves; no group's peak may exceed it."""
     exchange: str = "auto"
-    """``auto``: a large group is shared where fewer groups wait than workers are idle; ``always``; ``never``."""
+    """``auto``: a large group is shared if fewer groups wait than workers are idle; ``always``; ``never``."""
     device: str = "cpu"
-    """``cpu``: moves are made with NumPy. ``gpu``: each worker has one GPU of its own, and Paddle makes them."""
-    place: str = "gpu"
-    """Paddle's name for the device of a worker that has a GPU. Its CPU device, ``cpu``, computes the same bits."""
+    """``cpu``: NumPy moves the values. ``gpu``: each worker has its own GPU, and Paddle moves them."""
+    paddle_device: str = "gpu"
+    """Paddle's name for the device of a worker with a GPU. Its CPU device, ``cpu``, computes the same bits."""
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
@@ -108,7 +106,7 @@ class RayEngine:
 
     @property
     def joins(self) -> str | None:
-        """The Ray of others that a process joins which is in none yet; ``None``: there is none."""
+        """The existing cluster to join; ``None`` if there is none."""
         return self.address or os.environ.get("RAY_ADDRESS") or None
 
     @property
@@ -120,40 +118,40 @@ class RayEngine:
 
 @dataclass(eq=False)
 class _Worker:
-    """A place for an actor, and the actor that is there."""
+    """A worker, whose actor may be replaced."""
 
     number: int
     actor: Any
     starts: int = 1
-    """Actors that were started here since one was ready."""
+    """Actors started since the last one that was ready."""
     ready: bool = False
-    asked: bool = True
-    """Whether it has not answered a ping yet."""
+    pinged: bool = True
+    """Whether it has not answered the last ping yet."""
     attempts: list[_Attempt] = field(default_factory=list)
-    """The share in progress."""
+    """The groups in progress."""
 
 
 @dataclass(eq=False)
 class _Attempt:
-    """One group on its way."""
+    """An attempt at a group."""
 
     work: GroupWork
     number: int = 1
     shares: int = 0
-    """Workers that have not yet ended their share of it."""
+    """Workers that have not finished their share yet."""
     object_bytes: int = 0
-    """Bands of it in the object store; 0 if it is not exchanged."""
+    """Bytes of its bands in the object store; 0 if it is not exchanged."""
     reports: list[GroupReport] = field(default_factory=list)
     failure: RayError | None = None
 
     @property
     def alone(self) -> bool:
-        """Whether its workers do nothing else at the same time: it is exchanged, or it failed before."""
+        """Whether its workers run nothing else at the same time: it is exchanged, or it failed before."""
         return self.number > 1 or self.object_bytes > 0
 
 
 class _Run:
-    """One run of all groups. Everything happens on the driver's one thread, between two waits."""
+    """One run of all groups. Everything happens on the driver's only thread, between two waits."""
 
     def __init__(
         self, engine: RayEngine, works: Iterator[GroupWork], source: ReadRange, target: WritePart
@@ -164,7 +162,7 @@ class _Run:
         """Whether all remaining groups are in the queue."""
         self.running = 0
         self.patient = True
-        """Whether to wait for workers that are still starting, where they could share a group."""
+        """Whether to wait for workers that are still starting if they could share a group."""
         self.workers: list[_Worker] = []
         self.pending: dict[Any, tuple[_Worker, _Attempt | None]] = {}
         """Requests in progress by reference: a share of a group, or a ping (``None``)."""
@@ -179,7 +177,7 @@ class _Run:
             engine.memory_bytes, engine.exchange, engine.device == "cpu", smallest_store // 2
         )
         self.object_bytes = 0
-        """Bands in the object store."""
+        """Bytes of bands in the object store."""
 
     def reports(self) -> Iterator[GroupReport]:
         """Run all groups."""
@@ -188,33 +186,33 @@ class _Run:
             self._hand_out()
             if not self.queue and not self.running:
                 return
-            done, asked = ray.wait(list(self.pending), timeout=PATIENCE_SECONDS)
+            done, remaining = ray.wait(list(self.pending), timeout=PATIENCE_SECONDS)
             if not done:
                 self.patient = False
-                self._check_there()
+                self._check_cluster()
                 if not self.running:
                     log.warning("still waiting for workers; each needs %s", _readable(self.engine.demand))
-            if asked:  # others have answered in the meantime
-                done += ray.wait(asked, num_returns=len(asked), timeout=0)[0]
+            if remaining:  # take all answers that have arrived in the meantime
+                done += ray.wait(remaining, num_returns=len(remaining), timeout=0)[0]
             for ref in done:
                 yield from self._settle(ref)
 
-    def _check_there(self) -> None:
-        """Give up where nothing more can happen.
+    def _check_cluster(self) -> None:
+        """Raise if this process has lost its cluster.
 
         Raises
         ------
         ClusterError
-            If the node that this process belongs to is dead. Its groups are kept like those of a killed conversion.
+            If the node of this process is dead. Finished groups are kept, as after a kill.
         """
         if lost := lost_node():
             raise ClusterError(
-                f"Ray was lost while groups were being moved ({lost}); what was written is kept: run the same again "
+                f"Ray was lost while groups were being moved ({lost}); finished work is kept: run the same command "
                 "with --resume"
             )
 
     def end(self) -> None:
-        """End all workers, whatever they are doing."""
+        """Kill all workers."""
         self.pending.clear()
         with contextlib.suppress(RayError):
             for worker in self.workers:
@@ -236,10 +234,10 @@ class _Run:
         for number in range(count):
             worker = _Worker(number, self._actor(number))
             self.workers.append(worker)
-            self._ask_whether_there(worker)
+            self._ping(worker)
 
     def _actor(self, number: int) -> Any:
-        """Start the actor of one worker; Ray restarts and retries nothing, see above."""
+        """Start the actor of a worker. Ray restarts and retries nothing, see above."""
         engine = self.engine
         strategy: Any = "SPREAD"
         if self.bundles is not None:
@@ -252,19 +250,20 @@ class _Run:
             max_task_retries=0,
             scheduling_strategy=strategy,
         )
-        place = None if self.bundles is None else engine.place
-        return options.remote(self.source, self.target, place, number, engine.memory_bytes, handed_on())
+        device = None if self.bundles is None else engine.paddle_device
+        variables = worker_variables()
+        return options.remote(self.source, self.target, device, number, engine.memory_bytes, variables)
 
-    def _ask_whether_there(self, worker: _Worker) -> None:
-        worker.asked = True
+    def _ping(self, worker: _Worker) -> None:
+        worker.pinged = True
         self.pending[worker.actor.prepare.remote()] = (worker, None)
 
-    def _welcome(self, worker: _Worker, answer: Any) -> None:
-        """A worker answered a ping, or failed to."""
+    def _settle_ping(self, worker: _Worker, answer: Any) -> None:
+        """A worker answered a ping, or failed to; then it is started again or given up."""
         if not isinstance(answer, RayError):
             if not worker.ready:
                 log.info("worker %d: %s", worker.number, answer)
-            worker.ready, worker.starts, worker.asked = True, 1, False
+            worker.ready, worker.starts, worker.pinged = True, 1, False
             return
         cause = cause_of(answer)
         ray.kill(worker.actor)
@@ -278,12 +277,12 @@ class _Run:
         worker.starts = 1 if worker.ready else worker.starts + 1
         worker.ready = False
         worker.actor = self._actor(worker.number)
-        self._ask_whether_there(worker)
+        self._ping(worker)
 
     # ------------------------------------------------------------------------------------------- groups
 
     def _look_ahead(self, count: int) -> None:
-        """Have ``count`` groups in the queue, if there are that many."""
+        """Fill the queue with up to ``count`` groups."""
         while not self.exhausted and len(self.queue) < count:
             work = next(self.works, None)
             if work is None:
@@ -292,9 +291,9 @@ class _Run:
                 self.queue.append(_Attempt(work))
 
     def _hand_out(self) -> None:
-        """Give the waiting groups to workers, as far as there are workers for them."""
+        """Hand waiting groups to workers while there are workers for them."""
         while True:
-            idle = sum(not worker.asked and not worker.attempts for worker in self.workers)
+            idle = sum(not worker.pinged and not worker.attempts for worker in self.workers)
             self._look_ahead(1 + (idle or len(self.workers)))
             if not self.queue:
                 return
@@ -309,9 +308,9 @@ class _Run:
         members = (
             Member(
                 worker.ready,
-                not worker.asked,
-                tuple(other.work.peak_bytes for other in worker.attempts),
-                any(other.alone for other in worker.attempts),
+                not worker.pinged,
+                tuple(running.work.peak_bytes for running in worker.attempts),
+                any(running.alone for running in worker.attempts),
             )
             for worker in self.workers
         )
@@ -346,10 +345,10 @@ class _Run:
             self.pending[run.remote(attempt.work)] = (member, attempt)
 
     def _exchange(self, attempt: _Attempt, members: list[_Worker]) -> None:
-        """Share a group: its bands become object refs, and the parts are made from those.
+        """Share a group: its bands become object refs, and its parts are made from those.
 
-        All bands are asked for before anything is made of them: a worker answers in order, so none waits for
-        another that waits for it.
+        All loads are requested before the first part: a worker serves requests in order, so two workers never wait for
+        each other.
         """
         work = attempt.work
         shares = split_group(work, len(members))
@@ -366,7 +365,7 @@ class _Run:
             self.pending[member.actor.finish.remote(share.work, *needed)] = (member, attempt)
 
     def _settle(self, ref: Any) -> Iterator[GroupReport]:
-        """Take one answer; yields a report if it was the last that a group waited for."""
+        """Process an answer. Yields the report of a group if it was the last answer for it."""
         worker, attempt = self.pending.pop(ref)
         try:
             answer = ray.get(ref)
@@ -374,18 +373,18 @@ class _Run:
             answer = failure
         if isinstance(answer, ReshardError) and not isinstance(
             answer, RayError
-        ):  # one that was raised is both
+        ):  # Ray's wrapper of a raise is both
             raise answer
         if attempt is None:
-            self._welcome(worker, answer)
+            self._settle_ping(worker, answer)
             return
         worker.attempts.remove(attempt)
         if not isinstance(answer, RayError):
             attempt.reports.append(answer)
         else:
             attempt.failure = answer
-            if not worker.asked:
-                self._ask_whether_there(worker)
+            if not worker.pinged:
+                self._ping(worker)
         attempt.shares -= 1
         if attempt.shares == 0:
             self.running -= 1
@@ -393,9 +392,9 @@ class _Run:
             if attempt.failure is None:
                 yield merge_reports(attempt.work, attempt.reports)
             else:
-                self._try_again(attempt.work, attempt.number, attempt.failure)
+                self._retry(attempt.work, attempt.number, attempt.failure)
 
-    def _try_again(self, work: GroupWork, number: int, failure: RayError) -> None:
+    def _retry(self, work: GroupWork, number: int, failure: RayError) -> None:
         cause = cause_of(failure)
         if number >= ATTEMPTS:
             raise GroupFailedError(work.label, work.group, number, cause) from failure
@@ -404,7 +403,7 @@ class _Run:
 
 
 def _room(nodes: Iterable[Mapping[str, float]], demand: Mapping[str, float]) -> int:
-    """How many workers fit on the nodes of a cluster, if nothing else runs there.
+    """How many workers fit on the nodes of an idle cluster.
 
     >>> _room([{"CPU": 8, "memory": 3e9}, {"CPU": 1, "memory": 9e9}], {"CPU": 1, "memory": 1e9})
     4
@@ -417,22 +416,24 @@ def _worker_count(engine: RayEngine, room: int) -> int:
 
     Raises
     ------
-    UsageError, UnsupportedError
-        If there is no room, or not for as many as wanted where that cannot change: each with a GPU of its own.
+    UsageError
+        If there is no room for a worker.
+    UnsupportedError
+        If there are not enough GPUs.
     """
     if engine.device == "gpu" and room < (engine.workers or 1):
         raise UnsupportedError(
-            f"device gpu: the Ray cluster has room for {room} workers of {_readable(engine.demand)} each, "
-            f"{engine.workers or 1} wanted"
+            f"device gpu: the Ray cluster has room for {room} workers with {_readable(engine.demand)} each, but "
+            f"{engine.workers or 1} are requested"
         )
     if engine.workers is None and not room:
         raise UsageError(
             f"no node of the Ray cluster has {_readable(engine.demand)} for a worker; use less --memory, or "
-            "say how many --workers the cluster will grow to"
+            "give the number of --workers that the cluster will scale up to"
         )
     count = engine.workers or room
     if count > room:
-        log.warning("%d workers wanted, the Ray cluster has room for %d now", count, room)
+        log.warning("%d workers requested, the Ray cluster has room for %d now", count, room)
     return count
 
 

@@ -1,8 +1,8 @@
-"""How do variables that hold credentials reach a job, and its workers?
+"""Pass environment variables with credentials to a job and its workers.
 
-Not as the environment of a job of Ray: that is shown to everybody who may see the job, logged on every node, and
-part of the command line of Ray's own processes. They travel in a small file that the job's shell reads first; the
-driver hands them to its workers as it hands them their settings.
+They must not be part of a Ray job's environment, which is shown to everybody who may see the job, logged on every node,
+and part of the command lines of Ray's own processes. They are sent in a small file that the job's shell sources; the
+driver passes them to its workers along with their settings.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from paddle_reshard.pipeline.core.errors import UsageError
 
 FILE = "environment.sh"
 WORKER_ENV = "PADDLE_RESHARD_WORKER_ENV"
-"""Names of the driver's variables that its workers get, separated by commas."""
+"""Variable with the names of the driver's variables to pass to its workers, separated by commas."""
 
 
 def shell_file(variables: Mapping[str, str]) -> bytes:
-    """What the shell of a job reads: the variables, and that the workers get them too.
+    """The file that the shell of a job sources. It exports the variables and has them passed to workers.
 
     >>> print(shell_file({"A": "two words"}).decode(), end="")
     export PADDLE_RESHARD_WORKER_ENV=A
@@ -30,8 +30,8 @@ def shell_file(variables: Mapping[str, str]) -> bytes:
     return "".join(lines).encode()
 
 
-def handed_on() -> dict[str, str]:
-    """The variables of this process that its workers get.
+def worker_variables() -> dict[str, str]:
+    """The variables of this process to pass to its workers.
 
     Raises
     ------
@@ -40,5 +40,5 @@ def handed_on() -> dict[str, str]:
     """
     names = [name for name in os.environ.get(WORKER_ENV, "").split(",") if name]
     if missing := [name for name in names if name not in os.environ]:
-        raise UsageError(f"{WORKER_ENV} names {missing[0]}, and no such variable is set here")
+        raise UsageError(f"{WORKER_ENV} names {missing[0]}, but this environment variable is not set")
     return {name: os.environ[name] for name in names}

@@ -1,8 +1,8 @@
-"""How do several workers share one group?
+"""Divide a group among several workers.
 
-Each loads some of its bands; then each makes and writes some of its parts, from whichever bands these need,
-and makes some of the comparisons. A *share* is what one worker does of the group, again a ``GroupWork``, with
-no other bands than the ones it needs: so both ways of running a group are the same code.
+Each worker loads some of the bands, then makes and writes some of the parts from the bands that these need, and makes
+some of the comparisons. A *share* is the work of one worker: again a ``GroupWork``, with only the bands that it needs,
+so whole and shared groups run the same code.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Share:
     loads: tuple[int, ...]
     """Bands of the group that this worker loads."""
     needs: tuple[int, ...]
-    """Bands of the group that ``work`` is made from, in the order of its own bands."""
+    """Bands of the group that ``work`` needs, in the order of its own bands."""
     work: GroupWork
 
 
 def split_group(work: GroupWork, count: int) -> tuple[Share, ...]:
-    """Share a group among ``count`` workers, bytes to load and bytes to write dealt evenly.
+    """Divide a group among ``count`` workers, with similar numbers of bytes to load and to write.
 
-    Every band is loaded by one of them, every part and every comparison is made by one of them.
+    Every band, every part and every comparison belongs to exactly one worker.
     """
     loader = _deal(work.bands["stop"] - work.bands["start"], count)
     maker = _deal(work.parts["stop"] - work.parts["start"], count)
@@ -78,7 +78,7 @@ def _share(
 
 
 def _deal(sizes: Ints, count: int) -> Ints:
-    """Which of ``count`` workers gets each item: the largest first, each to whom has least so far."""
+    """The worker of each item: the largest items first, each to the worker with the fewest bytes so far."""
     dealt = np.zeros(count, dtype=np.int64)
     worker = np.zeros(len(sizes), dtype=np.int64)
     for item in np.argsort(-sizes, kind="stable"):
@@ -88,7 +88,7 @@ def _deal(sizes: Ints, count: int) -> Ints:
 
 
 def merge_reports(work: GroupWork, reports: Sequence[GroupReport]) -> GroupReport:
-    """The report of a group from the reports of its shares; every band was read once, whoever used it."""
+    """The report of a group from the reports of its shares. Every band was read once."""
     return GroupReport(
         group=work.group,
         read_bytes=band_bytes(work),

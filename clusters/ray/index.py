@@ -1,8 +1,9 @@
 """Index the rank files of a large checkpoint on Ray.
 
-A rank file is a pickle whose arrays lie between its opcodes, so each takes a small read for every large array: hundreds
-of thousands for a job of thousands of ranks, most of a millisecond of a processor each. Files are dealt in batches to
-tasks of Ray, which tries those of a lost worker again elsewhere: they have no effect. Refusals arrive whole.
+A rank file is a pickle whose arrays are stored between its opcodes, so it takes a small read for every large array:
+hundreds of thousands for a job of thousands of ranks, each most of a millisecond of CPU time. Files are indexed in
+batches by Ray tasks, which have no side effects: Ray retries those of a lost worker. A ``ReshardError`` arrives
+unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import ray
 from ray.exceptions import RayError
 
 from paddle_reshard.clusters.ray.engine import ATTEMPTS, PATIENCE_SECONDS, RayEngine, cause_of
-from paddle_reshard.clusters.ray.environment import handed_on
+from paddle_reshard.clusters.ray.environment import worker_variables
 from paddle_reshard.clusters.ray.join import joined_ray, lost_node
 from paddle_reshard.pipeline.core.errors import ClusterError, ReshardError
 from paddle_reshard.pipeline.core.events import FilesRead, Observer, Waiting, ignore_events
@@ -32,20 +33,20 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FEWEST_FILES = 128
-"""Fewer are read before workers have begun."""
+"""Fewer files are read faster in this process than workers start."""
 FEWEST_FILES_FOR_OUR_OWN = 512
-"""Fewer are read before a Ray of our own has started, for this and once more for moving."""
+"""Fewer files are read faster in this process than a private Ray starts, for indexing and once more for moving."""
 BATCH_FILES = 32
-"""Read side by side by one task."""
+"""Files that a task reads concurrently."""
 TASKS_AT_A_TIME = 2
-"""On a processor: a task waits for the store half of the time, and for the largest of its files."""
+"""Tasks per CPU: a task waits for the store half of the time, and for the largest of its files."""
 MEMORY_BYTES = 256 << 20
-"""Resources that a task reserves."""
+"""Memory that a task reserves."""
 
 
 @dataclass(frozen=True)
 class RayIndexing:
-    """Indexes files on the Ray that an engine joins. What is few, or lies on a disk, is indexed here."""
+    """Indexes files on the Ray cluster of an engine; few files, or files on a disk, in this process."""
 
     engine: RayEngine
     observe: Observer = ignore_events
@@ -58,7 +59,7 @@ class RayIndexing:
         Raises
         ------
         ClusterError
-            If Ray lost the workers of a batch, wherever it was tried.
+            If Ray lost the workers of a batch at every attempt.
         """
         is_there = ray.is_initialized() or self.engine.joins is not None
         fewest = FEWEST_FILES if is_there else FEWEST_FILES_FOR_OUR_OWN
@@ -82,7 +83,7 @@ class RayIndexing:
             max_retries=ATTEMPTS - 1,
             scheduling_strategy="SPREAD",
         )
-        shared, environment, paths = ray.put(store), handed_on(), list(sizes)
+        shared, environment, paths = ray.put(store), worker_variables(), list(sizes)
         waiting = [
             {path: sizes[path] for path in paths[start : start + BATCH_FILES]}
             for start in range(0, len(paths), BATCH_FILES)
@@ -97,7 +98,7 @@ class RayIndexing:
                 if not done:
                     if lost := lost_node():
                         raise ClusterError(
-                            f"Ray was lost while files were being indexed ({lost}); run it again"
+                            f"Ray was lost while files were being indexed ({lost}); run the command again"
                         )
                     log.info(
                         "%d batches of files are still being indexed, or wait for a worker", len(running)
@@ -129,9 +130,10 @@ def _index_batch(
     sizes: Mapping[str, int],
     environment: Mapping[str, str],
 ) -> tuple[dict[str, T] | ReshardError, dict[str, int]]:
-    """Index files in this worker; a refusal is returned, and so arrives as it is. With it, requests that were repeated.
+    """Index files in this worker. Returns the result and the retried requests by failure.
 
-    ``environment`` are variables by which the drivers of stores find their credentials.
+    A ``ReshardError`` is returned, not raised, so that it arrives unchanged. ``environment`` holds variables with which
+    the drivers of stores find credentials.
     """
     os.environ.update(environment)
     before = count_retries()

@@ -1,4 +1,4 @@
-"""Conversions as Ray jobs: one conversion has one submission id, so submitting it twice runs it once.
+"""Conversions as Ray jobs. A conversion has one submission id, so submitting it twice runs it once.
 
 ::
 
@@ -6,9 +6,9 @@
                                                 ├─ runs or has succeeded ─► attach to it
                                                 └─ none, failed, stopped ─► submit `<id>`, `<id>-2`, `<id>-3`, …
 
-The cluster's own token authentication applies: Ray reads ``RAY_AUTH_MODE`` and ``RAY_AUTH_TOKEN``. Credentials of
-a store never get into an entrypoint, an id, a message or what Ray shows of a job; the variables that hold them are
-named, and travel in a file that the job reads (:mod:`paddle_reshard.clusters.ray.environment`).
+The cluster's token authentication applies: Ray reads ``RAY_AUTH_MODE`` and ``RAY_AUTH_TOKEN``. Credentials of stores
+are never part of an entrypoint, an id, a message or what Ray shows of a job: they are environment variables, which are
+sent in a file that the job reads (:mod:`paddle_reshard.clusters.ray.environment`).
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ _CHATTY = ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.pack
 _API_ADDRESS = "RAY_API_SERVER_ADDRESS"
 _ADDRESS_VARIABLES = (_API_ADDRESS, "RAY_ADDRESS")
 _LOG_IN_MESSAGE = ", last available logs"
-"""From here on, Ray's message repeats the log."""
+"""Text after which Ray's message repeats the log."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobRequest:
-    """A conversion that is to run as a job."""
+    """A conversion to run as a job."""
 
     arguments: tuple[str, ...]
-    """Arguments of ``paddle-reshard convert``; hold no secrets."""
+    """Arguments of ``paddle-reshard convert``, without secrets."""
     submission_id: str
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Name → content of the small files that the arguments name; they travel with the job."""
+    """Name → contents of the small files that the arguments name; they are sent with the job."""
     upload: str = "always"
-    """``always``: the job runs this package, which travels with it. Ray keeps what it was sent before, by its hash.
-    ``never``: it runs the one that is installed on the cluster."""
+    """``always``: the job runs this package, which is uploaded. Ray caches uploads by their hash. ``never``: it runs
+    the package that is installed on the cluster."""
     pip: tuple[str, ...] = ()
-    """Requirements that the cluster installs for the job."""
+    """Requirements to install for the job."""
     env: tuple[str, ...] = ()
-    """Names of variables of this process that the job gets."""
+    """Names of this process's environment variables to pass to the job."""
     cpus: float | None = None
-    """CPUs that the converter itself reserves; ``None``: none, it runs on the head."""
+    """CPUs that the converter itself reserves; ``None``: it runs on the head and reserves none."""
     again: bool = False
-    """Run it even where an earlier job of this id has succeeded; a running one is attached to all the same."""
+    """Run it even if an earlier job with this id has succeeded. A job in progress is attached to in any case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class JobEnd:
 
 
 def entrypoint_of(arguments: Sequence[str], with_environment: bool = False) -> str:
-    """The shell line that a job runs; ``python`` is the one on the head's ``PATH``."""
+    """The shell command of a job; ``python`` is the one on the head's ``PATH``."""
     line = shlex.join(["python", "-m", "paddle_reshard", "convert", *arguments])
     return f". ./{environment.FILE} && {line}" if with_environment else line
 
@@ -99,22 +99,22 @@ def entrypoint_of(arguments: Sequence[str], with_environment: bool = False) -> s
 
 
 def submit_conversion(request: JobRequest, address: str | None) -> Job:
-    """Submit a conversion, or attach to the job that does it already.
+    """Submit a conversion, or attach to its existing job.
 
     Raises
     ------
     JobError
-        If the cluster cannot be reached, or refuses.
+        If the cluster cannot be reached, or rejects the job.
     UsageError
-        If a variable that the job should get is not set.
+        If an environment variable for the job is not set.
     """
     variables = _variables(request.env)
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
     with _failing(variables.values()):
         client = connect(address)
-        submission_id, running = _place(client, request)
-        if running:
+        submission_id, attach = _find_attempt(client, request)
+        if attach:
             return Job(client, submission_id, attached=True)
         with tempfile.TemporaryDirectory(prefix="paddle-reshard-") as staging:
             runtime_env = _runtime_env(request, variables, Path(staging))
@@ -133,9 +133,9 @@ def submit_conversion(request: JobRequest, address: str | None) -> Job:
 
 
 def connect(address: str | None) -> JobSubmissionClient:
-    """A client of the cluster at ``address``, or of the one that ``RAY_ADDRESS`` names.
+    """A client of the cluster at ``address``, or of the one in ``RAY_ADDRESS``.
 
-    Ray prefers its variables over an explicit address; here the explicit one wins.
+    Ray prefers its variables to an explicit address; here the explicit address takes precedence.
     """
     if address is None:
         return JobSubmissionClient()
@@ -146,8 +146,8 @@ def connect(address: str | None) -> JobSubmissionClient:
         os.environ.update(saved)
 
 
-def _place(client: JobSubmissionClient, request: JobRequest) -> tuple[str, bool]:
-    """The id to use, and whether the job of that id is to be attached to. The latest attempt decides."""
+def _find_attempt(client: JobSubmissionClient, request: JobRequest) -> tuple[str, bool]:
+    """The id to use, and whether to attach to its job. The latest attempt decides."""
     latest: tuple[str, JobStatus] | None = None
     number = 1
     while True:
@@ -180,10 +180,10 @@ def _variables(names: Sequence[str]) -> dict[str, str]:
 
 
 def _runtime_env(request: JobRequest, variables: Mapping[str, str], staging: Path) -> dict[str, Any]:
-    """What the job needs on the cluster; folders to upload are put together in ``staging``.
+    """Ray's description of what the job needs. Folders to upload are created in ``staging``.
 
-    It always starts in a folder of its own: Python and Ray search the working directory of a job for modules, and
-    that of the head is somebody else's.
+    A job always has a working directory of its own, because Python and Ray search that directory for modules, and the
+    head's own directory is not ours.
     """
     folder = _folder(staging / "files", request.files, variables)
     runtime_env: dict[str, Any] = {"working_dir": str(folder)}
@@ -197,7 +197,7 @@ def _runtime_env(request: JobRequest, variables: Mapping[str, str], staging: Pat
 
 
 def _folder(folder: Path, files: Mapping[str, bytes], variables: Mapping[str, str]) -> Path:
-    """The folder that a job starts in; the variables are for nobody else to read."""
+    """Create the working directory of a job. Only its owner can read the variables."""
     folder.mkdir()
     for name, data in files.items():
         (folder / name).write_bytes(data)
@@ -211,10 +211,10 @@ def _folder(folder: Path, files: Mapping[str, bytes], variables: Mapping[str, st
 
 
 def follow_job(job: Job, write: Callable[[str], None], poll_seconds: float = POLL_SECONDS) -> JobEnd:
-    """Pass a job's output on, whole lines as they come, until it ends.
+    """Write a job's output, in whole lines, until the job ends.
 
-    The log is polled: a conversion writes a few lines, and polling survives proxies without websockets, a
-    restarted dashboard and a lost connection. Interrupting it leaves the job alone.
+    The log is polled: a conversion writes few lines, and polling survives proxies without websockets, a restarted
+    dashboard and a lost connection. An interrupt does not affect the job.
     """
     shown, silent_since = 0, time.monotonic()
     while True:
@@ -240,7 +240,7 @@ def follow_job(job: Job, write: Callable[[str], None], poll_seconds: float = POL
 
 @contextmanager
 def _failing(secrets: Iterable[str]) -> Iterator[None]:
-    """Errors of Ray's client as one sentence that holds none of the secrets."""
+    """Turn errors of Ray's client into one sentence without secrets."""
     try:
         yield
     except ReshardError:
@@ -249,4 +249,4 @@ def _failing(secrets: Iterable[str]) -> Iterator[None]:
         message = " ".join(str(error).split())
         for secret in filter(None, secrets):
             message = message.replace(secret, "…")
-        raise JobError(f"the cluster did not take the job: {message}") from None
+        raise JobError(f"the cluster rejected the job: {message}") from None

@@ -1,10 +1,10 @@
-"""How does this process become part of a Ray cluster: one of its own, or one that others started?
+"""Join an existing Ray cluster, or start a private one.
 
-A Ray of our own is for this process alone. It listens on the loopback interface only, and refuses every client
-without the token that it is given at its start; the token is in the environment of its processes, and in no file.
+A private Ray serves this process only. It listens on the loopback interface only and rejects clients without the token
+that is created for it, which is in the environment of its processes and in no file.
 
-Ray puts the working directory of a driver on the import path of its workers. A conversion may well be started in a
-checkpoint's folder, whose ``numpy.py`` is not to run: see ``job_config``.
+Ray puts the working directory of a driver on the import path of its workers. A conversion may be started in a
+checkpoint's folder, whose ``numpy.py`` must not run: see ``job_config``.
 """
 
 from __future__ import annotations
@@ -29,49 +29,48 @@ from paddle_reshard.pipeline.core.errors import ClusterError, UsageError
 
 CONNECT_SECONDS = 10.0
 _AT_HOME = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
-"""Ray's variable by which a node calls itself 127.0.0.1, as it does by default where firewalls would ask; every
-process of such a node listens there and nowhere else. ``ray.init`` takes no other way to that address."""
+"""Ray's variable that makes a node use the address 127.0.0.1, as it does by default where firewalls would ask. All
+processes of such a node listen only there. ``ray.init`` offers no other way."""
 _TOKEN_LOG = logging.getLogger("ray._private.authentication.authentication_token_setup")
 
 
 @contextlib.contextmanager
 def joined_ray(address: str | None, cpus: int | None = None) -> Iterator[None]:
-    """Be part of a Ray cluster. One that others started is only left afterwards.
+    """Be part of a Ray cluster during the block.
 
     Parameters
     ----------
     address
-        ``host:port``, or ``auto`` for the cluster on this machine. ``None``: a Ray of our own that ends with the
-        block. A process that has joined Ray already stays where it is.
+        ``host:port``, or ``auto`` for the cluster on this machine. ``None``: a private Ray that ends with the block. A
+        process that has already joined a cluster stays in it.
     cpus
-        How many CPUs our own has; by default, those of the machine.
+        Number of CPUs of a private Ray. Default: those of the machine.
 
     Raises
     ------
     UsageError, ClusterError
-        If there is no such cluster, or it does not take us.
+        If there is no such cluster, or it rejects this process.
     """
     if ray.is_initialized():
         yield
     elif address is None:
-        with _of_our_own(cpus):
+        with _private_ray(cpus):
             yield
     else:
-        with _of_others(address):
+        with _existing_ray(address):
             yield
 
 
 def job_config() -> JobConfig:
     """A job whose workers do not search the driver's working directory for modules.
 
-    Ray leaves it out for jobs of Ray's client servers, which have a working directory of their own; so it does for
-    a job that was submitted with one.
+    Ray omits it for jobs of Ray's client servers, and for submitted jobs that have a working directory of their own.
     """
     return JobConfig(_client_job=True)
 
 
 @contextlib.contextmanager
-def _of_others(address: str) -> Iterator[None]:
+def _existing_ray(address: str) -> Iterator[None]:
     try:
         _check_answers(address)
         _TOKEN_LOG.addFilter(_is_news)
@@ -89,8 +88,8 @@ def _of_others(address: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _of_our_own(cpus: int | None) -> Iterator[None]:
-    with _for_this_process_alone():
+def _private_ray(cpus: int | None) -> Iterator[None]:
+    with _private_settings():
         try:
             with _sigterm_kept():
                 ray.init(
@@ -112,7 +111,7 @@ def _of_our_own(cpus: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Ray has SIGTERM end its driver with status 15; how a process ends is for the program to say."""
+    """Keep the program's handler of SIGTERM, which Ray would replace by one that exits with status 15."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -122,8 +121,8 @@ def _sigterm_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _for_this_process_alone() -> Iterator[None]:
-    """Have a Ray that starts meanwhile listen on 127.0.0.1 only, to those who know its token."""
+def _private_settings() -> Iterator[None]:
+    """Make a Ray that is started in the block listen on 127.0.0.1 only, and require a token."""
     variables = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -131,14 +130,14 @@ def _for_this_process_alone() -> Iterator[None]:
         _AT_HOME: "0",
     }
     before = {name: os.environ.get(name) for name in variables}
-    reaches_out = ray_constants.ENABLE_RAY_CLUSTER
+    cluster_enabled = ray_constants.ENABLE_RAY_CLUSTER
     os.environ.update(variables)
     ray_constants.ENABLE_RAY_CLUSTER = False
     _read_authentication_again()
     try:
         yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = reaches_out
+        ray_constants.ENABLE_RAY_CLUSTER = cluster_enabled
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
@@ -148,17 +147,17 @@ def _for_this_process_alone() -> Iterator[None]:
 
 
 def _read_authentication_again() -> None:
-    """Ray reads mode and token once; what a process joins next may have others."""
+    """Make Ray read its mode and token again: the next cluster may have different ones."""
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _check_is_private() -> None:
-    """Refuse a Ray that other machines could reach, however its version reads its settings."""
+    """Refuse a Ray that other machines could reach, whatever its version makes of the settings."""
     if not _is_private():
         raise ClusterError(
-            f"Ray {ray.__version__} listens at {_gcs_address()}, where other machines may reach it, and not on "
-            "127.0.0.1 only; start a cluster yourself and name it, --cluster ray:HOST:PORT, or use another version"
+            f"Ray {ray.__version__} listens at {_gcs_address()} instead of 127.0.0.1, so other machines may reach it; "
+            "start a cluster yourself and use --cluster ray:HOST:PORT, or install a different version of Ray"
         )
 
 
@@ -171,10 +170,10 @@ def _gcs_address() -> str:
 
 
 def lost_node() -> str | None:
-    """The part of Ray that is lost, if it will never answer again.
+    """The part of Ray that is permanently lost; ``None`` if there is none.
 
-    That is so where the node that this process belongs to is dead. A Ray of our own has lost its head with it; the
-    head of others' may come back, and Ray waits for it.
+    That is this process's own node if it is dead, or the head of a private Ray. The head of an existing cluster may
+    come back, and Ray waits for it.
     """
     if _is_private():
         try:
@@ -191,17 +190,17 @@ def lost_node() -> str | None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """A Ray that is protected as it should be is nothing to warn of."""
+    """Drop the warning that token authentication is enabled."""
     return "Token authentication is enabled" not in record.getMessage()
 
 
 def _token_hint() -> str:
-    """Ray does not say that a cluster was silent because it wants a token."""
-    return "" if "RAY_AUTH_MODE" in os.environ else "; if it wants a token, set RAY_AUTH_MODE=token"
+    """A hint at a missing token, which Ray does not report."""
+    return "" if "RAY_AUTH_MODE" in os.environ else "; if it requires a token, set RAY_AUTH_MODE=token"
 
 
 def _check_answers(address: str) -> None:
-    """See that somebody listens at ``host:port``; Ray itself would try for minutes."""
+    """Check that a process listens at ``host:port``, for which Ray itself would try for minutes."""
     host, colon, port = address.rpartition(":")
     if colon and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()

@@ -1,8 +1,8 @@
-"""The worker of a cluster. Ray makes an actor of this class, which knows nothing else about Ray.
+"""The worker of a cluster. Ray makes an actor of this class, which is otherwise independent of Ray.
 
-A refusal (``ReshardError``) is returned, not raised: so it arrives at the driver whole, with its own class and
-text. Whatever is raised is a failed attempt, and the driver may try again elsewhere; so is what the operating system of
-this machine alone may refuse.
+A ``ReshardError`` is returned, not raised, so that it arrives at the driver unchanged. An exception is a failed
+attempt, which the driver may retry on a different worker; so are errors of the operating system that may be limited to
+this machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 from paddle_reshard.pipeline.core.errors import ReshardError
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import GroupWork
-from paddle_reshard.storage.os_errors import may_go_well_elsewhere
+from paddle_reshard.storage.os_errors import may_succeed_elsewhere
 from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.device import HOST, Buffer, Mover, PaddleMover
@@ -34,67 +34,69 @@ R = TypeVar("R")
 class ReshardWorker:
     """Loads bands, moves boxes and writes parts.
 
-    On the host several whole groups may run side by side (:meth:`run`), so that some are read or written while others
-    are moved; together they stay within the memory of the worker. All other calls come one after another; a share of a
-    group comes while no whole group runs.
+    On the CPU several whole groups may run concurrently (:meth:`run`), so that some are read or written while others
+    are moved; together they stay within the memory of the worker. All other calls are sequential, and a share of a
+    group arrives only while no whole group runs.
     """
 
     def __init__(
         self,
         source: ReadRange,
         target: WritePart,
-        place: str | None,
+        device: str | None,
         number: int,
         memory_bytes: int,
         environment: Mapping[str, str],
     ) -> None:
-        """``place`` is Paddle's name of the device that moves are made on; ``None`` is NumPy.
+        """``device`` is Paddle's name for the device that moves values; ``None`` for NumPy.
 
-        ``memory_bytes`` is what the worker may use, itself included. ``environment`` are variables by which the
-        drivers of stores find their credentials.
+        ``memory_bytes`` is the budget of the worker, including its footprint. ``environment`` holds variables with
+        which the drivers of stores find credentials.
         """
         os.environ.update(environment)
-        self.source, self.target, self.place = source, target, place
+        self.source, self.target, self.device = source, target, device
         self.mover: Mover = HOST
         self.pool = WorkspacePool(memory_bytes - FOOTPRINT_BYTES)
         self.prepared = False
         self.figures = _Figures(number)
 
     def prepare(self) -> str | ReshardError:
-        """Get ready, and say where this worker is; may be asked again to learn whether it lives."""
-        return _refusals_returned(self._prepare)
+        """Get ready, and describe this worker. Also serves as a ping."""
+        return _errors_returned(self._prepare)
 
     def _prepare(self) -> str:
-        if self.place is not None and not self.prepared:
-            self.mover = PaddleMover(self.place)
+        if self.device is not None and not self.prepared:
+            self.mover = PaddleMover(self.device)
         self.prepared = True
-        device = "cpu" if self.place is None else f"{self.place} of {os.environ.get('CUDA_VISIBLE_DEVICES')}"
+        device = (
+            "cpu" if self.device is None else f"{self.device} of {os.environ.get('CUDA_VISIBLE_DEVICES')}"
+        )
         return f"process {os.getpid()} on {socket.gethostname()}, device {device}"
 
     def run(self, work: GroupWork) -> GroupReport | ReshardError:
-        """A whole group."""
+        """Run a whole group."""
         with self.figures.busy():
-            report = _refusals_returned(self._run, work)
+            report = _errors_returned(self._run, work)
         if isinstance(report, ReshardError):
             return report
-        return self.figures.told_with(report, report.read_bytes)
+        return self.figures.added_to(report, report.read_bytes)
 
     def _run(self, work: GroupWork) -> GroupReport:
-        if self.place is not None:
+        if self.device is not None:
             return run_group(work, self.source, self.target, self.mover)
         with self.pool.workspace(work) as space:
             return run_group(work, self.source, self.target, space)
 
     def load(self, path: str, start: int, stop: int) -> Buffer | ReshardError:
-        """One band, to be shared as an object."""
-        self.pool.clear()  # objects take the place of workspaces
+        """Load a band, to be shared as an object."""
+        self.pool.clear()  # objects need the memory of workspaces
         with self.figures.busy():
-            band = _refusals_returned(load_band, self.source, path, start, stop)
+            band = _errors_returned(load_band, self.source, path, start, stop)
         self.figures.add_read(0 if isinstance(band, ReshardError) else len(band))
         return band
 
     def finish(self, share: GroupWork, *bands: Buffer | ReshardError) -> GroupReport | ReshardError:
-        """One worker's share of a group whose bands others may have loaded."""
+        """Run this worker's share of a group. Any worker may have loaded the bands."""
         loaded: list[Buffer] = []
         for band in bands:
             if isinstance(band, ReshardError):
@@ -102,43 +104,43 @@ class ReshardWorker:
             loaded.append(band)
         self.pool.clear()
         with self.figures.busy():
-            report = _refusals_returned(finish_group, share, loaded, self.target, self.mover)
+            report = _errors_returned(finish_group, share, loaded, self.target, self.mover)
         if isinstance(report, ReshardError):
             return report
-        return self.figures.told_with(report)
+        return self.figures.added_to(report)
 
 
 class WorkspacePool:
-    """Workspaces for groups that run side by side: one that does not fit waits until another has ended."""
+    """Workspaces for concurrent groups: a group that does not fit waits until another group has ended."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.spaces = Workspaces(budget_bytes)
-        self.turn = threading.Condition()
+        self.changed = threading.Condition()
 
     @contextlib.contextmanager
     def workspace(self, work: GroupWork) -> Iterator[Workspace]:
         """Memory for one group."""
-        with self.turn:
+        with self.changed:
             while (space := self.spaces.take(work.peak_bytes, work.label)) is None:
-                self.turn.wait()
+                self.changed.wait()
         try:
             yield space
         finally:
-            with self.turn:
+            with self.changed:
                 self.spaces.give_back(space)
-                self.turn.notify_all()
+                self.changed.notify_all()
 
     def clear(self) -> None:
-        """Give memory back that nobody uses."""
-        with self.turn:
+        """Release unused memory."""
+        with self.changed:
             self.spaces.clear()
 
 
-def _refusals_returned(do: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | ReshardError:
+def _errors_returned(do: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | ReshardError:
     try:
         return do(*args, **kwargs)
     except ReshardError as error:
-        if may_go_well_elsewhere(error):
+        if may_succeed_elsewhere(error):
             raise
         return error.with_traceback(None)
 
@@ -147,54 +149,54 @@ class _Figures:
     """The work of one worker: sent to the driver with each report, and to Ray's metrics endpoint."""
 
     def __init__(self, number: int) -> None:
-        self.nothing = WorkerFigures(number, socket.gethostname())
-        self.since, self.counted = self.nothing, count_retries()
+        self.zero = WorkerFigures(number, socket.gethostname())
+        self.unreported, self.counted = self.zero, count_retries()
         self.metrics = _Metrics(number)
-        self.alone = threading.Lock()
+        self.lock = threading.Lock()
         self.calls = 0
         """Calls in progress."""
-        self.begun = 0.0
-        """Start of the time worked that has not been reported yet."""
+        self.started = 0.0
+        """Start of the working time that has not been recorded yet."""
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """Something is being done; calls side by side are busy once."""
-        with self.alone:
+        """Record the time of the block as busy; concurrent calls count once."""
+        with self.lock:
             if self.calls == 0:
-                self.begun = time.monotonic()
+                self.started = time.monotonic()
             self.calls += 1
         try:
             yield
         finally:
-            with self.alone:
+            with self.lock:
                 self.calls -= 1
                 now = time.monotonic()
-                self._add(replace(self.nothing, busy_seconds=now - self.begun))
-                self.begun = now
+                self._add(replace(self.zero, busy_seconds=now - self.started))
+                self.started = now
 
     def add_read(self, nbytes: int) -> None:
-        """A call has read so many bytes of the source."""
-        with self.alone:
-            self._add(replace(self.nothing, read_bytes=nbytes))
+        """Record bytes read from the source."""
+        with self.lock:
+            self._add(replace(self.zero, read_bytes=nbytes))
 
-    def told_with(self, report: GroupReport, read_bytes: int = 0) -> GroupReport:
+    def added_to(self, report: GroupReport, read_bytes: int = 0) -> GroupReport:
         """The report of a group, with the figures since the last report; ``read_bytes`` were read for it."""
-        with self.alone:
-            did = replace(self.nothing, groups=1, read_bytes=read_bytes, written_bytes=report.written_bytes)
-            self._add(did)
-            told, self.since = self.since, self.nothing
-        return replace(report, figures=(told,))
+        with self.lock:
+            work = replace(self.zero, groups=1, read_bytes=read_bytes, written_bytes=report.written_bytes)
+            self._add(work)
+            figures, self.unreported = self.unreported, self.zero
+        return replace(report, figures=(figures,))
 
-    def _add(self, did: WorkerFigures) -> None:
+    def _add(self, work: WorkerFigures) -> None:
         counted = count_retries()
-        did = replace(did, retries=dict(counted - self.counted))
+        work = replace(work, retries=dict(counted - self.counted))
         self.counted = counted
-        (self.since,) = add_figures((self.since, did))
-        self.metrics.add(did)
+        (self.unreported,) = add_figures((self.unreported, work))
+        self.metrics.add(work)
 
 
 class _Metrics:
-    """Figures of one worker for Ray's metrics endpoint; they are never a reason to fail."""
+    """Figures of one worker for Ray's metrics endpoint. Failures here are ignored."""
 
     def __init__(self, number: int) -> None:
         self.counters: dict[str, Any] = {}
@@ -202,11 +204,11 @@ class _Metrics:
             from ray.util.metrics import Counter
 
             for name, what, labels in (
-                ("groups", "groups that this worker ran, or had a share in", ()),
+                ("groups", "groups that this worker ran, alone or shared", ()),
                 ("read_bytes", "bytes read from the source", ()),
                 ("written_bytes", "bytes written to the target", ()),
                 ("busy_seconds", "seconds in which this worker did not wait for work", ()),
-                ("retries", "requests to a store that were repeated", ("failure",)),
+                ("retries", "retried requests to a store", ("failure",)),
             ):
                 counter = Counter(
                     f"paddle_reshard_{name}_total", f"paddle-reshard: {what}", ("worker", *labels)
@@ -214,11 +216,11 @@ class _Metrics:
                 counter.set_default_tags({"worker": str(number)})
                 self.counters[name] = counter
 
-    def add(self, did: WorkerFigures) -> None:
-        """Count what a call did."""
+    def add(self, work: WorkerFigures) -> None:
+        """Add the figures of a call."""
         with contextlib.suppress(Exception):
             for name in ("groups", "read_bytes", "written_bytes", "busy_seconds"):
-                if amount := getattr(did, name):
+                if amount := getattr(work, name):
                     self.counters[name].inc(amount)
-            for failure, times in did.retries.items():
+            for failure, times in work.retries.items():
                 self.counters["retries"].inc(times, {"failure": failure})

@@ -1,11 +1,10 @@
-"""An exponential moving average of a rank's weights, computed beside its training.
+"""An exponential moving average of a rank's weights, computed next to its training.
 
-A training rank hands its float32 weights over by one copy into shared memory and goes on; a process beside it
-averages them (:mod:`paddle_reshard.tasks.ema_worker`). The files it writes are the ones of the trainers' own
-callback, ``ema.tp00_pp00_shard00.pdopt``, so that everything that reads those reads ours, and conversions carry
-them to any topology.
+A training rank copies its float32 weights into shared memory and continues; a separate process averages them
+(:mod:`paddle_reshard.tasks.ema_worker`). It writes the files of the trainers' own callback,
+``ema.tp00_pp00_shard00.pdopt``, which all readers know and conversions carry to any topology.
 
-Needs Paddle's tensors or NumPy arrays, and neither pyarrow nor ray.
+Works on Paddle tensors or NumPy arrays; requires neither pyarrow nor ray.
 """
 
 from __future__ import annotations
@@ -64,41 +63,41 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class EmaCounts:
-    """What became of the updates of one rank."""
+    """Counts of the updates of one rank."""
 
     handed_over: int = 0
     not_due: int = 0
     """Steps between two updates."""
     loss_too_high: int = 0
     skipped: int = 0
-    """Updates for which the worker was not ready; the next one makes up for their decay."""
+    """Updates for which the worker was not ready; the next update applies their decay too."""
     lost_workers: int = 0
     waited_seconds: float = 0.0
     handed_over_seconds: float = 0.0
 
 
 class AsyncEma:
-    """The average of one rank's weights, kept by a process beside it.
+    """The average of one rank's weights, computed by a worker process.
 
     Parameters
     ----------
     weights
-        Called at every update: what of the rank is averaged. An optimizer of Paddle stands for its master weights.
+        Called at every update for the tensors to average; or an optimizer of Paddle, whose master weights are averaged.
     decay, warm_up, start
         See :class:`~paddle_reshard.tasks.ema.Averaging`.
     interval
-        Update at the steps that it divides.
+        Update at steps that are multiples of it.
     loss_threshold
         Update only while the loss is below it.
     when_behind
-        The worker still averages the update before: ``"wait"`` for it; or ``"skip"`` this one, and let the next
-        one count for both: its decay is the product of theirs.
+        If the worker is still averaging the previous update: ``"wait"``, or ``"skip"`` this update and let the next one
+        count for both, with the product of their decays.
     when_lost
-        The worker has crashed: ``"report"`` it once in the log, start another one, and begin anew if the average was
-        spoilt; or ``"raise"``.
+        If the worker crashes: ``"report"`` it in the log and start another worker, which restarts the average if an
+        update was interrupted; or ``"raise"``.
     worker
-        ``"process"``: a process of our own averages. ``"ray"``: an actor on this node, of the Ray that this process is
-        connected to, or else that ``RAY_ADDRESS`` names.
+        ``"process"``, or ``"ray"``: an actor on this node, in the Ray cluster that this process is connected to or that
+        ``RAY_ADDRESS`` names.
     """
 
     def __init__(
@@ -134,20 +133,18 @@ class AsyncEma:
 
     @property
     def progress(self) -> AverageProgress:
-        """How far the average has come."""
+        """Progress of the average."""
         return self.standing.progress
 
     # -------------------------------------------------------------------------------------------- updates
 
     def update(self, step: int, loss: float | None = None) -> bool:
-        """Hand the weights of ``step`` over, if it is time to; whether they were.
-
-        Returns as soon as they are copied.
+        """Hand over the weights of ``step`` if an update is due. Returns whether they were, once they are copied.
 
         Raises
         ------
         UsageError
-            If there is a loss threshold and no loss, or the tensors are not those of the update before.
+            If there is a loss threshold and no loss, or the set of tensors has changed since the last update.
         CompanionLost
             Only with ``when_lost="raise"``.
         """
@@ -159,11 +156,11 @@ class AsyncEma:
         try:
             return self._hand_over(step)
         except CompanionLost as error:
-            self._start_again(error)
+            self._restart_worker(error)
             return self._hand_over(step)
 
     def _hand_over(self, step: int) -> bool:
-        began = time.perf_counter()
+        started = time.perf_counter()
         weights = self.weights()
         companion = self._companion(weights)
         decays = self.standing.decays(self.averaging)
@@ -176,15 +173,15 @@ class AsyncEma:
         ready = time.perf_counter()
         _copy(weights, self.stretches, self.shared.values)
         self.last_request = {"do": "blend", "decay": prod(decays)}
-        companion.ask(self.last_request)
+        companion.send(self.last_request)
         self.standing = self.standing.handed_over(step, decays)
         self.counts.handed_over += 1
-        self.counts.waited_seconds += ready - began
+        self.counts.waited_seconds += ready - started
         self.counts.handed_over_seconds += time.perf_counter() - ready
         return True
 
     def _companion(self, weights: Weights) -> Companion:
-        """The process beside this one, started at the first update, when the tensors are known."""
+        """The worker process, started at the first update, when the tensors are known."""
         stretches = stretches_of(weights)
         if self.companion is None:
             self.stretches = stretches
@@ -201,35 +198,35 @@ class AsyncEma:
             return ActorCompanion(ema_worker.__name__, nbytes)
         return Companion(ema_worker.__name__, nbytes)
 
-    def _start_again(self, error: CompanionLost) -> None:
-        """Start another worker in place of a lost one, unless that is to be raised."""
+    def _restart_worker(self, error: CompanionLost) -> None:
+        """Replace a lost worker, or raise with ``when_lost="raise"``."""
         if self.when_lost == "raise" or self.companion is None:
             raise error
         self.counts.lost_workers += 1
         self.companion.end()
         self.companion.start()
-        begun, done = (int(count) for count in self.shared.counts)
-        kept = "its average is whole and goes on"
-        what = recovery(begun, done, self.standing.asked)
-        if what is Recovery.REPEAT:
-            self.companion.ask(self.last_request)
-        elif what is Recovery.BEGIN_ANEW:
-            kept = "its average was spoilt and begins anew"
-            self._forget()
+        started, done = (int(count) for count in self.shared.counts)
+        outcome = "the average is intact and continues"
+        action = recovery(started, done, self.standing.requested)
+        if action is Recovery.REPEAT:
+            self.companion.send(self.last_request)
+        elif action is Recovery.RESTART:
+            outcome = "an update was interrupted, so the average restarts"
+            self._reset()
             self.shared.average[:] = 0
-        logger.warning("the average of the weights: %s; %s", error, kept)
+        logger.warning("the average of the weights: %s; %s", error, outcome)
 
-    def _forget(self) -> None:
-        """No update was made or asked for."""
+    def _reset(self) -> None:
+        """Forget all updates."""
         self.standing = Standing()
         self.shared.counts[:] = 0
 
     # --------------------------------------------------------------------------------------- save and load
 
     def state(self) -> Weights:
-        """The average as it is when all updates so far are made: views that the next update changes.
+        """The average after all updates so far, as views that the next update changes.
 
-        With ``start="zero"`` the values are still to be divided by ``progress.correction(averaging)``.
+        With ``start="zero"`` the values must be divided by ``progress.correction(averaging)``.
         """
         self._drain()
         found: dict[str, dict[str, Floats]] = {MASTER_WEIGHTS: {}, "": {}}
@@ -238,31 +235,32 @@ class AsyncEma:
         return Weights(found[MASTER_WEIGHTS], found[""])
 
     def save(self, directory: PathLike, rank: str | FlexRank) -> None:
-        """Write the average of this rank, and beside it what it is (``ema.json``); both appear whole.
+        """Write the average of this rank, and its description, ``ema.json``. Both files appear complete.
 
         Parameters
         ----------
         rank
-            The name of the rank's file in its topology, ``ema.tp00_pp01_shard00.pdopt``. Or, for the files of a
-            FlexCheckpoint, the rank among all others: then the first one writes the metadata of all.
+            Name of the rank's file in its topology, ``ema.tp00_pp01_shard00.pdopt``; or, for a FlexCheckpoint, this
+            rank among all ranks, of which the first writes the metadata of all.
 
         Raises
         ------
         UsageError
-            If there is no average yet, the name is not one of a rank's average, or the boxes are not its tensors.
+            If there is no average yet, the name is not that of a rank's average, or the boxes do not fit the tensors.
         ReshardError
             If the file cannot be written.
         """
         if isinstance(rank, str):
             _check_name(rank)
         companion = self._drain()
-        made = rank_file(self.stretches) if isinstance(rank, str) else flex_file(self.stretches, rank)
-        root, written = made
+        root, written = (
+            rank_file(self.stretches) if isinstance(rank, str) else flex_file(self.stretches, rank)
+        )
         encoded = encode_pickle(root)
         folder = Path(directory)
         path = folder / (rank if isinstance(rank, str) else rank.path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        companion.ask(
+        companion.send(
             {
                 "do": "save",
                 "path": str(path),
@@ -272,11 +270,11 @@ class AsyncEma:
         )
         companion.wait()
         if isinstance(rank, FlexRank) and rank.number == 0:
-            _write_whole(folder / METADATA_PATH, rank.metadata())
-        _write_whole(folder / AVERAGE, json.dumps(self.describe(), indent=1).encode())
+            _write_atomically(folder / METADATA_PATH, rank.metadata())
+        _write_atomically(folder / AVERAGE, json.dumps(self.describe(), indent=1).encode())
 
     def describe(self) -> dict[str, Any]:
-        """What no tensor file says of an average: the same on every rank."""
+        """The facts about an average that tensor files do not hold; the same on every rank."""
         return {
             "format": "paddle-reshard ema",
             **asdict(self.averaging),
@@ -295,27 +293,27 @@ class AsyncEma:
         config: PathLike | Mapping[str, Any] | None = None,
         **options: Unpack[ReadOptions],
     ) -> None:
-        """Go on from the average that a checkpoint holds.
+        """Continue from the average in a checkpoint.
 
-        Without ``ema.json`` (a trainer's own files) the average counts as whole: as one that began with weights.
+        Without ``ema.json`` (in a trainer's own files) the average is assumed to have started with weights.
 
         Parameters
         ----------
         directory
             A folder, or a URL that fsspec knows.
         rank
-            What this rank's tensors are: then the checkpoint may be one of any topology, sharding strategy, size of
-            communication buffers and format, and only what the rank needs is read. Or the name of its file, of a job
-            that is exactly like this one; that the tensors' names and shapes are the same is all that is checked.
+            The pieces that this rank holds: then the checkpoint may have any topology, sharding strategy, size of
+            communication buffers and format, and only the bytes that the rank needs are read. Or the name of this
+            rank's file, from a job with the same topology and options; only names and shapes of tensors are checked.
         config
-            The model's ``config.json``, or what is in it, for a checkpoint that has none.
+            The model's ``config.json``, or its contents, for a checkpoint without one.
         options
             :class:`ReadOptions`.
 
         Raises
         ------
         CheckpointError, PlanError
-            Naming the tensor and both shapes, if the checkpoint's average is not one of this rank's tensors.
+            If the checkpoint's average does not fit this rank's tensors, naming the tensor and both shapes.
         """
         check_names(options, ReadOptions)
         store = open_source(os.fspath(directory), *source_access(options))
@@ -323,7 +321,7 @@ class AsyncEma:
         companion.wait()
         sizes = store.sizes()
         progress = progress_of(read_json(store, AVERAGE, sizes) if AVERAGE in sizes else None, self.averaging)
-        self._forget()
+        self._reset()
         try:
             if isinstance(rank, str):
                 self._read_file(store, rank)
@@ -354,14 +352,14 @@ class AsyncEma:
         try:
             self.companion.wait()
         except CompanionLost as error:
-            self._start_again(error)
+            self._restart_worker(error)
             self.companion.wait()
             if not self.progress.updates:
                 raise UsageError("the average was lost with its worker") from error
         return self.companion
 
     def close(self) -> None:
-        """End the process beside this one."""
+        """End the worker process."""
         if self.companion is not None:
             del self.shared
             self.companion.close()
@@ -375,7 +373,7 @@ class AsyncEma:
 
 
 def _weights_of(optimizer: Any) -> Weights:
-    """The master weights that an optimizer of Paddle holds, whatever it is wrapped in."""
+    """The master weights of an optimizer of Paddle, wrapped or not."""
     masters = optimizer.state_dict().get(MASTER_WEIGHTS)
     if not masters:
         raise UsageError("the optimizer holds no master weights; pass a function that returns Weights")
@@ -383,9 +381,9 @@ def _weights_of(optimizer: Any) -> Weights:
 
 
 def _check_name(file_name: str) -> None:
-    """Refuse what is not the name of a rank's average."""
-    named = parse_rank_file(file_name)
-    if named is None or named.kind != "ema":
+    """Refuse a name that is not that of a rank's average."""
+    parsed = parse_rank_file(file_name)
+    if parsed is None or parsed.kind != "ema":
         raise UsageError(f"{file_name}: not the name of a rank's average, ema[.tpNN][_ppNN][_shardNN].pdopt")
 
 
@@ -396,7 +394,7 @@ def _copy(weights: Weights, stretches: Stretches, values: Floats) -> None:
 
 
 def _array(tensor: Any) -> Floats:
-    """A tensor as an array, without a copy where it lies in host memory."""
+    """A tensor as an array, without a copy if it is in host memory."""
     if isinstance(tensor, np.ndarray):
         return tensor
     if not tensor.place.is_cpu_place():
@@ -404,8 +402,8 @@ def _array(tensor: Any) -> Floats:
     return np.asarray(np.from_dlpack(tensor.detach()), dtype=np.float32)
 
 
-def _write_whole(path: Path, content: bytes) -> None:
-    """Write a file that every rank writes alike; the last one stands."""
+def _write_atomically(path: Path, content: bytes) -> None:
+    """Write a file that is the same on every rank; the last writer wins."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     with open(unfinished, "wb") as file:
         file.write(content)

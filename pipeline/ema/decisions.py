@@ -1,4 +1,4 @@
-"""When is an average updated, and what is left of it after its worker was lost? All here is a function of values."""
+"""Decide when to update an average, and how to recover it after its worker was lost. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paddle_reshard.tasks.ema import AverageProgress, Averaging
 
 
 class Due(Enum):
-    """Whether a training step is one to update at."""
+    """Whether an update is due at a training step."""
 
     YES = "yes"
     BETWEEN = "between two updates"
@@ -22,19 +22,19 @@ class Due(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """At which steps an average is updated."""
+    """The steps at which an average is updated."""
 
     interval: int = 1
-    """Those that it divides."""
+    """Update at multiples of it."""
     loss_threshold: float | None = None
-    """Only while the loss is below it."""
+    """Update only while the loss is below it."""
 
     def __post_init__(self) -> None:
         if self.interval < 1:
             raise UsageError(f"interval {self.interval} must be at least 1")
 
     def due(self, step: int, loss: float | None) -> Due:
-        """Whether ``step`` is one. A loss that is NaN is not below any threshold.
+        """Whether an update is due at ``step``. A NaN is not below any threshold.
 
         >>> Rule(interval=4, loss_threshold=2.0).due(8, float("nan")).value
         'loss too high'
@@ -55,64 +55,65 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where an average stands: what is in it, what it owes, and what was asked of its worker."""
+    """State of an average: its progress, skipped updates, and updates requested of the worker."""
 
     progress: AverageProgress = AverageProgress()
     owed: tuple[float, ...] = ()
-    """Decays of skipped updates; the next one makes up for them."""
-    asked: int = 0
-    """Updates that were asked of the worker since the average began, or was loaded."""
+    """Decays of skipped updates, which the next update applies too."""
+    requested: int = 0
+    """Updates requested of the worker since the average started or was loaded."""
 
     def decays(self, averaging: Averaging) -> tuple[float, ...]:
-        """The decays of the next update: those that are owed, and its own."""
+        """The decays of the next update: those of skipped updates, and its own."""
         return (*self.owed, averaging.decay_at(self.progress.updates + len(self.owed)))
 
     def skipped(self, decays: tuple[float, ...]) -> Standing:
-        """Where it stands after an update of these decays for which the worker was not ready."""
+        """The state after an update with these decays for which the worker was not ready."""
         return replace(self, owed=decays)
 
     def handed_over(self, step: int, decays: tuple[float, ...]) -> Standing:
-        """Where it stands after one that was handed over at ``step``.
+        """The state after an update handed over at ``step``.
 
         >>> standing, warm = Standing(), Averaging(0.9, warm_up=True)
         >>> standing = standing.skipped(standing.decays(warm))
         >>> standing.handed_over(2, standing.decays(warm)).progress.updates
         2
         """
-        return Standing(self.progress.after(step, decays), (), self.asked + 1)
+        return Standing(self.progress.after(step, decays), (), self.requested + 1)
 
 
 class Recovery(Enum):
-    """What becomes of an average whose worker was lost."""
+    """How to continue an average whose worker was lost."""
 
-    GO_ON = "goes on"
-    REPEAT = "goes on, and the last update is asked for once more"
-    BEGIN_ANEW = "was spoilt"
+    CONTINUE = "continue"
+    REPEAT = "repeat the last request"
+    RESTART = "restart the average"
 
 
-def recovery(begun: int, done: int, asked: int) -> Recovery:
-    """What becomes of it, by how many updates the worker had begun, had done, and was asked for.
+def recovery(started: int, done: int, requested: int) -> Recovery:
+    """How to continue, from the numbers of updates that the worker had started and done, and that were requested.
 
-    What was handed over and not begun is still there; an update that was begun and not done has spoilt the average.
+    An update that was handed over and not started is still in shared memory. One that was started and not done has
+    destroyed the average.
     """
-    if begun != done:
-        return Recovery.BEGIN_ANEW
-    return Recovery.REPEAT if done < asked else Recovery.GO_ON
+    if started != done:
+        return Recovery.RESTART
+    return Recovery.REPEAT if done < requested else Recovery.CONTINUE
 
 
 def progress_of(saved: Mapping[str, Any] | None, averaging: Averaging) -> AverageProgress:
-    """How far a saved average has come, by its ``ema.json``; ``None``: the trainers' own files have none.
+    """Progress of a saved average, from its ``ema.json``; ``None`` for the trainers' own files, which have none.
 
     Raises
     ------
     CheckpointError
-        If it does not say so, or the average began in another way.
+        If it is incomplete, or the average started in a different way.
     """
     if saved is None:
         if averaging.start == "zero":
             raise CheckpointError(
-                f"{AVERAGE} is missing, so the weight of what the average began with is not known; an average that "
-                'starts at zero cannot go on (start="weights" takes it as whole)'
+                f"{AVERAGE} is missing, so the weight of the initial value is unknown and an average that starts at "
+                'zero cannot continue; start="weights" assumes that it started with weights'
             )
         return AverageProgress(updates=1, start_weight=0.0)
     if saved.get("start") != averaging.start:
@@ -122,4 +123,4 @@ def progress_of(saved: Mapping[str, Any] | None, averaging: Averaging) -> Averag
     try:
         return AverageProgress(int(saved["updates"]), int(saved["step"]), float(saved["start_weight"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{AVERAGE}: does not say how far the average has come: {error!r}") from error
+        raise CheckpointError(f"{AVERAGE}: the progress of the average is missing: {error!r}") from error

@@ -33,7 +33,7 @@ class RankBoxes:
 
 @dataclass(frozen=True)
 class FlexRank:
-    """One of the ranks that save together."""
+    """A rank among those that save together."""
 
     number: int
     boxes: tuple[RankBoxes, ...]
@@ -45,9 +45,9 @@ class FlexRank:
         return f"{EMA_STATE}/{_file_name(self.number)}"
 
     def written(self) -> list[tuple[bool, str, Box]]:
-        """What this rank writes: the boxes that no earlier rank holds."""
-        others = {box for rank in self.boxes[: self.number] for _, _, box in rank.entries()}
-        return [entry for entry in self.boxes[self.number].entries() if entry[2] not in others]
+        """The boxes that this rank writes: those that no earlier rank holds."""
+        earlier = {box for rank in self.boxes[: self.number] for _, _, box in rank.entries()}
+        return [entry for entry in self.boxes[self.number].entries() if entry[2] not in earlier]
 
     def metadata(self) -> bytes:
         """The metadata of all ranks' boxes; the same on every rank."""

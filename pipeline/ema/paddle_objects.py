@@ -15,7 +15,7 @@ from paddle_reshard.pipeline.layouts.optimizer_keys import MASTER_WEIGHTS, SLICE
 
 MASTER_SUFFIX = ".w_0"
 SHARDING_V2 = "DygraphShardingOptimizerV2"
-WHOLE = (
+NOT_CUTTING = (
     "HybridParallelOptimizer",
     "MoEHybridParallelOptimizer",
     "DygraphShardingOptimizer",
@@ -27,30 +27,30 @@ _WRAPPED = ("_inner_opt", "_inner_optimizer", "_optim")
 
 
 def rank_pieces(model: Any, optimizer: Any, *, tp: int = 1, tp_rank: int = 0) -> RankPieces:
-    """Which pieces of the logical tensors this rank's master weights are.
+    """The pieces of logical tensors that this rank's master weights are.
 
-    For no sharding, and all stages of it; experts may be spread over ranks.
+    Supports unsharded training, all stages of sharding, and distributed experts.
 
     Parameters
     ----------
     model
-        Its ``state_dict`` has structured keys: not wrapped for pipeline or sharding.
+        The model, not wrapped for pipeline parallelism or sharding: its ``state_dict`` has structured keys.
     optimizer
-        Of Paddle, in whatever it is wrapped, with its master weights.
+        Paddle's optimizer with master weights, wrapped or not.
     tp, tp_rank
-        Degree of tensor parallelism, and this rank's place in it.
+        Degree of tensor parallelism, and this rank in it.
 
     Raises
     ------
     UnsupportedError
-        If the parameters are cut in another way, or it cannot be seen which of all experts one is.
+        If parameters are cut in an unknown way, or the number of an expert cannot be determined.
     UsageError
-        If a master weight belongs to no parameter of the model, or is a slice and the optimizer does not know of what.
+        If a master weight belongs to no parameter of the model, or is a slice whose position the optimizer lacks.
     """
     parameters: dict[str, tuple[str, Any]] = {}
     for key, tensor in model.state_dict().items():
         parameters.setdefault(tensor.name, (key, tensor))
-    slices, stage3, experts = _slices(optimizer), stage3_of(optimizer), _spread_experts(model)
+    slices, stage3, experts = _slices(optimizer), stage3_of(optimizer), _distributed_experts(model)
     pieces = {}
     for master in optimizer.state_dict().get(MASTER_WEIGHTS, {}):
         name = master.removeprefix(SLICE_PREFIX)
@@ -78,21 +78,21 @@ def rank_pieces(model: Any, optimizer: Any, *, tp: int = 1, tp_rank: int = 0) ->
 
 
 def rank_boxes(model: Any, optimizer: Any) -> RankBoxes:
-    """Where this rank's master weights and float32 parameters lie, as Paddle's ``sharded_state_dict`` says.
+    """The boxes of this rank's master weights and float32 parameters, from Paddle's ``sharded_state_dict``.
 
-    Parameters are those of :func:`rank_pieces`.
+    Takes the parameters of :func:`rank_pieces`.
 
     Raises
     ------
     UnsupportedError
-        If FlexCheckpoint stores a tensor in another shape than the model has.
+        If FlexCheckpoint stores a tensor in a shape other than the model's.
     UsageError
         If a master weight belongs to no parameter of the model.
     """
     of_model = model.sharded_state_dict()
     stage3 = stage3_of(optimizer)
     if stage3 is None:
-        masters = _boxes_said(model, optimizer, of_model)
+        masters = _boxes_from_optimizer(model, optimizer, of_model)
     else:
         masters = _boxes_of_stage3(stage3, optimizer, of_model)
     params = {
@@ -103,7 +103,7 @@ def rank_boxes(model: Any, optimizer: Any) -> RankBoxes:
     return RankBoxes(masters, params)
 
 
-def _boxes_said(model: Any, optimizer: Any, of_model: Mapping[str, Any]) -> dict[str, Box]:
+def _boxes_from_optimizer(model: Any, optimizer: Any, of_model: Mapping[str, Any]) -> dict[str, Box]:
     """Boxes of the master weights, from the optimizer's ``sharded_state_dict``."""
     names = {key: tensor.name for key, tensor in model.state_dict().items()}
     masters = {}
@@ -119,10 +119,9 @@ def _boxes_said(model: Any, optimizer: Any, of_model: Mapping[str, Any]) -> dict
 
 
 def _boxes_of_stage3(stage3: Any, optimizer: Any, of_model: Mapping[str, Any]) -> dict[str, Box]:
-    """The same under sharding stage 3, whose ``sharded_state_dict`` wants all parameters made whole.
+    """The same under sharding stage 3, whose ``sharded_state_dict`` would gather all parameters.
 
-    Of tied parameters the first key counts, in the order of the alphabet, as there (Paddle 3.3
-    ``group_sharded_stage3.py:990``).
+    Tied parameters have the alphabetically first key, as in Paddle 3.3 (``group_sharded_stage3.py:990``).
     """
     keys: dict[str, str] = {}
     for key in sorted(of_model):
@@ -145,7 +144,7 @@ def _boxes_of_stage3(stage3: Any, optimizer: Any, of_model: Mapping[str, Any]) -
 def _box(key: str, weight: Any) -> Box:
     if getattr(weight, "grouped_gemm_param", False):
         raise UnsupportedError(
-            f"{key}: experts of a grouped product are stored in another shape, which is not supported"
+            f"{key}: experts of a grouped matrix product are stored in a different shape, which is not supported"
         )
     flat = weight.flattened_range if weight.is_flattened else None
     return Box(
@@ -158,22 +157,22 @@ def _box(key: str, weight: Any) -> Box:
 
 
 def _slices(optimizer: Any) -> dict[str, tuple[int, int]] | None:
-    """Name of a parameter → ``[start, stop)`` of its flattening that this rank holds; ``None``: all are whole.
+    """Parameter name → ``[start, stop)`` of its flattening that this rank holds; ``None`` if all are whole.
 
-    But for the slices of stage 3, whose names say that they are.
+    Slices of stage 3 are not included; their names mark them as slices.
     """
     while optimizer is not None:
         name, inner = type(optimizer).__name__, _inner(optimizer)
         if name == SHARDING_V2:
-            optimizer._collect_comm_buffers()  # where pipeline parallelism has made them
+            optimizer._collect_comm_buffers()  # includes those that pipeline parallelism created
             return {
                 parameter: (view._param_begin - view._index, view._param_end - view._index)
                 for buffer in optimizer._comm_buffer_list
                 for parameter, view in buffer._sharding_param_grad_view.items()
             }
-        if inner is not None and name not in WHOLE:
+        if inner is not None and name not in NOT_CUTTING:
             raise UnsupportedError(
-                f"{name}: this optimizer is not supported, its way of cutting parameters is unknown; pass "
+                f"{name}: this optimizer is not supported, because it may cut parameters in an unknown way; pass "
                 f"your own RankPieces"
             )
         optimizer = inner
@@ -181,17 +180,18 @@ def _slices(optimizer: Any) -> dict[str, tuple[int, int]] | None:
 
 
 def _inner(optimizer: Any) -> Any:
-    """The optimizer inside a wrapper; ``None`` if it is not wrapped. Sharding stage 3 makes an optimizer its own
-    ``_optim``."""
-    inside = optimizer.__dict__
-    held = (inside.get(name) for name in _WRAPPED)
-    return next((inner for inner in held if inner is not None and inner is not optimizer), None)
+    """The optimizer inside a wrapper; ``None`` if it is not wrapped.
+
+    Under sharding stage 3 an optimizer is its own ``_optim``.
+    """
+    attributes = (optimizer.__dict__.get(name) for name in _WRAPPED)
+    return next((inner for inner in attributes if inner is not None and inner is not optimizer), None)
 
 
 def stage3_of(optimizer: Any) -> Any:
-    """The ``GroupShardedStage3`` by which an optimizer's parameters are cut; ``None`` where it is not sharding stage 3.
+    """The ``GroupShardedStage3`` that cuts an optimizer's parameters; ``None`` without sharding stage 3.
 
-    It leaves one of its own methods with the optimizer (Paddle 3.3 ``group_sharded_stage3.py:1415``).
+    It sets a method of its own as an attribute of the optimizer (Paddle 3.3 ``group_sharded_stage3.py:1415``).
     """
     while optimizer is not None:
         update = optimizer.__dict__.get("update_slice")
@@ -212,19 +212,19 @@ def _slice_of_stage3(stage3: Any, name: str) -> tuple[int, int]:
     return int(start), int(stop)
 
 
-def _spread_experts(model: Any) -> dict[str, int]:
-    """Name of a parameter → which expert of all ranks it belongs to.
+def _distributed_experts(model: Any) -> dict[str, int]:
+    """Parameter name → number of its expert among the experts of all ranks.
 
-    A rank's list of experts has a place for every expert, and nothing at those of other ranks (PaddleFormers 1.2
+    A rank's list of experts has an item for every expert, which is ``None`` for those of other ranks (PaddleFormers 1.2
     ``modular_moe_layer.py:141``, PaddleNLP 3.0 ``moe_layer.py:184``).
     """
     found: dict[str, int] = {}
     for layer in model.sublayers():
-        places = layer._sub_layers
-        if None in places.values():
-            for place, expert in places.items():
-                if expert is not None and place.isdigit():
-                    found |= {parameter.name: int(place) for parameter in expert.parameters()}
+        items = layer._sub_layers
+        if None in items.values():
+            for number, expert in items.items():
+                if expert is not None and number.isdigit():
+                    found |= {parameter.name: int(number) for parameter in expert.parameters()}
     return found
 
 

@@ -35,12 +35,12 @@ FLOAT32 = dtype_named("float32")
 BUDGET_BYTES = 512 << 20
 """Memory budget of reading in addition to the average itself, including this process's own footprint."""
 MEMORY = "the average"
-"""Stands for the memory where a file would have a path."""
+"""Path of the memory among files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Which piece of a parameter a tensor of this rank is."""
+    """The piece of a parameter that a tensor of this rank is."""
 
     key: str
     """Structured key of the parameter, ``model.layers.0.mlp.up_proj.weight``."""
@@ -58,7 +58,7 @@ class RankPieces:
     """The pieces of logical tensors that a rank holds."""
 
     master_weights: Mapping[str, Piece] = field(default_factory=dict)
-    """Name of a master weight, as the optimizer spells it → its piece. Other parameters are whole."""
+    """Name of a master weight in the optimizer → its piece. Parameters without an entry are whole."""
     tp: int = 1
     """Degree of tensor parallelism."""
     tp_rank: int = 0
@@ -85,15 +85,14 @@ def read_average(
     rank: RankPieces,
     memory: npt.NDArray[np.uint8],
 ) -> None:
-    """Fill ``memory`` with a rank's average; what no tensor lies in becomes zero.
+    """Fill ``memory`` with a rank's average, and the gaps between its tensors with zeros.
 
-    Of copies that several ranks have written, the first is read.
+    If several ranks have written copies, the first is read.
 
     Raises
     ------
     CheckpointError, PlanError
-        If the checkpoint is not whole, holds no average of a tensor, or the tensor is another one there; naming it
-        and both shapes.
+        If the checkpoint is incomplete, holds no average of a tensor, or has it in a different shape.
     """
     checkpoint = index_checkpoint(store, tables, config)
     if not checkpoint.has_ema:
@@ -105,53 +104,53 @@ def read_average(
 
 
 def _plan(checkpoint: Checkpoint, wanted: Sequence[Wanted], rank: RankPieces, nbytes: int) -> Plan:
-    fragments = _places(checkpoint, wanted, rank)
-    catalog = _only(checkpoint.catalog, fragments)
-    filled = 4 * sum(_elements(one) for one in wanted)
+    fragments = _fragments(checkpoint, wanted, rank)
+    catalog = _restricted(checkpoint.catalog, fragments)
+    filled = 4 * sum(map(_elements, wanted))
     files = TargetFiles((File(MEMORY, nbytes),), Literals(), ((0, 0, nbytes - filled),), fragments)
     settings = PlanSettings(BUDGET_BYTES, compare_replicas=False, allow_reread=True)
     return plan_conversion(catalog, files, (), settings)
 
 
-def _elements(one: Wanted) -> int:
+def _elements(tensor: Wanted) -> int:
     """Number of elements of the parameter in a tensor, without padding."""
-    total = prod(one.piece.local_shape)
-    start, stop = one.piece.flat or (0, total)
+    total = prod(tensor.piece.local_shape)
+    start, stop = tensor.piece.flat or (0, total)
     return max(0, min(stop, total) - start)
 
 
-def _places(checkpoint: Checkpoint, wanted: Sequence[Wanted], rank: RankPieces) -> Fragments:
+def _fragments(checkpoint: Checkpoint, wanted: Sequence[Wanted], rank: RankPieces) -> Fragments:
     """The requested boxes of the logical tensors, and their positions in memory."""
     known = {tensor.key: tensor for tensor in checkpoint.model.tensors}
     index = checkpoint.catalog.index()
     placements = Placements()
-    for one in wanted:
-        piece, state = one.piece, EMA_MASTER_WEIGHT if one.master else EMA_PARAM
+    for item in wanted:
+        piece, state = item.piece, EMA_MASTER_WEIGHT if item.master else EMA_PARAM
         tensor = known.get(piece.key)
         number = None if tensor is None else index.get((tensor.tied_to or tensor.key, state))
         if tensor is None or number is None:
             raise CheckpointError(
-                f"{piece.key} ({state}): the checkpoint contains no average of it, which {one.name} needs"
+                f"{piece.key} ({state}): the checkpoint contains no average of it, which {item.name} needs"
             )
         cut = TensorCut(1, None) if piece.whole else checkpoint.model.cut(tensor, rank.tp)
         local_shape = cut.local_shape(tensor.key, tensor.global_shape)
         if local_shape != piece.local_shape:
-            how = "left whole" if piece.whole else f"cut by tp={rank.tp}"
+            how = "uncut" if piece.whole else f"cut by tp={rank.tp}"
             raise CheckpointError(
                 f"{piece.key}: has shape {tensor.global_shape} in the checkpoint and {local_shape} {how}, "
                 f"but {piece.local_shape} in this rank"
             )
         shape = piece.local_shape if piece.flat is None else (piece.flat[1] - piece.flat[0],)
-        if shape != one.shape:
+        if shape != item.shape:
             raise CheckpointError(
-                f"{one.name}: has shape {one.shape} in this rank, but its piece of {piece.key} has {shape}"
+                f"{item.name}: has shape {item.shape} in this rank, but its piece of {piece.key} has {shape}"
             )
         kind = placements.kind(ArrayKind(local_shape, cut, FLOAT32.itemsize, piece.flat))
-        placements.add(kind, rank.tp_rank, number, 0, one.first_byte, FLOAT32, 0)
+        placements.add(kind, rank.tp_rank, number, 0, item.first_byte, FLOAT32, 0)
     return placements.fragments()
 
 
-def _only(catalog: Catalog, wanted: Fragments) -> Catalog:
-    """The first copies of the requested tensors, under their own numbers; all others are empty."""
+def _restricted(catalog: Catalog, wanted: Fragments) -> Catalog:
+    """A catalog with fragments of the first copies of the requested tensors only; tensors keep their indexes."""
     chosen = np.isin(catalog.fragments["tensor"], wanted["tensor"]) & (catalog.fragments["replica"] == 0)
     return Catalog(catalog.tensors, catalog.files, catalog.fragments[chosen], {})

@@ -1,4 +1,4 @@
-"""Which stretch of the average every tensor of a rank is, and what its files hold. All here is a function of values.
+"""The layout of a rank's average in memory, and the contents of its files. Pure.
 
 The average of a rank is one array of float32; each tensor begins at a multiple of 64 bytes::
 
@@ -25,36 +25,36 @@ ALIGNED_ELEMENTS = 16
 """Tensors begin at multiples of 64 bytes in shared memory."""
 
 Entry = tuple[str, str]
-"""``MASTER_WEIGHTS`` or ``""``, and the name of the tensor: of its parameter, or its structured key."""
+"""``MASTER_WEIGHTS`` with a parameter name, or ``""`` with a structured key."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What of a rank is averaged; arrays or Paddle tensors of float32."""
+    """The tensors of a rank to average: float32 arrays or Paddle tensors."""
 
     master_weights: Mapping[str, Any]
-    """Parameter name → master weight, as this rank's optimizer holds it: whole, or its slice."""
+    """Parameter name → master weight, or this rank's slice of it."""
     params: Mapping[str, Any] = field(default_factory=dict)
-    """Structured key → parameter that is float32 itself."""
+    """Structured key → float32 parameter."""
 
     def entries(self) -> dict[Entry, Any]:
-        """Every tensor, in the order in which they lie."""
+        """Every tensor, in their order in memory."""
         masters = {(MASTER_WEIGHTS, key): tensor for key, tensor in self.master_weights.items()}
         return masters | {("", key): tensor for key, tensor in self.params.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Where a tensor lies in the values and in the average, in elements."""
+    """The range of elements of a tensor in the average."""
 
     tensor_name: str = field(compare=False)
-    """The framework's name; a temporary tensor has another one every time."""
+    """The framework's name, which changes every time for a temporary tensor."""
     start: int
     shape: Shape
 
     @property
     def stop(self) -> int:
-        """Behind its last element."""
+        """Index after its last element."""
         return self.start + prod(self.shape)
 
 
@@ -62,7 +62,7 @@ Stretches = Mapping[Entry, Stretch]
 
 
 def stretches_of(weights: Weights) -> dict[Entry, Stretch]:
-    """A stretch for every tensor, in order.
+    """Assign a range to every tensor, in order.
 
     Raises
     ------
@@ -81,7 +81,7 @@ def stretches_of(weights: Weights) -> dict[Entry, Stretch]:
 
 
 def count_elements(stretches: Stretches) -> int:
-    """Elements of the whole array."""
+    """Number of elements of the whole array, with alignment."""
     return max((_aligned(stretch.stop) for stretch in stretches.values()), default=0)
 
 
@@ -90,7 +90,7 @@ def _aligned(element: int) -> int:
 
 
 def check_same(stretches: Stretches, before: Stretches) -> None:
-    """Refuse tensors that are not those of the update before."""
+    """Refuse a set of tensors that has changed since the last update."""
     if stretches == before:
         return
     differing = next(entry for entry in (*stretches, *before) if stretches.get(entry) != before.get(entry))
@@ -107,11 +107,11 @@ def _shape(stretches: Stretches, entry: Entry) -> str:
 # ------------------------------------------------------------------------------------------------ writing
 
 FileContent = tuple[dict[str, object], list[tuple[int, int]]]
-"""The root of a pickle, and which elements of the average each :class:`ArraySlot` in it is: start and stop."""
+"""The root of a pickle, and the range of elements of the average for each :class:`ArraySlot` in it."""
 
 
 def rank_file(stretches: Stretches) -> FileContent:
-    """What the trainers' own file of a rank holds."""
+    """Contents of a rank's file as the trainers write it."""
     masters: dict[str, object] = {}
     root: dict[str, object] = {}
     for slot, ((group, key), stretch) in enumerate(stretches.items()):
@@ -121,12 +121,12 @@ def rank_file(stretches: Stretches) -> FileContent:
 
 
 def flex_file(stretches: Stretches, rank: FlexRank) -> FileContent:
-    """The same for the file of a FlexCheckpoint.
+    """Contents of a rank's file in a FlexCheckpoint.
 
     Raises
     ------
     UsageError
-        If the boxes are not those of these tensors.
+        If the boxes do not fit the tensors.
     """
     _check_boxes(stretches, rank)
     root: dict[str, object] = {}
@@ -153,36 +153,36 @@ def _check_boxes(stretches: Stretches, rank: FlexRank) -> None:
         if box is None or box.elements > elements or (whole and box.elements < elements):
             raise UsageError(f"{entry[1]}: is {stretch.shape} in this rank, but described as {box}")
     if held:
-        raise UsageError(f"{next(iter(held))[1]}: is none of the tensors of this rank")
+        raise UsageError(f"{next(iter(held))[1]}: is not a tensor of this rank")
 
 
 # ------------------------------------------------------------------------------------------------ reading
 
 
 def wanted_of(stretches: Stretches, rank: RankPieces) -> list[Wanted]:
-    """What every tensor of a rank is, to read it from a checkpoint of any topology.
+    """The piece of every tensor of a rank, for reading it from a checkpoint of any topology.
 
     Raises
     ------
     UsageError
-        If a master weight's parameter is not known.
+        If ``rank`` lacks a master weight.
     """
     wanted = []
     for (group, key), stretch in stretches.items():
         piece = rank.master_weights.get(key) if group else Piece(key, stretch.shape)
         if piece is None:
-            raise UsageError(f"{key}: what the rank's pieces are does not say which parameter it belongs to")
+            raise UsageError(f"{key}: the RankPieces do not say which parameter it belongs to")
         wanted.append(Wanted(key, group == MASTER_WEIGHTS, piece, stretch.shape, 4 * stretch.start))
     return wanted
 
 
 def find_arrays(stretches: Stretches, root: Mapping[str, Any], file_name: str) -> dict[Entry, ArrayRef]:
-    """The array of every tensor in the file that the same rank of the same job has written.
+    """The array of every tensor in a file that the same rank of the same job wrote.
 
     Raises
     ------
     CheckpointError
-        Naming the tensor and both shapes, if the file does not hold exactly these.
+        If the file does not hold exactly these tensors, naming the first and both shapes.
     """
     found = {(MASTER_WEIGHTS, key): value for key, value in root.get(MASTER_WEIGHTS, {}).items()}
     found |= {

@@ -1,4 +1,4 @@
-"""The average during training, for the ``Trainer`` of PaddleFormers and PaddleNLP."""
+"""Averages during training, for the ``Trainer`` of PaddleFormers and PaddleNLP."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def ema_callback(
     rules: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> Any:
-    """A callback that averages what ``trainer`` trains, and saves it into its checkpoints.
+    """A callback that averages the weights of ``trainer`` and saves the average in its checkpoints.
 
-    ``trainer.add_callback(ema_callback(trainer, decay=0.999))``. Files are those of the trainer's own average
-    (``ema.tp00_pp00_shard00.pdopt``, or ``ema_state/``), so it is for jobs that save sharded models or
-    FlexCheckpoints, as that one is.
+    ``trainer.add_callback(ema_callback(trainer, decay=0.999))``. It writes the files of the trainer's own average
+    (``ema.tp00_pp00_shard00.pdopt``, or ``ema_state/``) and, like that, requires a job that saves sharded models or
+    FlexCheckpoints.
 
     Parameters
     ----------
     trainer
         A ``Trainer`` that saves sharded models or FlexCheckpoints.
     resume_from
-        A checkpoint to go on from, of any topology, sharding strategy and size of communication buffers.
+        A checkpoint to continue from, of any topology, sharding strategy and size of communication buffers.
     rules
-        A rule table for the model family, instead of those that come with the package.
+        A rule table for the model family, instead of the built-in tables.
     options
         See :class:`~paddle_reshard.pipeline.ema.async_ema.AsyncEma`.
 
@@ -51,7 +51,7 @@ def ema_callback(
     UsageError
         If the trainer saves in another format.
     UnsupportedError
-        If experts are spread over data-parallel ranks.
+        If experts are distributed over data-parallel ranks.
     """
     args, library = trainer.args, _library(trainer)
     if library == "paddlenlp" and args.use_expert_parallel and args.data_parallel_degree > 1:
@@ -85,18 +85,18 @@ def _library(trainer: Any) -> str:
 
 
 def weights_of(trainer: Any) -> Weights:
-    """What the trainer's own average is made of: this rank's master weights and the float32 parameters it saves.
+    """The tensors that the trainer's own average covers: this rank's master weights and saved float32 parameters.
 
     Raises
     ------
     UnsupportedError
-        If sharding stage 3 has cut one of these parameters, or keeps master weights elsewhere (``offload``).
+        If sharding stage 3 cuts a float32 parameter, or keeps master weights in host memory (``offload``).
     """
     model, stage3 = _model(trainer), stage3_of(trainer.optimizer)
     if stage3 is not None and stage3._offload:
         raise UnsupportedError(
-            "EMA does not support sharding stage 3 with offload, whose master weights are in no "
-            "state_dict; train without offload"
+            "EMA does not support sharding stage 3 with offload, because no state_dict contains its master weights; "
+            "train without offload"
         )
     if _is_flex(trainer):
         saved = model.state_dict()
@@ -113,12 +113,12 @@ def weights_of(trainer: Any) -> Weights:
 
 
 def pieces_of(trainer: Any) -> RankPieces:
-    """Which pieces of the logical tensors this rank of a trainer has.
+    """The pieces of logical tensors that this rank of a trainer holds.
 
     Raises
     ------
     UnsupportedError
-        If its parameters are cut in a way that is not known.
+        If its parameters are cut in an unknown way.
     """
     args, tp = trainer.args, 1
     if args.use_hybrid_parallel:
@@ -150,7 +150,7 @@ class _EmaCallback:
         self.trainer, self.resume_from, self.rules, self.ema = trainer, resume_from, rules, ema
         self.flex_rank: FlexRank | None = None
         self.meta: Any = None
-        """Write ``model_meta.json``, without which a trainer does not read the average of a FlexCheckpoint."""
+        """Contents of ``model_meta.json``, without which a trainer does not read the average of a FlexCheckpoint."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.resume_from is not None:
@@ -160,7 +160,7 @@ class _EmaCallback:
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.ema.update(state.global_step, getattr(state, "loss", None))
         if control.should_save:
-            # The ranks of a FlexCheckpoint tell each other what they hold, also one that has lost its average.
+            # The ranks of a FlexCheckpoint exchange their boxes; a rank that has lost its average must take part too.
             rank = self._flex_rank() if _is_flex(self.trainer) else self._file_name(args)
             if self.ema.progress.updates:
                 self._save(Path(args.output_dir) / f"checkpoint-{state.global_step}", rank)
@@ -174,10 +174,10 @@ class _EmaCallback:
             if self.ema.when_lost == "raise":
                 raise
             path = rank.path if isinstance(rank, FlexRank) else rank
-            logger.error("%s has no average of the weights: %s", directory / path, error)
+            logger.error("%s: the average of the weights was not saved: %s", directory / path, error)
 
     def _flex_rank(self) -> FlexRank:
-        """This rank among all. The ranks exchange their boxes once, because they never change."""
+        """This rank among all ranks. They exchange their boxes only once, because boxes never change."""
         if self.flex_rank is None:
             distributed = import_module("paddle.distributed")
             trainer, model = self.trainer, _model(self.trainer)

@@ -15,10 +15,10 @@ from paddle_reshard.pipeline.live.load import LoadReport, load_into
 
 
 class CheckpointConverter:
-    """Loads a checkpoint into a ``state_dict`` in place; see :func:`~paddle_reshard.load_into` for what it can be.
+    """Loads a checkpoint into a ``state_dict`` in place; see :func:`~paddle_reshard.load_into`.
 
-    Unlike upstream's, no process needs another one, a checkpoint is never held whole, fused projections are cut as
-    tensor parallelism cuts them, and what the checkpoint does not hold is refused by name, not left as it was.
+    Unlike upstream's converter, every process works alone and never holds a whole checkpoint, fused projections are cut
+    as tensor parallelism cuts them, and an entry that the checkpoint lacks is an error.
 
     Parameters
     ----------
@@ -29,11 +29,12 @@ class CheckpointConverter:
     parameter_to_structured_name
         Parameter name → structured name.
     trainging_args
-        If its ``ignore_load_lr_and_optim`` is true, ``"optimizer"`` is taken out of ``state_dict``.
+        If its ``ignore_load_lr_and_optim`` is true, ``"optimizer"`` is removed from ``state_dict``.
     patch_dict
-        Structured name in this job → structured name in the checkpoint, where they differ.
+        Structured name in this job → structured name in the checkpoint, if they differ.
     local_view_pattern
-        ``False`` where experts have global numbers also under ``trainging_args.moe_group``; local numbers are refused.
+        ``False`` if experts have global numbers even with ``trainging_args.moe_group``. Local numbers are not
+        supported.
     """
 
     def __init__(

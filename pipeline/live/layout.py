@@ -61,7 +61,7 @@ class LivePiece:
     local_shape: Shape
     """Shape of the box of the logical tensor that the values are, or are a range of."""
     global_shape: Shape | None = None
-    """Shape of the logical tensor. ``None``: a plain tensor, which does not know what it is a piece of."""
+    """Shape of the logical tensor. ``None`` for a plain tensor, which does not describe its piece."""
     global_offset: Shape = ()
     flat: tuple[int, int] | None = None
     """Range of the flattened box; elements beyond the box are padding."""
@@ -93,7 +93,7 @@ class LiveLayout:
     """The tensors to fill and their sources."""
 
     source: Catalog
-    """The tensors of the checkpoint of which this process needs a part."""
+    """The tensors of the checkpoint that this process needs, at least in part."""
     target: TargetFiles
     """A file for every live tensor, with its name."""
 
@@ -106,11 +106,11 @@ class Names:
         self.keys = {name: t.key for t in catalog.tensors for name in (t.key, *t.aliases)}
         self.parameter_names = dict(parameter_names)
         for name, key in parameter_names.items():
-            other = name.removesuffix(DIST_SUFFIX) if name.endswith(DIST_SUFFIX) else name + DIST_SUFFIX
-            self.parameter_names.setdefault(other, key)
+            variant = name.removesuffix(DIST_SUFFIX) if name.endswith(DIST_SUFFIX) else name + DIST_SUFFIX
+            self.parameter_names.setdefault(variant, key)
 
     def find(self, path: Path) -> int | None:
-        """Number of the tensor; ``None`` if the checkpoint has no tensor of this name."""
+        """Index of the tensor in the catalog; ``None`` if the checkpoint has no tensor of this name."""
         identity = self.meaning(path)
         return None if identity is None else self.index.get((self.keys.get(identity[0], ""), identity[1]))
 
@@ -141,12 +141,12 @@ class Names:
 
 
 def find_tensors(names: Names, paths: Iterable[Path], missing_policy: MissingPolicy) -> dict[Path, int]:
-    """For each entry the number of the tensor that it is filled from, but for those that may be missing, and are.
+    """Entry → index of the tensor that it is filled from. Permitted missing entries are omitted.
 
     Raises
     ------
     PlanError
-        Naming the entries that the checkpoint has nothing for.
+        If the checkpoint has no value for an entry.
     """
     found = {path: names.find(path) for path in paths}
     missing = [
@@ -169,12 +169,12 @@ def find_tensors(names: Names, paths: Iterable[Path], missing_policy: MissingPol
 
 
 def check_complete(tensors: Sequence[Tensor], chosen: Mapping[Path, int]) -> None:
-    """A process that holds some optimizer state of a parameter has to hold all that the checkpoint has of it.
+    """Refuse entries with some optimizer states of a parameter but not all that the checkpoint has.
 
     Raises
     ------
     PlanError
-        Naming what would be lost.
+        Naming a state that would be lost.
     """
     held = {(tensors[i].key, tensors[i].state) for i in chosen.values()}
     trained = {
@@ -198,35 +198,35 @@ def check_complete(tensors: Sequence[Tensor], chosen: Mapping[Path, int]) -> Non
 def lay_out_live(
     checkpoint: Checkpoint, pieces: Mapping[LivePiece, int], ranks: TensorParallel
 ) -> LiveLayout:
-    """Where every value of every live tensor comes from.
+    """Lay out every value of every live tensor, with its source.
 
     Parameters
     ----------
     pieces
-        What the process holds → number of its tensor in the checkpoint's catalog.
+        Piece that the process holds → index of its tensor in the checkpoint's catalog.
     ranks
-        By which a plain tensor that is a piece of its tensor is placed.
+        Determines which piece a plain tensor is.
 
     Raises
     ------
     PlanError
-        Naming an entry that is not a piece of its tensor, and both shapes or dtypes.
+        If an entry is not a piece of its tensor, naming both shapes or dtypes.
     """
     files = tuple(File(piece.name, piece.nbytes) for piece in pieces)
     names = Counter(file.path for file in files)
     if len(names) < len(files):
         raise UsageError(f"{names.most_common(1)[0][0]}: two entries of the state_dict have this name")
-    placer = _Placer(checkpoint, ranks)
+    boxes = _BoxCollector(checkpoint, ranks)
     for file, (piece, tensor) in enumerate(pieces.items()):
-        placer.add(file, piece, tensor)
-    target = placer.target(files)
+        boxes.add(file, piece, tensor)
+    target = boxes.target(files)
     catalog = checkpoint.catalog
     needed = source_tensors(target.fragments["tensor"], catalog.implied)
     kept = (catalog.fragments["replica"] == 0) & np.isin(catalog.fragments["tensor"], needed)
     return LiveLayout(replace(catalog, fragments=catalog.fragments[kept]), target)
 
 
-class _Placer:
+class _BoxCollector:
     """Collects the boxes of all live tensors."""
 
     def __init__(self, checkpoint: Checkpoint, ranks: TensorParallel) -> None:
@@ -246,7 +246,7 @@ class _Placer:
                 f"{piece.name}: has dtype {piece.dtype}, the checkpoint's {tensor.label} has "
                 f"{tensor.dtype.name}; loading does not cast"
             )
-        cut, rank, origin = self._place(piece, tensor)
+        cut, rank, origin = self._locate(piece, tensor)
         local_shape = piece.local_shape
         if prod(local_shape) == tensor.elements == 1:  # a single number, with one dim or none
             local_shape = tensor.global_shape
@@ -268,7 +268,7 @@ class _Placer:
             fragments["offset"] = fragments["offset"] + origin
         return TargetFiles(files, Literals(), tuple(self.fills), fragments)
 
-    def _place(self, piece: LivePiece, tensor: Tensor) -> tuple[TensorCut, int, Shape]:
+    def _locate(self, piece: LivePiece, tensor: Tensor) -> tuple[TensorCut, int, Shape]:
         """The cut of the logical tensor, and the rank and offset of this piece."""
         _check_held(piece)
         whole = TensorCut(1, None)
@@ -301,11 +301,11 @@ class _Placer:
                 if cut.local_shape(tensor.key, tensor.global_shape) == piece.local_shape:
                     return cut, self.ranks.rank
             except RuleError:
-                pass  # then this is no piece by the rules
+                pass  # the rules do not describe such a piece
         raise PlanError(
             f"{piece.name}: has shape {piece.local_shape}, the checkpoint's {tensor.label} has "
             f"{tensor.global_shape}; a plain tensor must be the whole tensor"
-            + (f"or the piece of one of {self.ranks.tp} tp ranks" if self.ranks.tp > 1 else "")
+            + (f" or the piece of one of {self.ranks.tp} tp ranks" if self.ranks.tp > 1 else "")
             + "; pass a value that describes its piece: a DistTensor, or a ShardedWeight of sharded_state_dict()"
         )
 
@@ -320,12 +320,12 @@ class _Placer:
         local, extent, offset = piece.local_shape[dim], tensor.global_shape[dim], piece.global_offset[dim]
         if not piece.joined_by_rank or local == extent:
             return None
-        others = [d for d in range(len(piece.local_shape)) if d != dim]
+        uncut_dims = [d for d in range(len(piece.local_shape)) if d != dim]
         if (
             extent % local
             or offset % local
             or local % sum(shares)
-            or any(piece.global_offset[d] for d in others)
+            or any(piece.global_offset[d] for d in uncut_dims)
         ):
             raise PlanError(
                 f"{piece.name}: {tensor.label} consists of {in_words(shares)}, and a piece of shape "

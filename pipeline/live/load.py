@@ -1,8 +1,8 @@
 """Fill the tensors of a running job from a checkpoint of any topology and format.
 
 This is the offline conversion with memory as the target: the live tensors of a process are laid out as files, and the
-same planner and tasks read and move their values. Every process works independently, reads only the bytes that its
-own tensors need, and communicates with no other process.
+same planner and tasks read and move their values. Processes do not communicate; each reads only the bytes that its own
+tensors need.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from paddle_reshard.tasks.run_group import GroupReport, run_group
 from paddle_reshard.tasks.workspace import Workspace
 
 REMOTE_GAP_BYTES = 1 << 20
-"""On a remote store, gaps of fewer bytes between two ranges are read with them."""
+"""On a remote store, ranges with a smaller gap between them are read together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class LoadReport:
     """Number of live tensors that were filled."""
     filled_bytes: int
     read_bytes: int
-    """Bytes read of tensors, without metadata."""
+    """Bytes of tensors read, without metadata."""
     kept: tuple[str, ...]
     """Entries without a value in the checkpoint that were left unchanged, as ``allow_missing`` permits."""
     master_drift: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """What a process asks to be loaded, every value read and in range."""
+    """Parsed arguments of :func:`load_into`."""
 
     location: str
     access: Access
@@ -81,7 +81,7 @@ class LoadRequest:
     config: Path | Mapping[str, Any] | None
     planning: PlanSettings
     strict: bool
-    """Whether entries must not be empty, nor lack what the checkpoint has."""
+    """Whether to refuse empty dicts, and optimizer states of the checkpoint that have no entry."""
 
 
 @takes(LoadOptions)
@@ -99,31 +99,31 @@ def load_into(
     Parameters
     ----------
     state_dict
-        Nested dicts of tensors. Keys are structured names of parameters; of optimizer states accumulator names as the
-        optimizer gives them (``linear_0.w_0_fp32_master_0_moment1_0``), a dict ``"master_weights"`` by parameter name,
-        or structured names with a suffix (``.moment1_0``, ``.w_0``). Below ``"ema"`` they are averages. A tensor is a
-        plain one (the whole logical tensor, or under ``fleet`` the piece of this tp rank), a DistTensor, a
-        ``ShardedWeight``, or a NumPy array (bfloat16 as ``uint16``). A learning-rate schedule (``"LR_Scheduler"``) is
-        updated where the checkpoint holds one.
+        Nested dicts of tensors. Parameters have their structured names as keys. Optimizer states have the names that
+        the optimizer gives them (``linear_0.w_0_fp32_master_0_moment1_0``), parameter names in a dict
+        ``"master_weights"``, or structured names with a suffix (``.moment1_0``, ``.w_0``). Entries below ``"ema"`` are
+        averages. A tensor is a plain tensor (the whole logical tensor, or under ``fleet`` the piece of this tp rank), a
+        DistTensor, a ``ShardedWeight``, or a NumPy array (bfloat16 as ``uint16``). A learning-rate schedule
+        (``"LR_Scheduler"``) is updated if the checkpoint's tensor files hold one.
     parameter_to_structured_name
-        Parameter name → structured name, in this process. Default: what the parameters in ``state_dict`` tell.
+        Parameter name → structured name, in this process. Default: from the parameters in ``state_dict``.
     config
-        ``config.json`` of the model, for a checkpoint that has none.
+        ``config.json`` of the model, for a checkpoint without one.
     strict
-        Refuse if the checkpoint holds optimizer states of a parameter that the ``state_dict``, which has others of it,
-        has no place for; or if a nested dict is empty.
+        Refuse empty dicts, and a ``state_dict`` with some optimizer states of a parameter but not all that the
+        checkpoint has.
     options
         :class:`LoadOptions`.
 
     Raises
     ------
     MasterDriftError
-        A parameter that the checkpoint stores beside its master weight is not that, rounded. Every element is compared
-        of which this process loads both; where it loads one of the two only, a few runs of every array.
+        If a parameter is not its stored master weight, rounded. All elements of which this process loads both are
+        compared; where it loads only one of the two, samples of every array.
     ReshardError
-        Naming the entry, before any tensor is touched: nothing in the checkpoint feeds it, or it is of another shape
-        or dtype. An error while bytes are moved (a parameter that is not its master weight, a store that is down, a
-        checkpoint that is changed under us) leaves some tensors filled and others not.
+        Before any tensor is changed, if the checkpoint has no value for an entry, or one of a different shape or dtype.
+        Errors while bytes are moved (a master drift, a store that is down, a checkpoint that changes) may leave some
+        tensors filled.
     """
     if not isinstance(state_dict, Mapping):
         raise UsageError(
@@ -183,7 +183,7 @@ def _read_request(
 
 
 def _open(request: LoadRequest) -> tuple[Source, Checkpoint, MissingPolicy]:
-    """The checkpoint, the store that serves it, and how tensors that it lacks are treated."""
+    """The store, the checkpoint in it, and the policy for missing tensors."""
     filling = read_filling(request.fill, request.allow_missing, request.access)
     own = open_source(request.location, *request.access)
     config = request.config if not isinstance(request.config, Path) else load_config(request.config)
@@ -192,7 +192,7 @@ def _open(request: LoadRequest) -> tuple[Source, Checkpoint, MissingPolicy]:
 
 
 def _check_sections(state_dict: Mapping[str, Any]) -> None:
-    """Refuse empty dicts: an optimizer without states may not have created them yet."""
+    """Refuse empty dicts: an empty optimizer may not have created its states yet."""
     for section in empty_sections(state_dict):
         raise PlanError(
             f"{'.'.join(section) or 'the state_dict'}: contains no tensor to fill; let the optimizer "
@@ -202,11 +202,11 @@ def _check_sections(state_dict: Mapping[str, Any]) -> None:
 
 def _check_schedule(schedule: Any, checkpoint: Checkpoint) -> None:
     found = checkpoint.lr_scheduler
-    held, wanted = ([*value] if isinstance(value, MutableMapping) else [] for value in (found, schedule))
-    if not held or sorted(held) != sorted(wanted):
+    stored, expected = ([*value] if isinstance(value, MutableMapping) else [] for value in (found, schedule))
+    if not stored or sorted(stored) != sorted(expected):
         raise CheckpointError(
-            f"{LR_SCHEDULER}: has the entries {sorted(wanted)}, but the checkpoint's tensor files have "
-            f"{sorted(held)}; remove it from the state_dict and load it from scheduler.pdparams"
+            f"{LR_SCHEDULER}: has the entries {sorted(expected)}, but the checkpoint's tensor files have "
+            f"{sorted(stored)}; remove it from the state_dict and load it from scheduler.pdparams"
         )
 
 
@@ -228,15 +228,15 @@ def _fill(plan: Plan, store: Source, live: Sequence[LiveTensor], gap_bytes: int)
     if all(tensor.on_host for tensor in live):
         reports = InlineEngine(plan.budget_bytes).run(plan_work(plan), do)
     else:
-        reports = _one_by_one(plan, do)
+        reports = _run_in_this_thread(plan, do)
     with closing(reports):
         done = list(reports)
     drift = sorted(str(difference) for report in done for difference in report.differences)
     return _Filled(sum(report.read_bytes for report in done), tuple(drift))
 
 
-def _one_by_one(plan: Plan, do: Callable[[GroupWork, Mover], GroupReport]) -> Reports:
-    """Run all groups in the calling thread, whose device is that of the tensors."""
+def _run_in_this_thread(plan: Plan, do: Callable[[GroupWork, Mover], GroupReport]) -> Reports:
+    """Run all groups in the calling thread, which has set the device of the tensors."""
     space = Workspace(plan.peak_bytes)
     for work in plan_work(plan):
         space.clear()

@@ -1,4 +1,4 @@
-"""Tensors of a running job: which piece each of them is, and writing into its memory.
+"""Tensors of a running job: determine which piece each of them is, and write into its memory.
 
 Paddle is imported only where its process group is needed.
 """
@@ -92,9 +92,9 @@ class MemoryWriter:
 
 @dataclass(frozen=True, slots=True)
 class SliceOfParameter:
-    """A range of a flattened parameter, as its job holds it: Paddle's ``ShardedWeight`` has the same attributes.
+    """A range of a flattened parameter, with the attributes of Paddle's ``ShardedWeight``.
 
-    ``flattened_range`` may reach beyond the parameter: what lies there is padding.
+    Elements of ``flattened_range`` beyond the parameter are padding.
     """
 
     local_tensor: Any
@@ -155,12 +155,12 @@ def parameter_names_of(entries: Mapping[Path, Any]) -> dict[str, str]:
 
 
 def read_entry(path: Path, value: Any) -> LiveTensor | None:
-    """What an entry is; ``None`` where this process holds nothing of it.
+    """Read an entry; ``None`` if this process holds no part of its tensor.
 
     Raises
     ------
     UsageError, PlanError, UnsupportedError
-        Naming an entry that is no tensor, has no memory yet, or is placed in a way that is not known.
+        If the entry is not a tensor, has no memory yet, or has an unknown placement.
     """
     name = ".".join(path)
     if hasattr(value, "global_offset") and hasattr(value, "local_tensor"):
@@ -218,22 +218,22 @@ def _box_of(
 ) -> tuple[Shape, Shape]:
     """Shape and offset of the box that the process at ``coordinate`` of a mesh holds.
 
-    A dim is cut into chunks of one size, but the last: ``ceil(extent / ranks)`` (Paddle 3.3
-    ``flex_checkpoint/dcp/utils.py:60``). Where it is cut along several axes of the mesh, it is so one after the other.
+    A dim is cut into chunks of ``ceil(extent / ranks)``, except for the last (Paddle 3.3
+    ``flex_checkpoint/dcp/utils.py:60``). A dim that several axes of the mesh cut is cut by one after the other.
     """
     local, offset = list(shape), [0] * len(shape)
     cuts = []
     for axis, placement in enumerate(placements):
         if placement.is_replicated():
             continue
-        # What Paddle makes where two axes cut one dim has no get_dim(); all say it in words.
-        said = _SHARD.fullmatch(str(placement))
-        if said is None:
+        # Placements of two axes that cut one dim have no get_dim(), but all have a text.
+        match = _SHARD.fullmatch(str(placement))
+        if match is None:
             raise UnsupportedError(
                 f"{name}: has placement {placement} along axis {axis} of its mesh, which is not supported; "
                 f"reshard it to Shard or Replicate"
             )
-        cuts.append((int(said["order"] or 0), axis, int(said["dim"]) % len(shape)))
+        cuts.append((int(match["order"] or 0), axis, int(match["dim"]) % len(shape)))
     for _, axis, dim in sorted(cuts):
         chunk = -(-local[dim] // mesh_shape[axis])
         start = min(coordinate[axis] * chunk, local[dim])
@@ -257,7 +257,7 @@ def _memory(name: str, tensor: Any) -> Memory:
     Raises
     ------
     PlanError
-        If it has none, or its elements do not lie one after the other.
+        If it has no memory, or is not contiguous.
     """
     if isinstance(tensor, np.ndarray):
         if not (tensor.flags.c_contiguous and tensor.flags.writeable):
@@ -268,9 +268,9 @@ def _memory(name: str, tensor: Any) -> Memory:
     if not tensor.is_contiguous():
         raise PlanError(f"{name}: not contiguous in memory; call contiguous() first")
     nbytes = prod(_shape(tensor)) * int(tensor.element_size())
-    place = tensor.place
-    if place.is_cpu_place() or place.is_cuda_pinned_place():
-        # Not by DLPack, which has no bfloat16 in NumPy and gives arrays that must not be written.
+    device = tensor.place
+    if device.is_cpu_place() or device.is_cuda_pinned_place():
+        # DLPack gives NumPy neither bfloat16 nor writable arrays.
         memory = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
         return HostMemory(tensor, np.frombuffer(memoryview(memory), np.uint8))
     return DeviceMemory(_as_bytes(tensor))
@@ -294,10 +294,10 @@ def tensor_parallel() -> TensorParallel:
 
 
 def stage3_state_dict(model: Any) -> dict[str, Any]:
-    """What this rank holds of a model that ``group_sharded_parallel(level="p_g_os")`` has wrapped, to be filled.
+    """The tensors that this rank holds of a model wrapped by ``group_sharded_parallel(level="p_g_os")``.
 
-    Sections ``model`` and ``optimizer``: the slices of parameters that stage 3 has cut, the others whole, master
-    weights and accumulators alike. No parameter is made whole. The optimizer has to have made its accumulators.
+    Sections ``model`` and ``optimizer``: slices of the parameters that stage 3 cuts, whole tensors otherwise; likewise
+    for master weights and accumulators. No parameter is gathered. The optimizer must have created its accumulators.
 
     Parameters
     ----------
@@ -307,7 +307,7 @@ def stage3_state_dict(model: Any) -> dict[str, Any]:
     Raises
     ------
     UsageError, UnsupportedError
-        If it is none, or keeps its slices in host memory (``offload``).
+        If it is not, or keeps its slices in host memory (``offload``).
     """
     if not hasattr(model, "_param2buffer"):
         raise UsageError(f"expected a GroupShardedStage3, got a {type(model).__name__}")
@@ -338,5 +338,5 @@ def stage3_state_dict(model: Any) -> dict[str, Any]:
         optimizer[MASTER_WEIGHTS] = {
             key: cut(key.removeprefix(SLICE_PREFIX), value) for key, value in masters.items()
         }
-    held = {key: cut(p.name, getattr(p, "fw_storage", p), p.name) for key, p in parameters.items()}
-    return {"model": held, "optimizer": optimizer}
+    slices = {key: cut(p.name, getattr(p, "fw_storage", p), p.name) for key, p in parameters.items()}
+    return {"model": slices, "optimizer": optimizer}

@@ -75,5 +75,5 @@ def test_its_loss_can_be_an_error() -> None:
         job.run(ema, range(1, 3))
         ema.state()
         kill(ema)
-        with pytest.raises(CompanionLost, match="the actor that averages has ended"):
+        with pytest.raises(CompanionLost, match="the averaging actor has ended"):
             job.run(ema, range(3, 9))

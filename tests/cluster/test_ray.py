@@ -366,7 +366,7 @@ def test_a_group_beyond_the_memory_of_a_worker_is_refused(conversion: Conversion
 def test_two_gpus_and_the_same_bytes(conversion: Conversion, tmp_path: Path, exchanged: list[int]) -> None:
     notes = tmp_path / "notes"
     conversion.run(
-        lambda works, source, target: engine(device="gpu", place="cpu", exchange="always")(
+        lambda works, source, target: engine(device="gpu", paddle_device="cpu", exchange="always")(
             works, Watched(source, notes), target
         )
     )
@@ -377,7 +377,9 @@ def test_two_gpus_and_the_same_bytes(conversion: Conversion, tmp_path: Path, exc
 def test_without_a_gpu_build_of_paddle_it_is_refused_in_one_sentence(conversion: Conversion) -> None:
     with pytest.raises(UnsupportedError, match="this build of Paddle has no device 'gpu'"):
         conversion.run(engine(device="gpu"))
-    with pytest.raises(UnsupportedError, match="room for 2 workers of 1 CPU, 256MiB, 1 GPU each, 3 wanted"):
+    with pytest.raises(
+        UnsupportedError, match="room for 2 workers with 1 CPU, 256MiB, 1 GPU each, but 3 are requested"
+    ):
         conversion.run(engine(device="gpu", workers=3))
 
 

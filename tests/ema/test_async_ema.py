@@ -209,7 +209,7 @@ def test_training_goes_on_without_the_worker_and_the_average_survives(
         assert same_bits(
             by_paddle(seen, 0.5), {k: np.array(v) for k, v in ema.state().master_weights.items()}
         )
-    assert "its average is whole and goes on" in caplog.text
+    assert "the average is intact and continues" in caplog.text
 
 
 def test_an_update_that_the_lost_worker_had_not_begun_is_made_by_the_next(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_an_update_that_the_lost_worker_had_not_begun_is_made_by_the_next(tmp_pa
         assert (ema.progress.updates, ema.counts.lost_workers) == (3, 1)
 
 
-def test_a_spoilt_average_begins_anew(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_average_restarts_after_an_interrupted_update(caplog: pytest.LogCaptureFixture) -> None:
     job = Job()
     with AsyncEma(job.weights, decay=0.5) as ema, caplog.at_level(logging.WARNING):
         job.run(ema, 3)
@@ -243,7 +243,7 @@ def test_a_spoilt_average_begins_anew(caplog: pytest.LogCaptureFixture) -> None:
             by_paddle(seen, 0.5), {k: np.array(v) for k, v in ema.state().master_weights.items()}
         )
         assert ema.progress.updates == 2
-    assert "was spoilt and begins anew" in caplog.text
+    assert "so the average restarts" in caplog.text
 
 
 def test_a_lost_worker_can_be_an_error() -> None:

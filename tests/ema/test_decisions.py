@@ -48,10 +48,10 @@ def test_a_threshold_needs_a_loss_and_an_interval_is_a_whole_step() -> None:
         Rule(0)
 
 
-def test_only_an_update_that_was_begun_and_not_done_spoils_the_average() -> None:
-    assert recovery(begun=3, done=3, asked=3) is Recovery.GO_ON
-    assert recovery(begun=3, done=3, asked=4) is Recovery.REPEAT
-    assert recovery(begun=4, done=3, asked=4) is Recovery.BEGIN_ANEW
+def test_only_an_interrupted_update_restarts_the_average() -> None:
+    assert recovery(started=3, done=3, requested=3) is Recovery.CONTINUE
+    assert recovery(started=3, done=3, requested=4) is Recovery.REPEAT
+    assert recovery(started=4, done=3, requested=4) is Recovery.RESTART
 
 
 def test_how_far_a_saved_average_has_come() -> None:
@@ -69,11 +69,15 @@ def test_how_far_a_saved_average_has_come() -> None:
             "zero",
             "started from 'weights'",
         ),
-        ({"start": "zero", "updates": 3, "step": 30}, "zero", "does not say how far"),
-        ({"start": "zero", "updates": [], "step": 30, "start_weight": 0.5}, "zero", "does not say how far"),
+        ({"start": "zero", "updates": 3, "step": 30}, "zero", "the progress of the average is missing"),
+        (
+            {"start": "zero", "updates": [], "step": 30, "start_weight": 0.5},
+            "zero",
+            "the progress of the average is missing",
+        ),
     ],
 )
-def test_an_average_whose_progress_is_not_known_cannot_go_on(
+def test_an_average_whose_progress_is_unknown_cannot_continue(
     saved: dict[str, object] | None, start: str, message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
@@ -129,7 +133,7 @@ def test_a_file_holds_exactly_the_tensors_of_the_rank() -> None:
 
 
 def test_an_update_makes_up_for_those_that_were_skipped_before_it() -> None:
-    averaging, standing = Averaging(0.5), Standing(AverageProgress(3, 30, 0.125), asked=3)
+    averaging, standing = Averaging(0.5), Standing(AverageProgress(3, 30, 0.125), requested=3)
     skipped = standing.skipped(standing.decays(averaging))
     assert skipped == Standing(AverageProgress(3, 30, 0.125), (0.5,), 3)
     decays = skipped.decays(averaging)

@@ -1,4 +1,4 @@
-"""An average goes on from a checkpoint of another topology: every rank gets its slices of the truth."""
+"""An average continues from a checkpoint of a different topology: every rank gets its slices of the truth."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_every_rank_of_any_job_gets_its_slices_of_the_truth(rank: tuple[int, int
     with AsyncEma(job.weights, decay=0.9) as ema:
         ema.load(case_directory(CASE) / "checkpoint-3", job.pieces)
         assert job.differences(ema) == []
-        # Without ema.json it counts as whole: the next update goes on from it.
+        # Without ema.json it is assumed to have started with weights: the next update continues from it.
         ema.update(4)
         key, before = next(iter(job.expected.items()))
         after = before * np.float32(0.9) + np.float32(7) * np.float32(1 - 0.9)
@@ -153,7 +153,7 @@ def test_what_is_not_this_ranks_is_refused_by_name() -> None:
     wrong = (
         (Piece("model.layers.9.norm.weight", piece.local_shape), "model.layers.9.norm.weight"),
         (Piece(piece.key, (3, 5)), rf"{piece.key}: has shape .* in the checkpoint and .* cut by tp=2"),
-        (Piece(piece.key, piece.local_shape, whole=True), rf"{piece.key}: .* left whole, but"),
+        (Piece(piece.key, piece.local_shape, whole=True), rf"{piece.key}: .* uncut, but"),
         (
             Piece(piece.key, piece.local_shape, (0, 3)),
             rf"{name}: has shape .* in this rank, but its piece of {piece.key} has \(3,\)",

@@ -119,7 +119,7 @@ def check_that_a_failure_is_told(head: Head, tmp_path: Path) -> None:
     assert "No module named paddle_reshard" in never.stdout
     stranger = submit(head, GOLDEN, tmp_path / "out", "--to", "tp=1", RAY_AUTH_TOKEN="0" * 64)
     assert stranger.returncode == 1
-    assert "the cluster did not take the job: " in stranger.stderr
+    assert "the cluster rejected the job: " in stranger.stderr
     assert "Traceback" not in stranger.stderr
 
 

@@ -199,7 +199,7 @@ def test_an_address_that_is_given_wins_and_a_silent_one_is_told_in_one_sentence(
     done = run(*arguments, env={"RAY_ADDRESS": "http://127.0.0.1:7"})
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        "paddle-reshard: the cluster did not take the job: Failed to connect to Ray at address: http://127.0.0.1:9."
+        "paddle-reshard: the cluster rejected the job: Failed to connect to Ray at address: http://127.0.0.1:9."
     ]
 
 

@@ -177,7 +177,7 @@ def test_verify_of_one_target_takes_no_option_of_two(option: str, one_card: Path
         (["--to", "ep=2"], 1, "ep=2"),
         (["--to", "tp=1", "--cluster", "slurm"], 2, "unknown cluster 'slurm'"),
         (["--to", "tp=1", "--workers", "0"], 2, "--workers"),
-        (["--to", "tp=1", "--device", "gpu"], 2, "belong to cluster ray"),
+        (["--to", "tp=1", "--device", "gpu"], 2, "require --cluster ray"),
         (["--to", "tp=1", "--cluster", "ray:127.0.0.1:1"], 1, "cannot join Ray"),
         (["--to", "cp=2"], 2, "unknown axis 'cp'"),
         (["--to", "tp=two"], 2, "'two'"),

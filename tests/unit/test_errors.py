@@ -84,7 +84,7 @@ EXAMPLES = [
     (StaleSessionError("out: begun with plan 1, this is 2"), "out: begun with plan 1, this is 2", 1),
     (ListingError("s3://b/run: access denied"), "s3://b/run: access denied", 1),
     (ClusterError("cannot join Ray at 'head:6379'"), "cannot join Ray at 'head:6379'", 1),
-    (JobError("the cluster did not take the job"), "the cluster did not take the job", 1),
+    (JobError("the cluster rejected the job"), "the cluster did not take the job", 1),
     (RefusedJobError("tp=3 does not divide"), "tp=3 does not divide", 1),
     (
         GroupFailedError("w (param)", 7, 4, "WorkerCrashedError: it died"),
