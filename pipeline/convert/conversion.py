@@ -1,7 +1,7 @@
-"""The one way from a source to a published target: index → plan → move → verify → publish.
+"""A whole conversion: index → plan → move → verify → publish.
 
-The command line, the Python API and ``watch`` all run these steps: what is asked for is completed by what a session
-has, a plan is made of it, and :mod:`~paddle_reshard.pipeline.convert.run` carries that out.
+The command line, the Python API and ``watch`` all run these steps. With ``--resume``, options that the request omits
+come from the session; the request becomes a plan, and :mod:`~paddle_reshard.pipeline.convert.run` runs it.
 """
 
 from __future__ import annotations
@@ -67,24 +67,24 @@ from paddle_reshard.tasks.index import index_here
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ConversionReport(Shown):
-    """What a conversion made."""
+    """The result of a conversion."""
 
     source: str
     target: str
     plan: ConversionPlan
     moved: MoveReport
     seconds: float
-    """How long it took, planning and publishing included."""
+    """Duration, including planning and publishing."""
 
     def _in_short(self) -> str:
         return f"{self.source} → {self.target}, {readable_bytes(self.moved.written_bytes)} written"
 
     def facts(self) -> Facts:
-        """What was planned, and what came of it."""
+        """What was planned, and what was done."""
         moved, drift = self.moved, self.moved.replica_drift
         outcome = f"{len(drift)} differ" if drift else "all equal"
         facts = self.plan.facts()
-        facts.append(("compared", f"{moved.compared_elements:,} elements that are stored twice, {outcome}"))
+        facts.append(("compared", f"{moved.compared_elements:,} elements stored twice, {outcome}"))
         facts += [("drift", line) for line in drift[:SHOWN_DIFFERENCES]]
         if len(drift) > SHOWN_DIFFERENCES:
             facts.append(("drift", f"… and {len(drift) - SHOWN_DIFFERENCES} more, listed in {MANIFEST}"))
@@ -95,8 +95,8 @@ class ConversionReport(Shown):
             repeated = ", ".join(f"{times} × {failure}" for failure, times in moved.retries.items())
             facts.append(("repeated", repeated))
         if moved.resumed_bytes:
-            again = f"{moved.resumed_groups} of {self.plan.plan.groups} groups"
-            facts.append(("reused", f"{again}, {readable_bytes(moved.resumed_bytes)}, were done before"))
+            groups = f"{moved.resumed_groups} of {self.plan.plan.groups} groups"
+            facts.append(("reused", f"{groups}, {readable_bytes(moved.resumed_bytes)}, from an earlier run"))
         rate = (
             f", {readable_bytes(int(moved.written_bytes / self.seconds))}/s written" if self.seconds else ""
         )
@@ -135,7 +135,7 @@ def plan_request(
     if outputs is None:
         return plan_checkpoint(store, checkpoint, request)
     everywhere = (*locations.sources, *locations.targets, locations.fill, locations.merge_into)
-    spare = spare_bytes(all(place is None or is_local(place) for place in everywhere))
+    spare = spare_bytes(all(location is None or is_local(location) for location in everywhere))
     planned = plan_checkpoint(
         store, checkpoint, request, outputs.limits(store), spare if in_process else None
     )
@@ -144,20 +144,20 @@ def plan_request(
 
 
 def open_targets(locations: Locations, resume: bool, take_over: bool = False) -> Outputs:
-    """The places of all targets; an occupied one is refused before anything is read."""
+    """Open all targets; a location that is already in use is refused before anything is read."""
     for number, location in enumerate(locations.targets):
         for source in locations.sources:
             check_apart(source, location)
         for given in (locations.fill, locations.merge_into):
             if given is not None:
                 check_apart(given, location)
-        for other in locations.targets[:number]:
-            check_targets_apart(other, location)
+        for earlier in locations.targets[:number]:
+            check_targets_apart(earlier, location)
     access = locations.writing
     return Outputs(
         [
-            open_target(place, locations.overwrite, access.options, resume, take_over, access.schemes)
-            for place in locations.targets
+            open_target(location, locations.overwrite, access.options, resume, take_over, access.schemes)
+            for location in locations.targets
         ]
     )
 
@@ -165,37 +165,37 @@ def open_targets(locations: Locations, resume: bool, take_over: bool = False) ->
 def resumed_request(
     source: PathLike, target: Targets, options: ConversionOptions, settings: RunSettings
 ) -> tuple[Targets, ConversionOptions]:
-    """The request with what an unfinished conversion was begun with, where it leaves that open."""
+    """The request, completed with the original options of an interrupted conversion."""
     locations = read_locations((source,), target, options)
     outputs = open_targets(locations, True, settings.take_over)
-    for sink in outputs.targets.values():
-        if (left := sink.unfinished) is None:
+    for store in outputs.targets.values():
+        if (session := store.unfinished) is None:
             continue
-        if left.request is not None:
-            return merge_with_session(sink.location, left.request, target, options)
+        if session.request is not None:
+            return merge_with_session(store.location, session.request, target, options)
         if not is_complete(target, options):
             raise UsageError(
-                f"{sink.location}: nobody has noted what the unfinished conversion here was begun with; give the same "
-                f"options, or paddle-reshard clean {sink.location}"
+                f"{store.location}: the options of the unfinished conversion here are not on record; give them "
+                f"again, or run paddle-reshard clean {store.location}"
             )
         return target, options
     if is_complete(target, options):
         return target, options
-    store = open_source(locations.sources[0], *locations.reading)
-    for sink in outputs.targets.values():
-        if not check_finished(sink, store, settings.verify):
-            raise UsageError(f"{sink.location}: nothing to resume is here; say what to make: --to, --format")
-    raise FinishedError(f"{outputs.location}: finished before, and what the manifest says; nothing to do")
+    source_store = open_source(locations.sources[0], *locations.reading)
+    for store in outputs.targets.values():
+        if not check_finished(store, source_store, settings.verify):
+            raise UsageError(f"{store.location}: nothing to resume here; give --to or --format")
+    raise FinishedError(f"{outputs.location}: already finished, and matches its manifest; nothing to do")
 
 
 MakePlan = Callable[[IndexFiles, bool], ConversionPlan]
-"""Makes a plan, given how files are indexed, and whether groups will run in this process."""
+"""Makes a plan, given a function that indexes files, and whether groups will run in this process."""
 
 
 def plan_and_run(
     make_plan: MakePlan, request: ConversionRequest, settings: RunSettings, observe: Observer
 ) -> ConversionReport:
-    """Make a plan, open the targets and carry it out; ``observe`` is told of all steps."""
+    """Make a plan, open the targets and run the plan; ``observe`` receives all events."""
     engine = choose_engine(
         settings.cluster,
         settings.workers,
@@ -203,7 +203,7 @@ def plan_and_run(
         settings.exchange,
         settings.device,
     )
-    begun = time.monotonic()
+    started = time.monotonic()
     counted, index_files = count_retries(), choose_indexing(engine, observe)
     observe(StepStarted("plan"))
     conversion = make_plan(index_files, isinstance(engine, InlineEngine))
@@ -219,14 +219,14 @@ def plan_and_run(
     moved = run_conversion(conversion, outputs, engine, observe, settings, index_files)
     moved = replace(moved, retries=add_retries((moved.retries, count_retries() - counted)))
     return ConversionReport(
-        conversion.store.location, outputs.location, conversion, moved, time.monotonic() - begun
+        conversion.store.location, outputs.location, conversion, moved, time.monotonic() - started
     )
 
 
 def convert_with(
     source: PathLike, target: Targets, settings: ConversionSettings, observe: Observer = ignore_events
 ) -> ConversionReport:
-    """What :func:`paddle_reshard.convert` does, with its options as a value."""
+    """:func:`paddle_reshard.convert`, with its options as a value."""
     options = settings.options
     if settings.run.resume:
         target, options = resumed_request(source, target, options, settings.run)
@@ -250,7 +250,7 @@ def plan_with(
     settings: ConversionSettings,
     observe: Observer = ignore_events,
 ) -> ConversionPlan:
-    """What :func:`paddle_reshard.plan` does, with its options as a value."""
+    """:func:`paddle_reshard.plan`, with its options as a value."""
     request = read_request((source,), target, settings.options, settings.sizes)
     planned = plan_request(request, settings.run, partial(index_here, observe=observe))
     return planned if target is None else replace(planned, asked=request_record(target, settings.options))

@@ -1,4 +1,4 @@
-"""From a request to a conversion that can be run: which targets, of what, in which files."""
+"""Plan a conversion from a request: the targets, what they hold, and their files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from paddle_reshard.storage.outputs import prefixes
 from paddle_reshard.storage.store import Source
 
 SHOWN_AMPLIFICATION = 1.05
-ALLOWED = "no file of the source holds it, which was allowed"
+ALLOWED = "missing from the source, which was allowed"
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,15 +67,15 @@ class PlannedTarget:
 
     spec: Target
     wanted: Checkpoint
-    """The source as the target is to hold it: the same but for a vocabulary of another size."""
+    """The source as the target will hold it: with the vocabulary resized and dropped layers removed."""
     files: TargetFiles
-    """Without its fragments: the plan was made of them."""
+    """Without their fragments, which the plan contains as ops."""
     carried: tuple[str, ...]
-    """Files of the source that go to the target byte for byte."""
+    """Files of the source that are copied byte for byte."""
     not_carried: tuple[tuple[str, str], ...]
-    """Files and tensors of the source that are not in the target, and why."""
+    """Files and tensors of the source that are not in the target, each with the reason."""
     states_not_carried: tuple[str, ...]
-    """States of tensors that the target has no place for, or that were not asked for."""
+    """Tensor states that the target cannot hold, or that were not requested."""
 
     def __repr__(self) -> str:
         return f"<PlannedTarget: {self.spec.in_words()}>"
@@ -83,29 +83,29 @@ class PlannedTarget:
 
 @dataclass(frozen=True, repr=False)
 class ConversionPlan(Shown):
-    """A conversion that can be run: what, from where, and what becomes of every file."""
+    """A conversion that can be run."""
 
     store: Source
-    """The source's files, as they were seen when they were indexed."""
+    """The source's files, as they were when indexed."""
     source: Checkpoint
     targets: tuple[PlannedTarget, ...]
     plan: Plan
-    """Of all targets together; their paths as :class:`~paddle_reshard.storage.outputs.Outputs` has them."""
+    """One plan for all targets, with paths as in :class:`~paddle_reshard.storage.outputs.Outputs`."""
     pieces: int
-    """Boxes of all targets."""
+    """Number of boxes of all targets."""
     target_locations: tuple[str, ...] = ()
-    """Where the targets will be; empty where nobody has said."""
+    """Locations of the targets; empty if the request named none."""
 
     dropped: tuple[str, ...] = ()
-    """States of the source that no target has, because it was asked for."""
+    """States of the source that were excluded by request."""
     spare_bytes: int = FREE_BYTES
-    """What of the footprint of a process that plans and moves is free for metadata."""
+    """Part of the process's footprint that is free for metadata."""
     asked: Mapping[str, Any] | None = None
-    """What was asked for, as ``pipeline/convert/resuming.py`` keeps it in a session."""
+    """The request, as ``pipeline/convert/resuming.py`` records it in a session."""
 
     @property
     def master_weights_made(self) -> int:
-        """How many master weights of the targets are made of their parameters, because the source stores none."""
+        """Number of master weights that are made from parameters, because the source stores none."""
         if all(MASTER_WEIGHT in target.states_not_carried for target in self.targets):
             return 0
         catalog = self.source.catalog
@@ -118,7 +118,7 @@ class ConversionPlan(Shown):
         )
 
     def facts(self) -> Facts:
-        """What would be read, written and needed, and what becomes of everything."""
+        """What would be read and written, the memory needed, and what is not carried over."""
         plan, targets = self.plan, self.targets
         again = reread_in_words(plan.read_amplification, plan.read_once_budget_bytes)
         facts = [
@@ -151,30 +151,29 @@ class ConversionPlan(Shown):
         ]
         if plan.copied_bytes:
             copied = f"{readable_bytes(plan.copied_bytes)} ({plan.copied_share:.0%})"
-            facts.append(("copies", f"{copied} are copied by the storage itself"))
+            facts.append(("copies", f"{copied} by the storage itself"))
         if any(plan.checked_parameters):
             every, some = plan.checked_parameters
-            told = [f"{every} in full"] * (every > 0) + [f"{some} by samples of every array"] * (some > 0)
-            facts.append(("checks", f"parameters against their master weights: {', '.join(told)}"))
+            extent = [f"{every} in full"] * (every > 0) + [f"{some} by samples of every array"] * (some > 0)
+            facts.append(("checks", f"parameters against their master weights: {', '.join(extent)}"))
         if self.master_weights_made:
-            made = f"{self.master_weights_made} master weights, of the parameters: the source stores none"
+            made = f"{self.master_weights_made} master weights from parameters: the source stores none"
             facts.append(("made", f"{made} (remove_master_weight), as the trainer does when it resumes"))
         peak, budget = readable_bytes(plan.peak_bytes), readable_bytes(plan.budget_bytes)
         facts += [
             ("memory", f"{peak} at most in {plan.groups} groups, budget {budget}"),
             ("plan", plan.plan_id),
         ]
-        return facts + self._left_behind()
+        return facts + self._not_carried()
 
-    def _left_behind(self) -> Facts:
-        facts = [("dropped", f"{', '.join(self.dropped)}: as asked for")] if self.dropped else []
+    def _not_carried(self) -> Facts:
+        facts = [("dropped", f"{', '.join(self.dropped)}: as requested")] if self.dropped else []
         for number, target in enumerate(self.targets):
             if target.states_not_carried:
-                reason = (
-                    "not asked for" if FORMATS[target.spec.format].model_only else "no place in this format"
-                )
+                model_only = FORMATS[target.spec.format].model_only
+                reason = "not requested" if model_only else "not supported by this format"
                 facts.append(
-                    (self._of(number, "left out"), f"{', '.join(target.states_not_carried)}: {reason}")
+                    (self._of(number, "omitted"), f"{', '.join(target.states_not_carried)}: {reason}")
                 )
             for reason, names in _by_reason(target.not_carried):
                 facts.append((self._of(number, "not carried"), f"{names}: {reason}"))
@@ -191,14 +190,14 @@ def _source_in_words(source: Checkpoint) -> str:
 
 
 def reread_in_words(amplification: float, once_bytes: int | None) -> str:
-    """How often bytes are read, where that is more than once, and what would avoid it."""
+    """How often bytes are read, if more than once, and the budget that would avoid it."""
     often = amplification > SHOWN_AMPLIFICATION
-    again = f", {amplification:.2f} times the bytes that are needed" if often else ""
+    again = f", {amplification:.2f} times the bytes needed" if often else ""
     return again if once_bytes is None else f"{again}; once with a budget of {readable_bytes(once_bytes)}"
 
 
 def _by_reason(not_carried: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Files and tensors left behind, those of one reason together."""
+    """Files and tensors that are not carried, grouped by reason."""
     for reason, group in groupby(sorted(not_carried, key=lambda entry: entry[1]), key=lambda entry: entry[1]):
         names = [name for name, _ in group]
         yield reason, names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
@@ -211,10 +210,10 @@ def plan_checkpoint(
     limits: PartLimits = PartLimits(),
     spare_bytes: int | None = None,
 ) -> ConversionPlan:
-    """Plan a conversion; pure but for the sizes that ``store`` has seen. ``limits`` are those of the targets.
+    """Plan a conversion. ``limits`` are those of the targets' stores.
 
-    If the groups are to run in this process, where the metadata are too, these are held against the budget before
-    anything is made in their proportion; ``spare_bytes`` are then what of the footprint is free for them.
+    If the groups will run in this process, ``spare_bytes`` is the part of its footprint that is free for metadata. The
+    metadata are then checked against the budget before memory is used in proportion to them.
     """
     dropped = sorted(
         source.catalog.tensors.states & {state for name in request.dropped for state in DROPPABLE[name]}
@@ -229,13 +228,13 @@ def plan_checkpoint(
     elif request.vocab_trim is not None:
         wanted = resize_vocabulary(wanted, request.vocab_trim, grow=False)
     sizes = store.sizes()
-    forms = [form.target_for(source) for form in request.target_requests]
+    specs = [asked.target_for(source) for asked in request.target_requests]
     tensors = len(source.catalog.tensors)
     if spare_bytes is not None:
         check_metadata(tensors, None, 0, request.planning.budget_bytes, spare_bytes)
         trim_heap()
-    laid_out = [lay_out(source, wanted, form, sizes, store.folders) for form in forms]
-    check_nothing_lost(forms, laid_out)
+    laid_out = [lay_out(source, wanted, spec, sizes, store.folders) for spec in specs]
+    check_nothing_lost(specs, laid_out)
     joined = join(source.catalog, laid_out, prefixes(len(laid_out)))
     carried = [
         CarriedFile(path, prefix + path, sizes[path])
@@ -260,14 +259,14 @@ def plan_checkpoint(
     )
     targets = [
         PlannedTarget(
-            form,
+            spec,
             wanted,
-            _filled(one.files),
-            one.carried,
-            (*one.not_carried, *not_carried),
-            one.states_not_carried,
+            _without_fragments(layout.files),
+            layout.carried,
+            (*layout.not_carried, *not_carried),
+            layout.states_not_carried,
         )
-        for form, one in zip(forms, laid_out, strict=True)
+        for spec, layout in zip(specs, laid_out, strict=True)
     ]
     pieces = len(joined.files.fragments)
     del laid_out, joined
@@ -276,23 +275,23 @@ def plan_checkpoint(
     return ConversionPlan(store, source, tuple(targets), plan, pieces, dropped=tuple(dropped))
 
 
-def _filled(files: TargetFiles) -> TargetFiles:
-    """The files of a target of whose boxes a plan is made: these are not held beside it."""
+def _without_fragments(files: TargetFiles) -> TargetFiles:
+    """The files without their fragments, which take memory and are in the plan as ops."""
     return replace(files, fragments=files.fragments[:0].copy())
 
 
-def _divided(source: Checkpoint, forms: Sequence[Request], store: Source) -> Checkpoint:
-    """The source with its average divided, where it began at zero and goes out as a model."""
+def _divided(source: Checkpoint, requests: Sequence[Request], store: Source) -> Checkpoint:
+    """The source with its average divided by the sum of the weights, if it started at zero and becomes a model."""
     sizes = store.sizes()
-    if AVERAGE not in sizes or not any(form.of_average for form in forms):
+    if AVERAGE not in sizes or not any(asked.of_average for asked in requests):
         return source
     divide_by = average_divisor(read_json(store, AVERAGE, sizes), AVERAGE)
     if divide_by == 1:
         return source
-    if len(forms) > 1:
+    if len(requests) > 1:
         raise UnsupportedError(
-            f"{AVERAGE}: the average began at zero and has to be divided by {divide_by}; make the model of it in a "
-            "conversion of its own"
+            f"{AVERAGE}: the average started at zero and must be divided by {divide_by}, which is supported for a "
+            "single target only; convert it to a model separately"
         )
     catalog = source.catalog
     mixtures = {
@@ -303,14 +302,14 @@ def _divided(source: Checkpoint, forms: Sequence[Request], store: Source) -> Che
     return replace(source, catalog=replace(catalog, mixtures=mixtures))
 
 
-def needs_rule_table(forms: Sequence[Request]) -> bool:
-    """Whether the targets are for jobs that cut tensors or name parameters, which only a rule table tells."""
-    by_table = {FORMATS[form.format].by_table for form in forms}
+def needs_rule_table(requests: Sequence[Request]) -> bool:
+    """Whether the targets need a rule table, to cut tensors or to name parameters."""
+    by_table = {FORMATS[asked.format].by_table for asked in requests}
     if len(by_table) > 1:
         described = names_of(format for format in FORMATS.values() if format.by_table)
         raise UsageError(
-            f"with --aoa, targets of the formats {described} hold a model that a rule table describes, the others "
-            "whatever the statements make; convert to them one after the other"
+            f"with --aoa, the formats {described} need a rule table for the resulting model, and the rest must not "
+            "have one; use separate conversions"
         )
     return by_table.pop()
 
@@ -318,12 +317,12 @@ def needs_rule_table(forms: Sequence[Request]) -> bool:
 def read_locations(
     sources: Sequence[PathLike], target: Targets | None, options: ConversionOptions
 ) -> Locations:
-    """Where a conversion reads and writes. This much is known also where a session says the rest."""
+    """The locations of a conversion, which must be given even if a session supplies the rest."""
     targets = () if target is None else tuple(target) if isinstance(target, Mapping) else (target,)
     fill, base = options.get("fill"), options.get("merge_into")
     return Locations(
         sources=tuple(os.fspath(source) for source in sources),
-        targets=tuple(os.fspath(one) for one in targets),
+        targets=tuple(os.fspath(location) for location in targets),
         fill=None if fill is None else os.fspath(fill),
         merge_into=None if base is None else os.fspath(base),
         reading=source_access(options),
@@ -338,12 +337,12 @@ def read_request(
     options: ConversionOptions,
     sizes: PlanSizes = PlanSizes(),
 ) -> ConversionRequest:
-    """What is asked for: the one place where options are looked up by their names.
+    """Parse the options of a conversion. Nothing else looks them up by name.
 
     Raises
     ------
     UsageError
-        If it makes no sense.
+        If an option is invalid, or options contradict each other.
     """
     check_names(options, ConversionOptions)
     if isinstance(target, Mapping):
@@ -352,7 +351,7 @@ def read_request(
                 f"{flag_of(misplaced[0])}: with several targets, give it inside each --target DST:FORMAT:NAME=VALUE,…"
             )
         if not target:
-            raise UsageError("no target is given")
+            raise UsageError("no target given")
         asked = list(target.values())
     else:
         own = {name: options[name] for name in TARGET_OPTIONS if name in options}  # type: ignore[literal-required]
@@ -383,7 +382,7 @@ def read_request(
 
 
 def _read_target_request(options: TargetOptions) -> Request:
-    """One target as it was asked for; small files that were given are read."""
+    """Parse the options of one target; reads the small files that it names."""
     format = options.get("format") or DEFAULT
     check_options(format, options)
     layout, names = load_layout(options.get("layout")), load_target_names(as_file(options.get("target_meta")))

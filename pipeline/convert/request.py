@@ -1,6 +1,6 @@
-"""What a user can ask for, read and validated once.
+"""Requests: the options of a user, parsed and validated once.
 
-The command line takes its choices from here, so what needs NumPy is imported where it is used.
+The command line imports this module, so anything that needs NumPy is imported where it is used.
 """
 
 from __future__ import annotations
@@ -39,26 +39,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Locations:
-    """Where a conversion reads and writes, and how it gets there."""
+    """The paths and URLs of a conversion, and how to access them."""
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
-    """Empty where nobody has said."""
+    """Empty if the conversion is only planned."""
     fill: str | None
-    """A file with further tensors."""
+    """A file with missing tensors."""
     merge_into: str | None
     """The base model of an adapter."""
     reading: Access
+    """Access to everything that is read."""
     writing: Access
+    """Access to the targets."""
     overwrite: bool
 
 
 @dataclass(frozen=True)
 class ConversionRequest:
-    """A conversion as it was asked for, every value read and in range."""
+    """A requested conversion, with every value parsed and in range."""
 
     target_requests: tuple[Request, ...]
-    """What each target is to be."""
+    """The request for each target."""
     locations: Locations
     aoa: Path | KeptFile | None
     rules: Path | KeptFile | None
@@ -71,7 +73,7 @@ class ConversionRequest:
     vocab_pad: int | None
     vocab_trim: int | None
     dropped: tuple[str, ...] = ()
-    """Names of what no target is to have, of :data:`~paddle_reshard.pipeline.core.tensors.DROPPABLE`."""
+    """What to exclude from every target: names in :data:`~paddle_reshard.pipeline.core.tensors.DROPPABLE`."""
 
     def __post_init__(self) -> None:
         if self.vocab_pad is not None and self.vocab_trim is not None:
@@ -80,12 +82,12 @@ class ConversionRequest:
             raise UsageError(f"--vocab-pad {self.vocab_pad}: at most {MAX_VOCABULARY} rows are supported")
         from paddle_reshard.pipeline.core.tensors import EMA, MTP
 
-        if any(form.of_average for form in self.target_requests) and EMA in self.dropped:
-            raise UsageError("--drop ema leaves nothing of which --state ema could make a model")
+        if any(asked.of_average for asked in self.target_requests) and EMA in self.dropped:
+            raise UsageError("--drop ema cannot be combined with --state ema")
         if MTP in self.dropped and self.aoa is not None:
             raise UsageError(
-                "--drop mtp knows the tensors of multi-token prediction by their own names, which --aoa may change; "
-                "drop them by statements, NAME -> _, or in a conversion before"
+                "--drop mtp finds tensors by name, which --aoa may change; drop them with statements, NAME -> _, or in "
+                "an earlier conversion"
             )
 
 
@@ -98,28 +100,28 @@ class RunSettings:
     exchange: str = EXCHANGES[0]
     device: str = DEVICES[0]
     resume: bool = False
-    """Whether to go on with an unfinished conversion, if there is one."""
+    """Whether to continue an unfinished conversion, if there is one."""
     take_over: bool = False
-    """Whether to do so even if its process, on another machine, may still be alive."""
+    """Whether to continue it even if its process, on another machine, may still be running."""
     expected_plan: Path | None = None
     """File with the only plan that may be run."""
     verify: bool = False
-    """Whether to read every byte of the targets in the end."""
+    """Whether to finally read every byte of the targets."""
     no_space_check: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ConversionSettings:
-    """All that is asked of a conversion but its source and its targets: it may be of several checkpoints."""
+    """The options of a conversion without its source and target, so that they can apply to many checkpoints."""
 
     options: ConversionOptions
-    """As they were given: what they leave out may be in a session."""
+    """As given, without defaults: an omitted option may be in a session."""
     run: RunSettings = RunSettings()
     sizes: PlanSizes = PlanSizes()
 
 
 def read_run(options: RunOptions | ConvertOptions | AverageOptions) -> RunSettings:
-    """Where and how a conversion is to run, by those of its options that say so."""
+    """The run settings among ``options``."""
     names = RunSettings.__dataclass_fields__.keys()
     chosen: dict[str, Any] = {name: value for name, value in options.items() if name in names}
     if plan := chosen.get("expected_plan"):
@@ -134,20 +136,20 @@ def read_settings(options: ConvertOptions) -> ConversionSettings:
     Raises
     ------
     TypeError
-        If one of them is none.
+        If an option is unknown.
     """
     check_names(options, ConvertOptions)
     return ConversionSettings(conversion_options(options), read_run(options))
 
 
 def conversion_options(options: ConvertOptions | AverageOptions) -> ConversionOptions:
-    """Those that say what is to come out."""
+    """The options that describe the conversion."""
     chosen = {name: value for name, value in options.items() if name in CONVERSION_OPTIONS}
     return cast(ConversionOptions, chosen)
 
 
 def parse_drop(names: Sequence[str] | str) -> tuple[str, ...]:
-    """The parts that are dropped, each once; all are of :data:`~paddle_reshard.pipeline.core.tensors.DROPPABLE`.
+    """The names to drop, each once, in the order of :data:`~paddle_reshard.pipeline.core.tensors.DROPPABLE`.
 
     >>> parse_drop(["mtp", "ema", "mtp"])
     ('ema', 'mtp')
@@ -161,13 +163,13 @@ def parse_drop(names: Sequence[str] | str) -> tuple[str, ...]:
     chosen = texts_of(names)
     for name in chosen:
         if name not in DROPPABLE:
-            can = f"{', '.join(DROPPABLE)}{did_you_mean(name, DROPPABLE)}"
-            raise UsageError(f"--drop {name}: cannot be left out; what can is {can}")
+            known = f"{', '.join(DROPPABLE)}{did_you_mean(name, DROPPABLE)}"
+            raise UsageError(f"--drop {name}: cannot be dropped; known: {known}")
     return tuple(name for name in DROPPABLE if name in chosen)
 
 
 def check_options(format: str, given: Mapping[str, Any]) -> None:
-    """Refuse options that say nothing about a target of this format; empty ones were not given.
+    """Refuse options that do not apply to targets of this format; an empty value counts as not given.
 
     Raises
     ------
@@ -175,32 +177,32 @@ def check_options(format: str, given: Mapping[str, Any]) -> None:
     """
     if format not in FORMATS:
         raise UsageError(
-            f"unknown format {format!r}; known are {', '.join(FORMATS)}{did_you_mean(format, FORMATS)}"
+            f"unknown format {format!r}; known: {', '.join(FORMATS)}{did_you_mean(format, FORMATS)}"
         )
     for name, value in given.items():
         if name in TARGET_OPTIONS and name != "format" and name not in FORMATS[format].options and value:
             raise UsageError(_misplaced(name, value, format))
     if "to" in FORMATS[format].options and not given.get("to"):
-        raise UsageError("--to is missing: the topology of the target, tp=2,pp=2,sharding=2")
+        raise UsageError("--to is missing; give the topology of the target, such as tp=2,pp=2,sharding=2")
 
 
 def _misplaced(name: str, value: Any, format: str) -> str:
-    """Why an option cannot be meant, and which could be."""
+    """The message for an option that does not apply to a format."""
     option = flag_of(name)
     if name == "layout" and isinstance(value, Mapping):
         option += f" ({', '.join(value)})"
     formats = names_of(known for known in FORMATS.values() if name in known.options)
     own = " and ".join(flag_of(option) for option in FORMATS[format].options)
-    return f"{option} says nothing about a target of the format {format}, only about {formats}; {format} has {own}"
+    return f"{option} does not apply to --format {format}, only to {formats}; options for {format}: {own}"
 
 
-_TARGET = re.compile(rf"(?P<place>.+?):(?P<format>{'|'.join(FORMATS)})(?::(?P<options>.*))?")
+_TARGET = re.compile(rf"(?P<location>.+?):(?P<format>{'|'.join(FORMATS)})(?::(?P<options>.*))?")
 
 
 def parse_target(text: str, resume: bool = False) -> tuple[str, TargetOptions]:
-    """Place and options of ``DST:FORMAT:NAME=VALUE,…``; the axes of a topology are names too.
+    """Location and options of ``DST:FORMAT:NAME=VALUE,…``; a NAME can also be an axis of the topology.
 
-    With ``resume`` it may be ``DST`` alone: what was begun there says the rest.
+    With ``resume``, ``DST`` alone is enough: the session there has the options.
 
     >>> parse_target("s3://bucket/a:hybrid:sharding-strategy=stage2,tp=4,sharding=2")
     ('s3://bucket/a', {'format': 'hybrid', 'sharding_strategy': 'stage2', 'to': 'tp=4,sharding=2'})
@@ -217,7 +219,7 @@ def parse_target(text: str, resume: bool = False) -> tuple[str, TargetOptions]:
         if resume:
             return text, {}
         raise UsageError(
-            f"--target {text!r}: write DST:FORMAT or DST:FORMAT:NAME=VALUE,…, FORMAT one of {', '.join(FORMATS)}"
+            f"--target {text!r}: write DST:FORMAT or DST:FORMAT:NAME=VALUE,…; known formats: {', '.join(FORMATS)}"
         )
     given: dict[str, Any] = {"format": match["format"]}
     options = FORMATS[match["format"]].options
@@ -241,11 +243,11 @@ def parse_target(text: str, resume: bool = False) -> tuple[str, TargetOptions]:
     if axes:
         given["to"] = ",".join(axes)
     check_options(match["format"], given)
-    return match["place"], cast(TargetOptions, given)
+    return match["location"], cast(TargetOptions, given)
 
 
 def parse_choice(value: str, choices: tuple[str, str], what: str) -> bool:
-    """Whether ``value`` is the first of two choices; anything else is an error."""
+    """Whether ``value`` is the first of two choices; an unknown value is an error."""
     if value not in choices:
-        raise UsageError(f"unknown {what} {value!r}; known are {', '.join(choices)}")
+        raise UsageError(f"unknown {what} {value!r}; known: {', '.join(choices)}")
     return value == choices[0]

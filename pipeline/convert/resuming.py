@@ -1,9 +1,9 @@
-"""What a conversion was begun with, kept in its session, so that ``--resume`` alone goes on with it.
+"""Record the options of a conversion in its session, so that ``--resume`` alone can continue it.
 
-Kept is what decides the outcome or the plan, as plain JSON, and nothing else: no option by which a store is reached, so
-no secret. Small files that were given are kept as they were. Two things are consent rather than a choice, and a record
-that lies beside a target cannot give it: to follow links out of the source, and to read a further file or URL. They
-have to be given again, and are only kept as "was given".
+The record holds, as plain JSON, the options that decide the outcome or the plan, and the text of small files. It holds
+no access options, and therefore no secrets. Some options are consent rather than a choice: to follow links out of the
+source, and to read a further file or URL. A record next to a target cannot give consent: it only notes that the option
+was given, and the user must give it again.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from paddle_reshard.storage.formats.typed_json import EntryError, typed
 OPTIONS = {name: declarations()[name] for name in CONVERSION_OPTIONS}
 KEPT = tuple(name for name, option in OPTIONS.items() if option.in_session)
 NOT_KEPT = tuple(name for name in OPTIONS if name not in KEPT)
-"""How stores are reached, and what is said of a disk as it is today."""
+"""Access to stores, and options that concern the state of a disk."""
 FILES = tuple(name for name, option in OPTIONS.items() if option.kind is Kind.FILE)
 OF_ALL_TARGETS = tuple(name for name in KEPT if name not in TARGET_OPTIONS)
 LARGEST_KEPT_BYTES = 1 << 20
-"""Of a file: the record of a session is written anew several times a minute."""
+"""Maximum size of a file whose text is kept: the session is rewritten several times a minute."""
 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A small file as a record has it, without its text where that is large."""
+    """A small file in a record; without its text if that is too large."""
 
     name: str
     sha256: str
@@ -59,19 +59,19 @@ _TYPES: Mapping[Kind, Any] = {
     Kind.FILE: _File,
     Kind.ENTRIES: Mapping[str, Any],
 }
-"""What a record has for an option that is not ``consent``; of that only whether it was given."""
+"""Type of an option's value in a record; an option that is ``consent`` is a ``bool``."""
 
 
 # ------------------------------------------------------------------------------------------------- to a record
 
 
 def request_record(target: Targets, options: ConversionOptions) -> dict[str, Any]:
-    """What a conversion is begun with, for its session: what is as by default is left out, but for ``memory``.
+    """The options of a conversion as its session records them; defaults are omitted, except ``memory``.
 
     Raises
     ------
     UsageError
-        If a file that is given cannot be read.
+        If a given file cannot be read.
     """
     if isinstance(target, Mapping):
         targets = [_kept(of_target, TARGET_OPTIONS) for of_target in target.values()]
@@ -87,7 +87,7 @@ def _kept(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """An option as JSON has it; the same text for the same meaning."""
+    """An option as JSON, in a canonical form."""
     if not value:
         return None
     if name == "to":
@@ -120,60 +120,60 @@ def _plain_file(given: PathLike | KeptFile) -> dict[str, Any]:
 
 
 def merge_with_session(
-    location: str, begun: Mapping[str, Any], target: Targets, options: ConversionOptions
+    location: str, original: Mapping[str, Any], target: Targets, options: ConversionOptions
 ) -> tuple[Targets, ConversionOptions]:
-    """What to go on with: what is asked, and for the rest what the conversion at ``location`` was ``begun`` with.
+    """The given options, completed with the ``original`` ones of the conversion at ``location``.
 
-    A request that names a topology or a format is a whole one: whatever else of the outcome it leaves out is meant to
-    be as by default. One that names neither leaves all to the session.
+    A request with a topology or a format is complete: options of the outcome that it omits have their defaults. A
+    request with neither takes everything from the session.
 
     Raises
     ------
     StaleSessionError
-        If what is asked contradicts it; names both values.
+        If an option contradicts the original, with both values.
     UsageError
-        If a file has to be given again.
+        If a file must be given again.
     """
-    check_record(begun, location)
-    places = list(target) if isinstance(target, Mapping) else [target]
-    of_begun = begun["targets"]
-    if len(of_begun) != len(places):
+    check_record(original, location)
+    locations = list(target) if isinstance(target, Mapping) else [target]
+    original_targets = original["targets"]
+    if len(original_targets) != len(locations):
         raise StaleSessionError(
-            f"{location}: the unfinished conversion here was begun with {len(of_begun)} targets, and {len(places)} are "
-            f"given; give the same, in the same order, or paddle-reshard clean {location}"
+            f"{location}: the unfinished conversion here was started with {len(original_targets)} targets, not "
+            f"{len(locations)}; give the same targets in the same order, or run paddle-reshard clean {location}"
         )
     asked = list(target.values()) if isinstance(target, Mapping) else [cast(TargetOptions, options)]
-    whole = is_complete(target, options)
+    complete = is_complete(target, options)
     merged = [
-        _merge(location, begun_of, of_target, TARGET_OPTIONS, whole)
-        for begun_of, of_target in zip(of_begun, asked, strict=True)
+        _merge(location, recorded, of_target, TARGET_OPTIONS, complete)
+        for recorded, of_target in zip(original_targets, asked, strict=True)
     ]
-    shared = _merge(location, begun, options, OF_ALL_TARGETS, whole)
-    reach = {name: options[name] for name in NOT_KEPT if name in options}  # type: ignore[literal-required]
+    shared = _merge(location, original, options, OF_ALL_TARGETS, complete)
+    unrecorded = {name: options[name] for name in NOT_KEPT if name in options}  # type: ignore[literal-required]
     if isinstance(target, Mapping):
-        several = dict(zip(places, (cast(TargetOptions, of_target) for of_target in merged), strict=True))
-        return several, cast(ConversionOptions, {**shared, **reach})
-    return target, cast(ConversionOptions, {**merged[0], **shared, **reach})
+        several = dict(zip(locations, (cast(TargetOptions, of_target) for of_target in merged), strict=True))
+        return several, cast(ConversionOptions, {**shared, **unrecorded})
+    return target, cast(ConversionOptions, {**merged[0], **shared, **unrecorded})
 
 
-def check_record(begun: Mapping[str, Any], location: str) -> None:
-    """Refuse what no conversion was begun with: records lie where others may write.
+def check_record(original: Mapping[str, Any], location: str) -> None:
+    """Refuse a malformed record: anyone who can write to the target's folder could have changed it.
 
     Raises
     ------
     StaleSessionError
     """
-    targets: Any = begun.get("targets")
-    sound = isinstance(targets, list) and type(begun.get("memory")) is str
-    shared = {name: value for name, value in begun.items() if name != "targets"}
+    targets: Any = original.get("targets")
+    sound = isinstance(targets, list) and type(original.get("memory")) is str
+    shared = {name: value for name, value in original.items() if name != "targets"}
     groups = [
         (shared, OF_ALL_TARGETS),
         *((of_target, TARGET_OPTIONS) for of_target in (targets if sound else ())),
     ]
     if not sound or not all(_is_kept(given, names) for given, names in groups):
         raise StaleSessionError(
-            f"{location}: the record of the unfinished conversion here does not say what it was begun with; give the "
-            f"same options, or paddle-reshard clean {location}"
+            f"{location}: the record of the unfinished conversion here holds no valid options; remove it with "
+            f"paddle-reshard clean {location}"
         )
 
 
@@ -189,14 +189,14 @@ def _is_kept(given: Any, names: Sequence[str]) -> bool:
 
 
 def _merge(
-    location: str, begun: Mapping[str, Any], asked: Mapping[str, Any], names: Sequence[str], whole: bool
+    location: str, original: Mapping[str, Any], asked: Mapping[str, Any], names: Sequence[str], complete: bool
 ) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for name in names:
-        before = begun.get(name)
+        before = original.get(name)
         option = OPTIONS[name]
-        given = name in asked and (whole or bool(asked[name]))
-        if not given and not option.consent and not (whole and option.changes_bytes):
+        given = name in asked and (complete or bool(asked[name]))
+        if not given and not option.consent and not (complete and option.changes_bytes):
             if before is not None:
                 merged[name] = _restored(location, name, before)
             continue
@@ -211,7 +211,7 @@ def _merge(
 
 
 def _essence(value: Any) -> Any:
-    """What makes a file another one; anything else as it is."""
+    """The value by which options are compared: the hash of a file, or the value itself."""
     return value["sha256"] if isinstance(value, Mapping) and "sha256" in value else value
 
 
@@ -220,34 +220,34 @@ def _restored(location: str, name: str, kept: Any) -> Any:
         return kept
     if "text" not in kept:
         raise UsageError(
-            f"{location}: the unfinished conversion here was begun with {_in_words(name, kept)}, which is too large to "
-            f"be kept; give it again: {flag_of(name)} FILE"
+            f"{location}: the unfinished conversion here was started with {_in_words(name, kept)}, which is too large "
+            f"to be kept; give it again: {flag_of(name)} FILE"
         )
     return KeptFile(kept["name"], kept["text"])
 
 
 def _contradiction(location: str, name: str, before: Any, now: Any) -> StaleSessionError:
-    here = f"{location}: the unfinished conversion here was begun"
-    clean = f"paddle-reshard clean {location}"
+    here = f"{location}: the unfinished conversion here was started"
+    clean = f"run paddle-reshard clean {location}"
     if now is None and OPTIONS[name].consent:
         again = f"{flag_of(name)} {OPTIONS[name].metavar}" if OPTIONS[name].metavar else flag_of(name)
         return StaleSessionError(
-            f"{here} with {flag_of(name)}, which has to be given again: {again}; or {clean}"
+            f"{here} with {flag_of(name)}, which must be given again: {again}; or {clean}"
         )
     if now is None:
         return StaleSessionError(
-            f"{here} with {_in_words(name, before)}, which is not given; give it, or neither --to nor --format to go "
-            f"on with all that it was begun with, or {clean}"
+            f"{here} with {_in_words(name, before)}, which is not given; give it, or omit --to and --format to use "
+            f"all of its original options, or {clean}"
         )
-    said = f"with {_in_words(name, before)}" if before is not None else f"without {flag_of(name)}"
+    then = f"with {_in_words(name, before)}" if before is not None else f"without {flag_of(name)}"
     return StaleSessionError(
-        f"{_in_words(name, now)}: the unfinished conversion at {location} was begun {said}; leave it out to go on with "
-        f"that, or {clean}"
+        f"{_in_words(name, now)}: the unfinished conversion at {location} was started {then}; omit the option to "
+        f"continue it, or {clean}"
     )
 
 
 def _in_words(name: str, value: Any) -> str:
-    """An option as it would be typed."""
+    """An option as on the command line."""
     if value is True:
         return flag_of(name)
     if isinstance(value, Mapping) and "sha256" in value:
@@ -258,5 +258,5 @@ def _in_words(name: str, value: Any) -> str:
 
 
 def _words(name: str, value: Any) -> Iterator[str]:
-    for one in value if isinstance(value, list) else [value]:
-        yield f"{flag_of(name)} {one}"
+    for item in value if isinstance(value, list) else [value]:
+        yield f"{flag_of(name)} {item}"

@@ -1,4 +1,4 @@
-"""A plan is carried out: move → verify → publish. What happens is told to an observer as event values."""
+"""Run a plan: move → verify → publish. An observer receives events."""
 
 from __future__ import annotations
 
@@ -55,31 +55,31 @@ COPY_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class MoveReport:
-    """What moving did."""
+    """Figures of a run."""
 
     groups: int
     read_bytes: int
     written_bytes: int
     compared_elements: int
     replica_drift: tuple[str, ...]
-    """Copies that differ, where that was allowed."""
+    """Values that differ although they should be equal, if that was allowed."""
     workers: tuple[WorkerFigures, ...] = ()
-    """What each worker of a cluster did."""
+    """Work of each worker of a cluster."""
     retries: Mapping[str, int] = field(default_factory=dict)
-    """Failure of a store → how often a request was repeated for it, on all machines."""
+    """Failure of a store → how often a request was repeated because of it, on all machines."""
     resumed_groups: int = 0
-    """Groups that an earlier run had done; they count nowhere else."""
+    """Groups done by an earlier run; not included in ``groups``."""
     resumed_bytes: int = 0
-    """Bytes that an earlier run had written, those of files that are carried as they are among them."""
+    """Bytes written by an earlier run, including carried files; not included in ``written_bytes``."""
     copied_bytes: int = 0
-    """Of the written ones, those that the storage copied by itself."""
+    """How many of ``written_bytes`` the storage copied."""
 
 
 # -------------------------------------------------------------------------------------- move, verify, publish
 
 
 def identify(conversion: ConversionPlan) -> Identity:
-    """Which conversion this is: what it makes, from which very files, by which version."""
+    """The identity of a conversion: plan, source files with their versions, and version of this package."""
     store = conversion.store
     files = _describe_files(store.sizes(), store.versions())
     return Identity(conversion.plan.plan_id, version.__version__, store.location, files, conversion.asked)
@@ -90,32 +90,32 @@ def _describe_files(sizes: Mapping[str, int], versions: Mapping[str, str]) -> di
 
 
 def check_finished(target: Target, source: Source, in_full: bool) -> bool:
-    """Whether a target is finished; then it must be what its manifest says, and made of these very source files.
+    """Whether a target is finished.
 
     Raises
     ------
     TargetError
-        If it is not.
+        If it is finished but does not match its manifest, or was made from different source files.
     """
     data = target.published(MANIFEST)
     if data is None:
         return False
     _check_published(target, in_full)
-    made_of = parse_manifest(data, f"{target.location}/{MANIFEST}")
+    manifest = parse_manifest(data, f"{target.location}/{MANIFEST}")
     reason = source_difference(
-        _describe_files(made_of.source_files, made_of.source_versions),
+        _describe_files(manifest.source_files, manifest.source_versions),
         _describe_files(source.sizes(), source.versions()),
     )
     if reason is not None:
         raise TargetError(
-            f"{target.location}: is finished, and was made of something else: {reason}; give another target, or "
-            "--overwrite without --resume"
+            f"{target.location}: already finished, but made from a different source: {reason}; give a new target, or "
+            "use --overwrite without --resume"
         )
     return True
 
 
-def _is_made(described: Mapping[str, Any], target: Target) -> bool:
-    """Whether the target is what this conversion would make: a run was killed when all was done."""
+def _already_made(described: Mapping[str, Any], target: Target) -> bool:
+    """Whether the published manifest is that of this conversion: an earlier run was killed after publishing."""
     found = own_manifest(target.published(MANIFEST)) or {}
     source = found.get("source")
     if not isinstance(source, dict):
@@ -126,7 +126,7 @@ def _is_made(described: Mapping[str, Any], target: Target) -> bool:
 
 
 def _check_published(target: Target, in_full: bool, observe: Observer = ignore_events) -> None:
-    """Refuse a finished target that is not what its manifest says: at a glance, or reading every byte of it."""
+    """Refuse a finished target that does not match its manifest; only ``in_full`` reads every byte."""
     published = target.reopen()
     data = published.read(MANIFEST, 0, published.sizes()[MANIFEST])
     manifest = parse_manifest(data, f"{target.location}/{MANIFEST}")
@@ -137,8 +137,8 @@ def _check_published(target: Target, in_full: bool, observe: Observer = ignore_e
     if damages:
         more = f", and {len(damages) - 1} more" if len(damages) > 1 else ""
         raise TargetError(
-            f"{target.location}: is finished, and damaged: {damages[0].path}: {damages[0].detail}{more}; "
-            f"paddle-reshard verify {target.location} tells all, --overwrite without --resume makes it anew"
+            f"{target.location}: finished, but damaged: {damages[0].path}: {damages[0].detail}{more}; list all damage "
+            f"with paddle-reshard verify {target.location}, or replace it: --overwrite without --resume"
         )
 
 
@@ -150,12 +150,12 @@ def run_conversion(
     settings: RunSettings = RunSettings(),
     index_files: IndexFiles = index_here,
 ) -> MoveReport:
-    """Move, verify and publish: afterwards the targets are there, whole.
+    """Move, verify and publish all targets.
 
-    If it does not come to that, nothing looks like a finished target: what is done is kept for a later run to go on
-    with, or taken back if the checkpoint was refused. With ``resume``, targets that are there already stay, unless a
-    glance shows that they are damaged. What is staged is indexed by ``index_files``. With ``verify`` every byte of all
-    targets is read in the end and compared with its checksum.
+    If this fails, nothing looks like a finished target: finished work is kept for a later run to resume, or removed if
+    the checkpoint was refused. With ``resume``, targets that are already finished are kept, and refused if visibly
+    damaged. ``index_files`` indexes the staged targets. With ``verify``, every byte of all targets is finally read and
+    compared with its checksum.
     """
     check_optimizer(conversion.store, conversion.source)
     report = _run(conversion, outputs, engine, observe, settings, index_files)
@@ -163,7 +163,7 @@ def run_conversion(
         observe(StepStarted("read back"))
         for target in outputs.targets.values():
             _check_published(target, in_full=True, observe=observe)
-        observe(StepEnded("read back", "every byte is what the manifest says"))
+        observe(StepEnded("read back", "every byte matches the manifest"))
     return report
 
 
@@ -178,7 +178,7 @@ def _run(
     plan, source = conversion.plan, conversion.store
     if settings.resume:
         described = describe_targets(conversion)
-        outputs.made = {p for p, target in outputs.targets.items() if _is_made(described[p], target)}
+        outputs.made = {p for p, target in outputs.targets.items() if _already_made(described[p], target)}
         for prefix in sorted(outputs.made):
             _check_published(outputs.targets[prefix], in_full=False)
         if len(outputs.made) == len(described):
@@ -187,10 +187,10 @@ def _run(
     with outputs:
         observe(StepStarted("move", plan.written_bytes))
         report, receipts = _move(conversion, outputs, engine, observe)
-        reused = f"{report.resumed_groups} groups, {report.resumed_bytes} bytes, were done before"
-        before = f"; {reused}" if report.resumed_bytes else ""
-        observe(StepEnded("move", f"{report.groups} groups, {report.written_bytes} bytes written{before}"))
-        if isinstance(engine, InlineEngine):  # what is staged is read back in the same memory
+        reused = f"{report.resumed_groups} groups, {report.resumed_bytes} bytes, from an earlier run"
+        resumed = f"; {reused}" if report.resumed_bytes else ""
+        observe(StepEnded("move", f"{report.groups} groups, {report.written_bytes} bytes written{resumed}"))
+        if isinstance(engine, InlineEngine):  # the same memory is needed to index the staged targets
             plan.release_ops()
             trim_heap()
         observe(StepStarted("verify"))
@@ -198,7 +198,7 @@ def _run(
         planned = dict(zip(outputs.targets, conversion.targets, strict=True))
         for prefix, staged in outputs.finish(receipts).items():
             _check_staged(staged, planned[prefix], index_files)
-        observe(StepEnded("verify", "what is staged reads back as a whole checkpoint"))
+        observe(StepEnded("verify", "the staged files read back as a complete checkpoint"))
         observe(StepStarted("publish"))
         described = describe_targets(conversion, report.replica_drift, receipts)
         for prefix, target in outputs.pending():
@@ -209,7 +209,7 @@ def _run(
 
 
 def check_targets(conversion: ConversionPlan, outputs: Outputs, no_space_check: bool) -> None:
-    """Refuse what the targets cannot hold: names that are none, and more bytes than there is room for.
+    """Refuse file names that a target does not allow, and targets without enough free space.
 
     Raises
     ------
@@ -222,7 +222,7 @@ def check_targets(conversion: ConversionPlan, outputs: Outputs, no_space_check: 
 
 
 def _new_files(plan: Plan) -> list[NewFile]:
-    """Every file of the target but the manifest, with the offsets at which its parts start."""
+    """Every file of the targets except manifests, with the offsets of its parts."""
     parts = plan.parts[np.lexsort((plan.parts["start"], plan.parts["file"]))]
     first = np.searchsorted(parts["file"], np.arange(len(plan.target_files) + 1))
     files = [
@@ -239,7 +239,7 @@ def _move(
 ) -> tuple[MoveReport, list[Receipt]]:
     source, plan = conversion.store, conversion.plan
     writer, records = outputs.begin(_new_files(plan), identify(conversion), source.openness)
-    # What differed and was allowed then is not taken over by a run that does not allow it.
+    # Groups with drift that this run does not allow are run again.
     done = {
         record.unit: record for record in records if all(_is_allowed(plan, line) for line in record.drift)
     }
@@ -272,7 +272,7 @@ def _move(
         outputs.note(Record(unit, tuple(written_parts)))
         read, written = read + carried.size_bytes, written + carried.size_bytes
         observe(Progress(carried.size_bytes))
-    # Groups end in any order on a cluster; the manifest must not depend on it.
+    # On a cluster groups end in any order, on which the manifest must not depend: drift is sorted.
     workers = add_figures(figures)
     retries = add_retries(worker.retries for worker in workers)
     moved = MoveReport(
@@ -304,7 +304,7 @@ def _carry(source: Source, carried: CarriedFile, writer: WritePart) -> list[Rece
 
 
 def _check_staged(staged: Source, planned: PlannedTarget, index_files: IndexFiles) -> None:
-    """Index a staged target as if it were a source: it must be the checkpoint that was planned."""
+    """Index a staged target like a source and check that it is the planned checkpoint."""
     wanted = planned.wanted
     files = SourceFiles(staged, wanted.model.config, index_here, index_files)
     missing = MissingPolicy(allowed=tuple(t.key for t in wanted.model.tensors if t.missing))

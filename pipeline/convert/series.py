@@ -1,8 +1,7 @@
 """The average of a series of checkpoints.
 
-Each may be of any topology and format. All of them together are described as one checkpoint: the last of the series
-with an average in it, which is mixed of tensors that lie in the files of all. From there on it is a conversion like
-any other.
+Each may have any topology and format. The series is described as a single checkpoint: its last one, plus an average
+that is mixed from tensors in the files of all. It is then converted like any checkpoint.
 """
 
 from __future__ import annotations
@@ -59,57 +58,60 @@ from paddle_reshard.tasks.index import index_here
 
 AVERAGES = {MASTER_WEIGHT: EMA_MASTER_WEIGHT, PARAM: EMA_PARAM}
 SUM_TOLERANCE = 1e-6
-"""How far weights that were given may be from adding up to one."""
+"""By how much given weights may miss a sum of 1."""
 _NUMBERED = re.compile(r"checkpoint-(\d+)")
 
 
 @dataclass(frozen=True)
 class Weighting:
-    """How the checkpoints of a series count, first to last."""
+    """The weights of the checkpoints of a series, first to last."""
 
     steps: tuple[tuple[float, float], ...]
-    """``(keep, take)`` of every checkpoint: ``average = keep · average + take · values``, as
-    :class:`~paddle_reshard.pipeline.core.mixture.Term` says. The first keeps nothing."""
+    """``(keep, take)`` of every checkpoint: ``average = keep · average + take · values``, as in
+    :class:`~paddle_reshard.pipeline.core.mixture.Term`. The first keeps nothing."""
     facts: Mapping[str, Any]
-    """What of it goes into ``ema.json``."""
+    """Entries of ``ema.json`` that describe the weighting."""
 
     @classmethod
     def by_decay(cls, decay: float, count: int) -> Weighting:
-        """An exponential moving average that begins with the first checkpoint: as one beside training, bit for bit."""
+        """An exponential moving average from the first checkpoint on, bit for bit as computed during training.
+
+        With decay 0.9 and 3 checkpoints the steps are (0, 1), (0.9, 0.1), (0.9, 0.1), rounded to float32.
+        """
         decay = Averaging(decay).decay
         keep, take = (float(factor) for factor in factors(decay))
         return cls(((0.0, 1.0), *[(keep, take)] * (count - 1)), {"decay": decay})
 
     @classmethod
     def by_weights(cls, weights: Sequence[float]) -> Weighting:
-        """A sum of checkpoints, each multiplied with its weight, rounded to float32.
+        """The sum of the checkpoints, each multiplied by its weight, rounded to float32.
 
         Raises
         ------
         UsageError
-            If the weights do not add up to one.
+            If the weights do not add up to 1.
         """
         total = math.fsum(weights)
         if not abs(total - 1) <= SUM_TOLERANCE:
             raise UsageError(
-                f"the weights {', '.join(map(str, weights))} add up to {total}, those of an average to 1"
+                f"the weights {', '.join(map(str, weights))} add up to {total}; they must add up to 1"
             )
         rounded = [float(np.float32(weight)) for weight in weights]
-        steps = ((0.0 if place == 0 else 1.0, weight) for place, weight in enumerate(rounded))
+        steps = ((0.0 if number == 0 else 1.0, weight) for number, weight in enumerate(rounded))
         return cls(tuple(steps), {"weights": rounded})
 
 
 def weigh(
     count: int, decay: float | None = None, weights: Sequence[float] | None = None, uniform: bool = False
 ) -> Weighting:
-    """How ``count`` checkpoints are to be averaged; exactly one way is given.
+    """The weighting of ``count`` checkpoints; exactly one of the three must be given.
 
     Raises
     ------
     UsageError
     """
     if (decay is not None) + (weights is not None) + uniform != 1:
-        raise UsageError("give one of --decay, --weights and --uniform")
+        raise UsageError("give exactly one of --decay, --weights and --uniform")
     if count < 2:
         raise UsageError("an average needs at least two checkpoints")
     if decay is not None:
@@ -125,14 +127,14 @@ def weigh(
 def with_average(
     checkpoints: Sequence[Checkpoint], locations: Sequence[str], weighting: Weighting
 ) -> Checkpoint:
-    """The last checkpoint with the average of all in it; pure. Paths are those of :func:`series_source`.
+    """The last checkpoint, with the average of all added; pure. Paths are those of :func:`series_source`.
 
-    What is averaged is what the trainers average: master weights, and float32 parameters that have none.
+    Averaged are, as in the trainers, master weights, and float32 parameters without one.
 
     Raises
     ------
     CheckpointError
-        If two of them are not of one model, naming the tensor.
+        If the checkpoints are not of one model, with the tensor.
     UnsupportedError
         If a trained parameter has no float32 values.
     """
@@ -160,13 +162,13 @@ def with_average(
     rows["file"] = rows["file"] + len(files)
     terms_of_last = [index[entry] for entry in averaged]
     mixtures = {
-        len(own.tensors) + place: Mixture(
+        len(own.tensors) + number: Mixture(
             tuple(
                 Term(int(tensor), keep, take)
-                for tensor, (keep, take) in zip(of_one, weighting.steps, strict=True)
+                for tensor, (keep, take) in zip(series, weighting.steps, strict=True)
             )
         )
-        for place, of_one in enumerate(zip(*terms, terms_of_last, strict=True))
+        for number, series in enumerate(zip(*terms, terms_of_last, strict=True))
     }
     catalog = Catalog(
         Tensors(tensors),
@@ -187,10 +189,10 @@ def _part(catalog: Catalog, averaged: Sequence[tuple[str, str]]) -> Catalog:
 def _check_same_model(one: Checkpoint, location: str, last: Checkpoint, last_location: str) -> None:
     def facts(tensor: ModelTensor | None) -> str:
         if tensor is None:
-            return "not there"
+            return "missing"
         master = " with a master weight" if tensor.master else ""
         tied = f", tied to {tensor.tied_to}" if tensor.tied_to else ""
-        missing = ", held by no file" if tensor.missing else ""
+        missing = ", not in any file" if tensor.missing else ""
         return f"{tensor.dtype.name} {tensor.global_shape}{master}{tied}{missing}"
 
     ours, theirs = ({t.key: t for t in checkpoint.model.tensors} for checkpoint in (one, last))
@@ -203,7 +205,7 @@ def _check_same_model(one: Checkpoint, location: str, last: Checkpoint, last_loc
 
 
 def _averaged(tensors: Sequence[ModelTensor]) -> list[tuple[str, str]]:
-    """Key and state of everything that is averaged."""
+    """Key and state of every tensor to average."""
     found = []
     for tensor in tensors:
         if tensor.tied_to is not None or tensor.missing:
@@ -214,7 +216,7 @@ def _averaged(tensors: Sequence[ModelTensor]) -> list[tuple[str, str]]:
             found.append((tensor.key, PARAM))
         elif tensor.trained:
             raise UnsupportedError(
-                f"{tensor.key}: is {tensor.dtype.name} and has no master weight; only float32 can be averaged"
+                f"{tensor.key}: {tensor.dtype.name} without a master weight; only float32 can be averaged"
             )
     return found
 
@@ -224,13 +226,13 @@ def _prefixed(number: int, path: str) -> str:
 
 
 def series_source(stores: Sequence[Source], average: bytes) -> JoinedSource:
-    """Several checkpoints as one source: the last one, in which ``ema.json`` says how the average was made.
+    """Several checkpoints as one source: the last one, with ``average`` as its ``ema.json``.
 
-    The files of the others are found below ``SRC0/``, ``SRC1/``, ….
+    The files of the earlier checkpoints are below ``SRC0/``, ``SRC1/``, ….
     """
     *earlier, last = stores
-    others = (Mount(_prefixed(n, ""), store, f"{store.location}: ") for n, store in enumerate(earlier))
-    return JoinedSource((Mount("", last), *others), {AVERAGE: average})
+    mounts = (Mount(_prefixed(n, ""), store, f"{store.location}: ") for n, store in enumerate(earlier))
+    return JoinedSource((Mount("", last), *mounts), {AVERAGE: average})
 
 
 # --------------------------------------------------------------------------------------------- the API
@@ -249,30 +251,30 @@ def average(
 ) -> ConversionReport:
     """Average the weights of a series of checkpoints, each in any topology.
 
-    The result is the last checkpoint with the average as its EMA state, in place of the one that it has; or with
-    ``format="huggingface"`` the average as a model. Averaged are master weights, and float32 parameters that have none,
-    in float32: each product and each sum is rounded, in the order of ``sources``.
+    The result is the last checkpoint with the average as its EMA state, replacing any that it has; with
+    ``format="huggingface"`` it is the average as a model. Averaged are master weights, and float32 parameters without
+    one, in float32, in the order of ``sources``; each product and each sum is rounded.
 
     Parameters
     ----------
     sources
-        At least two, first to last.
+        At least two checkpoints, first to last.
     decay
-        ``average = decay · average + (1 − decay) · weights``, from the weights of the first one on: the bits that
-        :class:`~paddle_reshard.pipeline.ema.async_ema.AsyncEma` makes of the same steps.
+        ``average = decay · average + (1 − decay) · weights``, starting with the weights of the first checkpoint: the
+        same bits as :class:`~paddle_reshard.pipeline.ema.async_ema.AsyncEma` with the same steps.
     weights
-        One for each; they add up to 1.
+        A weight for each checkpoint; they add up to 1.
     uniform
-        All count the same: each weight is 1/n, rounded to float32.
+        Give every checkpoint the weight 1/n, rounded to float32.
     observe
-        Is told what happens as event values.
+        Called with events.
     options
         :class:`AverageOptions`.
 
     Raises
     ------
     ReshardError
-        If the checkpoints are not of one model, or the conversion would be refused.
+        If the checkpoints are not of one model, or cannot be converted.
     """
     check_names(options, AverageOptions)
     request = read_average(sources, target, conversion_options(options))
@@ -282,7 +284,7 @@ def average(
 def average_request(
     request: ConversionRequest, weighting: Weighting, settings: RunSettings, observe: Observer = ignore_events
 ) -> ConversionReport:
-    """Carry out a request that :func:`read_average` has read."""
+    """Run a request made by :func:`read_average`."""
     return plan_and_run(
         lambda index_files, _: plan_average(request, weighting, settings, index_files),
         request,
@@ -297,21 +299,21 @@ def read_average(
     options: ConversionOptions,
     sizes: PlanSizes = PlanSizes(),
 ) -> ConversionRequest:
-    """What is asked for.
+    """Parse the options of an average.
 
     Raises
     ------
     UsageError
-        If it makes no sense of an average.
+        If an option is invalid, or does not apply to averages.
     """
     if foreign := [
         name for name in ("aoa", "fill", "merge_into", "lora_config", "drop") if options.get(name)
     ]:
         raise UsageError(
-            f"{flag_of(foreign[0])} does not go with an average; convert what comes out once more"
+            f"{flag_of(foreign[0])} does not apply to averages; use it when converting the result"
         )
     if isinstance(target, Mapping):
-        target = {place: _average_options(of_target) for place, of_target in target.items()}
+        target = {location: _average_options(of_target) for location, of_target in target.items()}
     return read_request(sources, target, _average_options(options), sizes)
 
 
@@ -321,7 +323,7 @@ def plan_average(
     settings: RunSettings,
     index_files: IndexFiles = index_here,
 ) -> ConversionPlan:
-    """Plan what :func:`average` does; nothing is moved."""
+    """Plan what :func:`average` does, without moving anything."""
     locations = request.locations
     outputs = open_targets(locations, settings.resume)
     stores = [open_source(source, *locations.reading) for source in locations.sources]
@@ -343,12 +345,12 @@ Options = TypeVar("Options", bound=TargetOptions)
 
 
 def _average_options(options: Options) -> Options:
-    """The same options; a model is made of the average.
+    """The options, adapted so that a format for models holds the average.
 
     Raises
     ------
     UsageError
-        If the format has no place for an average.
+        If the format cannot hold an average.
     """
     asked: dict[str, Any] = {**options}
     format = FORMATS.get(asked.get("format") or DEFAULT)
@@ -357,18 +359,18 @@ def _average_options(options: Options) -> Options:
     if EMA in format.cannot_hold:
         beside, model = formats_for_average()
         raise UsageError(
-            f"the format {format.name} has no place for an average; write it with --format {beside}, or as a model "
-            f"with --format {model.name}"
+            f"the format {format.name} cannot hold an average; write it with --format {beside}, or as a model with "
+            f"--format {model.name}"
         )
     for name, value in format.average_options.items():
         if asked.get(name) not in (None, value):
-            raise UsageError(f"--{name} {asked[name]}: an average goes out as --{name} {value}")
+            raise UsageError(f"--{name} {asked[name]}: an average requires --{name} {value}")
         asked[name] = value
     return cast(Options, asked)
 
 
 def _ema_json(weighting: Weighting, stores: Sequence[Source]) -> bytes:
-    """``ema.json`` of the average: as if the checkpoints had been updates of one beside training."""
+    """``ema.json`` of the average, as if each checkpoint had been an update during training."""
     last = stores[-1].location.rstrip("/").rpartition("/")[2]
     match = _NUMBERED.fullmatch(last)
     facts = {

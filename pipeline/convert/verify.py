@@ -1,4 +1,4 @@
-"""Are two checkpoints the same, is a checkpoint at one with itself, is a target what its manifest says?"""
+"""Compare two checkpoints, a checkpoint with itself, or a target with its manifest."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ from paddle_reshard.tasks.index import index_here
 
 @dataclass(frozen=True, slots=True, repr=False)
 class VerifyReport(Shown):
-    """What a comparison found."""
+    """The result of a comparison."""
 
     tensors: int
     compared_elements: int
     read_bytes: int
     differences: tuple[Difference, ...]
     read_amplification: float
-    """Bytes read for each that is needed."""
+    """Bytes read per byte that is needed."""
     read_once_budget_bytes: int | None
-    """Where bytes were read several times, because two storage orders did not fit: a budget with which they are not."""
+    """A budget with which every byte is read once; ``None`` if that was already so."""
 
     @property
     def equal(self) -> bool:
-        """Whether the logical content is the same."""
+        """Whether the logical content is equal."""
         return not self.differences
 
     def _in_short(self) -> str:
@@ -71,49 +71,49 @@ class VerifyReport(Shown):
 
     @property
     def verdict(self) -> str:
-        """What came out, in a line."""
+        """The result in one line."""
         return (
             f"{'equal' if self.equal else f'different: {len(self.differences)} differences'}; {self.extent}"
         )
 
     @property
     def extent(self) -> str:
-        """What was compared, in a line."""
+        """What was compared, in one line."""
         again = reread_in_words(self.read_amplification, self.read_once_budget_bytes)
         read = f"{readable_bytes(self.read_bytes)} read{again}"
         return f"{self.tensors} tensors, {self.compared_elements:,} elements compared ({read})"
 
     def facts(self) -> Facts:
-        """Whether they are equal, and the first differences."""
+        """The result and the first differences."""
         shown = [(found.tensor, found.detail) for found in self.differences[:SHOWN_DIFFERENCES]]
         return [("result", self.verdict), *shown]
 
     def __bool__(self) -> bool:
-        """The report is true if the two are equal, so that ``assert verify(a, b)`` means what it says."""
+        """Whether the two are equal, so that ``assert verify(a, b)`` works as expected."""
         return self.equal
 
 
 @dataclass(frozen=True)
 class VerifyRequest:
-    """A comparison as it was asked for, every value read and in range."""
+    """A requested comparison, with every value parsed and in range."""
 
     a: str
     b: str | None
-    """``None``: what ``a`` stores twice is compared."""
+    """``None``: compare what ``a`` stores twice."""
     access: tuple[Access, Access]
-    """How each of the two is reached."""
+    """Access to ``a`` and to ``b``."""
     rules: PathLike | None
     config: PathLike | None
     missing: MissingPolicy
     planning: PlanSettings
     states: frozenset[str] | None = None
-    """Only these states; ``None``: all, and what a trainer reads beside the tensors."""
+    """States to compare; ``None`` for all states and the small files that a trainer reads."""
     subset: bool = False
-    """Whether ``b`` may hold less."""
+    """Whether ``b`` may hold fewer tensors."""
 
     def __post_init__(self) -> None:
         if self.b is None and (self.states is not None or self.subset):
-            raise UsageError("states and subset are for two checkpoints; one is held against itself")
+            raise UsageError("states and subset require two checkpoints")
 
 
 @takes(VerifyOptions)
@@ -128,30 +128,29 @@ def verify(
 ) -> VerifyReport:
     """Compare the logical content of two checkpoints of any topologies, bit for bit.
 
-    An implied parameter is the cast of its master weight; padding is not content; aliases are one tensor. A
-    state that only one side has is a difference, and so is what a trainer reads beside the tensors: the learning-rate
-    schedule, the trainer's state, the model's configuration, tokenizer files; what of it may differ is listed in
-    ``pipeline/indexing/small_files.py``. So are copies of a tensor that differ within a side. Tensors that no file of a
-    side holds are refused.
+    An implied parameter counts as the cast of its master weight; padding is ignored; aliases are one tensor. A state
+    that only one side has is a difference. So are copies of a tensor that differ within a side, and differences in what
+    a trainer reads along with the tensors: the learning-rate schedule, the trainer's state, the model's configuration,
+    tokenizer files. ``pipeline/indexing/small_files.py`` lists the exceptions. Missing tensors are refused.
 
-    Without ``b``, what ``a`` stores twice is compared, every element of it: copies of a tensor, and parameters with
-    their master weights.
+    Without ``b``, everything that ``a`` stores twice is compared in full: copies of a tensor, and parameters with their
+    master weights.
 
     Parameters
     ----------
     states
-        Compare only these, and nothing that is not a tensor.
+        Compare only these states, and no small files.
     subset
-        Allow that ``b`` has less.
+        Allow ``b`` to hold fewer tensors.
     observe
-        Is told how far it is as event values, as by :func:`convert`.
+        Called with events that report progress, as in :func:`convert`.
     options
         :class:`VerifyOptions`.
 
     Raises
     ------
     ReshardError
-        If one of the two is not a whole, consistent checkpoint, or the comparison does not fit ``memory``.
+        If either is not a complete, consistent checkpoint, or the comparison does not fit ``memory``.
     """
     return verify_request(read_verify_request(a, b, states, subset, options), observe)
 
@@ -164,12 +163,12 @@ def read_verify_request(
     options: VerifyOptions,
     sizes: PlanSizes = PlanSizes(),
 ) -> VerifyRequest:
-    """What is asked for.
+    """Parse the options of a comparison.
 
     Raises
     ------
     UsageError
-        If it makes no sense.
+        If an option is invalid, or options contradict each other.
     """
     check_names(options, VerifyOptions)
     return VerifyRequest(
@@ -192,7 +191,7 @@ def read_verify_request(
 
 
 def verify_request(request: VerifyRequest, observe: Observer = ignore_events) -> VerifyReport:
-    """Make a comparison that :func:`read_verify_request` has read."""
+    """Run a request made by :func:`read_verify_request`."""
     if request.b is None:
         return _verify_alone(request, observe)
     return _verify_two(request, request.b, observe)
@@ -212,10 +211,13 @@ def _verify_alone(request: VerifyRequest, observe: Observer) -> VerifyReport:
 
 def _verify_two(request: VerifyRequest, b: str, observe: Observer) -> VerifyReport:
     """Compare two checkpoints."""
-    stores = [open_source(place, *reach) for place, reach in zip((request.a, b), request.access, strict=True)]
+    stores = [
+        open_source(location, *access)
+        for location, access in zip((request.a, b), request.access, strict=True)
+    ]
     inputs = given_inputs(request.rules, request.config)
     index_files = partial(index_here, observe=observe)
-    # The plan is all that is kept of the two catalogs.
+    # Only the plan keeps parts of the two catalogs, so the rest is freed.
     comparison = _plan_two(
         request, stores, *index_pair(stores[0], stores[1], *inputs, request.missing, index_files)
     )
@@ -240,8 +242,8 @@ def _plan_two(request: VerifyRequest, stores: Sequence[Source], one: Contents, t
 
 
 def _spare(request: VerifyRequest) -> int:
-    """What of the footprint is free for metadata."""
-    return spare_bytes(all(place is None or is_local(place) for place in (request.a, request.b)))
+    """Part of the footprint that is free for metadata."""
+    return spare_bytes(all(location is None or is_local(location) for location in (request.a, request.b)))
 
 
 def _check_states(chosen: Collection[str] | None, known: Collection[str]) -> None:
@@ -253,7 +255,7 @@ def _check_states(chosen: Collection[str] | None, known: Collection[str]) -> Non
 
 
 def _compared(comparison: Comparison, source: ReadRange, spare_bytes: int, observe: Observer) -> VerifyReport:
-    """Make a comparison; ``spare_bytes`` of the footprint are free for metadata."""
+    """Run a comparison; ``spare_bytes`` of the footprint are free for metadata."""
     plan = comparison.plan
     engine = InlineEngine(plan.budget_bytes)
     engine = engine.beside(len(plan.tensors), len(plan.ops), plan.peak_bytes, spare_bytes)
@@ -285,11 +287,11 @@ def _compared(comparison: Comparison, source: ReadRange, spare_bytes: int, obser
 def _small_file_differences(
     stores: Sequence[Source], schedule_a: Any, schedule_b: Any, subset: bool
 ) -> tuple[Difference, ...]:
-    """What differs beside the tensors: the schedule, what the trainer says of itself, the configuration."""
+    """Differences outside the tensors: the schedule, the trainer's state, the configuration, tokenizer files."""
     schedules = [] if subset and schedule_b is None else list(small_files.differences(schedule_a, schedule_b))
-    told = [replace(odd, what=f"LR_Scheduler.{odd.what}".rstrip(".")) for odd in schedules]
-    told += small_files.compare_small_files(stores[0], stores[1], subset)
-    return tuple(Difference(odd.what, f"{odd.a} in A, {odd.b} in B") for odd in told)
+    found = [replace(entry, what=f"LR_Scheduler.{entry.what}".rstrip(".")) for entry in schedules]
+    found += small_files.compare_small_files(stores[0], stores[1], subset)
+    return tuple(Difference(entry.what, f"{entry.a} in A, {entry.b} in B") for entry in found)
 
 
 @takes(CheckOptions)
@@ -305,17 +307,17 @@ def check(
     Parameters
     ----------
     source
-        The checkpoint that the target was made from. Parts that the storage copied by itself, and told no MD5 of, are
-        compared with it. The location that the manifest names is never opened.
+        The checkpoint that the target was made from, to compare with parts that the storage copied without reporting an
+        MD5. The location recorded in the manifest is never opened.
     observe
-        Is told how far it is as event values, as by :func:`convert`.
+        Called with events that report progress, as in :func:`convert`.
     options
         :class:`CheckOptions`.
 
     Raises
     ------
     CheckpointError
-        If it has no manifest, so that it is no finished target, or one without checksums; if ``source`` is not there.
+        If the target has no manifest, or one without checksums, or if ``source`` does not exist.
     """
     check_names(options, CheckOptions)
     store = open_source(os.fspath(target), *target_access(options))
@@ -323,12 +325,12 @@ def check(
     sizes = store.sizes()
     if MANIFEST not in sizes:
         raise CheckpointError(
-            f"{store.location}: has no {MANIFEST}, so it was not made by this package or is not whole"
+            f"{store.location}: has no {MANIFEST}; it was not made by this package, or is incomplete"
         )
     manifest = parse_manifest(store.read(MANIFEST, 0, sizes[MANIFEST]), f"{store.location}/{MANIFEST}")
     return check_target(store, manifest, made_from, observe)
 
 
-def holds_manifest(target: PathLike, **reach: Any) -> bool:
-    """Whether a folder is a target that this package has finished; ``reach`` is how to get there, as for ``check``."""
-    return MANIFEST in open_source(os.fspath(target), *target_access(reach)).sizes()
+def holds_manifest(target: PathLike, **access: Any) -> bool:
+    """Whether a folder is a finished target of this package; ``access`` are storage options as for :func:`check`."""
+    return MANIFEST in open_source(os.fspath(target), *target_access(access)).sizes()

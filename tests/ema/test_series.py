@@ -213,16 +213,16 @@ def test_what_is_no_series_is_refused(series: list[Path], tmp_path: Path) -> Non
     refused(UsageError, "decay 1 must be", decay=1)
     refused(
         UsageError,
-        "an average goes out as --state ema",
+        "an average requires --state ema",
         to=None,
         format="huggingface",
         state="param",
         decay=0.5,
     )
-    refused(UsageError, "the format unified has no place", to=None, format="unified", decay=0.5)
+    refused(UsageError, "the format unified cannot hold", to=None, format="unified", decay=0.5)
     for option in ("aoa", "fill"):
         refused(
-            UsageError, f"--{option} does not go with an average", decay=0.5, **{option: tmp_path / "file"}
+            UsageError, f"--{option} does not apply to averages", decay=0.5, **{option: tmp_path / "file"}
         )
     other = case_directory("mp2_tied") / "checkpoint-3"
     refused(CheckpointError, "checkpoints of one model", [other, series[-1]], uniform=True)

@@ -536,14 +536,14 @@ def test_a_family_whose_form_is_not_known(tmp_path: Path) -> None:
     [
         (
             {"format": "huggingface", "to": "tp=1"},
-            "--to says nothing about a target of the format huggingface",
+            "--to does not apply to --format huggingface",
         ),
         ({"format": "huggingface", "sharding_strategy": "none"}, "--sharding-strategy says nothing"),
         (
             {"format": "huggingface", "layout": {"sort_parameters": True}},
             r"layout \(sort_parameters\) says nothing",
         ),
-        ({"to": "tp=1", "dtype": "float16"}, "dtype says nothing about a target of the format hybrid"),
+        ({"to": "tp=1", "dtype": "float16"}, "dtype does not apply to --format hybrid"),
         ({"to": "tp=1", "state": "ema"}, "state says nothing"),
         ({"format": "huggingface", "dtype": "int8"}, "unknown dtype 'int8'"),
         ({"format": "huggingface", "state": "moment1"}, "unknown state 'moment1'"),

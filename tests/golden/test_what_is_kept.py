@@ -127,13 +127,13 @@ def test_what_describes_an_average_goes_with_it(tmp_path: Path) -> None:
 
 
 def test_only_what_can_be_done_without_is_dropped(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--drop moment1: cannot be left out; what can is ema"):
+    with pytest.raises(UsageError, match="--drop moment1: cannot be dropped; known: ema"):
         paddle_reshard.plan(checkpoint(AVERAGED), tmp_path / "x", to="tp=1", drop=["moment1"])
     with pytest.raises(UsageError, match="--drop ema leaves nothing"):
         paddle_reshard.plan(
             checkpoint(AVERAGED), tmp_path / "x", format="huggingface", state="ema", drop=["ema"]
         )
-    with pytest.raises(UsageError, match="--drop does not go with an average"):
+    with pytest.raises(UsageError, match="--drop does not apply to averages"):
         paddle_reshard.average(
             [checkpoint(AVERAGED)] * 2, tmp_path / "x", uniform=True, to="tp=1", drop=["ema"]
         )

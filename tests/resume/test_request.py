@@ -115,11 +115,11 @@ def test_memory_may_differ_as_long_as_the_plan_is_the_same(source: Path, tmp_pat
 def test_several_targets_go_on_by_their_places(source: Path, tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     begin(source, {a: {"to": "tp=1"}, b: {"to": "tp=1", "format": "hybrid-plain"}})
-    with pytest.raises(StaleSessionError, match="begun with 2 targets, and 1 are given"):
+    with pytest.raises(StaleSessionError, match="started with 2 targets, not 1"):
         SMALL.convert(source, a, resume=True)
     with pytest.raises(StaleSessionError, match="give the targets in their original order"):
         SMALL.convert(source, {b: {}, a: {}}, resume=True)
-    with pytest.raises(StaleSessionError, match="begun with --format hybrid-plain, which is not given"):
+    with pytest.raises(StaleSessionError, match="started with --format hybrid-plain, which is not given"):
         SMALL.convert(source, {a: {"to": "tp=1"}, b: {"to": "tp=1"}}, resume=True)
     report = SMALL.convert(source, {a: {}, b: {}}, resume=True)
     assert report.moved.resumed_groups > 0
@@ -165,12 +165,12 @@ def test_on_s3(source: Path, store: Store, bucket: str) -> None:
 @pytest.mark.parametrize(
     ("begun", "asked", "told"),
     [
-        ({"to": "tp=2"}, {"to": "tp=4"}, r"^--to tp=4.* begun with --to tp=2.*; leave it out .*clean"),
-        ({"to": "tp=2"}, {"format": "flex"}, r"^--format flex: .*was begun without --format"),
-        ({"to": "tp=2"}, {"vocab_pad": 4096}, r"^--vocab-pad 4096: .*was begun without --vocab-pad"),
-        ({"to": "tp=2", "overwrite": True}, {"to": "tp=2"}, r"begun with --overwrite, which is not given"),
+        ({"to": "tp=2"}, {"to": "tp=4"}, r"^--to tp=4.* started with --to tp=2.*; omit the option .*clean"),
+        ({"to": "tp=2"}, {"format": "flex"}, r"^--format flex: .*was started without --format"),
+        ({"to": "tp=2"}, {"vocab_pad": 4096}, r"^--vocab-pad 4096: .*was started without --vocab-pad"),
+        ({"to": "tp=2", "overwrite": True}, {"to": "tp=2"}, r"started with --overwrite, which is not given"),
         ({"to": "pp=2"}, {"layout": {"sequence_parallel": True}}, r"^--layout \(sequence_parallel: True\): "),
-        ({"to": "tp=1", "allow_links": True}, {}, r"begun with --allow-links, which has to be given again"),
+        ({"to": "tp=1", "allow_links": True}, {}, r"started with --allow-links, which must be given again"),
     ],
 )
 def test_a_contradiction_is_refused_naming_both(
@@ -190,14 +190,14 @@ def test_another_file_is_refused_and_a_large_one_is_given_again(source: Path, tm
     with pytest.raises(UsageError, match="too large to be kept; give it again: --config FILE"):
         SMALL.convert(source, tmp_path / "t", resume=True)
     with pytest.raises(
-        StaleSessionError, match=r"--config config\.json \(SHA-256 \w+…\): .*begun with --config"
+        StaleSessionError, match=r"--config config\.json \(SHA-256 \w+…\): .*started with --config"
     ):
         SMALL.convert(source, tmp_path / "t", resume=True, config=source / "config.json")
     SMALL.convert(source, tmp_path / "t", resume=True, config=config)
 
 
 def test_nothing_to_resume_is_wrong_usage(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="nothing to resume is here"):
+    with pytest.raises(UsageError, match="nothing to resume here"):
         SMALL.convert(source, tmp_path / "t", resume=True)
     assert list(tmp_path.iterdir()) == []
 
@@ -210,7 +210,9 @@ def test_a_session_without_a_request_needs_all_options(source: Path, tmp_path: P
     for name in ("request", "target"):
         del record["identity"][name]
     session(target).write_text(json.dumps(record))
-    with pytest.raises(UsageError, match=r"nobody has noted what .* was begun with; give the same options"):
+    with pytest.raises(
+        UsageError, match=r"options of the unfinished conversion here are not on record; give them again"
+    ):
         SMALL.convert(source, target, resume=True)
     report = SMALL.convert(source, target, resume=True, to="tp=1", memory="512MiB")
     assert report.moved.resumed_groups > 0
@@ -235,7 +237,7 @@ def test_a_record_that_says_nonsense_is_refused(request_: Any, source: Path, tmp
     record = json.loads(session(target).read_text())
     record["identity"]["request"] = request_
     session(target).write_text(json.dumps(record))
-    with pytest.raises(StaleSessionError, match="does not say what it was begun with"):
+    with pytest.raises(StaleSessionError, match="holds no valid options"):
         SMALL.convert(source, target, resume=True)
 
 
@@ -246,20 +248,20 @@ def test_a_finished_target_is_looked_at(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "t"
     SMALL.convert(source, target, to="tp=1")
     for verify in (False, True):
-        with pytest.raises(FinishedError, match=f"^{target}: finished before, and what the manifest says"):
+        with pytest.raises(FinishedError, match=f"^{target}: already finished, and matches its manifest"):
             SMALL.convert(source, target, resume=True, verify=verify)
     path = source / "trainer_state.bin"
     status = path.stat()
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     try:
         with pytest.raises(
-            Exception, match=r"is finished, and was made of something else: trainer_state\.bin"
+            Exception, match=r"already finished, but made from a different source: trainer_state\.bin"
         ):
             SMALL.convert(source, target, resume=True)
     finally:
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     os.truncate(target / "optimizer.pdopt", 5)
-    with pytest.raises(Exception, match=r"is finished, and damaged: optimizer\.pdopt"):
+    with pytest.raises(Exception, match=r"finished, but damaged: optimizer\.pdopt"):
         SMALL.convert(source, target, resume=True)
 
 
@@ -282,7 +284,7 @@ def test_the_command_line_goes_on_with_what_it_was_told(source: Path, tmp_path: 
     refused = run("convert", source, target, "--resume", "--to", "tp=2")
     assert refused.returncode == 1
     assert "--to tp=2: the unfinished conversion" in refused.stderr.replace("pp=1,", "")
-    assert "begun with --to pp=2" in refused.stderr.replace("tp=1,", "")
+    assert "started with --to pp=2" in refused.stderr.replace("tp=1,", "")
     again = [sys.executable, "-c", kill.replace("os.kill(os.getpid(), signal.SIGKILL)", "pass"), "convert"]
     done = subprocess.run(
         [*again, str(source), str(target), "--resume", "--json"], capture_output=True, text=True, timeout=300
@@ -293,7 +295,7 @@ def test_the_command_line_goes_on_with_what_it_was_told(source: Path, tmp_path: 
     given = {"to": "pp=2", "memory": "256MiB", "layout": {"segmentation": [0, 2], "sequence_parallel": True}}
     assert in_folder(target) == undisturbed(source, tmp_path / "wanted", **given)
     done = run("convert", source, target, "--resume")
-    assert (done.returncode, done.stdout.startswith(f"{target}: finished before")) == (0, True)
+    assert (done.returncode, done.stdout.startswith(f"{target}: already finished")) == (0, True)
     assert checked(run("convert", source, target, "--resume", "--json"))["finished"] is True
     missing = run("convert", source, tmp_path / "other", "--resume", "--json")
     assert (missing.returncode, checked(missing)["kind"]) == (2, "UsageError")

@@ -119,7 +119,7 @@ def test_resuming_what_is_done_does_nothing(source: Path, target: Path) -> None:
 
 
 def test_another_plan_is_refused(source: Path, unfinished: Path) -> None:
-    with pytest.raises(TargetError, match=r"^--to tp=2.*: .*begun with --to tp=1.*clean"):
+    with pytest.raises(TargetError, match=r"^--to tp=2.*: .*started with --to tp=1.*clean"):
         SMALL.convert(source, unfinished, resume=True, to="tp=2")
 
 
@@ -358,7 +358,7 @@ def test_the_manifest_does_not_depend_on_order(source: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("before", "told"), [("tp=1", " bytes written; 2 groups, "), ("tp=2", "begun with --to tp=2")]
+    ("before", "told"), [("tp=1", " bytes written; 2 groups, "), ("tp=2", "started with --to tp=2")]
 )
 def test_a_watcher_goes_on_with_what_it_can_and_begins_anew_where_not(
     before: str, told: str, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture

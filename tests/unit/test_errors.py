@@ -80,7 +80,7 @@ EXAMPLES = [
     ),
     (TargetError("out: is not empty"), "out: is not empty", 1),
     (BusyError("out: another conversion is writing it"), "out: another conversion is writing it", 1),
-    (FinishedError("out: finished before"), "out: finished before", 0),
+    (FinishedError("out: already finished"), "out: already finished", 0),
     (StaleSessionError("out: begun with plan 1, this is 2"), "out: begun with plan 1, this is 2", 1),
     (ListingError("s3://b/run: access denied"), "s3://b/run: access denied", 1),
     (ClusterError("cannot join Ray at 'head:6379'"), "cannot join Ray at 'head:6379'", 1),

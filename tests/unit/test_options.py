@@ -116,8 +116,8 @@ def test_an_option_of_a_target_is_an_entry_of_some_format_and_refused_for_the_ot
     for name in TARGET_OPTIONS:
         if name in ("format", "to"):
             continue
-        with pytest.raises(UsageError, match=f"^{flag_of(name)} says nothing about a target of the format"):
+        with pytest.raises(UsageError, match=f"^{flag_of(name)} does not apply to --format"):
             check_options("unified" if name != "files" else "huggingface", {name: "x"})
     done = invoke("convert", "a", "b", "--format", "flex", "--segmentation", "uniform")
     assert done.exit_code == 2
-    assert "--layout (segmentation) says nothing about a target of the format flex" in done.stderr
+    assert "--layout (segmentation) does not apply to --format flex" in done.stderr
