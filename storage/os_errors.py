@@ -1,4 +1,4 @@
-"""Errors of the operating system as sentences with the path that the user gave."""
+"""Errors of the operating system as sentences with the location that the user gave."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paddle_reshard.pipeline.core.errors import ReshardError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _SENTENCES = {
-    errno.ENOSPC: "no space is left on the disk",
+    errno.ENOSPC: "no space left on the disk",
     errno.EDQUOT: "the disk quota is used up",
     errno.EFBIG: "the file is larger than the limit of this process (ulimit -f) or of the file system",
     errno.EIO: "the disk failed (input/output error)",
@@ -22,48 +22,50 @@ _SENTENCES = {
     errno.EROFS: "the file system is read-only",
     errno.ENAMETOOLONG: "the name is too long for the file system",
     errno.ELOOP: "too many levels of links",
-    errno.ENOENT: "nothing can be made there",
+    errno.ENOENT: "no such file or folder",
 }
-_FOR_GOOD = (errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOENT, errno.EINVAL)
+_PERMANENT = (errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOENT, errno.EINVAL)
 """Errors for which a retry is pointless."""
-_ALIKE_EVERYWHERE = (*NO_SPACE, errno.EFBIG, errno.EROFS)
+_SAME_EVERYWHERE = (*NO_SPACE, errno.EFBIG, errno.EROFS)
 """Errors that would also occur on another machine with the same disk."""
 
 
 @contextmanager
-def told(path: Path, given: str, failure: type[ReshardError]) -> Iterator[None]:
-    """Let an ``OSError`` about ``path`` or what lies around it become a ``failure`` about ``given``.
+def translated(path: Path, location: str, failure: type[ReshardError]) -> Iterator[None]:
+    """Turn an ``OSError`` about ``path`` or its surroundings into a ``failure`` about ``location``.
 
-    ``retryable`` says whether it may go away without another request.
+    It is ``retryable`` if the same request may succeed later.
     """
     try:
         yield
     except OSError as error:
-        refused = failure(f"{given}: {_sentence(error, path)}")
-        refused.retryable = error.errno not in _FOR_GOOD
-        raise refused from error
+        translation = failure(f"{location}: {_sentence(error, path)}")
+        translation.retryable = error.errno not in _PERMANENT
+        raise translation from error
 
 
 @contextmanager
-def told_while_moving(path: Path, given: str, failure: type[ReshardError], doing: str = "") -> Iterator[None]:
-    """As :func:`told`, for a file that was there when it was planned to read or write it.
+def translated_while_moving(
+    path: Path, location: str, failure: type[ReshardError], doing: str = ""
+) -> Iterator[None]:
+    """As :func:`translated`, for a file that existed when the conversion was planned.
 
-    Every such failure is the machine's or the disk's and may go away: ``retryable``. ``doing`` says more of it.
+    Every such failure comes from the machine or the disk, so it is ``retryable``. ``doing`` is appended to the message.
     """
     try:
         yield
     except OSError as error:
         gone = error.errno == errno.ENOENT
-        text = f"a file is not there any more ({path})" if gone else _sentence(error, path)
-        refused = failure(f"{given}: {text}{doing}")
-        refused.retryable = True
-        raise refused from error
+        text = f"a file no longer exists ({path})" if gone else _sentence(error, path)
+        translation = failure(f"{location}: {text}{doing}")
+        translation.retryable = True
+        raise translation from error
 
 
 def may_succeed_elsewhere(error: ReshardError) -> bool:
     """Whether this is an error of the operating system that may not occur on a different machine."""
     cause = error.__cause__
-    return error.retryable and isinstance(cause, OSError) and cause.errno not in _ALIKE_EVERYWHERE
+    return error.retryable and isinstance(cause, OSError) and cause.errno not in _SAME_EVERYWHERE
 
 
 def _sentence(error: OSError, path: Path) -> str:

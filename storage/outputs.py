@@ -1,7 +1,7 @@
 """All targets of a conversion, written as if they were one.
 
-The files of a single target keep their paths. Where there are several, a path begins with the number of its target,
-``1/optimizer.pdopt``: so one plan, one ledger line and one group can speak of all of them.
+The files of a single target keep their paths. With several targets, a path begins with the index of its target,
+``1/optimizer.pdopt``, so that one plan, one ledger line and one group can refer to all of them.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ def prefixes(count: int) -> list[str]:
 
 
 def wrong_name(path: str, name_bytes: int | None) -> str | None:
-    """Why a target cannot have a file of this path; ``None`` if it can. ``name_bytes``: the longest name of its disk.
+    """Why a target cannot hold a file of this path; ``None`` if it can. ``name_bytes``: maximum length of a name.
 
     >>> wrong_name("model_state/0_0.distcp", 255), wrong_name("a/../b", 255)
     (None, "which leads elsewhere: '..'")
     """
     names = path.split("/")
-    if odd := [name for name in names if name in ("", ".", "..")]:
-        return f"which leads elsewhere: {odd[0]!r}"
+    if relative := [name for name in names if name in ("", ".", "..")]:
+        return f"which leads elsewhere: {relative[0]!r}"
     if "\0" in path:
-        return "which holds a NUL character"
+        return "which contains a NUL character"
     if path.startswith(OWN_PREFIX):
-        return "which is kept for this tool's own records"
+        return "which is reserved for this tool's own records"
     longest = max(len(name.encode("utf-8", "surrogatepass")) for name in names)
     if name_bytes is not None and longest > name_bytes:
-        return f"of which a part has {longest} bytes: the file system takes {name_bytes}"
+        return f"which has {longest} bytes: the limit of the file system is {name_bytes}"
     return None
 
 
@@ -120,12 +120,12 @@ class Outputs:
             there.setdefault(room.device, (room.free_bytes, []))[1].append(target.location)
         for device, (free_bytes, locations) in there.items():
             if needed[device] > free_bytes:
-                refused = TargetError(
-                    f"{', '.join(locations)}: needs {needed[device]} bytes, and the disk has {free_bytes} bytes free; "
-                    "make room, or give --no-space-check if the disk reports a wrong number"
+                error = TargetError(
+                    f"{', '.join(locations)}: needs {needed[device]} bytes, but the disk has {free_bytes} bytes free; "
+                    "free some space, or give --no-space-check if the disk reports a wrong number"
                 )
-                refused.retryable = True
-                raise refused
+                error.retryable = True
+                raise error
 
     def pending(self) -> Iterator[tuple[str, Target]]:
         """``(prefix, target)`` of the targets to be made."""
@@ -186,7 +186,7 @@ def _prefixed(record: Record, prefix: str) -> Record:
 
 
 def _joined(records: Sequence[Record]) -> Record:
-    """What all targets say of one unit; all have noted the same drift."""
+    """The records of all targets for one unit, joined; all have the same drift."""
     return replace(records[0], receipts=tuple(r for record in records for r in record.receipts))
 
 

@@ -52,14 +52,14 @@ def listed_files(manifest: bytes | None) -> Mapping[str, int] | None:
 
 
 def objection(entries: Sequence[Entry], manifest: bytes | None) -> str | None:
-    """Why the contents of a folder may not be removed, naming what is in the way; ``None`` if they may.
+    """Why the contents of a folder may not be removed, naming the entries; ``None`` if they may.
 
     Parameters
     ----------
     entries
         Everything in the folder and in a checkpoint's own subfolders.
     manifest
-        The content of ``paddle_reshard.json``, if it exists.
+        Contents of ``paddle_reshard.json``, if it exists.
     """
     listed = listed_files(manifest)
     foreign = [entry for entry in entries if not _is_ours(entry, listed)]
@@ -68,15 +68,15 @@ def objection(entries: Sequence[Entry], manifest: bytes | None) -> str | None:
         also = "" if len(foreign) == len(entries) else "also "
         return f"there is {also}{_named(foreign)}, which {what}"
     if entries and listed is None and not any(is_tensor_file(entry.path) for entry in entries):
-        return f"there is {_named(entries)}, and no file with tensors: this is no checkpoint"
+        return f"there is {_named(entries)}, but no file with tensors: this is not a checkpoint"
     return None
 
 
 def changed(entries: Sequence[Entry], manifest: bytes | None) -> str | None:
     """The files whose size differs from the manifest, as text; ``None`` if there are none."""
     listed = listed_files(manifest) or {}
-    other = [entry for entry in entries if entry.size_bytes != listed.get(entry.path, entry.size_bytes)]
-    return f"{_named(other)} has another size than the manifest says" if other else None
+    differing = [entry for entry in entries if entry.size_bytes != listed.get(entry.path, entry.size_bytes)]
+    return f"the size of {_named(differing)} differs from the manifest" if differing else None
 
 
 def _is_ours(entry: Entry, listed: Mapping[str, int] | None) -> bool:
@@ -92,7 +92,7 @@ def _is_ours(entry: Entry, listed: Mapping[str, int] | None) -> bool:
 
 
 def _named(entries: Iterable[Entry]) -> str:
-    """The first few of them, folders before files."""
+    """The first few entries, folders before files."""
     ordered = sorted(entries, key=lambda entry: (entry.kind is Kind.FILE, entry.path))
     shown = ", ".join(map(str, ordered[:SHOWN]))
     more = len(ordered) - SHOWN
@@ -100,8 +100,8 @@ def _named(entries: Iterable[Entry]) -> str:
 
 
 def removal_order(paths: Iterable[str]) -> list[str]:
-    """Sort key for removing the files of a checkpoint, so that a partly removed one is still recognised.
+    """The order in which to remove the files of a checkpoint, so that a partly removed one is still recognised.
 
-    The manifest is removed last, and the tensor files just before it.
+    The manifest is last, and the tensor files come just before it.
     """
     return sorted(paths, key=lambda path: (path == MANIFEST, is_tensor_file(path), path))

@@ -1,4 +1,4 @@
-"""What a disk has room for, and what names it takes."""
+"""Free space and name limits of disks."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ USUAL_NAME_BYTES = 255
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What the file system of a folder can take."""
+    """Capacity of the file system of a folder."""
 
     device: int
-    """Tells file systems apart."""
+    """Identifies the file system."""
     free_bytes: int | None
-    """For this user; ``None`` where the file system does not say."""
+    """Free space for this user; ``None`` if the file system does not report it."""
     block_bytes: int
-    """A file takes a multiple of it."""
+    """A file occupies a multiple of it."""
     name_bytes: int
-    """The longest name."""
+    """Maximum length of a name."""
     held_bytes: int
-    """What lies below the folder already, in blocks that are really taken."""
+    """Bytes of the allocated blocks of all files in the folder."""
 
     def taken_by(self, size_bytes: int) -> int:
-        """What a file of a size takes."""
+        """Bytes that a file of a size occupies."""
         return -(-size_bytes // self.block_bytes) * self.block_bytes
 
 
 def room_for(folder: Path) -> Room:
-    """What can be put into a folder, which need not be there yet."""
-    there = next(above for above in (folder, *folder.parents) if above.is_dir())
-    system = os.statvfs(there)
+    """Capacity of the file system of a folder, which need not exist yet."""
+    existing = next(above for above in (folder, *folder.parents) if above.is_dir())
+    system = os.statvfs(existing)
     return Room(
-        device=there.stat().st_dev,
+        device=existing.stat().st_dev,
         free_bytes=system.f_bavail * system.f_frsize if system.f_blocks else None,
         block_bytes=max(1, system.f_frsize),
         name_bytes=system.f_namemax or USUAL_NAME_BYTES,
-        held_bytes=_held(folder) if there == folder else 0,
+        held_bytes=_held(folder) if existing == folder else 0,
     )
 
 
 def _held(folder: Path) -> int:
-    """Bytes in blocks of all files below a folder; a hole takes none."""
+    """Bytes of the allocated blocks of all files below a folder; holes occupy none."""
     return sum(
         os.lstat(os.path.join(where, name)).st_blocks * 512
         for where, _, names in os.walk(folder)

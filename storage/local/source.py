@@ -13,7 +13,7 @@ from pathlib import Path
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import TENSOR_FOLDERS
 from paddle_reshard.storage.local.entries import look, opened
-from paddle_reshard.storage.os_errors import told, told_while_moving
+from paddle_reshard.storage.os_errors import translated, translated_while_moving
 from paddle_reshard.storage.store import Openness, Read, ReadRange
 
 
@@ -77,7 +77,7 @@ class LocalSource(ReadRange):
     def __init__(self, root: Path, names: Collection[str] | None = None, links: bool = False) -> None:
         self.root = Path(os.path.abspath(root))
         self.location = str(root)
-        with told(self.root, self.location, CheckpointError):
+        with translated(self.root, self.location, CheckpointError):
             try:
                 is_folder = stat.S_ISDIR(root.stat().st_mode)
             except FileNotFoundError:
@@ -107,7 +107,7 @@ class LocalSource(ReadRange):
     def read_many(self, reads: Sequence[Read]) -> None:
         """Fill several buffers; consecutive reads of one file share its handle."""
         for path, of_file in groupby(reads, key=lambda read: read.path):
-            with self.opened(path) as descriptor, self._told(path):
+            with self.opened(path) as descriptor, self._translated(path):
                 for read in of_file:
                     _read_all(descriptor, read)
 
@@ -115,16 +115,16 @@ class LocalSource(ReadRange):
     def opened(self, path: str) -> Iterator[int]:
         """Open a file for reading; refused if it has changed since the source was opened."""
         if path not in self.places:
-            raise CheckpointError(f"{path}: was not there when {self.location} was listed")
+            raise CheckpointError(f"{path}: did not exist when {self.location} was listed")
         with ExitStack() as held:
-            with self._told(path):
+            with self._translated(path):
                 descriptor = held.enter_context(opened(self.places[path], path))
                 self._check(path, os.fstat(descriptor))
             yield descriptor
 
-    def _told(self, path: str) -> AbstractContextManager[None]:
+    def _translated(self, path: str) -> AbstractContextManager[None]:
         """Convert errors of the operating system to sentences about a file of the source."""
-        return told_while_moving(self.places[path], f"{self.location}/{path}", CheckpointError)
+        return translated_while_moving(self.places[path], f"{self.location}/{path}", CheckpointError)
 
     def _check(self, path: str, status: os.stat_result) -> None:
         if difference := self.stamps[path].difference(status):
@@ -137,7 +137,7 @@ class LocalSource(ReadRange):
     def check_unchanged(self) -> None:
         """Refuse if any file has changed since the source was opened."""
         for path, place in self.places.items():
-            with self._told(path):
+            with self._translated(path):
                 self._check(path, _status(place))
 
 
@@ -182,4 +182,4 @@ def _status(path: Path) -> os.stat_result:
     try:
         return path.stat()
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path.name}: vanished while it was read") from error
+        raise CheckpointError(f"{path.name}: disappeared while it was read") from error

@@ -1,7 +1,7 @@
 """New checkpoints in folders of a local file system.
 
-A new checkpoint is staged in a hidden folder beside its target and renamed when it is whole, so an unfinished
-checkpoint can never be mistaken for a finished one.
+A new checkpoint is staged in a hidden folder next to its target and renamed when it is complete, so an unfinished
+checkpoint is never mistaken for a finished one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paddle_reshard.pipeline.core.part_limits import CopyLimits
 from paddle_reshard.storage.checksum import checksum
 from paddle_reshard.storage.local.folders import check_free, object_to, remove_files, set_aside
 from paddle_reshard.storage.local.source import LocalSource, list_folder
-from paddle_reshard.storage.os_errors import told, told_while_moving
+from paddle_reshard.storage.os_errors import translated, translated_while_moving
 from paddle_reshard.storage.replaceable import Kind
 from paddle_reshard.storage.session.ledger import (
     Phase,
@@ -48,7 +48,7 @@ from paddle_reshard.storage.store import (
 COPIES = CopyLimits(smallest_bytes=1 << 20, largest_bytes=16 << 20)
 COPY_BLOCK_BYTES = 1 << 20
 WRITEBACK_BYTES = 1 << 20
-"""Smaller writes are left to the kernel."""
+"""Writeback of smaller writes is the kernel's decision."""
 FSYNCS_IN_FLIGHT = 8
 _CANNOT_COPY = {errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 """Errors of the kernel for files between which it cannot copy."""
@@ -62,12 +62,12 @@ class LocalWriter:
 
     staging: Path
     location: str
-    """Of the target, as the user has given it."""
+    """Location of the target as the user gave it."""
     copies_in_flight: ClassVar[int] = 1
 
     def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
         """Write all of ``buffer`` into a staged file."""
-        with self._told(path), open(self.staging / path, "r+b", buffering=0) as file:
+        with self._translated(path), open(self.staging / path, "r+b", buffering=0) as file:
             done = 0
             while done < len(buffer):
                 done += os.pwrite(file.fileno(), buffer[done:], byte_offset + done)
@@ -79,12 +79,14 @@ class LocalWriter:
         if not isinstance(source, LocalSource):
             raise UnsupportedError(f"{copy.path}: only files of this machine can be copied here")
         with (
-            source.opened(copy.source_path) as one,
-            self._told(copy.path, f", while {source.location}/{copy.source_path} was copied there"),
-            open(self.staging / copy.path, "r+b", buffering=0) as other,
+            source.opened(copy.source_path) as from_file,
+            self._translated(copy.path, f", while {source.location}/{copy.source_path} was copied there"),
+            open(self.staging / copy.path, "r+b", buffering=0) as file,
         ):
-            done = _copy_in_kernel(one, other.fileno(), copy.nbytes, copy.source_offset, copy.byte_offset)
-            _start_writeback(other.fileno(), copy.byte_offset, done)
+            done = _copy_in_kernel(
+                from_file, file.fileno(), copy.nbytes, copy.source_offset, copy.byte_offset
+            )
+            _start_writeback(file.fileno(), copy.byte_offset, done)
         buffer = memoryview(bytearray(min(COPY_BLOCK_BYTES, copy.nbytes - done)))
         while done < copy.nbytes:
             block = buffer[: copy.nbytes - done]
@@ -93,18 +95,18 @@ class LocalWriter:
             done += len(block)
         return Receipt(copy.path, copy.byte_offset, copy.nbytes)
 
-    def _told(self, path: str, doing: str = "") -> AbstractContextManager[None]:
+    def _translated(self, path: str, doing: str = "") -> AbstractContextManager[None]:
         """Convert errors of the operating system to sentences about the target."""
-        return told_while_moving(self.staging / path, self.location, TargetError, doing)
+        return translated_while_moving(self.staging / path, self.location, TargetError, doing)
 
 
-def _copy_in_kernel(one: int, other: int, nbytes: int, from_byte: int, to_byte: int) -> int:
-    """Copy between two open files by ``copy_file_range``; how many bytes were copied before it failed."""
+def _copy_in_kernel(from_file: int, to_file: int, nbytes: int, from_byte: int, to_byte: int) -> int:
+    """Copy between two open files by ``copy_file_range``. Returns the number of bytes copied before it failed."""
     copy = getattr(os, "copy_file_range", None)
     done = 0
     while copy is not None and done < nbytes:
         try:
-            count = copy(one, other, nbytes - done, from_byte + done, to_byte + done)
+            count = copy(from_file, to_file, nbytes - done, from_byte + done, to_byte + done)
         except OSError as error:
             if error.errno not in _CANNOT_COPY:
                 raise
@@ -116,9 +118,9 @@ def _copy_in_kernel(one: int, other: int, nbytes: int, from_byte: int, to_byte: 
 
 
 def _start_writeback(descriptor: int, byte_offset: int, nbytes: int) -> None:
-    """Let the disk start writing back, while the conversion goes on.
+    """Let the disk start writing back while the conversion continues.
 
-    Otherwise the kernel keeps dirty pages until they are many, or until publishing flushes all of them at once. Linux
+    Otherwise the kernel keeps dirty pages until there are many, or until publishing flushes all of them at once. Linux
     starts to write them when advised that they are not needed soon; other systems may ignore the advice.
     """
     if nbytes >= WRITEBACK_BYTES and hasattr(os, "posix_fadvise"):
@@ -126,7 +128,7 @@ def _start_writeback(descriptor: int, byte_offset: int, nbytes: int) -> None:
 
 
 class LocalTarget:
-    """A new checkpoint folder, staged beside its target and renamed when it is whole."""
+    """A new checkpoint folder, staged next to its target and renamed when it is complete."""
 
     smallest_part_bytes = 1
     most_parts = None
@@ -138,7 +140,7 @@ class LocalTarget:
         self.staging = Staging(staging_folder(self.root), self.location)
         self.files: Sequence[NewFile] = ()
         self.session: Session | None = None
-        with self._told():
+        with self._translated():
             left = self.staging.find()
             self.unfinished = None if left is None or self.staging.is_moved(left) else left.identity
             if left is None or self.staging.is_moved(left):
@@ -148,13 +150,13 @@ class LocalTarget:
                 refuse_busy(left, self.location, False, time.time())
                 refuse_unfinished(left, self.location)
 
-    def _told(self) -> AbstractContextManager[None]:
+    def _translated(self) -> AbstractContextManager[None]:
         """Convert errors of the operating system to sentences about the target."""
-        return told(self.root, self.location, TargetError)
+        return translated(self.root, self.location, TargetError)
 
     def room(self) -> Room:
         """Free space of the disk in bytes, not counting the staged files."""
-        with self._told():
+        with self._translated():
             return room_for(self.staging.files)
 
     def copies_from(self, source: Source) -> CopyLimits | None:
@@ -166,7 +168,7 @@ class LocalTarget:
 
     def published(self, manifest_path: str) -> bytes | None:
         """The manifest, if the target is a complete checkpoint and no conversion is in progress."""
-        with self._told():
+        with self._translated():
             self._sweep()
             if self.staging.find() is not None or not (self.root / manifest_path).is_file():
                 return None
@@ -180,12 +182,12 @@ class LocalTarget:
         """Remove the remains of a run that was killed after it published the target."""
         left = self.staging.find()
         if left is None:
-            self.staging.place.tidy()
+            self.staging.session_store.tidy()
         elif self.staging.is_moved(left):
             with self.staging.taken(self.take_over) as still:
                 if still is not None and self.staging.is_moved(still):
                     self._remove_replaced()
-                    self.staging.place.remove_alone()
+                    self.staging.session_store.remove_alone()
 
     def begin(
         self,
@@ -194,8 +196,8 @@ class LocalTarget:
         openness: Openness = Openness(),
     ) -> tuple[LocalWriter, Sequence[Record]]:
         """Create every file in its final size, or find the files of an earlier run."""
-        self.staging.place.openness = openness
-        with self._told():
+        self.staging.session_store.openness = openness
+        with self._translated():
             self._sweep()
             if self.staging.find() is None:
                 check_free(self.root, self.overwrite)
@@ -205,12 +207,12 @@ class LocalTarget:
 
     def note(self, record: Record) -> None:
         """Write a line of the ledger."""
-        with self._told():
+        with self._translated():
             self._held().note(record)
 
     def _held(self) -> Session:
         if self.session is None:
-            raise TargetError(f"{self.location}: the conversion has not begun")
+            raise TargetError(f"{self.location}: the conversion has not started")
         return self.session
 
     def finish(self, receipts: Iterable[Receipt]) -> LocalSource:
@@ -225,15 +227,13 @@ class LocalTarget:
     def publish(self, manifest_path: str, manifest: bytes) -> None:
         """Flush everything to the disk, then rename the folder."""
         session, staging = self._held(), self.staging
-        with self._told():
-            write_file(staging.files / manifest_path, manifest, staging.place.openness.files)
+        with self._translated():
+            write_file(staging.files / manifest_path, manifest, staging.session_store.openness.files)
             files, _ = list_folder(staging.files)
             inner = {str(Path(path).parent) for path in files}
             with ThreadPoolExecutor(FSYNCS_IN_FLIGHT) as pool:
-                list(
-                    pool.map(sync, (staging.files / path for path in files))
-                )  # raises what any of them raised
-            for path in sorted(inner, reverse=True):  # "." is the last of them
+                list(pool.map(sync, (staging.files / path for path in files)))  # raises the first error
+            for path in sorted(inner, reverse=True):  # "." comes last
                 sync(staging.files / path)
             occupied = check_free(self.root, self.overwrite)
             session.update(phase=Phase.PUBLISH)
@@ -250,16 +250,16 @@ class LocalTarget:
         replaced = self.staging.replaced
         if replaced.exists():
             raise TargetError(
-                f"{self.root}: something was put here while the old checkpoint was set aside in {replaced}; "
-                "remove one of them"
+                f"{self.root}: was created while the old checkpoint was set aside in {replaced}; remove one of the two"
             )
         os.rename(self.root, replaced)
         if (reason := object_to(replaced)[1]) is not None:
             os.rename(replaced, self.root)
-            raise TargetError(f"{self.root}: is not replaced, for {reason}; move that away")
+            raise TargetError(f"{self.root}: is not replaced, because {reason}; move that away")
 
     def _remove_replaced(self) -> None:
-        """Remove the checkpoint that was set aside, its own files only. Anything else is kept where users find it."""
+        """Remove the checkpoint that was set aside, but only its own files. All others are kept where users find
+        them."""
         replaced = self.staging.replaced
         if not replaced.is_dir():
             return
@@ -268,16 +268,16 @@ class LocalTarget:
             return
         kept = set_aside(replaced, self.root)
         logger.warning(
-            "%s: what was here before is kept in %s: %s",
+            "%s: the old contents are kept in %s: %s",
             self.location,
             kept,
-            reason or "it is still written to",
+            reason or "it is still being written to",
         )
 
     def clean(self) -> list[str]:
         """Remove what an unfinished conversion left behind. Returns the paths."""
-        folder = self.staging.place.folder
-        with self._told():
+        folder = self.staging.session_store.folder
+        with self._translated():
             if not folder.is_dir():
                 return []
             with self.staging.taken(self.take_over):
@@ -292,22 +292,22 @@ class LocalTarget:
                 os.rename(replaced, self.root)
             elif self.staging.files.exists():
                 raise TargetError(
-                    f"{self.root}: something was put here while the old checkpoint was set aside in {replaced}; "
-                    "move one of them away"
+                    f"{self.root}: was created while the old checkpoint was set aside in {replaced}; move one of the "
+                    "two away"
                 )
             else:
                 self._remove_replaced()
-        self.staging.place.remove_alone()
+        self.staging.session_store.remove_alone()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.session is not None and not self.session.keep(error):
             self.session.stop()
-            with self._told(), self.staging.place.alone():
+            with self._translated(), self.staging.session_store.locked():
                 self._take_back()
 
 
 def staging_folder(root: Path) -> Path:
-    """The folder in which a target is staged: hidden, beside it."""
+    """The folder in which a target is staged: hidden, next to it."""
     return root.with_name(f".{root.name}.reshard")

@@ -1,7 +1,7 @@
-"""A folder of a store that fsspec reaches: list, read a range, write, delete; every failure becomes one sentence.
+"""A folder of a store that fsspec reaches: list, read ranges, write, delete. Every failure becomes one sentence.
 
-A folder can be pickled and sent to a worker. Its options, which hold credentials, travel inside the pickle and appear
-nowhere else: not in ``repr``, not in ``location``, not in a message.
+A folder can be pickled and sent to a worker. The pickle contains its options, which hold credentials; ``repr``,
+``location`` and messages do not.
 """
 
 from __future__ import annotations
@@ -42,35 +42,35 @@ _BUGS = (TypeError, AttributeError, NameError, AssertionError, MemoryError)
 
 _SENTENCES = {
     "403": "access denied",
-    "404": "it is not there",
-    "412": "it changed while it was read",
+    "404": "not found",
+    "412": "changed while it was read",
     "AccessDenied": "access denied; the key may not do this",
     "AllAccessDisabled": "access denied; the key may not do this",
-    "AuthorizationHeaderMalformed": "the store wants another region; set it in client_kwargs",
+    "AuthorizationHeaderMalformed": "the store requires a different region; set it in client_kwargs",
     "EndpointConnectionError": "the store cannot be reached; is the endpoint right?",
     "ConnectTimeoutError": "the store cannot be reached; is the endpoint right?",
     "ExpiredToken": "the session token has expired",
-    "FileNotFoundError": "it is not there",
+    "FileNotFoundError": "not found",
     "InvalidAccessKeyId": "access denied; the store does not know this access key",
     "InvalidBucketName": "the bucket has no valid name",
-    "InvalidRange": "it has become shorter than it was when it was indexed",
+    "InvalidRange": "has become shorter since it was indexed",
     "InvalidToken": "the session token is not valid",
     "NoCredentialsError": "no credentials were found",
     "NoSuchBucket": "no such bucket",
-    "NoSuchKey": "it is not there",
-    "NoSuchUpload": "the upload is gone; was it aborted by someone else?",
-    "PermanentRedirect": "the bucket is in another region; set it in client_kwargs",
+    "NoSuchKey": "not found",
+    "NoSuchUpload": "the upload no longer exists; did another program abort it?",
+    "PermanentRedirect": "the bucket is in a different region; set it in client_kwargs",
     "PermissionError": "access denied",
-    "PreconditionFailed": "it changed while it was read",
-    "ReadTimeoutError": "the store did not answer in time",
+    "PreconditionFailed": "changed while it was read",
+    "ReadTimeoutError": "the store did not respond in time",
     "RequestTimeTooSkewed": "access denied; the clock of this machine is wrong",
-    "SSLError": "TLS handshake failed; does the endpoint speak https, with a certificate trusted here?",
+    "SSLError": "TLS handshake failed; does the endpoint use https, with a trusted certificate?",
     "SignatureDoesNotMatch": "access denied; the secret does not belong to the access key",
-    "SlowDown": "the store asks to slow down",
+    "SlowDown": "the store is throttling requests",
 }
 _DENIED = ("AccessDenied", "AllAccessDisabled")
 _CHANGED = ("404", "412", "FileNotFoundError", "InvalidRange", "NoSuchKey", "PreconditionFailed")
-"""A listed file no longer exists. This is not a failure of the store, so the request is not retried."""
+"""Codes for a listed file that has changed or no longer exists. The store has not failed, so there is no retry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ class FsspecFolder:
             return
 
     def probe(self, name: str, deleting: bool) -> None:
-        """Check that this folder can be written."""
+        """Check that this folder is writable."""
         self.attempt("", self.put, name, b"", policy=retry.HURRIED)
         self.attempt("", self.delete, name, policy=retry.HURRIED)
 
@@ -227,7 +227,8 @@ class FsspecFolder:
     def attempt(
         self, name: str, function: Callable[..., T], *args: Any, policy: RetryPolicy | None = None
     ) -> T:
-        """Make a request, with retries after temporary failures. A failure becomes one sentence about ``name``."""
+        """Make a request, with retries after temporary failures. A final failure becomes one sentence about
+        ``name``."""
         with _Translated(self, name):
             return retry.call(policy or retry.POLICY, function, *args)
 
@@ -250,9 +251,9 @@ class FsspecFolder:
 
     def explain(self, error: BaseException, name: str) -> ReshardError:
         """Convert an error of a client to one of ours."""
-        tried = ""
+        attempts = ""
         if isinstance(error, GaveUp):
-            tried = f"; gave up after {error.attempts} attempts"
+            attempts = f"; gave up after {error.attempts} attempts"
             error = error.cause
         code = retry.code_of(error)
         sentence = _SENTENCES.get(code) or (
@@ -260,10 +261,10 @@ class FsspecFolder:
         )
         if code in _DENIED and (operation := retry.operation_of(error)):
             sentence = f"{sentence} ({operation})"
-        place = f"{self.location}/{name}" if name else self.location
-        told = self.failure(f"{place}: {sentence}{tried}")
-        told.retryable = code not in _CHANGED
-        return told
+        location = f"{self.location}/{name}" if name else self.location
+        explained = self.failure(f"{location}: {sentence}{attempts}")
+        explained.retryable = code not in _CHANGED
+        return explained
 
     def redacted(self, error: BaseException) -> str:
         """The text of an error of a client, without secrets."""
@@ -274,8 +275,7 @@ class FsspecFolder:
 
 
 class _Translated:
-    """Convert errors of clients. They are not chained, because their text comes from the store and may contain
-    anything."""
+    """Converts errors of clients. The originals are not chained, because their text comes from the store."""
 
     def __init__(self, folder: FsspecFolder, name: str) -> None:
         self.folder, self.name = folder, name
@@ -310,7 +310,7 @@ def _missing_driver(scheme: str) -> str:
 def choose_options(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options for a scheme.
 
-    ``{"s3": {…}, "gs": {…}}`` distinguishes the two ends of a conversion; any other mapping applies to both.
+    ``{"s3": {…}, "gs": {…}}`` gives options by scheme; all other options apply to every scheme.
     """
     chosen: dict[str, Any] = {}
     for name, value in options.items():
@@ -323,7 +323,7 @@ def choose_options(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def below(url: str, path: str) -> str:
-    """The URL of something in a folder. Of a chain the first link with a path is the one that goes on.
+    """The URL of something in a folder. In a chain, the first link with a path is extended.
 
     >>> below("s3://bucket/a/", "b"), below("zip://a::s3://bucket/c.zip", "b")
     ('s3://bucket/a/b', 'zip://a/b::s3://bucket/c.zip')
@@ -348,7 +348,7 @@ def without_secrets(url: str) -> str:
 
 
 def secrets_of(url: str, options: Mapping[str, Any]) -> set[str]:
-    """All texts in a URL or its options that must not be shown."""
+    """All strings in a URL or its options that must not be shown."""
     found: set[str] = set()
     for parts in map(urlsplit, url.split("::")):
         found |= {parts.username or "", parts.password or "", *(value for _, value in parse_qsl(parts.query))}

@@ -1,7 +1,7 @@
-"""Retries: which failures of a store are temporary, and how often a request is repeated.
+"""Retries: which failures of a store are temporary, and how often a request is retried.
 
-All retries are made and counted here; the clients below are configured to try once. A request whose failure is
-permanent (no permission, no such object, a failed condition) is never repeated.
+All retries are made and counted here; clients are configured to try once. A request is not retried after a permanent
+failure (no permission, no such object, a failed condition).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How long a request is repeated. Each wait is random, below a bound that doubles every time."""
+    """How long a request is retried. Each wait is random, below a bound that doubles every time."""
 
     attempts: int = 8
     total_seconds: float = 180.0
@@ -60,7 +60,7 @@ _CODES = frozenset(
 
 
 class DamagedBody(Exception):
-    """The body of an answer was truncated or altered; the next one may be intact."""
+    """The body of a response was truncated or altered; a retry may succeed."""
 
 
 _PASSING = (
@@ -92,7 +92,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def response_of(error: BaseException) -> Mapping[str, Any]:
-    """The answer of an S3 store; empty if there was none."""
+    """The response of an S3 store; empty if there was none."""
     for each in _chain(error):
         response = getattr(each, "response", None)
         if isinstance(response, Mapping):

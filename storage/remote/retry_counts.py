@@ -1,4 +1,4 @@
-"""How often has a store been asked again? Counted in each process, by failure; no driver is needed to know it."""
+"""Counts retried requests by failure, in each process. Requires no driver."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _lock = threading.Lock()
 
 
 def note_retry(failure: str) -> None:
-    """A request failed in passing and is repeated."""
+    """Count a request that failed temporarily and is retried."""
     with _lock:
         _counts[failure] += 1
 
 
 def count_retries() -> Counter[str]:
-    """Failure → how often it was met and the request repeated, in this process so far."""
+    """Failure → number of retries after it, in this process so far."""
     with _lock:
         return Counter(_counts)

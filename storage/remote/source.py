@@ -27,7 +27,7 @@ class FsspecSource(ReadRange):
     def __init__(self, folder: FsspecFolder, names: Collection[str] | None = None) -> None:
         listing = folder.listing(retry.HURRIED)
         if not listing.files and not listing.folders:
-            raise folder.failure(f"{folder.location}: nothing is there")
+            raise folder.failure(f"{folder.location}: no such folder, or it is empty")
         if names is None and SESSION in listing.files and MANIFEST not in listing.files:
             raise folder.failure(f"{folder.location}: an unfinished conversion, not a checkpoint")
         self.folder = folder
@@ -65,11 +65,11 @@ class FsspecSource(ReadRange):
     def _pieces(self, read: Read) -> Iterator[Read]:
         """A read cut into requests; it must lie within the file as it was listed."""
         if read.path not in self.stamps:
-            raise CheckpointError(f"{read.path}: was not there when {self.location} was listed")
+            raise CheckpointError(f"{read.path}: did not exist when {self.location} was listed")
         stop, size_bytes = read.byte_offset + len(read.buffer), self.stamps[read.path].size_bytes
         if stop > size_bytes:
             raise CheckpointError(
-                f"{read.path}: ends at byte {size_bytes}, bytes up to {stop} were asked for"
+                f"{read.path}: ends at byte {size_bytes}, but bytes up to {stop} were requested"
             )
         for start in range(0, len(read.buffer), RANGE_BYTES):
             yield Read(read.path, read.byte_offset + start, read.buffer[start : start + RANGE_BYTES])
@@ -89,7 +89,7 @@ class FsspecSource(ReadRange):
         now = self.folder.listing().files
         for path, stamp in self.stamps.items():
             if path not in now:
-                raise CheckpointError(f"{path}: vanished while it was read")
+                raise CheckpointError(f"{path}: disappeared while it was read")
             if now[path] != stamp:
                 raise CheckpointError(
                     f"{path}: changed while it was read (size {stamp.size_bytes}, version {stamp.version} then, "

@@ -1,8 +1,8 @@
-"""New checkpoints in a store that has no rename of folders.
+"""New checkpoints in stores that cannot rename folders.
 
-The order is what keeps an unfinished checkpoint from looking finished: nothing is visible until all parts are
-written; then old completion markers go, the files appear, they are read back, what is left of an overwritten
-checkpoint goes, the new markers appear, and the manifest is last.
+Their order of steps keeps an unfinished checkpoint from looking finished. Nothing is visible until all parts are
+written. Then old completion markers are removed, the new files appear and are read back, the remaining files of an
+overwritten checkpoint are removed, the new markers appear, and finally the manifest.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from paddle_reshard.pipeline.core.part_limits import CopyLimits
 from paddle_reshard.pipeline.core.trainer_files import is_tensor_file
 from paddle_reshard.storage.formats.strict_json import parse_json
 from paddle_reshard.storage.local.target import LocalWriter
-from paddle_reshard.storage.os_errors import told
+from paddle_reshard.storage.os_errors import translated
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.remote.folder import FsspecFolder, Listing
 from paddle_reshard.storage.remote.source import FsspecSource
 from paddle_reshard.storage.replaceable import objection
 from paddle_reshard.storage.session.ledger import (
     Phase,
-    Place,
     Session,
     SessionRecord,
+    SessionStore,
     acquire_lock,
     check_receipts,
     find_session,
@@ -64,12 +64,12 @@ logger = logging.getLogger(__name__)
 
 
 def is_marker(name: str) -> bool:
-    """Whether a trainer, or this package, takes a checkpoint with this file for a finished one."""
+    """Whether a file marks a checkpoint as finished, for a trainer or for this package."""
     return name == MANIFEST or trainer_files.is_marker(name)
 
 
 class FsspecTarget(ABC):
-    """What all targets without a rename have in common; how a file is written and appears is the store's."""
+    """Base of all targets in stores without a rename. Subclasses write files and make them visible."""
 
     smallest_part_bytes = 1
     most_parts: int | None = None
@@ -82,39 +82,39 @@ class FsspecTarget(ABC):
         self.receipts: Mapping[tuple[str, int], Receipt] = {}
         self.session: Session | None = None
         self.made: set[str] = set()
-        self.place = self.find_place()
+        self.session_store = self.open_session_store()
         listing = folder.listing(retry.HURRIED)
-        left = find_session(self.place)
+        found = find_session(self.session_store)
         self.unfinished: Identity | None = None
-        if left is not None and not self.is_over(left, listing):
-            self.unfinished = left.identity
+        if found is not None and not self.is_published(found, listing):
+            self.unfinished = found.identity
             if not resume:
-                refuse_busy(left, self.location, False, time.time())
-                refuse_unfinished(left, self.location)
+                refuse_busy(found, self.location, False, time.time())
+                refuse_unfinished(found, self.location)
         elif not resume:
             self.check_free(listing)
         folder.probe(PROBE_PREFIX + secrets.token_hex(8), deleting=overwrite)
 
     @abstractmethod
-    def find_place(self) -> Place:
-        """Where the session is kept."""
+    def open_session_store(self) -> SessionStore:
+        """The store of this target's session."""
 
     @abstractmethod
     def begin_files(self, files: Sequence[NewFile], identity: Identity) -> tuple[WritePart, Sequence[Record]]:
-        """Take the session and make room for all files; sets ``session``."""
+        """Take the session, which sets ``session``, and prepare all files."""
 
     @abstractmethod
     def make_visible(self, name: str) -> None:
-        """All parts of a file are written: let it appear, whole. Can be repeated."""
+        """Make a file visible after all its parts are written. Can be repeated."""
 
     @abstractmethod
     def take_back(self) -> int:
-        """Drop what is written and did not appear; says how many things could not be dropped."""
+        """Remove everything written that is not visible. Returns the number of failures."""
 
     def check_free(self, listing: Listing) -> list[str]:
-        """Refuse a folder that holds something; with ``overwrite``, what is more than a checkpoint.
+        """Refuse a folder that is not empty or, with ``overwrite``, that holds more than a checkpoint.
 
-        What a killed process left behind is nothing. The files that may go.
+        Remains of a killed process do not count. Returns the files that may be removed.
         """
         names = [name for name in listing.files if not name.startswith(OWN_PREFIX)]
         if not names and not listing.folders:
@@ -131,15 +131,15 @@ class FsspecTarget(ABC):
             )
         return names
 
-    def is_over(self, left: SessionRecord, listing: Listing) -> bool:
-        """Whether a session is only what a run left that was killed when its manifest was there already."""
-        if left.phase is not Phase.PUBLISH or MANIFEST not in listing.files:
+    def is_published(self, session: SessionRecord, listing: Listing) -> bool:
+        """Whether a session belongs to a run that was killed after it wrote the manifest."""
+        if session.phase is not Phase.PUBLISH or MANIFEST not in listing.files:
             return False
         try:
             manifest = parse_json(self._read(MANIFEST, listing))
         except ValueError:
             return False
-        return isinstance(manifest, dict) and manifest.get("plan_id") == left.identity.plan_id
+        return isinstance(manifest, dict) and manifest.get("plan_id") == session.identity.plan_id
 
     def _read(self, name: str, listing: Listing) -> bytes:
         stamp = listing.files[name]
@@ -148,30 +148,30 @@ class FsspecTarget(ABC):
         return bytes(buffer)
 
     def room(self) -> Room | None:
-        """An object store has no end."""
+        """None: an object store has no limit."""
         return None
 
     def copies_from(self, source: Source) -> CopyLimits | None:
-        """Nothing, as far as is known of any store."""
+        """None: no store is known to copy ranges by itself, except S3."""
         return None
 
     def __enter__(self) -> FsspecTarget:
         return self
 
     def published(self, manifest_path: str) -> bytes | None:
-        """The manifest, if a whole checkpoint is here and no conversion is under way."""
+        """The manifest, if there is a complete checkpoint and no conversion in progress."""
         listing = self._sweep()
-        if manifest_path not in listing.files or find_session(self.place) is not None:
+        if manifest_path not in listing.files or find_session(self.session_store) is not None:
             return None
         return self._read(manifest_path, listing)
 
     def _sweep(self) -> Listing:
-        """Remove what a run left that was killed when its manifest was there already."""
+        """Remove the session of a run that was killed after it wrote the manifest."""
         listing = self.folder.listing()
-        left = find_session(self.place)
-        if left is not None and self.is_over(left, listing):
-            acquire_lock(self.place, self.location, self.take_over)
-            self.place.remove()
+        found = find_session(self.session_store)
+        if found is not None and self.is_published(found, listing):
+            acquire_lock(self.session_store, self.location, self.take_over)
+            self.session_store.remove()
             return self.folder.listing()
         return listing
 
@@ -181,35 +181,35 @@ class FsspecTarget(ABC):
         identity: Identity,
         openness: Openness = Openness(),
     ) -> tuple[WritePart, Sequence[Record]]:
-        """Make room for all files but the manifest, or find what an earlier run has made."""
+        """Prepare all files except the manifest, or resume an earlier run."""
         listing = self._sweep()
-        if find_session(self.place) is None:
+        if find_session(self.session_store) is None:
             self.check_free(listing)
         self.files = {new.path: new for new in files}
         return self.begin_files(files, identity)
 
-    def held(self) -> Session:
-        """The session, which has begun."""
+    def current_session(self) -> Session:
+        """The session of this run."""
         if self.session is None:
-            raise TargetError(f"{self.location}: the conversion has not begun")
+            raise TargetError(f"{self.location}: the conversion has not started")
         return self.session
 
     def note(self, record: Record) -> None:
         """Add a line to the ledger."""
-        self.held().note(record)
+        self.current_session().note(record)
 
     def finish(self, receipts: Iterable[Receipt]) -> FsspecSource:
-        """Let all files but the markers appear, and look at them as they are in the store.
+        """Make all files except the markers visible, and open them as they are in the store.
 
-        Files by which a folder is known for a checkpoint come first: if this is cut short, ``--overwrite`` can
-        replace what is there.
+        Tensor files come first. They identify a folder as a checkpoint, so that after a kill ``--overwrite`` can
+        replace it.
         """
         self.receipts = check_receipts(self.location, self.files.values(), receipts)
-        session, listing = self.held(), self.folder.listing()
+        session, listing = self.current_session(), self.folder.listing()
         session.flush()
         if session.phase is Phase.MOVE:
             session.update(phase=Phase.FINISH, replaces=self.check_free(listing))
-        if session.phase is Phase.FINISH:  # later, the markers are ours
+        if session.phase is Phase.FINISH:  # from PUBLISH on, the markers are ours
             old = {MANIFEST, *session.record.replaces}
             self.folder.for_each(self._delete, [n for n in listing.files if n in old and is_marker(n)])
         names = [name for name in self.files if not is_marker(name)]
@@ -226,16 +226,16 @@ class FsspecTarget(ABC):
         return source
 
     def reopen(self) -> FsspecSource:
-        """What is published here."""
+        """Open the published checkpoint for reading."""
         return FsspecSource(self.folder)
 
     def etags(self) -> Mapping[str, str]:
-        """Not every store names files by what they hold."""
+        """None: not every store derives identifiers from contents."""
         return {}
 
     def publish(self, manifest_path: str, manifest: bytes) -> None:
-        """Remove what is left of an overwritten checkpoint, show the markers, write the manifest last."""
-        session, listing = self.held(), self.folder.listing()
+        """Remove the remaining files of an overwritten checkpoint, make the markers visible, and write the manifest."""
+        session, listing = self.current_session(), self.folder.listing()
         if session.phase is Phase.FINISH:
             old = {*session.record.replaces, *(n for n in listing.files if n.startswith(PROBE_PREFIX))}
             self.folder.for_each(
@@ -248,8 +248,8 @@ class FsspecTarget(ABC):
             self.folder.attempt(manifest_path, self.folder.put, manifest_path, manifest)
         elif not self.folder.attempt(manifest_path, self.folder.put_new, manifest_path, manifest):
             raise TargetError(
-                f"{self.location}: another conversion was written here at the same time; what is there now may be "
-                "of both, remove it"
+                f"{self.location}: a second conversion wrote here at the same time; remove the target, which may hold "
+                "files of both"
             )
         session.remove()
         self.session = None
@@ -270,27 +270,27 @@ class FsspecTarget(ABC):
     ) -> None:
         if self.session is None or self.session.keep(error):
             return
-        if self.session.record.replaces:  # half of the old checkpoint is gone: there is no way but on
+        if self.session.record.replaces:  # part of the old checkpoint is gone, so rolling back is impossible
             self.session.release()
             logger.warning("%s", _only_forward(self.location))
             return
         self.session.stop()
-        self.place.shorten_timeouts()
-        left = self.take_back()
+        self.session_store.shorten_timeouts()
+        failures = self.take_back()
         visible = self.made if self.overwrite or self.session.phase is Phase.MOVE else self.files.keys()
-        left += self.try_each(self.folder.delete, sorted(visible, key=lambda n: (not is_marker(n), n)))
+        failures += self.try_each(self.folder.delete, sorted(visible, key=lambda n: (not is_marker(n), n)))
         try:
-            self.place.remove()
+            self.session_store.remove()
         except ReshardError:
             self.session.release()
-            left += 1
-        if left:
+            failures += 1
+        if failures:
             logger.warning(
-                "%s: %d things of an unfinished conversion could not be removed", self.location, left
+                "%s: %d objects of an unfinished conversion could not be removed", self.location, failures
             )
 
     def try_each(self, function: Callable[[str], None], names: Iterable[str]) -> int:
-        """Apply a function to all names; says how many times it failed."""
+        """Apply a function to all names. Returns the number of failures."""
 
         def attempt(name: str) -> bool:
             try:
@@ -302,85 +302,85 @@ class FsspecTarget(ABC):
         return self.folder.for_each(attempt, names).count(False)
 
 
-def refuse_replacing(left: SessionRecord | None, location: str) -> None:
-    """Refuse to remove what has begun to take the place of another checkpoint: neither would be left.
+def refuse_replacing(session: SessionRecord | None, location: str) -> None:
+    """Refuse to remove a checkpoint that has begun to replace an old one: that would leave neither.
 
     Raises
     ------
     TargetError
-        If the session has come so far.
+        If the replacement has begun.
     """
-    if left is not None and left.replaces:
+    if session is not None and session.replaces:
         raise TargetError(_only_forward(location))
 
 
 def _only_forward(location: str) -> str:
     return (
-        f"{location}: some files of the checkpoint that was here are replaced already, and all of the new one is in "
-        "the store: the same command with --resume completes it; to keep neither, delete the objects yourself"
+        f"{location}: some files of the old checkpoint have been replaced, and the new one is in the store completely: "
+        "the same command with --resume publishes it; to keep neither, delete the objects yourself"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class StagedWriter:
-    """Writes into the staging folder, which only this machine sees."""
+    """Writes into the staging folder, which exists only on this machine."""
 
     staging: Path
     location: str
-    """Of the target, as the user has given it."""
+    """Location of the target as the user gave it."""
     copies_in_flight: ClassVar[int] = 1
 
     def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
-        """Write one whole part."""
+        """Write a whole part."""
         if not self.staging.is_dir():
             raise UnsupportedError(
-                "this kind of store is written through a folder on the machine that began the conversion, and "
-                "this worker runs on another; use one machine, or an S3 target"
+                "targets in this kind of store are staged on the machine that runs the conversion, and this worker "
+                "runs on a different one; use one machine, or an S3 target"
             )
         return LocalWriter(self.staging, self.location).write_part(path, byte_offset, buffer)
 
     def copy_part(self, copy: CopyRange, source: ReadRange) -> Receipt:
-        """Never asked for."""
-        raise UnsupportedError(f"{copy.path}: this kind of store copies nothing by itself")
+        """Never called: ``copies_from`` offers nothing."""
+        raise UnsupportedError(f"{copy.path}: this kind of store cannot copy ranges by itself")
 
 
 class StagedTarget(FsspecTarget):
-    """A target of any fsspec store: files are staged whole in a temporary folder, then uploaded.
+    """A target in any fsspec store: files are staged in a temporary folder, then uploaded.
 
-    The temporary folder (``TMPDIR`` says where) needs room for the whole checkpoint. The session is there too, so
-    only this machine knows of it.
+    The temporary folder (``TMPDIR``) needs room for the whole checkpoint. It also holds the session, so only this
+    machine can resume.
     """
 
-    def find_place(self) -> Place:
-        """A folder that only this user can write, of a name that only this target has."""
+    def open_session_store(self) -> SessionStore:
+        """The session in the staging folder, whose name is derived from the target's location."""
         digest = hashlib.sha256(self.location.encode()).hexdigest()[:16]
         folder = Path(tempfile.gettempdir()) / f"paddle_reshard-{os.getuid()}-{digest}"
         self.staging = Staging(folder, self.location)
-        return self.staging.place
+        return self.staging.session_store
 
     def room(self) -> Room:
-        """What the disk on which it is staged can take."""
-        with told(self.staging.place.folder, self.location, TargetError):
+        """Free space of the disk on which the files are staged."""
+        with translated(self.staging.session_store.folder, self.location, TargetError):
             return room_for(self.staging.files)
 
     def check_free(self, listing: Listing) -> list[str]:
-        """Refuse a folder that holds anything: uploading takes long, and meanwhile neither checkpoint is whole."""
+        """Refuse a folder that is not empty: during the long upload neither checkpoint would be complete."""
         if names := super().check_free(listing):
             raise TargetError(
-                f"{self.location}: holds {names[0]}, and this kind of store cannot replace a checkpoint without a "
-                "long time in which none can be read; choose another target, or remove this one first"
+                f"{self.location}: holds {names[0]}, and in this kind of store a replacement would leave no complete "
+                "checkpoint for a long time; choose another target, or remove this one first"
             )
         return names
 
     def begin_files(
         self, files: Sequence[NewFile], identity: Identity
     ) -> tuple[StagedWriter, Sequence[Record]]:
-        """Make every file in its final size in the staging folder, or find what an earlier run has made."""
-        folder = self.staging.place.folder
-        with told(folder, self.location, TargetError):
+        """Create every file in its final size in the staging folder, or find the files of an earlier run."""
+        folder = self.staging.session_store.folder
+        with translated(folder, self.location, TargetError):
             folder.mkdir(mode=0o700, exist_ok=True)
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-                raise TargetError(f"{folder}: belongs to somebody else; set TMPDIR to another folder")
+                raise TargetError(f"{folder}: belongs to a different user; set TMPDIR to another folder")
             self.session, records = self.staging.begin(files, identity, self.resume, self.take_over)
         return StagedWriter(self.staging.files, self.location), records
 
@@ -389,15 +389,15 @@ class StagedTarget(FsspecTarget):
         self.folder.put_file(self.staging.files / name, name)
 
     def take_back(self) -> int:
-        """What is staged goes with the session."""
+        """Nothing to do: the staged files are removed with the session."""
         return 0
 
     def clean(self) -> list[str]:
-        """Remove what an unfinished conversion has left here; what has appeared in the store stays. Says what."""
-        folder = self.staging.place.folder
-        with told(folder, self.location, TargetError):
+        """Remove the staged files of an unfinished conversion, not those visible in the store. Returns their folder."""
+        folder = self.staging.session_store.folder
+        with translated(folder, self.location, TargetError):
             if not folder.is_dir():
                 return []
             with self.staging.taken(self.take_over):
-                self.staging.place.remove_alone()
+                self.staging.session_store.remove_alone()
         return [str(folder)]

@@ -1,4 +1,4 @@
-"""A prefix in a bucket: what lies there, small files, and what s3fs has to be told."""
+"""A prefix in a bucket: listings, small files, and the configuration of s3fs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paddle_reshard.storage.s3.uploads import abort_upload, base64_md5, create_u
 
 SCHEMES = ("s3", "s3a")
 _CONFIG = {
-    # Retries are ours. Checksums: parts carry Content-MD5, which also those stores know that choke on newer ones.
+    # Retries are ours. Parts carry Content-MD5, because some stores reject the newer checksums.
     "retries": {"total_max_attempts": 1},
     "request_checksum_calculation": "when_required",
     "response_checksum_validation": "when_required",
@@ -45,7 +45,7 @@ class S3Folder(FsspecFolder):
             raise UsageError(f"{self.location}: an S3 location is s3://bucket/prefix")
         try:
             file_system.connect()
-        except BotoCoreError as error:  # nothing was asked yet: what is wrong is what was given
+        except BotoCoreError as error:  # no request was made yet, so the options are wrong
             raise UsageError(f"{self.location}: storage options: {self.redacted(error)}") from None
 
     def key(self, name: str) -> tuple[str, str]:
@@ -60,7 +60,7 @@ class S3Folder(FsspecFolder):
         return self.open()[0].call_s3(method, Bucket=bucket, Key=key, **parameters)
 
     def request_below(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One request about all that lies below the prefix, without a retry."""
+        """One request about everything below the prefix, without a retry."""
         bucket, prefix = self.key("")
         answer: dict[str, Any] = self.open()[0].call_s3(method, Bucket=bucket, Prefix=prefix, **parameters)
         return answer
@@ -94,12 +94,12 @@ class S3Folder(FsspecFolder):
         if stamp.version and not getattr(file_system, "local_expiry_check", False):
             request["IfMatch"] = stamp.version
         version: str = sync(file_system.loop, read_body, file_system, request, buffer)
-        # Not every store looks at the condition.
+        # Some stores ignore the condition.
         if stamp.version and version.strip('"') != stamp.version.strip('"'):
-            raise self.failure(f"{self.location}/{name}: it changed while it was read")
+            raise self.failure(f"{self.location}/{name}: changed while it was read")
 
     def put(self, name: str, content: bytes) -> None:
-        """Write a small file, in place of another if need be."""
+        """Write a small file, replacing an existing one."""
         self.request("put_object", name, Body=content, ContentMD5=base64_md5(content))
 
     def put_new(self, name: str, content: bytes) -> bool:
@@ -120,7 +120,7 @@ class S3Folder(FsspecFolder):
         return True
 
     def read_object(self, name: str) -> tuple[bytes, str] | None:
-        """A small file and its ETag, ``None`` where there is none."""
+        """A small file and its ETag; ``None`` if it does not exist."""
         file_system, _ = self.open()
         bucket, key = self.key(name)
         try:
@@ -132,12 +132,13 @@ class S3Folder(FsspecFolder):
         return content, tag
 
     def put_if(self, name: str, content: bytes, version: str | None) -> str | None:
-        """Write a small file if it still has this ETag (``None``: if there is none); its new ETag, else ``None``.
+        """Write a small file if it still has this ETag (``None``: if it does not exist). Returns the new ETag or
+        ``None``.
 
-        A request whose answer got lost is repeated and then refused: so a file with these very bytes is ours. A
-        store without conditional writes is looked at first.
+        If a response is lost, the retry fails its own condition; so a file with exactly these bytes is ours. In a store
+        without conditional writes, the file is read first.
         """
-        # Ceph 16 takes an ETag in quotes for another one: where nothing has changed, ask again without.
+        # Ceph 16 does not match an ETag in quotes: if nothing has changed, retry without them.
         matches = () if version is None else dict.fromkeys((version, version.strip('"')))
         conditions = [{"IfMatch": match} for match in matches] or [{"IfNoneMatch": "*"}]
         body = {"Body": content, "ContentMD5": base64_md5(content)}
@@ -162,17 +163,17 @@ class S3Folder(FsspecFolder):
         return str(self.request("head_object", name)["ETag"])
 
     def put_file(self, local: Path, name: str) -> None:
-        """Write a small file from this machine."""
+        """Upload a small local file."""
         self.put(name, local.read_bytes())
 
     def delete(self, name: str) -> None:
-        """Delete a file; one that is not there is no failure."""
+        """Delete a file, if it exists."""
         self.request("delete_object", name)
 
     def probe(self, name: str, deleting: bool) -> None:
-        """Find out now whether this folder can be written, and leave no trace, whatever happens.
+        """Check that this folder is writable, without leaving a trace.
 
-        An upload that is begun and aborted asks for the same permissions as the real ones and is never visible.
+        Creating and aborting an upload needs the same permissions as the real uploads, and it is never visible.
         """
         upload_id = self.attempt("", create_upload, self, name, policy=retry.HURRIED)
         self.attempt("", abort_upload, self, name, upload_id, policy=retry.HURRIED)
@@ -180,7 +181,7 @@ class S3Folder(FsspecFolder):
             self.attempt("", self.delete, name, policy=retry.HURRIED)
 
     def endpoint(self) -> str:
-        """Where requests go to; the same for two folders of one store."""
+        """The URL that receives requests; the same for all folders of a store."""
         return str(self.open()[0].s3.meta.endpoint_url)
 
 

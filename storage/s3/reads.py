@@ -1,4 +1,4 @@
-"""Ranged reads from S3 at half the processor time of the client's own.
+"""Ranged reads from S3 that take half the processor time of the client's own.
 
 For every request, the client resolves the endpoint, checks the parameters, composes the headers and parses the answer
 by its model. That is most of the processor time of a small read, and indexing thousands of rank files takes hundreds of
@@ -44,10 +44,10 @@ class _Signing:
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """What all reads from a bucket have in common."""
+    """The common part of all reads from a bucket."""
 
     base_url: str
-    """Up to the key."""
+    """URL up to the key."""
     signing: _Signing
     send: Callable[[Any], Awaitable[Any]]
 
@@ -62,18 +62,18 @@ class _Route:
         await self.signing.signer.sign(_OPERATION, signed)
         answer = await self.send(signed.prepare())
         if answer.status_code >= 300:
-            told = {
+            response = {
                 "status_code": answer.status_code,
                 "headers": answer.headers,
                 "body": await answer.content,
             }
-            raise ClientError(create_parser("rest-xml").parse(told, None), _OPERATION)
+            raise ClientError(create_parser("rest-xml").parse(response, None), _OPERATION)
         body = AioStreamingBody(answer.raw, answer.headers.get("content-length"))
         return body, answer.headers.get("etag", "")
 
 
 _CONDITIONS = {"Range": "Range", "IfMatch": "If-Match"}
-"""Parameters besides the key in which reads differ → header of each."""
+"""Parameter of a read, besides the key → its header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class _Reads:
 
 _clients: WeakKeyDictionary[Any, _Reads] = WeakKeyDictionary()
 _signed: ContextVar[list[_Signing] | None] = ContextVar("_signed", default=None)
-"""Collects what the client signs for the running task; ``None`` where nobody asks."""
+"""Collects the requests that the client signs for the running task; ``None`` to ignore them."""
 
 
 async def read_body(file_system: Any, request: Mapping[str, str], buffer: memoryview) -> str:
@@ -130,11 +130,11 @@ async def _fill(buffer: memoryview, body: Any) -> None:
     done = 0
     while chunk := await body.read(_CHUNK_BYTES):
         if done + len(chunk) > len(buffer):
-            raise DamagedBody(f"the answer has more than the {len(buffer)} bytes asked for")
+            raise DamagedBody(f"the response has more than the requested {len(buffer)} bytes")
         buffer[done : done + len(chunk)] = chunk
         done += len(chunk)
     if done != len(buffer):
-        raise DamagedBody(f"the answer has {done} of the {len(buffer)} bytes asked for")
+        raise DamagedBody(f"the response has {done} of the requested {len(buffer)} bytes")
 
 
 async def _get_first(file_system: Any, client: Any, request: Mapping[str, str]) -> tuple[Any, str]:

@@ -1,7 +1,7 @@
-"""The session of a conversion to S3: one object that is replaced on condition, and a ledger of small ones.
+"""The session of a conversion to S3: an object that is replaced conditionally, and a ledger of small objects.
 
-An object cannot be added to, so the ledger is as many objects as it takes: while one is being written, the lines that
-come meanwhile are gathered for the next.
+An object cannot be appended to, so the ledger consists of many objects: lines that arrive while one is being written
+are collected for the next.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ LEDGER_PREFIX = f"{OWN_PREFIX}ledger-"
 
 
 class Objects(Protocol):
-    """What a session needs of an S3 folder."""
+    """The part of an S3 folder that a session uses."""
 
     @property
     def location(self) -> str:
-        """The URL, for people."""
+        """The URL, for messages."""
 
     def read_object(self, name: str) -> tuple[bytes, str] | None:
         """A small object and its ETag."""
 
     def put_if(self, name: str, content: bytes, version: str | None) -> str | None:
-        """Write an object if it has this ETag, or is not there; its new ETag."""
+        """Write an object if it has this ETag (``None``: if it does not exist). Returns the new ETag."""
 
     def put(self, name: str, content: bytes) -> None:
         """Write an object."""
@@ -41,18 +41,18 @@ class Objects(Protocol):
         """Delete an object."""
 
     def listing(self, policy: RetryPolicy | None = None) -> Listing:
-        """All that is there."""
+        """List the folder."""
 
     def attempt(
         self, name: str, function: Callable[..., Any], *args: Any, policy: RetryPolicy | None = None
     ) -> Any:
-        """Make a request, again while it fails in passing."""
+        """Make a request, with retries after temporary failures."""
 
     def for_each(self, function: Callable[[str], Any], items: Iterable[str]) -> list[Any]:
-        """Apply a function to all, several at a time."""
+        """Apply a function to all items, several at a time."""
 
 
-class S3Place:
+class S3SessionStore:
     """A session among the objects of the target."""
 
     def __init__(self, folder: Objects) -> None:
@@ -62,7 +62,7 @@ class S3Place:
         self.written = 0
         self.policy: RetryPolicy | None = None
         self._lines: list[bytes] = []
-        self._alone = threading.Lock()
+        self._lock = threading.Lock()
         self._last: Future[None] | None = None
         self._pool: ThreadPoolExecutor | None = None
 
@@ -80,24 +80,24 @@ class S3Place:
         return self.folder.attempt(name, function, *args, policy=self.policy)
 
     def append(self, lines: bytes) -> None:
-        """Have lines written in the background. One that could not be written is written with the next."""
+        """Write lines in the background. Lines that could not be written are written with the next ones."""
         if self._last is not None and self._last.done():
             self._last.result()
-        with self._alone:
+        with self._lock:
             self._lines.append(lines)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self._last = self._pool.submit(self._write_lines)
 
     def _write_lines(self) -> None:
-        with self._alone:
+        with self._lock:
             lines = b"".join(self._lines)
             count = len(self._lines)
         if lines:
             name = f"{LEDGER_PREFIX}{self.run}-{self.written:06d}"
             self._attempt(name, self.folder.put, name, lines)
             self.written += 1
-            with self._alone:
+            with self._lock:
                 del self._lines[:count]
 
     def flush(self) -> None:
@@ -106,7 +106,7 @@ class S3Place:
             self._pool.submit(self._write_lines).result()
 
     def shorten_timeouts(self) -> None:
-        """The end is near: a late answer is worth less than a quick one."""
+        """Prefer a quick failure to a late success from here on."""
         self.policy = retry.HURRIED
 
     def _ledger_names(self) -> list[str]:
@@ -122,7 +122,7 @@ class S3Place:
         return [record for records in self.folder.for_each(read, self._ledger_names()) for record in records]
 
     def clear(self) -> None:
-        """Remove a ledger that no record belongs to."""
+        """Remove a ledger without a record."""
         self.folder.for_each(lambda name: self._attempt(name, self.folder.delete, name), self._ledger_names())
 
     def remove(self) -> None:

@@ -1,4 +1,4 @@
-"""A new checkpoint on S3: every file is a multipart upload, and none is completed before all are whole."""
+"""A new checkpoint on S3: every file is a multipart upload, and none is completed before all parts are written."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from paddle_reshard.storage.remote.source import FsspecSource
 from paddle_reshard.storage.remote.target import PROBE_PREFIX, FsspecTarget, is_marker, refuse_replacing
 from paddle_reshard.storage.s3 import uploads
 from paddle_reshard.storage.s3.folder import S3Folder
-from paddle_reshard.storage.s3.session import S3Place
+from paddle_reshard.storage.s3.session import S3SessionStore
 from paddle_reshard.storage.s3.uploads import Part, Upload, joined_etag
 from paddle_reshard.storage.session.ledger import (
     SESSION,
     Phase,
-    Place,
     Session,
     SessionRecord,
+    SessionStore,
     acquire_lock,
     find_session,
 )
@@ -96,9 +96,9 @@ class S3Target(FsspecTarget):
         self.completed: set[str] = set()
         super().__init__(folder, overwrite, resume, take_over)
 
-    def find_place(self) -> Place:
-        """The session, under keys beside those of the new files."""
-        return S3Place(self.s3)
+    def open_session_store(self) -> SessionStore:
+        """The session, under keys next to those of the new files."""
+        return S3SessionStore(self.s3)
 
     def copies_from(self, source: Source) -> CopyLimits | None:
         """Try the copy request that real parts will use: a few bytes of the largest file, into an aborted upload."""
@@ -134,7 +134,7 @@ class S3Target(FsspecTarget):
         """Create the upload of every file that has bytes, or find the uploads of an earlier run."""
         for new in files:
             check_limits(new)
-        session = Session.take(self.place, self.location, identity, self.resume, self.take_over)
+        session = Session.take(self.session_store, self.location, identity, self.resume, self.take_over)
         self.session = session
         self.uploads = dict(session.record.uploads)
         if self.resume:
@@ -238,15 +238,17 @@ class S3Target(FsspecTarget):
         A checkpoint that was to be overwritten stays whole: once its replacement has begun, nothing is removed.
         """
         listing = self._sweep()
-        refuse_replacing(find_session(self.place), self.location)
+        refuse_replacing(find_session(self.session_store), self.location)
         session = (
-            find_session(self.place) if acquire_lock(self.place, self.location, self.take_over) else None
+            find_session(self.session_store)
+            if acquire_lock(self.session_store, self.location, self.take_over)
+            else None
         )
         strays = self.folder.attempt("", uploads.list_uploads, self.s3)
         found = find_leftovers(session, listing.files, strays)
         self.folder.for_each(lambda each: self._abort(*each), found.uploads)
         self.folder.for_each(self._delete, sorted(found.visible, key=lambda n: (not is_marker(n), n)))
-        self.place.remove()
+        self.session_store.remove()
         self.folder.for_each(self._delete, [name for name in found.own if name != SESSION])
         return [f"{self.location}/{name}" for name in found.names()]
 
@@ -278,7 +280,7 @@ def find_leftovers(
     Parameters
     ----------
     session
-        Its record. Without one (``None``), only what bears one of our own names belongs to it.
+        Its record; ``None`` if there is none. Then only uploads and files with our own names belong to it.
     files
         All files visible at the target.
     strays

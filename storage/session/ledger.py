@@ -1,4 +1,4 @@
-"""The session and the ledger that a conversion in progress keeps beside its target.
+"""The session and the ledger that a conversion in progress keeps next to its target.
 
 The *session* is one small record, replaced as a whole, by compare-and-swap: which conversion this is, who runs it (a
 lock that is renewed), and its phase. The *ledger* is a log with one line for every finished unit of work, a group or a
@@ -10,7 +10,7 @@ The phase only moves forward, and keeps an unfinished target from looking finish
     FINISH   all parts are written; old completion markers are removed, the new files appear
     PUBLISH  all files have appeared and were read back; the markers appear, the manifest last
 
-A session is kept in a :class:`Place`: a folder beside a target on a disk, or objects below a target's prefix.
+A session is kept in a :class:`SessionStore`: a folder next to a target on a disk, or objects below a target's prefix.
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ class Phase(str, Enum):
 def difference(before: Identity, now: Identity) -> str | None:
     """Why the conversion ``now`` cannot resume the session of ``before``, naming both; ``None`` if it can."""
     if before.version != now.version:
-        return f"it was begun by version {before.version} of this package, this is version {now.version}"
+        return f"it was started by version {before.version} of this package, this is version {now.version}"
     if (reason := source_difference(before.files, now.files)) is not None:
         return reason
     if None not in (before.target, now.target) and before.target != now.target:
-        return "it belongs to another of the targets; give the targets in their original order"
+        return "it belongs to a different target; give the targets in their original order"
     if before.plan_id != now.plan_id:
-        plans = f"it was begun with plan {before.plan_id}, this is plan {now.plan_id}"
+        plans = f"it was started with plan {before.plan_id}, this is plan {now.plan_id}"
         budgets = [str((identity.request or {}).get("memory", DEFAULT_MEMORY)) for identity in (before, now)]
         if len(set(map(parse_memory, budgets))) > 1:
             return (
-                f"{plans}: it was begun with --memory {budgets[0]}, this is --memory {budgets[1]}; leave --memory "
-                "out to resume with the first"
+                f"{plans}: it was started with --memory {budgets[0]}, this is --memory {budgets[1]}; omit --memory to "
+                "resume with the original budget"
             )
         return f"{plans}; are --to, --memory and all other options the same?"
     return None
@@ -90,7 +90,7 @@ def source_difference(before: Mapping[str, str], now: Mapping[str, str]) -> str 
     for path in sorted(before.keys() | now.keys()):
         then, today = before.get(path), now.get(path)
         if then != today:
-            return f"{path} of the source was {then or 'not there'} when it was begun, and is {today or 'gone'} now"
+            return f"{path} of the source was {then or 'missing'} when it was started, and is {today or 'missing'} now"
     return None
 
 
@@ -127,7 +127,7 @@ class SessionRecord:
     phase: Phase
     begun_at: float
     boot: str
-    """Boot id of the machine that wrote the staged files; empty where they are not staged on a machine."""
+    """Boot id of the machine that wrote the staged files; empty if they are not staged on a machine."""
     uploads: Mapping[str, str] = field(default_factory=dict)
     """File → upload id, on stores that have uploads."""
     replaces: tuple[str, ...] = ()
@@ -168,7 +168,7 @@ def ledger_line(record: Record) -> bytes:
 
 
 def parse_ledger(data: bytes) -> tuple[list[Record], int]:
-    """The records of a ledger, and how many bytes its whole lines take up: a torn last line is ignored.
+    """The records of a ledger, and the number of bytes of its complete lines. A torn last line is ignored.
 
     >>> line = ledger_line(Record(3, (Receipt("a", 0, 7, "", "ae8b"),)))
     >>> parse_ledger(line + line[:9])[1] == len(line)
@@ -191,7 +191,7 @@ def parse_ledger(data: bytes) -> tuple[list[Record], int]:
 def check_receipts(
     location: str, files: Iterable[NewFile], receipts: Iterable[Receipt]
 ) -> dict[tuple[str, int], Receipt]:
-    """``(path, byte offset)`` → receipt; refused unless every part of every file has exactly one."""
+    """``(path, byte offset)`` → receipt. Every part of every file must have exactly one."""
     wanted = {
         (new.path, start): stop - start
         for new in files
@@ -203,8 +203,8 @@ def check_receipts(
         part = receipt.path, receipt.byte_offset
         if wanted.get(part) != receipt.nbytes or found.setdefault(part, receipt) != receipt:
             raise TargetError(
-                f"{receipt.path}: {receipt.nbytes} bytes were written at byte {receipt.byte_offset}, where no part "
-                "of it lies"
+                f"{receipt.path}: {receipt.nbytes} bytes were written at byte {receipt.byte_offset}, which is not a "
+                "part of it"
             )
     if missing := wanted.keys() - found.keys():
         path, start = min(missing)
@@ -227,19 +227,21 @@ def keeps(error: BaseException | None) -> bool:
 # ------------------------------------------------------------------------------------------------ effects
 
 
-class Place(Protocol):
+class SessionStore(Protocol):
     """Storage of a session: one small record and a ledger."""
 
     @property
     def location(self) -> str:
-        """What is shown to users."""
+        """Location, for messages."""
 
     def read(self) -> tuple[bytes, str] | None:
         """The record and its version; ``None`` if there is no record."""
 
     def write(self, data: bytes, version: str | None) -> str | None:
-        """Replace the record if it still has this version (``None``: if there is no record yet). The new version, or
-        ``None`` if it was not replaced."""
+        """Replace the record if it still has this version (``None``: if there is no record yet).
+
+        Returns the new version, or ``None`` if it was not replaced.
+        """
 
     def append(self, lines: bytes) -> None:
         """Queue lines for the ledger."""
@@ -251,7 +253,7 @@ class Place(Protocol):
         """Give up early from here on, rather than retry for long."""
 
     def ledger(self) -> list[Record]:
-        """All whole lines; further lines follow them."""
+        """All complete lines. Further lines will follow them."""
 
     def clear(self) -> None:
         """Remove a ledger that belongs to no record."""
@@ -260,10 +262,10 @@ class Place(Protocol):
         """Remove record and ledger, the record last."""
 
 
-def find_session(place: Place) -> SessionRecord | None:
-    """The session in a place, whoever holds it."""
-    found = place.read()
-    return None if found is None else SessionRecord.parse(found[0], place.location)
+def find_session(store: SessionStore) -> SessionRecord | None:
+    """The session in a store, whoever holds it."""
+    found = store.read()
+    return None if found is None else SessionRecord.parse(found[0], store.location)
 
 
 def refuse_busy(record: SessionRecord, location: str, take_over: bool, now: float) -> None:
@@ -288,9 +290,9 @@ def refuse_busy(record: SessionRecord, location: str, take_over: bool, now: floa
     if here:
         raise BusyError(f"{location}: another conversion is writing it: {owner}; wait for it, or stop it")
     if not take_over:
-        left = lock.lease_seconds - max(0.0, now - lock.renewed_at)
+        remaining = lock.lease_seconds - max(0.0, now - lock.renewed_at)
         raise BusyError(
-            f"{location}: another conversion is writing it: {owner}; if it has ended, wait {left:.0f} s, or "
+            f"{location}: another conversion is writing it: {owner}; if it has ended, wait {remaining:.0f} s, or "
             "use --take-over"
         )
 
@@ -309,7 +311,7 @@ def refuse_unfinished(record: SessionRecord, location: str) -> None:
     )
 
 
-def acquire_lock(place: Place, location: str, take_over: bool) -> bool:
+def acquire_lock(store: SessionStore, location: str, take_over: bool) -> bool:
     """Take the lock of a session in order to remove it; False if there is no session.
 
     Raises
@@ -317,13 +319,13 @@ def acquire_lock(place: Place, location: str, take_over: bool) -> bool:
     TargetError
         If another run holds it.
     """
-    found = place.read()
+    found = store.read()
     if found is None:
         return False
-    record, now = SessionRecord.parse(found[0], place.location), time.time()
+    record, now = SessionRecord.parse(found[0], store.location), time.time()
     refuse_busy(record, location, take_over, now)
     lock = Lock(this_process(), secrets.token_hex(8), now, LEASE_SECONDS, True)
-    if place.write(replace(record, lock=lock).data(), found[1]) is None:
+    if store.write(replace(record, lock=lock).data(), found[1]) is None:
         raise BusyError(f"{location}: another conversion has begun writing it just now")
     return True
 
@@ -335,23 +337,28 @@ class Session:
     """Nonces of the runs of this process in progress: on a full disk, a run that ended cannot record it."""
 
     def __init__(
-        self, place: Place, location: str, record: SessionRecord, version: str, records: Sequence[Record]
+        self,
+        store: SessionStore,
+        location: str,
+        record: SessionRecord,
+        version: str,
+        records: Sequence[Record],
     ) -> None:
-        self.place, self.location = place, location
+        self.session_store, self.location = store, location
         self.record, self.version = record, version
         self.records = list(records)
         self.recorded = len(self.records)
         self.lost: ReshardError | None = None
         self.running.add(record.lock.nonce)
-        self._alone = threading.Lock()
-        self._over = threading.Event()
+        self._write_lock = threading.Lock()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lock", daemon=True)
         self._thread.start()
 
     @classmethod
     def take(
         cls,
-        place: Place,
+        store: SessionStore,
         location: str,
         identity: Identity,
         resume: bool,
@@ -369,30 +376,30 @@ class Session:
         """
         now, me = clock(), this_process()
         lock = Lock(me, secrets.token_hex(8), now, LEASE_SECONDS, True)
-        found = place.read()
+        found = store.read()
         if found is None:
             record, version, records = SessionRecord(identity, lock, Phase.MOVE, now, me.boot), None, []
         else:
-            left = SessionRecord.parse(found[0], place.location)
+            earlier = SessionRecord.parse(found[0], store.location)
             version = found[1]
-            refuse_busy(left, location, take_over, now)
+            refuse_busy(earlier, location, take_over, now)
             if not resume:
-                refuse_unfinished(left, location)
-            if (reason := difference(left.identity, identity)) is not None:
+                refuse_unfinished(earlier, location)
+            if (reason := difference(earlier.identity, identity)) is not None:
                 raise StaleSessionError(
                     f"{location}: the unfinished conversion here cannot be resumed: {reason}; paddle-reshard clean "
                     f"{location} removes it"
                 )
-            record = replace(left, lock=lock)
-        taken = place.write(record.data(), version)
-        # A store that ignores conditional writes accepts every writer; the last record stays.
-        if taken is None or (seen := place.read()) is None or seen[0] != record.data():
+            record = replace(earlier, lock=lock)
+        taken = store.write(record.data(), version)
+        # A store that ignores conditional writes accepts every writer; then the last record wins.
+        if taken is None or (seen := store.read()) is None or seen[0] != record.data():
             raise BusyError(f"{location}: another conversion has begun writing it just now")
         if found is None:
-            place.clear()
+            store.clear()
         else:
-            records = list({record.unit: record for record in place.ledger()}.values())
-        return cls(place, location, record, taken, records)
+            records = list({record.unit: record for record in store.ledger()}.values())
+        return cls(store, location, record, taken, records)
 
     @property
     def phase(self) -> Phase:
@@ -402,12 +409,12 @@ class Session:
     def note(self, record: Record) -> None:
         """Log a finished unit in the ledger."""
         self.check()
-        self.place.append(ledger_line(record))
+        self.session_store.append(ledger_line(record))
         self.recorded += 1
 
     def flush(self) -> None:
         """Wait until all lines are in the ledger."""
-        self.place.flush()
+        self.session_store.flush()
         self.check()
 
     def update(self, **changes: Any) -> None:
@@ -427,22 +434,22 @@ class Session:
             raise self.lost
 
     def _write(self, change: Callable[[SessionRecord], SessionRecord]) -> None:
-        with self._alone:
+        with self._write_lock:
             record = change(self.record)
             record = replace(record, lock=replace(record.lock, renewed_at=time.time()))
-            version = self.place.write(record.data(), self.version)
+            version = self.session_store.write(record.data(), self.version)
             if version is None:
-                raise BusyError(f"{self.location}: the lock is lost: {self._thief()}")
+                raise BusyError(f"{self.location}: the lock is lost: {self._new_owner()}")
             self.record, self.version = record, version
 
-    def _thief(self) -> str:
-        found = self.place.read()
+    def _new_owner(self) -> str:
+        found = self.session_store.read()
         if found is None:
-            return f"{self.place.location} was removed"
-        return f"taken over by {SessionRecord.parse(found[0], self.place.location).lock.holder}"
+            return f"{self.session_store.location} was removed"
+        return f"taken over by {SessionRecord.parse(found[0], self.session_store.location).lock.holder}"
 
     def _renew(self) -> None:
-        while not self._over.wait(RENEW_SECONDS):
+        while not self._stopped.wait(RENEW_SECONDS):
             try:
                 self._write(lambda record: record)
             except (ReshardError, OSError) as error:
@@ -452,34 +459,34 @@ class Session:
     def release(self) -> None:
         """Release the session, for a later run to resume."""
         self.stop()
-        self.place.shorten_timeouts()
+        self.session_store.shorten_timeouts()
         if self.lost is None:
             with contextlib.suppress(ReshardError, OSError):
-                self.place.flush()
+                self.session_store.flush()
             with contextlib.suppress(ReshardError, OSError):
                 self._write(lambda record: replace(record, lock=replace(record.lock, held=False)))
 
     def stop(self) -> None:
         """Stop renewing the lock: the session is about to be removed."""
-        self._over.set()
+        self._stopped.set()
         self._thread.join()
         self.running.discard(self.record.lock.nonce)
 
     def remove(self) -> None:
         """Remove the session: its conversion is complete, or rolled back."""
         self.stop()
-        self.place.remove()
+        self.session_store.remove()
 
     def keep(self, error: BaseException | None) -> bool:
-        """After an error, release the session if a later run can resume it; False if it is to be rolled back."""
-        worth = self.lost is not None or (keeps(error) and self.recorded > 0)
-        if worth:
+        """After an error, release the session if a later run can resume it; False if it must be rolled back."""
+        resumable = self.lost is not None or (keeps(error) and self.recorded > 0)
+        if resumable:
             self.release()
-        if worth and self.lost is None:
+        if resumable and self.lost is None:
             logger.warning(
                 "%s: finished work is kept; the same command with --resume continues, "
                 "paddle-reshard clean %s removes it",
                 self.location,
                 self.location,
             )
-        return worth
+        return resumable

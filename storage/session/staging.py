@@ -47,7 +47,7 @@ MOST_REFUSALS = 10
 _WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
-class DiskPlace:
+class DiskSessionStore:
     """A session in a folder.
 
     The folder is used only if it is ours: if it holds the record of a conversion, or nothing except what is created
@@ -88,7 +88,7 @@ class DiskPlace:
         except FileNotFoundError:
             return
         if self.session.name in names:
-            return  # created a moment ago; the next write finds out
+            return  # created a moment ago; the next write detects it
         new = _new(self.session)
         for name in names:
             path = self.folder / name
@@ -101,13 +101,13 @@ class DiskPlace:
 
     def _foreign(self, what: str) -> TargetError:
         return TargetError(
-            f"{self.folder}: new checkpoints are staged under this name, and it is {what}; move it away, or choose "
+            f"{self.folder}: is {what}, but new checkpoints are staged under this name; move it away, or choose "
             "another target"
         )
 
     def write(self, data: bytes, version: str | None) -> str | None:
         """Replace the record in one step."""
-        with self.alone():
+        with self.locked():
             now = self.read()
             if (None if now is None else now[1]) != version:
                 return None
@@ -154,7 +154,7 @@ class DiskPlace:
     def remove(self) -> None:
         """Remove our own files from the folder, the record last, and then the folder."""
         if self.folder.is_dir():
-            with self.alone():
+            with self.locked():
                 self.remove_alone()
 
     def remove_alone(self) -> None:
@@ -168,7 +168,7 @@ class DiskPlace:
     def tidy(self) -> None:
         """Remove a folder without a record: a run was killed while it removed the folder."""
         if self.folder.is_dir():
-            with self.alone():
+            with self.locked():
                 if self.read() is None:
                     self._remove_folder()
 
@@ -179,8 +179,8 @@ class DiskPlace:
             self.folder.rmdir()
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Keep other processes from replacing the record for a moment.
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from replacing the record during the block.
 
         On a file system without locks, two runs that begin at the same moment may both proceed until the session's lock
         is renewed; then one of them finds that the other took over.
@@ -270,12 +270,12 @@ class Staging:
     """A folder in which the files of a new checkpoint are staged."""
 
     def __init__(self, folder: Path, location: str) -> None:
-        self.place, self.location = DiskPlace(folder), location
+        self.session_store, self.location = DiskSessionStore(folder), location
         self.files, self.replaced = folder / "files", folder / "replaced"
 
     def find(self) -> SessionRecord | None:
         """The session in this folder, whoever holds it."""
-        return find_session(self.place)
+        return find_session(self.session_store)
 
     @contextlib.contextmanager
     def taken(self, take_over: bool) -> Iterator[SessionRecord | None]:
@@ -286,7 +286,7 @@ class Staging:
         TargetError
             If another run holds the session.
         """
-        with self.place.alone():
+        with self.session_store.locked():
             left = self.find()
             if left is not None:
                 refuse_busy(left, self.location, take_over, time.time())
@@ -296,7 +296,7 @@ class Staging:
         self, files: Sequence[NewFile], identity: Identity, resume: bool, take_over: bool
     ) -> tuple[Session, list[Record]]:
         """Create every file in its final size, or find the files of an earlier run; the units that are done."""
-        session = Session.take(self.place, self.location, identity, resume, take_over)
+        session = Session.take(self.session_store, self.location, identity, resume, take_over)
         try:
             return session, self._restore(files, session)
         except BaseException:
@@ -305,13 +305,13 @@ class Staging:
 
     def _restore(self, files: Sequence[NewFile], session: Session) -> list[Record]:
         boot = this_process().boot
-        openness = self.place.openness
+        openness = self.session_store.openness
         self.files.mkdir(openness.folders, exist_ok=True)
         as_left = all([_make(self.files / new.path, new.size_bytes, openness) for new in files])
         if session.record.boot != boot or not as_left:
             sound = [record for record in session.records if all(self._holds(r) for r in record.receipts)]
             if len(sound) < len(session.records):
-                self.place.restart(sound)
+                self.session_store.restart(sound)
                 session.recorded = len(sound)
                 session.records = sound
             if session.record.boot != boot:

@@ -165,7 +165,7 @@ def test_what_is_not_this_ranks_is_refused_by_name() -> None:
             ema.load(source, pieces)
     with (
         AsyncEma(job.weights, decay=0.9) as ema,
-        pytest.raises(UsageError, match="does not say which parameter"),
+        pytest.raises(UsageError, match="do not say which parameter"),
     ):
         ema.load(source, RankPieces())
     plain = case_directory("sh2_s1v1_meta_fp32") / "checkpoint-3"

@@ -176,5 +176,5 @@ def test_only_what_was_listed_is_opened(path: str, tmp_path: Path) -> None:
     (tmp_path / "c" / "a").write_bytes(b"public")
     source = LocalSource(tmp_path / "c")
     (tmp_path / "c" / "b").write_bytes(b"public")
-    with pytest.raises(CheckpointError, match=r"was not there when .* was listed"):
+    with pytest.raises(CheckpointError, match=r"did not exist when .* was listed"):
         source.read(path, 0, 1)

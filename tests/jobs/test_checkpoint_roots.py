@@ -94,7 +94,7 @@ def test_a_checkpoint_is_removed_and_nothing_else(root: CheckpointRoot) -> None:
     [
         ("notes.txt", b"mine", "there is also notes.txt, which the manifest there does not list"),
         ("finetuned/config.json", b"mine", "there is also finetuned/"),
-        ("a", b"changed by hand", "a has another size than the manifest says"),
+        ("a", b"changed by hand", "the size of a differs from the manifest"),
         ("paddle_reshard.json", b"{}", "its manifest is not the one that was written"),
     ],
 )

@@ -217,7 +217,7 @@ def test_a_refusal_is_told_from_a_crash() -> None:
     said = said_by_convert("tp=3 does not divide", "UnsupportedError", False)
     refused = failure(["plan: …", said, "paddle-reshard: …"])
     assert (refused.retryable, str(refused)) == (False, "tp=3 does not divide")
-    passing = said_by_convert("the store asks to slow down", "TargetError", True)
+    passing = said_by_convert("the store is throttling requests", "TargetError", True)
     assert failure([passing]).retryable
     crashed = failure(["plan: …", "Killed"], "job x FAILED: Killed")
     assert (crashed.retryable, str(crashed)) == (True, "job x FAILED: Killed")

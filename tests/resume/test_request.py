@@ -104,7 +104,7 @@ def test_what_changes_no_byte_may_differ(source: Path, tmp_path: Path) -> None:
 
 def test_memory_may_differ_as_long_as_the_plan_is_the_same(source: Path, tmp_path: Path) -> None:
     begin(source, tmp_path / "t", to="tp=1", memory="512MiB")
-    told = r"begun with --memory 512MiB, this is --memory 256MiB; leave --memory out"
+    told = r"started with --memory 512MiB, this is --memory 256MiB; omit --memory"
     smaller = in_groups(GROUP_BYTES // 2)  # what a smaller budget does to a checkpoint that is large
     with pytest.raises(StaleSessionError, match=told):
         smaller.convert(source, tmp_path / "t", resume=True, memory="256MiB")

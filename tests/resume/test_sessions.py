@@ -140,7 +140,7 @@ def test_another_source_is_refused(source: Path, unfinished: Path) -> None:
 
 def test_another_version_is_refused(source: Path, unfinished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(version, "__version__", "9.9")
-    with pytest.raises(TargetError, match=r"begun by version 0\.1\.0 .*, this is version 9\.9"):
+    with pytest.raises(TargetError, match=r"started by version 0\.1\.0 .*, this is version 9\.9"):
         SMALL.convert(source, unfinished, resume=True, **ONE)
 
 

@@ -298,9 +298,9 @@ def test_options_that_make_no_sense_are_a_wrong_request(options: dict[str, objec
 def test_no_bucket_no_folder_no_server(store: Store, bucket: str) -> None:
     with pytest.raises(TargetError, match="no such bucket"):
         paddle_reshard.plan(SMALL, "s3://not-there-at-all/c", storage_options=store.options, **TARGET)
-    with pytest.raises(CheckpointError, match="nothing is there"):
+    with pytest.raises(CheckpointError, match="no such folder, or it is empty"):
         paddle_reshard.inspect(f"s3://{bucket}/c", storage_options=store.options)
-    with pytest.raises(CheckpointError, match="nothing is there"):
+    with pytest.raises(CheckpointError, match="no such folder, or it is empty"):
         paddle_reshard.inspect("memory://nowhere")
     with pytest.raises(UsageError, match="s3://bucket/prefix"):
         paddle_reshard.inspect("s3://", storage_options=store.options)
@@ -349,7 +349,7 @@ def test_a_source_that_changes_is_refused(
 def test_a_source_that_vanishes_is_refused(store: Store, bucket: str) -> None:
     name = "optimizer.tp00_pp00_shard00.pdopt"
     fill_bucket(store, bucket, "here/", SMALL)
-    for step, message in (("move", "vanished"), ("plan", "is not there")):
+    for step, message in (("move", "disappeared"), ("plan", "not found")):
         store.client.put_object(Bucket=bucket, Key=f"here/{name}", Body=(SMALL / name).read_bytes())
         with pytest.raises(CheckpointError, match=message):
             paddle_reshard.convert(

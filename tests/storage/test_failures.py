@@ -204,11 +204,11 @@ def test_retries_are_told_but_are_no_part_of_what_is_made(
 @pytest.mark.parametrize(
     ("kind", "wanted", "reason"),
     [
-        ("slow_down", _reading, "asks to slow down"),
+        ("slow_down", _reading, "is throttling requests"),
         ("cut", _reading, "response body was corrupted|payload|IncompleteRead"),
-        ("slow_down", _writing, "asks to slow down"),
+        ("slow_down", _writing, "is throttling requests"),
         ("reset", _writing, "Connection"),
-        ("slow_down", _completing, "asks to slow down"),
+        ("slow_down", _completing, "is throttling requests"),
         ("internal", _completing_marker, "InternalError"),
         ("internal", _manifest, "InternalError"),
     ],
@@ -244,7 +244,7 @@ def test_what_cannot_be_cleaned_up_is_counted_in_a_warning(
         paddle_reshard.convert(SMALL, f"s3://{bucket}/c", storage_options=_through(proxy, store), **ONE_CARD)
     left = uploads(store, bucket)
     assert (
-        f"s3://{bucket}/c: {len(left) + 1} things of an unfinished conversion could not be removed"
+        f"s3://{bucket}/c: {len(left) + 1} objects of an unfinished conversion could not be removed"
         in caplog.text
     )
     assert visible(in_bucket(store, bucket)) == {}
@@ -333,7 +333,7 @@ def test_an_upload_that_is_gone_is_done_only_if_its_file_is_there(
         paddle_reshard.convert(SMALL, f"s3://{bucket}/c", storage_options=store.options, **ONE_CARD)
         assert_same_checkpoint(in_bucket(store, bucket, "c/"), for_one_card)
     else:
-        with pytest.raises(TargetError, match="the upload is gone"):
+        with pytest.raises(TargetError, match="the upload no longer exists"):
             paddle_reshard.convert(SMALL, f"s3://{bucket}/c", storage_options=store.options, **ONE_CARD)
         assert paddle_reshard.clean(f"s3://{bucket}/c", storage_options=store.options)
         assert visible(in_bucket(store, bucket)) == {

@@ -151,8 +151,8 @@ def test_prefixes_of_a_store_are_places_too(target: str, bucket: str) -> None:
     [
         ("..", r"'\.\.', which leads elsewhere"),
         (".", r"'\.', which leads elsewhere"),
-        ("n" * 300, "of which a part has 300 bytes"),
-        ("é" * 128, "of which a part has 256 bytes"),
+        ("n" * 300, "which has 300 bytes"),
+        ("é" * 128, "which has 256 bytes"),
         ("a\0b", "NUL"),
     ],
 )
@@ -202,7 +202,7 @@ def test_a_disk_without_room_is_refused_before_the_first_byte(
     _with_free(monkeypatch, written // 2)
     for attempt in (paddle_reshard.plan, paddle_reshard.convert):
         with pytest.raises(
-            TargetError, match=r"needs \d+ bytes, and the disk has \d+ bytes free.*--no-space-check"
+            TargetError, match=r"needs \d+ bytes, but the disk has \d+ bytes free.*--no-space-check"
         ) as e:
             attempt(SMALL, tmp_path / "t", **ONE_CARD)
         numbers = [int(word) for word in str(e.value).split() if word.isdigit()]

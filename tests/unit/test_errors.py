@@ -84,7 +84,7 @@ EXAMPLES = [
     (StaleSessionError("out: begun with plan 1, this is 2"), "out: begun with plan 1, this is 2", 1),
     (ListingError("s3://b/run: access denied"), "s3://b/run: access denied", 1),
     (ClusterError("cannot join Ray at 'head:6379'"), "cannot join Ray at 'head:6379'", 1),
-    (JobError("the cluster rejected the job"), "the cluster did not take the job", 1),
+    (JobError("the cluster rejected the job"), "the cluster rejected the job", 1),
     (RefusedJobError("tp=3 does not divide"), "tp=3 does not divide", 1),
     (
         GroupFailedError("w (param)", 7, 4, "WorkerCrashedError: it died"),
@@ -131,7 +131,7 @@ def test_survives_pickling(error: ReshardError, text: str, status: int, protocol
 def test_only_troubles_of_stores_and_clusters_are_worth_another_try() -> None:
     kinds = {type(error) for error, _, _ in EXAMPLES if error.retryable}
     assert kinds == {BusyError, ListingError, ClusterError, JobError, GroupFailedError}
-    refused_by_a_store = TargetError("s3://b/c: the store asks to slow down")
+    refused_by_a_store = TargetError("s3://b/c: the store is throttling requests")
     refused_by_a_store.retryable = True
     assert pickle.loads(pickle.dumps(refused_by_a_store)).retryable
 

@@ -96,7 +96,7 @@ def test_what_is_no_manifest_of_ours_allows_nothing(manifest: bytes) -> None:
 def test_a_file_of_another_size_is_not_what_was_made() -> None:
     made = [Entry("model.safetensors", Kind.FILE, 7), Entry("notes.txt", Kind.FILE, 3)]
     assert changed(made, MANIFEST) is None
-    assert "notes.txt has another size" in str(changed([made[0], Entry("notes.txt", Kind.FILE, 4)], MANIFEST))
+    assert "the size of notes.txt" in str(changed([made[0], Entry("notes.txt", Kind.FILE, 4)], MANIFEST))
 
 
 def test_what_is_left_after_any_number_of_removals_may_still_go() -> None:
