@@ -119,7 +119,8 @@ def plan_request(
     tables, config = load_tables(request.rules), load_config(request.config)
     own = open_source(locations.sources[0], *locations.reading)
     policy = replace(filling.policy, drops_mtp=MTP in request.dropped)
-    checkpoint = index_checkpoint(own, tables, config, policy, index_files)
+    pieces = program is None and locations.merge_into is None
+    checkpoint = index_checkpoint(own, tables, config, policy, index_files, pieces)
     checkpoint = with_adapter(checkpoint, load_adapter(request.lora_config), own.location)
     store = filling.serve(own)
     if locations.merge_into is not None:

@@ -176,8 +176,8 @@ def inspect(
 
 
 _WITHOUT_RULES = (
-    "no rule table knows this family: only what its files tell can be changed, which is sharding and its strategy, and "
-    "the format to FlexCheckpoint"
+    "no rule table knows this family: only what its files tell can be changed, which is sharding and its strategy at "
+    "the same tp, pp and ep, and the format to FlexCheckpoint"
 )
 
 

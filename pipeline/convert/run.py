@@ -308,5 +308,5 @@ def _check_staged(staged: Source, planned: PlannedTarget, index_files: IndexFile
     wanted = planned.wanted
     files = SourceFiles(staged, wanted.model.config, index_here, index_files)
     missing = MissingPolicy(allowed=tuple(t.key for t in wanted.model.tensors if t.missing))
-    index = partial(index_source, files, [wanted.model.table], missing)
+    index = partial(index_source, files, [wanted.model.table], missing, pieces=True)
     planned.spec.check_staged(Staged(files, wanted, planned.states_not_carried, index))

@@ -330,7 +330,7 @@ def plan_average(
     tables, config = load_tables(request.rules), load_config(request.config)
     missing = MissingPolicy(allowed=request.allow_missing)
     check_one_model(stores)
-    checkpoints = [index_checkpoint(store, tables, config, missing, index_files) for store in stores]
+    checkpoints = [index_checkpoint(store, tables, config, missing, index_files, True) for store in stores]
     names = [store.location for store in stores]
     series = series_source(stores, _ema_json(weighting, stores))
     checkpoint = with_average(checkpoints, names, weighting)

@@ -201,7 +201,7 @@ def _verify_alone(request: VerifyRequest, observe: Observer) -> VerifyReport:
     """Compare what a checkpoint stores twice."""
     store = open_source(request.a, *request.access[0])
     inputs = given_inputs(request.rules, request.config)
-    checkpoint = index_checkpoint(store, *inputs, request.missing, partial(index_here, observe=observe))
+    checkpoint = index_checkpoint(store, *inputs, request.missing, partial(index_here, observe=observe), True)
     check_optimizer(store, checkpoint)
     comparison = plan_self_comparison(checkpoint.catalog, request.planning)
     report = _compared(comparison, store, _spare(request), observe)

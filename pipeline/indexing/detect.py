@@ -15,6 +15,7 @@ from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.formats import FORMATS, format_of
 from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles
 from paddle_reshard.pipeline.layouts.rules import RuleTable
+from paddle_reshard.pipeline.layouts.rules.literal import StoredTable
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.index import index_here
 
@@ -25,6 +26,7 @@ def index_checkpoint(
     config: Mapping[str, Any] | None = None,
     missing: MissingPolicy | None = None,
     index_files: IndexFiles = index_here,
+    pieces: bool = False,
 ) -> Checkpoint:
     """Understand a checkpoint from its metadata; no payload is read.
 
@@ -38,17 +40,22 @@ def index_checkpoint(
         What is to become of tensors that no file holds; without it they are refused.
     index_files
         Where rank files are indexed. Files with a header take a request or two and are indexed here.
+    pieces
+        Whether it is enough to know what each tp rank holds, where no rule table knows what the whole tensors are.
 
     Raises
     ------
     CheckpointError, PlanError
         If it is not one whole, consistent checkpoint that the rules cover.
     """
-    return index_source(SourceFiles(store, config, index_here, index_files), tables, missing)
+    return index_source(SourceFiles(store, config, index_here, index_files), tables, missing, pieces)
 
 
 def index_source(
-    files: SourceFiles, tables: Sequence[RuleTable], missing: MissingPolicy | None = None
+    files: SourceFiles,
+    tables: Sequence[RuleTable],
+    missing: MissingPolicy | None = None,
+    pieces: bool = False,
 ) -> Checkpoint:
     """The same for files of which something has been asked before."""
     _refuse_folder_of_checkpoints(files)
@@ -60,6 +67,8 @@ def index_source(
             f"given with --fill, and only {losing} checkpoints lose tensors; leave it out",
         )
     checkpoint = format.index(files, tables, missing)
+    if not pieces and isinstance(checkpoint.model.table, StoredTable):
+        checkpoint.model.table.check_whole(checkpoint.model.config)
     check_dtypes(checkpoint.catalog.tensors)
     check_steps(files.store, checkpoint.lr_scheduler)
     return checkpoint

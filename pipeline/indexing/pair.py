@@ -13,6 +13,7 @@ from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.formats import format_of
 from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles, read_json
 from paddle_reshard.pipeline.layouts.rules import RuleTable
+from paddle_reshard.pipeline.layouts.rules.literal import StoredTable
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.index import index_here
 
@@ -53,5 +54,10 @@ def index_pair(
     if second_as is not None and first_as is None:
         known = index_source(first, tables, missing)
         return Contents.of(known), Contents(second_as(second, known.model), None)
-    one, two = (index_source(files, tables, missing) for files in (first, second))
+    one, two = (index_source(files, tables, missing, pieces=True) for files in (first, second))
+    ranks = [c.model.table.job.tp if isinstance(c.model.table, StoredTable) else 1 for c in (one, two)]
+    if ranks[0] != ranks[1]:  # what each holds can only be compared rank by rank
+        for checkpoint in (one, two):
+            if isinstance(checkpoint.model.table, StoredTable):
+                checkpoint.model.table.check_whole(checkpoint.model.config)
     return Contents.of(one), Contents.of(two)

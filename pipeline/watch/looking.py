@@ -73,4 +73,4 @@ class Inspector:
 
     def _index(self, name: str) -> None:
         source = open_source(self.records.run.at(name), *source_access(self.options))
-        index_checkpoint(source, self.tables, self.config, self.missing)
+        index_checkpoint(source, self.tables, self.config, self.missing, pieces=True)

@@ -100,7 +100,7 @@ DRIFTED = ("states/dsv3_mtp_mp2", "families/qwen3_next_mp2")
 
 NO_ROW = r"no row of the paddleformers rule table '{}' fits; .* pass it with --rules FILE"
 NO_ORDER = r"model type '{}': no rule table knows it, .* the order of parameters"
-NO_TABLE = r"model type '{}': no rule table knows it .* pass it with --rules FILE"
+NO_TABLE = r"model type '{}': no rule table knows it.* pass it with --rules FILE"
 REFUSED = {
     "states/uc_quantO1_sh2_s1v1": r"ckpt_quant_stage is O1: .* save with ckpt_quant_stage O0",
     "families/glm4v_moe_mp2": NO_TABLE.format("glm4v_moe"),

@@ -17,7 +17,7 @@ from safetensors import deserialize
 
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import ReshardError
-from tests import oracle
+from tests import expert_oracle, oracle
 from tests.conftest import case_names
 from tests.golden.compare_one_card import bits, load
 from tests.golden.test_newer_checkpoints import checkpoint, config_of, truth_of
@@ -104,7 +104,7 @@ def test_structure_is_that_of_the_trainer(
         assert written == expected
 
 
-@pytest.mark.parametrize("name", [*HYBRID, *FLEX])
+@pytest.mark.parametrize("name", [*HYBRID, *FLEX, "families/phi3_pp2"])
 def test_a_flex_checkpoint_holds_the_truth(
     name: str, unknown: Callable[[str], Path], config_for: Callable[[str], Path | None], tmp_path: Path
 ) -> None:
@@ -121,6 +121,84 @@ def test_a_flex_checkpoint_holds_the_truth(
     )  # the trainer writes states of tied weights under one key
 
 
+SAME_RANKS = [
+    ("families/phi3_pp2", "pp=2,sharding=2", "stage1v2", "hybrid-plain"),
+    ("pp4vpp2", "pp=4,sharding=2", "stage1v1", "hybrid-plain"),
+    ("mp2pp2_sp", "tp=2,pp=2,sharding=2", "stage1v2", "hybrid-plain"),
+    ("mp2pp2sh2_s1v1_meta_ema", "tp=2,pp=2", None, "hybrid"),
+    ("mp2pp2sh2_s1v2_meta_ema", "tp=2,pp=2,sharding=3", "stage1v1", "hybrid"),
+    ("moe/ep2_sh2_s1v2_meta_ema", "sharding=4,ep=2", None, "hybrid"),
+    ("moe/ep2_sh2_s1v2", "sharding=4,ep=2", None, "hybrid-plain"),
+]
+
+
+@pytest.mark.parametrize(("name", "to", "strategy", "format"), SAME_RANKS)
+def test_the_same_tp_pp_and_ep_need_no_rule(
+    name: str, to: str, strategy: str | None, format: str, unknown: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source, target = unknown(name), tmp_path / "target"
+    config = (checkpoint(name) / "config.json").read_bytes()
+    paddle_reshard.convert(source, target, to=to, sharding_strategy=strategy, format=format)
+    assert paddle_reshard.verify(source, target).equal
+    (target / "config.json").write_bytes(config)  # the oracles know the family
+    truth = read_truth(name)
+    shapes = oracle.shapes_of(truth)
+    if "ep=2" in to:
+        found = expert_oracle.read_expert_parallel(target, shapes)
+        assert not list(expert_oracle.differing(found, truth))
+    else:
+        oracle.assert_same_tensors(oracle.read_checkpoint(target, shapes), truth)
+
+
+def read_truth(name: str) -> dict[str, np.ndarray]:
+    return oracle.read_truth(checkpoint(name).parent / "truth.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "there", "back"),
+    [
+        ("families/qwen3_next_mp2", ("tp=2,sharding=2", "stage1v1"), ("tp=2", "none")),
+        ("families/qwen2_5_vl_mp2", ("tp=2,sharding=3", "stage1v2"), ("tp=2", "none")),
+        (
+            "moe/moe_mp2pp2sh2_s1v2_meta_ema",
+            ("tp=2,pp=2,sharding=3", "stage1v1"),
+            ("tp=2,pp=2,sharding=2", "stage1v2"),
+        ),
+        (
+            "moe/ep2_mp2sh2_s1v2_meta",
+            ("tp=2,sharding=4,ep=2", "stage1v2"),
+            ("tp=2,sharding=2,ep=2", "stage1v2"),
+        ),
+    ],
+)
+def test_there_and_back_is_what_the_trainer_wrote(
+    name: str,
+    there: tuple[str, str],
+    back: tuple[str, str],
+    unknown: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    """Every tp rank keeps what it holds, also where tensors have drifted apart between them."""
+    format = "hybrid" if "_meta" in name else "hybrid-plain"
+    places = [unknown(name), tmp_path / "there", tmp_path / "back"]
+    for source, target, (to, strategy) in zip(places, places[1:], (there, back), strict=False):
+        paddle_reshard.convert(source, target, to=to, sharding_strategy=strategy, format=format)
+    written, real = (
+        {p.name: contents(oracle.unpickle(p)) for p in place.iterdir() if p.suffix in SUFFIXES}
+        for place in (places[2], places[0])
+    )
+    assert written == real
+
+
+def contents(value: object) -> object:
+    """What a pickle holds, in its order, with every bit of its arrays."""
+    if isinstance(value, dict):
+        return [(key, contents(entry)) for key, entry in value.items()]
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    return [contents(entry) for entry in value] if isinstance(value, tuple) else value
+
+
 REFUSED = [
     ("families/phi3_single", {"to": "tp=2"}, r"no rule table knows it, .*what tp=2 changes"),
     ("families/phi3_single", {"to": "pp=2"}, r"no rule table knows it, .*what pp=2 changes"),
@@ -133,8 +211,15 @@ REFUSED = [
     ("families/phi3_single", {"format": "huggingface"}, r"does not say what it is in a Hugging Face"),
     ("families/phi3_single", {"format": "unified"}, r"no rule table knows it, .* unified checkpoint"),
     ("families/phi3_single", {"format": "auto-parallel"}, r"no rule table knows it, .*auto-parallel"),
-    ("families/phi3_pp2", {"to": "tp=1"}, r"no rule table knows it"),
-    ("families/qwen3_next_mp2", {"to": "tp=1"}, r"no rule table knows it"),
+    ("families/phi3_pp2", {"to": "tp=1"}, r"what pp=1 changes"),
+    ("families/phi3_pp2", {"to": "pp=2", "layout": {"segmentation": "uniform"}}, r"in a stage: leave segm"),
+    ("pp4vpp2", {"to": "pp=4,vpp=2"}, r"what vpp=2 changes"),
+    ("families/qwen3_next_mp2", {"to": "tp=1"}, r"what tp=1 changes"),
+    ("families/qwen3_next_mp2", {"to": "tp=2,pp=2"}, r"what pp=2 changes"),
+    ("families/qwen3_next_mp2", {"format": "flex"}, r"which dim its tp=2 ranks have cut"),
+    ("families/qwen3_next_mp2", {"format": "huggingface"}, r"no rule table knows it|does not say what it is"),
+    ("moe/ep2_sh2_s1v2", {"to": "sharding=2"}, r"what ep=1 changes"),
+    ("moe/ernie45moe_mpmoe_mp2", {"to": "tp=2,sharding=2"}, r"no rule table knows it"),
     (
         "families/paddleocr_vl_single",
         {"to": "sharding=2", "format": "hybrid-plain"},

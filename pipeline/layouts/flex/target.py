@@ -130,6 +130,7 @@ class FlexTarget:
                 wanted.model.config, "what parameters are called in auto-parallel training"
             )
         if isinstance(wanted.model.table, StoredTable):
+            wanted.model.table.check_whole(wanted.model.config)
             wanted.model.table.check_keys(wanted.model.config)
         check_states(wanted.model)
         sidecars = plan_sidecars(sizes, folders, wanted, source.model.config, Topology())

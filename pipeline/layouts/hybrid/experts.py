@@ -108,12 +108,13 @@ def check_experts(ranks: Ranks, tensors: Iterable[ModelTensor], count: int | Non
     CheckpointError
         Naming the cell or the layer, and the numbers of the experts.
     """
-    layers: dict[int, set[int]] = {}
+    layers: dict[int | str, set[int]] = {}
     for tensor in tensors:
-        if tensor.rule.of_expert and tensor.layer is not None:
-            layers.setdefault(tensor.layer, set()).update(experts_of([tensor.key]))
+        if tensor.rule.of_expert:
+            layer = tensor.key.partition(".experts.")[0] if tensor.layer is None else tensor.layer
+            layers.setdefault(layer, set()).update(experts_of([tensor.key]))
     total = count if count is not None else max((len(held) for held in layers.values()), default=0)
-    for layer, held in sorted(layers.items()):
+    for layer, held in layers.items():
         if total != len(held) or max(held, default=-1) >= total:
             # Not a range of what the config says, which may be any number.
             odd = next(n for n in (*range(len(held) + 1), *sorted(held)) if (n < total) != (n in held))

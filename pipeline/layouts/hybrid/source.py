@@ -42,7 +42,7 @@ from paddle_reshard.pipeline.layouts.hybrid.experts import (
 )
 from paddle_reshard.pipeline.layouts.hybrid.name import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.layouts.hybrid.names import LORA_MODEL_STATE
-from paddle_reshard.pipeline.layouts.hybrid.ranks import HALF_DTYPES, Cell, Ranks, sort_ranks
+from paddle_reshard.pipeline.layouts.hybrid.ranks import HALF_DTYPES, Cell, Ranks, expert_of, sort_ranks
 from paddle_reshard.pipeline.layouts.hybrid.sharding_group import (
     ShardingGroup,
     common_dtype,
@@ -61,7 +61,7 @@ from paddle_reshard.pipeline.layouts.model import (
 from paddle_reshard.pipeline.layouts.model_meta import ModelMeta
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable, choose_table, derived_sizes, expected_shape
-from paddle_reshard.pipeline.layouts.rules.literal import StoredKey, is_known, stored_table
+from paddle_reshard.pipeline.layouts.rules.literal import StoredJob, StoredKey, is_known, stored_table
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 
 AUTOMATIC_NAME = re.compile(r"(eager_tmp|generated_tensor)_\d+")
@@ -163,20 +163,47 @@ class _Rules:
 
 
 def _choose_table(ranks: Ranks, tables: Sequence[RuleTable], config: Mapping[str, Any]) -> RuleTable:
-    """The table of the model's family; where nobody knows that, what the files of one cell tell themselves."""
-    if ranks.has_lora or len(ranks.cells) > 1 or is_known(tables, config):
+    """The table of the model's family; where nobody knows that, what the files tell themselves."""
+    if is_known(tables, config) or not _tells_itself(ranks):
         return choose_table(tables, dict.fromkeys(key for cell in ranks.cells for key in cell.names), config)
-    (cell,) = ranks.cells
-    return stored_table(
-        [
-            StoredKey(
-                key, name, None if cell.holders[key] == key else cell.holders[key], cell.distributed.get(key)
+    topology, common = ranks.topology, _held_by_all(ranks)
+    keys: dict[str, StoredKey] = {}
+    for stage, cells in groupby(join_cells(ranks), key=lambda cell: cell.pp):
+        holding = list(cells)
+        for key, name in merged_names([cell.names for cell in holding]).items():
+            cell = next(cell for cell in holding if key in cell.names)
+            if key in keys:
+                raise RuleError(
+                    key,
+                    f"stage {keys[key].stage} and stage {stage} hold it, and no rule table tells what that means for "
+                    f"model type {config.get('model_type')!r}; write one and pass it with --rules FILE",
+                )
+            keys[key] = StoredKey(
+                key,
+                name,
+                None if cell.holders[key] == key else cell.holders[key],
+                cell.distributed.get(key),
+                stage,
+                scalar=not cell.shapes[key],
+                expert=key not in common,
             )
-            for key, name in cell.names.items()
-        ],
-        config,
-        ordered=True,
-    )
+    job = StoredJob(topology.tp, topology.pp, topology.ep)
+    return stored_table(keys.values(), config, ordered=True, job=job)
+
+
+def _tells_itself(ranks: Ranks) -> bool:
+    """Whether all that the ranks of a stage hold in several ways is numbered experts under expert parallelism."""
+    if ranks.has_lora or ranks.topology.dp > 1:
+        return False
+    common = _held_by_all(ranks)
+    own = [key for cell in ranks.cells for key in cell.names if key not in common]
+    return not own or (ranks.topology.ep > 1 and all(expert_of(key) is not None for key in own))
+
+
+def _held_by_all(ranks: Ranks) -> set[str]:
+    """Keys that every cell of their stage has."""
+    stages = [list(cells) for _, cells in groupby(ranks.cells, key=lambda cell: cell.pp)]
+    return {key for cells in stages for key in set.intersection(*(set(cell.names) for cell in cells))}
 
 
 def _expert_count(table: RuleTable, config: Mapping[str, Any]) -> int | None:

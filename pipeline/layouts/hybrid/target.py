@@ -345,10 +345,10 @@ def _check_family(table: RuleTable, topology: Topology) -> None:
 def _check_stored(table: StoredTable, config: Mapping[str, Any], target: HybridTarget) -> None:
     """Whether the files tell enough of a model that no rule table knows."""
     topology = target.topology
-    degrees = {"tp": topology.tp, "pp": topology.pp, "ep": topology.ep}
+    degrees = {"tp": topology.tp, "pp": topology.pp, "vpp": topology.vpp, "ep": topology.ep}
     if table.convention == "paddlenlp":  # which spreads experts over data-parallel ranks
         degrees["dp"] = topology.dp
-    table.check_job(config, degrees)
+    table.check_job(config, degrees, target.segmentation is not None or target.sharding.comm_overlap)
     if target.writes_meta and not table.marked:
         missing = (
             f"which tensors are is_distributed in {MODEL_META}; --format {HYBRID_PLAIN} does not need it"

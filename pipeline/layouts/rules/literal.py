@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NoReturn
@@ -58,20 +58,46 @@ def literal_table(keys: Collection[str], origin: RuleTable) -> RuleTable:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredJob:
+    """The job that wrote the files by which a model is known: only one with the same degrees reads them."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    def differing(self, degrees: Mapping[str, int]) -> str:
+        """Those of the ``degrees`` of another job that are not its own, in words; of other axes those above 1."""
+        return ", ".join(f"{axis}={n}" for axis, n in degrees.items() if n != getattr(self, axis, 1))
+
+
+@dataclass(frozen=True, slots=True)
 class StoredRule(Rule):
-    """What files without tensor and pipeline parallelism tell of a tensor; everything else is refused."""
+    """What files tell of a tensor; everything else is refused.
+
+    Which dim tp cut, and what is fused, they do not tell. A tensor of several tp ranks is what they hold, one behind
+    the other along the first dim: each of as many ranks gets back what it had.
+    """
+
+    job: StoredJob = StoredJob()
+    expert: bool = False
+    """Whether it belongs to a routed expert that some expert ranks hold."""
+
+    @property
+    def of_expert(self) -> bool:
+        """Whether its tensor belongs to one routed expert."""
+        return self.expert
 
     def split_dim(self, config: Config, tp: int, key: str | None = None) -> int | None:
-        """``None`` for one rank.
+        """The first dim, for as many ranks as wrote the files.
 
         Raises
         ------
         RuleError
-            For more: no file tells which dim they cut, and what is fused.
+            For any other number: no file tells which dim they cut, and what is fused.
         """
-        if tp > 1:
+        if tp != self.job.tp:
             raise RuleError(self.key, _not_known(f"which dim tp={tp} cuts, and what is fused"))
-        return None
+        return self.split
 
     def class_for(self, pp: int, tp: int, sequence_parallel: bool, ep: int = 1) -> str:
         """Nothing; the files give the whole name.
@@ -81,7 +107,7 @@ class StoredRule(Rule):
         RuleError
             For a job in which names differ, or where no file gives any.
         """
-        if self.parameter_name is None or max(pp, tp, ep) > 1:
+        if self.parameter_name is None or StoredJob(tp, pp, ep) != self.job:
             raise RuleError(self.key, _not_known("its parameter name in such a job"))
         return self.name_class
 
@@ -90,18 +116,21 @@ class StoredRule(Rule):
 class StoredTable(LiteralTable):
     """What the files of a checkpoint tell of its model, whose family no rule table knows."""
 
+    job: StoredJob = StoredJob()
     ordered: bool = False
     """Whether the rows are in the order of ``model.parameters()``, and give parameter names."""
     marked: bool = False
     """Whether the files tell of every tensor whether it is ``is_distributed``."""
 
-    def check_job(self, config: Config, degrees: dict[str, int]) -> None:
+    def check_job(self, config: Config, degrees: Mapping[str, int], stages_given: bool) -> None:
         """Refuse a hybrid-parallel target of which the files do not tell everything.
 
         Parameters
         ----------
         degrees
             Axis → degree in the target, of the axes that change more than which rank holds an optimizer state.
+        stages_given
+            Whether the target decides by itself what is in which stage or virtual stage.
 
         Raises
         ------
@@ -110,10 +139,24 @@ class StoredTable(LiteralTable):
         """
         if not self.ordered:
             self.refuse(config, "the order of parameters, and their names; this format holds neither")
-        if parallel := ", ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1):
+        if changed := self.job.differing(degrees):
             self.refuse(
-                config, f"what {parallel} changes: how tensors are cut or distributed, and their names"
+                config, f"what {changed} changes: how tensors are cut or distributed, and their names"
             )
+        if stages_given and self.job.pp > 1:
+            self.refuse(
+                config, "which layers follow each other in a stage: leave segmentation and comm_overlap out"
+            )
+
+    def check_whole(self, config: Config) -> None:
+        """Refuse a use of whole tensors where the files tell only what each tp rank holds.
+
+        Raises
+        ------
+        RuleError
+        """
+        if self.job.tp > 1:
+            self.refuse(config, f"which dim its tp={self.job.tp} ranks have cut, and what is fused")
 
     def check_keys(self, config: Config) -> None:
         """Refuse a target that goes by the model's own keys, if the source's files may have others.
@@ -156,6 +199,12 @@ class StoredKey:
     """The key before it that has the same parameter name."""
     distributed: bool | None = None
     """``is_distributed`` of ``model_meta.json``; ``None`` without it."""
+    stage: int = 0
+    """The pipeline stage that holds it."""
+    scalar: bool = False
+    """Whether it has no dims."""
+    expert: bool = False
+    """Whether it belongs to a routed expert that some expert ranks hold."""
 
 
 def is_known(tables: Sequence[RuleTable], config: Config) -> bool:
@@ -169,7 +218,9 @@ def is_known(tables: Sequence[RuleTable], config: Config) -> bool:
     return True
 
 
-def stored_table(keys: Iterable[StoredKey], config: Config, ordered: bool) -> StoredTable:
+def stored_table(
+    keys: Iterable[StoredKey], config: Config, ordered: bool, job: StoredJob = StoredJob()
+) -> StoredTable:
     """The table of a model that is known by its files alone; ``keys`` in the order of the files.
 
     Raises
@@ -186,26 +237,37 @@ def stored_table(keys: Iterable[StoredKey], config: Config, ordered: bool) -> St
             "(paddleformers_version or paddlenlp_version); write one and pass it with --rules FILE",
         )
     keys = list(keys)
+    # A stage is one item: what it holds stays together.
+    stages = tuple(Item(_stage(number), "DecoderLayer", repeated=True) for number in range(job.pp))
     return StoredTable(
         family,
         convention,
         (),
-        (Item(_ITEM.name, "DecoderLayer", repeated=True),),  # one stage holds everything
-        tuple(_stored_rule(key) for key in keys),
+        stages,
+        tuple(_stored_rule(key, job) for key in keys),
+        expert_axis="ep" if job.ep > 1 else None,
+        job=job,
         ordered=ordered,
         marked=all(key.distributed is not None for key in keys),
     )
 
 
-def _stored_rule(stored: StoredKey) -> StoredRule:
+def _stage(number: int) -> str:
+    return f"stage {number}"
+
+
+def _stored_rule(stored: StoredKey, job: StoredJob) -> StoredRule:
     name = stored.name
     return StoredRule(
         stored.key,
-        _ITEM.name,
+        _stage(stored.stage),
         "",
         "the files",
+        split=0 if job.tp > 1 and not stored.scalar else None,
         parameter_name=None if name is None else name.replace("{", "{{").replace("}", "}}"),
         tied_to=stored.tied_to,
         always_tied=stored.tied_to is not None,
         is_distributed="always" if stored.distributed else "never",
+        job=job,
+        expert=stored.expert,
     )
