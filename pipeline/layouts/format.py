@@ -178,6 +178,12 @@ class Target(Protocol):
     def data(self) -> dict[str, Any]:
         """What is asked of it and decided, as plain data with stable names."""
 
+    def cannot_hold_lora(self, model: Model) -> str | None:
+        """Why this target cannot hold the LoRA tensors of ``model``; ``None``: it can.
+
+        Asked only of formats with ``holds_lora``.
+        """
+
     def lay_out(
         self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
     ) -> LaidOut:

@@ -41,11 +41,8 @@ def lay_out(
         If the source cannot become this target.
     """
     format = FORMATS[target.format]
-    if wanted.model.has_lora and not format.holds_lora:
-        holding = names_of((other for other in FORMATS.values() if other.holds_lora), "or")
-        raise UnsupportedError(
-            f"the source holds LoRA, for which the format {format.name} has no place here; convert to {holding}"
-        )
+    if wanted.model.has_lora:
+        _check_lora(wanted.model, target)
     _check_optimizer(wanted.model, format)
     if starts_anew(source, target):
         source, wanted = replace(source, has_optimizer=False), replace(wanted, has_optimizer=False)
@@ -68,6 +65,19 @@ def starts_anew(source: Checkpoint, target: Target) -> bool:
         return False
     told = FORMATS[source.format].starts_with and source.has_optimizer
     return not (told or any(tensor.trained for tensor in source.model.tensors))
+
+
+def _check_lora(model: Model, target: Target) -> None:
+    format = FORMATS[target.format]
+    holding = [other for other in FORMATS.values() if other.holds_lora]
+    if not format.holds_lora:
+        raise UnsupportedError(
+            f"the format {format.name} cannot hold LoRA; use --format {names_of(holding, 'or')}"
+        )
+    if (reason := target.cannot_hold_lora(model)) is not None:
+        # Formats of one class, such as hybrid and hybrid-plain, hold LoRA under the same conditions.
+        others = [other for other in holding if type(other) is not type(format)]
+        raise PlanError(f"{reason}; or use --format {names_of(others, 'or')}")
 
 
 def _check_optimizer(model: Model, format: Format) -> None:

@@ -155,10 +155,18 @@ def test_a_flexcheckpoint_keeps_its_base(source: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"to": "tp=2"}, PlanError, "without pipeline parallelism the trainer merges .* choose pp=2 or more"),
-        ({"format": "flex"}, PlanError, "what LoRA trains, and not its base; a FlexCheckpoint holds both"),
-        ({"format": "unified"}, UnsupportedError, "the format unified has no place here; convert to hybrid"),
-        ({"format": "auto-parallel"}, UnsupportedError, "the format auto-parallel has no place here"),
+        (
+            {"to": "tp=2"},
+            PlanError,
+            "without pipeline parallelism the trainer merges .* pp=2 or more; or use --format huggingface or flex",
+        ),
+        (
+            {"format": "flex"},
+            PlanError,
+            "also holds the base model, .* or use --format hybrid, hybrid-plain or huggingface",
+        ),
+        ({"format": "unified"}, UnsupportedError, "the format unified cannot hold LoRA; use --format hybrid"),
+        ({"format": "auto-parallel"}, UnsupportedError, "the format auto-parallel cannot hold LoRA"),
     ],
 )
 def test_what_it_cannot_become_is_refused(

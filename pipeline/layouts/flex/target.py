@@ -43,8 +43,7 @@ from paddle_reshard.pipeline.layouts.flex.names import (
     paddleformers_key,
 )
 from paddle_reshard.pipeline.layouts.format import Decision, Staged
-from paddle_reshard.pipeline.layouts.formats import FORMATS, names_of
-from paddle_reshard.pipeline.layouts.model import ModelTensor, predict_parameter_names
+from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, predict_parameter_names
 from paddle_reshard.pipeline.layouts.optimizers import check_states
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.layouts.rules.literal import StoredTable
@@ -113,18 +112,19 @@ class FlexTarget:
         """What is asked of it."""
         return {"format": self.format, "files": self.files, "paddle_version": self.paddle_version}
 
+    def cannot_hold_lora(self, model: Model) -> str | None:
+        """A FlexCheckpoint of a LoRA job contains the base model."""
+        if any(tensor.of_base and not tensor.missing for tensor in model.tensors):
+            return None
+        return (
+            "a FlexCheckpoint of LoRA also holds the base model, which the source does not contain; merge LoRA into it "
+            "with --merge-into BASE"
+        )
+
     def lay_out(
         self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
     ) -> LaidOut:
         """All files of a dist checkpoint, small ones too."""
-        if wanted.model.has_lora and not any(t.of_base and not t.missing for t in wanted.model.tensors):
-            others = [
-                format for format in FORMATS.values() if format.holds_lora and format.name != self.format
-            ]
-            raise PlanError(
-                "the source holds what LoRA trains, and not its base; a FlexCheckpoint holds both. Write it with "
-                f"--format {names_of(others, 'or')}"
-            )
         if self.auto_parallel and isinstance(wanted.model.table, StoredTable):
             wanted.model.table.refuse(
                 wanted.model.config, "what parameters are called in auto-parallel training"

@@ -36,7 +36,7 @@ from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts,
 from paddle_reshard.pipeline.layouts.huggingface.peft import adapter_config, adapter_parts
 from paddle_reshard.pipeline.layouts.huggingface.sidecars import plan_huggingface_sidecars
 from paddle_reshard.pipeline.layouts.lora import without_base
-from paddle_reshard.pipeline.layouts.model import ModelTensor
+from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.sidecars import classify_sidecars
 from paddle_reshard.pipeline.layouts.weights import TAGS
 from paddle_reshard.storage.formats.safetensors import Index, TensorSlot, encode_safetensors, format_index
@@ -86,6 +86,9 @@ class HuggingFaceTarget:
             "dtype": None if self.dtype is None else self.dtype.name,
             "max_shard_bytes": self.max_shard_bytes,
         }
+
+    def cannot_hold_lora(self, model: Model) -> None:
+        """Every adapter that peft can describe."""
 
     def lay_out(
         self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]

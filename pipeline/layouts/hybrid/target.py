@@ -17,7 +17,6 @@ from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
 from paddle_reshard.pipeline.layouts.format import ADAMW_MINI, Decision, Staged
-from paddle_reshard.pipeline.layouts.formats import FORMATS, names_of
 from paddle_reshard.pipeline.layouts.hybrid.name import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.layouts.hybrid.ranks import expert_of
 from paddle_reshard.pipeline.layouts.hybrid.segments import Segmentation
@@ -108,6 +107,15 @@ class HybridTarget:
             "model_meta": self.writes_meta,
             "paddle_version": self.paddle_version,
         }
+
+    def cannot_hold_lora(self, model: Model) -> str | None:
+        """Without pipeline parallelism, PaddleFormers 1.2 can neither save nor resume LoRA that tp cuts."""
+        if self.topology.tp == 1 or self.topology.pp > 1:
+            return None
+        return (
+            f"LoRA with {self.topology}: without pipeline parallelism the trainer merges the tensors that tp cuts when "
+            "it saves, which no model of PaddleFormers 1.2 implements (NotImplementedError); choose pp=2 or more"
+        )
 
     def lay_out(
         self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
@@ -271,23 +279,15 @@ def _check_adamw_mini(target: HybridTarget) -> None:
 
 
 def _check_lora(model: Model, target: HybridTarget) -> None:
-    """What of LoRA the trainer cannot save or resume (PaddleFormers 1.2), and what this version does not write."""
-    topology = target.topology
-    if topology.tp > 1 and topology.pp == 1:
-        others = [f for f in FORMATS.values() if f.holds_lora and f.name not in (HYBRID, HYBRID_PLAIN)]
-        raise PlanError(
-            f"LoRA of {topology}: without pipeline parallelism the trainer merges what tp cuts when it saves and cuts "
-            "it when it resumes, and no model of PaddleFormers 1.2 can do either (NotImplementedError); choose pp=2 or "
-            f"more, or --format {names_of(others, 'or')}"
-        )
+    """Refuse LoRA targets that this version does not write."""
     if target.expert_axis is not None:
         raise UnsupportedError(
-            f"LoRA of {topology} with experts spread over {target.expert_axis} is not supported"
+            f"LoRA with {target.topology} and experts distributed over {target.expert_axis} is not supported"
         )
     if target.writes_meta and not any(tensor.of_base for tensor in model.tensors):
         raise UnsupportedError(
-            f"{MODEL_META} of a job with LoRA lists the tensors of its base too, and the rule table of "
-            f"{model.table.family!r} does not tell which these are; write it with --format {HYBRID_PLAIN}"
+            f"the {MODEL_META} of a LoRA job also lists the tensors of the base model, which the rule table of "
+            f"{model.table.family!r} does not give; use --format {HYBRID_PLAIN}"
         )
 
 

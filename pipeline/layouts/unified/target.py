@@ -77,6 +77,9 @@ class UnifiedTarget:
         """What is asked of it."""
         return {"format": self.format, "files": self.files}
 
+    def cannot_hold_lora(self, model: Model) -> None:
+        """The format holds none at all."""
+
     def lay_out(
         self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
     ) -> LaidOut:
