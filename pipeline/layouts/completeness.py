@@ -7,7 +7,8 @@ from typing import Any
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
-from paddle_reshard.pipeline.layouts.rules import MTP_LAYERS, RuleTable
+from paddle_reshard.pipeline.layouts.rules import LAYERS, MTP_LAYERS, RuleTable
+from paddle_reshard.pipeline.layouts.rules.entries import config_entry
 
 
 def check_complete(model: Model) -> None:
@@ -80,12 +81,17 @@ def check_layers(tensors: Iterable[ModelTensor], table: RuleTable, config: Mappi
         Naming a layer that only one of the two has.
     """
     mtp = table.mtp_items
+    counted = {item.name: item.count for item in table.items if item.count is not None}
     found: dict[str, set[int]] = {name: set() for name in mtp}
+    apart: dict[str, set[int]] = {name: set() for name in counted}
     layers: set[int] = set()
+    by_item = found | apart
     for tensor in tensors:
         if tensor.layer is not None:
-            found.get(tensor.rule.item, layers).add(tensor.layer)
-    _check_numbers("decoder layers", layers, 0, config, "num_hidden_layers")
+            by_item.get(tensor.rule.item, layers).add(tensor.layer)
+    _check_numbers("decoder layers", layers, 0, config, LAYERS)
+    for name, entry in counted.items():
+        _check_numbers(f"of the item {name} ({entry})", apart[name], 0, config, entry)
     if any(found.values()):
         for name, numbers in found.items():
             first = table.first_mtp_layer(mtp[name], config)
@@ -96,7 +102,9 @@ def check_layers(tensors: Iterable[ModelTensor], table: RuleTable, config: Mappi
 
 def _check_numbers(what: str, held: set[int], first: int, config: Mapping[str, Any], entry: str) -> None:
     """Whether layers are numbered from ``first`` on, and are as many as an entry of the config says, if it does."""
-    expected = config.get(entry, len(held))
+    expected = config_entry(config, entry, len(held))
+    if isinstance(expected, list):
+        expected = len(expected)
     if not isinstance(expected, int):
         raise CheckpointError(f"config.json: {entry} is {expected!r}")
     if expected != len(held) or held != set(range(first, first + len(held))):

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from paddle_reshard.pipeline.core.errors import CheckpointError, RuleError, UsageError
+from paddle_reshard.pipeline.core.errors import CheckpointError, RuleError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.file_names import LORA_CONFIG
 from paddle_reshard.pipeline.core.tensors import DType, dtype_named
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.lora_config import Adapter
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, model_order
-from paddle_reshard.pipeline.layouts.rules import LORA, LoraRule, RuleTable, expected_shape
+from paddle_reshard.pipeline.layouts.rules import LAYERS, LORA, LoraRule, RuleTable, expected_shape
+from paddle_reshard.pipeline.layouts.rules.entries import config_entry
 
 IN_BASE: Final = "of the base model, which a job loads from where it was trained from"
 """Why a tensor is in no checkpoint of an adapter."""
@@ -29,7 +30,13 @@ def check_matrices(model: Model, adapter: Adapter | None) -> None:
     ------
     CheckpointError
         Naming the matrix and the two numbers.
+    UnsupportedError
+        If the family has parts beside its language model.
     """
+    if model.has_lora and any(item.count is not None for item in model.table.items):
+        raise UnsupportedError(
+            f"LoRA of {model.table.family}, a model of several parts: no real checkpoint of it has been seen"
+        )
     shapes = {tensor.key: tensor.global_shape for tensor in model.tensors}
     for tensor in model.tensors:
         rule = tensor.rule
@@ -63,7 +70,7 @@ def base_tensors(
     The job of an adapter builds its base first, so names of parameters count its layers too. A table tells the tensors
     of a dense model; which layers of others have experts, and how many, it leaves to the files.
     """
-    layers = config.get("num_hidden_layers")
+    layers = config_entry(config, LAYERS)
     rules = [rule for rule in table.rules if rule.applies(config)]
     told = table.experts is None and all(rule.shape is not None and not rule.of_expert for rule in rules)
     if not told or not isinstance(layers, int) or isinstance(layers, bool):

@@ -13,6 +13,7 @@ from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import MEAN_MOMENT2
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.model import ModelTensor
+from paddle_reshard.pipeline.layouts.rules.entries import config_entry, with_entry
 
 VOCAB_SIZE = "vocab_size"
 
@@ -26,7 +27,7 @@ def resize_vocabulary(checkpoint: Checkpoint, size: int, grow: bool) -> Checkpoi
         If the size is on the wrong side of the present one, or no tensor has a dim of that name.
     """
     model = checkpoint.model
-    present = model.config.get(VOCAB_SIZE)
+    present = config_entry(model.config, VOCAB_SIZE)
     if not isinstance(present, int):
         raise PlanError(f"config.json has no {VOCAB_SIZE}, so the vocabulary cannot be resized")
     if (size <= present) if grow else not 0 < size < present:
@@ -54,7 +55,7 @@ def resize_vocabulary(checkpoint: Checkpoint, size: int, grow: bool) -> Checkpoi
     )
     return replace(
         checkpoint,
-        model=replace(model, tensors=resized, config={**model.config, VOCAB_SIZE: size}),
+        model=replace(model, tensors=resized, config=with_entry(model.config, VOCAB_SIZE, size)),
         catalog=replace(checkpoint.catalog, tensors=Tensors(tensors)),
     )
 

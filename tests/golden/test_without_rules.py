@@ -18,7 +18,7 @@ from safetensors import deserialize
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import ReshardError
 from tests import expert_oracle, oracle
-from tests.conftest import case_names
+from tests.conftest import case_directory, case_names
 from tests.golden.compare_one_card import bits, load
 from tests.golden.test_newer_checkpoints import checkpoint, config_of, truth_of
 
@@ -263,7 +263,7 @@ def test_inspect_describes_every_family(name: str) -> None:
     source = checkpoint(name)
     found = paddle_reshard.inspect(source, config=config_of(name))
     if not found.stored:
-        shapes = oracle.shapes_of(truth_of(name))
+        shapes = oracle.shapes_of(oracle.read_truth(case_directory(name) / "truth.safetensors"))
         assert {t.key: t.global_shape for t in found.tensors if not t.missing} == {
             t.key: shapes[t.key] for t in found.tensors if not t.missing
         }

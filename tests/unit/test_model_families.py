@@ -159,6 +159,7 @@ CONFIG = {
     "num_hidden_layers": 2,
     "num_nextn_predict_layers": 1,
     "use_bias": True,
+    "attention_bias": True,
     "vocab_size": 64,
     "hidden_size": 24,
     "intermediate_size": 36,
@@ -183,15 +184,35 @@ CONFIG = {
     "linear_key_head_dim": 6,
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
+    "vision_config": {
+        "depth": 2,
+        "num_hidden_layers": 2,
+        "deepstack_visual_indexes": [0, 1],
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "out_hidden_size": 32,
+        "num_heads": 2,
+        "num_attention_heads": 2,
+        "num_channels": 3,
+        "in_channels": 3,
+        "num_position_embeddings": 12,
+        "image_size": 16,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "attention_bias": True,
+    },
 }
+_NUMBERED = r"\.(?:layers|blocks|deepstack_merger_list|mtp_\w+)\.(\d+)\."
 
 
 def test_the_families_that_are_known() -> None:
     former = ["deepseek_v3", "ernie4_5", "ernie4_5_moe", "gemma3_text", "glm4_moe", "gpt_oss"]
     former += ["llama", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"]
+    former += ["glm4v_moe", "glm_ocr", "paddleocr_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
     nlp = ["deepseek_v2", "deepseek_v3", "gpt", "llama", "qwen2", "qwen2_moe"]
     for convention, families in {"paddleformers": former, "paddlenlp": nlp}.items():
-        assert sorted(t.family for t in TABLES.values() if t.convention == convention) == families
+        assert sorted(t.family for t in TABLES.values() if t.convention == convention) == sorted(families)
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -211,10 +232,12 @@ def test_the_head_is_laid_out_as_in_its_library(name: str) -> None:
     table = TABLES[name]
     for rule in (rule for rule in table.rules if rule.key == "lm_head.weight"):
         tied = rule.where.get("tie_word_embeddings") is True or rule.always_tied
-        assert rule.shape == (HEADS["paddleformers"] if tied else HEADS[table.convention])
+        like = "paddlenlp" if table.family == "glm_ocr" else table.convention  # an nn.Linear
+        assert rule.shape == (HEADS["paddleformers"] if tied else HEADS[like])
         assert rule.shape is not None
         words = [r.split for r in table.rules if r.key == rule.tied_to and rule.always_tied]
-        assert rule.split == (None if words == [None] else rule.shape.index("vocab_size"))
+        whole = words == [None] or table.family == "glm_ocr"
+        assert rule.split == (None if whole else rule.shape.index("vocab_size"))
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -223,26 +246,33 @@ def test_every_row_is_the_only_one_for_its_tensor(name: str, tied: bool) -> None
     table, config = TABLES[name], CONFIG | {"tie_word_embeddings": tied}
     for key in _keys(table):
         rules = [
-            rule for rule in table.rules if all(config.get(k) == value for k, value in rule.where.items())
+            rule
+            for rule in table.rules
+            if all(_entries(config).get(k) == value for k, value in rule.where.items())
         ]
         if any(rule.pattern().fullmatch(key) for rule in rules):
             rule, layer = table.find(key, config)
-            assert layer == (
-                int(match[1]) if (match := re.search(r"\.(?:layers|mtp_\w+)\.(\d+)\.", key)) else None
-            )
+            assert layer == (int(match[1]) if (match := re.search(_NUMBERED, key)) else None)
             dim = rule.split_dim(config, 2)
             assert dim is None or _shape(rule)[dim] % (2 * sum(rule.shares(CONFIG))) == 0, key
+
+
+def _entries(config: dict) -> dict:
+    """Every entry by its name, those of sections with the section's name."""
+    return config | {f"vision_config.{name}": value for name, value in config["vision_config"].items()}
 
 
 def _shape(rule: Rule) -> list[int]:
     """What the row's formulas give for ``CONFIG``; every name in them must be an entry."""
     assert rule.shape is not None
-    sizes = CONFIG | {"head_dim": CONFIG["hidden_size"] // CONFIG["num_attention_heads"]}
+    sizes = _entries(CONFIG) | {"head_dim": CONFIG["hidden_size"] // CONFIG["num_attention_heads"]}
+
+    def size(factor: str) -> int:
+        whole, *by = (int(f) if f.strip().isdigit() else sizes[f.strip()] for f in factor.split("/"))
+        return whole // prod(by)
+
     terms = [[term.split("*") for term in dim.split("+")] for dim in rule.shape]
-    return [
-        sum(prod(int(f) if f.strip().isdigit() else sizes[f.strip()] for f in factors) for factors in dim)
-        for dim in terms
-    ]
+    return [sum(prod(map(size, factors)) for factors in dim) for dim in terms]
 
 
 @pytest.mark.parametrize("name", TABLES)

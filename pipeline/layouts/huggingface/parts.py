@@ -14,7 +14,8 @@ from math import prod
 from paddle_reshard.pipeline.core.errors import RuleError
 from paddle_reshard.pipeline.core.geometry import Shape, row_major_strides
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
-from paddle_reshard.pipeline.layouts.rules import Config, HuggingFaceForm, evaluate_sizes
+from paddle_reshard.pipeline.layouts.rules import HuggingFaceForm, evaluate_sizes
+from paddle_reshard.pipeline.layouts.rules.entries import Config
 
 
 @dataclass(frozen=True, slots=True)

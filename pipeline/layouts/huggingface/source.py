@@ -32,7 +32,8 @@ from paddle_reshard.pipeline.layouts.huggingface.name import HUGGINGFACE
 from paddle_reshard.pipeline.layouts.huggingface.names import INDEX
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, tensor_parts
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, read_model
-from paddle_reshard.pipeline.layouts.rules import Config, Rule, RuleTable, candidate_tables
+from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable, candidate_tables
+from paddle_reshard.pipeline.layouts.rules.entries import Config
 from paddle_reshard.pipeline.layouts.weights import dtype_of_tag
 from paddle_reshard.storage.formats.safetensors import Index, SafetensorsPayload
 

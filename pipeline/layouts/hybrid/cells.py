@@ -30,7 +30,8 @@ from paddle_reshard.pipeline.layouts.hybrid.sharding import Parameter, Shares, p
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, lead_experts, predict_parameter_names
 from paddle_reshard.pipeline.layouts.model_meta import CellMeta, ParameterMeta, format_model_meta
 from paddle_reshard.pipeline.layouts.placement import TensorCut
-from paddle_reshard.pipeline.layouts.rules import Item
+from paddle_reshard.pipeline.layouts.rules import LAYERS, Item, renamed_prefix
+from paddle_reshard.pipeline.layouts.rules.entries import config_entry
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
@@ -82,6 +83,9 @@ class CellPlanner:
         under_pp = self.topology.pp > 1
         self.written = {t.key: (under_pp and t.rule.key_pp) or t.key for t in model.tensors}
         """Key of a tensor → its key in the files."""
+        renames = {} if target.writes_meta else model.table.saved_prefixes
+        self.saved = {key: renamed_prefix(written, renames) for key, written in self.written.items()}
+        """The same for files of weights, which a class can rename as it saves them."""
         self.with_lora = model.has_lora
 
     def cells(self) -> Iterator[Cell]:
@@ -150,7 +154,7 @@ class CellPlanner:
         """The pipeline items, as kind and decoder layer; a checkpoint of an adapter need not have tensors of all."""
         table, config = self.model.table, self.model.config
         held = list(dict.fromkeys(tensor.item for tensor in tensors))
-        if not self.model.has_lora or not isinstance(config.get("num_hidden_layers"), int):
+        if not self.model.has_lora or not isinstance(config_entry(config, LAYERS), int):
             return held
         used = {rule.item for rule in table.rules if rule.applies(config)}
         return [
@@ -162,6 +166,10 @@ class CellPlanner:
 
     def _check_places(self, tensors: Sequence[ModelTensor], described: Mapping[str, Item]) -> None:
         table = self.model.table
+        if not any(item.layer_class for item in table.items):
+            raise PlanError(
+                f"pp={self.topology.pp}: {table.convention} has no pipeline class of {table.family}; use pp=1"
+            )
         lost = next((t.key for t in tensors if (i := described[t.rule.item]).mtp and not i.layer_class), None)
         if lost is not None:
             raise PlanError(

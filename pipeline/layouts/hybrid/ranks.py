@@ -107,6 +107,8 @@ class Cell:
 
     def rename(self, keys: Mapping[str, str]) -> None:
         """Replace structured keys."""
+        if not keys:
+            return
         self.names = {keys.get(key, key): name for key, name in self.names.items()}
         self.holders = {keys.get(key, key): keys.get(first, first) for key, first in self.holders.items()}
         self.shapes = {keys.get(key, key): shape for key, shape in self.shapes.items()}

@@ -18,7 +18,7 @@ from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.hybrid.source import read_hybrid
 from paddle_reshard.pipeline.layouts.model import ModelTensor, model_order
 from paddle_reshard.pipeline.layouts.model_meta import ModelMeta
-from paddle_reshard.pipeline.layouts.rules import RuleTable, choose_table
+from paddle_reshard.pipeline.layouts.rules import RuleTable, choose_table, keys_in_model
 from paddle_reshard.pipeline.layouts.weights import dtype_of_tag, is_transposed
 from paddle_reshard.storage.formats.safetensors import SafetensorsPayload
 
@@ -62,9 +62,11 @@ def read_weights_and_states(
     meta, config, tables, missing
         As of :func:`~.hybrid.source.read_hybrid`, whose errors it raises.
     """
-    table = choose_table(tables, {key for payload in payloads.values() for key in payload.tensors}, config)
+    saved = {key for payload in payloads.values() for key in payload.tensors}
+    own = keys_in_model(tables, saved, config) or {key: key for key in saved}
+    table = choose_table(tables, own.values(), config)
     names = {hybrid_name(path): path for path in payloads}
-    weights = {name: _state_dict(path, payloads[path], table, config) for name, path in names.items()}
+    weights = {name: _state_dict(path, payloads[path], own, table, config) for name, path in names.items()}
     renamed = {path: size for path, size in sizes.items() if path not in payloads}
     renamed |= {name: sizes[path] for name, path in names.items()}
     found = read_hybrid(renamed, {**roots, **weights}, meta, config, [table], missing)
@@ -77,13 +79,21 @@ def read_weights_and_states(
 
 
 def _state_dict(
-    path: str, payload: SafetensorsPayload, table: RuleTable, config: Mapping[str, Any]
+    path: str,
+    payload: SafetensorsPayload,
+    own: Mapping[str, str],
+    table: RuleTable,
+    config: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The arrays as ``model_state`` holds them: in model order, what is transposed in column-major order."""
+    """The arrays as ``model_state`` holds them: in model order, what is transposed in column-major order.
+
+    ``own`` is the key of each in the model.
+    """
     held = {}
-    for key in _in_model_order(payload.tensors, table, config):
-        array = payload.tensors[key]
-        dtype = dtype_of_tag(payload.tags[key], f"{path}: {key}")
+    stored = {own[key]: key for key in payload.tensors}
+    for key in _in_model_order(stored, table, config):
+        array = payload.tensors[stored[key]]
+        dtype = dtype_of_tag(payload.tags[stored[key]], f"{path}: {stored[key]}")
         layout = payload.metadata.get("format")
         if is_transposed(key, array.shape, layout, path, table, config):
             array = replace(array, shape=array.shape[::-1], axes=(1, 0))

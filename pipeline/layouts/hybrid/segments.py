@@ -36,6 +36,8 @@ def segment(
         raise PlanError(f"pp={pp} is more than the {len(items)} pipeline items of this model")
     if vpp > 1 and pp <= 2:
         raise PlanError(f"vpp={vpp} with pp={pp}: Paddle's interleaved pipeline asserts pp > 2")
+    if segmentation is None and pp * vpp == 1:
+        return [(0, 0)] * len(items)
     if segmentation is None:
         layers = sum(item.repeated for item in items)
         segmentation = DEFAULT if layers % pp == 0 else "uniform"

@@ -60,7 +60,15 @@ from paddle_reshard.pipeline.layouts.model import (
 )
 from paddle_reshard.pipeline.layouts.model_meta import ModelMeta
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
-from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable, choose_table, derived_sizes, expected_shape
+from paddle_reshard.pipeline.layouts.rules import (
+    LAYERS,
+    Rule,
+    RuleTable,
+    choose_table,
+    expected_shape,
+    keys_in_model,
+)
+from paddle_reshard.pipeline.layouts.rules.entries import config_entry, derived_sizes
 from paddle_reshard.pipeline.layouts.rules.literal import StoredJob, StoredKey, is_known, stored_table
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 
@@ -103,6 +111,8 @@ def read_hybrid(
     ranks = sort_ranks(paths, roots, meta, _Rules(tables, config))
     held = sorted(roots)
     del roots  # where nobody else holds them, the names of all arrays go
+    for cell in () if ranks.with_meta else ranks.cells:
+        cell.rename(keys_in_model(tables, cell.names, config))
     table = _choose_table(ranks, tables, config)
     _name_shared_keys(ranks, table)
     cells, expert_axis = join_cells(ranks), expert_axis_of(ranks)
@@ -320,7 +330,7 @@ def _read_adapter(held: Model, adapter: Adapter | None) -> Model:
     if not held.has_lora:
         raise CheckpointError(f"{LORA_MODEL_STATE}: holds no matrices of LoRA")
     check_matrices(held, adapter)
-    layers, count = {tensor.layer for tensor in held.tensors} - {None}, held.config.get("num_hidden_layers")
+    layers, count = {tensor.layer for tensor in held.tensors} - {None}, config_entry(held.config, LAYERS)
     if isinstance(count, int) and (beyond := sorted(n for n in layers if n is not None and n >= count)):
         raise CheckpointError(f"config.json says {count} decoder layers; there is LoRA of layer {beyond[0]}")
     return with_base(held, adapter)

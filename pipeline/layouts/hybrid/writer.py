@@ -47,7 +47,7 @@ class HybridWriter:
     def __init__(self, checkpoint: Checkpoint, target: HybridTarget) -> None:
         self.checkpoint, self.target, self.topology = checkpoint, target, target.topology
         self.planner = CellPlanner(checkpoint.model, target)
-        self.written = self.planner.written
+        self.written, self.saved = self.planner.written, self.planner.saved
         self.bytes = FileBytes(checkpoint, paddle_release(target.paddle_version).pickle_protocol)
 
     def layout(self) -> TargetFiles:
@@ -102,10 +102,10 @@ class HybridWriter:
         def entries() -> Iterator[tuple[object, object]]:
             for t in tensors:
                 yield (
-                    self.written[t.key],
+                    self.saved[t.key],
                     self.bytes.array(arrays, t, PARAM, cell.local_shapes[t.key], None, None),
                 )
-            yield STRUCTURED_NAMES, {self.written[t.key]: cell.names[t.key] for t in tensors}
+            yield STRUCTURED_NAMES, {self.saved[t.key]: cell.names[t.key] for t in tensors}
 
         kind = LORA_MODEL_STATE if self.planner.with_lora else MODEL_STATE
         return self.bytes.lay_out(kind, shard, entries(), arrays)

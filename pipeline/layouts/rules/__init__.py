@@ -14,13 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, overload
 
 from paddle_reshard.pipeline.core.errors import RuleError, UsageError
+from paddle_reshard.pipeline.layouts.rules.entries import (
+    Config,
+    config_entry,
+    count_entry,
+    derived_sizes,
+    size_of,
+    ties_words,
+)
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 from paddle_reshard.storage.formats.typed_json import Bounds, EntryError, typed
 
 if TYPE_CHECKING:  # NumPy, which the table of families does without
     from paddle_reshard.pipeline.core.geometry import Shape
-
-Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +96,7 @@ class Rule:
     name_class_sp: str | None = None
     """Layer class under sequence parallelism (tp > 1), where it differs."""
     shape: tuple[str, ...] | None = None
-    """Expected global shape as sums of products of config entries, to check against."""
+    """Expected global shape as sums of products of config entries, to check against; ``a/b`` is rounded down."""
     tied_to: str | None = None
     """Key that shares the values where the config ties word embeddings."""
     always_tied: bool = False
@@ -122,7 +128,7 @@ class Rule:
 
     def applies(self, config: Config) -> bool:
         """Whether the row is one of this model's."""
-        return all(config.get(name, False) == value for name, value in self.where.items())
+        return all(config_entry(config, name, False) == value for name, value in self.where.items())
 
     def fill_in(self, form: str, key: str) -> str:
         """Another spelling of a key of this row, with the same numbers."""
@@ -137,12 +143,12 @@ class Rule:
             return self.split
         key = key or self.key
         values = derived_sizes(config)
-        if self.must_divide and _entry(values, self.must_divide, key) % tp:
+        if self.must_divide and size_of(values, self.must_divide, key) % tp:
             raise RuleError(
                 key,
                 f"tp={tp} does not divide {self.must_divide}={values[self.must_divide]} of the config",
             )
-        if self.split_if_divisible and _entry(values, self.split_if_divisible, key) % tp:
+        if self.split_if_divisible and size_of(values, self.split_if_divisible, key) % tp:
             return None
         return self.split
 
@@ -172,7 +178,7 @@ class Rule:
 
     def twin(self, config: Config) -> str | None:
         """The key that holds the same values in this model."""
-        return self.tied_to if self.always_tied or config.get("tie_word_embeddings") else None
+        return self.tied_to if self.always_tied or ties_words(config) else None
 
     def class_for(self, pp: int, tp: int, sequence_parallel: bool, ep: int = 1) -> str:
         """Layer class in parameter names of a job."""
@@ -266,6 +272,8 @@ class LoraRule(Rule):
         return f"{axis}_{'sequence_' if in_sequence else ''}parallel_lo_ra_linear"
 
 
+LAYERS = "num_hidden_layers"
+"""Config entry: how many decoder layers there are."""
 MTP_LAYERS = "num_nextn_predict_layers"
 """Config entry: how many layers of multi-token prediction (MTP) follow the decoder layers."""
 
@@ -285,6 +293,8 @@ class Item:
     """The decoder layer's item, whose rows it has too; it is numbered on from there."""
     built_before: str | None = None
     """The item before which it is built where there are no pipeline stages."""
+    count: str | None = None
+    """Config entry: how many there are of an item that is numbered and is no decoder layer; of a list, its length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +327,9 @@ class RuleTable:
     """Axes that no job of the family can have together, ``tp,pp`` → what the trainer does instead."""
     muon_exclude_patterns: tuple[str, ...] = ("embed", "bias", "lm_head", "mlp.gate")
     """What a name must not have in it for Muon to update the parameter; the default of the trainer's arguments."""
+    saved_prefixes: Mapping[str, str] = field(default_factory=dict)
+    """Beginnings of keys that the class renames where it saves weights itself, in files without ``model_meta.json`` →
+    what they are there."""
     proven: Proof | None = field(default=None, compare=False, repr=False)
     """What it has been compared with; ``None``: not said, as in a table that a user writes."""
     comment: str | tuple[str, ...] = field(default="", compare=False, repr=False)
@@ -343,14 +356,22 @@ class RuleTable:
 
     def first_mtp_layer(self, item: Item, config: Config) -> int:
         """The number of the first layer of multi-token prediction in the keys of its item."""
-        return _count(config, "num_hidden_layers") if item.continues else 0
+        return count_entry(config, LAYERS) if item.continues else 0
 
     def numbers(self, item: Item, config: Config) -> Sequence[int | None]:
         """The numbers of all items of a kind in a model; ``None`` where there is only one."""
         if item.repeated:
-            return range(_count(config, "num_hidden_layers"))
+            return range(count_entry(config, LAYERS))
+        if item.count is not None:
+            return range(count_entry(config, item.count))
         first = self.first_mtp_layer(item, config)
-        return range(first, first + _count(config, MTP_LAYERS)) if item.mtp else (None,)
+        return range(first, first + count_entry(config, MTP_LAYERS)) if item.mtp else (None,)
+
+    def key_saved_as(self, saved: str) -> str:
+        """The key of a tensor by what the class renames it to where it saves weights itself."""
+        if any(saved.startswith(prefix) for prefix in self.saved_prefixes):
+            return saved
+        return renamed_prefix(saved, {saved_as: prefix for prefix, saved_as in self.saved_prefixes.items()})
 
     def find(self, key: str, config: Config) -> tuple[Rule, int | None]:
         """The row for ``key`` and its decoder layer; for the matrices of LoRA that follows from the weight's row.
@@ -388,7 +409,7 @@ class RuleTable:
         for item in self.items:
             if item.continues == rule.item:
                 first = self.first_mtp_layer(item, config)
-                if first and first <= layer < first + _count(config, MTP_LAYERS):
+                if first and first <= layer < first + count_entry(config, MTP_LAYERS):
                     return replace(rule, item=item.name)
         return rule
 
@@ -398,15 +419,21 @@ class RuleTable:
         return item is None or layer is None or layer >= self.first_mtp_layer(item, config)
 
 
+def renamed_prefix(key: str, prefixes: Mapping[str, str]) -> str:
+    """A key with another beginning, if it has one of the prefixes.
+
+    >>> renamed_prefix("model.visual.merger.ln_q.weight", {"model.visual.": "visual."})
+    'visual.merger.ln_q.weight'
+    """
+    for prefix, other in prefixes.items():
+        if key.startswith(prefix):
+            return other + key.removeprefix(prefix)
+    return key
+
+
 def _layer_of(match: re.Match[str]) -> int | None:
     layer = match.groupdict().get("layer")
     return None if layer is None else int(layer)
-
-
-def _count(config: Config, name: str) -> int:
-    """A number of layers in the config; 0 where there is none."""
-    value = config.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
 @cache
@@ -434,33 +461,21 @@ def evaluate_sizes(texts: Sequence[str], config: Config, key: str) -> Shape:
     return tuple(_evaluate(text, values, key) for text in texts)
 
 
-def derived_sizes(config: Config) -> dict[str, int]:
-    """The integers of a config, with those that the libraries derive when they are not written.
-
-    ``num_experts``, as ``transformers`` writes it, is another name of ``num_local_experts`` (PaddleFormers 1.2
-    ``qwen3_moe/configuration.py:150``).
-    """
-    values = {k: v for k, v in config.items() if isinstance(v, int) and not isinstance(v, bool)}
-    if "num_attention_heads" in values:
-        values.setdefault("num_key_value_heads", values["num_attention_heads"])
-        if "hidden_size" in values and values["num_attention_heads"] > 0:
-            values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
-    if "num_experts" in values:
-        values.setdefault("num_local_experts", values["num_experts"])
-    return values
-
-
-def _entry(values: Mapping[str, int], name: str, key: str) -> int:
-    if name not in values:
-        raise RuleError(key, f"its rule needs {name} from config.json, which is not there")
-    return values[name]
-
-
 def _evaluate(text: str, values: Mapping[str, int], key: str) -> int:
-    def factor(word: str) -> int:
-        return int(word) if word.isascii() and word.isdigit() else _entry(values, word, key)
+    def number(word: str) -> int:
+        word = word.strip()
+        return int(word) if word.isascii() and word.isdigit() else size_of(values, word, key)
 
-    return sum(prod(factor(word.strip()) for word in term.split("*")) for term in text.split("+"))
+    def factor(text: str) -> int:
+        whole, *by = text.split("/")
+        result = number(whole)
+        for word in by:
+            if (divisor := number(word)) < 1:
+                raise RuleError(key, f"its rule divides by {word.strip()}={divisor}")
+            result //= divisor
+        return result
+
+    return sum(prod(factor(word) for word in term.split("*")) for term in text.split("+"))
 
 
 def parse_rule_table(text: str, where: str) -> RuleTable:
@@ -506,6 +521,8 @@ def _item_fault(items: Sequence[Item]) -> str | None:
             return (
                 f"{item.name!r} continues {item.continues!r}: only MTP does that, and only with {decoder!r}"
             )
+        if item.count is not None and (item.repeated or item.mtp):
+            return f"{item.name!r} has a count, which decoder layers and those of MTP have in an entry of their own"
         if item.built_before is not None and item.built_before not in names - {item.name}:
             return f"{item.name!r} is built before {item.built_before!r}, which is none of them"
     return None
@@ -672,6 +689,15 @@ def candidate_tables(tables: Sequence[RuleTable], config: Config) -> list[RuleTa
             f"no rule table knows it (known: {', '.join(known)}); write one and pass it with --rules FILE",
         )
     return candidates
+
+
+def keys_in_model(tables: Sequence[RuleTable], saved: Iterable[str], config: Config) -> dict[str, str]:
+    """Keys in files of weights that the model's class has saved itself → what they are in the model, if it renames."""
+    try:
+        renaming = [table for table in candidate_tables(tables, config) if table.saved_prefixes]
+    except RuleError:
+        renaming = []
+    return {key: renaming[0].key_saved_as(key) for key in saved} if renaming else {}
 
 
 def library_of(config: Config) -> str | None:

@@ -9,7 +9,6 @@ from typing import NoReturn
 
 from paddle_reshard.pipeline.core.errors import RuleError
 from paddle_reshard.pipeline.layouts.rules import (
-    Config,
     HuggingFaceForm,
     Item,
     Rule,
@@ -18,6 +17,7 @@ from paddle_reshard.pipeline.layouts.rules import (
     candidate_tables,
     library_of,
 )
+from paddle_reshard.pipeline.layouts.rules.entries import Config
 
 FAMILY = "by its keys"
 _ITEM = Item("model", "", repeated=True)

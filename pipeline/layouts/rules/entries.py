@@ -1,0 +1,101 @@
+"""What does a ``config.json`` say, in whichever section?
+
+A model of several parts has a section for each: ``text_config``, ``vision_config``. The entries of ``text_config`` are
+read as those of the whole, so that rows of a language model need not know whether it is a part; the entries of any
+section have its name before theirs, too: ``vision_config.depth``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paddle_reshard.pipeline.core.errors import RuleError
+
+Config = Mapping[str, Any]
+
+TEXT = "text_config"
+TIED = "tie_word_embeddings"
+
+
+def config_entry(config: Config, name: str, default: Any = None) -> Any:
+    """An entry by its name, which may begin with that of its section.
+
+    >>> config_entry({"hidden_size": 1, "text_config": {"hidden_size": 2}}, "hidden_size")
+    2
+    >>> config_entry({"vision_config": {"depth": 3}}, "vision_config.depth")
+    3
+    """
+    section, _, entry = name.rpartition(".")
+    found = config.get(section or TEXT)
+    if isinstance(found, Mapping) and entry in found:
+        return found[entry]
+    return default if section else config.get(name, default)
+
+
+def count_entry(config: Config, name: str) -> int:
+    """A number of layers, which a list gives by its length; 0 where there is none.
+
+    >>> count_entry({"vision_config": {"deepstack_visual_indexes": [5, 11]}}, "vision_config.deepstack_visual_indexes")
+    2
+    """
+    value = config_entry(config, name)
+    if isinstance(value, list):
+        return len(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def with_entry(config: Config, name: str, value: Any) -> dict[str, Any]:
+    """The same config with another value of an entry, wherever it says it.
+
+    >>> with_entry({"text_config": {"vocab_size": 8}}, "vocab_size", 16)
+    {'text_config': {'vocab_size': 16}}
+    """
+    text = config.get(TEXT)
+    if not isinstance(text, Mapping) or name not in text:
+        return {**config, name: value}
+    own = {name: value} if name in config else {}
+    return {**config, **own, TEXT: {**text, name: value}}
+
+
+def ties_words(config: Config) -> bool:
+    """Whether the head has the values of the word embedding, as the whole says, or else its ``text_config``."""
+    return bool(config[TIED] if TIED in config else config_entry(config, TIED))
+
+
+def derived_sizes(config: Config) -> dict[str, int]:
+    """The integers of a config, with those that the libraries derive when they are not written.
+
+    ``num_experts``, as ``transformers`` writes it, is another name of ``num_local_experts`` (PaddleFormers 1.2
+    ``qwen3_moe/configuration.py:150``).
+    """
+    values = _sizes(config)
+    sections = {name: found for name, found in config.items() if isinstance(found, Mapping)}
+    if TEXT in sections:
+        values |= _sizes(sections[TEXT])
+    if "num_attention_heads" in values:
+        values.setdefault("num_key_value_heads", values["num_attention_heads"])
+        if "hidden_size" in values and values["num_attention_heads"] > 0:
+            values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
+    if "num_experts" in values:
+        values.setdefault("num_local_experts", values["num_experts"])
+    for name, section in sections.items():
+        values |= {f"{name}.{entry}": size for entry, size in _sizes(section).items()}
+    return values
+
+
+def _sizes(config: Config) -> dict[str, int]:
+    return {k: v for k, v in config.items() if isinstance(v, int) and not isinstance(v, bool)}
+
+
+def size_of(values: Mapping[str, int], name: str, key: str) -> int:
+    """One of :func:`derived_sizes`, which the rule of ``key`` needs.
+
+    Raises
+    ------
+    RuleError
+        If the config does not have it.
+    """
+    if name not in values:
+        raise RuleError(key, f"its rule needs {name} from config.json, which is not there")
+    return values[name]
