@@ -1,0 +1,103 @@
+"""Hugging Face forms of the rule tables are those that PaddleFormers' own loading maps declare.
+
+``declarations.json`` holds what ``_gen_aoa_config`` of every class returned (``tests/lab/declarations.py``). Statements
+about tensors without a row are of variants that the table does not support; a row without a statement is loaded as it
+lies, under its own key.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import NamedTuple
+
+import pytest
+
+from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable, shipped_tables
+from tests.conftest import GOLDEN
+
+DECLARED = json.loads((GOLDEN / "declarations.json").read_text("utf-8"))
+TABLES = {table.family: table for table in shipped_tables() if table.convention == "paddleformers"}
+DENSE = ("*.mlp.up_gate_proj.weight", "*.mlp.down_proj.weight")
+OTHERWISE = {
+    "deepseek_v3": ("*.eh_proj.weight",),  # save_to_hf transposes it; this map forgets to
+    "gemma3_text": ("lm_head.weight",),  # loaded from the word embedding, to which it is tied
+    "phi3": ("*.self_attn.qkv_proj.weight",),  # interleaves what the class keeps as [q | k | v]
+    "qwen2_moe": DENSE,  # the maps of these leave dense layers out
+    "qwen3_moe": DENSE,
+    "qwen3_next": DENSE,
+    "qwen3_vl_moe": (*DENSE, "*.self_attn.qkv_proj.bias"),
+}
+"""Family → endings of rows that are right, though the library declares something else or nothing."""
+
+
+class Form(NamedTuple):
+    """What a tensor of Paddle is made of."""
+
+    keys: tuple[str, ...]
+    transposed: bool
+    interleaved: bool
+    """Whether its parts take turns, in groups of key-value heads."""
+
+
+def forms(statements: list[str]) -> dict[str, Form]:
+    """Key in Paddle → what it is made of, with placeholders as rows have them."""
+    found = {}
+    for statement in statements:
+        sources, _, rest = statement.partition("->")
+        target, *words = (word.strip() for word in rest.split(","))
+        keys = [key.strip() for key in sources.split(",")]
+        interleaved = any(word.startswith("num_key_value_groups") for word in words)
+        form = Form(tuple(map(template, keys)), keys[0].endswith("^T"), interleaved)
+        found[template(target)] = form
+    return found
+
+
+def template(key: str) -> str:
+    """A key with placeholders in the place of numbers."""
+    named = key.removesuffix("^T").replace("$LAYER_ID", "{layer}").replace("$EXPERT_ID", "{expert}")
+    numbered = re.sub(r"\.(layers|blocks|deepstack_merger_list)\.\d+\.", r".\1.{layer}.", named)
+    return re.sub(r"\.experts\.\d+\.", ".experts.{expert}.", numbered)
+
+
+def form_of(rule: Rule) -> Form:
+    """What the table says."""
+    assert rule.huggingface is not None
+    transposed = rule.huggingface.transposed or len(rule.shape or ()) < 2
+    return Form(rule.huggingface.keys, transposed, rule.huggingface.groups is not None)
+
+
+def differing(table: RuleTable, declared: dict[str, Form]) -> list[str]:
+    """Keys of the rows that say something else."""
+    odd = []
+    for rule in table.rules:
+        if rule.huggingface is None:
+            continue
+        form = declared.get(rule.key, Form((rule.key,), False, False))
+        if len(rule.shape or ()) < 2:  # some maps transpose vectors too, which changes nothing
+            form = form._replace(transposed=True)
+        if form != form_of(rule):
+            odd.append(rule.key)
+    return odd
+
+
+@pytest.mark.parametrize("family", DECLARED)
+def test_forms_are_those_that_the_library_declares(family: str) -> None:
+    declared = forms(DECLARED[family]["statements"])
+    endings = tuple(ending.lstrip("*") for ending in OTHERWISE.get(family, ()))
+    odd = differing(TABLES[family], declared)
+    assert [key for key in odd if not key.endswith(endings or ("\n",))] == []
+    assert len(odd) == len(endings), "one of those that differ is declared"
+    named = [rule.key for rule in TABLES[family].rules if rule.key in declared]
+    assert len(named) > len(TABLES[family].rules) / 2
+
+
+def test_every_table_is_compared() -> None:
+    assert set(DECLARED) == set(TABLES)
+
+
+def test_a_form_that_is_not_declared_is_found() -> None:
+    declared = forms(DECLARED["glm_ocr"]["statements"])
+    key = "model.language_model.layers.{layer}.self_attn.q_proj.weight"
+    declared[key] = declared[key]._replace(transposed=False)
+    assert differing(TABLES["glm_ocr"], declared) == [key]
