@@ -1,12 +1,12 @@
-"""Kill a conversion at random moments, again and again, and see that nothing is ever lost or wrong.
+"""Kill a conversion repeatedly at random moments, and check that nothing is ever lost or wrong.
 
     python -m benchmarks.chaos --kills 100 --size 1GB [--s3]
 
-The same command, ``paddle-reshard convert … --resume``, is started over and over. Most starts are killed (``kill -9``)
-after a random time; when one reaches the end, its target must be byte for byte what an undisturbed run makes, and
-the next target begins. After every kill nothing that looks finished may be anything but whole.
+The same command, ``paddle-reshard convert … --resume``, is started again and again. Most runs are killed (``kill -9``)
+after a random time. When a run completes, its target must equal that of an undisturbed run byte for byte, and the next
+target is started. After every kill, a target that looks finished must be complete.
 
-With ``--s3`` source and targets lie on a Ceph server of its own (:mod:`benchmarks.s3`).
+With ``--s3``, source and targets are on a private Ceph server (:mod:`benchmarks.s3`).
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ SOURCE_TOPOLOGY = "tp=2,pp=2,sharding=2"
 TARGETS = (["--to", "tp=1,sharding=4"], ["--to", "tp=4"], ["--to", "pp=4", "--overwrite"])
 LONGEST_SECONDS = 600.0
 SLOWER = 1.1
-"""A kill before anything was begun says that runs take longer by now."""
+"""Factor for the expected duration of a run after a kill that came too early."""
 
 
-class Place(Protocol):
-    """Where a target is made."""
+class TargetLocation(Protocol):
+    """The location of a target."""
 
     location: str
     options: dict[str, Any]
-    """What is needed to reach it."""
+    """Storage options."""
 
     def contents(self) -> dict[str, str]:
-        """Name → hash of everything that is to be seen there."""
+        """Name → hash of every visible file."""
 
-    def is_begun(self) -> bool:
-        """Whether an unfinished conversion is there, to go on with."""
+    def is_unfinished(self) -> bool:
+        """Whether there is an unfinished conversion to resume."""
 
     def looks_finished(self, found: dict[str, str], wanted: dict[str, str]) -> bool:
-        """Whether ``found`` could be taken for a checkpoint, and is not one of those ``wanted``."""
+        """Whether ``found`` looks like a finished checkpoint but differs from ``wanted``."""
 
     def leftovers(self) -> list[str]:
-        """What is there beside the target."""
+        """Remains next to the target."""
 
     def fill(self, source: Path) -> None:
-        """Put another checkpoint there."""
+        """Copy another checkpoint to it."""
 
     def remove(self) -> None:
         """Remove the target."""
@@ -73,7 +73,7 @@ class Folder:
     def contents(self) -> dict[str, str]:
         return contents(self.path) if self.path.exists() else {}
 
-    def is_begun(self) -> bool:
+    def is_unfinished(self) -> bool:
         return (self.path.parent / f".{self.path.name}.reshard").exists()
 
     def looks_finished(self, found: dict[str, str], wanted: dict[str, str]) -> bool:
@@ -107,7 +107,7 @@ class Prefix:
     def contents(self) -> dict[str, str]:
         return {name: tag for name, tag in self._objects().items() if not name.startswith(".paddle_reshard")}
 
-    def is_begun(self) -> bool:
+    def is_unfinished(self) -> bool:
         return any(name.startswith(".paddle_reshard") for name in self._objects())
 
     def looks_finished(self, found: dict[str, str], wanted: dict[str, str]) -> bool:
@@ -135,14 +135,14 @@ class Prefix:
 
 @dataclass
 class Outcome:
-    """What was seen."""
+    """Results for one target."""
 
     kills: int = 0
     ends: int = 0
     kept: int = 0
-    """Kills after which something was left to go on with."""
+    """Kills after which there was work to resume."""
     seconds: float = 0.0
-    """Of a run that nobody kills, as far as is known."""
+    """Estimated duration of an undisturbed run."""
 
 
 def main() -> None:
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--size", default="1GB")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--s3", action="store_true", help="source and targets on a Ceph server of its own")
+    parser.add_argument("--s3", action="store_true", help="source and targets on a private Ceph server")
     arguments = parser.parse_args()
     chance = random.Random(arguments.seed)
     shutil.rmtree(FOLDER, ignore_errors=True)
@@ -160,98 +160,98 @@ def main() -> None:
         generate(llama_of(parse_size(arguments.size)), source, SOURCE_TOPOLOGY, "stage1v2")
         size_bytes = sum(path.stat().st_size for path in source.iterdir())
         print(f"source: {SOURCE_TOPOLOGY}, {size_bytes / 1e9:.2f} GB", flush=True)
-        with on_s3(source) if arguments.s3 else on_disk(source) as (location, places):
-            for number, (place, options) in enumerate(zip(places, TARGETS, strict=False)):
-                kills = arguments.kills // len(places) + (number < arguments.kills % len(places))
-                report(options, torment(source, location, place, options, kills, chance))
+        with on_s3(source) if arguments.s3 else on_disk(source) as (location, targets):
+            for number, (target, options) in enumerate(zip(targets, TARGETS, strict=False)):
+                kills = arguments.kills // len(targets) + (number < arguments.kills % len(targets))
+                report(options, kill_repeatedly(source, location, target, options, kills, chance))
     finally:
         shutil.rmtree(FOLDER, ignore_errors=True)
 
 
 @contextmanager
-def on_disk(source: Path) -> Iterator[tuple[str, Sequence[Place]]]:
-    """Where the source is, and where targets go."""
+def on_disk(source: Path) -> Iterator[tuple[str, Sequence[TargetLocation]]]:
+    """The location of the source, and the targets."""
     yield str(source), [Folder(FOLDER / f"target-{number}") for number in range(len(TARGETS))]
 
 
 @contextmanager
-def on_s3(source: Path) -> Iterator[tuple[str, Sequence[Place]]]:
-    """The same on S3; a checkpoint there is not replaced as a whole, so that nothing is overwritten."""
+def on_s3(source: Path) -> Iterator[tuple[str, Sequence[TargetLocation]]]:
+    """The same on S3. Nothing is overwritten, because a checkpoint on S3 cannot be replaced at once."""
     from benchmarks.s3 import BUCKET, Ceph
 
     ceph = Ceph(Path(".s3") / "ceph")
     options = {name: value for name, value in ceph.options("writer").items() if name != "use_listings_cache"}
     try:
         ceph.start()
-        there = Prefix(f"s3://{BUCKET}/source", options)
-        there.store.mkdir(BUCKET)
-        there.fill(source)
+        remote = Prefix(f"s3://{BUCKET}/source", options)
+        remote.store.mkdir(BUCKET)
+        remote.fill(source)
         kinds = [kind for kind in TARGETS if "--overwrite" not in kind]
-        yield there.location, [Prefix(f"s3://{BUCKET}/target-{i}", options) for i in range(len(kinds))]
+        yield remote.location, [Prefix(f"s3://{BUCKET}/target-{i}", options) for i in range(len(kinds))]
     finally:
         ceph.stop()
         shutil.rmtree(ceph.home / "state", ignore_errors=True)
 
 
-def torment(
-    local: Path, source: str, place: Place, options: list[str], kills: int, chance: random.Random
+def kill_repeatedly(
+    local: Path, source: str, target: TargetLocation, options: list[str], kills: int, chance: random.Random
 ) -> Outcome:
-    """Kill so many runs, and let all others end; ``local`` is the source, or a copy of it on this disk."""
+    """Kill ``kills`` runs and let all others complete. ``local`` is the source, or a local copy of it."""
     old = contents(local) if "--overwrite" in options else None
-    command = command_of(source, place, options)
+    command = command_of(source, target, options)
     started = time.monotonic()
     fresh_options = [option for option in options if option != "--overwrite"]
-    subprocess.run(command_of(source, place, fresh_options), check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command_of(source, target, fresh_options), check=True, stdout=subprocess.DEVNULL)
     seen = Outcome(seconds=time.monotonic() - started)
-    wanted = place.contents()
-    place.remove()
+    wanted = target.contents()
+    target.remove()
     while True:
-        if old is not None and not place.is_begun() and not place.contents():
-            place.fill(local)
-        fresh, started = not place.is_begun(), time.monotonic()
+        if old is not None and not target.is_unfinished() and not target.contents():
+            target.fill(local)
+        fresh, started = not target.is_unfinished(), time.monotonic()
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         try:
-            told, _ = process.communicate(
+            output, _ = process.communicate(
                 timeout=chance.uniform(0, 1.2 * seen.seconds) if seen.kills < kills else LONGEST_SECONDS
             )
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
             seen.kills += 1
-            if place.is_begun():
+            if target.is_unfinished():
                 seen.kept += 1
             else:
                 seen.seconds *= SLOWER
-            found = place.contents()
-            if found != old and place.looks_finished(found, wanted):
+            found = target.contents()
+            if found != old and target.looks_finished(found, wanted):
                 raise SystemExit(f"after kill {seen.kills} an unfinished target is visible") from None
             continue
         if process.returncode != 0:
-            raise SystemExit(f"after kill {seen.kills} it could not go on: {told.decode()}")
+            raise SystemExit(f"after kill {seen.kills} it could not resume: {output.decode()}")
         if fresh:
             seen.seconds = time.monotonic() - started
-        end(place, wanted, seen)
+        end(target, wanted, seen)
         if seen.kills >= kills:
             return seen
 
 
-def end(place: Place, wanted: dict[str, str], seen: Outcome) -> None:
-    """A run has ended: the target is what it should be, and nothing else is left."""
-    if place.contents() != wanted:
+def end(target: TargetLocation, wanted: dict[str, str], seen: Outcome) -> None:
+    """Check the target of a completed run: it must be correct, without any leftovers."""
+    if target.contents() != wanted:
         raise SystemExit(f"after kill {seen.kills} the target differs")
-    if not paddle_reshard.check(place.location, storage_options=place.options).intact:
-        raise SystemExit(f"after kill {seen.kills} the target does not agree with its manifest")
-    if left := place.leftovers():
-        raise SystemExit(f"after kill {seen.kills} something is left: {left}")
+    if not paddle_reshard.check(target.location, storage_options=target.options).intact:
+        raise SystemExit(f"after kill {seen.kills} the target contradicts its manifest")
+    if leftovers := target.leftovers():
+        raise SystemExit(f"after kill {seen.kills} there are leftovers: {leftovers}")
     seen.ends += 1
-    place.remove()
+    target.remove()
 
 
-def command_of(source: str, place: Place, options: list[str]) -> list[str]:
-    """The command line that is killed, and started again."""
-    start = [sys.executable, "-m", "paddle_reshard", "convert", source, place.location]
-    reach = ["--storage-options", json.dumps(place.options)] if place.options else []
-    return [*start, "--resume", "--json", *reach, *options]
+def command_of(source: str, target: TargetLocation, options: list[str]) -> list[str]:
+    """The command line to kill and start again."""
+    start = [sys.executable, "-m", "paddle_reshard", "convert", source, target.location]
+    access = ["--storage-options", json.dumps(target.options)] if target.options else []
+    return [*start, "--resume", "--json", *access, *options]
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -264,8 +264,8 @@ def contents(folder: Path) -> dict[str, str]:
 
 def report(options: list[str], seen: Outcome) -> None:
     print(
-        f"{' '.join(options)}: {seen.kills} kills, {seen.kept} of them left a session; {seen.ends} targets were "
-        f"finished, each byte for byte as an undisturbed run makes it (about {seen.seconds:.1f} s)",
+        f"{' '.join(options)}: {seen.kills} kills, {seen.kept} of them with a session to resume; {seen.ends} targets "
+        f"completed, each equal to that of an undisturbed run, byte for byte (about {seen.seconds:.1f} s)",
         flush=True,
     )
 

@@ -1,9 +1,9 @@
 """PaddleNLP's CheckpointConverter on its own: a hybrid checkpoint into a single-card ``state_dict`` in memory.
 
-Runs in an environment of its own, with Paddle 3.0 and PaddleNLP 3.0, and imports nothing of ours. The converter
-is meant for a job on GPUs; so that it runs in one process on a CPU, ``.cuda()`` does nothing, and the one function
-that gathers objects over ranks returns its argument (upstream's single-process branch wraps it once too often).
-Nothing is written: only the time of the load counts, and the memory of the process.
+Runs in an environment of its own, with Paddle 3.0 and PaddleNLP 3.0, and imports nothing of ours. The converter is
+meant for a job on GPUs. To run it in one process on a CPU, ``.cuda()`` does nothing, and the function that gathers
+objects over ranks returns its argument (upstream's single-process branch wraps it once too often). Nothing is written:
+only the time of the load and the memory of the process are measured.
 
     PYTHON benchmarks/checkpoint_converter.py SRC        prints the seconds
 """

@@ -1,11 +1,11 @@
-"""How fast, how lean: conversions on this machine's disk, side by side with ``cp -r`` and with what else there is.
+"""Time and memory of conversions on this machine's disk, compared with ``cp -r`` and with other tools.
 
     make bench                       4 GB, medians of 5; figures go into docs/performance.md
     make bench ARGS='--quick'        300 MB, once, printed only
 
-Contenders take turns in every round, in another order each time, and a ratio is the median over rounds of the ratios
-within a round, because disks of virtual machines are never quiet. The source lies in the page cache where memory
-allows (warm), for all contenders alike; nothing here can drop caches.
+Contenders take turns in every round, in a different order each time, and a ratio is the median over rounds of the
+ratios within a round, because disks of virtual machines are never quiet. The source is in the page cache if memory
+allows (warm), for all contenders alike; caches cannot be dropped here.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ MIB = 1 << 20
 MEMORY = Path("/dev/shm")
 PEER_PYTHON = "PADDLENLP_PYTHON"
 MEMORY_OF_PEERS = 6
-"""What loading everything takes at most, as a multiple of the checkpoint."""
+"""Upper bound for the memory of loading everything, as a multiple of the checkpoint's size."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A contender of ours."""
+    """A conversion as a contender."""
 
     name: str
     to: str
     strategy: str | None = V2
     memory: str = "1GiB"
     goal: float = 0
-    """Largest wanted ratio to ``cp -r``."""
+    """Largest acceptable ratio to ``cp -r``."""
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -86,7 +86,7 @@ TO_SINGLE_CARD = Conversion("to a single card", "tp=1", strategy=None, memory="2
 
 @dataclass(frozen=True)
 class Verdict:
-    """A goal and what was measured."""
+    """A goal and the measured value."""
 
     what: str
     goal: str
@@ -101,13 +101,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Figures:
-    """What all runs of one conversion needed."""
+    """Resources of all runs of one conversion."""
 
     cpu_seconds: float
     peak_bytes: int
     budget_bytes: int
     read: float
-    """Bytes read, or copied by the disk, as a multiple of the source's; replicas that are compared count."""
+    """Bytes read, or copied by the disk, as a multiple of the source's size, including replicas for comparison."""
     written: float
     copied: float | None
 
@@ -115,14 +115,14 @@ class Figures:
 
     @classmethod
     def of(cls, conversion: Conversion, runs: Sequence[Measured], source_bytes: int) -> Figures:
-        said = json.loads(runs[-1].output)
+        answer = json.loads(runs[-1].output)
         return cls(
             median(runs, "cpu_seconds"),
             max(found.private_bytes for found in runs),
-            said["plan"]["budget_bytes"],
-            (said["moved"]["read_bytes"] + said["moved"].get("copied_bytes", 0)) / source_bytes,
-            said["moved"]["written_bytes"] / _target_bytes(said),
-            copied_share(said),
+            answer["plan"]["budget_bytes"],
+            (answer["moved"]["read_bytes"] + answer["moved"].get("copied_bytes", 0)) / source_bytes,
+            answer["moved"]["written_bytes"] / _target_bytes(answer),
+            copied_share(answer),
         )
 
     @property
@@ -137,14 +137,14 @@ class Figures:
 
 
 class Bench:
-    """One run: where it works, how often, and what it has found."""
+    """A benchmark run: its folder, number of rounds and results."""
 
     def __init__(self, scratch: Path, model: Llama, rounds: int) -> None:
         self.scratch, self.model, self.rounds = scratch, model, rounds
         self.source, self.target = scratch / "source", scratch / "target"
         self.verdicts: list[Verdict] = []
         self.warm_bytes = 0
-        """Memory to be touched before every contender."""
+        """Bytes of memory to touch before every contender."""
 
     def prepare(self) -> None:
         say(f"writing a llama of {self.model.parameters / 1e6:.0f} M parameters, {SOURCE} {V2}")
@@ -155,7 +155,7 @@ class Bench:
         return sum(path.stat().st_size for path in self.source.iterdir())
 
     def fresh(self, contender: Callable[[], Measured]) -> Callable[[], Measured]:
-        """Before a contender runs, the target of the one before it is removed."""
+        """Remove the target of the previous contender before a contender runs."""
 
         def go() -> Measured:
             shutil.rmtree(self.target, ignore_errors=True)
@@ -172,18 +172,18 @@ class Bench:
             arguments["warm"] = self.warm_bytes
         return self.fresh(lambda: run([*command, json.dumps(arguments)]))
 
-    def other(self, *command: str) -> Callable[[], Measured]:
+    def command(self, *command: str) -> Callable[[], Measured]:
         return self.fresh(lambda: run(command))
 
     # ------------------------------------------------------------------------------------------- the sections
 
     def against_copy(self) -> str:
-        """Time against ``cp -r``, bytes, memory, share that the storage moved."""
+        """Time compared with ``cp -r``, bytes, memory, share moved by the storage."""
         copy = f"cp -r {self.source} {self.target}"
         durable = f"{copy} && find {self.target} -type f -exec sync {{}} +"
         contenders = {
-            "`cp -r`": self.other("sh", "-c", copy),
-            "`cp -r`, then fsync": self.other("sh", "-c", durable),
+            "`cp -r`": self.command("sh", "-c", copy),
+            "`cp -r`, then fsync": self.command("sh", "-c", durable),
             **{c.name: self.ours(c) for c in AGAINST_COPY},
         }
         runs = alternate(contenders, self.rounds, say)
@@ -221,7 +221,7 @@ class Bench:
         ]
 
     def _steps(self, runs: dict[str, list[Measured]]) -> str:
-        """Where the time of the last run of each conversion went."""
+        """Time of each step in the last run of each conversion."""
         rows = []
         for c in AGAINST_COPY:
             seconds = json.loads(runs[c.name][-1].output)["seconds"]
@@ -229,7 +229,7 @@ class Bench:
         return "Seconds of the steps in the last round:\n\n" + table(("", *STEPS), rows)
 
     def against_peers(self) -> str:
-        """Time and memory against loading everything."""
+        """Time and memory compared with loading everything."""
         room = _available_bytes() // MEMORY_OF_PEERS
         source = self.source
         note = ""
@@ -238,13 +238,13 @@ class Bench:
             source = self.scratch / "smaller"
             generate(model, source, SOURCE, V2)
             note = (
-                f"The source is a smaller one, of {model.sharded_bytes / 1e9:.2f} GB: loading everything takes up to "
+                f"The source has only {model.sharded_bytes / 1e9:.2f} GB: loading everything takes up to "
                 f"{MEMORY_OF_PEERS} times its size. "
             )
         contenders = {"paddle-reshard": self.ours(TO_SINGLE_CARD, source)}
         if importlib.util.find_spec("paddle"):
             naive = (sys.executable, "-m", "benchmarks.naive", str(source), str(self.target))
-            contenders["`paddle.load`, concat, `paddle.save`"] = self.other(*naive)
+            contenders["`paddle.load`, concat, `paddle.save`"] = self.command(*naive)
         peer = os.environ.get(PEER_PYTHON)
         script = str(Path(__file__).with_name("checkpoint_converter.py"))
         if peer:
@@ -252,13 +252,13 @@ class Bench:
                 lambda: inner_seconds(run([peer, script, str(source)]))
             )
             note += (
-                "CheckpointConverter only loads into the memory of a running job: the time is that of the load, "
-                "without imports, and nothing is written; ours reads, converts, writes and makes durable."
+                "CheckpointConverter only loads into the memory of a running job: its time is that of the load, "
+                "without imports and without writing; ours includes reading, converting, writing and flushing to the disk."
             )
         else:
             note += (
-                f"PaddleNLP's CheckpointConverter was not run: {PEER_PYTHON} names no Python with paddlenlp "
-                "3.0.0b4 and paddlepaddle 3.0.0."
+                f"PaddleNLP's CheckpointConverter was not run: set {PEER_PYTHON} to a Python with paddlenlp 3.0.0b4 "
+                "and paddlepaddle 3.0.0."
             )
         runs = alternate(contenders, min(self.rounds, 3), say)
         mine = runs["paddle-reshard"]
@@ -275,8 +275,8 @@ class Bench:
         return f"{table(head, rows)}\n\n{note}"
 
     def in_memory(self, section: Callable[[Bench], str]) -> str:
-        """A section about the same checkpoint on a file system in memory, where nothing waits for a disk."""
-        wanted = 4 * self.source_bytes  # source and target, and as much for whoever works with them
+        """A section about the same checkpoint on a file system in memory, without waiting for a disk."""
+        wanted = 4 * self.source_bytes  # source and target, and as much for the processes
         if not MEMORY.is_dir() or min(_available_bytes(), shutil.disk_usage(MEMORY).free) < wanted:
             return f"Not run: {wanted / 1e9:.0f} GB of memory are not free."
         scratch = Path(tempfile.mkdtemp(prefix="paddle-reshard-", dir=MEMORY))
@@ -291,10 +291,10 @@ class Bench:
             shutil.rmtree(scratch)
 
     def without_disk(self) -> str:
-        """Time against ``cp -r``, for a scratch folder in memory."""
+        """Time compared with ``cp -r``, for a scratch folder in memory."""
         conversions = [c for c in AGAINST_COPY if c.memory == Conversion.memory]
         contenders = {
-            "`cp -r`": self.other("cp", "-r", str(self.source), str(self.target)),
+            "`cp -r`": self.command("cp", "-r", str(self.source), str(self.target)),
             **{c.name: self.ours(c) for c in conversions},
         }
         runs = alternate(contenders, self.rounds, say)
@@ -309,7 +309,7 @@ class Bench:
         return table(("in memory", "seconds", "÷ `cp -r`", "CPU s"), rows)
 
     def workers(self) -> str:
-        """One worker on one core against two on two, in memory: a disk does not become faster with them."""
+        """One worker on one core compared with two on two, in memory: more workers do not make a disk faster."""
         conversion = AGAINST_COPY[0]
         counted = {
             f"{engine}, {count}": self.ours(
@@ -336,28 +336,28 @@ class Bench:
             self.verdicts.append(Verdict(f"{engine}: 1 → 2 workers", "≥ 1.8", f"{gain:.2f}", gain >= 1.8))
         head = ("engine", "to the first group", "from there, 1 worker", "2 workers", "times faster")
         return (
-            f"{table(head, rows)}\n\nSeconds of moving, in memory; every worker has a core of its own, which on Ray it "
-            "shares with Ray's own processes. Ray runs already when the clock starts; its workers start while it goes."
+            f"{table(head, rows)}\n\nSeconds of moving, in memory. Every worker has its own core, which on Ray it "
+            "shares with Ray's processes. Ray is started before the clock, its workers after it."
         )
 
 
 STEPS = ("import", "plan", "move", "verify", "publish")
 
 
-def copied_share(said: dict[str, Any]) -> float | None:
-    """Share of the written bytes that the storage moved itself."""
-    copied = said["moved"].get("copied_bytes")
-    return None if copied is None else copied / max(said["moved"]["written_bytes"], 1)
+def copied_share(answer: dict[str, Any]) -> float | None:
+    """Share of the written bytes that the storage copied by itself."""
+    copied = answer["moved"].get("copied_bytes")
+    return None if copied is None else copied / max(answer["moved"]["written_bytes"], 1)
 
 
 def standalone(module: str, *arguments: str) -> str:
-    """The table of a benchmark that stands on its own."""
+    """The table of a separate benchmark."""
     found = run([sys.executable, "-m", f"benchmarks.{module}", *arguments])
     return found.output.strip()
 
 
-def _target_bytes(said: dict[str, Any]) -> int:
-    plan = said["plan"]
+def _target_bytes(answer: dict[str, Any]) -> int:
+    plan = answer["plan"]
     return sum(file["size_bytes"] for file in (*plan["files"], *plan["carried"]))
 
 
@@ -375,16 +375,20 @@ SECTIONS = ("copy", "memory", "peers", "workers", "planning", "metadata", "share
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", default="4GB", help="of the source checkpoint")
-    parser.add_argument("--rounds", type=int, default=5, help="medians of so many; slow contenders: 3")
+    parser.add_argument("--size", default="4GB", help="size of the source checkpoint")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="number of rounds; at most 3 for slow contenders"
+    )
     parser.add_argument("--quick", action="store_true", help="300 MB, one round, printed only")
-    parser.add_argument("--only", choices=SECTIONS, action="append", help="this section, printed")
-    parser.add_argument("--scratch", type=Path, default=Path(".bench"), help="a folder to make and remove")
+    parser.add_argument(
+        "--only", choices=SECTIONS, action="append", help="run only this section, printed only"
+    )
+    parser.add_argument("--scratch", type=Path, default=Path(".bench"), help="folder to create and remove")
     arguments = parser.parse_args()
     size, rounds = ("300MB", 1) if arguments.quick else (arguments.size, arguments.rounds)
     chosen: Sequence[str] = arguments.only or SECTIONS
     if arguments.scratch.exists():
-        parser.error(f"{arguments.scratch} is there already: left over, or somebody else's?")
+        parser.error(f"{arguments.scratch} exists; remove it unless another run is in progress")
     arguments.scratch.mkdir(parents=True)
     end_cleanly()
     try:

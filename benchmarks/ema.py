@@ -1,8 +1,7 @@
-"""What the average beside training costs a step: ``python -m benchmarks.ema [--elements 100000000]``.
+"""The cost of an average for a training step: ``python -m benchmarks.ema [--elements 100000000]``.
 
-Ratios, side by side in one run, medians: the time that ``update`` takes over that of one copy of the same bytes, and
-the bytes that the worker's arithmetic moves a second (average read and written, values read) over those that a copy
-moves.
+Two ratios of medians from one run: the time of ``update`` divided by that of one copy of the same bytes, and the bytes
+per second of the worker's arithmetic (average read and written, values read) divided by those of a copy.
 """
 
 import argparse
@@ -20,9 +19,9 @@ PASSES = 7
 
 
 def seconds(do: Callable[[], object]) -> float:
-    began = time.perf_counter()
+    started = time.perf_counter()
     do()
-    return time.perf_counter() - began
+    return time.perf_counter() - started
 
 
 def main() -> None:
@@ -39,7 +38,7 @@ def main() -> None:
     with AsyncEma(lambda: Weights(held), decay=0.999) as ema:
         ema.update(0)
         for step in range(1, PASSES + 1):
-            ema.state()  # the worker has nothing to do: what is measured is the step's share
+            ema.state()  # let the worker finish, so that only the step's own share is measured
             steps["update"].append(seconds(lambda step=step: ema.update(step)))
             ema.state()
             steps["copy"].append(

@@ -1,10 +1,10 @@
-"""Checkpoints of very many small tensors: what metadata cost, with hardly a payload beside them.
+"""Memory for metadata: conversions of checkpoints with very many tiny tensors.
 
     python -m benchmarks.many [--layers 87]
 
 87 layers are 270,849 tensors, about as many as a training checkpoint of DeepSeek-V3 has. Each command is run with
-256 MiB, or with the budget that its metadata and groups need if that is more; its private memory is sampled all the
-time.
+256 MiB, or with the budget that its metadata and groups need if that is more; its private memory is sampled
+continuously.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def budget_mib(source: Path, target: Path, to: str) -> int:
     while True:
         try:
             planned = paddle_reshard.plan(source, target, to=to, memory=f"{budget}MiB")
-        except MemoryBudgetError as error:  # a first one knows a lower bound only
+        except MemoryBudgetError as error:  # the first error gives only a lower bound
             budget = -(-error.needed_bytes // MIB)
             continue
         plan = planned.plan
@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=87)
     layers = parser.parse_args().layers
-    print("| conversion | budget asked for (MiB) | private (MiB) |\n| --- | ---: | ---: |")
+    print("| conversion | budget (MiB) | private (MiB) |\n| --- | ---: | ---: |")
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "source", Path(folder) / "target"
         write_many(many(layers), source)

@@ -1,7 +1,7 @@
-"""How a command is measured, and how figures become a table.
+"""Measure commands, and format figures as tables.
 
-Everything measured is a process of its own, so that imports, memory and threads are paid by the one that needs
-them. Linux only: memory and bytes come from ``/proc``.
+Every contender is a process of its own, so that each pays for its own imports, memory and threads. Linux only: memory
+and bytes come from ``/proc``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pathlib import Path
 
 SAMPLE_SECONDS = 0.01
 WATCH_SHARE = 0.05
-"""Of a processor, that measuring may take from what is measured. Where there are many threads, as with Ray, it looks
-less often than every ``SAMPLE_SECONDS``."""
+"""Largest share of a processor that measuring may take. With many threads, as on Ray, samples are therefore taken less
+often than every ``SAMPLE_SECONDS``."""
 BLOCK_BYTES = 8 << 20
 
 
@@ -38,12 +38,12 @@ class Measured:
     """Largest private (anonymous) memory of the process and its children together, sampled."""
     read_bytes: int
     written_bytes: int
-    """What read and write calls moved, in-kernel copies included; no mapped pages."""
+    """Bytes moved by write calls, including in-kernel copies, without mapped pages; ``read_bytes`` likewise."""
     output: str
 
 
 class CommandFailed(Exception):
-    """A measured command did not end well."""
+    """A measured command failed."""
 
 
 def run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Measured:
@@ -68,21 +68,22 @@ def run(command: Sequence[str], environment: Mapping[str, str] | None = None) ->
         output.seek(0)
         errors.seek(0)
         if process.returncode != 0:
-            said = errors.read().decode(errors="replace")[-2000:]
-            raise CommandFailed(f"{' '.join(command)}: exit status {process.returncode}\n{said}")
+            message = errors.read().decode(errors="replace")[-2000:]
+            raise CommandFailed(f"{' '.join(command)}: exit status {process.returncode}\n{message}")
         return Measured(seconds, watch.cpu_seconds, watch.peak, *moved, output.read().decode())
 
 
 def inner_seconds(measured: Measured) -> Measured:
-    """The time that the command said it took, without its imports."""
+    """With the time that the command itself printed, without its imports."""
     seconds = float(measured.output.split("seconds ")[1].split()[0])
     return replace(measured, seconds=seconds)
 
 
 def warm_memory(folder: Path, nbytes: int) -> None:
-    """Have so many bytes of memory ready for files of a file system in memory.
+    """Make ``nbytes`` of memory available for files of a file system in memory.
 
-    What a virtual machine has not used for seconds may be with its host, and costs more to get back than to fill.
+    Memory that a virtual machine has not used for seconds may have been returned to its host, and takes longer to get
+    back than to fill.
     """
     block = bytes(BLOCK_BYTES)
     with open(folder / "warm", "wb", buffering=0) as file:
@@ -92,8 +93,8 @@ def warm_memory(folder: Path, nbytes: int) -> None:
 
 
 def end_cleanly() -> None:
-    """When this process is told to end, let it take back what it has made first."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
+    """Let SIGTERM end this process after its cleanup."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
 
 
 class _Watch(threading.Thread):
@@ -106,18 +107,18 @@ class _Watch(threading.Thread):
     def run(self) -> None:
         last = False
         while True:
-            began = time.thread_time()
+            started = time.thread_time()
             family = _family(self.pid)
             self.peak = max(self.peak, sum(map(_private_bytes, family)))
             self.cpu_seconds = max(self.cpu_seconds, sum(map(_cpu_seconds, family)))
             if last:
                 return
-            taken = time.thread_time() - began
+            taken = time.thread_time() - started
             last = self.ended.wait(max(SAMPLE_SECONDS, taken / WATCH_SHARE))
 
 
 def _family(pid: int) -> list[int]:
-    """A process and all that descend from it."""
+    """A process and its descendants."""
     found = [pid]
     for member in found:
         try:
@@ -145,7 +146,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def _moved_bytes(pid: int) -> tuple[int, int]:
-    """Of a process that has ended and was not waited for."""
+    """Bytes read and written by a process that has ended and has not been waited for."""
     counts = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
     return int(counts["rchar"]), int(counts["wchar"])
 
@@ -156,17 +157,17 @@ def _moved_bytes(pid: int) -> tuple[int, int]:
 def alternate(
     contenders: Mapping[str, Callable[[], Measured]], rounds: int, say: Callable[[str], None]
 ) -> dict[str, list[Measured]]:
-    """Let contenders run in turns, so that what disturbs the machine disturbs all of them.
+    """Run contenders in turns, so that disturbances of the machine affect all of them.
 
-    Every round has another order (the same in every run): what one leaves behind in caches and on the disk falls to
-    another one each time.
+    The order differs from round to round (and is the same in every run), so that the caches and the disk are not always
+    left by the same predecessor.
     """
     runs: dict[str, list[Measured]] = {name: [] for name in contenders}
     order, shuffle = list(contenders), random.Random(0).shuffle
     for number in range(rounds):
         shuffle(order)
         for name in order:
-            os.sync()  # nobody writes back what another one wrote
+            os.sync()  # no contender pays for the writes of its predecessor
             runs[name].append(contenders[name]())
             say(f"  {number + 1}/{rounds} {name}: {runs[name][-1].seconds:.2f} s")
     return runs
@@ -185,16 +186,16 @@ def spread(runs: Sequence[Measured]) -> str:
     return f"{statistics.median(times):.2f} ({min(times):.2f}–{max(times):.2f})"
 
 
-def ratio_of_rounds(runs: Sequence[Measured], others: Sequence[Measured]) -> float:
-    """The median over rounds of one contender's time over another's in the same round."""
-    return statistics.median(run.seconds / other.seconds for run, other in zip(runs, others, strict=True))
+def ratio_of_rounds(runs: Sequence[Measured], baseline: Sequence[Measured]) -> float:
+    """The median over rounds of a contender's time divided by the baseline's in the same round."""
+    return statistics.median(run.seconds / base.seconds for run, base in zip(runs, baseline, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------- machine
 
 
 def machine(directory: Path) -> list[str]:
-    """What the figures were taken on; the rates are measured now, in ``directory``."""
+    """A description of the machine. The disk rates are measured now, in ``directory``."""
     memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     gib = int(memory["MemTotal"].split()[0]) / (1 << 20)
     model = [
@@ -216,7 +217,7 @@ def machine(directory: Path) -> list[str]:
 
 
 def load(when: str) -> str:
-    """How busy the machine is; what runs beside a benchmark inflates what needs the processor."""
+    """The machine's load: concurrent work slows down everything that needs the processor."""
     one, five, fifteen = os.getloadavg()
     return f"load average {when} the run: {one:.1f}, {five:.1f}, {fifteen:.1f}"
 
@@ -246,11 +247,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
 
     def line(row: Sequence[str]) -> str:
-        first, *others = (
+        first, *rest = (
             cell.ljust(w) if i == 0 else cell.rjust(w)
             for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         )
-        return f"| {' | '.join([first, *others])} |"
+        return f"| {' | '.join([first, *rest])} |"
 
     rule = [("-" * w) if i == 0 else ("-" * (w - 1) + ":") for i, w in enumerate(widths)]
     return "\n".join([line(cells[0]), line(rule), *map(line, cells[1:])])
@@ -260,7 +261,7 @@ BEGIN, END = "<!-- figures: written by the run, do not edit -->", "<!-- end of f
 
 
 def write_figures(document: Path, figures: str) -> None:
-    """Put figures between the two marks of a document; the text around them stays."""
+    """Replace the text between the two marks of a document by figures."""
     text = document.read_text("utf-8")
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)

@@ -3,7 +3,7 @@
     make s3                       real and generated checkpoints; figures go into docs/s3.md
     make s3 ARGS='--quick'        300 MB, one round, printed only
 
-Client and server share the machine's cores: the ratios count, not the rates.
+Client and server share the machine's cores, so the ratios are meaningful, the rates are not.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Ceph:
         }
 
     def traffic(self) -> tuple[int, int]:
-        """Bytes that clients have read from the gateway, and have sent to it, since it was started."""
+        """Bytes that clients have read from the gateway and sent to it since it was started."""
         counters = self._ask("perf dump")["rgw"]
         return counters["get_b"], counters["put_b"]
 
@@ -106,7 +106,7 @@ class Ceph:
 
 
 def _free_port() -> int:
-    """A port that nobody listens on, below those that outgoing connections take."""
+    """A free port below those of outgoing connections."""
     while True:
         port = random.randrange(20_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -115,7 +115,7 @@ def _free_port() -> int:
 
 
 def let_reader_read(writer: s3fs.S3FileSystem) -> None:
-    """The reader sees the bucket; its key cannot write at all."""
+    """Let the reader read the bucket; its key cannot write."""
     statement = {
         "Effect": "Allow",
         "Principal": {"AWS": ["arn:aws:iam:::user/reader"]},
@@ -131,7 +131,7 @@ def let_reader_read(writer: s3fs.S3FileSystem) -> None:
 
 @dataclass
 class Session:
-    """A server with checkpoints in it, and what was found out."""
+    """A server with checkpoints, and the results."""
 
     ceph: Ceph
     scratch: Path
@@ -153,16 +153,16 @@ class Session:
     def url(self, name: str) -> str:
         return f"s3://{BUCKET}/{name}"
 
-    def remove(self, place: str) -> None:
-        if not place.startswith("s3://"):
-            shutil.rmtree(place, ignore_errors=True)
-        elif self.store.exists(place):
-            self.store.rm(place, recursive=True)
+    def remove(self, location: str) -> None:
+        if not location.startswith("s3://"):
+            shutil.rmtree(location, ignore_errors=True)
+        elif self.store.exists(location):
+            self.store.rm(location, recursive=True)
 
     def check(self, what: str, holds: bool, found: str) -> None:
-        """Note an outcome; one that is not as promised fails the run."""
+        """Record the outcome of a check. A failed check fails the run."""
         say(f"  {'ok' if holds else 'NOT OK'}: {what}: {found}")
-        self.checks.append((what, found if holds else f"**not as promised**: {found}"))
+        self.checks.append((what, found if holds else f"**failed**: {found}"))
         if not holds:
             self.failed.append(what)
 
@@ -173,14 +173,14 @@ class Session:
         )
         return answer.returncode == 0 and bool(json.loads(answer.stdout)["equal"])
 
-    def objects(self, place: str) -> dict[str, str]:
-        """Name → ETag of every object below a place."""
-        found = self.store.find(place, detail=True) if self.store.exists(place) else {}
+    def objects(self, location: str) -> dict[str, str]:
+        """Name → ETag of every object below a URL."""
+        found = self.store.find(location, detail=True) if self.store.exists(location) else {}
         return {path.rsplit("/", 1)[1]: entry["ETag"] for path, entry in found.items()}
 
 
 def real_checkpoint(s: Session) -> None:
-    """A checkpoint that the real trainer wrote: every way in and out, and back to what it was."""
+    """Convert a checkpoint of the real trainer between S3 and disk, and back to its original topology."""
     source, disk = s.url("real/checkpoint-3"), str(s.scratch / "real-disk")
     s.store.put(f"{REAL}/", f"{source}/", recursive=True)
     ways = {
@@ -193,16 +193,18 @@ def real_checkpoint(s: Session) -> None:
         s.check(f"real checkpoint: {name}", s.equal(REAL, end), "equal to the source, bit for bit")
     one, two = (s.objects(s.url(name)) for name in ("real/one", "real/two"))
     same = one.keys() == two.keys() and all(one[name] == two[name] for name in one if name != MANIFEST)
-    s.check("the same target from S3 and from disk", same, "every object but the manifest has the same ETag")
+    s.check(
+        "the same target from S3 and from disk", same, "every object except the manifest has the same ETag"
+    )
     back = s.url("real/back")
     run(s.command("convert", s.url("real/one"), back, "--to", SOURCE, "--sharding-strategy", V2))
     s.check("and back to 8 ranks", s.equal(REAL, back), "equal to the source, bit for bit")
 
 
 def refusals(s: Session) -> None:
-    """Keys that may not do it, before any work."""
+    """Keys without the necessary permissions are rejected before any work."""
     for what, user, reason in (
-        ("a key that may only read", "reader", "denied"),
+        ("a read-only key", "reader", "denied"),
         ("a wrong secret", "stranger", "denied"),
     ):
         options = (
@@ -218,33 +220,33 @@ def refusals(s: Session) -> None:
             check=False,
         )
         took = time.perf_counter() - start
-        said = answer.stderr.strip().removeprefix("paddle-reshard: ")
-        holds = answer.returncode == 1 and reason in said and not s.objects(target)
-        s.check(what, holds, f"refused after {took:.1f} s, nothing written: “{said}”")
+        message = answer.stderr.strip().removeprefix("paddle-reshard: ")
+        holds = answer.returncode == 1 and reason in message and not s.objects(target)
+        s.check(what, holds, f"refused after {took:.1f} s, nothing written: “{message}”")
     readable = subprocess.run(
         s.command("inspect", s.url("large/source"), user="reader"), capture_output=True, check=False
     )
-    s.check("a key that may only read, for reading", readable.returncode == 0, "inspect works")
+    s.check("a read-only key, for reading", readable.returncode == 0, "inspect works")
 
 
 @dataclass(frozen=True)
 class Way:
-    """A contender: plain s3fs, or one of ours beside the plain one that moves the same bytes."""
+    """A contender: plain s3fs, or a conversion with the plain contender that moves the same bytes as its baseline."""
 
     name: str
-    places: tuple[str, ...]
+    locations: tuple[str, ...]
     options: tuple[str, ...] = ()
-    beside: str = ""
+    baseline: str = ""
 
     def command(self, s: Session) -> list[str]:
-        if self.beside:
-            return s.command("convert", *self.places, *self.options)
-        return [sys.executable, "-m", "benchmarks.s3_plain", str(s.scratch / "writer"), *self.places]
+        if self.baseline:
+            return s.command("convert", *self.locations, *self.options)
+        return [sys.executable, "-m", "benchmarks.s3_plain", str(s.scratch / "writer"), *self.locations]
 
 
 @dataclass
 class Timed:
-    """The runs of one way; traffic is that of the last one: bytes that clients read from the gateway, and sent."""
+    """The runs of a contender, and the traffic of the last run: bytes that clients read from the gateway and sent."""
 
     runs: list[Measured]
     traffic: tuple[int, int]
@@ -264,7 +266,7 @@ HEAD = (
 
 
 def timings(s: Session, local: Path) -> str:
-    """The generated checkpoint: ours beside plain s3fs, in turns."""
+    """The generated checkpoint: conversions and plain s3fs, in turns."""
     source, target = s.url("large/source"), s.url("large/target")
     disk, between = str(s.scratch / "out"), str(s.scratch / "between")
     both, down, up = "s3fs: download, upload", "s3fs: download", "s3fs: upload"
@@ -280,22 +282,22 @@ def timings(s: Session, local: Path) -> str:
     timed = run_in_turns(s, ways, (target, disk, between))
     size = folder_bytes(local)
     for way in ways:
-        if way.beside:
+        if way.baseline:
             judge(s, way, timed)
-            s.remove(way.places[1])
+            s.remove(way.locations[1])
             run(way.command(s))
-            s.check(way.name, s.equal(local, way.places[1]), "equal to the source, bit for bit")
+            s.check(way.name, s.equal(local, way.locations[1]), "equal to the source, bit for bit")
     s.remove(disk)
     return table(HEAD, [row(way, timed, size) for way in ways])
 
 
-def run_in_turns(s: Session, ways: Sequence[Way], places: Sequence[str]) -> dict[str, Timed]:
-    """Run every way in every round, each into empty places."""
+def run_in_turns(s: Session, ways: Sequence[Way], locations: Sequence[str]) -> dict[str, Timed]:
+    """Run every contender in every round, each into empty targets."""
     traffic: dict[str, tuple[int, int]] = {}
 
     def contender(way: Way) -> Measured:
-        for place in places:
-            s.remove(place)
+        for location in locations:
+            s.remove(location)
         os.sync()
         before = s.ceph.traffic()
         measured = run(way.command(s))
@@ -308,11 +310,11 @@ def run_in_turns(s: Session, ways: Sequence[Way], places: Sequence[str]) -> dict
 
 
 def judge(s: Session, way: Way, timed: dict[str, Timed]) -> None:
-    """Is it as fast as moving the bytes, and as lean as it was told to be?"""
+    """Compare time and memory with the goals."""
     runs = timed[way.name].runs
-    ratio = ratio_of_rounds(runs, timed[way.beside].runs)
+    ratio = ratio_of_rounds(runs, timed[way.baseline].runs)
     peak, budget = memory_of(runs)
-    s.verdicts.append(Verdict(f"{way.name}: time ÷ {way.beside}", "≤ 1.0", f"{ratio:.2f}", ratio <= 1))
+    s.verdicts.append(Verdict(f"{way.name}: time ÷ {way.baseline}", "≤ 1.0", f"{ratio:.2f}", ratio <= 1))
     s.verdicts.append(Verdict(f"{way.name}: private memory, MiB", f"≤ {budget}", f"{peak}", peak <= budget))
 
 
@@ -325,14 +327,14 @@ def row(way: Way, timed: dict[str, Timed], size: int) -> tuple[str, ...]:
         f"{median(runs, 'cpu_seconds'):.1f}",
         *(f"{n / size:.2f}" for n in traffic),
     )
-    if not way.beside:
+    if not way.baseline:
         return (*common, "1.00", "–", "–", "–")
-    said = json.loads(runs[-1].output)
-    share, retries = copied_share(said), retries_of(said)
+    answer = json.loads(runs[-1].output)
+    share, retries = copied_share(answer), retries_of(answer)
     peak, budget = memory_of(runs)
     return (
         *common,
-        f"{ratio_of_rounds(runs, timed[way.beside].runs):.2f}",
+        f"{ratio_of_rounds(runs, timed[way.baseline].runs):.2f}",
         "–" if share is None else f"{share:.2f}",
         "–" if retries is None else str(retries),
         f"{peak} / {budget}",
@@ -346,7 +348,7 @@ def memory_of(runs: Sequence[Measured]) -> tuple[int, int]:
 
 
 def in_little_memory(s: Session, local: Path) -> None:
-    """The smallest budget that there is."""
+    """Convert with the smallest budget."""
     target = s.url("large/lean")
     what = "S3 to S3 in 256 MiB: tp, pp, sharding change"
     command = s.command("convert", s.url("large/source"), target, *ALL_AXES, "--memory", "256MiB")
@@ -360,9 +362,9 @@ def in_little_memory(s: Session, local: Path) -> None:
     s.remove(target)
 
 
-def retries_of(said: dict[str, Any]) -> int | None:
-    """How many requests were made again, where the report says so."""
-    found = said["moved"].get("retries")
+def retries_of(answer: dict[str, Any]) -> int | None:
+    """Number of retried requests, if the report has it."""
+    found = answer["moved"].get("retries")
     return sum(found.values()) if isinstance(found, dict) else found
 
 
@@ -374,11 +376,11 @@ def gateway_dies(s: Session, local: Path) -> None:
     accident = threading.Thread(target=_kill_gateway, args=(s, folder_bytes(local), ended))
     accident.start()
     try:
-        said = json.loads(run(s.command("convert", s.url("large/source"), target, *ALL_AXES)).output)
+        answer = json.loads(run(s.command("convert", s.url("large/source"), target, *ALL_AXES)).output)
     except CommandFailed as error:
         s.check(what, False, str(error).splitlines()[-1])
     else:
-        found = f"{retries_of(said)} requests made again; equal to the source, bit for bit"
+        found = f"{retries_of(answer)} requests retried; equal to the source, bit for bit"
         s.check(what, s.equal(local, target), found)
     finally:
         ended.set()
@@ -415,13 +417,13 @@ def killed_and_resumed(s: Session, local: Path) -> None:
     process.kill()
     process.wait()
     visible = sorted(s.objects(target))
-    others = [name for name in visible if not name.startswith(OWN)]
+    foreign = [name for name in visible if not name.startswith(OWN)]
     marked = [name for name in visible if name == MANIFEST or name.startswith(MARKER)]
     s.check(
         f"killed (-9) when {KILLED_AT:.0%} of the bytes were uploaded",
         alive and not marked,
-        f"nothing looks finished; to be seen are {len(visible) - len(others)} objects that resuming needs, and "
-        + (", ".join(others) or "no others"),
+        f"nothing looks finished; visible are {len(visible) - len(foreign)} objects that resuming needs, and "
+        + (", ".join(foreign) or "no others"),
     )
     try:
         seconds = run([*command, "--resume"]).seconds
@@ -473,7 +475,7 @@ def killed_at_every_request(s: Session, replacing: bool) -> None:
             if "error" in again or s.objects(target) != wanted:
                 wrong.append(f"{effect}: {again.get('error', 'other objects')}")
         stdin.close()
-    what = "replacing a checkpoint" if replacing else "making one"
+    what = "replacing a checkpoint" if replacing else "creating a checkpoint"
     s.check(
         f"{what}, killed (-9) before each of {kills} requests that change the store, and resumed",
         kills > 40 and not wrong,
@@ -484,7 +486,7 @@ def killed_at_every_request(s: Session, replacing: bool) -> None:
 
 
 def report(ceph: Ceph, scratch: Path, size: str, rounds: int) -> tuple[str, list[str]]:
-    """Run everything; the text, and what was not as promised."""
+    """Run everything. Returns the text and the failed checks."""
     facts = [*machine(scratch), load("before")]
     say("starting Ceph")
     ceph.start()
@@ -523,17 +525,17 @@ def report(ceph: Ceph, scratch: Path, size: str, rounds: int) -> tuple[str, list
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", default="1GB", help="of the generated checkpoint")
-    parser.add_argument("--rounds", type=int, default=5, help="medians of so many")
+    parser.add_argument("--size", default="1GB", help="size of the generated checkpoint")
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds; figures are medians")
     parser.add_argument("--quick", action="store_true", help="300 MB, one round, printed only")
     parser.add_argument(
-        "--scratch", type=Path, default=Path(".s3"), help="a folder to work in; Ceph stays in it"
+        "--scratch", type=Path, default=Path(".s3"), help="working folder, in which Ceph stays installed"
     )
     arguments = parser.parse_args()
     size, rounds = ("300MB", 1) if arguments.quick else (arguments.size, arguments.rounds)
     scratch: Path = arguments.scratch / "work"
     if scratch.exists():
-        parser.error(f"{scratch} is there already: left over, or is another run under way?")
+        parser.error(f"{scratch} exists; remove it unless another run is in progress")
     scratch.mkdir(parents=True)
     end_cleanly()
     ceph = Ceph(arguments.scratch / "ceph")
@@ -551,7 +553,7 @@ def main() -> None:
         write_figures(DOCUMENT, text)
         say(f"{DOCUMENT} holds the figures")
     if failed:
-        sys.exit(f"not as promised: {'; '.join(failed)}")
+        sys.exit(f"failed: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What moves the same bytes without converting them: s3fs, whole files, through a folder of this machine.
+"""The baseline that moves the same bytes without converting them: s3fs, whole files, through a local folder.
 
-python -m benchmarks.s3_plain OPTIONS_FILE FROM TO [OVER]     either end is s3:// or a folder; OVER is between
+python -m benchmarks.s3_plain OPTIONS_FILE FROM TO [VIA]     FROM and TO are s3:// URLs or folders
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def copy(file_system: s3fs.S3FileSystem, source: str, target: str) -> None:
 
 
 def main() -> None:
-    options, *places = sys.argv[1:]
+    options, *locations = sys.argv[1:]
     file_system = s3fs.S3FileSystem(**json.loads(Path(options).read_text()))
-    source, target, *over = places
-    for start, end in itertools.pairwise([source, *over, target]):
+    source, target, *via = locations
+    for start, end in itertools.pairwise([source, *via, target]):
         copy(file_system, start, end)
 
 

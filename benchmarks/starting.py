@@ -1,7 +1,6 @@
-"""What it costs to start: commands beside ``python -c 'import numpy'``, each in turn, medians of processor time.
+"""Start-up cost of commands, compared with ``python -c 'import numpy'``: in turns, medians of processor time.
 
-``python -m benchmarks.starting [ROUNDS]``. Processor time and not the clock: what counts is what the command does, not
-what else the machine is doing.
+``python -m benchmarks.starting [ROUNDS]``. Processor time does not depend on what else the machine is doing.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 
 CHECKPOINT = Path("tests/golden/cases/mp2pp2sh2_s1v2_meta_ema/checkpoint-3")
 RUN = [sys.executable, "-c", "from paddle_reshard.pipeline.cli.main import main; main()"]
-"""As the installed command does."""
+"""What the installed command runs."""
 COMMANDS = {
     "import numpy": [sys.executable, "-c", "import numpy"],
     "--version": [*RUN, "--version"],
@@ -27,8 +26,8 @@ COMMANDS = {
 
 def seconds(command: list[str], environment: dict[str, str]) -> float:
     """Processor time of a command."""
-    nowhere = subprocess.DEVNULL
-    process = subprocess.Popen(command, env=environment, stdout=nowhere, stderr=nowhere)
+    null = subprocess.DEVNULL
+    process = subprocess.Popen(command, env=environment, stdout=null, stderr=null)
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     return used.ru_utime + used.ru_stime

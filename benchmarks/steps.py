@@ -1,9 +1,9 @@
-"""One conversion through the Python API, with the seconds of its steps; a process of its own, so that it is measured.
+"""Time the steps of one conversion through the Python API. A process of its own, to be measured from outside.
 
 python -m benchmarks.steps SRC DST '{"to": "tp=4"}'        prints one JSON object
 
-Beside the arguments of ``paddle_reshard.convert``, ``cores`` says how many processors it may use, and ``warm`` how many
-bytes of memory are touched beside the target before the clock starts.
+In addition to the arguments of ``paddle_reshard.convert``, ``cores`` is the number of processors it may use, and
+``warm`` the number of bytes of memory to touch next to the target before the clock starts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paddle_reshard.pipeline.cli.json_output import conversion_data  # noqa: E40
 from paddle_reshard.pipeline.core.events import Event, Progress, StepEnded, StepStarted  # noqa: E402
 
 RAY_START_SECONDS = 5.0
-"""While Ray already answers, its helpers are still starting."""
+"""Ray answers before its helper processes have started."""
 
 
 def main() -> None:
@@ -32,22 +32,22 @@ def main() -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
     seconds = {"import": time.perf_counter() - start}
     if arguments.get("cluster") == "ray":
-        import ray  # a conversion joins the Ray that its process is in
+        import ray  # a conversion joins the cluster of its process
 
         ray.init("local", num_cpus=arguments["workers"], include_dashboard=False, log_to_driver=False)
         time.sleep(RAY_START_SECONDS)
     if warm := arguments.pop("warm", 0):
         warm_memory(Path(target).parent, warm)
-    began = 0.0
+    started = 0.0
 
     def observe(event: Event) -> None:
-        nonlocal began
+        nonlocal started
         if isinstance(event, StepStarted):
-            began = time.perf_counter()
+            started = time.perf_counter()
         elif isinstance(event, Progress) and event.done_bytes:
-            seconds.setdefault("first group", time.perf_counter() - began)
+            seconds.setdefault("first group", time.perf_counter() - started)
         elif isinstance(event, StepEnded):
-            seconds[event.step] = time.perf_counter() - began
+            seconds[event.step] = time.perf_counter() - started
 
     report = paddle_reshard.convert(source, target, observe=observe, **arguments)
     print(json.dumps({"seconds": seconds, **conversion_data(report)}))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
-from paddle_reshard.storage.os_errors import told_while_moving
+from paddle_reshard.storage.os_errors import translated_while_moving
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.store import Read, ReadRange, Receipt, WritePart
 
@@ -82,7 +82,7 @@ class StaleOnce(ReadRange):
     marker: Path
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        with told_while_moving(Path(path), path, CheckpointError):
+        with translated_while_moving(Path(path), path, CheckpointError):
             if first_time(self.marker):
                 raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         self.source.read_into(path, byte_offset, buffer)

@@ -15,7 +15,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.core.errors import CheckpointError, ReshardError
 from paddle_reshard.pipeline.core.events import Event, Progress
 from paddle_reshard.storage.local.source import LocalSource
-from paddle_reshard.storage.os_errors import may_go_well_elsewhere
+from paddle_reshard.storage.os_errors import may_succeed_elsewhere
 from tests.conftest import REPO
 from tests.sized import in_groups
 from tests.storage.contents import ONE_CARD, SMALL
@@ -104,9 +104,9 @@ def _error_of(source: LocalSource, code: int) -> ReshardError:
 
 def test_another_machine_is_asked_where_it_may_see_the_disk_otherwise() -> None:
     source = LocalSource(SMALL)
-    assert may_go_well_elsewhere(_error_of(source, errno.ESTALE))
-    assert not may_go_well_elsewhere(_error_of(source, errno.ENOSPC))
-    assert not may_go_well_elsewhere(CheckpointError("a refusal"))
+    assert may_succeed_elsewhere(_error_of(source, errno.ESTALE))
+    assert not may_succeed_elsewhere(_error_of(source, errno.ENOSPC))
+    assert not may_succeed_elsewhere(CheckpointError("a refusal"))
     sent = pickle.loads(pickle.dumps(_error_of(source, errno.EDQUOT)))
     assert (type(sent), sent.retryable) == (CheckpointError, True)
     assert "the disk quota is used up" in str(sent)
