@@ -253,7 +253,8 @@ class Bench:
             )
             note += (
                 "CheckpointConverter only loads into the memory of a running job: its time is that of the load, "
-                "without imports and without writing; ours includes reading, converting, writing and flushing to the disk."
+                "without imports and without writing; ours includes reading, converting, writing and flushing to "
+                "the disk."
             )
         else:
             note += (
