@@ -1,4 +1,4 @@
-"""What is a checkpoint? Answered from its metadata alone, and with no more of this package than that needs."""
+"""Describe a checkpoint from its metadata alone, importing only what that needs."""
 
 from __future__ import annotations
 
@@ -42,26 +42,26 @@ from paddle_reshard.tasks.index import index_here
 
 @dataclass(frozen=True, slots=True)
 class StateSummary:
-    """All tensors of one state together."""
+    """Totals over all tensors of one state."""
 
     state: str
     tensors: int
     elements: int
     dtypes: tuple[str, ...]
     implied: int
-    """How many no file holds because they are the cast of their master weight."""
+    """How many are not stored because they are the cast of their master weight."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Inspection(Shown):
-    """What a checkpoint is."""
+    """The description of a checkpoint."""
 
     path: str
     format: str
     convention: str
     family: str
     topology: Topology | None
-    """``None`` where the format does not tell."""
+    """``None`` if the format does not record it."""
     sharding_strategy: str | None
     comm_overlap: bool
     sequence_parallel: bool | None
@@ -72,25 +72,25 @@ class Inspection(Shown):
     tensor_bytes: int
     other_files: tuple[str, ...]
     adapter: Adapter | None = None
-    """What ``lora_config.json`` says, where there is one."""
+    """The contents of ``lora_config.json``, if there is one."""
     newer: str = ""
-    """What its files say beyond the versions of the libraries that are proven; it changes no value."""
+    """Entries of its files that are newer than the tested library versions; they change no value."""
     rules: str | None = None
-    """Why no rule table is used, and what follows; ``None``: a table describes the model."""
+    """Why no rule table is used, and what follows; ``None`` if a table describes the model."""
     stored: tuple[StoredTensor, ...] = ()
-    """What the files hold, where that is all that is known; ``tensors`` is empty then."""
+    """The arrays in the files, if nothing more is known; ``tensors`` is then empty."""
 
     def _in_short(self) -> str:
-        where = self.topology or "topology not told"
+        topology = self.topology or "topology not recorded"
         size = readable_bytes(self.tensor_bytes)
-        return f"{self.path}: {self.format}, {self.family}, {where}; {self.tensor_files} files, {size}"
+        return f"{self.path}: {self.format}, {self.family}, {topology}; {self.tensor_files} files, {size}"
 
     def facts(self) -> Facts:
-        """What it is."""
+        """The description, line by line."""
         facts = [
             ("checkpoint", self.path),
             ("format", f"{self.format}, written by {self.convention}, model family {self.family}"),
-            ("topology", str(self.topology or "not told by this format")),
+            ("topology", str(self.topology or "not recorded by this format")),
         ]
         if self.rules is not None:
             facts.append(("rules", self.rules))
@@ -101,13 +101,13 @@ class Inspection(Shown):
         if self.sequence_parallel is not None:
             facts.append(("sequence parallel", "yes" if self.sequence_parallel else "no"))
         if by_muon := muon_parameters(self.tensors):
-            facts.append(("optimizer", f"Muon, which keeps moment1 alone of {len(by_muon)} parameters"))
+            facts.append(("optimizer", f"Muon, with moment1 only for {len(by_muon)} parameters"))
         facts.append(("tensor files", f"{self.tensor_files}, {readable_bytes(self.tensor_bytes)}"))
         facts.append(("other files", f"{len(self.other_files)}"))
         if tied := [f"{t.key} = {t.tied_to}" for t in self.tensors if t.tied_to]:
             facts.append(("tied", ", ".join(tied)))
         if self.adapter is not None:
-            base = self.adapter.base or "not named"
+            base = self.adapter.base or "not recorded"
             lora = f"rank {self.adapter.rank}, scaling {self.adapter.scaling:g}, base model {base}"
             facts.append(("LoRA", lora))
         if self.newer:
@@ -124,22 +124,22 @@ def inspect(
     observe: Observer = ignore_events,
     **options: Unpack[InspectOptions],
 ) -> Inspection:
-    """Say what a checkpoint is, from its metadata alone. Tensors that no file holds are told, not refused.
+    """Describe a checkpoint from its metadata alone. Missing tensors are reported, not refused.
 
     Parameters
     ----------
     source
-        A path or URL of the checkpoint.
+        Path or URL of the checkpoint.
     observe
-        Is told how far it is as event values, as by :func:`convert`.
+        Called with events that report progress, as in :func:`convert`.
     options
         :class:`InspectOptions`.
 
     Raises
     ------
     CheckpointError, PlanError
-        If it is not one whole, consistent checkpoint, or rules for its family contradict it. Of a family that no rule
-        table knows, only files that cannot be parsed are an error.
+        If it is not a single, complete, consistent checkpoint, or the rules for its family contradict it. For a family
+        without a rule table, only files that cannot be parsed are an error.
     """
     check_names(options, InspectOptions)
     store = open_source(os.fspath(source), *source_access(options))
@@ -176,13 +176,13 @@ def inspect(
 
 
 _WITHOUT_RULES = (
-    "no rule table knows this family: only what its files tell can be changed, which is sharding and its strategy at "
-    "the same tp, pp and ep, and the format to FlexCheckpoint"
+    "no rule table knows this family: only its sharding degree and strategy can be changed (at the same tp, pp and ep) "
+    "and its format to FlexCheckpoint"
 )
 
 
 def _is_unknown(files: SourceFiles, tables: Sequence[RuleTable]) -> bool:
-    """Whether there are tensor files, of a family that no rule table knows."""
+    """Whether there are tensor files of a family that no rule table knows."""
     config = files.config() if CONFIG in files.sizes else files.given_config or {}
     if any(name.startswith("checkpoint-") for name in files.store.folders):
         return False  # the folder of a run
@@ -190,7 +190,7 @@ def _is_unknown(files: SourceFiles, tables: Sequence[RuleTable]) -> bool:
 
 
 def _as_stored(files: SourceFiles, index_files: IndexFiles, why: str) -> Inspection:
-    """A checkpoint of which more than its files hold cannot be said."""
+    """Describe the arrays in the files of a checkpoint that no rule table explains."""
     from paddle_reshard.pipeline.indexing.as_stored import degrees_by_names, stored_tensors
 
     stored = tuple(stored_tensors(files, index_files))
@@ -219,7 +219,7 @@ def _as_stored(files: SourceFiles, index_files: IndexFiles, why: str) -> Inspect
         tensor_files=len(held),
         tensor_bytes=sum(held.values()),
         other_files=tuple(sorted(files.sizes.keys() - held.keys())),
-        rules=f"{why}. What follows is what each file holds",
+        rules=f"{why}; listed are the arrays in each file",
         stored=stored,
     )
 

@@ -1,4 +1,4 @@
-"""Is a target still what its manifest says? Every byte is read, nothing else is asked."""
+"""Check a target against its manifest, byte by byte."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from paddle_reshard.storage.checksum import ALGORITHM, source_checksum, stretche
 from paddle_reshard.storage.store import ReadRange, Source
 
 SMALL_FILE_BYTES = 1 << 20
-"""A file of at most this size is read where all are only looked at."""
+"""Largest file that a quick check reads."""
 SHOWN_DAMAGES = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A part of a target that is not what its manifest says, or a file or folder that it does not list."""
+    """A part that differs from the manifest, or a file or folder that the manifest does not list."""
 
     path: str
     byte_offset: int
@@ -30,30 +30,30 @@ class Damage:
 
     @property
     def stretch(self) -> str:
-        """Which bytes of the file, where that is not all of it."""
+        """The range of bytes, for messages; empty for a folder."""
         return f", bytes {self.byte_offset} to {self.byte_offset + self.nbytes}" if self.nbytes else ""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class IntegrityReport(Shown):
-    """What was found in a target."""
+    """The result of checking a target."""
 
     files: int
     parts: int
     read_bytes: int
     unchecked_bytes: int
-    """Of parts that the storage copied, where it told no MD5 and no source was given that still has these files."""
+    """Bytes of copied parts without an MD5, if the original source files were not given or have changed."""
     damages: tuple[Damage, ...]
     recorded_source: str
-    """Where the manifest says that the source was. Text to show, never to be opened."""
+    """Location of the source, as recorded in the manifest. For display; it is never opened."""
 
     @property
     def intact(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether no damage was found."""
         return not self.damages
 
     def __bool__(self) -> bool:
-        """The report is true if the target is intact, so that ``assert check(target)`` means what it says."""
+        """Whether the target is intact, so that ``assert check(target)`` works as expected."""
         return self.intact
 
     def _in_short(self) -> str:
@@ -61,7 +61,7 @@ class IntegrityReport(Shown):
 
     @property
     def verdict(self) -> str:
-        """What came out, in a line."""
+        """The result in one line."""
         whole = "intact, as far as it was checked" if self.unchecked_bytes else "intact"
         verdict = whole if self.intact else f"damaged: {len(self.damages)} findings"
         read, unchecked = readable_bytes(self.read_bytes), readable_bytes(self.unchecked_bytes)
@@ -69,8 +69,8 @@ class IntegrityReport(Shown):
         return f"{verdict}; {self.files} files, {self.parts} parts ({read} read){rest}"
 
     def facts(self) -> Facts:
-        """Whether it is intact, and the first places where it is not."""
-        shown = [(f"{one.path}{one.stretch}", one.detail) for one in self.damages[:SHOWN_DAMAGES]]
+        """The result and the first damages."""
+        shown = [(f"{damage.path}{damage.stretch}", damage.detail) for damage in self.damages[:SHOWN_DAMAGES]]
         return [("result", self.verdict), *shown]
 
 
@@ -79,9 +79,9 @@ def check_target(
 ) -> IntegrityReport:
     """Compare every part of a target with its manifest.
 
-    A part that the storage copied has no checksum. It is compared with the MD5 that the store told, else with the range
-    of ``source`` that it was copied from, if that is still the same file. ``source`` is what a user has named; what the
-    manifest says of its place is not looked at. ``observe`` is told how many bytes are done.
+    A part copied by the storage has no checksum. It is compared with its MD5, if the store reported one, otherwise with
+    the range of ``source`` that it was copied from, if that file has not changed. ``source`` comes from the user; the
+    location recorded in the manifest is ignored. ``observe`` receives progress in bytes.
     """
     damages = _names_and_sizes(target, manifest)
     wrong = {damage.path for damage in damages}
@@ -106,10 +106,10 @@ def check_target(
 
 
 def check_target_quickly(target: Source, manifest: Manifest) -> tuple[Damage, ...]:
-    """What is seen to be wrong with a target without reading all of it.
+    """Damage that can be found without reading all of a target.
 
-    Every name and size is looked at, every ETag that the manifest holds, and of small files every byte. A file with
-    another ETag is read: a store gives a copy of the same bytes another one.
+    Checks every name, every size, every ETag in the manifest, and every byte of small files without an ETag. A file
+    whose ETag differs is read: a copy of the same bytes can have a new ETag.
     """
     damages = _names_and_sizes(target, manifest)
     wrong = {damage.path for damage in damages}
@@ -123,7 +123,7 @@ def check_target_quickly(target: Source, manifest: Manifest) -> tuple[Damage, ..
 
 
 def _is_worth_reading(path: str, manifest: Manifest, version: str) -> bool:
-    """Whether a glance reads a file: no ETag vouches for it, and it is small or has another ETag than it had."""
+    """Whether a quick check reads a file: its ETag has changed, or it has none and is small."""
     etag = manifest.etags.get(path)
     if etag is not None:
         return etag.strip('"') != version.strip('"')
@@ -131,7 +131,7 @@ def _is_worth_reading(path: str, manifest: Manifest, version: str) -> bool:
 
 
 def _names_and_sizes(target: Source, manifest: Manifest) -> list[Damage]:
-    """What is missing, has another size, or lies there and should not."""
+    """Files that are missing or have the wrong size, and files and folders that should not exist."""
     sizes = target.sizes()
     damages = [
         Damage(path, 0, size, _wrong_size(sizes.get(path), size))
@@ -140,12 +140,12 @@ def _names_and_sizes(target: Source, manifest: Manifest) -> list[Damage]:
     ]
     known = manifest.files.keys() | manifest.beside
     damages += [
-        Damage(path, 0, size, "is not in the manifest: somebody put it here")
+        Damage(path, 0, size, "is not in the manifest: it was added later")
         for path, size in sorted(sizes.items())
         if path not in known
     ]
     damages += [
-        Damage(f"{folder}/", 0, 0, "a folder that is not in the manifest: somebody put it here")
+        Damage(f"{folder}/", 0, 0, "a folder that is not in the manifest: it was added later")
         for folder in target.folders
     ]
     if manifest.changed:
@@ -154,7 +154,7 @@ def _names_and_sizes(target: Source, manifest: Manifest) -> list[Damage]:
 
 
 def _wrong_size(found: int | None, wanted: int) -> str:
-    """What is said of a file whose size is not the manifest's, in bytes; ``None``: it is not there."""
+    """The message for a file with the wrong size in bytes; ``None`` if it is missing."""
     if found is None:
         return f"missing; the manifest says {wanted} bytes"
     word = "truncated" if found < wanted else "longer than it was"
@@ -162,7 +162,7 @@ def _wrong_size(found: int | None, wanted: int) -> str:
 
 
 def _usable(manifest: Manifest, source: Source | None) -> set[str]:
-    """Files of the source that are what they were when they were converted."""
+    """Files of the source that have not changed since they were converted."""
     if source is None:
         return set()
     sizes, versions = source.sizes(), source.versions()
@@ -174,7 +174,7 @@ def _usable(manifest: Manifest, source: Source | None) -> set[str]:
 
 
 def _check_part(target: ReadRange, part: ManifestPart, source: ReadRange | None) -> str | None:
-    """What is wrong with a part, ``""`` if nothing is, ``None`` if nobody can tell."""
+    """The damage of a part; ``""`` if it is intact, ``None`` if it cannot be checked."""
     if part.checksum is not None:
         found = source_checksum(target, part.path, part.byte_offset, part.nbytes)
         return "" if found == part.checksum else f"{ALGORITHM} is {found}, the manifest says {part.checksum}"
@@ -190,21 +190,25 @@ def _check_part(target: ReadRange, part: ManifestPart, source: ReadRange | None)
         return "" if digest.hexdigest() == md5 else f"MD5 is {digest.hexdigest()}, the manifest says {md5}"
     if source is None:
         return None
-    there = stretches(target, part.path, part.byte_offset, part.nbytes)
-    return _compare(there, stretches(source, path, byte_offset, part.nbytes), part, path, byte_offset)
+    stored = stretches(target, part.path, part.byte_offset, part.nbytes)
+    return _compare(stored, stretches(source, path, byte_offset, part.nbytes), part, path, byte_offset)
 
 
 def _compare(
-    there: Iterator[memoryview], wanted: Iterator[memoryview], part: ManifestPart, path: str, byte_offset: int
+    stored: Iterator[memoryview],
+    wanted: Iterator[memoryview],
+    part: ManifestPart,
+    path: str,
+    byte_offset: int,
 ) -> str:
-    """Where two stretches differ first, ``""`` if nowhere."""
+    """The first byte at which a part differs from its source; ``""`` if they are equal."""
     done = 0
-    for one, two in zip(there, wanted, strict=True):
-        if one != two:
-            at = next(i for i, (a, b) in enumerate(zip(one, two, strict=True)) if a != b)
+    for a, b in zip(stored, wanted, strict=True):
+        if a != b:
+            at = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
             return (
-                f"byte {part.byte_offset + done + at} is {one[at]}, byte {byte_offset + done + at} of {path}, which it "
-                f"was copied from, is {two[at]}"
+                f"byte {part.byte_offset + done + at} is {a[at]}, byte {byte_offset + done + at} of {path}, which it "
+                f"was copied from, is {b[at]}"
             )
-        done += len(one)
+        done += len(a)
     return ""

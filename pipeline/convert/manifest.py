@@ -1,14 +1,14 @@
-"""The manifest of a target: what was made, from what, and how to find out later that not a byte has changed.
+"""The manifest of a target: what was made, from what, and checksums to verify it with.
 
-The same conversion gives the same bytes, whatever ran it and however often it was resumed. For every file, columns
-list its parts, in order: their sizes and checksums, so 100,000 parts are a few megabytes. A part that the storage
-copied has no checksum (``null``), for nobody looked at its bytes; ``copied`` says for its number from which file and
-byte it was taken, and its MD5 where the store told it.
+The same conversion gives the same manifest, on any engine and however often it was resumed. For every file, columns
+list the sizes and checksums of its parts in order, so 100,000 parts take a few megabytes. A part copied by the storage
+has no checksum (``null``), because no worker read its bytes; under its number, ``copied`` has the source file and byte
+it was copied from, and its MD5 if the store reported one.
 
-It also says what may lie beside the files that it lists, and carries a digest of all its entries, so that an entry
-that was lost or changed is seen. The digest is no signature: who rewrites a manifest on purpose can make another.
+A manifest also lists what else may be in the folder (``beside``), and has a digest of all its entries, which shows
+accidental changes. The digest is not a signature: anyone who rewrites a manifest can compute a new one.
 
-``generation`` counts the forms of a manifest. The first had no such entry, no digest and no list.
+``generation`` is the version of this schema. The first generation had neither this entry nor a digest nor ``beside``.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from paddle_reshard.storage.store import Receipt
 FORMAT = MANIFEST_FORMAT
 GENERATION = 2
 Copies = Mapping[tuple[str, int], tuple[str, int]]
-"""File and byte offset of a copied part → file and byte of the source."""
+"""File and byte offset of a copied part → file and byte offset in the source."""
 
 
 @dataclass(frozen=True, slots=True)
 class ManifestPart:
-    """A part of a target file as its manifest describes it."""
+    """A part of a target file, as described by its manifest."""
 
     path: str
     byte_offset: int
     nbytes: int
     checksum: str | None
     copied: tuple[str, int, str] | None
-    """File and byte of the source that it was copied from, and its MD5 or ``""``, for one without a checksum."""
+    """For a part without a checksum: source file, byte offset in it, and MD5 or ``""``."""
 
 
 _Bytes = Annotated[int, Bounds(0)]
@@ -55,17 +55,17 @@ _Bytes = Annotated[int, Bounds(0)]
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """The parts of a file, in order, as a manifest lists them."""
+    """The parts of a file, in order."""
 
     bytes: tuple[_Bytes, ...] = ()
     crc64nvme: tuple[str | None, ...] = ()
     copied: Mapping[str, tuple[str, _Bytes, str]] = field(default_factory=dict)
-    """Number of a part → file and byte of the source, and MD5."""
+    """Number of a part → source file, byte offset in it, and MD5."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What a manifest says of the source; further entries are for people."""
+    """Entries about the source; further entries are for people."""
 
     OPEN: ClassVar = True
     location: str
@@ -75,7 +75,7 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Entries:
-    """What a manifest says of the files; further entries are for people."""
+    """Entries about the files; further entries are for people."""
 
     OPEN: ClassVar = True
     files: Mapping[str, _Bytes]
@@ -87,25 +87,25 @@ class _Entries:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a manifest says of the files."""
+    """A parsed manifest."""
 
     files: Mapping[str, int]
     """File → size in bytes."""
     parts: tuple[ManifestPart, ...]
     source: str
-    """Where the source was. Text to show: nothing that a manifest names is opened."""
+    """Location of the source, for display only: nothing that a manifest names is opened."""
     source_files: Mapping[str, int]
     source_versions: Mapping[str, str]
     etags: Mapping[str, str]
-    """File → what the store called its content, where that was known."""
+    """File → ETag, if the store reports one."""
     beside: frozenset[str]
-    """Paths of what may lie in the folder though it is none of ``files``."""
+    """Further paths that may be in the folder."""
     changed: str
-    """How the manifest is not what was written, empty if it is, or if nobody can tell (first generation)."""
+    """How the manifest differs from what was written; empty if it does not, or has no digest (first generation)."""
 
 
 def manifest_head(version: str) -> dict[str, Any]:
-    """The entries with which a manifest begins; ``version`` is that of this package."""
+    """The first entries of a manifest; ``version`` is that of this package."""
     return {"format": FORMAT, "generation": GENERATION, "version": version, "beside": [MANIFEST]}
 
 
@@ -116,15 +116,15 @@ def describe_parts(receipts: Iterable[Receipt], copies: Copies) -> dict[str, Any
     for (path, byte_offset), receipt in sorted(unique.items()):
         columns = files.setdefault(path, {"bytes": [], ALGORITHM: []})
         if (path, byte_offset) in copies:
-            place = [*copies[path, byte_offset], receipt.md5]
-            columns.setdefault("copied", {})[str(len(columns["bytes"]))] = place
+            copied = [*copies[path, byte_offset], receipt.md5]
+            columns.setdefault("copied", {})[str(len(columns["bytes"]))] = copied
         columns["bytes"].append(receipt.nbytes)
         columns[ALGORITHM].append(receipt.checksum or None)
     return files
 
 
 def format_manifest(values: Mapping[str, Any]) -> bytes:
-    """As JSON with one line for each entry, and for each file's columns; with the digest of all of it.
+    """Format a manifest as JSON, with one line for each file's columns, and add its digest.
 
     >>> print(format_manifest({"version": "1", "parts": {"a": {"bytes": [1, 2]}}}).decode())
     {
@@ -145,12 +145,12 @@ def format_manifest(values: Mapping[str, Any]) -> bytes:
 
 
 def parse_manifest(data: bytes, path: str) -> Manifest:
-    """What a manifest says.
+    """Parse a manifest.
 
     Raises
     ------
     FormatError
-        If it is none of ours, or contradicts itself.
+        If it is not a manifest of this package, or contradicts itself.
     CheckpointError
         If it was written by a version that recorded no checksums.
     """
@@ -159,23 +159,23 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
     except JsonError as error:
         raise FormatError("not_json", path, None, f"not valid JSON: {error}") from error
     if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise FormatError("not_a_manifest", path, None, f"is no {FORMAT}")
+        raise FormatError("not_a_manifest", path, None, f"not a {FORMAT}")
     generation = values.get("generation", 1)
     if type(generation) is not int or not 1 <= generation <= GENERATION:
         raise FormatError(
             "unknown_generation",
             path,
             None,
-            f"a manifest of generation {generation!r}, this version reads up to {GENERATION}; use a newer version",
+            f"has generation {generation!r}; this version reads up to {GENERATION}, use a newer version",
         )
     if generation == 1 and "parts" not in values:
         raise CheckpointError(
-            f"{path}: was written by version {values.get('version')}, which took no checksums"
+            f"{path}: written by version {values.get('version')}, which recorded no checksums"
         )
     try:
         entries = typed(values, _Entries)
     except EntryError as error:
-        raise FormatError("damaged", path, None, f"not what a manifest holds: {error}") from error
+        raise FormatError("damaged", path, None, f"not a valid manifest: {error}") from error
     source = entries.source
     return Manifest(
         entries.files,
@@ -190,22 +190,24 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
 
 
 def _digest(values: Mapping[str, Any]) -> str:
-    """Of all entries of a manifest but the digest itself, whatever their order."""
+    """The digest of all entries except the digest itself, whatever their order."""
     entries = {name: value for name, value in values.items() if name != "digest"}
     text = json.dumps(entries, sort_keys=True, separators=(",", ":"))
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def _changed(values: Mapping[str, Any]) -> str:
-    """How a manifest is not what was written."""
+    """How a manifest differs from what was written, by its digest."""
     if values.get("generation", 1) < GENERATION:
         return ""
-    found, said = _digest(values), values.get("digest")
-    return "" if found == said else f"was changed after it was written: its digest is {found}, it says {said}"
+    found, recorded = _digest(values), values.get("digest")
+    if found == recorded:
+        return ""
+    return f"was changed after it was written: its digest is {found}, the manifest says {recorded}"
 
 
 def _parts(manifest: str, entries: _Entries) -> Iterator[ManifestPart]:
-    """The parts of all files, which must be as long as these."""
+    """The parts of all files; those of a file must add up to its size."""
     for path, size_bytes in entries.files.items():
         byte_offset = 0
         columns = entries.parts.get(path, _Columns())
@@ -220,14 +222,14 @@ def _parts(manifest: str, entries: _Entries) -> Iterator[ManifestPart]:
             yield ManifestPart(path, byte_offset, nbytes, checksum, copied)
             byte_offset += nbytes
         if byte_offset != size_bytes:
-            detail = f"{path}: {byte_offset} of {size_bytes} bytes are in parts"
+            detail = f"{path}: its parts add up to {byte_offset} of {size_bytes} bytes"
             raise FormatError("parts_do_not_tile", manifest, None, detail)
 
 
 def describe_targets(
     conversion: ConversionPlan, replica_drift: Sequence[str] = (), receipts: Iterable[Receipt] = ()
 ) -> dict[str, dict[str, Any]]:
-    """Prefix of each target → its manifest: what was made, and from what. The same conversion gives the same bytes."""
+    """Prefix of each target → the entries of its manifest."""
     plan, source, store = conversion.plan, conversion.source, conversion.store
     files = {f.path: f.size_bytes for f in plan.target_files}
     files |= {c.target_path: c.size_bytes for c in plan.carried}
@@ -258,12 +260,12 @@ def describe_targets(
 
 
 def _below(prefix: str, of_paths: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of one target, by its own paths."""
+    """The entries of the target with this prefix, by path within the target."""
     return {path.removeprefix(prefix): value for path, value in of_paths.items() if path.startswith(prefix)}
 
 
 def _copies(plan: Plan) -> dict[tuple[str, int], tuple[str, int]]:
-    """File and byte offset of every copied part → file and byte of the source."""
+    """File and byte offset of every copied part → file and byte offset in the source."""
     return {
         (plan.target_files[part["file"]].path, int(part["start"])): (
             plan.source_files[part["source_file"]].path,

@@ -1,7 +1,6 @@
-"""An adapter merged into its base model: both together are read as one checkpoint of parameters.
+"""Merge an adapter into its base model: both are read as a single checkpoint of parameters, and then converted.
 
-From there on it is a conversion like any other. The base is what the user names; nothing is opened because a file of
-the adapter names it.
+The location of the base comes from the user; a location named in a file of the adapter is never opened.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from paddle_reshard.storage.views import JoinedSource, Mount
 from paddle_reshard.tasks.merge import Addend, Matrix, MergedSource
 
 PREFIX: Final = "LORA/"
-"""Below this the files of the adapter are seen beside those of the base."""
+"""Prefix of the adapter's files in the joined source."""
 BFLOAT16: Final = "bfloat16"
 OF_BASE_JOB: Final = "state of the job that trained the base"
 
@@ -35,25 +34,24 @@ OF_BASE_JOB: Final = "state of the job that trained the base"
 def merge_into(
     base_store: Source, base: Checkpoint, adapter_store: Source, trained: Checkpoint
 ) -> tuple[Source, Checkpoint]:
-    """The base as it is with the adapter merged into it, and the source that serves it so.
+    """The base with the adapter merged into it, and the source that serves it.
 
-    Weights beside which there is LoRA get the product of its matrices added; a tensor that was trained as a whole takes
-    the place of that of the base. Only parameters are left of both.
+    The product of the LoRA matrices is added to each adapted weight; a tensor that was trained in full replaces that of
+    the base. The result holds parameters only.
 
     Raises
     ------
     CheckpointError, UsageError, UnsupportedError
-        Naming the tensor, if the two are not of one model or the arithmetic is not known.
+        If the two are not of one model or the merge is not supported, with the tensor.
     """
     adapter = _adapter_of(trained, adapter_store)
     _check_one_table(base, base_store, trained, adapter_store)
     weights, replaced = _changes(base, base_store, trained, adapter_store)
     catalog = _joined(base.catalog, trained.catalog, replaced, base)
-    places = catalog.index()
+    index = catalog.index()
     paths = tuple(f"{PREFIX}{file.path}" for file in trained.catalog.files)
     addends = {
-        places[key, PARAM]: _addend(key.rpartition(".")[0], trained.catalog, paths, adapter)
-        for key in weights
+        index[key, PARAM]: _addend(key.rpartition(".")[0], trained.catalog, paths, adapter) for key in weights
     }
     inner = JoinedSource((Mount("", base_store), Mount(PREFIX, adapter_store)))
     source = MergedSource(inner, addends, _by_path(catalog, addends))
@@ -85,7 +83,7 @@ def _adapter_of(trained: Checkpoint, store: Source) -> Adapter:
         raise UsageError(f"--merge-into: {store.location} holds no LoRA that could be merged")
     if trained.adapter is None:
         raise CheckpointError(
-            f"{store.location}: has no {LORA_CONFIG}, which tells the scaling; give it with --lora-config FILE"
+            f"{store.location}: has no {LORA_CONFIG}, which holds the scaling; give it with --lora-config FILE"
         )
     return trained.adapter
 
@@ -94,7 +92,7 @@ def _check_one_table(base: Checkpoint, base_store: Source, trained: Checkpoint, 
     ours, theirs = trained.model.table, base.model.table
     if (ours.family, ours.convention) != (theirs.family, theirs.convention):
         raise CheckpointError(
-            f"{store.location} is LoRA of {ours.family} ({ours.convention}), {base_store.location} a model of "
+            f"{store.location} is LoRA of {ours.family} ({ours.convention}), but {base_store.location} is a model of "
             f"{theirs.family} ({theirs.convention})"
         )
 
@@ -102,7 +100,7 @@ def _check_one_table(base: Checkpoint, base_store: Source, trained: Checkpoint, 
 def _changes(
     base: Checkpoint, base_store: Source, trained: Checkpoint, store: Source
 ) -> tuple[list[str], list[str]]:
-    """Keys of the weights beside which there is LoRA, and of tensors that were trained as a whole."""
+    """Keys of adapted weights, and of tensors that were trained in full."""
     held = {tensor.key: tensor for tensor in base.model.tensors}
     index = base.catalog.index()
     ours = {tensor.key: tensor for tensor in trained.model.tensors if not (tensor.of_base or tensor.missing)}
@@ -112,11 +110,9 @@ def _changes(
     replaced = [key for key, tensor in ours.items() if not _is_lora(tensor) and tensor.tied_to is None]
     for key in (*weights, *replaced):
         if key not in held:
-            raise CheckpointError(
-                f"{key}: {store.location} changes it, {base_store.location} does not have it"
-            )
-        place = index.get((held[key].tied_to or key, PARAM))
-        if place is None or place in base.catalog.implied:
+            raise CheckpointError(f"{key}: in {store.location}, but missing from {base_store.location}")
+        number = index.get((held[key].tied_to or key, PARAM))
+        if number is None or number in base.catalog.implied:
             raise CheckpointError(
                 f"{key}: {base_store.location} does not store the parameter; give a base that does"
             )
@@ -143,25 +139,25 @@ def _is_lora(tensor: ModelTensor) -> bool:
 
 
 def _check_dtypes(weight: ModelTensor, dtypes: Sequence[DType]) -> None:
-    """The library merges other dtypes in their own arithmetic, in which the processor's kind of rounding shows."""
-    if others := sorted({dtype.name for dtype in dtypes} - {BFLOAT16}):
+    """Refuse all but bfloat16: the library's result for the remaining dtypes depends on how the processor rounds."""
+    if unsupported := sorted({dtype.name for dtype in dtypes} - {BFLOAT16}):
         raise UnsupportedError(
-            f"{weight.key}: {', '.join(others)}; only {BFLOAT16} weights and matrices are merged, for which the result "
-            "does not depend on the processor"
+            f"{weight.key}: {', '.join(unsupported)}; only {BFLOAT16} weights and matrices can be merged, because only "
+            "then the result does not depend on the processor"
         )
 
 
 def _joined(base: Catalog, trained: Catalog, replaced: Sequence[str], model: Checkpoint) -> Catalog:
-    """The parameters of the base, some of them from the files of the adapter."""
+    """The parameters of the base, with those in ``replaced`` taken from the adapter's files."""
     keys = {tensor.key for tensor in model.model.tensors if not _is_lora(tensor)}
     parameters = [n for n, t in enumerate(base.tensors) if t.state == PARAM and t.key in keys]
     kept = base.only(parameters)
     index = trained.index()
     ours = trained.only([index[key, PARAM] for key in replaced])
-    places = kept.index()
-    of_base = kept.fragments[~np.isin(kept.fragments["tensor"], [places[key, PARAM] for key in replaced])]
+    number_of = kept.index()
+    numbers = np.array([number_of[key, PARAM] for key in replaced], dtype=np.int32)
+    of_base = kept.fragments[~np.isin(kept.fragments["tensor"], numbers)]
     rows = ours.fragments.copy()
-    numbers = np.array([places[key, PARAM] for key in replaced], dtype=np.int32)
     if len(rows):
         rows["tensor"] = numbers[rows["tensor"]]
     rows["file"] = rows["file"] + len(kept.files)
@@ -175,22 +171,21 @@ def _addend(module: str, trained: Catalog, paths: tuple[str, ...], adapter: Adap
 
 
 def _matrix(key: str, trained: Catalog, paths: tuple[str, ...]) -> Matrix:
-    place = trained.index()[key, PARAM]
-    if place in trained.implied:
-        raise CheckpointError(f"{key}: no file stores the parameter itself, which is what is merged")
-    return Matrix(key, trained.tensors.shape(place), trained.stored(place), paths)
+    number = trained.index()[key, PARAM]
+    if number in trained.implied:
+        raise CheckpointError(f"{key}: only its master weight is stored; merging needs the parameter itself")
+    return Matrix(key, trained.tensors.shape(number), trained.stored(number), paths)
 
 
 def _by_path(catalog: Catalog, addends: dict[int, Addend]) -> dict[str, Fragments]:
-    """Path → where the weights that change lie in it."""
+    """Path → fragments of the adapted weights in that file."""
     changing = catalog.fragments[np.isin(catalog.fragments["tensor"], list(addends))]
     extents, strides = changing["extents"][:, :2], changing["strides"][:, :2]
-    apart = (np.where(extents > 1, strides, np.iinfo(np.int64).max).min(axis=1) > 2) & (extents > 1).any(
-        axis=1
-    )
+    smallest = np.where(extents > 1, strides, np.iinfo(np.int64).max).min(axis=1)
+    apart = (smallest > 2) & (extents > 1).any(axis=1)
     if apart.any():
         key = catalog.tensors[int(changing["tensor"][apart][0])].key
-        raise UnsupportedError(f"{key}: its elements do not lie beside each other, and it cannot be merged")
+        raise UnsupportedError(f"{key}: its elements are not stored contiguously, which merging requires")
     return {
         catalog.files[file].path: changing[changing["file"] == file]
         for file in np.unique(changing["file"]).tolist()

@@ -1,7 +1,7 @@
-"""A plan as a file: Arrow streams of columns, one after the other, and nothing that could be executed.
+"""Save a plan to a file and load it: a sequence of Arrow streams, with nothing that could be executed.
 
-The first stream is a header without rows, whose metadata say what the file is; one stream follows for each table of
-the plan. Whoever has the file can look at it with any Arrow library: open the streams in turn.
+The first stream is a header without rows; its metadata identify the file. A stream follows for each table of the plan.
+Any Arrow library can read the file, stream by stream.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 FORMAT = "paddle-reshard plan"
 GENERATION = 1
 BATCH_ROWS = 1 << 16
-"""Rows that are turned into columns in one go, so that a plan is not held twice."""
+"""Rows per record batch: small enough that saving does not take the memory of a second plan."""
 _COMPRESSION = "lz4"
 _FIRST_BYTES = b"\xff\xff\xff\xff"
-"""Of every Arrow stream."""
+"""First bytes of every Arrow stream."""
 
 Rows = npt.NDArray[np.void]
 
@@ -63,7 +63,7 @@ _SCALARS = ("budget_bytes", "allow_replica_drift", "allow_master_drift", "beside
 
 
 def save_plan(plan: Plan, path: Path) -> None:
-    """Write a plan; a file of that name is replaced.
+    """Write a plan, replacing an existing file.
 
     Raises
     ------
@@ -105,7 +105,7 @@ def _write(
 
 
 def _schema_of(dtype: np.dtype[Any]) -> pa.Schema:
-    """One column for each field; a field of several numbers is a list of fixed length."""
+    """One column for each field; a field of several numbers becomes a fixed-size list."""
     fields = []
     for name in dtype.names or ():
         base, shape = dtype[name].base, dtype[name].shape
@@ -129,7 +129,7 @@ def _batches_of_rows(rows: Ops | Rows, dtype: np.dtype[Any]) -> Iterator[pa.Reco
 
 
 def _tables_of(plan: Plan) -> dict[str, Sequence[tuple[Any, ...]]]:
-    """The tables whose rows are values of Python."""
+    """The tables whose rows are Python values."""
     return {
         "tensors": [(t.key, t.state, t.dtype.name, t.global_shape, t.aliases) for t in plan.tensors],
         "source_files": [(f.path, f.size_bytes) for f in plan.source_files],
@@ -150,7 +150,7 @@ def _batches(rows: Sequence[tuple[Any, ...]], schema: pa.Schema) -> Iterator[pa.
 
 
 def saved_plan_id(path: Path) -> str:
-    """The id of the plan that a file says it holds, by its header alone.
+    """The id of the plan in a file, according to its header.
 
     Raises
     ------
@@ -162,19 +162,19 @@ def saved_plan_id(path: Path) -> str:
 
 
 def check_is_saved(plan: Plan, path: Path) -> None:
-    """Refuse unless ``plan`` is the one that a file holds.
+    """Refuse unless ``plan`` is the plan in a file.
 
     Raises
     ------
     PlanError
-        Naming what has changed since.
+        With what has changed.
     UsageError, FormatError
         As :func:`load_plan`.
     """
     saved = saved_plan_id(path)
     if saved != plan.plan_id:
         change = _first_change(load_plan(path), plan)
-        raise PlanError(f"{path} holds the plan {saved}, this conversion is {plan.plan_id}: {change}")
+        raise PlanError(f"{path} holds the plan {saved}, but this conversion has {plan.plan_id}: {change}")
 
 
 def _first_change(then: Plan, now: Plan) -> str:
@@ -185,29 +185,29 @@ def _first_change(then: Plan, now: Plan) -> str:
         sizes, new_sizes = ({f.path: f.size_bytes for f in files} for files in (before, after))
         for path in sorted(sizes.keys() | new_sizes.keys()):
             if sizes.get(path) != new_sizes.get(path):
-                one, two = (
-                    "is not there" if size is None else f"has {size} bytes"
+                was, is_now = (
+                    "is missing" if size is None else f"has {size} bytes"
                     for size in (sizes.get(path), new_sizes.get(path))
                 )
-                return f"the {side}'s file {path} {one} in the saved plan and {two} now"
+                return f"the {side}'s file {path} {was} in the saved plan and {is_now} now"
     if then.budget_bytes != now.budget_bytes:
         return f"the budget was {then.budget_bytes} bytes and is {now.budget_bytes}"
     if then.tensors != now.tensors or then.carried != now.carried:
-        return "other tensors, or other files beside them"
+        return "the tensors or the carried files differ"
     return (
-        "the same files, made of other parts or in another order: options or the version of the tool differ"
+        "the same files, but made in different parts or order: options or the version of this package differ"
     )
 
 
 def load_plan(path: Path) -> Plan:
-    """Read a plan back, the very one that was saved.
+    """Load a saved plan.
 
     Raises
     ------
     UsageError
         If the file cannot be read.
     FormatError
-        If it is not a plan, one of another generation, cut short, or not the plan that its id names.
+        If it is not a plan, has an unknown generation, is truncated, or does not match its id.
     """
     with _opened(path) as file:
         return _read_plan(file, str(path))
@@ -219,10 +219,10 @@ def _opened(path: Path) -> Iterator[Any]:
         with path.open("rb") as file:
             yield file
     except pa.ArrowException as error:
-        raise _malformed(str(path), f"not a whole plan file: {error}") from error
+        raise _malformed(str(path), f"not a complete plan file: {error}") from error
     except OSError as error:
-        if error.errno is None:  # Arrow's own: the file ends too early
-            raise _malformed(str(path), f"not a whole plan file: {error}") from error
+        if error.errno is None:  # raised by Arrow for a truncated file
+            raise _malformed(str(path), f"not a complete plan file: {error}") from error
         raise UsageError(f"{path}: the plan cannot be read: {error}") from error
 
 
@@ -255,15 +255,15 @@ def _read_plan(file: Any, path: str) -> Plan:
         )
         found = plan.plan_id
     except (TypeError, ValueError, CheckpointError) as error:
-        raise _malformed(path, f"holds what no plan holds: {error}") from error
+        raise _malformed(path, f"holds invalid values: {error}") from error
     if found != facts.get("plan_id"):
-        raise _malformed(path, f"says that it is the plan {facts.get('plan_id')}, what it holds is {found}")
+        raise _malformed(path, f"its header names the plan {facts.get('plan_id')}, but it holds {found}")
     _check_numbers(plan, path)
     return plan
 
 
 def _digest(facts: dict[str, Any]) -> str:
-    """Of the facts of the header; the plan's own id is that of its tables."""
+    """Digest of the header's facts; the tables are covered by the plan id."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -283,9 +283,7 @@ def _read_header(file: Any, path: str) -> dict[str, Any]:
     if facts.pop("digest", None) != _digest(facts):
         raise _malformed(path, "its header was changed")
     if facts.get("generation") != GENERATION:
-        raise _malformed(
-            path, f"a plan file of generation {facts.get('generation')!r}, this version reads {GENERATION}"
-        )
+        raise _malformed(path, f"has generation {facts.get('generation')!r}; this version reads {GENERATION}")
     return facts
 
 
@@ -294,11 +292,11 @@ def _read(file: Any, name: str, schema: pa.Schema, path: str) -> Iterator[pa.Rec
     with pa.ipc.open_stream(file) as stream:
         found = (stream.schema.metadata or {}).get(b"table")
         if found != name.encode() or stream.schema.remove_metadata() != schema:
-            raise _malformed(path, f"the table {name!r} is missing or has other columns")
+            raise _malformed(path, f"the table {name!r} is missing or has unexpected columns")
         for batch in stream:
             batch.validate(full=True)
             if any(column.null_count for column in batch.columns):
-                raise _malformed(path, f"the table {name!r} has holes")
+                raise _malformed(path, f"the table {name!r} has missing values")
             yield batch
 
 
@@ -311,7 +309,7 @@ def _rows_of(batch: pa.RecordBatch, dtype: np.dtype[Any]) -> Rows:
 
 
 def _check_numbers(plan: Plan, path: str) -> None:
-    """Every group and file that a row names is there."""
+    """Check that all groups, files and tensors named by rows exist."""
     for what, numbers, count in (
         ("group", plan.op_groups, plan.groups),
         *(("group", rows["group"], plan.groups) for rows in (plan.bands, plan.parts)),
@@ -321,9 +319,9 @@ def _check_numbers(plan: Plan, path: str) -> None:
     ):
         wrong = numbers[(numbers < 0) | (numbers >= count)]
         if len(wrong):
-            raise _malformed(path, f"names the {what} {int(wrong[0])}, there are {count}")
+            raise _malformed(path, f"names the {what} {int(wrong[0])}, but there are {count}")
     if len(plan.op_groups) != len(plan.ops):
-        raise _malformed(path, f"{len(plan.ops)} ops and {len(plan.op_groups)} groups of them")
+        raise _malformed(path, f"has {len(plan.ops)} ops, but groups for {len(plan.op_groups)}")
 
 
 def _values(column: pa.Array) -> list[Any]:

@@ -119,7 +119,7 @@ def widened(bits: np.ndarray) -> np.ndarray:
 
 def test_without_a_lora_config_there_is_no_scaling(tmp_path: Path) -> None:
     config = checkpoint("lora_single") / "config.json"
-    with pytest.raises(ReshardError, match="which tells the scaling; give it with --lora-config FILE"):
+    with pytest.raises(ReshardError, match="which holds the scaling; give it with --lora-config FILE"):
         paddle_reshard.convert(
             checkpoint("lora_fc_single"), tmp_path / "made", format="huggingface", config=config
         )

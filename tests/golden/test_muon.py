@@ -129,7 +129,7 @@ def test_formats_in_which_no_trainer_saves_muon(options: dict[str, Any], tmp_pat
 
 def test_what_it_is_is_told() -> None:
     inspection = paddle_reshard.inspect(checkpoint("muon_fc_sh2"), config=config())
-    assert ("optimizer", "Muon, which keeps moment1 alone of 12 parameters") in inspection.facts()
+    assert ("optimizer", "Muon, with moment1 only for 12 parameters") in inspection.facts()
 
 
 # ----------------------------------------------------------------------------------------------- damaged

@@ -89,7 +89,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
         MANIFEST,
         "was changed after it was written",
     ),
-    "no digest": (lambda t: edit(t, lambda v: v.pop("digest")), MANIFEST, "it says None"),
+    "no digest": (lambda t: edit(t, lambda v: v.pop("digest")), MANIFEST, "the manifest says None"),
     "more that may lie beside": (
         lambda t: edit(t, lambda v: v["beside"].append("x")), MANIFEST, "was changed after it was written"
     ),

@@ -325,14 +325,14 @@ def test_a_file_that_is_missing_or_short_is_found(source: Path, target: Path) ->
     [
         (None, CheckpointError, "has no paddle_reshard.json"),
         ("{", FormatError, "not valid JSON"),
-        ("[]", FormatError, "is no paddle-reshard manifest"),
+        ("[]", FormatError, "not a paddle-reshard manifest"),
         ('{"format": "paddle-reshard manifest", "version": "0.0.9"}', CheckpointError, "no checksums"),
-        ('{"format": "paddle-reshard manifest", "parts": {}}', FormatError, "not what a manifest holds"),
+        ('{"format": "paddle-reshard manifest", "parts": {}}', FormatError, "not a valid manifest"),
         (
             '{"format": "paddle-reshard manifest", "parts": {}, "files": {"a": 7}, '
             '"source": {"location": "", "files": {}, "versions": {}}}',
             FormatError,
-            "a: 0 of 7 bytes are in parts",
+            "a: its parts add up to 0 of 7 bytes",
         ),
     ],
 )

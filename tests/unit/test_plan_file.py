@@ -126,7 +126,7 @@ def test_numbers_that_lead_nowhere_are_refused(plan: Plan, tmp_path: Path) -> No
     for changed, what in (
         (replace(plan, bands=bands), f"names the group {plan.groups}"),
         (replace(plan, parts=parts), f"names the target file {len(plan.target_files)}"),
-        (replace(plan, op_groups=plan.op_groups[:-1]), "groups of them"),
+        (replace(plan, op_groups=plan.op_groups[:-1]), "but groups for"),
     ):
         save_plan(changed, tmp_path / "plan")
         with pytest.raises(FormatError, match=what):
@@ -144,9 +144,9 @@ def test_another_plan_than_the_saved_one_is_refused_with_what_has_changed(plan: 
             replace(plan, source_files=grown),
             f"{name} has {size} bytes in the saved plan and has {size + 1} bytes now",
         ),
-        (replace(plan, target_files=plan.target_files[1:]), "and is not there now"),
-        (replace(plan, carried=()), "other files beside them"),
-        (replace(plan, bands=bands), "other parts"),
+        (replace(plan, target_files=plan.target_files[1:]), "and is missing now"),
+        (replace(plan, carried=()), "carried files differ"),
+        (replace(plan, bands=bands), "different parts"),
         (replace(plan, bands=bands, budget_bytes=7), "the budget was 1073741824 bytes and is 7"),
     ):
         with pytest.raises(PlanError, match=what):
