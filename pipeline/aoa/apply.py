@@ -1,11 +1,11 @@
-"""What becomes of a checkpoint under an AOA program?
+"""Apply an AOA program to a catalog.
 
-A catalog goes in, a catalog comes out; no value is touched. Statements speak about keys: the parameter and all its
-optimizer states and averages follow, in whatever order they stand. Boxes are cut, moved and transposed; a cast is a
-parameter whose dtype differs from that of its fragments. Master weights, moments and averages keep theirs.
+The result is a new catalog; no value is touched. Statements name keys: a parameter, its optimizer states and its
+averages are transformed alike. Boxes are cut, moved and transposed. A cast gives the parameter a dtype that differs
+from that of its fragments; master weights, moments and averages keep their dtypes.
 
-The single numbers that an optimizer keeps of a parameter (``beta1_pow_acc``) go to every part of a split. Those of
-tensors that are joined become copies of one number, which the plan compares bit for bit.
+A scalar that an optimizer keeps for each parameter (``beta1_pow_acc``) goes to every part of a split. The scalars of
+concatenated tensors become copies of a single one, which the plan compares bit for bit.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from paddle_reshard.pipeline.core.tensors import Cast
 
 @dataclass(frozen=True)
 class AoaOutcome:
-    """What a program makes of a checkpoint."""
+    """The result of applying a program."""
 
     catalog: Catalog
-    """The tensors of the target, made of the source's fragments."""
+    """The tensors of the target, with fragments in the source's files."""
     created: tuple[str, ...]
-    """Keys that the target has (``_ -> key``) and that no file holds. They are not in ``catalog``."""
+    """Keys of the target without values in any file (``_ -> key``). They are not in ``catalog``."""
     dropped: tuple[str, ...]
     """Names that statements drop (``name -> _``)."""
     idle: tuple[str, ...]
-    """Where the statements stand that speak about no tensor of the source."""
+    """File and line of each statement that matches no tensor of the source."""
     casts: frozenset[Cast]
-    """What tensors are stored as, and what they become."""
+    """Pairs of stored and resulting dtype."""
 
 
 def apply_aoa(
@@ -49,30 +49,29 @@ def apply_aoa(
 ) -> AoaOutcome:
     """Make the catalog of the target from that of the source.
 
-    Keys that no statement speaks about stay as they are. Names that come to mean the same values are one tensor
-    with aliases.
+    Keys that no statement names are kept. Names that end up with the same values become a single tensor with aliases.
 
     Parameters
     ----------
     wanted
-        All keys of the target, where they are known: these come out, and no others.
+        Exactly the keys of the target, if known.
     source_blocks, target_blocks
-        Key of a fused tensor → of how many blocks (``[gate_r | up_r]``) it is made: one for each tensor-parallel
-        shard. 1 where not told.
+        Key of a fused tensor → its number of blocks (``[gate_r | up_r]``), which is that of tensor-parallel shards;
+        default 1.
     untied
-        Keys that the target holds as tensors of their own, though their values are another's.
+        Keys that get a tensor of their own even if an alias has the same values.
     allow_created
-        Whether the target may have tensors that no file holds.
+        Whether the target may have tensors without values in any file.
 
     Raises
     ------
     UsageError
-        If a statement cannot be reversed or written out, naming its line.
+        If a statement cannot be reversed or expanded, with its line.
     PlanError
-        Naming file, line and tensor: one that does not exist, is made twice, is not used, or does not fit what is
-        done with it; a cast that would round twice.
+        If a tensor does not exist, is made twice, is not used, or does not fit the operation, or if a cast would round
+        twice; with file, line and tensor.
     UnsupportedError
-        If tensors of the source are mixed of others.
+        If tensors of the source are mixed.
     """
     source = Source(catalog)
     run = Run(source, program, wanted, source_blocks or {}, target_blocks or {})

@@ -1,8 +1,8 @@
-"""Which tensors does a statement with placeholders mean?
+"""Expand statements with placeholders.
 
-``$LAYER_ID`` and ``$EXPERT_ID`` stand for all numbers with which the first name on the source's side is a key of the
-source; ``$LAYER_ID_OFFSET`` likewise, for a number one lower on the side that is written right. ``*`` stands for all
-keys with a number there, in order: of the source on its side, of the target on the other.
+``$LAYER_ID`` and ``$EXPERT_ID`` take all numbers with which the first name on the source's side is a key of the source;
+so does ``$LAYER_ID_OFFSET``, which on the right side is one lower. ``*`` expands to all keys with a number in its
+position, in order: keys of the source on the source's side, of the target on the target's side.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OPEN = re.compile(r"\*|\$(?:LAYER_ID_OFFSET|LAYER_ID|EXPERT_ID)")
 
 
 class Keys:
-    """Keys, found by what they are but for numbers."""
+    """Keys, indexed by their text without numbers."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._alike = defaultdict[str, list[str]](list)
@@ -27,7 +27,7 @@ class Keys:
             self._alike[_NUMBERS.sub("#", key)].append(key)
 
     def matching(self, template: str) -> list[Mapping[str, str]]:
-        """Placeholder (or ``*``) → number, for every key of that form; ordered by the numbers.
+        """Placeholder (or ``*``) → number, for every key that matches the template; ordered by the numbers.
 
         >>> Keys(["a.10.w", "a.2.w", "a.2.b"]).matching("a.$LAYER_ID.w")
         [{'$LAYER_ID': '2'}, {'$LAYER_ID': '10'}]
@@ -51,23 +51,23 @@ class Keys:
 
 
 def _pieces(template: str) -> list[tuple[str, str]]:
-    """``(fixed text, what stands open after it)``, to the end of the template."""
+    """``(fixed text, placeholder after it)``, to the end of the template; the last placeholder is ``""``."""
     words = _OPEN.findall(template)
     return list(zip(_OPEN.split(template), [*words, ""], strict=True))
 
 
 def expand(statement: Statement, source: Keys, wanted: Keys | None) -> list[Statement]:
-    """The statements without placeholders that a statement stands for; none where the source has no such keys.
+    """A statement, expanded to statements without placeholders; none if no key matches.
 
     Parameters
     ----------
     source, wanted
-        Keys of the source, and of the target, if these are known.
+        Keys of the source, and of the target if known.
 
     Raises
     ------
     UsageError
-        Naming the line.
+        If a statement cannot be expanded, with its line.
     """
     return [_starred(one, source, wanted) for one in _numbered(statement, source, wanted)]
 
@@ -80,8 +80,7 @@ def _numbered(statement: Statement, source: Keys, wanted: Keys | None) -> list[S
     if statement.left[0].is_nothing:
         if wanted is None:
             raise statement.refused(
-                "what no file holds is to be created for numbers that only the target's keys could tell; "
-                "write the numbers out"
+                "cannot expand the names to create without the keys of the target; write the numbers out"
             )
         keys = wanted
     filled = []
@@ -113,15 +112,15 @@ def _starred(statement: Statement, source: Keys, wanted: Keys | None) -> Stateme
         return statement
     if wanted is None and any("*" in name.text for name in statement.right):
         raise statement.refused(
-            "'*' on the target's side needs the keys of the target, which are not known; write name[a:b] or all names"
+            "cannot expand '*' on the target's side without the keys of the target; write name[a:b] or all names"
         )
-    written_out = replace(
+    expanded = replace(
         statement,
         left=tuple(one for name in statement.left for one in _all(statement, name, source)),
         right=tuple(one for name in statement.right for one in _all(statement, name, wanted or source)),
     )
-    check_statement(written_out)
-    return written_out
+    check_statement(expanded)
+    return expanded
 
 
 def _all(statement: Statement, name: Name, keys: Keys) -> list[Name]:
@@ -129,5 +128,5 @@ def _all(statement: Statement, name: Name, keys: Keys) -> list[Name]:
         return [name]
     numbers = keys.matching(name.text)
     if not numbers:
-        raise statement.refused(f"{name.text} is not the name of any tensor")
+        raise statement.refused(f"{name.text} matches no tensor")
     return [replace(name, text=name.text.replace("*", found["*"])) for found in numbers]

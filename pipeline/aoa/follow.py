@@ -1,6 +1,6 @@
-"""What are the tensors of a target, given what their keys mean?
+"""Make the tensors of a target from the values of its keys.
 
-Every state of a key is cut, moved and transposed as its parameter is. A cast is of the parameter only.
+Every state of a key is cut, moved and transposed like its parameter. Only the parameter is cast.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ BOX = np.dtype(
         ("extents", np.int64, (MAX_DIMS,)),  # in the order of the source's dims
         ("order", np.int64, (MAX_DIMS,)),  # dim i of the target is dim order[i] of the source
         ("offset", np.int64, (MAX_DIMS,)),  # of the box in the target tensor
-        ("copies", np.int64),  # of the same box of the target before this one
+        ("copies", np.int64),  # number of earlier copies of the same target box
     ]
 )
 _BoxRow = tuple[int, int, Shape, Shape, Shape, Shape, int]
 
 
 def target_catalog(source: Source, outputs: Mapping[str, Value], untied: frozenset[str]) -> Catalog:
-    """The tensors that ``outputs`` are, in the order of the source.
+    """The catalog of the tensors ``outputs``, in the order of the source.
 
-    Names of the same values are one tensor with aliases, but for those in ``untied``.
+    Names with the same values become a single tensor with aliases, except those in ``untied``.
 
     Raises
     ------
     PlanError
-        If tensors that are joined do not have the same states, or states of one kind have several dtypes.
+        If tensors that are concatenated have different states, or a state has several dtypes.
     """
     grouped: dict[tuple[Value, str | None], list[str]] = {}
     for name, value in outputs.items():
@@ -64,12 +64,12 @@ def target_catalog(source: Source, outputs: Mapping[str, Value], untied: frozens
     index = TensorIndex(tensors)
     boxes = np.array(followers.boxes, dtype=BOX)
     boxes["target"] = number[boxes["target"]]
-    implied = {index[one]: index[other] for one, other in followers.implied.items()}
+    implied = {index[tensor]: index[master] for tensor, master in followers.implied.items()}
     return Catalog(tensors, source.catalog.files, cut(source.catalog.fragments, boxes), implied)
 
 
 def cut(fragments: Fragments, boxes: npt.NDArray[np.void]) -> Fragments:
-    """What is stored of each box, as fragments of the target's tensors."""
+    """The stored pieces of each box, as fragments of the target's tensors."""
     i, j = meeting_pairs(
         Boxes(boxes["source"], boxes["start"], boxes["extents"]),
         Boxes(fragments["tensor"], fragments["offset"], fragments["extents"]),
@@ -92,28 +92,28 @@ def _permuted(column: Ints, box: npt.NDArray[np.void]) -> Ints:
 
 
 class _Followers:
-    """Collects the tensors of the target and the boxes that they are made of."""
+    """Collects the tensors of the target and their boxes."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self.tensors: list[Tensor] = []
         self.positions: list[int] = []
-        """Of each tensor in the order of the source."""
+        """Sort key of each tensor: the number of its first source tensor."""
         self.boxes: list[_BoxRow] = []
         self.implied: dict[tuple[str, str], tuple[str, str]] = {}
-        """``(key, state)`` of a tensor → of the one whose cast it is."""
+        """``(key, state)`` of a tensor → that of the tensor whose cast it is."""
         highest = np.zeros(len(source.catalog.tensors), dtype=np.int64)
         np.maximum.at(highest, source.catalog.fragments["tensor"], source.catalog.fragments["replica"])
         self.copies = (highest + 1).tolist()
 
     def add(self, key: str, aliases: tuple[str, ...], value: Value) -> None:
-        """The parameter and all states of one key."""
+        """Add the parameter and all states of a key."""
         owners = value.sources
         states = [self.source.states[owner] for owner in owners]
         for owner, has in zip(owners, states, strict=True):
             if lacking := sorted(states[0].keys() ^ has.keys()):
                 raise PlanError(
-                    f"{key} is made of {owners[0]} and {owner}, of which only "
+                    f"{key} is made from {owners[0]} and {owner}, of which only "
                     f"{owners[0] if lacking[0] in states[0] else owner} has the state {lacking[0]}"
                 )
         for state in states[0]:
@@ -130,14 +130,14 @@ class _Followers:
         else:
             _check_dtypes(key, described)
         if value.segments == self.source.values[value.sources[0]].segments:
-            value = source_value(value.sources[0], shape, dtype)  # whatever its shape, it is unchanged
+            value = source_value(value.sources[0], shape, dtype)  # unchanged, so its state may have any shape
         elif not is_number(state):
             shape = value.shape
             self._check_shapes(described)
         elif ACCUMULATORS[state].of_elements:
             raise PlanError(
-                f"{key}: {described[0].label} is one number that all elements of {described[0].key} make (AdamWMini); "
-                "tensors that are split, joined or transposed have others"
+                f"{key}: {described[0].label} is a single number computed from all elements of {described[0].key} "
+                "(AdamWMini); the tensor cannot be split, concatenated or transposed"
             )
         self.positions.append(next(iter(sources.values())))
         self.tensors.append(Tensor(key, state, dtype, shape, aliases))
@@ -151,11 +151,11 @@ class _Followers:
             shape = self.source.values[tensor.key].shape
             if tensor.global_shape != shape:
                 raise PlanError(
-                    f"{tensor.label} has shape {tensor.global_shape}, its parameter {shape}; it cannot follow it"
+                    f"{tensor.label} has shape {tensor.global_shape}, its parameter {shape}; they must be equal"
                 )
 
     def _is_implied(self, key: str, state: str, sources: Mapping[str, int]) -> bool:
-        """Whether it is the cast of another state of its key, as everything that it is made of is."""
+        """Whether the state is implied: everything that it is made from is the cast of the same further state."""
         catalog = self.source.catalog
         by = [catalog.tensors[catalog.implied[s]] for s in sources.values() if s in catalog.implied]
         states = {tensor.state for tensor in by}
@@ -165,13 +165,11 @@ class _Followers:
         return True
 
     def _add_numbers(self, described: Sequence[Tensor], sources: Mapping[str, int]) -> None:
-        """One number of several tensors: the first one counts, the others are copies of it."""
+        """Add the scalars of several tensors as copies of the first."""
         copies = 0
         for tensor in described:
             if tensor.elements != 1:
-                raise PlanError(
-                    f"{tensor.label} has shape {tensor.global_shape}, it should be a single number"
-                )
+                raise PlanError(f"{tensor.label} has shape {tensor.global_shape}, expected a single number")
             number = source_value(tensor.key, tensor.global_shape, tensor.dtype)
             self._add_boxes(number, sources, copies)
             copies += self.copies[sources[tensor.key]]
@@ -198,6 +196,6 @@ def _check_dtypes(key: str, described: Sequence[Tensor]) -> None:
     for tensor in described:
         if tensor.dtype != described[0].dtype:
             raise PlanError(
-                f"{key} is made of {described[0].label} of dtype {described[0].dtype.name} and of "
-                f"{tensor.label} of dtype {tensor.dtype.name}"
+                f"{key} is made from {described[0].label}, dtype {described[0].dtype.name}, and "
+                f"{tensor.label}, dtype {tensor.dtype.name}"
             )

@@ -1,6 +1,6 @@
-"""What does an AOA program say?
+"""Parse AOA programs.
 
-Paddle's FlexCheckpoint tells in *AOA statements* which tensors of a target are made of which tensors of a source
+Paddle's FlexCheckpoint describes in *AOA statements* how the tensors of a target are made from the tensors of a source
 (Paddle 3.3.1 ``distributed/flex_checkpoint/aoa``)::
 
     program   := { statement }
@@ -12,8 +12,8 @@ Paddle's FlexCheckpoint tells in *AOA statements* which tensors of a target are 
                | ( fused_qkv | fused_qkv_old ) "," heads [ "," axis ]
     heads     := "num_heads" "=" NUMBER "," "num_key_value_groups" "=" NUMBER
 
-``_`` alone on one side stands for nothing. A file is Paddle's JSON (``{"aoa_statements": [...]}``) or plain text,
-one statement per line, with ``#`` comments.
+``_`` alone on one side means no tensor. A file is Paddle's JSON (``{"aoa_statements": [...]}``) or plain text, one
+statement per line, with ``#`` comments.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 
 NOTHING = "_"
 FLOATING = ("float16", "float32", "bfloat16")
-"""What values can be cast from and to."""
+"""Dtypes that can be cast."""
 PLACEHOLDER = re.compile(r"\$(LAYER_ID_OFFSET|LAYER_ID|EXPERT_ID)")
 _LONGEST_RANGE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A tensor, or a template of tensors."""
+    """The name of a tensor, or a template for several names."""
 
     text: str
     transposed: bool = False
-    """The tensor is read, or in a reversed statement written, with its dims reversed."""
+    """Whether the tensor is read (in a reversed statement, written) with its dims reversed."""
     layer_shift: int = 0
-    """What ``$LAYER_ID_OFFSET`` adds to the number that the other side has."""
+    """What ``$LAYER_ID_OFFSET`` adds to the layer number."""
 
     @property
     def is_nothing(self) -> bool:
@@ -51,32 +51,32 @@ class Name:
 
     @property
     def placeholders(self) -> frozenset[str]:
-        """``LAYER_ID``, ``LAYER_ID_OFFSET``, ``EXPERT_ID``: those in the name."""
+        """Which of ``LAYER_ID``, ``LAYER_ID_OFFSET`` and ``EXPERT_ID`` the name contains."""
         return frozenset(PLACEHOLDER.findall(self.text))
 
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """The tensor as it is, under another name."""
+    """The same tensor under a new name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Several tensors one after the other, or one in equal parts."""
+    """Concatenate several tensors, or split a tensor into equal parts."""
 
     axis: int
 
 
 @dataclass(frozen=True, slots=True)
 class Permute:
-    """Dim ``i`` of the result is dim ``order[i]``; ``None`` reverses all."""
+    """Dim ``i`` of the result is dim ``order[i]``; ``None`` reverses all dims."""
 
     order: Shape | None
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Another dtype; ``source`` is what the values must have before, if told."""
+    """Cast to the dtype ``target``; the values must have the dtype ``source``, if given."""
 
     source: str | None
     target: str
@@ -84,9 +84,10 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """Parts that are interleaved block by block: ``[gate_0 | up_0 | gate_1 | up_1]``.
+    """Parts interleaved block by block: ``[gate_0 | up_0 | gate_1 | up_1]``.
 
-    ``fused_qkv`` has one block for each group of heads; the others one for each tensor-parallel shard.
+    ``fused_qkv`` has a block for each group of heads; ``fused_ffn`` and ``fused_qkv_old`` for each tensor-parallel
+    shard.
     """
 
     macro: str
@@ -100,7 +101,7 @@ Operation = Rename | Join | Permute | Cast | Fused
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """One statement, as it is written or turned around."""
+    """A statement, as written or reversed."""
 
     where: str
     """File and line."""
@@ -110,16 +111,16 @@ class Statement:
     operation: Operation
 
     def refused(self, detail: str) -> UsageError:
-        """What is wrong with what is written here."""
+        """The error for a malformed statement."""
         return UsageError(f"{self.where}: {detail}, in: {self.text}")
 
     def impossible(self, detail: str) -> PlanError:
-        """Why it cannot be done with these tensors."""
+        """The error for a statement that does not fit the tensors."""
         return PlanError(f"{self.where}: {detail}, in: {self.text}")
 
     @property
     def only_renames(self) -> bool:
-        """Whether it makes one tensor of one, with the same values in the same blocks."""
+        """Whether it makes a single tensor from a single tensor, without regrouping blocks."""
         names = (*self.left, *self.right)
         fused = isinstance(self.operation, Fused)
         return len(names) == 2 and not fused and not any(name.is_nothing for name in names)
@@ -127,24 +128,25 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class AoaProgram:
-    """All statements of a file, as they are written."""
+    """All statements of a file, as written."""
 
     where: str
+    """File name for messages."""
     statements: tuple[Statement, ...]
     reverse: bool
-    """The statements are to be done last to first, from right to left."""
+    """Whether to apply the statements last to first, from right to left."""
 
     def reversed(self) -> AoaProgram:
         """The program that undoes this one."""
         return replace(self, reverse=not self.reverse)
 
     def in_order(self) -> tuple[Statement, ...]:
-        """The statements as they are to be done, from left to right.
+        """The statements in the order and direction in which to apply them.
 
         Raises
         ------
         UsageError
-            Where one cannot be reversed, naming its line.
+            If a statement cannot be reversed, with its line.
         """
         if not self.reverse:
             return self.statements
@@ -158,27 +160,25 @@ def _inverse(statement: Statement) -> Statement:
         operation = Permute(tuple(inverse))
     if isinstance(operation, Cast):
         if operation.source is None:
-            raise statement.refused(
-                "dtype= does not tell what to reverse to; write src_dtype='...', dst_dtype='...'"
-            )
+            raise statement.refused("dtype= cannot be reversed; write src_dtype='...', dst_dtype='...'")
         operation = Cast(operation.target, operation.source)
     return replace(statement, left=statement.right, right=statement.left, operation=operation)
 
 
 def parse_aoa(text: str, where: str) -> AoaProgram:
-    """Read a program.
+    """Parse a program.
 
     Parameters
     ----------
     text
         Paddle's JSON, or one statement per line.
     where
-        What errors call the file.
+        File name for messages.
 
     Raises
     ------
     UsageError
-        Naming the file, the line (of JSON: the statement, from 1) and what was expected.
+        With the file, the line (in JSON, the number of the statement) and what was expected.
     """
     reverse = False
     if text.lstrip().startswith("{"):
@@ -204,21 +204,21 @@ def _json_statements(text: str, where: str) -> tuple[list[tuple[str, str]], bool
         if type(value) is not _CONFIG.get(key):
             known = ", ".join(f"{name} ({kind.__name__})" for name, kind in _CONFIG.items())
             raise UsageError(
-                f"{where}: {key!r} is unknown or of the wrong kind; an AOA configuration has {known}"
+                f"{where}: {key!r} is unknown or of the wrong type; an AOA configuration has {known}"
             )
     if "aoa_statements" not in config:
         raise UsageError(f"{where}: 'aoa_statements' is missing")
     found = []
     for number, statement in enumerate(config["aoa_statements"], 1):
         if not isinstance(statement, str):
-            raise UsageError(f"{where}, statement {number}: {statement!r} is no text")
+            raise UsageError(f"{where}, statement {number}: {statement!r} is not a string")
         found += [(f"{where}, statement {number}", line) for line in statement.splitlines()]
     return found, config.get("aoa_config_reverse", False)
 
 
 class _Token(NamedTuple):
     kind: str
-    """``->``, one of ``= : [ ] ,``, ``number``, ``string``, ``name``, or ``end``."""
+    """``->``, ``=``, ``:``, ``[``, ``]``, ``,``, ``number``, ``string``, ``name`` or ``end``."""
     text: str
     column: int
     """From 1."""
@@ -260,7 +260,7 @@ class _Parser:
         while at < len(self.text):
             match = _TOKEN.match(self.text, at)
             if match is None:
-                self._fail(f"{self.text[at]!r} cannot stand in a statement (column {at + 1})")
+                self._fail(f"unexpected character {self.text[at]!r} (column {at + 1})")
             kind = match.lastgroup or ""
             if kind != "space":
                 yield _Token(match.group() if kind == "mark" else kind, match.group(), at + 1)
@@ -297,20 +297,20 @@ class _Parser:
         return token.kind == "name" and (token.text in _MACROS or self._peek(ahead + 1).kind == "=")
 
     def _name(self, right: bool) -> list[Name]:
-        """A name, or all that ``name[a:b]`` stands for."""
+        """A name, or all names of a range ``name[a:b]``."""
         spelled = self._take("name", "the name of a tensor")
         match = _NAME.fullmatch(spelled)
         if match is None:
-            self._fail(f"expected the name of a tensor, with ^T at its end at most, found {spelled!r}")
+            self._fail(f"expected the name of a tensor, optionally followed by ^T, found {spelled!r}")
         text, transposed = match["text"], match["transposed"] is not None
         if transposed and (right or text == NOTHING):
             self._fail(
-                f"expected a name without ^T, found {spelled!r}: it is a view that cannot be written to"
+                f"expected a name without ^T, found {spelled!r}: a transposed view cannot be written to"
             )
         if "$" in PLACEHOLDER.sub("", text):
             self._fail(f"expected $LAYER_ID, $LAYER_ID_OFFSET or $EXPERT_ID, found {spelled!r}")
         if text.count("*") > 1:
-            self._fail(f"expected one '*' in a name, found {spelled!r}")
+            self._fail(f"expected at most one '*' in a name, found {spelled!r}")
         shift = -1 if right and "$LAYER_ID_OFFSET" in text else 0
         if self._peek().kind != "[":
             return [Name(text, transposed, shift)]
@@ -320,9 +320,9 @@ class _Parser:
 
     def _range(self) -> range:
         self._take("[", "'['")
-        start = int(self._take("number", "the first number of a range"))
+        start = int(self._take("number", "the start of a range"))
         self._take(":", "':'")
-        stop = int(self._take("number", "the number after the last of a range"))
+        stop = int(self._take("number", "the end of a range"))
         self._take("]", "']'")
         if not 0 < stop - start <= _LONGEST_RANGE:
             self._fail(f"expected a range of 1 to {_LONGEST_RANGE} names, found [{start}:{stop}]")
@@ -341,7 +341,7 @@ class _Parser:
                 self._fail(f"expected one of {', '.join((*_ATTRIBUTES, *_MACROS))}, found {word!r}")
             self._take("=", f"'=' after {word}")
             if word in values:
-                self._fail(f"expected {word} once, found it twice")
+                self._fail(f"{word} is given twice")
             kind = _ATTRIBUTES[word]
             values[word] = self._take(kind, f"a {kind} as {word}").strip("\"'")
         return macros, values
@@ -353,8 +353,8 @@ class _Parser:
             return Cast(self._dtype(values["src_dtype"]), self._dtype(values["dst_dtype"]))
         if len(values) > 1:
             self._fail(
-                f"expected one attribute (or src_dtype with dst_dtype), found {', '.join(values)}; "
-                "make it several statements"
+                f"expected a single attribute (or src_dtype with dst_dtype), found {', '.join(values)}; "
+                "use several statements"
             )
         makers: Mapping[str, Callable[[str], Operation]] = {
             "axis": lambda value: Join(int(value)),
@@ -363,7 +363,7 @@ class _Parser:
         }
         for word, value in values.items():
             if word not in makers:
-                self._fail(f"expected another attribute beside {word}")
+                self._fail(f"{word} requires a further attribute")
             return makers[word](value)
         return Rename()
 
@@ -371,7 +371,7 @@ class _Parser:
         needed = () if macros[0] == "fused_ffn" else _HEADS
         if len(macros) > 1 or not set(needed) <= values.keys() <= {*needed, "axis"}:
             self._fail(
-                f"expected {', '.join((macros[0], *needed))} and axis at most, "
+                f"expected {', '.join((macros[0], *needed))} and optionally axis, "
                 f"found {', '.join((*macros, *values))}"
             )
         heads, groups = (int(values.get(name, "0")) for name in _HEADS)
@@ -387,7 +387,7 @@ class _Parser:
             self._fail(f'expected permute as "[1, 0]", found {value!r}')
         order = tuple(int(word) for word in words)
         if sorted(order) != list(range(len(order))):
-            self._fail(f"expected the dims 0 to {len(order) - 1} in another order, found {value!r}")
+            self._fail(f"expected a permutation of the dims 0 to {len(order) - 1}, found {value!r}")
         return Permute(order or None)
 
     def _dtype(self, value: str) -> str:
@@ -404,12 +404,12 @@ _FUSED_COUNTS = {
 
 
 def check_statement(statement: Statement) -> None:
-    """Whether its names and its operation go together; all ``*`` are written out.
+    """Check that the number of names fits the operation; every ``*`` must be expanded.
 
     Raises
     ------
     UsageError
-        Naming the line and what was expected.
+        With the line and what was expected.
     """
     left, right, operation = statement.left, statement.right, statement.operation
     names = (*left, *right)
@@ -419,13 +419,13 @@ def check_statement(statement: Statement) -> None:
             raise statement.refused("expected '_' alone on one side, and no attribute")
     elif isinstance(operation, Fused):
         if (len(left), len(right)) not in _FUSED_COUNTS[operation.macro]:
-            forms = " or ".join(f"{a} -> {b}" for a, b in _FUSED_COUNTS[operation.macro])
+            counts = " or ".join(f"{a} -> {b}" for a, b in _FUSED_COUNTS[operation.macro])
             raise statement.refused(
-                f"expected {forms} names with {operation.macro}, found {len(left)} -> {len(right)}"
+                f"expected {counts} names with {operation.macro}, found {len(left)} -> {len(right)}"
             )
     elif len(left) > 1 and len(right) > 1:
-        raise statement.refused(f"expected one name on one side, found {len(left)} -> {len(right)}")
+        raise statement.refused(f"expected a single name on one side, found {len(left)} -> {len(right)}")
     elif len(names) > 2 and not isinstance(operation, Join):
-        raise statement.refused("expected 'axis=NUMBER', as several tensors are joined or split")
+        raise statement.refused("expected 'axis=NUMBER', to concatenate or split tensors")
     if len({name.placeholders for name in names if not name.is_nothing}) > 1:
         raise statement.refused("expected the same $LAYER_ID, $LAYER_ID_OFFSET, $EXPERT_ID in every name")

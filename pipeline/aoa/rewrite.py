@@ -1,4 +1,4 @@
-"""A checkpoint whose tensors are renamed, cut, joined, transposed or cast by an AOA program."""
+"""Apply an AOA program to a whole checkpoint: rename, split, concatenate, transpose or cast its tensors."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def rewrite(
     tables: Sequence[RuleTable] | None,
     config: Mapping[str, Any] | None,
 ) -> Checkpoint:
-    """What the program makes of a checkpoint.
+    """The checkpoint that results from a program.
 
     Parameters
     ----------
     tables
-        Where the target is for a job that cuts tensors or names parameters: one of them must describe the new keys.
-        ``None``: the model is described by its keys alone, and its tensors go out as the program makes them.
+        Rule tables, one of which must describe the resulting keys, for targets that need a table. ``None`` for targets
+        that write tensors exactly as the program makes them.
     config
-        The ``config.json`` of the model that comes out, where it is not the source's.
+        The ``config.json`` of the resulting model, if it differs from the source's.
 
     Raises
     ------
     UsageError, PlanError
-        Naming file, line and tensor, if the program is wrong or does not fit the checkpoint.
+        If the program is wrong or does not fit the checkpoint, with file, line and tensor.
     """
     config = source.model.config if config is None else config
     outcome = apply_aoa(source.catalog, program)
@@ -49,7 +49,7 @@ def rewrite(
         not_carried=(
             *source.not_carried,
             *((name, f"dropped by {program.where}") for name in outcome.dropped),
-            *((where, "this statement speaks about no tensor of the source") for where in outcome.idle),
+            *((where, "this statement matches no tensor of the source") for where in outcome.idle),
         ),
     )
 
@@ -60,7 +60,7 @@ def _table(
     tables: Sequence[RuleTable] | None,
     config: Mapping[str, Any],
 ) -> RuleTable:
-    """The table that describes all names of the model that comes out."""
+    """The table that describes all names of the resulting model."""
     keys = dict.fromkeys(key for tensor in outcome.catalog.tensors for key in (tensor.key, *tensor.aliases))
     if tables is None:
         return literal_table(keys, source.model.table)
@@ -68,7 +68,7 @@ def _table(
 
 
 def _own_tensors(outcome: AoaOutcome, table: RuleTable, config: Mapping[str, Any]) -> set[str]:
-    """Names of values that another tensor has too, which the model does not tie to it: they are written as well."""
+    """Aliases that the model does not tie to their tensor: they are written as tensors of their own."""
     return {
         alias
         for tensor in outcome.catalog.tensors

@@ -1,7 +1,7 @@
-"""What does every name mean when all statements are done?
+"""Execute the statements of a program.
 
-A name means a value from the statement that makes it on; the next one that makes it gives it another meaning. So
-that nothing is lost without a word, a meaning has to be used before it is replaced.
+A statement gives its resulting names new values. So that no tensor is lost silently, a value must be used before a
+later statement replaces it.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.core.tensors import DType, dtype_named
 
 _WIDENINGS = {("bfloat16", "float32"), ("float16", "float32")}
-"""Casts that every value survives."""
+"""Exact casts."""
 
 
 @dataclass(slots=True)
 class _Meaning:
-    """What a name means at some point of a program."""
+    """The value of a name at some point of a program."""
 
     value: Value
     root: str | None
-    """The source tensor that it is, up to its dtype and the order of its dims."""
+    """The source tensor with the same values, except for dtype and order of dims."""
     made_by: Statement | None
     used_by: Statement | None = None
 
 
 class Run:
-    """Executes statements one after the other. :meth:`all` comes first, then :meth:`outputs`."""
+    """Executes statements in order. Call :meth:`all`, then :meth:`outputs`."""
 
     def __init__(
         self,
@@ -62,9 +62,9 @@ class Run:
         self.created: dict[str, Statement] = {}
         self.dropped: dict[str, Statement] = {}
         self.idle: list[str] = []
-        """Where statements stand that speak about no tensor."""
+        """File and line of each statement that matches no tensor."""
         self._next_name: dict[str, list[tuple[int, str]]] = defaultdict(list)
-        """Name → the statements that only give it another name, and that name."""
+        """Name → ``(number, new name)`` of the statements that only rename it."""
 
     def all(self) -> None:
         """Execute the program.
@@ -72,9 +72,9 @@ class Run:
         Raises
         ------
         UsageError, PlanError
-            Naming the line and the tensor.
+            With the line and the tensor.
         """
-        statements = self._written_out()
+        statements = self._expanded()
         for number, statement in enumerate(statements):
             if statement.only_renames:
                 self._next_name[statement.left[0].text].append((number, statement.right[0].text))
@@ -86,7 +86,7 @@ class Run:
             else:
                 self._execute(number, statement)
 
-    def _written_out(self) -> list[Statement]:
+    def _expanded(self) -> list[Statement]:
         keys = Keys(self.source.owners)
         wanted = None if self.wanted is None else Keys(self.wanted)
         statements: list[Statement] = []
@@ -96,8 +96,8 @@ class Run:
                 made = Keys(name.text for statement in statements for name in statement.right)
                 if expand(written, made, wanted):
                     raise written.refused(
-                        "its numbers are those of the source's keys, and only statements before make such names; "
-                        "write the numbers out"
+                        "placeholders take numbers from the keys of the source, but only earlier statements make "
+                        "these names; write the numbers out"
                     )
                 self.idle.append(written.where)
             statements += found
@@ -106,8 +106,7 @@ class Run:
     def _create(self, statement: Statement, name: str) -> None:
         if name in self.names:
             raise statement.impossible(
-                f"{name} is to be created without values, and it has some; if they are not wanted, write "
-                f"{name} -> _ before"
+                f"cannot create {name} without values, because it has values; to drop them, write {name} -> _ first"
             )
         self.created[name] = statement
 
@@ -117,7 +116,7 @@ class Run:
             self.idle.append(statement.where)
             return
         if meaning.used_by is not None:
-            raise statement.impossible(f"{name} is to be dropped, and {meaning.used_by.where} uses it")
+            raise statement.impossible(f"cannot drop {name}, because {meaning.used_by.where} uses it")
         del self.names[name]
         self.dropped[name] = statement
 
@@ -138,12 +137,12 @@ class Run:
         if meaning is not None:
             meaning.used_by = statement
             return meaning
-        why = "neither the source nor a statement before has it"
+        why = "is neither in the source nor made by an earlier statement"
         if name in self.dropped:
-            why = f"{self.dropped[name].where} drops it"
+            why = f"is dropped in {self.dropped[name].where}"
         if name in self.created:
-            why = f"{self.created[name].where} creates it without values"
-        raise statement.impossible(f"{name} is used, and {why}")
+            why = f"is created without values in {self.created[name].where}"
+        raise statement.impossible(f"{name} {why}")
 
     def _write(self, statement: Statement, name: str, meaning: _Meaning) -> None:
         if name in self.created:
@@ -152,11 +151,10 @@ class Run:
         if before is not None and before.used_by is None and before.value != meaning.value:
             if before.made_by is not None:
                 raise statement.impossible(
-                    f"{name} is made twice, first in {before.made_by.where}, and nothing uses that"
+                    f"{name} is made twice, first in {before.made_by.where}, whose result is not used"
                 )
             raise statement.impossible(
-                f"{name} of the source would be lost, as nothing has used it; if it is not wanted, write "
-                f"{name} -> _ before"
+                f"{name} of the source would be lost, because no statement uses it; to drop it, write {name} -> _ first"
             )
         self.names[name] = meaning
 
@@ -183,22 +181,22 @@ class Run:
         return 1 if root is None else self.source_blocks.get(root, 1)
 
     def _blocks_after(self, name: str, number: int) -> int:
-        """Of the target tensor that a name becomes after the ``number``-th statement."""
+        """Blocks of the target tensor that a name becomes after the ``number``-th statement."""
         while name not in self.target_blocks:
-            later = self._next_name.get(name, [])
-            place = bisect_right(later, number, key=lambda entry: entry[0])
-            if place == len(later):
+            renames = self._next_name.get(name, [])
+            following = bisect_right(renames, number, key=lambda entry: entry[0])
+            if following == len(renames):
                 return 1
-            number, name = later[place]
+            number, name = renames[following]
         return self.target_blocks[name]
 
     def _cast(self, value: Value, expected: str | None, target: DType) -> Value:
-        """The value in another dtype, provided that what is stored is rounded at most once."""
+        """The value with a new dtype, provided that stored values are rounded at most once."""
         if value.dtype is None:
-            return value  # there is no parameter here, and nothing else is ever cast
+            return value  # only parameters are cast, and this checkpoint has none
         now = value.dtype.name
         if expected is not None and expected != now:
-            raise PlanError(f"src_dtype is {expected}, the tensor is {now}")
+            raise PlanError(f"src_dtype is {expected}, but the tensor is {now}")
         if target.name == now:
             return value
         if now not in FLOATING:
@@ -207,49 +205,49 @@ class Run:
             for stored in sorted(self.source.stored_dtypes(key)):
                 if stored != now and (stored, now) not in _WIDENINGS:
                     raise PlanError(
-                        f"{key} is stored as {stored} and is {now} here; as {target.name} it would be rounded "
-                        f"twice; leave the cast out"
+                        f"{key} is stored as {stored} and is {now} here; as {target.name} it would be rounded twice; "
+                        "remove the cast"
                     )
         return replace(value, dtype=target)
 
     def outputs(self, allow_created: bool) -> dict[str, Value]:
-        """Name → value of every tensor of the target, but those that no file holds.
+        """Name → value of every tensor of the target, except created ones.
 
         Raises
         ------
         PlanError
-            If a tensor would be lost, or is not there.
+            If a tensor would be lost, or is missing.
         """
         if self.wanted is not None:
             self.created = {name: made for name, made in self.created.items() if name in self.wanted}
         if self.created and not allow_created:
             name, statement = next(iter(self.created.items()))
-            raise statement.impossible(f"{name} is to be created, and no file holds its values")
+            raise statement.impossible(f"cannot create {name}: no file holds its values")
         if self.wanted is None:
             return {name: m.value for name, m in self.names.items() if m.used_by is None}
         wanted = frozenset(self.wanted)
         for name in sorted(self.wanted):
             if name not in self.names and name not in self.created:
-                why = "neither the source nor a statement gives it"
+                why = "which is neither in the source nor made by a statement"
                 if name in self.dropped:
-                    why = f"{self.dropped[name].where} drops it"
-                raise PlanError(f"{self.program.where}: the target needs {name}, and {why}")
+                    why = f"which is dropped in {self.dropped[name].where}"
+                raise PlanError(f"{self.program.where}: the target needs {name}, {why}")
         found = {name: m.value for name, m in self.names.items() if name in wanted}
-        self._check_nothing_left(found)
+        self._check_nothing_lost(found)
         return found
 
-    def _check_nothing_left(self, found: Mapping[str, Value]) -> None:
-        """Whatever means something goes out, or is used."""
+    def _check_nothing_lost(self, found: Mapping[str, Value]) -> None:
+        """Check that every value is written or used."""
         reached = {key for value in found.values() for key in value.sources}
         for name, meaning in self.names.items():
             if name in found or meaning.used_by is not None:
                 continue
             if meaning.made_by is not None:
-                raise meaning.made_by.impossible(f"{name} is made, and the target has no place for it")
-            if self.source.owners[name] not in reached:  # else it is another name of what goes out
+                raise meaning.made_by.impossible(f"{name} is made, but the target has no such tensor")
+            if self.source.owners[name] not in reached:  # else it is an alias of a tensor that is written
                 raise PlanError(
-                    f"{self.program.where}: no statement uses {name}, and the target has no place for it; "
-                    f"if it is not wanted, write {name} -> _"
+                    f"{self.program.where}: no statement uses {name}, and the target has no such tensor; to drop it, "
+                    f"write {name} -> _"
                 )
 
 

@@ -1,4 +1,4 @@
-"""What can a statement speak about?"""
+"""The tensors that statements can name."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, DTYPES, PARAM
 
 
 def is_number(state: str) -> bool:
-    """Whether the state is a single number, whatever the shape of the parameter."""
+    """Whether the state is a single number for each parameter."""
     return state in ACCUMULATORS and ACCUMULATORS[state].per_parameter
 
 
 class Source:
-    """The tensors of a catalog by key, whatever their states.
+    """The tensors of a catalog, by key.
 
     Raises
     ------
     PlanError
-        If a name means two tensors.
+        If a name belongs to two tensors.
     UnsupportedError
-        If tensors are computed of others.
+        If tensors are mixed.
     """
 
     def __init__(self, catalog: Catalog) -> None:
         if catalog.mixtures:
             label = catalog.tensors[min(catalog.mixtures)].label
             raise UnsupportedError(
-                f"{label}: it is mixed of others; apply AOA rules before tensors are mixed"
+                f"{label}: it is an average of several tensors; apply AOA statements before averaging"
             )
         self.catalog = catalog
         self.states: dict[str, dict[str, int]] = {}
@@ -45,10 +45,10 @@ class Source:
             for alias in tensor.aliases:
                 if self.owners.setdefault(alias, tensor.key) != tensor.key:
                     raise PlanError(
-                        f"{tensor.label}: its alias {alias} is a name of {self.owners[alias]} too"
+                        f"{tensor.label}: its alias {alias} is also a name of {self.owners[alias]}"
                     )
         self.values = {key: self._value(key) for key in self.states}
-        """Key → its tensor as it is."""
+        """Key → its unchanged value."""
         self._stored = defaultdict[int, set[str]](set)
         stored = catalog.fragments["tensor"].astype(np.int64) * len(DTYPES) + catalog.fragments["dtype"]
         for pair in np.unique(stored).tolist():
@@ -63,10 +63,10 @@ class Source:
         return source_value(key, tensor.global_shape, tensor.dtype if PARAM in states else None)
 
     def key_preference(self, name: str) -> int:
-        """0: a key of the source; 1: no name of the source; 2: an alias in it."""
+        """Rank of a name as key: 0 for a key of the source, 1 for a new name, 2 for an alias in the source."""
         return 0 if name in self.states else 2 if name in self.owners else 1
 
     def stored_dtypes(self, key: str) -> set[str]:
-        """What the parameter's values are stored as; another tensor's, where it is implied by that."""
+        """The stored dtypes of a parameter's values, or of the master weight that implies it."""
         parameter = self.states[key][PARAM]
         return self._stored[self.catalog.implied.get(parameter, parameter)]

@@ -1,6 +1,8 @@
-"""Which boxes of which source tensors is a tensor made of?
+"""Describe a tensor as boxes of source tensors.
 
-Nothing is moved here: a slice, a concatenation and a transpose only change where boxes lie.
+No data is moved: a slice, a concatenation or a transpose only changes the offsets of boxes. The concatenation of
+``a`` (2 × 3) and ``b`` (2 × 3) along axis 1, split in two, is ``a`` and ``b`` again; split in three, the second part is
+columns [2, 3) of ``a`` at offset (0, 0) and columns [0, 1) of ``b`` at offset (0, 1).
 """
 
 from __future__ import annotations
@@ -18,54 +20,54 @@ from paddle_reshard.pipeline.core.tensors import DType
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A box of a source tensor, and where it lies in the value."""
+    """A box of a source tensor, and its offset in the value."""
 
     source: str
     """Key of the source tensor."""
     start: Shape
-    """Of the box in the source tensor."""
+    """First element of the box in the source tensor."""
     extents: Shape
-    """In the order of the source tensor's dims."""
+    """Extents in the order of the source tensor's dims."""
     order: Shape
     """Dim ``i`` of the value is dim ``order[i]`` of the source tensor."""
     offset: Shape
-    """Of the box in the value."""
+    """First element of the box in the value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a name stands for."""
+    """The value of a name."""
 
     shape: Shape
     dtype: DType | None
-    """Of the parameter; ``None`` where the checkpoint holds only other states."""
+    """Dtype of the parameter; ``None`` if the checkpoint holds only further states of it."""
     segments: tuple[Segment, ...]
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Keys of the source tensors that it is made of."""
+        """Keys of the source tensors that it is made from."""
         return tuple(dict.fromkeys(segment.source for segment in self.segments))
 
 
 def source_value(key: str, shape: Shape, dtype: DType | None) -> Value:
-    """A tensor of the source."""
+    """An unchanged tensor of the source."""
     zeros = (0,) * len(shape)
     return Value(shape, dtype, (Segment(key, zeros, shape, tuple(range(len(shape))), zeros),))
 
 
 def permuted(value: Value, order: Shape | None) -> Value:
-    """The value with its dims in another order; ``None`` reverses them.
+    """The value with permuted dims; ``None`` reverses them.
 
     Raises
     ------
     PlanError
-        If it has another number of dims.
+        If ``order`` has a different number of dims.
     """
     dims = len(value.shape)
     if order is None:
         order = tuple(reversed(range(dims)))
     if len(order) != dims:
-        raise PlanError(f"permute of {len(order)} dims, the tensor has shape {value.shape}")
+        raise PlanError(f"permute has {len(order)} dims, but the tensor has shape {value.shape}")
     segments = tuple(
         replace(s, order=_picked(s.order, order), offset=_picked(s.offset, order)) for s in value.segments
     )
@@ -90,35 +92,36 @@ def split(value: Value, axis: int, parts: int) -> list[Value]:
     Raises
     ------
     PlanError
-        If there is no such axis, or it does not divide.
+        If there is no such axis, or its extent is not a multiple of ``parts``.
     """
     return [assembled([value], [parts], [Piece(0, part, part + 1)], axis) for part in range(parts)]
 
 
 def concatenated(values: Sequence[Value], axis: int) -> Value:
-    """The values one after the other along an axis.
+    """The values, concatenated along an axis.
 
     Raises
     ------
     PlanError
-        If there is no such axis, or they differ in dtype or along another axis.
+        If there is no such axis, or the values differ in dtype or along a further axis.
     """
     pieces = [Piece(number, 0, 1) for number in range(len(values))]
     return assembled(values, [1] * len(values), pieces, axis)
 
 
 def assembled(values: Sequence[Value], units: Sequence[int], pieces: Sequence[Piece], axis: int) -> Value:
-    """Pieces of values, one after the other along an axis.
+    """Pieces of values, concatenated along an axis.
 
     Parameters
     ----------
     units
-        Into how many equal units each value is divided along the axis.
+        The number of equal units into which each value is divided along the axis.
 
     Raises
     ------
     PlanError
-        If there is no such axis, an extent does not divide, or the values differ in dtype or along another axis.
+        If there is no such axis, an extent is not a multiple of its units, or the values differ in dtype or along a
+        further axis.
     """
     first = values[0]
     lengths = []
@@ -126,11 +129,11 @@ def assembled(values: Sequence[Value], units: Sequence[int], pieces: Sequence[Pi
         unit = _unit(value, axis, count)
         if _without(value.shape, axis) != _without(first.shape, axis):
             raise PlanError(
-                f"tensors of shapes {first.shape} and {value.shape} cannot be joined along axis {axis}"
+                f"tensors of shapes {first.shape} and {value.shape} cannot be concatenated along axis {axis}"
             )
         if value.dtype != first.dtype:
             raise PlanError(
-                f"tensors of dtypes {_dtype_name(first)} and {_dtype_name(value)} cannot be joined; cast one first"
+                f"tensors of dtypes {_dtype_name(first)} and {_dtype_name(value)} cannot be concatenated without a cast"
             )
         lengths.append(unit)
     segments: list[Segment] = []
@@ -152,7 +155,7 @@ def _without(values: Shape, dim: int) -> Shape:
 
 
 def _slice(value: Value, axis: int, start: int, stop: int, filled: int) -> Iterator[Segment]:
-    """The segments within ``[start, stop)`` along an axis, moved so that ``start`` comes to lie at ``filled``."""
+    """The segments within ``[start, stop)`` along an axis, shifted so that ``start`` becomes ``filled``."""
     for segment in value.segments:
         dim, at = segment.order[axis], segment.offset[axis]
         low, high = max(at, start), min(at + segment.extents[dim], stop)
@@ -170,7 +173,7 @@ def _with(values: Shape, dim: int, value: int) -> Shape:
 
 
 def _merged(segments: Iterable[Segment], axis: int) -> tuple[Segment, ...]:
-    """The same boxes, those joined that are neighbours along the axis here and in their source."""
+    """The same boxes, joining neighbours along the axis that are also neighbours in their source."""
     found: dict[tuple[object, ...], Segment] = {}
     for segment in sorted(segments, key=lambda s: s.offset[axis]):
         dim = segment.order[axis]
@@ -190,19 +193,19 @@ def _merged(segments: Iterable[Segment], axis: int) -> tuple[Segment, ...]:
 
 
 def regrouped(values: Sequence[Value], fused: Fused, results: int, before: int, after: int) -> list[Value]:
-    """Parts into a fused tensor, a fused tensor into its parts, or into one of other blocks.
+    """Fuse parts into a tensor, split a fused tensor into its parts, or change its number of blocks.
 
     Parameters
     ----------
     results
-        How many tensors come out.
+        Number of resulting tensors.
     before, after
-        Blocks of the fused tensor that goes in, or comes out. Without meaning for ``fused_qkv``.
+        Number of blocks of the given and of the resulting fused tensor; ignored for ``fused_qkv``.
 
     Raises
     ------
     PlanError
-        If heads, blocks and shapes do not go together.
+        If heads, blocks and shapes do not fit together.
     """
     if fused.macro == "fused_qkv":
         before = after = fused.groups
@@ -221,8 +224,8 @@ def regrouped(values: Sequence[Value], fused: Fused, results: int, before: int, 
             )
     if len(values) > 1:
         return [_interleaved(values, fused.axis, parts, after)]
-    _unit(values[0], fused.axis, sum(parts))  # before as many units are listed
-    stored = {unit: place for place, unit in enumerate(_interleaving(parts, before))}
+    _unit(values[0], fused.axis, sum(parts))  # refuse an absurd number of units before listing them
+    stored = {unit: position for position, unit in enumerate(_interleaving(parts, before))}
     if results == 1:
         orders: list[list[tuple[int, int]]] = [list(_interleaving(parts, after))]
     else:
@@ -237,7 +240,7 @@ def _interleaved(values: Sequence[Value], axis: int, parts: Shape, blocks: int) 
     sizes = [_unit(value, axis, count) for value, count in zip(values, parts, strict=True)]
     if len(set(sizes)) > 1:
         raise PlanError(
-            f"the parts of a fused tensor have units of one size, these have {sizes} elements along axis {axis}"
+            f"the parts of a fused tensor must have units of equal size, found {sizes} elements along axis {axis}"
         )
     return assembled(values, parts, _runs(_interleaving(parts, blocks)), axis)
 
@@ -248,7 +251,7 @@ def _unit(value: Value, axis: int, count: int) -> int:
         raise PlanError(f"axis {axis} does not exist in a tensor of shape {value.shape}")
     if value.shape[axis] == 0 or value.shape[axis] % count:
         raise PlanError(
-            f"axis {axis} of a tensor of shape {value.shape} does not divide into {count} equal parts"
+            f"axis {axis} of a tensor of shape {value.shape} cannot be divided into {count} equal parts"
         )
     return value.shape[axis] // count
 
@@ -266,7 +269,7 @@ def _interleaving(parts: Shape, blocks: int) -> Iterator[tuple[int, int]]:
 
 
 def _runs(units: Iterable[tuple[int, int]]) -> list[Piece]:
-    """Neighbouring units as pieces."""
+    """Join neighbouring units into pieces."""
     pieces: list[Piece] = []
     for number, unit in units:
         if pieces and (pieces[-1].number, pieces[-1].stop) == (number, unit):

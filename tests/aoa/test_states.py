@@ -81,7 +81,7 @@ def test_a_parameter_of_one_element_and_its_numbers() -> None:
 def test_states_that_only_one_has() -> None:
     arrays = trained(PAIR, RNG)
     catalog, _ = stored({name: one for name, one in arrays.items() if name != ("b", "moment2")}, RNG)
-    with pytest.raises(PlanError, match="c is made of a and b, of which only a has the state moment2"):
+    with pytest.raises(PlanError, match="c is made from a and b, of which only a has the state moment2"):
         apply(JOIN, catalog)
 
 
@@ -190,7 +190,7 @@ def test_a_tied_tensor_stays_one() -> None:
 def test_tensors_that_are_mixed() -> None:
     catalog, _ = stored(trained(PAIR, RNG), RNG)
     mixed = replace(catalog, mixtures={1: Mixture((Term(1, 0.0, 1.0),), 0.5)})
-    with pytest.raises(UnsupportedError, match="apply AOA rules before tensors are mixed"):
+    with pytest.raises(UnsupportedError, match="apply AOA statements before averaging"):
         apply(JOIN, mixed)
 
 
