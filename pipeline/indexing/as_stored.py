@@ -1,4 +1,4 @@
-"""What do the files of a checkpoint hold, where nobody can say what it means?"""
+"""List the arrays in the files of a checkpoint that no rule table explains."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _ACCUMULATOR: Final = re.compile(
 _MASTERS: Final = "master_weight"
 _UNKNOWN: Final = "unknown"
 _AXES: Final = {"tp": "tp", "pp": "pp", "shard": "sharding", "ep": "ep", "moe": "dp"}
-"""Coordinate in the name of a file → axis."""
+"""Coordinate in a file name → axis."""
 
 
 def stored_tensors(files: SourceFiles, index_files: IndexFiles) -> list[StoredTensor]:
-    """Every array of every tensor file, in the order of the files.
+    """Every array of every tensor file, sorted by file.
 
     Raises
     ------
@@ -46,7 +46,7 @@ def stored_tensors(files: SourceFiles, index_files: IndexFiles) -> list[StoredTe
 
 
 def degrees_by_names(files: SourceFiles) -> dict[str, int]:
-    """Axis → degree, as the names of rank files tell it; empty where files are not called so."""
+    """Axis → degree, from the names of rank files; empty if any file is not named like one."""
     ranks = []
     for path in files.pickles:
         try:
@@ -75,7 +75,7 @@ def _stored(path: str, key: str, array: ArrayRef | SplitArray) -> StoredTensor:
 
 
 def _state(path: str, key: str) -> str:
-    """What an array is by its key and its file; what an optimizer's file calls otherwise is not known.
+    """The state of an array, by its key and file; an unrecognised array of an optimizer file is ``unknown``.
 
     >>> _state("optimizer.pdopt", "linear_0.w_0_moment1_0"), _state("optimizer.pdopt", "master_weights/linear_0.w_0")
     ('moment1', 'master_weight')

@@ -1,4 +1,4 @@
-"""What is in a folder? From its files to a checkpoint that is understood, whatever its format.
+"""Index a folder: detect its format and make a checkpoint from its files.
 
 Only metadata are read: pickle opcodes, headers, JSON.
 """
@@ -28,25 +28,25 @@ def index_checkpoint(
     index_files: IndexFiles = index_here,
     pieces: bool = False,
 ) -> Checkpoint:
-    """Understand a checkpoint from its metadata; no payload is read.
+    """Index a checkpoint from its metadata; no payload is read.
 
     Parameters
     ----------
     tables
         Rule tables to choose from.
     config
-        The model's ``config.json``, for a checkpoint that has none.
+        The model's ``config.json``, for a checkpoint without one.
     missing
-        What is to become of tensors that no file holds; without it they are refused.
+        How to treat missing tensors; by default they are refused.
     index_files
-        Where rank files are indexed. Files with a header take a request or two and are indexed here.
+        Indexes rank files. Files with a header take a request or two and are always indexed in this process.
     pieces
-        Whether it is enough to know what each tp rank holds, where no rule table knows what the whole tensors are.
+        Without a rule table: accept that only the pieces of each tp rank are known, not the whole tensors.
 
     Raises
     ------
     CheckpointError, PlanError
-        If it is not one whole, consistent checkpoint that the rules cover.
+        If it is not a single, complete, consistent checkpoint that the rules cover.
     """
     return index_source(SourceFiles(store, config, index_here, index_files), tables, missing, pieces)
 
@@ -57,14 +57,14 @@ def index_source(
     missing: MissingPolicy | None = None,
     pieces: bool = False,
 ) -> Checkpoint:
-    """The same for files of which something has been asked before."""
+    """:func:`index_checkpoint` for files that are already open."""
     _refuse_folder_of_checkpoints(files)
     format = format_of(files)
     if missing is not None and missing.filled and not format.loses_tensors:
         losing = " and ".join(known.name for known in FORMATS.values() if known.loses_tensors)
         raise CoverageError(
             min(missing.filled),
-            f"given with --fill, and only {losing} checkpoints lose tensors; leave it out",
+            f"given with --fill, but only {losing} checkpoints can lack tensors; omit the option",
         )
     checkpoint = format.index(files, tables, missing)
     if not pieces and isinstance(checkpoint.model.table, StoredTable):
@@ -75,9 +75,9 @@ def index_source(
 
 
 def _refuse_folder_of_checkpoints(files: SourceFiles) -> None:
-    """A run's folder is easily taken for one of its checkpoints."""
+    """Refuse the folder of a run, which is easily confused with one of its checkpoints."""
     inside = [name for name in sorted(files.store.folders) if name.startswith("checkpoint-")]
     if inside and not any(path.endswith((".pdparams", ".pdopt")) for path in files.pickles):
         raise CheckpointError(
-            f"{files.store.location}: holds checkpoints and is none itself; give one of them, like {inside[-1]}"
+            f"{files.store.location}: this folder contains checkpoints; give a single checkpoint, such as {inside[-1]}"
         )

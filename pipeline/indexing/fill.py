@@ -1,4 +1,4 @@
-"""Values given for tensors that no file of a checkpoint holds."""
+"""Read values for missing tensors from a file given by the user."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from paddle_reshard.storage.views import JoinedSource, Mount
 
 @dataclass(frozen=True)
 class Filling:
-    """How missing tensors are treated, and the store of the file that holds some of them."""
+    """How missing tensors are treated, and the file that holds some of them."""
 
     policy: MissingPolicy
-    beside: tuple[Source, str] | None = None
-    """The store of the file and its name there."""
+    given: tuple[Source, str] | None = None
+    """The store of the file, and its name there."""
 
     def serve(self, source: Source) -> Source:
-        """The checkpoint with the file that was given, by the path that the policy knows it by."""
-        if self.beside is None or self.policy.file is None:
+        """The checkpoint joined with the given file, under the path that ``policy`` uses."""
+        if self.given is None or self.policy.file is None:
             return source
-        store, name = self.beside
+        store, name = self.given
         prefix = self.policy.file.path.removesuffix(name)
         return JoinedSource((Mount("", source), Mount(prefix, store)))
 
@@ -38,16 +38,16 @@ def read_filling(location: str | None, allowed: Sequence[str], access: Access) -
     Parameters
     ----------
     location
-        Path or URL of the file; ``None``: nothing is filled.
+        Path or URL of the file; ``None`` if there is none.
     allowed
-        Patterns of structured keys that may be missing in the target too.
+        Patterns of structured keys that may be missing from the target too.
     access
-        How its store is reached.
+        Access to its store.
 
     Raises
     ------
     CheckpointError
-        If the file is not there, or is no safetensors file.
+        If the file does not exist or is not a safetensors file.
     """
     if location is None:
         return Filling(MissingPolicy(allowed=texts_of(allowed)))
@@ -59,6 +59,6 @@ def read_filling(location: str | None, allowed: Sequence[str], access: Access) -
             lambda offset, nbytes: store.read(name, offset, nbytes), size_bytes, shown
         )
     except FormatError as error:
-        raise CheckpointError(f"{error}; a safetensors file is expected") from error
+        raise CheckpointError(f"{error}; expected a safetensors file") from error
     file = File(shown, size_bytes)
     return Filling(MissingPolicy(payload.tensors, file, texts_of(allowed)), (store, name))

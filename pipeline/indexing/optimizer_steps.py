@@ -1,13 +1,14 @@
-"""After how many steps were the optimizer's states saved? What the powers of its betas tell, and whether they agree.
+"""Check that all optimizer states are of the same step, which the powers of the betas reveal.
 
-Adam, AdamW and Lamb store ``beta1_pow_acc`` and ``beta2_pow_acc`` for every parameter: beta at first, and multiplied by
-beta in float32 at every step that the parameter takes part in (Paddle 3.3 ``phi/kernels/cpu/adam_kernel.cc``). So both
-are powers of one exponent, steps + 1. A parameter takes part from its first gradient on: an expert that got no tokens
-at first, or the image tower of a model that was first trained on texts, is rightly behind all others by whole steps.
+Adam, AdamW and Lamb store ``beta1_pow_acc`` and ``beta2_pow_acc`` for every parameter. They start as beta and are
+multiplied by beta in float32 at every step that updates the parameter (Paddle 3.3 ``phi/kernels/cpu/adam_kernel.cc``),
+so both are powers with the exponent steps + 1: after 3 steps, 0.9⁴ = 0.6561 and 0.95⁴ = 0.8145. A parameter is updated
+from its first gradient on. An expert that got no tokens at first, or the image tower of a model that was first trained
+on text, is rightly some whole steps behind.
 
-No file says the betas. They are found: two values that are, bit for bit, the same power of decimals of at most four
-places are no accident, nor is a single one of three. Where none are found nothing is said, nor where the powers have
-become too small to tell steps.
+No file records the betas, so they are searched for: two values that are, bit for bit, the same power of decimals with
+at most four digits cannot be a coincidence, nor can a single value with three digits. If no betas are found, or the
+powers are too small to distinguish steps, nothing is checked.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from paddle_reshard.storage.store import Read, ReadRange, Source
 BETA1, BETA2 = "beta1_pow_acc", "beta2_pow_acc"
 MOST_STEPS = 100_000
 SMALLEST_POWER = 1e-30
-"""A power below this is near where float32 ends, and soon the same after every step."""
+"""Powers below this are near the limit of float32 and soon stop changing."""
 _DECIMALS_OF_TWO, _DECIMALS_OF_ONE = 4, 3
-"""Places of the decimals that betas are looked for among, where two values or only one of them tell."""
+"""Digits of the betas to try, with both powers and with only one of them."""
 MOST_SCALARS = 4096
-"""How many are read; of more, evenly spread ones."""
+"""Maximum number of values to read; of more, a sample at even distances."""
 _WIDTH = 4
 GAP_BYTES, SPAN_BYTES, SPANS_AT_A_TIME = 64 << 10, 256 << 10, 64
-"""Values that lie so close are read together, no more than so many bytes at once: 16 MiB at a time."""
+"""Values at most ``GAP_BYTES`` apart are read together, in spans of up to ``SPAN_BYTES``: 16 MiB at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Powers:
-    """The stored powers of one parameter, and their location."""
+    """The stored powers of a parameter, and their file."""
 
     key: str
     path: str
@@ -50,16 +51,16 @@ class Powers:
 
     @property
     def values(self) -> tuple[bytes, bytes]:
-        """Both, by their bits."""
+        """The bits of both powers."""
         return self.beta1.tobytes(), self.beta2.tobytes()
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The betas that were found, and the step of the most parameters."""
+    """The betas, and a step."""
 
     beta1: float | None
-    """``None`` where its power has become too small to tell."""
+    """``None`` if its power is too small."""
     beta2: float
     step: int
 
@@ -68,20 +69,20 @@ class Steps:
 
 
 def check_optimizer_steps(source: ReadRange, catalog: Catalog, scheduled: int | None) -> None:
-    """Refuse optimizer states of different steps, or of another one than the learning-rate schedule's.
+    """Refuse optimizer states of different steps, or of a different step than the learning-rate schedule.
 
-    ``scheduled`` is the schedule's step, ``None`` where it is not known or need not be the optimizer's.
+    ``scheduled`` is the schedule's step, ``None`` if it is not known or may differ.
 
     Raises
     ------
     CoverageError
-        Naming the tensor, both values and the file.
+        With the tensor, both values and the file.
     """
     check_powers(read_powers(source, catalog), scheduled)
 
 
 def check_powers(powers: list[Powers], scheduled: int | None) -> None:
-    """The same, of what has been read."""
+    """:func:`check_optimizer_steps` for powers that have been read."""
     counts = Counter(p.values for p in powers)
     first = {p.values: p for p in reversed(powers)}
     known = None
@@ -100,21 +101,21 @@ def check_powers(powers: list[Powers], scheduled: int | None) -> None:
         raise CoverageError(
             f"{first[latest].key} ({BETA1}, {BETA2})",
             f"{first[latest].beta1!s} and {first[latest].beta2!s} are the powers of {known} after "
-            f"{steps[latest]} steps, the learning-rate schedule is at step {scheduled}: the two are not of one "
-            "checkpoint",
+            f"{steps[latest]} steps, but the learning-rate schedule is at step {scheduled}: they are of different "
+            "checkpoints",
             (first[latest].path,),
         )
 
 
 def read_powers(source: ReadRange, catalog: Catalog) -> list[Powers]:
-    """Both powers of every parameter that has both as float32, from their first copies."""
-    place = {
+    """Both powers of every parameter that stores both as float32, from the first copy."""
+    number = {
         (key, state): i for state in (BETA1, BETA2) for key, i in catalog.tensors.of_state(state).items()
     }
-    keys = sorted({key for key, _ in place})
+    keys = sorted({key for key, _ in number})
     keys = keys[:: -(-len(keys) // (MOST_SCALARS // 2)) or 1]
     wanted = {
-        place[key, state]: (key, state) for key in keys for state in (BETA1, BETA2) if (key, state) in place
+        number[key, state]: (key, state) for key in keys for state in (BETA1, BETA2) if (key, state) in number
     }
     rows = catalog.fragments[np.isin(catalog.fragments["tensor"], list(wanted))]
     rows = rows[(rows["replica"] == 0) & (rows["dtype"] == _float32())]
@@ -132,7 +133,7 @@ def read_powers(source: ReadRange, catalog: Catalog) -> list[Powers]:
 
 
 def _read_scalars(source: ReadRange, files: Sequence[str], starts: Sequence[int]) -> list[np.float32]:
-    """A float32 of each file and byte offset, in ascending order; what lies close together is read at once."""
+    """The float32 at each file and byte offset, which are sorted; values close together are read at once."""
     spans: list[list[int]] = []  # indices into files and starts
     for i, (path, start) in enumerate(zip(files, starts, strict=True)):
         joins = (
@@ -162,7 +163,7 @@ def _float32() -> int:
 
 
 def find_steps(beta1: np.float32, beta2: np.float32, expected: int | None) -> Steps | None:
-    """Betas of which the two values are one power; ``expected`` is the step that is tried first.
+    """Betas and a step that give both values; ``expected`` is the step to try first.
 
     >>> find_steps(np.float32(0.6560999), np.float32(0.81450623), None)
     Steps(beta1=0.9, beta2=0.95, step=3)
@@ -171,8 +172,8 @@ def find_steps(beta1: np.float32, beta2: np.float32, expected: int | None) -> St
         return None
     powers = [float(value) for value in (beta1, beta2) if value > SMALLEST_POWER]
     for step in _candidates(powers, expected):
-        places = _DECIMALS_OF_TWO if len(powers) > 1 else _DECIMALS_OF_ONE
-        betas = [round(value ** (1 / (step + 1)), places) for value in powers]
+        digits = _DECIMALS_OF_TWO if len(powers) > 1 else _DECIMALS_OF_ONE
+        betas = [round(value ** (1 / (step + 1)), digits) for value in powers]
         known = Steps(betas[0] if len(powers) > 1 else None, betas[-1], step)
         if all(0 < beta < 1 for beta in betas) and _fits(beta1, beta2, known, step):
             return known
@@ -180,7 +181,7 @@ def find_steps(beta1: np.float32, beta2: np.float32, expected: int | None) -> St
 
 
 def _candidates(powers: Sequence[float], expected: int | None) -> Iterator[int]:
-    """Steps after which the values may be powers of decimals, the expected one first."""
+    """Steps after which the values may be powers of decimals, the expected step first."""
     if expected is not None and 0 <= expected < MOST_STEPS:
         yield expected
     exponents = np.arange(1, MOST_STEPS + 1)
@@ -193,13 +194,13 @@ def _candidates(powers: Sequence[float], expected: int | None) -> Iterator[int]:
 
 
 def _powers(beta: float, step: int) -> npt.NDArray[np.float32]:
-    """The value after every step up to ``step``: multiplied in float32, one by one."""
+    """The power after every step up to ``step``, multiplied in float32 one step at a time."""
     with np.errstate(under="ignore"):
         return np.multiply.accumulate(np.full(step + 1, beta, dtype=np.float32))
 
 
 def _fits(beta1: np.float32, beta2: np.float32, known: Steps, step: int) -> bool:
-    """Whether the values are those after this number of steps."""
+    """Whether the values are the powers after ``step`` steps."""
     if not 0 <= step < MOST_STEPS:
         return False
     first = known.beta1 is None or _powers(known.beta1, step)[step] == beta1
@@ -207,7 +208,7 @@ def _fits(beta1: np.float32, beta2: np.float32, known: Steps, step: int) -> bool
 
 
 def _step_of(one: Powers, known: Steps) -> int | None:
-    """After how many steps both powers of a parameter are what they are; ``None``: after none."""
+    """The number of steps that gives both powers of a parameter; ``None`` if none does."""
     same = _powers(known.beta2, MOST_STEPS - 1) == one.beta2
     if known.beta1 is not None:
         same &= _powers(known.beta1, MOST_STEPS - 1) == one.beta1
@@ -218,16 +219,17 @@ def _step_of(one: Powers, known: Steps) -> int | None:
 def _refuse_pair(one: Powers, known: Steps) -> None:
     raise CoverageError(
         f"{one.key} ({BETA1}, {BETA2})",
-        f"{one.beta1!s} and {one.beta2!s} are not the powers of {known} after one number of steps, as those "
-        "of other parameters are",
+        f"{one.beta1!s} and {one.beta2!s} are not powers of {known} after the same number of steps, unlike those "
+        "of the remaining parameters",
         (one.path,),
     )
 
 
 def _refuse_files(steps: Mapping[Powers, int | None]) -> None:
-    """Refuse files each of which is of one step, and not all of the same one.
+    """Refuse files of different steps: all parameters in each file agree, but not the files.
 
-    A parameter that has begun late lies beside others that have not; but for experts, of which a file may hold one.
+    A parameter that started late shares its file with parameters that did not. Experts are ignored, because a file may
+    hold a single expert.
     """
     of_file: dict[str, set[int | None]] = {}
     for one, step in steps.items():
@@ -235,26 +237,29 @@ def _refuse_files(steps: Mapping[Powers, int | None]) -> None:
             of_file.setdefault(one.path, set()).add(step)
     if any(len(found) > 1 for found in of_file.values()):
         return
-    told = sorted((path, next(iter(found))) for path, found in of_file.items())
-    odd = next(((path, step) for path, step in told if step != told[0][1]), None)
-    if odd is not None:
-        raise CoverageError(
-            f"{BETA1}, {BETA2}",
-            f"all of {told[0][0]} are those after {told[0][1]} steps, all of {odd[0]} those after {odd[1]}: the files "
-            "are not of one checkpoint",
-            (told[0][0], odd[0]),
-        )
+    by_path = sorted((path, next(iter(found))) for path, found in of_file.items())
+    if not by_path:
+        return
+    first, first_step = by_path[0]
+    for path, step in by_path:
+        if step != first_step:
+            raise CoverageError(
+                f"{BETA1}, {BETA2}",
+                f"those in {first} are after {first_step} steps, those in {path} after {step}: the files are of "
+                "different checkpoints",
+                (first, path),
+            )
 
 
 def check_optimizer(store: Source, checkpoint: Checkpoint) -> None:
-    """Refuse optimizer states of another step than the schedule's, or of several: by the powers of their betas.
+    """Refuse optimizer states of different steps, or of a different step than the schedule.
 
-    Beside a scaler of gradients, of which some overflow, the schedule's step need not be the optimizer's.
+    With a gradient scaler, which skips steps that overflow, the steps of schedule and optimizer may differ.
 
     Raises
     ------
     CoverageError
-        Naming the tensor, both values and the file.
+        With the tensor, both values and the file.
     """
     schedule = checkpoint.lr_scheduler
     step = schedule.get("last_epoch") if isinstance(schedule, dict) else None

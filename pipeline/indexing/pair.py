@@ -1,4 +1,4 @@
-"""What is in two folders that are to be compared?"""
+"""Index two folders that are to be compared."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from paddle_reshard.tasks.index import index_here
 
 @dataclass(frozen=True)
 class Contents:
-    """What two checkpoints are compared by."""
+    """The contents of a checkpoint that are compared."""
 
     catalog: Catalog
     lr_scheduler: Any
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Contents:
-        """Of a checkpoint that is understood."""
+        """The contents of an indexed checkpoint."""
         return cls(checkpoint.catalog, checkpoint.lr_scheduler)
 
 
@@ -39,9 +39,9 @@ def index_pair(
     missing: MissingPolicy | None = None,
     index_files: IndexFiles = index_here,
 ) -> tuple[Contents, Contents]:
-    """Understand two checkpoints that are to be compared; one that has no ``config.json`` is read by the other's.
+    """Index two checkpoints that are to be compared. One without ``config.json`` is read with that of the second.
 
-    If one of them is of a format for models alone, it holds the parameters of the other one's model.
+    If only one of them has a format for models without training state, it is read as the model of the second.
     """
     for store in (a, b):
         if config is None and CONFIG in store.sizes():

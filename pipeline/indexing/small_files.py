@@ -1,7 +1,6 @@
-"""What the small files around the tensors say: do those of one checkpoint agree, and are those of two the same?
+"""Check that the small files of a checkpoint agree, and compare those of two checkpoints.
 
-Every small file and every entry of ``config.json`` is either compared or stands in one of the two lists here, each with
-the reason why it may differ.
+Every small file and every entry of ``config.json`` is either compared or listed here with the reason why it may differ.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SCALER = "scaler.pdparams"
 TRAINER_STATES = ("trainer_state.bin", "trainer_state.json")
 TRAINING_ARGS = "training_args.bin"
 _NEVER_SKIPS = b"\x8c\x13skip_data_intervals\x94N"
-"""In ``training_args.bin``: the attribute of this name is ``None``. Bytes that are looked for; nothing is executed."""
+"""Bytes in ``training_args.bin`` if the attribute of this name is ``None``; the file is searched, never unpickled."""
 
 MAY_DIFFER_IN_CONFIG: Final[Mapping[str, str]] = {
     "tensor_model_parallel_size": "topology of the job",
@@ -39,20 +38,20 @@ MAY_DIFFER_IN_CONFIG: Final[Mapping[str, str]] = {
     "pipeline_parallel_degree": "topology of the job",
     "virtual_pipeline_model_parallel_size": "topology of the job",
     "virtual_pp_degree": "topology of the job",
-    "pp_seg_method": "topology of the job: how layers are dealt out to stages",
+    "pp_seg_method": "topology of the job: how layers are assigned to stages",
     "sequence_parallel": "topology of the job",
-    "torch_dtype": "how the tensors are stored; their dtypes are compared themselves",
-    "dtype": "how the tensors are stored; their dtypes are compared themselves",
+    "torch_dtype": "dtype of the stored tensors, which is compared directly",
+    "dtype": "dtype of the stored tensors, which is compared directly",
     "paddleformers_version": "version of the library that wrote it",
     "paddlenlp_version": "version of the library that wrote it",
     "transformers_version": "version of the library that wrote it",
-    "source": "which library's layout the weights are in",
+    "source": "library whose layout the weights have",
 }
-"""Entry of ``config.json``, wherever it stands in it → why two checkpoints of one model may have it differently."""
+"""Entry of ``config.json``, at any depth → why it may differ between checkpoints of one model."""
 
 MAY_DIFFER_IN_SERIES: Final[Mapping[str, str]] = {
     **MAY_DIFFER_IN_CONFIG,
-    "use_cache": "how a model is run, not what it computes",
+    "use_cache": "affects how the model runs, not what it computes",
     "attention_dropout": "only while training",
     "attention_probs_dropout_prob": "only while training",
     "hidden_dropout_prob": "only while training",
@@ -61,38 +60,39 @@ MAY_DIFFER_IN_SERIES: Final[Mapping[str, str]] = {
     "initializer_range": "only before training",
     "aux_loss_alpha": "weight of a loss",
     "router_aux_loss_coef": "weight of a loss",
-    "output_router_logits": "what is put out beside the result",
-    "seq_length": "length of the sequences that are trained on",
-    "max_sequence_length": "length of the sequences that are trained on",
+    "output_router_logits": "additional output",
+    "seq_length": "length of the training sequences",
+    "max_sequence_length": "length of the training sequences",
 }
-"""The same for checkpoints that are averaged: also what changes how a model is trained and not what it computes."""
+"""The same for checkpoints that are averaged; adds entries that affect training, not what the model computes."""
 
 _COMPARED: Final = (
     r"trainer_state\.(json|bin)|scheduler\.pdparams|scaler\.pdparams|ema\.json|generation_config\.json|"
     r"lora_config\.json|(added_tokens|special_tokens_map|tokenizer\w*|vocab|chat_template|"
     r"(video_)?(pre)?processor(_config)?)\.(json|jinja|txt)|merges\.txt|\S+\.(model|spm|tiktoken|vocab)"
 )
-"""Small files read by a trainer or an inference engine, beside ``config.json``."""
+"""Small files, except ``config.json``, that a trainer or an inference engine reads."""
 
 MAY_DIFFER_AS_FILES: Final[Mapping[str, str]] = {
     r"paddle_reshard\.json": "our own manifest: when and from what the checkpoint was made",
     r"model_meta\.json|.*\.index\.json|(.*/)?\d+\.metadata|static_name_to_dyg_name\.json": (
-        "where the tensors lie; read to find them, and they are compared"
+        "index of the tensors, which are compared themselves"
     ),
     r"rng_state(_\d+)?\.pth": "random states belong to the ranks of one topology",
     r"training_args\.bin": "arguments of the job that saved it; never read back",
     r"saved_signal_\d+|save_signal_TMP_\d+|\..*|async_save_info\.json": "completion markers of the trainer",
 }
-"""Pattern of a file's path → why two equal checkpoints may have it differently, or only one of them."""
+"""Pattern of a file's path → why it may differ, or be missing, between equal checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """Something that two sides have differently."""
+    """An entry in which two sides differ."""
 
     what: str
     """File and entry."""
     a: str
+    """Value on side A, for messages."""
     b: str
 
 
@@ -102,42 +102,42 @@ class Disagreement:
 def check_steps(store: Source, in_optimizer_files: Any) -> None:
     """Refuse a checkpoint whose small files are of different steps.
 
-    ``in_optimizer_files`` is the state of the learning-rate schedule that those hold, ``None`` where they hold none.
-    What the trainers keep equal: the schedule in ``scheduler.pdparams`` and in the optimizer files; the schedule's step
-    and ``global_step``, but for steps that are skipped, which are counted in ``global_step`` only: those of fp16 whose
-    gradients overflowed, and those of ``skip_data_intervals`` (PaddleNLP 3 ``trainer/trainer.py``).
+    ``in_optimizer_files`` is the state of the learning-rate schedule in the optimizer files, ``None`` if there is none.
+    In a checkpoint of the trainers, the schedule in ``scheduler.pdparams`` equals that in the optimizer files. The step
+    of the schedule equals ``global_step``, except that only the latter counts skipped steps: fp16 steps whose gradients
+    overflowed, and ``skip_data_intervals`` (PaddleNLP 3 ``trainer/trainer.py``).
 
     Raises
     ------
     CheckpointError
-        Naming both files and both values.
+        With both files and both values.
     """
     sizes = store.sizes()
     holder = next((path for path in sorted(sizes) if path.startswith("optimizer.")), "the optimizer files")
     schedule, where = in_optimizer_files, f"LR_Scheduler in {holder}"
     if sizes.get(SCHEDULER):
-        beside = read_lr_scheduler(store, sizes)
+        in_own_file = read_lr_scheduler(store, sizes)
         if schedule is not None:
-            for odd in differences(beside, schedule):
+            for entry in differences(in_own_file, schedule):
                 raise CheckpointError(
-                    f"{SCHEDULER}: {odd.what or 'the state'} is {odd.a}, {where} says {odd.b}: the two are of "
-                    "different steps or runs; take both from one checkpoint"
+                    f"{SCHEDULER}: {entry.what or 'the state'} is {entry.a}, {where} says {entry.b}: they are of "
+                    "different steps or runs; use the files of a single checkpoint"
                 )
-        schedule, where = beside, SCHEDULER
+        schedule, where = in_own_file, SCHEDULER
     step = schedule.get("last_epoch") if isinstance(schedule, dict) else None
     for path, state in read_trainer_states(store).items():
-        said = state.get("global_step")
-        if type(said) is not int or type(step) is not int or said == step:
+        global_step = state.get("global_step")
+        if type(global_step) is not int or type(step) is not int or global_step == step:
             continue
-        if step > said or not _may_skip(store):
+        if step > global_step or not _may_skip(store):
             raise CheckpointError(
-                f"{path}: global_step is {said}, last_epoch in {where} is {step}: the two are of different steps or "
-                "runs; take both from one checkpoint"
+                f"{path}: global_step is {global_step}, last_epoch in {where} is {step}: they are of different steps "
+                "or runs; use the files of a single checkpoint"
             )
 
 
 def _may_skip(store: Source) -> bool:
-    """Whether the job may have counted steps that it did not make."""
+    """Whether the job may have skipped steps."""
     sizes = store.sizes()
     if SCALER in sizes or TRAINING_ARGS not in sizes:
         return True
@@ -145,7 +145,7 @@ def _may_skip(store: Source) -> bool:
 
 
 def read_trainer_states(store: Source) -> dict[str, Mapping[str, Any]]:
-    """File → fields of the trainer's state, of those that can be understood."""
+    """File → fields of the trainer's state, for files that can be parsed."""
     sizes = store.sizes()
     found = {
         path: parse_trainer_state(partial(store.read, path), sizes[path], path)
@@ -159,9 +159,9 @@ def read_trainer_states(store: Source) -> dict[str, Mapping[str, Any]]:
 
 
 def compare_small_files(a: Source, b: Source, subset: bool = False) -> list[Disagreement]:
-    """What two checkpoints say differently in their small files, all of which a trainer reads.
+    """Differences between the small files of two checkpoints that a trainer reads.
 
-    With ``subset`` ``b`` may lack files. The schedule in ``scheduler.pdparams`` is only compared where both have it.
+    With ``subset``, ``b`` may lack files. The schedule in ``scheduler.pdparams`` is only compared if both have it.
     """
     found = []
     sizes = a.sizes(), b.sizes()
@@ -174,43 +174,44 @@ def compare_small_files(a: Source, b: Source, subset: bool = False) -> list[Disa
             continue
         if path in sizes[0] and path in sizes[1]:
             one, two = _content(a, path), _content(b, path)
-            found += [_within(path, odd) for odd in differences(one, two)]
+            found += [_within(path, entry) for entry in differences(one, two)]
         elif path != SCHEDULER and not (subset and path in sizes[0]):
-            found.append(Disagreement(path, *("there" if path in side else "not there" for side in sizes)))
+            found.append(Disagreement(path, *("present" if path in side else "missing" for side in sizes)))
     return found
 
 
 def check_one_model(stores: Sequence[Source]) -> None:
-    """Refuse checkpoints to be averaged whose configurations are of models that compute something else.
+    """Refuse to average checkpoints whose configurations describe different models.
 
-    One without ``config.json`` is read by the one that was given, which is that of all.
+    Checkpoints without ``config.json`` are ignored: the one given with ``--config`` applies to them.
 
     Raises
     ------
     CheckpointError
-        Naming both files, the entry and both values.
+        With both files, the entry and both values.
     """
     having = [store for store in stores if CONFIG in store.sizes()]
     configs = [read_json(store, CONFIG, store.sizes()) for store in having]
     for store, config in zip(having[1:], configs[1:], strict=True):
-        for odd in compare_configs(configs[0], config, MAY_DIFFER_IN_SERIES):
+        for entry in compare_configs(configs[0], config, MAY_DIFFER_IN_SERIES):
             raise CheckpointError(
-                f"{odd.what} is {odd.a} in {having[0].location} and {odd.b} in {store.location}: these are not "
-                "checkpoints of one model, so their average is none"
+                f"{entry.what} is {entry.a} in {having[0].location} and {entry.b} in {store.location}: only "
+                "checkpoints of one model can be averaged"
             )
 
 
 def compare_configs(
     one: Mapping[str, Any], two: Mapping[str, Any], may_differ: Mapping[str, str]
 ) -> list[Disagreement]:
-    """What two ``config.json`` say differently of the model, but for the entries that may differ."""
+    """Differences between two ``config.json``, without the entries that may differ."""
     return [
-        _within(CONFIG, odd) for odd in differences(_of_model(one, may_differ), _of_model(two, may_differ))
+        _within(CONFIG, entry)
+        for entry in differences(_of_model(one, may_differ), _of_model(two, may_differ))
     ]
 
 
 def _of_model(value: Any, may_differ: Mapping[str, str]) -> Any:
-    """What a configuration says of the model. ``…Pipe`` and ``…Deprecated`` are other classes of the same one."""
+    """A configuration without the entries that may differ; ``…Pipe`` and ``…Deprecated`` classes count as the same."""
     if isinstance(value, dict):
         kept = {key: _of_model(entry, may_differ) for key, entry in value.items() if key not in may_differ}
         classes = kept.get("architectures")
@@ -222,12 +223,12 @@ def _of_model(value: Any, may_differ: Mapping[str, str]) -> Any:
     return [_of_model(entry, may_differ) for entry in value] if isinstance(value, list) else value
 
 
-def _within(path: str, odd: Disagreement) -> Disagreement:
-    return Disagreement(f"{path}: {odd.what}" if odd.what else path, odd.a, odd.b)
+def _within(path: str, entry: Disagreement) -> Disagreement:
+    return Disagreement(f"{path}: {entry.what}" if entry.what else path, entry.a, entry.b)
 
 
 def _content(store: Source, path: str) -> Any:
-    """What is in a small file: its values where they are understood, else its bytes."""
+    """The content of a small file: parsed values if possible, otherwise its bytes."""
     sizes = store.sizes()
     if path in TRAINER_STATES:
         state = parse_trainer_state(partial(store.read, path), sizes[path], path)
@@ -240,7 +241,7 @@ def _content(store: Source, path: str) -> Any:
 
 
 def _with_arrays(value: Any, store: Source, path: str) -> Any:
-    """The same with the bytes of arrays in their place."""
+    """The value with arrays replaced by their bytes."""
     if isinstance(value, ArrayRef):
         return (value.dtype, value.shape, value.axes, store.read(path, value.byte_offset, value.nbytes))
     if isinstance(value, dict):
@@ -249,9 +250,9 @@ def _with_arrays(value: Any, store: Source, path: str) -> Any:
 
 
 def differences(a: Any, b: Any, at: str = "") -> Iterator[Disagreement]:
-    """Where two trees of plain values differ; floats by their bits, and 1 is not 1.0.
+    """Differences between two trees of plain values; floats are compared by their bits, and 1 differs from 1.0.
 
-    >>> [odd.what for odd in differences({"a": [1, 2.0], "b": 0.0}, {"a": [1, 3.0], "b": -0.0, "c": None})]
+    >>> [entry.what for entry in differences({"a": [1, 2.0], "b": 0.0}, {"a": [1, 3.0], "b": -0.0, "c": None})]
     ['a[1]', 'b', 'c']
     """
     if isinstance(a, dict) and isinstance(b, dict):
@@ -261,7 +262,7 @@ def differences(a: Any, b: Any, at: str = "") -> Iterator[Disagreement]:
                 yield from differences(a[key], b[key], inner)
             else:
                 yield Disagreement(
-                    inner, *(_shown(side[key]) if key in side else "not there" for side in (a, b))
+                    inner, *(_shown(side[key]) if key in side else "missing" for side in (a, b))
                 )
     elif isinstance(a, (list, tuple)) and type(a) is type(b) and len(a) == len(b):
         for number, (one, two) in enumerate(zip(a, b, strict=True)):

@@ -182,7 +182,7 @@ def test_an_average_goes_on_without_what_no_file_holds(tmp_path: Path) -> None:
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}" * 8)
-    with pytest.raises(CheckpointError, match=r"--fill .*config\.json.*a safetensors file is expected"):
+    with pytest.raises(CheckpointError, match=r"--fill .*config\.json.*expected a safetensors file"):
         read_filling(str(tmp_path / "config.json"), (), Access({}))
 
 

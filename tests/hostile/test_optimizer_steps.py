@@ -127,16 +127,16 @@ def test_one_power_of_another_step_is_refused(source: Path, tmp_path: Path) -> N
 
 def test_files_of_two_steps_are_refused(source: Path, tmp_path: Path) -> None:
     edit(source / "optimizer.shard01.pdopt", lambda key: True, to(2))
-    with pytest.raises(CheckpointError, match="the files are not of one checkpoint") as refused:
+    with pytest.raises(CheckpointError, match="the files are of different checkpoints") as refused:
         paddle_reshard.convert(source, tmp_path / "x", to="tp=1")
-    assert "shard00.pdopt are those after 3 steps" in str(refused.value)
-    assert "shard01.pdopt those after 2" in str(refused.value)
+    assert "shard00.pdopt are after 3 steps" in str(refused.value)
+    assert "shard01.pdopt after 2" in str(refused.value)
 
 
 def test_an_optimizer_of_another_step_than_its_schedule_is_refused(source: Path, tmp_path: Path) -> None:
     for path in source.glob("optimizer.*"):
         edit(path, lambda key: True, to(6))
-    with pytest.raises(CheckpointError, match="after 6 steps, the learning-rate schedule is at step 3"):
+    with pytest.raises(CheckpointError, match="after 6 steps, but the learning-rate schedule is at step 3"):
         paddle_reshard.convert(source, tmp_path / "x", to="tp=1")
 
 

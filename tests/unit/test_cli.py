@@ -56,7 +56,7 @@ def test_inspect_for_people_lists_rules_on_request() -> None:
 def test_the_folder_of_a_run_is_told_from_its_checkpoints() -> None:
     done = run("inspect", DEMO.parent)
     assert done.returncode == 1
-    assert f"{DEMO.parent}: holds checkpoints and is none itself" in done.stderr
+    assert f"{DEMO.parent}: this folder contains checkpoints" in done.stderr
     assert "like checkpoint-3" in done.stderr
 
 
