@@ -25,6 +25,7 @@ from ray.core.generated import gcs_service_pb2_grpc as gcs_grpc
 
 from tests.cluster.conftest import CASE
 from tests.conftest import REPO, case_directory
+from tests.sampling import exhaustive
 
 SOURCE = case_directory(CASE) / "checkpoint-3"
 T = TypeVar("T")
@@ -177,7 +178,8 @@ def test_that_of_the_tests_listens_to_this_machine_only(cluster: Cluster) -> Non
 
 
 @pytest.mark.parametrize(
-    ("part", "said"), [("/raylet/raylet", "node 127.0.0.1: "), ("/gcs_server", "its head at 127.0.0.1:")]
+    ("part", "said"),
+    [exhaustive("/raylet/raylet", "node 127.0.0.1: "), ("/gcs_server", "its head at 127.0.0.1:")],
 )
 def test_one_that_is_lost_ends_the_conversion_with_a_sentence(part: str, said: str, tmp_path: Path) -> None:
     with slow_conversion(tmp_path) as process:

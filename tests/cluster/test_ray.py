@@ -51,6 +51,7 @@ from tests.cluster.faults import (
 )
 from tests.conftest import REPO, case_directory
 from tests.ema.scaled import scale_master_weights
+from tests.sampling import exhaustive
 from tests.sized import in_groups
 
 BUDGET_BYTES = 256 << 20
@@ -75,7 +76,7 @@ def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("exchange", ["never", "always"])
+@pytest.mark.parametrize("exchange", [exhaustive("never"), "always"])
 def test_an_average_of_a_series(exchange: str, tmp_path: Path, exchanged: list[int]) -> None:
     small = in_groups(100_000, pass_bytes=10_000)
     source = case_directory(CASE) / "checkpoint-3"
@@ -108,7 +109,7 @@ def test_every_worker_tells_what_it_did(conversion: Conversion, exchange: str, e
         assert sum(worker.groups for worker in report.workers) == report.groups
 
 
-@pytest.mark.parametrize(("format", "exchange"), [("huggingface", "never"), ("flex", "always")])
+@pytest.mark.parametrize(("format", "exchange"), [exhaustive("huggingface", "never"), ("flex", "always")])
 def test_states_of_another_step_are_refused(format: str, exchange: str, tmp_path: Path) -> None:
     """By the workers, and what they say arrives whole."""
     shutil.copytree(case_directory("small-families/qwen2_single") / "checkpoint-3", tmp_path / "source")
@@ -180,7 +181,7 @@ def test_bands_beyond_the_object_store_are_not_exchanged(
     assert exchanged == []
 
 
-@pytest.mark.parametrize("exchange", ["never", "always"])
+@pytest.mark.parametrize("exchange", [exhaustive("never"), "always"])
 def test_a_worker_killed_while_reading_is_replaced(
     conversion: Conversion, exchange: str, tmp_path: Path
 ) -> None:
@@ -193,7 +194,7 @@ def test_a_worker_killed_while_reading_is_replaced(
     assert marker.exists()
 
 
-@pytest.mark.parametrize("exchange", ["never", "always"])
+@pytest.mark.parametrize("exchange", [exhaustive("never"), "always"])
 def test_a_worker_killed_while_writing_is_replaced(
     conversion: Conversion, exchange: str, tmp_path: Path
 ) -> None:
@@ -206,7 +207,7 @@ def test_a_worker_killed_while_writing_is_replaced(
     assert marker.exists()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [exhaustive(1), 2])
 def test_a_group_that_always_kills_its_worker_is_named(
     conversion: Conversion, workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -264,7 +265,7 @@ def test_what_one_machine_cannot_read_is_tried_again(conversion: Conversion, tmp
     assert marker.exists()
 
 
-@pytest.mark.parametrize("exchange", ["never", "always"])
+@pytest.mark.parametrize("exchange", [exhaustive("never"), "always"])
 def test_a_refusal_arrives_whole(conversion: Conversion, exchange: str) -> None:
     ops = conversion.plan.plan.ops
     copy = ops[ops["kind"] == COMPARE].rows()[0]

@@ -18,6 +18,7 @@ from paddle_reshard.pipeline.core.errors import MemoryBudgetError
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import GROUPS_AT_A_TIME
 from tests.memory.watch import private_bytes, run_watched
+from tests.sampling import exhaustive
 from tests.storage.contents import fill_bucket
 from tests.storage.servers import running_store
 
@@ -61,9 +62,7 @@ def target(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path / "made", ignore_errors=True)
 
 
-@pytest.mark.parametrize(
-    "budget_mib", [SMALLEST_BUDGET_MIB, 256, pytest.param(1024, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("budget_mib", [SMALLEST_BUDGET_MIB, exhaustive(256), exhaustive(1024)])
 @pytest.mark.parametrize("work", ["copies", "casts"])
 def test_a_conversion_stays_below_its_budget(
     budget_mib: int, work: str, request: pytest.FixtureRequest, target: Path, monkeypatch: pytest.MonkeyPatch
@@ -84,7 +83,7 @@ def test_a_comparison_stays_below_its_budget(single_card: Path, sharded: Path) -
     assert 100 * MIB < most <= 256 * MIB
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", exhaustive("float32")])
 def test_an_average_stays_below_its_budget(
     dtype: str, single_card: Path, sharded: Path, target: Path
 ) -> None:
@@ -168,9 +167,7 @@ def _descends(pid: int, ancestor: int, parents: dict[int, tuple[int, bool]]) -> 
     return pid == ancestor
 
 
-@pytest.mark.parametrize(
-    "layers", [5, pytest.param(20, marks=pytest.mark.exhaustive)], ids="{} layers of 3,100 tensors".format
-)
+@pytest.mark.parametrize("layers", [3, exhaustive(20)], ids="{} layers of 3,100 tensors".format)
 def test_metadata_are_part_of_the_budget(
     layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
