@@ -31,7 +31,7 @@ from paddle_reshard.pipeline.indexing.detect import index_source
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.formats import format_of
 from paddle_reshard.pipeline.layouts.lora_config import Adapter
-from paddle_reshard.pipeline.layouts.model import ModelTensor
+from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.optimizers import muon_parameters
 from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles
 from paddle_reshard.pipeline.layouts.rules import RuleTable, library_of
@@ -171,10 +171,21 @@ def inspect(
         other_files=tuple(sorted(sizes.keys() - own.keys())),
         adapter=checkpoint.adapter,
         newer=checkpoint.newer,
-        rules=_WITHOUT_RULES if isinstance(checkpoint.model.table, StoredTable) else None,
+        rules=_without_rules(checkpoint.model),
     )
 
 
+def _without_rules(model: Model) -> str | None:
+    """Why no rule table describes a model, and what follows; ``None`` if one does."""
+    if not isinstance(model.table, StoredTable):
+        return None
+    return _WITHOUT_RULES if model.config else _WITHOUT_CONFIG
+
+
+_WITHOUT_CONFIG = (
+    f"{CONFIG} is missing, which tells the family: without --config FILE only the files of a FlexCheckpoint can be "
+    "divided otherwise"
+)
 _WITHOUT_RULES = (
     "no rule table knows this family: only its sharding degree and strategy can be changed (at the same tp, pp and ep) "
     "and its format to FlexCheckpoint"
@@ -183,7 +194,7 @@ _WITHOUT_RULES = (
 
 def _is_unknown(files: SourceFiles, tables: Sequence[RuleTable]) -> bool:
     """Whether there are tensor files of a family that no rule table knows."""
-    config = files.config() if CONFIG in files.sizes else files.given_config or {}
+    config = files.config_if_any()
     if any(name.startswith("checkpoint-") for name in files.store.folders):
         return False  # the folder of a run
     return bool(files.pickles or files.safetensors) and not is_known(tables, config)
@@ -194,7 +205,7 @@ def _as_stored(files: SourceFiles, index_files: IndexFiles, why: str) -> Inspect
     from paddle_reshard.pipeline.indexing.as_stored import degrees_by_names, stored_tensors
 
     stored = tuple(stored_tensors(files, index_files))
-    config = files.config() if CONFIG in files.sizes else files.given_config or {}
+    config = files.config_if_any()
     degrees = degrees_by_names(files)
     held = {path: files.sizes[path] for path in (*files.pickles, *files.safetensors)}
     by_state = {state: [t for t in stored if t.state == state] for state in _STATES}

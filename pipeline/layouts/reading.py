@@ -153,6 +153,10 @@ class SourceFiles:
             )
         return self.given_config
 
+    def config_if_any(self) -> Mapping[str, Any]:
+        """The same; empty where neither is there."""
+        return self.config() if CONFIG in self.sizes else self.given_config or {}
+
     def adapter(self) -> Adapter | None:
         """What ``lora_config.json`` says; ``None`` where there is none."""
         return parse_adapter(self.json(LORA_CONFIG)) if LORA_CONFIG in self.sizes else None

@@ -92,6 +92,8 @@ def classify_sidecars(
             not_carried.append((path, reason))
         else:
             carried.append(path)
+    if not config:  # a FlexCheckpoint need not have any
+        return Sidecars(tuple(carried), (), tuple(not_carried))
     if config == source_config and CONFIG in paths:
         return Sidecars((*carried, CONFIG), (), tuple(not_carried))
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"

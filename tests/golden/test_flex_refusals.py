@@ -173,7 +173,10 @@ def no_config(folder: Path) -> None:
             muon,
             "model_meta.json: tp00_pp00 says that sharding_strategy is MuonSharding, and no tensor has moment1 alone",
         ),
-        (no_config, "config.json is missing; give that of the model with --config"),
+        (
+            no_config,
+            "config.json is missing, and the other files do not tell the order of parameters, and their names",
+        ),
     ],
 )
 def test_files_that_do_not_make_one_checkpoint(

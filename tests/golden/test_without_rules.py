@@ -199,6 +199,56 @@ def contents(value: object) -> object:
     return [contents(entry) for entry in value] if isinstance(value, tuple) else value
 
 
+WITHOUT_CONFIG = [
+    "fc_sh2_s1v2",
+    "fc_sh2_s3_seg512",
+    "moe/ep2_fc_sh2_s1v2",
+    "states/dsv3_mtp_fc_sh2_s1v2_ema",
+    "states/muon_fc_pp2",
+    "states/muon_fc_sh2_split",
+]
+
+
+@pytest.mark.parametrize("name", WITHOUT_CONFIG)
+def test_a_flex_checkpoint_without_config_becomes_another(name: str, tmp_path: Path) -> None:
+    source = checkpoint(name)
+    found = paddle_reshard.inspect(source)
+    assert (found.format, found.convention, found.stored) == ("flex", "paddleformers", ())
+    assert "--config FILE" in (found.rules or "")
+    paddle_reshard.convert(source, tmp_path / "flex", format="flex", files=3)
+    assert paddle_reshard.verify(source, tmp_path / "flex").equal
+    assert not (tmp_path / "flex/config.json").exists()
+    written = {}
+    for path in tmp_path.glob("flex/*/*.distcp"):
+        arrays = load(path)
+        arrays.pop("StructuredToParameterName@@")
+        of_average = ".ema" if path.parent.name == "ema_state" else ""
+        written |= {
+            f"{key.removesuffix('.w_0')}.ema_w_0"
+            if of_average and key.endswith(".w_0")
+            else f"{key}{of_average}": bits(v)
+            for key, v in arrays.items()
+        }
+    truth = {key: array.tobytes() for key, array in read_truth(name).items()}
+    assert written.items() <= truth.items()
+    assert set(written.values()) == set(truth.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "missing"),
+    [
+        ("fc_sh2_s1v2", {"to": "tp=1"}, "the order of parameters"),
+        ("fc_sh2_s1v2", {"format": "huggingface"}, "what its tensors are in a Hugging Face"),
+        ("fc_sh2_s1v2", {"format": "unified"}, "which keys"),
+        ("states/muon_fc_mp2", {"format": "flex"}, r"lm_head\.weight.* begin at \(48, 0\): what is fused"),
+    ],
+)
+def test_what_config_tells_is_asked_for(name: str, options: dict, missing: str, tmp_path: Path) -> None:
+    with pytest.raises(ReshardError, match=rf"config\.json is missing, .*{missing}.*--config FILE"):
+        paddle_reshard.convert(checkpoint(name), tmp_path / "target", **options)
+    assert not (tmp_path / "target").exists()
+
+
 REFUSED = [
     ("families/phi3_single", {"to": "tp=2"}, r"no rule table knows it, .*what tp=2 changes"),
     ("families/phi3_single", {"to": "pp=2"}, r"no rule table knows it, .*what pp=2 changes"),
@@ -208,7 +258,7 @@ REFUSED = [
         {"to": "sharding=2"},
         r"is_distributed in model_meta\.json; --format hybrid-plain",
     ),
-    ("families/phi3_single", {"format": "huggingface"}, r"does not say what it is in a Hugging Face"),
+    ("families/phi3_single", {"format": "huggingface"}, r"tell what its tensors are in a Hugging Face"),
     ("families/phi3_single", {"format": "unified"}, r"no rule table knows it, .* unified checkpoint"),
     ("families/phi3_single", {"format": "auto-parallel"}, r"no rule table knows it, .*auto-parallel"),
     ("families/phi3_pp2", {"to": "tp=1"}, r"what pp=1 changes"),
@@ -217,7 +267,7 @@ REFUSED = [
     ("families/qwen3_next_mp2", {"to": "tp=1"}, r"what tp=1 changes"),
     ("families/qwen3_next_mp2", {"to": "tp=2,pp=2"}, r"what pp=2 changes"),
     ("families/qwen3_next_mp2", {"format": "flex"}, r"which dim its tp=2 ranks have cut"),
-    ("families/qwen3_next_mp2", {"format": "huggingface"}, r"no rule table knows it|does not say what it is"),
+    ("families/qwen3_next_mp2", {"format": "huggingface"}, r"tell what its tensors are in a Hugging Face"),
     ("moe/ep2_sh2_s1v2", {"to": "sharding=2"}, r"what ep=1 changes"),
     ("moe/ernie45moe_mpmoe_mp2", {"to": "tp=2,sharding=2"}, r"no rule table knows it"),
     (

@@ -241,8 +241,8 @@ def test_a_flex_checkpoint_without_the_config_of_its_model_is_no_reason_to_wait(
     shutil.copytree(flex_case / "checkpoint-3", training.run / "checkpoint-3")
     done = run("watch", training.run, training.out, "--format", "unified", "--once")
     assert done.returncode == 1
-    assert "config.json is missing; give that of the model with --config FILE" in done.stderr
-    assert not training.out.exists()
+    assert "config.json is missing, and the other files do not tell which keys" in done.stderr
+    assert not (training.out / "checkpoint-3").exists()
 
 
 def test_old_flex_targets_are_removed_with_their_folders_in_an_object_store(flex_case: Path) -> None:

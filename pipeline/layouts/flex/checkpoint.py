@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from paddle_reshard.pipeline.core.catalog import Catalog
-from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, PlanError, RuleError
+from paddle_reshard.pipeline.core.file_names import CONFIG
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM, Tensor
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
@@ -36,6 +37,9 @@ from paddle_reshard.pipeline.layouts.rules.literal import StoredKey, is_known, s
 from paddle_reshard.storage.formats.dist_metadata import DistMetadata
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 
+_LIBRARY: Final = "paddleformers"
+"""Which writes FlexCheckpoints."""
+_BY_CONFIG: Final = "give that of the model with --config FILE"
 _AUTOMATIC: Final = re.compile(r"(eager_tmp|generated_tensor)_\d+")
 
 
@@ -65,7 +69,7 @@ def read_flex(
     metadata, files
         Path of every ``.metadata`` file → what it says; of every data file → what it holds.
     config
-        The model's ``config.json``.
+        The model's ``config.json``; empty where there is none.
     lr_scheduler
         What ``scheduler.pdparams`` holds; ``None`` without one. The trainer puts the same into ``LR_Scheduler``
         of optimizer files.
@@ -136,18 +140,25 @@ def _choose_table(
 
     What is fused in a tensor that tp has cut, it does not tell.
     """
-    if auto_parallel or is_known(tables, config):
+    if not config and auto_parallel:
+        raise PlanError(f"{CONFIG} is missing; {_BY_CONFIG}")
+    if config and (auto_parallel or is_known(tables, config)):
         return choose_table(tables, keys, config)
     for path, described in metadata.items():
         for key, offset in described.pieces[["key", "global_offset"]].tolist():
             if any(described.shapes[offset]):
+                cut = (
+                    f"{path} describes pieces of {described.keys[key]} that begin at {described.shapes[offset]}: what "
+                    "is fused in a tensor that was cut is not known"
+                )
+                if not config:
+                    raise PlanError(f"{CONFIG} is missing, and {cut}; {_BY_CONFIG}")
                 raise RuleError(
                     f"model type {config.get('model_type')!r}",
-                    f"no rule table knows it, and {path} describes pieces of {described.keys[key]} that begin at "
-                    f"{described.shapes[offset]}: what is fused in a tensor that was cut is not known; write one and "
-                    "pass it with --rules FILE",
+                    f"no rule table knows it, and {cut}; write one and pass it with --rules FILE",
                 )
-    return stored_table([StoredKey(key) for key in keys], config, ordered=False)
+    keys_alone = [StoredKey(key) for key in keys]
+    return stored_table(keys_alone, config, ordered=False, convention=_LIBRARY)
 
 
 def _check_all_there(folders: Set[str]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, PlanError
+from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError
 from paddle_reshard.pipeline.core.file_names import MODEL_META
 from paddle_reshard.pipeline.core.upstream import NEWEST_PADDLE
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
@@ -42,8 +42,7 @@ def index_flex(files: SourceFiles, tables: Sequence[RuleTable]) -> Checkpoint:
     """
     store, sizes = files.store, files.sizes
     _refuse_other_tensor_files(files)
-    # The trainers write none into a dist checkpoint: nobody need wait for it.
-    config = files.config(PlanError)
+    config = files.config_if_any()  # the trainers write none into a dist checkpoint
     own = {path: size for path, size in sizes.items() if is_dist_file(path)}
     described = {path: size for path, size in own.items() if path.endswith(METADATA)}
     held = {path: size for path, size in own.items() if path not in described}

@@ -16,6 +16,7 @@ from paddle_reshard.pipeline.core.geometry import Shape, row_major_strides
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.rules import HuggingFaceForm, evaluate_sizes
 from paddle_reshard.pipeline.layouts.rules.entries import Config
+from paddle_reshard.pipeline.layouts.rules.literal import StoredTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,8 @@ def model_parts(model: Model) -> Iterator[tuple[ModelTensor, tuple[Part, ...]]]:
 def tensor_parts(tensor: ModelTensor, model: Model) -> tuple[Part, ...]:
     """What one tensor becomes."""
     form = tensor.rule.huggingface
+    if form is None and isinstance(model.table, StoredTable):
+        model.table.refuse(model.config, "what its tensors are in a Hugging Face checkpoint")
     if form is None:
         raise RuleError(
             tensor.key,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NoReturn
 
-from paddle_reshard.pipeline.core.errors import RuleError
+from paddle_reshard.pipeline.core.errors import PlanError, RuleError
+from paddle_reshard.pipeline.core.file_names import CONFIG
 from paddle_reshard.pipeline.layouts.rules import (
     HuggingFaceForm,
     Item,
@@ -176,8 +177,13 @@ class StoredTable(LiteralTable):
 
         Raises
         ------
-        RuleError
+        PlanError
         """
+        if not config:
+            raise PlanError(
+                f"{CONFIG} is missing, and the other files do not tell {missing}; give that of the model with "
+                "--config FILE"
+            )
         raise RuleError(f"model type {config.get('model_type')!r}", _not_known(missing))
 
 
@@ -219,17 +225,23 @@ def is_known(tables: Sequence[RuleTable], config: Config) -> bool:
 
 
 def stored_table(
-    keys: Iterable[StoredKey], config: Config, ordered: bool, job: StoredJob = StoredJob()
+    keys: Iterable[StoredKey],
+    config: Config,
+    ordered: bool,
+    job: StoredJob = StoredJob(),
+    convention: str | None = None,
 ) -> StoredTable:
     """The table of a model that is known by its files alone; ``keys`` in the order of the files.
+
+    ``convention`` is the library that wrote them, where their format tells.
 
     Raises
     ------
     RuleError
         If ``config.json`` does not tell which library wrote them.
     """
-    family = str(config.get("model_type"))
-    convention = library_of(config)
+    family = str(config.get("model_type", "not known"))
+    convention = convention or library_of(config)
     if convention is None:
         raise RuleError(
             f"model type {family!r}",
