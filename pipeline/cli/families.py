@@ -21,6 +21,7 @@ HEADINGS: Final = (
     "axes",
     "Hugging Face",
     "MTP",
+    "LoRA",
     "files proven by",
     "Hugging Face proven by",
 )
@@ -47,6 +48,7 @@ def rows(found: Sequence[Family]) -> list[tuple[str, ...]]:
             " ".join(family.axes),
             family.huggingface,
             "yes" if family.multi_token_prediction else "no",
+            "yes" if family.lora else "no",
             family.proven.files,
             family.proven.huggingface or "no",
         )

@@ -31,11 +31,12 @@ def check_matrices(model: Model, adapter: Adapter | None) -> None:
     CheckpointError
         Naming the matrix and the two numbers.
     UnsupportedError
-        If the family has parts beside its language model.
+        If LoRA of the family is not known.
     """
-    if model.has_lora and any(item.count is not None for item in model.table.items):
+    if model.has_lora and not model.table.supports_lora:
         raise UnsupportedError(
-            f"LoRA of {model.table.family}, a model of several parts: no real checkpoint of it has been seen"
+            f"LoRA of {model.table.family} as {model.table.convention} writes it is not supported: no real "
+            "checkpoint of it has been seen"
         )
     shapes = {tensor.key: tensor.global_shape for tensor in model.tensors}
     for tensor in model.tensors:

@@ -7,7 +7,11 @@ import sys
 
 import pytest
 
-from paddle_reshard.pipeline.layouts.rules import shipped_tables
+from paddle_reshard.pipeline.core.errors import UnsupportedError
+from paddle_reshard.pipeline.core.tensors import dtype_named
+from paddle_reshard.pipeline.layouts.lora import check_matrices
+from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
+from paddle_reshard.pipeline.layouts.rules import LoraRule, shipped_tables
 from tests.families_page import DOCUMENTS, REPO, with_current_facts
 from tests.published import checked
 from tests.unit.test_starting import HEAVY, loaded
@@ -43,9 +47,21 @@ def test_families_are_listed_as_published() -> None:
         "axes": ["tp", "pp", "ep"],
         "huggingface": "yes",
         "multi_token_prediction": True,
+        "lora": True,
         "proven": {"files": "checkpoints", "huggingface": "transformers"},
     }
     assert listed["gpt", "paddlenlp"]["huggingface"] == "no"
+    assert [listed["qwen2_5_vl", "paddleformers"][name] for name in ("axes", "lora")] == [["tp"], False]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl.paddleformers", "llama.paddlenlp"])
+def test_lora_of_a_family_that_has_none_is_refused(family: str) -> None:
+    (table,) = (t for t in shipped_tables() if f"{t.family}.{t.convention}" == family)
+    weight = next(rule for rule in table.rules if rule.key.endswith("self_attn.o_proj.weight"))
+    rule = LoraRule.beside(weight, "lora_A")
+    matrix = ModelTensor(rule.key, rule, 0, (32, 4), dtype_named("bfloat16"), (), False)
+    with pytest.raises(UnsupportedError, match=rf"LoRA of {table.family} .* is not supported"):
+        check_matrices(Model((matrix,), table, {}), None)
 
 
 def test_listing_them_needs_no_numpy() -> None:

@@ -15,7 +15,7 @@ from itertools import groupby, takewhile
 from typing import Any
 
 from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
-from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError, UnsupportedError
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError
 from paddle_reshard.pipeline.core.file_names import CONFIG, MODEL_META
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
@@ -323,10 +323,6 @@ def _read_model(
 
 def _read_adapter(held: Model, adapter: Adapter | None) -> Model:
     """The model of which files hold what LoRA training trains."""
-    if held.table.convention != "paddleformers":
-        raise UnsupportedError(
-            f"LoRA as {held.table.convention} writes it: no real file of it has been seen, so it is not converted"
-        )
     if not held.has_lora:
         raise CheckpointError(f"{LORA_MODEL_STATE}: holds no matrices of LoRA")
     check_matrices(held, adapter)

@@ -336,6 +336,11 @@ class RuleTable:
     """For people."""
 
     @property
+    def supports_lora(self) -> bool:
+        """Whether it is known how LoRA training saves the family: PaddleFormers' language models."""
+        return self.convention == "paddleformers" and not any(item.count for item in self.items)
+
+    @property
     def counts_layers(self) -> bool:
         """Whether keys tell their layer, so that the config can be held against their number."""
         return any("{layer}" in rule.key for rule in self.rules)

@@ -26,6 +26,8 @@ class Family:
     """Whether it becomes a Hugging Face checkpoint, and is made of one; ``in part``: some variants are not."""
     multi_token_prediction: bool
     """Whether its layers of multi-token prediction are known."""
+    lora: bool
+    """Whether checkpoints of LoRA training are converted."""
     proven: Proof
 
 
@@ -49,6 +51,7 @@ def _family(table: RuleTable, proven: Proof) -> Family:
         tuple(axis for axis, known in axes.items() if known),
         _extent([rule.huggingface is not None for rule in table.rules if not _is_twin(rule)]),
         any(item.mtp for item in table.items),
+        table.supports_lora,
         proven,
     )
 
