@@ -47,7 +47,9 @@ class InlineEngine:
         """Run only the comparisons of every group."""
         return self.run(works, lambda work, mover: compare_group(work, source, mover))
 
-    def beside(self, tensors: int, pieces: int, peak_bytes: int, spare_bytes: int) -> InlineEngine:
+    def reserving_metadata(
+        self, tensors: int, pieces: int, peak_bytes: int, spare_bytes: int
+    ) -> InlineEngine:
         """The same engine with the memory that remains next to metadata, for groups of at most ``peak_bytes``.
 
         ``spare_bytes`` of the footprint are free for metadata.

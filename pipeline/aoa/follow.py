@@ -69,7 +69,12 @@ def target_catalog(source: Source, outputs: Mapping[str, Value], untied: frozens
 
 
 def cut(fragments: Fragments, boxes: npt.NDArray[np.void]) -> Fragments:
-    """The stored pieces of each box, as fragments of the target's tensors."""
+    """The stored pieces of each box, as fragments of the target's tensors.
+
+    A source tensor of 8 float32 values is stored as [0, 4) at byte 0 of one file and [4, 8) at byte 0 of a second. The
+    box [2, 6), which is the target tensor's [0, 4), becomes two fragments: [0, 2) at byte 8 of the first file, and
+    [2, 4) at byte 0 of the second.
+    """
     i, j = meeting_pairs(
         Boxes(boxes["source"], boxes["start"], boxes["extents"]),
         Boxes(fragments["tensor"], fragments["offset"], fragments["extents"]),

@@ -215,7 +215,9 @@ def plan_and_run(
     observe(StepEnded("plan", ", ".join(facts)))
     if isinstance(engine, InlineEngine):
         tensors = len(conversion.plan.tensors)
-        engine = engine.beside(tensors, conversion.pieces, conversion.plan.peak_bytes, conversion.spare_bytes)
+        engine = engine.reserving_metadata(
+            tensors, conversion.pieces, conversion.plan.peak_bytes, conversion.spare_bytes
+        )
     outputs = open_targets(request.locations, settings.resume, settings.take_over)
     moved = run_conversion(conversion, outputs, engine, observe, settings, index_files)
     moved = replace(moved, retries=add_retries((moved.retries, count_retries() - counted)))

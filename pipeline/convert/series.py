@@ -357,9 +357,9 @@ def _average_options(options: Options) -> Options:
     if format is None:  # refused where the request is read
         return options
     if EMA in format.cannot_hold:
-        beside, model = formats_for_average()
+        checkpoint, model = formats_for_average()
         raise UsageError(
-            f"the format {format.name} cannot hold an average; write it with --format {beside}, or as a model with "
+            f"the format {format.name} cannot hold an average; write it with --format {checkpoint}, or as a model with "
             f"--format {model.name}"
         )
     for name, value in format.average_options.items():

@@ -258,7 +258,7 @@ def _compared(comparison: Comparison, source: ReadRange, spare_bytes: int, obser
     """Run a comparison; ``spare_bytes`` of the footprint are free for metadata."""
     plan = comparison.plan
     engine = InlineEngine(plan.budget_bytes)
-    engine = engine.beside(len(plan.tensors), len(plan.ops), plan.peak_bytes, spare_bytes)
+    engine = engine.reserving_metadata(len(plan.tensors), len(plan.ops), plan.peak_bytes, spare_bytes)
     differences = list(comparison.differences)
     observe(StepStarted("comparing", plan.read_bytes))
     reports = []

@@ -59,7 +59,7 @@ def carve_copies(ops: Ops, smallest: Ints, limits: CopyLimits | None, mixed: Col
     free = (ops["kind"] == MOVE) & ~compared[ops["source_tensor"]] & dense(ops)
     if not free.any():
         return Carved(ops, np.zeros(0, dtype=PART))
-    ops, others = ops.split(free)
+    ops, not_copied = ops.split(free)
     ops.reorder(np.lexsort((ops["target_byte"], ops["target_file"])))
     start, stop = hull(ops, "target")
     joined = _continues(ops, start, stop)
@@ -73,7 +73,7 @@ def carve_copies(ops: Ops, smallest: Ints, limits: CopyLimits | None, mixed: Col
     low, high = _trim(runs, start, unit, smallest)
     copied = _copied_parts(ops, runs, low, high, limits.largest_bytes)
     kept = _remainder(ops, start, stop, unit, low[run_of_op], high[run_of_op])
-    return Carved(Ops.joined([others, kept]), copied)
+    return Carved(Ops.joined([not_copied, kept]), copied)
 
 
 def _continues(ops: Ops, start: Ints, stop: Ints) -> Flags:

@@ -40,6 +40,7 @@ def cut(ops: Ops, dim: Ints, low: Ints, step: Ints) -> Pieces:
     stop = start + ops.along_each("extents", dim)
     first, last = start // step, (stop - 1) // step
     origin = np.repeat(rows, last - first + 1)
+    # With 3 and 2 pieces: origin 0 0 0 1 1, within 0 1 2 0 1.
     within = np.arange(len(origin)) - np.repeat(
         np.cumsum(last - first + 1) - (last - first + 1), last - first + 1
     )

@@ -78,16 +78,16 @@ def group_ops(ops: Ops, copied: Parts, files: FileSizes, memory: GroupMemory) ->
 
 def source_ranges(ops: Ops) -> tuple[Ints, Ints, Ints, Ints]:
     """Ranges to read, ``(op, file, start, stop)``: the source side of every op, and both sides of comparisons."""
-    one = hull(ops, "source")
-    others = np.flatnonzero(ops["kind"] != MOVE)
-    if not len(others):
-        return np.arange(len(ops)), ops["source_file"].astype(np.int64), *one
-    other = hull(ops[others], "target")
+    first_side = hull(ops, "source")
+    comparisons = np.flatnonzero(ops["kind"] != MOVE)
+    if not len(comparisons):
+        return np.arange(len(ops)), ops["source_file"].astype(np.int64), *first_side
+    second_side = hull(ops[comparisons], "target")
     return (
-        np.concatenate([np.arange(len(ops)), others]),
-        np.concatenate([ops["source_file"], ops["target_file"][others]]).astype(np.int64),
-        np.concatenate([one[0], other[0]]),
-        np.concatenate([one[1], other[1]]),
+        np.concatenate([np.arange(len(ops)), comparisons]),
+        np.concatenate([ops["source_file"], ops["target_file"][comparisons]]).astype(np.int64),
+        np.concatenate([first_side[0], second_side[0]]),
+        np.concatenate([first_side[1], second_side[1]]),
     )
 
 
@@ -232,8 +232,8 @@ def _cut_dims(ops: Ops, atoms: Ints, count: int) -> _CutDims:
 def _widest_dims(ops: Ops, atoms: Ints, count: int) -> Ints:
     """For each atom the outermost dim of its longest source range."""
     op, _, start, stop = source_ranges(ops)
-    others = op[len(ops) :]
-    outer = np.concatenate([outermost(ops, "source"), outermost(ops[others], "target")])
+    comparisons = op[len(ops) :]
+    outer = np.concatenate([outermost(ops, "source"), outermost(ops[comparisons], "target")])
     order = np.argsort(stop - start, kind="stable")
     found = np.zeros(count, dtype=np.int64)
     found[atoms[op[order]]] = outer[order]  # ascending by length: the longest is assigned last
@@ -278,6 +278,8 @@ def _in_file_order(ops: Ops, atoms: Ints) -> Ints:
     far = np.where(ops["kind"] == PROBE, np.int64(-1 << 32), np.int64(1 << 32))
     file = np.where(moves, ops["target_file"], far + ops["source_file"])
     byte = np.where(moves, ops["target_byte"], ops["source_byte"])
+    # Three ops of atoms 1, 0, 1 that write at bytes 0, 8, 4: the first op of atom 1 is number 0 in file order, that of
+    # atom 0 is number 2; so atom 1 becomes 0, and atom 0 becomes 1.
     order = np.lexsort((byte, file))
     first = np.full(count, len(ops))
     np.minimum.at(first, atoms[order], np.arange(len(ops)))
@@ -296,8 +298,8 @@ def _joined(ops: Ops, atoms: Ints, copied: Parts, files: FileSizes) -> Ints:
         if not joins:
             return atoms
         parent = list(range(int(atoms.max()) + 1))
-        for one, other in joins:
-            a, b = _root(parent, one), _root(parent, other)
+        for atom, neighbour in joins:
+            a, b = _root(parent, atom), _root(parent, neighbour)
             parent[max(a, b)] = min(a, b)
         joined = dense_numbers(np.array([_root(parent, a) for a in range(len(parent))])[atoms])
         if int(joined.max()) == int(atoms.max()):
@@ -305,10 +307,11 @@ def _joined(ops: Ops, atoms: Ints, copied: Parts, files: FileSizes) -> Ints:
         atoms = joined
 
 
-def _root(parent: list[int], one: int) -> int:
-    while parent[one] != one:
-        parent[one] = one = parent[parent[one]]
-    return one
+def _root(parent: list[int], atom: int) -> int:
+    """The smallest atom joined with ``atom``: union-find with path halving."""
+    while parent[atom] != atom:
+        parent[atom] = atom = parent[parent[atom]]
+    return atom
 
 
 def _gathered(sizes: Ints, room_bytes: int) -> Ints:

@@ -56,13 +56,13 @@ class _Pairs(NamedTuple):
 def _meeting(source: Fragments, target: Fragments, implied: Mapping[int, int]) -> _Pairs:
     source_tensor = source_tensors(target["tensor"], implied)
     found = []
-    for rows, others in zip(*by_tensor(source["tensor"], source_tensor), strict=True):
-        one, other = source[rows], target[others]
+    for source_rows, target_rows in zip(*by_tensor(source["tensor"], source_tensor), strict=True):
+        a, b = source[source_rows], target[target_rows]
         i, j = meeting_pairs(
-            Boxes(one["tensor"], one["offset"], one["extents"]),
-            Boxes(source_tensor[others], other["offset"], other["extents"]),
+            Boxes(a["tensor"], a["offset"], a["extents"]),
+            Boxes(source_tensor[target_rows], b["offset"], b["extents"]),
         )
-        found.append((rows[i], others[j]))
+        found.append((source_rows[i], target_rows[j]))
     i, j = (np.concatenate([pairs[side] for pairs in found]) for side in (0, 1))
     return _Pairs(source, target, i, j, source_tensor[j])
 
@@ -132,7 +132,7 @@ def plan_ops(
     primary = source.fragments if first.all() else source.fragments[first]
     steps = list(_steps(primary, target, source))
     fed = np.concatenate([pairs.source_tensor for pairs, _ in steps])
-    implied = _implied_by_definition(source, sorted({*_lacking(primary["tensor"], fed), *omitted}))
+    implied = _implied_by_definition(source, sorted({*_difference(primary["tensor"], fed), *omitted}))
     copies = source.fragments[~first] if compare_replicas else primary[:0]
     unmoved = primary[np.isin(primary["tensor"], list(implied))] if implied else primary[:0]
     ops = _described(
@@ -196,11 +196,11 @@ def _check_steps(moves: Ops, mixtures: Mapping[int, Mixture], tensors: Sequence[
         last = max(last, int(files.max(initial=-1)))
 
 
-def _lacking(these: npt.NDArray[np.int32], others: npt.NDArray[np.int32]) -> list[int]:
-    """Numbers in ``these`` that are not in ``others``."""
-    count = 1 + int(max(these.max(initial=-1), others.max(initial=-1)))
-    lacking = np.bincount(these, minlength=count).astype(bool) & (np.bincount(others, minlength=count) == 0)
-    return np.flatnonzero(lacking).tolist()
+def _difference(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> list[int]:
+    """Numbers in ``a`` that are not in ``b``, sorted."""
+    count = 1 + int(max(a.max(initial=-1), b.max(initial=-1)))
+    only_in_a = np.bincount(a, minlength=count).astype(bool) & (np.bincount(b, minlength=count) == 0)
+    return np.flatnonzero(only_in_a).tolist()
 
 
 def volumes_inside(target: Fragments, tensors: Tensors) -> Ints:

@@ -155,7 +155,10 @@ def _fill(file: Ints, start: Ints, stop: Ints) -> Parts:
 
 
 def divided(parts: Parts, counts: Ints) -> Parts:
-    """Every part, cut evenly into ``counts`` pieces."""
+    """Every part, cut evenly into ``counts`` pieces.
+
+    A part of bytes [10, 20), cut into 3, becomes [10, 13), [13, 16) and [16, 20).
+    """
     origin = np.repeat(np.arange(len(parts)), counts)
     within = np.arange(len(origin)) - np.repeat(np.cumsum(counts) - counts, counts)
     size, count = part_sizes(parts)[origin], counts[origin]

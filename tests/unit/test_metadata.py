@@ -20,7 +20,7 @@ ON_DISKS, IN_A_STORE = spare_bytes(local=True), spare_bytes(local=False)
 def test_270_000_tensors_on_disks_fit_256_mib() -> None:
     check_metadata(MANY, None, 0, BUDGET_BYTES, ON_DISKS)
     check_metadata(MANY, MANY, 64 * MIB, BUDGET_BYTES, ON_DISKS)
-    left = InlineEngine(BUDGET_BYTES).beside(MANY, MANY, 64 * MIB, ON_DISKS).memory_bytes
+    left = InlineEngine(BUDGET_BYTES).reserving_metadata(MANY, MANY, 64 * MIB, ON_DISKS).memory_bytes
     assert BUDGET_BYTES - 64 * MIB < left < BUDGET_BYTES
 
 
@@ -38,6 +38,6 @@ def test_a_refusal_names_a_budget_that_would_do(pieces: int | None) -> None:
 def test_few_tensors_fit_any_budget_and_leave_all_of_it() -> None:
     """Whether a group fits is for the plan to say."""
     check_metadata(10_000, 10_000, BUDGET_BYTES, 1, IN_A_STORE)
-    assert InlineEngine(BUDGET_BYTES).beside(10_000, 10_000, BUDGET_BYTES, IN_A_STORE) == InlineEngine(
-        BUDGET_BYTES
-    )
+    assert InlineEngine(BUDGET_BYTES).reserving_metadata(
+        10_000, 10_000, BUDGET_BYTES, IN_A_STORE
+    ) == InlineEngine(BUDGET_BYTES)
