@@ -37,7 +37,9 @@ def check_states(model: Model) -> None:
     for tensor in trained:
         wanted = set(MUON_STATES) if by_muon and is_muon_parameter(tensor, model) else kept
         if lacking := sorted(wanted - set(tensor.accumulators)):
-            raise CoverageError(f"{tensor.key} ({lacking[0]})", "no file holds it, other parameters have it")
+            raise CoverageError(
+                f"{tensor.key} ({lacking[0]})", "no file holds it, but other parameters have it"
+            )
 
 
 def is_muon_parameter(tensor: ModelTensor, model: Model) -> bool:
@@ -106,9 +108,9 @@ def _check_muon(model: Model, trained: list[ModelTensor], by_muon: list[ModelTen
         patterns = ", ".join(model.table.muon_exclude_patterns)
         raise CoverageError(
             f"{tensor.key} (moment2)",
-            f"no file holds it, other parameters have it. Under Muon {MUON_STATES[0]} alone is kept of every tensor of "
-            f"2 or 3 dims whose name has none of these in it: {patterns}; but {reason}. If the job's "
-            "muon_exclude_patterns are others, give them in a copy of the rule table with --rules FILE",
+            f"no file holds it, but other parameters have it. Muon keeps only {MUON_STATES[0]} for tensors of 2 or 3 "
+            f"dims whose name contains none of {patterns}; but {reason}. If the job has other muon_exclude_patterns, "
+            "add them to a copy of the rule table and pass it with --rules FILE",
         )
 
 
@@ -119,7 +121,7 @@ def _contradictions(
     for tensor in by_muon:
         pattern = _excluded_by(tensor, model)
         if pattern is not None:
-            yield tensor, f"this name has {pattern} in it"
+            yield tensor, f"this name contains {pattern}"
         elif len(tensor.global_shape) not in MUON_DIMS:
             yield tensor, f"its shape is {tensor.global_shape}"
     for tensor in trained:

@@ -144,7 +144,7 @@ def test_a_filled_tensor_survives_sharded_saving(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "array", "message"),
     [
-        ("model.norm.weight", np.zeros(64, np.float32), "the checkpoint holds it"),
+        ("model.norm.weight", np.zeros(64, np.float32), "the checkpoint already holds it"),
         ("model.no_such.weight", np.zeros(4, np.float32), "has no such tensor"),
         (
             "model.layers.1.mlp.gate.e_score_correction_bias",
@@ -441,7 +441,11 @@ def _fewer(data: dict[str, Any]) -> None:
         (QWEN, _meta(lambda d: d["sharding_metas"].pop("tp00_pp00_ep01")), "no cell tp00_pp00_ep01"),
         (QWEN, _meta(_renumber), "layer 0 has 2 experts, the model has 4"),
         (QWEN, _meta(_no_sync), "model.norm.weight: no_sync is True in one cell"),
-        (QWEN, _meta(_fewer), r"shard01\.pdopt: master weight linear_11.w_0 belongs to no structured key"),
+        (
+            QWEN,
+            _meta(_fewer),
+            r"shard01\.pdopt: master weight linear_11.w_0 does not belong to any structured key",
+        ),
     ],
     ids=["optimizer", "model_state", "moe_sharding", "ep_degree", "cell", "renumbered", "no_sync", "fewer"],
 )

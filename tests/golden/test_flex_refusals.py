@@ -47,7 +47,7 @@ for name, (folder, change) in changes.items():
     paddle.distributed.save_state_dict(state, str(variants / name / folder))
 """
 VARIANTS = {
-    "moment": r"model.norm.weight \(moment2\): no file holds it, other parameters have it",
+    "moment": r"model.norm.weight \(moment2\): no file holds it, but other parameters have it",
     "master": r"model.norm.weight \(master_weight\): no file holds it",
     "parameter": r"model.norm.weight \(param\): no file holds it",
     "average": r"model.norm.weight \(ema_master_weight\): no file holds it",

@@ -212,7 +212,7 @@ def test_matrices_of_another_model_are_refused(tmp_path: Path) -> None:
 def test_one_folder_holds_one_checkpoint(tmp_path: Path) -> None:
     source = copied(checkpoint("lora_single"), tmp_path / "source")
     shutil.copy(source / "lora_model_state.pdparams", source / "model_state.pdparams")
-    with pytest.raises(CheckpointError, match="is of a job that trains a model, lora_model_state"):
+    with pytest.raises(CheckpointError, match="belongs to full training and lora_model_state"):
         paddle_reshard.inspect(source)
 
 

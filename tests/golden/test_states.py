@@ -202,7 +202,7 @@ def other_count(folder: Path) -> None:
         (
             "opt_mini_single",
             of_two_tp_ranks,
-            "AdamWMini: under tp=2 each tp rank keeps that of its own piece",
+            "AdamWMini. With tp=2 each tp rank stores the number of its own piece",
         ),
         (
             "tfusion_sh2_s1v1",
@@ -214,7 +214,7 @@ def other_count(folder: Path) -> None:
         (
             "uc_optimshard2_sh2_s1v1",
             lost_piece,
-            r"optimizer\.shard01\.safetensors_shard_0002: its rank has the files \[2\] of 2 \(optim_shard_num\)",
+            r"optimizer\.shard01\.safetensors_shard_0002: its rank has files \[2\] of 2 \(optim_shard_num\)",
         ),
         (
             "uc_optimshard2_sh2_s1v1",

@@ -120,20 +120,20 @@ def test_the_index_names_another_file(copied: Callable[[str], Folder]) -> None:
 def test_the_index_does_not_name_a_key(copied: Callable[[str], Folder]) -> None:
     folder = copied(FOUR)
     _index(folder, "model", lambda index: index["weight_map"].pop(NORM))
-    with pytest.raises(CoverageError, match=rf"{NORM}: model\.safetensors\.index\.json does not name it"):
+    with pytest.raises(CoverageError, match=rf"{NORM}: model\.safetensors\.index\.json does not list it"):
         _plan(folder)
 
 
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("model-00001-of-00002.safetensors", "cannot be files of one checkpoint"),
-        ("model-00005-of-00004.safetensors", "are numbered from 1 to 4"),
-        ("optimizer.tp00.safetensors", "files of two checkpoints"),
+        ("model-00001-of-00002.safetensors", "cannot belong to the same checkpoint"),
+        ("model-00005-of-00004.safetensors", "must be numbered from 1 to 4"),
+        ("optimizer.tp00.safetensors", "the files belong to two checkpoints"),
         ("weights.safetensors", "has no meaning in a unified checkpoint"),
         ("optimizer.pdopt", "has no meaning in a unified checkpoint"),
         ("peft_model-00001-of-00001.safetensors", "adapter"),
-        ("optimizer.shard00.safetensors_shard_0001", "files of two checkpoints"),
+        ("optimizer.shard00.safetensors_shard_0001", "the files belong to two checkpoints"),
     ],
 )
 def test_a_file_too_many(path: str, message: str, copied: Callable[[str], Folder]) -> None:
@@ -177,7 +177,7 @@ def test_a_key_in_two_files(copied: Callable[[str], Folder]) -> None:
     [
         ("optimizer", f"{NORM}/moment1_0", np.int8, r"stored as int8, a floating dtype is expected"),
         ("master_weights", NORM, np.float16, r"stored as float16, float32 is expected"),
-        ("model", NORM, np.uint8, r"stored as uint8, and it is trained"),
+        ("model", NORM, np.uint8, r"trained, but stored as uint8"),
     ],
 )
 def test_a_wrong_dtype(
@@ -206,7 +206,7 @@ def test_a_state_that_other_tensors_have(copied: Callable[[str], Folder]) -> Non
     folder = copied(FOUR)
     _drop(folder, "optimizer", f"{NORM}/moment2_0")
     with pytest.raises(
-        CoverageError, match=rf"{NORM} \(moment2\): no file holds it, other parameters have it"
+        CoverageError, match=rf"{NORM} \(moment2\): no file holds it, but other parameters have it"
     ):
         _plan(folder)
 
@@ -260,7 +260,7 @@ def test_a_slice_that_is_missing(copied: Callable[[str], Folder]) -> None:
         if name[f"{key}/moment1_0"] != path.name:
             _change(path, lambda tensors: tensors.pop(f"{key}/moment1_0"))
     with pytest.raises(
-        CoverageError, match=rf"{key} \(moment1\): its slices have \d+ elements together, \d+"
+        CoverageError, match=rf"{key} \(moment1\): its slices have \d+ elements in total, but \d+"
     ):
         _plan(folder)
 
@@ -271,7 +271,7 @@ def test_a_whole_tensor_among_slices(copied: Callable[[str], Folder]) -> None:
     path = _holder(folder, "master_weights", key)
     _change(path, lambda tensors: tensors.update({key: tensors[key][: 24 * 16].reshape(24, 16)}))
     with pytest.raises(
-        CoverageError, match=rf"{key} \(master_weight\): stored with shape \(24, 16\), other tens"
+        CoverageError, match=rf"{key} \(master_weight\): stored with shape \(24, 16\), but other tens"
     ):
         _plan(folder)
 
@@ -300,7 +300,7 @@ def test_master_weights_without_weights_of_a_mixture(copied: Callable[[str], Fol
     index = folder / "master_weights.safetensors.index.json"
     index.rename(folder / "model.safetensors.index.json")
     _index(folder, "model", lambda index: index.update(weight_map=dict.fromkeys(index["weight_map"], name)))
-    with pytest.raises(UnsupportedError, match=r"skip_save_model_weight.*cannot be told"):
+    with pytest.raises(UnsupportedError, match=r"skip_save_model_weight.*cannot be derived"):
         _plan(folder)
 
 

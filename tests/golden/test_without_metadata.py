@@ -71,7 +71,7 @@ def test_predicted_names_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         _without_names(path)
     for path in source.glob("optimizer*.pdopt"):
         path.write_bytes(path.read_bytes().replace(b"linear_0.w_0", b"lineal_0.w_0"))
-    with pytest.raises(paddle_reshard.ReshardError, match="do not fit the optimizer files"):
+    with pytest.raises(paddle_reshard.ReshardError, match="do not match the optimizer files"):
         paddle_reshard.convert(source, tmp_path / "target", to="tp=1")
 
 

@@ -112,7 +112,7 @@ NAMES = {
     "optimizer.tp200000_pp200000_shard200000.pdopt": "at most 262144 are supported",
     "optimizer.tp200000_pp00_shard00.pdopt": "at most 262144 are supported",
     "optimizer.tp30000_pp00_shard00.pdopt": "files for tp=30001 pp=2 sharding=2 are missing",
-    "model-00001-of-999999999.safetensors": "checkpoints of at most 99999",
+    "model-00001-of-999999999.safetensors": "a total of 999999999 files; at most 99999",
 }
 
 

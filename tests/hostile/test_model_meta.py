@@ -62,18 +62,17 @@ CONTRADICTIONS: dict[str, tuple[str, Callable[[Meta], object], str]] = {
     "stored parameters": (
         "sh2_s1v1_meta_fp32",
         _retyped(BFLOAT16, KEY),
-        rf"{KEY}: model_meta.json: tp00_pp00 says that it is bfloat16, model_state.shard0[01].pdparams stores it as "
-        "float32",
+        rf"{KEY}: bfloat16 in model_meta.json \(tp00_pp00\), but float32 in model_state.shard0[01].pdparams",
     ),
     "float32 with master weights": (
         "sh2_s1v2_meta",
         _retyped(FLOAT32, KEY),
-        rf"{KEY}: model_meta.json: tp00_pp00 says that it is float32, optimizer.shard0[01].pdopt holds a master weight",
+        rf"{KEY}: float32 in model_meta.json \(tp00_pp00\), but optimizer.shard0[01].pdopt holds a master weight",
     ),
     "float32 throughout": (
         "mp2sh2_s1v1_meta",
         _retyped(FLOAT32),
-        r"model_meta.json: tp00_pp00 says that it is float32, optimizer.tp00_shard0[01].pdopt holds a master weight",
+        r"float32 in model_meta.json \(tp00_pp00\), but optimizer.tp00_shard0[01].pdopt holds a master weight",
     ),
     "two dtypes with master weights": (
         "sh2_s1v1_meta",
@@ -83,7 +82,7 @@ CONTRADICTIONS: dict[str, tuple[str, Callable[[Meta], object], str]] = {
     "another dtype throughout": (
         "sh2_s1v2_meta",
         _retyped(FLOAT16),
-        r"model_meta.json says that it is float16, config.json that the model is bfloat16",
+        r"float16 in model_meta.json, but the model is bfloat16 in config.json",
     ),
     "columns in another order": (
         "sh2_s1v1_meta",

@@ -98,7 +98,7 @@ def test_a_comment_is_allowed() -> None:
         ),
         (
             table_of([row(item="encoder")]),
-            "toy.json: rules name the items ['encoder'], which are not in 'items'",
+            "toy.json: rules refer to the items ['encoder'], which are not in 'items'",
         ),
         (
             table_of([row()], items=[{"name": "layer", "layer_class": "L"}]),
@@ -106,18 +106,18 @@ def test_a_comment_is_allowed() -> None:
         ),
         (
             table_of([row()], items=[LAYER, {"name": "head", "layer_class": "H", "continues": "layer"}]),
-            "toy.json: 'items': 'head' continues 'layer': only MTP does that, and only with 'layer'",
+            "toy.json: 'items': 'head' continues 'layer': only MTP items can, and only the item 'layer'",
         ),
         (
             table_of(
                 [row()], items=[LAYER, {"name": "mtp", "layer_class": "M", "mtp": True, "continues": "mtp"}]
             ),
-            "toy.json: 'items': 'mtp' continues 'mtp': only MTP does that, and only with 'layer'",
+            "toy.json: 'items': 'mtp' continues 'mtp': only MTP items can, and only the item 'layer'",
         ),
         (
             table_of([row(split=0, shape=["hidden_size"], part_widths=["hidden_size"])]),
-            "toy.json: the row of 'toy.layers.{layer}.up.weight': part_widths are for two or more parts, and take "
-            "the place of 'parts'",
+            "toy.json: the row of 'toy.layers.{layer}.up.weight': part_widths are for two or more parts, "
+            "instead of 'parts'",
         ),
         (
             table_of([row(split=1, shape=["hidden_size"], part_widths=["4", "8"])]),
@@ -126,21 +126,21 @@ def test_a_comment_is_allowed() -> None:
         ),
         (
             table_of([row()], items=[LAYER, {"name": "mtp", "layer_class": "M", "built_before": "norm"}]),
-            "toy.json: 'items': 'mtp' is built before 'norm', which is none of them",
+            "toy.json: 'items': 'mtp' is built before 'norm', which is not an item",
         ),
         (
             table_of([row(built_after="toy.norm")]),
-            "toy.json: the row of 'toy.layers.{layer}.up.weight': it is built after 'toy.norm', which is no row",
+            "toy.json: the row of 'toy.layers.{layer}.up.weight': it is built after 'toy.norm', which is not a row",
         ),
         (
             table_of([row(built_after="toy.norm"), row(key="toy.norm")]),
-            "toy.json: the row of 'toy.layers.{layer}.up.weight': it is built after 'toy.norm', which has other "
-            "numbers in its key",
+            "toy.json: the row of 'toy.layers.{layer}.up.weight': it is built after 'toy.norm', whose key has "
+            "different placeholders",
         ),
         (
             table_of([row(built_after="toy.layers.{layer}.up.weight")]),
             "toy.json: the row of 'toy.layers.{layer}.up.weight': it is built after 'toy.layers.{layer}.up.weight', "
-            "and that after it",
+            "which is built after it",
         ),
         (
             {name: value for name, value in table_of([row()]).items() if name != "convention"},
@@ -223,7 +223,7 @@ def test_parts_are_a_ratio_in_lowest_terms(widths: list[str], shares: tuple[int,
         assert rule.shares(CONFIG) == shares
         return
     with pytest.raises(
-        RuleError, match=r"up\.weight: parts of \[.*\] elements are not its dim of 12 elements"
+        RuleError, match=r"up\.weight: parts of \[.*\] elements do not add up to its dim of 12 elements"
     ):
         rule.shares(CONFIG)
 
@@ -384,8 +384,8 @@ def test_a_shape_that_the_config_contradicts(tmp_path: Path) -> None:
     with pytest.raises(RuleError) as caught:
         paddle_reshard.inspect(source)
     assert str(caught.value) == (
-        "model.embed_tokens.weight: config.json and the rule table expect the shape (11, 6), the files of tp=1 "
-        "ranks make (10, 6) (a rank holds (10, 6), cut along dim 0)"
+        "model.embed_tokens.weight: config.json and the rule table expect the shape (11, 6), but the files of "
+        "tp=1 ranks add up to (10, 6) (a rank holds (10, 6), cut along dim 0)"
     )
 
 
@@ -447,7 +447,7 @@ def test_the_rules_alone_tell_the_model(case: str) -> None:
     ],
 )
 def test_braces_of_a_table_hold_the_known_names_and_nothing_else(field: str, text: str) -> None:
-    with pytest.raises(UsageError, match=f"stand in braces of {field}"):
+    with pytest.raises(UsageError, match=rf"{field} can contain only .* in braces"):
         parse(table_of([row(**{field: text})]))
 
 

@@ -197,7 +197,9 @@ def _check(model: Model, catalog: Catalog) -> None:
         needed += [PARAM] if all_stored else []
         for state in needed:
             if (tensor.key, state) not in index:
-                raise CoverageError(f"{tensor.key} ({state})", "no file holds it, other parameters have it")
+                raise CoverageError(
+                    f"{tensor.key} ({state})", "no file holds it, but other parameters have it"
+                )
     shapes = {t.key: t.global_shape for t in model.tensors}
     for found in catalog.tensors:
         if found.global_shape not in (shapes[found.key], (1,)):

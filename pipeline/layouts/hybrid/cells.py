@@ -1,11 +1,11 @@
-"""What does every cell of a hybrid-parallel job hold: which tensors, by which names, in which slices?
+"""Determine the tensors, parameter names and slices of every cell of a hybrid-parallel job.
 
-A *cell* is one coordinate of the target that writes files: a tp rank of a stage, and a rank of the expert group where
+A *cell* is a coordinate of the target that writes files: a tp rank of a stage, and a rank of the expert group if
 experts are distributed. The ranks of its sharding group share its optimizer states::
 
     tp=2, pp=2, sharding=3      4 cells, the optimizer states of each in 3 files
 
-All here is a function of the model and the target.
+Everything is a function of the model and the target.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ class Cell:
     parameters: list[ModelTensor]
     """The optimizer's list: trained tensors, each parameter once."""
     shares: Shares
-    """Of every parameter, what each rank of the sharding group stores; of an expert, its own cell's ranks only."""
+    """Parameter → rank of the sharding group → slice that it stores; for experts only ranks of this cell."""
     held: dict[int, list[ModelTensor]]
-    """Rank of the sharding group, if it is of this cell → parameters of which its optimizer holds anything."""
+    """Rank of the sharding group, if it belongs to this cell → parameters with states in its optimizer."""
     model_state: dict[int, list[ModelTensor]]
-    """Rank of the sharding group → tensors of its model_state."""
+    """Rank of the sharding group → tensors in its model_state file."""
 
     def of_shard(self, shard: int) -> list[ModelTensor]:
-        """Parameters of which the rank's optimizer holds anything, in the order of its accumulators.
+        """Parameters with states in the rank's optimizer, in the order of its accumulators.
 
-        Stage 3 puts the parameters that it cuts first.
+        Stage 3 puts parameters that it cuts first.
         """
         return sorted(self.held[shard], key=lambda t: self.shares[t.key][shard] is None)
 
     def of_shard_by_master(self, shard: int, strategy: str) -> list[ModelTensor]:
-        """The same in the order of its master weights: stage 2 makes them in order of size."""
+        """The same parameters in the order of the master weights, which stage 2 creates in order of size."""
         held = self.of_shard(shard)
         if strategy != "stage2":
             return held
@@ -73,7 +73,7 @@ class Cell:
 
 
 class CellPlanner:
-    """Finds out what every cell of one target holds."""
+    """Determines what every cell of a target holds."""
 
     def __init__(self, model: Model, target: HybridTarget) -> None:
         self.model, self.target, self.topology = model, target, target.topology
@@ -89,7 +89,7 @@ class CellPlanner:
         self.with_lora = model.has_lora
 
     def cells(self) -> Iterator[Cell]:
-        """Every cell; the tp ranks of one follow each other."""
+        """All cells, the tp axis varying fastest."""
         for pp, tensors in enumerate(self._stages()):
             for turn in range(self.target.cells_per_tp_rank):
                 cell: Cell | None = None
@@ -98,7 +98,7 @@ class CellPlanner:
                     yield cell
 
     def name(self, cell: Cell) -> str:
-        """What ``model_meta.json`` calls a cell."""
+        """Name of a cell in ``model_meta.json``."""
         return self._name(cell.tp, cell.pp, cell.ep)
 
     def _name(self, tp: int, pp: int, ep: int) -> str:
@@ -109,18 +109,18 @@ class CellPlanner:
         return f"{LORA_PREFIX if self.with_lora else ''}{self.written[key]}"
 
     def only_experts(self, ep: int) -> bool:
-        """Whether the optimizer files of a cell hold nothing but experts: data-parallel rank 0 writes the rest."""
+        """Whether the optimizer files of a cell hold only experts: data-parallel rank 0 writes everything else."""
         return self.target.expert_axis == "dp" and ep > 0
 
     def described(self, cells: Sequence[Cell]) -> list[Cell]:
-        """The cells that ``model_meta.json`` describes, in its order."""
-        if self.target.expert_axis == "dp":  # the trainer describes the first data-parallel rank only
+        """The cells that ``model_meta.json`` lists, in its order."""
+        if self.target.expert_axis == "dp":  # the trainer lists data-parallel rank 0 only
             cells = [cell for cell in cells if cell.ep == 0]
-        # As the trainer gathers them: all tp ranks and stages of a neighbour, then the next one's.
+        # The trainer gathers all tp ranks and stages of a rank in the expert group before the next rank.
         return sorted(cells, key=lambda cell: cell.ep // self.topology.tp)
 
     def meta(self, described: Sequence[Cell]) -> bytes:
-        """``model_meta.json``."""
+        """Contents of ``model_meta.json``."""
         metas = {self.name(cell): self._cell_meta(cell) for cell in described}
         return format_model_meta(self.model.table.convention, self.topology, metas).encode()
 
@@ -130,28 +130,28 @@ class CellPlanner:
         Raises
         ------
         PlanError
-            If the library's pipeline has no place for some of them.
+            If the library's pipeline class does not contain some of them.
         """
         tensors = self.model.as_built(self.topology.pp)
         items = self._items(tensors)
         described = {item.name: item for item in self.model.table.items}
         if self.topology.pp > 1:
-            self._check_places(tensors, described)
-        place = segment(
+            self._check_mtp_stages(tensors, described)
+        positions = segment(
             [described[name] for name, _ in items],
             self.topology.pp,
             self.topology.vpp,
             self.target.segmentation,
         )
-        self.chunk = {item: chunk for item, (_, chunk) in zip(items, place, strict=True)}
-        stage_of = {item: stage for item, (stage, _) in zip(items, place, strict=True)}
+        self.chunk = {item: chunk for item, (_, chunk) in zip(items, positions, strict=True)}
+        stage_of = {item: stage for item, (stage, _) in zip(items, positions, strict=True)}
         stages: list[list[ModelTensor]] = [[] for _ in range(self.topology.pp)]
         for tensor in tensors:
             stages[stage_of[tensor.item]].append(tensor)
         return stages
 
     def _items(self, tensors: Sequence[ModelTensor]) -> list[tuple[str, int | None]]:
-        """The pipeline items, as kind and decoder layer; a checkpoint of an adapter need not have tensors of all."""
+        """The pipeline items, as kind and decoder layer; an adapter may have no tensors in some of them."""
         table, config = self.model.table, self.model.config
         held = list(dict.fromkeys(tensor.item for tensor in tensors))
         if not self.model.has_lora or not isinstance(config_entry(config, LAYERS), int):
@@ -164,7 +164,7 @@ class CellPlanner:
             for layer in table.numbers(item, config)
         ]
 
-    def _check_places(self, tensors: Sequence[ModelTensor], described: Mapping[str, Item]) -> None:
+    def _check_mtp_stages(self, tensors: Sequence[ModelTensor], described: Mapping[str, Item]) -> None:
         table = self.model.table
         if not any(item.layer_class for item in table.items):
             raise PlanError(
@@ -173,12 +173,16 @@ class CellPlanner:
         lost = next((t.key for t in tensors if (i := described[t.rule.item]).mtp and not i.layer_class), None)
         if lost is not None:
             raise PlanError(
-                f"pp={self.topology.pp}: {table.convention}'s pipeline class of {table.family} has no multi-token "
-                f"prediction, so {lost} has no place; convert without it with --drop {MTP}"
+                f"{lost}: with pp={self.topology.pp}, {table.convention}'s pipeline class of {table.family} has no "
+                f"multi-token prediction; omit it with --drop {MTP}"
             )
 
     def _cell(self, tp: int, pp: int, turn: int, tensors: list[ModelTensor], sibling: Cell | None) -> Cell:
-        """``sibling`` is the cell of another tp rank of the stage; given names and distributed experts can differ."""
+        """The cell of a coordinate.
+
+        ``sibling`` is the same cell of the previous tp rank; it differs only if parameter names were given, or if
+        experts are distributed.
+        """
         ep = turn if self.target.expert_axis == "dp" else self.topology.expert_rank(tp, turn)
         if sibling is not None and self.target.names is None and self.target.expert_axis is None:
             return replace(sibling, tp=tp)
@@ -212,7 +216,10 @@ class CellPlanner:
         return cell
 
     def _of_rank(self, tensors: list[ModelTensor], tp: int, ep: int) -> list[ModelTensor]:
-        """The tensors of a stage that a rank holds: of the experts, those of its turn."""
+        """The tensors of a stage that a rank holds.
+
+        With 8 experts over ``ep=4``, expert rank 1 holds experts 2 and 3.
+        """
         axis = self.target.expert_axis
         if axis is None:
             return tensors
@@ -223,7 +230,7 @@ class CellPlanner:
         return lead_experts(held, self.target.unified_experts) if axis == "ep" else held
 
     def _shares(self, parameters: Sequence[ModelTensor], local: Mapping[str, Shape], turn: int) -> Shares:
-        """Experts under expert parallelism have buffers of their own, cut for the ranks that hold the same ones."""
+        """Slices of every parameter; with expert parallelism, experts are cut separately, by ``moe_sharding`` ranks."""
         listed = {
             alone: [
                 Parameter(t.key, prod(local[t.key]), t.dtype, self.chunk[t.item])
@@ -249,19 +256,20 @@ class CellPlanner:
             given = {shift_expert(key, ep * self.experts // self.topology.dp): n for key, n in given.items()}
         keys = {t.key: self.meta_key(t.key) for t in tensors}
         if set(given) != set(keys.values()):
-            odd = sorted(set(given) ^ set(keys.values()))
+            differing = sorted(set(given) ^ set(keys.values()))
             raise RuleError(
-                odd[0] if odd else where,
+                differing[0] if differing else where,
                 f"the target's model_meta.json and the segmentation disagree about the cell {where}",
             )
         return {key: given[written] for key, written in keys.items()}
 
     def _model_state_tensors(self, cell: Cell) -> dict[int, list[ModelTensor]]:
-        """What each rank's model_state holds: everything on rank 0, as always with LoRA, or what sharded saving leaves.
+        """Rank of the sharding group → tensors in its model_state file.
 
-        bf16 parameters with a master weight are left out; of the rest, v1 keeps the owner's, v2 hands the
-        optimizer's list out round robin, and what the optimizer does not know goes to rank 0 (PaddleNLP
-        3.0 ``sharding_io.py:73-106``; PaddleFormers 1.2 does so only where it is told to, and else loses it).
+        Without ``model_meta.json``, and for LoRA, rank 0 stores everything. Sharded saving omits bfloat16 parameters
+        with a master weight. The owner stores the remaining trained parameters under v1; v2 distributes them round
+        robin. Tensors that are not trained go to rank 0 (PaddleNLP 3.0 ``sharding_io.py:73-106``; PaddleFormers 1.2
+        loses them by default).
         """
         stored = [t for t in cell.tensors if not t.missing]
         if self.with_lora or not self.target.writes_meta:

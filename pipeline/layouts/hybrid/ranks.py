@@ -1,9 +1,8 @@
-"""What does every rank's file set say, cell by cell?
+"""Sort the parsed files of all ranks into cells.
 
-A *cell* is one (tp, pp) coordinate, under expert parallelism (tp, pp, ep): the scope in which a parameter name has a
-meaning. This module sorts the parsed files into cells, names every array by ``(structured key, state)``, and
-refuses what does not fit: missing or extra files, contradicting degrees, unknown accumulators, names without a
-structured key.
+A *cell* is one (tp, pp) coordinate, or (tp, pp, ep) under expert parallelism: the scope in which parameter names are
+unique. Every array gets a name ``(structured key, state)``. Missing or extra files, contradictory degrees, unknown
+accumulators and names without a structured key are errors.
 """
 
 from __future__ import annotations
@@ -54,33 +53,33 @@ _META_AXES = {"tp": "mp_degree", "pp": "pp_degree", "shard": "sharding_degree", 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 _MOMENT1, _MOMENT2 = "moment1", written_name(MEAN_MOMENT2)
 LORA_PREFIX = "model."
-"""What stands before the keys of a job with LoRA in ``model_meta.json``, and nowhere else."""
+"""Prefix of the keys of a LoRA job in ``model_meta.json``, and nowhere else."""
 _WITH_OPTIMIZER = (*PLAIN_STATES, MODEL_META)
 _SIGNAL = re.compile(r"saved_signal_\d+")
 
 
 class Knowledge(Protocol):
-    """What the files do not say."""
+    """Facts about the model that the files do not contain."""
 
     def predict_names(self, keys: list[str], topology: Topology) -> list[dict[str, str]]:
-        """Candidates for the parameter names of a cell's structured keys, given in model order."""
+        """Candidate parameter names for the structured keys of a cell, given in model order."""
 
     def count_experts(self, keys: list[str]) -> int | None:
-        """How many routed experts a layer of the model has."""
+        """Number of routed experts in a layer."""
 
 
 @dataclass(slots=True)
 class Cell:
-    """Everything that the files of one coordinate say."""
+    """The contents of all files of one coordinate."""
 
     tp: int
     pp: int
     ep: int = 0
-    """Expert rank; the data-parallel rank where file names have a part ``moe``."""
+    """Expert rank, or data-parallel rank if file names have a part ``moe``."""
     names: dict[str, str] = field(default_factory=dict)
     """Structured key → parameter name, in model order."""
     holders: dict[str, str] = field(default_factory=dict)
-    """Structured key → the key under which the optimizer holds the tensor: the first one of its name."""
+    """Structured key → the first key with the same parameter name, under which the optimizer stores the tensor."""
     shapes: dict[str, Shape] = field(default_factory=dict)
     """Structured key → tensor-parallel local shape."""
     dtypes: dict[str, DType] = field(default_factory=dict)
@@ -88,21 +87,21 @@ class Cell:
     distributed: dict[str, bool] = field(default_factory=dict)
     """Structured key → ``is_distributed`` of ``model_meta.json``; empty without it."""
     no_sync: dict[str, bool] = field(default_factory=dict)
-    """Structured key → ``no_sync`` of ``model_meta.json``, where it is written."""
+    """Structured key → ``no_sync`` of ``model_meta.json``, if it has this column."""
     owners: dict[str, int] = field(default_factory=dict)
-    """Structured key → rank that holds its optimizer state, where ``model_meta.json`` says so."""
+    """Structured key → rank that stores its optimizer state, if ``model_meta.json`` lists owners."""
     arrays: StoredArrays = field(default_factory=StoredArrays)
     sliced: set[str] = field(default_factory=set)
-    """Structured keys of which an entry is marked as a stage 3 slice."""
+    """Structured keys with an entry that is marked as a stage 3 slice."""
     master_spellings: set[bool] = field(default_factory=set)
-    """Whether accumulators of parameters with master weights are named after those (stage 2 and 3 do not)."""
+    """Whether accumulators are named after master weights, if there are any (not in stages 2 and 3); all that occur."""
     single: set[tuple[str, bool]] = field(default_factory=set)
-    """``(moment, whether an array of it is a single number)``: all that occur."""
+    """``(moment, whether an array of it is a single number)``; every combination seen."""
     degrees: dict[str, int] = field(default_factory=dict)
-    """Structured key → ranks that share its optimizer state out, where these are not the whole sharding group."""
+    """Structured key → number of ranks that share its optimizer state, if smaller than the sharding group."""
 
     def label(self) -> str:
-        """How people read it."""
+        """The cell as error messages name it."""
         return f"the cell tp={self.tp} pp={self.pp}" + (f" ep={self.ep}" if self.ep else "")
 
     def rename(self, keys: Mapping[str, str]) -> None:
@@ -122,27 +121,27 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """A hybrid-parallel checkpoint as its files describe it."""
+    """A hybrid-parallel checkpoint, cell by cell."""
 
     topology: Topology
-    """``dp`` is known only where file names tell."""
+    """``dp`` is 1 unless file names have a part ``moe``."""
     cells: tuple[Cell, ...]
-    """By pp, then ep, then tp."""
+    """Ordered by pp, then ep, then tp."""
     strategy: str | None
-    """Stage 1 variant by ``model_meta.json``; ``None`` without it."""
+    """Stage 1 variant from ``model_meta.json``; ``None`` without the file."""
     comm_overlap: bool
     lr_scheduler: Any
-    """The ``LR_Scheduler`` entry of the optimizer files, or ``None`` if they have none."""
+    """The ``LR_Scheduler`` entry of the optimizer files, or ``None``."""
     with_meta: bool
     has_ema: bool
     has_lora: bool = False
-    """Whether the files of parameters are those of LoRA training."""
+    """Whether parameters are stored in ``lora_model_state`` files."""
     has_optimizer: bool = True
-    """Whether there are files of an optimizer."""
+    """Whether there are optimizer files."""
 
 
 def first_keys(names: Mapping[str, str]) -> dict[str, str]:
-    """Parameter name → structured key under which a cell's optimizer holds it: the first one of that name."""
+    """Parameter name → the first structured key with that name, under which a cell's optimizer stores it."""
     keys: dict[str, str] = {}
     for key, name in names.items():
         keys.setdefault(name, key)
@@ -150,7 +149,7 @@ def first_keys(names: Mapping[str, str]) -> dict[str, str]:
 
 
 HALF_DTYPES = ("bfloat16", "float16")
-"""Of parameters that have master weights."""
+"""Dtypes of parameters with master weights."""
 
 
 def sort_ranks(
@@ -166,20 +165,20 @@ def sort_ranks(
     paths
         Every path of the checkpoint → size in bytes.
     roots
-        Path of a tensor file → its entries, or what its pickle holds with arrays as references. They are taken out of
-        it, so that the names of very many arrays are not held beside what is made of them.
+        Path of a tensor file → its entries, or its unpickled root with arrays as references. Entries are removed as
+        they are read, so that the names of very many arrays are not in memory twice.
     meta
-        What ``model_meta.json`` says, or ``None`` where there is none.
+        Contents of ``model_meta.json``, or ``None``.
     knowledge
-        Of the model, where files leave something out.
+        Supplies facts about the model that the files do not contain.
     """
     files = [file for path in sorted(paths) if (file := parse_rank_file(path))]
     topology = _topology(files, meta)
     weights = _kind_of_weights(files)
     if weights == LORA_MODEL_STATE and topology.tp > 1 and topology.pp == 1:
         raise UnsupportedError(
-            f"LoRA of {topology}: without pipeline parallelism the trainer merges what tp cut into one "
-            f"{LORA_MODEL_STATE}.pdparams, which this version does not read; save it with FlexCheckpoint, or with pp=2"
+            f"LoRA with {topology}: without pipeline parallelism the trainer merges the tensors of all tp ranks into "
+            f"one {LORA_MODEL_STATE}.pdparams, which is not supported; save with FlexCheckpoint, or with pp=2"
         )
     by_kind = {kind: [f for f in files if f.kind == kind] for kind in (weights, OPTIMIZER, EMA)}
     if not by_kind[weights]:
@@ -193,19 +192,21 @@ def sort_ranks(
     entries = {
         path: root if isinstance(root, FileEntries) else FileEntries(root) for path, root in roots.items()
     }
-    places: dict[tuple[int, int, int], list[RankFile]] = {}
+    files_of_cell: dict[tuple[int, int, int], list[RankFile]] = {}
     for file in files:
-        places.setdefault(_place(file, topology), []).append(file)
+        files_of_cell.setdefault(_coordinates(file, topology), []).append(file)
     cells = [
-        _read_cell(Cell(tp, pp, ep), places[pp, ep, tp], entries, meta, topology, knowledge)
-        for pp, ep, tp in sorted(places)
+        _read_cell(Cell(tp, pp, ep), files_of_cell[pp, ep, tp], entries, meta, topology, knowledge)
+        for pp, ep, tp in sorted(files_of_cell)
     ]
     _name_numbers(cells, topology)
     metas = [] if meta is None else list(meta.cells.values())
     if meta is not None:
         extra = sorted(meta.cells.keys() - {_meta_name(c, topology) for c in cells})
         if extra:
-            raise CheckpointError(f"{MODEL_META}: sharding_metas has a cell {extra[0]}, the files have none")
+            raise CheckpointError(
+                f"{MODEL_META}: sharding_metas describes {extra[0]}, but no file belongs to that cell"
+            )
     return Ranks(
         topology=topology,
         cells=tuple(cells),
@@ -220,45 +221,46 @@ def sort_ranks(
 
 
 def _name_numbers(cells: Sequence[Cell], topology: Topology) -> None:
-    """AdamWMini keeps one number of each parameter under the name of its second moments.
+    """Rename the second moments of AdamWMini, which are one number per parameter.
 
-    So does AdamW in a model of which every parameter has one element: there the first moments do too.
+    If every first moment is a single number too, every parameter has one element, and the optimizer is AdamW.
     """
     single = {found for cell in cells for found in cell.single}
     if (_MOMENT1, False) not in single or (_MOMENT2, True) not in single or (_MOMENT2, False) in single:
         return
     if topology.tp > 1:
         raise UnsupportedError(
-            f"{_MOMENT2} is one number of each parameter, so the optimizer is AdamWMini: under {topology} each tp rank "
-            "keeps that of its own piece, and no number of the whole parameter follows from them"
+            f"{_MOMENT2} is one number per parameter, so the optimizer is AdamWMini. With {topology} each tp rank "
+            "stores the number of its own piece, from which that of the whole parameter cannot be computed"
         )
     for cell in cells:
         cell.arrays = cell.arrays.renamed({}, {_MOMENT2: MEAN_MOMENT2})
 
 
 def _check_parameters_only(paths: Mapping[str, int], files: Sequence[RankFile]) -> None:
-    """A checkpoint of ``ignore_save_lr_and_optim`` has files of parameters, and none that go with an optimizer."""
-    lost_beside = [path for path in sorted(paths) if path in _WITH_OPTIMIZER or _SIGNAL.fullmatch(path)]
-    lost_beside += [file.path for file in files if file.kind != MODEL_STATE or file.shard is not None]
-    if lost_beside:
+    """Accept only parameters, as saved with ``ignore_save_lr_and_optim``; optimizer files may be missing otherwise."""
+    unexpected = [path for path in sorted(paths) if path in _WITH_OPTIMIZER or _SIGNAL.fullmatch(path)]
+    unexpected += [file.path for file in files if file.kind != MODEL_STATE or file.shard is not None]
+    if unexpected:
         raise CheckpointError(
-            f"no {OPTIMIZER} file, and {lost_beside[0]}, which the trainer only writes beside them: files are missing"
+            f"no {OPTIMIZER} file, but {unexpected[0]}, which the trainer only writes together with {OPTIMIZER} files: "
+            "files are missing"
         )
 
 
 def _kind_of_weights(files: list[RankFile]) -> str:
-    """Whether the job trains a model or LoRA."""
+    """The kind of files that hold the parameters: of a model or of LoRA."""
     found = {file.kind: file.path for file in files if file.kind in WEIGHTS}
     if len(found) > 1:
         raise CheckpointError(
-            f"{found[MODEL_STATE]} is of a job that trains a model, {found[LORA_MODEL_STATE]} of one that trains LoRA: "
-            "one folder holds one checkpoint"
+            f"{found[MODEL_STATE]} belongs to full training and {found[LORA_MODEL_STATE]} to LoRA training: a folder "
+            "must hold a single checkpoint"
         )
     return next(iter(found), MODEL_STATE)
 
 
 def _topology(files: list[RankFile], meta: ModelMeta | None) -> Topology:
-    """Degree of each axis by the file names, held against ``parallel_config``."""
+    """Degree of each axis from the file names, checked against ``parallel_config``."""
     written = {} if meta is None else {"tp": meta.tp, "pp": meta.pp, "shard": meta.sharding, "ep": meta.ep}
     degrees = {}
     for axis in ("tp", "pp", "shard", "ep", "moe"):
@@ -267,22 +269,23 @@ def _topology(files: list[RankFile], meta: ModelMeta | None) -> Topology:
         if ranks and degrees[axis] == 1 and axis != "moe":
             part = "moe_sharding" if axis == "ep" else axis
             raise CheckpointError(
-                f"file names have a part {part}00 but no {part}01: a part appears only when the degree is "
-                f"above 1, so at least one rank's files are missing"
+                f"file names have a part {part}00 but no {part}01: a part appears only if the degree is above 1, so "
+                "the files of at least one rank are missing"
             )
-        if axis == "ep" and not ranks:  # with sharded saving file names do not tell
+        if axis == "ep" and not ranks:  # file names have no expert rank with sharded saving
             degrees[axis] = written.get(axis) or 1
         if written.get(axis) not in (None, degrees[axis]):
             raise CheckpointError(
-                f"{MODEL_META} says {_META_AXES[axis]}={written[axis]}, the file names say {degrees[axis]}"
+                f"{MODEL_META} says {_META_AXES[axis]}={written[axis]}, but the file names say {degrees[axis]}"
             )
     if degrees["ep"] > 1 and degrees["moe"] > 1:
         raise CheckpointError(
-            f"experts over {degrees['ep']} expert ranks and over {degrees['moe']} data ranks"
+            f"file names distribute experts over {degrees['ep']} expert ranks and over {degrees['moe']} "
+            "data-parallel ranks; only one of the two is possible"
         )
     if (ranks_named := prod(degrees[axis] for axis in ("tp", "pp", "shard", "moe"))) > MAX_RANKS:
         raise CheckpointError(
-            f"file names and {MODEL_META} are those of {ranks_named} ranks; at most {MAX_RANKS} are supported"
+            f"file names and {MODEL_META} describe {ranks_named} ranks; at most {MAX_RANKS} are supported"
         )
     topology = Topology(
         tp=degrees["tp"], pp=degrees["pp"], sharding=degrees["shard"], ep=degrees["ep"], dp=degrees["moe"]
@@ -296,18 +299,18 @@ def _check_expert_ranks(topology: Topology, meta: ModelMeta | None) -> None:
         return
     if topology.ep % topology.tp or topology.sharding % topology.dense_sharding:
         raise CheckpointError(
-            f"ep={topology.ep} does not fit tp={topology.tp} and sharding={topology.sharding}: tp must divide ep, "
-            "and ep must divide tp × sharding"
+            f"ep={topology.ep} is impossible with tp={topology.tp} and sharding={topology.sharding}: tp must divide "
+            "ep, and ep must divide tp × sharding"
         )
     written = None if meta is None else meta.moe_sharding
     if written not in (None, topology.moe_sharding):
         raise CheckpointError(
-            f"{MODEL_META} says moe_sharding_degree={written}, {topology} makes it {topology.moe_sharding}"
+            f"{MODEL_META} says moe_sharding_degree={written}, but {topology} implies {topology.moe_sharding}"
         )
 
 
-def _place(file: RankFile, topology: Topology) -> tuple[int, int, int]:
-    """The cell that a file belongs to, as ``(pp, ep, tp)``."""
+def _coordinates(file: RankFile, topology: Topology) -> tuple[int, int, int]:
+    """Coordinates ``(pp, ep, tp)`` of the cell that a file belongs to."""
     tp = file.tp or 0
     if file.ep is not None:
         return file.pp or 0, file.ep, tp
@@ -317,23 +320,23 @@ def _place(file: RankFile, topology: Topology) -> tuple[int, int, int]:
 
 
 def _check_files(kind: str, files: list[RankFile], topology: Topology) -> None:
-    """The files of one kind must be exactly those of all ranks that write one, each once."""
+    """Check that every rank that writes a file of this kind has exactly one, and that there are no others."""
 
     def ranks(degree: int) -> list[int | None]:
         return list(range(degree)) if degree > 1 else [None]
 
     sharded = kind not in WEIGHTS or any(f.shard is not None for f in files)
     moe = list(range(topology.dp)) if any(f.moe is not None for f in files) else [None]
-    places: Iterable[tuple[int | None, int | None, int | None, int | None, int | None]]
+    coordinates: Iterable[tuple[int | None, int | None, int | None, int | None, int | None]]
     if kind == MODEL_STATE and topology.ep > 1 and not sharded:
         # Every expert rank writes a whole cell.
-        places = (
+        coordinates = (
             (ep % topology.tp if topology.tp > 1 else None, pp, None, None, ep)
             for pp in ranks(topology.pp)
             for ep in range(topology.ep)
         )
     else:
-        places = (
+        coordinates = (
             (tp, pp, shard, rank, None)
             for tp in ranks(topology.tp)
             for pp in ranks(topology.pp)
@@ -344,16 +347,16 @@ def _check_files(kind: str, files: list[RankFile], topology: Topology) -> None:
     for file in files:
         found = (file.tp, file.pp, file.shard, file.moe, file.ep)
         if found in seen:
-            raise CheckpointError(f"{seen[found]} and {file.path} are the same rank's file")
+            raise CheckpointError(f"{seen[found]} and {file.path} are files of the same rank")
         seen[found] = file.path
     what = f"tp={topology.tp} pp={topology.pp} sharding={topology.sharding}"
     what += f" ep={topology.ep}" if topology.ep > 1 else ""
     expected, missing, first = 0, 0, ""
-    for place in places:
+    for rank_coordinates in coordinates:
         expected += 1
-        if seen.pop(place, None) is None:
+        if seen.pop(rank_coordinates, None) is None:
             missing += 1
-            name = rank_file_name(kind, *place)
+            name = rank_file_name(kind, *rank_coordinates)
             first = min(first, name) if first else name
     if missing:
         raise CheckpointError(f"{missing} of {expected} {kind} files for {what} are missing: {first}")
@@ -366,15 +369,17 @@ def _check_signals(paths: Mapping[str, int], topology: Topology) -> None:
     ranks = topology.world_size
     if signals and signals != ranks:
         raise CheckpointError(
-            f"{signals} saved_signal_* files for {ranks} ranks: the trainer had not finished this checkpoint"
+            f"{signals} saved_signal_* files for {ranks} ranks: the trainer did not finish this checkpoint"
         )
 
 
 def _same(what: str, values: list[Any], where: str) -> Any:
-    """The one value that all agree on; ``None`` for no values."""
+    """The value that all have in common; ``None`` if there are none."""
     for value in values:
         if value != values[0]:
-            raise CheckpointError(f"{where}: {what} is {values[0]!r} in one place and {value!r} in another")
+            raise CheckpointError(
+                f"{where}: {what} must be the same everywhere; found {values[0]!r} and {value!r}"
+            )
     return values[0] if values else None
 
 
@@ -385,7 +390,7 @@ def _lr_scheduler(files: list[RankFile], roots: Mapping[str, FileEntries]) -> An
     # Data-parallel ranks above 0 write their own experts and nothing else.
     lacking = next((f.path for f in files if f.path not in states and not f.moe), None)
     if states and lacking is not None:
-        raise CheckpointError(f"{next(iter(states))} has an {LR_SCHEDULER} entry, {lacking} has none")
+        raise CheckpointError(f"{next(iter(states))} has an {LR_SCHEDULER} entry, but {lacking} does not")
     return _same(LR_SCHEDULER, list(states.values()), "optimizer files")
 
 
@@ -406,9 +411,9 @@ def _read_cell(
             candidates = knowledge.predict_names(list(cell.shapes), topology)
             cell.names = _names_that_fit(model_files[0], candidates, [roots[f.path] for f in optimizers])
     if meta is not None:
-        described = _described(cell, meta, topology)
+        described = _cell_meta(cell, meta, topology)
         if with_lora:
-            described = _of_adapter(described, cell, _meta_name(cell, topology))
+            described = _adapter_meta(described, cell, _meta_name(cell, topology))
         _names_from_meta(cell, described, topology, knowledge)
     for file in model_files:
         _add_parameters(cell, file, roots[file.path])
@@ -436,34 +441,34 @@ def _unfused(
     topology: Topology,
     meta: ModelMeta | None,
 ) -> dict[str, Any]:
-    """The entries of an optimizer file by parameter; the buffers are those of stage 1 v1."""
+    """The entries of an optimizer file with the fused buffers of stage 1 v1 split into parameters."""
     if meta is not None or topology.ep > 1 or topology.dp > 1:
         raise UnsupportedError(
-            f"{file.path}: fused buffers (stage1_tensor_fusion) beside {MODEL_META} or with experts spread over ranks: "
-            "no real checkpoint has shown what is in them"
+            f"{file.path}: fused buffers (stage1_tensor_fusion) are not supported together with {MODEL_META} or "
+            "distributed experts: their contents could not be verified with a real checkpoint"
         )
     parameters = [FusedParameter(key, name, cell.shapes[key], cell.dtypes[key]) for name, key in keys.items()]
     return unfuse(root, parameters, file.shard or 0, topology.sharding, file.path)
 
 
 def _check_dtypes(cell: Cell, where: str) -> None:
-    """Hold the dtypes that ``model_meta.json`` gives against the arrays of the same parameters.
+    """Check the dtypes in ``model_meta.json`` against the arrays.
 
-    A parameter is stored as what it is, and only one of half precision has a master weight: what is not stored is cast
-    from that to the dtype written there.
+    A stored parameter has its own dtype. A parameter that is not stored is cast from its master weight, which only
+    parameters of half precision have, to the dtype in ``model_meta.json``.
     """
     for key, dtype in cell.dtypes.items():
         for stored in cell.arrays.get((key, PARAM), ()):
             if stored.dtype() != dtype:
                 raise CheckpointError(
-                    f"{key}: {MODEL_META}: {where} says that it is {dtype.name}, {stored.path} stores it as "
-                    f"{stored.dtype().name}: they are not of one run"
+                    f"{key}: {dtype.name} in {MODEL_META} ({where}), but {stored.dtype().name} in {stored.path}: the "
+                    "files belong to different runs"
                 )
         masters = cell.arrays.get((cell.holders.get(key, key), MASTER_WEIGHT))
         if masters and dtype.name not in HALF_DTYPES:
             raise CheckpointError(
-                f"{key}: {MODEL_META}: {where} says that it is {dtype.name}, {masters[0].path} holds a master weight "
-                f"of it, which only {' and '.join(HALF_DTYPES)} have: they are not of one run"
+                f"{key}: {dtype.name} in {MODEL_META} ({where}), but {masters[0].path} holds a master weight, which "
+                f"only {' and '.join(HALF_DTYPES)} parameters have: the files belong to different runs"
             )
 
 
@@ -471,24 +476,25 @@ def _meta_name(cell: Cell, topology: Topology) -> str:
     return cell_name(cell.tp, cell.pp, cell.ep if topology.ep > 1 else None)
 
 
-def _described(cell: Cell, meta: ModelMeta, topology: Topology) -> CellMeta:
+def _cell_meta(cell: Cell, meta: ModelMeta, topology: Topology) -> CellMeta:
     where = _meta_name(cell, topology)
     if where not in meta.cells:
         raise CheckpointError(f"{MODEL_META}: sharding_metas has no cell {where}")
     return meta.cells[where]
 
 
-def _of_adapter(described: CellMeta, cell: Cell, where: str) -> CellMeta:
-    """What is said of the tensors that LoRA training stores, under their own keys.
+def _adapter_meta(described: CellMeta, cell: Cell, where: str) -> CellMeta:
+    """The entries of the tensors that LoRA training stores, under the keys of the files.
 
-    ``model_meta.json`` is written from outside of the layer that LoRA puts around the model, and lists the base too.
+    LoRA wraps the model. ``model_meta.json`` is written from the wrapper: its keys have a prefix, and it lists the
+    tensors of the base model too.
     """
     for key, name in cell.names.items():
-        said = described.names.get(f"{LORA_PREFIX}{key}")
-        if said != name:
+        listed = described.names.get(f"{LORA_PREFIX}{key}")
+        if listed != name:
             raise CheckpointError(
-                f"{key}: called {name} in the file that holds it, {MODEL_META}: {where} says {said!r} of "
-                f"{LORA_PREFIX}{key}"
+                f"{key}: parameter name {name} in the file, but {listed!r} in {MODEL_META} ({where}, "
+                f"{LORA_PREFIX}{key})"
             )
     return CellMeta(
         described.strategy,
@@ -523,10 +529,11 @@ def _names_from_meta(cell: Cell, described: CellMeta, topology: Topology, knowle
 
 
 def _first_expert(described: CellMeta, where: str, rank: int, ranks: int, knowledge: Knowledge) -> int:
-    """How far the experts of a data-parallel rank are from those of rank 0, whose names alone are written.
+    """Number of the first expert of a data-parallel rank.
 
-    PaddleNLP 3.0.0b4 spreads experts over data-parallel ranks, and ``model_meta.json`` describes rank 0 only;
-    the parameter names of other ranks are the same, their experts follow in order.
+    PaddleNLP 3.0.0b4 distributes experts over data-parallel ranks in order, with the same parameter names on each, and
+    ``model_meta.json`` describes rank 0 only. With 8 experts on 4 ranks, experts 0 and 1 of rank 0 stand for experts 4
+    and 5 of rank 2: the result is 4.
     """
     held = experts_of(described.names)
     count = knowledge.count_experts(list(described.names))
@@ -534,14 +541,14 @@ def _first_expert(described: CellMeta, where: str, rank: int, ranks: int, knowle
         return 0
     if held != set(range(len(held))) or len(held) * ranks != count:
         raise CheckpointError(
-            f"{MODEL_META}: {where} lists the experts {sorted(held)}, and {ranks} data-parallel ranks are to hold "
-            f"{count} together: which are those of rank {rank} is not known"
+            f"{MODEL_META}: {where} lists the experts {sorted(held)}, but {ranks} data-parallel ranks hold {count} "
+            f"experts in total: the experts of rank {rank} cannot be determined"
         )
     return rank * len(held)
 
 
 def expert_of(key: str) -> int | None:
-    """Number of the routed expert that a structured key belongs to.
+    """Number of the routed expert in a structured key, or ``None``.
 
     >>> expert_of("model.layers.1.mlp.experts.13.up_proj.weight")
     13
@@ -556,7 +563,7 @@ def experts_of(keys: Iterable[str]) -> set[int]:
 
 
 def shift_expert(key: str, by: int) -> str:
-    """The key of the expert that comes ``by`` numbers later; another key as it is.
+    """Add ``by`` to the expert number in a key; keys without one are returned unchanged.
 
     >>> shift_expert("model.layers.1.mlp.experts.1.up_proj.weight", 2)
     'model.layers.1.mlp.experts.3.up_proj.weight'
@@ -565,9 +572,9 @@ def shift_expert(key: str, by: int) -> str:
 
 
 def _complete_shapes(cell: Cell, strategy: str) -> None:
-    """Shapes and dtypes that ``model_meta.json`` does not give, from the arrays that show them.
+    """Take shapes and dtypes that ``model_meta.json`` lacks from the arrays.
 
-    A parameter that is not stored is bfloat16: sharded saving leaves out no other (PaddleNLP 3.0
+    A parameter that is not stored is bfloat16: sharded saving omits no others (PaddleNLP 3.0
     ``sharding_io.py:381-419``).
     """
     for key, holder in cell.holders.items():
@@ -591,7 +598,7 @@ def _names_from_model_state(cell: Cell, files: list[RankFile], roots: Mapping[st
         root = roots[file.path]
         table = root.get(STRUCTURED_NAMES)
         if not isinstance(table, dict | None):
-            raise CheckpointError(f"{file.path}: {STRUCTURED_NAMES} is not a table of names")
+            raise CheckpointError(f"{file.path}: {STRUCTURED_NAMES} is not a dict of names")
         for key, value in root.items():
             if key == STRUCTURED_NAMES:
                 continue
@@ -608,9 +615,9 @@ def _names_from_model_state(cell: Cell, files: list[RankFile], roots: Mapping[st
 def _names_that_fit(
     file: RankFile, candidates: list[dict[str, str]], optimizers: list[FileEntries]
 ) -> dict[str, str]:
-    """Of predicted names, those by which every optimizer entry of the cell has a meaning.
+    """The first candidate names with which every optimizer entry of the cell can be parsed.
 
-    The shape of every array is held against its parameter afterwards, as always.
+    Shapes are checked later, as for any other names.
     """
     entries = [entry for root in optimizers for entry, value in root.items() if _array_of(value) is not None]
     for names in candidates:
@@ -618,8 +625,8 @@ def _names_that_fit(
         if all(split_accumulator_key(entry.removeprefix(SLICE_PREFIX), known) for entry in entries):
             return names
     raise CheckpointError(
-        f"{file.path}: parameter names are missing from {STRUCTURED_NAMES}, and those by the naming rules do not "
-        "fit the optimizer files"
+        f"{file.path}: {STRUCTURED_NAMES} lacks parameter names, and the names predicted by the naming rules do not "
+        "match the optimizer files"
     )
 
 
@@ -633,7 +640,7 @@ def _add(cell: Cell, key: str, state: str, file: RankFile, value: object) -> Non
 
 
 def _array_of(value: object) -> Array | None:
-    """The array in an entry, which may be a ``(name, array)`` tuple, as ``paddle.load`` reads it."""
+    """The array in an entry; the entry may be a ``(name, array)`` tuple, which ``paddle.load`` accepts too."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
         value = value[1]
     return value if isinstance(value, ArrayRef | SplitArray) else None
@@ -647,10 +654,12 @@ def _add_parameters(cell: Cell, file: RankFile, root: FileEntries) -> None:
 
 
 def _key_of(cell: Cell, name: str, keys: Mapping[str, str], file: RankFile, what: str) -> str:
-    """The structured key of an entry's parameter; a stage 3 slice is noted in the cell."""
+    """The structured key of an entry's parameter; records stage 3 slices in the cell."""
     bare = name.removeprefix(SLICE_PREFIX)
     if bare not in keys:
-        raise CheckpointError(f"{file.path}: {what} {name} belongs to no structured key of this cell")
+        raise CheckpointError(
+            f"{file.path}: {what} {name} does not belong to any structured key of this cell"
+        )
     if bare != name:
         cell.sliced.add(keys[bare])
     return keys[bare]
@@ -671,14 +680,12 @@ def _add_optimizer(cell: Cell, file: RankFile, root: FileEntries, keys: Mapping[
         masters.add(key)
     for entry, value in root.drained(SPECIAL):
         if entry == "offload_buffer":
-            raise UnsupportedError(
-                f"{file.path}: offload_buffer: offloaded optimizer state cannot be converted"
-            )
+            raise UnsupportedError(f"{file.path}: offload_buffer: offloaded optimizer state is not supported")
         parts = split_accumulator_key(entry.removeprefix(SLICE_PREFIX), keys)
         if parts is None:
             raise CheckpointError(
-                f"{file.path}: {entry} is not a known accumulator of a parameter of this cell; its meaning is "
-                "not known, so it is not converted"
+                f"{file.path}: {entry} is not a known accumulator of a parameter of this cell; entries of unknown "
+                "meaning are not converted"
             )
         name, accumulator, separate = parts
         key = keys[name]
@@ -696,5 +703,5 @@ def _add_ema(cell: Cell, file: RankFile, root: FileEntries, keys: Mapping[str, s
         _add(cell, _key_of(cell, name, keys, file, "EMA master weight"), EMA_MASTER_WEIGHT, file, value)
     for key, value in root.drained([MASTER_WEIGHTS, STRUCTURED_NAMES]):
         if key not in cell.names:
-            raise CheckpointError(f"{file.path}: EMA entry {key} is no structured key of this cell")
+            raise CheckpointError(f"{file.path}: EMA entry {key} is not a structured key of this cell")
         _add(cell, key, EMA_PARAM, file, value)

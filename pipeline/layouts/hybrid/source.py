@@ -1,8 +1,8 @@
-"""From the files of a hybrid-parallel checkpoint to its logical tensors.
+"""Build the catalog of logical tensors from the files of a hybrid-parallel checkpoint.
 
-For every (structured key, state): within a cell, join what sharding cut; across cells, join what tensor
-parallelism cut, by the rule table; across pipeline stages and expert ranks, take the union. All of it on references:
-the result is a catalog of fragments, proven to cover every tensor exactly once.
+For every (structured key, state): join the slices of sharding within a cell, join the pieces of tensor parallelism
+across cells by the rule table, and take the union over pipeline stages and expert ranks. Only references are joined:
+the result is a catalog of fragments that is checked to cover every tensor exactly once.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ from paddle_reshard.pipeline.layouts.rules.literal import StoredJob, StoredKey, 
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 
 AUTOMATIC_NAME = re.compile(r"(eager_tmp|generated_tensor)_\d+")
-"""What Paddle calls a tensor that nobody named; the number counts all such tensors of the process."""
+"""Name that Paddle generates for an unnamed tensor; the number counts such tensors in the process."""
 
 
 def read_hybrid(
@@ -85,32 +85,32 @@ def read_hybrid(
     missing: MissingPolicy | None = None,
     adapter: Adapter | None = None,
 ) -> Checkpoint:
-    """Understand a checkpoint from the metadata of its files.
+    """Interpret a checkpoint from the metadata of its files.
 
     Parameters
     ----------
     paths
         Every path of the checkpoint → size in bytes.
     roots
-        Path of a tensor file → what its pickle holds, arrays as references.
+        Path of a tensor file → its unpickled root, with arrays as references.
     meta, config
         ``model_meta.json`` (or ``None``) and ``config.json``.
     tables
         Rule tables to choose from.
     missing
-        What is to become of tensors that no file holds; without it they are refused.
+        How to treat tensors that no file holds; by default they are an error.
     adapter
-        What ``lora_config.json`` says, where there is one.
+        Contents of ``lora_config.json``, or ``None``.
 
     Raises
     ------
     CheckpointError, PlanError
-        Naming the file, the tensor and the two values, if the files are not one whole, consistent
-        checkpoint, or hold something that cannot be understood exactly.
+        Naming the file, the tensor and the two values, if the checkpoint is incomplete or inconsistent, or cannot be
+        interpreted exactly.
     """
     ranks = sort_ranks(paths, roots, meta, _Rules(tables, config))
     held = sorted(roots)
-    del roots  # where nobody else holds them, the names of all arrays go
+    del roots  # frees the names of all arrays, unless the caller keeps them
     for cell in () if ranks.with_meta else ranks.cells:
         cell.rename(keys_in_model(tables, cell.names, config))
     table = _choose_table(ranks, tables, config)
@@ -155,7 +155,7 @@ def read_hybrid(
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """What rule tables know of a checkpoint whose files leave something out."""
+    """Facts from the rule tables about a checkpoint whose files are incomplete."""
 
     tables: Sequence[RuleTable]
     config: Mapping[str, Any]
@@ -168,12 +168,12 @@ class _Rules:
         return [predict_parameter_names(named, pp, tp, parallel, ep) for parallel in (False, True)]
 
     def count_experts(self, keys: list[str]) -> int | None:
-        """How many routed experts a layer has."""
+        """Number of routed experts in a layer."""
         return _expert_count(choose_table(self.tables, keys, self.config), self.config)
 
 
 def _choose_table(ranks: Ranks, tables: Sequence[RuleTable], config: Mapping[str, Any]) -> RuleTable:
-    """The table of the model's family; where nobody knows that, what the files tell themselves."""
+    """The rule table of the model's family, or for an unknown family a table derived from the files."""
     if is_known(tables, config) or not _tells_itself(ranks):
         return choose_table(tables, dict.fromkeys(key for cell in ranks.cells for key in cell.names), config)
     topology, common = ranks.topology, _held_by_all(ranks)
@@ -226,17 +226,17 @@ def _named(table: RuleTable, key: str, config: Mapping[str, Any]) -> tuple[Rule,
 
 
 def _strategy(ranks: Ranks, cells: Sequence[Cell]) -> str:
-    """Sharding strategy: as ``model_meta.json`` says, or by what tells the files apart.
+    """The sharding strategy: from ``model_meta.json``, or recognised by the arrays.
 
-    Stage 3 marks slices and keeps small tensors whole on every rank; stage 2 and 3 name accumulators after the
-    parameter although a master weight exists; stage 1 v2 holds one-dim slices only, v1 and stage 2 whole tensors.
-    Without master weights stage 2 looks like stage 1 v1 and means the same.
+    Stage 3 marks slices, and stores small tensors whole on every rank. Stages 2 and 3 name accumulators after the
+    parameter even if there is a master weight. Stage 1 v2 stores 1-D slices only, v1 and stage 2 whole tensors. Without
+    master weights, stage 2 has the same files as stage 1 v1.
     """
     found = ranks.strategy or _strategy_of_files(ranks, cells)
     if ranks.topology.ep > 1 and found not in ("none", "stage1v2"):
         raise CheckpointError(
-            f"{ranks.topology} under {found}: PaddleFormers' optimizer for expert parallelism only supports stage1v2, "
-            "so which ranks hold what is not known"
+            f"{ranks.topology} with {found}: PaddleFormers' optimizer for expert parallelism only supports stage1v2, "
+            "so the distribution over ranks is unknown"
         )
     return found
 
@@ -261,8 +261,7 @@ def _strategy_of_files(ranks: Ranks, cells: Sequence[Cell]) -> str:
         return "stage3"
     if not any(len(local) > 1 for local, _ in shapes):
         raise CheckpointError(
-            f"every parameter has one dim, so the sharding strategies cannot be told apart without {MODEL_META}; "
-            "refusing to guess"
+            f"every parameter has one dim, so the sharding strategy cannot be determined without {MODEL_META}"
         )
     if spellings == {False}:
         return "stage2"
@@ -270,7 +269,10 @@ def _strategy_of_files(ranks: Ranks, cells: Sequence[Cell]) -> str:
 
 
 def _vpp(cells: Sequence[Cell], model: Model) -> int:
-    """Runs of consecutive decoder layers in a stage: the number of virtual stages."""
+    """The number of virtual stages: the most runs of consecutive decoder layers in any cell.
+
+    Layers 0, 1, 4, 5 in a cell are two runs.
+    """
     mtp = model.table.mtp_items
     layer_of = {t.key: None if t.rule.item in mtp else t.layer for t in model.tensors}
     runs = []
@@ -284,7 +286,7 @@ def _vpp(cells: Sequence[Cell], model: Model) -> int:
 
 
 def _name_shared_keys(ranks: Ranks, table: RuleTable) -> None:
-    """Give a tensor that the last stage stores under a key of the first one the key of its own row."""
+    """Rename tensors that the last stage stores under a key of the first stage to the key of their own row."""
     keys = {rule.key_pp: rule.key for rule in table.rules if rule.key_pp}
     for cell in ranks.cells:
         if keys and 0 < cell.pp == ranks.topology.pp - 1:
@@ -300,7 +302,7 @@ def _read_model(
     adapter: Adapter | None,
 ) -> Model:
     found: dict[str, ModelTensor] = {}
-    order = {key: place for place, key in enumerate(_keys_in_order(cells))}
+    order = {key: position for position, key in enumerate(_keys_in_order(cells))}
     for cell in cells:
         for key in cell.names:
             tensor = _read_tensor(cell, key, ranks, expert_axis, table, config)
@@ -322,39 +324,41 @@ def _read_model(
 
 
 def _read_adapter(held: Model, adapter: Adapter | None) -> Model:
-    """The model of which files hold what LoRA training trains."""
+    """The model of a LoRA checkpoint, whose files hold only the trained tensors."""
     if not held.has_lora:
-        raise CheckpointError(f"{LORA_MODEL_STATE}: holds no matrices of LoRA")
+        raise CheckpointError(f"{LORA_MODEL_STATE}: contains no LoRA matrices")
     check_matrices(held, adapter)
     layers, count = {tensor.layer for tensor in held.tensors} - {None}, config_entry(held.config, LAYERS)
     if isinstance(count, int) and (beyond := sorted(n for n in layers if n is not None and n >= count)):
-        raise CheckpointError(f"config.json says {count} decoder layers; there is LoRA of layer {beyond[0]}")
+        raise CheckpointError(
+            f"config.json says {count} decoder layers, but the files have LoRA of layer {beyond[0]}"
+        )
     return with_base(held, adapter)
 
 
 def _check_half_dtypes(tensors: Sequence[ModelTensor], config: Mapping[str, Any]) -> None:
-    """Parameters with master weights are all bfloat16 or all float16: no file but ``config.json`` says which.
+    """Check that parameters with master weights are all bfloat16 or all float16, as ``config.json`` says.
 
-    The trainers write the dtype of the model there when they save.
+    The trainers write the dtype of the model to ``config.json`` when they save.
     """
     found = {tensor.dtype.name: tensor for tensor in tensors if tensor.master}
     if len(found) > 1:
-        one, other = list(found.values())[:2]
+        first, second = list(found.values())[:2]
         raise CheckpointError(
-            f"{MODEL_META} says that {one.key} is {one.dtype.name} and {other.key} {other.dtype.name}, both with "
-            "master weights: a job has one such dtype"
+            f"{MODEL_META} says that {first.key} is {first.dtype.name} and {second.key} {second.dtype.name}; all "
+            "parameters with master weights must have the same dtype"
         )
     written = config.get("torch_dtype", config.get("dtype"))
     for name, tensor in found.items():
         if written in HALF_DTYPES and written != name:
             raise CheckpointError(
-                f"{tensor.key}: {MODEL_META} says that it is {name}, {CONFIG} that the model is {written}: they are "
-                "not of one run"
+                f"{tensor.key}: {name} in {MODEL_META}, but the model is {written} in {CONFIG}: the files belong to "
+                "different runs"
             )
 
 
 def _keys_in_order(cells: Sequence[Cell]) -> list[str]:
-    """All keys, those of a stage in model order: experts that only some tp ranks hold are put where they belong."""
+    """All keys, those of a stage in model order, including experts that only some tp ranks hold."""
     stages = [list(of_stage) for _, of_stage in groupby(cells, key=lambda cell: cell.pp)]
     return [key for of_stage in stages for key in merged_names([cell.names for cell in of_stage])]
 
@@ -381,7 +385,7 @@ def _read_tensor(
     if expected is not None and expected != shape:
         raise RuleError(
             key,
-            f"config.json and the rule table expect the shape {expected}, the files of tp={tp} ranks make "
+            f"config.json and the rule table expect the shape {expected}, but the files of tp={tp} ranks add up to "
             f"{shape} (a rank holds {cell.shapes[key]}, cut along dim {cut.dim})",
         )
     _check_marks(cell, key, rule, cut, expert_axis, ranks.topology)
@@ -403,9 +407,9 @@ def _read_tensor(
 def _check_marks(
     cell: Cell, key: str, rule: Rule, cut: TensorCut, expert_axis: str | None, topology: Topology
 ) -> None:
-    """Hold what ``model_meta.json`` says of a tensor against what the rules say of it.
+    """Check the flags of a tensor in ``model_meta.json`` against the rules.
 
-    ``expert_axis`` is the axis over which the tensor's experts are spread, if it is an expert's.
+    ``expert_axis`` is the axis over which experts are distributed, or ``None`` if the tensor is not an expert's.
     """
     distributed = topology.tp > 1 and cut.dim is not None
     expected = expert_axis in ("ep", "tp") or rule.marked_distributed(distributed, topology.ep)
@@ -413,14 +417,14 @@ def _check_marks(
     if (topology.tp > 1 or topology.ep > 1) and found != expected:
         raise RuleError(
             key,
-            f"{MODEL_META} says is_distributed={found}, the rule table says that tp "
+            f"{MODEL_META} says is_distributed={found}, but the rule table says that tp "
             f"{'cuts dim ' + str(cut.dim) if distributed else 'does not cut it'}",
         )
     if cell.no_sync.get(key, expert_axis == "ep") != (expert_axis == "ep"):
         raise RuleError(
             key,
-            f"{MODEL_META} says no_sync={cell.no_sync[key]} and {topology}; what is not synchronised are "
-            "experts under expert parallelism, and nothing else",
+            f"{MODEL_META} says no_sync={cell.no_sync[key]} with {topology}; expected is no_sync=true for experts "
+            "under expert parallelism, and false for everything else",
         )
 
 
@@ -432,7 +436,7 @@ def _check_agreement(known: ModelTensor, tensor: ModelTensor, cell: Cell) -> Non
 
 
 def _check_same_tensors(ranks: Ranks, tensors: Mapping[str, ModelTensor]) -> None:
-    """All cells of a stage hold the same tensors under the same names, but for the experts of each."""
+    """Check that all cells of a stage hold the same tensors under the same names, except for experts."""
 
     def common(cell: Cell) -> list[tuple[str, str]]:
         return [(key, name) for key, name in cell.names.items() if not tensors[key].rule.of_expert]
@@ -442,15 +446,15 @@ def _check_same_tensors(ranks: Ranks, tensors: Mapping[str, ModelTensor]) -> Non
         held = common(first)
         for other in others:
             if held != common(other):
-                odd = sorted(set(held) ^ set(common(other)))
-                what = odd[0][0] if odd else "the order of keys"
+                differing = sorted(set(held) ^ set(common(other)))
+                what = differing[0][0] if differing else "the order of keys"
                 raise CoverageError(
-                    what, f"{first.label()} and {other.label()} do not hold the same tensors of the stage"
+                    what, f"{first.label()} and {other.label()} hold different tensors of the same stage"
                 )
 
 
 def _unified(ranks: Ranks, model: Model) -> bool | None:
-    """Whether routers come before the experts of their layer."""
+    """Whether routers come before the experts of their layer; ``None`` if the order of tensors does not show it."""
     rules = {t.key: t.rule for t in model.tensors}
     for cell in ranks.cells:
         for key in cell.names:
@@ -462,13 +466,19 @@ def _unified(ranks: Ranks, model: Model) -> bool | None:
 
 
 def _check_names(ranks: Ranks, model: Model) -> tuple[bool | None, str | None]:
-    """Whether the source uses sequence parallelism, and where its names break the naming rules."""
+    """Whether the source uses sequence parallelism, and the first name that breaks the naming rules.
+
+    Each is ``None`` if it cannot be determined, or if there is none.
+    """
     tp, pp, ep = ranks.topology.tp, ranks.topology.pp, ranks.topology.ep
     problems: dict[bool, str | None] = {}
     built = model.as_built(pp)
-    place = {tensor.key: place for place, tensor in enumerate(built)}
+    position = {tensor.key: number for number, tensor in enumerate(built)}
     held = [
-        [built[i] for i in sorted({place[key] for key in cell.names} | _of_base(cell, ranks, model))]
+        [
+            built[i]
+            for i in sorted({position[key] for key in cell.names} | _base_positions(cell, ranks, model))
+        ]
         for cell in ranks.cells
     ]
     for sequence_parallel in (False, True):
@@ -478,8 +488,8 @@ def _check_names(ranks: Ranks, model: Model) -> tuple[bool | None, str | None]:
             wrong = [k for k in cell.names if predicted[k] != cell.names[k]]
             if wrong:
                 problems[sequence_parallel] = (
-                    f"{wrong[0]} is called {cell.names[wrong[0]]} in {cell.label()}, the naming rules say "
-                    f"{predicted[wrong[0]]}"
+                    f"{wrong[0]} has the parameter name {cell.names[wrong[0]]} in {cell.label()}, but "
+                    f"{predicted[wrong[0]]} by the naming rules"
                 )
                 break
     fitting = [sp for sp, problem in problems.items() if problem is None]
@@ -488,10 +498,10 @@ def _check_names(ranks: Ranks, model: Model) -> tuple[bool | None, str | None]:
     return None, None if fitting else problems[False]
 
 
-def _of_base(cell: Cell, ranks: Ranks, model: Model) -> set[int]:
-    """Places (in the order in which the job builds them) of the tensors of an adapter's base in a cell.
+def _base_positions(cell: Cell, ranks: Ranks, model: Model) -> set[int]:
+    """Positions, in build order, of the base model's tensors in a cell of a LoRA job.
 
-    No file names them, and they count in parameter names.
+    No file lists them, but they advance the counters in parameter names.
     """
     if not ranks.has_lora:
         return set()
@@ -500,8 +510,8 @@ def _of_base(cell: Cell, ranks: Ranks, model: Model) -> set[int]:
     mtp = model.table.mtp_items
     ahead = {item.name for item in takewhile(lambda item: not item.repeated, model.table.items)}
     return {
-        place
-        for place, tensor in enumerate(tensors)
+        position
+        for position, tensor in enumerate(tensors)
         if tensor.missing
         and (
             tensor.item in layers
@@ -537,7 +547,7 @@ class _HybridCatalogBuilder:
         self.cuts: dict[str, TensorCut] = {}  # the same for all states of a tensor
         self.tensors = Tensors()
         self.copies = numbers_of("i")
-        """How many copies of its piece of each tensor each tp rank has given: ``tensor * tp + rank``."""
+        """Copies of its piece that a tp rank has contributed, at index ``tensor * tp + rank``."""
         self.placements = Placements()
         self.aliases: dict[str, tuple[str, ...]] = {}
         for tensor in model.tensors:
@@ -548,7 +558,7 @@ class _HybridCatalogBuilder:
         for cell in self.cells:
             for (key, state), arrays in cell.arrays.items():
                 self._add(cell, key, state, arrays)
-            cell.arrays = StoredArrays()  # nobody asks for them any more, and they are many
+            cell.arrays = StoredArrays()  # large, and not used again
         implied = self._imply()
         _check_filled(self.policy, self.filled)
         _check_states(self.model, self.ranks.has_ema, self.tensors)
@@ -560,19 +570,19 @@ class _HybridCatalogBuilder:
 
     def _tensor(self, key: str, state: str, dtype: DType, shape: Shape, where: str) -> int:
         identity = self._identity(key)
-        place = self.tensors.find(identity, state)
-        if place is None:
+        number = self.tensors.find(identity, state)
+        if number is None:
             aliases = self.aliases.get(identity, ()) if state in (PARAM, EMA_PARAM) else ()
             self.copies.extend([0] * self.tp)
             return self.tensors.add(Tensor(identity, state, dtype, shape, aliases))
-        if (self.tensors.dtype(place), self.tensors.shape(place)) != (dtype, shape):
-            tensor = self.tensors[place]
+        if (self.tensors.dtype(number), self.tensors.shape(number)) != (dtype, shape):
+            tensor = self.tensors[number]
             raise CoverageError(
                 tensor.label,
                 f"{tensor.dtype.name} {tensor.global_shape} in one file, {dtype.name} {shape} in another",
                 (where,),
             )
-        return place
+        return number
 
     def _add(self, cell: Cell, key: str, state: str, arrays: list[StoredArray]) -> None:
         dtype = common_dtype(key, state, arrays)
@@ -595,10 +605,13 @@ class _HybridCatalogBuilder:
                 self.placements.add(kind, rank, index, file, array.byte_offset, dtype, replica)
 
     def _replica(self, tensor: int, rank: int) -> int:
-        """A copy is complete when every rank of the cut has given its piece; the next ones are replicas."""
-        place = tensor * self.tp + rank
-        self.copies[place] += 1
-        return self.copies[place] - 1
+        """Number of the copy that the next piece of a rank belongs to; 0 is the first.
+
+        A copy is complete once every tp rank has contributed its piece.
+        """
+        index = tensor * self.tp + rank
+        self.copies[index] += 1
+        return self.copies[index] - 1
 
     def _add_per_parameter(self, key: str, state: str, dtype: DType, arrays: list[StoredArray]) -> None:
         for stored in arrays:
@@ -611,7 +624,7 @@ class _HybridCatalogBuilder:
             )
 
     def _imply(self) -> dict[int, int]:
-        """Parameters that no file holds are the cast of their master weight, by definition of the format."""
+        """Tensors that no file holds → their source: the format defines such parameters as casts of master weights."""
         implied = {}
         for tensor in self.model.tensors:
             identity = self._identity(tensor.key)
@@ -629,7 +642,7 @@ class _HybridCatalogBuilder:
         return implied
 
     def _fill(self, tensor: ModelTensor, identity: str) -> None:
-        """Take a tensor that no file holds from where the policy says, or leave it out, or refuse it."""
+        """Take a tensor that no file holds from the given file, omit it, or raise, as the policy says."""
         array, file = filling_of(self.policy, tensor), self.policy.file
         if array is None or file is None:
             self.missing.add(tensor.key)
@@ -643,55 +656,56 @@ class _HybridCatalogBuilder:
 
 
 def filling_of(policy: MissingPolicy, tensor: ModelTensor) -> ArrayRef | None:
-    """What a tensor that no file holds is filled with; ``None``: it may be missing.
+    """The array to use for a tensor that no file holds; ``None``: the tensor may be missing.
 
     Raises
     ------
     CoverageError
-        If it may not, or what was given is another tensor.
+        If it may not be missing, or the given array has another dtype or shape.
     """
     array, file = policy.filled.get(tensor.key), policy.file
     if array is None or file is None:
         if not policy.allows(tensor.key):
             raise CoverageError(
                 f"{tensor.key} (param)",
-                "no file holds it, and it has no master weight to be the cast of (sharded saving loses "
-                "buffers and parameters that are not trained); give it with --fill FILE, a safetensors file "
-                f"that holds it as {tensor.dtype.name} {list(tensor.global_shape)}, or go on without it with "
-                f"--allow-missing '{tensor.key}'",
+                "no file holds it, and it has no master weight to cast (sharded saving loses buffers and parameters "
+                "that are not trained); supply it with --fill FILE, a safetensors file that holds it as "
+                f"{tensor.dtype.name} {list(tensor.global_shape)}, or omit it with --allow-missing '{tensor.key}'",
             )
         return None
     dtype = dtype_of_code(array.dtype, file.path)
     if (dtype, array.shape) != (tensor.dtype, tensor.global_shape):
         raise CoverageError(
             f"{tensor.key} (param)",
-            f"{tensor.dtype.name} {tensor.global_shape} in the checkpoint, {dtype.name} {array.shape} in the "
-            "file that was given with --fill",
+            f"{tensor.dtype.name} {tensor.global_shape} in the checkpoint, but {dtype.name} {array.shape} in the file "
+            "given with --fill",
             (file.path,),
         )
     return array
 
 
 def _check_filled(policy: MissingPolicy, filled: Collection[str]) -> None:
-    """What was given and is not missing would be dropped without a word."""
+    """Refuse tensors given with ``--fill`` that would be ignored."""
     for key in sorted(policy.filled.keys() - set(filled)):
         raise CoverageError(
             key,
-            "given with --fill, but the checkpoint holds it or has no such tensor; take it out of the file",
+            "given with --fill, but the checkpoint already holds it or has no such tensor; remove it from the file",
         )
 
 
 def _check_states(model: Model, has_ema: bool, tensors: Tensors) -> None:
-    """Every trained tensor has the same optimizer states, and EMA where there is any."""
+    """Check that all trained tensors have the same optimizer states, and an average if any tensor has."""
     trained = [t for t in model.tensors if t.trained and t.tied_to is None]
     wanted = {name for t in trained for name in t.accumulators}
     for tensor in trained:
         lacking = sorted(wanted - set(tensor.accumulators))
         if lacking:
-            raise CoverageError(f"{tensor.key} ({lacking[0]})", "no file holds it, other parameters have it")
+            raise CoverageError(
+                f"{tensor.key} ({lacking[0]})", "no file holds it, but other parameters have it"
+            )
         if has_ema:
             state = EMA_MASTER_WEIGHT if tensor.master else EMA_PARAM
             if tensors.find(tensor.key, state) is None:
                 raise CoverageError(
-                    f"{tensor.key} ({state})", "no EMA file holds it, other parameters have it"
+                    f"{tensor.key} ({state})", "no EMA file holds it, but other parameters have it"
                 )

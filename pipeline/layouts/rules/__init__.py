@@ -31,25 +31,29 @@ if TYPE_CHECKING:  # NumPy, which the table of families does without
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceForm:
-    """What becomes of a tensor in a Hugging Face checkpoint: one tensor, or the parts that are fused in it."""
+    """A tensor's form in a Hugging Face checkpoint: a single tensor, or several that Paddle fuses."""
 
     keys: tuple[str, ...]
-    """Key of each part there; ``{layer}`` and ``{expert}`` stand for the numbers in the key of the row."""
+    """Key of each part in Hugging Face checkpoints; ``{layer}`` and ``{expert}`` are the numbers in the row's key."""
     transposed: bool = False
-    """Whether the two dims change places: ``[in, out]`` here is ``[out, in]`` there."""
+    """Whether the two dims are swapped: ``[in, out]`` in Paddle, ``[out, in]`` in Hugging Face."""
     saved_transposed: bool | None = None
-    """Whether they change places where the trainer saves with ``save_to_hf``; ``None``: as in Hugging Face checkpoints
-    for what is one tensor there, and not for what Paddle fuses."""
+    """Whether the two dims are swapped when the trainer saves with ``save_to_hf``; ``None``: as ``transposed`` for a
+    single key, not at all for several."""
     widths: tuple[str, ...] | None = None
-    """Extent of each part along the last dim here, as sums of products of config entries; needed for several."""
+    """Extent of each part along Paddle's last dim, as sums of products of config entries; required for several keys."""
     groups: str | None = None
-    """Config entry: into how many groups the last dim is cut, each with its share of every part in turn."""
+    """Config entry with the number of groups into which the last dim is divided; each group has a share of every part.
+
+    4 query heads and 2 key/value heads with ``groups = "num_key_value_heads"`` are stored as
+    ``[q q k v | q q k v]``.
+    """
     keep_float32: bool = False
-    """Whether it stays float32 when the model is given another dtype."""
+    """Whether it stays float32 when the model is converted to another dtype."""
 
     @property
     def transposed_as_saved(self) -> bool:
-        """Whether the two dims change places where the trainer saves with ``save_to_hf``."""
+        """Whether the two dims are swapped when the trainer saves with ``save_to_hf``."""
         if self.saved_transposed is not None:
             return self.saved_transposed
         return self.transposed and len(self.keys) == 1
@@ -57,86 +61,92 @@ class HuggingFaceForm:
 
 @dataclass(frozen=True, slots=True)
 class Discarded:
-    """A parameter that the library builds and gives up for another one; it only counts in the names of others."""
+    """A parameter that the library creates and then replaces; it only advances the counters in parameter names."""
 
     name_class: str
     """Layer class, as in a row."""
     name_class_sp: str | None = None
-    """Layer class under sequence parallelism (tp > 1), where it differs."""
+    """Layer class under sequence parallelism (tp > 1), if it differs."""
 
     def class_for(self, tp: int, sequence_parallel: bool) -> str:
-        """Layer class in a job."""
+        """Layer class in a job with this configuration."""
         return (tp > 1 and sequence_parallel and self.name_class_sp) or self.name_class
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One row: every tensor whose key fits ``key``."""
+    """A row of a rule table; applies to every tensor whose key matches ``key``."""
 
     key: str
-    """Structured name; ``{layer}`` stands for a decoder layer's number, ``{expert}`` for a routed expert's."""
+    """Structured name; ``{layer}`` matches the number of a decoder layer, ``{expert}`` that of a routed expert."""
     item: str
     """Name of the pipeline item that owns it."""
     name_class: str
-    """Layer class in the framework's parameter name, ``linear`` in ``linear_0.w_0``."""
+    """Layer class in the framework's parameter name: ``linear`` in ``linear_0.w_0``."""
     source: str
-    """Where the row is known from."""
+    """Evidence for the row."""
     split: Annotated[int, Bounds(0)] | None = None
     """Dim that tensor parallelism cuts; ``None``: every tp rank holds the whole tensor."""
     parts: Annotated[int, Bounds(1)] = 1
     """How many equal logical parts are fused along ``split``; a tp rank holds its piece of each."""
     part_widths: tuple[str, ...] | None = None
-    """For parts that are not equal: the extent of each along ``split``, as sums of products of config entries."""
+    """For unequal parts: the extent of each along ``split``, as sums of products of config entries."""
     split_if_divisible: str | None = None
-    """Config entry that must divide by tp; otherwise every tp rank holds the whole tensor."""
+    """Config entry that tp must divide; otherwise every tp rank holds the whole tensor."""
     must_divide: str | None = None
-    """Config entry without which tp cannot cut this tensor at all: heads are never divided."""
+    """Config entry that tp must divide; otherwise the topology is refused, because heads are never divided."""
     name_class_pp: str | None = None
-    """Layer class under pipeline parallelism, where it differs."""
+    """Layer class under pipeline parallelism, if it differs."""
     name_class_sp: str | None = None
-    """Layer class under sequence parallelism (tp > 1), where it differs."""
+    """Layer class under sequence parallelism (tp > 1), if it differs."""
     shape: tuple[str, ...] | None = None
-    """Expected global shape as sums of products of config entries, to check against; ``a/b`` is rounded down."""
+    """Expected global shape; each dim is a sum of products of config entries, in which ``a/b`` is rounded down."""
     tied_to: str | None = None
-    """Key that shares the values where the config ties word embeddings."""
+    """Key with the same values if the config ties word embeddings."""
     always_tied: bool = False
-    """Whether the family ties them whatever the config says."""
+    """Whether the family ties them regardless of the config."""
     key_pp: str | None = None
-    """Key in the files under pipeline parallelism, where it differs; a key of the first stage, in the last one."""
+    """Key in the files of the last stage under pipeline parallelism, if it differs: a key of the first stage."""
     name_class_ep: str | None = None
-    """Layer class under expert parallelism, where it differs."""
+    """Layer class under expert parallelism, if it differs."""
     name_class_ep_sp: str | None = None
-    """Layer class under sequence parallelism where experts are spread, where it differs only then."""
+    """Layer class under expert and sequence parallelism together, if it differs."""
     is_distributed: Literal["always", "never", "ep"] | None = None
-    """Where the library does not mark a tensor by whether tp cuts it: ``always``, ``never``, or also under ``ep``."""
+    """If the library's flag does not say whether tp cuts the tensor: ``always``, ``never``, or set under ``ep`` too."""
     leads_if_unified: bool = False
     """Whether it comes before the experts in the unified layer of expert parallelism."""
     parameter_name: str | None = None
-    """The whole parameter name where the library gives it: ``{n}`` counts, ``{layer}`` is the decoder layer."""
+    """The whole parameter name if the library sets it: ``{n}`` counts, ``{layer}`` is the decoder layer."""
     built_after: str | None = None
-    """Key of the row right after whose tensor it is built, where rows, as the files, have another order."""
+    """Key of the row right after whose tensor the library builds it, if that is not the order of the rows."""
     discards: tuple[Discarded, ...] = ()
-    """What the library builds right before it, and gives up."""
+    """What the library creates right before it and then replaces."""
     where: Mapping[str, Any] = field(default_factory=dict)
     """Config entries that must have these values for the row to apply."""
     huggingface: HuggingFaceForm | None = None
-    """What it is in a Hugging Face checkpoint; ``None``: not known."""
+    """The tensor's form in a Hugging Face checkpoint; ``None``: unknown."""
 
     def pattern(self) -> re.Pattern[str]:
-        """The whole key as a regular expression."""
+        """``key`` as a regular expression for the whole key."""
         return _pattern(self.key)
 
     def applies(self, config: Config) -> bool:
-        """Whether the row is one of this model's."""
+        """Whether the model with this config has the row."""
         return all(config_entry(config, name, False) == value for name, value in self.where.items())
 
     def fill_in(self, form: str, key: str) -> str:
-        """Another spelling of a key of this row, with the same numbers."""
+        """``form`` with the layer and expert numbers of ``key`` filled in."""
         match = self.pattern().fullmatch(key)
         return form.format(**(match.groupdict() if match else {}))
 
     def split_dim(self, config: Config, tp: int, key: str | None = None) -> int | None:
-        """The dim that ``tp`` ranks cut in this model, or ``None`` where each holds the whole tensor."""
+        """The dim that ``tp`` ranks cut in this model, or ``None`` if each holds the whole tensor.
+
+        Raises
+        ------
+        RuleError
+            If tp does not divide ``must_divide``, or the config lacks an entry.
+        """
         if self.split is None or tp == 1:
             return self.split
         if not self.must_divide and not self.split_if_divisible:
@@ -158,12 +168,14 @@ class Rule:
         return self.parts if self.part_widths is None else len(self.part_widths)
 
     def shares(self, config: Config) -> tuple[int, ...]:
-        """The extents of the parts that are fused along ``split``, as a ratio in lowest terms; ``(1,)`` for one part.
+        """The extents of the parts fused along ``split``, as a ratio in lowest terms; ``(1,)`` for a single part.
+
+        Parts of 4096, 1024 and 1024 elements are ``(4, 1, 1)``.
 
         Raises
         ------
         RuleError
-            If the parts do not make up the tensor.
+            If the extents of the parts do not add up to the dim.
         """
         if self.part_widths is None:
             return (1,) * self.parts
@@ -172,16 +184,16 @@ class Rule:
         extent = sum(widths) if shape is None or self.split is None else shape[self.split]
         if min(widths) < 1 or sum(widths) != extent:
             raise RuleError(
-                self.key, f"parts of {list(widths)} elements are not its dim of {extent} elements"
+                self.key, f"parts of {list(widths)} elements do not add up to its dim of {extent} elements"
             )
         return tuple(width // gcd(*widths) for width in widths)
 
     def twin(self, config: Config) -> str | None:
-        """The key that holds the same values in this model."""
+        """The key with the same values in this model, or ``None``."""
         return self.tied_to if self.always_tied or ties_words(config) else None
 
     def class_for(self, pp: int, tp: int, sequence_parallel: bool, ep: int = 1) -> str:
-        """Layer class in parameter names of a job."""
+        """Layer class in the parameter names of a job."""
         if pp > 1 and self.name_class_pp:
             return self.name_class_pp
         if ep > 1 and tp > 1 and sequence_parallel and self.name_class_ep_sp:
@@ -194,32 +206,32 @@ class Rule:
 
     @property
     def first_number(self) -> int:
-        """The number in the parameter name of the first tensor of its kind in a layer: 0 in ``linear_0.w_0``."""
+        """Number in the parameter name of a layer's first weight or bias: 0 in ``linear_0.w_0``."""
         return 0
 
     @property
     def of_expert(self) -> bool:
-        """Whether its tensors belong to one routed expert each."""
+        """Whether each of its tensors belongs to a single routed expert."""
         return "{expert}" in self.key
 
     def marked_distributed(self, cut: bool, ep: int) -> bool:
-        """What the library says of a tensor that every rank holds, if tp does or does not cut it."""
+        """Value of the library's ``is_distributed`` flag; ``cut``: whether tp cuts the tensor."""
         if self.is_distributed == "never":
             return False
         return cut or self.is_distributed == "always" or (self.is_distributed == "ep" and ep > 1)
 
 
 LORA = {"lora_A": 1, "lora_B": 2}
-"""Last word in the keys of the two matrices that LoRA trains beside a linear layer → the number in its parameter name:
-the layer that LoRA puts in the place of the linear one makes a weight of its own first (``w_0``), and gives it up."""
+"""Last component of the keys of the two LoRA matrices of a linear layer → number in the parameter name. The layer that
+replaces the linear one first creates a weight of its own (``w_0``), which it then discards."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraRule(Rule):
-    """The row of ``lora_A [in, r]`` or ``lora_B [r, out]``, which follows from that of the weight ``[in, out]``.
+    """The row of ``lora_A [in, r]`` or ``lora_B [r, out]``, derived from the row of the weight ``[in, out]``.
 
-    tp cuts ``lora_A`` where it cuts rows of the weight, and ``lora_B`` where it cuts columns; every rank holds the
-    other matrix whole (PaddleFormers 1.2 ``peft/lora/lora_layers.py``).
+    tp cuts ``lora_A`` if it cuts rows of the weight, and ``lora_B`` if it cuts columns; every rank holds the whole of
+    the matrix that is not cut (PaddleFormers 1.2 ``peft/lora/lora_layers.py``).
     """
 
     weight: Rule | None = None
@@ -227,7 +239,7 @@ class LoraRule(Rule):
 
     @classmethod
     def beside(cls, weight: Rule, name: str) -> LoraRule:
-        """The row of ``name``, one of :data:`LORA`, beside a linear layer.
+        """The row of the matrix ``name``, a key of :data:`LORA`, of a linear layer.
 
         Raises
         ------
@@ -236,7 +248,7 @@ class LoraRule(Rule):
         """
         key = f"{weight.key.removesuffix('weight')}{name}"
         if weight.name_class != "linear" or weight.of_expert or (weight.split or 0) > 1:
-            what = "a routed expert" if weight.of_expert else f"{weight.key}, which is no linear layer,"
+            what = "a routed expert" if weight.of_expert else f"{weight.key}, which is not a linear layer,"
             raise RuleError(key, f"LoRA of {what} is not supported")
         cut = weight.split is not None and weight.split == (name == "lora_B")
         return cls(
@@ -255,7 +267,7 @@ class LoraRule(Rule):
 
     @property
     def name(self) -> str:
-        """Which of the two it is."""
+        """``lora_A`` or ``lora_B``."""
         return self.key.rpartition(".")[2]
 
     @property
@@ -264,7 +276,7 @@ class LoraRule(Rule):
         return LORA[self.name]
 
     def class_for(self, pp: int, tp: int, sequence_parallel: bool, ep: int = 1) -> str:
-        """Layer class in parameter names of a job: LoRA's, for the class that the linear layer has there."""
+        """Layer class in the parameter names of a job: LoRA's counterpart of the linear layer's class."""
         if tp == 1 or self.weight is None or self.weight.split is None:
             return self.name_class
         axis = ("row", "column")[self.weight.split]
@@ -280,21 +292,21 @@ MTP_LAYERS = "num_nextn_predict_layers"
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One kind of pipeline item. ``layer_class`` is its class, by which a segmentation may choose it."""
+    """A kind of pipeline item."""
 
     name: str
     layer_class: str
-    """Empty: the library's pipeline has no such item."""
+    """Its class, which a segmentation ``layer:Regex`` matches; empty: the library's pipeline has no such item."""
     repeated: bool = False
-    """Whether it is the decoder layer, of which there are many."""
+    """Whether it is the decoder layer."""
     mtp: bool = False
-    """Whether it is a layer of multi-token prediction, or a part of one; there are as many as ``MTP_LAYERS`` says."""
+    """Whether it is a layer of multi-token prediction, or a part of one; ``MTP_LAYERS`` of the config counts them."""
     continues: str | None = None
-    """The decoder layer's item, whose rows it has too; it is numbered on from there."""
+    """The decoder layer's item, for MTP layers that have its rows too and are numbered after it."""
     built_before: str | None = None
-    """The item before which it is built where there are no pipeline stages."""
+    """The item before which it is built in a job without pipeline stages."""
     count: str | None = None
-    """Config entry: how many there are of an item that is numbered and is no decoder layer; of a list, its length."""
+    """Config entry with the number of such items, or a list of that length; for numbered items but decoder layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +324,7 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class RuleTable:
-    """All rows of a model family as one library spells it. ``items`` are in pipeline order."""
+    """All rows of a model family as a library spells it. ``items`` are in pipeline order."""
 
     family: str
     convention: str
@@ -320,51 +332,50 @@ class RuleTable:
     items: tuple[Item, ...]
     rules: tuple[Rule, ...]
     experts: str | None = None
-    """Config entry: the number of routed experts in a layer."""
+    """Config entry with the number of routed experts in a layer."""
     expert_axis: Literal["ep", "tp", "dp"] | None = None
-    """The axis over which the library can spread routed experts, whole ones to every rank: ``ep``, ``tp`` or ``dp``."""
+    """The axis over which the library can distribute whole routed experts: ``ep``, ``tp`` or ``dp``."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Axes that no job of the family can have together, ``tp,pp`` → what the trainer does instead."""
+    """Axes that a job of the family cannot combine, as ``tp,pp`` → what the trainer does instead."""
     muon_exclude_patterns: tuple[str, ...] = ("embed", "bias", "lm_head", "mlp.gate")
-    """What a name must not have in it for Muon to update the parameter; the default of the trainer's arguments."""
+    """Parameters whose name contains any of these are not updated by Muon; the trainer's default."""
     saved_prefixes: Mapping[str, str] = field(default_factory=dict)
-    """Beginnings of keys that the class renames where it saves weights itself, in files without ``model_meta.json`` →
-    what they are there."""
+    """Prefix of keys → prefix under which the model class saves them in files without ``model_meta.json``."""
     proven: Proof | None = field(default=None, compare=False, repr=False)
     """What it has been compared with; ``None``: not said, as in a table that a user writes."""
     comment: str | tuple[str, ...] = field(default="", compare=False, repr=False)
-    """For people."""
+    """Ignored by the program."""
 
     @property
     def supports_lora(self) -> bool:
-        """Whether it is known how LoRA training saves the family: PaddleFormers' language models."""
+        """Whether LoRA of the family is supported: language models of PaddleFormers."""
         return self.convention == "paddleformers" and not any(item.count for item in self.items)
 
     @property
     def counts_layers(self) -> bool:
-        """Whether keys tell their layer, so that the config can be held against their number."""
+        """Whether keys contain layer numbers, so that their count can be checked against the config."""
         return any("{layer}" in rule.key for rule in self.rules)
 
     @property
     def mtp_items(self) -> dict[str, Item]:
-        """Name → item, of those that make up multi-token prediction."""
+        """Name → item, for the items of multi-token prediction."""
         return {item.name: item for item in self.items if item.mtp}
 
     def build_order(self, pp: int) -> dict[str, int]:
-        """Name of an item → its place in the order in which a job with ``pp`` stages builds the model."""
+        """Name of an item → its position in the order in which a job with ``pp`` stages builds the model."""
         names = [item.name for item in self.items]
         for item in self.items:
             if pp == 1 and item.built_before is not None:
                 names.remove(item.name)
                 names.insert(names.index(item.built_before), item.name)
-        return {name: place for place, name in enumerate(names)}
+        return {name: position for position, name in enumerate(names)}
 
     def first_mtp_layer(self, item: Item, config: Config) -> int:
-        """The number of the first layer of multi-token prediction in the keys of its item."""
+        """Number of the first MTP layer in the keys of its item."""
         return count_entry(config, LAYERS) if item.continues else 0
 
     def numbers(self, item: Item, config: Config) -> Sequence[int | None]:
-        """The numbers of all items of a kind in a model; ``None`` where there is only one."""
+        """The layer numbers of all items of a kind in a model; ``(None,)`` for an item that occurs once."""
         if item.repeated:
             return range(count_entry(config, LAYERS))
         if item.count is not None:
@@ -373,18 +384,18 @@ class RuleTable:
         return range(first, first + count_entry(config, MTP_LAYERS)) if item.mtp else (None,)
 
     def key_saved_as(self, saved: str) -> str:
-        """The key of a tensor by what the class renames it to where it saves weights itself."""
+        """The key in the model of a tensor that the model class saved as ``saved``."""
         if any(saved.startswith(prefix) for prefix in self.saved_prefixes):
             return saved
         return renamed_prefix(saved, {saved_as: prefix for prefix, saved_as in self.saved_prefixes.items()})
 
     def find(self, key: str, config: Config) -> tuple[Rule, int | None]:
-        """The row for ``key`` and its decoder layer; for the matrices of LoRA that follows from the weight's row.
+        """The row for ``key``, and the number of its decoder layer; rows of LoRA matrices follow from the weight's.
 
         Raises
         ------
         RuleError
-            If no row fits, or more than one.
+            If no row matches, or more than one.
         """
         module, _, name = key.rpartition(".")
         if name in LORA:
@@ -397,17 +408,18 @@ class RuleTable:
         ]
         fits = [(rule, match) for rule, match in fits if self._may_hold(rule, match, config)]
         if len(fits) != 1:
-            found = "no row" if not fits else f"{len(fits)} rows"
+            found = f"{len(fits)} rows" if fits else "no row"
+            advice = "keep only one in" if fits else "add one to"
             raise RuleError(
                 key,
-                f"{found} of the {self.convention} rule table {self.family!r} fits; add one to a copy of the "
-                f"table and pass it with --rules FILE",
+                f"{found} of the {self.convention} rule table {self.family!r} {'fit' if fits else 'fits'}; {advice} a "
+                "copy of the table and pass it with --rules FILE",
             )
         rule, match = fits[0]
         return rule, _layer_of(match)
 
     def _of_layer(self, rule: Rule, match: re.Match[str], config: Config) -> Rule:
-        """The row, which is one of the item that continues its own for layers of multi-token prediction."""
+        """The row, assigned to the MTP item that continues its item if the layer is an MTP layer."""
         layer = _layer_of(match)
         if layer is None:
             return rule
@@ -419,7 +431,7 @@ class RuleTable:
         return rule
 
     def _may_hold(self, rule: Rule, match: re.Match[str], config: Config) -> bool:
-        """Whether a row of an item that continues the decoder layers is asked for one of its own layers."""
+        """Whether a layer can have a row: rows of MTP items that continue the decoder apply only to MTP layers."""
         item, layer = self.mtp_items.get(rule.item), _layer_of(match)
         return item is None or layer is None or layer >= self.first_mtp_layer(item, config)
 
@@ -448,12 +460,12 @@ def _pattern(key: str) -> re.Pattern[str]:
 
 
 def expected_shape(rule: Rule, config: Config, key: str | None = None) -> Shape | None:
-    """The global shape by the config, or ``None`` where the row gives no shape.
+    """The global shape according to the config, or ``None`` if the row gives no shape.
 
     Raises
     ------
     RuleError
-        If the row names an entry that the config does not have.
+        If the config lacks an entry that the row names.
     """
     if rule.shape is None:
         return None
@@ -461,7 +473,7 @@ def expected_shape(rule: Rule, config: Config, key: str | None = None) -> Shape 
 
 
 def evaluate_sizes(texts: Sequence[str], config: Config, key: str) -> Shape:
-    """The numbers that sums of products of config entries stand for; ``key`` names the row in an error."""
+    """Evaluate sums of products of config entries, such as ``"2 * hidden_size + 8"``; ``key`` is for error messages."""
     values = derived_sizes(config)
     return tuple(_evaluate(text, values, key) for text in texts)
 
@@ -489,7 +501,7 @@ def parse_rule_table(text: str, where: str) -> RuleTable:
     Raises
     ------
     UsageError
-        If it is not JSON, an entry is unknown, missing or of the wrong type, or entries contradict each other.
+        If it is not valid JSON, an entry is unknown, missing or of the wrong type, or entries contradict each other.
     """
     try:
         table = typed(_renamed(parse_json(text)), RuleTable)
@@ -504,7 +516,7 @@ def parse_rule_table(text: str, where: str) -> RuleTable:
         ):
             raise UsageError(f"{where}: the row of {row.key!r}: {fault}")
     if unknown := {rule.item for rule in table.rules} - {item.name for item in table.items}:
-        raise UsageError(f"{where}: rules name the items {sorted(unknown)}, which are not in 'items'")
+        raise UsageError(f"{where}: rules refer to the items {sorted(unknown)}, which are not in 'items'")
     if sum(item.repeated for item in table.items) != 1:
         raise UsageError(f"{where}: exactly one of 'items' must be the repeated decoder layer")
     if fault := _item_fault(table.items):
@@ -518,27 +530,25 @@ def parse_rule_table(text: str, where: str) -> RuleTable:
 
 
 def _item_fault(items: Sequence[Item]) -> str | None:
-    """What is wrong with what items say of each other."""
+    """An invalid reference between items, or ``None``."""
     names = {item.name for item in items}
     decoder = next(item.name for item in items if item.repeated)
     for item in items:
         if item.continues is not None and not (item.mtp and item.continues == decoder):
-            return (
-                f"{item.name!r} continues {item.continues!r}: only MTP does that, and only with {decoder!r}"
-            )
+            return f"{item.name!r} continues {item.continues!r}: only MTP items can, and only the item {decoder!r}"
         if item.count is not None and (item.repeated or item.mtp):
             return f"{item.name!r} has a count, which decoder layers and those of MTP have in an entry of their own"
         if item.built_before is not None and item.built_before not in names - {item.name}:
-            return f"{item.name!r} is built before {item.built_before!r}, which is none of them"
+            return f"{item.name!r} is built before {item.built_before!r}, which is not an item"
     return None
 
 
 _FORMER_NAMES = {"experts_over": "expert_axis"}
-"""Names of entries in tables that were written for version 0.1."""
+"""Names of entries in tables for version 0.1 → their current names."""
 
 
 def _renamed(entries: Any) -> Any:
-    """The entries of a table under the names that they have here; one that is given under both is unknown as before."""
+    """The entries of a table with former names replaced, unless the current name is present too."""
     if not isinstance(entries, dict):
         return entries
     renamed = {old: new for old, new in _FORMER_NAMES.items() if new not in entries}
@@ -549,64 +559,68 @@ _PLACEHOLDER = re.compile(r"\{(?:layer|expert|n)\}|[{}]")
 
 
 def _placeholder_fault(rule: Rule) -> str | None:
-    """Both texts are formatted later: nothing but the known names may stand in braces."""
+    """An invalid placeholder in a text that is formatted later, or ``None``."""
     if twice := [name for name in ("{layer}", "{expert}") if rule.key.count(name) > 1]:
-        return f"{twice[0]} stands twice in its key"
+        return f"its key contains {twice[0]} twice"
     for name_of_text, text, known in (
         ("key", rule.key, ("{layer}", "{expert}")),
         ("parameter_name", rule.parameter_name or "", ("{layer}", "{n}")),
     ):
         if set(_PLACEHOLDER.findall(text)) - {*known}:
-            return f"only {' and '.join(known)} stand in braces of {name_of_text}"
+            return f"{name_of_text} can contain only {' and '.join(known)} in braces"
     return None
 
 
 def _order_fault(rule: Rule, after: Mapping[str, str | None]) -> str | None:
-    """What is wrong with the place that a row says it is built in; ``after`` says it for every row."""
+    """An invalid ``built_after``, or ``None``; ``after`` has the entry of every row."""
     seen = [rule.key]
     while (before := after[seen[-1]]) is not None:
         if before not in after:
-            return f"it is built after {before!r}, which is no row"
+            return f"it is built after {before!r}, which is not a row"
         if sorted(_PLACEHOLDER.findall(before)) != sorted(_PLACEHOLDER.findall(rule.key)):
-            return f"it is built after {before!r}, which has other numbers in its key"
+            return f"it is built after {before!r}, whose key has different placeholders"
         if before in seen:
-            return f"it is built after {before!r}, and that after it"
+            return f"it is built after {before!r}, which is built after it"
         seen.append(before)
     return None
 
 
 def _parts_fault(rule: Rule) -> str | None:
-    """What is wrong with what a row says of the parts that tp cuts one by one."""
+    """An invalid ``part_widths``, or ``None``."""
     if rule.part_widths is None:
         return None
     if len(rule.part_widths) < 2 or rule.parts != 1:
-        return "part_widths are for two or more parts, and take the place of 'parts'"
+        return "part_widths are for two or more parts, instead of 'parts'"
     if rule.split is None or rule.shape is None or rule.split >= len(rule.shape):
         return "part_widths need a 'split' and a 'shape' with that dim"
     return None
 
 
 def _form_fault(rule: Rule) -> str | None:
-    """What is wrong with the parts that a row has in a Hugging Face checkpoint."""
+    """An invalid form in a Hugging Face checkpoint, or ``None``."""
     form = rule.huggingface
     if form is None:
         return None
     numbers = sorted(_PLACEHOLDER.findall(rule.key))
     if not form.keys or any(sorted(_PLACEHOLDER.findall(key)) != numbers for key in form.keys):
         return (
-            f"keys must name the same {{layer}} and {{expert}} as it, not {', '.join(form.keys) or 'nothing'}"
+            "keys must have the same {layer} and {expert} as the row's key; found "
+            f"{', '.join(form.keys) or 'no keys'}"
         )
     if (len(form.keys) > 1) != (form.widths is not None) or len(form.widths or form.keys) != len(form.keys):
-        return f"several keys, and only they, need one width each, not {len(form.widths or ())} for {len(form.keys)}"
+        return (
+            "several keys need a width each, and a single key none; found "
+            f"{len(form.widths or ())} widths for {len(form.keys)} keys"
+        )
     if form.groups is not None and len(form.keys) == 1:
-        return "groups without several keys"
+        return "groups require several keys"
     return None
 
 
 class ShippedTables(Sequence[RuleTable]):
-    """The tables that come with the package; each is parsed when it is first asked for, since most commands need one.
+    """The tables that come with the package, each parsed on first use, since most commands need only one.
 
-    All of them name the model types that they are for.
+    Every table lists its model types.
     """
 
     def __init__(self) -> None:
@@ -632,7 +646,7 @@ class ShippedTables(Sequence[RuleTable]):
         return self._table(self._names[index])
 
     def that_mention(self, model_type: str) -> list[RuleTable]:
-        """The tables in whose text a model type appears: those for it, and perhaps others."""
+        """The tables whose text contains a model type: those for it, and possibly more."""
         return [self._table(name) for name, text in self._texts.items() if f'"{model_type}"' in text]
 
     def _table(self, name: str) -> RuleTable:
@@ -647,12 +661,12 @@ def shipped_tables() -> ShippedTables:
 
 
 def choose_table(tables: Sequence[RuleTable], keys: Iterable[str], config: Config) -> RuleTable:
-    """The one table that has a row for every key.
+    """The table that has a row for every key.
 
     Raises
     ------
     RuleError
-        Naming the first key, in the order of the alphabet, that the nearest table does not cover.
+        If there is none, naming the first key, in alphabetical order, that the closest table lacks; or if several fit.
     """
     keys = sorted(set(keys))
     candidates = candidate_tables(tables, config)
@@ -671,12 +685,12 @@ def choose_table(tables: Sequence[RuleTable], keys: Iterable[str], config: Confi
 
 
 def candidate_tables(tables: Sequence[RuleTable], config: Config) -> list[RuleTable]:
-    """The tables of the model's family, and of the library that the config names.
+    """The tables for the model type and the library in the config.
 
     Raises
     ------
     RuleError
-        If there is none.
+        If there are none.
     """
     model_type = config.get("model_type")
     library = library_of(config)
@@ -706,7 +720,7 @@ def keys_in_model(tables: Sequence[RuleTable], saved: Iterable[str], config: Con
 
 
 def library_of(config: Config) -> str | None:
-    """The library that the config names; ``None`` where it names none."""
+    """The library whose version is in the config, or ``None``."""
     return next((name for name in ("paddleformers", "paddlenlp") if f"{name}_version" in config), None)
 
 

@@ -1,4 +1,4 @@
-"""How are the files and the keys of a unified checkpoint called, and do files and index files agree?
+"""Names of files and keys in a unified checkpoint, and checks of the files against their indexes.
 
 Files (PaddleFormers 1.2 and PaddleNLP 3.0 ``trainer/unified_checkpoint``)::
 
@@ -6,12 +6,12 @@ Files (PaddleFormers 1.2 and PaddleNLP 3.0 ``trainer/unified_checkpoint``)::
     optimizer-00001-of-00004.safetensors         optimizer.safetensors.index.json
     master_weights-00001-of-00004.safetensors    master_weights.safetensors.index.json
 
-With ``ignore_merge_optimizer`` every rank writes what it has: ``optimizer.tp00_pp00_shard00.safetensors`` and
-``master_weights.tp00_pp00_shard00.safetensors``, where a part is left out whose degree is 1; no index names them. With
-``optim_shard_num=2`` each of these is two files, ``….safetensors_shard_0001`` and ``….safetensors_shard_0002``, which
-share its keys out at random; the optimizer's index says how many there are.
+With ``ignore_merge_optimizer`` every rank writes its own tensors: ``optimizer.tp00_pp00_shard00.safetensors`` and
+``master_weights.tp00_pp00_shard00.safetensors``, without the parts whose degree is 1; no index lists them. With
+``optim_shard_num=2`` each of these is two files, ``….safetensors_shard_0001`` and ``….safetensors_shard_0002``, between
+which the keys are divided at random; the index of the optimizer gives their number.
 
-Keys are structured: of optimizer states ``<key>/moment1_0``, of all others ``<key>``.
+Keys are ``<structured key>/moment1_0`` for optimizer states, and ``<structured key>`` for everything else.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _NOT_QUANTISED = (None, "O0")
 
 @dataclass(frozen=True, slots=True, order=True)
 class UnifiedFile:
-    """One file, ordered by what its rank is in its kind: slices of a tensor are joined in this order."""
+    """A file. Files are ordered by kind and rank; slices of a tensor are joined in this order."""
 
     kind: str
     tp: int
     pp: int
     number: int
-    """From 0; of a rank's own file its shard."""
+    """From 0; the sharding rank if ``of_rank``."""
     path: str
     of_rank: bool
-    """Whether it is a rank's own file, and its tensors are those of a tensor-parallel rank."""
+    """Whether it holds the tensors of a single rank, before tensor parallelism is merged."""
     piece: int = 0
-    """Which of several files of its rank, from 1; 0: it is the only one."""
+    """Number among several files of its rank, from 1; 0: the rank has a single file."""
 
 
 def index_name(kind: str) -> str:
@@ -79,32 +79,31 @@ def split_optimizer_key(key: str, path: str) -> tuple[str, str]:
     Raises
     ------
     CheckpointError, UnsupportedError
-        If it is no state that is known.
+        If the state is unknown or quantised.
     """
     if _SCALES.fullmatch(key):
         raise UnsupportedError(f"{path}: {key}: {_QUANTISED}")
     match = _STATE.fullmatch(key)
     if match is None:
         raise CheckpointError(
-            f"{path}: {key} is not a known accumulator of a parameter; its meaning is not known, so it is not "
-            "converted"
+            f"{path}: {key} is not a known accumulator of a parameter; entries of unknown meaning are not converted"
         )
     return match[1], match[2]
 
 
 _QUANTISED = (
-    "quantised optimizer states are not exact, so they are not converted; resume from them and save with "
+    "quantised optimizer states are not exact, so they are not supported; resume from them and save with "
     "ckpt_quant_stage O0"
 )
 
 
 def is_unified(paths: Iterable[str]) -> bool:
-    """Whether files of these names can only be a unified checkpoint's."""
+    """Whether a file has a name that only unified checkpoints use."""
     return any((_parsed(path) or _NOTHING).kind in (OPTIMIZER, MASTER_WEIGHTS) for path in paths)
 
 
 def refuse_other_files(paths: Collection[str]) -> None:
-    """Name the files of a unified checkpoint that this version does not read.
+    """Refuse files of a unified checkpoint that are not supported.
 
     Raises
     ------
@@ -112,7 +111,9 @@ def refuse_other_files(paths: Collection[str]) -> None:
     """
     for path in sorted(paths):
         if path.startswith("peft_model"):
-            raise UnsupportedError(f"{path}: weights of an adapter (LoRA), not of a model, are not converted")
+            raise UnsupportedError(
+                f"{path}: weights of an adapter (LoRA) in a unified checkpoint are not supported"
+            )
 
 
 def sort_files(paths: Iterable[str]) -> list[UnifiedFile]:
@@ -121,7 +122,7 @@ def sort_files(paths: Iterable[str]) -> list[UnifiedFile]:
     Raises
     ------
     CheckpointError
-        If a name has no meaning, a file is missing, or files of two checkpoints lie together.
+        If a name is unknown, a file is missing, or the files belong to two checkpoints.
     """
     files = []
     for path in sorted(paths):
@@ -135,7 +136,8 @@ def sort_files(paths: Iterable[str]) -> list[UnifiedFile]:
         if own and len(own) < len(of_kind):
             merged = next(file for file in of_kind if not file.of_rank)
             raise CheckpointError(
-                f"{merged.path} holds merged {kind} tensors, {own[0].path} those of one rank: files of two checkpoints"
+                f"{merged.path} holds merged {kind} tensors, but {own[0].path} those of a single rank: the files "
+                "belong to two checkpoints"
             )
         if own:
             _check_ranks(own)
@@ -162,18 +164,18 @@ def _check_numbers(kind: str, files: list[UnifiedFile]) -> None:
     counts = {int(file.path.removesuffix(".safetensors").rpartition("-")[2]): file.path for file in files}
     if len(counts) > 1:
         one, two = list(counts.values())[:2]
-        raise CheckpointError(f"{one} and {two} cannot be files of one checkpoint")
+        raise CheckpointError(f"{one} and {two} cannot belong to the same checkpoint")
     (count,) = counts
     if count > MAX_TARGET_FILES:
         raise CheckpointError(
-            f"{counts[count]}: names {count} files; checkpoints of at most {MAX_TARGET_FILES} are supported"
+            f"{counts[count]}: the name gives a total of {count} files; at most {MAX_TARGET_FILES} are supported"
         )
     expected = {file_name(kind, number, count) for number in range(count)}
     found = {file.path for file in files}
     if missing := sorted(expected - found):
         raise CheckpointError(f"{len(missing)} of {count} {kind} files are missing: {missing[0]}")
     if extra := sorted(found - expected):
-        raise CheckpointError(f"{extra[0]}: the files of this kind are numbered from 1 to {count}")
+        raise CheckpointError(f"{extra[0]}: files of this kind must be numbered from 1 to {count}")
 
 
 def _check_ranks(files: list[UnifiedFile]) -> None:
@@ -181,20 +183,20 @@ def _check_ranks(files: list[UnifiedFile]) -> None:
     for file in files:
         other = ranks.setdefault((file.tp, file.pp, file.number), {}).setdefault(file.piece, file.path)
         if other != file.path:
-            raise CheckpointError(f"{other} and {file.path}: two files of one rank")
+            raise CheckpointError(f"{other} and {file.path} are files of the same rank")
     tp, pp, sharding = (max(rank[axis] for rank in ranks) + 1 for axis in range(3))
     for rank in ((t, p, s) for t in range(tp) for p in range(pp) for s in range(sharding)):
         if rank not in ranks:
             raise CheckpointError(
                 f"{files[0].kind}: the file of the rank tp={rank[0]} pp={rank[1]} shard={rank[2]} is missing; "
-                f"the others are those of tp={tp} pp={pp} sharding={sharding}"
+                f"the other files belong to tp={tp} pp={pp} sharding={sharding}"
             )
     count = max(file.piece for file in files)
     expected = list(range(1, count + 1)) if count else [0]
     for found in ranks.values():
         if sorted(found) != expected:
             raise CheckpointError(
-                f"{min(found.values())}: its rank has the files {sorted(found)} of {count} (optim_shard_num)"
+                f"{min(found.values())}: its rank has files {sorted(found)} of {count} (optim_shard_num)"
             )
 
 
@@ -203,14 +205,15 @@ def check_indexes(
     payloads: Mapping[str, SafetensorsPayload],
     indexes: Mapping[str, Index],
 ) -> None:
-    """Hold the index files against the files. ``indexes``: name of an index file → what it says.
+    """Check the files against ``indexes`` (name of an index file → its contents).
 
-    Where several files hold a key, the index may name any of them: PaddleFormers names the last one.
+    If several files hold a key, the index may name any of them; PaddleFormers names the last.
 
     Raises
     ------
     CheckpointError, UnsupportedError
-        Naming the key and the file where they disagree, a kind without its index, quantised states, an adapter.
+        If files and indexes disagree, naming the key and the file; if an index is missing; for quantised states and
+        adapters.
     """
     files = list(files)
     _check_pieces(files, indexes.get(index_name(OPTIMIZER)))
@@ -231,21 +234,22 @@ def check_indexes(
         if kind in own:
             continue
         if index is None and keys:
-            raise CheckpointError(f"{name} is missing, which tells the files of all {kind} tensors")
+            raise CheckpointError(f"{name} is missing, which lists the files of all {kind} tensors")
         _check_index(name, {} if index is None else index.weight_map, keys)
 
 
 def _check_pieces(files: Iterable[UnifiedFile], index: Index | None) -> None:
-    """The index of the optimizer's states says how many files a rank has of each kind."""
-    told = None if index is None else index.extra.get("optim_shard_num")
+    """Check the number of files per rank and kind against the index of the optimizer states."""
+    expected = None if index is None else index.extra.get("optim_shard_num")
     pieces: dict[str, int] = {}
     for file in files:
         if file.of_rank:
             pieces[file.kind] = max(pieces.get(file.kind, 1), file.piece)
     for kind, found in pieces.items():
-        if told not in (None, found):
+        if expected not in (None, found):
             raise CheckpointError(
-                f"{index_name(OPTIMIZER)} says that optim_shard_num is {told!r}; of {kind} a rank has {found} files"
+                f"{index_name(OPTIMIZER)} says that optim_shard_num is {expected!r}, but a rank has "
+                f"{found} files of {kind}"
             )
 
 
@@ -254,7 +258,7 @@ def _check_facts(name: str, facts: Mapping[str, Any]) -> None:
         raise UnsupportedError(f"{name}: ckpt_quant_stage is {stage}: {_QUANTISED}")
     if (adapter := facts.get("type")) is not None:
         raise UnsupportedError(
-            f"{name}: weights of an adapter ({adapter}), not of a model, are not converted"
+            f"{name}: weights of an adapter ({adapter}) in a unified checkpoint are not supported"
         )
 
 
@@ -262,7 +266,7 @@ def _check_index(name: str, weight_map: Mapping[str, str], held: Mapping[str, li
     for key, path in weight_map.items():
         if path not in held.get(key, ()):
             others = tuple(held.get(key, ()))
-            raise CoverageError(key, f"{name} says that {path} holds it, which it does not", others)
+            raise CoverageError(key, f"{name} says that {path} holds it, but it does not", others)
     for key, paths in held.items():
         if key not in weight_map:
-            raise CoverageError(key, f"{name} does not name it", tuple(paths))
+            raise CoverageError(key, f"{name} does not list it", tuple(paths))

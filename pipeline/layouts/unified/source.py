@@ -1,25 +1,25 @@
-"""From the headers of a unified checkpoint to its logical tensors.
+"""Build the catalog of logical tensors from the headers of a unified checkpoint.
 
-The files hold whole tensors by structured key, so a model is known from them and the rules alone. What the writers
-leave to be known (PaddleFormers 1.2 and PaddleNLP 3.0, ``trainer/unified_checkpoint``):
+The files hold whole tensors by structured key, so the model follows from them and the rules. Details that the files do
+not state (PaddleFormers 1.2 and PaddleNLP 3.0, ``trainer/unified_checkpoint``):
 
-* **Which way round weights lie.** Files of weights say ``format: np`` where they are in Paddle's own layout, and
-  ``format: pt`` with ``save_to_hf``, PaddleFormers' default (``transformers/model_utils.py:621-629``), where linear
-  layers are transposed (:func:`~.huggingface.parts.is_transposed`). Optimizer states and master weights are always in
-  Paddle's layout.
-* **Slices.** Under stage 1 v2 PaddleFormers writes what a rank holds: slices of the flattened tensor, padded, under
-  the same key in several files, of which the index names one. They are joined in the order of the files, which is
-  that of the sharding ranks for every pipeline stage. PaddleNLP merges them.
-* **Tensor parallelism** is gone. PaddleNLP merges what it had cut: fused gate and up projections part by part, fused
-  query, key and value projections as they are, which are grouped by key-value head (``naive_fuse_merge_tp`` and
-  ``normal_fuse_merge_tp`` in ``transformers/conversion_utils.py``). PaddleFormers 1.2 cannot and raises.
-* **float32 parameters** (routers) are written to ``master_weights`` too (``unified_checkpoint.py``, ``fp32_weight``),
-  although they have no master weight: a copy.
-* **No master weights** beside optimizer states of 16-bit parameters (``remove_master_weight``): the loader makes them
-  of the weights (``load_local.py``). That is what they are here.
-* **No weights** (``skip_save_model_weight``): the master weights go by the name ``model-*.safetensors``, and the
-  weights are their cast.
-* **Tied weights** are one tensor under two keys. On one card only the last of them has optimizer states.
+* **Transposed weights.** Files of weights have ``format: np`` if they are in Paddle's own layout. With ``save_to_hf``,
+  PaddleFormers' default, they have ``format: pt`` (``transformers/model_utils.py:621-629``) and linear layers are
+  transposed (:func:`~paddle_reshard.pipeline.layouts.weights.is_transposed`). Optimizer states and master weights are
+  always in Paddle's layout.
+* **Slices.** Under stage 1 v2 PaddleFormers writes the padded slices of each rank, under the same key in several files;
+  the index names only the last file. Slices are joined in the order of the files, which is that of the sharding ranks
+  in every pipeline stage. PaddleNLP merges them.
+* **Tensor parallelism.** PaddleNLP merges the pieces of tp ranks: fused gate and up projections part by part; fused
+  query, key and value projections, which are grouped by key/value head, as a whole (``naive_fuse_merge_tp`` and
+  ``normal_fuse_merge_tp`` in ``transformers/conversion_utils.py``). PaddleFormers 1.2 raises an error.
+* **float32 parameters** (routers) have no master weight, but are also written to ``master_weights``
+  (``unified_checkpoint.py``, ``fp32_weight``): a copy.
+* **Missing master weights** of 16-bit parameters (``remove_master_weight``): the loader casts the weights
+  (``load_local.py``), and so does this module.
+* **Missing weights** (``skip_save_model_weight``): the master weights are in ``model-*.safetensors``, and the weights
+  are their cast.
+* **Tied weights** are a single tensor under two keys. On one card only the last key has optimizer states.
 """
 
 from __future__ import annotations
@@ -71,19 +71,19 @@ TensorId = tuple[str, str]
 
 
 class _Stored(NamedTuple):
-    """One array of one file."""
+    """An array in a file."""
 
     file: UnifiedFile
     key: str
-    """Structured key under which it is stored: one of several for tied weights."""
+    """Structured key under which it is stored; tied weights have several."""
     array: ArrayRef
     dtype: DType
     transposed: bool = False
-    """Whether its dims are in the other order than in Paddle."""
+    """Whether its two dims are swapped, compared with Paddle."""
 
     @property
     def shape(self) -> Shape:
-        """As Paddle has it."""
+        """Shape in Paddle's layout."""
         return self.array.shape[::-1] if self.transposed else self.array.shape
 
 
@@ -99,7 +99,7 @@ def read_unified(
     tables: Sequence[RuleTable],
     lr_scheduler: Any,
 ) -> Checkpoint:
-    """Understand a checkpoint from its headers.
+    """Interpret a checkpoint from its headers.
 
     Parameters
     ----------
@@ -108,17 +108,17 @@ def read_unified(
     payloads
         Path → header of every ``.safetensors`` file.
     indexes
-        Path → what an index file says; without a ``weight_map`` where files are those of single ranks.
+        Path → contents of an index file; without a ``weight_map`` if every rank wrote its own files.
     config, tables
         ``config.json`` and rule tables to choose from.
     lr_scheduler
-        What lies beside it of the learning-rate schedule.
+        State of the learning-rate schedule, or ``None``.
 
     Raises
     ------
     CheckpointError, PlanError
-        Naming the file, the tensor and the two values, if the files are not one whole, consistent checkpoint, or hold
-        something that cannot be understood exactly.
+        Naming the file, the tensor and the two values, if the checkpoint is incomplete or inconsistent, or cannot be
+        interpreted exactly.
     """
     refuse_other_files(sizes)
     files = sort_files(payloads)
@@ -173,12 +173,12 @@ def _arrays(
         if param and param[0].dtype.name == "float32":
             param += found.pop((key, MASTER_WEIGHT))
     for (key, state), stored in found.items():
-        for one in stored[1:]:
-            if one.dtype != stored[0].dtype:
+        for copy in stored[1:]:
+            if copy.dtype != stored[0].dtype:
                 raise CoverageError(
                     f"{key} ({state})",
-                    f"stored as {stored[0].dtype.name} and as {one.dtype.name}",
-                    (stored[0].file.path, one.file.path),
+                    f"stored as {stored[0].dtype.name} and as {copy.dtype.name}",
+                    (stored[0].file.path, copy.file.path),
                 )
     return found
 
@@ -195,20 +195,20 @@ def _masters_only(
     if trained_in == "bfloat16":
         return True
     raise UnsupportedError(
-        f"all weights are float32 and config.json says dtype={trained_in!r}: whether they are weights or master "
-        "weights (skip_save_model_weight) is only known where it says float32 or bfloat16"
+        f"all weights are float32 and config.json says dtype={trained_in!r}: only for float32 and bfloat16 is it known "
+        "whether they are weights or master weights (skip_save_model_weight)"
     )
 
 
 def _refuse_unknown_dtypes(arrays: Arrays, table: RuleTable, config: Mapping[str, Any]) -> None:
-    """Master weights without weights do not tell which parameters are float32 themselves: routers are."""
+    """Refuse mixtures of experts without weights: master weights do not show which parameters are float32."""
     if any(state == PARAM for _, state in arrays):
         return
     for key, state in arrays:
         if state == MASTER_WEIGHT and ".experts." in table.find(key, config)[0].key:
             raise UnsupportedError(
-                f"{key}: a mixture of experts whose files hold master weights and no weights (skip_save_model_weight): "
-                "which of its parameters are float32 is not stored, so the weights cannot be told"
+                f"{key}: the files of a mixture of experts hold master weights but no weights "
+                "(skip_save_model_weight); which parameters are float32 is not stored, so the weights cannot be derived"
             )
 
 
@@ -222,7 +222,7 @@ def _check_dtype(key: str, state: str, dtype: DType, file: UnifiedFile) -> None:
 def _joined_twins(
     arrays: Arrays, table: RuleTable, config: Mapping[str, Any]
 ) -> dict[TensorId, list[_Stored]]:
-    """Tied weights under the one key that is their identity; its own arrays come first."""
+    """Merge tied weights under their common key; arrays stored under that key come first."""
     twins = {key: table.find(key, config)[0].twin(config) for key in dict.fromkeys(key for key, _ in arrays)}
     joined: dict[TensorId, list[_Stored]] = {}
     for tied in (False, True):
@@ -238,7 +238,7 @@ def _oriented(
     table: RuleTable,
     config: Mapping[str, Any],
 ) -> dict[TensorId, list[_Stored]]:
-    """Mark the arrays whose dims are in the other order; only weights can be."""
+    """Mark transposed arrays; only weights can be transposed."""
 
     def oriented(key: str, stored: _Stored) -> _Stored:
         if stored.file.kind != MODEL:
@@ -252,7 +252,7 @@ def _oriented(
 
 
 def _tensors(arrays: Arrays, table: RuleTable, config: Mapping[str, Any]) -> list[Tensor]:
-    """The logical tensors, those that are made of others included."""
+    """The logical tensors, including those that are cast from others."""
     shapes = {key: _shape(key, arrays, table, config) for key, _ in arrays}
     tensors = [
         Tensor(key, state, stored[0].dtype, (1,) if is_per_parameter(state) else shapes[key])
@@ -269,7 +269,7 @@ def _tensors(arrays: Arrays, table: RuleTable, config: Mapping[str, Any]) -> lis
 
 
 def _shape(key: str, arrays: Arrays, table: RuleTable, config: Mapping[str, Any]) -> Shape:
-    """Global shape of a parameter: of the weight, else of the master weight, else by the rules."""
+    """Global shape of a parameter, from its weight, its master weight or the rules, in this order."""
     if stored := arrays.get((key, PARAM)):
         return stored[0].shape
     masters = arrays.get((key, MASTER_WEIGHT))
@@ -282,8 +282,8 @@ def _shape(key: str, arrays: Arrays, table: RuleTable, config: Mapping[str, Any]
     if expected is None:
         raise RuleError(
             key,
-            "only its flattened master weight is stored, and its rule tells no shape; add 'shape' to its row in a "
-            "copy of the rule table, and pass that with --rules FILE",
+            "only its flattened master weight is stored, and its rule has no shape; add 'shape' to its row in a copy "
+            "of the rule table and pass it with --rules FILE",
         )
     return expected
 
@@ -292,7 +292,7 @@ def _shape(key: str, arrays: Arrays, table: RuleTable, config: Mapping[str, Any]
 
 
 class _Cutting:
-    """How parameters are cut into the arrays of files: by tensor parallelism, and into slices by sharding."""
+    """How tensor parallelism and sharding cut parameters into stored arrays."""
 
     def __init__(self, model: Model, files: Sequence[UnifiedFile]) -> None:
         self.model = model
@@ -301,16 +301,16 @@ class _Cutting:
         self.degrees = _sharding_degrees(files)
 
     def cut(self, key: str, file: UnifiedFile) -> TensorCut:
-        """By tensor parallelism."""
+        """How tensor parallelism cuts a tensor in a file."""
         return self.model.cut(self.by_key[key], self.tp) if file.of_rank else TensorCut(1, None)
 
     def sliced(self, arrays: Arrays) -> set[TensorId]:
-        """The states that are stored as slices.
+        """The tensors stored as slices.
 
         Raises
         ------
         CoverageError
-            If some are and others are not, or slices are not the whole tensor, padded for one sharding degree.
+            If only some tensors are, or the slices do not add up to the padded tensor for any sharding degree.
         """
         sliced = {
             (key, state)
@@ -325,16 +325,16 @@ class _Cutting:
         return len(self.by_key[key].global_shape) > 1 and all(len(one.shape) == 1 for one in stored)
 
     def _check(self, arrays: Arrays) -> None:
-        """Experts may have a smaller sharding degree than all others."""
+        """Check the lengths of slices; experts may have a smaller sharding degree than other parameters."""
         totals: dict[TensorId, set[int]] = {}
         for (key, state), stored in arrays.items():
             if state == PARAM or is_per_parameter(state):
                 continue
-            if odd := [one for one in stored if len(one.shape) != 1]:
+            if whole := [array for array in stored if len(array.shape) != 1]:
                 raise CoverageError(
                     f"{key} ({state})",
-                    f"stored with shape {odd[0].shape}, other tensors in slices with one dim",
-                    (odd[0].file.path,),
+                    f"stored with shape {whole[0].shape}, but other tensors are stored as 1-D slices",
+                    (whole[0].file.path,),
                 )
             for _, group in groupby(stored, key=_copy_of):
                 totals.setdefault((key, state), set()).add(sum(one.shape[0] for one in group))
@@ -348,7 +348,7 @@ class _Cutting:
     def _misfit(
         self, totals: Mapping[TensorId, set[int]], degree: int, arrays: Arrays
     ) -> CoverageError | None:
-        """What speaks against a sharding degree."""
+        """Why slices cannot be those of a sharding degree, or ``None``."""
         for (key, state), found in totals.items():
             tensor = self.by_key[key]
             cut = self.cut(key, arrays[key, state][0].file)
@@ -357,7 +357,7 @@ class _Cutting:
             if found != {expected}:
                 return CoverageError(
                     f"{key} ({state})",
-                    f"its slices have {max(found)} elements together, {elements} elements padded for "
+                    f"its slices have {max(found)} elements in total, but {elements} elements padded for "
                     f"sharding={degree} are {expected}",
                     tuple(one.file.path for one in arrays[key, state]),
                 )
@@ -410,7 +410,7 @@ class _UnifiedCatalogBuilder:
                 replica, start = self._replica(index, rank), 0
                 for one in of_rank:
                     stop = start + one.shape[0]
-                    self._place(index, kind((start, stop)), rank, one, replica)
+                    self._add_array(index, kind((start, stop)), rank, one, replica)
                     start = stop
                 continue
             for one in of_rank:
@@ -418,18 +418,18 @@ class _UnifiedCatalogBuilder:
                     detail = f"stored with shape {one.shape}, {local} is expected"
                     raise CoverageError(f"{key} ({state})", detail, (one.file.path,))
                 axes = (1, 0) if one.transposed else None
-                self._place(index, kind(None, axes), rank, one, self._replica(index, rank))
+                self._add_array(index, kind(None, axes), rank, one, self._replica(index, rank))
 
     def _add_numbers(self, index: int, stored: Sequence[_Stored]) -> None:
-        """Every rank that holds something of a parameter holds its numbers."""
+        """Every rank that holds a piece of a parameter holds a copy of its numbers."""
         for one in stored:
             if prod(one.shape) != 1:
                 detail = f"shape {one.shape}, one number per parameter is expected"
                 raise CoverageError(self.tensors[index].label, detail, (one.file.path,))
             kind = ArrayKind((1,), TensorCut(1, None), one.dtype.itemsize)
-            self._place(index, kind, 0, one, self._replica(index, 0))
+            self._add_array(index, kind, 0, one, self._replica(index, 0))
 
-    def _place(self, index: int, kind: ArrayKind, rank: int, stored: _Stored, replica: int) -> None:
+    def _add_array(self, index: int, kind: ArrayKind, rank: int, stored: _Stored, replica: int) -> None:
         number, file = self.placements.kind(kind), self.file_index[stored.file.path]
         self.placements.add(number, rank, index, file, stored.array.byte_offset, stored.dtype, replica)
 
@@ -439,7 +439,7 @@ class _UnifiedCatalogBuilder:
         return count
 
     def _imply(self, stored: Collection[TensorId]) -> dict[int, int]:
-        """Parameters that no file holds are the cast of their master weight, and master weights of their parameter."""
+        """Tensors that no file holds → their source: parameters are cast from master weights, and vice versa."""
         index = {(tensor.key, tensor.state): number for number, tensor in enumerate(self.tensors)}
         implied = {}
         for tensor in self.model.tensors:
@@ -454,7 +454,7 @@ class _UnifiedCatalogBuilder:
 
 
 def _check_states(model: Model) -> None:
-    """Every trained tensor has the same optimizer states, and a master weight where it needs one."""
+    """Check that all trained tensors have the same optimizer states, and a master weight if they need one."""
     trained = [t for t in model.tensors if t.trained and t.tied_to is None]
     wanted = {name for t in trained for name in t.accumulators}
     masters = any(t.master for t in trained)
@@ -462,22 +462,24 @@ def _check_states(model: Model) -> None:
         if tensor.dtype.name not in _FLOATING:
             raise CoverageError(
                 f"{tensor.key} (param)",
-                f"stored as {tensor.dtype.name}, and it is trained; a floating dtype is expected",
+                f"trained, but stored as {tensor.dtype.name}; a floating dtype is expected",
             )
         lacking = sorted(wanted - set(tensor.accumulators))
         if masters and not tensor.master and tensor.dtype.name in _HALVES:
             lacking.append(MASTER_WEIGHT)
         if lacking:
-            raise CoverageError(f"{tensor.key} ({lacking[0]})", "no file holds it, other parameters have it")
+            raise CoverageError(
+                f"{tensor.key} ({lacking[0]})", "no file holds it, but other parameters have it"
+            )
 
 
 def _copy_of(stored: _Stored) -> tuple[str, str, int]:
-    """What arrays have in common that are slices of one copy, or further copies."""
+    """Identifies the copy that a slice belongs to."""
     return stored.key, stored.file.kind, stored.file.tp
 
 
 def _sharding_degrees(files: Iterable[UnifiedFile]) -> list[int]:
-    """Degrees by which a tensor can have been cut into slices."""
+    """Possible sharding degrees above 1: the divisors of the number of ranks."""
     own = [file.number for file in files if file.of_rank]
     ranks = max(own) + 1 if own else sum(file.kind == OPTIMIZER for file in files)
     return [degree for degree in range(2, ranks + 1) if ranks % degree == 0]

@@ -1,9 +1,8 @@
-"""What will every file of a unified checkpoint look like, byte for byte?
+"""Lay out the files of a unified checkpoint, byte for byte.
 
-What PaddleFormers 1.2 and PaddleNLP 3.0 write (``trainer/unified_checkpoint``): on one card one file of each kind
-(``load_save_single_card.py``), on several those of as many tensor-parallel ranks, which share the merged tensors out by
-their bytes (``utils.py``, ``filter_params``). Index files have the keys in the order of the files and of the trainer's
-state dicts.
+As PaddleFormers 1.2 and PaddleNLP 3.0 write them (``trainer/unified_checkpoint``): a single card writes one file of
+each kind (``load_save_single_card.py``); tensor-parallel ranks write a file each, and divide the merged tensors by size
+(``utils.py``, ``filter_params``). Index files list keys in the order of the files and of the trainer's state dicts.
 """
 
 from __future__ import annotations
@@ -40,22 +39,22 @@ from paddle_reshard.storage.formats.paddle_pickle_writer import encode_pickle
 from paddle_reshard.storage.formats.safetensors import Index, TensorSlot, encode_safetensors, format_index
 
 METADATA = {"format": "np"}
-"""Weights are in Paddle's own layout."""
+"""Marks weights in Paddle's own layout."""
 _NUMPY_TAGS = TAGS | {"bfloat16": "U16"}
-"""PaddleNLP hands NumPy the bits of bfloat16, PaddleFormers the dtype of ``ml_dtypes``."""
+"""PaddleNLP passes bfloat16 to NumPy as uint16, PaddleFormers as the dtype of ``ml_dtypes``."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnifiedTarget:
-    """How many files."""
+    """A unified checkpoint."""
 
     format: ClassVar[str] = UNIFIED
     of_average: ClassVar[bool] = False
     decisions: ClassVar[tuple[Decision, ...]] = ()
 
     files: int = 1
-    """Of each kind, as a job of that many tensor-parallel ranks writes them. Jobs on several cards read any number, a
-    job on one card reads only the first file of each kind without a word: so one, unless it is asked for."""
+    """Files of each kind, as that many tensor-parallel ranks write them. The default is 1, because a job on one card
+    silently ignores all files but the first; jobs on several cards read any number."""
 
     def __post_init__(self) -> None:
         if self.files < 1:
@@ -85,7 +84,7 @@ class UnifiedTarget:
     ) -> LaidOut:
         """All files of a unified checkpoint, small ones too."""
         if isinstance(wanted.model.table, StoredTable):
-            missing = "which keys the trainer looks for in a unified checkpoint of it"
+            missing = "which keys the trainer expects in a unified checkpoint"
             wanted.model.table.refuse(wanted.model.config, missing)
         sidecars = plan_sidecars(sizes, folders, wanted, source.model.config, Topology(dp=self.files))
         written = (*sidecars.written, *small_unified_files(sizes, wanted))
@@ -99,17 +98,17 @@ class UnifiedTarget:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One array of the target."""
+    """An array of the target."""
 
     key: str
     tensor: int
-    """Index in the catalog."""
+    """Index into the tensors of the catalog."""
 
 
 def layout_unified(wanted: Checkpoint, target: UnifiedTarget) -> TargetFiles:
     """Lay out all tensor files of the target, and their index files.
 
-    ``wanted`` is the source as the target is to hold it.
+    ``wanted`` is the source with all requested changes applied.
 
     Raises
     ------
@@ -138,7 +137,7 @@ class _Contents:
         self.keys: dict[str, list[str]] = {}
         for tensor in model.tensors:
             self.keys.setdefault(tensor.tied_to or tensor.key, []).append(tensor.key)
-        if alone:  # a single card looks the key of a parameter up by its name, and finds the last one
+        if alone:  # on a single card the trainer looks keys up by parameter name; the last key wins
             self.keys = {identity: keys[-1:] for identity, keys in self.keys.items()}
         self.identities = [tensor for tensor in model.tensors if tensor.tied_to is None]
 
@@ -172,7 +171,7 @@ class _Contents:
 
 
 class _Writer:
-    """Collects files, literals and places for values."""
+    """Collects files, literals and fragments."""
 
     def __init__(self, tensors: Sequence[Tensor], tags: dict[str, str], target: UnifiedTarget) -> None:
         self.tensors, self.tags, self.target = tensors, tags, target
@@ -186,7 +185,7 @@ class _Writer:
         names = [file_name(kind, number, len(blocks)) for number in range(len(blocks))]
         weight_map: dict[str, str] = {}
         for name, block in zip(names, blocks, strict=True):
-            chosen = [entries[place] for place in block]
+            chosen = [entries[number] for number in block]
             self._add_file(name, chosen)
             weight_map |= {entry.key: name for entry in chosen}
         total_bytes = sum(self.tensors[entry.tensor].nbytes for entry in entries)
@@ -217,7 +216,7 @@ class _Writer:
 
 
 def small_unified_files(paths: Collection[str], wanted: Checkpoint) -> list[tuple[str, bytes]]:
-    """The learning-rate schedule, for a source that holds it in its optimizer files only; ``paths`` are its own."""
+    """The file of the learning-rate schedule, if the source (with files ``paths``) has it in optimizer files only."""
     if SCHEDULER in paths or wanted.lr_scheduler is None:
         return []
     ((_, content),) = encode_pickle(wanted.lr_scheduler).literals
@@ -225,7 +224,7 @@ def small_unified_files(paths: Collection[str], wanted: Checkpoint) -> list[tupl
 
 
 def split_by_bytes(sizes_bytes: Sequence[int], ranks: int) -> list[list[int]]:
-    """Which of the tensors of these sizes, by place, each of ``ranks`` writes: in order, about as many bytes each.
+    """Divide tensors of these sizes into consecutive blocks of about equal size; each block lists indices.
 
     >>> split_by_bytes([4, 1, 1, 2, 4], 3)
     [[0], [1, 2, 3], [4]]
@@ -236,12 +235,12 @@ def split_by_bytes(sizes_bytes: Sequence[int], ranks: int) -> list[list[int]]:
     blocks: list[list[int]] = []
     block: list[int] = []
     shared_bytes = 0
-    for place, nbytes in enumerate(sizes_bytes):
+    for number, nbytes in enumerate(sizes_bytes):
         full = shared_bytes + nbytes > largest * (len(blocks) + 1)
-        if block and (full or len(sizes_bytes) - place < ranks - len(blocks)):
+        if block and (full or len(sizes_bytes) - number < ranks - len(blocks)):
             blocks.append(block)
             block = []
-        block.append(place)
+        block.append(number)
         shared_bytes += nbytes
     blocks.append(block)
     return blocks + [[] for _ in range(ranks - len(blocks))]
