@@ -1,7 +1,7 @@
-"""Which piece of which tensor lies in which file of a dist checkpoint?
+"""The ``.metadata`` file of a dist checkpoint: which piece of which tensor is in which file.
 
-A dist checkpoint (FlexCheckpoint, auto-parallel) is a folder of data files and one ``.metadata`` file: a pickle of
-three of Paddle's classes. It has had four forms, under two module paths:
+A dist checkpoint (FlexCheckpoint, auto-parallel) is a folder of data files and a ``.metadata`` file: a pickle of three
+of Paddle's classes. It has had four forms, under two module paths:
 
 ======== ============================================ ================================== =======================
 Paddle   module                                       ``LocalTensorMetadata``            ``LocalTensorIndex``
@@ -16,18 +16,18 @@ Paddle   module                                       ``LocalTensorMetadata``   
                                                                                          replica_id, local_shape
 ======== ============================================ ================================== =======================
 
-Attributes beyond these are read where they cannot change a value: those of :data:`REMARKS`, which say who wrote the
-file, and any that is ``None``. Others are refused.
+Further attributes are accepted if they cannot change a value: those in :data:`REMARKS`, which describe the writer, and
+any that is ``None``. All others are errors.
 
 ``Metadata`` has ``state_dict_metadata`` (key → pieces), ``storage_metadata`` (index of a piece → file) and, since
 3.0, ``flat_mapping`` (key → its path in the nested dict). Checked in the wheels of 2.6.2, 3.0.0, 3.2.0 and 3.3.1.
 
-*Reading.* :func:`parse_dist_metadata` takes the pickle opcode by opcode, as
-:mod:`~paddle_reshard.storage.formats.paddle_pickle` does and with the same promise: nothing is imported, nothing is
-called. Real files have millions of entries, so the result is columns, and the runs of entries that all look
-alike are taken by :mod:`~paddle_reshard.storage.formats.dist_metadata_rows`.
+*Reading.* :func:`parse_dist_metadata` parses the pickle opcode by opcode, as
+:mod:`~paddle_reshard.storage.formats.paddle_pickle` does and with the same guarantee: nothing is imported, nothing is
+called. Real files have millions of entries, so the result is columns, and runs of similar entries are parsed by
+:mod:`~paddle_reshard.storage.formats.dist_metadata_rows`.
 
-*Writing.* :func:`encode_dist_metadata` makes the file of any of the four forms.
+*Writing.* :func:`encode_dist_metadata` writes any of the four forms.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _GLOBALS: Final[Mapping[tuple[str, str], Global]] = {
     **{name: allowed for name, allowed in ARRAY_GLOBALS.items() if name[1] in _NAMED},
     **{(module, kind): Global(None, kind) for module in _MODULES for kind in (METADATA, PIECE, INDEX)},
 }
-"""Everything such a file may name: the three classes, and how numpy numbers among the integers are spelled."""
+"""All globals that such a file may name: the three classes, and those by which NumPy integers are pickled."""
 
 GENERATIONS: Final[Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]]] = {
     "2.6": (_MODULES[0], PIECE_FIELDS[:2], INDEX_FIELDS[:2]),
@@ -87,10 +87,10 @@ GENERATIONS: Final[Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]]] =
 PIECE_COLUMNS: Final = np.dtype(
     [
         ("key", np.int32),  # index into DistMetadata.keys
-        ("dtype", np.int32),  # index into DistMetadata.dtypes; -1: the file does not say
+        ("dtype", np.int32),  # index into DistMetadata.dtypes; -1: unknown
         ("global_offset", np.int32),  # index into DistMetadata.shapes
         ("local_shape", np.int32),  # index into DistMetadata.shapes
-        ("global_shape", np.int32),  # index into DistMetadata.shapes; -1: the file does not say
+        ("global_shape", np.int32),  # index into DistMetadata.shapes; -1: unknown
         ("flattened_range", np.int32),  # index into DistMetadata.shapes; -1: the piece is not flattened
     ]
 )
@@ -103,12 +103,12 @@ LOCATION_COLUMNS: Final = np.dtype(
 )
 
 REMARKS: Final = ("model_type", "checkpoint_version", "erniebot_commit_id", "paddle_commit_id")
-"""Attributes of ``Metadata`` in versions of Paddle's develop branch after 3.3 (``dcp/metadata.py``): who wrote it."""
+"""Attributes of ``Metadata`` in Paddle's develop branch after 3.3 (``dcp/metadata.py``) that describe the writer."""
 
 _SHAPES: Final = ("global_offset", "local_shape", "global_shape", "flattened_range")
 _MAX_REMARKS: Final = 32
 _MAX_SIZE: Final = 1 << 60
-"""Largest offset, extent or number of elements of a piece: two add up within an int64, and no two hash alike."""
+"""Largest offset, extent or number of elements of a piece: the sum of two fits an int64, and hashes are unique."""
 
 T = TypeVar("T")
 U = TypeVar("U", str, int)
@@ -129,17 +129,17 @@ class DistMetadata:
     dtypes: tuple[str, ...]
     """Every dtype, by Paddle's name without ``paddle.``, ascending."""
     shapes: tuple[Shape, ...]
-    """Every offset, shape and range that occurs, ascending: what the columns refer to."""
+    """Every offset, shape and range, ascending; the columns refer to it."""
     files: tuple[str, ...]
     """Every data file, ascending."""
     pieces: Columns
-    """One row of :data:`PIECE_COLUMNS` per distinct piece, by key and offset; no two are alike."""
+    """One row of :data:`PIECE_COLUMNS` per piece, sorted by key and offset; all rows differ."""
     locations: Columns
-    """One row of :data:`LOCATION_COLUMNS` per piece and file that holds it, by both; every piece has one at least."""
+    """One row of :data:`LOCATION_COLUMNS` per piece and file that holds it, sorted by both; at least one per piece."""
     flat_mapping: Mapping[str, tuple[str, ...]]
-    """Key → path in the nested dict; empty where the file has none."""
+    """Key → path in the nested dict; empty if the file has none."""
     remarks: Mapping[str, Remark] = field(default_factory=dict)
-    """What later versions of Paddle say besides: attribute → value. None of them changes what a tensor is."""
+    """Attributes of later versions of Paddle → value. None of them affects a tensor."""
 
     def __post_init__(self) -> None:
         if self.pieces.dtype != PIECE_COLUMNS or self.locations.dtype != LOCATION_COLUMNS:
@@ -154,8 +154,8 @@ def parse_dist_metadata(read: Callable[[int, int], bytes], size_bytes: int, path
     Parameters
     ----------
     read
-        ``read(byte_offset, nbytes)`` returns exactly ``nbytes`` bytes; asked for up to
-        :data:`READ_AHEAD_BYTES` at a time, once for each byte of the file.
+        ``read(byte_offset, nbytes)`` returns exactly ``nbytes`` bytes. Called for up to :data:`READ_AHEAD_BYTES` at a
+        time, once for each byte of the file.
     size_bytes
         Size of the file.
     path
@@ -164,10 +164,10 @@ def parse_dist_metadata(read: Callable[[int, int], bytes], size_bytes: int, path
     Raises
     ------
     UnsafePickleError
-        The file asks for an opcode, a global or a call outside the allow-list (``forbidden_*``).
+        If the file uses an opcode, a global or a call that is not on the allow-list (``forbidden_*``).
     FormatError
-        It is cut short, lies about a length, or contradicts itself: a piece outside its tensor, a piece or an
-        index twice, one without the other. ``reason`` says which.
+        If it is truncated, gives a wrong length, or contradicts itself: a piece outside its tensor, a duplicate piece
+        or index, a piece without an index or the reverse. ``reason`` says which.
     """
     if size_bytes > MAX_FILE_BYTES:
         detail = f"{size_bytes} bytes, at most {MAX_FILE_BYTES} are read"
@@ -183,7 +183,7 @@ def parse_dist_metadata(read: Callable[[int, int], bytes], size_bytes: int, path
 
 
 class _Machine(Machine):
-    """The pickle machine with the classes of a ``.metadata`` file, and with two fast lanes."""
+    """The pickle machine with the classes of a ``.metadata`` file, and a fast path for each of its two entries."""
 
     __slots__ = ("indexes", "pieces", "remarks", "values")
 
@@ -198,9 +198,9 @@ class _Machine(Machine):
         return isinstance(value, str) or (isinstance(value, Instance) and value.kind == INDEX)
 
     def make(self, kind: str) -> Instance:
-        """Make a new instance; first, as many whole ones as the fast lane can take.
+        """Make a new instance, after all complete instances that the fast path can parse.
 
-        The stack is the same before and after: a class was just taken off it to be made an instance of.
+        The stack is the same before and after: the class of the instance has just been popped from it.
         """
         lane = {PIECE: self.pieces, INDEX: self.indexes}.get(kind)
         if lane is None:
@@ -213,7 +213,7 @@ class _Machine(Machine):
             reason = "memo_overwritten" if index < len(memo) else "memo_out_of_order"
             self.bad(reason, f"stores value {index} when {len(memo)} are stored")
         if self.stack[-1] is None:
-            self.bad("bad_memo", "stores None, which is never referred to")
+            self.bad("bad_memo", "stores None, which pickles never refer to")
         memo.append(self.stack[-1])
 
     def recall(self, index: int) -> object:
@@ -221,12 +221,12 @@ class _Machine(Machine):
             self.bad("missing_memo", f"refers to value {index}, which was never stored")
         value = self.values[index]
         if _is_container(value):
-            self.bad("shared_value", f"refers to value {index}, a container that may have one place only")
+            self.bad("shared_value", f"refers to value {index}, a container that may occur only once")
         return value
 
 
 def _is_container(value: object) -> bool:
-    """Whether two places of it would be two owners: anything but a finished list of numbers."""
+    """Whether a value may have only one owner: any container except a finished list of numbers."""
     if isinstance(value, list):
         return not value or not all(type(v) is int for v in value)
     return isinstance(value, (dict, Instance))
@@ -236,7 +236,7 @@ def _is_container(value: object) -> bool:
 
 
 class _Numbers:
-    """Distinct values, numbered as they come."""
+    """Distinct values, numbered in the order of their first use."""
 
     def __init__(self) -> None:
         self.ids: dict[Any, int] = {}
@@ -249,7 +249,7 @@ class _Numbers:
 
 
 def _columns_of(root: object, machine: _Machine) -> tuple[IdColumns, IdColumns, dict[str, tuple[str, ...]]]:
-    """Pieces and indexes as columns of value ids, and the paths in the nested dict, from what the opcodes have made."""
+    """Pieces and indexes as columns of value ids, and the paths in the nested dict, from the unpickled root."""
     path = machine.window.path
     if not isinstance(root, Instance) or root.kind != METADATA or root.state is None:
         _bad(path, "bad_metadata", f"the root is not an instance of {METADATA}")
@@ -263,17 +263,17 @@ def _columns_of(root: object, machine: _Machine) -> tuple[IdColumns, IdColumns, 
 
 
 def _remark(machine: _Machine, kind: str, name: object, value: object) -> None:
-    """Note an attribute that this version does not know, if it cannot change a value."""
+    """Record an unknown attribute if it cannot change a value; otherwise refuse it."""
     path = machine.window.path
     if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
-        _bad(path, "unknown_attribute", f"{kind} has {_told(name)}")
-    says_who = kind == METADATA and name in REMARKS and isinstance(value, (str, int, float))
-    if value is not None and not says_who:
+        _bad(path, "unknown_attribute", f"{kind} has {_printable(name)}")
+    describes_writer = kind == METADATA and name in REMARKS and isinstance(value, (str, int, float))
+    if value is not None and not describes_writer:
         _bad(
             path,
             "unknown_attribute",
-            f"{kind} has {_told(name)}, which is not None and may say how values are stored; this version reads the "
-            f"metadata of Paddle up to {NEWEST_PADDLE}",
+            f"{kind} has {_printable(name)}, which is not None and may affect how values are stored; this "
+            f"version reads the metadata of Paddle up to {NEWEST_PADDLE}",
         )
     if len(machine.remarks) < _MAX_REMARKS:
         machine.remarks[name if kind == METADATA else f"{kind}.{name}"] = value  # type: ignore[assignment]
@@ -297,7 +297,7 @@ def _piece_columns(table: object, machine: _Machine) -> IdColumns:
     counted = Counter(values.value(key_id) for key_id in lane.keys)
     if len(counted) < len(lane.keys):
         twice = counted.most_common(1)[0][0]
-        _bad(path, "duplicate_key", f"the key {_told(twice)} appears twice in one dict")
+        _bad(path, "duplicate_key", f"the key {_printable(twice)} appears twice in one dict")
     return dict(zip(("key", *lane.fields), lane.columns(slow), strict=True))
 
 
@@ -318,7 +318,7 @@ def _index_columns(table: object, machine: _Machine) -> IdColumns:
 def _attributes(instance: object, kind: str, fields: Sequence[str], machine: _Machine) -> Iterator[int]:
     path = machine.window.path
     if not isinstance(instance, Instance) or instance.kind != kind or instance.state is None:
-        _bad(path, "bad_metadata", f"something else stands where an instance of {kind} should be")
+        _bad(path, "bad_metadata", f"expected an instance of {kind}, found something else")
     for name in instance.state:
         if name not in fields:
             _remark(machine, kind, name, instance.state[name])
@@ -334,12 +334,12 @@ def _flat_mapping(table: object, path: str) -> dict[str, tuple[str, ...]]:
     for key, names in table.items():
         known = isinstance(key, str) and isinstance(names, tuple) and names
         if not known or not all(isinstance(part, str) for part in names):
-            _bad(path, "bad_metadata", f"flat_mapping of {_told(key)} is not a tuple of names")
+            _bad(path, "bad_metadata", f"flat_mapping of {_printable(key)} is not a tuple of names")
     return table
 
 
 class _Distinct:
-    """The distinct keys, dtypes, shapes and files: each is checked once, and has a number from then on."""
+    """The distinct keys, dtypes, shapes and files. Each is checked once and numbered."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -352,7 +352,7 @@ class _Distinct:
 
     def file(self, value: object) -> int:
         if not isinstance(value, str) or value in ("", ".", "..") or set(value) & set("/\\\0"):
-            _bad(self.path, "bad_file", f"{_told(value)} is not the name of a file beside the metadata")
+            _bad(self.path, "bad_file", f"{_printable(value)} is not the name of a file next to the metadata")
         return self.files.add(value)
 
     def dtype(self, value: object) -> int:
@@ -385,7 +385,7 @@ class _Distinct:
         if value is None:
             return -1
         if type(value) is not int or not 0 <= value < 1 << 31:
-            _bad(self.path, "bad_replica", f"replica_id {_told(value)} is not a small number")
+            _bad(self.path, "bad_replica", f"replica_id {_printable(value)} is not a small number")
         return value
 
 
@@ -436,7 +436,7 @@ class _Assembly:
         locations = np.empty(len(rows["file"]), dtype=LOCATION_COLUMNS)
         locations["replica"] = column(rows["replica_id"], distinct.replica)
         locations["file"] = column(rows["file"], distinct.file)
-        # The replicas of a piece follow one another: only the first of each run is looked up.
+        # The replicas of a piece are consecutive: only the first of each run is looked up.
         named = {name: ids for name, ids in rows.items() if name not in ("replica_id", "file")}
         firsts, lengths = _runs(list(named.values()))
         named = {name: ids[firsts] for name, ids in named.items()}
@@ -444,12 +444,12 @@ class _Assembly:
         offset = column(named["global_offset"], distinct.shape)
         local = column(named["local_shape"], distinct.shape_or_none)
         flat = self._range(named)
-        # Up to 3.2 an index says neither shape nor range: then offsets tell the pieces of a key apart.
-        says_shape = bool(len(local)) and bool((local >= 0).all())
-        if not says_shape and (local >= 0).any():
-            _bad(self.path, "bad_index", "some indexes have a local_shape, others have none")
+        # Up to 3.2 an index has neither shape nor range: then offsets identify the pieces of a key.
+        has_shape = bool(len(local)) and bool((local >= 0).all())
+        if not has_shape and (local >= 0).any():
+            _bad(self.path, "bad_index", "some indexes have a local_shape and some have none")
         own, wanted = [_packed(pieces["key"], pieces["global_offset"])], [_packed(key, offset)]
-        if says_shape:
+        if has_shape:
             own.append(_packed(pieces["local_shape"], pieces["flattened_range"]))
             wanted.append(_packed(local, flat))
         found = _find_pieces(pieces["key"], *_numbered(own, wanted), key, distinct)
@@ -459,7 +459,7 @@ class _Assembly:
 
 
 def _check_geometry(pieces: Columns, distinct: _Distinct) -> None:
-    """Every piece lies in its tensor, and every range in its piece."""
+    """Check that every piece is inside its tensor, and every range inside its piece."""
     shapes = list(distinct.shapes.ids)
     extents = _as_matrix(shapes)
     dims = np.array([len(shape) for shape in shapes], dtype=np.int64)
@@ -485,7 +485,7 @@ def _check_geometry(pieces: Columns, distinct: _Distinct) -> None:
 def _find_pieces(
     of_pieces: Ids, own: Longs, wanted: Longs, of_indexes: Ids, distinct: _Distinct
 ) -> npt.NDArray[np.int64]:
-    """The piece of each index, by their numbers ``own`` and ``wanted``; none may be missing or double."""
+    """The piece of each index, by their numbers ``own`` and ``wanted``. None may be missing or duplicate."""
     order = np.argsort(own, kind="stable")
     own = own[order]
     double = np.flatnonzero(own[1:] == own[:-1])
@@ -497,13 +497,13 @@ def _find_pieces(
     found[found] = own[at[found]] == wanted[found]
     if not found.all():
         name = distinct.keys[of_indexes[np.flatnonzero(~found)[0]]]
-        detail = f"storage_metadata places a piece of {_shown(name)} that does not exist"
+        detail = f"storage_metadata has an index for a piece of {_shown(name)} that does not exist"
         _bad(distinct.path, "unknown_piece", detail)
     return order[at]
 
 
 def _check_locations(pieces: Columns, locations: Columns, distinct: _Distinct) -> None:
-    """Every piece is in a file, once for each replica and file."""
+    """Check that every piece is in a file, once for each replica and file."""
     lost = np.bincount(locations["piece"], minlength=len(pieces)) == 0
     if lost.any():
         name = distinct.keys[pieces["key"][np.flatnonzero(lost)[0]]]
@@ -516,13 +516,13 @@ def _check_locations(pieces: Columns, locations: Columns, distinct: _Distinct) -
         twice = _first_double(pairs)
         if twice is not None:
             name = distinct.keys[by_key[twice]]
-            _bad(distinct.path, reason, f"a piece of {_shown(name)} is placed twice in storage_metadata")
+            _bad(distinct.path, reason, f"a piece of {_shown(name)} appears twice in storage_metadata")
 
 
 def _in_order(
     distinct: _Distinct, pieces: Columns, locations: Columns, flat_mapping: Mapping[str, tuple[str, ...]]
 ) -> DistMetadata:
-    """Values and rows ascending: the result does not depend on what was taken in runs."""
+    """Sort values and rows, so that the result does not depend on which entries were parsed in runs."""
     keys, key_order = _ascending(distinct.keys)
     dtypes, dtype_order = _ascending(distinct.dtypes)
     shapes, shape_order = _ascending(distinct.shapes)
@@ -556,7 +556,7 @@ def _runs(columns: Sequence[Ids]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np
 
 
 def _as_matrix(shapes: Sequence[Shape]) -> npt.NDArray[np.int64]:
-    """A row per shape, filled up with zeros."""
+    """A row per shape, padded with zeros."""
     width = max([2, *map(len, shapes)])
     return np.array([(*shape, *(0,) * (width - len(shape))) for shape in shapes], dtype=np.int64).reshape(
         -1, width
@@ -571,15 +571,15 @@ def _packed(high: Ids, low: Ids) -> npt.NDArray[np.int64]:
 def _numbered(
     own: Sequence[npt.NDArray[np.int64]], wanted: Sequence[npt.NDArray[np.int64]]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """One number per row for rows of several columns, the same for the same row; -1: not among ``own``."""
+    """One number per row of several columns, the same for equal rows; -1 if not among ``own``."""
     own_numbers, wanted_numbers = np.zeros(len(own[0]), np.int64), np.zeros(len(wanted[0]), np.int64)
     for ours, theirs in zip(own, wanted, strict=True):
         known = np.unique(ours)
         at = np.searchsorted(known, theirs)
-        there = at < len(known)
-        there[there] = known[at[there]] == theirs[there]
+        exists = at < len(known)
+        exists[exists] = known[at[exists]] == theirs[exists]
         own_numbers = own_numbers * len(known) + np.searchsorted(known, ours)
-        wanted_numbers = np.where(there & (wanted_numbers >= 0), wanted_numbers * len(known) + at, -1)
+        wanted_numbers = np.where(exists & (wanted_numbers >= 0), wanted_numbers * len(known) + at, -1)
     return own_numbers, wanted_numbers
 
 
@@ -601,8 +601,8 @@ def _ascending(table: _Numbers) -> tuple[tuple[Any, ...], Ids]:
     return tuple(ordered), numbers
 
 
-def _told(value: object) -> str:
-    """A value as far as it may be printed: a container from a file has no bound when it is written out."""
+def _printable(value: object) -> str:
+    """A value for a message; containers are not printed, because their length is unbounded."""
     if isinstance(value, str):
         return _shown(value)
     return str(value) if type(value) is int and value.bit_length() < 64 else f"a {type(value).__name__}"
@@ -616,20 +616,20 @@ def _shown(value: str) -> str:
 
 
 def encode_dist_metadata(metadata: DistMetadata, generation: str = "3.3", protocol: int = 4) -> bytes:
-    """Bytes of a ``.metadata`` file that Paddle reads, and :func:`parse_dist_metadata` as the same value.
+    """Bytes of a ``.metadata`` file for Paddle. :func:`parse_dist_metadata` reads them back as the same value.
 
     Parameters
     ----------
     generation
-        The form, one of :data:`GENERATIONS`: ``"3.3"`` for the current Paddle.
+        The form, a key of :data:`GENERATIONS`: ``"3.3"`` for the current Paddle.
     protocol
-        Of the pickle. 4: without frames. 5: what ``pickle`` writes of these objects as one process makes them, in
-        frames of which Paddle 3.4 can read the first ones alone.
+        Pickle protocol. 4: without frames. 5: as ``pickle`` writes these objects for a single process, in frames of
+        which Paddle 3.4 can read the first ones alone.
 
     Raises
     ------
     ValueError
-        What ``metadata`` says has no place in that form: a flattened piece, a replica, a missing dtype.
+        If the form cannot hold ``metadata``: a flattened piece, a replica, a missing dtype.
     """
     if generation not in GENERATIONS:
         raise ValueError(f"generation {generation!r}; known are {', '.join(GENERATIONS)}")
@@ -638,13 +638,13 @@ def encode_dist_metadata(metadata: DistMetadata, generation: str = "3.3", protoc
 
 
 class _Form:
-    """What objects of a generation have, if it can say what the metadata say."""
+    """The attributes of a generation's objects, after a check that it can hold the metadata."""
 
     def __init__(self, metadata: DistMetadata, generation: str) -> None:
         self.module, self.piece_fields, self.index_fields = GENERATIONS[generation]
         self.has_mapping = generation != "2.6"
         if "dtype" in self.piece_fields and (metadata.pieces["dtype"] < 0).any():
-            raise ValueError(f"Paddle {generation} wants a dtype of every piece")
+            raise ValueError(f"Paddle {generation} requires a dtype for every piece")
         lossy = (metadata.pieces["flattened_range"] >= 0).any() or (metadata.locations["replica"] >= 0).any()
         if "flattened_range" not in self.piece_fields and lossy:
             raise ValueError(f"the metadata of Paddle {generation} has no flattened pieces and no replicas")
@@ -655,8 +655,8 @@ class _Form:
 class _FramedEncoder:
     """Writes protocol 5 as ``pickle`` does.
 
-    What one process makes shares these objects: each key, each file's name, and the offset, shape and range of a piece
-    and of its index.
+    In one process these objects are shared: each key, each file name, and the offset, shape and range of a piece with
+    those of its index.
     """
 
     def __init__(self, metadata: DistMetadata, form: _Form) -> None:
@@ -667,7 +667,7 @@ class _FramedEncoder:
         self.keys: dict[str, int] = {}
         self.files: dict[int, int] = {}
         self.shared = {name: np.full(len(metadata.pieces), -1, np.int64) for name in _SHARED}
-        """Numbers in the memo of the tuples of each piece; -1: not stored."""
+        """Memo indexes of the tuples of each piece; -1: not stored."""
 
     def encoded(self) -> bytes:
         tables: list[tuple[str, Callable[[], None]]] = [
@@ -695,7 +695,7 @@ class _FramedEncoder:
         file.emit(b"b")
 
     def _text(self, known: dict[U, int], name: U, text: str) -> None:
-        """A text that is one object wherever it comes."""
+        """Write a string that is the same object at every use."""
         if name in known:
             self.file.recall(known[name])
         else:
@@ -719,8 +719,8 @@ class _FramedEncoder:
         self._instance(PIECE, fields, lambda name: self._attribute(number, name, ids))
 
     def _locations(self) -> None:
-        def entry(place: tuple[int, int, int]) -> None:
-            number, file, replica = place
+        def entry(location: tuple[int, int, int]) -> None:
+            number, file, replica = location
             ids = {**_named(self.metadata.pieces[number].tolist()), "replica_id": replica}
             fields = [(name, name) for name in self.form.index_fields]
             self._instance(INDEX, fields, lambda name: self._attribute(number, name, ids))
@@ -737,7 +737,7 @@ class _FramedEncoder:
         self.file.dict_of(self.metadata.flat_mapping.items(), entry)
 
     def _attribute(self, number: int, name: str, ids: Mapping[str, int]) -> None:
-        """The value of an attribute of a piece, or of its index."""
+        """Write an attribute of a piece or of its index."""
         file = self.file
         if name == "is_flattened":
             file.simple(ids["flattened_range"] >= 0)
@@ -760,11 +760,11 @@ class _FramedEncoder:
 
 _SHARED: Final = ("global_offset", "local_shape", "flattened_range")
 _BATCH: Final = 1000
-"""Items per MARK..SETITEMS, as CPython: a reader's stack stays small."""
+"""Items per MARK..SETITEMS, as in CPython: a reader's stack stays small."""
 
 
 class _Encoder:
-    """Writes the opcodes of protocol 4 without frames; names, keys and files are written once."""
+    """Writes protocol 4 without frames. Names, keys and files are written once."""
 
     def __init__(self, metadata: DistMetadata, form: _Form) -> None:
         self.metadata = metadata
@@ -787,7 +787,7 @@ class _Encoder:
         return bytes(self.out)
 
     def _text(self, value: str) -> bytes:
-        """A text in full the first time, a reference to the memo later; to be written at once."""
+        """A string at its first use, a memo reference later. The result must be written immediately."""
         return self._stored(value, lambda: plain_opcodes(value))
 
     def _stored(self, name: object, opcodes: Callable[[], bytes]) -> bytes:
@@ -804,7 +804,7 @@ class _Encoder:
         self.out += b")\x81}("
 
     def _dict(self, items: Iterator[None]) -> None:
-        """A dict of which each step of ``items`` writes one item."""
+        """Write a dict; each step of ``items`` writes one item."""
         self.out += b"}("
         for number, _ in enumerate(items, start=1):
             if number % _BATCH == 0:

@@ -1,14 +1,14 @@
-"""The two kinds of entries that a ``.metadata`` file has by the million, taken many at a time.
+"""Parse the two kinds of entries that a ``.metadata`` file has by the million, many at a time.
 
-A file of 227 MiB has a hundred million opcodes; taken one by one they take minutes. But entry after entry has the
-same sequence of opcodes, only the values differ. So one entry is taken opcode by opcode, and then all places at which
-such an entry may begin are walked over together, a step for each opcode. What stands between the values must be equal,
-byte for byte; where a value begins and ends follows from its first opcode. The walk starts where an opcode starts, and
-it ends where one ends; so what it finds is what the opcodes say. What is not like that (a frame, the first use of a
-name, an unusual spelling, an attack) is taken opcode by opcode as always, and after that it is tried again.
+A file of 227 MiB has a hundred million opcodes, which would take minutes one by one. But all entries have the same
+sequence of opcodes; only the values differ. So one entry is parsed opcode by opcode. Then all positions at which such
+an entry may begin are walked together, one step per opcode. The bytes between the values must be equal, and the end of
+a value follows from its first opcode. A walk begins and ends at opcode boundaries, so what it finds is what the opcodes
+mean. Anything else (a frame, the first use of a name, an unusual spelling, an attack) is parsed opcode by opcode, and
+then the walk is tried again.
 
-The values are byte strings then, and few of them are distinct. Each distinct one is taken apart by the pickle
-machine itself, once. Only references to the memo are looked up in each row.
+The values are then byte strings, few of them distinct. The pickle machine itself parses each distinct string once. Only
+memo references are looked up in each row.
 
 A *value id* numbers a value in :class:`Memo`; a row is a tuple of value ids.
 """
@@ -65,7 +65,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 class Memo:
-    """The memo of the pickle machine, and all values by number."""
+    """The memo of the pickle machine, and all values by id."""
 
     __slots__ = ("_ids", "_values", "names")
 
@@ -83,11 +83,11 @@ class Memo:
 
     @property
     def count(self) -> int:
-        """How many values have a number."""
+        """Number of values."""
         return len(self._values)
 
     def value(self, value_id: int) -> object:
-        """The value of a number."""
+        """The value with an id."""
         return self._values[value_id]
 
     def add(self, value: object) -> int:
@@ -101,12 +101,12 @@ class Memo:
         """Store one value under the next index."""
         name = _name_of(value)
         if name is not None:
-            # The first one: CPython stores the name of an attribute once, and may store the same text again.
+            # Keep the first: CPython stores the name of an attribute once, and may store the same string again.
             self.names.setdefault(name, len(self._ids))
         self._ids.append(self.add(value))
 
     def extend(self, value_ids: Ids) -> None:
-        """Store many."""
+        """Store several values under the next indexes."""
         self._ids.frombytes(value_ids.tobytes())
 
     def ids_at(self, indexes: Ids) -> Ids:
@@ -115,10 +115,10 @@ class Memo:
 
 
 _OPAQUE: Final = 0
-"""Value id of an instance, or of the dict of its attributes: nothing may refer to it again."""
+"""Value id of an instance, or of the dict of its attributes, to which nothing may refer."""
 _NONE: Final = 1
 _NEW_SLOTS: Final = (_OPAQUE, _OPAQUE)
-"""What a new instance and the dict of its attributes store in the memo."""
+"""Memo entries of a new instance and of the dict of its attributes."""
 _FALSE: Final = 2
 _TRUE: Final = 3
 _NAMES: Final = frozenset(PIECE_FIELDS + INDEX_FIELDS)
@@ -137,7 +137,7 @@ def _name_of(value: object) -> str | None:
 
 
 class _Chunks:
-    """What distinct byte strings say: a value, and which values the opcodes store in the memo on the way."""
+    """The meaning of distinct byte strings: a value, and the values that their opcodes store in the memo."""
 
     def __init__(self) -> None:
         self.values, self.starts, self.counts = array("i"), array("i"), array("i")
@@ -152,20 +152,20 @@ class _Chunks:
         return len(self.values) - 1
 
     def table(self) -> _Table:
-        """The columns, without a copy: nothing can be added while they are in use."""
+        """The columns, without a copy: no chunk can be added while they are in use."""
         columns = (self.values, self.starts, self.counts, self.slots)
         return _Table(*(np.frombuffer(column, dtype=np.int32) for column in columns))
 
 
 class _Table(NamedTuple):
-    """What is known of each chunk."""
+    """Columns of all chunks."""
 
     values: Ids
     """Value id."""
     starts: Ids
-    """Where in ``slots`` begin the value ids that it stores in the memo."""
+    """Start in ``slots`` of the value ids that it stores in the memo."""
     counts: Ids
-    """How many those are."""
+    """Number of these value ids."""
     slots: Ids
     """Value ids stored in the memo; first those that every new instance stores."""
 
@@ -188,7 +188,7 @@ _BAD: Final = -1
 
 
 class _ChunkMachine(Machine):
-    """Takes one byte string apart, with the memo of the whole file for reading."""
+    """Parses one byte string, with read access to the memo of the whole file."""
 
     __slots__ = ("_known", "stored")
 
@@ -211,10 +211,10 @@ class _ChunkMachine(Machine):
 
 _WORD_BYTES: Final = 8
 _PADDING_BYTES: Final = 512
-"""Zeros after a window: more than what a step may look at beyond where it begins."""
+"""Zeros after a window: more than a step may read from its start."""
 _BLOCK_ENTRIES: Final = 1 << 13
 _MAX_NUMBERS: Final = 8
-"""Numbers of a shape; one of more is taken opcode by opcode."""
+"""Largest number of dims of a shape; longer ones are parsed opcode by opcode."""
 _MASKS: Final = np.array([(1 << 8 * n) - 1 for n in range(_WORD_BYTES + 1)], dtype=np.uint64)
 
 
@@ -225,7 +225,7 @@ def _set(opcodes: bytes) -> Flags:
 
 
 _BYTES_OF: Final = np.zeros(256, dtype=np.int64)
-"""Bytes of an opcode and its argument, where that is always the same."""
+"""Bytes of an opcode and its argument, for opcodes of fixed length."""
 for _opcodes, _nbytes in ((b"N)", 1), (b"hK", 2), (b"M", 3), (b"jJ", 5)):
     _BYTES_OF[list(_opcodes)] = _nbytes
 _NEWOBJ: Final = 0x81
@@ -235,38 +235,38 @@ _LONGEST_REFERENCE_BYTES: Final = 5
 _NUMBERS: Final = _set(b"KMJ\x8a")
 _TUPLE_ENDS: Final = _set(b"\x85\x86\x87t")
 _BATCH: Final = b"u("
-"""Between two entries: CPython sets the items of a dict a thousand at a time, at which one begins is all the same."""
+"""May occur between two entries: CPython sets the items of a dict in batches of a thousand."""
 _NUMPY_NUMBER_TAIL: Final = b"\x94\x86\x94R\x94"
 
 
 def _get(index: int) -> bytes:
-    """The opcode that refers to a memo index, as CPython spells it."""
+    """The opcode that refers to a memo index, as CPython writes it."""
     return b"h" + bytes([index]) if index < 256 else b"j" + index.to_bytes(4, "little")
 
 
 class _Values(NamedTuple):
-    """A value of each entry: where it begins in the window, how long it is, and its first opcode."""
+    """A value of each entry: its start in the window, its length, and its first opcode."""
 
     start: Longs
     nbytes: Longs
     opcode: Bytes
     rows: Longs | None
-    """Which entries have it; ``None``: all."""
+    """The entries that have it; ``None`` for all."""
 
 
 class _Scan:
-    """Walks over many entries of a window together, a step for each of their opcodes.
+    """Walks over many entries of a window together, one step per opcode.
 
-    What it finds is where values begin and end. Whether they are values is for the pickle machine to say.
+    It finds the bounds of values. Whether these are valid is determined by the pickle machine.
 
     Two entries as bytes (in hex, texts quoted). Opcodes between the values are equal, the values are not::
 
         entry 0    … 29 81 │ 94 7d 94 28 68 05 │ 8c 03 "a.w"   │ 68 06 │ 4b 00 …
         entry 1    … 29 81 │ 94 7d 94 28 68 05 │ 8c 05 "lm.wb" │ 68 06 │ 4b 07 …
-                           ↑ at              6             5, 7      2            bytes that each goes on by
+                           ↑ at              6             5, 7      2            bytes that each advances
 
-    First :meth:`literal` compares six bytes, then :meth:`simple` takes a text of five bytes in entry 0 and of seven in
-    entry 1, then ``literal`` compares two. An entry with other bytes there is not ``good``.
+    First :meth:`literal` compares six bytes, then :meth:`simple` takes a string of five bytes in entry 0 and of seven
+    in entry 1, then ``literal`` compares two. An entry with different bytes there is not ``good``.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -274,16 +274,16 @@ class _Scan:
         padded = data + bytes(_PADDING_BYTES)
         self.bytes = np.frombuffer(padded, dtype=np.uint8)
         self.words: Words = np.ndarray(len(padded) - _WORD_BYTES + 1, "<u8", padded, strides=(1,))
-        """The eight bytes from each byte on."""
+        """The eight bytes from each byte onwards."""
         self.rows: Longs | None = None
         self.at = np.flatnonzero(self.bytes[: self.size] == _NEWOBJ) + 1
-        """Where each entry has been walked to; at first, all places where a new instance may have been made."""
+        """Current position in each entry; initially all positions after a possible NEWOBJ."""
         self.good = np.ones(len(self.at), dtype=bool)
-        """Whether each looks like an entry so far."""
+        """Whether each position has led through an entry so far."""
         self.values: list[_Values] = []
 
     def block(self, byte: int) -> _Scan:
-        """A walk over the next entries from a byte on: so many that what lies between stays in the cache."""
+        """A walk over the next entries after a byte, few enough to stay in the cache."""
         first = int(np.searchsorted(self.at, byte))
         part = self.among(np.arange(first, min(first + _BLOCK_ENTRIES, len(self.at))))
         part.rows, part.values = None, []
@@ -296,33 +296,33 @@ class _Scan:
         return part
 
     def join(self, part: _Scan) -> None:
-        """Go on from where a walk over some entries has come to."""
+        """Continue from the positions of a walk over some entries."""
         self.at[part.rows], self.good[part.rows] = part.at, part.good
 
     def drop_bad(self) -> None:
-        """Look at those no more that are no entries."""
+        """Drop all positions that are not entries."""
         self.at, self.good = self.at[self.good], self.good[self.good]
 
     def literal(self, opcodes: bytes) -> None:
-        """Exactly these opcodes."""
+        """Step over exactly these opcodes."""
         self.good &= self._begins(self.at, opcodes)
         self._go(np.int64(len(opcodes)))
 
     def optional(self, opcodes: bytes) -> Flags:
-        """These opcodes, or not; says which entries have them."""
+        """Step over these opcodes if present. Returns which entries have them."""
         there = self._begins(self.at, opcodes)
         self._go(there * np.int64(len(opcodes)))
         return there
 
     def one_of(self, opcodes: bytes) -> Bytes:
-        """One of these opcodes, none of which has an argument; says which."""
+        """Step over any of these opcodes, which have no argument. Returns which one."""
         opcode = self.bytes[self.at]
         self.good &= _set(opcodes)[opcode]
         self._go(np.int64(1))
         return opcode
 
     def simple(self, opcodes: bytes) -> None:
-        """A value of one of these opcodes; ``\\x8c`` is a text that is stored in the memo."""
+        """Step over a value of any of these opcodes; ``\\x8c`` is a string that is stored in the memo."""
         opcode = self.bytes[self.at]
         nbytes = _BYTES_OF[opcode]
         for counted, more_bytes in ((_TEXT, 3), (_LONG, 2)):
@@ -348,7 +348,7 @@ class _Scan:
         return opcode != ord("N")
 
     def _tuple_bytes(self, start: Longs, number: bytes | None) -> Longs:
-        """Bytes of the tuples that begin at ``start``; 0 where there is none that can be walked over."""
+        """Lengths of the tuples that begin at ``start``; 0 if there is none that can be walked."""
         found = np.zeros(len(start), dtype=np.int64)
         at = start + (self.bytes[start] == ord("("))
         rows = np.arange(len(start))
@@ -390,11 +390,11 @@ class _Scan:
 
 _CACHE_BITS: Final = 15
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)
-"""An odd multiplier that spreads words over the cache."""
+"""Multiplier (not even) that distributes words over the cache."""
 
 
 class _Cache:
-    """Codes of byte strings of up to so many words by their bytes: a table with one place for each hash."""
+    """Codes of byte strings of up to ``words`` words: a hash table with one slot per hash."""
 
     def __init__(self, words: int) -> None:
         self.longest_bytes = words * _WORD_BYTES
@@ -403,25 +403,25 @@ class _Cache:
         self._codes = np.zeros(1 << _CACHE_BITS, dtype=np.int32)
 
     def find(self, scan: _Scan, start: Longs, nbytes: Longs, code: Callable[[bytes], int]) -> Ids:
-        """The code of each byte string; ``code`` tells those that are not known."""
+        """The code of each byte string; ``code`` computes unknown ones."""
         words = []
         mixed = nbytes.astype(np.uint64)
         for first in range(0, int(nbytes.max(initial=0)), _WORD_BYTES):
-            left = np.clip(nbytes - first, 0, _WORD_BYTES) if first else np.minimum(nbytes, _WORD_BYTES)
-            words.append(scan.words[start + first] & _MASKS[left])
+            rest = np.clip(nbytes - first, 0, _WORD_BYTES) if first else np.minimum(nbytes, _WORD_BYTES)
+            words.append(scan.words[start + first] & _MASKS[rest])
             mixed = (mixed ^ words[-1]) * _MIX
-        place = (mixed >> np.uint64(64 - _CACHE_BITS)).astype(np.int64)
-        known = self._nbytes[place] == nbytes
+        slot = (mixed >> np.uint64(64 - _CACHE_BITS)).astype(np.int64)
+        known = self._nbytes[slot] == nbytes
         for word, column in zip(words, self._words, strict=False):
-            known &= column[place] == word
-        found = self._codes[place]
+            known &= column[slot] == word
+        found = self._codes[slot]
         rows = np.flatnonzero(~known)
         if len(rows):
             found[rows] = scan.coded(start[rows], nbytes[rows], code)
-            place = place[rows]
-            self._nbytes[place], self._codes[place] = nbytes[rows], found[rows]
+            slot = slot[rows]
+            self._nbytes[slot], self._codes[slot] = nbytes[rows], found[rows]
             for word, column in zip(words, self._words, strict=False):
-                column[place] = word[rows]
+                column[slot] = word[rows]
         return found
 
 
@@ -430,7 +430,7 @@ def _caches() -> tuple[_Cache, ...]:
 
 
 class _Coder:
-    """Byte strings of a window → codes. Each distinct one is taken apart once, with the memo of the whole file."""
+    """Byte strings of a window → codes. Each distinct string is parsed once, with the memo of the whole file."""
 
     def __init__(self, machine: Machine, memo: Memo) -> None:
         self._machine, self._memo = machine, memo
@@ -438,15 +438,15 @@ class _Coder:
         self._caches = _caches()
         self._chunks = _Chunks()
         self.nothing = self.add(_NONE, ())
-        """Chunk of what stores nothing."""
+        """Chunk that stores nothing."""
 
     def forget(self) -> None:
-        """Byte strings mean something else from here on: a name has come to be stored in the memo."""
+        """Drop all codes, because byte strings change their meaning when a name is stored in the memo."""
         self._codes.clear()
         self._caches = _caches()
 
     def add(self, value: int, slots: Sequence[int]) -> int:
-        """Number a chunk that is this value and stores these in the memo."""
+        """Number a chunk with this value that stores ``slots`` in the memo."""
         return self._chunks.add(value, slots)
 
     def coded(self, scan: _Scan, values: _Values, rows: Longs) -> Ids:
@@ -472,7 +472,7 @@ class _Coder:
         return codes
 
     def stored(self, chunks: Ids) -> tuple[Ids, Longs, Ids]:
-        """What entries store in the memo: all of it in order, and where it begins for each; then their value ids."""
+        """The memo slots of entries in order, the start of each entry's slots, and the entries' value ids."""
         table = self._chunks.table()
         counts = table.counts[chunks]
         first_slot = np.r_[0, np.cumsum(counts.sum(axis=0) + len(_NEW_SLOTS))]
@@ -489,7 +489,7 @@ class _Coder:
         return slots, first_slot, table.values[chunks]
 
     def _code(self, raw: bytes) -> int:
-        """The chunk that a byte string is."""
+        """The chunk of a byte string."""
         return self._text(raw) if raw[0] == _TEXT else self._taken_apart(raw)
 
     def _text(self, raw: bytes) -> int:
@@ -503,7 +503,7 @@ class _Coder:
         machine = _ChunkMachine(self._machine, self._memo, raw)
         try:
             root, _ = machine.run()
-        except FormatError:  # it is taken opcode by opcode then, and refused there if it must be
+        except FormatError:  # then it is parsed opcode by opcode, which reports any error
             return _BAD
         if not isinstance(root, tuple) or len(root) != 1:
             return _BAD
@@ -512,14 +512,14 @@ class _Coder:
 
 
 class _Entries(NamedTuple):
-    """The entries that a walk has found, field by field, in order. Only those that begin where an entry does count."""
+    """The entries found by a walk, field by field, in order. Only those that follow another entry are valid."""
 
     last: int
-    """Where in the window the walk for the last one began, even if it led nowhere."""
+    """Position in the window at which the last walk began, whether or not it succeeded."""
     begins: Longs
-    """Where in the window."""
+    """Position in the window."""
     ends: Longs
-    """Where the next entry begins, if one follows."""
+    """Position of the next entry, if one follows."""
     breaks: Longs
     """Entries that are not followed by the next one, ascending."""
     kinds: Ids
@@ -544,32 +544,32 @@ class _Rows:
     def __init__(self, machine: Machine, memo: Memo) -> None:
         self.machine, self.memo = machine, memo
         self.owner: dict[object, object] | None = None
-        """The dict whose entries were taken; that it is the right one is for the caller to check."""
+        """The dict whose entries were parsed. The caller checks that it is the right one."""
         self._found: list[Sequence[Ids]] = []
         self._last: Instance | None = None
         self._order: tuple[str, ...] = ()
         self._made_from: tuple[object, ...] = ()
         self._known = False
-        """Whether all names are stored in the memo, without which no entry is known."""
+        """Whether all names are stored in the memo, before which no entry can be recognised."""
         self._scan: _Scan | None = None
         """The walk over the window, from which a walk over the next entries starts."""
         self._entries: _Entries | None = None
         self._coder = _Coder(machine, memo)
 
     def follow(self) -> Instance:
-        """Take as many entries as look alike, from a new instance on; return the instance after them."""
+        """Parse as many similar entries as possible, beginning with a new instance. Returns the instance after them."""
         while self._ready() and self._in_place() and self._take():
             pass
         self._last = Instance(self.kind)
         return self._last
 
     def columns(self, more: Sequence[tuple[int, ...]]) -> list[Ids]:
-        """The columns of all rows that were taken, and of ``more``."""
+        """The columns of all parsed rows, and of ``more``."""
         last = np.array(more, dtype=np.int32).reshape(-1, len(self.fields) + 1)
         return [np.concatenate(parts) for parts in zip(*self._found, last.T, strict=True)]
 
     def _in_place(self) -> bool:
-        """Whether the stack of the machine is as it is where an entry begins."""
+        """Whether the stack of the machine is in the state at the start of an entry."""
         raise NotImplementedError
 
     def _owned_by(self, owner: object) -> bool:
@@ -580,7 +580,7 @@ class _Rows:
     # -- the entries of a window
 
     def _ready(self) -> bool:
-        """Whether it is known what an entry looks like; forget what was found when a name has come to be stored."""
+        """Whether the form of an entry is known. Drops earlier findings when a name is stored in the memo."""
         if not self._order and self._last is not None and self._last.state:
             names = tuple(self._last.state)
             if set(names) <= set(self.fields):
@@ -595,7 +595,7 @@ class _Rows:
         return self._known
 
     def _walk(self, scan: _Scan) -> tuple[Longs, Ids]:
-        """Walk over entries; where each begins, and of what kind it is."""
+        """Walk over entries. Returns the start and the kind of each."""
         names = self.memo.names
         number = None
         if "scalar" in names and "i8" in names:
@@ -626,23 +626,23 @@ class _Rows:
         return begins, kinds
 
     def _tail(self, scan: _Scan) -> Ids:
-        """Walk over what follows the attributes, up to the next new instance; a value, and kinds of what it is."""
+        """Walk over the bytes after the attributes, up to the next new instance. Returns the kind of each tail."""
         raise NotImplementedError
 
     def _slots(self, kinds: Ids) -> Ids:
-        """Chunks of what the tails of these kinds store in the memo after their value."""
+        """Chunks that tails of these kinds store in the memo after their value."""
         return np.full(len(kinds), self._coder.nothing, dtype=np.int32)
 
     def _entries_from(self, scan: _Scan) -> _Entries:
-        """What a walk finds."""
+        """The entries that a walk finds."""
         last = int(scan.at[-1]) if len(scan.at) else scan.size
         begins, kinds = self._walk(scan)
         good = np.flatnonzero(scan.good)
-        place = np.cumsum(scan.good) - 1
+        rank = np.cumsum(scan.good) - 1
         codes = np.full((len(scan.values) + 1, len(good)), self._coder.nothing, dtype=np.int32)
         for column, value in zip(codes, scan.values, strict=False):
             rows = good if value.rows is None else np.flatnonzero(scan.good[value.rows])
-            column[... if value.rows is None else place[value.rows[rows]]] = self._coder.coded(
+            column[... if value.rows is None else rank[value.rows[rows]]] = self._coder.coded(
                 scan, value, rows
             )
         codes[-1] = self._slots(kinds[good])
@@ -669,7 +669,7 @@ class _Rows:
     # -- rows
 
     def _take(self) -> bool:
-        """Take the entries that follow one another from here on; say whether there were any."""
+        """Parse the consecutive entries from here on. Returns whether there were any."""
         data, at = self.machine.window.ahead
         if self._scan is None or self._scan.data is not data:
             self._scan, self._entries = _Scan(data), None
@@ -703,7 +703,7 @@ class _Rows:
         raise NotImplementedError
 
     def _columns(self, ids: Ids) -> list[Ids]:
-        """The columns of ``fields``, the default where an entry does not say."""
+        """The columns of ``fields``, with defaults for missing attributes."""
         found = dict(zip((name for name in self._order if name != "is_flattened"), ids, strict=False))
         default = np.full(ids.shape[1], _NONE, dtype=np.int32)
         flat = found.get("flattened_range", default)

@@ -6,7 +6,7 @@ begins and 64 KiB are collected, and before a text or payload of 64 KiB, which l
 ``Modules/_pickle.c``: ``_Pickler_OpcodeBoundary``, ``_Pickler_write_bytes``). A reader needs none of it, but a file
 written so is byte for byte the file that ``pickle`` would write.
 
-The payloads of arrays are left out: they are not known yet.
+The payloads of arrays are omitted: they are not known yet.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class FramedPickle:
         self.emit(b"h" + bytes((number,)) if number < 256 else b"j" + number.to_bytes(4, "little"))
 
     def payload(self, header: bytes, nbytes: int) -> int:
-        """The payload of an array, left out after its opcode and length; returns its byte offset."""
+        """Reserve the payload of an array after its opcode and length. Returns its byte offset."""
         self._begin()
         if nbytes < FRAME_BYTES:
             self.emit(header)
@@ -183,8 +183,8 @@ class FramedPickle:
     def list_of(self, items: Iterable[T], save: Callable[[T], object]) -> None:
         """A list, each item of which ``save`` writes."""
         self._container(b"]")
-        for place, batch in enumerate(_batches(items)):
-            if place == 0 and len(batch) == 1:
+        for index, batch in enumerate(_batches(items)):
+            if index == 0 and len(batch) == 1:
                 save(batch[0])
                 self.emit(b"a")
             else:
@@ -233,13 +233,13 @@ class FramedPickle:
         """End the frame, and write its length where it began; a very short one is none."""
         if self._frame is None:
             return
-        header, place, byte_offset = self._frame
+        header, start, byte_offset = self._frame
         self._frame = None
         nbytes = self._position - byte_offset - _HEADER_BYTES
         if nbytes < _SHORTEST_FRAME_BYTES:
-            del header[place : place + _HEADER_BYTES]
+            del header[start : start + _HEADER_BYTES]
         else:
-            header[place + 1 : place + _HEADER_BYTES] = nbytes.to_bytes(8, "little")
+            header[start + 1 : start + _HEADER_BYTES] = nbytes.to_bytes(8, "little")
         self._hand_over()
 
     def _hand_over(self) -> None:
@@ -249,7 +249,7 @@ class FramedPickle:
 
 
 def _batches(items: Iterable[T]) -> Iterator[tuple[T, ...]]:
-    """The items as the pickler takes them, :data:`BATCH` at a time."""
-    left = iter(items)
-    while batch := tuple(islice(left, BATCH)):
+    """The items in the pickler's batches of :data:`BATCH`."""
+    remaining = iter(items)
+    while batch := tuple(islice(remaining, BATCH)):
         yield batch

@@ -1,19 +1,18 @@
-"""Where do the arrays of a ``paddle.save`` file lie?
+"""Locate the arrays of a ``paddle.save`` file.
 
-:func:`parse_pickle` walks the pickle opcodes of a ``.pdparams``, ``.pdopt`` or ``.distcp`` file
-one by one and builds plain containers in which every array is an :class:`ArrayRef`, a byte range left in the
-file. It is an interpreter with no power: nothing is imported, nothing is called. The few globals such a file
-needs stand in one table (``ARRAY_GLOBALS``), each with the only form of call it may appear in.
+:func:`parse_pickle` interprets the pickle opcodes of a ``.pdparams``, ``.pdopt`` or ``.distcp`` file one by one and
+builds plain containers in which every array is an :class:`ArrayRef`, a byte range of the file. Nothing is imported and
+nothing is called. The few globals that such files need are in one table (``ARRAY_GLOBALS``), each with the only form of
+call in which it may appear.
 
-``paddle.save`` has two routes (Paddle 3.3.1 ``framework/io.py:784-974``). *Legacy*: a flat dict of bare
-arrays, with :data:`STRUCTURED_NAMES` last. *Pickle*: the caller's own graph, each tensor as
-``tuple((name, array))``. Both are read here, and both are written by
-:mod:`~paddle_reshard.storage.formats.paddle_pickle_writer`.
+``paddle.save`` has two routes (Paddle 3.3.1 ``framework/io.py:784-974``). *Legacy*: a flat dict of bare arrays, with
+:data:`STRUCTURED_NAMES` last. *Pickle*: the caller's own graph, each tensor as ``tuple((name, array))``. Both are read
+here, and both are written by :mod:`~paddle_reshard.storage.formats.paddle_pickle_writer`.
 
-Whatever a file claims, the work is bounded: one step per opcode (:data:`MAX_OPCODES`), one step per value of
-the result (as many as opcodes, plus :data:`MAX_SHARED_VALUES` for containers met twice), :data:`MAX_NESTING`. So is the
-memory: by the bytes of the file that are not payload, which have to be many for many opcodes and containers, and by the
-depth of the stack (:mod:`~paddle_reshard.pipeline.core.limits`).
+Work is bounded for any file: one step per opcode (:data:`MAX_OPCODES`), one step per value of the result (as many as
+opcodes, plus :data:`MAX_SHARED_VALUES` for shared containers), :data:`MAX_NESTING`. Memory is bounded by the bytes of
+the file that are not payload, of which many opcodes and containers need many, and by the depth of the stack
+(:mod:`~paddle_reshard.pipeline.core.limits`).
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ MAX_NESTING: Final = 64
 MAX_OPCODES: Final = 1 << 24
 """Opcodes in one file; an array takes about 28, so this is 600,000 arrays."""
 MAX_INTEGER_KEY: Final = 1 << 31
-"""Integer keys lie from its negative on below it."""
+"""Integer keys are below it, and not below its negative."""
 MAX_SHARED_VALUES: Final = 1 << 16
 """Values that may be reached a second time because the file shares a container."""
 
@@ -71,7 +70,7 @@ ITEM_BYTES: Final[Mapping[str, int]] = {code: int(code[1:]) for code in _STRUCT_
 
 @dataclass(frozen=True, slots=True)
 class ArrayRef:
-    """One array's payload, left in the file."""
+    """The payload of an array in its file."""
 
     byte_offset: int
     """Start of the raw little-endian payload, in bytes from the start of the file."""
@@ -80,10 +79,10 @@ class ArrayRef:
     shape: tuple[int, ...]
     """Extents, in elements."""
     axes: tuple[int, ...] | None
-    """The dims in the order in which the payload runs through them, the slowest first: ``(1, 0)`` where a transposed
-    matrix was saved (Fortran order). ``None``: in their own order (C)."""
+    """The dims in the order of the payload, the slowest first: ``(1, 0)`` for a transposed matrix (Fortran order).
+    ``None``: in their own order (C)."""
     name: str | None
-    """Framework tensor name, where the file has it beside the array (the pickle route)."""
+    """Framework tensor name, if stored with the array (the pickle route)."""
 
     @property
     def nbytes(self) -> int:
@@ -101,7 +100,7 @@ class SplitArray:
     parts: tuple[ArrayRef, ...]
     """1-D pieces of one dtype; concatenated in this order they are the array in C order."""
     shape: tuple[int, ...]
-    """``OriginShape``: extents of the whole, in elements."""
+    """``OriginShape``: extents of the whole array, in elements."""
 
     @property
     def dtype(self) -> str:
@@ -122,7 +121,7 @@ class PicklePayload:
 
     root: object
     """Plain dict/list/tuple/str/bytes/int/float/complex/bool/None with :class:`ArrayRef` and
-    :class:`SplitArray` leaves. Split arrays stand under their own key, and :data:`BIG_PARAM_INFO` is gone."""
+    :class:`SplitArray` leaves. Split arrays are joined under their own key, and :data:`BIG_PARAM_INFO` is removed."""
     protocol: int
     """Pickle protocol: 2 to 5."""
 
@@ -133,8 +132,8 @@ def parse_pickle(read: Callable[[int, int], bytes], size_bytes: int, path: str) 
     Parameters
     ----------
     read
-        ``read(byte_offset, nbytes)`` returns exactly ``nbytes`` bytes: a ranged read. It is asked for
-        :data:`READ_AHEAD_BYTES` at a time; a payload that does not end inside what was read is jumped over.
+        ``read(byte_offset, nbytes)`` returns exactly ``nbytes`` bytes: a ranged read. Called for
+        :data:`READ_AHEAD_BYTES` at a time; payloads that extend beyond a read are skipped.
     size_bytes
         Size of the file.
     path
@@ -143,9 +142,9 @@ def parse_pickle(read: Callable[[int, int], bytes], size_bytes: int, path: str) 
     Raises
     ------
     UnsafePickleError
-        The file asks for an opcode, a global or a call outside the allow-list (``forbidden_*``).
+        If the file uses an opcode, a global or a call that is not on the allow-list (``forbidden_*``).
     FormatError
-        It is cut short, lies about a length, or contradicts itself. ``reason`` says which.
+        If it is truncated, gives a wrong length, or contradicts itself. ``reason`` says which.
     """
     machine = Machine(Window(read, size_bytes, path))
     root, opcodes = machine.run()
@@ -162,7 +161,7 @@ def truncated(size_bytes: int, needed_bytes: int) -> str:
 
 
 class Window:
-    """A forward-only view of the file: what was read last, and how far it is consumed."""
+    """A forward-only view of the file: the last block read, and the position in it."""
 
     __slots__ = ("_at", "_base", "_data", "_read", "_read_ahead_bytes", "path", "size_bytes", "skipped_bytes")
 
@@ -203,25 +202,24 @@ class Window:
         return self.byte() if width_bytes == 1 else int.from_bytes(self.take(width_bytes), "little")
 
     def length(self, width_bytes: int) -> int:
-        """Read a length field; what it announces must lie inside the file."""
+        """Read a length field; the bytes that it announces must be inside the file."""
         nbytes = self.unsigned(width_bytes)
         self.require(nbytes)
         return nbytes
 
     def require(self, nbytes: int) -> None:
         """Refuse to go beyond the end of the file."""
-        left = self.size_bytes - self.position
-        if nbytes > left:
+        if nbytes > self.size_bytes - self.position:
             detail = truncated(self.size_bytes, self.position + nbytes)
             raise FormatError("length_beyond_end", self.path, self.position, detail)
 
     @property
     def ahead(self) -> tuple[bytes, int]:
-        """The last block read, and where in it the unconsumed bytes begin."""
+        """The last block read, and the position of the next byte in it."""
         return self._data, self._at
 
     def skip(self, nbytes: int) -> None:
-        """Pass over bytes without reading them."""
+        """Skip bytes without reading them."""
         self.skipped_bytes += nbytes
         self._at += nbytes
         if self._at > len(self._data):
@@ -242,21 +240,21 @@ class Window:
         """Read bytes anywhere in the file."""
         data = self._read(byte_offset, nbytes)
         if len(data) != nbytes:
-            detail = f"asked for {nbytes} bytes, the store returned {len(data)}"
+            detail = f"requested {nbytes} bytes, the store returned {len(data)}"
             raise FormatError("short_read", self.path, byte_offset, detail)
         return data
 
     def _refill(self, nbytes: int) -> None:
         position = self.position
-        left = self.size_bytes - position
-        if nbytes > left:
+        remaining = self.size_bytes - position
+        if nbytes > remaining:
             raise FormatError(
                 "truncated",
                 self.path,
                 position,
                 f"truncated: the file has {self.size_bytes} bytes and ends inside the pickle, before its STOP",
             )
-        data = self.read_at(position, min(max(nbytes, self._read_ahead_bytes), left))
+        data = self.read_at(position, min(max(nbytes, self._read_ahead_bytes), remaining))
         self._base, self._data, self._at = position, data, 0
 
 
@@ -265,13 +263,13 @@ class Window:
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Blob:
-    """A bytes or bytearray object left in the file; the few short bytes are read in passing."""
+    """A bytes or bytearray object in the file; short bytes objects are read immediately."""
 
     byte_offset: int
     nbytes: int
     data: bytes | None
     mutable: bool = False
-    """It is a bytearray: only ever the payload of an array of protocol 5."""
+    """It is a bytearray, which can only be the payload of an array in protocol 5."""
     taken: bool = False
     """It is the payload of an array."""
 
@@ -355,7 +353,7 @@ class Machine:
                 return self._root(), count
             step = _OPCODES[opcode]
             if step is None:
-                self.unsafe("forbidden_opcode", f"opcode 0x{opcode:02x} has no place in a checkpoint")
+                self.unsafe("forbidden_opcode", f"opcode 0x{opcode:02x} is not allowed in a checkpoint")
             try:
                 step(self)
             except IndexError:  # the lists a step indexes are the stack and the marks
@@ -363,7 +361,7 @@ class Machine:
         self.bad("too_many_opcodes", f"more than {MAX_OPCODES} opcodes")
 
     def _check_size(self, opcodes: int) -> None:
-        """Refuse what takes more memory than the arrays of a file with so many bytes beside payloads could."""
+        """Refuse a file that takes more memory than arrays with so many bytes other than payloads can need."""
         if len(self.marks) > MAX_STACK_MARKS:
             self.bad("nesting_too_deep", f"more than {MAX_STACK_MARKS} marks on the stack")
         if len(self.stack) + sum(map(len, self.marks)) > MAX_STACK_VALUES:
@@ -432,9 +430,9 @@ class Machine:
             self.bad("unsupported_protocol", f"pickle protocol {self.protocol}; paddle.save writes 2 to 5")
 
     def _root(self) -> object:
-        left = self.window.size_bytes - self.window.position
-        if left:
-            self.bad("trailing_bytes", f"{left} bytes after the end of the pickle")
+        trailing = self.window.size_bytes - self.window.position
+        if trailing:
+            self.bad("trailing_bytes", f"{trailing} bytes after the end of the pickle")
         if self.marks or len(self.stack) > 1:
             self.bad("stack_leftover", "the pickle ends with more than one value")
         if not self.stack:
@@ -509,9 +507,9 @@ def _blob(width_bytes: int) -> _Step:
 
 
 def _bytearray(m: Machine) -> None:
-    """BYTEARRAY8, the payload of a writable array: left in the file whatever its length."""
+    """BYTEARRAY8, the payload of a writable array: never read here, whatever its length."""
     if m.protocol < 5:
-        m.unsafe("forbidden_opcode", f"opcode 0x96 has no place in a pickle of protocol {m.protocol}")
+        m.unsafe("forbidden_opcode", f"opcode 0x96 is not allowed in a pickle of protocol {m.protocol}")
     nbytes = m.window.length(8)
     m.stack.append(_Blob(m.window.position, nbytes, None, mutable=True))
     m.window.skip(nbytes)
@@ -995,14 +993,14 @@ def _loose_bytes(m: Machine, blob: _Blob) -> bytes:
 
 
 def _rejoined(m: Machine, root: object) -> object:
-    """Put every split array back under its own key, in the place of its first part."""
+    """Join every split array under its own key, at the position of its first part."""
     if not isinstance(root, dict) or BIG_PARAM_INFO not in root:
         return root
     table = root[BIG_PARAM_INFO]
     if not isinstance(table, dict):
         m.bad("bad_split", f"{BIG_PARAM_INFO} is not a table")
     owner: dict[str, str] = {}
-    whole: dict[str, SplitArray] = {}
+    joined: dict[str, SplitArray] = {}
     for key, entry in table.items():
         if not isinstance(key, str) or key in root:
             m.bad("bad_split", f"the split array {_shown(str(key))} is also stored whole")
@@ -1011,11 +1009,11 @@ def _rejoined(m: Machine, root: object) -> object:
             if name in owner:
                 m.bad("bad_split", f"{_shown(name)} is a part of two arrays")
             owner[name] = key
-        whole[key] = _split_array(m, key, [root.get(name) for name in names], shape)
+        joined[key] = _split_array(m, key, [root.get(name) for name in names], shape)
     out: dict[object, object] = {}
     for key, value in root.items():
         if key in owner:
-            out.setdefault(owner[key], whole[owner[key]])
+            out.setdefault(owner[key], joined[owner[key]])
         elif key != BIG_PARAM_INFO:
             out[key] = value
     return out

@@ -1,4 +1,4 @@
-"""What does a file that ``paddle.load`` reads look like around arrays that nobody has read yet?
+"""Lay out files for ``paddle.load`` around arrays that have not been read yet.
 
 :func:`encode_pickle` returns every byte that is not payload, and the byte range of each payload;
 :mod:`~paddle_reshard.storage.formats.paddle_pickle` reads such files.
@@ -27,16 +27,16 @@ from paddle_reshard.storage.formats.paddle_pickle import (
 
 @dataclass(frozen=True, slots=True)
 class ArraySlot:
-    """A place for an array whose bytes come later."""
+    """A slot for an array whose bytes are written later."""
 
     slot: int
-    """The caller's number for it."""
+    """The caller's number of the slot."""
     dtype: str
     """numpy code without byte order."""
     shape: tuple[int, ...]
     """Extents, in elements; the payload is in C order."""
     name: str | None
-    """Given: written as the pickle route's (name, array). ``None``: a bare array, as the legacy route."""
+    """Name of the tensor for the pickle route's ``(name, array)``; ``None`` for a bare array of the legacy route."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Entries:
 
 @dataclass(frozen=True, slots=True)
 class EncodedFile:
-    """Every byte of a file but the payloads. Literals and slots tile ``[0, size_bytes)``."""
+    """Every byte of a file except the payloads. Literals and slots tile ``[0, size_bytes)``."""
 
     size_bytes: int
     """Size of the whole file."""
@@ -75,7 +75,7 @@ def encode_pickle(root: Mapping[str, object], protocol: int = 4) -> EncodedFile:
     Raises
     ------
     TypeError, ValueError
-        ``root`` holds something this format, or :func:`~.paddle_pickle.parse_pickle`, has no place for.
+        If ``root`` holds a value that this format, or :func:`~.paddle_pickle.parse_pickle`, does not support.
     """
     literals: list[tuple[int, bytes]] = []
     size_bytes, slots = write_pickle(root, lambda offset, data: literals.append((offset, data)), protocol)

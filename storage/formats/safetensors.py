@@ -1,15 +1,15 @@
-"""Where do the tensors of a safetensors file lie, and what would a new such file look like?
+"""Locate the tensors of a safetensors file, and lay out new files.
 
-*Reading.* :func:`parse_safetensors` reads the header by ranges and checks all of it before anything is
-believed: after that every tensor is an :class:`~.paddle_pickle.ArrayRef`, a byte range left in the file, as
-from any other file of arrays. The tensors must tile the file without a hole or an overlap, which is what the
-safetensors library demands too; a key that appears twice, which it lets pass, is refused here.
+*Reading.* :func:`parse_safetensors` reads the header by ranges and checks all of it before using any of it. Every
+tensor then is an :class:`~.paddle_pickle.ArrayRef`, a byte range of the file, as in all other formats. The tensors must
+tile the file without holes or overlaps, as the safetensors library requires too; a duplicate key, which it accepts, is
+an error here.
 
-*Writing.* :func:`encode_safetensors` lays out a file around tensors that nobody has read yet, byte for byte as
-the safetensors library (0.8.0) would write it.
+*Writing.* :func:`encode_safetensors` lays out a file around tensors that have not been read yet, byte for byte as the
+safetensors library (0.8.0) would write it.
 
-*Index files.* :func:`parse_index` and :func:`format_index` are the ``*.safetensors.index.json`` that say which
-of several files holds which key.
+*Index files.* :func:`parse_index` and :func:`format_index` handle ``*.safetensors.index.json``, which says which of
+several files holds which key.
 
 The format: 8 bytes length of the header, the header as JSON, the payloads (safetensors ``README.md``).
 """
@@ -59,19 +59,19 @@ class SafetensorsPayload:
     """The header of one file."""
 
     tensors: Mapping[str, ArrayRef]
-    """Key → place, in the order of their bytes; C order, ``name`` is always ``None``."""
+    """Key → array, in the order of their bytes; all in C order, with ``name`` ``None``."""
     tags: Mapping[str, str]
-    """Key → dtype tag as it stands in the header, one of :data:`TAGS`."""
+    """Key → dtype tag as in the header, a key of :data:`TAGS`."""
     metadata: Mapping[str, str]
-    """``__metadata__``; empty where the file has none."""
+    """``__metadata__``; empty if the file has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """A place for a tensor whose bytes come later."""
+    """A slot for a tensor whose bytes are written later."""
 
     slot: int
-    """The caller's number for it."""
+    """The caller's number of the slot."""
     key: str
     """Its key in the file."""
     tag: str
@@ -90,11 +90,11 @@ class Index:
     """An index file: which file holds which key."""
 
     weight_map: Mapping[str, str]
-    """Key → file name, beside the index file. Where several files hold slices of one key it names one of them."""
+    """Key → name of a file next to the index file. If several files hold slices of a key, any of them."""
     metadata: Mapping[str, object]
-    """``metadata``: ``total_size`` in bytes, and whatever else the writer put there."""
+    """``metadata``: ``total_size`` in bytes, and further entries of the writer."""
     extra: Mapping[str, object]
-    """Further entries beside the two, as ``master_weights`` in the index of an optimizer."""
+    """Further entries, such as ``master_weights`` in the index of an optimizer."""
 
 
 # ---------------------------------------------------------------------------------------------------- reading
@@ -115,7 +115,7 @@ def parse_safetensors(read: Callable[[int, int], bytes], size_bytes: int, path: 
     Raises
     ------
     FormatError
-        It is cut short, lies about a length, or contradicts itself. ``reason`` says which.
+        If it is truncated, gives a wrong length, or contradicts itself. ``reason`` says which.
     """
     if size_bytes < _LENGTH_BYTES:
         raise FormatError("truncated", path, 0, f"{size_bytes} bytes are less than a safetensors header")
@@ -153,8 +153,8 @@ def _json_object(data: bytes, path: str, byte_offset: int) -> dict[str, Any]:
     try:
         root = parse_json(data)
     except JsonError as error:
-        place = byte_offset + (error.byte_offset or 0)
-        raise FormatError(error.reason, path, place, error.detail) from None
+        position = byte_offset + (error.byte_offset or 0)
+        raise FormatError(error.reason, path, position, error.detail) from None
     if not isinstance(root, dict):
         raise FormatError("bad_json", path, byte_offset, "the JSON is not one object")
     return root
@@ -182,7 +182,7 @@ def _check_text(value: str, path: str) -> None:
 
 
 def _entry(key: str, value: object, start: int, path: str) -> tuple[str, ArrayRef]:
-    """Tag and place of one tensor; ``start`` is the byte offset of the first payload."""
+    """Tag and array of a tensor; ``start`` is the byte offset of the first payload."""
     _check_text(key, path)
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         detail = f"the entry of {_shown(key)} is not {{dtype, shape, data_offsets}}"
@@ -241,12 +241,12 @@ def encode_safetensors(slots: Sequence[TensorSlot], metadata: Mapping[str, str])
     slots
         The tensors, in any order.
     metadata
-        ``__metadata__``, as ``{"format": "pt"}``; left out of the file where it is empty.
+        ``__metadata__``, as ``{"format": "pt"}``; omitted from the file if empty.
 
     Raises
     ------
     ValueError
-        A tag, shape or key that the format, or :func:`parse_safetensors`, has no place for; a key twice.
+        If the format, or :func:`parse_safetensors`, does not support a tag, shape or key; or a key is duplicate.
     """
     for slot in slots:
         _check_slot(slot)
@@ -254,12 +254,12 @@ def encode_safetensors(slots: Sequence[TensorSlot], metadata: Mapping[str, str])
         raise ValueError("two tensors have the same key")
     ordered = sorted(slots, key=lambda slot: (_RANK_OF_TAG[slot.tag], slot.key))
     header: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
-    places: list[tuple[int, int, int]] = []
+    ranges: list[tuple[int, int, int]] = []
     at = 0
     for slot in ordered:
         end = at + slot.nbytes
         header[slot.key] = {"dtype": slot.tag, "shape": list(slot.shape), "data_offsets": [at, end]}
-        places.append((slot.slot, at, slot.nbytes))
+        ranges.append((slot.slot, at, slot.nbytes))
         at = end
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
@@ -269,7 +269,7 @@ def encode_safetensors(slots: Sequence[TensorSlot], metadata: Mapping[str, str])
     return EncodedFile(
         start + at,
         ((0, len(text).to_bytes(_LENGTH_BYTES, "little") + text),),
-        tuple((slot, start + offset, nbytes) for slot, offset, nbytes in places),
+        tuple((slot, start + offset, nbytes) for slot, offset, nbytes in ranges),
     )
 
 
@@ -312,7 +312,7 @@ def parse_index(data: bytes, path: str) -> Index:
 
 
 def _is_file_name(name: str) -> bool:
-    """Whether it names a file beside the index, and nothing elsewhere."""
+    """Whether it names a file next to the index, and nothing elsewhere."""
     return name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 

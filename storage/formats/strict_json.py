@@ -19,7 +19,7 @@ _SHOWN_CHARACTERS = 80
 class JsonError(ValueError):
     """A text is not JSON with one meaning. ``reason`` is a short machine-readable code.
 
-    ``byte_offset`` is the place in the text, where it is known.
+    ``byte_offset`` is the position in the text, if known.
     """
 
     def __init__(self, reason: str, detail: str, byte_offset: int | None = None) -> None:
@@ -65,7 +65,7 @@ def _parse(text: bytes | str, constant: Any) -> Any:
         raise JsonError("bad_text", "text that is not UTF-8", error.start) from None
     _check_size(decoded)
     try:
-        return json.loads(  # noqa: TID251 (this is the one place)
+        return json.loads(  # noqa: TID251 (the only call)
             decoded, object_pairs_hook=_object, parse_constant=constant, parse_float=_number
         )
     except RecursionError:

@@ -121,7 +121,7 @@ def _read_number(value: Any, inner: tuple[Any, ...], path: str) -> Any:
 
 
 def _read_union(value: Any, kinds: tuple[Any, ...], path: str) -> Any:
-    """Read as the first kind that fits; if none does, what is wrong is said of the only one that is not ``null``."""
+    """Read as the first kind that fits; if none does, raise the error of the only kind that is not ``null``."""
     if value is None and NoneType in kinds:
         return None
     others = [kind for kind in kinds if kind is not NoneType]

@@ -189,7 +189,7 @@ def test_one_that_is_lost_ends_the_conversion_with_a_sentence(part: str, said: s
     # Ray's own log may write lines behind it.
     (last,) = (line for line in errors.splitlines() if line.startswith("ClusterError: "))
     assert last.startswith(f"ClusterError: Ray was lost while groups were being moved ({said}")
-    assert last.endswith("; what was written is kept: run the same again with --resume")
+    assert last.endswith("; finished work is kept: run the same command with --resume")
 
 
 HOSTILE = (
