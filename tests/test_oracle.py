@@ -137,7 +137,7 @@ def test_a_lost_slice_is_noticed(damaged: Path) -> None:
     _expect_objection(damaged, "linear_0.w_0_fp32_master_0_moment1_0 without a master weight")
 
 
-def test_a_key_left_over_is_noticed(damaged: Path) -> None:
+def test_a_leftover_key_is_noticed(damaged: Path) -> None:
     path = damaged / "optimizer.tp00_pp00_shard00.pdopt"
     content = oracle.unpickle(path)
     content["linear_0.w_0_fp32_master_0_moment2_max_0"] = ("x", np.zeros(3, np.float32))
@@ -195,7 +195,7 @@ def test_structure_shows_names_in_order() -> None:
     assert optimizer[-3] == ("LR_Scheduler", None, "dict", 2)
 
 
-def test_structure_tells_checkpoints_apart() -> None:
+def test_structure_distinguishes_checkpoints() -> None:
     structures = {name: oracle.structure(case_directory(name) / "checkpoint-3") for name in hybrid_cases()}
     same = {
         pair for pair in itertools.combinations(structures, 2) if structures[pair[0]] == structures[pair[1]]

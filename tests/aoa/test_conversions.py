@@ -76,7 +76,7 @@ def load_pickled(folder: Path, key: str) -> np.ndarray:
     return np.asarray(oracle.load_with_paddle(path)[key])
 
 
-def test_statements_that_speak_about_nothing_are_told(tmp_path: Path) -> None:
+def test_statements_without_effect_are_reported(tmp_path: Path) -> None:
     program = tmp_path / "rules.aoa"
     program.write_text(
         "model.norm.weight -> norm.weight\nmodel.layers.$LAYER_ID.qq.weight -> q.$LAYER_ID\nno.such -> _\n"

@@ -163,7 +163,7 @@ def test_what_is_not_what_the_target_has(text: str, wanted: tuple[str, ...]) -> 
     assert TARGETS[text, wanted] in str(caught.value)
 
 
-def test_a_cast_that_does_not_tell_what_it_was() -> None:
+def test_a_cast_without_its_source_dtype() -> None:
     catalog, _ = stored(trained(SHAPES, np.random.default_rng(0), states=False), np.random.default_rng(0))
     with pytest.raises(UsageError, match=r"rules.aoa, line 1: dtype= cannot be reversed"):
         apply_aoa(catalog, parse_aoa("c -> a, dtype='float32'", "rules.aoa").reversed())

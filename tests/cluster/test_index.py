@@ -142,7 +142,7 @@ def test_what_is_few_or_on_a_disk_is_indexed_here(
     assert batches == []
 
 
-def test_a_corrupt_file_is_refused_by_name(store: Store, batches: list[object]) -> None:
+def test_a_corrupt_file_is_refused_naming_it(store: Store, batches: list[object]) -> None:
     bucket = f"test-{secrets.token_hex(6)}"
     store.client.create_bucket(Bucket=bucket)
     fill_bucket(store, bucket, "here/", case_directory(CASE) / "checkpoint-3")

@@ -93,7 +93,7 @@ def test_an_average_of_a_series(exchange: str, tmp_path: Path, exchanged: list[i
 
 
 @pytest.mark.parametrize("exchange", ["never", "always"])
-def test_every_worker_tells_what_it_did(conversion: Conversion, exchange: str, exchanged: list[int]) -> None:
+def test_every_worker_reports_its_work(conversion: Conversion, exchange: str, exchanged: list[int]) -> None:
     report = conversion.run(engine(exchange=exchange))
     several = sum(len(work.bands) > 1 for work in plan_work(conversion.plan.plan))
     assert several > 20
@@ -313,7 +313,7 @@ def test_one_worker_reads_for_a_group_while_it_has_another(conversion: Conversio
     conversion.run(lambda works, source, target: engine(workers=1)(works, ReadsTwoAtATime(source), target))
 
 
-def test_groups_are_asked_for_as_they_are_run(conversion: Conversion) -> None:
+def test_groups_are_requested_as_they_run(conversion: Conversion) -> None:
     made = done = most = 0
 
     def counting(works: Iterator[GroupWork]) -> Iterator[GroupWork]:
@@ -384,7 +384,7 @@ def test_without_a_gpu_build_of_paddle_it_is_refused_in_one_sentence(conversion:
         conversion.run(engine(device="gpu", workers=3))
 
 
-def test_no_room_for_a_worker_is_told(conversion: Conversion) -> None:
+def test_no_room_for_a_worker_is_reported(conversion: Conversion) -> None:
     with pytest.raises(UsageError, match="no node of the Ray cluster has 1 CPU, 1073741824MiB for a worker"):
         conversion.run(engine(workers=None, memory_bytes=1 << 50))
 
@@ -461,7 +461,7 @@ def test_a_ray_of_our_own_ends_with_the_run(plan: Plan, tmp_path: Path) -> None:
         ("nobody", UsageError, "Invalid address format"),
     ],
 )
-def test_a_cluster_that_is_not_there_is_told(
+def test_a_missing_cluster_is_reported(
     address: str, kind: type[Exception], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)

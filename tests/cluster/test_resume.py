@@ -33,7 +33,7 @@ in_groups(group_bytes).convert(**request, observe=observe)
 
 
 @pytest.mark.parametrize("then", ["ray", "inline"])
-def test_a_driver_that_was_killed_is_gone_on_with(then: str, cluster: Cluster, tmp_path: Path) -> None:
+def test_a_killed_driver_is_resumed(then: str, cluster: Cluster, tmp_path: Path) -> None:
     small = in_groups(GROUP_BYTES)
     source, whole, made = case_directory(CASE) / "checkpoint-3", tmp_path / "whole", tmp_path / "made"
     options = {"to": "tp=2,sharding=3", "memory": "256MiB"}

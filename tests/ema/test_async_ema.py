@@ -103,7 +103,7 @@ def test_the_file_is_what_paddle_load_reads(tmp_path: Path) -> None:
     )
 
 
-def test_a_loaded_average_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+def test_a_loaded_average_continues_as_if_never_interrupted(tmp_path: Path) -> None:
     job = Job()
     with AsyncEma(job.weights, decay=0.95, warm_up=True) as ema:
         job.run(ema, 4)
@@ -132,7 +132,7 @@ def test_a_file_of_other_tensors_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["[]", '{"start": "weights"}', '{"start": "weights", "updates": "x"}', "{"])
-def test_a_damaged_ema_json_is_refused_by_name(tmp_path: Path, text: str) -> None:
+def test_a_damaged_ema_json_is_refused_naming_it(tmp_path: Path, text: str) -> None:
     job = Job()
     with AsyncEma(job.weights, decay=0.9) as ema:
         job.run(ema, 1)
@@ -195,7 +195,7 @@ def test_a_skipped_update_is_owed_by_the_next_one() -> None:
         assert (ema.progress.updates, ema.counts.skipped) == (4, 1)
 
 
-def test_training_goes_on_without_the_worker_and_the_average_survives(
+def test_training_continues_without_the_worker_and_the_average_survives(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     job = Job()
@@ -259,7 +259,7 @@ def test_a_lost_worker_can_be_an_error() -> None:
                 ema.update(step)
 
 
-def test_a_disk_that_refuses_is_told_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_failing_disk_is_reported_and_training_continues(tmp_path: Path) -> None:
     job = Job()
     (tmp_path / f"{FILE}.unfinished").mkdir()
     with AsyncEma(job.weights, decay=0.5) as ema:

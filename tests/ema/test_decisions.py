@@ -96,7 +96,7 @@ def test_tensors_lie_one_after_the_other_at_multiples_of_64_bytes() -> None:
     assert count_elements({}) == 0
 
 
-def test_other_tensors_than_before_are_refused_by_name() -> None:
+def test_a_changed_set_of_tensors_is_refused_naming_one() -> None:
     before = stretches_of(weights(w=(3, 4), b=(4,)))
     check_same(stretches_of(weights(w=(3, 4), b=(4,))), before)
     with pytest.raises(UsageError, match=r"b: is \(5,\) now and was \(4,\) at the last update"):

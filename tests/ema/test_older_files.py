@@ -108,7 +108,7 @@ def test_it_holds_what_its_successor_holds(real: Path, checkpoint: Path, tmp_pat
     assert older_file.read_bytes() == newer_file.read_bytes()
 
 
-def test_a_rank_of_another_topology_goes_on_from_it(real: Path, checkpoint: Path) -> None:
+def test_a_rank_of_another_topology_continues_from_it(real: Path, checkpoint: Path) -> None:
     whole = oracle.read_truth(real / "truth.safetensors")[f"{EMBEDDING}.ema_w_0"]
     (checkpoint / "model_meta.json").write_text("null")  # as a job without sharding leaves it
     held = Weights({"w": np.zeros(whole.shape, np.float32)})

@@ -231,7 +231,7 @@ def test_pieces_of_a_rank_that_has_some_of_all_experts() -> None:
 
 
 @pytest.mark.usefixtures("bfloat16_cpu")
-def test_an_expert_that_may_be_any_of_all_is_refused_by_name() -> None:
+def test_an_expert_without_a_number_is_refused_naming_it() -> None:
     """A list of this rank's experts alone counts from 0 on every rank."""
     model = Experts()
     model.experts = paddle.nn.LayerList([expert for expert in model.experts if expert is not None])
@@ -273,7 +273,7 @@ class Stage3:
 
 @pytest.mark.usefixtures("bfloat16_cpu")
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_average_goes_on_under_sharding_stage_3(rank: int) -> None:
+def test_an_average_continues_under_sharding_stage_3(rank: int) -> None:
     job = Stage3(rank)
     expected = job.expected()
     assert 0 < sum("@" in name for name in expected) < len(expected)

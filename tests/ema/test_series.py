@@ -96,7 +96,7 @@ def test_the_last_checkpoint_with_the_average_of_all(
     assert (said["decay"], said["updates"], said["step"], said["divide_by"]) == (0.7, 3, 3, 1.0)
 
 
-def test_it_is_what_the_average_beside_training_would_have_been() -> None:
+def test_it_equals_the_average_during_training() -> None:
     held: Tensors = {}
     with AsyncEma(lambda: Weights(held), decay=0.7) as ema:
         for step, values in enumerate(weights(), 1):
@@ -173,7 +173,7 @@ in_groups(40_000, pass_bytes=4_000).average(sources, target, decay=0.7, to="tp=2
 """
 
 
-def test_a_killed_average_is_gone_on_with(series: list[Path], tmp_path: Path) -> None:
+def test_a_killed_average_is_resumed(series: list[Path], tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     done = subprocess.run([sys.executable, "-c", SCRIPT, *series, killed], cwd=REPO, timeout=120)
     assert done.returncode == -signal.SIGKILL
@@ -264,7 +264,7 @@ def test_copies_that_differ_in_any_of_them_are_found(series: list[Path], tmp_pat
         paddle_reshard.average([drifted, series[-1]], tmp_path / "made", decay=0.5, to="tp=1")
 
 
-def test_an_average_of_an_average_beside_training_goes_on(series: list[Path], tmp_path: Path) -> None:
+def test_an_average_of_averages_during_training_continues(series: list[Path], tmp_path: Path) -> None:
     paddle_reshard.average(series, tmp_path / "checkpoint-3", decay=0.7, to="tp=1")
     key, whole = "model.norm.weight", by_decay(0.7)["model.norm.weight"]
     pieces = paddle_reshard.RankPieces({"w": paddle_reshard.Piece(key, whole.shape)})

@@ -95,7 +95,7 @@ def test_on_one_card_it_equals_the_truth(name: str, tmp_path: Path) -> None:
         ("nlp_dsv2_ep_dp2sh2_s1v2_meta", "sharding=2,dp=2"),
     ],
 )
-def test_the_topology_is_told(name: str, topology: str) -> None:
+def test_the_topology_is_shown(name: str, topology: str) -> None:
     assert str(paddle_reshard.inspect(_case(name) / "checkpoint-3").topology) == topology
 
 
@@ -167,7 +167,7 @@ def test_a_file_that_does_not_fit_is_refused(
     assert key in str(caught.value)
 
 
-def test_an_average_goes_on_without_what_no_file_holds(tmp_path: Path) -> None:
+def test_an_average_continues_without_tensors_that_no_file_holds(tmp_path: Path) -> None:
     source, allowed = _case(DSV3) / "checkpoint-3", ["*e_score_correction_bias"]
     found = [tensor.key for tensor in paddle_reshard.inspect(source).tensors if tensor.missing]
     assert found == [f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)]

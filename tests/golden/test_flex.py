@@ -133,7 +133,7 @@ def saved_again(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["safetensors", "zero_cost"])
-def test_other_ways_to_save_say_the_same(name: str, saved_again: Path, tmp_path: Path) -> None:
+def test_other_ways_to_save_mean_the_same(name: str, saved_again: Path, tmp_path: Path) -> None:
     """Data files of the safetensors kind; and no bfloat16 parameters, as zero-cost checkpoints are written."""
     case = case_of("dense/fc_single", "dense/single")
     kinds = {path.suffix for path in saved_again.glob(f"{name}/*/*_0.*")}

@@ -134,7 +134,7 @@ def test_paddle_loads_master_weights_under_the_names_of_one_rank(tmp_path: Path)
     assert names_in(tmp_path / "auto").keys() == flat.keys()
 
 
-def test_names_that_no_file_tells_are_predicted(tmp_path: Path) -> None:
+def test_names_that_no_file_contains_are_predicted(tmp_path: Path) -> None:
     """Saved again by Paddle as safetensors files, which do not name their parameters."""
     source = case_directory("mp2_tied") / "checkpoint-3"
     convert(source, tmp_path / "auto", format="auto-parallel")

@@ -197,7 +197,7 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("name", BESIDE)
-def test_it_is_what_paddleformers_exports_beside_the_checkpoint(name: str, tmp_path: Path) -> None:
+def test_it_equals_the_export_of_paddleformers_next_to_the_checkpoint(name: str, tmp_path: Path) -> None:
     """And what PaddleFormers exports is read as a checkpoint of its own."""
     case = case_directory(name)
     assert _export(case, tmp_path / "hf") == _read(case / BESIDE[name])

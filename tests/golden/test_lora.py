@@ -216,7 +216,7 @@ def test_one_folder_holds_one_checkpoint(tmp_path: Path) -> None:
         paddle_reshard.inspect(source)
 
 
-def test_inspect_tells_rank_scaling_and_base() -> None:
+def test_inspect_shows_rank_scaling_and_base() -> None:
     found = paddle_reshard.inspect(checkpoint("lora_pp2"))
     assert ("LoRA", "rank 4, scaling 2, base model base") in found.facts()
     assert {tensor.key.rpartition(".")[2] for tensor in found.tensors} == {"lora_A", "lora_B"}

@@ -159,7 +159,7 @@ def test_a_state_of_several_dtypes_is_refused(
         paddle_reshard.plan(source, tmp_path / "target", **target)
 
 
-def test_master_weights_that_are_made_of_parameters_are_told(tmp_path: Path) -> None:
+def test_master_weights_made_from_parameters_are_reported(tmp_path: Path) -> None:
     source = case_directory("small-unified/uc_sh2_s1v1_removemw") / "checkpoint-3"
     told = CliRunner().invoke(cli, ["plan", str(source), str(tmp_path / "a"), "--format", "unified"]).stdout
     assert re.search(r"made\t\d+ master weights, of the parameters: the source stores none", told)

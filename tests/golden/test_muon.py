@@ -99,7 +99,7 @@ def test_the_model_for_transformers(name: str, tmp_path: Path) -> None:
     oracle.assert_same_tensors(oracle.read_truth(tmp_path / "model/model.safetensors"), expected)
 
 
-def test_an_average_beside_it(tmp_path: Path) -> None:
+def test_an_average_next_to_it(tmp_path: Path) -> None:
     """It has the pieces of the master weights, under the same keys, and a file that names Muon's sharding."""
     source = shutil.copytree(checkpoint("muon_fc_sh2_split"), tmp_path / "source")
     shutil.copytree(source / "master_weight", source / "ema_state")
@@ -127,7 +127,7 @@ def test_formats_in_which_no_trainer_saves_muon(options: dict[str, Any], tmp_pat
     assert not (tmp_path / "target").exists()
 
 
-def test_what_it_is_is_told() -> None:
+def test_the_optimizer_is_reported() -> None:
     inspection = paddle_reshard.inspect(checkpoint("muon_fc_sh2"), config=config())
     assert ("optimizer", "Muon, with moment1 only for 12 parameters") in inspection.facts()
 

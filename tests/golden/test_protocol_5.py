@@ -147,7 +147,7 @@ def test_a_flex_checkpoint_of_protocol_5_holds_the_truth(name: str, tmp_path: Pa
     check_against_truth(made, tmp_path / "one")
 
 
-def test_what_a_later_paddle_says_besides_is_named_once_and_changes_nothing(tmp_path: Path) -> None:
+def test_attributes_of_a_later_paddle_are_listed_once_and_change_nothing(tmp_path: Path) -> None:
     case = case_of("dense/fc_single", "dense/single")
     shutil.copytree(case.checkpoint, tmp_path / "checkpoint-3")
     shutil.copy(case.checkpoint.parent / "truth.safetensors", tmp_path)

@@ -54,7 +54,7 @@ def test_together_they_are_the_same(separate: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_killed_one_goes_on(separate: Path, tmp_path: Path) -> None:
+def test_a_killed_conversion_resumes(separate: Path, tmp_path: Path) -> None:
     asked: dict[Any, TargetOptions] = {tmp_path / name: TARGETS[name] for name in ("cards", "model")}
     moved = 0
 
@@ -113,7 +113,7 @@ def test_a_malformed_target_is_refused(text: str, told: str) -> None:
         parse_target(text)
 
 
-def test_two_targets_may_not_be_one_place(tmp_path: Path) -> None:
+def test_two_targets_may_not_be_the_same_folder(tmp_path: Path) -> None:
     asked: dict[Any, TargetOptions] = {tmp_path / "a": {"to": "tp=1"}, tmp_path / "a" / "b": {"to": "tp=1"}}
     with pytest.raises(UsageError, match="two targets may not be inside each other"):
         paddle_reshard.plan(SOURCE, asked)
@@ -122,7 +122,7 @@ def test_two_targets_may_not_be_one_place(tmp_path: Path) -> None:
         paddle_reshard.plan(SOURCE, asked)
 
 
-def test_each_target_is_told_with_its_place(tmp_path: Path) -> None:
+def test_each_target_is_reported_with_its_path(tmp_path: Path) -> None:
     places = {str(tmp_path / "cards"): "hybrid:tp=2", str(tmp_path / "model"): "huggingface:dtype=float32"}
     targets = [text for place, form in places.items() for text in ("--target", f"{place}:{form}")]
     told = CliRunner().invoke(cli, ["plan", str(SOURCE), *targets])

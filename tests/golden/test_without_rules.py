@@ -331,7 +331,7 @@ def test_inspect_describes_every_family(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "topology"), [("qwen3_next_mp2", "tp=2"), ("phi3_pp2", "pp=2"), ("glm_ocr_single", "tp=1")]
 )
-def test_inspect_tells_topology_and_states_by_the_files(
+def test_inspect_finds_topology_and_states_from_the_files(
     name: str, topology: str, unknown: Callable[[str], Path]
 ) -> None:
     found = paddle_reshard.inspect(unknown(f"families/{name}"))

@@ -307,5 +307,5 @@ def test_random_bytes_are_parsed_or_refused(data, start):
     refusal(start + data)
 
 
-def test_payloads_have_no_place():
+def test_payloads_are_not_allowed():
     assert refusal(file_of(text("w") + b"](" + payload(b"x" * 100) + b"e", AT)).reason == "bad_metadata"

@@ -211,7 +211,7 @@ def test_a_store_that_returns_too_little_is_noticed():
         parse_pickle(lambda byte_offset, nbytes: data[byte_offset : byte_offset + nbytes - 1], len(data), "x")
 
 
-def test_one_list_may_stand_in_two_places():
+def test_one_list_may_occur_twice():
     shared = [1, 2, 3]
     data = pickle.dumps({"a": shared, "b": shared, "c": [shared, shared]}, 4)
     root = parse(data).root

@@ -214,7 +214,7 @@ def test_every_change_of_every_entry_is_seen_or_listed(
         ("generation_config.json", {"eos_token_id": 7}, "generation_config.json: eos_token_id: 2 in A, 7 in B"),
     ],
 )  # fmt: skip
-def test_verify_tells_what_differs_beside_the_tensors(
+def test_verify_reports_differences_besides_the_tensors(
     name: str, entries: dict[str, Any], told: str, nlp: Path, tmp_path: Path
 ) -> None:
     before = Path(shutil.copytree(nlp, tmp_path / "before"))

@@ -65,7 +65,7 @@ def target(tmp_path: Path) -> Iterator[Any]:
     yield make
 
 
-def test_the_place_that_a_manifest_names(target: Any) -> None:
+def test_the_location_in_a_manifest(target: Any) -> None:
     assert_harmless(run("verify", target(source={"location": EVIL})))
 
 

@@ -167,7 +167,7 @@ def test_of_many_that_create_a_file_at_once_one_succeeds(
     assert [str(number).encode() for number in won] == [root.read("claims/x.json")]
 
 
-def test_a_store_that_refuses_is_told_in_one_sentence(store: Store, bucket: str) -> None:
+def test_a_store_that_refuses_is_reported_in_one_sentence(store: Store, bucket: str) -> None:
     root = open_root(f"s3://{bucket}/root", store.read_only)
     with pytest.raises(ListingError, match="access denied") as refused:
         root.create("claims/x.json", b"mine")

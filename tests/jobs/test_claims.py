@@ -286,12 +286,12 @@ def test_what_is_said_follows_from_values_and_not_from_words(
     assert decision.reason in notice.message
 
 
-def test_nothing_is_said_before_something_is_done() -> None:
+def test_nothing_is_printed_before_work_begins() -> None:
     assert of_decision("checkpoint-3", Decision(Action.LOOK)) is None
     assert of_decision("checkpoint-3", Decision(Action.COMPARE)) is None
 
 
-def test_what_a_checkpoint_waits_for_is_said_in_utc() -> None:
+def test_what_a_checkpoint_waits_for_is_reported_in_utc() -> None:
     incomplete = Incomplete("scheduler.pdparams is not there yet", 0.0)
     waiting = of_incomplete("checkpoint-3", incomplete, 10.0, 11.0)
     assert waiting.result is Result.WAITING
@@ -310,7 +310,7 @@ def test_what_a_checkpoint_waits_for_is_said_in_utc() -> None:
         (State.REFUSED, Result.FAILED, "refused: the reason"),
     ],
 )
-def test_how_an_attempt_ended_is_said(state: State, result: Result, words: str) -> None:
+def test_the_end_of_an_attempt_is_described(state: State, result: Result, words: str) -> None:
     notice = of_attempt("checkpoint-3", attempt(state), 7.2)
     assert (notice.result, notice.message) == (result, f"checkpoint-3: {words}")
 

@@ -132,7 +132,7 @@ def test_what_decides_the_outcome_decides_the_id(tmp_path: Path) -> None:
         (["--cluster", "ray:head:6379"], ["--cluster", "ray:head:6379"]),
     ],
 )
-def test_a_job_uses_its_cluster_unless_told_otherwise(given: list[str], spelled: list[str]) -> None:
+def test_a_job_uses_its_cluster_by_default(given: list[str], spelled: list[str]) -> None:
     request = read("/a", "/b", "--to", "tp=1", *given)
     assert list(request.spell("/a", "/b")) == ["/a", "/b", "--to", "tp=1", *spelled]
 
@@ -180,7 +180,7 @@ def test_credentials_are_refused_before_they_are_seen() -> None:
     assert "hunter2" not in str(refused.value)
 
 
-def test_mistakes_are_told_before_a_cluster_is_asked() -> None:
+def test_mistakes_are_reported_before_a_cluster_is_contacted() -> None:
     for arguments, message in (
         (["/a", "/b"], "--to"),
         (["/a", "/b", "--to", "tq=1"], "unknown axis 'tq'"),
@@ -194,7 +194,7 @@ def test_mistakes_are_told_before_a_cluster_is_asked() -> None:
         assert (done.exit_code, message in done.stderr) == (2, True), done.stderr
 
 
-def test_an_address_that_is_given_wins_and_a_silent_one_is_told_in_one_sentence() -> None:
+def test_an_explicit_address_takes_precedence_and_a_silent_one_is_reported_in_one_sentence() -> None:
     arguments = ["submit", "--address", "http://127.0.0.1:9", "/a", "/b", "--to", "tp=1"]
     done = run(*arguments, env={"RAY_ADDRESS": "http://127.0.0.1:7"})
     assert done.returncode == 1
@@ -213,7 +213,7 @@ def said_by_convert(error: str, kind: str, retryable: bool) -> str:
     return json.dumps({**head, "error": error, "kind": kind, "retryable": retryable})
 
 
-def test_a_refusal_is_told_from_a_crash() -> None:
+def test_a_refusal_is_distinguished_from_a_crash() -> None:
     said = said_by_convert("tp=3 does not divide", "UnsupportedError", False)
     refused = failure(["plan: …", said, "paddle-reshard: …"])
     assert (refused.retryable, str(refused)) == (False, "tp=3 does not divide")
@@ -247,13 +247,13 @@ def test_what_was_left_by_another_conversion_is_known_by_the_kind_of_the_error()
         '{"error": null, "kind": null}',
     ],
 )
-def test_a_log_that_says_something_else_is_a_failure_worth_another_try(line: str) -> None:
+def test_a_log_without_an_answer_is_a_retryable_failure(line: str) -> None:
     found = failure(["plan: …", line], "job x FAILED")
     assert (type(found), str(found), found.retryable) == (JobError, "job x FAILED", True)
 
 
 @pytest.mark.parametrize("line", ['{"level": "info", "message": "driver exits"}', "{}", '{"error": "x"}'])
-def test_json_of_a_library_does_not_hide_what_the_conversion_said(line: str) -> None:
+def test_json_of_a_library_does_not_hide_the_answer_of_the_conversion(line: str) -> None:
     refused = failure([said_by_convert("tp=3 does not divide", "UnsupportedError", False), line])
     assert (refused.retryable, str(refused)) == (False, "tp=3 does not divide")
 

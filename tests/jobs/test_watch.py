@@ -356,7 +356,7 @@ def test_watchers_at_once_convert_each_once(training: Run) -> None:
     assert training.states() == ["done"] * 3
 
 
-def test_a_claim_of_another_machine_is_taken_over_when_it_is_silent(training: Run) -> None:
+def test_a_silent_claim_of_another_machine_is_taken_over(training: Run) -> None:
     copy_checkpoint(training.run / "checkpoint-3")
     with training.start_interrupted("before") as process:
         training.wait_for_claim()
@@ -412,7 +412,7 @@ def test_keep_does_not_touch_a_conversion_that_was_replaced_or_adopted(training:
     assert training.states() == ["adopted", "done", "done"]
 
 
-def test_keep_does_not_touch_what_lies_with_a_conversion(
+def test_keep_does_not_touch_files_next_to_a_conversion(
     training: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     conversion = Conversion(
@@ -440,9 +440,7 @@ def test_keep_does_not_touch_what_lies_with_a_conversion(
 @pytest.mark.parametrize(
     ("run_link", "out"), [("run/checkpoint-3", "link"), (".", "run"), ("run", "link")], ids=str
 )
-def test_places_are_compared_as_they_are_and_not_as_they_are_called(
-    run_link: str, out: str, tmp_path: Path
-) -> None:
+def test_locations_are_compared_by_identity_not_by_name(run_link: str, out: str, tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoint-3").mkdir(parents=True)
     if out == "link":
         (tmp_path / "link").symlink_to(tmp_path / run_link)
@@ -479,7 +477,7 @@ def test_a_foreign_folder_is_refused_and_left_until_it_is_gone(training: Run) ->
     assert training.states() == ["refused", "done"]
 
 
-def test_another_conversion_in_the_place_is_refused_and_left(training: Run) -> None:
+def test_a_different_conversion_at_the_target_is_refused_and_kept(training: Run) -> None:
     copy_checkpoint(training.run / "checkpoint-3")
     assert training.watch().returncode == 0
     before = snapshot(training.out / "checkpoint-3")
@@ -605,7 +603,7 @@ def test_a_run_that_is_not_there_is_an_error_unless_it_is_waited_for(training: R
     assert f"{training.run}: no checkpoint-<step> folder yet" in waiting.stderr
 
 
-def test_a_checkpoint_whose_job_died_is_told_and_ends_the_watch(training: Run) -> None:
+def test_a_checkpoint_whose_job_died_is_reported_and_ends_the_watch(training: Run) -> None:
     copy_checkpoint(training.run / "checkpoint-3")
     copy_checkpoint(training.run / "checkpoint-6", leave_out=("optimizer.tp00_pp00_shard00",))
     first = training.watch("--stale", "2h")
@@ -670,7 +668,7 @@ ODD_NOTES = {
 
 
 @pytest.mark.parametrize("kind", [*ODD_NOTES, "folder", "full folder"])
-def test_an_odd_note_of_what_was_seen_is_told_or_written_anew(kind: str, training: Run) -> None:
+def test_an_invalid_record_of_sightings_is_reported_or_rewritten(kind: str, training: Run) -> None:
     copy_checkpoint(training.run / "checkpoint-3", leave_out=("optimizer.tp00_pp00_shard00",))
     training.watch()
     (seen,) = (training.out / ".paddle_reshard" / "seen").iterdir()
@@ -693,7 +691,7 @@ def test_an_odd_note_of_what_was_seen_is_told_or_written_anew(kind: str, trainin
 
 
 @pytest.mark.parametrize("kind", [*ODD_CLAIMS, "folder", "full folder"])
-def test_an_odd_claim_is_told_in_a_sentence(kind: str, training: Run) -> None:
+def test_an_invalid_claim_is_reported_in_a_sentence(kind: str, training: Run) -> None:
     copy_checkpoint(training.run / "checkpoint-3", leave_out=("optimizer.tp00_pp00_shard00",))
     training.watch()
     (seen,) = (training.out / ".paddle_reshard" / "seen").iterdir()

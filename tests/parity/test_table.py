@@ -23,7 +23,7 @@ TRAINER = (Path(GIVEN) if GIVEN else PARITY / "lab") / "venv-pf"
     not (GIVEN or (TRAINER / "complete").exists()),
     reason="needs the real trainer, whose environment `make parity` makes (Python 3.11)",
 )
-def test_the_trainer_goes_on_in_another_strategy(tmp_path):
+def test_the_trainer_continues_with_another_strategy(tmp_path):
     row = Row("llama", "sharding2 v1", "sharding2 v2", ema=True)
     bench = Bench(open_lab(SCRIPTS_MOE), tmp_path)
 

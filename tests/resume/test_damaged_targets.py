@@ -119,7 +119,7 @@ def test_resuming_a_damaged_target_does_not_say_that_all_is_done(
     assert sorted(p.name for p in target.iterdir()) == before
 
 
-def test_a_large_file_is_only_read_where_that_is_asked_for(source: Path, target: Path) -> None:
+def test_a_large_file_is_read_only_on_request(source: Path, target: Path) -> None:
     assert (target / "optimizer.pdopt").stat().st_size > 1 << 20
     paddle_reshard.convert(source, target, resume=True, verify=True, **ONE)
     flipped("optimizer.pdopt")(target)
@@ -128,7 +128,9 @@ def test_a_large_file_is_only_read_where_that_is_asked_for(source: Path, target:
         paddle_reshard.convert(source, target, resume=True, verify=True, **ONE)
 
 
-def test_an_object_store_tells_a_changed_object_by_its_etag(source: Path, store: Store, bucket: str) -> None:
+def test_an_object_store_detects_a_changed_object_by_its_etag(
+    source: Path, store: Store, bucket: str
+) -> None:
     place, options = f"s3://{bucket}/t", {"storage_options": store.options, **ONE}
     paddle_reshard.convert(source, place, **options)
     paddle_reshard.convert(source, place, resume=True, verify=True, **options)

@@ -181,7 +181,7 @@ def test_an_overwritten_checkpoint_never_looks_finished_again(
         ("put_object paddle_reshard", 1, True),
     ],
 )
-def test_clean_leaves_the_old_checkpoint_whole_or_refuses(
+def test_clean_keeps_the_old_checkpoint_complete_or_refuses(
     of: str,
     nth: int,
     begun: bool,

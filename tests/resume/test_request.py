@@ -112,7 +112,7 @@ def test_memory_may_differ_as_long_as_the_plan_is_the_same(source: Path, tmp_pat
     assert report.moved.resumed_groups > 0
 
 
-def test_several_targets_go_on_by_their_places(source: Path, tmp_path: Path) -> None:
+def test_several_targets_resume_by_their_paths(source: Path, tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     begin(source, {a: {"to": "tp=1"}, b: {"to": "tp=1", "format": "hybrid-plain"}})
     with pytest.raises(StaleSessionError, match="started with 2 targets, not 1"):
@@ -129,7 +129,7 @@ def test_several_targets_go_on_by_their_places(source: Path, tmp_path: Path) -> 
         assert made == wanted
 
 
-def test_a_killed_process_is_gone_on_with(driver: Driver, source: Path, tmp_path: Path) -> None:
+def test_a_killed_process_is_resumed(driver: Driver, source: Path, tmp_path: Path) -> None:
     """The kill may come at any moment after the record is there: what was asked is in it from its first byte on."""
     wanted = undisturbed(source, tmp_path / "w" / "t", to="tp=1", memory="256MiB")
     for number, effect in enumerate(("os.rename session.json.new", "pwrite", "write")):
@@ -268,7 +268,7 @@ def test_a_finished_target_is_looked_at(source: Path, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------ the command line
 
 
-def test_the_command_line_goes_on_with_what_it_was_told(source: Path, tmp_path: Path) -> None:
+def test_the_command_line_resumes_with_its_original_options(source: Path, tmp_path: Path) -> None:
     """A process that is killed, and one that is told nothing but to resume."""
     target = tmp_path / "t"
     options = ["--to", "pp=2", "--memory", "256MiB", "--segmentation", "0,2", "--sequence-parallel"]

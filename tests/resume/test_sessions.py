@@ -80,7 +80,9 @@ def _held_by(target: Path, **holder: Any) -> None:
     _session(target).write_text(json.dumps(record))
 
 
-def test_a_failed_run_says_how_to_go_on(source: Path, target: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_run_says_how_to_resume(
+    source: Path, target: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(KeyboardInterrupt):
         SMALL.convert(source, target, observe=_stopping(2, KeyboardInterrupt()), **ONE)
     assert f"--resume continues, paddle-reshard clean {target} removes it" in caplog.text
@@ -161,7 +163,7 @@ def test_a_torn_line_of_the_ledger_does_not_count() -> None:
     assert parse_ledger(b"\0" * 9 + lines) == ([], 0)
 
 
-def test_drift_that_was_allowed_is_still_told(source: Path, target: Path) -> None:
+def test_allowed_drift_is_still_reported(source: Path, target: Path) -> None:
     """What a ledger says of an earlier run is in the manifest of the one that ends."""
     with pytest.raises(Stop):
         SMALL.convert(source, target, observe=_stopping(2, Stop()), allow_replica_drift=True, **ONE)
@@ -360,7 +362,7 @@ def test_the_manifest_does_not_depend_on_order(source: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("before", "told"), [("tp=1", " bytes written; 2 groups, "), ("tp=2", "started with --to tp=2")]
 )
-def test_a_watcher_goes_on_with_what_it_can_and_begins_anew_where_not(
+def test_a_watcher_resumes_where_it_can_and_restarts_otherwise(
     before: str, told: str, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
@@ -416,7 +418,7 @@ def test_copied_parts_are_compared_with_their_source(tmp_path: Path) -> None:
     assert (found.intact, found.read_bytes, found.unchecked_bytes) == (True, 4, 100)
 
 
-def test_a_part_that_a_store_copied_is_compared_with_the_md5_it_told(tmp_path: Path) -> None:
+def test_a_part_that_a_store_copied_is_compared_with_its_md5(tmp_path: Path) -> None:
     content = b"0123456789"
     (tmp_path / "b").write_bytes(content)
     md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
@@ -436,7 +438,7 @@ def test_a_part_that_a_store_copied_is_compared_with_the_md5_it_told(tmp_path: P
 
 
 @pytest.mark.parametrize("step", ["move", "verify"])
-def test_other_stores_go_on_with_what_is_staged_here(
+def test_other_stores_resume_from_files_staged_here(
     step: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

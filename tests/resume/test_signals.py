@@ -66,7 +66,7 @@ def told_to_end(number: signal.Signals, target: Path, how: str = "plain") -> tup
         (signal.SIGTERM, "as in Ray"),
     ],
 )
-def test_what_is_kept_is_said_and_gone_on_with(number: signal.Signals, how: str, tmp_path: Path) -> None:
+def test_kept_work_is_reported_and_resumed(number: signal.Signals, how: str, tmp_path: Path) -> None:
     status, said = told_to_end(number, tmp_path / "out", how)
     assert status == 128 + number
     target = tmp_path / "out"

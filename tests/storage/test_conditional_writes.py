@@ -97,7 +97,7 @@ def test_an_object_is_replaced_if_it_is_the_one_that_was_read(server: _Object, f
     assert server.asked == ["*", first] + [plain] * (not server.quoted)
 
 
-def test_an_object_of_another_is_left_alone(server: _Object, folder: S3Folder) -> None:
+def test_an_object_of_another_writer_is_not_touched(server: _Object, folder: S3Folder) -> None:
     first = folder.put_if("a", b"one", None)
     server.content, server.asked = b"another's", []
     assert folder.put_if("a", b"two", None) is None

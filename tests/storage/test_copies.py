@@ -209,7 +209,7 @@ def test_a_source_that_changes_under_its_copies_is_found_before_publishing(
     assert uploads(store, bucket) == []
 
 
-def test_copies_are_asked_for_again_when_the_store_is_busy(store: Store, bucket: str, proxy: Proxy) -> None:
+def test_copies_are_retried_when_the_store_is_busy(store: Store, bucket: str, proxy: Proxy) -> None:
     content = os.urandom(s3.SMALLEST_PART_BYTES + 1000)
     store.client.put_object(Bucket=bucket, Key="s/a", Body=content)
     options = {**store.options, "endpoint_url": proxy.url}

@@ -45,7 +45,7 @@ print(json.dumps([*told, moved.resumed_groups, paddle_reshard.check(target).inta
 """
 
 
-def test_a_disk_that_takes_no_more_in_the_middle_is_told_by_the_target_and_what_is_done_is_kept(
+def test_a_disk_that_fills_up_is_reported_with_the_target_and_finished_work_is_kept(
     tmp_path: Path,
 ) -> None:
     """No file of the process may grow beyond 60 kB from the first group on (``setrlimit(2)``: EFBIG)."""
@@ -73,7 +73,7 @@ def test_a_disk_that_takes_no_more_in_the_middle_is_told_by_the_target_and_what_
         (errno.ENOTCONN, os.strerror(errno.ENOTCONN).lower()),
     ],
 )
-def test_a_source_that_fails_while_it_is_read_is_told_by_its_name(
+def test_a_source_that_fails_while_it_is_read_is_named(
     code: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     convert = in_groups(500_000).convert

@@ -185,7 +185,7 @@ def test_copies_by_the_store_are_retried_and_counted(
     assert made[name] == content[3 : part + 3] + content[2 * part : 2 * part + 7]
 
 
-def test_retries_are_told_but_are_no_part_of_what_is_made(
+def test_retries_are_reported_but_do_not_affect_the_target(
     proxy: Proxy, store: Store, bucket: str, small_source: str
 ) -> None:
     made = []

@@ -52,7 +52,7 @@ def test_options_by_scheme() -> None:
     assert choose_options("memory", options) == {"timeout": 3}
 
 
-def test_the_same_place_in_other_words(tmp_path: Path) -> None:
+def test_the_same_location_spelled_differently(tmp_path: Path) -> None:
     assert comparable_path("s3://b/a/c/") == comparable_path("s3a://b/a/c") != comparable_path("gs://b/a/c")
     assert comparable_path("s3://b/a") in comparable_path("s3://b/a/c").parents
     assert comparable_path("memory:///a") == comparable_path("memory://a")

@@ -27,7 +27,9 @@ MAIN = [sys.executable, "-m", "paddle_reshard"]
 
 
 @pytest.mark.parametrize("empty", ["", " ", "\t\n", "file://"])
-def test_an_empty_place_is_wrong_usage(empty: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_location_is_wrong_usage(
+    empty: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``convert SRC "$UNSET"`` means no folder, and least of all this one."""
     shutil.copytree(SMALL, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
@@ -59,7 +61,7 @@ def test_an_empty_place_is_wrong_usage(empty: str, tmp_path: Path, monkeypatch: 
     ],
     ids=lambda command: command[0],
 )
-def test_an_empty_place_is_wrong_usage_of_every_command(command: list[Any], tmp_path: Path) -> None:
+def test_an_empty_location_is_wrong_usage_of_every_command(command: list[Any], tmp_path: Path) -> None:
     (tmp_path / "model_state.pdparams").write_bytes(b"theirs")
     before = tree(tmp_path)
     done = subprocess.run([*MAIN, *map(str, command)], cwd=tmp_path, capture_output=True, text=True)
@@ -135,7 +137,7 @@ def test_a_file_to_fill_with_is_protected_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["s", "s/", "s/inside", ""])
-def test_prefixes_of_a_store_are_places_too(target: str, bucket: str) -> None:
+def test_prefixes_of_a_store_are_locations_too(target: str, bucket: str) -> None:
     fill_memory(f"/{bucket}/s", SMALL)
     with pytest.raises(UsageError, match="source and target"):
         paddle_reshard.convert(

@@ -93,7 +93,7 @@ def test_failures_that_pass(
     assert len(proxy.seen) == asked + 3
 
 
-def test_a_failure_for_good_is_told_with_its_code(
+def test_a_permanent_failure_is_reported_with_its_code(
     store: Store, bucket: str, contents: dict[str, bytes], proxy: Proxy
 ) -> None:
     source = open_source(f"s3://{bucket}/here", {**store.options, "endpoint_url": proxy.url})

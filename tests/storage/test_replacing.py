@@ -175,7 +175,7 @@ def test_what_came_into_the_old_one_aside_is_kept_and_named(
     assert f"the old contents are kept in {kept}: there is also notes.txt" in caplog.text
 
 
-def test_cleaning_never_removes_what_stood_aside_while_something_else_took_its_place(
+def test_cleaning_never_removes_a_set_aside_checkpoint_whose_path_is_occupied(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def theirs() -> None:
@@ -259,7 +259,7 @@ def test_a_folder_that_only_has_the_name_of_a_staging_folder_is_kept(
 
 @pytest.mark.parametrize("lock", [False, True])
 @pytest.mark.parametrize("begun", [None, b"", b'{\n "ide', b'{\n "identity": {\n  "plan_id": "12'])
-def test_what_a_kill_before_the_record_leaves_is_in_nobodys_way(
+def test_remains_of_a_kill_before_the_record_are_harmless(
     lock: bool, begun: bytes | None, tmp_path: Path
 ) -> None:
     staging = tmp_path / ".t.reshard"
@@ -330,7 +330,7 @@ def test_what_came_under_a_prefix_while_it_was_replaced_stays(store: Store, buck
         ("x" * 300, "the name is too long for the file system"),
     ],
 )
-def test_a_place_that_cannot_be_a_target_is_told_by_its_name(where: str, told: str, tmp_path: Path) -> None:
+def test_a_location_that_cannot_be_a_target_is_named(where: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a file")
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "folder")
@@ -376,7 +376,7 @@ def test_a_folder_that_takes_no_lock_is_refused_once(tmp_path: Path, monkeypatch
         ("dangling", "dangling: is a link to nowhere, which does not exist"),
     ],
 )
-def test_a_place_that_cannot_be_a_source_is_told_by_its_name(where: str, told: str, tmp_path: Path) -> None:
+def test_a_location_that_cannot_be_a_source_is_named(where: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a file")
     (tmp_path / "dangling").symlink_to("nowhere")
     with pytest.raises(ReshardError) as refused:

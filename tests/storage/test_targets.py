@@ -131,7 +131,7 @@ def test_a_short_upload_is_noticed(bucket: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("scheme", ["s3", "memory"])
-def test_a_probe_that_was_left_behind_is_nothing(scheme: str, store: Store, bucket: str) -> None:
+def test_a_leftover_probe_is_ignored(scheme: str, store: Store, bucket: str) -> None:
     left = "c/.paddle_reshard_probe-1"
     store.client.put_object(Bucket=bucket, Key=left, Body=b"")
     fsspec.filesystem("memory").pipe_file(f"/{bucket}/{left}", b"")

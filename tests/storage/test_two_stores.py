@@ -77,7 +77,7 @@ def test_from_one_store_to_another(
     assert [secret for secret in hidden for text in told if secret in text] == []
 
 
-def test_options_of_one_side_stand_in_place_of_those_of_both(
+def test_options_of_one_side_replace_those_of_both(
     store: Store, other: Store, small_source: str, there: str
 ) -> None:
     target = f"s3://{there}/c"

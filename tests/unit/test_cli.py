@@ -53,7 +53,7 @@ def test_inspect_for_people_lists_rules_on_request() -> None:
     assert "tp cuts dim 1" in done.stdout
 
 
-def test_the_folder_of_a_run_is_told_from_its_checkpoints() -> None:
+def test_the_folder_of_a_run_is_distinguished_from_its_checkpoints() -> None:
     done = run("inspect", DEMO.parent)
     assert done.returncode == 1
     assert f"{DEMO.parent}: this folder contains checkpoints" in done.stderr
@@ -80,7 +80,7 @@ def test_convert_prints_one_json_object(tmp_path: Path) -> None:
     assert data["moved"]["written_bytes"] == data["plan"]["write_bytes"]
 
 
-def test_convert_prints_one_line_per_step_where_nobody_watches(tmp_path: Path) -> None:
+def test_convert_prints_one_line_per_step_without_a_terminal(tmp_path: Path) -> None:
     done = run("convert", DEMO, tmp_path / "x", "--to", "pp=2")
     steps = [line.split(":")[0] for line in done.stderr.splitlines()]
     assert list(dict.fromkeys(steps)) == ["plan", "move", "verify", "publish"]  # a slow one has several lines
@@ -94,7 +94,7 @@ def test_the_same_conversion_makes_the_same_bytes(tmp_path: Path, one_card: Path
         assert (tmp_path / "x" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-def test_verify_tells_equal_from_different_by_its_exit_status(one_card: Path, tmp_path: Path) -> None:
+def test_verify_distinguishes_equal_from_different_by_its_exit_status(one_card: Path, tmp_path: Path) -> None:
     equal = run("verify", DEMO, one_card, "--json")
     assert (equal.returncode, json.loads(equal.stdout)["equal"]) == (0, True)
     shutil.copytree(one_card, tmp_path / "changed")
@@ -140,7 +140,7 @@ def test_a_report_is_true_only_if_the_two_are_equal(one_card: Path, tmp_path: Pa
     assert not paddle_reshard.check(tmp_path / "changed")
 
 
-def test_verify_tells_of_each_state_that_one_side_lacks_once(tmp_path: Path) -> None:
+def test_verify_reports_each_state_that_one_side_lacks_once(tmp_path: Path) -> None:
     assert (
         run(
             "convert", DEMO, tmp_path / "unified", "--format", "unified", "--drop", "ema", "--quiet"
@@ -205,7 +205,7 @@ def test_a_refusal_is_json_too(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["kind"] == "RuleError"
 
 
-def test_an_occupied_target_is_kept_unless_told_otherwise(tmp_path: Path, one_card: Path) -> None:
+def test_an_occupied_target_is_kept_without_overwrite(tmp_path: Path, one_card: Path) -> None:
     target = tmp_path / "target"
     shutil.copytree(one_card, target)
     kept = run("convert", DEMO, target, "--to", "pp=2")

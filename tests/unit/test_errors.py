@@ -128,7 +128,7 @@ def test_survives_pickling(error: ReshardError, text: str, status: int, protocol
     assert copy.exit_status == status
 
 
-def test_only_troubles_of_stores_and_clusters_are_worth_another_try() -> None:
+def test_only_failures_of_stores_and_clusters_are_retryable() -> None:
     kinds = {type(error) for error, _, _ in EXAMPLES if error.retryable}
     assert kinds == {BusyError, ListingError, ClusterError, JobError, GroupFailedError}
     refused_by_a_store = TargetError("s3://b/c: the store is throttling requests")

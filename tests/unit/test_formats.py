@@ -74,7 +74,7 @@ def named(module: Path) -> list[str]:
     return found
 
 
-def test_nobody_else_knows_a_format() -> None:
+def test_no_code_outside_its_folder_names_a_format() -> None:
     """Adding a format is a folder and a line of the table."""
     knowing = {}
     for module in sorted(ROOT.glob("*/**/*.py")):

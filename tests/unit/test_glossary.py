@@ -37,7 +37,7 @@ def test_words_are_drawn(word: str) -> None:
     assert "\n```\n" in entry[1]
 
 
-def test_places_in_files_are_those_of_the_tour() -> None:
+def test_byte_offsets_are_those_of_the_tour() -> None:
     """But for the multiples of 8 MiB in the ledger."""
     told = {int(n) for n in re.findall(r"\d{6,}", (REPO / "docs" / "tour.md").read_text("utf-8"))}
     numbers = {int(n) for n in re.findall(r"(?<![\w.])\d{6,}\b", GLOSSARY.read_text("utf-8"))}

@@ -194,7 +194,7 @@ def test_whatever_ends_a_command_is_one_object(
         (["--target", "x:hybrid:mp=2"], "tp"),
     ],
 )
-def test_a_word_of_another_tool_is_understood_enough_to_ask(arguments: list, meant: str) -> None:
+def test_a_word_of_another_tool_gets_a_suggestion(arguments: list, meant: str) -> None:
     done = run_here("plan", DEMO, *arguments)
     assert done.returncode == 2
     assert f"did you mean {meant}?" in done.stderr

@@ -766,7 +766,7 @@ def test_the_structure_of_a_real_file_survives(paddle):
         ({"a": ArraySlot(0, "f4", (True,), None)}, ValueError),
     ],
 )
-def test_what_has_no_place_is_not_written(root, error):
+def test_unsupported_values_are_not_written(root, error):
     for protocol in (4, 5):
         with pytest.raises(error):
             encode_pickle(root, protocol)

@@ -153,7 +153,7 @@ def test_another_plan_than_the_saved_one_is_refused_with_what_has_changed(plan: 
             check_is_saved(changed, saved)
 
 
-def test_a_plan_that_was_carried_out_says_what_it_said(plan: Plan) -> None:
+def test_a_plan_after_its_run_is_described_as_before(plan: Plan) -> None:
     carried_out = replace(plan, ops=plan.ops.copy(), literals=plan.literals.copy())
     carried_out.release_ops()
     assert (len(carried_out.ops), len(carried_out.literals)) == (0, 0)

@@ -16,7 +16,7 @@ SMALL = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
 MANIFEST = "paddle_reshard.json"
 
 
-def test_a_long_step_tells_from_time_to_time_how_far_it_is() -> None:
+def test_a_long_step_reports_its_progress_periodically() -> None:
     told: list[str] = []
     now = [100.0]
     observe = ProgressLines(told.append, lambda: now[0])
@@ -37,7 +37,7 @@ def test_a_long_step_tells_from_time_to_time_how_far_it_is() -> None:
     ]
 
 
-def test_a_step_of_which_nothing_is_heard_is_told_of() -> None:
+def test_a_silent_step_is_reported() -> None:
     """The first line comes when two seconds have passed, whatever the step does."""
     told: list[str] = []
     first = threading.Event()
@@ -54,7 +54,7 @@ def test_a_step_of_which_nothing_is_heard_is_told_of() -> None:
     assert told[0].endswith(" s so far")
 
 
-def test_steps_that_move_nothing_tell_what_they_have_read_or_wait_for() -> None:
+def test_steps_that_move_nothing_report_files_read_or_what_they_wait_for() -> None:
     told: list[str] = []
     now = [0.0]
     observe = ProgressLines(told.append, lambda: now[0])
@@ -77,7 +77,7 @@ def test_steps_that_move_nothing_tell_what_they_have_read_or_wait_for() -> None:
     ]
 
 
-def test_every_command_that_reads_tells_how_far_it_is(tmp_path: Path) -> None:
+def test_every_command_that_reads_reports_its_progress(tmp_path: Path) -> None:
     events: list[object] = []
 
     def of(kind: type) -> list:
@@ -109,7 +109,7 @@ def test_every_command_that_reads_tells_how_far_it_is(tmp_path: Path) -> None:
     assert sum(event.done_bytes for event in of(Progress)) == size
 
 
-def test_cleaning_that_takes_long_is_told_of(tmp_path: Path) -> None:
+def test_slow_cleaning_is_reported(tmp_path: Path) -> None:
     """Somebody else holds the lock of the session for a while."""
     folder = tmp_path / ".t.reshard"
     folder.mkdir()

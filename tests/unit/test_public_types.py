@@ -96,7 +96,7 @@ def test_aliases_are_made_of_public_classes(name: str) -> None:
         assert PUBLIC.get(found.__name__) is found
 
 
-def test_every_error_is_public_and_in_its_place_in_the_tree() -> None:
+def test_every_error_is_public_and_in_the_drawn_tree() -> None:
     drawn: dict[str, str] = {}
     above = [errors.ReshardError.__name__]
     for prefix, name in re.findall(r"^ {4}([│├└─ ]+)(\w+Error)\b", errors.__doc__ or "", re.MULTILINE):

@@ -426,7 +426,7 @@ def test_a_table_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", hybrid_cases())
-def test_the_rules_alone_tell_the_model(case: str) -> None:
+def test_the_rules_alone_determine_the_model(case: str) -> None:
     """Formats that hold whole tensors say nothing of the order of parameters: the tables do, as real files hold it."""
     found = index_checkpoint(open_source(str(case_directory(case) / "checkpoint-3"), {}), shipped_tables())
     model = read_model(found.catalog.tensors, found.model.table, found.model.config)

@@ -152,7 +152,7 @@ def test_an_index_keeps_what_its_writer_added():
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../a.safetensors", "/etc/passwd", "a\\b", "a\0", 3, None])
-def test_an_index_names_files_beside_it_only(name):
+def test_an_index_names_only_files_next_to_it(name):
     with pytest.raises(FormatError, match="bad_index"):
         parse_index(json.dumps({"weight_map": {"w": name}}).encode(), "i")
 

@@ -120,7 +120,7 @@ def test_inspecting_a_local_checkpoint_loads_what_its_format_needs(options: tupl
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_a_command_loads_no_other_one(command: str) -> None:
+def test_a_command_loads_no_further_command(command: str) -> None:
     declaring = {f"paddle_reshard.pipeline.cli.{module}" for module in COMMANDS.values()}
     shared = {"paddle_reshard.pipeline.cli.conversion"} if command in ("ema", "submit", "watch") else set()
     own = f"paddle_reshard.pipeline.cli.{COMMANDS[command]}"
@@ -143,7 +143,7 @@ def test_importing_the_package_loads_nothing() -> None:
     }
 
 
-def test_every_public_name_is_there_and_comes_from_where_type_checkers_are_told() -> None:
+def test_every_public_name_exists_in_the_module_given_to_type_checkers() -> None:
     tree = ast.parse(Path(paddle_reshard.__file__).read_text("utf-8"))
     told = {
         alias.name: node.module
