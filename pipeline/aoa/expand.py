@@ -22,9 +22,9 @@ class Keys:
     """Keys, indexed by their text without numbers."""
 
     def __init__(self, keys: Iterable[str]) -> None:
-        self._alike = defaultdict[str, list[str]](list)
+        self._by_text = defaultdict[str, list[str]](list)
         for key in keys:
-            self._alike[_NUMBERS.sub("#", key)].append(key)
+            self._by_text[_NUMBERS.sub("#", key)].append(key)
 
     def matching(self, template: str) -> list[Mapping[str, str]]:
         """Placeholder (or ``*``) → number, for every key that matches the template; ordered by the numbers.
@@ -44,7 +44,7 @@ class Keys:
         regex = re.compile(pattern)
         found = [
             {opened: match[group] for opened, group in groups.items()}
-            for key in self._alike.get(_NUMBERS.sub("#", template), ())
+            for key in self._by_text.get(_NUMBERS.sub("#", template), ())
             if (match := regex.fullmatch(key))
         ]
         return sorted(found, key=lambda numbers: [int(number) for number in numbers.values()])

@@ -53,18 +53,18 @@ def target_catalog(source: Source, outputs: Mapping[str, Value], untied: frozens
     grouped: dict[tuple[Value, str | None], list[str]] = {}
     for name, value in outputs.items():
         grouped.setdefault((value, name if name in untied else None), []).append(name)
-    followers = _Followers(source)
+    collected = _TargetTensors(source)
     for (value, _), names in grouped.items():
         key, *aliases = sorted(names, key=source.key_preference)
-        followers.add(key, tuple(aliases), value)
-    order = sorted(range(len(followers.tensors)), key=followers.positions.__getitem__)
+        collected.add(key, tuple(aliases), value)
+    order = sorted(range(len(collected.tensors)), key=collected.positions.__getitem__)
     number = np.empty(len(order), dtype=np.int32)
     number[order] = np.arange(len(order))
-    tensors = Tensors(followers.tensors[one] for one in order)
+    tensors = Tensors(collected.tensors[one] for one in order)
     index = TensorIndex(tensors)
-    boxes = np.array(followers.boxes, dtype=BOX)
+    boxes = np.array(collected.boxes, dtype=BOX)
     boxes["target"] = number[boxes["target"]]
-    implied = {index[tensor]: index[master] for tensor, master in followers.implied.items()}
+    implied = {index[tensor]: index[master] for tensor, master in collected.implied.items()}
     return Catalog(tensors, source.catalog.files, cut(source.catalog.fragments, boxes), implied)
 
 
@@ -96,7 +96,7 @@ def _permuted(column: Ints, box: npt.NDArray[np.void]) -> Ints:
     return np.take_along_axis(column, box["order"], axis=1)
 
 
-class _Followers:
+class _TargetTensors:
     """Collects the tensors of the target and their boxes."""
 
     def __init__(self, source: Source) -> None:

@@ -33,7 +33,7 @@ _WIDENINGS = {("bfloat16", "float32"), ("float16", "float32")}
 
 
 @dataclass(slots=True)
-class _Meaning:
+class _Binding:
     """The value of a name at some point of a program."""
 
     value: Value
@@ -57,7 +57,7 @@ class Run:
         self.source, self.program, self.wanted = source, program, wanted
         self.source_blocks, self.target_blocks = source_blocks, target_blocks
         self.names = {
-            name: _Meaning(source.values[owner], name, None) for name, owner in source.owners.items()
+            name: _Binding(source.values[owner], name, None) for name, owner in source.owners.items()
         }
         self.created: dict[str, Statement] = {}
         self.dropped: dict[str, Statement] = {}
@@ -111,32 +111,32 @@ class Run:
         self.created[name] = statement
 
     def _drop(self, statement: Statement, name: str) -> None:
-        meaning = self.names.get(name)
-        if meaning is None:
+        binding = self.names.get(name)
+        if binding is None:
             self.idle.append(statement.where)
             return
-        if meaning.used_by is not None:
-            raise statement.impossible(f"cannot drop {name}, because {meaning.used_by.where} uses it")
+        if binding.used_by is not None:
+            raise statement.impossible(f"cannot drop {name}, because {binding.used_by.where} uses it")
         del self.names[name]
         self.dropped[name] = statement
 
     def _execute(self, number: int, statement: Statement) -> None:
-        meanings = [self._read(statement, name.text) for name in statement.left]
+        bindings = [self._read(statement, name.text) for name in statement.left]
         try:
-            values = [_turned(m.value, name) for m, name in zip(meanings, statement.left, strict=True)]
+            values = [_turned(m.value, name) for m, name in zip(bindings, statement.left, strict=True)]
             results = self._results(number, statement, values)
             results = [_turned(v, name) for v, name in zip(results, statement.right, strict=True)]
         except PlanError as error:
             raise statement.impossible(str(error)) from error
-        root = meanings[0].root if statement.only_renames else None
+        root = bindings[0].root if statement.only_renames else None
         for name, result in zip(statement.right, results, strict=True):
-            self._write(statement, name.text, _Meaning(result, root, statement))
+            self._write(statement, name.text, _Binding(result, root, statement))
 
-    def _read(self, statement: Statement, name: str) -> _Meaning:
-        meaning = self.names.get(name)
-        if meaning is not None:
-            meaning.used_by = statement
-            return meaning
+    def _read(self, statement: Statement, name: str) -> _Binding:
+        binding = self.names.get(name)
+        if binding is not None:
+            binding.used_by = statement
+            return binding
         why = "is neither in the source nor made by an earlier statement"
         if name in self.dropped:
             why = f"is dropped in {self.dropped[name].where}"
@@ -144,11 +144,11 @@ class Run:
             why = f"is created without values in {self.created[name].where}"
         raise statement.impossible(f"{name} {why}")
 
-    def _write(self, statement: Statement, name: str, meaning: _Meaning) -> None:
+    def _write(self, statement: Statement, name: str, binding: _Binding) -> None:
         if name in self.created:
             raise statement.impossible(f"{name} is made twice, first in {self.created[name].where}")
         before = self.names.pop(name, None)
-        if before is not None and before.used_by is None and before.value != meaning.value:
+        if before is not None and before.used_by is None and before.value != binding.value:
             if before.made_by is not None:
                 raise statement.impossible(
                     f"{name} is made twice, first in {before.made_by.where}, whose result is not used"
@@ -156,7 +156,7 @@ class Run:
             raise statement.impossible(
                 f"{name} of the source would be lost, because no statement uses it; to drop it, write {name} -> _ first"
             )
-        self.names[name] = meaning
+        self.names[name] = binding
 
     def _results(self, number: int, statement: Statement, values: Sequence[Value]) -> list[Value]:
         operation, wanted = statement.operation, len(statement.right)
@@ -239,11 +239,11 @@ class Run:
     def _check_nothing_lost(self, found: Mapping[str, Value]) -> None:
         """Check that every value is written or used."""
         reached = {key for value in found.values() for key in value.sources}
-        for name, meaning in self.names.items():
-            if name in found or meaning.used_by is not None:
+        for name, binding in self.names.items():
+            if name in found or binding.used_by is not None:
                 continue
-            if meaning.made_by is not None:
-                raise meaning.made_by.impossible(f"{name} is made, but the target has no such tensor")
+            if binding.made_by is not None:
+                raise binding.made_by.impossible(f"{name} is made, but the target has no such tensor")
             if self.source.owners[name] not in reached:  # else it is an alias of a tensor that is written
                 raise PlanError(
                     f"{self.program.where}: no statement uses {name}, and the target has no such tensor; to drop it, "

@@ -183,7 +183,7 @@ def _without_rules(model: Model) -> str | None:
 
 
 _WITHOUT_CONFIG = (
-    f"{CONFIG} is missing, which tells the family: without --config FILE only the files of a FlexCheckpoint can be "
+    f"{CONFIG} is missing, which names the family: without --config FILE only the files of a FlexCheckpoint can be "
     "divided otherwise"
 )
 _WITHOUT_RULES = (

@@ -190,7 +190,7 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
 
 
 def _digest(values: Mapping[str, Any]) -> str:
-    """The digest of all entries except the digest itself, whatever their order."""
+    """The digest of all entries except the digest itself; independent of their order."""
     entries = {name: value for name, value in values.items() if name != "digest"}
     text = json.dumps(entries, sort_keys=True, separators=(",", ":"))
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"

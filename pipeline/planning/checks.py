@@ -52,7 +52,7 @@ class MasterChecks:
     seeds: Ints
     """Seed of each tensor's pseudo-random runs: a hash of its key."""
     in_full: bool = False
-    """Whether every element is read, whatever the cost."""
+    """Whether every element is compared, even if both tensors must be read for it."""
 
     def up_to(self, most_bytes: int) -> MasterChecks:
         """The same checks, but only samples if parameter and master weight have more than ``most_bytes`` together."""

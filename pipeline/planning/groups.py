@@ -27,7 +27,7 @@ class GroupMemory(NamedTuple):
     group_bytes: int
     """Atoms are gathered into groups of about this peak, and cut to about half of it."""
     pass_bytes: int
-    """What a group may always read at a time, whatever its parts take."""
+    """What a group may always read at a time, even if its parts leave less."""
     most_bytes: int
     """Limit for the peak of every group."""
     tiny_bytes: int

@@ -12,7 +12,7 @@ from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 DRIVER_BYTES = 72 << 20
 """Part of the footprint that only processes with an object store need: client libraries, requests in flight."""
 FREE_BYTES = 16 << 20
-"""Part of the footprint that is for metadata, whatever the store."""
+"""Part of the footprint that is for metadata with any store."""
 PLANNED_TENSOR_BYTES, PLANNED_PIECE_BYTES = 480, 310
 """Peak for each tensor and each piece while no group runs: indexing, planning, and reading back the target."""
 HELD_TENSOR_BYTES, HELD_PIECE_BYTES = 350, 60
