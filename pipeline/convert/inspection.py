@@ -184,7 +184,7 @@ def _without_rules(model: Model) -> str | None:
 
 _WITHOUT_CONFIG = (
     f"{CONFIG} is missing, which names the family: without --config FILE only the files of a FlexCheckpoint can be "
-    "divided otherwise"
+    "divided into files differently"
 )
 _WITHOUT_RULES = (
     "no rule table knows this family: only its sharding degree and strategy can be changed (at the same tp, pp and ep) "
