@@ -162,11 +162,11 @@ def test_a_state_of_several_dtypes_is_refused(
 def test_master_weights_made_from_parameters_are_reported(tmp_path: Path) -> None:
     source = case_directory("small-unified/uc_sh2_s1v1_removemw") / "checkpoint-3"
     told = CliRunner().invoke(cli, ["plan", str(source), str(tmp_path / "a"), "--format", "unified"]).stdout
-    assert re.search(r"made\t\d+ master weights, of the parameters: the source stores none", told)
+    assert re.search(r"made\t\d+ master weights from parameters: the source stores none", told)
     data = paddle_reshard.plan(source, tmp_path / "a", format="hybrid-plain", to="tp=2")
     assert data.master_weights_made == len(data.source.model.tensors)
     model = (
         CliRunner().invoke(cli, ["plan", str(source), str(tmp_path / "a"), "--format", "huggingface"]).stdout
     )
     assert "Hugging Face" in model
-    assert "master weights, of the parameters" not in model
+    assert "master weights from parameters" not in model

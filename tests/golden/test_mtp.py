@@ -278,7 +278,7 @@ def test_the_pipeline_class_of_ernie_has_none(tmp_path: Path) -> None:
 
 def test_it_is_dropped_by_the_names_of_the_model(tmp_path: Path) -> None:
     (tmp_path / "rules.aoa").write_text("model.norm.weight -> model.norm.weight")
-    with pytest.raises(UsageError, match=r"--drop mtp .* by statements, NAME -> _"):
+    with pytest.raises(UsageError, match=r"--drop mtp .* with statements, NAME -> _"):
         paddle_reshard.plan(
             _checkpoint(DSV3), tmp_path / "x", format="flex", drop="mtp", aoa=tmp_path / "rules.aoa"
         )

@@ -67,7 +67,7 @@ def test_what_paddle_stores_tells_its_step_and_late_parameters_are_no_contradict
     check_powers(powers, None)
     for other in (0, 7, 11, 13, 3000, -1):
         with pytest.raises(
-            CheckpointError, match=f"after 12 steps, the learning-rate schedule is at step {other}"
+            CheckpointError, match=f"after 12 steps, but the learning-rate schedule is at step {other}"
         ):
             check_powers(powers, other)
 
