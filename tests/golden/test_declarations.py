@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from safetensors import deserialize
 
+import paddle_reshard
 from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable, shipped_tables
-from tests.conftest import GOLDEN
+from tests.conftest import GOLDEN, case_directory
 
-DECLARED = json.loads((GOLDEN / "declarations.json").read_text("utf-8"))
+ALL = json.loads((GOLDEN / "declarations.json").read_text("utf-8"))
+DECLARED = {family: declared for family, declared in ALL.items() if "statements" in declared}
 TABLES = {table.family: table for table in shipped_tables() if table.convention == "paddleformers"}
 DENSE = ("*.mlp.up_gate_proj.weight", "*.mlp.down_proj.weight")
 OTHERWISE = {
@@ -101,3 +105,18 @@ def test_a_form_that_is_not_declared_is_found() -> None:
     key = "model.language_model.layers.{layer}.self_attn.q_proj.weight"
     declared[key] = declared[key]._replace(transposed=False)
     assert differing(TABLES["glm_ocr"], declared) == [key]
+
+
+def test_a_family_without_a_table_is_exported_by_the_map_of_its_class(tmp_path: Path) -> None:
+    """The export is the library's own, which it makes by the same statements."""
+    declared = ALL["ernie4_5_moe_vl"]
+    assert "ernie4_5_moe_vl" not in TABLES
+    (tmp_path / "aoa.json").write_text(json.dumps({"aoa_statements": declared["inverse"]}))
+    case = case_directory(declared["case"])
+    paddle_reshard.convert(
+        case / "checkpoint-0", tmp_path / "hf", format="huggingface", aoa=tmp_path / "aoa.json"
+    )
+    made, real = tmp_path / "hf/model.safetensors", case / "hf-export/model-00001-of-00001.safetensors"
+    ours, theirs = ({key: dict(e) for key, e in deserialize(path.read_bytes())} for path in (made, real))
+    assert len(ours) == 126
+    assert ours == theirs

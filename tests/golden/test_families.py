@@ -139,6 +139,20 @@ def test_what_the_library_cannot_is_refused(options: dict, message: str, tmp_pat
         paddle_reshard.convert(_checkpoint("qwen2_5_vl_single"), tmp_path / "x", **options)
 
 
+def test_a_model_as_it_is_published_is_imported(tmp_path: Path) -> None:
+    """Qwen2.5-VL has the entries of its language model in no section, and ``in_chans``."""
+    source = _checkpoint("qwen2_5_vl_single")
+    paddle_reshard.convert(source, tmp_path / "hf", format="huggingface")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    published = {**config.pop("text_config"), **config}
+    published["vision_config"]["in_chans"] = published["vision_config"].pop("in_channels")
+    del published["paddleformers_version"]
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(published))
+    paddle_reshard.convert(tmp_path / "hf", tmp_path / "one", to="tp=1")
+    files = truth_of("families/qwen2_5_vl_single")
+    assert read_one_card(tmp_path / "one") == {key: files[key].tobytes() for key in oracle.shapes_of(files)}
+
+
 def test_a_section_of_the_config_that_disagrees_is_named(tmp_path: Path) -> None:
     shutil.copytree(_checkpoint("qwen3_vl_single"), tmp_path / "one")
     config = json.loads((tmp_path / "one" / "config.json").read_text())

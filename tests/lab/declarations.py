@@ -95,12 +95,14 @@ def attributes(tree: ast.Module, name: str) -> dict[str, Any]:
     return found
 
 
-def statements(path: Path, of: str, model: str, config: dict[str, Any]) -> list[str]:
-    """What ``_gen_aoa_config`` of a class returns."""
+def statements(
+    path: Path, of: str, model: str, config: dict[str, Any], name: str = "_gen_aoa_config"
+) -> list[str]:
+    """What ``_gen_aoa_config``, or another method like it, of a class returns."""
     source = path.read_text("utf-8")
     tree = ast.parse(source)
     (node,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == of)
-    (method,) = (n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "_gen_aoa_config")
+    (method,) = (n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == name)
     method.decorator_list = []
     method.returns = None
     for argument in method.args.args:
@@ -108,7 +110,7 @@ def statements(path: Path, of: str, model: str, config: dict[str, Any]) -> list[
     space: dict[str, Any] = {"logger": Silent(), "layer_type": None}
     exec(compile(ast.Module([method], []), str(path), "exec"), space)
     cls = type(model, (), attributes(tree, model))
-    found: list[str] = space["_gen_aoa_config"](cls, Entries(config))["aoa_statements"]
+    found: list[str] = space[name](cls, Entries(config))["aoa_statements"]
     return found
 
 
@@ -132,6 +134,11 @@ def main(folder: Path, target: Path) -> None:
             "case": case,
             "statements": statements(path, of, model, {**DEFAULTS, **config, **VARIANT}),
         }
+    of, case = "Ernie4_5_VLMoeForConditionalGeneration", "families/ernie4_5_moe_vl_saved"
+    path = folder / "paddleformers/transformers/ernie4_5_moe_vl/model/modeling_moe_vl.py"
+    config = json.loads(min(case_directory(case).glob("*/config.json")).read_text())
+    inverse = statements(path, of, of, config, "_gen_inv_aoa_config")
+    made["ernie4_5_moe_vl"] = {"class": of, "case": case, "inverse": inverse}
     target.write_text(json.dumps(made, indent=1) + "\n", "utf-8")
 
 

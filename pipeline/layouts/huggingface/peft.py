@@ -69,7 +69,7 @@ def adapter_config(wanted: Checkpoint, parts: Sequence[Part]) -> bytes:
     """
     if wanted.adapter is None:
         raise CheckpointError(
-            f"the source has no {LORA_CONFIG}, which tells the scaling; give it with --lora-config FILE"
+            f"the source has no {LORA_CONFIG}, which holds the scaling; give it with --lora-config FILE"
         )
     entries = {
         "peft_type": "LORA",

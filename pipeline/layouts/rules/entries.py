@@ -67,7 +67,7 @@ def derived_sizes(config: Config) -> dict[str, int]:
     """The integers of a config, with those that the libraries derive when they are not written.
 
     ``num_experts``, as ``transformers`` writes it, is another name of ``num_local_experts`` (PaddleFormers 1.2
-    ``qwen3_moe/configuration.py:150``).
+    ``qwen3_moe/configuration.py:150``); ``in_chans``, as the Qwen2.5-VL models are published with, of ``in_channels``.
     """
     values = _sizes(config)
     sections = {name: found for name, found in config.items() if isinstance(found, Mapping)}
@@ -81,6 +81,8 @@ def derived_sizes(config: Config) -> dict[str, int]:
         values.setdefault("num_local_experts", values["num_experts"])
     for name, section in sections.items():
         values |= {f"{name}.{entry}": size for entry, size in _sizes(section).items()}
+    if "vision_config.in_chans" in values:
+        values.setdefault("vision_config.in_channels", values["vision_config.in_chans"])
     return values
 
 
