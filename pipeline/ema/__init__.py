@@ -1,1 +1,1 @@
-"""Exponential moving averages beside training."""
+"""Exponential moving averages during training."""

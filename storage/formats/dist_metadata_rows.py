@@ -733,7 +733,7 @@ class IndexRows(_Rows):
 class PieceRows(_Rows):
     """``LocalTensorMetadata`` in the list of its key. A row has the column ``key`` before those of its fields.
 
-    The tail of a row says what follows: the same list goes on, or it ends and that of another key begins. A list
+    The tail of a row says what follows: the same list continues, or it ends and that of another key begins. A list
     of one piece is spelled without a MARK and ends in APPEND; others have a MARK and end in APPENDS.
     """
 

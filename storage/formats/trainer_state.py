@@ -38,7 +38,7 @@ def parse_trainer_state(
     read
         ``read(byte_offset, nbytes)`` returns exactly ``nbytes`` bytes.
     size_bytes, path
-        Size and name of the file; by its name a JSON is told from a pickle.
+        Size and name of the file; the name distinguishes JSON from a pickle.
 
     Raises
     ------

@@ -41,7 +41,7 @@ class Entries:
 def look(root: Path, names: Collection[str] | None, follow: bool) -> Entries:
     """Check all entries of a folder and of a checkpoint's own folders in it; with ``names``, only these.
 
-    A link is followed inside the folder, and from a snapshot of a Hugging Face cache to the blobs beside it
+    A link is followed inside the folder, and from a snapshot of a Hugging Face cache to the blobs next to it
     (``snapshots/REVISION/FILE -> ../../blobs/HASH``). Any other link is followed only with ``follow``.
 
     Raises
@@ -57,17 +57,17 @@ def look(root: Path, names: Collection[str] | None, follow: bool) -> Entries:
     for name in sorted(os.listdir(root)) if names is None else sorted(names):
         if names is not None and not os.path.lexists(root / name):
             continue
-        place, is_folder = _resolve(root, name, within)
+        resolved, is_folder = _resolve(root, name, within)
         if not is_folder:
-            found.files[name] = place
+            found.files[name] = resolved
         elif name in TENSOR_FOLDERS:
-            for inner in sorted(os.listdir(place)):
+            for inner in sorted(os.listdir(resolved)):
                 path = f"{name}/{inner}"
-                place_of, is_inner_folder = _resolve(root, path, within)
+                resolved_inner, is_inner_folder = _resolve(root, path, within)
                 if is_inner_folder:
                     found.folders.append(path)
                 else:
-                    found.files[path] = place_of
+                    found.files[path] = resolved_inner
         else:
             found.folders.append(name)
     return found
@@ -75,51 +75,51 @@ def look(root: Path, names: Collection[str] | None, follow: bool) -> Entries:
 
 def _resolve(root: Path, path: str, within: Collection[Path] | None) -> tuple[Path, bool]:
     """Resolved path of an entry, and whether it is a folder."""
-    place = root / path
-    status = _status(place, path)
+    resolved = root / path
+    status = _status(resolved, path)
     if stat.S_ISLNK(status.st_mode):
-        leads_to, place = os.readlink(place), Path(os.path.realpath(place))
+        leads_to, resolved = os.readlink(resolved), Path(os.path.realpath(resolved))
         try:
-            status = os.lstat(place)
+            status = os.lstat(resolved)
         except OSError as error:
             raise CheckpointError(
                 f"{path}: is a link to {leads_to}, which cannot be read: {error.strerror}; the file may be needed: "
                 "restore it, or remove the link"
             ) from None
         is_read = stat.S_ISREG(status.st_mode) or path in TENSOR_FOLDERS
-        if is_read and within is not None and not any(w == place or w in place.parents for w in within):
+        if is_read and within is not None and not any(w == resolved or w in resolved.parents for w in within):
             raise CheckpointError(
-                f"{path}: is a link that leads out of the checkpoint, to {place}; if that is intended, "
+                f"{path}: is a link that leads out of the checkpoint, to {resolved}; if that is intended, "
                 "follow such links with --allow-links"
             )
     if stat.S_ISDIR(status.st_mode):
         if is_by_trainer(path):
             raise CheckpointError(f"{path}: is a folder, and a trainer writes a file of this name")
-        return place, True
+        return resolved, True
     if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "no file")
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a special file")
         raise CheckpointError(f"{path}: is {kind}, where only files and folders are read; remove it")
-    return place, False
+    return resolved, False
 
 
-def _status(place: Path, path: str) -> os.stat_result:
+def _status(resolved: Path, path: str) -> os.stat_result:
     try:
-        return os.lstat(place)
+        return os.lstat(resolved)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: disappeared while it was read") from error
 
 
 @contextmanager
-def opened(place: Path, path: str) -> Iterator[int]:
-    """Open a file for reading, without waiting for a pipe and without following a link that was put there since.
+def opened(resolved: Path, path: str) -> Iterator[int]:
+    """Open a file for reading, without waiting for a pipe and without following a link created since the check.
 
     Raises
     ------
     CheckpointError
-        If it is not a plain file any more, or does not exist.
+        If it is no longer a plain file, or no longer exists.
     """
     try:
-        descriptor = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(resolved, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: disappeared while it was read") from error
     except OSError as error:

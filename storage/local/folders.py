@@ -48,14 +48,14 @@ def object_to(folder: Path) -> tuple[list[Entry], str | None]:
 
 
 def check_free(root: Path, overwrite: bool) -> bool:
-    """Refuse a target that already holds something; with ``overwrite``, only if it is more than a checkpoint.
+    """Refuse a target that is not empty or, with ``overwrite``, that holds more than a checkpoint.
 
     Returns whether a checkpoint exists there.
 
     Raises
     ------
     TargetError
-        Naming what is in the way.
+        Naming the entries in the way.
     """
     if root.is_symlink():
         raise TargetError(f"{root}: is a link to {os.readlink(root)}; give the folder itself")
@@ -76,7 +76,7 @@ def check_free(root: Path, overwrite: bool) -> bool:
 
 
 def remove_files(folder: Path, paths: Iterable[str]) -> bool:
-    """Remove exactly these files, and then the empty folders; whether the folder itself is gone.
+    """Remove exactly these files, and then the empty folders. Returns whether the folder itself was removed.
 
     Can be repeated after a kill.
     """
@@ -88,15 +88,15 @@ def remove_files(folder: Path, paths: Iterable[str]) -> bool:
     return not os.path.lexists(folder)
 
 
-def set_aside(folder: Path, beside: Path) -> Path:
-    """Move a folder to a free name derived from ``beside``, where users find it."""
+def set_aside(folder: Path, target: Path) -> Path:
+    """Move a folder next to ``target``, to a free name derived from it, where users find it."""
     number = 1
     while True:
-        place = beside.with_name(f"{beside.name}.replaced" + (f"-{number}" if number > 1 else ""))
+        path = target.with_name(f"{target.name}.replaced" + (f"-{number}" if number > 1 else ""))
         try:
-            place.mkdir()
+            path.mkdir()
         except FileExistsError:
             number += 1
             continue
-        os.rename(folder, place)
-        return place
+        os.rename(folder, path)
+        return path

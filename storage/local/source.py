@@ -89,8 +89,8 @@ class LocalSource(ReadRange):
             if not is_folder:
                 raise CheckpointError(f"{root}: is a file; give the folder of the checkpoint")
             found = look(self.root, names, links or names is not None)
-            self.folders, self.places = found.folders, found.files
-            seen = {path: _status(place) for path, place in found.files.items()}
+            self.folders, self.resolved = found.folders, found.files
+            seen = {path: _status(resolved) for path, resolved in found.files.items()}
             self.stamps: Mapping[str, FileStamp] = {path: FileStamp.of(s) for path, s in seen.items()}
             inner = {(self.root / path).parent for path in seen} | {self.root}
             folders = [_status(folder) for folder in inner] if names is None else []
@@ -114,17 +114,17 @@ class LocalSource(ReadRange):
     @contextmanager
     def opened(self, path: str) -> Iterator[int]:
         """Open a file for reading; refused if it has changed since the source was opened."""
-        if path not in self.places:
+        if path not in self.resolved:
             raise CheckpointError(f"{path}: did not exist when {self.location} was listed")
         with ExitStack() as held:
             with self._translated(path):
-                descriptor = held.enter_context(opened(self.places[path], path))
+                descriptor = held.enter_context(opened(self.resolved[path], path))
                 self._check(path, os.fstat(descriptor))
             yield descriptor
 
     def _translated(self, path: str) -> AbstractContextManager[None]:
         """Convert errors of the operating system to sentences about a file of the source."""
-        return translated_while_moving(self.places[path], f"{self.location}/{path}", CheckpointError)
+        return translated_while_moving(self.resolved[path], f"{self.location}/{path}", CheckpointError)
 
     def _check(self, path: str, status: os.stat_result) -> None:
         if difference := self.stamps[path].difference(status):
@@ -136,9 +136,9 @@ class LocalSource(ReadRange):
 
     def check_unchanged(self) -> None:
         """Refuse if any file has changed since the source was opened."""
-        for path, place in self.places.items():
+        for path, resolved in self.resolved.items():
             with self._translated(path):
-                self._check(path, _status(place))
+                self._check(path, _status(resolved))
 
 
 def _openness(files: Iterable[os.stat_result], folders: Iterable[os.stat_result]) -> Openness:

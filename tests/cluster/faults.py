@@ -25,7 +25,7 @@ def _die() -> None:
 
 
 def first_time(marker: Path) -> bool:
-    """Whether nobody asked before."""
+    """Whether this is the first call."""
     try:
         marker.open("x").close()
     except FileExistsError:

@@ -1,4 +1,4 @@
-"""The average beside training, made by a Ray actor."""
+"""The average during training, computed by a Ray actor."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ CASES = ("mp2pp2sh2_s1v2_meta_ema", "mp2_tied", "nlp_fused_mp2")
 
 @dataclass
 class Written:
-    """All that was written, by place."""
+    """All that was written, by path and byte offset."""
 
     parts: dict[tuple[str, int], bytes] = field(default_factory=dict)
 

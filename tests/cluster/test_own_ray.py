@@ -1,4 +1,4 @@
-"""A Ray of our own: for nobody else, deaf to what lies in the working directory, and missed when it is lost.
+"""A private Ray: closed to all others, independent of the working directory, and reported when it is lost.
 
 Each runs the command line, or a conversion in a process of its own that is slow enough to be looked at.
 """

@@ -1,4 +1,4 @@
-"""A driver that is killed while Ray's workers move groups; another goes on, on Ray or without."""
+"""A driver that is killed while Ray's workers move groups; a second run resumes, on Ray or without."""
 
 import json
 import subprocess

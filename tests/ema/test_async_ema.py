@@ -1,4 +1,4 @@
-"""The average beside training against NumPy's and Paddle's arithmetic, and files against ``paddle.load``."""
+"""The average during training against NumPy's and Paddle's arithmetic, and files against ``paddle.load``."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_every_rank_of_any_job_gets_its_slices_of_the_truth(rank: tuple[int, int
 
 
 def test_only_what_the_rank_needs_is_read(tmp_path: Path) -> None:
-    """Values of the other tensor-parallel rank may be spoilt."""
+    """Values of the other tensor-parallel rank may be corrupted."""
     checkpoint = tmp_path / "checkpoint-3"
     shutil.copytree(case_directory(CASE) / "checkpoint-3", checkpoint)
     for path in checkpoint.glob("ema.tp01_*.pdopt"):

@@ -1,4 +1,4 @@
-"""What is said and written does not hang on the order in which a process keeps sets of texts."""
+"""Output and targets do not depend on the order in which a process keeps sets of strings."""
 
 from __future__ import annotations
 

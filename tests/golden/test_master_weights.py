@@ -1,4 +1,4 @@
-"""A parameter that is stored beside its master weight is that, rounded: else the files are not of one step."""
+"""A parameter that is stored with its master weight equals it, rounded; otherwise the files are of different steps."""
 
 from __future__ import annotations
 

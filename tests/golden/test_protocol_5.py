@@ -1,4 +1,4 @@
-"""Checkpoints of Paddle 3.4, whose files are pickles of protocol 5, beside those of Paddle 3.3 and before."""
+"""Checkpoints of Paddle 3.4, whose files are pickles of protocol 5, compared with those of Paddle 3.3 and earlier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unified checkpoints that are not whole, or contradict themselves, are refused by name."""
+"""Unified checkpoints that are incomplete or contradict themselves are refused, naming the file or tensor."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Folder = Path
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Callable[[str], Folder]:
-    """A copy of a case, to be spoilt."""
+    """A copy of a case, to be damaged."""
 
     def copy(name: str) -> Folder:
         shutil.copytree(small_case(name) / "checkpoint-3", tmp_path / name)

@@ -1,4 +1,4 @@
-"""What nobody has asked to change stays as the source has it, and nothing is left out without being asked."""
+"""Nothing is changed or omitted unless requested."""
 
 from __future__ import annotations
 

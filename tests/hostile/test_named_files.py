@@ -1,4 +1,4 @@
-"""Files of a checkpoint name other files. Only those that were listed beside them are opened, whatever is named."""
+"""Files of a checkpoint name other files. Only files listed next to them are opened, whatever the name."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ MANIFEST = "paddle_reshard.json"
 
 
 class Listener:
-    """A server that nobody has a reason to speak to."""
+    """A server that no request may reach."""
 
     def __init__(self) -> None:
         self.socket = socket.create_server(("127.0.0.1", 0))
@@ -137,7 +137,7 @@ def test_sizes_in_a_manifest_are_whole_numbers(bad: object, made: Path, tmp_path
 
 @pytest.mark.parametrize("field", ["target", "conversion_id"])
 def test_a_claim_that_names_another_folder_removes_nothing(field: str, tmp_path: Path) -> None:
-    """A watcher goes on with a removal that a killed one has begun: of a target beside it, and of nothing else."""
+    """A watcher completes the removal of a killed watcher: of a target next to it, and of nothing else."""
     run, out, precious = tmp_path / "run", tmp_path / "out", tmp_path / "precious"
     for folder in (run, precious, out / ".paddle_reshard" / "claims"):
         folder.mkdir(parents=True)

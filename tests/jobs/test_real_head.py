@@ -46,7 +46,7 @@ def test_jobs_on_a_real_head(tmp_path: Path) -> None:
 
 
 def check_that_it_runs_once(head: Head, tmp_path: Path, one_card: dict[str, bytes]) -> None:
-    """Interrupted while it follows, and submitted again: one job, whose secrets nobody sees."""
+    """Interrupted while it follows, and submitted again: one job, without visible secrets."""
     tmp_path.mkdir()
     layout = tmp_path / "target-job.json"
     layout.write_text('{"segmentation": "uniform"}')

@@ -1,4 +1,4 @@
-"""What a job is called and told, without a cluster."""
+"""Ids and arguments of jobs, without a cluster."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def _kill_and_resume(
 
 @pytest.fixture(scope="module")
 def wanted(driver: Driver, store: Store, source: Path) -> dict[str, bytes]:
-    """What a run makes that nobody disturbs."""
+    """The result of an undisturbed run."""
     store.client.create_bucket(Bucket="undisturbed")
     driver.convert(source, "s3://undisturbed/whole", request={"storage_options": store.options})
     return in_bucket(store, "undisturbed", "whole/")

@@ -269,7 +269,7 @@ def test_a_finished_target_is_looked_at(source: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_line_resumes_with_its_original_options(source: Path, tmp_path: Path) -> None:
-    """A process that is killed, and one that is told nothing but to resume."""
+    """A process that is killed, and a second one with nothing but --resume."""
     target = tmp_path / "t"
     options = ["--to", "pp=2", "--memory", "256MiB", "--segmentation", "0,2", "--sequence-parallel"]
     kill = (

@@ -1,4 +1,4 @@
-"""Who may go on with what is left, who may remove it, and what is said to everybody else."""
+"""Who may resume or remove an unfinished conversion, and which error everybody else gets."""
 
 import dataclasses
 import hashlib

@@ -1,4 +1,4 @@
-"""Commands that are told to end: one sentence that says by what and what is kept, and a status that says it too."""
+"""Commands that a signal ends: one sentence names the signal and what is kept, and the status shows the signal."""
 
 from __future__ import annotations
 

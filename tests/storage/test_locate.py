@@ -1,4 +1,4 @@
-"""Which store a location belongs to; what is said of it, and what never is."""
+"""The store of a location; what messages show of it, and what they never show."""
 
 import logging
 import pickle

@@ -274,7 +274,7 @@ def test_cleaning_needs_no_space(tmp_path: Path) -> None:
 def test_a_disk_too_full_to_give_the_lock_back_does_not_keep_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same process goes on as soon as there is room."""
+    """The same process resumes as soon as there is space."""
     really = os.open
 
     def full(path: Any, *args: Any, **kwargs: Any) -> int:

@@ -164,7 +164,7 @@ def test_what_came_after_the_last_look_brings_the_old_one_back(
 def test_what_came_into_the_old_one_aside_is_kept_and_named(
     target: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A process that has the folder open goes on writing into it, whatever it is called."""
+    """A process that has the folder open continues to write into it, whatever its name."""
     aside = target.parent / ".t.reshard" / "replaced"
     _before_rename(monkeypatch, "files", lambda: _note(aside))
     paddle_reshard.convert(SMALL, target, to="pp=2", overwrite=True)

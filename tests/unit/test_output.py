@@ -64,7 +64,7 @@ def test_a_conversion_ends_well_whatever_becomes_of_its_output(closed: str, tmp_
 
 @pytest.mark.parametrize("format", ["--json", "--to=tp=1"])
 def test_a_reader_that_goes_does_not_end_a_conversion(format: str, tmp_path: Path) -> None:
-    """``2>&1 | head -0``: nobody reads a line of it."""
+    """``2>&1 | head -0``: no line of it is read."""
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as pipe:

@@ -1,4 +1,4 @@
-"""Rule tables: what is refused in a table, what a table says about a tensor, and what the user is told."""
+"""Rule tables: errors in a table, the rule of a tensor, and messages to the user."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What changed upstream is told from what was only written in another way."""
+"""Changes of upstream code are distinguished from mere reformatting."""
 
 from __future__ import annotations
 
