@@ -75,7 +75,7 @@ def verify(
     quiet: bool,
     **_: Any,
 ) -> None:
-    """Compare two checkpoints of any topologies and formats, bit for bit.
+    """Compare two checkpoints, bit for bit. Their topologies and formats may differ.
 
     With one argument, compare every byte of a target with the checksums in its manifest. In a checkpoint without a
     manifest, compare all copies of each tensor, and every parameter with its master weight.
