@@ -199,7 +199,7 @@ def test_clean_keeps_the_old_checkpoint_complete_or_refuses(
         assert in_bucket(store, bucket, "t/") == in_folder(source)
         return
     before = in_bucket(store, bucket, "t/")
-    with pytest.raises(paddle_reshard.ReshardError, match="the same command with --resume completes it"):
+    with pytest.raises(paddle_reshard.ReshardError, match="the same command with --resume publishes it"):
         paddle_reshard.clean(target, storage_options=store.options)
     left = in_bucket(store, bucket, "t/")
     assert {name: left[name] for name in visible(left)} == {name: before[name] for name in visible(before)}

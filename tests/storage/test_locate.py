@@ -117,6 +117,6 @@ def test_reads_beyond_what_was_listed_are_refused() -> None:
     source = open_source("memory://c", {})
     with pytest.raises(CheckpointError, match="ends at byte 1"):
         source.read("saved_signal_0", 0, 2)
-    with pytest.raises(CheckpointError, match="was not there"):
+    with pytest.raises(CheckpointError, match="did not exist"):
         source.read("other", 0, 1)
     assert source.read("saved_signal_0", 1, 0) == b""

@@ -110,7 +110,7 @@ def test_staged_parts_can_only_be_written_where_they_are_staged(bucket: str, tmp
     target = open_target(f"memory://{bucket}/c", False, {})
     with target:
         writer = _begin(target)
-    with pytest.raises(UnsupportedError, match="this worker runs on another"):
+    with pytest.raises(UnsupportedError, match="this worker runs on a different one"):
         writer.write_part("config.json", 0, memoryview(b"{}"))
 
 

@@ -57,7 +57,7 @@ def test_the_folder_of_a_run_is_distinguished_from_its_checkpoints() -> None:
     done = run("inspect", DEMO.parent)
     assert done.returncode == 1
     assert f"{DEMO.parent}: this folder contains checkpoints" in done.stderr
-    assert "like checkpoint-3" in done.stderr
+    assert "such as checkpoint-3" in done.stderr
 
 
 def test_plan_moves_nothing_and_says_what_convert_would_write(tmp_path: Path, one_card: Path) -> None:
