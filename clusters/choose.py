@@ -32,7 +32,7 @@ def choose_engine(cluster: str, workers: int | None, memory_bytes: int, exchange
 
         return RayEngine(address or None, workers, memory_bytes, exchange, device)
     if cluster != "inline":
-        raise UsageError(f"unknown cluster {cluster!r}; known are inline, ray and ray:ADDRESS")
+        raise UsageError(f"unknown cluster {cluster!r}; known: inline, ray and ray:ADDRESS")
     if device != "cpu" or exchange != "auto":
         raise UsageError(f"device {device!r} and exchange {exchange!r} require --cluster ray")
     return InlineEngine(memory_bytes, workers)

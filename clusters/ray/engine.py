@@ -85,7 +85,7 @@ class RayEngine:
             (self.device, DEVICES, "device"),
         ):
             if value not in known:
-                raise UsageError(f"unknown {what} {value!r}; known are {', '.join(known)}")
+                raise UsageError(f"unknown {what} {value!r}; known: {', '.join(known)}")
         if self.address is not None and "://" in self.address:
             raise UsageError(
                 f"Ray at {self.address!r}: give host:port of the head node, or submit a job to that cluster"

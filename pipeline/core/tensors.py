@@ -115,7 +115,7 @@ _VARTYPE_CODES = {4: "float16", 6: "float64", 22: "bfloat16"}
 def dtype_named(name: str) -> DType:
     """The dtype called ``name``; refuses names that no checkpoint of ours can hold."""
     if name not in _BY_NAME:
-        raise CheckpointError(f"dtype {name!r} is not supported; known are {', '.join(_BY_NAME)}")
+        raise CheckpointError(f"dtype {name!r} is not supported; known: {', '.join(_BY_NAME)}")
     return _BY_NAME[name]
 
 

@@ -121,7 +121,7 @@ class AsyncEma:
         )
         for value, known, what in choices:
             if value not in known:
-                raise UsageError(f"unknown {what} {value!r}; known are {', '.join(known)}")
+                raise UsageError(f"unknown {what} {value!r}; known: {', '.join(known)}")
         self.weights = weights if callable(weights) else lambda: _weights_of(weights)
         self.averaging = Averaging(decay, warm_up, start)
         self.when_behind, self.when_lost, self.worker = when_behind, when_lost, worker

@@ -632,7 +632,7 @@ def encode_dist_metadata(metadata: DistMetadata, generation: str = "3.3", protoc
         If the form cannot hold ``metadata``: a flattened piece, a replica, a missing dtype.
     """
     if generation not in GENERATIONS:
-        raise ValueError(f"generation {generation!r}; known are {', '.join(GENERATIONS)}")
+        raise ValueError(f"generation {generation!r}; known: {', '.join(GENERATIONS)}")
     encoder = _FramedEncoder if protocol == 5 else _Encoder
     return encoder(metadata, _Form(metadata, generation)).encoded()
 

@@ -189,7 +189,7 @@ def _entry(key: str, value: object, start: int, path: str) -> tuple[str, ArrayRe
         raise FormatError("bad_entry", path, _LENGTH_BYTES, detail)
     tag, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(tag, str) or tag not in TAGS:
-        detail = f"{_shown(key)} has the dtype {_shown(str(tag))}; known are {', '.join(TAGS)}"
+        detail = f"{_shown(key)} has the dtype {_shown(str(tag))}; known: {', '.join(TAGS)}"
         raise FormatError("unsupported_dtype", path, _LENGTH_BYTES, detail)
     if not _is_sizes(shape) or len(shape) > _MAX_RANK:
         detail = f"the shape of {_shown(key)} is not a list of sizes"
@@ -275,7 +275,7 @@ def encode_safetensors(slots: Sequence[TensorSlot], metadata: Mapping[str, str])
 
 def _check_slot(slot: TensorSlot) -> None:
     if slot.tag not in TAGS:
-        raise ValueError(f"{slot.key!r}: dtype tag {slot.tag!r}; known are {', '.join(TAGS)}")
+        raise ValueError(f"{slot.key!r}: dtype tag {slot.tag!r}; known: {', '.join(TAGS)}")
     if not _is_sizes(list(slot.shape)) or len(slot.shape) > _MAX_RANK:
         raise ValueError(f"{slot.key!r}: {slot.shape!r} is not a shape")
     if slot.key == _METADATA or len(slot.key.encode("utf-8")) > MAX_NAME_BYTES:

@@ -100,7 +100,7 @@ def _read_object(value: object, kind: type, path: str) -> Any:
     types, needed = _entries(kind)
     for name in () if getattr(kind, "OPEN", False) else value:
         if name not in types:
-            likely = did_you_mean(name, types) or f"; known are {', '.join(types)}"
+            likely = did_you_mean(name, types) or f"; known: {', '.join(types)}"
             raise EntryError("unknown_entry", f"unknown entry {name!r} in {shown(value)}{likely}")
     for name in needed:
         if name not in value:

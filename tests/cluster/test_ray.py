@@ -409,8 +409,8 @@ def test_a_node_that_is_lost_is_survived(cluster: Cluster, conversion: Conversio
     ("settings", "message"),
     [
         ({"workers": 0}, "0 workers: at least 1 is needed"),
-        ({"exchange": "some"}, "unknown exchange 'some'; known are auto, always, never"),
-        ({"device": "tpu"}, "unknown device 'tpu'; known are cpu, gpu"),
+        ({"exchange": "some"}, "unknown exchange 'some'; known: auto, always, never"),
+        ({"device": "tpu"}, "unknown device 'tpu'; known: cpu, gpu"),
         ({"address": "ray://head:10001"}, "Ray at 'ray://head:10001': give host:port"),
     ],
 )

@@ -84,7 +84,7 @@ def test_a_value_gets_its_types() -> None:
             {"colr": "red"},
             'unknown entry \'colr\' in {"name": "a", "colr": "red"}; did you mean colour?',
         ),
-        ({"points": [{"x": 1, "q": 2}]}, 'unknown entry \'q\' in {"x": 1, "q": 2}; known are x, y'),
+        ({"points": [{"x": 1, "q": 2}]}, 'unknown entry \'q\' in {"x": 1, "q": 2}; known: x, y'),
     ],
 )
 def test_what_is_refused_and_why(entries: dict[str, Any], message: str) -> None:

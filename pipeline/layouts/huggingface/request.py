@@ -15,11 +15,11 @@ def parse_huggingface(state: str | None, dtype: str | None, max_shard_size: str 
     defaults = HuggingFaceTarget()
     if state not in (None, *EXPORTED_STATES):
         raise UsageError(
-            f"unknown state {state!r}; known are {', '.join(EXPORTED_STATES)}{did_you_mean(state, EXPORTED_STATES)}"
+            f"unknown state {state!r}; known: {', '.join(EXPORTED_STATES)}{did_you_mean(state, EXPORTED_STATES)}"
         )
     if dtype not in (None, *FLOATING):
         raise UsageError(
-            f"unknown dtype {dtype!r}; known are {', '.join(FLOATING)}{did_you_mean(dtype, FLOATING)}"
+            f"unknown dtype {dtype!r}; known: {', '.join(FLOATING)}{did_you_mean(dtype, FLOATING)}"
         )
     shard_bytes = defaults.max_shard_bytes if max_shard_size is None else parse_size(max_shard_size)
     if shard_bytes < 1:

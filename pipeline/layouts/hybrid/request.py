@@ -83,7 +83,7 @@ class HybridRequest:
     def __post_init__(self) -> None:
         if self.strategy not in (None, *STRATEGIES):
             raise UsageError(
-                f"unknown sharding strategy {self.strategy!r}; known are {', '.join(STRATEGIES)}"
+                f"unknown sharding strategy {self.strategy!r}; known: {', '.join(STRATEGIES)}"
                 f"{did_you_mean(self.strategy, STRATEGIES)}"
             )
         paddle_release(self.paddle_version)
