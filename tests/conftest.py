@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import hashlib
 import shutil
+import signal
 import sys
 import tarfile
 import tempfile
@@ -24,6 +25,10 @@ if str(REPO) not in sys.path:
     sys.path.insert(0, str(REPO))
 
 pytest.register_assert_rewrite("tests.oracle")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts what runs in its background so, and the processes that tests interrupt would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HYBRID_CASES = (
     "dp2",

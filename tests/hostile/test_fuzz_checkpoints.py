@@ -22,7 +22,7 @@ from tests.conftest import case_directory
 
 DEMO = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
 SETTINGS = settings(
-    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "60")),
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "40")),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

@@ -219,7 +219,7 @@ def assert_same_files(one: Path, other: Path) -> None:
 # --- values -------------------------------------------------------------------------------------------
 
 
-@examples(24)
+@examples(16)
 @given(st.data())
 def test_any_conversion_keeps_every_bit(data: st.DataObject) -> None:
     model = data.draw(models())
@@ -264,7 +264,7 @@ def test_several_communication_buffers(overlap: bool) -> None:
         assert [len(values) for values in slices] == [520 * 512 // 192 * 192 // 3 + 64] * 3
 
 
-@examples(9)
+@examples(6)
 @given(st.data())
 def test_there_and_back_again_is_the_identity(data: st.DataObject) -> None:
     model = data.draw(models())
@@ -277,7 +277,7 @@ def test_there_and_back_again_is_the_identity(data: st.DataObject) -> None:
         assert_same_files(folder / "back", folder / "A")
 
 
-@examples(9)
+@examples(6)
 @given(st.data())
 def test_a_stop_on_the_way_leaves_no_trace(data: st.DataObject) -> None:
     model = data.draw(models())
@@ -322,7 +322,7 @@ def trainer_accepts(model: Model, target: Target) -> bool:
     return target.pp <= model.items
 
 
-@examples(24)
+@examples(16)
 @given(models(), any_targets())
 def test_a_topology_is_taken_or_refused_without_a_trace(model: Model, target: Target) -> None:
     with workspace() as folder:
@@ -395,7 +395,7 @@ def lay_out(source: Path, target: Target, buffer_bytes: int) -> tuple[Checkpoint
     return plan.source, layout_hybrid(plan.source, replace(plan.targets[0].spec, sharding=sharding))
 
 
-@examples(15)
+@examples(10)
 @given(
     st.data(),
     st.sampled_from((1, 500, 3_000, 10_000, 30_000, 100_000)),
@@ -486,7 +486,7 @@ def pick(fragments: Fragments, catalog: Catalog, shuffle: random.Random) -> Any:
     return copies.rows()[shuffle.randrange(len(copies))]
 
 
-@examples(9)
+@examples(6)
 @given(st.data(), st.randoms(use_true_random=False), st.sampled_from((2_000, 20_000, 1 << 26)))
 def test_verify_finds_exactly_what_differs(
     data: st.DataObject, shuffle: random.Random, group_bytes: int
