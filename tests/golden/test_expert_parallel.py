@@ -149,12 +149,12 @@ def test_a_filled_tensor_survives_sharded_saving(tmp_path: Path) -> None:
         (
             "model.layers.1.mlp.gate.e_score_correction_bias",
             np.zeros(5, np.float32),
-            r"float32 \(4,\) in the checkpoint, float32 \(5,\)",
+            r"float32 \(4,\) in the checkpoint, but float32 \(5,\)",
         ),
         (
             "model.layers.1.mlp.gate.e_score_correction_bias",
             np.zeros(4, np.float64),
-            r"float32 \(4,\) in the checkpoint, float64 \(4,\)",
+            r"float32 \(4,\) in the checkpoint, but float64 \(4,\)",
         ),
     ],
 )
