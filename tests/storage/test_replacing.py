@@ -186,7 +186,7 @@ def test_cleaning_never_removes_a_set_aside_checkpoint_whose_path_is_occupied(
     with pytest.raises(TargetError, match="not empty"):
         paddle_reshard.convert(SMALL, target, to="pp=2", overwrite=True)
     before = tree(target.parent)
-    with pytest.raises(TargetError, match=r"set aside in .*replaced; remove one of the two"):
+    with pytest.raises(TargetError, match=r"set aside in .*replaced; move one of the two away"):
         paddle_reshard.clean(target)
     assert tree(target.parent) == before
     shutil.rmtree(target)
