@@ -67,7 +67,7 @@ def _read(path: Path) -> Entries:
     return {key: (e["dtype"], tuple(e["shape"]), bytes(e["data"])) for key, e in entries}
 
 
-@pytest.mark.parametrize(("family", "source", "target"), PAIRS, ids="-".join)
+@pytest.mark.parametrize(("family", "source", "target"), PAIRS)
 def test_converted_files_are_those_of_the_trainer(
     family: str, source: str, target: str, tmp_path: Path
 ) -> None:
