@@ -1,1 +1,1 @@
-"""How each family of checkpoints places logical tensors in files; pure."""
+"""How each checkpoint format stores logical tensors in files; pure."""

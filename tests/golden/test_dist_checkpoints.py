@@ -188,7 +188,7 @@ def _cut_short(sizes, metadata, arrays):
         (_extra_array, "^x: a file holds it"),
         (_other_shape, r"shape \(2, 3\), its metadata say"),
         (_other_dtype, "stored as f2, its metadata say bfloat16"),
-        (_unknown_state, "no parameter and no optimizer state"),
+        (_unknown_state, "not a known parameter or optimizer state"),
         (_cut_short, "outside the file of 1000 bytes"),
     ],
 )

@@ -129,7 +129,7 @@ def test_tensors_that_the_row_does_not_fit(
 
 def test_two_tensors_of_one_name() -> None:
     model = _model({}, ("a", (2,), {"keys": ["w"]}), ("b", (2,), {"keys": ["w"]}))
-    with pytest.raises(RuleError, match="it and a would both be w"):
+    with pytest.raises(RuleError, match="has the same Hugging Face key as a: w"):
         list(model_parts(model))
 
 
@@ -162,10 +162,10 @@ def _payload(
             [("a", "F32", (3, 2)), ("b", "F32", (2,))],
             {},
             None,
-            r"a: stored with shape \(3, 2\), the model expects \(2, 3\)",
+            r"a: stored with shape \(3, 2\), but the model expects \(2, 3\)",
         ),
         ([("a", "U32", (2, 3)), ("b", "F32", (2,))], {}, None, "a: dtype U32 is not supported"),
-        ([("a", "BF16", (2, 3)), ("b", "F32", (2,))], {}, None, "a: stored as bfloat16, planned was float32"),
+        ([("a", "BF16", (2, 3)), ("b", "F32", (2,))], {}, None, "a: stored as bfloat16, planned as float32"),
         (
             [("a", "F32", (2, 3)), ("b", "F32", (2,))],
             {"format": "np"},

@@ -1,4 +1,4 @@
-"""Where values lie, in the words of FlexCheckpoint, and the metadata that say so."""
+"""Boxes of logical tensors as FlexCheckpoint describes them, and their metadata."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _T = TypeVar("_T", bound=Any)
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Where values lie in a logical tensor."""
+    """A box of a logical tensor, or a range of its flattening."""
 
     key: str
     """``model.norm.weight.w_0`` for a master weight, ``model.norm.weight`` for a parameter."""
     global_shape: Shape | None
-    """``None``: nobody has said."""
+    """``None``: unknown."""
     global_offset: Shape
     local_shape: Shape
     flattened_range: Shape | None = None
@@ -32,12 +32,12 @@ class Box:
 
     @property
     def shape(self) -> Shape:
-        """In the file."""
+        """Shape of the stored array."""
         return self.local_shape if self.flattened_range is None else (self.elements,)
 
     @property
     def elements(self) -> int:
-        """How many values there are."""
+        """Number of values."""
         if self.flattened_range is None:
             return prod(self.local_shape)
         start, stop = self.flattened_range
@@ -47,14 +47,14 @@ class Box:
 def describe_boxes(
     files_of: Mapping[Box, Collection[str]], paths: Mapping[str, tuple[str, ...]] | None = None
 ) -> DistMetadata:
-    """The metadata of boxes.
+    """Metadata that describe boxes.
 
     Parameters
     ----------
     files_of
         Box → names of the files that hold it.
     paths
-        Key → path in the nested dict; without it every key is its own.
+        Key → path in the nested dict; by default ``(key,)``.
     """
     in_order = sorted(files_of, key=lambda box: (box.key, box.global_offset, box.flattened_range or ()))
     keys, dtypes = _numbers(box.key for box in in_order), _numbers(box.dtype for box in in_order)
@@ -64,7 +64,7 @@ def describe_boxes(
         (keys[box.key], dtypes[box.dtype], *(-1 if s is None else shapes[s] for s in _shapes(box)))
         for box in in_order
     ]
-    places = [
+    locations = [
         (piece, files[file], -1) for piece, box in enumerate(in_order) for file in sorted(files_of[box])
     ]
     return DistMetadata(
@@ -73,13 +73,13 @@ def describe_boxes(
         tuple(shapes),
         tuple(files),
         np.array(pieces, dtype=PIECE_COLUMNS),
-        np.array(places, dtype=LOCATION_COLUMNS),
+        np.array(locations, dtype=LOCATION_COLUMNS),
         {key: (key,) if paths is None else paths[key] for key in keys},
     )
 
 
 def _shapes(box: Box) -> tuple[Shape | None, ...]:
-    """In the order of the columns."""
+    """Shapes in the order of ``PIECE_COLUMNS``."""
     return box.global_offset, box.local_shape, box.global_shape, box.flattened_range
 
 

@@ -1,7 +1,7 @@
-"""From the tensors of a dist checkpoint to a checkpoint that is understood.
+"""Interpret a dist checkpoint: its metadata locate the tensors, and a rule table describes the model.
 
-The metadata tell where everything lies; the rule table tells what model it is. Tied weights, parameters that are
-only implied by their master weight, and the parameter names of auto-parallel training are resolved here.
+Resolves tied weights, parameters that are casts of their master weight, and the parameter names of auto-parallel
+training.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _AUTOMATIC: Final = re.compile(r"(eager_tmp|generated_tensor)_\d+")
 
 @dataclass(frozen=True)
 class DataFile:
-    """What a data file holds."""
+    """The contents of a data file."""
 
     size_bytes: int
     arrays: Mapping[str, ArrayRef]
     """Key → its array."""
     parameter_names: Mapping[str, str]
-    """Key → name of the tensor that was saved; empty where the file does not tell."""
+    """Key → name of the saved tensor; empty if the file has no names."""
 
 
 def read_flex(
@@ -62,30 +62,29 @@ def read_flex(
     lr_scheduler: Any,
     adapter: Adapter | None = None,
 ) -> Checkpoint:
-    """Understand a dist checkpoint.
+    """Interpret a dist checkpoint.
 
     Parameters
     ----------
     metadata, files
-        Path of every ``.metadata`` file → what it says; of every data file → what it holds.
+        Path of every ``.metadata`` file, and of every data file → its contents.
     config
         The model's ``config.json``; empty where there is none.
     lr_scheduler
-        What ``scheduler.pdparams`` holds; ``None`` without one. The trainer puts the same into ``LR_Scheduler``
-        of optimizer files.
+        Contents of ``scheduler.pdparams``, or ``None``; the same as ``LR_Scheduler`` in optimizer files.
     adapter
-        What ``lora_config.json`` says, where there is one.
+        Contents of ``lora_config.json``, or ``None``.
 
     Raises
     ------
     CheckpointError, PlanError
-        If it is not one whole, consistent checkpoint that the rules cover.
+        If it is incomplete or inconsistent, or no rule covers a tensor.
     """
     kinds = {folder_of(path).rpartition("/")[2] in FOLDERS: path for path in metadata}
     if len(kinds) > 1:
         raise CheckpointError(
             f"{kinds[True]} belongs to a checkpoint of PaddleFormers, {kinds[False]} to one of auto-parallel "
-            "training: one folder holds one checkpoint"
+            "training: a folder must hold a single checkpoint"
         )
     auto_parallel = False in kinds
     if not auto_parallel:
@@ -94,7 +93,7 @@ def read_flex(
     keys = _structured_keys(names, auto_parallel)
     table = _choose_table(metadata, keys, tables, config, auto_parallel)
     twins = {key: table.find(key, config)[0].twin(config) or key for key in keys}
-    # A parameter name is no key of the table; states of auto-parallel training are renamed below.
+    # In auto-parallel checkpoints, keys of states are parameter names, which are replaced below.
     identities = {
         path: [(twins.get(key, key), state) for key, state in found] for path, found in names.items()
     }
@@ -107,8 +106,8 @@ def read_flex(
         not_fused if auto_parallel else _fused(table, config),
     )
     if auto_parallel:
-        told = _told_names(names, metadata, files)
-        catalog = _renamed(catalog, told or _predicted_names(catalog, table, config), twins)
+        stored_names = _stored_names(names, metadata, files)
+        catalog = _renamed(catalog, stored_names or _predicted_names(catalog, table, config), twins)
     model = marked_base(read_model(catalog.tensors, table, config))
     check_matrices(model, adapter)
     _check(model, catalog)
@@ -136,9 +135,9 @@ def _choose_table(
     config: Mapping[str, Any],
     auto_parallel: bool,
 ) -> RuleTable:
-    """The table of the model's family; where nobody knows that, what a FlexCheckpoint tells itself.
+    """The rule table of the model's family, or for an unknown family a table derived from a FlexCheckpoint.
 
-    What is fused in a tensor that tp has cut, it does not tell.
+    The files do not state what is fused, so tensors of an unknown family must be stored uncut.
     """
     if not config and auto_parallel:
         raise PlanError(f"{CONFIG} is missing; {_BY_CONFIG}")
@@ -162,7 +161,7 @@ def _choose_table(
 
 
 def _check_all_there(folders: Set[str]) -> None:
-    """The trainer writes the folders of a training checkpoint together, also one in which nothing is."""
+    """Check that all folders exist: the trainer writes them together, even empty ones."""
     wanted = {MODEL_STATE} if folders <= {MODEL_STATE, EMA_STATE} else {*FOLDERS} - {EMA_STATE}
     if missing := sorted(wanted - folders):
         raise CheckpointError(
@@ -181,13 +180,13 @@ def _fused(table: RuleTable, config: Mapping[str, Any]) -> Callable[[str], Fused
 
 
 def _check(model: Model, catalog: Catalog) -> None:
-    """No tensor is missing; every trained one has the states that its optimizer keeps, in its own shape."""
+    """Check that no tensor is missing, and that every trained tensor has all optimizer states, in its own shape."""
     check_complete(model)
     check_states(model)
     index = catalog.index()
     trained = [t for t in model.tensors if t.trained and t.tied_to is None]
     has_ema = any(state in (EMA_PARAM, EMA_MASTER_WEIGHT) for _, state in index)
-    # Beside master weights, what has none is float32 itself; and either all that they imply is left out, or nothing.
+    # If there are master weights, only float32 parameters lack one. Parameters with one are all stored, or all omitted.
     any_master = any(t.master for t in trained)
     all_stored = any(t.master and (t.key, PARAM) in index for t in trained)
     for tensor in trained:
@@ -204,12 +203,12 @@ def _check(model: Model, catalog: Catalog) -> None:
     for found in catalog.tensors:
         if found.global_shape not in (shapes[found.key], (1,)):
             raise CoverageError(
-                found.label, f"shape {found.global_shape}, the parameter has {shapes[found.key]}"
+                found.label, f"shape {found.global_shape}, but the parameter has {shapes[found.key]}"
             )
 
 
 def _with_implied(catalog: Catalog, model: Model) -> Catalog:
-    """The same with every parameter: those that no file holds are the cast of their master weight."""
+    """The catalog with parameters that no file holds added as casts of their master weights."""
     aliases: dict[str, tuple[str, ...]] = {}
     for tensor in model.tensors:
         if tensor.tied_to is not None:
@@ -234,24 +233,26 @@ def _structured_keys(names: Mapping[str, Sequence[Name]], auto_parallel: bool) -
     return list(dict.fromkeys(key for key, state in found if state == PARAM or not auto_parallel))
 
 
-def _told_names(
+def _stored_names(
     names: Mapping[str, Sequence[Name]], metadata: Mapping[str, DistMetadata], files: Mapping[str, DataFile]
 ) -> dict[str, str]:
-    """Structured key → parameter name, as the data files say; empty where they say nothing."""
-    told: dict[str, str] = {}
+    """Structured key → parameter name in the data files; empty if they have no names."""
+    names_of: dict[str, str] = {}
     for path, found in names.items():
         keys = dict(zip(metadata[path].keys, found, strict=True))
-        for place, file in sorted(files.items()):
+        for data_path, file in sorted(files.items()):
             for stored, full_name in file.parameter_names.items():
                 key, state = keys.get(stored, ("", ""))
                 if state != PARAM or _AUTOMATIC.fullmatch(full_name):
                     continue
                 name = full_name.removesuffix(".dist")
-                if told.setdefault(key, name) != name:
+                if names_of.setdefault(key, name) != name:
                     raise CoverageError(
-                        key, f"called {told[key]} in one file and {name} in another", (place,)
+                        key,
+                        f"has the parameter names {names_of[key]} and {name} in different files",
+                        (data_path,),
                     )
-    return told
+    return names_of
 
 
 def _predicted_names(catalog: Catalog, table: RuleTable, config: Mapping[str, Any]) -> dict[str, str]:
@@ -261,13 +262,13 @@ def _predicted_names(catalog: Catalog, table: RuleTable, config: Mapping[str, An
 
 
 def _renamed(catalog: Catalog, names: Mapping[str, str], twins: Mapping[str, str]) -> Catalog:
-    """The same with structured keys for all states."""
+    """The catalog with structured keys for all states."""
     keys: dict[str, str] = {}
     for structured, name in names.items():
         identity = twins.get(structured, structured)
         if keys.setdefault(name, identity) != identity:
             raise CoverageError(
-                structured, f"it and {keys[name]} are both called {name}, and nothing ties them"
+                structured, f"it and {keys[name]} have the same parameter name {name}, but are not tied"
             )
     tensors: dict[Name, Tensor] = {}
     for tensor in catalog.tensors:
@@ -275,10 +276,10 @@ def _renamed(catalog: Catalog, names: Mapping[str, str], twins: Mapping[str, str
         if key is None:
             raise CoverageError(
                 tensor.label,
-                "no parameter of the model is called so: neither do the data files name their parameters, nor do "
-                "the naming rules of the table say this name",
+                "no parameter of the model has this name, neither in the data files nor by the naming rules of the "
+                "rule table",
             )
         if (key, tensor.state) in tensors:
-            raise CoverageError(f"{key} ({tensor.state})", f"stored for two parameters, one is {tensor.key}")
+            raise CoverageError(f"{key} ({tensor.state})", f"stored under two names, also {tensor.key}")
         tensors[key, tensor.state] = replace(tensor, key=key)
     return replace(catalog, tensors=Tensors(tensors.values()))

@@ -1,14 +1,13 @@
-"""``ema_state/`` without metadata, as PaddleFormers wrote it before 1.2: what do the other folders say of it?
+"""Derive metadata for an ``ema_state/`` folder without any, as PaddleFormers wrote it before 1.2.
 
 A rank's file holds ``{"master_weights": {parameter name: its master weights' average}, <key>: parameter, ...}``
 (``EMABuffer.save`` of ``trainer/utils/zero_cost_checkpoint.py``). The same rank's file in ``master_weight/`` holds the
-master weights themselves, and the metadata there say which piece of which tensor each is. So the average of a piece is
-what the same rank holds under the parameter name of its key, which that rank's own files tell: with the arrays of the
-parameters in the average, or with the master weight where it was saved as it was. In ``master_weight/`` the padding of
-slices was taken off, which lies at the end of a tensor.
+master weights, and the metadata in that folder describe which piece of which tensor each is. The average of a piece is
+therefore stored under the parameter name of its key. That name is in the rank's own files: with the arrays of the
+parameters in the average, or with the master weight. ``master_weight/`` lacks the padding at the end of sliced tensors.
 
-As the master weights are whole, so is the average. What is left in a file is a copy of what another rank holds, a slice
-of nothing but padding, or an average of a bfloat16 parameter beside that of its master weight.
+The averages cover every tensor because the master weights do. Further arrays in a file are copies of another rank's,
+slices that contain only padding, or averages of bfloat16 parameters whose master weight has an average too.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ _SUFFIX: Final = ".w_0"
 
 @dataclass(frozen=True)
 class OlderAverage:
-    """What a rank's file holds."""
+    """The contents of a rank's file."""
 
     size_bytes: int
     master_weights: Mapping[str, ArrayRef]
-    """By the name of the parameter."""
+    """Parameter name → average of its master weight."""
     params: Mapping[str, ArrayRef]
-    """By structured key."""
+    """Structured key → average of the parameter."""
 
 
 def describe_older_average(
@@ -52,19 +51,19 @@ def describe_older_average(
     metadata: Mapping[str, DistMetadata],
     files: Mapping[str, DataFile],
 ) -> tuple[dict[str, DistMetadata], dict[str, DataFile], tuple[tuple[str, str], ...]]:
-    """The metadata that such a folder would have, its files without padding, and what is left in them and why.
+    """Metadata for the folder, its files without padding, and the arrays that are not converted, with reasons.
 
     Parameters
     ----------
     averages
-        Path → a file of that form.
+        Path → file in that format.
     metadata, files
-        Of the whole checkpoint, without these.
+        Those of all other folders.
 
     Raises
     ------
     UnsupportedError
-        If the other folders do not say exactly what a file holds; naming the file and the tensor.
+        If the contents of a file do not follow from the other folders; naming the file and the tensor.
     """
     first = min(averages)
     above = folder_of(first).removesuffix(EMA_STATE)
@@ -74,20 +73,20 @@ def describe_older_average(
     folder = f"{above}{EMA_STATE}"
     if any(folder_of(path) != folder for path in averages) or any(folder_of(p) == folder for p in metadata):
         raise CheckpointError(f"{first}: an average under parameter names beside one that has metadata")
-    of_masters, of_model = list(_places(masters)), list(_places(model, "float32"))
+    of_masters, of_model = list(_stored(masters)), list(_stored(model, "float32"))
     trained = {piece.key for piece, _ in of_masters}
-    places = [*of_masters, *(place for place in of_model if f"{place[0].key}{_SUFFIX}" not in trained)]
+    stored = [*of_masters, *(box for box in of_model if f"{box[0].key}{_SUFFIX}" not in trained)]
     found: dict[str, dict[str, ArrayRef]] = {path: {} for path in averages}
     files_of: dict[Box, list[str]] = {}
-    for piece, file in places:
+    for piece, file in stored:
         path = f"{folder}/{file}"
         files_of.setdefault(piece, []).append(file)
         average = averages.get(path)
         if average is None:
             raise _unclear(path, piece.key, "the rank that saved its values has no file of averages")
         saved = files.get(f"{above}{MASTER_WEIGHTS}/{file}") if piece.key in trained else None
-        told = {} if saved is None else saved.parameter_names
-        found[path][piece.key] = _array(path, piece, average, piece.key in trained, told)
+        names = {} if saved is None else saved.parameter_names
+        found[path][piece.key] = _array(path, piece, average, piece.key in trained, names)
     described = {path: DataFile(averages[path].size_bytes, arrays, {}) for path, arrays in found.items()}
     not_carried = tuple(
         (
@@ -101,8 +100,8 @@ def describe_older_average(
 
 
 def _metadata_of(metadata: Mapping[str, DistMetadata], folder: str, path: str) -> DistMetadata:
-    for place, found in metadata.items():
-        if folder_of(place) == folder:
+    for metadata_path, found in metadata.items():
+        if folder_of(metadata_path) == folder:
             return found
     raise _unclear(path, folder, "has no metadata, which would tell the slices")
 
@@ -114,8 +113,8 @@ def _unclear(path: str, what: str, why: str) -> UnsupportedError:
     )
 
 
-def _places(metadata: DistMetadata, dtype: str | None = None) -> Iterator[tuple[Box, str]]:
-    """What every file holds; with ``dtype``, only of tensors of this one."""
+def _stored(metadata: DistMetadata, dtype: str | None = None) -> Iterator[tuple[Box, str]]:
+    """Every piece and the file that holds it; with ``dtype`` only pieces of this dtype."""
     pieces, shapes = metadata.pieces.tolist(), metadata.shapes
     for number, file, _ in metadata.locations.tolist():
         key, dtype_index, offset, local, whole, flat = pieces[number]
@@ -133,10 +132,10 @@ def _places(metadata: DistMetadata, dtype: str | None = None) -> Iterator[tuple[
         )
 
 
-def _array(path: str, piece: Box, average: OlderAverage, master: bool, told: Mapping[str, str]) -> ArrayRef:
-    """Where a piece lies in the rank's file, without padding."""
+def _array(path: str, piece: Box, average: OlderAverage, master: bool, names: Mapping[str, str]) -> ArrayRef:
+    """The array of a piece in the rank's file, without padding."""
     if master:
-        name = _parameter_name(path, piece.key, average, told)
+        name = _parameter_name(path, piece.key, average, names)
         array = average.master_weights.get(name)
     else:
         name, array = piece.key, average.params.get(piece.key)
@@ -154,9 +153,9 @@ def _array(path: str, piece: Box, average: OlderAverage, master: bool, told: Map
     return replace(array, shape=piece.shape)
 
 
-def _parameter_name(path: str, key: str, average: OlderAverage, told: Mapping[str, str]) -> str:
-    """Of the parameter whose master weight has this key, in the rank's process."""
-    master = _MASTER_NAME.fullmatch(told.get(key, ""))
+def _parameter_name(path: str, key: str, average: OlderAverage, saved: Mapping[str, str]) -> str:
+    """Name, in the rank's process, of the parameter whose master weight has this key."""
+    master = _MASTER_NAME.fullmatch(saved.get(key, ""))
     parameter = average.params.get(key.removesuffix(_SUFFIX))
     names = {master["name"]} if master else set()
     if parameter is not None and parameter.name is not None:

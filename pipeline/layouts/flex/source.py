@@ -1,8 +1,8 @@
-"""From the metadata and the data files of a dist checkpoint to where every tensor lies.
+"""Build a catalog from the metadata and data files of a dist checkpoint.
 
-The format says itself which box of which tensor each array is, but not what a key means (:mod:`.names`), nor what
-the tensor is where tensor parallelism cut it part by part: a fused ``[gate | up]`` of two ranks is stored as
-``[gate_0 | up_0 | gate_1 | up_1]``, and only the number of blocks tells.
+The metadata state which box of which tensor each array is, but not what a key means (:mod:`.names`), nor the order of
+fused parts: with two tp ranks a fused ``[gate | up]`` is stored as ``[gate_0 | up_0 | gate_1 | up_1]``, which shows
+only in the number of blocks.
 """
 
 from __future__ import annotations
@@ -39,24 +39,23 @@ from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 Arrays = Mapping[str, Mapping[str, ArrayRef]]
 """Path of a data file → key → its array."""
 Names = Mapping[str, Sequence[Name]]
-"""Path of a metadata file → what each of its keys is, in their order."""
+"""Path of a metadata file → ``(key, state)`` for each of its keys, in their order."""
 Fused = tuple[int, tuple[int, ...]]
 """The dim along which parts are fused, and the ratio of their extents."""
 
 
 def not_fused(key: str) -> Fused | None:
-    """Tensors as the format has them."""
+    """For checkpoints whose tensors are stored in their logical order: nothing is fused."""
     return None
 
 
 def read_names(metadata: Mapping[str, DistMetadata]) -> dict[str, list[Name]]:
-    """What every key is, by the format alone: in auto-parallel checkpoints states have parameter names for keys.
+    """The ``(key, state)`` of every stored key; in auto-parallel checkpoints, keys of states are parameter names.
 
     Raises
     ------
     CheckpointError
-        Naming the file and the key: one that means nothing known, or two that mean the same; or two metadata
-        files in one folder.
+        If a key is unknown, two keys have the same meaning, or a folder has two metadata files; naming file and key.
     """
     by_folder: dict[str, str] = {}
     for path in sorted(metadata):
@@ -79,10 +78,12 @@ def _name(path: str, key: str, metadata: DistMetadata) -> Name:
     folder = folder_of(path).rpartition("/")[2]
     nested = metadata.flat_mapping.get(key, (key,))
     if ".".join(nested) != key:
-        raise CheckpointError(f"{path}: {key} is said to be {nested} in the nested dict")
+        raise CheckpointError(
+            f"{path}: {key} has the path {nested} in the nested dict, which does not spell the key"
+        )
     name = paddleformers_name(folder, key) if folder in FOLDERS else auto_parallel_name(nested)
     if name is None:
-        raise CheckpointError(f"{path}: {key} is no parameter and no optimizer state that is known")
+        raise CheckpointError(f"{path}: {key} is not a known parameter or optimizer state")
     return name
 
 
@@ -93,25 +94,24 @@ def catalog_flex(
     names: Names,
     fused: Callable[[str], Fused | None] = not_fused,
 ) -> Catalog:
-    """Where every tensor lies.
+    """Build the catalog.
 
     Parameters
     ----------
     sizes
         Path of every data file → size in bytes.
     metadata
-        Path of every ``.metadata`` file → what it says.
+        Path of every ``.metadata`` file → its contents.
     names
-        What each key is; keys of the same name hold copies of one tensor.
+        ``(key, state)`` of every stored key; keys with the same name hold copies of a tensor.
     fused
-        What is fused in the tensor of a key, ``None`` for nothing; tensors are then the logical ones, whose parts
-        are whole.
+        Returns what is fused in the tensor of a key, or ``None``; blocks of fused parts are put in logical order.
 
     Raises
     ------
     CheckpointError
-        Naming the file, the tensor and the two values: a data file that is missing or that no metadata names, an
-        array that is missing, left over, or of another shape or dtype than its metadata say, a hole or an overlap.
+        If a data file is missing or not in the metadata; if an array is missing, not in the metadata, or of another
+        shape or dtype; if there is a hole or an overlap. Names the file, the tensor and the two values.
     """
     _check_folders(metadata, arrays)
     builder = _FlexCatalogBuilder(sizes, fused)
@@ -129,7 +129,7 @@ def _check_folders(metadata: Mapping[str, DistMetadata], arrays: Arrays) -> None
         described = by_folder.get(folder_of(path))
         if described is None:
             raise CheckpointError(f"{path}: a data file in a folder without a .metadata file")
-        # A rank whose tensors other ranks saved leaves an empty file, which the metadata do not name.
+        # A rank whose tensors were all saved by other ranks writes an empty file, which the metadata do not list.
         if arrays[path] and path.rpartition("/")[2] not in metadata[described].files:
             raise CheckpointError(
                 f"{path}: holds {len(arrays[path])} arrays, and {described} does not name it"
@@ -150,10 +150,10 @@ class _FlexCatalogBuilder:
         self.tensors: dict[Name, Tensor] = {}
         self.tensor_index: dict[Name, int] = {}
         self.copies = defaultdict[int, int](int)
-        """Tensor → copies of it that are known already."""
+        """Tensor → number of copies so far."""
         self.placements = Placements()
         self.origins: list[Shape] = []
-        """Where each array begins in its tensor, in elements; not along a dim of which a cut tells it."""
+        """Offset of each array in its tensor, in elements; 0 along a dim that its cut accounts for."""
 
     def catalog(self) -> Catalog:
         fragments = self.placements.fragments()
@@ -182,7 +182,7 @@ class _FlexCatalogBuilder:
             array = held[metadata.files[file]].pop(metadata.keys[key], None)
             if array is None:
                 raise CoverageError(
-                    metadata.keys[key], f"{path} places it in a file that does not hold it", (stored,)
+                    metadata.keys[key], f"{path} lists it in a file that does not hold it", (stored,)
                 )
             index, tensor = tensors[key]
             flattened = metadata.shapes[flat] if flat >= 0 else None
@@ -211,14 +211,20 @@ class _FlexCatalogBuilder:
             )
             copies[piece] += 1
             self.origins.append(padded(origin, 0))
-        for file, left in held.items():
-            if left:
+        for file, unlisted in held.items():
+            if unlisted:
                 raise CoverageError(
-                    next(iter(left)), f"a file holds it, and {path} does not say so", (_joined(folder, file),)
+                    next(iter(unlisted)),
+                    f"a file holds it, but {path} does not list it",
+                    (_joined(folder, file),),
                 )
 
     def _cut(self, tensor: Tensor, metadata: DistMetadata, pieces: Columns) -> TensorCut:
-        """How tensor parallelism cut the tensor part by part; one block: not at all."""
+        """How tensor parallelism cut the fused parts of a tensor; not at all if it is stored as a single block.
+
+        A dim of 12 elements with shares ``(1, 1)`` that is stored in two blocks of 6 is
+        ``[gate 0:3 | up 0:3 | gate 3:6 | up 3:6]``.
+        """
         fused = None if is_per_parameter(tensor.state) else self.fused(tensor.key)
         if fused is None:
             return TensorCut(1, None)
@@ -226,7 +232,7 @@ class _FlexCatalogBuilder:
         if len(tensor.global_shape) <= dim:
             raise CoverageError(
                 tensor.label,
-                f"shape {tensor.global_shape}, and {len(shares)} parts are fused along dim {dim}",
+                f"shape {tensor.global_shape}, but {len(shares)} parts are fused along dim {dim}",
             )
         starts = {metadata.shapes[offset][dim] for offset in pieces["global_offset"].tolist()}
         if len(starts) == 1:
@@ -248,7 +254,7 @@ class _FlexCatalogBuilder:
         return TensorCut(len(starts), dim, shares)
 
     def _number_copies(self, metadata: DistMetadata, tensors: Sequence[int]) -> list[int]:
-        """The number of each key's first copy: those of a key with the same name come before."""
+        """Number of each key's first copy; keys with the same name are numbered in order."""
         of_piece = np.bincount(metadata.locations["piece"], minlength=len(metadata.pieces))
         most = np.zeros(len(metadata.keys), dtype=np.int64)
         np.maximum.at(most, metadata.pieces["key"], of_piece)
@@ -275,7 +281,7 @@ class _FlexCatalogBuilder:
             if (tensor.dtype, tensor.global_shape) != (dtype, shape):
                 raise CoverageError(
                     tensor.label,
-                    f"{tensor.dtype.name} {tensor.global_shape} under one key, {dtype.name} {shape} under another",
+                    f"{tensor.dtype.name} {tensor.global_shape} under one key, but {dtype.name} {shape} under another",
                     (path,),
                 )
             index = self.tensor_index.setdefault((key, state), len(self.tensor_index))
@@ -288,47 +294,47 @@ def _joined(folder: str, file: str) -> str:
 
 
 def _dtypes(path: str, metadata: DistMetadata, arrays: Arrays) -> list[DType]:
-    """The dtype of each key; up to Paddle 2.6 only the arrays tell it."""
-    said: list[set[DType]] = [set() for _ in metadata.keys]
+    """The dtype of each key; up to Paddle 2.6 it is not in the metadata, only in the arrays."""
+    found: list[set[DType]] = [set() for _ in metadata.keys]
     pieces = metadata.pieces.tolist()
     for key, dtype, *_ in pieces:
         if dtype >= 0:
-            said[key].add(dtype_named(metadata.dtypes[dtype]))
-    untold = metadata.locations[metadata.pieces["dtype"][metadata.locations["piece"]] < 0]
-    for piece, file, _ in untold.tolist():
+            found[key].add(dtype_named(metadata.dtypes[dtype]))
+    without_dtype = metadata.locations[metadata.pieces["dtype"][metadata.locations["piece"]] < 0]
+    for piece, file, _ in without_dtype.tolist():
         key, stored = pieces[piece][0], _joined(folder_of(path), metadata.files[file])
         array = arrays.get(stored, {}).get(metadata.keys[key])
         if array is not None:
-            said[key].add(dtype_of_code(array.dtype, stored))
-    for key, dtypes in zip(metadata.keys, said, strict=True):
+            found[key].add(dtype_of_code(array.dtype, stored))
+    for key, dtypes in zip(metadata.keys, found, strict=True):
         if len(dtypes) != 1:
-            told = ", ".join(sorted(dtype.name for dtype in dtypes)) or "nothing"
-            raise CoverageError(key, f"its pieces are of one dtype, these say {told}", (path,))
-    return [dtypes.pop() for dtypes in said]
+            names = ", ".join(sorted(dtype.name for dtype in dtypes)) or "none"
+            raise CoverageError(key, f"its pieces must have a single dtype; found {names}", (path,))
+    return [dtypes.pop() for dtypes in found]
 
 
 def _global_shapes(path: str, metadata: DistMetadata) -> list[Shape]:
-    """The whole shape of each key; up to Paddle 3.0 the metadata do not tell it, the pieces do."""
-    said: list[set[Shape]] = [set() for _ in metadata.keys]
+    """The global shape of each key; up to Paddle 3.0 it is not in the metadata, but follows from the pieces."""
+    found: list[set[Shape]] = [set() for _ in metadata.keys]
     reached: list[Shape | None] = [None] * len(metadata.keys)
     for key, _, offset, local, whole, _ in metadata.pieces.tolist():
         if whole >= 0:
-            said[key].add(metadata.shapes[whole])
+            found[key].add(metadata.shapes[whole])
             continue
         end = tuple(o + n for o, n in zip(metadata.shapes[offset], metadata.shapes[local], strict=True))
         before = reached[key]
         if before is not None and len(before) != len(end):
             raise CoverageError(metadata.keys[key], "its pieces differ in their number of dims", (path,))
         reached[key] = end if before is None else tuple(map(max, before, end))
-    for shapes, end_or_none in zip(said, reached, strict=True):
+    for shapes, end_or_none in zip(found, reached, strict=True):
         if end_or_none is not None:
             shapes.add(end_or_none)
-    for key, shapes in zip(metadata.keys, said, strict=True):
+    for key, shapes in zip(metadata.keys, found, strict=True):
         if len(shapes) != 1:
             raise CoverageError(
-                key, f"its pieces are of {len(shapes)} whole shapes: {sorted(shapes)[:4]}", (path,)
+                key, f"its pieces have {len(shapes)} different global shapes: {sorted(shapes)[:4]}", (path,)
             )
-    return [shapes.pop() for shapes in said]
+    return [shapes.pop() for shapes in found]
 
 
 def _check_array(tensor: Tensor, array: ArrayRef, local: Shape, flat: Shape | None, stored: str) -> None:

@@ -1,9 +1,9 @@
-"""What will every file of a dist checkpoint look like, byte for byte?
+"""Lay out the files of a dist checkpoint, byte for byte.
 
-Tensors are written whole, which every target job can load: its loader takes from each tensor the boxes that it needs.
-(Paddle 3.3.1 reads ragged flattened ranges of three dims and more wrongly, ``dcp/utils.py``, ``minimal_nd_slice``.)
-The files of a folder get consecutive tensors of the model, shared out by bytes; a tensor lies in one file with all
-its states of the folder. Keys and their order are those of the trainer on one card.
+Tensors are written whole, which every job can load: its loader reads the boxes that it needs from each tensor. (Paddle
+3.3.1 misreads ragged flattened ranges of three dims and more, ``dcp/utils.py``, ``minimal_nd_slice``.) The files of a
+folder hold consecutive tensors of the model and are about equal in size; all states of a tensor in a folder are in the
+same file. Keys and their order are those that the trainer writes on a single card.
 """
 
 from __future__ import annotations
@@ -54,10 +54,9 @@ from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES
 from paddle_reshard.storage.formats.paddle_pickle_writer import ArraySlot, encode_pickle
 
 FILE_BYTES = 4 << 30
-"""What a file holds at most where their number is not given, but for a larger tensor: a rank of the target job reads
-whole files into its memory."""
+"""Maximum size of a file if ``files`` is not given (larger for a larger tensor): ranks read whole files into memory."""
 PADDLE_CLASSES = ("linear", "embedding", "create_parameter", "layer_norm")
-"""Classes in parameter names that are Paddle's own, whatever the model's classes are called."""
+"""Classes in parameter names that come from Paddle and not from the model."""
 _ONE_CARD = {
     "pp_degree": 1,
     "mp_degree": 1,
@@ -65,14 +64,14 @@ _ONE_CARD = {
     "ep_degree": 1,
     "moe_sharding_degree": 0,
 }
-"""What a job of any other topology compares itself with before it reshards an average; without the file a
-zero-cost-checkpoint job stops (PaddleFormers 1.2 ``zero_cost_checkpoint.py``, ``check_same_strategy``)."""
+"""``parallel_config`` of a single card. A zero-cost-checkpoint job compares it with its own before it reshards an
+average, and stops without it (PaddleFormers 1.2 ``zero_cost_checkpoint.py``, ``check_same_strategy``)."""
 STATES = (PARAM, MASTER_WEIGHT, *ACCUMULATORS, EMA_MASTER_WEIGHT, EMA_PARAM)
 
 
 @dataclass(frozen=True, slots=True)
 class FlexTarget:
-    """How a dist checkpoint is to be written."""
+    """A dist checkpoint."""
 
     of_average: ClassVar[bool] = False
     decisions: ClassVar[tuple[Decision, ...]] = ()
@@ -82,13 +81,13 @@ class FlexTarget:
     files: int | None = None
     """Data files per folder, at most; ``None``: as many as hold :data:`FILE_BYTES` each."""
     paddle_version: str = DEFAULT_PADDLE
-    """The Paddle that is to read it, one of :data:`~paddle_reshard.pipeline.core.upstream.PADDLE_RELEASES`."""
+    """The Paddle version that will read it, a key of :data:`~paddle_reshard.pipeline.core.upstream.PADDLE_RELEASES`."""
     names: Mapping[str, str] | None = None
     """Auto-parallel: structured key → parameter name in the target job; ``None``: by the naming rules."""
 
     @property
     def format(self) -> str:
-        """Which of the two."""
+        """``auto-parallel`` or ``flex``."""
         return AUTO_PARALLEL if self.auto_parallel else FLEX
 
     def __post_init__(self) -> None:
@@ -126,9 +125,7 @@ class FlexTarget:
     ) -> LaidOut:
         """All files of a dist checkpoint, small ones too."""
         if self.auto_parallel and isinstance(wanted.model.table, StoredTable):
-            wanted.model.table.refuse(
-                wanted.model.config, "what parameters are called in auto-parallel training"
-            )
+            wanted.model.table.refuse(wanted.model.config, "the parameter names of auto-parallel training")
         if isinstance(wanted.model.table, StoredTable):
             wanted.model.table.check_whole(wanted.model.config)
             wanted.model.table.check_keys(wanted.model.config)
@@ -145,17 +142,17 @@ class FlexTarget:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One array of the target."""
+    """An array of the target."""
 
     model_key: str
-    """Whose it is: all arrays of one key lie in one file."""
+    """Structured key of its tensor; all arrays of a key are in the same file."""
     folder: str
     path: tuple[str, ...]
-    """In the nested dict."""
+    """Path in the nested dict."""
     stored_name: str
-    """Name of the tensor, as ``StructuredToParameterName@@`` tells it."""
+    """Name of the tensor in ``StructuredToParameterName@@``."""
     index: int
-    """In the catalog."""
+    """Index into the tensors of the catalog."""
     tensor: Tensor
 
     @property
@@ -184,7 +181,7 @@ def layout_flex(wanted: Checkpoint, target: FlexTarget) -> TargetFiles:
 
 
 def _folders(wanted: Checkpoint, target: FlexTarget) -> list[str]:
-    """The folders that the trainer writes and wants to find; without master weights theirs is empty."""
+    """The folders that the trainer expects; ``master_weight`` exists even without master weights."""
     if target.auto_parallel:
         return [AUTO_FOLDER]
     trained = any(tensor.trained for tensor in wanted.model.tensors)
@@ -198,9 +195,9 @@ def _folders(wanted: Checkpoint, target: FlexTarget) -> list[str]:
 def small_flex_files(
     paths: Collection[str], wanted: Checkpoint, target: FlexTarget
 ) -> list[tuple[str, bytes]]:
-    """Path and content of the small files of the trainer that are not carried.
+    """Path and content of small files that the source, with files ``paths``, does not have.
 
-    ``paths`` are those of the source. A schedule that only its optimizer files hold gets the file of its own.
+    The learning-rate schedule gets its own file if the source has it in optimizer files only.
     """
     files = []
     if SCHEDULER not in paths and wanted.lr_scheduler is not None:
@@ -219,11 +216,11 @@ def small_flex_files(
 
 
 def _flex_items(wanted: Checkpoint) -> list[_Item]:
-    """Every tensor under its key; tied ones, and their states, under each of their keys.
+    """Every tensor under its key; tied tensors and their states under each of their keys.
 
-    The trainer itself writes the states of tied weights under the first key in the alphabet where one rank holds
-    them (Paddle 3.3.1 ``optimizer/adamw.py``, ``sharded_state_dict``), and under both where two stages do. A job of
-    either kind finds its own.
+    The trainer writes the states of tied weights under the alphabetically first key if a single rank holds them (Paddle
+    3.3.1 ``optimizer/adamw.py``, ``sharded_state_dict``), and under both if two stages do. Both kinds of jobs can load
+    both keys.
     """
     index = wanted.catalog.index()
     items = []
@@ -231,9 +228,9 @@ def _flex_items(wanted: Checkpoint) -> list[_Item]:
         for tensor in wanted.model.tensors:
             if _is_written(tensor, state, index):
                 folder, stored = paddleformers_key(tensor.key, state)
-                place = _place(index, tensor.tied_to or tensor.key, state)
+                number = _find(index, tensor.tied_to or tensor.key, state)
                 items.append(
-                    _Item(tensor.key, folder, (stored,), stored, place, wanted.catalog.tensors[place])
+                    _Item(tensor.key, folder, (stored,), stored, number, wanted.catalog.tensors[number])
                 )
     return items
 
@@ -246,9 +243,9 @@ def _auto_items(wanted: Checkpoint, target: FlexTarget) -> list[_Item]:
             if not _is_written(tensor, state, index) or (state != PARAM and tensor.tied_to is not None):
                 continue
             path = auto_parallel_path(tensor.key, names[tensor.key], state, tensor.master)
-            place = _place(index, tensor.tied_to or tensor.key, state)
+            number = _find(index, tensor.tied_to or tensor.key, state)
             name = f"{names[tensor.key]}.dist" if state == PARAM else path[-1]
-            items.append(_Item(tensor.key, AUTO_FOLDER, path, name, place, wanted.catalog.tensors[place]))
+            items.append(_Item(tensor.key, AUTO_FOLDER, path, name, number, wanted.catalog.tensors[number]))
     return items
 
 
@@ -262,11 +259,11 @@ def _is_written(tensor: ModelTensor, state: str, index: Mapping[tuple[str, str],
     return (tensor.tied_to or tensor.key, state) in index
 
 
-def _place(index: Mapping[tuple[str, str], int], key: str, state: str) -> int:
-    place = index.get((key, state))
-    if place is None:
+def _find(index: Mapping[tuple[str, str], int], key: str, state: str) -> int:
+    number = index.get((key, state))
+    if number is None:
         raise PlanError(f"{key} ({state}): the target needs it, the source does not have it")
-    return place
+    return number
 
 
 def _parameter_names(wanted: Checkpoint, target: FlexTarget) -> Mapping[str, str]:
@@ -274,9 +271,9 @@ def _parameter_names(wanted: Checkpoint, target: FlexTarget) -> Mapping[str, str
     model = wanted.model
     if target.names is not None:
         if set(target.names) != {t.key for t in model.tensors}:
-            odd = min(set(target.names) ^ {t.key for t in model.tensors})
+            differing = min(set(target.names) ^ {t.key for t in model.tensors})
             raise RuleError(
-                odd, "it is not both in the model and among the names of the target that were given"
+                differing, "must be both in the model and in the parameter names given with --target-meta"
             )
         return target.names
     hint = "give the names of the target job with --target-meta FILE"
@@ -287,8 +284,8 @@ def _parameter_names(wanted: Checkpoint, target: FlexTarget) -> Mapping[str, str
         if model.table.convention == "paddlenlp" and own_class and tensor.tied_to is None:
             raise RuleError(
                 tensor.key,
-                f"its parameter name begins with the model's own class {tensor.rule.name_class!r}, which is called "
-                f"otherwise in PaddleNLP's auto-parallel models; {hint}",
+                f"its parameter name begins with the model's own class {tensor.rule.name_class!r}, which has another "
+                f"name in PaddleNLP's auto-parallel models; {hint}",
             )
     return predict_parameter_names(model.tensors, 1, 1, False)
 
@@ -297,7 +294,7 @@ def _parameter_names(wanted: Checkpoint, target: FlexTarget) -> Mapping[str, str
 
 
 def _split_by_bytes(items: Sequence[_Item], files: int | None) -> list[list[_Item]]:
-    """The items of each file, in their order: consecutive keys; no file but an only one is empty."""
+    """Divide items into files of consecutive keys; no file is empty unless there are no items."""
     sizes: dict[str, int] = {}
     for item in items:
         sizes[item.model_key] = sizes.get(item.model_key, 0) + item.tensor.nbytes
@@ -310,13 +307,16 @@ def _split_by_bytes(items: Sequence[_Item], files: int | None) -> list[list[_Ite
 
 
 def _capacity(sizes: Sequence[int], files: int) -> int:
-    """Bytes per file with which that many files hold everything, none larger than need be."""
+    """The smallest maximum size in bytes with which ``files`` files hold everything."""
     enough = range(max(sizes, default=0), sum(sizes) + 1)
     return enough[bisect_left(enough, True, key=lambda capacity: _fill(sizes, capacity)[-1:] < [files])]
 
 
 def _fill(sizes: Iterable[int], capacity: int) -> list[int]:
-    """The number of the file of each size: a file takes what follows until it would hold more than ``capacity``."""
+    """The file number of each size: each file is filled in order until ``capacity`` would be exceeded.
+
+    Sizes 4, 4, 1 with a capacity of 5 go to files 0, 1, 1.
+    """
     numbers: list[int] = []
     number = filled = 0
     for nbytes in sizes:
@@ -339,8 +339,8 @@ class _Files:
         names = [f"{number}_0.distcp" for number in range(len(shares))]
         for name, items in zip(names, shares, strict=True):
             self._data_file(f"{folder}/{name}", items, form.pickle_protocol)
-        placed = [(item, name) for name, items in zip(names, shares, strict=True) for item in items]
-        content = encode_dist_metadata(_metadata(placed), form.metadata, form.pickle_protocol)
+        stored = [(item, name) for name, items in zip(names, shares, strict=True) for item in items]
+        content = encode_dist_metadata(_metadata(stored), form.metadata, form.pickle_protocol)
         self.literals.add(len(self.files), 0, content)
         self.files.append(File(f"{folder}/0{METADATA}", len(content)))
 
@@ -349,7 +349,7 @@ class _Files:
             item.key: ArraySlot(slot, item.tensor.dtype.code, item.tensor.global_shape, None)
             for slot, item in enumerate(items)
         }
-        # Paddle's loader makes tensors of the arrays that are named here.
+        # Paddle's loader turns only the arrays listed here into tensors.
         root[STRUCTURED_NAMES] = {item.key: item.stored_name for item in items}
         encoded = encode_pickle(root, protocol)
         number = len(self.files)
@@ -364,10 +364,10 @@ class _Files:
             )
 
 
-def _metadata(placed: Sequence[tuple[_Item, str]]) -> DistMetadata:
-    """One whole piece per key."""
+def _metadata(stored: Sequence[tuple[_Item, str]]) -> DistMetadata:
+    """Metadata that describe every key as a single piece."""
     files_of = {}
-    for item, name in placed:
+    for item, name in stored:
         shape = item.tensor.global_shape
         files_of[Box(item.key, shape, (0,) * len(shape), shape, dtype=item.tensor.dtype.name)] = (name,)
-    return describe_boxes(files_of, {item.key: item.path for item, _ in placed})
+    return describe_boxes(files_of, {item.key: item.path for item, _ in stored})

@@ -1,8 +1,12 @@
-"""What becomes of a tensor of the model in a Hugging Face checkpoint?
+"""Map tensors of the model to tensors of a Hugging Face checkpoint.
 
-A linear layer is ``[in, out]`` in Paddle and ``[out, in]`` there: the same elements, read along the other dim first.
-What Paddle fuses (``qkv_proj``, ``up_gate_proj``) is several tensors there. So every tensor there is one or several
-boxes of a tensor here, each with strides of its own, and nothing has to be transposed or split before it is moved.
+A linear layer is ``[in, out]`` in Paddle and ``[out, in]`` in Hugging Face: the same elements with other strides.
+Tensors that Paddle fuses (``qkv_proj``, ``up_gate_proj``) are separate in Hugging Face. Every Hugging Face tensor is
+therefore one or several boxes of a Paddle tensor, each with its own strides, and nothing needs to be transposed or
+split before it is moved::
+
+    Paddle  qkv_proj [8, 16], 2 groups of q q k v, heads of 2 columns
+    HF      q_proj.weight [8, 8]: columns 0:4 and 8:12 of qkv_proj, k_proj.weight [4, 8]: columns 4:6 and 12:14
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from paddle_reshard.pipeline.layouts.rules.literal import StoredTable
 
 @dataclass(frozen=True, slots=True)
 class PartBox:
-    """A box of the model's tensor, and where it lies in the array there. All numbers are elements."""
+    """A box of the model's tensor, and its position in the Hugging Face array. All numbers are elements."""
 
     offset: Shape
     extents: Shape
@@ -31,7 +35,7 @@ class PartBox:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor of a Hugging Face checkpoint."""
+    """A tensor of a Hugging Face checkpoint."""
 
     key: str
     shape: Shape
@@ -40,12 +44,12 @@ class Part:
 
 
 def model_parts(model: Model) -> Iterator[tuple[ModelTensor, tuple[Part, ...]]]:
-    """Every tensor of the model that is there, in its order, with its parts; tied ones once.
+    """Every tensor of the model in order, with its parts; without missing tensors, and tied tensors once.
 
     Raises
     ------
     RuleError
-        If the rule table does not say what becomes of a tensor, or says it for other shapes; naming the tensor.
+        If the rule table has no form for a tensor, or a form for another shape; naming the tensor.
     """
     owners: dict[str, str] = {}
     for tensor in model.tensors:
@@ -55,14 +59,12 @@ def model_parts(model: Model) -> Iterator[tuple[ModelTensor, tuple[Part, ...]]]:
         for part in parts:
             owner = owners.setdefault(part.key, tensor.key)
             if owner != tensor.key:
-                raise RuleError(
-                    tensor.key, f"it and {owner} would both be {part.key} in a Hugging Face checkpoint"
-                )
+                raise RuleError(tensor.key, f"has the same Hugging Face key as {owner}: {part.key}")
         yield tensor, parts
 
 
 def tensor_parts(tensor: ModelTensor, model: Model) -> tuple[Part, ...]:
-    """What one tensor becomes."""
+    """The parts of a tensor in a Hugging Face checkpoint."""
     form = tensor.rule.huggingface
     if form is None and isinstance(model.table, StoredTable):
         model.table.refuse(model.config, "what its tensors are in a Hugging Face checkpoint")
@@ -77,7 +79,7 @@ def tensor_parts(tensor: ModelTensor, model: Model) -> tuple[Part, ...]:
 
 
 def parts_by_form(tensor: ModelTensor, form: HuggingFaceForm, model: Model) -> tuple[Part, ...]:
-    """What a tensor becomes that has a form there."""
+    """The parts of a tensor with the given form."""
     dims = len(tensor.global_shape)
     if dims == 0 or (form.transposed and dims != 2):
         raise RuleError(tensor.key, f"a tensor of shape {tensor.global_shape} cannot become {form.keys[0]}")
@@ -100,8 +102,8 @@ def _widths(form: HuggingFaceForm, config: Config, tensor: ModelTensor) -> tuple
     if sum(totals) != last or groups < 1 or any(total < 1 or total % groups for total in totals):
         raise RuleError(
             tensor.key,
-            f"its last dim of {last} elements is not made of {groups} groups with parts of {list(totals)} elements "
-            "together, as the rule table says of Hugging Face checkpoints",
+            f"its last dim of {last} elements is not made of {groups} groups with parts of {list(totals)} elements in "
+            "total, as the rule table requires",
         )
     return tuple(total // groups for total in totals), groups
 

@@ -1,8 +1,8 @@
-"""LoRA as the library ``peft`` opens it: ``adapter_model.safetensors`` and ``adapter_config.json``.
+"""Export LoRA for the library ``peft``: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
-Both matrices are the other way round there, ``lora_A [r, in]`` and ``lora_B [out, r]``. A projection that Paddle fuses
-is several modules: each has all of ``lora_A``, and of ``lora_B`` the columns of its part, group by group as in the
-weight. That is the same product.
+Both matrices are transposed: ``lora_A [r, in]`` and ``lora_B [out, r]``. A projection that Paddle fuses is several
+modules in ``peft``: each gets all of ``lora_A``, and its own columns of ``lora_B``, group by group as in the weight.
+The product is the same.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _PREFIX: Final = "base_model.model."
 
 
 def adapter_parts(wanted: Checkpoint) -> Iterator[tuple[ModelTensor, tuple[Part, ...]]]:
-    """Every matrix of an adapter, in the order of the model, with its tensors there.
+    """Every matrix of an adapter, in the order of the model, with its parts in ``peft``.
 
     Raises
     ------
     UnsupportedError, RuleError
-        Naming the tensor for which there is no place.
+        Naming a tensor that a ``peft`` adapter cannot hold.
     """
     for tensor in wanted.model.tensors:
         if tensor.missing or tensor.of_base:
             continue
         if not isinstance(tensor.rule, LoraRule):
             raise UnsupportedError(
-                f"{tensor.key}: is trained as a whole beside LoRA, for which a peft adapter has no place here; merge "
-                "both with --merge-into BASE"
+                f"{tensor.key}: trained in full besides LoRA, which is not supported in a peft adapter; merge both "
+                "into the base model with --merge-into BASE"
             )
         yield tensor, _parts(tensor, tensor.rule, wanted.model)
 
@@ -65,7 +65,7 @@ def adapter_config(wanted: Checkpoint, parts: Sequence[Part]) -> bytes:
     Raises
     ------
     CheckpointError
-        If nothing tells the scaling.
+        If the scaling is unknown.
     """
     if wanted.adapter is None:
         raise CheckpointError(
@@ -93,7 +93,7 @@ def _alpha(adapter: Adapter) -> int | float:
 
 
 def _modules(parts: Sequence[Part], model: Model) -> list[str]:
-    """Names of the modules that have LoRA: the last word of each, unless not every layer has all of them."""
+    """Names of the modules with LoRA: the last component, or full paths if not every layer has all of them."""
     paths = sorted({part.key.removeprefix(_PREFIX).rsplit(".", 2)[0] for part in parts})
     last = {path.rpartition(".")[2] for path in paths}
     everywhere = len(paths) == len(last) * int(model.config.get("num_hidden_layers", 0))

@@ -1,9 +1,9 @@
-"""From the headers of a Hugging Face checkpoint to the parameters of a model.
+"""Read the parameters of a model from the headers of a Hugging Face checkpoint.
 
-Such a checkpoint does not say which library will train it, nor what that fuses. Where the model is known, of the
-checkpoint that it is compared with or was made from, it is read as the parameters of that model
-(:func:`read_huggingface`). Else the model is found by the rule tables (:func:`huggingface_checkpoint`): the library by
-``config.json`` or ``--rules``, fused tensors as the config says.
+A Hugging Face checkpoint does not state which library will train the model, nor which tensors that library fuses. If
+the model is known from another checkpoint, its parameters are read (:func:`read_huggingface`). Otherwise rule tables
+determine the model (:func:`huggingface_checkpoint`): ``config.json`` or ``--rules`` gives the library, and the config
+gives the fused tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from paddle_reshard.pipeline.layouts.weights import dtype_of_tag
 from paddle_reshard.storage.formats.safetensors import Index, SafetensorsPayload
 
 MAX_MTP_LAYERS: Final = 64
-"""Of a config that may say any number."""
+"""Upper limit, because a config may contain any number."""
 
 
 def read_huggingface(
@@ -48,7 +48,7 @@ def read_huggingface(
     index: Index | None,
     planned: Callable[[ModelTensor, Part], DType] | None,
 ) -> Catalog:
-    """The tensors of ``model``, as the files hold them; state ``param``.
+    """A catalog of the parameters of ``model``; their state is ``param``.
 
     Parameters
     ----------
@@ -59,12 +59,12 @@ def read_huggingface(
     index
         ``model.safetensors.index.json``, where there is one.
     planned
-        The dtype that a part of a tensor must have been stored with, where that is known.
+        Returns the dtype with which a part of a tensor must be stored; ``None``: any.
 
     Raises
     ------
     CheckpointError
-        If a tensor is missing, has another shape, or is not of the model; naming it and the file.
+        If a tensor is missing, has another shape, or does not belong to the model; naming it and the file.
     """
     held = _keys(payloads, index)
     files = tuple(File(path, sizes[path]) for path in sorted(payloads))
@@ -81,7 +81,7 @@ def read_huggingface(
             )
         for part, (path, dtype, byte_offset) in zip(parts, found, strict=True):
             if planned is not None and dtype != (wanted := planned(tensor, part)):
-                detail = f"stored as {dtype.name}, planned was {wanted.name}"
+                detail = f"stored as {dtype.name}, planned as {wanted.name}"
                 raise CoverageError(part.key, detail, (path,))
             rows += _rows(part, len(tensors), numbers[path], dtype, byte_offset, 0)
         twins = [t for t in model.tensors if t.tied_to == tensor.key]
@@ -90,14 +90,14 @@ def read_huggingface(
             path, dtype, byte_offset = _find(part, held, payloads)
             if {dtype} != dtypes:
                 raise CoverageError(
-                    part.key, f"stored as {dtype.name}, and tied to a tensor that is not", (path,)
+                    part.key, f"stored as {dtype.name}, but tied to a tensor of another dtype", (path,)
                 )
             rows += _rows(part, len(tensors), numbers[path], dtype, byte_offset, copy)
         aliases = tuple(t.key for t in twins)
         tensors.append(Tensor(tensor.key, PARAM, dtypes.pop(), tensor.global_shape, aliases))
     if held:
         key = min(held)
-        raise CheckpointError(f"{key}: in {held[key]}, and the model has no tensor that is called so")
+        raise CheckpointError(f"{key}: in {held[key]}, but the model has no such tensor")
     catalog = Catalog(Tensors(tensors), files, fragment_rows(rows), {})
     check_catalog(catalog)
     return catalog
@@ -113,7 +113,7 @@ def _rows(
 
 
 def _stored_twice(twin: ModelTensor, held: Mapping[str, str]) -> bool:
-    """Whether a tied tensor is there under its own key too, as PaddleFormers writes it."""
+    """Whether a tied tensor is also stored under its own key, as PaddleFormers does."""
     form = twin.rule.huggingface
     return form is not None and len(form.keys) == 1 and twin.rule.fill_in(form.keys[0], twin.key) in held
 
@@ -125,14 +125,14 @@ def huggingface_checkpoint(
     config: Config,
     tables: Sequence[RuleTable],
 ) -> Checkpoint:
-    """Understand a checkpoint by itself: its model by the rule tables, of which it holds the parameters.
+    """Interpret a checkpoint, with a model that is determined by rule tables.
 
-    The arguments are those of :func:`read_huggingface`, and ``config.json`` and the tables to choose from.
+    Takes the arguments of :func:`read_huggingface`, ``config.json``, and the tables to choose from.
 
     Raises
     ------
     CheckpointError, RuleError
-        Naming the tensor that no row of the tables knows, that is missing, or has another shape.
+        Naming the tensor that has no row in the tables, is missing, or has another shape.
     """
     model = huggingface_model(payloads, config, tables)
     return Checkpoint(
@@ -153,12 +153,12 @@ def huggingface_checkpoint(
 def huggingface_model(
     payloads: Mapping[str, SafetensorsPayload], config: Config, tables: Sequence[RuleTable]
 ) -> Model:
-    """The model whose parameters are stored: which tensors it has in Paddle, and of which shapes.
+    """The model whose parameters are stored, with the keys and shapes that its tensors have in Paddle.
 
     Raises
     ------
     RuleError
-        If no rule table knows all keys, or several do; naming the key, or the tables.
+        If no rule table has all keys, naming a key; or if several tables do, naming the tables.
     """
     stored = {
         key: _Stored(array.shape, dtype_of_tag(payload.tags[key], f"{path}: {key}"), path)
@@ -203,10 +203,10 @@ def without_mtp_layers(
     config: Config,
     tables: Sequence[RuleTable],
 ) -> tuple[dict[str, SafetensorsPayload], Index | None, list[str]]:
-    """The same headers and index without the layers that are numbered on from the decoder layers, and their keys.
+    """Headers and index without MTP layers that are numbered after the decoder layers, and the keys removed.
 
-    Their authors give such layers tensors that a library need not have: a copy of the embedding and of the head, and a
-    norm (DeepSeek-V3: ``embed_tokens``, ``shared_head``).
+    Published checkpoints have tensors in these layers that a library may not have: copies of the embedding and of the
+    head, and a norm (DeepSeek-V3: ``embed_tokens``, ``shared_head``).
     """
     layers = [_mtp_layers(table, config) for table in candidate_tables(tables, config)]
 
@@ -224,7 +224,7 @@ def without_mtp_layers(
 
 
 def _mtp_layers(table: RuleTable, config: Config) -> re.Pattern[str]:
-    """The beginning of every key of a layer that is numbered on from the decoder layers; of no key without such."""
+    """Matches the start of every key of an MTP layer that is numbered after the decoder layers."""
     decoders = {item.continues: item for item in table.items if item.continues}
     starts = {
         (spelled.partition("{layer}")[0], number)
@@ -245,7 +245,7 @@ class _Stored(NamedTuple):
 
 
 class _Match(NamedTuple):
-    """What a tensor of a Hugging Face checkpoint is in Paddle."""
+    """The tensor in Paddle, and its part, that a tensor of a Hugging Face checkpoint corresponds to."""
 
     rule: Rule
     part: int
@@ -253,7 +253,7 @@ class _Match(NamedTuple):
 
 
 def _spellings(table: RuleTable, config: Config) -> list[tuple[re.Pattern[str], Rule, int]]:
-    """What each part of each row is called in a Hugging Face checkpoint."""
+    """Pattern of the Hugging Face key of each part of each row."""
     return [
         (replace(rule, key=spelled).pattern(), rule, part)
         for rule in table.rules
@@ -278,12 +278,12 @@ def _is_fused(rule: Rule) -> bool:
 
 
 def _fuse_entry(rule: Rule) -> str:
-    """Config entry that says whether the library fuses it, off by default (PaddleNLP 3.0 ``LlmMetaConfig``)."""
+    """Config entry for whether the library fuses the tensor; off by default (PaddleNLP 3.0 ``LlmMetaConfig``)."""
     return "fuse_attention_qkv" if ".self_attn." in rule.key else "fuse_attention_ffn"
 
 
 def _logical(stored: Mapping[str, _Stored], matches: Mapping[str, _Match | None]) -> list[Tensor]:
-    """The tensors in Paddle: parts joined along their last dim there."""
+    """The tensors in Paddle, with parts joined along Paddle's last dim."""
     parts: dict[str, dict[int, _Stored]] = {}
     rules: dict[str, Rule] = {}
     for key, match in matches.items():
@@ -296,7 +296,7 @@ def _logical(stored: Mapping[str, _Stored], matches: Mapping[str, _Match | None]
         assert form is not None  # noqa: S101
         if missing := [i for i in range(len(form.keys)) if i not in of_whole]:
             absent = rules[whole].fill_in(form.keys[missing[0]], whole)
-            raise CoverageError(absent, f"no file holds it, and it is a part of {whole}")
+            raise CoverageError(absent, f"no file holds it, but it is a part of {whole}")
         shapes = [one.shape[::-1] if form.transposed else one.shape for one in of_whole.values()]
         width = sum(shape[-1] for shape in shapes if shape)
         shape = (*shapes[0][:-1], width) if shapes[0] else ()
@@ -305,12 +305,12 @@ def _logical(stored: Mapping[str, _Stored], matches: Mapping[str, _Match | None]
 
 
 def _keys(payloads: Mapping[str, SafetensorsPayload], index: Index | None) -> dict[str, str]:
-    """Key → file that holds it; the index must say the same."""
+    """Key → file that holds it; checked against the index."""
     held: dict[str, str] = {}
     for path, payload in payloads.items():
         if payload.metadata.get("format") == "np":
             raise CheckpointError(
-                f"{path}: weights in Paddle's own layout, not those of a Hugging Face checkpoint"
+                f"{path}: weights in Paddle's own layout, not in that of a Hugging Face checkpoint"
             )
         for key in payload.tensors:
             if key in held:
@@ -320,7 +320,7 @@ def _keys(payloads: Mapping[str, SafetensorsPayload], index: Index | None) -> di
         key = min(key for key in {*held, *index.weight_map} if held.get(key) != index.weight_map.get(key))
         raise CoverageError(
             key,
-            f"the index says that {index.weight_map.get(key, 'no file')} holds it, {held.get(key, 'no file')} does",
+            f"the index says that {index.weight_map.get(key, 'no file')} holds it, but {held.get(key, 'no file')} does",
         )
     return held
 
@@ -328,13 +328,13 @@ def _keys(payloads: Mapping[str, SafetensorsPayload], index: Index | None) -> di
 def _find(
     part: Part, held: dict[str, str], payloads: Mapping[str, SafetensorsPayload]
 ) -> tuple[str, DType, int]:
-    """File, dtype and byte offset of one tensor; takes it out of ``held``."""
+    """File, dtype and byte offset of a tensor; removes it from ``held``."""
     if part.key not in held:
         raise CoverageError(part.key, "no file holds it", tuple(sorted(payloads)))
     path = held.pop(part.key)
     array, tag = payloads[path].tensors[part.key], payloads[path].tags[part.key]
     if array.shape != part.shape:
         raise CoverageError(
-            part.key, f"stored with shape {array.shape}, the model expects {part.shape}", (path,)
+            part.key, f"stored with shape {array.shape}, but the model expects {part.shape}", (path,)
         )
     return path, dtype_of_tag(tag, f"{path}: {part.key}"), array.byte_offset

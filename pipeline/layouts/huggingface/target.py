@@ -1,7 +1,7 @@
-"""What will every file of a Hugging Face checkpoint look like, byte for byte?
+"""Lay out the files of a Hugging Face checkpoint, byte for byte.
 
-One ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` with an index. The order of the tensors, their
-distribution over files and the names are those of ``huggingface_hub`` and of the safetensors library.
+A single ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` with an index. Names, the order of tensors and
+their distribution over files are those of ``huggingface_hub`` and of the safetensors library.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ from paddle_reshard.pipeline.layouts.weights import TAGS
 from paddle_reshard.storage.formats.safetensors import Index, TensorSlot, encode_safetensors, format_index
 
 METADATA = {"format": "pt"}
-"""``transformers`` opens files with this entry only."""
+"""Entry without which ``transformers`` does not open a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceTarget:
-    """What goes out, and how."""
+    """A Hugging Face checkpoint."""
 
     format: ClassVar[str] = HUGGINGFACE
     decisions: ClassVar[tuple[Decision, ...]] = ()
 
     state: str = PARAM
-    """``param``: the parameters. ``ema``: their exponential moving average, as a model."""
+    """``param``: the parameters. ``ema``: their exponential moving average."""
     dtype: DType | None = None
-    """Of all floating tensors but those that the model keeps in float32; ``None``: that of the parameters."""
+    """Dtype of floating-point tensors, except those that the model keeps in float32; ``None``: as trained."""
     max_shard_bytes: int = 5 * 10**9
-    """Tensors of a file together; a larger tensor has a file of its own."""
+    """Maximum size of the tensors in a file; a larger tensor gets a file of its own."""
 
     @property
     def of_average(self) -> bool:
-        """Whether it is the average that goes out."""
+        """Whether it exports the moving average."""
         return self.state == EMA
 
     def target_for(self, source: Checkpoint) -> HuggingFaceTarget:
@@ -108,29 +108,32 @@ class HuggingFaceTarget:
         self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
     ) -> LaidOut:
         if self.of_average:
-            raise UnsupportedError("LoRA goes out as its parameters; --state ema is for a model")
+            raise UnsupportedError("--state ema is not supported for LoRA")
         exported = list(_exported(wanted, self, adapter_parts(wanted)))
         config = adapter_config(wanted, [e.part for e in exported])
         laid_out = _files_of(source.catalog, [exported], [peft.WEIGHTS])
 
         def reason(path: str) -> str | None:
             if path == LORA_CONFIG:
-                return f"{peft.CONFIG} says the same"
+                return f"replaced by {peft.CONFIG}"
             return "state of the training job, not of the model" if is_training_state(path) else None
 
-        base: dict[str, Any] = {}  # config.json is the base's, and does not lie beside an adapter
+        base: dict[str, Any] = {}  # config.json describes the base model; adapters do not have one
         sidecars = classify_sidecars(
             [path for path in sizes if path != CONFIG], folders, wanted.own_files, reason, base, base
         )
         written = [(path, content) for path, content in sidecars.written if path != CONFIG]
         files = add_literal_files(laid_out.files, [*written, (peft.CONFIG, config)])
-        not_carried = [*sidecars.not_carried, *([(CONFIG, "that of the base")] if CONFIG in sizes else [])]
+        not_carried = [
+            *sidecars.not_carried,
+            *([(CONFIG, "it describes the base model")] if CONFIG in sizes else []),
+        ]
         return LaidOut(
             laid_out.catalog, files, sidecars.carried, tuple(not_carried), laid_out.states_not_carried
         )
 
     def _check_adapter(self, staged: Staged) -> None:
-        """What is staged has the tensors of the adapter, in their shapes and dtypes."""
+        """Check the keys, shapes and dtypes of a staged adapter."""
         payload = staged.files.headers[peft.WEIGHTS]
         found = {key: (payload.tags[key], array.shape) for key, array in payload.tensors.items()}
         planned = {
@@ -138,18 +141,18 @@ class HuggingFaceTarget:
             for tensor, parts in adapter_parts(without_base(staged.wanted))
             for part in parts
         }
-        if odd := sorted(found.items() ^ planned.items()):
-            raise CheckpointError(f"{peft.WEIGHTS}: {odd[0][0]}: not the same as planned")
+        if differing := sorted(found.items() ^ planned.items()):
+            raise CheckpointError(f"{peft.WEIGHTS}: {differing[0][0]}: not as planned")
 
     def check_staged(self, staged: Staged) -> None:
-        """Read the parameters of the model, each of which must have the dtype that was planned."""
+        """Read the parameters of the model, and check that each has the planned dtype."""
         if staged.wanted.model.has_lora:
             self._check_adapter(staged)
             return
         index_parameters(staged.files, staged.wanted.model, self.dtype_of)
 
     def dtype_of(self, tensor: ModelTensor, part: Part) -> DType:
-        """The dtype of one tensor of the target."""
+        """The dtype of a tensor of the target."""
         kept = part.keep_float32 and tensor.dtype.name == "float32"
         if self.dtype is None or kept or tensor.dtype.name not in FLOATING:
             return tensor.dtype
@@ -158,22 +161,22 @@ class HuggingFaceTarget:
 
 @dataclass(frozen=True)
 class HuggingFaceFiles:
-    """The files to make, and what of the source they are made of."""
+    """The files of the target, and the tensors of the source that they need."""
 
     catalog: Catalog
-    """The tensors of the source that go out, or are needed for it, in the order of the files."""
+    """The tensors of the source that are exported, or needed for the export, in the order of the files."""
     files: TargetFiles
     states_not_carried: tuple[str, ...]
-    """States of the source of which nothing goes out."""
+    """States of the source that are not exported at all."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Exported:
-    """One tensor of the target: a part of a tensor of the source."""
+    """A tensor of the target: a part of a tensor of the source."""
 
     part: Part
     tensor: int
-    """Index in the source's catalog of the tensor whose values it takes."""
+    """Index into the tensors of the source's catalog."""
     dtype: DType
 
     @property
@@ -184,12 +187,12 @@ class _Exported:
 def layout_huggingface(source: Catalog, wanted: Checkpoint, target: HuggingFaceTarget) -> HuggingFaceFiles:
     """Lay out all tensor files of the target, and its index.
 
-    ``wanted`` is the source as the target is to hold it (its vocabulary may have another size).
+    ``wanted`` is the source with all requested changes applied, such as another size of the vocabulary.
 
     Raises
     ------
     PlanError
-        If the source lacks the state, or the rule table does not know the form of a tensor.
+        If the source lacks the state, or the rule table has no form for a tensor.
     """
     exported = list(_exported(wanted, target, model_parts(wanted.model)))
     shards = _shards(exported, target.max_shard_bytes)
@@ -204,7 +207,7 @@ def layout_huggingface(source: Catalog, wanted: Checkpoint, target: HuggingFaceT
 def _files_of(
     source: Catalog, shards: Sequence[Sequence[_Exported]], names: Sequence[str]
 ) -> HuggingFaceFiles:
-    """Files of these tensors; several have an index."""
+    """Files of these tensors, and an index if there are several files."""
     exported = [one for shard in shards for one in shard]
     files: list[File] = []
     literals = Literals()
@@ -216,8 +219,8 @@ def _files_of(
             literals.add(len(files), offset, content)
         rows += [(len(files), shard[slot], byte_offset) for slot, byte_offset, _ in encoded.slots]
         files.append(File(name, encoded.size_bytes))
-    catalog, places = _chosen(source, [e.tensor for _, e, _ in rows])
-    fragments = fragment_rows([row for f, e, at in rows for row in _fragments(f, e, at, places[e.tensor])])
+    catalog, numbers = _chosen(source, [e.tensor for _, e, _ in rows])
+    fragments = fragment_rows([row for f, e, at in rows for row in _fragments(f, e, at, numbers[e.tensor])])
     if len(names) > 1:
         index = _index(names, shards)
         literals.add(len(files), 0, index)
@@ -243,9 +246,9 @@ def _exported(
 
 
 def _state(tensor: ModelTensor, dtype: DType, state: str, index: Mapping[tuple[str, str], int]) -> str:
-    """Whose values go out: they are rounded once, from the most exact that the checkpoint holds.
+    """The state that is exported: values are rounded once, from the most precise state in the checkpoint.
 
-    What is not trained has no average: it goes out as it is.
+    Tensors that are not trained have no average and are exported unchanged.
     """
     if state == EMA:
         choice = (EMA_MASTER_WEIGHT, EMA_PARAM) if tensor.trained else (PARAM,)
@@ -258,7 +261,7 @@ def _state(tensor: ModelTensor, dtype: DType, state: str, index: Mapping[tuple[s
 
 
 def _shards(exported: Sequence[_Exported], max_shard_bytes: int) -> list[list[_Exported]]:
-    """Tensors of each file: in model order, a new file where the next one would be too much.
+    """Tensors of each file: filled in model order until the next tensor would exceed the maximum.
 
     As ``split_state_dict_into_shards_factory`` of huggingface_hub 1.33.0 does (``serialization/_base.py``).
     """
@@ -303,10 +306,10 @@ def _fragments(file: int, one: _Exported, byte_offset: int, tensor: int) -> Iter
 
 
 def _chosen(source: Catalog, wanted: Sequence[int]) -> tuple[Catalog, dict[int, int]]:
-    """The part of a catalog that ``wanted`` tensors need, in their order, borrowed ones last; and their numbers there.
+    """The catalog of the ``wanted`` tensors in their order, with borrowed tensors last, and their new numbers.
 
-    Beside them: what they are mixed of, master weights that imply a parameter, and stored parameters whose master
-    weight goes out in their place, which the planner compares with it.
+    It also contains the terms of mixtures, master weights from which parameters are cast, and stored parameters that
+    the planner compares with an exported master weight.
     """
     index = source.index()
     chosen: dict[int, None] = {}

@@ -1,16 +1,16 @@
-"""Which rank of a sharding group stores what of a parameter?
+"""Divide parameters among the ranks of a sharding group.
 
 The rules of Paddle's sharding stages over the parameters of one cell, in optimizer order:
 
-* **stage 1 v1** gives whole parameters to ranks, largest first, each to the one that has least so far
+* **stage 1 v1** assigns whole parameters, largest first, each to the rank with the fewest elements so far
   (``dygraph_sharding_optimizer.py``, ``_partition_parameters``).
-* **stage 1 v2** lays the parameters, each padded, one after another into communication buffers and cuts every
-  buffer into equal parts; a rank stores what its part holds, padding included (``DygraphShardingOptimizerV2``,
+* **stage 1 v2** concatenates the padded parameters in communication buffers and cuts every buffer into equal parts; a
+  rank stores the slices in its part, padding included (``DygraphShardingOptimizerV2``,
   ``tensor_fusion_helper.py``).
-* **stage 2** gives whole parameters to ranks like v1, in the order of the list
+* **stage 2** assigns whole parameters like v1, in the order of the list
   (``group_sharded_optimizer_stage2.py``, ``_segment_params``).
-* **stage 3** cuts every parameter above a size into equal slices, the last ones padded, and stores all others
-  whole on every rank (``group_sharded_stage3.py``).
+* **stage 3** cuts every parameter above a size into equal slices, the last of them padded, and stores smaller
+  parameters whole on every rank (``group_sharded_stage3.py``).
 
 Checked against Paddle 3.3.1 by ``tests/unit/test_sharding_rules.py``.
 """
@@ -32,7 +32,7 @@ DEFAULT_SEGMENT_ELEMENTS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of a cell, tensor-parallel local. ``chunk`` is its virtual pipeline chunk."""
+    """A tensor-parallel local parameter of a cell. ``chunk`` is its virtual pipeline chunk."""
 
     key: str
     elements: int
@@ -59,7 +59,7 @@ Shares = dict[str, dict[int, FlatSlice | None]]
 
 @dataclass(frozen=True, slots=True)
 class ShardingOptions:
-    """What the job decides about sharding beyond strategy and degree."""
+    """Settings of sharding besides strategy and degree."""
 
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
     """Stage 1 v2: a communication buffer is closed once it reaches this size."""
@@ -74,7 +74,7 @@ class ShardingOptions:
 def partition_parameters(
     strategy: str, parameters: Sequence[Parameter], degree: int, options: ShardingOptions
 ) -> Shares:
-    """What every rank of a sharding group stores of every parameter, for any strategy."""
+    """The slice of every parameter that each rank of a sharding group stores."""
     if strategy == "stage1v2":
         slices = stage1_v2_slices(parameters, degree, options.buffer_bytes, options.comm_overlap)
         return {key: dict(ranks) for key, ranks in slices.items()}
@@ -90,7 +90,7 @@ def partition_parameters(
 
 
 def stage1_v1_owners(parameters: Sequence[Parameter], degree: int, sort: bool = True) -> dict[str, int]:
-    """Key → rank that stores the whole parameter, in the order in which they are handed out.
+    """Key → rank that stores the whole parameter, in the trainer's order.
 
     ``sort`` mirrors the environment variable ``FLAGS_sharding_sort_parameters``, on by default.
     """
@@ -99,7 +99,10 @@ def stage1_v1_owners(parameters: Sequence[Parameter], degree: int, sort: bool = 
 
 
 def _hand_out(parameters: Iterable[Parameter], degree: int) -> dict[str, int]:
-    """Each parameter in turn to the first rank that has the fewest elements so far."""
+    """Assign each parameter in turn to the first rank with the fewest elements so far.
+
+    Parameters of 6, 4, 3 and 1 elements go to ranks 0, 1, 1 and 0 of two.
+    """
     load_elements = [0] * degree
     owner: dict[str, int] = {}
     for parameter in parameters:
@@ -119,7 +122,7 @@ def _stage3_share(parameter: Parameter, degree: int, segment_elements: int) -> d
 def stage1_v2_slices(
     parameters: Sequence[Parameter], degree: int, buffer_bytes: int, comm_overlap: bool
 ) -> dict[str, dict[int, FlatSlice]]:
-    """Key → rank → what the rank stores. Ranks that store nothing of a parameter have no entry.
+    """Key → rank → slice that the rank stores. Ranks without any part of a parameter have no entry.
 
     With ``comm_overlap`` the pipeline engine builds the buffers, chunk by chunk; without, the optimizer builds
     them from all parameters. (It sorts them by dtype first, which changes nothing: a buffer has one dtype.)
@@ -152,6 +155,8 @@ def _buffers(parameters: Iterable[Parameter], limit_bytes: int) -> list[list[Par
 
 
 def _cut(buffer: Sequence[Parameter], degree: int) -> dict[str, dict[int, FlatSlice]]:
+    # Two ranks, a and b padded to 256 and 768 elements: the parts are [0, 512) and [512, 1024) of the buffer. Rank 0
+    # stores [0, 256) of a and [0, 256) of b, rank 1 stores [256, 768) of b.
     padded = [padded_elements(p.elements, p.dtype, degree) for p in buffer]
     part = sum(padded) // degree
     slices: dict[str, dict[int, FlatSlice]] = {}

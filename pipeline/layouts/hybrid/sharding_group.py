@@ -1,4 +1,4 @@
-"""How does a sharding group hold a tensor, and are the arrays of its ranks exactly that?
+"""Check the arrays of a sharding group and locate them in their tensors.
 
 ::
 
@@ -6,7 +6,7 @@
     stage 3                     slices of large tensors; every rank holds small ones whole: as many copies
     stage 1 v1, stage 2, none   whole tensors, each on one rank: one copy
 
-All here is a function of what the files say of their arrays.
+Everything is a function of the arrays' shapes and files.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ class LocatedArray(NamedTuple):
     path: str
     byte_offset: int
     flat: tuple[int, int] | None
-    """Which elements of the flattened tensor it holds; ``None``: it is the whole tensor."""
+    """Range of elements of the flattened tensor; ``None``: the whole tensor."""
     axes: Shape | None
-    """The dims in the order in which the payload runs through them, as :attr:`ArrayRef.axes`."""
+    """Dims in the order of the payload, slowest first, as :attr:`ArrayRef.axes`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardingGroup:
-    """How the ranks of a sharding group share the tensors of a cell."""
+    """A sharding group, whose ranks share the tensors of a cell."""
 
     strategy: str
     degree: int
-    """Ranks of the group."""
+    """Number of ranks."""
 
     def copies(
         self, cell: Cell, key: str, state: str, arrays: list[StoredArray]
     ) -> Iterator[list[LocatedArray]]:
-        """Where the arrays of each copy of a tensor lie, and what each holds.
+        """The located arrays of each copy of a tensor.
 
         Raises
         ------
         CoverageError
-            If they are not what the ranks of a group hold under this strategy.
+            If the arrays are not those of a group with this strategy.
         """
         for _, of_copy in groupby(arrays, key=lambda stored: stored.copy):
             for copy in self._copies_of_group(cell, key, state, list(of_copy)):
@@ -87,7 +87,7 @@ class ShardingGroup:
         return [arrays]
 
     def _located(self, cell: Cell, key: str, state: str, arrays: list[StoredArray]) -> Iterator[LocatedArray]:
-        """Where the arrays of one copy lie, and what each holds."""
+        """The located arrays of a single copy."""
         shape = cell.shapes[key]
         if self._flat(cell, key, state):
             yield from self._located_slices(cell, key, state, arrays)
@@ -95,7 +95,9 @@ class ShardingGroup:
         (stored,) = arrays
         if state != PARAM and cell.owners.get(key, stored.shard) != stored.shard:
             raise CoverageError(
-                f"{key} ({state})", f"param2rank says rank {cell.owners[key]} holds it", (stored.path,)
+                f"{key} ({state})",
+                f"param2rank says rank {cell.owners[key]} holds it, not this file",
+                (stored.path,),
             )
         if stored.array.shape != shape:
             raise CoverageError(
@@ -147,19 +149,19 @@ class ShardingGroup:
             first += stored.array.shape[0]
 
     def _padded(self, elements: int, dtype: DType, degree: int) -> int:
-        """Elements of all slices of a tensor together."""
+        """Total number of elements in the slices of a tensor, padding included."""
         if self.strategy == "stage3":
             return stage3_slice_elements(elements, dtype, degree) * degree
         return padded_elements(elements, dtype, degree)
 
 
 def one_number(key: str, state: str, stored: StoredArray) -> ArrayRef:
-    """The array of a state that is one number for each parameter.
+    """The array of a state that is a single number per parameter.
 
     Raises
     ------
     CoverageError
-        If it is more.
+        If it has more elements.
     """
     array = stored.array
     if not isinstance(array, ArrayRef) or prod(array.shape) != 1:
@@ -175,7 +177,7 @@ def common_dtype(key: str, state: str, arrays: list[StoredArray]) -> DType:
     Raises
     ------
     CoverageError
-        If they have several.
+        If their dtypes differ.
     """
     dtype = arrays[0].dtype()
     for stored in arrays[1:]:
@@ -201,5 +203,5 @@ def _located_array(stored: StoredArray, flat: tuple[int, int] | None) -> Iterato
 
 
 def whole_in_model_state(state: str) -> bool:
-    """Whether a state lies in model_state files, which sharding does not cut."""
+    """Whether a state is stored in model_state files, which sharding does not cut."""
     return state in (PARAM, EMA_PARAM)
