@@ -1,8 +1,11 @@
-"""Where does every element of every tensor lie?
+"""The catalog: the location of every element of every tensor.
 
-The catalog is columns, not objects: one row of ``Fragments`` is a strided box with a place in storage.
-NumPy holds the columns, because the same planner runs inside training jobs whose environment cannot import
-pyarrow; ``storage`` turns them into Arrow tables where they are saved.
+The catalog consists of columns, not objects: a row of ``Fragments`` is a strided box with a location in a file. The
+right half of a bfloat16 matrix of 8 rows and 6 columns, stored from byte 128 of its file, is one row::
+
+    tensor 4, file 1, byte_base 128, offset (0, 3), extents (8, 3), strides (6, 2)
+
+The columns are NumPy arrays, because the planner also runs inside training jobs that cannot import pyarrow.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ class Fragments(Columns):
 
 
 _BLOCK_BOXES = 1 << 16
-"""Boxes that are held against each other in one go."""
+"""Number of boxes checked for overlaps at a time."""
 FragmentRow = tuple[int, int, int, int, int, Shape, Shape, Shape]
 
 
@@ -64,8 +67,8 @@ class File:
 class Catalog:
     """All fragments of a checkpoint.
 
-    ``implied`` maps a tensor without fragments of its own to the tensor whose cast it is by definition of
-    the format: a bf16 parameter and its master weight. ``mixtures`` are the tensors that are computed.
+    ``implied`` maps a tensor without fragments to the tensor that the format defines it as a cast of: a bfloat16
+    parameter to its master weight. ``mixtures`` are tensors that are computed from others.
     """
 
     tensors: Tensors
@@ -74,7 +77,7 @@ class Catalog:
     implied: Mapping[int, int]
     mixtures: Mapping[int, Mixture] = field(default_factory=dict)
     borrowed: int = 0
-    """How many tensors at the end are no content of the checkpoint: they are only mixed."""
+    """Number of tensors at the end that are only terms of mixtures, and not part of the checkpoint."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.fragments, Fragments):
@@ -82,46 +85,46 @@ class Catalog:
         self.fragments.freeze()
 
     def index(self) -> TensorIndex:
-        """``(key, state)`` → index into ``tensors``; aliases are not entries of their own."""
+        """``(key, state)`` → index into ``tensors``; without aliases."""
         return TensorIndex(self.tensors)
 
     def only(self, chosen: Sequence[int]) -> Catalog:
-        """The catalog of some of its tensors, in their order; ``implied`` where both are chosen.
+        """The catalog of the ``chosen`` tensors, in this order; ``implied`` keeps pairs of which both are chosen.
 
-        With a tensor that is mixed, those that it is mixed of have to be chosen.
+        The terms of a chosen mixture must be chosen too.
 
         Raises
         ------
         ValueError
-            If borrowed tensors are not chosen last.
+            If a borrowed tensor comes before one that is not.
         """
         first_borrowed = len(self.tensors) - self.borrowed
         borrowed = sum(tensor >= first_borrowed for tensor in chosen)
         if any(tensor >= first_borrowed for tensor in chosen[: len(chosen) - borrowed]):
-            raise ValueError("borrowed tensors have to be chosen last")
-        places = np.full(len(self.tensors), -1, dtype=np.int32)
-        places[list(chosen)] = np.arange(len(chosen))
+            raise ValueError("borrowed tensors must be chosen last")
+        new_index = np.full(len(self.tensors), -1, dtype=np.int32)
+        new_index[list(chosen)] = np.arange(len(chosen))
         fragments = self.fragments.copy()
-        fragments["tensor"] = places[fragments["tensor"]]
-        implied = {int(places[t]): int(places[m]) for t, m in self.implied.items()}
+        fragments["tensor"] = new_index[fragments["tensor"]]
+        implied = {int(new_index[t]): int(new_index[m]) for t, m in self.implied.items()}
         return Catalog(
             Tensors(self.tensors[tensor] for tensor in chosen),
             self.files,
             fragments[fragments["tensor"] >= 0],
             {tensor: master for tensor, master in implied.items() if min(tensor, master) >= 0},
             {
-                int(places[mixed]): replace(
+                int(new_index[mixed]): replace(
                     mixture,
-                    terms=tuple(replace(term, tensor=int(places[term.tensor])) for term in mixture.terms),
+                    terms=tuple(replace(term, tensor=int(new_index[term.tensor])) for term in mixture.terms),
                 )
                 for mixed, mixture in self.mixtures.items()
-                if places[mixed] >= 0
+                if new_index[mixed] >= 0
             },
             borrowed,
         )
 
     def casts(self) -> frozenset[Cast]:
-        """What fragments are stored as, and what the tensors are of which they are pieces, where that differs."""
+        """Pairs of stored dtype and tensor dtype that differ."""
         wanted = self.tensors.dtypes.astype(np.int64)
         stored = self.fragments["dtype"].astype(np.int64)
         pairs = np.unique(stored * len(DTYPES) + wanted[self.fragments["tensor"]]).tolist()
@@ -129,7 +132,7 @@ class Catalog:
         return frozenset((stored_as, becomes) for stored_as, becomes in named if stored_as != becomes)
 
     def stored(self, tensor: int) -> Fragments:
-        """The fragments of one tensor (of the tensor it is implied by, if it has none)."""
+        """The fragments of a tensor, or of the tensor that it is a cast of."""
         source = self.implied.get(tensor, tensor)
         return self.fragments[self.fragments["tensor"] == source]
 
@@ -171,7 +174,7 @@ def volumes(fragments: Fragments) -> Ints:
 
 
 def hulls(fragments: Fragments) -> tuple[Ints, Ints]:
-    """First byte and one past the last byte that each strided box touches in its file."""
+    """First byte, and one past the last byte, of each strided box in its file."""
     stop = fragments["byte_base"] + np.array([dtype.itemsize for dtype in DTYPES])[fragments["dtype"]]
     for dim in range(MAX_DIMS):
         stop += (fragments.along("extents", dim) - 1) * fragments.along("strides", dim)
@@ -179,12 +182,12 @@ def hulls(fragments: Fragments) -> tuple[Ints, Ints]:
 
 
 def check_catalog(catalog: Catalog) -> None:
-    """Prove that the copies that count cover every tensor exactly once, inside their files.
+    """Check that fragments with replica 0 cover every tensor exactly once, and lie within their files.
 
     Raises
     ------
     CoverageError
-        Naming the tensor, the two numbers and the files, on the first hole, overlap or box out of bounds.
+        On the first hole, overlap or box out of bounds, naming the tensor, the two numbers and the files.
     """
     check_bounds(catalog.tensors, catalog.files, catalog.fragments)
     first = catalog.fragments["replica"] == 0
@@ -193,7 +196,9 @@ def check_catalog(catalog: Catalog) -> None:
 
 
 def check_dtypes(tensors: Tensors) -> None:
-    """Every optimizer state has one dtype, and master weights are float32; parameters may differ, as routers do.
+    """Check that all tensors of an optimizer state have the same dtype, and that master weights are float32.
+
+    Parameters may differ: routers are often float32.
 
     Raises
     ------
@@ -204,18 +209,18 @@ def check_dtypes(tensors: Tensors) -> None:
     for state in sorted(tensors.states - {PARAM, EMA_PARAM}):
         of_state = np.array(list(tensors.of_state(state).values()), dtype=np.int64)
         _, first, count = np.unique(dtypes[of_state], return_index=True, return_counts=True)
-        one, *others = (tensors[int(of_state[place])] for place in first[np.lexsort((first, count))])
+        rarest, *others = (tensors[int(of_state[index])] for index in first[np.lexsort((first, count))])
         if others:
             raise CheckpointError(
-                f"{one.label} is {one.dtype.name}, {others[-1].label} is {others[-1].dtype.name}: all tensors of a "
-                "state have one dtype"
+                f"{rarest.label} is {rarest.dtype.name}, {others[-1].label} is {others[-1].dtype.name}: all tensors of "
+                "a state must have the same dtype"
             )
-        if state == MASTER_WEIGHT and one.dtype.name != "float32":
-            raise CheckpointError(f"{one.label} is {one.dtype.name}: master weights are float32")
+        if state == MASTER_WEIGHT and rarest.dtype.name != "float32":
+            raise CheckpointError(f"{rarest.label} is {rarest.dtype.name}: master weights must be float32")
 
 
 def check_bounds(tensors: Tensors, files: Sequence[File], fragments: Fragments) -> None:
-    """Every box lies inside its tensor, and its bytes inside its file."""
+    """Check that every box lies within its tensor, and its bytes within its file."""
     shapes, sizes = tensors.shapes, np.array([f.size_bytes for f in files], dtype=np.int64)
     for block in fragments.blocks():
         _check_bounds(tensors, shapes, files, sizes, block)
@@ -252,7 +257,7 @@ def check_coverage(
     fragments: Fragments,
     skip: Iterable[int] = (),
 ) -> None:
-    """The boxes of every tensor (but those in ``skip``) are disjoint and fill it."""
+    """Check that the boxes of every tensor, except those in ``skip``, are disjoint and cover it."""
     covered = np.bincount(fragments["tensor"], weights=volumes(fragments), minlength=len(tensors))
     wanted = tensors.elements.astype(np.float64)
     wanted[list(skip)] = 0
@@ -280,7 +285,11 @@ def check_coverage(
 
 
 def _by_tensor(fragments: Fragments, tensors: int) -> Iterator[Fragments]:
-    """The boxes of tensors that have several, all of a tensor together, a bounded number of tensors at a time."""
+    """Boxes of tensors with several boxes, in blocks of about ``_BLOCK_BOXES``; a tensor is never divided.
+
+    With tensors 7, 7, 8, 9, 9, 9 and blocks of 4 boxes: tensor 8 has a single box and is skipped, the first block ends
+    with the last box of 9.
+    """
     count = np.bincount(fragments["tensor"], minlength=tensors)
     order = np.argsort(fragments["tensor"], kind="stable")
     order = order[count[fragments["tensor"][order]] > 1]

@@ -4,43 +4,41 @@
 
     ReshardError
     ├── UsageError            the request itself is wrong (exit status 2)
-    ├── CheckpointError       what was given is not one whole, consistent checkpoint
-    │   ├── FormatError       a file does not say what its format promises (path, byte_offset, reason)
-    │   │   └── UnsafePickleError    it asks for something outside the allow-list
+    ├── CheckpointError       the source is not a complete, consistent checkpoint
+    │   ├── FormatError       a file violates its format (path, byte_offset, reason)
+    │   │   └── UnsafePickleError    a pickle refers to something outside the allow-list
     │   ├── CoverageError     a hole, an overlap or a contradiction in a tensor
     │   └── DriftError        copies of one tensor differ (only the bytes can show it)
     │       └── MasterDriftError  a parameter is not the cast of its master weight
-    ├── PlanError             it is whole, but cannot become what was asked
+    ├── PlanError             the checkpoint is complete, but cannot become the requested target
     │   ├── RuleError         no rule covers a tensor, or a rule contradicts it
     │   ├── MemoryBudgetError
-    │   │   └── RereadError   it would do if source bytes were read several times
-    │   ├── UnsupportedError  known, named, and not done by this version
-    │   └── CastError         a value has no place in the dtype that was asked for (only the bytes can show it)
+    │   │   └── RereadError   the budget suffices only if source bytes are read several times
+    │   ├── UnsupportedError  not supported by this version
+    │   └── CastError         a value is too large for the requested dtype (only the bytes can show it)
     ├── TargetError           the target is occupied
     │   ├── BusyError         another run is writing it
-    │   ├── StaleSessionError    what is left there belongs to another conversion
-    │   └── FinishedError     there is nothing to go on with: it is finished (exit status 0)
-    ├── ListingError          a store would not show what it holds, or not take a small file
-    ├── ClusterError          a cluster could not be reached, or did not do what it was asked
-    │   ├── JobError          it would not take a job, or was lost on the way
-    │   └── GroupFailedError  a group could not be run, wherever it was tried
-    └── RefusedJobError       the conversion of a job was refused; another try would end the same
+    │   ├── StaleSessionError    the unfinished conversion there is a different one
+    │   └── FinishedError     nothing to resume: the target is complete (exit status 0)
+    ├── ListingError          a store refused to list its contents, or to accept a small file
+    ├── ClusterError          a cluster could not be reached, or failed
+    │   ├── JobError          it refused a job, or contact was lost
+    │   └── GroupFailedError  a group failed on every worker that tried it
+    └── RefusedJobError       the conversion of a job was refused; a retry would fail too
 
-A store may refuse any of this to the source or the target: that is a CheckpointError or a TargetError whose
-``retryable`` is true. Facts are passed positionally, so every error survives pickling and crosses process
-boundaries whole.
+If a store refuses a request, that is a CheckpointError or a TargetError with ``retryable`` true. Facts are positional
+arguments, so every error survives pickling and crosses process boundaries unchanged.
 """
 
 from __future__ import annotations
 
 
 class ReshardError(Exception):
-    """Base of all errors of this package. ``str(error)`` is one clear sentence."""
+    """Base class of all errors of this package."""
 
     exit_status = 1
     retryable = False
-    """Whether the same request may end otherwise later, though neither it nor the checkpoint has changed: the trouble
-    was a store's or a cluster's."""
+    """Whether the same request may succeed later without changes, because a store or a cluster caused the failure."""
 
 
 class UsageError(ReshardError):
@@ -50,13 +48,13 @@ class UsageError(ReshardError):
 
 
 class CheckpointError(ReshardError):
-    """The source is not one whole, consistent checkpoint."""
+    """The source is not a complete, consistent checkpoint."""
 
 
 class FormatError(CheckpointError):
-    """A file does not hold what its format promises.
+    """A file violates its format.
 
-    ``reason`` is a short machine-readable code, ``byte_offset`` the place in the file (or ``None``).
+    ``reason`` is a short machine-readable code, ``byte_offset`` the position in the file or ``None``.
     """
 
     def __init__(self, reason: str, path: str, byte_offset: int | None, detail: str) -> None:
@@ -69,7 +67,7 @@ class FormatError(CheckpointError):
 
 
 class UnsafePickleError(FormatError):
-    """A pickle asks for a global, an opcode or a call outside the allow-list. Nothing was executed."""
+    """A pickle contains a global, an opcode or a call outside the allow-list. Nothing was executed."""
 
 
 class CoverageError(CheckpointError):
@@ -87,11 +85,11 @@ class CoverageError(CheckpointError):
 
 
 class PlanError(ReshardError):
-    """The checkpoint is whole but cannot become what was asked."""
+    """The checkpoint is complete, but cannot become the requested target."""
 
 
 class RuleError(PlanError):
-    """No layout rule covers a tensor, or the rule contradicts what the files say."""
+    """No rule covers a tensor, or the rule contradicts the files."""
 
     def __init__(self, tensor: str, detail: str) -> None:
         super().__init__(tensor, detail)
@@ -102,9 +100,9 @@ class RuleError(PlanError):
 
 
 class MemoryBudgetError(PlanError):
-    """A group, or what is known of all tensors, does not fit the memory budget.
+    """A group, or the metadata of all tensors, exceeds the memory budget.
 
-    ``needed_bytes`` is the smallest budget that would do; with ``at_least`` it may turn out that more is needed.
+    ``needed_bytes`` is the smallest sufficient budget, or with ``at_least`` a lower bound of it.
     """
 
     def __init__(self, tensor: str, budget_bytes: int, needed_bytes: int, at_least: bool = False) -> None:
@@ -124,7 +122,7 @@ class MemoryBudgetError(PlanError):
 class RereadError(MemoryBudgetError):
     """The budget suffices only if source bytes are read ``amplification`` times on average.
 
-    ``needed_bytes`` is a budget with which each would be read once.
+    ``needed_bytes`` is a budget with which each byte is read once.
     """
 
     def __init__(self, tensor: str, budget_bytes: int, needed_bytes: int, amplification: float) -> None:
@@ -141,11 +139,11 @@ class RereadError(MemoryBudgetError):
 
 
 class UnsupportedError(PlanError):
-    """Known and named, and not done by this version."""
+    """Not supported by this version."""
 
 
 class CastError(PlanError):
-    """A finite value is too large for the dtype that was asked for. Nothing is published."""
+    """A finite value is too large for the requested dtype. Nothing is published."""
 
     def __init__(self, tensor: str, detail: str) -> None:
         super().__init__(tensor, detail)
@@ -156,7 +154,7 @@ class CastError(PlanError):
 
 
 class TargetError(ReshardError):
-    """The target is occupied, or was changed under us."""
+    """The target is occupied, or was changed by another process."""
 
 
 class BusyError(TargetError):
@@ -170,33 +168,33 @@ class StaleSessionError(TargetError):
 
 
 class FinishedError(TargetError):
-    """There is nothing to go on with: the target is finished, and at a glance what its manifest says."""
+    """There is nothing to resume: the target is complete and agrees with its manifest at a quick check."""
 
     exit_status = 0
 
 
 class ListingError(ReshardError):
-    """A store would not show what it holds, or not take a small file."""
+    """A store refused to list its contents, or to accept a small file."""
 
     retryable = True
 
 
 class ClusterError(ReshardError):
-    """A cluster could not be reached, or did not do what it was asked."""
+    """A cluster could not be reached, or failed."""
 
     retryable = True
 
 
 class JobError(ClusterError):
-    """The cluster would not take a job, or contact with it was lost."""
+    """The cluster refused a job, or contact with it was lost."""
 
 
 class RefusedJobError(ReshardError):
-    """The conversion of a job was refused there, in these words; another try would end the same."""
+    """The conversion of a job was refused with this message; a retry would fail too."""
 
 
 class GroupFailedError(ClusterError):
-    """A group could not be run, wherever it was tried. ``tensor`` is the first one in it."""
+    """A group failed on every worker that tried it. ``tensor`` is its first tensor."""
 
     def __init__(self, tensor: str, group: int, attempts: int, cause: str) -> None:
         super().__init__(tensor, group, attempts, cause)
@@ -209,7 +207,7 @@ class GroupFailedError(ClusterError):
 class DriftError(CheckpointError):
     """Two stored copies of the same values differ. Nothing is published.
 
-    ``replicas`` tells copies of one tensor from a parameter that is not the cast of its master weight.
+    ``replicas``: the copies are of the same tensor; otherwise a parameter is not the cast of its master weight.
     """
 
     def __init__(self, tensor: str, detail: str, path_a: str, path_b: str, replicas: bool) -> None:
@@ -228,7 +226,7 @@ class MasterDriftError(DriftError):
     """A stored parameter is not its stored master weight, rounded. Nothing is published."""
 
     PHRASE = "its master weight"
-    """In every ``detail``, and nowhere else: it tells these from other drift where only the text is kept."""
+    """Contained in every ``detail`` of this class, which identifies it where only the text is available."""
 
     def __init__(self, tensor: str, detail: str, path_a: str, path_b: str) -> None:
         super().__init__(tensor, detail, path_a, path_b, False)
@@ -242,17 +240,17 @@ class MasterDriftError(DriftError):
 
 
 def error_class(kind: str) -> type[ReshardError]:
-    """The class that ``kind`` names in what ``--json`` printed, of this version or another; the base of all if unknown.
+    """The error class for ``kind`` in JSON output of any version; ``ReshardError`` if unknown.
 
     >>> error_class("StaleSessionError").__name__
     'StaleSessionError'
     >>> error_class("AnErrorToCome").__name__
     'ReshardError'
     """
-    left: list[type[ReshardError]] = [ReshardError]
-    while left:
-        known = left.pop()
+    pending: list[type[ReshardError]] = [ReshardError]
+    while pending:
+        known = pending.pop()
         if known.__name__ == kind:
             return known
-        left += known.__subclasses__()
+        pending += known.__subclasses__()
     return ReshardError

@@ -1,4 +1,4 @@
-"""Where do boxes of integers lie, and how do they meet?
+"""Boxes of integers and their intersections.
 
 A *box* is an offset and extents, in elements, half-open. A tensor has at most ``MAX_DIMS`` dims; in the
 columnar form every box has exactly ``MAX_DIMS`` of them, the missing ones trailing with extent 1.
@@ -36,7 +36,7 @@ def row_major_strides(shape: Sequence[int], itemsize_bytes: int) -> Shape:
 
 
 def strides_in_order(shape: Sequence[int], itemsize_bytes: int, axes: Sequence[int] | None) -> Shape:
-    """Byte strides of an array whose bytes run through its dims in an order, the slowest first; ``None``: their own.
+    """Byte strides of an array whose dims are stored in the order ``axes``, slowest first; ``None``: C order.
 
     >>> strides_in_order((2, 3, 4), 2, (2, 1, 0))
     (2, 4, 12)
@@ -52,14 +52,13 @@ def strides_in_order(shape: Sequence[int], itemsize_bytes: int, axes: Sequence[i
 def boxes_of_flat_range(start: int, stop: int, shape: Shape) -> list[tuple[Shape, Shape]]:
     """Cut ``[start, stop)`` of the row-major flattening of ``shape`` into boxes, in order.
 
-    At most ``2 * rank - 1`` boxes of ``(offset, extents)``: a ragged head per dim, whole rows, a ragged
-    tail per dim.
+    At most ``2 * dims - 1`` boxes of ``(offset, extents)``: a ragged head per dim, whole rows, a ragged tail per dim.
 
     >>> boxes_of_flat_range(3, 11, (3, 4))
     [((0, 3), (1, 1)), ((1, 0), (1, 4)), ((2, 0), (1, 3))]
     """
     if not 0 <= start <= stop <= prod(shape):
-        raise ValueError(f"flat range [{start}, {stop}) does not lie in a tensor of shape {shape}")
+        raise ValueError(f"flat range [{start}, {stop}) is outside a tensor of shape {shape}")
     if start == stop:
         return []
     if not shape:
@@ -93,29 +92,29 @@ def padded(values: Sequence[int], fill: int) -> Shape:
 
 
 def intersect(offset_a: Ints, extents_a: Ints, offset_b: Ints, extents_b: Ints) -> tuple[Ints, Ints]:
-    """Row-wise intersection of two columns of boxes that meet, all of shape ``(n, MAX_DIMS)``."""
+    """Row-wise intersection of two columns of intersecting boxes, all of shape ``(n, MAX_DIMS)``."""
     low = np.maximum(offset_a, offset_b)
     return low, np.minimum(offset_a + extents_a, offset_b + extents_b) - low
 
 
 class Boxes(NamedTuple):
-    """Columns of boxes, each of one tensor."""
+    """Columns of boxes, and the tensor of each."""
 
     tensor: npt.NDArray[Any]
-    """Whole numbers from 0."""
+    """Indices from 0."""
     offset: Ints
     extents: Ints
 
 
 _BLOCK_BOXES = 1 << 17
-"""Boxes that are held against each other in one go, those of a tensor together."""
+"""Approximate number of boxes in a block; a tensor is never divided."""
 
 
 def by_tensor(*sides: npt.NDArray[Any]) -> list[list[Ints]]:
-    """Rows of every side, those of tensors that follow each other together: about ``_BLOCK_BOXES`` of all sides.
+    """Divide rows into blocks of consecutive tensors, with about ``_BLOCK_BOXES`` rows of all sides in a block.
 
-    Each side is the number of the tensor of every row. Pairs of rows of one tensor are found by looking at the first
-    rows of all sides, then at the second ones, and so on; they are in order then if each look finds them in order.
+    Each side gives the tensor of every row. Rows of a tensor are in the same block of every side, so pairs can be
+    searched block by block, and stay ordered by tensor.
 
     >>> [[rows.tolist() for rows in side] for side in by_tensor(np.array([1, 0, 1]), np.array([0, 1]))]
     [[[0, 1, 2]], [[0, 1]]]
@@ -134,14 +133,18 @@ def by_tensor(*sides: npt.NDArray[Any]) -> list[list[Ints]]:
 
 
 _BLOCK_PAIRS = 1 << 18
-"""Candidates looked at in one go, so that memory does not grow with their number."""
+"""Number of candidate pairs checked at a time, which bounds memory."""
 
 
 def meeting_pairs(left: Boxes, right: Boxes) -> tuple[Ints, Ints]:
     """All pairs ``(i, j)`` of a ``left`` and a ``right`` box of the same tensor that share an element.
 
-    Ordered by tensor, then ``i``, then ``j``. The boxes are swept along one dim, for each tensor the one that
-    leaves fewest candidates: with slices on both sides these are hardly more than the pairs themselves.
+    Ordered by tensor, then ``i``, then ``j``. Boxes are swept along a single dim, for each tensor the dim with fewest
+    candidates. With slices on both sides there are hardly more candidates than pairs::
+
+        left   [0, 4) [4, 8)        sorted by start, with running maximum of ends 4, 8
+        right  [3, 5)               first: ends above 3 begin at index 0; last: starts below 5 end at index 2
+        pairs  (0, 0) (1, 0)
     """
     dims = [d for d in range(MAX_DIMS) if _tells_apart(left, d) or _tells_apart(right, d)] or [0]
     if not len(left.tensor) or not len(right.tensor):
@@ -171,7 +174,7 @@ def _interval(boxes: Boxes, dim: int) -> tuple[Ints, Ints]:
 
 
 class _Sweep(NamedTuple):
-    """For every right box the run ``[first, last)`` of ``order``, left boxes that it may meet."""
+    """For every right box the candidates ``order[first:last]`` among the left boxes."""
 
     order: Ints
     first: Ints
@@ -179,18 +182,18 @@ class _Sweep(NamedTuple):
 
 
 def _sweep(left: Boxes, right: Boxes, dim: int, sides: list[dict[int, tuple[Ints, Ints]]]) -> _Sweep:
-    """Left boxes by where they start along ``dim``: those that start before a right one ends, from the first
-    on that reaches beyond its start."""
+    """Sort left boxes by their start along ``dim``; candidates begin with the first box that ends after the start of
+    the right box, and stop before the first box that starts at or after its end."""
     (start, stop), (from_, to) = (side[dim] for side in sides)
     tensors = 1 + int(max(left.tensor.max(), right.tensor.max()))
     span = 1 + int(max(stop.max(), to.max()))
     if (
         tensors * span >= 1 << 62
-    ):  # one number for tensor and place would not fit: number the places that occur
-        places, ranks = np.unique(np.concatenate([start, stop, from_, to]), return_inverse=True)
+    ):  # tensor * span + coordinate would overflow: replace coordinates by their ranks
+        coordinates, ranks = np.unique(np.concatenate([start, stop, from_, to]), return_inverse=True)
         cuts = np.cumsum([len(start), len(stop), len(from_)])
         start, stop, from_, to = (part.astype(np.int64) for part in np.split(ranks.ravel(), cuts))
-        span = len(places) + 1
+        span = len(coordinates) + 1
     base, other = left.tensor.astype(np.int64) * span, right.tensor.astype(np.int64) * span
     order = np.argsort(base + start, kind="stable")
     reach = np.maximum.accumulate((base + stop)[order])
@@ -200,7 +203,7 @@ def _sweep(left: Boxes, right: Boxes, dim: int, sides: list[dict[int, tuple[Ints
 
 
 def _blocks(sweep: _Sweep, rows: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """Candidate pairs ``(i, j)`` of some right boxes, a bounded number at a time."""
+    """Candidate pairs ``(i, j)`` of the right boxes ``rows``, a bounded number at a time."""
     lengths = (sweep.last - sweep.first)[rows]
     ends = np.cumsum(lengths)
     start = 0

@@ -1,7 +1,7 @@
-"""Bytes of target files that are known when these are laid out, as columns.
+"""Literal bytes of target files, as columns: everything whose value is known when a file is laid out.
 
-Between any two arrays of a file lie some, so there are as many of them as arrays: hundreds of thousands. They are
-names and pickle opcodes, which repeat themselves: their contents are kept compressed.
+There are literals between any two arrays of a file, so a target may have hundreds of thousands. They are names and
+pickle opcodes, which are repetitive, and therefore stored compressed.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ Literal = tuple[int, int, bytes]
 """``(file, byte offset, bytes)``."""
 
 BLOCK_BYTES = 1 << 18
-"""Contents that are compressed together."""
+"""Size of the blocks that are compressed."""
 
 
 class LiteralTemplate(NamedTuple):
-    """Literals that lie at the same bytes of several files."""
+    """Literals with the same offsets and contents in several files."""
 
     offsets: array[int]
-    """The byte of each file at which they begin."""
+    """Byte offset of each literal in a file."""
     starts: array[int]
-    """Offsets of their contents in the text."""
+    """Start of the contents of each literal in the text; ``stops`` are the ends."""
     stops: array[int]
 
 
 class _Text:
-    """Bytes that are only added to, compressed block by block."""
+    """An append-only byte string, compressed block by block."""
 
     __slots__ = ("_blocks", "_open")
 
     def __init__(self) -> None:
         self._blocks: list[bytes] = []
-        self._open = bytearray()  # what follows the blocks
+        self._open = bytearray()  # bytes after the last full block
 
     def __len__(self) -> int:
         return len(self._blocks) * BLOCK_BYTES + len(self._open)
@@ -62,7 +62,7 @@ class _Text:
 
 
 class _Reader:
-    """Reads a text in order: it keeps the block that it read last. Several threads have one each."""
+    """Reads a text sequentially and caches the last block; not shared between threads."""
 
     __slots__ = ("_block", "_number", "_text")
 
@@ -87,46 +87,46 @@ class _Reader:
 class Literals(Sequence[Literal]):
     """Literals in the order in which they were added.
 
-    Nothing is added once they are part of a target or a plan. A plan forgets them when it was carried out.
+    They are not changed once they belong to a target or a plan; a plan clears them when it has run.
     """
 
     __slots__ = ("_added", "_content", "_runs")
 
     def __init__(self, literals: Iterable[Literal] = ()) -> None:
-        self._runs: list[tuple[int, LiteralTemplate]] = []  # files, and what lies in them
-        self._added: LiteralTemplate | None = None  # of the last run, if more may be added to it
+        self._runs: list[tuple[int, LiteralTemplate]] = []  # files and their literals
+        self._added: LiteralTemplate | None = None  # the template of the last run, if it may grow
         self._content = _Text()
         for file, offset, content in literals:
             self.add(file, offset, content)
 
     def add(self, file: int, offset: int, content: bytes) -> None:
-        """Add one more."""
+        """Add a literal."""
         if self._added is None or self._runs[-1][0] != file:
             self._added = self.template(())
             self._runs.append((file, self._added))
         self.extend_template(self._added, offset, content)
 
     def template(self, literals: Iterable[tuple[int, bytes]]) -> LiteralTemplate:
-        """Take in ``(byte offset, bytes)`` of files that are all alike in these; none of them is known yet."""
-        kept = LiteralTemplate(array("q"), array("q"), array("q"))
+        """Start a template with literals ``(byte offset, bytes)`` that several files will share."""
+        template = LiteralTemplate(array("q"), array("q"), array("q"))
         for offset, content in literals:
-            self.extend_template(kept, offset, content)
-        return kept
+            self.extend_template(template, offset, content)
+        return template
 
-    def extend_template(self, kept: LiteralTemplate, offset: int, content: bytes) -> None:
-        """Take in one more of such files."""
-        kept.offsets.append(offset)
-        kept.starts.append(len(self._content))
+    def extend_template(self, template: LiteralTemplate, offset: int, content: bytes) -> None:
+        """Add a literal to a template."""
+        template.offsets.append(offset)
+        template.starts.append(len(self._content))
         self._content.add(content)
-        kept.stops.append(len(self._content))
+        template.stops.append(len(self._content))
 
-    def add_file(self, kept: LiteralTemplate, file: int) -> None:
-        """Add the literals of one such file; nothing more is taken in then."""
+    def add_file(self, template: LiteralTemplate, file: int) -> None:
+        """Add a file with the literals of a template, which must not be extended afterwards."""
         self._added = None
-        self._runs.append((file, kept))
+        self._runs.append((file, template))
 
     def __len__(self) -> int:
-        return sum(len(kept.offsets) for _, kept in self._runs)
+        return sum(len(template.offsets) for _, template in self._runs)
 
     @overload
     def __getitem__(self, at: int) -> Literal: ...
@@ -147,17 +147,21 @@ class Literals(Sequence[Literal]):
 
     def _from(self, first: int) -> Iterator[Literal]:
         reader = _Reader(self._content)
-        for file, kept in self._runs:
-            for place in range(first, len(kept.offsets)):
-                yield file, kept.offsets[place], reader.read(kept.starts[place], kept.stops[place])
-            first = max(0, first - len(kept.offsets))
+        for file, template in self._runs:
+            for index in range(first, len(template.offsets)):
+                yield (
+                    file,
+                    template.offsets[index],
+                    reader.read(template.starts[index], template.stops[index]),
+                )
+            first = max(0, first - len(template.offsets))
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Remove all literals and free their memory."""
         self._runs, self._added, self._content = [], None, _Text()
 
     def copy(self) -> Literals:
-        """The same literals, to which others can be added."""
+        """A copy that can be extended."""
         copied = Literals()
         self._added = None
         copied._runs = self._runs[:]
@@ -173,18 +177,18 @@ class Literals(Sequence[Literal]):
 
     @property
     def files(self) -> Ints:
-        """The file of each."""
-        counts = [len(kept.offsets) for _, kept in self._runs]
+        """Index of the file of each literal."""
+        counts = [len(template.offsets) for _, template in self._runs]
         return np.repeat(np.array([file for file, _ in self._runs], dtype=np.int64), counts)
 
     @property
     def sizes(self) -> Ints:
-        """Bytes of each."""
-        found = [np.array(kept.stops) - np.array(kept.starts) for _, kept in self._runs]
+        """Size of each literal in bytes."""
+        found = [np.array(template.stops) - np.array(template.starts) for _, template in self._runs]
         return np.concatenate([np.zeros(0, dtype=np.int64), *found])
 
     def by_file(self) -> LiteralsByFile:
-        """The same, to be looked up by where they lie."""
+        """The same literals, indexed by file and offset."""
         return LiteralsByFile(self._runs, self._content)
 
 
@@ -194,47 +198,51 @@ class LiteralsByFile:
     def __init__(self, runs: Iterable[tuple[int, LiteralTemplate]], content: _Text) -> None:
         self._content = content
         self._kept: dict[int, LiteralTemplate] = {}
-        for file, kept in runs:
+        for file, template in runs:
             known = self._kept.get(file)
-            self._kept[file] = _in_order(kept if known is None else _both(known, kept))
+            self._kept[file] = _in_order(template if known is None else _both(known, template))
 
     def of_ranges(self, ranges: Iterable[tuple[int, int, int]]) -> LiteralSlices:
-        """What lies in ranges ``(file, first byte, one past the last)``; a literal may reach over several of them."""
+        """The parts of literals within ranges ``(file, first byte, one past the last)``; a literal may span several.
+
+        A literal of 10 bytes at offset 100 and the ranges [96, 104) and [104, 112) give two slices: bytes 0:4 at offset
+        4 of the first range, and bytes 4:10 at offset 0 of the second.
+        """
         found = LiteralSlices(self._content)
         for number, (file, start, stop) in enumerate(ranges):
-            kept = self._kept.get(file)
-            if kept is None:
+            template = self._kept.get(file)
+            if template is None:
                 continue
-            first = bisect_right(kept.offsets, start)
-            while first and kept.offsets[first - 1] + _length(kept, first - 1) > start:
+            first = bisect_right(template.offsets, start)
+            while first and template.offsets[first - 1] + _length(template, first - 1) > start:
                 first -= 1
-            for place in range(first, bisect_left(kept.offsets, stop)):
-                offset, begin = kept.offsets[place], kept.starts[place]
-                low, high = max(offset, start), min(offset + _length(kept, place), stop)
+            for index in range(first, bisect_left(template.offsets, stop)):
+                offset, begin = template.offsets[index], template.starts[index]
+                low, high = max(offset, start), min(offset + _length(template, index), stop)
                 found.add(number, low - start, begin + low - offset, begin + high - offset)
         return found
 
 
-def _length(kept: LiteralTemplate, place: int) -> int:
-    return kept.stops[place] - kept.starts[place]
+def _length(template: LiteralTemplate, index: int) -> int:
+    return template.stops[index] - template.starts[index]
 
 
 def _both(one: LiteralTemplate, other: LiteralTemplate) -> LiteralTemplate:
     return LiteralTemplate(*(a + b for a, b in zip(one, other, strict=True)))
 
 
-def _in_order(kept: LiteralTemplate) -> LiteralTemplate:
-    offsets = np.array(kept.offsets, dtype=np.int64)
+def _in_order(template: LiteralTemplate) -> LiteralTemplate:
+    offsets = np.array(template.offsets, dtype=np.int64)
     if (offsets[1:] >= offsets[:-1]).all():
-        return kept
+        return template
     order = np.argsort(offsets, kind="stable")
-    return LiteralTemplate(*(array("q", np.array(column)[order].tobytes()) for column in kept))
+    return LiteralTemplate(*(array("q", np.array(column)[order].tobytes()) for column in template))
 
 
 class LiteralSlices(Sequence[Literal]):
-    """LiteralSlices of literals: number of a range, byte offset in it, and bytes; in the order of the ranges.
+    """Parts of literals: number of a range, byte offset in it, and bytes; in the order of the ranges.
 
-    They share the text of the literals that they were taken of. Only their own bytes are sent to another process.
+    They share the text of the original literals; only their own bytes are pickled.
     """
 
     __slots__ = ("_content", "_numbers", "_offsets", "_starts", "_stops")
@@ -245,7 +253,7 @@ class LiteralSlices(Sequence[Literal]):
         self._starts, self._stops = array("q"), array("q")
 
     def add(self, number: int, offset: int, start: int, stop: int) -> None:
-        """Add what lies at ``[start, stop)`` of the text."""
+        """Add bytes ``[start, stop)`` of the text."""
         self._numbers.append(number)
         self._offsets.append(offset)
         self._starts.append(start)

@@ -1,7 +1,7 @@
-"""Very many tensors as columns.
+"""Very many tensors, stored as columns.
 
-A checkpoint of a mixture of experts has hundreds of thousands of tensors, few shapes, and as many states as its
-optimizer keeps: of each tensor there are four small numbers here, and the keys are held once for all states.
+A checkpoint of a mixture of experts has hundreds of thousands of tensors, but few shapes and states. Each tensor takes
+four small numbers, and a key is stored once for all its states.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Identity = tuple[str, str]
 
 
 class Numbered(Generic[Value]):
-    """Distinct values, numbered as they come."""
+    """Distinct values, numbered in the order in which they are added."""
 
     __slots__ = ("numbers", "values")
 
@@ -34,7 +34,7 @@ class Numbered(Generic[Value]):
         self.numbers: dict[Value, int] = {}
 
     def number(self, value: Value) -> int:
-        """The number of a value, which may be a new one."""
+        """The number of a value, which is added if it is new."""
         number = self.numbers.setdefault(value, len(self.values))
         if number == len(self.values):
             self.values.append(value)
@@ -42,25 +42,25 @@ class Numbered(Generic[Value]):
 
 
 class Identities:
-    """Keys and states, numbered as they are added; the key is held once for all states."""
+    """Pairs of key and state, numbered in the order in which they are added; a key is stored once."""
 
-    __slots__ = ("_key", "_keys", "_places", "_state", "_states")
+    __slots__ = ("_key", "_keys", "_numbers", "_state", "_states")
 
     def __init__(self) -> None:
         self._keys: Numbered[str] = Numbered()
         self._states: Numbered[str] = Numbered()
         self._key, self._state = array("i"), array("h")
-        self._places: list[array[int]] = []  # of each state: for each key its number, -1 for none
+        self._numbers: list[array[int]] = []  # by state, then key: number of the pair, or -1
 
     def add(self, key: str, state: str) -> int:
-        """Add one more, and number it."""
+        """Add a pair and return its number."""
         number = len(self)
         of_key, of_state = self._keys.number(key), self._states.number(state)
-        if of_state == len(self._places):
-            self._places.append(array("i"))
-        places = self._places[of_state]
-        places.extend([-1] * (of_key + 1 - len(places)))
-        places[of_key] = number
+        if of_state == len(self._numbers):
+            self._numbers.append(array("i"))
+        numbers = self._numbers[of_state]
+        numbers.extend([-1] * (of_key + 1 - len(numbers)))
+        numbers[of_key] = number
         self._key.append(of_key)
         self._state.append(of_state)
         return number
@@ -72,15 +72,15 @@ class Identities:
         return self._keys.values[self._key[number]], self._states.values[self._state[number]]
 
     def find(self, key: str, state: str) -> int | None:
-        """The number of one; ``None``: it was not added."""
+        """The number of a pair, or ``None``."""
         of_key, of_state = self._keys.numbers.get(key), self._states.numbers.get(state)
-        if of_key is None or of_state is None or of_key >= len(self._places[of_state]):
+        if of_key is None or of_state is None or of_key >= len(self._numbers[of_state]):
             return None
-        place = self._places[of_state][of_key]
-        return None if place < 0 else place
+        number = self._numbers[of_state][of_key]
+        return None if number < 0 else number
 
     def order(self, numbers: Ints) -> Ints:
-        """How to sort some of them, by key and then by state."""
+        """Indices that sort ``numbers`` by key and then by state."""
         columns = (self._states, self._state), (self._keys, self._key)
         return np.lexsort([_ranks(values.values)[np.array(of_each)[numbers]] for values, of_each in columns])
 
@@ -90,23 +90,23 @@ class Identities:
         return frozenset(self._states.values)
 
     def of_state(self, state: str) -> dict[str, int]:
-        """Key → number of those of one state, in their order."""
+        """Key → number, for the pairs of a state in their order."""
         number = self._states.numbers.get(state, -1)
         found = np.flatnonzero(np.array(self._state, dtype=np.int16) == number).tolist()
-        return {self._keys.values[self._key[place]]: place for place in found}
+        return {self._keys.values[self._key[pair]]: pair for pair in found}
 
 
 def _ranks(values: Sequence[str]) -> Ints:
-    """For each of some different texts, which are in no order, how many come before it."""
+    """Rank of each of several distinct texts in sorted order: ``["b", "c", "a"]`` gives 1, 2, 0."""
     ranks = np.empty(len(values), dtype=np.int64)
     ranks[sorted(range(len(values)), key=values.__getitem__)] = np.arange(len(values))
     return ranks
 
 
 class Tensors(Sequence[Tensor]):
-    """Tensors in the order in which they were added; whichever is looked at is made anew.
+    """Tensors in the order in which they were added; each access creates a new object.
 
-    Nothing is added once they are part of a catalog.
+    They are not changed once they belong to a catalog.
     """
 
     __slots__ = ("_aliases", "_dtype", "_identities", "_shape", "_shapes")
@@ -120,7 +120,7 @@ class Tensors(Sequence[Tensor]):
             self.add(tensor)
 
     def add(self, tensor: Tensor) -> int:
-        """Add one more, and number it."""
+        """Add a tensor and return its number."""
         number = self._identities.add(tensor.key, tensor.state)
         self._dtype.append(DTYPES.index(tensor.dtype))
         self._shape.append(self._shapes.number(tensor.global_shape))
@@ -155,19 +155,19 @@ class Tensors(Sequence[Tensor]):
     __hash__ = None  # type: ignore[assignment]
 
     def find(self, key: str, state: str) -> int | None:
-        """The number of the tensor that is called so."""
+        """The number of a tensor, or ``None``."""
         return self._identities.find(key, state)
 
     def identity(self, number: int) -> Identity:
-        """What one is called."""
+        """Key and state of a tensor."""
         return self._identities[number]
 
     def dtype(self, number: int) -> DType:
-        """What the elements of one are."""
+        """Dtype of a tensor."""
         return DTYPES[self._dtype[number]]
 
     def shape(self, number: int) -> Shape:
-        """The global shape of one."""
+        """Global shape of a tensor."""
         return self._shapes.values[self._shape[number]]
 
     @property
@@ -176,34 +176,34 @@ class Tensors(Sequence[Tensor]):
         return self._identities.states
 
     def order(self, numbers: Ints) -> Ints:
-        """How to sort some of them, by key and then by state."""
+        """Indices that sort ``numbers`` by key and then by state."""
         return self._identities.order(numbers)
 
     def of_state(self, state: str) -> dict[str, int]:
-        """Key → number of the tensors of one state, in their order."""
+        """Key → number, for the tensors of a state in their order."""
         return self._identities.of_state(state)
 
     @property
     def dtypes(self) -> npt.NDArray[np.int8]:
-        """The place of each dtype in ``DTYPES``."""
+        """Index into ``DTYPES`` of each tensor's dtype."""
         return np.array(self._dtype, dtype=np.int8)
 
     @property
     def shapes(self) -> Ints:
-        """The shape of each, padded to ``MAX_DIMS``."""
+        """Shape of each tensor, padded to ``MAX_DIMS``."""
         padded_shapes = [padded(shape, 1) for shape in self._shapes.values]
         table = np.array(padded_shapes, dtype=np.int64).reshape(-1, MAX_DIMS)
         return np.asarray(table[np.array(self._shape, dtype=np.int64)])
 
     @property
     def elements(self) -> Ints:
-        """The elements of each."""
+        """Number of elements of each tensor."""
         table = np.array([prod(shape) for shape in self._shapes.values], dtype=np.int64)
         return np.asarray(table[np.array(self._shape, dtype=np.int64)])
 
 
 class TensorIndex(Mapping[Identity, int]):
-    """Key and state of tensors → their numbers."""
+    """``(key, state)`` → number of a tensor."""
 
     __slots__ = ("_tensors",)
 

@@ -101,5 +101,5 @@ def test_a_learning_rate_in_some_files_only_is_a_contradiction(tmp_path: Path) -
     del data["LR_Scheduler"]
     with path.open("wb") as file:
         pickle.dump(data, file, protocol=4)
-    with pytest.raises(paddle_reshard.ReshardError, match=r"optimizer.tp01_pp01_shard01.pdopt has none"):
+    with pytest.raises(paddle_reshard.ReshardError, match=r"but optimizer.tp01_pp01_shard01.pdopt does not"):
         paddle_reshard.convert(source, tmp_path / "target", to="tp=1")

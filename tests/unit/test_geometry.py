@@ -51,7 +51,7 @@ def test_the_most_boxes_that_a_flat_range_can_need() -> None:
 
 @pytest.mark.parametrize("bounds", [(-1, 2), (3, 2), (0, 7), (7, 7)])
 def test_a_flat_range_outside_the_tensor_is_refused(bounds: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match=r"flat range \[.*\) does not lie in a tensor of shape \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"flat range \[.*\) is outside a tensor of shape \(2, 3\)"):
         boxes_of_flat_range(*bounds, (2, 3))
 
 
