@@ -1,4 +1,4 @@
-"""What are the files of a target, whatever its format?"""
+"""The files of a target, independent of its format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paddle_reshard.pipeline.core.tensors import Cast
 
 @dataclass(frozen=True)
 class TargetFiles:
-    """Exact layout of new files. ``fragments`` are boxes to fill; their ``file`` indexes ``files``."""
+    """Exact layout of new files. ``fragments`` are boxes to fill; their ``file`` is an index into ``files``."""
 
     files: tuple[File, ...]
     literals: Literals
@@ -22,14 +22,14 @@ class TargetFiles:
     parameter_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Cell → structured key → parameter name, where the format has such names."""
     casts: frozenset[Cast] = frozenset()
-    """Casts that were asked for."""
+    """Requested casts."""
     omitted: frozenset[int] = frozenset()
-    """Tensors that one of several targets leaves out, though another one has them."""
+    """Tensors that some, but not all, of several targets omit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sidecars:
-    """Where each small file goes."""
+    """Small files of a target."""
 
     carried: tuple[str, ...]
     written: tuple[tuple[str, bytes], ...]
@@ -39,22 +39,21 @@ class Sidecars:
 
 @dataclass(frozen=True)
 class LaidOut:
-    """The files of a target, and what they are made of."""
+    """The files of a target, and the tensors that they are made of."""
 
     catalog: Catalog
-    """Of the source, what goes into the target."""
+    """The tensors of the source that go into the target."""
     files: TargetFiles
     carried: tuple[str, ...]
     """Paths of files that go to the target byte for byte."""
     not_carried: tuple[tuple[str, str], ...]
     """``(path, why it is not in the target)``."""
     states_not_carried: tuple[str, ...] = ()
-    """States of tensors of which nothing is in the target: its format has no place for them, or they were not asked
-    for."""
+    """States that the target omits, because its format cannot hold them or they were not requested."""
 
 
 def add_literal_files(target: TargetFiles, files: Sequence[tuple[str, bytes]]) -> TargetFiles:
-    """The same target with more files whose bytes are known."""
+    """The target with additional files of known contents."""
     literals = target.literals.copy()
     for number, (_, content) in enumerate(files, len(target.files)):
         if content:

@@ -1,7 +1,7 @@
-"""What the rest of the product knows of a format.
+"""The interface of a checkpoint format.
 
-Nothing outside a format's own folder asks which format it has before it: what differs from one to the next is a method
-or a property here. ``formats.py`` lists them.
+Code outside a format's folder never checks which format it deals with: all differences are methods and properties here.
+``formats.py`` lists the formats.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ if TYPE_CHECKING:
 
 
 class FormatOption(NamedTuple):
-    """An option of a target, as a format understands it."""
+    """An option of a target, with the meaning that a format gives it."""
 
     help: str
     choices: tuple[str, ...] = ()
-    """What it can be, where that can be listed."""
+    """Possible values, if they can be listed."""
 
 
 MUON, ADAMW_MINI = "Muon", "AdamWMini"
-"""Optimizers that trainers save in some formats only."""
+"""Optimizers that trainers can save only in some formats."""
 TARGET_META = FormatOption("model_meta.json of a job of the target topology, which supplies parameter names.")
-"""The same for every format that stores parameter names."""
+"""Shared by all formats that store parameter names."""
 
 
 class Format(Protocol):
-    """A format: what it is called, what can be asked of it, and how a checkpoint of it is recognised and read.
+    """A format: its name and options, and how its checkpoints are recognised and read.
 
-    Its module imports no NumPy, and what reads and makes its files is imported by the method that does: the command
-    line asks every format for its name and options, and most checkpoints are of one.
+    The module of a format does not import NumPy, and its methods import what reads and writes files: the command line
+    needs the names and options of all formats, but a command rarely uses more than two.
     """
 
     @property
     def name(self) -> str:
-        """What it is called by."""
+        """Name, as users give it."""
 
     @property
     def help(self) -> str:
-        """What it is, for the command line's help."""
+        """Description for the command line's help."""
 
     @property
     def options(self) -> Mapping[str, FormatOption]:
-        """Name → what it means, of the options that say something about a target of it."""
+        """Name → option, for the options that apply to a target of this format."""
 
     @property
     def average_options(self) -> Mapping[str, str]:
-        """Options by which a target of it is made of the moving average; empty where it is beside the weights."""
+        """Options that export the moving average as a model; empty if the format stores it along with the weights."""
 
     @property
     def model_only(self) -> bool:
-        """Whether it holds a model and nothing of a training job: whatever else a source has is left out on purpose."""
+        """Whether it holds only a model, so that everything else in a source is omitted intentionally."""
 
     @property
     def starts_with(self) -> str:
@@ -66,79 +66,79 @@ class Format(Protocol):
 
     @property
     def cannot_hold(self) -> tuple[str, ...]:
-        """What its files have no place for, though it is a training job's: names that ``--drop`` knows."""
+        """Parts of a training checkpoint that its files cannot hold: names that ``--drop`` accepts."""
 
     @property
     def holds_lora(self) -> bool:
-        """Whether its files have a place for what LoRA trains."""
+        """Whether its files can hold LoRA."""
 
     @property
     def special_optimizers(self) -> tuple[str, ...]:
-        """Optimizers whose states differ from parameter to parameter, or in shape, and which trainers save in it."""
+        """Optimizers with unusual states (fewer for some parameters, or other shapes) that trainers save in it."""
 
     @property
     def by_table(self) -> bool:
-        """Whether a rule table has to describe the model: its jobs cut tensors, or name parameters."""
+        """Whether it needs a rule table, because its jobs cut tensors or name parameters."""
 
     @property
     def loses_tensors(self) -> bool:
-        """Whether its trainers lose tensors, so that others are taken in their place."""
+        """Whether its trainers lose tensors, which ``--fill`` can supply."""
 
     @property
     def index_as(self) -> Callable[[SourceFiles, Model], Catalog] | None:
-        """How to read the parameters of a model that is known already; ``None``: it holds more than these."""
+        """Reads the parameters of a known model; ``None`` for formats that hold more than parameters."""
 
     def recognises(self, files: SourceFiles) -> bool:
-        """Whether files are of it, and of no format that comes later in the table."""
+        """Whether files have this format, provided that no later format in the table recognises them."""
 
     def index(
         self, files: SourceFiles, tables: Sequence[RuleTable], missing: MissingPolicy | None
     ) -> Checkpoint:
-        """Understand a checkpoint from its metadata.
+        """Interpret a checkpoint from its metadata.
 
         Raises
         ------
         CheckpointError, PlanError
-            If it is not one whole, consistent checkpoint that the rules cover.
+            If it is incomplete or inconsistent, or no rule covers a tensor.
         """
 
     def request(self, asked: Mapping[str, Any]) -> Request:
-        """A target as it is asked for.
+        """Parse the options of a target.
 
-        ``asked`` has some of ``options``. Files that were given have been read: ``layout`` is :class:`Entries`,
-        ``target_meta`` the parameter names, cell → structured key → name.
+        ``asked`` contains some of ``options``. Files have already been read: ``layout`` is :class:`Entries`, and
+        ``target_meta`` maps cell → structured key → parameter name.
 
         Raises
         ------
         UsageError
-            If a value makes no sense.
+            If a value is invalid.
         """
 
 
 class Entries(NamedTuple):
-    """Entries of a small file that was given, not validated yet, and what it is called."""
+    """Entries of a small file, not yet validated, and its name."""
 
     values: Mapping[str, Any]
     where: str
 
 
 class Request(Protocol):
-    """A target as it was asked for, every value read and in range."""
+    """A requested target, with all values parsed and in range."""
 
     @property
     def format(self) -> str:
-        """Name of the format that it is a target of."""
+        """Name of its format."""
 
     @property
     def of_average(self) -> bool:
-        """Whether it is a model that is made of the moving average."""
+        """Whether it exports the moving average as a model."""
 
     def target_for(self, source: Checkpoint) -> Target:
-        """The same with what it leaves open taken from the source, or as its trainer does it."""
+        """The target, with open choices taken from the source or from the trainer's defaults."""
 
 
 class Decision(NamedTuple):
-    """Something of a target that follows from the source, or from what its trainer does."""
+    """A choice of a target that was taken from the source or from the trainer's defaults."""
 
     name: str
     value: str
@@ -147,36 +147,36 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True)
 class Staged:
-    """A target whose files are there and not published yet."""
+    """A target whose files are written but not yet published."""
 
     files: SourceFiles
     wanted: Checkpoint
-    """The source as the target is to hold it."""
+    """The source with all requested changes applied."""
     states_not_carried: Collection[str]
-    """States of which nothing is in it."""
+    """States that the target omits."""
     index: Callable[[], Checkpoint]
-    """Reads it as any source."""
+    """Reads it as a source."""
 
 
 class Target(Protocol):
-    """A target with everything decided: a frozen value that says how it is made and described."""
+    """A target with all choices made: a frozen value that lays out, describes and checks its files."""
 
     @property
     def format(self) -> str:
-        """Name of the format that it is a target of."""
+        """Name of its format."""
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """What a plan tells beside the target itself."""
+        """Choices that a plan reports."""
 
     def in_words(self) -> str:
-        """The target in a line, for people."""
+        """One-line description of the target."""
 
     def facts(self) -> dict[str, str]:
-        """What tells it from other targets of the same source, for its manifest."""
+        """Facts that distinguish it from other targets of the same source, for its manifest."""
 
     def data(self) -> dict[str, Any]:
-        """What is asked of it and decided, as plain data with stable names."""
+        """Its options and choices, as plain data with stable names."""
 
     def cannot_hold_lora(self, model: Model) -> str | None:
         """Why this target cannot hold the LoRA tensors of ``model``; ``None``: it can.
@@ -187,14 +187,14 @@ class Target(Protocol):
     def lay_out(
         self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
     ) -> LaidOut:
-        """Every file, byte for byte, and what becomes of the source's other files.
+        """Lay out every file, byte for byte, and decide about the source's small files.
 
         Parameters
         ----------
         source, wanted
-            The source without the states for which there is no place, and the same as the target is to hold it.
+            The source without states that the format cannot hold, and the same with all requested changes applied.
         sizes, folders
-            Path of every file of the source → size in bytes; names of folders in it.
+            Path of every file of the source → size in bytes; names of its folders.
 
         Raises
         ------
@@ -203,7 +203,7 @@ class Target(Protocol):
         """
 
     def check_staged(self, staged: Staged) -> None:
-        """Refuse unless what is staged reads back as the checkpoint that was planned.
+        """Check that the staged files read back as the planned checkpoint.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""All formats. To add one: a folder beside this file, and a line here."""
+"""The table of formats. To add a format, add a folder and a line here."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.reading import SourceFiles
 
 _ALL: Final[tuple[Format, ...]] = (*hybrid.FORMATS, huggingface.FORMAT, unified.FORMAT, *flex.FORMATS)
-"""From the general to the particular: files are of the last that recognises them."""
+"""From general to specific: the last format that recognises the files is used."""
 FORMATS: Final[Mapping[str, Format]] = {format.name: format for format in _ALL}
 """Name → format."""
 DEFAULT: Final = _ALL[0].name
 
 
 def names_of(formats: Iterable[Format], last: str = "and") -> str:
-    """Names of formats, for a sentence.
+    """Names of formats as a list in a sentence.
 
     >>> names_of([FORMATS["flex"], FORMATS["unified"], FORMATS["hybrid"]], "or")
     'flex, unified or hybrid'
@@ -33,12 +33,12 @@ def names_of(formats: Iterable[Format], last: str = "and") -> str:
 
 
 def help_of_formats() -> str:
-    """What every format is, for the command line's help."""
+    """Descriptions of all formats, for the command line's help."""
     return "; ".join(f"{format.name}: {format.help}" for format in _ALL) + "."
 
 
 def option_of_formats(name: str) -> FormatOption:
-    """An option as all formats that have it understand it.
+    """An option, with the help of all formats that have it.
 
     >>> option_of_formats("files").help
     'unified: number of files of each kind. Default: 1. flex, auto-parallel: maximum number of data files per folder. \
@@ -53,7 +53,7 @@ Default: as many as hold 4 GiB each.'
 
 
 def average_target(format: Format) -> str:
-    """How a target that is made of the moving average is asked for.
+    """Format and options of a target that exports the moving average.
 
     >>> average_target(formats_for_average()[1])
     'huggingface:state=ema'
@@ -63,11 +63,11 @@ def average_target(format: Format) -> str:
 
 
 def formats_for_average() -> tuple[str, Format]:
-    """Names of the formats that hold the moving average beside the weights, and one for a model that is made of it."""
+    """Names of formats that store the average along with the weights, and a format that exports it as a model."""
     beside = [format for format in _ALL if not format.model_only and "ema" not in format.cannot_hold]
     return names_of(beside, "or"), next(format for format in _ALL if format.average_options)
 
 
 def format_of(files: SourceFiles) -> Format:
-    """The format of a folder's files; the first one's if they are of none."""
+    """The format of a folder's files; the first format if none recognises them."""
     return next(format for format in reversed(_ALL) if format.recognises(files))

@@ -1,4 +1,4 @@
-"""What model is this, independent of any topology?"""
+"""The model of a checkpoint, independent of any topology."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from paddle_reshard.pipeline.layouts.placement import TensorCut
 from paddle_reshard.pipeline.layouts.rules import LoraRule, Rule, RuleTable, expected_shape
 
 AUTOMATIC = "eager_tmp"
-"""The class of a tensor that nobody named."""
+"""Class in the name of an unnamed tensor."""
 UNNAMED_PARAMETER = "_eager_param_base"
-"""The class of a parameter that nobody named. Its number is that of all parameters that the process built before it:
-Paddle draws such a name for every parameter, and gives it up for those that have one of their own."""
+"""Class in the name of an unnamed parameter. Its number counts all parameters that the process created before: Paddle
+generates such a name for every parameter, and discards it for named parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTensor:
-    """One structured key of the model."""
+    """A structured key of the model."""
 
     key: str
     rule: Rule
@@ -37,28 +37,28 @@ class ModelTensor:
     """Number of the decoder layer that owns it."""
     global_shape: Shape
     dtype: DType
-    """Of the parameter."""
+    """Dtype of the parameter."""
     accumulators: tuple[str, ...]
     """Optimizer states, in the order of the files; empty for a tensor that is not trained."""
     master: bool
     """Whether the optimizer keeps a master weight."""
     tied_to: str | None = None
-    """The key that holds the same values."""
+    """The key with the same values."""
     automatic_name: str | None = None
-    """Name in the source of a buffer that nobody named; it has no meaning and no loader looks at it."""
+    """Name in the source of an unnamed buffer; loaders ignore it."""
     missing: bool = False
-    """No file holds it: that was allowed, or it is of the base model of an adapter."""
+    """Whether no file holds it, because that was allowed, or it belongs to the base model of an adapter."""
     of_base: bool = False
-    """It is of the base model of an adapter and not trained; in most formats it is missing then."""
+    """Whether it belongs to the base model of an adapter; most formats do not store these tensors."""
 
     @property
     def trained(self) -> bool:
-        """Whether the optimizer holds any state of it."""
+        """Whether the optimizer has any state of it."""
         return self.master or bool(self.accumulators)
 
     @property
     def item(self) -> tuple[str, int | None]:
-        """The pipeline item that owns it, and its number where there are several."""
+        """The pipeline item that owns it, and its layer number, if any."""
         return self.rule.item, self.layer
 
 
@@ -72,13 +72,13 @@ class Model:
 
     @property
     def has_lora(self) -> bool:
-        """Whether there are matrices of LoRA in it."""
+        """Whether it contains LoRA matrices."""
         return any(isinstance(tensor.rule, LoraRule) for tensor in self.tensors)
 
     def as_built(self, pp: int) -> list[ModelTensor]:
         """All tensors in the order in which a job with ``pp`` stages builds them."""
-        places = self.table.build_order(pp)
-        return sorted(self.tensors, key=lambda t: (places[t.rule.item], -1 if t.layer is None else t.layer))
+        position = self.table.build_order(pp)
+        return sorted(self.tensors, key=lambda t: (position[t.rule.item], -1 if t.layer is None else t.layer))
 
     def cut(self, tensor: ModelTensor, tp: int, expert_axis: str | None = None) -> TensorCut:
         """How ``tp`` ranks cut a tensor of this model; experts distributed over ``ep`` or ``tp`` ranks are not cut."""
@@ -90,16 +90,15 @@ class Model:
 
 
 def read_model(tensors: Sequence[Tensor], table: RuleTable, config: Mapping[str, Any]) -> Model:
-    """The model of which ``tensors`` are the logical tensors, by the rules alone.
+    """The model with these logical tensors, determined by the rules alone.
 
-    For formats that hold whole tensors by structured key and nothing else of the model. A parameter that is not
-    among them is the bfloat16 cast of its master weight, by definition of the formats that leave it out. A tied
-    tensor that is not among them is added.
+    For formats that hold whole tensors by structured key and no other facts about the model. Parameters that are absent
+    are bfloat16 casts of their master weights, by definition of these formats. Tied tensors that are absent are added.
 
     Raises
     ------
     RuleError
-        Naming the tensor that no row of the table covers, or whose shape is not the one that the config tells.
+        Naming a tensor that has no row in the table, or another shape than the config requires.
     """
     states: dict[str, dict[str, Tensor]] = {}
     for tensor in tensors:
@@ -114,46 +113,46 @@ def read_model(tensors: Sequence[Tensor], table: RuleTable, config: Mapping[str,
 
 
 def model_order(table: RuleTable) -> Callable[[ModelTensor], tuple[int, ...]]:
-    """Where a tensor comes in ``model.parameters()``: items, layers and rows of the table in their order.
+    """A sort key for the order of ``model.parameters()``: items, layers and rows of the table in order.
 
-    Rows of experts that follow each other repeat as a whole for every expert.
+    Consecutive rows of experts repeat as a block for every expert: ``0.gate, 0.up, 1.gate, 1.up``.
     """
     items = table.build_order(pp=1)
     blocks: dict[str, int] = {}
-    modules = {rule.key.rpartition(".")[0]: place for place, rule in enumerate(table.rules)}
-    rows = {rule.key: place for place, rule in enumerate(table.rules)}
+    modules = {rule.key.rpartition(".")[0]: row for row, rule in enumerate(table.rules)}
+    rows = {rule.key: row for row, rule in enumerate(table.rules)}
     previous: Rule | None = None
     for rule in table.rules:
         together = previous is not None and "{expert}" in rule.key and "{expert}" in previous.key
         blocks[rule.key] = blocks[previous.key] if together and previous is not None else rows[rule.key]
         previous = rule
 
-    def place(tensor: ModelTensor) -> tuple[int, ...]:
+    def sort_key(tensor: ModelTensor) -> tuple[int, ...]:
         rule = tensor.rule
         layer = -1 if tensor.layer is None else tensor.layer
-        if isinstance(rule, LoraRule):  # behind all that the linear layer itself has
+        if isinstance(rule, LoraRule):  # after all tensors of the linear layer itself
             last = modules[rule.key.rpartition(".")[0]]
             return items[rule.item], layer, last, -1, last, rule.first_number
         match = rule.pattern().fullmatch(tensor.key) if "{expert}" in rule.key else None
         expert = match["expert"] if match else "-1"
         return items[rule.item], layer, blocks[rule.key], int(expert), rows[rule.key]
 
-    return place
+    return sort_key
 
 
 def lead_experts(tensors: Sequence[ModelTensor], unified: bool) -> list[ModelTensor]:
-    """The same tensors with routers before or after the experts of their layer, where the library has both orders."""
+    """Put routers before (``unified``) or after the experts of their layer, if the library has both orders."""
     ordered: list[ModelTensor] = []
     for _, run in groupby(tensors, key=lambda t: t.item):
         layer = list(run)
         leading = [t for t in layer if t.rule.leads_if_unified]
         rest = [t for t in layer if not t.rule.leads_if_unified]
-        experts = [place for place, t in enumerate(rest) if t.rule.of_expert]
+        experts = [index for index, t in enumerate(rest) if t.rule.of_expert]
         if not (leading and experts):
             ordered += layer
             continue
-        place = experts[0] if unified else experts[-1] + 1
-        ordered += [*rest[:place], *leading, *rest[place:]]
+        position = experts[0] if unified else experts[-1] + 1
+        ordered += [*rest[:position], *leading, *rest[position:]]
     return ordered
 
 
@@ -184,7 +183,7 @@ def _model_tensor(
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """What decides a parameter name."""
+    """The facts that determine a parameter name."""
 
     key: str
     rule: Rule
@@ -197,9 +196,9 @@ def predict_parameter_names(
 ) -> dict[str, str]:
     """Structured key → parameter name in one cell that holds ``tensors``, in model order.
 
-    A name is the layer's class and a counter of that class within the process, as
-    ``paddle.utils.unique_name`` makes it when the layers are built in order. A tied tensor has the name of
-    the one it is tied to where both live in the cell.
+    A name consists of the layer's class and a counter of that class in the process, as ``paddle.utils.unique_name``
+    generates it when layers are built in order: ``linear_0.w_0``, ``linear_0.b_0``, ``linear_1.w_0``. Tied tensors in
+    the same cell have the same name.
     """
     counters: dict[str, int] = {}
     modules: dict[str, str] = {}
@@ -224,7 +223,7 @@ def predict_parameter_names(
             names[tensor.key] = tensor.automatic_name or f"{AUTOMATIC}_{count}"
             continue
         module, _, leaf = tensor.key.rpartition(".")
-        if tensor.rule.first_number:  # of another layer, in the place of the one that holds the weight
+        if tensor.rule.first_number:  # the LoRA layer that replaces the linear layer
             module = f"{module} with LoRA"
         else:
             built += 1
@@ -251,7 +250,7 @@ def predict_parameter_names(
 def _in_building_order(
     tensors: Sequence[ModelTensor | NamedTensor],
 ) -> Sequence[ModelTensor | NamedTensor]:
-    """Tensors of a cell in the order in which their parameters are built, where rows say that it is another one."""
+    """Tensors of a cell in the order in which their parameters are built, according to ``built_after`` in the rows."""
     keys = {tensor.key for tensor in tensors}
     later: dict[str, list[ModelTensor | NamedTensor]] = {}
     first: list[ModelTensor | NamedTensor] = []

@@ -1,4 +1,4 @@
-"""Every target format: the tensor files byte for byte, and what becomes of the other files."""
+"""Lay out targets of any format, and join several targets."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def lay_out(
     sizes: Mapping[str, int],
     folders: Sequence[str],
 ) -> LaidOut:
-    """Lay out a target, without the states that its format has no place for.
+    """Lay out a target, without states that its format cannot hold.
 
     Parameters
     ----------
     wanted
-        The source as the target is to hold it: the same but for a vocabulary of another size.
+        The source with all requested changes applied, such as another size of the vocabulary.
     sizes, folders
-        Path of every file of the source → size in bytes; names of folders in it.
+        Path of every file of the source → size in bytes; names of its folders.
 
     Raises
     ------
@@ -47,9 +47,9 @@ def lay_out(
     if starts_anew(source, target):
         source, wanted = replace(source, has_optimizer=False), replace(wanted, has_optimizer=False)
     cannot_hold = {state for name in format.cannot_hold for state in DROPPABLE[name]}
-    homeless = source.catalog.tensors.states & cannot_hold
-    laid_out = target.lay_out(source.without(homeless), wanted.without(homeless), sizes, folders)
-    states_not_carried = tuple(sorted({*laid_out.states_not_carried, *homeless}))
+    omitted = source.catalog.tensors.states & cannot_hold
+    laid_out = target.lay_out(source.without(omitted), wanted.without(omitted), sizes, folders)
+    states_not_carried = tuple(sorted({*laid_out.states_not_carried, *omitted}))
     casts = laid_out.files.casts | _defined_casts(source.catalog)
     return replace(
         laid_out, files=replace(laid_out.files, casts=casts), states_not_carried=states_not_carried
@@ -57,14 +57,14 @@ def lay_out(
 
 
 def starts_anew(source: Checkpoint, target: Target) -> bool:
-    """Whether a job that starts from the target has to make its optimizer anew, since the source holds parameters only.
+    """Whether a job starts from the target with a new optimizer, because the source holds parameters only.
 
-    The optimizer files of a hybrid checkpoint tell that there is nothing in them.
+    Empty optimizer files of a hybrid checkpoint are an optimizer without states, which is carried.
     """
     if not FORMATS[target.format].starts_with:
         return False
-    told = FORMATS[source.format].starts_with and source.has_optimizer
-    return not (told or any(tensor.trained for tensor in source.model.tensors))
+    has_files = FORMATS[source.format].starts_with and source.has_optimizer
+    return not (has_files or any(tensor.trained for tensor in source.model.tensors))
 
 
 def _check_lora(model: Model, target: Target) -> None:
@@ -90,36 +90,35 @@ def _check_optimizer(model: Model, format: Format) -> None:
 
 
 def check_nothing_lost(targets: Sequence[Target], laid_out: Sequence[LaidOut]) -> None:
-    """Refuse where a format has no place for a state, and no other of the targets holds it.
+    """Refuse targets if a state would be lost: its format cannot hold it, and no other target does.
 
-    A format for a model alone is for leaving everything else out.
+    Formats that hold only a model omit everything else intentionally.
 
     Raises
     ------
     PlanError
     """
     for number, (target, one) in enumerate(zip(targets, laid_out, strict=True)):
-        others = (other for place, other in enumerate(laid_out) if place != number)
+        others = (other for index, other in enumerate(laid_out) if index != number)
         held = {state for other in others for state in other.catalog.tensors.states}
         if FORMATS[target.format].model_only or not set(one.states_not_carried) - held:
             continue
         lost = ", ".join(sorted(set(one.states_not_carried) - held))
         beside, model = formats_for_average()
         raise PlanError(
-            f"the format {target.format} has no place for the exponential moving average that the source holds "
-            f"({lost}): leave it out with --drop ema, convert to {beside}, or make a second target that holds it, "
-            f"--target DST:{average_target(model)}"
+            f"the format {target.format} cannot hold the exponential moving average of the source ({lost}): omit it "
+            f"with --drop ema, convert to {beside}, or write it to a second target, --target DST:{average_target(model)}"
         )
 
 
 def _defined_casts(source: Catalog) -> frozenset[Cast]:
-    """Casts by which the source's format defines tensors that it does not hold, or an AOA program makes them."""
+    """Casts that are part of the source: tensors defined as casts by its format, or made by an AOA program."""
     dtype = source.tensors.dtype
     return source.casts() | {(dtype(of).name, dtype(tensor).name) for tensor, of in source.implied.items()}
 
 
 def join(source: Catalog, laid_out: Sequence[LaidOut], prefixes: Sequence[str]) -> LaidOut:
-    """Several targets as one, made of one reading: paths begin with the prefix of their target."""
+    """Join several targets into one, so that the source is read once; paths get the prefix of their target."""
     if len(laid_out) == 1:
         return laid_out[0]
     chosen = [one.catalog.index() for one in laid_out]
@@ -141,10 +140,10 @@ def join(source: Catalog, laid_out: Sequence[LaidOut], prefixes: Sequence[str]) 
         fills += [(first + file, start, nbytes) for file, start, nbytes in one.files.fills]
         rows = one.files.fragments.copy()
         rows["file"] = rows["file"] + first
-        places = np.array([index[identity] for identity in one.catalog.index()], dtype=np.int32)
-        rows["tensor"] = places[rows["tensor"]]
+        new_index = np.array([index[identity] for identity in one.catalog.index()], dtype=np.int32)
+        rows["tensor"] = new_index[rows["tensor"]]
         fragments.append(rows)
-        omitted.update(places[_omitted(one)].tolist())
+        omitted.update(new_index[_omitted(one)].tolist())
     casts = frozenset(cast for one in laid_out for cast in one.files.casts)
     joined = TargetFiles(
         tuple(files),
@@ -158,7 +157,7 @@ def join(source: Catalog, laid_out: Sequence[LaidOut], prefixes: Sequence[str]) 
 
 
 def _omitted(target: LaidOut) -> list[int]:
-    """Tensors that are stored and of which nothing goes into this target."""
+    """Tensors of the source that this target does not use."""
     catalog = target.catalog
     fed: set[int] = set()
     for tensor in np.unique(target.files.fragments["tensor"]).tolist():

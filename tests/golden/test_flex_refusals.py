@@ -54,7 +54,7 @@ VARIANTS = {
     "muon": r"model.norm.weight.momentum_0 is not a known parameter or optimizer state",
     "quantised": r"model.norm.weight.moment1_0@scales is not a known parameter or optimizer state",
     "eight_bits": r"'float8_e4m3fn' is not supported",
-    "shape": r"model.norm.weight \(master_weight\): shape \(63,\), the parameter has \(64,\)",
+    "shape": r"model.norm.weight \(master_weight\): shape \(63,\), but the parameter has \(64,\)",
     "powers": r"model.norm.weight \(beta1_pow_acc\): shape \(2,\), one number per parameter",
     "layer": r"config.json says 4 decoder layers; layer 9 is in only one of the config and the files",
     "unknown": r"model.extra.weight: no row",

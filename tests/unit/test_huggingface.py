@@ -156,7 +156,7 @@ def _payload(
             [("a", "F32", (2, 3)), ("b", "F32", (2,)), ("c", "F32", (2,))],
             {},
             None,
-            "c: in m.safetensors, and the model",
+            "c: in m.safetensors, but the model",
         ),
         (
             [("a", "F32", (3, 2)), ("b", "F32", (2,))],

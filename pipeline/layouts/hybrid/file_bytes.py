@@ -1,4 +1,4 @@
-"""The bytes of the files of a rank: literal bytes, places for values, zero padding."""
+"""The bytes of a rank's files: literals, array slots and zero padding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from paddle_reshard.storage.formats.paddle_pickle_writer import ArraySlot, Entri
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """A file of one rank, its tp coordinate left open: tp ranks write the same but for where a box lies."""
+    """A rank's file without its tp coordinate: files of tp ranks differ only in the offsets of boxes."""
 
     kind: str
     shard: int | None
@@ -34,24 +34,24 @@ class RankFile:
     fills: tuple[tuple[int, int], ...]
     """``(byte offset, number of zero bytes)``."""
     arrays: Ints
-    """A row for each: kind of array, tensor, byte offset, number of the dtype."""
+    """A row for each array: kind, tensor, byte offset, index of the dtype."""
 
 
 class FileArrays:
-    """The arrays of a file that is being laid out; a file may have very many."""
+    """The arrays of a file that is being laid out, as columns because there may be very many."""
 
     __slots__ = ("cell", "padding", "rows")
 
     def __init__(self, cell: Cell) -> None:
         self.cell = cell
         self.rows = numbers_of("q")
-        """Kind of array, tensor and number of the dtype, of one after the other."""
+        """Flat rows of (kind of array, tensor, index of the dtype)."""
         self.padding: dict[int, tuple[int, int]] = {}
-        """Number of an array → bytes of its values, and of the zeros that follow them."""
+        """Index of an array → bytes of its values, and of the zeros that follow them."""
 
 
 class FileBytes:
-    """All files of a target that were laid out so far."""
+    """Collects the files of a target."""
 
     def __init__(self, checkpoint: Checkpoint, pickle_protocol: int) -> None:
         self.pickle_protocol = pickle_protocol
@@ -76,16 +76,16 @@ class FileBytes:
         flat: FlatSlice | None,
         name: str | None,
     ) -> ArraySlot:
-        """One more array of a file: all of ``shape``, or a slice of its flattening."""
-        place = self.tensor_index.get((self.identity[tensor.key], state))
-        if place is None:
+        """Add an array to a file: all of ``shape``, or a slice of its flattening."""
+        number = self.tensor_index.get((self.identity[tensor.key], state))
+        if number is None:
             raise PlanError(f"{tensor.key} ({state}): the target needs it, the source does not have it")
-        dtype = self.tensors.dtype(place)
+        dtype = self.tensors.dtype(number)
         slot = len(arrays.rows) // 3
         cut = TensorCut(1, None) if is_per_parameter(state) else arrays.cell.cuts[tensor.key]
-        stretch = None if flat is None else (flat.start, flat.stop)
-        kind = self.placements.kind(ArrayKind(shape, cut, dtype.itemsize, stretch))
-        arrays.rows.extend((kind, place, DTYPES.index(dtype)))
+        flat_range = None if flat is None else (flat.start, flat.stop)
+        kind = self.placements.kind(ArrayKind(shape, cut, dtype.itemsize, flat_range))
+        arrays.rows.extend((kind, number, DTYPES.index(dtype)))
         if flat is None:
             return ArraySlot(slot, dtype.code, shape, name)
         elements = max(0, min(flat.stop, prod(shape)) - flat.start)
@@ -95,21 +95,21 @@ class FileBytes:
         return ArraySlot(slot, dtype.code, (flat.elements,), name)
 
     def add_literal(self, path: str, content: bytes) -> None:
-        """A file that holds no values."""
+        """Add a file that contains no tensor values."""
         self.files.append(File(path, len(content)))
         self.literals.add(len(self.files) - 1, 0, content)
 
     def lay_out(
         self, kind: str, shard: int | None, root: Iterator[tuple[object, object]], arrays: FileArrays
     ) -> RankFile:
-        """A file of these entries, whose ``arrays`` are added while they are asked for."""
+        """Lay out a file with these entries; iterating over ``root`` adds to ``arrays``."""
         literals = self.literals.template(())
         size_bytes, slots = write_pickle(
             Entries(root), partial(self.literals.extend_template, literals), self.pickle_protocol
         )
         slot, byte_offset, _ = np.array(slots, dtype=np.int64).reshape(-1, 3).T
         rows = np.array(arrays.rows, dtype=np.int64).reshape(-1, 3)[slot]
-        places = np.column_stack([rows[:, 0], rows[:, 1], byte_offset, rows[:, 2]])
+        rows_in_file = np.column_stack([rows[:, 0], rows[:, 1], byte_offset, rows[:, 2]])
         padded = np.flatnonzero(np.isin(slot, list(arrays.padding)))
         fills = [
             (start + values, zeros)
@@ -119,10 +119,10 @@ class FileBytes:
                 strict=True,
             )
         ]
-        return RankFile(kind, shard, size_bytes, literals, tuple(fills), places)
+        return RankFile(kind, shard, size_bytes, literals, tuple(fills), rows_in_file)
 
     def add(self, path: str, layout: RankFile, tp: int) -> None:
-        """The same file for one tp rank."""
+        """Add a laid-out file for a tp rank."""
         file = len(self.files)
         self.files.append(File(path, layout.size_bytes))
         self.literals.add_file(layout.literals, file)

@@ -1,9 +1,9 @@
-"""Weights in safetensors files beside the optimizer states of a hybrid-parallel checkpoint.
+"""Read hybrid-parallel checkpoints with weights in safetensors files.
 
-What PaddleFormers 1.2 writes by default (``save_to_hf``) where the format is neither unified nor FlexCheckpoint: in the
-place of every ``model_state[.tpNN_ppNN].pdparams`` there is a ``model[.tpNN_ppNN].safetensors``
-(``transformers/model_utils.py``, ``save_pretrained``). It holds the same tensors, cut for the same rank, with the same
-keys; linear layers are transposed, and parameter names are missing.
+PaddleFormers 1.2 writes them by default (``save_to_hf``) if the format is neither unified nor FlexCheckpoint: a
+``model[.tpNN_ppNN].safetensors`` replaces every ``model_state[.tpNN_ppNN].pdparams``
+(``transformers/model_utils.py``, ``save_pretrained``). It holds the same pieces of the same tensors under the same
+keys, but linear layers are transposed, and parameter names are missing.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ def read_weights_and_states(
     tables: Sequence[RuleTable],
     missing: MissingPolicy | None,
 ) -> Checkpoint:
-    """Understand such a checkpoint as the hybrid one that holds the same.
+    """Interpret such a checkpoint like a hybrid checkpoint with the same contents.
 
     Parameters
     ----------
     sizes
         Every path of the checkpoint → size in bytes.
     payloads, roots
-        Path → header of every safetensors file, and what the pickle of every other tensor file holds.
+        Path → header of every safetensors file, and unpickled root of every other tensor file.
     meta, config, tables, missing
-        As of :func:`~.hybrid.source.read_hybrid`, whose errors it raises.
+        As in :func:`~.hybrid.source.read_hybrid`, whose errors it raises.
     """
     saved = {key for payload in payloads.values() for key in payload.tensors}
     own = keys_in_model(tables, saved, config) or {key: key for key in saved}
@@ -102,11 +102,11 @@ def _state_dict(
 
 
 def _in_model_order(keys: Iterable[str], table: RuleTable, config: Mapping[str, Any]) -> list[str]:
-    """Keys lie in the order of the alphabet there, and parameter names count in the order of the model."""
-    place = model_order(table)
+    """Sort keys, which safetensors files have in alphabetical order, into the order in which parameter names count."""
+    sort_key = model_order(table)
 
-    def place_of(key: str) -> tuple[int, ...]:
+    def key_of(key: str) -> tuple[int, ...]:
         rule, layer = table.find(key, config)
-        return place(ModelTensor(key, rule, layer, (), dtype_of_tag("F32", key), (), False))
+        return sort_key(ModelTensor(key, rule, layer, (), dtype_of_tag("F32", key), (), False))
 
-    return sorted(keys, key=place_of)
+    return sorted(keys, key=key_of)
