@@ -107,7 +107,8 @@ def check_nothing_lost(targets: Sequence[Target], laid_out: Sequence[LaidOut]) -
         beside, model = formats_for_average()
         raise PlanError(
             f"the format {target.format} cannot hold the exponential moving average of the source ({lost}): omit it "
-            f"with --drop ema, convert to {beside}, or write it to a second target, --target DST:{average_target(model)}"
+            f"with --drop ema, convert to {beside}, or write it to a second target: "
+            f"--target DST:{average_target(model)}"
         )
 
 
