@@ -13,6 +13,7 @@ from functools import partial
 
 from paddle_reshard.clusters.choose import choose_engine, choose_indexing
 from paddle_reshard.clusters.inline import InlineEngine
+from paddle_reshard.pipeline.aoa.conventions import to_convention
 from paddle_reshard.pipeline.aoa.rewrite import rewrite
 from paddle_reshard.pipeline.convert.inputs import load_adapter, load_config, load_program, load_tables
 from paddle_reshard.pipeline.convert.options import ConversionOptions, Targets, is_complete
@@ -116,7 +117,7 @@ def plan_request(
     outputs = open_targets(locations, settings.resume) if locations.targets else None
     filling = read_filling(locations.fill, request.allow_missing, locations.reading)
     program = load_program(request.aoa)
-    tables, config = load_tables(request.rules), load_config(request.config)
+    tables, config = load_tables(request.rules, request.convention), load_config(request.config)
     own = open_source(locations.sources[0], *locations.reading)
     policy = replace(filling.policy, drops_mtp=MTP in request.dropped)
     pieces = program is None and locations.merge_into is None
@@ -133,6 +134,8 @@ def plan_request(
         checkpoint = rewrite(
             checkpoint, program, tables if needs_rule_table(request.target_requests) else None, config
         )
+    if request.convention is not None:
+        checkpoint = to_convention(checkpoint, request.convention, tables, config)
     if outputs is None:
         return plan_checkpoint(store, checkpoint, request)
     everywhere = (*locations.sources, *locations.targets, locations.fill, locations.merge_into)

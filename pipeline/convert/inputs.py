@@ -36,10 +36,10 @@ def given_inputs(
     )
 
 
-def load_tables(rules: File | None) -> Sequence[RuleTable]:
-    """The rule table in a file, or the built-in tables."""
+def load_tables(rules: File | None, preferred: str | None = None) -> Sequence[RuleTable]:
+    """The rule table in a file, or the built-in tables, those of the preferred library first."""
     if rules is None:
-        return shipped_tables()
+        return shipped_tables(preferred)
     return [parse_rule_table(read_text(rules), str(rules))]
 
 

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
 
 from paddle_reshard.pipeline.convert.given import GivenFile
-from paddle_reshard.pipeline.core.choices import CHECKS, DEVICES, EXCHANGES, REPLICAS
+from paddle_reshard.pipeline.core.choices import CHECKS, CONVENTIONS, DEVICES, EXCHANGES, REPLICAS
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike
@@ -146,6 +146,16 @@ class ConversionOptions(TargetOptions, total=False):
     ]
     """A file of Paddle's AOA statements, which rename, split, concatenate, transpose or cast tensors. The targets have
     the resulting keys and shapes."""
+    convention: Annotated[
+        str | None,
+        Option(
+            choices=CONVENTIONS,
+            suggests=True,
+            help="Library that will continue training: the tensors get its names and layouts. Default: the source's.",
+        ),
+    ]
+    """The library whose names and layouts the targets have: ``"paddleformers"``, ``"paddlenlp"`` or ``"paddlefleet"``.
+    ``None``: the source's."""
     fill: Annotated[
         PathLike | None,
         Option(

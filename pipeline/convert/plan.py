@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, cast
 
+from paddle_reshard.pipeline.aoa.conventions import configured_for
 from paddle_reshard.pipeline.convert.inputs import as_file, load_layout, load_target_names
 from paddle_reshard.pipeline.convert.options import (
     TARGET_OPTIONS,
@@ -24,13 +25,14 @@ from paddle_reshard.pipeline.convert.request import (
     parse_choice,
     parse_drop,
 )
-from paddle_reshard.pipeline.core.choices import CHECKS, REPLICAS
+from paddle_reshard.pipeline.core.choices import CHECKS, CONVENTIONS, REPLICAS
 from paddle_reshard.pipeline.core.errors import UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.file_names import AVERAGE
 from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.core.mixture import Mixture, Term
 from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
+from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.tensors import (
     DROPPABLE,
     EMA_MASTER_WEIGHT,
@@ -218,11 +220,15 @@ def plan_checkpoint(
     dropped = sorted(
         source.catalog.tensors.states & {state for name in request.dropped for state in DROPPABLE[name]}
     )
+    for asked in request.target_requests:
+        source.model.table.check_format(asked.format)
     source = _divided(source.without(dropped), request.target_requests, store)
     wanted = source
     if MTP in request.dropped:
         source = without_mtp(source)
         wanted = configured_without_mtp(source)
+    if request.convention is not None:
+        wanted = configured_for(wanted, request.convention)
     if request.vocab_pad is not None:
         wanted = resize_vocabulary(wanted, request.vocab_pad, grow=True)
     elif request.vocab_trim is not None:
@@ -363,6 +369,7 @@ def read_request(
         rules=as_file(options.get("rules")),
         config=as_file(options.get("config")),
         lora_config=as_file(options.get("lora_config")),
+        convention=_convention(options.get("convention")),
         allow_missing=texts_of(options.get("allow_missing", ())),
         planning=PlanSettings(
             budget_bytes=parse_memory(options.get("memory", DEFAULT_MEMORY)),
@@ -379,6 +386,14 @@ def read_request(
         vocab_trim=options.get("vocab_trim"),
         dropped=parse_drop(options.get("drop", ())),
     )
+
+
+def _convention(name: str | None) -> str | None:
+    if name is not None and name not in CONVENTIONS:
+        raise UsageError(
+            f"unknown convention {name!r}; known: {', '.join(CONVENTIONS)}{did_you_mean(name, CONVENTIONS)}"
+        )
+    return name
 
 
 def _read_target_request(options: TargetOptions) -> Request:

@@ -66,6 +66,8 @@ class ConversionRequest:
     rules: Path | KeptFile | None
     config: Path | KeptFile | None
     lora_config: Path | KeptFile | None
+    convention: str | None
+    """The library whose names and layouts the targets have, where that is not to be the source's."""
     allow_missing: tuple[str, ...]
     """Patterns of keys."""
     planning: PlanSettings
@@ -84,6 +86,8 @@ class ConversionRequest:
 
         if any(asked.of_average for asked in self.target_requests) and EMA in self.dropped:
             raise UsageError("--drop ema cannot be combined with --state ema")
+        if self.convention is not None and self.aoa is not None:
+            raise UsageError("--convention and --aoa both give tensors other keys; convert in two steps")
         if MTP in self.dropped and self.aoa is not None:
             raise UsageError(
                 "--drop mtp finds tensors by name, which --aoa may change; drop them with statements, NAME -> _, or in "

@@ -5,5 +5,7 @@ from __future__ import annotations
 REPLICAS = ("compare", "first")
 CHECKS = ("sample", "full")
 EXCHANGES = ("auto", "always", "never")
+CONVENTIONS = ("paddleformers", "paddlenlp", "paddlefleet")
+"""Libraries whose names and layouts are known."""
 DEVICES = ("cpu", "gpu")
 UPLOADS = ("always", "never")

@@ -7,7 +7,7 @@ from typing import Any
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
-from paddle_reshard.pipeline.layouts.rules import LAYERS, MTP_LAYERS, RuleTable
+from paddle_reshard.pipeline.layouts.rules import LAYERS, MTP_LAYERS, Item, RuleTable
 from paddle_reshard.pipeline.layouts.rules.entries import config_entry
 
 
@@ -55,9 +55,10 @@ def _check_mtp_layers(model: Model, layers: Mapping[tuple[str, int], set[str]]) 
             continue
         lacking = own[name] - held
         if not lacking and (decoder := items[name].continues) is not None:
-            rest = held - own[name]
+            rest = {_outside(key, items[name]) for key in held - own[name]}
             others = [held for (item, _), held in layers.items() if item == decoder]
             lacking = min((other - rest for other in others), key=len, default=set())
+            lacking = {_inside(key, items[name]) for key in lacking}
         if lacking:
             missing = min(lacking).format(layer=layer)
             raise CoverageError(
@@ -65,9 +66,23 @@ def _check_mtp_layers(model: Model, layers: Mapping[tuple[str, int], set[str]]) 
             )
 
 
-def _rows(model: Model, item: str) -> set[str]:
+def _inside(key: str, item: Item) -> str:
+    """What a layer of multi-token prediction calls what a decoder layer calls ``key``."""
+    return key if item.inner is None else key.replace("{layer}.", f"{{layer}}.{item.inner}.", 1)
+
+
+def _outside(key: str, item: Item) -> str:
+    return key if item.inner is None else key.replace(f"{{layer}}.{item.inner}.", "{layer}.", 1)
+
+
+def _rows(model: Model, name: str) -> set[str]:
     """Keys of the rows that an item has of its own."""
-    return {rule.key for rule in model.table.rules if rule.item == item and rule.applies(model.config)}
+    item = model.table.mtp_items[name]
+    return {
+        rule.key
+        for rule in model.table.rules
+        if rule.item == name and rule.applies(model.config) and rule.key == _outside(rule.key, item)
+    }
 
 
 def check_layers(tensors: Iterable[ModelTensor], table: RuleTable, config: Mapping[str, Any]) -> None:

@@ -50,6 +50,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = {Path(inspect.getfile(type(format))).parent.name for format in FORMATS.values()}
 ABOUT_SOMETHING_ELSE = {
     "pipeline/core/suggest.py": "words of other tools, and which of ours they may mean",
+    "pipeline/layouts/forms.py": "the entry of a rule that says what a tensor is in transformers",
     "pipeline/layouts/weights.py": "the entry of a rule that says what a tensor is called in transformers",
     "pipeline/layouts/formats.py": "the table",
     "pipeline/indexing/as_stored.py": "degrees in names of files that no format could read",

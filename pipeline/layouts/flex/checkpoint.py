@@ -28,11 +28,12 @@ from paddle_reshard.pipeline.layouts.flex.names import (
     folder_of,
 )
 from paddle_reshard.pipeline.layouts.flex.source import Fused, catalog_flex, not_fused, read_names
+from paddle_reshard.pipeline.layouts.flex.stacked import arrays_with_two_dims, with_two_dims
 from paddle_reshard.pipeline.layouts.lora import check_matrices, marked_base
 from paddle_reshard.pipeline.layouts.lora_config import Adapter
 from paddle_reshard.pipeline.layouts.model import Model, predict_parameter_names, read_model
 from paddle_reshard.pipeline.layouts.optimizers import check_states
-from paddle_reshard.pipeline.layouts.rules import RuleTable, choose_table
+from paddle_reshard.pipeline.layouts.rules import RuleTable, candidate_tables, choose_table
 from paddle_reshard.pipeline.layouts.rules.literal import StoredKey, is_known, stored_table
 from paddle_reshard.storage.formats.dist_metadata import DistMetadata
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
@@ -40,6 +41,7 @@ from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 _LIBRARY: Final = "paddleformers"
 """Which writes FlexCheckpoints."""
 _BY_CONFIG: Final = "give that of the model with --config FILE"
+_LAYER: Final = re.compile(r"((?:.*\.)?layers\.)(\d+)\.")
 _AUTOMATIC: Final = re.compile(r"(eager_tmp|generated_tensor)_\d+")
 
 
@@ -89,10 +91,13 @@ def read_flex(
     auto_parallel = False in kinds
     if not auto_parallel:
         _check_all_there({folder_of(path).rpartition("/")[2] for path in metadata})
-    names = read_names(metadata)
+    names = _as_in_the_model(read_names(metadata), tables, config)
     keys = _structured_keys(names, auto_parallel)
     table = _choose_table(metadata, keys, tables, config, auto_parallel)
     twins = {key: table.find(key, config)[0].twin(config) or key for key in keys}
+    arrays = {path: file.arrays for path, file in files.items()}
+    if stacked := {key for key in keys if table.find(key, config)[0].of_experts}:
+        metadata, arrays = _with_two_dims(metadata, arrays, names, stacked)
     # In auto-parallel checkpoints, keys of states are parameter names, which are replaced below.
     identities = {
         path: [(twins.get(key, key), state) for key, state in found] for path, found in names.items()
@@ -100,7 +105,7 @@ def read_flex(
     catalog = catalog_flex(
         {path: file.size_bytes for path, file in files.items()},
         metadata,
-        {path: file.arrays for path, file in files.items()},
+        arrays,
         identities,
         # A dist tensor of auto-parallel training is the logical one, however many ranks cut it.
         not_fused if auto_parallel else _fused(table, config),
@@ -128,6 +133,54 @@ def read_flex(
     )
 
 
+def _as_in_the_model(
+    names: Mapping[str, Sequence[Name]], tables: Sequence[RuleTable], config: Mapping[str, Any]
+) -> dict[str, list[Name]]:
+    """The names with the numbers that layers have in the model, where keys number them higher.
+
+    PaddleFleet counted the empty layers at the head of its pipeline (``num_empty_layers_add_in_head``), and does not in
+    later versions. A model has a layer 0, so the lowest number tells.
+    """
+    found = {path: list(of_path) for path, of_path in names.items()}
+    entries = {table.shifted_by for table in _known(tables, config)} - {None}
+    shift = max((entry for name in entries if type(entry := config.get(str(name))) is int), default=0)
+    numbers = [
+        int(match[2]) for of_path in found.values() for key, _ in of_path if (match := _LAYER.match(key))
+    ]
+    if shift < 1 or min(numbers, default=0) != shift:
+        return found
+
+    def lowered(match: re.Match[str]) -> str:
+        return f"{match[1]}{int(match[2]) - shift}."
+
+    return {
+        path: [(_LAYER.sub(lowered, key), state) for key, state in of_path] for path, of_path in found.items()
+    }
+
+
+def _known(tables: Sequence[RuleTable], config: Mapping[str, Any]) -> list[RuleTable]:
+    return candidate_tables(tables, config) if is_known(tables, config) else []
+
+
+def _with_two_dims(
+    metadata: Mapping[str, DistMetadata],
+    arrays: Mapping[str, Mapping[str, ArrayRef]],
+    names: Mapping[str, Sequence[Name]],
+    stacked: Set[str],
+) -> tuple[dict[str, DistMetadata], dict[str, Mapping[str, ArrayRef]]]:
+    """Metadata and arrays with two dims for the tensors of several experts."""
+    described, held = {}, dict(arrays)
+    for path, of_path in metadata.items():
+        of_experts = {
+            stored for stored, (key, _) in zip(of_path.keys, names[path], strict=True) if key in stacked
+        }
+        described[path] = with_two_dims(path, of_path, of_experts)
+        for file in held:
+            if folder_of(file) == folder_of(path):
+                held[file] = arrays_with_two_dims(held[file], of_experts)
+    return described, held
+
+
 def _choose_table(
     metadata: Mapping[str, DistMetadata],
     keys: Sequence[str],
@@ -142,7 +195,7 @@ def _choose_table(
     if not config and auto_parallel:
         raise PlanError(f"{CONFIG} is missing; {_BY_CONFIG}")
     if config and (auto_parallel or is_known(tables, config)):
-        return choose_table(tables, keys, config)
+        return choose_table(tables, keys, config, AUTO_PARALLEL if auto_parallel else FLEX)
     for path, described in metadata.items():
         for key, offset in described.pieces[["key", "global_offset"]].tolist():
             if any(described.shapes[offset]):

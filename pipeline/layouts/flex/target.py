@@ -129,6 +129,7 @@ class FlexTarget:
         if isinstance(wanted.model.table, StoredTable):
             wanted.model.table.check_whole(wanted.model.config)
             wanted.model.table.check_keys(wanted.model.config)
+        wanted.model.table.check_numbers(wanted.model.config)
         check_states(wanted.model)
         sidecars = plan_sidecars(sizes, folders, wanted, source.model.config, Topology())
         written = (*sidecars.written, *small_flex_files(sizes, wanted, self))

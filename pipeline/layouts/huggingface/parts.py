@@ -17,10 +17,10 @@ from math import prod
 
 from paddle_reshard.pipeline.core.errors import RuleError
 from paddle_reshard.pipeline.core.geometry import Shape, row_major_strides
+from paddle_reshard.pipeline.layouts.forms import form_of, widths_and_groups
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.rules import HuggingFaceForm, evaluate_sizes
 from paddle_reshard.pipeline.layouts.rules.entries import Config
-from paddle_reshard.pipeline.layouts.rules.literal import StoredTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +65,7 @@ def model_parts(model: Model) -> Iterator[tuple[ModelTensor, tuple[Part, ...]]]:
 
 def tensor_parts(tensor: ModelTensor, model: Model) -> tuple[Part, ...]:
     """The parts of a tensor in a Hugging Face checkpoint."""
-    form = tensor.rule.huggingface
-    if form is None and isinstance(model.table, StoredTable):
-        model.table.refuse(model.config, "what its tensors are in a Hugging Face checkpoint")
-    if form is None:
-        raise RuleError(
-            tensor.key,
-            f"the {model.table.convention} rule table {model.table.family!r} does not say what it is in a "
-            "Hugging Face checkpoint; add 'huggingface' to its row in a copy of the table, and pass that with "
-            "--rules FILE, or say what becomes of every tensor with --aoa FILE",
-        )
-    return parts_by_form(tensor, form, model)
+    return parts_by_form(tensor, form_of(tensor, model), model)
 
 
 def parts_by_form(tensor: ModelTensor, form: HuggingFaceForm, model: Model) -> tuple[Part, ...]:
@@ -83,49 +73,60 @@ def parts_by_form(tensor: ModelTensor, form: HuggingFaceForm, model: Model) -> t
     dims = len(tensor.global_shape)
     if dims == 0 or (form.transposed and dims != 2):
         raise RuleError(tensor.key, f"a tensor of shape {tensor.global_shape} cannot become {form.keys[0]}")
-    widths, groups = _widths(form, model.config, tensor)
+    widths, groups = widths_and_groups(form, model.config, tensor.key, tensor.global_shape[-1])
     group_width = sum(widths)
     starts = [sum(widths[:i]) for i in range(len(widths))]
     return tuple(
-        _part(tensor, form, tensor.rule.fill_in(spelled, tensor.key), start, width, group_width, groups)
-        for spelled, start, width in zip(form.keys, starts, widths, strict=True)
+        _part(tensor, form, key, rows, start, width, group_width, groups)
+        for rows, spellings in _stacked(form, model.config, tensor)
+        for key, start, width in zip(spellings, starts, widths, strict=True)
     )
 
 
-def _widths(form: HuggingFaceForm, config: Config, tensor: ModelTensor) -> tuple[Shape, int]:
-    """Extent of each part within one group, along the last dim, and the number of groups."""
-    last = tensor.global_shape[-1]
-    if form.widths is None:
-        return (last,), 1
-    totals = evaluate_sizes(form.widths, config, tensor.key)
-    groups = 1 if form.groups is None else evaluate_sizes([form.groups], config, tensor.key)[0]
-    if sum(totals) != last or groups < 1 or any(total < 1 or total % groups for total in totals):
+def _stacked(
+    form: HuggingFaceForm, config: Config, tensor: ModelTensor
+) -> list[tuple[tuple[int, int] | None, list[str]]]:
+    """First row and number of rows of each expert where several are stacked, and the keys of its parts."""
+    if form.stacked is None:
+        return [(None, [tensor.rule.fill_in(spelled, tensor.key) for spelled in form.keys])]
+    (experts,) = evaluate_sizes([form.stacked], config, tensor.key)
+    rows, rest = divmod(tensor.global_shape[0], experts) if experts > 0 else (0, 1)
+    if rest or len(tensor.global_shape) != 2:
         raise RuleError(
             tensor.key,
-            f"its last dim of {last} elements is not made of {groups} groups with parts of {list(totals)} elements in "
-            "total, as the rule table requires",
+            f"its shape {tensor.global_shape} is not that of {experts} experts ({form.stacked}), one after the other",
         )
-    return tuple(total // groups for total in totals), groups
+    return [
+        (
+            (expert * rows, rows),
+            [tensor.rule.fill_in(form.key_of(part, expert), tensor.key) for part in range(len(form.keys))],
+        )
+        for expert in range(experts)
+    ]
 
 
 def _part(
     tensor: ModelTensor,
     form: HuggingFaceForm,
     key: str,
+    rows: tuple[int, int] | None,
     start: int,
     width: int,
     group_width: int,
     groups: int,
 ) -> Part:
-    shape = (*tensor.global_shape[:-1], width * groups)
+    first, leading = 0, tensor.global_shape[:-1]
+    if rows is not None:
+        first, leading = rows[0], (rows[1],)
+    shape = (*leading, width * groups)
     strides = row_major_strides(shape, 1)
     if form.transposed:
         shape = (shape[1], shape[0])
         strides = tuple(reversed(row_major_strides(shape, 1)))
-    leading = tensor.global_shape[:-1]
+    origin = (first, *(0,) * (len(leading) - 1))[: len(leading)]
     boxes = tuple(
         PartBox(
-            offset=(*(0,) * len(leading), group * group_width + start),
+            offset=(*origin, group * group_width + start),
             extents=(*leading, width),
             first_element=group * width * strides[-1],
             strides=strides,

@@ -28,11 +28,12 @@ from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import MTP, PARAM, DType, Tensor
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.completeness import check_complete
+from paddle_reshard.pipeline.layouts.forms import Place, parts_of_tensors, places_of
 from paddle_reshard.pipeline.layouts.huggingface.name import HUGGINGFACE
 from paddle_reshard.pipeline.layouts.huggingface.names import INDEX
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, tensor_parts
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, read_model
-from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable, candidate_tables
+from paddle_reshard.pipeline.layouts.rules import RuleTable, tables_to_train_with
 from paddle_reshard.pipeline.layouts.rules.entries import Config
 from paddle_reshard.pipeline.layouts.weights import dtype_of_tag
 from paddle_reshard.storage.formats.safetensors import Index, SafetensorsPayload
@@ -167,10 +168,9 @@ def huggingface_model(
     }
     found: dict[str, tuple[RuleTable, list[Tensor]]] = {}
     failures: list[tuple[int, RuleError]] = []
-    for table in candidate_tables(tables, config):
-        spellings = _spellings(table, config)
-        matches = {key: _match(key, spellings, config) for key in stored}
-        if unknown := [key for key, match in matches.items() if match is None]:
+    for table in tables_to_train_with(tables, config):
+        places = places_of(stored, table, config)
+        if unknown := [key for key, place in places.items() if place is None]:
             what = (
                 f"no row of the {table.convention} rule table {table.family!r} is called so in a Hugging Face "
                 "checkpoint; add one to a copy of the table and pass it with --rules FILE"
@@ -182,7 +182,7 @@ def huggingface_model(
                 )
             failures.append((len(unknown), RuleError(unknown[0], what)))
             continue
-        found[f"{table.family} ({table.convention})"] = table, _logical(stored, matches)
+        found[f"{table.family} ({table.convention})"] = table, _logical(stored, places, config)
     if not found:
         raise min(failures, key=lambda failure: failure[0])[1]
     if len(found) > 1:
@@ -208,7 +208,7 @@ def without_mtp_layers(
     Published checkpoints have tensors in these layers that a library may not have: copies of the embedding and of the
     head, and a norm (DeepSeek-V3: ``embed_tokens``, ``shared_head``).
     """
-    layers = [_mtp_layers(table, config) for table in candidate_tables(tables, config)]
+    layers = [_mtp_layers(table, config) for table in tables_to_train_with(tables, config)]
 
     def kept(key: str) -> bool:
         return not any(of_table.match(key) for of_table in layers)
@@ -244,63 +244,20 @@ class _Stored(NamedTuple):
     path: str
 
 
-class _Match(NamedTuple):
-    """The tensor in Paddle, and its part, that a tensor of a Hugging Face checkpoint corresponds to."""
-
-    rule: Rule
-    part: int
-    key: str
-
-
-def _spellings(table: RuleTable, config: Config) -> list[tuple[re.Pattern[str], Rule, int]]:
-    """Pattern of the Hugging Face key of each part of each row."""
-    return [
-        (replace(rule, key=spelled).pattern(), rule, part)
-        for rule in table.rules
-        if rule.huggingface is not None and rule.applies(config)
-        for part, spelled in enumerate(rule.huggingface.keys)
-    ]
-
-
-def _match(key: str, spellings: Sequence[tuple[re.Pattern[str], Rule, int]], config: Config) -> _Match | None:
-    fits = [
-        _Match(rule, part, rule.key.format(**match.groupdict()))
-        for pattern, rule, part in spellings
-        if (match := pattern.fullmatch(key))
-    ]
-    if len(fits) > 1:
-        fits = [fit for fit in fits if _is_fused(fit.rule) == bool(config.get(_fuse_entry(fit.rule)))]
-    return fits[0] if len(fits) == 1 else None
-
-
-def _is_fused(rule: Rule) -> bool:
-    return rule.huggingface is not None and len(rule.huggingface.keys) > 1
-
-
-def _fuse_entry(rule: Rule) -> str:
-    """Config entry for whether the library fuses the tensor; off by default (PaddleNLP 3.0 ``LlmMetaConfig``)."""
-    return "fuse_attention_qkv" if ".self_attn." in rule.key else "fuse_attention_ffn"
-
-
-def _logical(stored: Mapping[str, _Stored], matches: Mapping[str, _Match | None]) -> list[Tensor]:
-    """The tensors in Paddle, with parts joined along Paddle's last dim."""
-    parts: dict[str, dict[int, _Stored]] = {}
-    rules: dict[str, Rule] = {}
-    for key, match in matches.items():
-        if match is not None:
-            rules[match.key] = match.rule
-            parts.setdefault(match.key, {})[match.part] = stored[key]
+def _logical(
+    stored: Mapping[str, _Stored], places: Mapping[str, Place | None], config: Config
+) -> list[Tensor]:
+    """The tensors in Paddle: parts joined along their last dim there, and stacked ones along the first."""
     tensors = []
-    for whole, of_whole in parts.items():
-        form = rules[whole].huggingface
-        assert form is not None  # noqa: S101
-        if missing := [i for i in range(len(form.keys)) if i not in of_whole]:
-            absent = rules[whole].fill_in(form.keys[missing[0]], whole)
-            raise CoverageError(absent, f"no file holds it, but it is a part of {whole}")
-        shapes = [one.shape[::-1] if form.transposed else one.shape for one in of_whole.values()]
+    for whole, of_whole in parts_of_tensors(places, config).items():
+        shapes = [
+            stored[key].shape[::-1] if of_whole.transposed else stored[key].shape for key in of_whole.keys[0]
+        ]
         width = sum(shape[-1] for shape in shapes if shape)
         shape = (*shapes[0][:-1], width) if shapes[0] else ()
-        tensors.append(Tensor(whole, PARAM, of_whole[min(of_whole)].dtype, shape))
+        if len(of_whole.keys) > 1:
+            shape = (len(of_whole.keys) * shape[0], *shape[1:])
+        tensors.append(Tensor(whole, PARAM, stored[of_whole.keys[0][0]].dtype, shape))
     return tensors
 
 

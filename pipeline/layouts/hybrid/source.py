@@ -162,20 +162,21 @@ class _Rules:
 
     def predict_names(self, keys: list[str], topology: Topology) -> list[dict[str, str]]:
         """Parameter names by the naming rules, without and with sequence parallelism."""
-        table = choose_table(self.tables, keys, self.config)
+        table = choose_table(self.tables, keys, self.config, HYBRID)
         named = [NamedTensor(key, *_named(table, key, self.config)) for key in keys]
         tp, pp, ep = topology.tp, topology.pp, topology.ep
         return [predict_parameter_names(named, pp, tp, parallel, ep) for parallel in (False, True)]
 
     def count_experts(self, keys: list[str]) -> int | None:
         """Number of routed experts in a layer."""
-        return _expert_count(choose_table(self.tables, keys, self.config), self.config)
+        return _expert_count(choose_table(self.tables, keys, self.config, HYBRID), self.config)
 
 
 def _choose_table(ranks: Ranks, tables: Sequence[RuleTable], config: Mapping[str, Any]) -> RuleTable:
     """The rule table of the model's family, or for an unknown family a table derived from the files."""
     if is_known(tables, config) or not _tells_itself(ranks):
-        return choose_table(tables, dict.fromkeys(key for cell in ranks.cells for key in cell.names), config)
+        held = dict.fromkeys(key for cell in ranks.cells for key in cell.names)
+        return choose_table(tables, held, config, HYBRID)
     topology, common = ranks.topology, _held_by_all(ranks)
     keys: dict[str, StoredKey] = {}
     for stage, cells in groupby(join_cells(ranks), key=lambda cell: cell.pp):

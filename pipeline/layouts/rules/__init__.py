@@ -6,12 +6,12 @@ One JSON table per model family and library; see ``rules/README.md`` beside this
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import gcd, prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, overload
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, overload
 
 from paddle_reshard.pipeline.core.errors import RuleError, UsageError
 from paddle_reshard.pipeline.layouts.rules.entries import (
@@ -48,8 +48,15 @@ class HuggingFaceForm:
     4 query heads and 2 key/value heads with ``groups = "num_key_value_heads"`` are stored as
     ``[q q k v | q q k v]``.
     """
+    stacked: str | None = None
+    """Config entry: the number of routed experts that lie one after the other along the first dim here. Each has
+    tensors of its own there, numbered where its key has ``{expert}``."""
     keep_float32: bool = False
     """Whether it stays float32 when the model is converted to another dtype."""
+
+    def key_of(self, part: int, expert: int) -> str:
+        """Key there of a part of one of several experts that are stacked here."""
+        return self.keys[part].replace("{expert}", str(expert))
 
     @property
     def transposed_as_saved(self) -> bool:
@@ -123,6 +130,8 @@ class Rule:
     """What the library creates right before it and then replaces."""
     where: Mapping[str, Any] = field(default_factory=dict)
     """Config entries that must have these values for the row to apply."""
+    former: bool = False
+    """Whether only earlier versions of the library call it so: it is read, and not written."""
     huggingface: HuggingFaceForm | None = None
     """The tensor's form in a Hugging Face checkpoint; ``None``: unknown."""
 
@@ -193,7 +202,17 @@ class Rule:
         return self.tied_to if self.always_tied or ties_words(config) else None
 
     def class_for(self, pp: int, tp: int, sequence_parallel: bool, ep: int = 1) -> str:
-        """Layer class in the parameter names of a job."""
+        """Layer class in the parameter names of a job.
+
+        Raises
+        ------
+        RuleError
+            If the row does not tell it.
+        """
+        if not self.name_class:
+            raise RuleError(
+                self.key, "what a job calls its parameter is not known: no file that tells it was available"
+            )
         if pp > 1 and self.name_class_pp:
             return self.name_class_pp
         if ep > 1 and tp > 1 and sequence_parallel and self.name_class_ep_sp:
@@ -213,6 +232,11 @@ class Rule:
     def of_expert(self) -> bool:
         """Whether each of its tensors belongs to a single routed expert."""
         return "{expert}" in self.key
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether each of its tensors holds all routed experts of a layer, one after the other."""
+        return self.huggingface is not None and self.huggingface.stacked is not None
 
     def marked_distributed(self, cut: bool, ep: int) -> bool:
         """Value of the library's ``is_distributed`` flag; ``cut``: whether tp cuts the tensor."""
@@ -303,6 +327,9 @@ class Item:
     """Whether it is a layer of multi-token prediction, or a part of one; ``MTP_LAYERS`` of the config counts them."""
     continues: str | None = None
     """The decoder layer's item, for MTP layers that have its rows too and are numbered after it."""
+    inner: str | None = None
+    """Of what continues the decoder layers: where in a layer it has their rows, ``transformer_layer`` in
+    ``layers.4.transformer_layer.mlp``; ``None``: in the layer itself."""
     built_before: str | None = None
     """The item before which it is built in a job without pipeline stages."""
     count: str | None = None
@@ -343,6 +370,12 @@ class RuleTable:
     """Prefix of keys → prefix under which the model class saves them in files without ``model_meta.json``."""
     proven: Proof | None = field(default=None, compare=False, repr=False)
     """What it has been compared with; ``None``: not said, as in a table that a user writes."""
+    formats: tuple[str, ...] | None = None
+    """Formats for which it tells enough; ``None``: all."""
+    shared_with: tuple[str, ...] = ()
+    """Further libraries whose models of the family have the same tensors under the same names."""
+    shifted_by: str | None = None
+    """Config entry: by how much layers may be numbered higher in keys than in the model."""
     comment: str | tuple[str, ...] = field(default="", compare=False, repr=False)
     """Ignored by the program."""
 
@@ -406,7 +439,7 @@ class RuleTable:
             for rule in self.rules
             if rule.applies(config) and (match := rule.pattern().fullmatch(key))
         ]
-        fits = [(rule, match) for rule, match in fits if self._may_hold(rule, match, config)]
+        fits = [(rule, match) for rule, match in fits if self.holds(rule, _layer_of(match), config)]
         if len(fits) != 1:
             found = f"{len(fits)} rows" if fits else "no row"
             advice = "keep only one in" if fits else "add one to"
@@ -424,16 +457,51 @@ class RuleTable:
         if layer is None:
             return rule
         for item in self.items:
-            if item.continues == rule.item:
+            if item.continues == rule.item and item.inner is None:
                 first = self.first_mtp_layer(item, config)
                 if first and first <= layer < first + count_entry(config, MTP_LAYERS):
                     return replace(rule, item=item.name)
         return rule
 
-    def _may_hold(self, rule: Rule, match: re.Match[str], config: Config) -> bool:
-        """Whether a layer can have a row: rows of MTP items that continue the decoder apply only to MTP layers."""
-        item, layer = self.mtp_items.get(rule.item), _layer_of(match)
-        return item is None or layer is None or layer >= self.first_mtp_layer(item, config)
+    def holds(self, rule: Rule, layer: int | None, config: Config) -> bool:
+        """Whether a row may be one of a layer: items that share their numbers have layers of their own."""
+        if layer is None:
+            return True
+        if (item := self.mtp_items.get(rule.item)) is not None:
+            return layer >= self.first_mtp_layer(item, config)
+        behind = [item for item in self.items if item.continues == rule.item and item.inner is not None]
+        return not behind or layer < (self.first_mtp_layer(behind[0], config) or layer + 1)
+
+    def check_numbers(self, config: Config) -> None:
+        """Refuse a target in which it is not settled how layers are numbered.
+
+        Raises
+        ------
+        RuleError
+        """
+        if self.shifted_by is not None and (shift := config.get(self.shifted_by)):
+            raise RuleError(
+                f"{self.family} ({self.convention})",
+                f"config.json says {self.shifted_by}={shift!r}: {self.convention} numbers its layers from there on, "
+                "and from 0 on in later versions; which one is to train on is not known. For a later one, set the "
+                "entry to 0 in a copy of config.json and pass that with --config FILE",
+            )
+
+    def check_format(self, format: str) -> None:
+        """Refuse a format for which the table does not tell enough.
+
+        Raises
+        ------
+        RuleError
+            Naming the formats for which it does.
+        """
+        if self.formats is not None and format not in self.formats:
+            raise RuleError(
+                f"{self.family} ({self.convention})",
+                f"{self.convention}'s names and layouts are known for the formats {' and '.join(self.formats)} only, "
+                f"not for {format}: no file of another one was available; convert to one of these, or to the names of "
+                "another library with --convention",
+            )
 
 
 def renamed_prefix(key: str, prefixes: Mapping[str, str]) -> str:
@@ -526,7 +594,17 @@ def parse_rule_table(text: str, where: str) -> RuleTable:
         raise UsageError(
             f"{where}: 'refused' names {sorted(unknown)}; the axes are {', '.join(sorted(known))}"
         )
-    return table
+    return replace(table, rules=(*table.rules, *_inner_rules(table)))
+
+
+def _inner_rules(table: RuleTable) -> Iterator[Rule]:
+    """The rows that layers of multi-token prediction have of the decoder layers, where they have them inside."""
+    for item in table.items:
+        for rule in table.rules:
+            if item.inner is not None and rule.item == item.continues:
+                yield replace(
+                    rule, key=rule.key.replace("{layer}.", f"{{layer}}.{item.inner}.", 1), item=item.name
+                )
 
 
 def _item_fault(items: Sequence[Item]) -> str | None:
@@ -538,6 +616,8 @@ def _item_fault(items: Sequence[Item]) -> str | None:
             return f"{item.name!r} continues {item.continues!r}: only MTP items can, and only the item {decoder!r}"
         if item.count is not None and (item.repeated or item.mtp):
             return f"{item.name!r} has a count, which decoder layers and those of MTP have in an entry of their own"
+        if item.inner is not None and item.continues is None:
+            return f"{item.name!r} has 'inner' and does not continue the decoder layers"
         if item.built_before is not None and item.built_before not in names - {item.name}:
             return f"{item.name!r} is built before {item.built_before!r}, which is not an item"
     return None
@@ -602,6 +682,10 @@ def _form_fault(rule: Rule) -> str | None:
     if form is None:
         return None
     numbers = sorted(_PLACEHOLDER.findall(rule.key))
+    if form.stacked is not None:
+        if rule.of_expert or len(rule.shape or ()) != 2:
+            return "what is 'stacked' is one tensor of two dims for all experts, with a 'shape'"
+        numbers = sorted([*numbers, "{expert}"])
     if not form.keys or any(sorted(_PLACEHOLDER.findall(key)) != numbers for key in form.keys):
         return (
             "keys must have the same {layer} and {expert} as the row's key; found "
@@ -621,9 +705,15 @@ class ShippedTables(Sequence[RuleTable]):
     """The tables that come with the package, each parsed on first use, since most commands need only one.
 
     Every table lists its model types.
+
+    Parameters
+    ----------
+    preferred
+        The library whose tables go before the others where a checkpoint does not tell by its keys which one it is of.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, preferred: str | None = None) -> None:
+        self.preferred = preferred
         self._texts = {
             path.name: path.read_text("utf-8") for path in sorted(Path(__file__).parent.glob("*.json"))
         }
@@ -655,23 +745,28 @@ class ShippedTables(Sequence[RuleTable]):
         return self._parsed[name]
 
 
-def shipped_tables() -> ShippedTables:
+def shipped_tables(preferred: str | None = None) -> ShippedTables:
     """The tables that come with the package."""
-    return ShippedTables()
+    return ShippedTables(preferred)
 
 
-def choose_table(tables: Sequence[RuleTable], keys: Iterable[str], config: Config) -> RuleTable:
-    """The table that has a row for every key.
+def choose_table(
+    tables: Sequence[RuleTable], keys: Iterable[str], config: Config, format: str | None = None
+) -> RuleTable:
+    """The table that has a row for every key; of several, the one that is for all formats.
 
     Raises
     ------
     RuleError
-        If there is none, naming the first key, in alphabetical order, that the closest table lacks; or if several fit.
+        If there is none, naming the first key, in alphabetical order, that the closest table lacks; if several fit;
+        or if the table does not tell enough for ``format``.
     """
     keys = sorted(set(keys))
     candidates = candidate_tables(tables, config)
     failures = [[key for key in keys if _failure(table, key, config)] for table in candidates]
     fitting = [table for table, failed in zip(candidates, failures, strict=True) if not failed]
+    if len(fitting) > 1:
+        fitting = [table for table in fitting if table.formats is None] or fitting
     if len(fitting) > 1:
         raise RuleError(
             f"model type {config.get('model_type')!r}",
@@ -679,6 +774,8 @@ def choose_table(tables: Sequence[RuleTable], keys: Iterable[str], config: Confi
             "right one with --rules FILE",
         )
     if fitting:
+        if format is not None:
+            fitting[0].check_format(format)
         return fitting[0]
     nearest, failed = min(zip(candidates, failures, strict=True), key=lambda pair: len(pair[1]))
     raise _failure(nearest, failed[0], config) or RuleError(failed[0], "no row fits")
@@ -699,7 +796,7 @@ def candidate_tables(tables: Sequence[RuleTable], config: Config) -> list[RuleTa
         table
         for table in likely
         if (not table.model_types or model_type in table.model_types)
-        and (library is None or len(tables) == 1 or table.convention == library)
+        and (library is None or len(tables) == 1 or table.convention in _CONVENTIONS[library])
     ]
     if not candidates:
         known = sorted({name for t in tables for name in t.model_types})
@@ -719,9 +816,41 @@ def keys_in_model(tables: Sequence[RuleTable], saved: Iterable[str], config: Con
     return {key: renaming[0].key_saved_as(key) for key in saved} if renaming else {}
 
 
+def tables_to_train_with(tables: Sequence[RuleTable], config: Config) -> list[RuleTable]:
+    """The tables for a model that no library has given names yet: those of the library that is to train it.
+
+    Raises
+    ------
+    RuleError
+        If there is none.
+    """
+    candidates = candidate_tables(tables, config)
+    wanted = tables.preferred if isinstance(tables, ShippedTables) else None
+    wanted = wanted or (PADDLEFLEET if library_of(config) == PADDLEFLEET else None)
+    if wanted is not None:
+        own = [table for table in candidates if table.convention == wanted]
+        return own or [table for table in candidates if wanted in table.shared_with] or candidates
+    return [table for table in candidates if table.formats is None] or candidates
+
+
+PADDLEFLEET: Final = "paddlefleet"
+_CONVENTIONS: Final[Mapping[str, tuple[str, ...]]] = {
+    PADDLEFLEET: (PADDLEFLEET, "paddleformers"),
+    "paddleformers": ("paddleformers", PADDLEFLEET),
+    "paddlenlp": ("paddlenlp",),
+}
+"""Library that a config names → whose names its checkpoints may have: PaddleFormers 1.2 trains some families with
+PaddleFleet's model, and PaddleFleet took over PaddleFormers' models of the others."""
+
+
+def conventions_of(library: str) -> tuple[str, ...]:
+    """Whose names the checkpoints of a library may have."""
+    return _CONVENTIONS[library]
+
+
 def library_of(config: Config) -> str | None:
     """The library whose version is in the config, or ``None``."""
-    return next((name for name in ("paddleformers", "paddlenlp") if f"{name}_version" in config), None)
+    return next((name for name in _CONVENTIONS if f"{name}_version" in config), None)
 
 
 def _failure(table: RuleTable, key: str, config: Config) -> RuleError | None:

@@ -125,7 +125,7 @@ def read_unified(
     check_indexes(files, payloads, indexes)
     arrays = _arrays(files, payloads, config)
     keys = dict.fromkeys(key for key, _ in arrays)
-    table = choose_table(tables, keys, config)
+    table = choose_table(tables, keys, config, UNIFIED)
     _refuse_unknown_dtypes(arrays, table, config)
     arrays = _oriented(_joined_twins(arrays, table, config), payloads, table, config)
     model = read_model(_tensors(arrays, table, config), table, config)

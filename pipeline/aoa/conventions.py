@@ -1,0 +1,215 @@
+"""A checkpoint under the names and in the layouts of another library.
+
+The rule tables of both libraries say what each tensor is in a Hugging Face checkpoint. So a tensor of one library is
+cut into what it is there, and a tensor of the other is joined of that. Both are boxes of the source's tensors, as the
+results of AOA statements are, and all states follow. A tensor that both fuse alike only gets another name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from paddle_reshard.pipeline.aoa.follow import target_catalog
+from paddle_reshard.pipeline.aoa.sources import Source
+from paddle_reshard.pipeline.aoa.values import Piece, Value, assembled, concatenated, permuted, split
+from paddle_reshard.pipeline.core.catalog import Catalog
+from paddle_reshard.pipeline.core.errors import RuleError, UnsupportedError
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
+from paddle_reshard.pipeline.core.tensors import EMA_PARAM, PARAM
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.completeness import check_complete
+from paddle_reshard.pipeline.layouts.forms import (
+    PartsOfTensor,
+    form_of,
+    parts_of_tensors,
+    places_of,
+    widths_and_groups,
+)
+from paddle_reshard.pipeline.layouts.model import Model, read_model
+from paddle_reshard.pipeline.layouts.rules import (
+    HuggingFaceForm,
+    RuleTable,
+    conventions_of,
+    evaluate_sizes,
+    library_of,
+)
+from paddle_reshard.pipeline.layouts.rules.entries import Config
+from paddle_reshard.pipeline.layouts.rules.literal import LiteralTable
+
+
+def to_convention(
+    source: Checkpoint, convention: str, tables: Sequence[RuleTable], config: Mapping[str, Any] | None
+) -> Checkpoint:
+    """The same checkpoint as another library names and lays out its tensors.
+
+    Parameters
+    ----------
+    convention
+        One of ``CONVENTIONS``.
+    config
+        The ``config.json`` of the model that comes out, where it is not the source's.
+
+    Raises
+    ------
+    RuleError
+        Naming the tensor of which a table does not say what it is in a Hugging Face checkpoint, or the family that the
+        library does not have.
+    UnsupportedError
+        For LoRA.
+    """
+    model = source.model
+    config = model.config if config is None else config
+    if convention == model.table.convention or convention in model.table.shared_with:
+        return replace(source, model=replace(model, config=config))
+    if isinstance(model.table, LiteralTable):
+        raise RuleError(
+            f"model type {config.get('model_type')!r}",
+            f"no rule table knows it, so what {convention} calls its tensors is not known; write one and pass it with "
+            "--rules FILE",
+        )
+    if model.has_lora:
+        raise UnsupportedError(
+            f"LoRA with the names of {convention}: not supported; merge it into its base with --merge-into BASE"
+        )
+    return _translated(source, _table_of(convention, tables, model.table, config), config)
+
+
+def _table_of(convention: str, tables: Sequence[RuleTable], former: RuleTable, config: Config) -> RuleTable:
+    model_type = config.get("model_type")
+    for table in tables:
+        if model_type in table.model_types and convention in (table.convention, *table.shared_with):
+            return table
+    known = sorted({name for t in tables if t.convention == convention for name in t.model_types})
+    raise RuleError(
+        f"model type {model_type!r}",
+        f"no rule table says what {convention} calls the tensors of {former.family} (known: {', '.join(known)})",
+    )
+
+
+def configured_for(checkpoint: Checkpoint, convention: str) -> Checkpoint:
+    """The same with a config that does not name a library whose checkpoints have other keys.
+
+    No version of the new one takes its place: which library a checkpoint is for is told by the keys of its tensors.
+    """
+    model = checkpoint.model
+    library = library_of(model.config)
+    if library is None or convention in conventions_of(library):
+        return checkpoint
+    config = {name: value for name, value in model.config.items() if name != f"{library}_version"}
+    return replace(checkpoint, model=replace(model, config=config))
+
+
+def _translated(source: Checkpoint, table: RuleTable, config: Mapping[str, Any]) -> Checkpoint:
+    values = Source(source.catalog)
+    parts = _cut_all(source.model, values)
+    places = places_of(parts, table, config)
+    if unknown := sorted(key for key, place in places.items() if place is None):
+        raise RuleError(
+            unknown[0],
+            f"no row of the {table.convention} rule table {table.family!r} is called so in a Hugging Face checkpoint, "
+            f"which is what {source.model.table.convention} stores: {table.convention}'s model has no place for it",
+        )
+    outputs = {
+        key: _joined(key, of_tensor, parts, config)
+        for key, of_tensor in parts_of_tensors(places, config).items()
+    }
+    catalog = target_catalog(values, outputs, frozenset())
+    model = read_model(catalog.tensors, table, config)
+    check_complete(model)
+    missing = [tensor.key for tensor in source.model.tensors if tensor.missing]
+    return replace(
+        source,
+        catalog=_with_aliases(catalog, model),
+        model=model,
+        sequence_parallel=None,
+        not_carried=(
+            *source.not_carried,
+            *((key, "no file of the source holds it, which was allowed") for key in missing),
+        ),
+    )
+
+
+def _cut_all(model: Model, source: Source) -> dict[str, Value]:
+    """Key in a Hugging Face checkpoint → what it is made of, for all tensors of a model."""
+    parts: dict[str, Value] = {}
+    for tensor in model.tensors:
+        if tensor.tied_to is not None or tensor.missing:
+            continue
+        form = form_of(tensor, model)
+        value = source.values[tensor.key]
+        for number, of_expert in enumerate(_experts(value, form, model.config, tensor.key)):
+            for part, cut in enumerate(_cut(of_expert, form, model.config, tensor.key)):
+                spelled = form.keys[part] if form.stacked is None else form.key_of(part, number)
+                key = tensor.rule.fill_in(spelled, tensor.key)
+                if key in parts:
+                    raise RuleError(
+                        tensor.key, f"it and another tensor would both be {key} in a Hugging Face checkpoint"
+                    )
+                parts[key] = permuted(cut, None) if form.transposed else cut
+    return parts
+
+
+def _experts(value: Value, form: HuggingFaceForm, config: Config, key: str) -> list[Value]:
+    """What is of each expert, where several are stacked; else the whole."""
+    if form.stacked is None:
+        return [value]
+    return split(value, 0, evaluate_sizes([form.stacked], config, key)[0])
+
+
+def _cut(value: Value, form: HuggingFaceForm, config: Config, key: str) -> list[Value]:
+    """The parts that are fused along the last dim."""
+    if len(form.keys) == 1:
+        return [value]
+    axis = len(value.shape) - 1
+    widths, groups = widths_and_groups(form, config, key, value.shape[axis])
+    starts = [sum(widths[:part]) for part in range(len(widths))]
+    return [
+        assembled(
+            [value],
+            [value.shape[axis]],
+            [
+                Piece(0, group * sum(widths) + start, group * sum(widths) + start + width)
+                for group in range(groups)
+            ],
+            axis,
+        )
+        for start, width in zip(starts, widths, strict=True)
+    ]
+
+
+def _joined(key: str, of_tensor: PartsOfTensor, parts: Mapping[str, Value], config: Config) -> Value:
+    """A tensor of the other library."""
+    experts = []
+    for keys in of_tensor.keys:
+        values = [permuted(parts[one], None) if of_tensor.transposed else parts[one] for one in keys]
+        experts.append(_fused(values, of_tensor.form, config, key))
+    return experts[0] if len(experts) == 1 else concatenated(experts, 0)
+
+
+def _fused(values: Sequence[Value], form: HuggingFaceForm, config: Config, key: str) -> Value:
+    if len(values) == 1:
+        return values[0]
+    axis = len(values[0].shape) - 1
+    extents = [value.shape[axis] for value in values]
+    widths, groups = widths_and_groups(form, config, key, sum(extents))
+    pieces = [
+        Piece(part, group * width, (group + 1) * width)
+        for group in range(groups)
+        for part, width in enumerate(widths)
+    ]
+    return assembled(values, extents, pieces, axis)
+
+
+def _with_aliases(catalog: Catalog, model: Model) -> Catalog:
+    """The same, where tied tensors are further names of the one that they are tied to."""
+    aliases: dict[str, tuple[str, ...]] = {}
+    for tensor in model.tensors:
+        if tensor.tied_to is not None:
+            aliases[tensor.tied_to] = (*aliases.get(tensor.tied_to, ()), tensor.key)
+    named = [
+        replace(t, aliases=aliases.get(t.key, ())) if t.state in (PARAM, EMA_PARAM) else t
+        for t in catalog.tensors
+    ]
+    return replace(catalog, tensors=Tensors(named))

@@ -1,0 +1,179 @@
+"""What do the rows of a table say of tensors in a Hugging Face checkpoint?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+from paddle_reshard.pipeline.core.errors import CoverageError, RuleError
+from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
+from paddle_reshard.pipeline.layouts.rules import HuggingFaceForm, Rule, RuleTable, evaluate_sizes
+from paddle_reshard.pipeline.layouts.rules.entries import Config
+from paddle_reshard.pipeline.layouts.rules.literal import StoredTable
+
+_STACKED_IF: Final = ("moe_expert_fusion", "using_sonic_moe")
+"""Config entries of PaddleFleet, off by default, with which the routed experts of a layer are one tensor."""
+
+
+def form_of(tensor: ModelTensor, model: Model) -> HuggingFaceForm:
+    """What the rule table says of a tensor.
+
+    Raises
+    ------
+    RuleError
+        If it says nothing.
+    """
+    form = tensor.rule.huggingface
+    if form is None and isinstance(model.table, StoredTable):
+        model.table.refuse(model.config, "what its tensors are in a Hugging Face checkpoint")
+    if form is None:
+        raise RuleError(
+            tensor.key,
+            f"the {model.table.convention} rule table {model.table.family!r} does not say what it is in a "
+            "Hugging Face checkpoint; add 'huggingface' to its row in a copy of the table, and pass that with "
+            "--rules FILE, or say what becomes of every tensor with --aoa FILE",
+        )
+    return form
+
+
+def widths_and_groups(form: HuggingFaceForm, config: Config, key: str, last: int) -> tuple[Shape, int]:
+    """Extent of each part within one group, along the last dim, which has ``last`` elements; and the number of groups.
+
+    Raises
+    ------
+    RuleError
+        If the parts do not make up the dim.
+    """
+    if form.widths is None:
+        return (last,), 1
+    totals = evaluate_sizes(form.widths, config, key)
+    groups = 1 if form.groups is None else evaluate_sizes([form.groups], config, key)[0]
+    if sum(totals) != last or groups < 1 or any(total < 1 or total % groups for total in totals):
+        raise RuleError(
+            key,
+            f"its last dim of {last} elements is not made of {groups} groups with parts of {list(totals)} elements "
+            "together, as the rule table says of Hugging Face checkpoints",
+        )
+    return tuple(total // groups for total in totals), groups
+
+
+class Place(NamedTuple):
+    """What a tensor of a Hugging Face checkpoint is in Paddle."""
+
+    rule: Rule
+    part: int
+    key: str
+    """Of the tensor in Paddle."""
+    expert: int | None
+    """The routed expert that it is of, where a tensor in Paddle holds several."""
+
+
+class _Spelling(NamedTuple):
+    pattern: re.Pattern[str]
+    rule: Rule
+    part: int
+
+
+def places_of(keys: Iterable[str], table: RuleTable, config: Config) -> dict[str, Place | None]:
+    """Key in a Hugging Face checkpoint → what it is by the rows of a table; ``None``: none of them says."""
+    spellings = [
+        _Spelling(replace(rule, key=spelled).pattern(), rule, part)
+        for rule in table.rules
+        if rule.huggingface is not None and rule.applies(config) and not rule.former
+        for part, spelled in enumerate(rule.huggingface.keys)
+    ]
+    return {key: _place_of(key, spellings, table, config) for key in keys}
+
+
+def _place_of(key: str, spellings: Sequence[_Spelling], table: RuleTable, config: Config) -> Place | None:
+    fits = []
+    for spelling in spellings:
+        if (match := spelling.pattern.fullmatch(key)) is None:
+            continue
+        numbers, rule = match.groupdict(), spelling.rule
+        if table.holds(rule, int(numbers["layer"]) if "layer" in numbers else None, config):
+            expert = None if rule.of_expert else numbers.get("expert")
+            fits.append(
+                Place(
+                    rule, spelling.part, rule.key.format(**numbers), None if expert is None else int(expert)
+                )
+            )
+    if len(fits) > 1:
+        stacked = any(config.get(entry) for entry in _STACKED_IF)
+        fits = [fit for fit in fits if _form(fit.rule).stacked is None or stacked]
+        fits = [fit for fit in fits if _form(fit.rule).stacked is not None] or fits
+    if len(fits) > 1:
+        fits = [fit for fit in fits if _is_fused(fit.rule) == bool(config.get(_fuse_entry(fit.rule)))]
+    return fits[0] if len(fits) == 1 else None
+
+
+def _form(rule: Rule) -> HuggingFaceForm:
+    assert rule.huggingface is not None  # noqa: S101
+    return rule.huggingface
+
+
+def _is_fused(rule: Rule) -> bool:
+    return len(_form(rule).keys) > 1
+
+
+def _fuse_entry(rule: Rule) -> str:
+    """Config entry that says whether the library fuses it, off by default (PaddleNLP 3.0 ``LlmMetaConfig``)."""
+    return "fuse_attention_qkv" if ".self_attn." in rule.key else "fuse_attention_ffn"
+
+
+@dataclass(frozen=True, slots=True)
+class PartsOfTensor:
+    """Of which tensors of a Hugging Face checkpoint a tensor in Paddle is made."""
+
+    rule: Rule
+    keys: tuple[tuple[str, ...], ...]
+    """Their keys: those of an expert together where several are stacked, else all together."""
+
+    @property
+    def form(self) -> HuggingFaceForm:
+        """What the row says of them."""
+        return _form(self.rule)
+
+    @property
+    def transposed(self) -> bool:
+        """Whether their dims have changed places."""
+        return self.form.transposed
+
+
+def parts_of_tensors(places: Mapping[str, Place | None], config: Config) -> dict[str, PartsOfTensor]:
+    """Key in Paddle → its parts, all of which must be there.
+
+    Raises
+    ------
+    CoverageError
+        Naming a part that is missing.
+    """
+    found: dict[str, dict[tuple[int, int], str]] = {}
+    rules: dict[str, Rule] = {}
+    for key, place in places.items():
+        if place is not None:
+            rules[place.key] = place.rule
+            found.setdefault(place.key, {})[place.expert or 0, place.part] = key
+    parts = {}
+    for whole, of_whole in found.items():
+        rule = rules[whole]
+        form = _form(rule)
+        experts = 1 if form.stacked is None else evaluate_sizes([form.stacked], config, whole)[0]
+        wanted = [[(expert, part) for part in range(len(form.keys))] for expert in range(experts)]
+        for expert, part in (one for of_expert in wanted for one in of_expert):
+            if (expert, part) not in of_whole:
+                spelled = form.keys[part] if form.stacked is None else form.key_of(part, expert)
+                raise CoverageError(
+                    rule.fill_in(spelled, whole), f"no file holds it, and it is a part of {whole}"
+                )
+        if more := sorted(of_whole.keys() - {one for of_expert in wanted for one in of_expert}):
+            raise CoverageError(
+                of_whole[more[0]], f"config.json says {form.stacked}={experts}, so {whole} has no such part"
+            )
+        parts[whole] = PartsOfTensor(
+            rule, tuple(tuple(of_whole[one] for one in of_expert) for of_expert in wanted)
+        )
+    return parts
