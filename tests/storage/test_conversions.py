@@ -234,7 +234,7 @@ def test_a_manifest_of_another_conversion_is_not_replaced(store: Store, bucket: 
         if isinstance(event, StepEnded) and event.step == "verify":
             store.client.put_object(Bucket=bucket, Key="c/paddle_reshard.json", Body=b"{}")
 
-    with pytest.raises(TargetError, match="another conversion"):
+    with pytest.raises(TargetError, match="a second conversion"):
         paddle_reshard.convert(
             SMALL, f"s3://{bucket}/c", storage_options=store.options, observe=intrude, **ONE_CARD
         )
