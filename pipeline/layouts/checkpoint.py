@@ -1,4 +1,4 @@
-"""What is known of a checkpoint, whatever its format?"""
+"""An interpreted checkpoint, independent of its format."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from paddle_reshard.storage.formats.paddle_pickle_writer import encode_pickle
 
 @dataclass(frozen=True)
 class MissingPolicy:
-    """What is to become of tensors that no file of a checkpoint holds.
+    """How to treat tensors that no file of a checkpoint holds.
 
     PaddleFormers' sharded saving loses buffers and parameters that are not trained
     (``trainer/utils/sharding_io.py:70-107``).
     """
 
     filled: Mapping[str, ArrayRef] = field(default_factory=dict)
-    """Structured key → where its values are in ``file``."""
+    """Structured key → array in ``file``."""
     file: File | None = None
-    """A file that was given beside the checkpoint; the source serves it under this path."""
+    """The file given with ``--fill``; the source serves it under this path."""
     allowed: tuple[str, ...] = ()
     """Patterns of structured keys (``*`` stands for anything) that may be missing in the target too."""
     drops_mtp: bool = False
-    """Whether the layers of multi-token prediction go into no target, so that they may have a form of their own."""
+    """Whether MTP layers are omitted from every target, so that their tensors need no rules."""
 
     def allows(self, key: str) -> bool:
         """Whether a tensor may be missing."""
@@ -41,43 +41,43 @@ class MissingPolicy:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint, understood: its tensors and where they lie, its model, and what is known of its job.
+    """An interpreted checkpoint: its tensors and their locations, its model, and facts about its job.
 
-    ``catalog`` holds the logical tensors of ``model``: the same whatever topology and format they came from.
+    ``catalog`` holds the logical tensors of ``model``, which do not depend on topology and format.
     """
 
     format: str
-    """One of ``FORMATS``."""
+    """Name of its format, a key of ``FORMATS``."""
     catalog: Catalog
     own_files: frozenset[str]
-    """Paths of the files that hold its tensors or say where they lie; the others only lie beside them."""
+    """Paths of the files that hold or locate its tensors; all others are small files of the trainer or the model."""
     model: Model
     topology: Topology | None
-    """``None`` where the format does not tell."""
+    """``None`` if the format does not record it."""
     strategy: str | None
-    """Sharding strategy; ``None`` where the format does not tell."""
+    """Sharding strategy; ``None`` if the format does not record it."""
     comm_overlap: bool
     sequence_parallel: bool | None
-    """``None`` where the files cannot tell (tp = 1, or a family whose names do not depend on it)."""
+    """``None`` if it cannot be determined (tp = 1, or a family whose parameter names do not depend on it)."""
     names_predicted: str | None
-    """``None`` if the parameter names follow the naming rules; else what differs, in words."""
+    """``None`` if the parameter names follow the naming rules; otherwise a description of the first difference."""
     lr_scheduler: Any
-    """What the optimizer files hold of the learning-rate schedule; ``None`` where they hold nothing."""
+    """State of the learning-rate schedule, or ``None``."""
     has_ema: bool
     has_optimizer: bool = True
-    """Whether it has files of an optimizer, where the format tells: even if these hold nothing."""
+    """Whether it has optimizer files, even empty ones, if the format has such files."""
     not_carried: tuple[tuple[str, str], ...] = ()
     """``(tensor, why it goes into no target)``."""
     expert_axis: str | None = None
-    """The axis over which whole experts are spread: ``ep``, ``tp`` or ``dp``; ``None``: every rank has all of them."""
+    """The axis over which whole experts are distributed: ``ep``, ``tp`` or ``dp``; ``None``: every rank has all."""
     unified_experts: bool | None = None
-    """Whether they are in the unified layer; ``None`` where the order of tensors cannot tell."""
+    """Whether experts are in the unified layer; ``None`` if the order of tensors does not show it."""
     adapter: Adapter | None = None
-    """What ``lora_config.json`` says; ``None`` where there is none."""
+    """Contents of ``lora_config.json``, or ``None``."""
     merged: str | None = None
-    """What was merged into it while it is read, in words."""
+    """Description of what is merged into it while it is read."""
     newer: str = ""
-    """What its files say beyond the versions of the libraries that are proven, in words; it changes no value."""
+    """Description of attributes that are newer than the tested library versions; they do not affect values."""
 
     def without(self, states: Collection[str]) -> Checkpoint:
         """The same checkpoint without the tensors of some states."""
@@ -90,12 +90,12 @@ class Checkpoint:
 
 
 def checked_schedule(state: Any, where: str) -> Any:
-    """The state of a learning-rate schedule, which every target holds anew.
+    """Check that the state of a learning-rate schedule can be written to a target, and return it.
 
     Raises
     ------
     UnsupportedError
-        If it holds an array or anything else that is not a plain value; ``where`` names its place.
+        If it contains an array or anything else that is not a plain value; ``where`` is for the message.
     """
     try:
         encode_pickle({"LR_Scheduler": state})

@@ -1,4 +1,4 @@
-"""Does a model lack tensors?"""
+"""Check that a model is complete."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from paddle_reshard.pipeline.layouts.rules.entries import config_entry
 
 
 def check_complete(model: Model) -> None:
-    """Refuse a model that lacks tensors, for formats in which nothing else tells.
+    """Refuse a model that lacks tensors, for formats whose files do not list them.
 
-    There must be every decoder layer of the config, every tensor outside of layers that the rule table knows, and in
-    every layer what another layer has that otherwise has the same. A layer of multi-token prediction that is numbered
-    on from the decoder layers has what one of them has, and all that is its own.
+    Required are all decoder layers of the config and all tensors outside layers in the rule table. A layer whose
+    tensors are a proper subset of those of another layer of its kind is incomplete. An MTP layer that is numbered
+    after the decoder layers has the tensors of one of them, and all of its own.
 
     Raises
     ------
     CoverageError
-        Naming the tensor that is missing.
+        Naming a missing tensor.
     CheckpointError
-        If the layers are not those of the config.
+        If the layers differ from those of the config.
     """
     keys = {tensor.key for tensor in model.tensors}
     for rule in model.table.rules:

@@ -1,7 +1,7 @@
-"""Which box of the logical tensor is this stored array, and where are its bytes?
+"""Map stored arrays to boxes of logical tensors and to their bytes.
 
-One description serves both directions: a source file's arrays become fragments to read, a target file's
-slots become fragments to write. Two steps compose: an array is the whole tensor-parallel local tensor or
+The same description serves both directions: arrays of source files become fragments to read, slots of target files
+become fragments to write. Two steps compose: an array is the whole tensor-parallel local tensor or
 a slice of its flattening, and the local tensor is one or several boxes of the logical one (*shards*, several
 where logical parts are fused).
 """
@@ -31,7 +31,11 @@ from paddle_reshard.pipeline.core.tensors import DTYPES, DType
 
 @dataclass(frozen=True, slots=True)
 class TensorCut:
-    """How tensor parallelism cuts one tensor: ``tp`` ranks along ``dim``, each of the fused parts."""
+    """How tensor parallelism cuts a tensor: each fused part into ``tp`` pieces along ``dim``.
+
+    Two ranks and parts in the ratio 2:1 cut a dim of 12 elements, parts [0, 8) and [8, 12), as follows: rank 0 holds
+    [0, 4) and [8, 10), rank 1 holds [4, 8) and [10, 12).
+    """
 
     tp: int
     dim: int | None
@@ -40,16 +44,16 @@ class TensorCut:
 
     @property
     def units(self) -> int:
-        """How many equal pieces a rank's extent divides into, of which each part is a whole number."""
+        """Number of units in a rank's extent; each part is a multiple of a unit."""
         return sum(self.shares)
 
     def local_shape(self, key: str, global_shape: Shape) -> Shape:
-        """Shape of one rank's piece.
+        """Shape of a rank's piece.
 
         Raises
         ------
         RuleError
-            Where the extent does not divide.
+            If the extent does not divide evenly.
         """
         if self.dim is None or self.tp == 1:
             return global_shape
@@ -62,7 +66,7 @@ class TensorCut:
         return (*global_shape[: self.dim], extent // self.tp, *global_shape[self.dim + 1 :])
 
     def global_shape(self, key: str, local_shape: Shape) -> Shape:
-        """Shape of the logical tensor of which every rank holds ``local_shape``."""
+        """Shape of the logical tensor if every rank holds ``local_shape``."""
         if self.dim is None or self.tp == 1:
             return local_shape
         if self.dim >= len(local_shape) or local_shape[self.dim] % self.units:
@@ -85,44 +89,44 @@ class TensorCut:
 
 
 def in_words(shares: Sequence[int]) -> str:
-    """Fused parts, for people."""
+    """Fused parts, for error messages."""
     ratio = "" if len(set(shares)) == 1 else f" in the ratio {':'.join(map(str, shares))}"
     return f"{len(shares)} fused parts{ratio}"
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayKind:
-    """What decides which boxes an array is, wherever it lies."""
+    """The properties of an array that determine its boxes, independent of its location."""
 
     local_shape: Shape
-    """Of the tensor-parallel local tensor."""
+    """Shape of the tensor-parallel local tensor."""
     cut: TensorCut
     itemsize: int
     flat: tuple[int, int] | None = None
-    """The array is 1-D and holds ``[start, stop)`` of the flattened local tensor; what lies beyond it is padding.
-    ``None``: it is the whole local tensor."""
+    """Range ``[start, stop)`` of the flattened local tensor that a 1-D array holds; what exceeds it is padding.
+    ``None``: the whole local tensor."""
     axes: Shape | None = None
-    """The dims in the order in which the bytes run through them, the slowest first; ``None``: in their own order."""
+    """Dims in storage order, slowest first; ``None``: C order."""
 
 
 _COLUMNS = 7
 _BLOCK_ARRAYS = 1 << 14
-"""Arrays whose boxes are made in one go."""
+"""Number of arrays processed at a time."""
 
 
 class Placements:
-    """Collects the fragments of many arrays. Arrays of one kind are the same boxes, worked out once."""
+    """Collects the fragments of many arrays. The boxes of a kind of arrays are computed once."""
 
     def __init__(self) -> None:
         self._kinds: dict[ArrayKind, int] = {}
         self._boxes: list[list[tuple[FragmentRow, Shape]]] = []
-        """Of each kind: the boxes of rank 0, and how much further those of each next rank lie."""
-        self._arrays = array("q")  # seven numbers of each, which as objects would take six times the memory
+        """For each kind: the boxes of rank 0, and their step from one rank to the next."""
+        self._arrays = array("q")  # seven numbers each; objects would take six times the memory
         self._files: list[tuple[int, Ints, int, int]] = []
-        """What :meth:`add_file` was given, and how many single arrays were added before."""
+        """Arguments of :meth:`add_file`, and the number of single arrays added before."""
 
     def kind(self, kind: ArrayKind) -> int:
-        """The number of a kind of arrays."""
+        """Number of a kind, which is added if it is new."""
         number = self._kinds.setdefault(kind, len(self._kinds))
         if number == len(self._boxes):
             self._boxes.append(list(_boxes_of(kind)))
@@ -131,18 +135,18 @@ class Placements:
     def add(
         self, kind: int, rank: int, tensor: int, file: int, byte_offset: int, dtype: DType, replica: int
     ) -> None:
-        """An array of a kind, of tp rank ``rank``, stored at ``byte_offset``."""
+        """Add an array of a kind, stored by tp rank ``rank`` at ``byte_offset``."""
         self._arrays.extend((kind, rank, tensor, file, byte_offset, DTYPES.index(dtype), replica))
 
     def add_file(self, arrays: Ints, rank: int, file: int) -> None:
-        """All arrays of a file of tp rank ``rank``: a row of kind, tensor, byte offset and number of the dtype each.
+        """Add all arrays of a file of tp rank ``rank``; rows are (kind, tensor, byte offset, index of the dtype).
 
-        The rows are not copied: files of several ranks may share them.
+        Rows are not copied, so files of several ranks can share them.
         """
         self._files.append((len(self._arrays) // _COLUMNS, arrays, rank, file))
 
     def box_counts(self) -> Ints:
-        """How many boxes each array is, in the order in which they were added."""
+        """Number of boxes of each array, in the order in which they were added."""
         counts = self._counts()
         found = [counts[kind] for kind, *_ in self._blocks()]
         return np.concatenate([np.zeros(0, dtype=np.int64), *found])
@@ -151,7 +155,7 @@ class Placements:
         return np.array([len(of_kind) for of_kind in self._boxes], dtype=np.int64)
 
     def _blocks(self) -> Iterator[Ints]:
-        """Seven columns of all arrays in the order in which they were added, a bounded number at a time."""
+        """The seven columns of all arrays in the order in which they were added, in blocks."""
         gathered: list[Ints] = []
         count = 0
         for columns in self._pieces():
@@ -176,7 +180,7 @@ class Placements:
         yield from self._single(done, len(self._arrays) // _COLUMNS)
 
     def _single(self, start: int, stop: int) -> Iterator[Ints]:
-        """Those that were added one by one, from number ``start`` on."""
+        """Columns of the single arrays ``[start, stop)``, in blocks."""
         for first in range(start, stop, _BLOCK_ARRAYS):
             rows = self._arrays[first * _COLUMNS : min(first + _BLOCK_ARRAYS, stop) * _COLUMNS]
             yield np.frombuffer(rows, dtype=np.int64).reshape(-1, _COLUMNS).T
@@ -204,7 +208,7 @@ class Placements:
 
 
 def _boxes_of(kind: ArrayKind) -> Iterator[tuple[FragmentRow, Shape]]:
-    """The boxes of an array of tp rank 0 that lies at byte 0, and how much further those of each next rank lie."""
+    """The boxes of an array of tp rank 0 at byte 0, and their step from one rank to the next."""
     shape, itemsize = kind.local_shape, kind.itemsize
     strides = strides_in_order(shape, itemsize, kind.axes)
     if kind.flat is None:
@@ -220,7 +224,7 @@ def _boxes_of(kind: ArrayKind) -> Iterator[tuple[FragmentRow, Shape]]:
 def _shards(
     kind: ArrayKind, byte_base: int, offset: Shape, extents: Shape, strides: Shape
 ) -> Iterator[tuple[FragmentRow, Shape]]:
-    """The boxes of the logical tensor that a box of the local one is, and their steps."""
+    """The boxes of the logical tensor for a box of the local tensor, and their steps."""
     shards = kind.cut.shards(0, kind.local_shape)
     if not shards:
         yield _row(byte_base, offset, extents, strides), (0,) * MAX_DIMS

@@ -1,4 +1,4 @@
-"""Does a staged target hold what was planned, whatever the format?"""
+"""Check that a staged target of any format holds the planned tensors."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from paddle_reshard.pipeline.layouts.format import Staged
 
 
 def check_tensors(staged: Staged, found: Checkpoint) -> None:
-    """Refuse unless the tensors that were ``found`` are those that were wanted.
+    """Check that the tensors ``found`` in a staged target are the planned ones.
 
     Raises
     ------
     CheckpointError
-        Naming the first tensor.
+        Naming the first tensor that differs.
     """
     catalog, read = staged.wanted.catalog, found.catalog.tensors
     wanted, content = catalog.tensors, len(catalog.tensors) - catalog.borrowed
@@ -21,13 +21,13 @@ def check_tensors(staged: Staged, found: Checkpoint) -> None:
     def kept(number: int) -> bool:
         return number < content and wanted.identity(number)[1] not in staged.states_not_carried
 
-    def same(number: int, place: int) -> bool:
-        return wanted.dtype(number) == read.dtype(place) and wanted.shape(number) == read.shape(place)
+    def same(number: int, other: int) -> bool:
+        return wanted.dtype(number) == read.dtype(other) and wanted.shape(number) == read.shape(other)
 
     lacking, added = [], []
     for number in filter(kept, range(content)):
-        place = read.find(*wanted.identity(number))
-        if place is None or not same(number, place):
+        found_number = read.find(*wanted.identity(number))
+        if found_number is None or not same(number, found_number):
             lacking.append(wanted.identity(number))
     for identity in found.catalog.index():
         origin = wanted.find(*identity)

@@ -1,6 +1,6 @@
-"""What the file of a rank holds: names and arrays in the order of the file, as columns.
+"""The entries of a rank's file: names and arrays in the order of the file, as columns.
 
-A checkpoint may have hundreds of thousands of arrays, and all its files are held until they are sorted into cells.
+A checkpoint may have hundreds of thousands of arrays, and all files are in memory until they are sorted into cells.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, Array
 
 LR_SCHEDULER = "LR_Scheduler"
 SPECIAL = (LR_SCHEDULER, MASTER_WEIGHTS, STRUCTURED_NAMES)
-"""Entries that are looked for by name, whatever they hold."""
+"""Entries that are accessed by name."""
 
 _UNNAMED, _LIKE_ENTRY = -1, -2
-"""What an array is called: nothing, or as its entry; any other name has a number from 0."""
+"""Codes for arrays without a name, and with the name of their entry; other names are numbered from 0."""
 
 
 class _Texts:
-    """Texts that are only added to."""
+    """An append-only list of texts."""
 
     __slots__ = ("_bytes", "_stops")
 
@@ -42,15 +42,15 @@ class _Texts:
 
 
 class FileEntries:
-    """The entries of a file, or of its ``master_weights``. They are taken out of the dict that the pickle held."""
+    """The entries of a file, or of its ``master_weights``; they are removed from the given dict."""
 
     __slots__ = ("_kind", "_kinds", "_name", "_names", "_offset", "_others", "_special", "_texts")
 
     def __init__(self, root: dict[str, Any] | None = None) -> None:
         self._texts, self._names = _Texts(), _Texts()
         self._kinds: Numbered[tuple[str, Shape, Shape | None]] = Numbered()
-        self._kind = numbers_of("i")  # -1: it is no array
-        self._offset = numbers_of("q")  # of its payload; of what is no array, the place in ``_others``
+        self._kind = numbers_of("i")  # -1: not an array
+        self._offset = numbers_of("q")  # of the payload, or the index in ``_others``
         self._name = numbers_of("i")
         self._others: list[Any] = []
         self._special: dict[str, Any] = {}
@@ -77,11 +77,11 @@ class FileEntries:
             self._name.append(self._names.add(value.name))
 
     def __contains__(self, entry: str) -> bool:
-        """Whether there is one of the entries ``SPECIAL``."""
+        """Whether there is an entry of ``SPECIAL``."""
         return entry in self._special
 
     def get(self, entry: str, default: Any = None) -> Any:
-        """One of the entries ``SPECIAL``; ``master_weights`` are entries themselves."""
+        """An entry of ``SPECIAL``; ``master_weights`` is a ``FileEntries`` itself."""
         return self._special.get(entry, default)
 
     def items(self) -> Iterator[tuple[str, Any]]:
@@ -95,17 +95,17 @@ class FileEntries:
                 yield entry, ArrayRef(offset, *self._kinds.values[kind], called)
 
     def names(self) -> Iterator[str]:
-        """What the entries are called."""
+        """Names of the entries."""
         return map(self._texts.__getitem__, range(len(self._kind)))
 
     def plain(self) -> dict[str, Any]:
-        """The same as a dict, in which ``master_weights`` are one too."""
+        """The entries as a dict, with ``master_weights`` as a nested dict."""
         return {
             entry: value.plain() if isinstance(value, FileEntries) else value for entry, value in self.items()
         }
 
     def drained(self, but: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
-        """All entries but those of some names. When all were looked at, only those of ``SPECIAL`` are left."""
+        """Iterate over the entries except those named in ``but``; afterwards only those of ``SPECIAL`` remain."""
         for entry, value in self.items():
             if entry not in but:
                 yield entry, value
@@ -115,5 +115,5 @@ class FileEntries:
 
 
 def index_rank_file(store: Readable, path: str, size_bytes: int) -> FileEntries:
-    """What the file of a rank holds, its arrays as references."""
+    """The entries of a rank's file, with arrays as references."""
     return FileEntries(index_tensor_file(store, path, size_bytes))

@@ -1,8 +1,8 @@
-"""What do cells that share a tp rank and a stage hold together, and which routed experts does each have?
+"""Join cells with the same tp rank and stage, and check the routed experts of each.
 
-Under expert parallelism the ranks of one (tp, pp) coordinate are several cells: they share every tensor but those of
-the experts, of which each has its own. A parameter name means another expert in each of them, so cells are joined
-by structured keys, after all names are resolved.
+Under expert parallelism the ranks of a (tp, pp) coordinate form several cells with the same tensors, except that each
+has its own experts. The same parameter name refers to a different expert in each cell, so cells are joined by
+structured keys, after all names are resolved.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Value = TypeVar("Value")
 
 
 def join_cells(ranks: Ranks) -> list[Cell]:
-    """One cell for every (tp, pp), in that order of ranks, tp fastest: what its cells hold together."""
+    """Join all cells of each (tp, pp) into one, in the order of ranks, tp fastest."""
     groups: dict[tuple[int, int], list[Cell]] = {}
     for cell in ranks.cells:
         groups.setdefault((cell.pp, cell.tp), []).append(cell)
-    return [_join(groups[place], ranks.topology) for place in sorted(groups)]
+    return [_join(groups[coordinates], ranks.topology) for coordinates in sorted(groups)]
 
 
 def _join(cells: Sequence[Cell], topology: Topology) -> Cell:
@@ -61,7 +61,7 @@ def _update(what: str, mine: dict[str, Value], other: Mapping[str, Value], cell:
 def _joined_array(
     stored: StoredArray, cell: Cell, state: str, shared: bool, topology: Topology
 ) -> StoredArray:
-    """Expert ranks share the optimizer state of common tensors out; anything else that several hold is a copy."""
+    """Renumber an array's shard and copy: expert ranks shard the states of common tensors; parameters are copies."""
     if topology.ep == 1 or state in (PARAM, EMA_PARAM):
         return StoredArray(stored.shard, stored.path, stored.array, copy=cell.ep)
     if shared:
@@ -70,7 +70,10 @@ def _joined_array(
 
 
 def merged_names(tables: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """All keys in model order: what only a later table has comes before the key that follows it there."""
+    """All keys in model order; a key that only a later table has precedes the key that follows it there.
+
+    Keys ``a c`` and ``a b c`` are merged to ``a b c``.
+    """
     order = list(tables[0])
     for table in tables[1:]:
         known = set(order)
@@ -89,7 +92,7 @@ def merged_names(tables: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def expert_axis_of(ranks: Ranks) -> str | None:
-    """The axis over which routed experts are spread; ``None``: every rank has all of them."""
+    """The axis over which routed experts are distributed; ``None``: every rank has all of them."""
     if ranks.topology.ep > 1:
         return "ep"
     for _, cells in groupby(ranks.cells, key=lambda cell: cell.pp):
@@ -101,7 +104,7 @@ def expert_axis_of(ranks: Ranks) -> str | None:
 
 
 def check_experts(ranks: Ranks, tensors: Iterable[ModelTensor], count: int | None) -> None:
-    """Every layer has all its experts, and every cell those that it should have.
+    """Check that every layer has all experts, and every cell exactly its own.
 
     Raises
     ------
