@@ -9,10 +9,18 @@ import pytest
 from paddle_reshard.pipeline.aoa.apply import AoaOutcome, apply_aoa
 from paddle_reshard.pipeline.aoa.language import AoaProgram, parse_aoa
 from paddle_reshard.pipeline.core.catalog import check_catalog
+from paddle_reshard.pipeline.core.errors import UsageError
 from tests.aoa.arrays import Arrays, Engine, assert_same, cast, gather, stored, trained
 
 PROGRAMS = Path(__file__).parent / "programs"
-FAMILIES = sorted(path.stem for path in PROGRAMS.glob("*.json"))
+WRONG = {
+    "deepseek_v32": r"placeholders take numbers .*\$EXPERT_ID\.gate_proj\.weight\^T",
+    "glm_moe_dsa": r"placeholders take numbers .*\$EXPERT_ID\.gate_proj\.weight\^T",
+    "deepseek_v4": r"expected ',' or the end, found 'model\.layers\.1\.mlp_hyper_connection\.bias'",
+}
+"""Family → what is wrong with its inverse map. Paddle's engine goes on: experts stay transposed, or under names that
+nothing reads, and two statements without a comma between them are one."""
+FAMILIES = sorted(path.stem for path in PROGRAMS.glob("*.json") if path.stem not in WRONG)
 
 
 def load(family: str) -> dict:
@@ -63,3 +71,11 @@ def test_out_and_back(family: str) -> None:
     theirs = engine.parameters()
     assert_same(values(loaded, content), theirs | engine.states_of(theirs))
     assert {key for key, _ in theirs} == wanted.keys()
+
+
+@pytest.mark.parametrize("family", WRONG)
+def test_an_inverse_map_that_loses_tensors_is_refused(family: str) -> None:
+    case, rng = load(family), np.random.default_rng(7)
+    catalog, _ = stored(trained(case["model"], rng, states=False), rng)
+    with pytest.raises(UsageError, match=WRONG[family]):
+        apply_aoa(catalog, program(case["inverse"]))

@@ -1,21 +1,33 @@
-"""What PaddleFormers' own maps say of Hugging Face keys: ``_gen_aoa_config`` of each family, executed without Paddle.
+"""What PaddleFormers' own maps say of Hugging Face keys: ``_gen_aoa_config`` of each family, executed alone.
 
 The functions are class methods that only make texts out of a config, so they are taken out of the source files and
-executed alone; nothing else of the library is imported::
+executed; nothing of the library is imported::
 
     pip download paddleformers==1.2.0 --no-deps -d wheel && unzip -d source wheel/*.whl
-    python -m tests.lab.declarations source tests/golden/declarations.json
+    python -m tests.lab.declarations source tests/golden/declarations.json tests/aoa/programs
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
 import json
+import math
+import re
 import sys
+from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import numpy as np
+
+from paddle_reshard.pipeline.aoa.apply import apply_aoa
+from paddle_reshard.pipeline.aoa.language import parse_aoa
+from tests.aoa.arrays import stored, trained
 from tests.conftest import case_directory
+
+VECTOR = re.compile(r"norm|bias|alpha|base|scale|sink|ape|tid2eid")
 
 FAMILIES = {
     "deepseek_v3": ("DeepseekV3PretrainedModel", "DeepseekV3ForCausalLM", "exports/deepseek_v3_yarn"),
@@ -63,6 +75,40 @@ VARIANT = {"use_bias": True, "attention_bias": True}
 """Entries of the language model by which a map also declares biases."""
 
 
+FLEET = {
+    "kimi_k2": "KimiK2PretrainedModel",
+    "deepseek_v32": "DeepseekV32PreTrainedModel",
+    "deepseek_v4": "DeepseekV4PreTrainedModel",
+    "glm_moe_dsa": "GlmMoeDsaPreTrainedModel",
+    "minimax_m2": "MiniMaxM2PreTrainedModel",
+}
+"""Family that only PaddleFleet trains, which is for GPUs → the class that declares its maps."""
+SMALL = {
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 2,
+    "v_head_dim": 2,
+    "n_routed_experts": 2,
+    "num_experts": 2,
+    "num_local_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 4,
+    "kv_lora_rank": 4,
+    "use_qk_norm": True,
+    "num_head_empty_layers": 0,
+    "num_empty_layers_add_in_head": 0,
+    "tensor_model_parallel_size": 1,
+    "csa_compress_ratios": [0, 4, 4],
+    "moe_n_hash_layers": 1,
+    "tie_word_embeddings": False,
+}
+"""The config of a small model of any of them."""
+
+
 class Entries(dict[str, Any]):
     """A section of a config. An entry that is not written has no value, as in the library's classes."""
 
@@ -90,28 +136,45 @@ def attributes(tree: ast.Module, name: str) -> dict[str, Any]:
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             try:
                 found[statement.targets[0].id] = ast.literal_eval(statement.value)
-            except ValueError:
+            except ValueError:  # of the library
                 continue
     return found
 
 
 def statements(
-    path: Path, of: str, model: str, config: dict[str, Any], name: str = "_gen_aoa_config"
+    path: Path, of: str, model: str, config: dict[str, Any], method: str = "_gen_aoa_config"
 ) -> list[str]:
-    """What ``_gen_aoa_config``, or another method like it, of a class returns."""
-    source = path.read_text("utf-8")
-    tree = ast.parse(source)
+    """What a class method returns as statements; ``of`` is its class, and ``model`` the one that is asked."""
+    tree = ast.parse(path.read_text("utf-8"))
+    plain = attributes(tree, of) | attributes(tree, model)
     (node,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == of)
-    (method,) = (n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == name)
-    method.decorator_list = []
-    method.returns = None
-    for argument in method.args.args:
-        argument.annotation = None
-    space: dict[str, Any] = {"logger": Silent(), "layer_type": None}
-    exec(compile(ast.Module([method], []), str(path), "exec"), space)
-    cls = type(model, (), attributes(tree, model))
-    found: list[str] = space[name](cls, Entries(config))["aoa_statements"]
+    node.bases, node.keywords = [], []
+    node.body = [n for n in node.body if isinstance(n, ast.FunctionDef) and is_plain(n)]
+    space = {"logger": Silent(), "math": math, "is_layer_window_attention": has_window, **helpers(path)}
+    flags = __future__.annotations.compiler_flag  # so that none is evaluated
+    exec(compile(ast.Module([node], []), str(path), "exec", flags), space)
+    cls = type(model, (space[of],), plain)
+    found: list[str] = getattr(cls, method)(Entries(config))["aoa_statements"]
     return found
+
+
+def is_plain(method: ast.FunctionDef) -> bool:
+    """Whether a method needs nothing of the library to be defined."""
+    return {ast.unparse(decorator) for decorator in method.decorator_list} <= {"classmethod", "staticmethod"}
+
+
+def helpers(path: Path) -> dict[str, Any]:
+    """What the maps of newer classes are built with, which needs nothing but Python."""
+    source = next(p for p in path.parents if p.name == "transformers") / "aoa_config_base.py"
+    module = ModuleType(source.stem)
+    sys.modules[source.stem] = module  # dataclasses look their module up
+    exec(compile(source.read_text("utf-8"), str(source), "exec"), module.__dict__)
+    return {name: value for name, value in vars(module).items() if not name.startswith("__")}
+
+
+def has_window(window: Any, *_: Any) -> bool:
+    """PaddleFleet's ``is_layer_window_attention`` for configs that choose no layers."""
+    return window is not None
 
 
 class Silent:
@@ -121,8 +184,54 @@ class Silent:
         return lambda *_: None
 
 
-def main(folder: Path, target: Path) -> None:
+def program(folder: Path, family: str, of: str) -> dict[str, Any]:
+    """Both maps of a family without a class that runs here, and the model that the first makes of what it reads."""
+    path = folder / "paddleformers" / "transformers" / family / "modeling.py"
+    config = {**DEFAULTS, **SMALL, "model_type": family}
+    forward, inverse = (
+        {"aoa_statements": statements(path, of, of, config, method)}
+        for method in ("_gen_aoa_config", "_gen_inv_aoa_config")
+    )
+    rng = np.random.default_rng(0)
+    arrays = trained({key: (shape, "bfloat16") for key, shape in read_by(forward).items()}, rng, states=False)
+    catalog, _ = stored(arrays, rng)
+    made = apply_aoa(catalog, parse_aoa(json.dumps(forward), family)).catalog
+    model = {tensor.key: [list(tensor.global_shape), tensor.dtype.name] for tensor in made.tensors}
+    return {"model": model, "forward": forward, "inverse": inverse}
+
+
+def read_by(forward: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Key → shape of what a map reads: 8 by 8, but for heads of keys and values, what is split, and vectors."""
+    found: dict[str, tuple[int, ...]] = {}
+    made: set[str] = set()
+    for statement in forward["aoa_statements"]:
+        left, _, right = statement.partition("->")
+        keys = [key.strip().removesuffix("^T") for key in left.split(",")]
+        targets = [word.strip() for word in right.split(",") if "." in word and "=" not in word]
+        for key in chain.from_iterable(map(numbered, keys)):
+            if key in made or key == "_":
+                continue
+            narrow = ".self_attn.k_proj" in key or ".self_attn.v_proj" in key
+            is_vector = "^T" not in left and VECTOR.search(key)
+            rows = 8 * len(targets) if len(targets) > 1 else 4 if narrow else 8
+            found[key] = (rows,) if is_vector else (rows, 8)
+        made |= {filled for target in targets for filled in numbered(target)}
+    return found
+
+
+def numbered(key: str) -> list[str]:
+    """A key with every number that its placeholders stand for."""
+    keys = [key]
+    for name, count in (("$LAYER_ID", 2), ("$EXPERT_ID", 2)):
+        keys = [k.replace(name, str(n)) for k in keys for n in (range(count) if name in k else (0,))]
+    return keys
+
+
+def main(folder: Path, target: Path, programs: Path) -> None:
     """Write the maps of all families."""
+    for family, of in FLEET.items():
+        made = json.dumps(program(folder, family, of), indent=1) + "\n"
+        (programs / f"{family}.json").write_text(made, "utf-8")
     made = {}
     for family, (of, model, case) in FAMILIES.items():
         config = json.loads(min(case_directory(case).glob("*/config.json")).read_text())
@@ -143,4 +252,4 @@ def main(folder: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(*map(Path, sys.argv[1:]))
