@@ -205,3 +205,39 @@ def test_two_ways_to_rename_are_not_mixed(tmp_path: Path) -> None:
         )
     with pytest.raises(UsageError, match="unknown convention 'fleet'"):
         paddle_reshard.plan(checkpoint(QWEN3), format="flex", convention="fleet")
+
+
+# --------------------------------------------------------------------------------------------- other libraries
+
+
+NLP = {"qwen2": "small-families/nlp_qwen2_mp2pp2sh2_s1v2_meta", "qwen2_moe": "moe/nlp_qwen2moe_single"}
+
+
+def as_exported(truth: oracle.Tensors, family: str) -> Arrays:
+    """PaddleNLP's tensors as those of a Hugging Face checkpoint: the same names, and linear layers turned."""
+    states = {suffix[1:]: state for state, suffix in SUFFIXES.items() if suffix}
+    found: Arrays = {}
+    for key, array in truth.items():
+        name, _, last = key.rpartition(".")
+        key, state = (name, states[last]) if last in states else (key, "param")
+        values = np.array(array)
+        if values.ndim == 2 and "embed_tokens" not in key:
+            values = np.ascontiguousarray(values.T)
+        dtype = "bfloat16" if array.dtype == np.uint16 else array.dtype.name
+        found[re.sub(f"^{family}\\.", "model.", key), state] = values, dtype
+    return found
+
+
+@pytest.mark.parametrize("family", NLP)
+def test_from_paddlenlp_and_back(family: str, tmp_path: Path) -> None:
+    source, truth = checkpoint(NLP[family]), truth_of(NLP[family])
+    paddle_reshard.convert(source, tmp_path / "fleet", format="flex", convention="paddlefleet")
+    model = Engine(statements(DECLARED["families"][family]["plain"]), as_exported(truth, family))
+    made = model.parameters() | model.states_of(model.parameters())
+    assert_same(
+        read_flex(tmp_path / "fleet"),
+        {key + SUFFIXES[state]: array for (key, state), (array, _) in made.items()},
+    )
+    assert "paddlenlp_version" not in json.loads((tmp_path / "fleet" / "config.json").read_text())
+    paddle_reshard.convert(tmp_path / "fleet", tmp_path / "back", to="tp=1", convention="paddlenlp")
+    oracle.assert_same_tensors(oracle.read_checkpoint(tmp_path / "back", oracle.shapes_of(truth)), truth)
