@@ -55,6 +55,7 @@ from paddle_reshard.pipeline.core.tensors import MTP
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.fill import read_filling
+from paddle_reshard.pipeline.indexing.small_files import trainer_state_for
 from paddle_reshard.pipeline.layouts.lora import with_adapter
 from paddle_reshard.pipeline.layouts.reading import IndexFiles
 from paddle_reshard.pipeline.planning.metadata import spare_bytes
@@ -136,6 +137,7 @@ def plan_request(
         )
     if request.convention is not None:
         checkpoint = to_convention(checkpoint, request.convention, tables, config)
+        checkpoint = replace(checkpoint, rewritten=trainer_state_for(own, request.convention))
     if outputs is None:
         return plan_checkpoint(store, checkpoint, request)
     everywhere = (*locations.sources, *locations.targets, locations.fill, locations.merge_into)

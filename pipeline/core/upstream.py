@@ -41,6 +41,12 @@ PROVEN: Final = (
         "itself wrote was available",
     ),
     Proof("PaddleFormers", "1.2", "checkpoints that 1.2.0 wrote; its trainer resumes from conversions"),
+    Proof(
+        "PaddleFleet",
+        "0.3",
+        "names and layouts that its model classes declare, executed by Paddle's engine; no file written by it was "
+        "available",
+    ),
     Proof("PaddleNLP", "3.0", "checkpoints that 3.0.0b4 wrote"),
 )
 """What is proven, from old to new for each library."""

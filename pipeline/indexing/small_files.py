@@ -16,7 +16,7 @@ from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import CONFIG, SCHEDULER
 from paddle_reshard.pipeline.layouts.reading import index_tensor_file, read_json, read_lr_scheduler
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
-from paddle_reshard.storage.formats.trainer_state import parse_trainer_state
+from paddle_reshard.storage.formats.trainer_state import encode_trainer_state, parse_trainer_state
 from paddle_reshard.storage.store import Source
 
 SCALER = "scaler.pdparams"
@@ -153,6 +153,21 @@ def read_trainer_states(store: Source) -> dict[str, Mapping[str, Any]]:
         if path in sizes
     }
     return {path: state for path, state in found.items() if state is not None}
+
+
+def trainer_state_for(store: Source, library: str) -> dict[str, tuple[str, bytes]]:
+    """File of the trainer's state → name and content of the one from which another library's trainer goes on.
+
+    A file that cannot be parsed stays as it is. So does one that holds no plain values, of which no trainer is known.
+    """
+    states = read_trainer_states(store)
+    if not states:
+        return {}
+    try:
+        written = encode_trainer_state(next(iter(states.values())), library)
+    except TypeError:
+        return {}
+    return dict.fromkeys(states, written)
 
 
 # ------------------------------------------------------------------------------------------ of two or more

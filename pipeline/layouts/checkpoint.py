@@ -76,6 +76,8 @@ class Checkpoint:
     """Contents of ``lora_config.json``, or ``None``."""
     merged: str | None = None
     """Description of what is merged into it while it is read."""
+    rewritten: Mapping[str, tuple[str, bytes]] = field(default_factory=dict)
+    """Small file of the source → the name and content that it has in targets."""
     newer: str = ""
     """Description of attributes that are newer than the tested library versions; they do not affect values."""
 

@@ -17,7 +17,11 @@ from paddle_reshard.pipeline.core.trainer_files import is_marker, is_random_stat
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import Sidecars
 
-_TP_FIELD = {"paddleformers": "tensor_model_parallel_size", "paddlenlp": "tensor_parallel_degree"}
+_TP_FIELD = {
+    "paddleformers": "tensor_model_parallel_size",
+    "paddlefleet": "tensor_model_parallel_size",
+    "paddlenlp": "tensor_parallel_degree",
+}
 _EP_FIELD = "use_expert_parallel"
 
 
@@ -43,16 +47,18 @@ def plan_sidecars(
         return None
 
     own_files = {*checkpoint.own_files, *(path for path in paths if path.startswith(SIGNAL_PREFIX))}
+    own_files |= checkpoint.rewritten.keys()
     config = _config(checkpoint.model.config, checkpoint.model.table.convention, topology)
     if checkpoint.model.has_lora and topology.pp == 1 and topology.tp * topology.sharding > 1:
         config[
             _TP_FIELD["paddleformers"]
         ] = -1  # as the trainer writes it where it merges what tp cut, be it nothing
-    if checkpoint.adapter is None or checkpoint.adapter.fits(topology):
-        return classify_sidecars(paths, folders, own_files, reason, source_config, config)
-    lora_config = (LORA_CONFIG, checkpoint.adapter.for_topology(topology))
-    shared_out = classify_sidecars(paths, folders, own_files | {LORA_CONFIG}, reason, source_config, config)
-    return replace(shared_out, written=(*shared_out.written, lora_config))
+    rewritten = dict(checkpoint.rewritten.values())
+    if checkpoint.adapter is not None and not checkpoint.adapter.fits(topology):
+        own_files.add(LORA_CONFIG)
+        rewritten[LORA_CONFIG] = checkpoint.adapter.for_topology(topology)
+    shared_out = classify_sidecars(paths, folders, own_files, reason, source_config, config)
+    return replace(shared_out, written=(*shared_out.written, *rewritten.items()))
 
 
 def classify_sidecars(

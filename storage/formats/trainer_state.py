@@ -1,11 +1,13 @@
 """What state does a trainer record? The fields of a ``trainer_state.bin`` or ``.json``; nothing is executed.
 
-PaddleFormers 1.2 pickles its ``TrainerState`` (``trainer/trainer.py``, ``_save_checkpoint``), PaddleNLP 3 writes the
-same fields as JSON. The pickle is read opcode by opcode as every other; the one class that it may name becomes a dict.
+PaddleFormers 1.2 pickles its ``TrainerState`` (``trainer/trainer.py``, ``_save_checkpoint``), PaddleFleet its own with
+the same fields (``trainer/trainer_callback.py``), and PaddleNLP 3 writes them as JSON. The pickle is read opcode by
+opcode as every other; the one class that it may name becomes a dict.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -18,6 +20,7 @@ from paddle_reshard.storage.formats.paddle_pickle import (
     Window,
     plain_value,
 )
+from paddle_reshard.storage.formats.paddle_pickle_writer import plain_opcodes
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json_with_constants
 
 _STATE: Final = "TrainerState"
@@ -25,7 +28,10 @@ _ALLOWED: Final[Mapping[tuple[str, str], Global]] = {
     **ARRAY_GLOBALS,
     ("paddleformers.trainer.trainer_callback", _STATE): Global(None, _STATE),
     ("paddlenlp.trainer.trainer_callback", _STATE): Global(None, _STATE),
+    ("paddlefleet.trainer.trainer_callback", _STATE): Global(None, _STATE),
 }
+_AS_JSON: Final = "paddlenlp"
+"""The library that writes JSON."""
 
 
 def parse_trainer_state(
@@ -60,3 +66,30 @@ def parse_trainer_state(
     if not isinstance(fields, dict):
         raise FormatError("not_an_object", path, None, "holds no fields of a trainer's state")
     return fields
+
+
+def encode_trainer_state(fields: Mapping[str, Any], library: str) -> tuple[str, bytes]:
+    """Name and content of the file from which a library's trainer reads these fields.
+
+    Raises
+    ------
+    TypeError
+        If a value is no plain one.
+    """
+    if library == _AS_JSON:
+        return "trainer_state.json", (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
+    module = f"{library}.trainer.trainer_callback"
+    state = plain_opcodes(module) + plain_opcodes(_STATE) + b"\x93)\x81" + _opcodes(dict(fields))
+    return "trainer_state.bin", b"\x80\x04" + state + b"b."
+
+
+def _opcodes(value: Any) -> bytes:
+    """Of plain values, and of dicts, lists and tuples of such."""
+    if isinstance(value, dict):
+        items = b"".join(_opcodes(key) + _opcodes(one) for key, one in value.items())
+        return b"}(" + items + b"u" if value else b"}"
+    if isinstance(value, list):
+        return b"](" + b"".join(map(_opcodes, value)) + b"e" if value else b"]"
+    if isinstance(value, tuple):
+        return b"(" + b"".join(map(_opcodes, value)) + b"t"
+    return plain_opcodes(value)

@@ -9,6 +9,7 @@ training is what the conversions have to hold.
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from collections.abc import Callable
 from functools import cache
@@ -123,6 +124,22 @@ def own_truth(case: str) -> dict[str, np.ndarray]:
     return found
 
 
+def trainer_state(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The library whose class a trainer's state is pickled of, and its fields."""
+    named = []
+
+    class AnyState(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> type:
+            named.append((module, name))
+            return type(name, (), {})
+
+    with (folder / "trainer_state.bin").open("rb") as file:
+        state = AnyState(file).load()
+    ((module, name),) = named
+    assert (module.partition(".")[2], name) == ("trainer.trainer_callback", "TrainerState")
+    return module.partition(".")[0], vars(state)
+
+
 def assert_same(held: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
     assert sorted(held) == sorted(wanted)
     for key, array in wanted.items():
@@ -164,6 +181,8 @@ def test_every_tensor_is_what_the_declarations_make_of_the_truth(
     found = paddle_reshard.inspect(made)
     assert (found.convention, found.family) == ("paddlefleet", CASES[case])
     paddle_reshard.convert(made, tmp_path / "back", format="flex", convention="paddleformers")
+    assert trainer_state(made) == ("paddlefleet", trainer_state(checkpoint(case))[1])
+    assert trainer_state(tmp_path / "back") == trainer_state(checkpoint(case))
     assert_same(read_flex(tmp_path / "back"), own_truth(case))
 
 
@@ -240,4 +259,8 @@ def test_from_paddlenlp_and_back(family: str, tmp_path: Path) -> None:
     )
     assert "paddlenlp_version" not in json.loads((tmp_path / "fleet" / "config.json").read_text())
     paddle_reshard.convert(tmp_path / "fleet", tmp_path / "back", to="tp=1", convention="paddlenlp")
+    states = [
+        json.loads((folder / "trainer_state.json").read_text()) for folder in (source, tmp_path / "back")
+    ]
+    assert states[0] == states[1]
     oracle.assert_same_tensors(oracle.read_checkpoint(tmp_path / "back", oracle.shapes_of(truth)), truth)
