@@ -319,7 +319,7 @@ def test_biases_follow_their_weights(name: str) -> None:
         weight = rules.get(f"{key.removesuffix('bias')}weight")
         if not key.endswith(".bias") or weight is None or weight.shape is None or len(weight.shape) == 1:
             continue
-        if weight.name_class == "create_parameter":  # a router, [experts, hidden]
+        if weight.name_class in ("create_parameter", "conv2d", "conv3d"):  # [out, in], as a router
             assert (bias.split, bias.shape) == (None, weight.shape[:1])
             continue
         assert (bias.split, bias.parts) == ((0, weight.parts) if weight.split == 1 else (None, 1)), key
