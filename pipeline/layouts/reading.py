@@ -96,7 +96,7 @@ def read_json(store: Readable, path: str, sizes: Mapping[str, int]) -> dict[str,
 class SourceFiles:
     """The files of a folder, as the formats see them: what they are called, and the metadata that they hold.
 
-    Formats open nothing themselves and choose no place to run: both are given.
+    Formats neither open files nor decide where indexing runs; both are passed in.
     """
 
     store: Source

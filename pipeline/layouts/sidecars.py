@@ -78,7 +78,7 @@ def classify_sidecars(
     own_files
         Those that are made anew or need no word: files of tensors, and what says where they lie.
     reason_to_leave
-        Why the format has no place for a file; ``None``: it is carried.
+        Returns why the format cannot hold a file; ``None``: it is carried.
     source_config, config
         ``config.json`` as it is and as it is to be: written anew, as ``transformers`` writes it, only where an entry
         changes.

@@ -58,7 +58,7 @@ def folder_of(path: str) -> str:
 
 
 def is_dist_file(path: str) -> bool:
-    """Whether a file is one of a dist checkpoint by its place and name.
+    """Whether a file belongs to a dist checkpoint, by its folder and name.
 
     >>> is_dist_file("model_state/0_0.safetensors"), is_dist_file("model.safetensors"), is_dist_file("0_0.distcp")
     (True, False, True)

@@ -51,7 +51,7 @@ class StoredArrays(Mapping[Identity, list[StoredArray]]):
         self._last = numbers_of("i")  # of each identity: its last array
         self._before = numbers_of("i")  # of each array: the one before it of the same identity, -1 for none
         self._shard, self._copy, self._path = numbers_of("i"), numbers_of("i"), numbers_of("i")
-        self._offset = numbers_of("q")  # of its payload; of what is split, the place in ``_split``
+        self._offset = numbers_of("q")  # of the payload, or the index in ``_split``
         self._kind = numbers_of("i")  # -1: it is split
         self._paths: Numbered[str] = Numbered()
         self._kinds: Numbered[tuple[str, Shape, Shape | None]] = Numbered()

@@ -1,11 +1,11 @@
-"""How are the files of a hybrid-parallel checkpoint called?
+"""Names of the files of a hybrid-parallel checkpoint.
 
 (PaddleNLP 3.0 ``trainer/training_args.py``, PaddleFormers 1.2 the same)::
 
     model_state | lora_model_state | optimizer | ema
         [ "." tpNN ["_" ppNN] ["_" shardNN] ["_" moeNN | "_" moe_shardingNN] ]  ".pdparams" | ".pdopt"
 
-``lora_model_state`` stands in the place of ``model_state`` where LoRA is trained. It has no part ``shardNN``, and
+``lora_model_state`` replaces ``model_state`` in LoRA training. It has no part ``shardNN``, and
 without pipeline parallelism no part at all: tp ranks are merged then.
 
 A part is left out where its degree is 1, but for ``moe``: the data-parallel rank, under ``use_expert_parallel``.

@@ -1,7 +1,7 @@
-"""What will every file of a hybrid-parallel checkpoint look like, byte for byte?
+"""Lay out the files of a hybrid-parallel checkpoint, byte for byte.
 
-From the logical tensors of a source and the target job's choices to whole files: literal bytes, places for
-values, zero padding. Names, order of keys and padding are the real trainer's.
+The logical tensors of a source and the settings of the target job determine all files: literals, array slots and zero
+padding. Names, order of keys and padding are those of the trainer.
 """
 
 from __future__ import annotations
