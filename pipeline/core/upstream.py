@@ -37,8 +37,8 @@ PROVEN: Final = (
     Proof(
         "Paddle",
         "3.4",
-        "checkpoints that the functions of 3.3.1 wrote with protocol 5, reproduced byte for byte; no file that 3.4 "
-        "itself wrote was available",
+        "checkpoints that the functions of 3.3.1 wrote with protocol 5, reproduced byte for byte; no file "
+        "written by 3.4 itself was available",
     ),
     Proof("PaddleFormers", "1.2", "checkpoints that 1.2.0 wrote; its trainer resumes from conversions"),
     Proof(

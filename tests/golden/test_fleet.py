@@ -8,9 +8,11 @@ training is what the conversions have to hold.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import re
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -18,12 +20,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors
 
 import paddle_reshard
-from paddle_reshard.pipeline.core.errors import RuleError, UsageError
+from paddle_reshard.pipeline.core.errors import CoverageError, RuleError, UsageError
+from paddle_reshard.pipeline.layouts.flex.boxes import Box, describe_boxes
+from paddle_reshard.pipeline.layouts.flex.stacked import SHAPES, with_two_dims
 from tests import oracle
-from tests.aoa.arrays import SUFFIXES, Arrays, Engine
+from tests.aoa.arrays import SUFFIXES, Arrays, Engine, paddle, random_array
 from tests.golden.test_newer_checkpoints import checkpoint, truth_of
+from tests.golden.unified_cases import write_safetensors
 from tests.lab import fleet
 
 DECLARED = json.loads(fleet.DECLARED.read_text())
@@ -264,3 +270,174 @@ def test_from_paddlenlp_and_back(family: str, tmp_path: Path) -> None:
     ]
     assert states[0] == states[1]
     oracle.assert_same_tensors(oracle.read_checkpoint(tmp_path / "back", oracle.shapes_of(truth)), truth)
+
+
+def exported(folder: Path) -> Arrays:
+    """The tensors of a Hugging Face checkpoint."""
+    found: Arrays = {}
+    for key, tensor in safetensors.deserialize((folder / "model.safetensors").read_bytes()):
+        dtype = {"BF16": "uint16", "F32": "float32"}[tensor["dtype"]]
+        array = np.frombuffer(tensor["data"], dtype).reshape(tensor["shape"])
+        found[key, "param"] = array, "bfloat16" if dtype == "uint16" else dtype
+    return found
+
+
+def with_mtp(arrays: Arrays) -> Arrays:
+    """The same with a layer of multi-token prediction behind layer 2, as GLM-4.5 has it."""
+    rng, hidden = np.random.default_rng(5), 64
+    found = dict(arrays)
+    for (key, state), (array, dtype) in arrays.items():
+        if key.startswith("model.layers.2."):
+            found[key.replace("layers.2.", "layers.3."), state] = rng.permutation(array), dtype
+    for name, shape in {
+        "eh_proj.weight": (hidden, 2 * hidden),
+        "enorm.weight": (hidden,),
+        "hnorm.weight": (hidden,),
+        "shared_head.norm.weight": (hidden,),
+    }.items():
+        found[f"model.layers.3.{name}", "param"] = random_array(shape, "bfloat16", rng), "bfloat16"
+    return found
+
+
+def save_exported(folder: Path, arrays: Arrays, config: dict[str, Any]) -> None:
+    folder.mkdir()
+    tensors = {
+        key: ("BF16" if dtype == "bfloat16" else "F32", array.shape, np.ascontiguousarray(array).tobytes())
+        for (key, _), (array, dtype) in arrays.items()
+    }
+    write_safetensors(folder / "model.safetensors", tensors)
+    config = {name: value for name, value in config.items() if name != "paddleformers_version"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+STARTS = {
+    (QWEN3, "plain"): {},
+    (QWEN3, "tied"): {"tie_word_embeddings": True},
+    (GLM, "mtp"): {"num_nextn_predict_layers": 1},
+    (GLM, "mtp_grouped"): {"num_nextn_predict_layers": 1, "moe_expert_fusion": True},
+}
+
+
+@pytest.mark.parametrize(("case", "variant"), STARTS)
+def test_from_hugging_face_and_back(case: str, variant: str, tmp_path: Path) -> None:
+    """Also what no real checkpoint here has: tied words, and PaddleFleet's multi-token prediction."""
+    paddle_reshard.convert(checkpoint(case), tmp_path / "export", format="huggingface")
+    arrays = exported(tmp_path / "export")
+    arrays = with_mtp(arrays) if "mtp" in variant else arrays
+    if variant == "tied":
+        del arrays["lm_head.weight", "param"]
+    config = json.loads((checkpoint(case) / "config.json").read_text()) | STARTS[case, variant]
+    save_exported(tmp_path / "hf", arrays, config)
+    paddle_reshard.convert(tmp_path / "hf", tmp_path / "fleet", format="flex", convention="paddlefleet")
+    declared = Engine(statements(DECLARED["families"][CASES[case]][variant]), arrays).parameters()
+    wanted = {key: array for (key, _), (array, _) in declared.items()}
+    if variant == "tied":
+        wanted["model.shared_head.weight"] = wanted["model.lm_head.weight"]
+    assert_same(read_flex(tmp_path / "fleet"), wanted)
+    paddle_reshard.convert(tmp_path / "fleet", tmp_path / "back", format="huggingface")
+    back = exported(tmp_path / "back")
+    assert back.keys() == arrays.keys()
+    assert all(back[name][0].tobytes() == array.tobytes() for name, (array, _) in arrays.items())
+    if "mtp" in variant:
+        paddle_reshard.convert(tmp_path / "fleet", tmp_path / "less", format="huggingface", drop=["mtp"])
+        assert exported(tmp_path / "less").keys() == exported(tmp_path / "export").keys()
+
+
+# ------------------------------------------------------------------------------------- what other versions write
+
+
+def resaved(
+    source: Path, folder: Path, renamed: Callable[[str], str], shape_of: Callable[[str], Any]
+) -> Path:
+    """A FlexCheckpoint with other keys, or other shapes of the same values, written by Paddle."""
+    shutil.copytree(source, folder)
+    (folder / "paddle_reshard.json").unlink()
+    for path in folder.glob("*/*.distcp"):
+        held = oracle.load_with_paddle(path)
+        table = held.pop(oracle.NAME_TABLE)
+        arrays = {
+            renamed(key): np.asarray(a).reshape(shape_of(f"{path.parent.name}/{key}") or a.shape)
+            for key, a in held.items()
+        }
+        paddle.save(
+            arrays | {oracle.NAME_TABLE: {renamed(key): name for key, name in table.items()}}, str(path)
+        )
+    for path in folder.glob("*/*.metadata"):
+        said = paddle.load(str(path))
+        described = {}
+        for key, (piece,) in said.state_dict_metadata.items():
+            if (shape := shape_of(f"{path.parent.name}/{key}")) is not None:
+                changed = {"global_offset": (0,) * len(shape), "local_shape": shape, "global_shape": shape}
+                piece = dataclasses.replace(piece, **changed)
+            described[renamed(key)] = [piece]
+        said.state_dict_metadata = described
+        storage = {}
+        for index, file in said.storage_metadata.items():
+            (piece,) = described[renamed(index.tensor_key)]
+            changes = {"tensor_key": renamed(index.tensor_key), "global_offset": piece.global_offset}
+            if index.local_shape is not None:
+                changes["local_shape"] = piece.local_shape
+            storage[dataclasses.replace(index, **changes)] = file
+        said.storage_metadata = storage
+        said.flat_mapping = {renamed(key): (renamed(key),) for key in said.flat_mapping or {}}
+        paddle.save(said, str(path))
+    return folder
+
+
+def test_grouped_experts_of_three_dims(fleet_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+    """As later versions of PaddleFleet save parameters, and not states."""
+
+    def shape_of(place: str) -> tuple[int, ...] | None:
+        sizes = {"weight1": (4, 64, 64), "weight2": (4, 32, 64)}
+        return sizes.get(place.rpartition(".")[2]) if place.startswith("model_state/") else None
+
+    made = fleet_checkpoints(GLM, "grouped")
+    shapes = {key: a.shape for key, a in read_flex(made).items() if key.endswith((".weight1", ".weight2"))}
+    other = resaved(made, tmp_path / "three", lambda key: key, shape_of)
+    assert read_flex(other)["model.layers.1.mlp.grouped_gemm_experts.weight1"].ndim == 3
+    assert {shape for shape in shapes.values()} == {(256, 64), (128, 64)}
+    paddle_reshard.convert(other, tmp_path / "back", format="flex", convention="paddleformers")
+    assert_same(read_flex(tmp_path / "back"), own_truth(GLM))
+
+
+def test_layers_that_empty_ones_have_pushed_back(
+    fleet_checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    """As PaddleFleet 0.3 numbers them; statements say the same."""
+
+    def pushed(key: str) -> str:
+        return re.sub(r"layers\.(\d+)\.", lambda match: f"layers.{int(match[1]) + 2}.", key)
+
+    made = fleet_checkpoints(GLM, "plain")
+    other = resaved(made, tmp_path / "pushed", pushed, lambda key: None)
+    paddle_reshard.convert(checkpoint(GLM), tmp_path / "export", format="huggingface")
+    program = statements(DECLARED["families"]["glm4_moe"]["shifted"])
+    declared = {key for key, _ in Engine(program, with_mtp(exported(tmp_path / "export"))).parameters()}
+    held = {key for key in read_flex(other) if key.endswith((".weight", "correction_bias"))}
+    assert held == {key for key in declared if ".layers.5." not in key}
+    with_entries(made, other, num_empty_layers_add_in_head=2)
+    paddle_reshard.convert(other, tmp_path / "back", format="flex", convention="paddleformers")
+    assert_same(read_flex(tmp_path / "back"), own_truth(GLM))
+
+
+def test_norms_as_they_were_called(fleet_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+    def before(key: str) -> str:
+        return re.sub(r"\b([qk])_norm\.", r"\1_layernorm.", key)
+
+    other = resaved(fleet_checkpoints(QWEN3), tmp_path / "before", before, lambda key: None)
+    assert "model.layers.0.self_attn.q_layernorm.weight" in read_flex(other)
+    paddle_reshard.convert(other, tmp_path / "back", format="flex", convention="paddleformers")
+    assert_same(read_flex(tmp_path / "back"), own_truth(QWEN3))
+
+
+def test_pieces_of_whole_experts_are_boxes_of_two_dims() -> None:
+    """Expert parallelism distributes whole experts; a piece that cuts them is no box."""
+    key, whole = "mlp.grouped_gemm_experts.weight1", (4, 8, 6)
+    ranks = {Box(key, whole, (2 * rank, 0, 0), (2, 8, 6)): [f"{rank}_0.distcp"] for rank in range(2)}
+    flat = Box("norm.weight", (8,), (0,), (8,))
+    made = with_two_dims("0.metadata", describe_boxes({**ranks, flat: ["0_0.distcp"]}), {key})
+    found = [tuple(made.shapes[number] for number in piece) for piece in made.pieces[list(SHAPES)].tolist()]
+    assert found == [((0, 0), (16, 6), (32, 6)), ((16, 0), (16, 6), (32, 6)), ((0,), (8,), (8,))]
+    cut = describe_boxes({Box(key, whole, (0, 0, 3), (4, 8, 3)): ["0_0.distcp"]})
+    with pytest.raises(CoverageError, match=r"\(4, 8, 3\) at \(0, 0, 3\) of \(4, 8, 6\) cuts the 4 experts"):
+        with_two_dims("0.metadata", cut, {key})

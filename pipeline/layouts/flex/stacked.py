@@ -15,7 +15,8 @@ from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.storage.formats.dist_metadata import DistMetadata
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 
-_SHAPES = ("global_offset", "local_shape", "global_shape")
+SHAPES = ("global_offset", "local_shape", "global_shape")
+"""Columns of a piece that hold shapes."""
 
 
 def with_two_dims(path: str, metadata: DistMetadata, stacked: Collection[str]) -> DistMetadata:
@@ -36,7 +37,7 @@ def with_two_dims(path: str, metadata: DistMetadata, stacked: Collection[str]) -
     shapes = {shape: number for number, shape in enumerate(metadata.shapes)}
     pieces = metadata.pieces.copy()
     for piece in pieces:
-        columns = [int(piece[name]) for name in _SHAPES]
+        columns = [int(piece[name]) for name in SHAPES]
         key = metadata.keys[int(piece["key"])]
         if min(columns) < 0 or key not in stacked:
             continue
@@ -50,7 +51,7 @@ def with_two_dims(path: str, metadata: DistMetadata, stacked: Collection[str]) -
                 "supported; save with expert parallelism that distributes whole experts",
                 (path,),
             )
-        for name, shape in zip(_SHAPES, (_joined(one, whole) for one in (offset, local, whole)), strict=True):
+        for name, shape in zip(SHAPES, (_joined(one, whole) for one in (offset, local, whole)), strict=True):
             piece[name] = shapes.setdefault(shape, len(shapes))
     return replace(metadata, shapes=tuple(shapes), pieces=pieces)
 
