@@ -6,12 +6,13 @@ WORKERS ?= 2
 # Tests start hundreds of processes, and each would compile the whole package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test exhaustive check fuzz format parity parity-table bench memory s3 chaos clean
+.PHONY: help demo test exhaustive serving check fuzz format parity parity-table bench memory s3 chaos clean
 
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
 	@echo "make test     all tests"
 	@echo "make exhaustive  every source to every target, of which make test runs a sample, and more tensors"
+	@echo "make serving  load exports of sharded jobs with transformers, and compare the logits with those of the Paddle models"
 	@echo "make check    formatter, linter, types, import contracts"
 	@echo "make format   format the code and apply the linter's fixes"
 	@echo "make fuzz     longer fuzzing of everything that reads a checkpoint, and of conversions between random topologies"
@@ -51,6 +52,15 @@ test: $(VENV)/.test
 
 exhaustive: $(VENV)/.test
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m exhaustive
+
+# Of torch the build for CPUs is enough, which PyPI does not have for Linux: 0.2 GB instead of several. Where its own
+# index can be reached: make serving PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+$(VENV)/.serving: pyproject.toml $(VENV)/.test
+	$(BIN)/pip install --quiet -e '.[test,serving]' || { echo "make serving needs torch and transformers from the package index; see 'serving' in pyproject.toml"; exit 1; }
+	touch $@
+
+serving: $(VENV)/.serving
+	$(BIN)/python -m pytest -q -m serving tests/serving
 
 check: $(VENV)/.test
 	$(BIN)/ruff format --check .

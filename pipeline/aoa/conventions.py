@@ -155,7 +155,17 @@ def _experts(value: Value, form: HuggingFaceForm, config: Config, key: str) -> l
     """What is of each expert, where several are stacked; else the whole."""
     if form.stacked is None:
         return [value]
+    if len(value.shape) != 2:
+        raise _own_dim(key)
     return split(value, 0, evaluate_sizes([form.stacked], config, key)[0])
+
+
+def _own_dim(key: str) -> RuleError:
+    return RuleError(
+        key,
+        "its experts are stacked along a dim of their own, with which names of another library are not supported; "
+        "convert to huggingface, and that to the other library's names",
+    )
 
 
 def _cut(value: Value, form: HuggingFaceForm, config: Config, key: str) -> list[Value]:
@@ -181,6 +191,8 @@ def _cut(value: Value, form: HuggingFaceForm, config: Config, key: str) -> list[
 
 def _joined(key: str, of_tensor: PartsOfTensor, parts: Mapping[str, Value], config: Config) -> Value:
     """A tensor of the other library."""
+    if of_tensor.form.stacked is not None and len(of_tensor.rule.shape or ()) != 2:
+        raise _own_dim(key)
     experts = []
     for keys in of_tensor.keys:
         values = [permuted(parts[one], None) if of_tensor.transposed else parts[one] for one in keys]

@@ -69,6 +69,7 @@ def plan_data(conversion: ConversionPlan) -> Json:
     for data, target in zip(described, targets, strict=True):
         data["not_carried"] = [{"path": path, "reason": reason} for path, reason in target.not_carried]
         data["states_left"] = list(target.states_not_carried)
+        data["remarks"] = list(target.remarks)
     for data, location in zip(described, conversion.target_locations, strict=False):
         data["path"] = location
     return {

@@ -253,6 +253,7 @@ def describe_targets(
                 "states_dropped": list(conversion.dropped),
                 "replica_drift": list(replica_drift),
             },
+            **({"remarks": list(target.remarks)} if target.remarks else {}),
             "etags": {},
             "parts": _below(prefix, parts),
         }

@@ -78,6 +78,8 @@ class PlannedTarget:
     """Files and tensors of the source that are not in the target, each with the reason."""
     states_not_carried: tuple[str, ...]
     """Tensor states that the target cannot hold, or that were not requested."""
+    remarks: tuple[str, ...] = ()
+    """What a user has to know about the target, a sentence each."""
 
     def __repr__(self) -> str:
         return f"<PlannedTarget: {self.spec.in_words()}>"
@@ -141,6 +143,7 @@ class ConversionPlan(Shown):
                 arguments = FORMATS[target.spec.format].starts_with
                 anew = f"the source holds parameters only; a job starts from them with {arguments}"
                 facts.append((self._of(number, "optimizer"), anew))
+            facts += [(self._of(number, "remark"), remark) for remark in target.remarks]
         files = len(plan.target_files) + len(plan.carried)
         held = [tensor for tensor in self.source.model.tensors if not (tensor.of_base and tensor.missing)]
         facts += [
@@ -271,6 +274,7 @@ def plan_checkpoint(
             layout.carried,
             (*layout.not_carried, *not_carried),
             layout.states_not_carried,
+            layout.remarks,
         )
         for spec, layout in zip(specs, laid_out, strict=True)
     ]

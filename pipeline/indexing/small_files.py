@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import CONFIG, SCHEDULER
+from paddle_reshard.pipeline.layouts.huggingface.config import agreed_config
 from paddle_reshard.pipeline.layouts.reading import index_tensor_file, read_json, read_lr_scheduler
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 from paddle_reshard.storage.formats.trainer_state import encode_trainer_state, parse_trainer_state
@@ -218,11 +219,12 @@ def check_one_model(stores: Sequence[Source]) -> None:
 def compare_configs(
     one: Mapping[str, Any], two: Mapping[str, Any], may_differ: Mapping[str, str]
 ) -> list[Disagreement]:
-    """Differences between two ``config.json``, without the entries that may differ."""
-    return [
-        _within(CONFIG, entry)
-        for entry in differences(_of_model(one, may_differ), _of_model(two, may_differ))
-    ]
+    """Differences between two ``config.json``, without the entries that may differ.
+
+    An export may have other entries than the trainer, with which ``transformers`` computes the same.
+    """
+    models = (_of_model(agreed_config(config), may_differ) for config in (one, two))
+    return [_within(CONFIG, entry) for entry in differences(*models)]
 
 
 def _of_model(value: Any, may_differ: Mapping[str, str]) -> Any:

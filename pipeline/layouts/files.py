@@ -35,6 +35,8 @@ class Sidecars:
     written: tuple[tuple[str, bytes], ...]
     not_carried: tuple[tuple[str, str], ...]
     """``(path, why it is not in the target)``."""
+    remarks: tuple[str, ...] = ()
+    """What a user has to know about a file that is written anew."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class LaidOut:
     """``(path, why it is not in the target)``."""
     states_not_carried: tuple[str, ...] = ()
     """States that the target omits, because its format cannot hold them or they were not requested."""
+    remarks: tuple[str, ...] = ()
+    """What a user has to know about the target."""
 
 
 def add_literal_files(target: TargetFiles, files: Sequence[tuple[str, bytes]]) -> TargetFiles:

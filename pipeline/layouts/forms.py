@@ -14,8 +14,9 @@ from paddle_reshard.pipeline.layouts.rules import HuggingFaceForm, Rule, RuleTab
 from paddle_reshard.pipeline.layouts.rules.entries import Config
 from paddle_reshard.pipeline.layouts.rules.literal import StoredTable
 
-_STACKED_IF: Final = ("moe_expert_fusion", "using_sonic_moe")
-"""Config entries of PaddleFleet, off by default, with which the routed experts of a layer are one tensor."""
+_STACKED_IF: Final = ("moe_expert_fusion", "using_sonic_moe", "fd_fallback")
+"""Config entries of PaddleFleet and (the last) of PaddleFormers, off by default, with which the routed experts of a
+layer are one tensor."""
 
 
 def form_of(tensor: ModelTensor, model: Model) -> HuggingFaceForm:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from paddle_reshard.pipeline.core.errors import RuleError
 from paddle_reshard.pipeline.core.geometry import Shape, row_major_strides
@@ -70,7 +71,8 @@ def tensor_parts(tensor: ModelTensor, model: Model) -> tuple[Part, ...]:
 
 def parts_by_form(tensor: ModelTensor, form: HuggingFaceForm, model: Model) -> tuple[Part, ...]:
     """The parts of a tensor with the given form."""
-    dims = len(tensor.global_shape)
+    own_dim = _has_own_dim(tensor, form)
+    dims = len(tensor.global_shape) - own_dim
     if dims == 0 or (form.transposed and dims != 2):
         raise RuleError(tensor.key, f"a tensor of shape {tensor.global_shape} cannot become {form.keys[0]}")
     widths, groups = widths_and_groups(form, model.config, tensor.key, tensor.global_shape[-1])
@@ -78,27 +80,43 @@ def parts_by_form(tensor: ModelTensor, form: HuggingFaceForm, model: Model) -> t
     starts = [sum(widths[:i]) for i in range(len(widths))]
     return tuple(
         _part(tensor, form, key, rows, start, width, group_width, groups)
-        for rows, spellings in _stacked(form, model.config, tensor)
+        for rows, spellings in _stacked(form, model.config, tensor, own_dim)
         for key, start, width in zip(spellings, starts, widths, strict=True)
     )
 
 
+def _has_own_dim(tensor: ModelTensor, form: HuggingFaceForm) -> bool:
+    """Whether the first dim of a tensor counts experts and nothing else."""
+    return form.stacked is not None and len(tensor.rule.shape or ()) == 3
+
+
+class _Rows(NamedTuple):
+    """Where an expert is in a tensor of several: its first index along the first dim, and its extents but the last."""
+
+    first: int
+    leading: Shape
+
+
 def _stacked(
-    form: HuggingFaceForm, config: Config, tensor: ModelTensor
-) -> list[tuple[tuple[int, int] | None, list[str]]]:
-    """First row and number of rows of each expert where several are stacked, and the keys of its parts."""
+    form: HuggingFaceForm, config: Config, tensor: ModelTensor, own_dim: bool
+) -> list[tuple[_Rows, list[str]]]:
+    """Where each expert is if several are stacked, else the whole, and the keys of its parts.
+
+    ``own_dim``: whether the first dim counts experts alone.
+    """
+    shape = tensor.global_shape
     if form.stacked is None:
-        return [(None, [tensor.rule.fill_in(spelled, tensor.key) for spelled in form.keys])]
+        return [(_Rows(0, shape[:-1]), [tensor.rule.fill_in(spelled, tensor.key) for spelled in form.keys])]
     (experts,) = evaluate_sizes([form.stacked], config, tensor.key)
-    rows, rest = divmod(tensor.global_shape[0], experts) if experts > 0 else (0, 1)
-    if rest or len(tensor.global_shape) != 2:
+    rows, rest = divmod(shape[0], experts) if experts > 0 else (0, 1)
+    if rest or len(shape) != 2 + own_dim or (own_dim and rows != 1):
         raise RuleError(
             tensor.key,
-            f"its shape {tensor.global_shape} is not that of {experts} experts ({form.stacked}), one after the other",
+            f"its shape {shape} is not that of {experts} experts ({form.stacked}), one after the other",
         )
     return [
         (
-            (expert * rows, rows),
+            _Rows(expert * rows, (rows, *shape[1:-1])),
             [tensor.rule.fill_in(form.key_of(part, expert), tensor.key) for part in range(len(form.keys))],
         )
         for expert in range(experts)
@@ -109,16 +127,15 @@ def _part(
     tensor: ModelTensor,
     form: HuggingFaceForm,
     key: str,
-    rows: tuple[int, int] | None,
+    rows: _Rows,
     start: int,
     width: int,
     group_width: int,
     groups: int,
 ) -> Part:
-    first, leading = 0, tensor.global_shape[:-1]
-    if rows is not None:
-        first, leading = rows[0], (rows[1],)
-    shape = (*leading, width * groups)
+    first, leading = rows
+    own_dims = int(_has_own_dim(tensor, form))
+    shape = (*leading[own_dims:], width * groups)
     strides = row_major_strides(shape, 1)
     if form.transposed:
         shape = (shape[1], shape[0])
@@ -129,7 +146,7 @@ def _part(
             offset=(*origin, group * group_width + start),
             extents=(*leading, width),
             first_element=group * width * strides[-1],
-            strides=strides,
+            strides=(*(0,) * own_dims, *strides),
         )
         for group in range(groups)
     )

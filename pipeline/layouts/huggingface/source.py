@@ -255,7 +255,9 @@ def _logical(
         ]
         width = sum(shape[-1] for shape in shapes if shape)
         shape = (*shapes[0][:-1], width) if shapes[0] else ()
-        if len(of_whole.keys) > 1:
+        if of_whole.form.stacked is not None and len(of_whole.rule.shape or ()) == 3:
+            shape = (len(of_whole.keys), *shape)
+        elif len(of_whole.keys) > 1:
             shape = (len(of_whole.keys) * shape[0], *shape[1:])
         tensors.append(Tensor(whole, PARAM, stored[of_whole.keys[0][0]].dtype, shape))
     return tensors

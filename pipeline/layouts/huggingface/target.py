@@ -101,7 +101,12 @@ class HuggingFaceTarget:
         sidecars = plan_huggingface_sidecars(sizes, folders, wanted, config, self.dtype)
         files = add_literal_files(laid_out.files, sidecars.written)
         return LaidOut(
-            laid_out.catalog, files, sidecars.carried, sidecars.not_carried, laid_out.states_not_carried
+            laid_out.catalog,
+            files,
+            sidecars.carried,
+            sidecars.not_carried,
+            laid_out.states_not_carried,
+            sidecars.remarks,
         )
 
     def _lay_out_adapter(

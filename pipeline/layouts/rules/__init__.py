@@ -49,8 +49,9 @@ class HuggingFaceForm:
     ``[q q k v | q q k v]``.
     """
     stacked: str | None = None
-    """Config entry: the number of routed experts that lie one after the other along the first dim here. Each has
-    tensors of its own there, numbered where its key has ``{expert}``."""
+    """Config entry: the number of routed experts that lie one after the other along the first dim here, or in a
+    ``shape`` of three dims along a dim of their own. Each has tensors of its own there, numbered where its key has
+    ``{expert}``."""
     keep_float32: bool = False
     """Whether it stays float32 when the model is converted to another dtype."""
 
@@ -235,8 +236,9 @@ class Rule:
 
     @property
     def of_experts(self) -> bool:
-        """Whether each of its tensors holds all routed experts of a layer, one after the other."""
-        return self.huggingface is not None and self.huggingface.stacked is not None
+        """Whether each of its tensors holds all routed experts of a layer, one after the other along the first dim."""
+        form = self.huggingface
+        return form is not None and form.stacked is not None and len(self.shape or ()) == 2
 
     def marked_distributed(self, cut: bool, ep: int) -> bool:
         """Value of the library's ``is_distributed`` flag; ``cut``: whether tp cuts the tensor."""
@@ -683,8 +685,8 @@ def _form_fault(rule: Rule) -> str | None:
         return None
     numbers = sorted(_PLACEHOLDER.findall(rule.key))
     if form.stacked is not None:
-        if rule.of_expert or len(rule.shape or ()) != 2:
-            return "what is 'stacked' is one tensor of two dims for all experts, with a 'shape'"
+        if rule.of_expert or len(rule.shape or ()) not in (2, 3):
+            return "what is 'stacked' is one tensor of two or three dims for all experts, with a 'shape'"
         numbers = sorted([*numbers, "{expert}"])
     if not form.keys or any(sorted(_PLACEHOLDER.findall(key)) != numbers for key in form.keys):
         return (

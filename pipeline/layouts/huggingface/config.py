@@ -1,0 +1,141 @@
+"""What has ``config.json`` to say so that ``transformers`` computes what the trainer computed?
+
+The entries of a library's own job and layout leave; class names become those that ``transformers`` knows. Some models
+are computed differently there with the same weights: where an entry can make both agree it is written, and elsewhere
+the export says that they differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from paddle_reshard.pipeline.core.tensors import DType
+
+_DTYPE_ENTRIES = ("torch_dtype", "dtype")
+_OF_PADDLE = ("source", "tensor_model_parallel_size", "tensor_parallel_degree", "tensor_parallel_rank")
+"""Entries of ``config.json`` about Paddle's layout of the weights, or about the job that wrote them."""
+_OWN_CLASS = re.compile(r"(Deprecated)?(Pipe)?(Deprecated)?$")
+Config = Mapping[str, Any]
+
+
+class ExportedConfig(NamedTuple):
+    """``config.json`` of an export, and what a user has to know about it."""
+
+    entries: dict[str, Any]
+    remarks: tuple[str, ...]
+
+
+class _Agreement(NamedTuple):
+    """What makes both libraries compute the same: changed entries, and a remark; none is needed if it is empty."""
+
+    entries: Mapping[str, Any] = {}
+    remark: str = ""
+
+
+def exported_config(config: Config, dtype: DType | None) -> ExportedConfig:
+    """``config.json`` as the model is called, stored and computed there; ``dtype`` is the one that was asked for."""
+    found = {key: value for key, value in config.items() if key not in _OF_PADDLE}
+    if dtype is not None:
+        entries = [entry for entry in _DTYPE_ENTRIES if entry in found] or [_DTYPE_ENTRIES[0]]
+        found |= dict.fromkeys(entries, dtype.name)
+    classes = found.get("architectures")
+    if isinstance(classes, list):
+        found["architectures"] = [
+            _OWN_CLASS.sub("", name) if isinstance(name, str) else name for name in classes
+        ]
+    agreements = [agree(found) for agree in _AGREEMENTS]
+    remarks = tuple(agreement.remark for agreement in agreements if agreement.remark)
+    return ExportedConfig(agreed_config(found), remarks)
+
+
+def agreed_config(config: Config) -> dict[str, Any]:
+    """The same configuration with the entries by which both libraries compute the same, where there are such."""
+    found = dict(config)
+    for agree in _AGREEMENTS:
+        found |= agree(config).entries
+    return found
+
+
+def _no_window(config: Config) -> _Agreement:
+    """PaddleNLP 3.0 writes ``false`` where no window is used; ``transformers`` 5 opens a number or ``null`` only."""
+    if config.get("sliding_window") is not False:
+        return _Agreement()
+    return _Agreement({"sliding_window": None})
+
+
+def _gemma3_theta(config: Config) -> _Agreement:
+    """PaddleFormers 1.2 has one rotary embedding for all layers (``transformers/gemma3_text/modeling.py:113-155``)."""
+    if config.get("model_type") != "gemma3_text" or "paddleformers_version" not in config:
+        return _Agreement()
+    layers = config.get("layer_types")
+    if isinstance(layers, list) and "sliding_attention" not in layers:
+        return _Agreement()
+    kind = _rope_type(_rope(config))
+    theta, local = config.get("rope_theta", 1_000_000.0), config.get("rope_local_base_freq", 10_000.0)
+    if kind != "default":
+        return _Agreement(
+            remark=f"PaddleFormers computes layers with a sliding window with {kind} rope too, transformers without; "
+            "their results differ"
+        )
+    if theta == local:
+        return _Agreement()
+    return _Agreement(
+        {"rope_local_base_freq": theta},
+        f"rope_local_base_freq is {theta} instead of {local}: PaddleFormers computes layers with a sliding window with "
+        "rope_theta",
+    )
+
+
+def _deepseek_yarn(config: Config) -> _Agreement:
+    """PaddleFormers 1.2 takes the ratio of lengths as factor (``transformers/modeling_rope_utils.py:391-397``).
+
+    The scale of softmax follows ``factor`` there too (``deepseek_v3/modeling.py:659-664``), so that writing the ratio
+    as ``factor`` makes both agree only where that scale does not depend on it.
+    """
+    rope = _rope(config)
+    if config.get("model_type") != "deepseek_v3" or "paddleformers_version" not in config:
+        return _Agreement()
+    original, factor = _number(rope, "original_max_position_embeddings"), _number(rope, "factor")
+    longest = _number(config, "max_position_embeddings")
+    if _rope_type(rope) != "yarn" or not (original and factor and longest):
+        return _Agreement()
+    ratio = longest / original
+    if ratio == factor:
+        return _Agreement()
+    different = (
+        f"PaddleFormers computes rope with {longest:g} / {original:g} = {ratio:g} (max_position_embeddings / "
+        "original_max_position_embeddings)"
+    )
+    if rope.get("mscale_all_dim"):
+        return _Agreement(
+            remark=f"{different}, transformers with the factor {factor:g} of rope_scaling; their results differ"
+        )
+    entries = [entry for entry in _ROPE_ENTRIES if isinstance(config.get(entry), dict)]
+    return _Agreement(
+        {entry: {**config[entry], "factor": ratio} for entry in entries},
+        f"factor of rope_scaling is {ratio:g} instead of {factor:g}: {different}",
+    )
+
+
+_ROPE_ENTRIES = ("rope_scaling", "rope_parameters")
+"""Older and newer spelling; PaddleFormers writes both, and reads the first that is not empty."""
+
+
+def _rope(config: Config) -> Config:
+    found = next((config[entry] for entry in _ROPE_ENTRIES if config.get(entry)), None)
+    return found if isinstance(found, dict) else {}
+
+
+def _rope_type(rope: Config) -> Any:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def _number(entries: Config, name: str) -> float | None:
+    """An entry that is a number above zero; ``None`` for anything else."""
+    value = entries.get(name)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) and value > 0 else None
+
+
+_AGREEMENTS: tuple[Callable[[Config], _Agreement], ...] = (_no_window, _gemma3_theta, _deepseek_yarn)

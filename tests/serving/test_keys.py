@@ -1,0 +1,41 @@
+"""Our exports have the keys and shapes that ``transformers`` itself writes for their ``config.json``.
+
+``tests/lab/transformers_keys.py`` made the list; ``make serving`` lets ``transformers`` load the exports.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors
+
+from paddle_reshard.pipeline.layouts.rules import RuleTable, shipped_tables
+from tests.serving.cases import CASES, LOGITS, ServedCase
+
+WRITTEN = json.loads(Path(__file__).with_name("transformers.json").read_text())["cases"]
+
+
+def test_every_case_is_in_the_list() -> None:
+    assert list(WRITTEN) == [case.name for case in CASES]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_keys_and_shapes_are_those_of_transformers(case: ServedCase, tmp_path: Path) -> None:
+    case.export(tmp_path / "hf")
+    entries = safetensors.deserialize((tmp_path / "hf/model.safetensors").read_bytes())
+    shapes = {key: entry["shape"] for key, entry in entries if not case.is_mtp(key)}
+    assert shapes == WRITTEN[case.name]
+
+
+def test_only_answers_of_paddlenlp_are_not_known() -> None:
+    """Its models do not run in the laboratory: that their exports load is all that is shown."""
+    assert set(LOGITS.glob("*.npz")) == {case.logits for case in CASES if "nlp_" not in case.name}
+
+
+@pytest.mark.parametrize("table", shipped_tables(), ids=lambda table: f"{table.family}-{table.convention}")
+def test_a_table_is_called_proven_by_transformers_if_a_case_here_proves_it(table: RuleTable) -> None:
+    asked = {(case.config["model_type"], case.convention) for case in CASES if case.logits.exists()}
+    proven = table.proven is not None and table.proven.huggingface == "transformers"
+    assert proven == bool(asked & {(of_type, table.convention) for of_type in table.model_types})
