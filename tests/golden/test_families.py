@@ -13,12 +13,12 @@ import pytest
 import safetensors
 
 import paddle_reshard
-from paddle_reshard.pipeline.core.errors import ReshardError
+from paddle_reshard.pipeline.core.errors import CoverageError, ReshardError
 from tests import oracle
 from tests.conftest import case_directory
 from tests.golden.compare_one_card import read_one_card
 from tests.golden.test_newer_checkpoints import truth_of
-from tests.golden.unified_cases import read_unified
+from tests.golden.unified_cases import read_unified, write_safetensors
 
 TOPOLOGIES = {
     "mp2": {"to": "tp=2"},
@@ -172,3 +172,35 @@ def test_the_vocabulary_of_a_section_grows(tmp_path: Path) -> None:
     assert "vocab_size" not in config
     paddle_reshard.convert(tmp_path / "padded", tmp_path / "back", to="tp=1", vocab_trim=128)
     assert paddle_reshard.verify(source, tmp_path / "back").equal
+
+
+def test_stacked_experts_go_out_one_by_one_and_come_back(tmp_path: Path) -> None:
+    """As the library's own export has them, but for routers, which it rounds to bfloat16."""
+    case = "qwen3_moe_fused_single"
+    paddle_reshard.convert(_checkpoint(case), tmp_path / "hf", format="huggingface")
+    ours = _read(tmp_path / "hf" / "model.safetensors")
+    theirs = _read(case_directory(f"families/{case}") / "hf-export/model-00001-of-00001.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert {key for key in ours if ours[key] != theirs[key]} == {
+        f"model.layers.{layer}.mlp.gate.weight" for layer in (0, 1)
+    }
+    assert paddle_reshard.verify(_checkpoint(case), tmp_path / "hf", states=["param"]).equal
+    paddle_reshard.convert(tmp_path / "hf", tmp_path / "unified", format="unified")
+    truth = oracle.read_truth(case_directory(f"families/{case}") / "truth.safetensors")
+    oracle.assert_same_tensors(
+        read_unified(tmp_path / "unified"), {key: truth[key] for key in oracle.shapes_of(truth)}
+    )
+    lost = "model.layers.1.mlp.experts.2.up_proj.weight"
+    write_safetensors(tmp_path / "hf" / "model.safetensors", {key: ours[key] for key in ours if key != lost})
+    with pytest.raises(CoverageError, match=rf"{lost}: no file holds it, and it is a part of"):
+        paddle_reshard.plan(tmp_path / "hf", format="unified")
+
+
+@pytest.mark.parametrize("case", ["families/gemma3_text_single", "moe/nlp_qwen2moe_single"])
+def test_an_export_with_another_config_is_still_the_same_model(case: str, tmp_path: Path) -> None:
+    source = case_directory(case) / "checkpoint-3"
+    paddle_reshard.convert(source, tmp_path / "hf", format="huggingface")
+    ours, theirs = (folder / "config.json" for folder in (tmp_path / "hf", source))
+    changed = {"rope_local_base_freq", "sliding_window"}
+    assert any(json.loads(ours.read_text()).get(k) != json.loads(theirs.read_text()).get(k) for k in changed)
+    assert paddle_reshard.verify(source, tmp_path / "hf", states=["param"]).equal
