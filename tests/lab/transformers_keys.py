@@ -21,9 +21,11 @@ LIST = Path(__file__).parents[1] / "serving" / "transformers.json"
 
 def written_by_transformers(config_folder: Path, folder: Path) -> dict[str, list[int]]:
     """Key → shape, of a model of this configuration as ``transformers`` saves it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config_folder))
+    config = AutoConfig.from_pretrained(config_folder)
+    maker = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    model = maker.from_config(config)
     model.save_pretrained(folder)
     entries = safetensors.deserialize((folder / "model.safetensors").read_bytes())
     return {key: list(entry["shape"]) for key, entry in sorted(entries)}

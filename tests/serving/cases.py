@@ -41,7 +41,9 @@ class ServedCase:
     @property
     def logits(self) -> Path:
         """Input and answers of the Paddle model in float32, with the parameters of the truth."""
-        return LOGITS / f"{self.name.replace('/', '-')}.npz"
+        of_corpus = case_directory(self.name) / "logits.npz"
+        own = LOGITS / f"{self.name.replace('/', '-')}.npz"
+        return of_corpus if of_corpus.exists() and not own.exists() else own
 
     @property
     def config(self) -> dict[str, Any]:
@@ -78,6 +80,8 @@ class ServedCase:
 THETA = "layers with a sliding window with rope_theta"
 FACTOR = "transformers with the factor 2 of rope_scaling; their results differ"
 BIAS = "*.e_score_correction_bias"
+EPS = "PaddleFormers computes decoder layers with it"
+SHARDING = "sharding=2"
 EVERY_AXIS = "tp=2,pp=2,sharding=2"
 
 CASES = (
@@ -99,6 +103,12 @@ CASES = (
     ServedCase("families/phi3_sh2_s1v2_meta"),
     ServedCase("families/gemma3_text_sh2_s1v2_meta", remark=THETA),
     ServedCase("families/qwen3_next_sh2_s1v2_meta"),
+    ServedCase("families/qwen2_5_vl_single", first=SHARDING),
+    ServedCase("families/qwen3_vl_single", first=SHARDING),
+    ServedCase("families/qwen3_vl_moe_single", first=SHARDING),
+    ServedCase("families/glm4v_moe_single", first=SHARDING),
+    ServedCase("families/glm_ocr_single", first=SHARDING, remark=EPS),
+    ServedCase("families/paddleocr_vl_single", first=SHARDING),
     ServedCase("moe/nlp_qwen2moe_single", first=EVERY_AXIS),
     ServedCase("nlp_sp_mp2pp2"),
     ServedCase("small-families/nlp_qwen2_mp2pp2sh2_s1v2_meta"),

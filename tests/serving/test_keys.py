@@ -31,7 +31,10 @@ def test_keys_and_shapes_are_those_of_transformers(case: ServedCase, tmp_path: P
 
 def test_only_answers_of_paddlenlp_are_not_known() -> None:
     """Its models do not run in the laboratory: that their exports load is all that is shown."""
-    assert set(LOGITS.glob("*.npz")) == {case.logits for case in CASES if "nlp_" not in case.name}
+    assert {case.name for case in CASES if not case.logits.exists()} == {
+        case.name for case in CASES if case.convention == "paddlenlp"
+    }
+    assert set(LOGITS.glob("*.npz")) <= {case.logits for case in CASES}
 
 
 @pytest.mark.parametrize("table", shipped_tables(), ids=lambda table: f"{table.family}-{table.convention}")

@@ -22,17 +22,21 @@ pytestmark = [
 CLOSE = 1e-4
 """Of logits that are about 5 in size; what is different between two libraries in float32 is a tenth of it."""
 
+IMAGE = 120
+"""The token that stands for an image in the models of the laboratory."""
+
 
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-def _load(folder: Path) -> tuple[Any, dict[str, Any]]:
+def _load(folder: Path, images: bool) -> tuple[Any, dict[str, Any]]:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model, found = AutoModelForCausalLM.from_pretrained(
+    loader = AutoModelForImageTextToText if images else AutoModelForCausalLM
+    model, found = loader.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     return model.eval(), found
@@ -43,6 +47,15 @@ def _answer(model: Any, ids: np.ndarray) -> np.ndarray:
 
     with torch.no_grad():
         return model(input_ids=torch.from_numpy(ids)).logits.numpy()
+
+
+def _answer_with_images(model: Any, answers: Any) -> np.ndarray:
+    import torch
+
+    ids = torch.from_numpy(answers["image_ids"])
+    given = {name: torch.from_numpy(answers[name]) for name in ("pixel_values", "image_grid_thw")}
+    with torch.no_grad():
+        return model(input_ids=ids, mm_token_type_ids=(ids == IMAGE).int(), **given).logits.numpy()
 
 
 def _with_ratio(model: Any) -> None:
@@ -57,7 +70,7 @@ def _with_ratio(model: Any) -> None:
 def test_it_loads_and_computes_the_same(case: ServedCase, tmp_path: Path) -> None:
     report = case.export(tmp_path / "hf")
     assert [case.remark in remark for remark in report.plan.targets[0].remarks] == [True] * bool(case.remark)
-    model, found = _load(tmp_path / "hf")
+    model, found = _load(tmp_path / "hf", "vision_config" in case.config)
     unexpected = [key for key in found.pop("unexpected_keys") if not case.is_mtp(key)]
     assert not unexpected
     assert not any(found.values()), found
@@ -73,3 +86,7 @@ def test_it_loads_and_computes_the_same(case: ServedCase, tmp_path: Path) -> Non
         _with_ratio(model)
         got = _answer(model, ids)[:, : expected.shape[1]]
     np.testing.assert_allclose(got, expected, rtol=CLOSE, atol=CLOSE)
+    if "image_ids" in answers:
+        np.testing.assert_allclose(
+            _answer_with_images(model, answers), answers["image_logits"], rtol=CLOSE, atol=CLOSE
+        )

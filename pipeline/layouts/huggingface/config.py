@@ -119,6 +119,31 @@ def _deepseek_yarn(config: Config) -> _Agreement:
     )
 
 
+def _glm_ocr_eps(config: Config) -> _Agreement:
+    """PaddleFormers 1.2 has 1e-6 in the norms of decoder layers (``transformers/glm_ocr/modeling.py:203-212``)."""
+    text = config.get("text_config")
+    if config.get("model_type") != "glm_ocr" or "paddleformers_version" not in config:
+        return _Agreement()
+    if not isinstance(text, dict) or text.get("rms_norm_eps", _EPS) == _EPS:
+        return _Agreement()
+    return _Agreement(
+        {"text_config": {**text, "rms_norm_eps": _EPS}},
+        f"rms_norm_eps of text_config is {_EPS} instead of {text['rms_norm_eps']}: PaddleFormers computes decoder "
+        "layers with it",
+    )
+
+
+_EPS = 1e-6
+
+
+def _gelu(config: Config) -> _Agreement:
+    """PaddleFormers 1.2 calls ``gelu_tanh`` what ``transformers`` knows as ``gelu_pytorch_tanh``."""
+    vision = config.get("vision_config")
+    if not isinstance(vision, dict) or vision.get("hidden_act") != "gelu_tanh":
+        return _Agreement()
+    return _Agreement({"vision_config": {**vision, "hidden_act": "gelu_pytorch_tanh"}})
+
+
 _ROPE_ENTRIES = ("rope_scaling", "rope_parameters")
 """Older and newer spelling; PaddleFormers writes both, and reads the first that is not empty."""
 
@@ -138,4 +163,10 @@ def _number(entries: Config, name: str) -> float | None:
     return value if isinstance(value, int | float) and not isinstance(value, bool) and value > 0 else None
 
 
-_AGREEMENTS: tuple[Callable[[Config], _Agreement], ...] = (_no_window, _gemma3_theta, _deepseek_yarn)
+_AGREEMENTS: tuple[Callable[[Config], _Agreement], ...] = (
+    _no_window,
+    _gemma3_theta,
+    _deepseek_yarn,
+    _glm_ocr_eps,
+    _gelu,
+)
