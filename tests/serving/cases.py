@@ -29,6 +29,11 @@ class ServedCase:
     """The topology to which it is converted before it is exported: no job of this family in the corpus is sharded."""
     remark: str = ""
     """What the export says, if ``transformers`` computes the model differently."""
+    only_read: tuple[str, ...] = ()
+    """Patterns of the keys that ``transformers`` reads in this form and writes in another one, or not at all."""
+    square: str = ""
+    """Pattern of the keys whose last two dims ``transformers`` lets change places, which it tells by their shape: here
+    they are equal, so that a test has to do it."""
     mtp_layer: str = ""
     """Beginning of the keys that ``transformers`` does not expect: layers of multi-token prediction."""
 
@@ -54,6 +59,10 @@ class ServedCase:
     def convention(self) -> str:
         """The library that trained it."""
         return "paddlenlp" if "paddlenlp_version" in self.config else "paddleformers"
+
+    def is_only_read(self, key: str) -> bool:
+        """Whether ``transformers`` writes a key in another form, or not at all."""
+        return any(fnmatchcase(key, pattern) for pattern in self.only_read)
 
     def is_mtp(self, key: str) -> bool:
         """Whether ``transformers`` has no place for a key, as it belongs to multi-token prediction."""
@@ -105,10 +114,19 @@ CASES = (
     ServedCase("families/qwen3_next_sh2_s1v2_meta"),
     ServedCase("families/qwen2_5_vl_single", first=SHARDING),
     ServedCase("families/qwen3_vl_single", first=SHARDING),
-    ServedCase("families/qwen3_vl_moe_single", first=SHARDING),
+    ServedCase(
+        "families/qwen3_vl_moe_single",
+        first=SHARDING,
+        only_read=("*.experts.down_proj",),
+        square="*.experts.gate_up_proj",
+    ),
     ServedCase("families/glm4v_moe_single", first=SHARDING),
-    ServedCase("families/glm_ocr_single", first=SHARDING, remark=EPS),
-    ServedCase("families/paddleocr_vl_single", first=SHARDING),
+    ServedCase("families/glm_ocr_single", first=SHARDING, remark=EPS, only_read=("lm_head.weight",)),
+    ServedCase(
+        "families/paddleocr_vl_single",
+        first=SHARDING,
+        only_read=("lm_head.weight", "*.packing_position_embedding.weight"),
+    ),
     ServedCase("moe/nlp_qwen2moe_single", first=EVERY_AXIS),
     ServedCase("nlp_sp_mp2pp2"),
     ServedCase("small-families/nlp_qwen2_mp2pp2sh2_s1v2_meta"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from paddle_reshard.pipeline.core.tensors import dtype_named
 from paddle_reshard.pipeline.layouts.huggingface.config import agreed_config, exported_config
 
 GEMMA = {
@@ -17,6 +19,7 @@ GEMMA = {
 }
 ROPE = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
 DEEPSEEK = {"model_type": "deepseek_v3", "paddleformers_version": "1.2.0", "max_position_embeddings": 8192}
+GLM_OCR = {"model_type": "glm_ocr", "paddleformers_version": "1.2.0"}
 CASES = {
     "no window": ({"sliding_window": False}, {"sliding_window": None}, ""),
     "a window": ({"sliding_window": 4096}, {}, ""),
@@ -33,6 +36,25 @@ CASES = {
         {**DEEPSEEK, "rope_scaling": {**ROPE, "mscale_all_dim": 1.0}},
         {},
         "with the factor 40 of rope_scaling; their results differ",
+    ),
+    "glm_ocr": (
+        {**GLM_OCR, "text_config": {"rms_norm_eps": 1e-5, "hidden_size": 32}},
+        {"text_config": {"rms_norm_eps": 1e-6, "hidden_size": 32}},
+        "rms_norm_eps of text_config is 1e-06 instead of 1e-05",
+    ),
+    "glm_ocr by default": (
+        {**GLM_OCR, "text_config": {}},
+        {"text_config": {"rms_norm_eps": 1e-6}},
+        "is 1e-06 instead of 1e-05",
+    ),
+    "experts": ({"model_type": "qwen3_moe", "num_local_experts": 4}, {"num_experts": 4}, ""),
+    "experts, as published": ({"model_type": "qwen3_moe", "num_experts": 4}, {}, ""),
+    "experts of gpt_oss": ({"model_type": "gpt_oss", "num_experts": 4}, {"num_local_experts": 4}, ""),
+    "experts of others": ({"model_type": "qwen3_next", "num_experts": 4}, {}, ""),
+    "gelu": (
+        {"vision_config": {"hidden_act": "gelu_tanh", "depth": 2}},
+        {"vision_config": {"hidden_act": "gelu_pytorch_tanh", "depth": 2}},
+        "",
     ),
     "deepseek as published": ({**DEEPSEEK, "max_position_embeddings": 163_840, "rope_scaling": ROPE}, {}, ""),
 }
@@ -59,3 +81,22 @@ def test_an_entry_of_another_type_is_left_as_it_is(config: dict[str, Any], value
     for inner in ROPE:
         odd = {**config, "rope_scaling": {**ROPE, inner: value}}
         exported_config(odd, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "exported"),
+    [
+        ({"dtype": "bfloat16"}, {"torch_dtype": "float16"}),
+        ({"dtype": "bfloat16", "torch_dtype": "bfloat16"}, {"torch_dtype": "float16"}),
+        ({}, {"torch_dtype": "float16"}),
+        (
+            {"torch_dtype": "bfloat16", "text_config": {"dtype": "bfloat16"}, "vision_config": {}},
+            {"torch_dtype": "float16", "text_config": {"torch_dtype": "float16"}, "vision_config": {}},
+        ),
+    ],
+)
+def test_the_dtype_has_one_name(config: dict[str, Any], exported: dict[str, Any]) -> None:
+    """FastDeploy takes weights for Paddle's own layout by the other one, and refuses both."""
+    assert exported_config(config, dtype_named("float16")).entries == exported
+    as_trained = exported_config({**config, "source": "paddle"}, None).entries
+    assert as_trained == json.loads(json.dumps(exported if config else {}).replace("float16", "bfloat16"))

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 from paddle_reshard.pipeline.core.tensors import DType
 
-_DTYPE_ENTRIES = ("torch_dtype", "dtype")
+_DTYPE, _OTHER_DTYPE = "torch_dtype", "dtype"
+"""If ``config.json`` has ``dtype``, FastDeploy reads weights as ``[in, out]``, as Paddle has them, and it refuses both
+entries together (``fastdeploy/config.py`` at 0009064, ``read_model_config``). ``transformers`` reads either."""
 _OF_PADDLE = ("source", "tensor_model_parallel_size", "tensor_parallel_degree", "tensor_parallel_rank")
 """Entries of ``config.json`` about Paddle's layout of the weights, or about the job that wrote them."""
 _OWN_CLASS = re.compile(r"(Deprecated)?(Pipe)?(Deprecated)?$")
@@ -36,10 +38,14 @@ class _Agreement(NamedTuple):
 
 def exported_config(config: Config, dtype: DType | None) -> ExportedConfig:
     """``config.json`` as the model is called, stored and computed there; ``dtype`` is the one that was asked for."""
-    found = {key: value for key, value in config.items() if key not in _OF_PADDLE}
+    found = _with_one_dtype({key: value for key, value in config.items() if key not in _OF_PADDLE}, dtype)
+    found |= {
+        section: _with_one_dtype(entries, dtype)
+        for section, entries in found.items()
+        if section.endswith("_config") and isinstance(entries, dict)
+    }
     if dtype is not None:
-        entries = [entry for entry in _DTYPE_ENTRIES if entry in found] or [_DTYPE_ENTRIES[0]]
-        found |= dict.fromkeys(entries, dtype.name)
+        found[_DTYPE] = dtype.name
     classes = found.get("architectures")
     if isinstance(classes, list):
         found["architectures"] = [
@@ -48,6 +54,13 @@ def exported_config(config: Config, dtype: DType | None) -> ExportedConfig:
     agreements = [agree(found) for agree in _AGREEMENTS]
     remarks = tuple(agreement.remark for agreement in agreements if agreement.remark)
     return ExportedConfig(agreed_config(found), remarks)
+
+
+def _with_one_dtype(entries: Config, dtype: DType | None) -> dict[str, Any]:
+    """The same with the dtype under one name, that which was asked for; none where there was none."""
+    said = [entries[name] for name in (_DTYPE, _OTHER_DTYPE) if name in entries]
+    kept = {key: value for key, value in entries.items() if key not in (_DTYPE, _OTHER_DTYPE)}
+    return kept | ({_DTYPE: said[0] if dtype is None else dtype.name} if said else {})
 
 
 def agreed_config(config: Config) -> dict[str, Any]:
@@ -124,16 +137,26 @@ def _glm_ocr_eps(config: Config) -> _Agreement:
     text = config.get("text_config")
     if config.get("model_type") != "glm_ocr" or "paddleformers_version" not in config:
         return _Agreement()
-    if not isinstance(text, dict) or text.get("rms_norm_eps", _EPS) == _EPS:
+    if not isinstance(text, dict) or (said := text.get("rms_norm_eps", 1e-5)) == 1e-6:
         return _Agreement()
     return _Agreement(
-        {"text_config": {**text, "rms_norm_eps": _EPS}},
-        f"rms_norm_eps of text_config is {_EPS} instead of {text['rms_norm_eps']}: PaddleFormers computes decoder "
-        "layers with it",
+        {"text_config": {**text, "rms_norm_eps": 1e-6}},
+        f"rms_norm_eps of text_config is 1e-06 instead of {said}: PaddleFormers computes decoder layers with it, and "
+        "only the last norm with the latter",
     )
 
 
-_EPS = 1e-6
+_EXPERTS = {"qwen3_moe": "num_experts", "gpt_oss": "num_local_experts"}
+"""Model type → what its published models call the number of experts; PaddleFormers 1.2 writes the other name."""
+
+
+def _experts(config: Config) -> _Agreement:
+    """``transformers`` 5 knows both names, 4.57 (on which vLLM and SGLang build) the published one only."""
+    published = _EXPERTS.get(str(config.get("model_type")), "num_experts")
+    (other,) = {"num_experts", "num_local_experts"} - {published}
+    if config.get("model_type") not in _EXPERTS or published in config or other not in config:
+        return _Agreement()
+    return _Agreement({published: config[other]})
 
 
 def _gelu(config: Config) -> _Agreement:
@@ -168,5 +191,6 @@ _AGREEMENTS: tuple[Callable[[Config], _Agreement], ...] = (
     _gemma3_theta,
     _deepseek_yarn,
     _glm_ocr_eps,
+    _experts,
     _gelu,
 )
