@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from paddle_reshard.pipeline.convert.inputs import given_inputs
 from paddle_reshard.pipeline.convert.options import check_names, takes
 from paddle_reshard.pipeline.convert.read_options import InspectOptions
 from paddle_reshard.pipeline.core.backports import Unpack
-from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, PlanError
+from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, PlanError, RuleError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import CONFIG
 from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
@@ -34,7 +34,7 @@ from paddle_reshard.pipeline.layouts.lora_config import Adapter
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.optimizers import muon_parameters
 from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles
-from paddle_reshard.pipeline.layouts.rules import RuleTable, library_of
+from paddle_reshard.pipeline.layouts.rules import RuleTable, choose_table, library_of
 from paddle_reshard.pipeline.layouts.rules.literal import StoredTable, is_known
 from paddle_reshard.storage.locate import open_source, source_access
 from paddle_reshard.tasks.index import index_here
@@ -149,9 +149,15 @@ def inspect(
     try:
         checkpoint = index_source(files, tables, MissingPolicy(allowed=("*",)))
     except (CheckpointError, PlanError) as error:
-        if isinstance(error, FormatError) or not _is_unknown(files, tables):
+        if isinstance(error, FormatError):
             raise
-        return _as_stored(files, index_files, str(error))
+        if _is_unknown(files, tables):
+            return _as_stored(files, index_files, str(error))
+        if isinstance(error, RuleError) and (
+            found := _beyond_the_rules(files, index_files, tables, str(error))
+        ):
+            return found
+        raise
     sizes = store.sizes()
     own = {file.path: file.size_bytes for file in checkpoint.catalog.files}
     return Inspection(
@@ -198,6 +204,21 @@ def _is_unknown(files: SourceFiles, tables: Sequence[RuleTable]) -> bool:
     if any(name.startswith("checkpoint-") for name in files.store.folders):
         return False  # the folder of a run
     return bool(files.pickles or files.safetensors) and not is_known(tables, config)
+
+
+def _beyond_the_rules(
+    files: SourceFiles, index_files: IndexFiles, tables: Sequence[RuleTable], why: str
+) -> Inspection | None:
+    """The arrays in the files, if a rule table knows their keys, but not what the format needs besides."""
+    try:
+        found = _as_stored(files, index_files, why)
+        keys = {tensor.key for tensor in found.stored if tensor.state == PARAM}
+        table = choose_table(tables, keys, files.config_if_any())
+    except (CheckpointError, PlanError):
+        return None
+    if table.formats is None or found.format in table.formats:
+        return None
+    return replace(found, convention=table.convention)
 
 
 def _as_stored(files: SourceFiles, index_files: IndexFiles, why: str) -> Inspection:

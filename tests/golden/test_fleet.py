@@ -206,6 +206,14 @@ def test_other_formats_are_refused(fleet_checkpoints: Callable[..., Path], tmp_p
         paddle_reshard.convert(checkpoint(QWEN3), tmp_path / "x", format="unified", convention="paddlefleet")
 
 
+def test_a_family_whose_class_only_moved_keeps_its_names(tmp_path: Path) -> None:
+    """PaddleFleet's llama and deepseek_v3 declare what PaddleFormers' do; its trainer is another."""
+    case = "states/dsv3_mtp_small_single"
+    paddle_reshard.convert(checkpoint(case), tmp_path / "x", format="flex", convention="paddlefleet")
+    assert_same(read_flex(tmp_path / "x"), own_truth(case))
+    assert trainer_state(tmp_path / "x") == ("paddlefleet", trainer_state(checkpoint(case))[1])
+
+
 def test_a_family_without_a_table_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         RuleError, match=r"what paddlefleet calls the tensors of ernie4_5 \(known: glm4_moe, "
@@ -441,3 +449,20 @@ def test_pieces_of_whole_experts_are_boxes_of_two_dims() -> None:
     cut = describe_boxes({Box(key, whole, (0, 0, 3), (4, 8, 3)): ["0_0.distcp"]})
     with pytest.raises(CoverageError, match=r"\(4, 8, 3\) at \(0, 0, 3\) of \(4, 8, 6\) cuts the 4 experts"):
         with_two_dims("0.metadata", cut, {key})
+
+
+def test_hybrid_files_are_described_and_not_converted(
+    fleet_checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    """PaddleFleet keeps its names there, and what it calls parameters nobody knows."""
+    source = tmp_path / "source"
+    source.mkdir()
+    shutil.copy(checkpoint(QWEN3) / "config.json", source)
+    parameters = oracle.load_with_paddle(fleet_checkpoints(QWEN3) / "model_state" / "0_0.distcp")
+    parameters[oracle.NAME_TABLE] = {key: f"linear_{n}.w_0" for n, key in enumerate(parameters) if "." in key}
+    paddle.save(parameters, str(source / "model_state.pdparams"))
+    found = paddle_reshard.inspect(source)
+    assert (found.convention, found.format, found.tensors) == ("paddlefleet", "hybrid-plain", ())
+    assert {tensor.key for tensor in found.stored} == set(parameters) - {oracle.NAME_TABLE}
+    with pytest.raises(RuleError, match="flex and huggingface only, not for hybrid"):
+        paddle_reshard.convert(source, tmp_path / "x", format="huggingface")
