@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.integrity import IntegrityReport
     from paddle_reshard.pipeline.convert.plan import ConversionPlan
     from paddle_reshard.pipeline.convert.verify import VerifyReport
+    from paddle_reshard.pipeline.delta.reports import ApplyReport, DeltaReport
 
 Json = dict[str, Any]
 
@@ -137,4 +138,33 @@ def integrity_data(report: IntegrityReport) -> Json:
         "unchecked_bytes": report.unchecked_bytes,
         "recorded_source": report.recorded_source,
         "damages": [asdict(damage) for damage in report.damages],
+    }
+
+
+def delta_data(report: DeltaReport) -> Json:
+    """What ``delta --json`` prints."""
+    return {
+        "old_path": report.old,
+        "new_path": report.new,
+        "target_path": report.target,
+        "files": report.files,
+        "new_bytes": report.new_bytes,
+        "delta_bytes": report.delta_bytes,
+        "same_bytes": report.same_bytes,
+        "compared_bytes": report.compared_bytes,
+        "whole_bytes": report.whole_bytes,
+        "folders_left": list(report.folders_left),
+        "resumed_bytes": report.resumed_bytes,
+    }
+
+
+def apply_data(report: ApplyReport) -> Json:
+    """What ``apply --json`` prints."""
+    return {
+        "old_path": report.old,
+        "delta_path": report.delta,
+        "target_path": report.target,
+        "files": report.files,
+        "written_bytes": report.written_bytes,
+        "resumed_bytes": report.resumed_bytes,
     }

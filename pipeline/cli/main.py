@@ -18,8 +18,10 @@ from paddle_reshard.pipeline.cli.signals import handled_signals
 from paddle_reshard.pipeline.cli.terminal import log_to_terminal
 
 COMMANDS: Final[Mapping[str, str]] = {
+    "apply": "delta",
     "clean": "clean",
     "convert": "conversion",
+    "delta": "delta",
     "ema": "ema",
     "families": "families",
     "inspect": "inspect",

@@ -75,6 +75,10 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.core.tensors import DType, Tensor
     from paddle_reshard.pipeline.core.topology import Topology
     from paddle_reshard.pipeline.core.units import PathLike
+    from paddle_reshard.pipeline.delta.applying import apply_delta
+    from paddle_reshard.pipeline.delta.making import delta
+    from paddle_reshard.pipeline.delta.options import DeltaOptions
+    from paddle_reshard.pipeline.delta.reports import ApplyReport, DeltaReport
     from paddle_reshard.pipeline.ema.async_ema import AsyncEma, EmaCounts
     from paddle_reshard.pipeline.ema.stretches import Weights
     from paddle_reshard.pipeline.ema.paddle_objects import rank_pieces
@@ -92,6 +96,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Adapter",
+    "ApplyReport",
     "AsyncEma",
     "AverageOptions",
     "BusyError",
@@ -108,6 +113,8 @@ __all__ = [
     "CoverageError",
     "DType",
     "Damage",
+    "DeltaOptions",
+    "DeltaReport",
     "Difference",
     "DriftError",
     "EmaCounts",
@@ -160,10 +167,12 @@ __all__ = [
     "Weights",
     "WorkerFigures",
     "__version__",
+    "apply_delta",
     "average",
     "check",
     "clean",
     "convert",
+    "delta",
     "ema_callback",
     "inspect",
     "load_into",
@@ -193,10 +202,21 @@ _HOMES = {
     "tasks.figures": ("WorkerFigures",),
     # What is asked for
     "pipeline.convert.options": ("AverageOptions", "ConversionOptions", "ConvertOptions", "TargetOptions"),
-    "pipeline.convert.read_options": ("CheckOptions", "InspectOptions", "LoadOptions", "ReadOptions", "VerifyOptions"),
+    "pipeline.convert.read_options": (
+        "CheckOptions",
+        "InspectOptions",
+        "LoadOptions",
+        "ReadOptions",
+        "VerifyOptions",
+    ),
     "pipeline.core.topology": ("Topology",),
     "pipeline.core.units": ("PathLike",),
     "storage.locate": ("StorageOptions",),
+    # What changed between two checkpoints
+    "pipeline.delta.making": ("delta",),
+    "pipeline.delta.applying": ("apply_delta",),
+    "pipeline.delta.options": ("DeltaOptions",),
+    "pipeline.delta.reports": ("ApplyReport", "DeltaReport"),
     # How far it is: what an observer is called with
     "pipeline.core.events": (
         "Event",

@@ -1,0 +1,67 @@
+"""The commands ``delta`` and ``apply``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+import paddle_reshard
+from paddle_reshard.pipeline.cli.json_output import apply_data, delta_data
+from paddle_reshard.pipeline.cli.observers import observing
+from paddle_reshard.pipeline.cli.options import all_of, declared, given, json_option, quiet_option
+from paddle_reshard.pipeline.cli.output import answer, print_facts
+
+_delta_options = all_of(
+    declared("memory", help="Memory budget of this process."),
+    declared("overwrite", help="Replace an existing checkpoint or delta at the target."),
+    declared("resume", help="Continue an interrupted run of the same command, if there is one."),
+    declared(
+        "take_over",
+        help="Resume a run that has ended on another machine, without waiting for its lock to expire.",
+    ),
+    declared("no_space_check"),
+    declared("allow_links", help="Follow links that lead out of a folder that is read."),
+    declared("storage_options"),
+    declared("allow_scheme"),
+    declared("source_storage_options", help="The same for what is read only; replaces --storage-options."),
+    declared("target_storage_options"),
+    json_option,
+    quiet_option,
+)
+
+
+@click.command()
+@click.argument("old", metavar="OLD")
+@click.argument("new", metavar="NEW")
+@click.argument("target", metavar="DST")
+@_delta_options
+@click.pass_context
+def delta(
+    context: click.Context, /, old: str, new: str, target: str, as_json: bool, quiet: bool, **_: Any
+) -> None:
+    """Write down what differs between two checkpoints of a model.
+
+    DST becomes a folder from which apply makes NEW again, given OLD.
+    """
+    with observing(quiet or as_json) as observe:
+        report = paddle_reshard.delta(old, new, target, observe=observe, **given(context))
+    answer(delta_data(report), as_json, quiet, lambda: print_facts(report.facts()))
+
+
+@click.command()
+@click.argument("old", metavar="OLD")
+@click.argument("changes", metavar="DELTA")
+@click.argument("target", metavar="DST")
+@_delta_options
+@click.pass_context
+def apply(
+    context: click.Context, /, old: str, changes: str, target: str, as_json: bool, quiet: bool, **_: Any
+) -> None:
+    """Make a checkpoint of an older one and a delta, byte for byte.
+
+    OLD has to be the checkpoint that DELTA was made from. DST appears as a whole, or not at all.
+    """
+    with observing(quiet or as_json) as observe:
+        report = paddle_reshard.apply_delta(old, changes, target, observe=observe, **given(context))
+    answer(apply_data(report), as_json, quiet, lambda: print_facts(report.facts()))

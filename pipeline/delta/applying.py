@@ -1,0 +1,281 @@
+"""``apply_delta``: the new checkpoint again, of the old one and a delta.
+
+Every block is checked on its way: that the old bytes are those that the delta was made from, and that the new bytes are
+those that it was made for. A part is written when all of its blocks are.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from paddle_reshard.pipeline.convert.manifest import parse_manifest
+from paddle_reshard.pipeline.convert.options import check_names, takes
+from paddle_reshard.pipeline.core.backports import Unpack
+from paddle_reshard.pipeline.core.errors import CheckpointError, MemoryBudgetError
+from paddle_reshard.pipeline.core.events import Observer, ignore_events
+from paddle_reshard.pipeline.core.file_names import MANIFEST
+from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
+from paddle_reshard.pipeline.delta.batches import (
+    BATCH_BYTES,
+    batches,
+    batches_at_a_time,
+    read_at,
+    read_places,
+)
+from paddle_reshard.pipeline.delta.document import (
+    DATA,
+    DOCUMENT,
+    TEXT_MEMORY_BYTES,
+    Block,
+    Document,
+    delta_id,
+    parse_document,
+)
+from paddle_reshard.pipeline.delta.making import smallest_parts
+from paddle_reshard.pipeline.delta.options import DeltaOptions
+from paddle_reshard.pipeline.delta.packing import unpack
+from paddle_reshard.pipeline.delta.reports import ApplyReport
+from paddle_reshard.pipeline.delta.writing import Part, identify, manifest_of, open_place, write
+from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
+from paddle_reshard.storage.checksum import ALGORITHM, checksum
+from paddle_reshard.storage.formats.manifest import own_manifest
+from paddle_reshard.storage.locate import open_source, source_access
+from paddle_reshard.storage.store import Receipt, Source
+
+
+@takes(DeltaOptions)
+def apply_delta(
+    old: PathLike,
+    delta: PathLike,
+    target: PathLike,
+    *,
+    observe: Observer = ignore_events,
+    **options: Unpack[DeltaOptions],
+) -> ApplyReport:
+    """Make the new checkpoint of which :func:`delta` was told, of the old one: the same files, byte for byte.
+
+    A checkpoint that no command of this package has made gets a manifest in addition, ``paddle_reshard.json``, as every
+    target does.
+
+    Parameters
+    ----------
+    old
+        The checkpoint that the delta was made from, wherever it lies.
+    delta
+        The folder or URL of the delta.
+    target
+        Where the checkpoint goes.
+    observe
+        Is told how far it is as event values, as by :func:`convert`.
+    options
+        :class:`DeltaOptions`.
+
+    Raises
+    ------
+    CheckpointError
+        If ``old`` is another checkpoint, or the delta is damaged.
+    ReshardError
+        If one of the two cannot be read or changes meanwhile, or the target cannot be written.
+    """
+    check_names(options, DeltaOptions)
+    began = time.monotonic()
+    budget_bytes = parse_memory(options.get("memory", DEFAULT_MEMORY))
+    places = [os.fspath(place) for place in (old, delta, target)]
+    sink = open_place(places[2], places[:2], options)
+    one, changes = (open_source(place, *source_access(options)) for place in places[:2])
+    document, plan_id = _read_document(changes, budget_bytes)
+    _check_sizes(one, document)
+    files, start = {}, 0
+    for path, blocks in document.files.items():
+        files[path] = _File(path, blocks, start)
+        start += files[path].stored_bytes
+    maker = _Maker(one, changes, document.old_location)
+    sizes = {path: file.nbytes for path, file in files.items() if path != MANIFEST}
+    describe: Callable[[Sequence[Receipt]], bytes] = partial(
+        manifest_of, plan_id, sizes, one, facts={"delta": plan_id}
+    )
+    if MANIFEST in files:
+        manifest = _small(maker, files[MANIFEST], budget_bytes)
+        plan_id = str((own_manifest(manifest) or {}).get("plan_id") or plan_id)
+        describe = partial(_verbatim, manifest)
+    least = {path: smallest_parts(sink, size) for path, size in sizes.items()}
+    blocks_held = sum(len(file.blocks) for file in files.values())
+    at_a_time = batches_at_a_time(
+        places[2], blocks_held, max(least.values(), default=BATCH_BYTES), budget_bytes
+    )
+    pieces = {piece.part: piece for path in sizes for piece in files[path].cut(least[path])}
+
+    def check_sources() -> None:
+        one.check_unchanged()
+        changes.check_unchanged()
+
+    written = write(
+        sink,
+        sizes,
+        tuple(pieces),
+        lambda part: maker.make(pieces[part]),
+        identify(plan_id, {"OLD/": one, "DELTA/": changes}),
+        one.openness & changes.openness,
+        describe,
+        check_sources,
+        at_a_time,
+        options,
+        observe,
+    )
+    return ApplyReport(
+        one.location,
+        changes.location,
+        sink.location,
+        len(files),
+        written.bytes,
+        written.resumed_bytes,
+        time.monotonic() - began,
+    )
+
+
+def _verbatim(manifest: bytes, receipts: Sequence[Receipt]) -> bytes:
+    """The new checkpoint's own manifest, whatever was written when."""
+    return manifest
+
+
+def _read_document(delta: Source, budget_bytes: int) -> tuple[Document, str]:
+    """What a delta says, and its id.
+
+    Raises
+    ------
+    CheckpointError
+        If it is no delta, or ``delta.json`` is damaged.
+    MemoryBudgetError
+        If it is too long.
+    """
+    sizes = delta.sizes()
+    for path in (MANIFEST, DOCUMENT, DATA):
+        if path not in sizes:
+            raise CheckpointError(f"{delta.location}: has no {path}, so it is no delta, or not a whole one")
+    needed_bytes = FOOTPRINT_BYTES + TEXT_MEMORY_BYTES * max(sizes[DOCUMENT], sizes[MANIFEST])
+    if needed_bytes > budget_bytes:
+        raise MemoryBudgetError(f"{delta.location}/{DOCUMENT}", budget_bytes, needed_bytes, at_least=True)
+    where = f"{delta.location}/{MANIFEST}"
+    manifest = parse_manifest(delta.read(MANIFEST, 0, sizes[MANIFEST]), where)
+    if manifest.changed:
+        raise CheckpointError(f"{where}: {manifest.changed}")
+    text = delta.read(DOCUMENT, 0, sizes[DOCUMENT])
+    parts = [part for part in manifest.parts if part.path == DOCUMENT]
+    found = [checksum(text[part.byte_offset : part.byte_offset + part.nbytes]) for part in parts]
+    if manifest.files.get(DOCUMENT) != len(text) or found != [part.checksum for part in parts]:
+        raise CheckpointError(
+            f"{delta.location}/{DOCUMENT}: is damaged: {len(text)} bytes, {ALGORITHM} {', '.join(found)}; the manifest "
+            f"says {manifest.files.get(DOCUMENT)} bytes, {', '.join(str(part.checksum) for part in parts)}"
+        )
+    return parse_document(text, f"{delta.location}/{DOCUMENT}", sizes[DATA]), delta_id(text)
+
+
+def _check_sizes(old: Source, document: Document) -> None:
+    """Refuse a checkpoint whose files cannot be those that the delta was made from."""
+    sizes = old.sizes()
+    for path, size_bytes in document.old_files.items():
+        if sizes.get(path) != size_bytes:
+            there = f"has {sizes[path]} bytes" if path in sizes else "is missing"
+            raise CheckpointError(
+                f"{old.location}/{path}: {there}; the delta was made from {size_bytes} bytes, the checkpoint "
+                f"{document.old_location}: give that one"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Blocks of a new file that are written as one part, and where ``delta.bin`` has what is stored of them."""
+
+    part: Part
+    blocks: tuple[Block, ...]
+    stored_start: int
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A new file, and where ``delta.bin`` has what is stored of it."""
+
+    path: str
+    blocks: tuple[Block, ...]
+    stored_start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return sum(block.nbytes for block in self.blocks)
+
+    @property
+    def stored_bytes(self) -> int:
+        """What is stored of it."""
+        return sum(block.stored_bytes for block in self.blocks)
+
+    def cut(self, part_bytes: int) -> Iterator[_Piece]:
+        """Pieces of at least so many bytes, but for the last."""
+        stored_start = self.stored_start
+        for start, blocks in batches(self.blocks, part_bytes):
+            part = Part(self.path, start, sum(block.nbytes for block in blocks))
+            yield _Piece(part, blocks, stored_start)
+            stored_start += sum(block.stored_bytes for block in blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """Makes new bytes."""
+
+    old: Source
+    delta: Source
+    made_from: str
+    """Where the old checkpoint was when the delta was made."""
+
+    def make(self, piece: _Piece) -> memoryview:
+        """The new bytes of a piece.
+
+        Raises
+        ------
+        CheckpointError
+            If the old bytes are not those that the delta was made from, or the new ones not those it was made for.
+        """
+        new = memoryview(bytearray(piece.part.nbytes))
+        stored_bytes = sum(block.stored_bytes for block in piece.blocks)
+        stored = read_at(self.delta, DATA, piece.stored_start, stored_bytes)
+        places = [None if b.old_path is None else (b.old_path, b.old_start, b.nbytes) for b in piece.blocks]
+        at = stored_at = 0
+        for block, before in zip(piece.blocks, read_places(self.old, places), strict=True):
+            made = new[at : at + block.nbytes]
+            there = stored[stored_at : stored_at + block.stored_bytes]
+            if before is not None:
+                self._check_old(block, before)
+            try:
+                unpack(there, block.coding, block.written_bytes, before, block.item_bytes, made)
+                wrong = "" if checksum(made) == block.checksum else f"{ALGORITHM} of what it makes is wrong"
+            except ValueError as error:
+                wrong = str(error)
+            if wrong:
+                start, first = piece.part.start + at, piece.stored_start + stored_at
+                raise CheckpointError(
+                    f"{self.delta.location}/{DATA}: is damaged in bytes {first} to {first + block.stored_bytes}, of "
+                    f"which bytes {start} to {start + block.nbytes} of {piece.part.path} are made: {wrong}"
+                )
+            at, stored_at = at + block.nbytes, stored_at + block.stored_bytes
+        return new
+
+    def _check_old(self, block: Block, before: memoryview) -> None:
+        found = checksum(before)
+        if found != block.old_checksum:
+            raise CheckpointError(
+                f"{self.old.location}/{block.old_path}: bytes {block.old_start} to {block.old_start + block.nbytes} "
+                f"are not those that the delta was made from: {ALGORITHM} is {found}, it was {block.old_checksum} in "
+                f"{self.made_from}: give that checkpoint"
+            )
+
+
+def _small(maker: _Maker, file: _File, budget_bytes: int) -> bytes:
+    """All of a file that has to be in memory at once."""
+    needed_bytes = FOOTPRINT_BYTES + TEXT_MEMORY_BYTES * file.nbytes
+    if needed_bytes > budget_bytes:
+        raise MemoryBudgetError(file.path, budget_bytes, needed_bytes)
+    return b"".join(bytes(maker.make(piece)) for piece in file.cut(max(1, file.nbytes)))
