@@ -96,7 +96,7 @@ def apply_delta(
     maker = _Maker(one, changes, document.old_location)
     sizes = {path: file.nbytes for path, file in files.items() if path != MANIFEST}
     describe: Callable[[Sequence[Receipt]], bytes] = partial(
-        manifest_of, plan_id, sizes, one, facts={"delta": plan_id}
+        manifest_of, plan_id, sizes, one, facts={"applied_delta": plan_id}
     )
     if MANIFEST in files:
         manifest = _small(maker, files[MANIFEST], budget_bytes)

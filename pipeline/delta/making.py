@@ -10,16 +10,17 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import IO
 
 from paddle_reshard.pipeline.convert.options import check_names, takes
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.backports import Unpack
-from paddle_reshard.pipeline.core.errors import TargetError
+from paddle_reshard.pipeline.core.errors import MemoryBudgetError, TargetError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepEnded, StepStarted, ignore_events
 from paddle_reshard.pipeline.core.shown import readable_bytes
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
@@ -52,10 +53,16 @@ from paddle_reshard.pipeline.delta.stretches import (
     stretches_of,
 )
 from paddle_reshard.pipeline.delta.writing import Part, identify, manifest_of, open_place, write
+from paddle_reshard.pipeline.layouts.reading import Readable
+from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.storage.checksum import checksum
 from paddle_reshard.storage.locate import absolute, is_local, local_path, open_source, source_access
 from paddle_reshard.storage.os_errors import told
 from paddle_reshard.storage.store import OWN_PREFIX, Source, Target
+from paddle_reshard.tasks.index import index_here
+
+ARRAY_MEMORY_BYTES = 1 << 9
+"""The most memory that a tensor takes while it is looked up, its key included."""
 
 
 @takes(DeltaOptions)
@@ -95,10 +102,11 @@ def delta(
     sink = open_place(places[2], places[:2], options)
     one, two = (open_source(place, *source_access(options)) for place in places[:2])
     observe(StepStarted("compare", sum(_files(two).values())))
-    compared = {path: tuple(cut(stretches)) for path, stretches in _stretches(one, two)}
+    stretches = _stretches(one, two, places[2], budget_bytes)
+    compared = {path: tuple(cut(of_file)) for path, of_file in stretches.items()}
     blocks = sum(map(len, compared.values()))
     at_a_time = batches_at_a_time(places[2], blocks, BATCH_BYTES, budget_bytes)
-    with _spool(places[2], sink.location) as spool:
+    with _Spool(places[2], sink.location) as spool:
         document = _compare(one, two, compared, spool, at_a_time, observe)
         text = format_document(document)
         sizes = {DATA: document.stored_bytes, DOCUMENT: len(text)}
@@ -108,7 +116,7 @@ def delta(
         def fill(part: Part) -> memoryview:
             if part.path == DOCUMENT:
                 return memoryview(text)[part.start : part.start + part.nbytes]
-            return memoryview(os.pread(spool.fileno(), part.nbytes, part.start))
+            return spool.read(part.start, part.nbytes)
 
         def check_sources() -> None:
             one.check_unchanged()
@@ -149,29 +157,27 @@ def _files(source: Source) -> dict[str, int]:
     return {path: size for path, size in sorted(source.sizes().items()) if not path.startswith(OWN_PREFIX)}
 
 
-def _stretches(old: Source, new: Source) -> Iterator[tuple[str, list[Stretch]]]:
-    """Which bytes of each new file are compared with which old ones."""
+def _stretches(old: Source, new: Source, what: str, budget_bytes: int) -> dict[str, list[Stretch]]:
+    """New file → which of its bytes are compared with which old ones."""
     files = _files(old)
-
-    def arrays_of(source: Source, path: str, size_bytes: int) -> tuple[Array, ...]:
-        return find_arrays(lambda start, nbytes: source.read(path, start, nbytes), size_bytes, path)
-
-    @cache
-    def everywhere() -> Mapping[str, tuple[str, Array]]:
-        """Key of every tensor in safetensors → file and place."""
-        found = [(path, arrays_of(old, path, size)) for path, size in files.items() if is_safetensors(path)]
-        return {array.key: (path, array) for path, arrays in found for array in arrays}
-
+    before, after = (index_here(_arrays, source, _files(source)) for source in (old, new))
+    arrays = sum(len(found) for side in (before, after) for found in side.values())
+    needed_bytes = FOOTPRINT_BYTES + arrays * ARRAY_MEMORY_BYTES
+    if needed_bytes > budget_bytes:
+        raise MemoryBudgetError(what, budget_bytes, needed_bytes)
+    everywhere = {
+        array.key: (path, array) for path, found in before.items() if is_safetensors(path) for array in found
+    }
+    made = {}
     for path, size_bytes in _files(new).items():
-        arrays = arrays_of(new, path, size_bytes)
-        there = {array.key: array for array in arrays_of(old, path, files[path])} if path in files else {}
+        there = {array.key: (path, array) for array in before.get(path, ())}
+        places = ChainMap(there, everywhere) if is_safetensors(path) else there
+        made[path] = stretches_of(path, size_bytes, after[path], places.get, files.get(path))
+    return made
 
-        def find(key: str, path: str = path, there: Mapping[str, Array] = there) -> tuple[str, Array] | None:
-            if key in there:
-                return path, there[key]
-            return everywhere().get(key) if is_safetensors(path) else None
 
-        yield path, stretches_of(path, size_bytes, arrays, find, files.get(path))
+def _arrays(store: Readable, path: str, size_bytes: int) -> tuple[Array, ...]:
+    return find_arrays(lambda start, nbytes: store.read(path, start, nbytes), size_bytes, path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +193,7 @@ def _compare(
     old: Source,
     new: Source,
     compared: Mapping[str, Sequence[Stretch]],
-    spool: IO[bytes],
+    spool: _Spool,
     at_a_time: int,
     observe: Observer,
 ) -> Document:
@@ -196,9 +202,8 @@ def _compare(
     work = (_Batch(path, *batch) for path, blocks in compared.items() for batch in batches(blocks))
     for path, made, stored in in_order(partial(_compare_batch, old, new), work, at_a_time):
         files[path] += made
-        spool.writelines(stored)
+        spool.append(stored)
         observe(Progress(sum(block.nbytes for block in made)))
-    spool.flush()
     used = {block.old_path for blocks in files.values() for block in blocks}
     return Document(
         version.__version__,
@@ -247,14 +252,42 @@ def smallest_parts(target: Target, size_bytes: int) -> int:
     return least if target.most_parts is None else max(least, -(-size_bytes // target.most_parts))
 
 
-def _spool(target: str, location: str) -> IO[bytes]:
-    """A file that is gone as soon as it is closed, or this process is."""
-    folder = Path(tempfile.gettempdir())
-    if is_local(target):
-        above = Path(os.path.abspath(local_path(target))).parent
-        folder = next(place for place in (above, *above.parents) if place.is_dir())
-    with told(folder, location, TargetError):
-        return tempfile.TemporaryFile(dir=folder)
+class _Spool:
+    """Bytes that wait on a disk, in a file that is gone as soon as it is closed, or this process is."""
+
+    def __init__(self, target: str, location: str) -> None:
+        self.folder, self.location = Path(tempfile.gettempdir()), location
+        if is_local(target):
+            above = Path(os.path.abspath(local_path(target))).parent
+            self.folder = next(place for place in (above, *above.parents) if place.is_dir())
+        with self._told():
+            self.file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115 (closed on exit)
+
+    def _told(self) -> AbstractContextManager[None]:
+        return told(self.folder, self.location, TargetError)
+
+    def append(self, blocks: Iterable[bytes]) -> None:
+        """Write blocks behind those that are here."""
+        with self._told():
+            for block in blocks:
+                rest = memoryview(block)
+                while rest:
+                    rest = rest[self.file.write(rest) :]
+
+    def read(self, start: int, nbytes: int) -> memoryview:
+        """Bytes that were written; for several threads."""
+        buffer = memoryview(bytearray(nbytes))
+        done = 0
+        with self._told():
+            while done < nbytes:
+                done += os.preadv(self.file.fileno(), [buffer[done:]], start + done)
+        return buffer
+
+    def __enter__(self) -> _Spool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
 
 
 def _sizes_by_coding(document: Document) -> dict[Coding, int]:
