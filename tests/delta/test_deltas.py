@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 import shutil
@@ -187,7 +188,9 @@ def test_another_old_checkpoint_is_refused(export: Path, stepped: Path, made: Pa
 
 
 def test_one_changed_bit_of_the_old_checkpoint_is_seen(export: Path, made: Path, tmp_path: Path) -> None:
-    for path in sorted(export.iterdir()):
+    compared = [export / name for name in json.loads((made / "delta.json").read_text())["old"]["files"]]
+    assert {path.name for path in export.iterdir()} - {path.name for path in compared} == {MANIFEST}
+    for path in compared:
         old = tmp_path / path.name
         shutil.copytree(export, old)
         data = bytearray(path.read_bytes())
