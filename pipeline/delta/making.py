@@ -57,7 +57,7 @@ from paddle_reshard.pipeline.layouts.reading import Readable
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.storage.checksum import checksum
 from paddle_reshard.storage.locate import absolute, is_local, local_path, open_source, source_access
-from paddle_reshard.storage.os_errors import told
+from paddle_reshard.storage.os_errors import translated
 from paddle_reshard.storage.store import OWN_PREFIX, Source, Target
 from paddle_reshard.tasks.index import index_here
 
@@ -260,15 +260,15 @@ class _Spool:
         if is_local(target):
             above = Path(os.path.abspath(local_path(target))).parent
             self.folder = next(place for place in (above, *above.parents) if place.is_dir())
-        with self._told():
+        with self._translated():
             self.file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115 (closed on exit)
 
-    def _told(self) -> AbstractContextManager[None]:
-        return told(self.folder, self.location, TargetError)
+    def _translated(self) -> AbstractContextManager[None]:
+        return translated(self.folder, self.location, TargetError)
 
     def append(self, blocks: Iterable[bytes]) -> None:
         """Write blocks behind those that are here."""
-        with self._told():
+        with self._translated():
             for block in blocks:
                 rest = memoryview(block)
                 while rest:
@@ -278,7 +278,7 @@ class _Spool:
         """Bytes that were written; for several threads."""
         buffer = memoryview(bytearray(nbytes))
         done = 0
-        with self._told():
+        with self._translated():
             while done < nbytes:
                 done += os.preadv(self.file.fileno(), [buffer[done:]], start + done)
         return buffer
