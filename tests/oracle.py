@@ -227,10 +227,11 @@ class Cell:
     def tensors(self) -> dict[str, Tensors]:
         """Return the tp-local tensors as {key: {state: array}}; the parameter itself is state ''."""
         result: dict[str, Tensors] = {}
+        masters_alone = {state for shard in self.optimizer for _, state in shard} == {MASTER}
         for key, parameter in self.parameters.items():
             states = {
                 state: self._join(self.optimizer, key, parameter, state)
-                for state in (MASTER, *MOMENTS, *POWERS)
+                for state in ((MASTER,) if masters_alone else (MASTER, *MOMENTS, *POWERS))
                 if state != MASTER or self._has_master(parameter)
             }
             result[key] = {"": self._parameter(key, parameter, states), **states}
@@ -352,6 +353,8 @@ def split_optimizer(label: str, raw: Mapping[str, Any], names: set[str]) -> dict
                 if spelled == spellings[2]:
                     assert name not in masters, f"{label}: {spelled} beside a master weight"
                     marked.add(name)
+    if raw.keys() == {"master_weights"}:  # a job starts from these
+        return result
     assert "LR_Scheduler" in raw, f"{label}: no LR_Scheduler"
     accumulators = set(raw) - {"master_weights", "LR_Scheduler", NAME_TABLE}
     assert len(spelled_out) <= 1, f"{label}: accumulators of master weights in two spellings"

@@ -15,7 +15,14 @@ from functools import cache
 from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
 
 from paddle_reshard.pipeline.convert.given import GivenFile
-from paddle_reshard.pipeline.core.choices import CHECKS, CONVENTIONS, DEVICES, EXCHANGES, REPLICAS
+from paddle_reshard.pipeline.core.choices import (
+    CHECKS,
+    CONVENTIONS,
+    DEVICES,
+    EXCHANGES,
+    MASTER_WEIGHTS,
+    REPLICAS,
+)
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike
@@ -278,6 +285,17 @@ class ConversionOptions(TargetOptions, total=False):
         int | None, Option(kind=Kind.COUNT, help="Trim the vocabulary to this number of rows.")
     ]
     """Trim the vocabulary to this number of rows; the rest is dropped."""
+    master_weights: Annotated[
+        str,
+        Option(
+            choices=MASTER_WEIGHTS,
+            default=MASTER_WEIGHTS[0],
+            help="from-parameters: make master weights from the parameters of a checkpoint that holds nothing else, "
+            "for a job that starts from them with an optimizer of its own.",
+        ),
+    ]
+    """``"stored"`` (default): the source's, if it has any. ``"from-parameters"``, for a source that holds parameters
+    only: their values as float32, for a job that starts from them."""
     drop: Annotated[
         Sequence[str],
         Option(

@@ -25,7 +25,7 @@ from paddle_reshard.pipeline.convert.request import (
     parse_choice,
     parse_drop,
 )
-from paddle_reshard.pipeline.core.choices import CHECKS, CONVENTIONS, REPLICAS
+from paddle_reshard.pipeline.core.choices import CHECKS, CONVENTIONS, MASTER_WEIGHTS, REPLICAS
 from paddle_reshard.pipeline.core.errors import UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.file_names import AVERAGE
 from paddle_reshard.pipeline.core.heap import trim_heap
@@ -46,6 +46,7 @@ from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.format import Request, Target
 from paddle_reshard.pipeline.layouts.formats import DEFAULT, FORMATS, names_of
+from paddle_reshard.pipeline.layouts.masters import with_master_weights
 from paddle_reshard.pipeline.layouts.mtp import configured_without_mtp, without_mtp
 from paddle_reshard.pipeline.layouts.reading import read_json
 from paddle_reshard.pipeline.layouts.sidecars import average_divisor
@@ -139,8 +140,12 @@ class ConversionPlan(Shown):
         for number, target in enumerate(targets):
             where = f"{locations[number]}: " if locations else ""
             facts.append((self._of(number, "to"), f"{where}{target.spec.in_words()}"))
-            if starts_anew(self.source, target.spec):
+            arguments = ""
+            if self.source.masters_made:
+                arguments = FORMATS[target.spec.format].starts_with_masters
+            elif starts_anew(self.source, target.spec):
                 arguments = FORMATS[target.spec.format].starts_with
+            if arguments:
                 anew = f"the source holds parameters only; a job starts from them with {arguments}"
                 facts.append((self._of(number, "optimizer"), anew))
             facts += [(self._of(number, "remark"), remark) for remark in target.remarks]
@@ -162,8 +167,9 @@ class ConversionPlan(Shown):
             extent = [f"{every} in full"] * (every > 0) + [f"{some} by samples of every array"] * (some > 0)
             facts.append(("checks", f"parameters against their master weights: {', '.join(extent)}"))
         if self.master_weights_made:
-            made = f"{self.master_weights_made} master weights from parameters: the source stores none"
-            facts.append(("made", f"{made} (remove_master_weight), as the trainer does when it resumes"))
+            made = f"{self.master_weights_made} master weights from parameters"
+            reason = ": the source stores none (remove_master_weight), as the trainer does when it resumes"
+            facts.append(("made", f"{made}{'' if self.source.masters_made else reason}"))
         peak, budget = readable_bytes(plan.peak_bytes), readable_bytes(plan.budget_bytes)
         facts += [
             ("memory", f"{peak} at most in {plan.groups} groups, budget {budget}"),
@@ -226,6 +232,8 @@ def plan_checkpoint(
     for asked in request.target_requests:
         source.model.table.check_format(asked.format)
     source = _divided(source.without(dropped), request.target_requests, store)
+    if request.makes_master_weights:
+        source = with_master_weights(source)
     wanted = source
     if MTP in request.dropped:
         source = without_mtp(source)
@@ -388,6 +396,9 @@ def read_request(
         check_in_full=not parse_choice(options.get("check", CHECKS[0]), CHECKS, "choice of checks"),
         vocab_pad=options.get("vocab_pad"),
         vocab_trim=options.get("vocab_trim"),
+        makes_master_weights=not parse_choice(
+            options.get("master_weights", MASTER_WEIGHTS[0]), MASTER_WEIGHTS, "choice of master weights"
+        ),
         dropped=parse_drop(options.get("drop", ())),
     )
 

@@ -74,6 +74,8 @@ class ConversionRequest:
     check_in_full: bool
     vocab_pad: int | None
     vocab_trim: int | None
+    makes_master_weights: bool = False
+    """Whether to make master weights from parameters."""
     dropped: tuple[str, ...] = ()
     """What to exclude from every target: names in :data:`~paddle_reshard.pipeline.core.tensors.DROPPABLE`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 REPLICAS = ("compare", "first")
+MASTER_WEIGHTS = ("stored", "from-parameters")
 CHECKS = ("sample", "full")
 EXCHANGES = ("auto", "always", "never")
 CONVENTIONS = ("paddleformers", "paddlenlp", "paddlefleet")

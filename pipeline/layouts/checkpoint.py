@@ -78,6 +78,8 @@ class Checkpoint:
     """Description of what is merged into it while it is read."""
     rewritten: Mapping[str, tuple[str, bytes]] = field(default_factory=dict)
     """Small file of the source → the name and content that it has in targets."""
+    masters_made: bool = False
+    """Whether its master weights are made from its parameters on request, without other optimizer states."""
     newer: str = ""
     """Description of attributes that are newer than the tested library versions; they do not affect values."""
 

@@ -65,6 +65,10 @@ class Format(Protocol):
         """Arguments with which a job starts from its parameters alone; empty where nothing but the files tells."""
 
     @property
+    def starts_with_masters(self) -> str:
+        """Arguments with which a job starts from parameters and master weights alone; empty where none can."""
+
+    @property
     def cannot_hold(self) -> tuple[str, ...]:
         """Parts of a training checkpoint that its files cannot hold: names that ``--drop`` accepts."""
 

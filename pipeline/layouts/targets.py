@@ -44,6 +44,12 @@ def lay_out(
     if wanted.model.has_lora:
         _check_lora(wanted.model, target)
     _check_optimizer(wanted.model, format)
+    if wanted.masters_made and not format.starts_with_masters:
+        starting = names_of([other for other in FORMATS.values() if other.starts_with_masters], "or")
+        raise PlanError(
+            "--master-weights from-parameters: no job starts from master weights without other optimizer states in "
+            f"the format {format.name}; use --format {starting}"
+        )
     if starts_anew(source, target):
         source, wanted = replace(source, has_optimizer=False), replace(wanted, has_optimizer=False)
     cannot_hold = {state for name in format.cannot_hold for state in DROPPABLE[name]}

@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import paddle_reshard
 from tests.conftest import case_directory
 from tests.parity.lab import PARITY, Lab, LabError, open_lab, resume, say
-from tests.parity.tensors import differences, read_tensors
+from tests.parity.tensors import Tensor, differences, read_tensors
 
 TIMEOUT_SECONDS = 300
 CHECKPOINT = "checkpoint-3"
 EMA_STATE = ".ema_w_0"
+STATES = (".w_0", ".moment1_0", ".moment2_0", ".beta1_pow_acc_0", ".beta2_pow_acc_0")
 READ_AS_IT_IS = "do not need reshard"
 EMA_IS_READ = "Load EMA checkpoint from"
 STEP_IS_READ = "Continuing training from global step 3"
@@ -41,6 +42,8 @@ SHARDED_FILES = {
     "load_sharded_model": True,
 }
 EMA = {"zcc_save_ema_coef": 0.9}
+FLEX = {"save_checkpoint_format": "flex_checkpoint", "load_checkpoint_format": "flex_checkpoint"}
+COLD = {"ignore_load_lr_and_optim": True}
 TIED = {"_tie": True}
 FLOAT32 = {"max_grad_norm": 0.0, "bf16": False, "fp16_opt_level": "O1", "amp_master_grad": False}
 
@@ -50,18 +53,22 @@ class Row:
     """A conversion, and the job of the trainer that resumes from it."""
 
     source: str
-    to: str
+    to: str | None
     ranks: int
     arguments: dict[str, Any] = field(default_factory=dict)
     strategy: str | None = None
     format: str = "hybrid"
     layout: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    cold: bool = False
+    """Start from the source's parameters alone, which pass through a Hugging Face checkpoint."""
+    masters: bool = False
+    """Give a cold start master weights, made from the parameters."""
 
     @property
     def log_must_say(self) -> tuple[str, ...]:
         """What each rank reports when it took our files for its own."""
-        says = [STEP_IS_READ]
+        says = [] if self.cold else [STEP_IS_READ]
         if "load_sharded_model" in self.arguments:
             says.append(READ_AS_IT_IS)
         if "zcc_save_ema_coef" in self.arguments:
@@ -142,6 +149,35 @@ ROWS = {
     ),
     "stage3-to-single": Row("sh2_s3_seg512", "tp=1", 1),
     "float32-sh2-v1-to-single": Row("sh2_s1v1_meta_fp32", "tp=1", 1, FLOAT32),
+    "cold-sh2-v2": Row(
+        "single",
+        "sharding=2",
+        2,
+        {**V2, **SHARDING2, **SHARDED_FILES, **COLD},
+        "stage1v2",
+        cold=True,
+        masters=True,
+    ),
+    "cold-pp2sh2-v1": Row(
+        "single",
+        "pp=2,sharding=2",
+        4,
+        {**PP2, **V1, **SHARDING2, **SHARDED_FILES, **COLD},
+        "stage1v1",
+        cold=True,
+        masters=True,
+    ),
+    "cold-flex-sh2-v2": Row(
+        "single", None, 2, {**V2, **SHARDING2, **FLEX, **COLD}, format="flex", cold=True, masters=True
+    ),
+    "cold-mp2pp2-plain": Row(
+        "single",
+        "tp=2,pp=2",
+        4,
+        {**TP2, **PP2, "load_checkpoint_format": "sharding_io", **COLD},
+        format="hybrid-plain",
+        cold=True,
+    ),
 }
 
 
@@ -181,7 +217,7 @@ def _report(lab: Lab, name: str, row: Row) -> bool:
     except (LabError, paddle_reshard.ReshardError) as error:
         compared, found = 0, [str(error)]
     seconds = time.monotonic() - started
-    asked = ", ".join(filter(None, (row.to, row.strategy, row.format)))
+    asked = ", ".join(filter(None, (row.to, row.strategy, row.format, "cold start" if row.cold else "")))
     if found:
         say(f"FAILED  {name} ({seconds:.1f} s): {row.source} -> {asked}")
         for difference in found[:8]:
@@ -200,13 +236,18 @@ def _check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:
     source, work = case_directory(row.source), PARITY / "work" / name
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
+    checkpoint = source / CHECKPOINT
+    if row.cold:
+        checkpoint = work / "model"
+        paddle_reshard.convert(source / CHECKPOINT, checkpoint, format="huggingface")
     paddle_reshard.convert(
-        source / CHECKPOINT,
+        checkpoint,
         work / CHECKPOINT,
         to=row.to,
         sharding_strategy=row.strategy,
         format=row.format,
         layout=row.layout or None,
+        master_weights="from-parameters" if row.masters else "stored",
     )
     logs = resume(
         lab,
@@ -225,8 +266,14 @@ def _check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:
         for key, tensor in read_tensors(source / "truth.safetensors").items()
         if with_ema or not key.endswith(EMA_STATE)
     }
-    found = differences(read_tensors(work / "out" / "truth.safetensors"), truth)
-    found += differences_of_reports(work / "out" / "truth_report.json", source / "truth_report.json")
+    loaded = read_tensors(work / "out" / "truth.safetensors")
+    if row.cold:
+        truth = at_the_start(truth, row.masters)
+        found = differences({key: tensor for key, tensor in loaded.items() if key in truth}, truth)
+        found += states_that_are_not_new(loaded.keys() - truth.keys(), loaded)
+    else:
+        found = differences(loaded, truth)
+        found += differences_of_reports(work / "out" / "truth_report.json", source / "truth_report.json")
     found += [
         f"the log of rank {rank} does not say {line!r}"
         for rank, log in enumerate(logs)
@@ -234,6 +281,29 @@ def _check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:
         if line not in log
     ]
     return len(truth), found
+
+
+def at_the_start(truth: dict[str, Tensor], masters: bool) -> dict[str, Tensor]:
+    """The parameters among tensors, and their values as float32 where the job has them as master weights."""
+    parameters = {key: tensor for key, tensor in truth.items() if not key.endswith(STATES)}
+    if not masters:
+        return parameters
+    return parameters | {
+        f"{key}.w_0": Tensor("F32", tensor.shape, _widened(tensor.data))
+        for key, tensor in parameters.items()
+        if tensor.dtype == "BF16"
+    }
+
+
+def _widened(halves: bytes) -> bytes:
+    """bfloat16 as float32: the same bits, and 16 zeros below them."""
+    return b"".join(b"\0\0" + halves[start : start + 2] for start in range(0, len(halves), 2))
+
+
+def states_that_are_not_new(names: Iterable[str], loaded: dict[str, Tensor]) -> list[str]:
+    """States of a job that starts are zero; its beta powers and what it makes of the parameters are its own."""
+    moments = [name for name in sorted(names) if ".moment" in name]
+    return [f"{name}: not zero in a job that starts" for name in moments if any(loaded[name].data)]
 
 
 def differences_of_reports(loaded: Path, saved: Path) -> list[str]:

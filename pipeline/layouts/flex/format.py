@@ -38,6 +38,12 @@ class DistFormat:
     index_as: ClassVar[None] = None
 
     @property
+    def starts_with_masters(self) -> str:
+        """PaddleFormers loads master weights without other states; for auto-parallel training that is not known."""
+        arguments = "--load_checkpoint_format flex_checkpoint --ignore_load_lr_and_optim true"
+        return "" if self.auto_parallel else arguments
+
+    @property
     def options(self) -> Mapping[str, FormatOption]:
         """Files, and by whose classes; auto-parallel training has parameter names too."""
         return {**_OPTIONS, "target_meta": TARGET_META} if self.auto_parallel else _OPTIONS

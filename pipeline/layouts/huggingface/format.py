@@ -43,6 +43,7 @@ class HuggingFaceFormat:
     average_options: ClassVar[Mapping[str, str]] = {"state": EMA}
     model_only: ClassVar[bool] = True
     starts_with: ClassVar[str] = ""
+    starts_with_masters: ClassVar[str] = ""
     cannot_hold: ClassVar[tuple[str, ...]] = ()
     holds_lora: ClassVar[bool] = True
     special_optimizers: ClassVar[tuple[str, ...]] = ()

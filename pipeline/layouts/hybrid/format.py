@@ -50,6 +50,9 @@ class HybridFormat:
     average_options: ClassVar[Mapping[str, str]] = {}
     model_only: ClassVar[bool] = False
     starts_with: ClassVar[str] = "--load_checkpoint_format sharding_io --ignore_load_lr_and_optim true"
+    starts_with_masters: ClassVar[str] = (
+        "--load_checkpoint_format sharding_io --load_sharded_model true --ignore_load_lr_and_optim true"
+    )
     cannot_hold: ClassVar[tuple[str, ...]] = ()
     holds_lora: ClassVar[bool] = True
     special_optimizers: ClassVar[tuple[str, ...]] = (ADAMW_MINI,)

@@ -278,6 +278,8 @@ def _topology(files: list[RankFile], meta: ModelMeta | None) -> Topology:
             raise CheckpointError(
                 f"{MODEL_META} says {_META_AXES[axis]}={written[axis]}, but the file names say {degrees[axis]}"
             )
+    if degrees["ep"] > 1 and not any(file.kind == OPTIMIZER for file in files):
+        degrees["shard"] = max(1, degrees["ep"] // degrees["tp"])  # no file tells how many more there are
     if degrees["ep"] > 1 and degrees["moe"] > 1:
         raise CheckpointError(
             f"file names distribute experts over {degrees['ep']} expert ranks and over {degrees['moe']} "

@@ -233,6 +233,8 @@ def _strategy(ranks: Ranks, cells: Sequence[Cell]) -> str:
     parameter even if there is a master weight. Stage 1 v2 stores 1-D slices only, v1 and stage 2 whole tensors. Without
     master weights, stage 2 has the same files as stage 1 v1.
     """
+    if not ranks.has_optimizer:
+        return "none"
     found = ranks.strategy or _strategy_of_files(ranks, cells)
     if ranks.topology.ep > 1 and found not in ("none", "stage1v2"):
         raise CheckpointError(

@@ -126,10 +126,17 @@ class HybridTarget:
             of_base = [(t.key, IN_BASE) for t in source.model.tensors if t.of_base and not t.missing]
             source, wanted = without_base(source), without_base(wanted)
         # A job can begin with parameters alone (ignore_load_lr_and_optim), which the ranks of a sharding group share.
-        if not source.has_optimizer and self.strategy != "none":
+        if not source.has_optimizer and self.writes_meta:
             raise PlanError(
-                f"{self.topology}: the source holds parameters only, and sharding shares out what an optimizer keeps, "
-                "which there is none of; leave sharding out"
+                f"{self.topology}: the source holds parameters only, and the files beside {MODEL_META} hold what an "
+                f"optimizer keeps; use --format {HYBRID_PLAIN}, of which the ranks of a sharding group read the same "
+                "file, or --master-weights from-parameters"
+            )
+        if wanted.masters_made and not self.writes_meta:
+            raise PlanError(
+                f"--master-weights from-parameters, {self.format}, {sharding_in_words(self.strategy)}: the "
+                f"trainer only reads master weights without other states beside {MODEL_META} (stage 1, --format "
+                f"{HYBRID}); leave the option out, and its first step makes the same master weights from the parameters"
             )
         if not source.has_optimizer and wanted.has_ema:
             raise PlanError(
@@ -145,6 +152,8 @@ class HybridTarget:
         found = staged.index()
         staged = replace(staged, wanted=without_base(staged.wanted))
         planned, read = self.topology, found.topology
+        if not found.has_optimizer and read is not None:
+            read = replace(read, sharding=planned.sharding)  # no file tells
         if read is not None and (read.tp, read.pp, read.sharding, read.ep) != (
             planned.tp,
             planned.pp,

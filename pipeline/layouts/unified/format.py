@@ -28,6 +28,7 @@ class UnifiedFormat:
     average_options: ClassVar[Mapping[str, str]] = {}
     model_only: ClassVar[bool] = False
     starts_with: ClassVar[str] = ""
+    starts_with_masters: ClassVar[str] = ""
     cannot_hold: ClassVar[tuple[str, ...]] = ("ema",)
     holds_lora: ClassVar[bool] = False
     special_optimizers: ClassVar[tuple[str, ...]] = ()
