@@ -19,6 +19,7 @@ from paddle_reshard.pipeline.core.tensors import (
 )
 from paddle_reshard.pipeline.layouts.placement import TensorCut
 from paddle_reshard.pipeline.layouts.rules import LoraRule, Rule, RuleTable, expected_shape
+from paddle_reshard.pipeline.layouts.rules.entries import Config
 
 AUTOMATIC = "eager_tmp"
 """Class in the name of an unnamed tensor."""
@@ -192,7 +193,12 @@ class NamedTensor:
 
 
 def predict_parameter_names(
-    tensors: Sequence[ModelTensor | NamedTensor], pp: int, tp: int, sequence_parallel: bool, ep: int = 1
+    tensors: Sequence[ModelTensor | NamedTensor],
+    config: Config,
+    pp: int,
+    tp: int,
+    sequence_parallel: bool,
+    ep: int = 1,
 ) -> dict[str, str]:
     """Structured key → parameter name in one cell that holds ``tensors``, in model order.
 
@@ -212,7 +218,9 @@ def predict_parameter_names(
             name_class = discarded.class_for(tp, sequence_parallel)
             counters[name_class] = counters.get(name_class, 0) + 1
         built += len(tensor.rule.discards)
-        name_class = tensor.rule.class_for(pp, tp, sequence_parallel, ep)
+        # What tp does not cut is of a plain layer, also under sequence parallelism.
+        cut_in_sequence = sequence_parallel and not tensor.rule.stays_whole(config, tp, tensor.key)
+        name_class = tensor.rule.class_for(pp, tp, cut_in_sequence, ep)
         if name_class == UNNAMED_PARAMETER:
             names[tensor.key] = f"{UNNAMED_PARAMETER}_{built}"
             built += 1

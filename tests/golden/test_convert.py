@@ -5,6 +5,7 @@ ones; ``make exhaustive`` to those between. The targets of a case are made in on
 conversions of ``test_structure.py`` have a run each.
 """
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -177,3 +178,25 @@ def test_there_and_back_again(tmp_path: Path) -> None:
     paddle_reshard.convert(there, back, to="tp=2,pp=2,sharding=2", sharding_strategy="stage1v2")
     oracle.assert_same_tensors(oracle.read_checkpoint(back, oracle.shapes_of(_truth(name))), _truth(name))
     oracle.assert_same_structure(oracle.structure(back), oracle.structure(source))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_paddlenlp_keeps_key_and_value_whole_where_tp_exceeds_their_heads(
+    sequence_parallel: bool, tmp_path: Path
+) -> None:
+    """Its llama makes plain linear layers of them then, whatever the other layers are (3.0.0b4 ``modeling.py:729``)."""
+    case = case_directory("nlp_single")
+    assert json.loads((case / "checkpoint-3/config.json").read_text())["num_key_value_heads"] == 2
+    target = tmp_path / "tp4"
+    layout = {"sequence_parallel": sequence_parallel}
+    paddle_reshard.convert(
+        case / "checkpoint-3", target, to="tp=4,sharding=2", layout=layout, sharding_strategy="stage1v1"
+    )
+    truth = oracle.read_truth(case / "truth.safetensors")
+    oracle.assert_same_tensors(oracle.read_checkpoint(target, oracle.shapes_of(truth)), truth)
+    meta = json.loads((target / "model_meta.json").read_text())["sharding_metas"]["tp03_pp00"]
+    names = meta["structure_name_mapping"]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        in_sequence = sequence_parallel and name == "q_proj"
+        expected = "column_sequence_parallel_linear_" if in_sequence else "linear_"
+        assert names[f"llama.layers.1.self_attn.{name}.weight"].startswith(expected)

@@ -311,7 +311,7 @@ def _stored_names(
 def _predicted_names(catalog: Catalog, table: RuleTable, config: Mapping[str, Any]) -> dict[str, str]:
     """Structured key → parameter name in a program of one rank, by the naming rules."""
     parameters = read_model([t for t in catalog.tensors if t.state == PARAM], table, config)
-    return predict_parameter_names(parameters.tensors, 1, 1, False)
+    return predict_parameter_names(parameters.tensors, config, 1, 1, False)
 
 
 def _renamed(catalog: Catalog, names: Mapping[str, str], twins: Mapping[str, str]) -> Catalog:

@@ -288,7 +288,7 @@ def _parameter_names(wanted: Checkpoint, target: FlexTarget) -> Mapping[str, str
                 f"its parameter name begins with the model's own class {tensor.rule.name_class!r}, which has another "
                 f"name in PaddleNLP's auto-parallel models; {hint}",
             )
-    return predict_parameter_names(model.tensors, 1, 1, False)
+    return predict_parameter_names(model.tensors, model.config, 1, 1, False)
 
 
 # --------------------------------------------------------------------------------------------------- bytes

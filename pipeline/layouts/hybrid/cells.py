@@ -249,7 +249,9 @@ class CellPlanner:
     def _names(self, tp: int, pp: int, ep: int, tensors: list[ModelTensor]) -> Mapping[str, str]:
         if self.target.names is None:
             topology, parallel = self.topology, self.target.sequence_parallel
-            return predict_parameter_names(tensors, topology.pp, topology.tp, parallel, topology.ep)
+            return predict_parameter_names(
+                tensors, self.model.config, topology.pp, topology.tp, parallel, topology.ep
+            )
         where = self._name(tp, pp, ep)
         given = self.target.names.get(where, {})
         if self.target.expert_axis == "dp":

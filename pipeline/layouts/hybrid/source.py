@@ -165,7 +165,9 @@ class _Rules:
         table = choose_table(self.tables, keys, self.config, HYBRID)
         named = [NamedTensor(key, *_named(table, key, self.config)) for key in keys]
         tp, pp, ep = topology.tp, topology.pp, topology.ep
-        return [predict_parameter_names(named, pp, tp, parallel, ep) for parallel in (False, True)]
+        return [
+            predict_parameter_names(named, self.config, pp, tp, parallel, ep) for parallel in (False, True)
+        ]
 
     def count_experts(self, keys: list[str]) -> int | None:
         """Number of routed experts in a layer."""
@@ -487,7 +489,7 @@ def _check_names(ranks: Ranks, model: Model) -> tuple[bool | None, str | None]:
     for sequence_parallel in (False, True):
         problems[sequence_parallel] = None
         for cell, tensors in zip(ranks.cells, held, strict=True):
-            predicted = predict_parameter_names(tensors, pp, tp, sequence_parallel, ep)
+            predicted = predict_parameter_names(tensors, model.config, pp, tp, sequence_parallel, ep)
             wrong = [k for k in cell.names if predicted[k] != cell.names[k]]
             if wrong:
                 problems[sequence_parallel] = (

@@ -226,7 +226,8 @@ def _default_of_trainer(source: Checkpoint) -> tuple[str, str]:
     """
     if source.model.table.convention == "paddlenlp":
         return "stage1v1", "the default of PaddleNLP"
-    if not any(tensor.master for tensor in source.model.tensors):
+    tensors = source.model.tensors
+    if any(tensor.trained for tensor in tensors) and not any(tensor.master for tensor in tensors):
         return "stage1v1", "PaddleFormers has stage1v2 with master weights only"
     return "stage1v2", "the default of PaddleFormers"
 
@@ -335,7 +336,7 @@ def _check_experts(checkpoint: Checkpoint, target: HybridTarget) -> None:
             f"{what}: the layers have {count} experts of their own names, the trainer asserts that {axis} divides them"
         )
     plain = next((t.key for t in experts if not t.master), None)
-    if axis == "ep" and topology.sharding > 1 and plain is not None:
+    if axis == "ep" and topology.sharding > 1 and plain is not None and checkpoint.has_optimizer:
         raise PlanError(
             f"{plain}: has no master weight; the trainer's stage1v2 under expert parallelism only supports "
             "amp_master_grad, and sharded saving would lose it"
@@ -388,7 +389,7 @@ def layout_hybrid(checkpoint: Checkpoint, target: HybridTarget) -> TargetFiles:
     known = not isinstance(checkpoint.model.table, StoredTable)
     told = known and checkpoint.model.table.convention == "paddleformers" and any(t.trained for t in tensors)
     untrained = [t.key for t in tensors if not t.trained and t.tied_to is None]
-    if untrained and not told and target.strategy != "none":
+    if untrained and not told and target.strategy != "none" and checkpoint.has_optimizer:
         raise UnsupportedError(
             f"{untrained[0]} has no optimizer state: whether the target job counts frozen parameters when it "
             f"shares parameters out is not known, so {target.strategy} is not written for this model"

@@ -166,11 +166,16 @@ class Rule:
         if self.must_divide and size_of(values, self.must_divide, key) % tp:
             raise RuleError(
                 key,
-                f"tp={tp} does not divide {self.must_divide}={values[self.must_divide]} of the config",
+                f"tp={tp} does not divide {self.must_divide}={values[self.must_divide]} of the config, as the trainer "
+                "asserts",
             )
         if self.split_if_divisible and size_of(values, self.split_if_divisible, key) % tp:
             return None
         return self.split
+
+    def stays_whole(self, config: Config, tp: int, key: str) -> bool:
+        """Whether each of ``tp`` ranks holds the whole tensor because they do not divide ``split_if_divisible``."""
+        return tp > 1 and self.split_if_divisible is not None and self.split_dim(config, tp, key) is None
 
     @property
     def fused_parts(self) -> int:
