@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Final
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
-from paddle_reshard.pipeline.core.file_names import CONFIG, SCHEDULER
+from paddle_reshard.pipeline.core.file_names import CONFIG, LORA_CONFIG, SCHEDULER
 from paddle_reshard.pipeline.layouts.huggingface.config import agreed_config
 from paddle_reshard.pipeline.layouts.reading import index_tensor_file, read_json, read_lr_scheduler
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
@@ -49,6 +49,9 @@ MAY_DIFFER_IN_CONFIG: Final[Mapping[str, str]] = {
     "source": "library whose layout the weights have",
 }
 """Entry of ``config.json``, at any depth → why it may differ between checkpoints of one model."""
+
+MAY_DIFFER_IN_LORA_CONFIG: Final[Mapping[str, str]] = {"tensor_model_parallel_size": "topology of the job"}
+"""The same for entries of ``lora_config.json``."""
 
 MAY_DIFFER_IN_SERIES: Final[Mapping[str, str]] = {
     **MAY_DIFFER_IN_CONFIG,
@@ -190,6 +193,8 @@ def compare_small_files(a: Source, b: Source, subset: bool = False) -> list[Disa
             continue
         if path in sizes[0] and path in sizes[1]:
             one, two = _content(a, path), _content(b, path)
+            if path == LORA_CONFIG:
+                one, two = (_of_model(content, MAY_DIFFER_IN_LORA_CONFIG) for content in (one, two))
             found += [_within(path, entry) for entry in differences(one, two)]
         elif path != SCHEDULER and not (subset and path in sizes[0]):
             found.append(Disagreement(path, *("present" if path in side else "missing" for side in sizes)))

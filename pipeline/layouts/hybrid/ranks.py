@@ -240,7 +240,7 @@ def _name_numbers(cells: Sequence[Cell], topology: Topology) -> None:
 def _check_parameters_only(paths: Mapping[str, int], files: Sequence[RankFile]) -> None:
     """Accept only parameters, as saved with ``ignore_save_lr_and_optim``; optimizer files may be missing otherwise."""
     unexpected = [path for path in sorted(paths) if path in _WITH_OPTIMIZER or _SIGNAL.fullmatch(path)]
-    unexpected += [file.path for file in files if file.kind != MODEL_STATE or file.shard is not None]
+    unexpected += [file.path for file in files if file.kind not in WEIGHTS or file.shard is not None]
     if unexpected:
         raise CheckpointError(
             f"no {OPTIMIZER} file, but {unexpected[0]}, which the trainer only writes together with {OPTIMIZER} files: "

@@ -40,10 +40,10 @@ class UnifiedFormat:
         """By the names of files of states; weights alone by the layout that they say they are in."""
         if not files.safetensors:
             return False
-        from paddle_reshard.pipeline.layouts.unified.names import is_unified
+        from paddle_reshard.pipeline.layouts.unified.names import holds_adapter, is_unified
         from paddle_reshard.pipeline.layouts.weights import PADDLE_LAYOUTS
 
-        if is_unified(files.sizes):
+        if is_unified(files.sizes) or holds_adapter(files.safetensors):
             return True
         layouts = (
             () if files.pickles else (header.metadata.get("format") for header in files.headers.values())

@@ -8,10 +8,12 @@ from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.reading import SourceFiles
 from paddle_reshard.pipeline.layouts.rules import RuleTable
+from paddle_reshard.pipeline.layouts.unified.adapter import index_adapter
 from paddle_reshard.pipeline.layouts.unified.names import (
     MASTER_WEIGHTS,
     MODEL,
     OPTIMIZER,
+    holds_adapter,
     index_name,
     is_unified,
 )
@@ -27,6 +29,8 @@ def index_unified(files: SourceFiles, tables: Sequence[RuleTable]) -> Checkpoint
     CheckpointError, PlanError
         If it is not one whole, consistent checkpoint that the rules cover.
     """
+    if holds_adapter(files.safetensors):
+        return index_adapter(files, tables)
     config = files.config()
     if files.pickles:
         raise CheckpointError(

@@ -102,6 +102,15 @@ def is_unified(paths: Iterable[str]) -> bool:
     return any((_parsed(path) or _NOTHING).kind in (OPTIMIZER, MASTER_WEIGHTS) for path in paths)
 
 
+ADAPTER: Final = "peft_model"
+"""Beginning of the names of the files of an adapter."""
+
+
+def holds_adapter(paths: Iterable[str]) -> bool:
+    """Whether a file has the name of what is left of LoRA training."""
+    return any(path.startswith(ADAPTER) for path in paths)
+
+
 def refuse_other_files(paths: Collection[str]) -> None:
     """Refuse files of a unified checkpoint that are not supported.
 
@@ -110,7 +119,7 @@ def refuse_other_files(paths: Collection[str]) -> None:
     UnsupportedError
     """
     for path in sorted(paths):
-        if path.startswith("peft_model"):
+        if path.startswith(ADAPTER):
             raise UnsupportedError(
                 f"{path}: weights of an adapter (LoRA) in a unified checkpoint are not supported"
             )
