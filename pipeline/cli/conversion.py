@@ -38,7 +38,7 @@ from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
 from paddle_reshard.pipeline.layouts.formats import DEFAULT, average_target, formats_for_average
 
-OF_ONE_SOURCE = ("aoa", "fill", "merge_into", "lora_config")
+OF_ONE_SOURCE = ("aoa", "fill", "merge_into", "like", "lora_config")
 """Options of a conversion that make no sense for a series of checkpoints."""
 
 

@@ -65,12 +65,13 @@ def topology_data(topology: Topology | None) -> Json | None:
 
 def plan_data(conversion: ConversionPlan) -> Json:
     """What ``plan --json`` prints."""
-    plan, targets = conversion.plan, conversion.targets
+    plan, targets, completion = conversion.plan, conversion.targets, conversion.source.completion
     described = [target.spec.data() for target in targets]
     for data, target in zip(described, targets, strict=True):
         data["not_carried"] = [{"path": path, "reason": reason} for path, reason in target.not_carried]
         data["states_left"] = list(target.states_not_carried)
         data["remarks"] = list(target.remarks)
+        data["donated_files"] = list(target.donated)
     for data, location in zip(described, conversion.target_locations, strict=False):
         data["path"] = location
     return {
@@ -96,6 +97,7 @@ def plan_data(conversion: ConversionPlan) -> Json:
             zip(("in_full", "by_samples"), plan.checked_parameters, strict=True)
         ),
         "master_weights_made": conversion.master_weights_made,
+        "donated_tensors": [] if completion is None else list(completion.tensors),
         "files": [{"path": f.path, "size_bytes": f.size_bytes} for f in plan.target_files],
         "carried": [{"path": c.target_path, "size_bytes": c.size_bytes} for c in plan.carried],
         "not_carried": [entry for data in described for entry in data["not_carried"]],

@@ -57,12 +57,13 @@ from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.fill import read_filling
 from paddle_reshard.pipeline.indexing.small_files import trainer_state_for
 from paddle_reshard.pipeline.layouts.lora import with_adapter
-from paddle_reshard.pipeline.layouts.reading import IndexFiles
+from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles
 from paddle_reshard.pipeline.planning.metadata import spare_bytes
 from paddle_reshard.storage.apart import check_apart, check_targets_apart
 from paddle_reshard.storage.locate import is_local, open_source, open_target
 from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.remote.retry_counts import count_retries
+from paddle_reshard.storage.views import JoinedSource, Mount
 from paddle_reshard.tasks.figures import add_retries
 from paddle_reshard.tasks.index import index_here
 
@@ -138,12 +139,20 @@ def plan_request(
     if request.convention is not None:
         checkpoint = to_convention(checkpoint, request.convention, tables, config)
         checkpoint = replace(checkpoint, rewritten=trainer_state_for(own, request.convention))
+    donor = None
+    if locations.like is not None:
+        from paddle_reshard.pipeline.layouts.huggingface.donor import PREFIX, read_donor
+
+        donor_store = open_source(locations.like, *locations.reading)
+        donor = read_donor(SourceFiles(donor_store, None, index_here, index_files))
+        store = JoinedSource((Mount("", store), Mount(PREFIX, donor_store)))
     if outputs is None:
-        return plan_checkpoint(store, checkpoint, request)
-    everywhere = (*locations.sources, *locations.targets, locations.fill, locations.merge_into)
+        return plan_checkpoint(store, checkpoint, request, donor=donor)
+    given = (locations.fill, locations.merge_into, locations.like)
+    everywhere = (*locations.sources, *locations.targets, *given)
     spare = spare_bytes(all(location is None or is_local(location) for location in everywhere))
     planned = plan_checkpoint(
-        store, checkpoint, request, outputs.limits(store), spare if in_process else None
+        store, checkpoint, request, outputs.limits(store), spare if in_process else None, donor
     )
     check_targets(planned, outputs, settings.resume or settings.no_space_check)
     return replace(planned, target_locations=outputs.locations, spare_bytes=spare)
@@ -154,7 +163,7 @@ def open_targets(locations: Locations, resume: bool, take_over: bool = False) ->
     for number, location in enumerate(locations.targets):
         for source in locations.sources:
             check_apart(source, location)
-        for given in (locations.fill, locations.merge_into):
+        for given in (locations.fill, locations.merge_into, locations.like):
             if given is not None:
                 check_apart(given, location)
         for earlier in locations.targets[:number]:

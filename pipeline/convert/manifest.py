@@ -19,10 +19,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
-from paddle_reshard.pipeline.convert.plan import ConversionPlan
+from paddle_reshard.pipeline.convert.plan import ConversionPlan, PlannedTarget
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError
 from paddle_reshard.pipeline.core.file_names import MANIFEST, MANIFEST_FORMAT
+from paddle_reshard.pipeline.layouts.checkpoint import Completion
 from paddle_reshard.pipeline.planning.parts import MADE
 from paddle_reshard.pipeline.planning.plan import Plan
 from paddle_reshard.storage.checksum import ALGORITHM
@@ -253,11 +254,25 @@ def describe_targets(
                 "states_dropped": list(conversion.dropped),
                 "replica_drift": list(replica_drift),
             },
+            **_like(conversion.source.completion, target),
             **({"remarks": list(target.remarks)} if target.remarks else {}),
             "etags": {},
             "parts": _below(prefix, parts),
         }
     return described
+
+
+def _like(completion: Completion | None, target: PlannedTarget) -> dict[str, Any]:
+    """What another model gave."""
+    if completion is None:
+        return {}
+    given = {
+        "location": absolute(completion.location),
+        "tensors": list(completion.tensors),
+        "files": list(target.donated),
+        "config": sorted(completion.config),
+    }
+    return {"like": given}
 
 
 def _below(prefix: str, of_paths: Mapping[str, Any]) -> dict[str, Any]:

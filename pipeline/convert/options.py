@@ -184,6 +184,18 @@ class ConversionOptions(TargetOptions, total=False):
         ),
     ]
     """The base model of a source that holds LoRA: the adapter is merged into it, and the result is converted."""
+    like: Annotated[
+        PathLike | None,
+        Option(
+            decides=Decides.LOCATION,
+            consent=True,
+            metavar="DIR",
+            help="Hugging Face model that training began from: an export takes from it what SRC lacks (tensors that "
+            "were not trained, tokenizer, entries of config.json) and must have all of its tensors, in their shapes.",
+        ),
+    ]
+    """The Hugging Face model that training began from: an export takes from it what the source lacks (tensors that were
+    not trained, tokenizer, entries of ``config.json``) and must have all of its tensors, in their shapes."""
     lora_config: Annotated[
         GivenFile | None,
         Option(
@@ -402,14 +414,14 @@ class RunOptions(TypedDict, total=False):
             decides=Decides.EXECUTION,
             help="Continue an interrupted conversion, if there is one. Without --to and --format, its "
             "original options are used; --memory, --check and --allow-reread may always be omitted. "
-            "Give --fill, --merge-into, --allow-links and options for stores again.",
+            "Give --fill, --merge-into, --like, --allow-links and options for stores again.",
         ),
     ]
     """Continue an interrupted conversion, if there is one. Finished targets are only checked quickly; one that is
     visibly damaged is refused. Without ``to`` and ``format``, the original options are used; ``memory``, ``check`` and
     ``allow_reread`` may always be omitted. With several targets, ``target`` maps each location to ``{}``, in the
-    original order. Give ``fill``, ``merge_into``, ``allow_links`` and options for stores again: a stored record must
-    not decide them."""
+    original order. Give ``fill``, ``merge_into``, ``like``, ``allow_links`` and options for stores again: a stored
+    record must not decide them."""
     take_over: Annotated[
         bool,
         Option(

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from paddle_reshard.pipeline.aoa.conventions import configured_for
 from paddle_reshard.pipeline.convert.inputs import as_file, load_layout, load_target_names
@@ -27,7 +27,7 @@ from paddle_reshard.pipeline.convert.request import (
 )
 from paddle_reshard.pipeline.core.choices import CHECKS, CONVENTIONS, MASTER_WEIGHTS, REPLICAS
 from paddle_reshard.pipeline.core.errors import UnsupportedError, UsageError
-from paddle_reshard.pipeline.core.file_names import AVERAGE
+from paddle_reshard.pipeline.core.file_names import AVERAGE, CONFIG
 from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.core.mixture import Mixture, Term
 from paddle_reshard.pipeline.core.part_limits import PartLimits
@@ -42,10 +42,11 @@ from paddle_reshard.pipeline.core.tensors import (
 )
 from paddle_reshard.pipeline.core.topology import sharding_in_words
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, Completion
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.format import Request, Target
 from paddle_reshard.pipeline.layouts.formats import DEFAULT, FORMATS, names_of
+from paddle_reshard.pipeline.layouts.huggingface.name import HUGGINGFACE
 from paddle_reshard.pipeline.layouts.masters import with_master_weights
 from paddle_reshard.pipeline.layouts.mtp import configured_without_mtp, without_mtp
 from paddle_reshard.pipeline.layouts.reading import read_json
@@ -59,6 +60,9 @@ from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
 from paddle_reshard.storage.locate import source_access, target_access
 from paddle_reshard.storage.outputs import prefixes
 from paddle_reshard.storage.store import Source
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.layouts.huggingface.donor import Donor
 
 SHOWN_AMPLIFICATION = 1.05
 ALLOWED = "missing from the source, which was allowed"
@@ -81,6 +85,8 @@ class PlannedTarget:
     """Tensor states that the target cannot hold, or that were not requested."""
     remarks: tuple[str, ...] = ()
     """What a user has to know about the target, a sentence each."""
+    donated: tuple[str, ...] = ()
+    """Names of small files that another model gave."""
 
     def __repr__(self) -> str:
         return f"<PlannedTarget: {self.spec.in_words()}>"
@@ -134,6 +140,8 @@ class ConversionPlan(Shown):
         facts.append(("from", _source_in_words(self.source)))
         if self.source.merged is not None:
             facts.append(("merged", self.source.merged))
+        if self.source.completion is not None:
+            facts.append(("like", _completion_in_words(self.source.completion, targets)))
         if self.source.newer:
             facts.append(("newer", self.source.newer))
         locations = self.target_locations if len(targets) > 1 else ()
@@ -194,6 +202,17 @@ class ConversionPlan(Shown):
         return f"{name} {number}" if len(self.targets) > 1 else name
 
 
+def _completion_in_words(completion: Completion, targets: Sequence[PlannedTarget]) -> str:
+    files = sorted({name for target in targets for name in target.donated})
+    tensors = [("", key) for key in completion.tensors]
+    given = [
+        *(names for _, names in _by_reason([(key, reason) for reason, key in tensors])),
+        *files,
+        *(f"{entry} of {CONFIG}" for entry in completion.config),
+    ]
+    return f"{', '.join(given) or 'nothing was lacking'}: from {completion.location}"
+
+
 def _source_in_words(source: Checkpoint) -> str:
     if source.topology is None:
         return source.format
@@ -220,8 +239,11 @@ def plan_checkpoint(
     request: ConversionRequest,
     limits: PartLimits = PartLimits(),
     spare_bytes: int | None = None,
+    donor: Donor | None = None,
 ) -> ConversionPlan:
     """Plan a conversion. ``limits`` are those of the targets' stores.
+
+    ``donor`` supplies what the source lacks; ``store`` serves its files too.
 
     If the groups will run in this process, ``spare_bytes`` is the part of its footprint that is free for metadata. The
     metadata are then checked against the budget before memory is used in proportion to them.
@@ -244,6 +266,8 @@ def plan_checkpoint(
         wanted = resize_vocabulary(wanted, request.vocab_pad, grow=True)
     elif request.vocab_trim is not None:
         wanted = resize_vocabulary(wanted, request.vocab_trim, grow=False)
+    if donor is not None:
+        source, wanted = _completed(source, wanted, request, donor)
     sizes = store.sizes()
     specs = [asked.target_for(source) for asked in request.target_requests]
     tensors = len(source.catalog.tensors)
@@ -257,6 +281,10 @@ def plan_checkpoint(
         CarriedFile(path, prefix + path, sizes[path])
         for prefix, of_target in zip(prefixes(len(laid_out)), laid_out, strict=True)
         for path in of_target.carried
+    ] + [
+        CarriedFile(path, prefix + name, sizes[path])
+        for prefix, of_target in zip(prefixes(len(laid_out)), laid_out, strict=True)
+        for path, name in of_target.donated
     ]
     if spare_bytes is not None:
         pieces = len(joined.files.fragments)
@@ -283,6 +311,7 @@ def plan_checkpoint(
             (*layout.not_carried, *not_carried),
             layout.states_not_carried,
             layout.remarks,
+            tuple(name for _, name in layout.donated),
         )
         for spec, layout in zip(specs, laid_out, strict=True)
     ]
@@ -291,6 +320,19 @@ def plan_checkpoint(
     if spare_bytes is not None:
         trim_heap()
     return ConversionPlan(store, source, tuple(targets), plan, pieces, dropped=tuple(dropped))
+
+
+def _completed(
+    source: Checkpoint, wanted: Checkpoint, request: ConversionRequest, donor: Donor
+) -> tuple[Checkpoint, Checkpoint]:
+    """Both with what they lack of the donor."""
+    from paddle_reshard.pipeline.layouts.huggingface.donor import complete
+
+    if any(asked.format != HUGGINGFACE for asked in request.target_requests):
+        raise UsageError(f"--like is for targets of the format {HUGGINGFACE}")
+    if MTP in request.dropped:
+        raise UsageError(f"--like would take what --drop {MTP} drops from the donor; give one of the two")
+    return complete(source, wanted, donor)
 
 
 def _without_fragments(files: TargetFiles) -> TargetFiles:
@@ -337,12 +379,13 @@ def read_locations(
 ) -> Locations:
     """The locations of a conversion, which must be given even if a session supplies the rest."""
     targets = () if target is None else tuple(target) if isinstance(target, Mapping) else (target,)
-    fill, base = options.get("fill"), options.get("merge_into")
+    fill, base, like = options.get("fill"), options.get("merge_into"), options.get("like")
     return Locations(
         sources=tuple(os.fspath(source) for source in sources),
         targets=tuple(os.fspath(location) for location in targets),
         fill=None if fill is None else os.fspath(fill),
         merge_into=None if base is None else os.fspath(base),
+        like=None if like is None else os.fspath(like),
         reading=source_access(options),
         writing=target_access(options),
         overwrite=options.get("overwrite", False),

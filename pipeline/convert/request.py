@@ -48,6 +48,8 @@ class Locations:
     """A file with missing tensors."""
     merge_into: str | None
     """The base model of an adapter."""
+    like: str | None
+    """The Hugging Face model that gives what the source lacks."""
     reading: Access
     """Access to everything that is read."""
     writing: Access

@@ -307,7 +307,7 @@ def read_average(
         If an option is invalid, or does not apply to averages.
     """
     if foreign := [
-        name for name in ("aoa", "fill", "merge_into", "lora_config", "drop") if options.get(name)
+        name for name in ("aoa", "fill", "merge_into", "like", "lora_config", "drop") if options.get(name)
     ]:
         raise UsageError(
             f"{flag_of(foreign[0])} does not apply to averages; use it when converting the result"

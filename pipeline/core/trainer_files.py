@@ -73,6 +73,15 @@ def is_of_training(path: str) -> bool:
     return any(re.fullmatch(p, path) for p in (_TENSORS, _INDEX, _MARKER)) or is_training_state(path)
 
 
+def is_model_file(path: str) -> bool:
+    """Whether a file is one of the model's small files: its configuration, tokenizer or chat template.
+
+    >>> [is_model_file(path) for path in ("tokenizer.json", "modeling_deepseek.py", "pytorch_model.bin")]
+    [True, False, False]
+    """
+    return re.fullmatch(_MODEL, path) is not None
+
+
 def is_by_product(path: str) -> bool:
     """Whether Paddle makes a file by itself beside those of a checkpoint."""
     return re.fullmatch(_BY_PRODUCT, path) is not None
@@ -84,4 +93,4 @@ def is_by_trainer(path: str) -> bool:
     >>> [is_by_trainer(path) for path in ("optimizer.tp00.pdopt", "optimizer.py", "vocab.txt", "notes.txt")]
     [True, False, True, False]
     """
-    return is_of_training(path) or is_by_product(path) or re.fullmatch(_MODEL, path) is not None
+    return is_of_training(path) or is_by_product(path) or is_model_file(path)

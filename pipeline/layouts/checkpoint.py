@@ -39,6 +39,19 @@ class MissingPolicy:
         return any(fnmatchcase(key, pattern) for pattern in self.allowed)
 
 
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a checkpoint lacked and another model gave (``--like``)."""
+
+    location: str
+    tensors: tuple[str, ...]
+    """Keys in a Hugging Face checkpoint."""
+    files: Mapping[str, str]
+    """Name of every small file of the other model → its path in the source."""
+    config: Mapping[str, Any]
+    """Entries of ``config.json``."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """An interpreted checkpoint: its tensors and their locations, its model, and facts about its job.
@@ -80,6 +93,8 @@ class Checkpoint:
     """Small file of the source → the name and content that it has in targets."""
     masters_made: bool = False
     """Whether its master weights are made from its parameters on request, without other optimizer states."""
+    completion: Completion | None = None
+    """What it took from another model; ``None`` where none was given."""
     newer: str = ""
     """Description of attributes that are newer than the tested library versions; they do not affect values."""
 

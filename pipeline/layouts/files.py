@@ -54,6 +54,8 @@ class LaidOut:
     """States that the target omits, because its format cannot hold them or they were not requested."""
     remarks: tuple[str, ...] = ()
     """What a user has to know about the target."""
+    donated: tuple[tuple[str, str], ...] = ()
+    """``(path in the source, path in the target)`` of files of another model that go to the target byte for byte."""
 
 
 def add_literal_files(target: TargetFiles, files: Sequence[tuple[str, bytes]]) -> TargetFiles:

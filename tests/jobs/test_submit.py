@@ -56,9 +56,9 @@ DECIDES = {
         "comm_buffer_size_mb": 64, "segmentation": "uniform",
         "sequence_parallel": True,
         "vocab_pad": 128, "vocab_trim": 64, "overwrite": True, "drop": "ema", "allow_links": True,
-        "targets": "/c:hybrid:tp=1", "lora_config": FILE,
+        "targets": "/c:hybrid:tp=1", "lora_config": FILE, "convention": "paddlefleet",
     },
-    Decides.LOCATION: {"fill": "/lost.safetensors", "merge_into": "/base"},
+    Decides.LOCATION: {"fill": "/lost.safetensors", "merge_into": "/base", "like": "/donor"},
     Decides.EXECUTION: {
         "memory": "4GiB", "cluster": "ray", "workers": 2, "exchange": "never", "device": "gpu", "allow_reread": True,
         "check": "full", "verify": True, "no_space_check": True,

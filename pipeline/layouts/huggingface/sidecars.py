@@ -8,10 +8,16 @@ from typing import Any
 
 from paddle_reshard.pipeline.core.tensors import DType
 from paddle_reshard.pipeline.core.trainer_files import is_training_state
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, Completion
 from paddle_reshard.pipeline.layouts.files import Sidecars
 from paddle_reshard.pipeline.layouts.huggingface.config import exported_config
 from paddle_reshard.pipeline.layouts.sidecars import classify_sidecars
+
+_NEEDED = {
+    "tokenizer": ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
+    "generation_config.json": ("generation_config.json",),
+}
+"""What an inference engine reads beside the weights and ``config.json`` → names of files that are it."""
 
 
 def plan_huggingface_sidecars(
@@ -30,5 +36,20 @@ def plan_huggingface_sidecars(
         return "state of the training job, not of the model" if is_training_state(path) else None
 
     config, remarks = exported_config(wanted.model.config, dtype)
+    if wanted.completion is not None:
+        config |= wanted.completion.config
     sidecars = classify_sidecars(paths, folders, wanted.own_files, reason, source_config, config)
+    donated = donated_files(wanted.completion, sidecars.carried)
+    there = {*sidecars.carried, *(path for _, path in donated)}
+    lacking = [f"no {what}" for what, names in _NEEDED.items() if there.isdisjoint(names)]
+    if lacking:
+        needed = f"{' and '.join(lacking)} beside the weights, which an inference engine may need; --like DIR takes "
+        remarks = (*remarks, f"{needed}both from the model that training began from")
     return replace(sidecars, remarks=remarks)
+
+
+def donated_files(completion: Completion | None, carried: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """``(path in the source, path in the target)`` of another model's small files that the source lacks."""
+    if completion is None:
+        return ()
+    return tuple((path, name) for name, path in completion.files.items() if name not in carried)

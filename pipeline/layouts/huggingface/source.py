@@ -67,7 +67,7 @@ def read_huggingface(
     CheckpointError
         If a tensor is missing, has another shape, or does not belong to the model; naming it and the file.
     """
-    held = _keys(payloads, index)
+    held = stored_keys(payloads, index)
     files = tuple(File(path, sizes[path]) for path in sorted(payloads))
     numbers = {file.path: number for number, file in enumerate(files)}
     tensors: list[Tensor] = []
@@ -263,7 +263,7 @@ def _logical(
     return tensors
 
 
-def _keys(payloads: Mapping[str, SafetensorsPayload], index: Index | None) -> dict[str, str]:
+def stored_keys(payloads: Mapping[str, SafetensorsPayload], index: Index | None) -> dict[str, str]:
     """Key → file that holds it; checked against the index."""
     held: dict[str, str] = {}
     for path, payload in payloads.items():

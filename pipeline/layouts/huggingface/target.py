@@ -34,7 +34,7 @@ from paddle_reshard.pipeline.layouts.huggingface.name import HUGGINGFACE
 from paddle_reshard.pipeline.layouts.huggingface.names import INDEX
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, part_elements
 from paddle_reshard.pipeline.layouts.huggingface.peft import adapter_config, adapter_parts
-from paddle_reshard.pipeline.layouts.huggingface.sidecars import plan_huggingface_sidecars
+from paddle_reshard.pipeline.layouts.huggingface.sidecars import donated_files, plan_huggingface_sidecars
 from paddle_reshard.pipeline.layouts.lora import without_base
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.sidecars import classify_sidecars
@@ -107,6 +107,7 @@ class HuggingFaceTarget:
             sidecars.not_carried,
             laid_out.states_not_carried,
             sidecars.remarks,
+            donated_files(wanted.completion, sidecars.carried),
         )
 
     def _lay_out_adapter(

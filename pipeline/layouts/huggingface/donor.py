@@ -1,0 +1,251 @@
+"""The Hugging Face model that training began from, as a donor: what a checkpoint lacks is taken from it.
+
+The donor says what a whole model is: every tensor of the export must be there in the same shape, and every tensor that
+is only there is taken over as it is stored. Tensors that the trained model has itself are never taken from it, so a
+checkpoint without some of its layers is refused. Of the small files, those of the model are taken which the checkpoint
+does not have; code is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from paddle_reshard.pipeline.core.catalog import (
+    Catalog,
+    File,
+    FragmentRow,
+    Fragments,
+    check_catalog,
+    fragment_row,
+    fragment_rows,
+)
+from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError
+from paddle_reshard.pipeline.core.file_names import CONFIG
+from paddle_reshard.pipeline.core.geometry import Shape, row_major_strides
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
+from paddle_reshard.pipeline.core.tensors import PARAM, DType, Tensor
+from paddle_reshard.pipeline.core.trainer_files import is_model_file
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, Completion
+from paddle_reshard.pipeline.layouts.forms import places_of
+from paddle_reshard.pipeline.layouts.huggingface.names import INDEX
+from paddle_reshard.pipeline.layouts.huggingface.parts import model_parts, tensor_parts
+from paddle_reshard.pipeline.layouts.huggingface.source import stored_keys
+from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
+from paddle_reshard.pipeline.layouts.reading import SourceFiles
+from paddle_reshard.pipeline.layouts.rules import MTP_LAYERS, HuggingFaceForm, Rule
+from paddle_reshard.pipeline.layouts.rules.entries import config_entry, count_entry
+from paddle_reshard.pipeline.layouts.weights import dtype_of_tag
+
+PREFIX = "LIKE/"
+"""Below this the files of the donor are seen beside those of the source."""
+SHOWN = 3
+"""Names in an error."""
+SAME = ("model_type", "num_hidden_layers")
+"""Entries of ``config.json`` in which the two have to agree."""
+NOT_TAKEN = (
+    "auto_map",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "transformers_version",
+    "_name_or_path",
+)
+"""Entries of the donor's ``config.json`` that name its code, or how its own tensors are stored."""
+
+
+class DonorTensor(NamedTuple):
+    """A tensor of a donor and where it is stored."""
+
+    shape: Shape
+    dtype: DType
+    path: str
+    byte_offset: int
+
+
+@dataclass(frozen=True)
+class Donor:
+    """A Hugging Face model, by its metadata."""
+
+    location: str
+    sizes: Mapping[str, int]
+    """Path in its folder → size in bytes."""
+    tensors: Mapping[str, DonorTensor]
+    config: Mapping[str, Any]
+
+
+def read_donor(files: SourceFiles) -> Donor:
+    """A donor from the headers of its files.
+
+    Raises
+    ------
+    CheckpointError, UnsupportedError
+        If it is no Hugging Face model, if its files contradict each other, or if its tensors are quantised.
+    """
+    location, config = files.store.location, files.config()
+    if not files.safetensors or files.pickles:
+        raise CheckpointError(f"{location}: --like needs the safetensors files of a Hugging Face model")
+    if config.get("quantization_config"):
+        raise UnsupportedError(
+            f"{location}: its tensors are quantised (quantization_config in {CONFIG}), and it says nothing of the "
+            "shapes of others; give the model in bfloat16 with --like"
+        )
+    held = stored_keys(files.headers, files.weight_index(INDEX))
+    tensors = {}
+    for key, path in held.items():
+        payload = files.headers[path]
+        array = payload.tensors[key]
+        dtype = dtype_of_tag(payload.tags[key], f"{path}: {key}")
+        tensors[key] = DonorTensor(array.shape, dtype, path, array.byte_offset)
+    return Donor(location, files.sizes, tensors, config)
+
+
+def complete(source: Checkpoint, wanted: Checkpoint, donor: Donor) -> tuple[Checkpoint, Checkpoint]:
+    """The source, and the source as a target is to hold it, with what they lack of the donor.
+
+    Raises
+    ------
+    CheckpointError
+        If the two are not of one model, or the result would not be whole; naming tensors.
+    """
+    _check_config(wanted.model.config, donor)
+    taken = _taken(wanted, donor)
+    completion = Completion(
+        donor.location,
+        tuple(taken),
+        {path: PREFIX + path for path in sorted(donor.sizes) if path != CONFIG and is_model_file(path)},
+        _entries(wanted, donor, taken),
+    )
+    completed = _with_tensors(source, donor, completion)
+    check_catalog(completed.catalog)
+    return completed, completed if wanted is source else _with_tensors(wanted, donor, completion)
+
+
+def _with_tensors(checkpoint: Checkpoint, donor: Donor, completion: Completion) -> Checkpoint:
+    """The checkpoint with the donor's tensors, some of which it may have known of and not held."""
+    model, taken = checkpoint.model, set(completion.tensors)
+    kept = [t for t in model.tensors if not (_is_missing(t) and _keys(t, model) <= taken)]
+    added = [_model_tensor(key, donor.tensors[key]) for key in completion.tensors]
+    return replace(
+        checkpoint,
+        catalog=_joined(checkpoint.catalog, added, donor),
+        model=replace(model, tensors=(*kept, *added)),
+        own_files=checkpoint.own_files | {PREFIX + path for path in donor.sizes},
+        completion=completion,
+    )
+
+
+def _model_tensor(key: str, stored: DonorTensor) -> ModelTensor:
+    """A tensor that is exported as it is, under its key."""
+    rule = Rule(key, "", "", "the donor", huggingface=HuggingFaceForm((key,)))
+    return ModelTensor(key, rule, None, stored.shape, stored.dtype, (), False)
+
+
+def _joined(catalog: Catalog, added: Sequence[ModelTensor], donor: Donor) -> Catalog:
+    """The catalog with further tensors, from the donor's files."""
+    if not added:
+        return catalog
+    index = catalog.index()
+    paths = sorted({donor.tensors[tensor.key].path for tensor in added})
+    numbers = {path: number for number, path in enumerate(paths, len(catalog.files))}
+    rows: list[FragmentRow] = []
+    for number, tensor in enumerate(added, len(catalog.tensors)):
+        if (tensor.key, PARAM) in index or "{" in tensor.key or "}" in tensor.key:
+            raise CheckpointError(
+                f"{tensor.key}: a tensor of {donor.location} with a name that cannot be taken over; it is of another "
+                "model"
+            )
+        _, dtype, path, byte_offset = donor.tensors[tensor.key]
+        shape = tensor.global_shape
+        strides = row_major_strides(shape, dtype.itemsize)
+        rows.append(
+            fragment_row(number, numbers[path], dtype, 0, byte_offset, (0,) * len(shape), shape, strides)
+        )
+    return replace(
+        catalog,
+        tensors=Tensors([*catalog.tensors, *(Tensor(t.key, PARAM, t.dtype, t.global_shape) for t in added)]),
+        files=(*catalog.files, *(File(PREFIX + path, donor.sizes[path]) for path in paths)),
+        fragments=Fragments.joined([catalog.fragments, fragment_rows(rows)]),
+    )
+
+
+def _entries(wanted: Checkpoint, donor: Donor, taken: Sequence[str]) -> dict[str, Any]:
+    """What is taken of the donor's ``config.json``: entries that the checkpoint's own lacks."""
+    ours = wanted.model.config
+    entries = {k: v for k, v in donor.config.items() if k not in ours and k not in NOT_TAKEN}
+    if (
+        not ours.get(MTP_LAYERS)
+        and donor.config.get(MTP_LAYERS)
+        and any(_by_row(taken, wanted.model).values())
+    ):
+        entries[MTP_LAYERS] = donor.config[MTP_LAYERS]
+    return entries
+
+
+def _by_row(keys: Iterable[str], model: Model) -> dict[str, bool]:
+    """Each of the keys that a row of the model's table has → whether it is of multi-token prediction."""
+    layers, mtp = count_entry(model.config, "num_hidden_layers"), model.table.mtp_items
+    found = {}
+    for key, place in places_of(keys, model.table, model.config).items():
+        if place is not None:
+            match = place.rule.pattern().fullmatch(place.key)
+            layer = match.groupdict().get("layer") if match else None
+            found[key] = place.rule.item in mtp or (layer is not None and int(layer) >= layers)
+    return found
+
+
+def _is_missing(tensor: ModelTensor) -> bool:
+    return tensor.missing and tensor.tied_to is None and tensor.rule.huggingface is not None
+
+
+def _keys(tensor: ModelTensor, model: Model) -> set[str]:
+    return {part.key for part in tensor_parts(tensor, model)}
+
+
+def _check_config(config: Mapping[str, Any], donor: Donor) -> None:
+    for entry in SAME:
+        ours, theirs = config_entry(config, entry), config_entry(donor.config, entry)
+        if ours != theirs:
+            raise CheckpointError(
+                f"{entry} is {ours!r} in the checkpoint and {theirs!r} in {donor.location}: give the model that "
+                "training began from with --like"
+            )
+
+
+def _taken(wanted: Checkpoint, donor: Donor) -> list[str]:
+    """Keys of the tensors that only the donor has, in its order.
+
+    Raises
+    ------
+    CheckpointError
+        If the donor lacks a tensor, has it in another shape, or has one that the checkpoint should have.
+    """
+    ours = {part.key: part.shape for _, parts in model_parts(wanted.model) for part in parts}
+    if extra := sorted(ours.keys() - donor.tensors.keys()):
+        raise CheckpointError(
+            f"{_named(extra)}: the export has it, and {donor.location} does not; it is of another model"
+        )
+    if unequal := [key for key in sorted(ours) if ours[key] != donor.tensors[key].shape]:
+        key = unequal[0]
+        raise CheckpointError(
+            f"{_named(unequal)}: of shape {ours[key]} in the export and {donor.tensors[key].shape} in "
+            f"{donor.location}; --vocab-pad and --vocab-trim change the size of a vocabulary"
+        )
+    model = wanted.model
+    tied = {key for t in model.tensors if t.tied_to and t.rule.huggingface for key in _keys(t, model)}
+    missing = {key for t in model.tensors if _is_missing(t) for key in _keys(t, model)}
+    taken = [key for key in donor.tensors if key not in ours and key not in tied]
+    if absent := sorted(
+        key for key, of_mtp in _by_row(taken, model).items() if not of_mtp and key not in missing
+    ):
+        raise CheckpointError(
+            f"{_named(absent)}: {donor.location} has it, and a checkpoint of this model should; it is not taken from "
+            "there, as training may have changed it"
+        )
+    return taken
+
+
+def _named(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
+    return f"{', '.join(keys[:SHOWN])}{more}"
