@@ -97,8 +97,8 @@ class HybridRequest:
         convention = source.model.table.convention
         if layout.convention not in (None, convention):
             raise UnsupportedError(
-                f"convention {layout.convention!r}: the source is {convention}, and this version does not "
-                "translate between the libraries"
+                f"layout: convention is {layout.convention!r}, the source's is {convention!r}; to translate it, use "
+                f"--convention {layout.convention}"
             )
         over = self._expert_axis_beside_ep(source)
         overlap = bool(layout.comm_overlap)
