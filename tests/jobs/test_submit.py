@@ -57,6 +57,7 @@ DECIDES = {
         "sequence_parallel": True,
         "vocab_pad": 128, "vocab_trim": 64, "overwrite": True, "drop": "ema", "allow_links": True,
         "targets": "/c:hybrid:tp=1", "lora_config": FILE, "convention": "paddlefleet",
+        "master_weights": "from-parameters",
     },
     Decides.LOCATION: {"fill": "/lost.safetensors", "merge_into": "/base", "like": "/donor"},
     Decides.EXECUTION: {
