@@ -100,6 +100,8 @@ class AsyncEma:
         ``RAY_ADDRESS`` names.
     """
 
+    counts: EmaCounts
+
     def __init__(
         self,
         weights: Callable[[], Weights] | Any,
