@@ -164,7 +164,7 @@ def _own_dim(key: str) -> RuleError:
     return RuleError(
         key,
         "its experts are stacked along a dim of their own, with which names of another library are not supported; "
-        "convert to huggingface, and that to the other library's names",
+        "convert to a Hugging Face checkpoint, and that to the other library's names",
     )
 
 

@@ -14,9 +14,11 @@ from paddle_reshard.pipeline.layouts.rules import HuggingFaceForm, Rule, RuleTab
 from paddle_reshard.pipeline.layouts.rules.entries import Config
 from paddle_reshard.pipeline.layouts.rules.literal import StoredTable
 
-_STACKED_IF: Final = ("moe_expert_fusion", "using_sonic_moe", "fd_fallback")
-"""Config entries of PaddleFleet and (the last) of PaddleFormers, off by default, with which the routed experts of a
-layer are one tensor."""
+_STACKED_IF: Final[Mapping[str, tuple[str, ...]]] = {
+    "paddlefleet": ("moe_expert_fusion", "using_sonic_moe"),
+    "paddleformers": ("fd_fallback",),
+}
+"""Library → its config entries, off by default, with which the routed experts of a layer are one tensor."""
 
 
 def form_of(tensor: ModelTensor, model: Model) -> HuggingFaceForm:
@@ -103,7 +105,7 @@ def _place_of(key: str, spellings: Sequence[_Spelling], table: RuleTable, config
                 )
             )
     if len(fits) > 1:
-        stacked = any(config.get(entry) for entry in _STACKED_IF)
+        stacked = any(config.get(entry) for entry in _STACKED_IF.get(table.convention, ()))
         fits = [fit for fit in fits if _form(fit.rule).stacked is None or stacked]
         fits = [fit for fit in fits if _form(fit.rule).stacked is not None] or fits
     if len(fits) > 1:

@@ -163,7 +163,11 @@ def compile_table(family: str, declared: Mapping[str, Any], former: Mapping[str,
     former
         The family's PaddleFormers table.
     """
-    known = {tuple(row["huggingface"]["keys"]): row for row in former["rules"] if "huggingface" in row}
+    known = {
+        tuple(row["huggingface"]["keys"]): row
+        for row in former["rules"]
+        if "huggingface" in row and "stacked" not in row["huggingface"]
+    }
     plain = [variant for variant in ("plain", "bias") if variant in declared]
     forms = {k: v for variant in plain for k, v in _forms(declared[variant], family).items()}
     rows = [_row(key, *form, known[form[0]]) for key, form in forms.items()]
