@@ -56,7 +56,7 @@ def apply_delta(
     observe: Observer = ignore_events,
     **options: Unpack[DeltaOptions],
 ) -> ApplyReport:
-    """Make the new checkpoint of which :func:`delta` was told, of the old one: the same files, byte for byte.
+    """Recreate the newer checkpoint from the older one and a delta: the same files, byte for byte.
 
     A checkpoint that no command of this package has made gets a manifest in addition, ``paddle_reshard.json``, as every
     target does.
