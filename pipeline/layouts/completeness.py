@@ -67,7 +67,7 @@ def _check_mtp_layers(model: Model, layers: Mapping[tuple[str, int], set[str]]) 
 
 
 def _inside(key: str, item: Item) -> str:
-    """What a layer of multi-token prediction calls what a decoder layer calls ``key``."""
+    """Key in a layer of multi-token prediction of what has this key in a decoder layer."""
     return key if item.inner is None else key.replace("{layer}.", f"{{layer}}.{item.inner}.", 1)
 
 
@@ -76,7 +76,7 @@ def _outside(key: str, item: Item) -> str:
 
 
 def _rows(model: Model, name: str) -> set[str]:
-    """Keys of the rows that an item has of its own."""
+    """Keys of the rows that only this item has, not the decoder layers."""
     item = model.table.mtp_items[name]
     return {
         rule.key
@@ -88,12 +88,12 @@ def _rows(model: Model, name: str) -> set[str]:
 def check_layers(tensors: Iterable[ModelTensor], table: RuleTable, config: Mapping[str, Any]) -> None:
     """Refuse tensors whose layers are not those of the config.
 
-    Of multi-token prediction there may be none at all: not every class of a family has it, and it can be left out.
+    Layers of multi-token prediction may be absent: not every class of a family has them, and they can be omitted.
 
     Raises
     ------
     CheckpointError
-        Naming a layer that only one of the two has.
+        Naming a layer that is in only one of the config and the tensors.
     """
     mtp = table.mtp_items
     counted = {item.name: item.count for item in table.items if item.count is not None}
@@ -116,16 +116,16 @@ def check_layers(tensors: Iterable[ModelTensor], table: RuleTable, config: Mappi
 
 
 def _check_numbers(what: str, held: set[int], first: int, config: Mapping[str, Any], entry: str) -> None:
-    """Whether layers are numbered from ``first`` on, and are as many as an entry of the config says, if it does."""
+    """Refuse layers that are not numbered from ``first`` on, or not as many as an entry of the config says (if any)."""
     expected = config_entry(config, entry, len(held))
     if isinstance(expected, list):
         expected = len(expected)
     if not isinstance(expected, int):
         raise CheckpointError(f"config.json: {entry} is {expected!r}")
     if expected != len(held) or held != set(range(first, first + len(held))):
-        # Not a range of what the config says, which may be any number.
+        # Iterates over what the files hold: the config may say any number.
         numbers = (*range(first, first + len(held) + 1), *sorted(held))
-        odd = next(n for n in numbers if (first <= n < first + expected) != (n in held))
+        unmatched = next(n for n in numbers if (first <= n < first + expected) != (n in held))
         raise CheckpointError(
-            f"config.json says {expected} {what}; layer {odd} is in only one of the config and the files"
+            f"config.json says {expected} {what}; layer {unmatched} is in only one of the config and the files"
         )

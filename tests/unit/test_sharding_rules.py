@@ -386,7 +386,7 @@ def test_segments_of_the_model_classes(paddle: ModuleType, layers: int, pp: int)
 @pytest.mark.parametrize(
     ("layers", "pp", "vpp", "segmentation", "message"),
     [
-        (2, 6, 1, None, "pp=6 is more than the 5 pipeline items of this model"),
+        (2, 6, 1, None, "pp=6 exceeds the 5 pipeline items of this model"),
         (8, 2, 2, None, "vpp=2 with pp=2: Paddle's interleaved pipeline asserts pp > 2"),
         (
             7,

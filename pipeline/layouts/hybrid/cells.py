@@ -82,7 +82,7 @@ class CellPlanner:
         self.tied = {key for t in model.tensors if t.tied_to for key in (t.key, t.tied_to)}
         under_pp = self.topology.pp > 1
         self.written = {t.key: (under_pp and t.rule.key_pp) or t.key for t in model.tensors}
-        """Key of a tensor → its key in the files."""
+        """Key of a tensor → its key in the target; for keys in files of weights, see ``saved``."""
         renames = {} if target.writes_meta else model.table.saved_prefixes
         self.saved = {key: renamed_prefix(written, renames) for key, written in self.written.items()}
         """The same for files of weights, which a class can rename as it saves them."""

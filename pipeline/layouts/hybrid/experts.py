@@ -119,17 +119,18 @@ def check_experts(ranks: Ranks, tensors: Iterable[ModelTensor], count: int | Non
     total = count if count is not None else max((len(held) for held in layers.values()), default=0)
     for layer, held in layers.items():
         if total != len(held) or max(held, default=-1) >= total:
-            # Not a range of what the config says, which may be any number.
-            odd = next(n for n in (*range(len(held) + 1), *sorted(held)) if (n < total) != (n in held))
+            # Iterates over what the files hold: the config may say any number.
+            unmatched = next(n for n in (*range(len(held) + 1), *sorted(held)) if (n < total) != (n in held))
             raise CheckpointError(
-                f"layer {layer} has {len(held)} experts, the model has {total}; expert {odd} is in only one of them"
+                f"layer {layer} has {len(held)} experts, the model has {total}; expert {unmatched} is in only one of "
+                "them"
             )
     over = expert_axis_of(ranks)
     if over is None:
         return
     if not layers:
         raise CheckpointError(
-            f"{ranks.topology}: no tensor belongs to one expert, so nothing can be spread over ep"
+            f"{ranks.topology}: no tensor belongs to one expert, so nothing can be distributed over ep"
         )
     parts = {"ep": ranks.topology.ep, "tp": ranks.topology.tp, "dp": ranks.topology.dp}[over]
     for cell in ranks.cells:
@@ -138,6 +139,6 @@ def check_experts(ranks: Ranks, tensors: Iterable[ModelTensor], count: int | Non
         held = experts_of(cell.names)
         if total % parts or (held and held != set(range(first, stop))):
             raise CheckpointError(
-                f"{cell.label()} holds the experts {sorted(held)}; {total} experts spread over {over}={parts} are "
-                f"{first} to {stop - 1} there"
+                f"{cell.label()} holds the experts {sorted(held)}; with {total} experts distributed over "
+                f"{over}={parts}, it should hold {first} to {stop - 1}"
             )

@@ -40,7 +40,7 @@ _OPTIONS: Mapping[str, FormatOption] = {
 
 @dataclass(frozen=True)
 class HybridFormat:
-    """What a rank holds, in a file of its own."""
+    """A set of files per rank."""
 
     name: str
     help: str
@@ -61,13 +61,13 @@ class HybridFormat:
     index_as: ClassVar[None] = None
 
     def recognises(self, files: SourceFiles) -> bool:
-        """Anything that is of no other format: what it lacks is told by :meth:`index`."""
+        """Accept what no other format recognises; :meth:`index` reports what it lacks."""
         return True
 
     def index(
         self, files: SourceFiles, tables: Sequence[RuleTable], missing: MissingPolicy | None
     ) -> Checkpoint:
-        """Understand the files of all ranks."""
+        """Read the metadata of all ranks' files."""
         from paddle_reshard.pipeline.layouts.hybrid.index import index_hybrid
 
         return index_hybrid(files, tables, missing)

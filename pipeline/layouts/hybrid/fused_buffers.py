@@ -1,13 +1,13 @@
-"""What lies where in the buffers into which stage 1 v1 fuses the parameters of a rank (``stage1_tensor_fusion``)?
+"""Locate parameters in the buffers into which stage 1 v1 fuses those of a rank (``stage1_tensor_fusion``).
 
-The optimizer then sees buffers and not parameters: its states have one dim and are named after a tensor that nobody
-named (``generated_tensor_68``), and no file says which parameters are in it. It follows from the rule by which they are
-made (Paddle 3.3.1 ``dygraph_sharding_optimizer.py``, ``tensor_fusion_helper.py``): of the parameters that v1 gives to a
-rank, in the order in which it hands them out, those with weight decay are in the first buffer and those without in the
-second; each is padded to 256 bytes of its own dtype. The beta powers are the buffer's.
+The optimizer then sees buffers instead of parameters: its states have one dim and an automatic name
+(``generated_tensor_68``), and no file lists the parameters in a buffer. They follow from how Paddle builds buffers
+(3.3.1 ``dygraph_sharding_optimizer.py``, ``tensor_fusion_helper.py``): in the order in which v1 assigns parameters to a
+rank, those with weight decay form its first buffer and the others its second. Each parameter is padded to 256 bytes of
+its own dtype. Beta powers belong to the buffer.
 
-Every buffer has to be as long as this makes it. That the order is right is proven when a conversion compares the
-parameters, which lie beside in full, with their master weights.
+The length of every buffer is checked. The order is proven by the conversion itself, which compares the parameters,
+stored in full next to the buffers, with their master weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paddle_reshard.storage.formats.paddle_pickle import ITEM_BYTES, ArrayRef
 
 BUFFER = "generated_tensor_"
 _WITHOUT_DECAY = ("bias", "norm")
-"""Pieces of structured keys of parameters without weight decay."""
+"""Substrings of structured keys that mark parameters without weight decay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +44,26 @@ class FusedParameter:
 
 
 def holds_buffers(masters: Iterable[str], names: Container[str]) -> bool:
-    """Whether master weights of these names are those of buffers; ``names`` are the parameters of the cell."""
+    """Whether master weights with these names belong to buffers; ``names`` are the parameters of the cell."""
     return any(name.startswith(BUFFER) and name not in names for name in masters)
 
 
 def unfuse(
     root: Mapping[str, Any], parameters: Sequence[FusedParameter], rank: int, degree: int, path: str
 ) -> dict[str, Any]:
-    """The same entries of an optimizer file, by parameter.
+    """Replace the entries of buffers in an optimizer file by entries of parameters.
 
     Raises
     ------
     CheckpointError
-        If a buffer is not as long as its parameters, or an entry is no state of a buffer.
+        If the length of a buffer is not that of its parameters, or an entry is not the state of a buffer.
     """
     masters = root[MASTER_WEIGHTS]
     groups = _groups(parameters, rank, degree)
     if len(groups) != len(masters):
         raise CheckpointError(
-            f"{path}: master weights of {len(masters)} fused buffers; {len(groups)} are expected, of the parameters "
-            "with and without weight decay that the rank has"
+            f"{path}: master weights of {len(masters)} fused buffers; {len(groups)} are expected, for the rank's "
+            "parameters with and without weight decay"
         )
     of_buffer = dict(zip(masters, groups, strict=True))
     unfused: dict[str, Any] = {MASTER_WEIGHTS: {}}
@@ -90,7 +90,7 @@ def unfuse(
 def _groups(parameters: Sequence[FusedParameter], rank: int, degree: int) -> list[list[FusedParameter]]:
     """The parameters in each buffer of a rank."""
     by_key = {parameter.key: parameter for parameter in parameters}
-    # Only such sources need the rules of sharding to be read.
+    # Imported here because only sources with fused buffers need the rules of sharding.
     from paddle_reshard.pipeline.layouts.hybrid.sharding import Parameter, stage1_v1_owners
 
     owners = stage1_v1_owners([Parameter(p.key, prod(p.shape), p.dtype) for p in parameters], degree)
@@ -103,16 +103,20 @@ def _groups(parameters: Sequence[FusedParameter], rank: int, degree: int) -> lis
 def _pieces(
     entry: str, buffer: object, group: Sequence[FusedParameter], path: str
 ) -> list[tuple[FusedParameter, ArrayRef]]:
-    """What of a buffer is each parameter's."""
-    rooms = [padded_elements(prod(p.shape), p.dtype, 1) for p in group]
-    if not isinstance(buffer, ArrayRef) or buffer.shape != (sum(rooms),):
+    """The range of each parameter in a buffer.
+
+    Two bfloat16 parameters with 100 and 200 elements are padded to 128 and 256: they start at elements 0 and 128 of a
+    buffer of 384.
+    """
+    padded = [padded_elements(prod(p.shape), p.dtype, 1) for p in group]
+    if not isinstance(buffer, ArrayRef) or buffer.shape != (sum(padded),):
         raise CheckpointError(
-            f"{path}: {entry} has shape {getattr(buffer, 'shape', None)}; fused of {group[0].key} … {group[-1].key} "
-            f"({len(group)} parameters) it would be {(sum(rooms),)}"
+            f"{path}: {entry} has shape {getattr(buffer, 'shape', None)}; {(sum(padded),)} is expected for "
+            f"{group[0].key} … {group[-1].key} ({len(group)} parameters)"
         )
     pieces, first = [], 0
-    for parameter, room in zip(group, rooms, strict=True):
+    for parameter, elements in zip(group, padded, strict=True):
         byte_offset = buffer.byte_offset + first * ITEM_BYTES[buffer.dtype]
         pieces.append((parameter, ArrayRef(byte_offset, buffer.dtype, parameter.shape, None, None)))
-        first += room
+        first += elements
     return pieces

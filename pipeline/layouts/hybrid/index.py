@@ -18,12 +18,12 @@ from paddle_reshard.pipeline.layouts.rules import RuleTable
 def index_hybrid(
     files: SourceFiles, tables: Sequence[RuleTable], missing: MissingPolicy | None
 ) -> Checkpoint:
-    """A hybrid-parallel checkpoint, or one whose weights lie in safetensors files beside optimizer states.
+    """Read a hybrid-parallel checkpoint, also with weights in safetensors files next to hybrid optimizer states.
 
     Raises
     ------
     CheckpointError, PlanError
-        If it is not one whole, consistent checkpoint that the rules cover.
+        If it is not one complete, consistent checkpoint that the rules cover.
     """
     sizes = files.sizes
     ranks = {path: size for path, size in sizes.items() if parse_rank_file(path) is not None}
@@ -41,13 +41,11 @@ def index_hybrid(
 
 
 def _refuse_unknown_tensor_files(files: SourceFiles, ranks: Collection[str]) -> None:
-    """Every file that could hold tensors must be one whose meaning is known."""
+    """Refuse files that could hold tensors and have an unknown name, and folders without files of tensors."""
     if unknown := [path for path in files.pickles if path not in ranks]:
-        raise CheckpointError(
-            f"{unknown[0]}: a tensor file whose name has no meaning in a hybrid-parallel checkpoint"
-        )
+        raise CheckpointError(f"{unknown[0]}: unknown name of a tensor file in a hybrid-parallel checkpoint")
     if not ranks:
         raise CheckpointError(
-            f"{files.store.location}: holds no checkpoint: no model_state or optimizer file, no .metadata, no "
+            f"{files.store.location}: no checkpoint found: no model_state or optimizer file, no .metadata, no "
             ".safetensors"
         )

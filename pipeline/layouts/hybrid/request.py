@@ -1,4 +1,4 @@
-"""What can be asked of a hybrid-parallel checkpoint?"""
+"""Options of a hybrid-parallel target."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paddle_reshard.storage.formats.typed_json import Bounds, EntryError, typed
 
 @dataclass(frozen=True, slots=True)
 class LayoutOptions:
-    """What the target job decides and no topology says; ``None``: as the source, or the trainer's default."""
+    """Settings of the target job that its topology does not determine; ``None``: the source's or the trainer's."""
 
     comm_buffer_size_MB: Annotated[int, Bounds(1, MAX_BUFFER_MB)] | None = None
     """Stage 1 v2: ``sharding_comm_buffer_size_MB``; the trainer's default is 256."""
@@ -30,14 +30,14 @@ class LayoutOptions:
     sort_parameters: bool | None = None
     """Stage 1 v1: ``FLAGS_sharding_sort_parameters``; default on."""
     sequence_parallel: bool | None = None
-    """Default: as the source, off where the source cannot tell."""
+    """Default: as the source; off if the source does not determine it."""
     segmentation: str | tuple[int, ...] | None = None
     """``"uniform"``, ``"layer:Regex"`` or a list of item numbers; default: as the model class does."""
     stage3_segment_size: Annotated[int, Bounds(0, MAX_ELEMENTS)] | None = None
     """Elements above which stage 3 cuts a parameter, 0 to cut every one; the trainer's default is 2**20."""
     experts_over_tp: bool | None = None
-    """Families with a choice (ernie4_5_moe, ``moe_group``): whole experts spread over tp ranks; default: as the source,
-    and as the trainer where tp = 1 cannot tell: on."""
+    """Families with a choice (ernie4_5_moe, ``moe_group``): distribute whole experts over tp ranks; default: as the
+    source; if its tp is 1, as the trainer: on."""
     use_unified_moe: bool | None = None
     """Families with a choice (glm4_moe): the unified layer of expert parallelism; default: as the source, else off."""
     convention: str | None = None
@@ -45,12 +45,12 @@ class LayoutOptions:
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], where: str) -> LayoutOptions:
-        """Read from JSON, or from a mapping that is as JSON has it.
+        """Parse a JSON object.
 
         Raises
         ------
         UsageError
-            If an entry is unknown or a value is not what it can be.
+            If an entry is unknown or a value is invalid.
         """
         try:
             return typed(dict(values), cls)
@@ -60,7 +60,7 @@ class LayoutOptions:
 
 @dataclass(frozen=True)
 class HybridRequest:
-    """A hybrid-parallel target as it was asked for."""
+    """A requested hybrid-parallel target."""
 
     of_average: ClassVar[bool] = False
 
@@ -68,16 +68,16 @@ class HybridRequest:
     """Whether it may have ``model_meta.json``."""
     topology: Topology
     strategy: str | None
-    """``None``: as the source where the target can have it, else the trainer's default."""
+    """``None``: as the source if the target can use it, otherwise the trainer's default."""
     layout: LayoutOptions
     names: Mapping[str, Mapping[str, str]] | None
-    """Cell → structured key → parameter name of the target job, where they are given."""
+    """Cell → structured key → parameter name of the target job, if given."""
     paddle_version: str = DEFAULT_PADDLE
-    """The Paddle that is to read it, one of :data:`~paddle_reshard.pipeline.core.upstream.PADDLE_RELEASES`."""
+    """Paddle version that will read it, one of :data:`~paddle_reshard.pipeline.core.upstream.PADDLE_RELEASES`."""
 
     @property
     def format(self) -> str:
-        """Which of the two."""
+        """Name of the format: with or without ``model_meta.json``."""
         return HYBRID if self.sharded_saving else HYBRID_PLAIN
 
     def __post_init__(self) -> None:
@@ -89,9 +89,9 @@ class HybridRequest:
         paddle_release(self.paddle_version)
 
     def target_for(self, source: Checkpoint) -> HybridTarget:
-        """The target job's choices, the open ones taken from the source or the trainer's defaults.
+        """The settings of the target job; those not requested come from the source or the trainer's defaults.
 
-        Where the trainer allows one value only (under expert parallelism), that is the default.
+        If the trainer allows only one value (under expert parallelism), that is the default.
         """
         layout, topology = self.layout, self.topology
         convention = source.model.table.convention
@@ -130,16 +130,16 @@ class HybridRequest:
         return target if self.strategy else with_default_strategy(target, source)
 
     def _expert_axis_beside_ep(self, source: Checkpoint) -> str | None:
-        """The axis beside ``ep`` over which the target's experts are spread.
+        """The axis other than ``ep`` over which the target's experts are distributed.
 
-        PaddleNLP has no axis for it: its experts are spread over data-parallel ranks.
+        PaddleNLP has no axis for experts: they are distributed over data-parallel ranks.
         """
         asked, topology = self.layout.experts_over_tp, self.topology
         if source.model.table.convention == "paddlenlp" and topology.ep > 1:
             if topology.ep != topology.dp:
                 raise PlanError(
-                    f"ep={topology.ep} with dp={topology.dp}: PaddleNLP spreads experts over data-parallel "
-                    "ranks, so both must be the same"
+                    f"ep={topology.ep} with dp={topology.dp}: PaddleNLP distributes experts over data-parallel "
+                    "ranks, so both must be equal"
                 )
             return "dp"
         by_default = source.model.table.expert_axis == "tp" and (

@@ -1,7 +1,10 @@
-"""Which pipeline stage holds which layers?
+"""Distribute layers over pipeline stages.
 
-The rules of Paddle's ``SegmentLayers`` (``parallel_layers/pp_layers.py``) over the list of pipeline items
-that a model family is made of: embedding, decoder layers, norm, head.
+The rules are those of Paddle's ``SegmentLayers`` (``parallel_layers/pp_layers.py``). They apply to the list of pipeline
+items of a model: embedding, decoder layers, norm, head. With 4 decoder layers and ``pp=2``::
+
+    item     embedding  0  1  2  3  norm  head
+    stage            0  0  0  1  1     1     1
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.layouts.rules import Item
 
 Segmentation = str | tuple[int, ...]
-"""``"uniform"`` (all items evenly), ``"layer:Regex"`` (items whose class matches, evenly), or the number of
-the first item of every part."""
+"""``"uniform"`` (distribute all items evenly), ``"layer:Regex"`` (distribute items whose class matches evenly), or the
+number of the first item of every part."""
 
 DEFAULT = "layer:DecoderLayer"
 
@@ -22,18 +25,18 @@ DEFAULT = "layer:DecoderLayer"
 def segment(
     items: Sequence[Item], pp: int, vpp: int, segmentation: Segmentation | None
 ) -> list[tuple[int, int]]:
-    """For every item its ``(stage, chunk)``.
+    """The ``(stage, chunk)`` of every item.
 
-    Without a ``segmentation`` the choice of both trainers' model classes: by decoder layers if their number
-    divides by ``pp``, else uniform.
+    Without a ``segmentation``, as both trainers' model classes do: by decoder layers if ``pp`` divides their number,
+    otherwise uniform.
 
     Raises
     ------
     PlanError
-        With the trainer's own reason, where the trainer refuses too.
+        With the trainer's own reason if the trainer refuses too.
     """
     if pp > len(items):
-        raise PlanError(f"pp={pp} is more than the {len(items)} pipeline items of this model")
+        raise PlanError(f"pp={pp} exceeds the {len(items)} pipeline items of this model")
     if vpp > 1 and pp <= 2:
         raise PlanError(f"vpp={vpp} with pp={pp}: Paddle's interleaved pipeline asserts pp > 2")
     if segmentation is None and pp * vpp == 1:

@@ -48,13 +48,13 @@ class HybridTarget:
     names: Mapping[str, Mapping[str, str]] | None = None
     """Cell → structured key → parameter name, taken from a job of the target topology."""
     expert_axis_beside_ep: str | None = None
-    """``tp`` or ``dp``: give every such rank some of the experts, whole ones. Under ``ep`` that goes without saying."""
+    """``tp`` or ``dp``: distribute whole experts over the ranks of that axis; with ``ep`` > 1, ``ep`` does so."""
     unified_experts: bool = False
-    """Use the unified layer of expert parallelism, in families that have another one too."""
+    """Use the unified layer of expert parallelism, in families that have two kinds."""
     paddle_version: str = DEFAULT_PADDLE
-    """The Paddle that is to read it, one of :data:`~paddle_reshard.pipeline.core.upstream.PADDLE_RELEASES`."""
-    strategy_reason: str = "as asked for"
-    """Why it is this strategy, in words."""
+    """Paddle version that will read it, one of :data:`~paddle_reshard.pipeline.core.upstream.PADDLE_RELEASES`."""
+    strategy_reason: str = "as requested"
+    """Why this strategy was chosen, as shown to the user."""
 
     @property
     def expert_axis(self) -> str | None:
@@ -66,7 +66,7 @@ class HybridTarget:
 
     @property
     def cells_per_tp_rank(self) -> int:
-        """How many cells a tp rank of a stage is, each with experts of its own."""
+        """Number of cells per tp rank of a stage; each has its own experts."""
         return self.topology.dp if self.expert_axis == "dp" else self.topology.dense_sharding
 
     @property
@@ -85,12 +85,12 @@ class HybridTarget:
         return (Decision("sharding", sharding_in_words(self.strategy), self.strategy_reason),)
 
     def in_words(self) -> str:
-        """The target in a line, for people."""
+        """A one-line description for users."""
         newer = f", files of Paddle {self.paddle_version}" if self.paddle_version != DEFAULT_PADDLE else ""
         return f"{self.format}, {self.topology}, {sharding_in_words(self.strategy)}{newer}"
 
     def facts(self) -> dict[str, str]:
-        """What tells it from other targets of the same source."""
+        """What distinguishes it from other targets of the same source."""
         return {
             "topology": str(self.topology),
             "sharding_strategy": self.strategy,
@@ -98,7 +98,7 @@ class HybridTarget:
         }
 
     def data(self) -> dict[str, Any]:
-        """What is asked of it and decided."""
+        """What was requested and decided, for JSON output."""
         return {
             "format": self.format,
             "topology": asdict(self.topology),
@@ -120,35 +120,35 @@ class HybridTarget:
     def lay_out(
         self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
     ) -> LaidOut:
-        """All files of the target checkpoint, small ones too."""
+        """All files of the target checkpoint, including small ones."""
         of_base: list[tuple[str, str]] = []
         if wanted.model.has_lora:
             of_base = [(t.key, IN_BASE) for t in source.model.tensors if t.of_base and not t.missing]
             source, wanted = without_base(source), without_base(wanted)
-        # A job can begin with parameters alone (ignore_load_lr_and_optim), which the ranks of a sharding group share.
+        # A job can start from parameters alone (ignore_load_lr_and_optim); every rank of a sharding group holds them.
         if not source.has_optimizer and self.writes_meta:
             raise PlanError(
-                f"{self.topology}: the source holds parameters only, and the files beside {MODEL_META} hold what an "
-                f"optimizer keeps; use --format {HYBRID_PLAIN}, of which the ranks of a sharding group read the same "
-                "file, or --master-weights from-parameters"
+                f"{self.topology}: the source holds parameters only, and files with {MODEL_META} hold what an optimizer "
+                f"keeps; use --format {HYBRID_PLAIN}, in which all ranks of a sharding group read the same file, or "
+                "--master-weights from-parameters"
             )
         if wanted.masters_made and not self.writes_meta:
             raise PlanError(
                 f"--master-weights from-parameters, {self.format}, {sharding_in_words(self.strategy)}: the "
-                f"trainer only reads master weights without other states beside {MODEL_META} (stage 1, --format "
-                f"{HYBRID}); leave the option out, and its first step makes the same master weights from the parameters"
+                f"trainer only reads master weights without other states together with {MODEL_META} (stage 1, --format "
+                f"{HYBRID}); omit the option: the job's first step makes the same master weights from the parameters"
             )
         if not source.has_optimizer and wanted.has_ema:
             raise PlanError(
-                "the source holds parameters and their average only, and a hybrid checkpoint without an optimizer has "
-                "no place for the average; leave it out with --drop ema"
+                "the source holds parameters and their average only, but a hybrid checkpoint without optimizer states "
+                "cannot hold an average; omit it with --drop ema"
             )
         sidecars = plan_sidecars(sizes, folders, wanted, source.model.config, self.topology)
         files = add_literal_files(layout_hybrid(wanted, self), sidecars.written)
         return LaidOut(source.catalog, files, sidecars.carried, (*sidecars.not_carried, *of_base))
 
     def check_staged(self, staged: Staged) -> None:
-        """Read it as a source: its topology and its tensors must be those that were planned."""
+        """Read it as a source and check that its topology and its tensors are as planned."""
         found = staged.index()
         staged = replace(staged, wanted=without_base(staged.wanted))
         planned, read = self.topology, found.topology
@@ -160,12 +160,12 @@ class HybridTarget:
             planned.sharding,
             planned.ep,
         ):
-            raise CheckpointError(f"the staged target reads back as {read}, planned was {planned}")
+            raise CheckpointError(f"the staged target reads back as {read}, but {planned} was planned")
         check_tensors(staged, found)
 
 
 def check_target(target: HybridTarget) -> None:
-    """Refuse what the trainer refuses, with its reason, and what this version does not write.
+    """Refuse what the trainer refuses, with its reason, and what is not supported.
 
     Raises
     ------
@@ -195,16 +195,16 @@ def check_target(target: HybridTarget) -> None:
 
 
 def with_default_strategy(target: HybridTarget, source: Checkpoint) -> HybridTarget:
-    """The target with the sharding strategy that nobody has asked for, and why it is that one.
+    """The target with the default sharding strategy, and the reason for it.
 
-    The source's own where the target job can have it, else what the trainer itself does.
+    The default is the strategy of the source if the target job can use it, otherwise that of the trainer.
     """
     if target.topology.sharding == 1:
         return replace(target, strategy="none", strategy_reason="sharding is 1")
     by_default, reason = _default_of_trainer(source)
     if source.strategy is None:
         return replace(
-            target, strategy=by_default, strategy_reason=f"{reason}; what the source had is not known"
+            target, strategy=by_default, strategy_reason=f"{reason}; the source's strategy is not known"
         )
     if source.strategy == "none":
         return replace(target, strategy=by_default, strategy_reason=f"{reason}; the source is not sharded")
@@ -218,11 +218,11 @@ def with_default_strategy(target: HybridTarget, source: Checkpoint) -> HybridTar
 
 
 def _default_of_trainer(source: Checkpoint) -> tuple[str, str]:
-    """The stage 1 that the trainer does unless told otherwise, and why.
+    """The trainer's default kind of stage 1, and the reason for it.
 
-    PaddleFormers 1.2 cuts parameters (``trainer/training_args.py:1596``, ``split_param``), which it asserts is done
-    with float32 gradients of half-precision parameters only (``:2339``, ``:1925``). PaddleNLP 3.0 does not
-    (``:748``, ``sharding_parallel_config`` is empty).
+    PaddleFormers 1.2 cuts parameters (``trainer/training_args.py:1596``, ``split_param``) and asserts that gradients
+    are float32 and parameters half-precision (``:2339``, ``:1925``). PaddleNLP 3.0 does not cut them (``:748``,
+    ``sharding_parallel_config`` is empty).
     """
     if source.model.table.convention == "paddlenlp":
         return "stage1v1", "the default of PaddleNLP"
@@ -233,7 +233,7 @@ def _default_of_trainer(source: Checkpoint) -> tuple[str, str]:
 
 
 def _check_expert_parallel(target: HybridTarget) -> None:
-    """PaddleFormers 1.2.0's reasons.
+    """Refuse what PaddleFormers 1.2.0 refuses under expert parallelism.
 
     ``trainer/training_args.py:2793-2845``, ``utils/moe_hybrid_parallel_optimizer.py:355-363``,
     ``nn/moe_deepep/moe_gate.py:133``, and the groups of Paddle 3.3 ``fleet/base/topology.py:769-870``.
@@ -241,8 +241,8 @@ def _check_expert_parallel(target: HybridTarget) -> None:
     topology, ep = target.topology, target.topology.ep
     if topology.dp > 1:
         raise PlanError(
-            f"ep={ep} with dp={topology.dp}: the trainer refuses expert parallelism with data parallelism, only "
-            "sharding goes with it"
+            f"ep={ep} with dp={topology.dp}: the trainer refuses expert parallelism with data parallelism; use "
+            "sharding instead"
         )
     if target.strategy in ("stage2", "stage3"):
         raise PlanError(
@@ -271,11 +271,11 @@ def _check_expert_parallel(target: HybridTarget) -> None:
 
 
 def _check_adamw_mini(target: HybridTarget) -> None:
-    """What PaddleFormers 1.2 does with ``--optim adamw_mini``."""
+    """Refuse what PaddleFormers 1.2 cannot train with ``--optim adamw_mini``."""
     if target.topology.tp > 1:
         raise PlanError(
-            f"{target.topology}: the optimizer is AdamWMini, of which each tp rank keeps the mean square of its own "
-            "piece of a parameter; no file holds these. Only tp=1 is possible"
+            f"{target.topology}: the optimizer is AdamWMini; each tp rank would need the mean square of its own part "
+            "of a parameter, which no file holds. Only tp=1 is possible"
         )
     if target.strategy == "stage1v2":
         raise PlanError(
@@ -283,13 +283,13 @@ def _check_adamw_mini(target: HybridTarget) -> None:
         )
     if target.strategy not in ("none", "stage1v1"):
         raise UnsupportedError(
-            f"{target.strategy}: how it treats AdamWMini's single moment2 of a parameter is not known; choose "
+            f"{target.strategy}: how it stores AdamWMini's moment2, one number per parameter, is not known; choose "
             "--sharding-strategy stage1v1"
         )
 
 
 def _check_lora(model: Model, target: HybridTarget) -> None:
-    """Refuse LoRA targets that this version does not write."""
+    """Refuse LoRA targets that are not supported."""
     if target.expert_axis is not None:
         raise UnsupportedError(
             f"LoRA with {target.topology} and experts distributed over {target.expert_axis} is not supported"
@@ -306,34 +306,35 @@ def _check_experts_over_dp(target: HybridTarget) -> None:
     topology = target.topology
     if topology.world_size == topology.dp:
         raise PlanError(
-            f"experts over dp={topology.dp} and nothing else: the trainer does not set up its groups then, and every "
-            "rank holds all experts; leave ep out"
+            f"experts over dp={topology.dp} and no other axis: the trainer does not create its groups then, and every "
+            "rank holds all experts; omit ep"
         )
     if target.strategy in ("stage2", "stage3"):
-        raise UnsupportedError(
-            f"experts over dp={topology.dp} with {target.strategy} are not written by this version"
-        )
+        raise UnsupportedError(f"experts over dp={topology.dp} with {target.strategy} are not supported")
 
 
 def _check_experts(checkpoint: Checkpoint, target: HybridTarget) -> None:
-    """Whether the model can spread its experts as the target asks for."""
+    """Refuse a distribution of experts that the model does not support."""
     table, axis, topology = checkpoint.model.table, target.expert_axis, target.topology
     if axis is None:
         if table.expert_axis == "dp" and 1 < topology.dp < topology.world_size:
             raise PlanError(
-                f"dp={topology.dp}: {table.convention}'s {table.family} spreads experts over data-parallel ranks "
-                f"wherever there are other axes too; ask for ep={topology.dp}"
+                f"dp={topology.dp}: {table.convention}'s {table.family} distributes experts over data-parallel ranks "
+                f"if there are other axes too; add ep={topology.dp}"
             )
         return
     ranks = {"ep": topology.ep, "tp": topology.tp, "dp": topology.dp}[axis]
     what = f"{axis}={ranks}"
     if table.expert_axis != axis:
-        raise PlanError(f"{what}: {table.convention}'s {table.family} does not spread experts over {axis}")
+        raise PlanError(
+            f"{what}: {table.convention}'s {table.family} does not distribute experts over {axis}"
+        )
     experts = [t for t in checkpoint.model.tensors if t.rule.of_expert]
     count = len({expert_of(t.key) for t in experts})
     if count == 0 or count % ranks:
         raise PlanError(
-            f"{what}: the layers have {count} experts of their own names, the trainer asserts that {axis} divides them"
+            f"{what}: the layers have {count} experts as separate tensors, and the trainer asserts that {axis} divides "
+            "that number"
         )
     plain = next((t.key for t in experts if not t.master), None)
     if axis == "ep" and topology.sharding > 1 and plain is not None and checkpoint.has_optimizer:
@@ -344,19 +345,21 @@ def _check_experts(checkpoint: Checkpoint, target: HybridTarget) -> None:
 
 
 def _check_family(table: RuleTable, topology: Topology) -> None:
-    """Whether the trainer can start a job of the family with these axes."""
+    """Refuse combinations of axes with which the trainer cannot start a job of the family."""
     for axes, reason in table.refused.items():
         degrees = {axis: getattr(topology, axis) for axis in axes.split(",")}
         if min(degrees.values()) > 1:
             together = ", ".join(f"{axis}={degree}" for axis, degree in degrees.items())
-            raise PlanError(f"{together}: {table.convention} cannot train {table.family} so: {reason}")
+            raise PlanError(
+                f"{together}: {table.convention} cannot train {table.family} with these: {reason}"
+            )
 
 
 def _check_stored(table: StoredTable, config: Mapping[str, Any], target: HybridTarget) -> None:
-    """Whether the files tell enough of a model that no rule table knows."""
+    """Refuse what the files of a model without a rule table do not determine."""
     topology = target.topology
     degrees = {"tp": topology.tp, "pp": topology.pp, "vpp": topology.vpp, "ep": topology.ep}
-    if table.convention == "paddlenlp":  # which spreads experts over data-parallel ranks
+    if table.convention == "paddlenlp":  # which distributes experts over data-parallel ranks
         degrees["dp"] = topology.dp
     table.check_job(config, degrees, target.segmentation is not None or target.sharding.comm_overlap)
     if target.writes_meta and not table.marked:
@@ -383,21 +386,23 @@ def layout_hybrid(checkpoint: Checkpoint, target: HybridTarget) -> TargetFiles:
         _check_lora(checkpoint.model, target)
     if special_optimizer(checkpoint.model) == ADAMW_MINI:
         _check_adamw_mini(target)
-    # PaddleFormers' optimizer has only what is trained (1.2.0 trainer.py:3359), which its states tell if there are any.
+    # PaddleFormers' optimizer lists only trained parameters (1.2.0 trainer.py:3359): those with states, if any has.
     tensors = checkpoint.model.tensors
-    # What a model of an unknown family trains may have had no gradient: then it counts, and has no state.
+    # In a model of an unknown family, a trained parameter may have had no gradient: it is listed and has no state.
     known = not isinstance(checkpoint.model.table, StoredTable)
-    told = known and checkpoint.model.table.convention == "paddleformers" and any(t.trained for t in tensors)
+    by_states = (
+        known and checkpoint.model.table.convention == "paddleformers" and any(t.trained for t in tensors)
+    )
     untrained = [t.key for t in tensors if not t.trained and t.tied_to is None]
-    if untrained and not told and target.strategy != "none" and checkpoint.has_optimizer:
+    if untrained and not by_states and target.strategy != "none" and checkpoint.has_optimizer:
         raise UnsupportedError(
             f"{untrained[0]} has no optimizer state: whether the target job counts frozen parameters when it "
-            f"shares parameters out is not known, so {target.strategy} is not written for this model"
+            f"distributes parameters is not known, so {target.strategy} is not supported for this model"
         )
     if target.names is None and checkpoint.names_predicted is not None:
         raise RuleError(
             "parameter names",
-            f"{checkpoint.names_predicted}; names of the target cannot be predicted, take them from a job of "
-            "the target topology with --target-meta model_meta.json",
+            f"{checkpoint.names_predicted}; names of the target cannot be predicted; pass those of a job of the "
+            "target topology with --target-meta model_meta.json",
         )
     return HybridWriter(checkpoint, target).layout()

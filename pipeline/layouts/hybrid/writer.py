@@ -1,4 +1,4 @@
-"""Which entries do the files of every rank have, in the trainer's order?"""
+"""Lay out the files of every rank: their entries, in the trainer's order."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class HybridWriter:
-    """Lays out the files of one target, one after another."""
+    """Lays out all files of a target."""
 
     def __init__(self, checkpoint: Checkpoint, target: HybridTarget) -> None:
         self.checkpoint, self.target, self.topology = checkpoint, target, target.topology
@@ -51,7 +51,10 @@ class HybridWriter:
         self.bytes = FileBytes(checkpoint, paddle_release(target.paddle_version).pickle_protocol)
 
     def layout(self) -> TargetFiles:
-        """All files."""
+        """All files of the target.
+
+        The files of tp ranks are laid out once where they differ only in the offsets of boxes.
+        """
         cells: list[Cell] = []
         layouts: list[RankFile] = []
         for cell in self.planner.cells():
@@ -138,7 +141,7 @@ class HybridWriter:
         return self.bytes.lay_out(OPTIMIZER, shard, entries(), arrays)
 
     def _experts(self, cell: Cell, shard: int) -> RankFile:
-        """What a data-parallel rank above 0 writes: its experts (PaddleNLP 3.0.0b4 ``trainer.py:2534``)."""
+        """The optimizer file of a dp rank above 0, only its experts (PaddleNLP 3.0.0b4 ``trainer.py:2534``)."""
         held = cell.of_shard(shard)
         with_master = any(t.master for t in held)
         arrays = FileArrays(cell)
@@ -190,7 +193,7 @@ class HybridWriter:
         return Entries(entries())
 
     def _separate_master_names(self) -> bool:
-        """Stage 2 and 3 give a master weight the name of its parameter, accumulators follow."""
+        """Whether master weights have names of their own; under stages 2 and 3 they have those of their parameters."""
         return self.target.strategy not in ("stage2", "stage3")
 
     def _is_stage3_slice(self, cell: Cell, tensor: ModelTensor, shard: int) -> bool:
@@ -205,7 +208,7 @@ class HybridWriter:
     def _piece(
         self, arrays: FileArrays, tensor: ModelTensor, state: str, shard: int, name: str | None
     ) -> ArraySlot:
-        """What a rank of the sharding group stores of a state of a parameter."""
+        """The slice of a parameter's state that a rank of the sharding group stores."""
         if is_per_parameter(state):
             return self.bytes.array(arrays, tensor, state, (1,), None, name)
         cell = arrays.cell
