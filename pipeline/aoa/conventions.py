@@ -1,8 +1,9 @@
 """A checkpoint under the names and in the layouts of another library.
 
-The rule tables of both libraries say what each tensor is in a Hugging Face checkpoint. So a tensor of one library is
-cut into what it is there, and a tensor of the other is joined of that. Both are boxes of the source's tensors, as the
-results of AOA statements are, and all states follow. A tensor that both fuse alike only gets another name.
+The rule tables of both libraries give the form of each tensor in a Hugging Face checkpoint. A tensor of the source's
+library is split into its parts there, and these are joined to the tensors of the target's library. Both are boxes of
+the source's tensors, like the results of AOA statements, and all states follow. If both libraries fuse a tensor alike,
+only its name changes.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from paddle_reshard.pipeline.layouts.completeness import check_complete
 from paddle_reshard.pipeline.layouts.forms import (
     PartsOfTensor,
     form_of,
+    matches_of,
     parts_of_tensors,
-    places_of,
     widths_and_groups,
 )
 from paddle_reshard.pipeline.layouts.model import Model, read_model
@@ -42,20 +43,20 @@ from paddle_reshard.pipeline.layouts.rules.literal import LiteralTable
 def to_convention(
     source: Checkpoint, convention: str, tables: Sequence[RuleTable], config: Mapping[str, Any] | None
 ) -> Checkpoint:
-    """The same checkpoint as another library names and lays out its tensors.
+    """Describe a checkpoint with the names and layouts of another library.
 
     Parameters
     ----------
     convention
         One of ``CONVENTIONS``.
     config
-        The ``config.json`` of the model that comes out, where it is not the source's.
+        The ``config.json`` of the resulting model, if it is not the source's.
 
     Raises
     ------
     RuleError
-        Naming the tensor of which a table does not say what it is in a Hugging Face checkpoint, or the family that the
-        library does not have.
+        Naming a tensor whose form in a Hugging Face checkpoint a table does not give, or a family that the library does
+        not have.
     UnsupportedError
         For LoRA.
     """
@@ -66,7 +67,7 @@ def to_convention(
     if isinstance(model.table, LiteralTable):
         raise RuleError(
             f"model type {config.get('model_type')!r}",
-            f"no rule table knows it, so what {convention} calls its tensors is not known; write one and pass it with "
+            f"there is no rule table for it, so the names of its tensors in {convention} are not known; pass one with "
             "--rules FILE",
         )
     if model.has_lora:
@@ -84,14 +85,14 @@ def _table_of(convention: str, tables: Sequence[RuleTable], former: RuleTable, c
     known = sorted({name for t in tables if t.convention == convention for name in t.model_types})
     raise RuleError(
         f"model type {model_type!r}",
-        f"no rule table says what {convention} calls the tensors of {former.family} (known: {', '.join(known)})",
+        f"there is no {convention} rule table for {former.family} (known: {', '.join(known)})",
     )
 
 
 def configured_for(checkpoint: Checkpoint, convention: str) -> Checkpoint:
-    """The same with a config that does not name a library whose checkpoints have other keys.
+    """Remove the version of the source's library from the config, if keys of the convention are not that library's.
 
-    No version of the new one takes its place: which library a checkpoint is for is told by the keys of its tensors.
+    No version of the other library is added: keys of tensors determine the library that a checkpoint is for.
     """
     model = checkpoint.model
     library = library_of(model.config)
@@ -104,16 +105,16 @@ def configured_for(checkpoint: Checkpoint, convention: str) -> Checkpoint:
 def _translated(source: Checkpoint, table: RuleTable, config: Mapping[str, Any]) -> Checkpoint:
     values = Source(source.catalog)
     parts = _cut_all(source.model, values)
-    places = places_of(parts, table, config)
-    if unknown := sorted(key for key, place in places.items() if place is None):
+    matches = matches_of(parts, table, config)
+    if unknown := sorted(key for key, match in matches.items() if match is None):
         raise RuleError(
             unknown[0],
-            f"no row of the {table.convention} rule table {table.family!r} is called so in a Hugging Face checkpoint, "
-            f"which is what {source.model.table.convention} stores: {table.convention}'s model has no place for it",
+            f"no row of the {table.convention} rule table {table.family!r} has this key in a Hugging Face checkpoint: "
+            f"{source.model.table.convention}'s model has this tensor, and {table.convention}'s has not",
         )
     outputs = {
         key: _joined(key, of_tensor, parts, config)
-        for key, of_tensor in parts_of_tensors(places, config).items()
+        for key, of_tensor in parts_of_tensors(matches, config).items()
     }
     catalog = target_catalog(values, outputs, frozenset())
     model = read_model(catalog.tensors, table, config)
@@ -152,7 +153,7 @@ def _cut_all(model: Model, source: Source) -> dict[str, Value]:
 
 
 def _experts(value: Value, form: HuggingFaceForm, config: Config, key: str) -> list[Value]:
-    """What is of each expert, where several are stacked; else the whole."""
+    """One value per expert if several are stacked, otherwise the whole tensor."""
     if form.stacked is None:
         return [value]
     if len(value.shape) != 2:
@@ -215,7 +216,7 @@ def _fused(values: Sequence[Value], form: HuggingFaceForm, config: Config, key: 
 
 
 def _with_aliases(catalog: Catalog, model: Model) -> Catalog:
-    """The same, where tied tensors are further names of the one that they are tied to."""
+    """The same catalog, with the keys of tied tensors as aliases of the tensors that they are tied to."""
     aliases: dict[str, tuple[str, ...]] = {}
     for tensor in model.tensors:
         if tensor.tied_to is not None:

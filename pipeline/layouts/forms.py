@@ -1,4 +1,4 @@
-"""What do the rows of a table say of tensors in a Hugging Face checkpoint?"""
+"""Match tensors of Hugging Face checkpoints with the rows of a rule table."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ _STACKED_IF: Final[Mapping[str, tuple[str, ...]]] = {
     "paddlefleet": ("moe_expert_fusion", "using_sonic_moe"),
     "paddleformers": ("fd_fallback",),
 }
-"""Library → its config entries, off by default, with which the routed experts of a layer are one tensor."""
+"""Library → its config entries that make the routed experts of a layer one tensor; off by default."""
 
 
 def form_of(tensor: ModelTensor, model: Model) -> HuggingFaceForm:
-    """What the rule table says of a tensor.
+    """The form of a tensor in a Hugging Face checkpoint, according to the rule table.
 
     Raises
     ------
     RuleError
-        If it says nothing.
+        If the table does not give one.
     """
     form = tensor.rule.huggingface
     if form is None and isinstance(model.table, StoredTable):
-        model.table.refuse(model.config, "what its tensors are in a Hugging Face checkpoint")
+        model.table.refuse(model.config, "the form of its tensors in a Hugging Face checkpoint")
     if form is None:
         raise RuleError(
             tensor.key,
-            f"the {model.table.convention} rule table {model.table.family!r} does not say what it is in a "
+            f"the {model.table.convention} rule table {model.table.family!r} does not give its form in a "
             "Hugging Face checkpoint; add 'huggingface' to its row in a copy of the table, and pass that with "
-            "--rules FILE, or say what becomes of every tensor with --aoa FILE",
+            "--rules FILE, or map all tensors with --aoa FILE",
         )
     return form
 
 
 def widths_and_groups(form: HuggingFaceForm, config: Config, key: str, last: int) -> tuple[Shape, int]:
-    """Extent of each part within one group, along the last dim, which has ``last`` elements; and the number of groups.
+    """Extent of each part within one group, along a last dim of ``last`` elements, and the number of groups.
+
+    Widths of 8, 4 and 4 with 2 groups cut a dim of 16 elements into 4, 2, 2 and again 4, 2, 2: (4, 2, 2) and 2.
 
     Raises
     ------
@@ -57,21 +59,22 @@ def widths_and_groups(form: HuggingFaceForm, config: Config, key: str, last: int
     if sum(totals) != last or groups < 1 or any(total < 1 or total % groups for total in totals):
         raise RuleError(
             key,
-            f"its last dim of {last} elements is not made of {groups} groups with parts of {list(totals)} elements "
-            "together, as the rule table says of Hugging Face checkpoints",
+            f"its last dim has {last} elements; by the rule table, it consists of parts with {list(totals)} elements "
+            f"in {groups} groups",
         )
     return tuple(total // groups for total in totals), groups
 
 
-class Place(NamedTuple):
-    """What a tensor of a Hugging Face checkpoint is in Paddle."""
+class Match(NamedTuple):
+    """The row of the rule table that matches a tensor of a Hugging Face checkpoint."""
 
     rule: Rule
     part: int
+    """Index of the tensor among those that Paddle fuses."""
     key: str
-    """Of the tensor in Paddle."""
+    """Key of the tensor in Paddle."""
     expert: int | None
-    """The routed expert that it is of, where a tensor in Paddle holds several."""
+    """Number of its routed expert, if a tensor in Paddle holds several."""
 
 
 class _Spelling(NamedTuple):
@@ -80,18 +83,18 @@ class _Spelling(NamedTuple):
     part: int
 
 
-def places_of(keys: Iterable[str], table: RuleTable, config: Config) -> dict[str, Place | None]:
-    """Key in a Hugging Face checkpoint → what it is by the rows of a table; ``None``: none of them says."""
+def matches_of(keys: Iterable[str], table: RuleTable, config: Config) -> dict[str, Match | None]:
+    """Key in a Hugging Face checkpoint → the row of the table that matches it; ``None``: no row, or several."""
     spellings = [
         _Spelling(replace(rule, key=spelled).pattern(), rule, part)
         for rule in table.rules
         if rule.huggingface is not None and rule.applies(config) and not rule.former
         for part, spelled in enumerate(rule.huggingface.keys)
     ]
-    return {key: _place_of(key, spellings, table, config) for key in keys}
+    return {key: _match_of(key, spellings, table, config) for key in keys}
 
 
-def _place_of(key: str, spellings: Sequence[_Spelling], table: RuleTable, config: Config) -> Place | None:
+def _match_of(key: str, spellings: Sequence[_Spelling], table: RuleTable, config: Config) -> Match | None:
     fits = []
     for spelling in spellings:
         if (match := spelling.pattern.fullmatch(key)) is None:
@@ -100,7 +103,7 @@ def _place_of(key: str, spellings: Sequence[_Spelling], table: RuleTable, config
         if table.holds(rule, int(numbers["layer"]) if "layer" in numbers else None, config):
             expert = None if rule.of_expert else numbers.get("expert")
             fits.append(
-                Place(
+                Match(
                     rule, spelling.part, rule.key.format(**numbers), None if expert is None else int(expert)
                 )
             )
@@ -123,43 +126,43 @@ def _is_fused(rule: Rule) -> bool:
 
 
 def _fuse_entry(rule: Rule) -> str:
-    """Config entry that says whether the library fuses it, off by default (PaddleNLP 3.0 ``LlmMetaConfig``)."""
+    """Config entry that makes the library fuse it, off by default (PaddleNLP 3.0 ``LlmMetaConfig``)."""
     return "fuse_attention_qkv" if ".self_attn." in rule.key else "fuse_attention_ffn"
 
 
 @dataclass(frozen=True, slots=True)
 class PartsOfTensor:
-    """Of which tensors of a Hugging Face checkpoint a tensor in Paddle is made."""
+    """The tensors of a Hugging Face checkpoint that make up a tensor in Paddle."""
 
     rule: Rule
     keys: tuple[tuple[str, ...], ...]
-    """Their keys: those of an expert together where several are stacked, else all together."""
+    """Their keys: a tuple per expert if Paddle stacks experts, otherwise a single tuple."""
 
     @property
     def form(self) -> HuggingFaceForm:
-        """What the row says of them."""
+        """Their form, according to the row."""
         return _form(self.rule)
 
     @property
     def transposed(self) -> bool:
-        """Whether their dims have changed places."""
+        """Whether they are transposed in Paddle."""
         return self.form.transposed
 
 
-def parts_of_tensors(places: Mapping[str, Place | None], config: Config) -> dict[str, PartsOfTensor]:
-    """Key in Paddle → its parts, all of which must be there.
+def parts_of_tensors(matches: Mapping[str, Match | None], config: Config) -> dict[str, PartsOfTensor]:
+    """Key in Paddle → its parts.
 
     Raises
     ------
     CoverageError
-        Naming a part that is missing.
+        Naming a part that is missing, or that is one too many.
     """
     found: dict[str, dict[tuple[int, int], str]] = {}
     rules: dict[str, Rule] = {}
-    for key, place in places.items():
-        if place is not None:
-            rules[place.key] = place.rule
-            found.setdefault(place.key, {})[place.expert or 0, place.part] = key
+    for key, match in matches.items():
+        if match is not None:
+            rules[match.key] = match.rule
+            found.setdefault(match.key, {})[match.expert or 0, match.part] = key
     parts = {}
     for whole, of_whole in found.items():
         rule = rules[whole]

@@ -210,7 +210,7 @@ def test_it_equals_the_export_of_paddleformers_next_to_the_checkpoint(name: str,
 def test_an_export_that_leaves_a_layer_fused_is_refused(tmp_path: Path) -> None:
     """The map of PaddleFormers 1.2.0 for gemma3_text names layer 0 only."""
     case = case_directory("families/gemma3_text_single")
-    with pytest.raises(RuleError, match=r"layers\.1\.mlp\.up_gate_proj\.weight: no row .* is called so"):
+    with pytest.raises(RuleError, match=r"layers\.1\.mlp\.up_gate_proj\.weight: no row .* has this key"):
         _read_back(case / "hf-export", tmp_path / "unified")
     assert not (tmp_path / "unified").exists()
 
@@ -526,7 +526,7 @@ def test_an_average_that_began_at_zero_is_divided_before_it_is_rounded(dtype: st
 
 def test_a_family_whose_form_is_not_known(tmp_path: Path) -> None:
     with pytest.raises(
-        RuleError, match=r"gpt\.embeddings.*does not say what it is in a Hugging Face checkpoint"
+        RuleError, match=r"gpt\.embeddings.*does not give its form in a Hugging Face checkpoint"
     ):
         _export(case_directory("small-families/nlp_gpt_single"), tmp_path / "hf")
 
@@ -654,7 +654,7 @@ def test_a_tensor_that_is_missing(renamed: str, message: str, tmp_path: Path) ->
     other = renamed.encode()[:-1] + b"z"
     path.write_bytes(content.replace(renamed.encode(), other))
     with pytest.raises(
-        RuleError, match=rf"{other.decode()}: no row .* is called so in a Hugging Face checkpoint"
+        RuleError, match=rf"{other.decode()}: no row .* has this key in a Hugging Face checkpoint"
     ):
         _read_back(tmp_path / "hf", tmp_path / "unified")
     path.write_bytes(content)

@@ -238,7 +238,7 @@ def test_a_flex_checkpoint_without_config_becomes_another(name: str, tmp_path: P
     ("name", "options", "missing"),
     [
         ("fc_sh2_s1v2", {"to": "tp=1"}, "the order of parameters"),
-        ("fc_sh2_s1v2", {"format": "huggingface"}, "what its tensors are in a Hugging Face"),
+        ("fc_sh2_s1v2", {"format": "huggingface"}, "the form of its tensors in a Hugging Face"),
         ("fc_sh2_s1v2", {"format": "unified"}, "which keys"),
         ("states/muon_fc_mp2", {"format": "flex"}, r"lm_head\.weight.* begin at \(48, 0\): what is fused"),
     ],
@@ -258,7 +258,7 @@ REFUSED = [
         {"to": "sharding=2"},
         r"is_distributed in model_meta\.json; --format hybrid-plain",
     ),
-    ("families/phi3_single", {"format": "huggingface"}, r"tell what its tensors are in a Hugging Face"),
+    ("families/phi3_single", {"format": "huggingface"}, r"tell the form of its tensors in a Hugging Face"),
     ("families/phi3_single", {"format": "unified"}, r"no rule table knows it, .* unified checkpoint"),
     ("families/phi3_single", {"format": "auto-parallel"}, r"no rule table knows it, .*auto-parallel"),
     ("families/phi3_pp2", {"to": "tp=1"}, r"what pp=1 changes"),
@@ -267,7 +267,7 @@ REFUSED = [
     ("families/qwen3_next_mp2", {"to": "tp=1"}, r"what tp=1 changes"),
     ("families/qwen3_next_mp2", {"to": "tp=2,pp=2"}, r"what pp=2 changes"),
     ("families/qwen3_next_mp2", {"format": "flex"}, r"which dim its tp=2 ranks have cut"),
-    ("families/qwen3_next_mp2", {"format": "huggingface"}, r"tell what its tensors are in a Hugging Face"),
+    ("families/qwen3_next_mp2", {"format": "huggingface"}, r"tell the form of its tensors in a Hugging Face"),
     ("moe/ep2_sh2_s1v2", {"to": "sharding=2"}, r"what ep=1 changes"),
     ("moe/ernie45moe_mpmoe_mp2", {"to": "tp=2,sharding=2"}, r"no rule table knows it"),
     (

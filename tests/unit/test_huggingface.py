@@ -114,7 +114,7 @@ def test_boxes_of_a_grouped_projection() -> None:
 @pytest.mark.parametrize(
     ("config", "shape", "form", "message"),
     [
-        ({"heads": 2}, (3, 9), QKV, "its last dim of 9 elements is not made of 2 groups"),
+        ({"heads": 2}, (3, 9), QKV, "its last dim has 9 elements; .* in 2 groups"),
         ({}, (3, 8), QKV, "needs heads from config.json"),
         ({}, (3,), {"keys": ["w"], "transposed": True}, r"a tensor of shape \(3,\) cannot become w"),
         ({}, (), {"keys": ["w"]}, r"a tensor of shape \(\) cannot become w"),

@@ -28,7 +28,7 @@ from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import MTP, PARAM, DType, Tensor
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.completeness import check_complete
-from paddle_reshard.pipeline.layouts.forms import Place, parts_of_tensors, places_of
+from paddle_reshard.pipeline.layouts.forms import Match, matches_of, parts_of_tensors
 from paddle_reshard.pipeline.layouts.huggingface.name import HUGGINGFACE
 from paddle_reshard.pipeline.layouts.huggingface.names import INDEX
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, tensor_parts
@@ -169,10 +169,10 @@ def huggingface_model(
     found: dict[str, tuple[RuleTable, list[Tensor]]] = {}
     failures: list[tuple[int, RuleError]] = []
     for table in tables_to_train_with(tables, config):
-        places = places_of(stored, table, config)
-        if unknown := [key for key, place in places.items() if place is None]:
+        matches = matches_of(stored, table, config)
+        if unknown := [key for key, match in matches.items() if match is None]:
             what = (
-                f"no row of the {table.convention} rule table {table.family!r} is called so in a Hugging Face "
+                f"no row of the {table.convention} rule table {table.family!r} has this key in a Hugging Face "
                 "checkpoint; add one to a copy of the table and pass it with --rules FILE"
             )
             if _mtp_layers(table, config).match(unknown[0]):
@@ -182,7 +182,7 @@ def huggingface_model(
                 )
             failures.append((len(unknown), RuleError(unknown[0], what)))
             continue
-        found[f"{table.family} ({table.convention})"] = table, _logical(stored, places, config)
+        found[f"{table.family} ({table.convention})"] = table, _logical(stored, matches, config)
     if not found:
         raise min(failures, key=lambda failure: failure[0])[1]
     if len(found) > 1:
@@ -245,11 +245,11 @@ class _Stored(NamedTuple):
 
 
 def _logical(
-    stored: Mapping[str, _Stored], places: Mapping[str, Place | None], config: Config
+    stored: Mapping[str, _Stored], matches: Mapping[str, Match | None], config: Config
 ) -> list[Tensor]:
     """The tensors in Paddle: parts joined along their last dim there, and stacked ones along the first."""
     tensors = []
-    for whole, of_whole in parts_of_tensors(places, config).items():
+    for whole, of_whole in parts_of_tensors(matches, config).items():
         shapes = [
             stored[key].shape[::-1] if of_whole.transposed else stored[key].shape for key in of_whole.keys[0]
         ]
