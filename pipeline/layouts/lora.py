@@ -1,7 +1,7 @@
-"""LoRA: what is trained beside the layers of a base model, which stays as it is and lies elsewhere.
+"""LoRA: small matrices that are trained next to the layers of an unchanged base model.
 
-A checkpoint of LoRA training holds two small matrices for each linear layer (``LoraRule``), biases and whole tensors
-that are trained too, and the optimizer states of all these. A FlexCheckpoint holds the base as well.
+A checkpoint of LoRA training holds two matrices for each linear layer (``LoraRule``), biases and whole tensors that are
+trained too, and the optimizer states of all these. A FlexCheckpoint also holds the base model.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, model_orde
 from paddle_reshard.pipeline.layouts.rules import LAYERS, LORA, LoraRule, RuleTable, expected_shape
 from paddle_reshard.pipeline.layouts.rules.entries import config_entry
 
-IN_BASE: Final = "of the base model, which a job loads from where it was trained from"
-"""Why a tensor is in no checkpoint of an adapter."""
+IN_BASE: Final = "belongs to the base model, which the job loads from its own checkpoint"
+"""Why a tensor is not in the checkpoint of an adapter."""
 
 
 def check_matrices(model: Model, adapter: Adapter | None) -> None:
-    """Refuse matrices that do not fit each other, the linear layer that they are for, or ``lora_config.json``.
+    """Refuse matrices whose shapes contradict each other, their linear layer or ``lora_config.json``.
 
     Raises
     ------
     CheckpointError
-        Naming the matrix and the two numbers.
+        Naming the matrix and the shapes.
+    RuleError
+        If the shape contradicts the weight of the linear layer.
     UnsupportedError
         If LoRA of the family is not known.
     """
@@ -46,35 +48,38 @@ def check_matrices(model: Model, adapter: Adapter | None) -> None:
         module = tensor.key.rpartition(".")[0]
         other = next(name for name in LORA if name != rule.name)
         if f"{module}.{other}" not in shapes:
-            raise CheckpointError(f"{tensor.key}: there is no {module}.{other} beside it")
+            raise CheckpointError(f"{tensor.key}: {module}.{other} is missing")
         ranks = {shapes[f"{module}.lora_A"][-1], shapes[f"{module}.lora_B"][0]}
         if len(tensor.global_shape) != 2 or len(ranks | ({adapter.rank} if adapter else set())) > 1:
-            said = f", {LORA_CONFIG} says r={adapter.rank}" if adapter else ""
+            configured = f", {LORA_CONFIG} says r={adapter.rank}" if adapter else ""
             raise CheckpointError(
-                f"{tensor.key}: shape {tensor.global_shape}, that of {other} is {shapes[f'{module}.{other}']}{said}; "
-                "[in, r] and [r, out] are expected"
+                f"{tensor.key}: shape {tensor.global_shape}, that of {other} is {shapes[f'{module}.{other}']}"
+                f"{configured}; [in, r] and [r, out] are expected"
             )
         weight = expected_shape(rule.weight, model.config, f"{module}.weight")
         outer = 0 if rule.name == "lora_A" else 1
         if weight is not None and weight[outer] != tensor.global_shape[outer]:
             raise RuleError(
                 tensor.key,
-                f"shape {tensor.global_shape}, beside a weight that by config.json and the rule table is {weight}",
+                f"shape {tensor.global_shape} does not fit the shape {weight} of the weight, which follows from "
+                "config.json and the rule table",
             )
 
 
 def base_tensors(
     table: RuleTable, config: Mapping[str, Any], held: Mapping[str, ModelTensor], dtype: DType
 ) -> list[ModelTensor] | None:
-    """What the base model has beside what is ``held``, by the rule table alone; ``None``: that does not tell.
+    """Tensors of the base model that are not ``held``, from the rule table; ``None``: it does not determine them.
 
-    The job of an adapter builds its base first, so names of parameters count its layers too. A table tells the tensors
-    of a dense model; which layers of others have experts, and how many, it leaves to the files.
+    The job of an adapter builds its base first, so names of parameters count its layers too. A table determines the
+    tensors of dense models only: the layers with experts, and their number, are known from files.
     """
     layers = config_entry(config, LAYERS)
     rules = [rule for rule in table.rules if rule.applies(config)]
-    told = table.experts is None and all(rule.shape is not None and not rule.of_expert for rule in rules)
-    if not told or not isinstance(layers, int) or isinstance(layers, bool):
+    determined = table.experts is None and all(
+        rule.shape is not None and not rule.of_expert for rule in rules
+    )
+    if not determined or not isinstance(layers, int) or isinstance(layers, bool):
         return None
     keys = {rule.key for rule in rules}
     found = []
@@ -103,7 +108,7 @@ def base_tensors(
 
 
 def with_base(model: Model, adapter: Adapter | None) -> Model:
-    """The model of an adapter with the tensors of its base, which no file holds, where the rule table tells them."""
+    """Add the tensors of the base to the model of an adapter, as missing ones, if the rule table determines them."""
     entries = {**model.config, **(adapter.entries if adapter else {})}
     written = entries.get("dtype") or entries.get("torch_dtype")
     if not isinstance(written, str):
@@ -116,24 +121,24 @@ def with_base(model: Model, adapter: Adapter | None) -> Model:
 
 
 def with_adapter(checkpoint: Checkpoint, given: Adapter | None, location: str) -> Checkpoint:
-    """The same with the ``lora_config.json`` that a user gives for a checkpoint that has none.
+    """Add the ``lora_config.json`` that the user passes to a checkpoint without one.
 
     Raises
     ------
     UsageError
-        If it has one, or holds no LoRA.
+        If the checkpoint has one, or holds no LoRA.
     """
     if given is None:
         return checkpoint
     if checkpoint.adapter is not None or not checkpoint.model.has_lora:
-        has = f"has a {LORA_CONFIG} of its own" if checkpoint.adapter else "holds no LoRA"
-        raise UsageError(f"--lora-config: {location} {has}; leave it out")
+        has = f"has its own {LORA_CONFIG}" if checkpoint.adapter else "holds no LoRA"
+        raise UsageError(f"--lora-config: {location} {has}; omit the option")
     check_matrices(checkpoint.model, given)
     return replace(checkpoint, adapter=given)
 
 
 def marked_base(model: Model) -> Model:
-    """The same with the tensors of the base marked as such, where it is a model with LoRA."""
+    """Mark the tensors of the base, in a model with LoRA."""
     if not model.has_lora:
         return model
     return replace(model, tensors=tuple(replace(t, of_base=_is_of_base(t)) for t in model.tensors))
@@ -144,7 +149,7 @@ def _is_of_base(tensor: ModelTensor) -> bool:
 
 
 def without_base(checkpoint: Checkpoint) -> Checkpoint:
-    """A checkpoint of an adapter without the tensors of its base."""
+    """Remove the tensors of the base from a checkpoint of an adapter."""
     model = checkpoint.model
     of_base = {tensor.key for tensor in model.tensors if tensor.of_base}
     if not of_base:

@@ -1,4 +1,4 @@
-"""What does ``lora_config.json`` say?"""
+"""Read and write ``lora_config.json``."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _TP_ENTRY: Final = "tensor_model_parallel_size"
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What ``lora_config.json`` says."""
+    """Contents of ``lora_config.json``."""
 
     entries: Mapping[str, Any]
-    """All of it."""
+    """All entries, as read."""
     rank: int
     alpha: float
     rslora: bool
     base: str | None
-    """Name or path of the base model, as the job was given it."""
+    """Name or path of the base model, as passed to the job."""
 
     @property
     def scaling(self) -> float:
-        """By what the product of the two matrices is multiplied."""
+        """Factor of the product of the two matrices."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def fits(self, topology: Topology) -> bool:
-        """Whether it is what a job of a topology writes."""
+        """Whether a job with this topology would write it."""
         return self.entries.get(_TP_ENTRY) == topology.tp
 
     def for_topology(self, topology: Topology) -> bytes:
-        """``lora_config.json`` of a job of a topology, as the trainer writes it."""
+        """``lora_config.json`` as the trainer writes it in a job with this topology."""
         entries = {**self.entries, _TP_ENTRY: topology.tp}
         return json.dumps(entries, indent=2, sort_keys=True).encode()
 
@@ -48,12 +48,14 @@ def parse_adapter(entries: Mapping[str, Any], where: str = LORA_CONFIG) -> Adapt
     Raises
     ------
     CheckpointError
-        If an entry is missing or is not what it should be, or describes matrices that mean something else.
+        If an entry is missing or invalid, or the scaling contradicts ``lora_alpha`` and ``r``.
+    UnsupportedError
+        If the matrices have another meaning (LoRA-GA) or are quantised.
     """
     rank, alpha, rslora = entries.get("r"), entries.get("lora_alpha"), entries.get("rslora", False)
     base = entries.get("base_model_name_or_path")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise CheckpointError(f"{where}: r is {rank!r}, a rank of 1 or more is expected")
+        raise CheckpointError(f"{where}: r is {rank!r}; a rank of 1 or more is expected")
     if (
         not _is_number(alpha)
         or alpha is None
@@ -66,8 +68,8 @@ def parse_adapter(entries: Mapping[str, Any], where: str = LORA_CONFIG) -> Adapt
         )
     if entries.get("loraga"):
         raise UnsupportedError(
-            f"{where}: loraga is set: the matrices are differences to where LoRA-GA began, with twice the rank, which "
-            "this version does not convert"
+            f"{where}: loraga is set: the matrices are differences from the start of LoRA-GA, with twice the rank, "
+            "which is not supported"
         )
     if entries.get("do_qat"):
         raise UnsupportedError(f"{where}: do_qat is set: scales of quantisation are not supported")
@@ -75,8 +77,8 @@ def parse_adapter(entries: Mapping[str, Any], where: str = LORA_CONFIG) -> Adapt
     written = entries.get("scaling", adapter.scaling)
     if not _is_number(written) or not math.isclose(written, adapter.scaling, rel_tol=1e-9):
         raise CheckpointError(
-            f"{where}: scaling is {written!r}, lora_alpha={alpha} and r={rank} make {adapter.scaling}"
-            f"{' with rslora' if rslora else ''}"
+            f"{where}: scaling is {written!r}, but lora_alpha={alpha} and r={rank}{' with rslora' if rslora else ''} "
+            f"give {adapter.scaling}"
         )
     return adapter
 

@@ -1,4 +1,4 @@
-"""What does ``model_meta.json`` say, and what would a new one say?
+"""Read and write ``model_meta.json``.
 
 PaddleFormers 1.2 and PaddleNLP 3.0 write it (``trainer/utils/sharding_io.py``) beside sharded checkpoints::
 
@@ -37,9 +37,9 @@ class ParameterMeta:
     """Tensor-parallel local shape."""
     dtype: DType
     is_distributed: bool
-    """Whether ranks hold other values of it; never says along which dim it is cut, or whether it is."""
+    """Whether values differ between tp ranks; does not determine whether the tensor is cut, or along which dim."""
     no_sync: bool | None = None
-    """Whether it is of an expert that no other expert rank holds; ``None`` for PaddleNLP, which does not write it."""
+    """Whether it belongs to an expert that no other expert rank holds; ``None`` for PaddleNLP, which omits it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +51,14 @@ class CellMeta:
     names: Mapping[str, str]
     """Structured key → parameter name, in model order."""
     parameters: Mapping[str, ParameterMeta]
-    """Structured key → what is known of it; empty for PaddleNLP 2.8 and older, which do not write it."""
+    """Structured key → shape and dtype; empty for PaddleNLP 2.8 and older, which do not write them."""
     owners: Mapping[str, int]
-    """Stage 1 v1: parameter name → rank, in the order in which they were handed out."""
+    """Stage 1 v1: parameter name → rank, in the order of assignment."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelMeta:
-    """The whole file. Degrees are ``None`` where it does not give them."""
+    """The whole file. Degrees are ``None`` if it does not give them."""
 
     tp: int | None
     pp: int | None
@@ -69,12 +69,14 @@ class ModelMeta:
 
 
 def parse_model_meta(data: Mapping[str, Any]) -> ModelMeta:
-    """Check every value's type once.
+    """Parse the file and check the type of every value.
 
     Raises
     ------
     CheckpointError
-        Naming the entry that is missing or is not what it should be.
+        Naming the entry that is missing or invalid.
+    UnsupportedError
+        If the sharding strategy is not supported.
     """
     config = _mapping(data, "parallel_config", MODEL_META)
     metas = _mapping(data, "sharding_metas", MODEL_META)
@@ -89,7 +91,7 @@ def parse_model_meta(data: Mapping[str, Any]) -> ModelMeta:
 
 
 def parse_names(data: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Cell → structured key → parameter name, and nothing else of the file."""
+    """Cell → structured key → parameter name; the rest of the file is not checked."""
     metas = _mapping(data, "sharding_metas", MODEL_META)
     return {name: _names(_mapping(metas, name, MODEL_META), name) for name in metas}
 
@@ -102,16 +104,18 @@ def _parse_cell(entry: Mapping[str, Any], cell: str) -> CellMeta:
     names = _names(entry, cell)
     described = _mapping(entry, "param_meta", where) if "param_meta" in entry else {}
     if described and described.keys() != names.keys():
-        odd = sorted(described.keys() ^ names.keys())
-        raise CheckpointError(f"{where}: {odd[0]} is only in one of param_meta and structure_name_mapping")
+        differing = sorted(described.keys() ^ names.keys())
+        raise CheckpointError(
+            f"{where}: {differing[0]} is only in one of param_meta and structure_name_mapping"
+        )
     columns = entry.get("param_meta_keys", PARAMETER_COLUMNS)
     if not isinstance(columns, list) or columns != PARAMETER_COLUMNS[: len(columns)] or len(columns) < 3:
         raise CheckpointError(
-            f"{where}: param_meta_keys is {columns!r}, param_meta is read as {PARAMETER_COLUMNS}"
+            f"{where}: param_meta_keys is {columns!r}, only {PARAMETER_COLUMNS} is supported"
         )
     owners = entry.get("param2rank") or {}
     if not isinstance(owners, dict) or not all(_is_int(rank) for rank in owners.values()):
-        raise CheckpointError(f"{where}: param2rank is not a table of ranks")
+        raise CheckpointError(f"{where}: param2rank is not an object of ranks")
     comm_overlap = entry.get("enable_overlap", False)
     if not isinstance(comm_overlap, bool):
         raise CheckpointError(f"{where}: enable_overlap is {comm_overlap!r}")

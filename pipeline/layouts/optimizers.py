@@ -1,10 +1,10 @@
-"""Which optimizer states does every trained parameter have?
+"""Check the optimizer states of trained parameters.
 
-An optimizer keeps the same states of every parameter, in its shape or as one number, with two exceptions.
-**AdamWMini** (PaddleFormers) keeps ``moment2`` as one number. **Muon** (Paddle 3.4) keeps ``moment1`` alone of
-matrices, and trains everything else with AdamW. Which parameters those are is a setting of the job
-(``muon_exclude_patterns`` of its arguments), and no file says it: only the absence of the other states does. So does a
-checkpoint of AdamW that has lost states, which is why the absence is held against the rule by which Muon chooses.
+An optimizer keeps the same states for every parameter, in its shape or as one number, with two exceptions.
+**AdamWMini** (PaddleFormers) keeps ``moment2`` as one number. **Muon** (Paddle 3.4) keeps only ``moment1`` for
+matrices, and trains everything else with AdamW. The choice of parameters is a setting of the job
+(``muon_exclude_patterns`` of its arguments) that no file records: only the absence of the other states shows it. A
+checkpoint of AdamW that has lost states looks the same, so the absence is checked against Muon's rule.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ MUON_DIMS = (2, 3)
 
 
 def check_states(model: Model) -> None:
-    """Refuse a model of which a trained tensor lacks states: all have the same, or those of Muon.
+    """Refuse a model in which a trained tensor lacks states: all must have the same, or those of Muon.
 
     Raises
     ------
     CoverageError
-        Naming the tensor and the state. Where tensors have ``moment1`` alone and Muon's rule speaks against it, naming
-        another tensor that the rule treats like it, too.
+        Naming the tensor and the state; if tensors have only ``moment1`` in contradiction to Muon's rule, with the
+        reason.
     """
     trained = [tensor for tensor in model.tensors if tensor.trained and tensor.tied_to is None]
     kept = {name for tensor in trained for name in tensor.accumulators}
@@ -45,21 +45,21 @@ def check_states(model: Model) -> None:
 def is_muon_parameter(tensor: ModelTensor, model: Model) -> bool:
     """Whether Muon updates a parameter, by its published rule; it leaves the others to AdamW.
 
-    A matrix, or several in one tensor, of which neither the structured name nor the parameter name has one of the
-    patterns in it (Paddle 3.4 ``optimizer/muon.py``, ``build_muon_param_info_map`` of the model classes).
+    It updates matrices (also several in one tensor) if neither their structured name nor their parameter name contains
+    one of the patterns (Paddle 3.4 ``optimizer/muon.py``, ``build_muon_param_info_map`` of the model classes).
     """
     return len(tensor.global_shape) in MUON_DIMS and _excluded_by(tensor, model) is None
 
 
 def muon_parameters(tensors: Iterable[ModelTensor]) -> list[str]:
-    """The keys of the tensors of which only Muon's state is kept; empty for any other optimizer."""
+    """Keys of the tensors that have only Muon's state; empty for any other optimizer."""
     trained = [tensor for tensor in tensors if tensor.tied_to is None]
     kept = {name for tensor in trained for name in tensor.accumulators}
     return [tensor.key for tensor in trained if _has_muon_states(tensor, kept)]
 
 
 def special_optimizer(model: Model) -> str | None:
-    """The optimizer, if it is one that trainers do not save in every format."""
+    """The optimizer, if trainers do not save it in every format."""
     if muon_parameters(model.tensors):
         return MUON
     return ADAMW_MINI if any(MEAN_MOMENT2 in tensor.accumulators for tensor in model.tensors) else None
@@ -71,28 +71,28 @@ def refuse_optimizer(model: Model, format_name: str, alternatives: str, for_mode
     Parameters
     ----------
     alternatives, for_models
-        Names of the formats in which one does, and of those that hold parameters alone.
+        Names of the formats in which a trainer keeps them, and of those that hold only parameters.
 
     Raises
     ------
     UnsupportedError
-        Saying what would be lost.
+        With what would be lost.
     """
     instead = f"The parameters alone can be written with --format {for_models}"
     if keys := muon_parameters(model.tensors):
         raise UnsupportedError(
-            f"{keys[0]}{_and_more(len(keys) - 1)}: the optimizer is Muon, which keeps {MUON_STATES[0]} alone of it. "
+            f"{keys[0]}{_and_more(len(keys) - 1)}: the optimizer is Muon, which keeps only {MUON_STATES[0]} for these. "
             f"The trainer does not save or load Muon in the format {format_name}, only as {alternatives}; and AdamW "
-            f"cannot go on from it, because moment2 and the beta powers of these parameters never existed. {instead}"
+            f"cannot continue from it, because moment2 and the beta powers of these parameters never existed. {instead}"
         )
     raise UnsupportedError(
-        "the optimizer is AdamWMini, which keeps moment2 as one number of each parameter. How the trainer loads that "
-        f"in the format {format_name} is not known; convert to {alternatives}. {instead}"
+        "the optimizer is AdamWMini, which keeps moment2 as one number per parameter. How the trainer loads that in "
+        f"the format {format_name} is not known; convert to {alternatives}. {instead}"
     )
 
 
 def _has_muon_states(tensor: ModelTensor, kept: set[str]) -> bool:
-    """Whether it has those alone, while other tensors have more."""
+    """Whether it has only those, and other tensors have more."""
     return tensor.accumulators == MUON_STATES and len(kept) > len(MUON_STATES)
 
 
@@ -103,7 +103,7 @@ def _excluded_by(tensor: ModelTensor, model: Model) -> str | None:
 
 
 def _check_muon(model: Model, trained: list[ModelTensor], by_muon: list[ModelTensor]) -> None:
-    """Refuse tensors with ``moment1`` alone unless they are exactly those that Muon's rule chooses."""
+    """Refuse tensors with only ``moment1`` unless they are exactly those that Muon updates by its rule."""
     for tensor, reason in _contradictions(model, trained, by_muon):
         patterns = ", ".join(model.table.muon_exclude_patterns)
         raise CoverageError(
@@ -117,7 +117,7 @@ def _check_muon(model: Model, trained: list[ModelTensor], by_muon: list[ModelTen
 def _contradictions(
     model: Model, trained: list[ModelTensor], by_muon: list[ModelTensor]
 ) -> Iterator[tuple[ModelTensor, str]]:
-    """Tensors with ``moment1`` alone, and what speaks against Muon as the reason for that."""
+    """Tensors with only ``moment1``, and why Muon cannot be the reason."""
     for tensor in by_muon:
         pattern = _excluded_by(tensor, model)
         if pattern is not None:

@@ -1,4 +1,4 @@
-"""The metadata of a checkpoint's files, through whatever serves them: ranged reads, no payload."""
+"""Read the metadata of a checkpoint's files with ranged reads; payloads are not read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TENSOR_SUFFIXES = (".pdparams", ".pdopt", ".distcp", ".pdmodel")
 PLAIN_STATES = (SCHEDULER, "scaler.pdparams")
 """Small states of the trainer that are not tensors of the model; carried byte for byte."""
 SAFETENSORS = re.compile(r".+\.safetensors(?:_shard_\d{4})?")
-"""Unified checkpoints can have several files of one rank, which are numbered behind the suffix."""
+"""Unified checkpoints can have several files per rank, with a number after the suffix."""
 
 T = TypeVar("T")
 
@@ -37,16 +37,16 @@ class Readable(Protocol):
 
 
 class IndexFiles(Protocol):
-    """Where, and how many at a time, files are indexed."""
+    """Indexes files: in this process, in parallel or on Ray."""
 
     def __call__(
         self, index: Callable[[Readable, str, int], T], store: Readable, sizes: Mapping[str, int]
     ) -> dict[str, T]:
-        """``index(store, path, size_bytes)`` of every file; a function of a module, so that it can be sent away."""
+        """Path → ``index(store, path, size_bytes)``; ``index`` is a module's function, so that workers can run it."""
 
 
 def index_tensor_file(store: Readable, path: str, size_bytes: int) -> dict[str, Any]:
-    """The contents of a tensor file, its arrays as references."""
+    """The contents of a tensor file, with arrays as references."""
     root = parse_pickle(lambda offset, nbytes: store.read(path, offset, nbytes), size_bytes, path).root
     if not isinstance(root, dict):
         raise FormatError(
@@ -63,23 +63,20 @@ def index_safetensors(store: Readable, path: str, size_bytes: int) -> Safetensor
 
 
 def read_lr_scheduler(store: Readable, sizes: Mapping[str, int]) -> Any:
-    """What ``scheduler.pdparams`` holds: the same as ``LR_Scheduler`` in the optimizer files of hybrid checkpoints.
-
-    ``None`` where there is none.
-    """
+    """Contents of ``scheduler.pdparams``, as in ``LR_Scheduler`` of hybrid optimizer files; ``None`` if missing."""
     if SCHEDULER not in sizes:
         return None
     return checked_schedule(index_tensor_file(store, SCHEDULER, sizes[SCHEDULER]), SCHEDULER)
 
 
 def read_json(store: Readable, path: str, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """A JSON file whose top is an object."""
+    """Read a JSON file that holds an object."""
     if path not in sizes:
         raise CheckpointError(f"{path} is missing")
     most = MAX_META_BYTES if path == MODEL_META or path.endswith(".index.json") else MAX_CONFIG_BYTES
     if sizes[path] > most:
         raise FormatError(
-            "too_large", path, None, f"{sizes[path]} bytes, at most {most} are read of such a file"
+            "too_large", path, None, f"{sizes[path]} bytes; at most {most} are supported for this file"
         )
     try:
         value = parse_json(store.read(path, 0, sizes[path]))
@@ -94,18 +91,18 @@ def read_json(store: Readable, path: str, sizes: Mapping[str, int]) -> dict[str,
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """The files of a folder, as the formats see them: what they are called, and the metadata that they hold.
+    """The files of a folder as formats see them: paths, sizes and metadata.
 
     Formats neither open files nor decide where indexing runs; both are passed in.
     """
 
     store: Source
     given_config: Mapping[str, Any] | None
-    """The ``config.json`` that a user gives for a checkpoint that has none."""
+    """The ``config.json`` that the user passes, for a checkpoint without one."""
     index_here: IndexFiles
-    """For files with a header, which take a request or two."""
+    """For files with a header, which take one or two requests."""
     index_anywhere: IndexFiles
-    """For files that have to be walked from end to end."""
+    """For files that must be parsed from start to end."""
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
@@ -114,7 +111,7 @@ class SourceFiles:
 
     @cached_property
     def pickles(self) -> tuple[str, ...]:
-        """Paths that could be Paddle's own files of tensors, in order."""
+        """Paths that could be Paddle's own tensor files, sorted."""
         return tuple(p for p in sorted(self.sizes) if p.endswith(TENSOR_SUFFIXES) and p not in PLAIN_STATES)
 
     @cached_property
@@ -128,39 +125,37 @@ class SourceFiles:
         return self.index_here(index_safetensors, self.store, self.safetensors)
 
     def json(self, path: str) -> dict[str, Any]:
-        """A JSON file whose top is an object."""
+        """Contents of a JSON file that holds an object."""
         return read_json(self.store, path, self.sizes)
 
     def weight_index(self, path: str) -> Index | None:
-        """An index file of safetensors files; ``None`` where there is none."""
+        """Contents of an index of safetensors files; ``None`` if the file does not exist."""
         from paddle_reshard.storage.formats.safetensors import parse_index
 
         return parse_index(self.store.read(path, 0, self.sizes[path]), path) if path in self.sizes else None
 
     def config(self, error: type[ReshardError] = CheckpointError) -> Mapping[str, Any]:
-        """The checkpoint's own ``config.json``; where it has none the one that was given.
+        """The checkpoint's own ``config.json``, or the one that the user passes.
 
         Raises
         ------
         ReshardError
-            ``error``, where neither is there.
+            An ``error``, if there is neither.
         """
         if CONFIG in self.sizes:
             return self.json(CONFIG)
         if self.given_config is None:
-            raise error(
-                f"{self.store.location}: {CONFIG} is missing; give that of the model with --config FILE"
-            )
+            raise error(f"{self.store.location}: {CONFIG} is missing; pass the model's with --config FILE")
         return self.given_config
 
     def config_if_any(self) -> Mapping[str, Any]:
-        """The same; empty where neither is there."""
+        """As :meth:`config`, but empty if there is neither."""
         return self.config() if CONFIG in self.sizes else self.given_config or {}
 
     def adapter(self) -> Adapter | None:
-        """What ``lora_config.json`` says; ``None`` where there is none."""
+        """Contents of ``lora_config.json``; ``None`` if the file does not exist."""
         return parse_adapter(self.json(LORA_CONFIG)) if LORA_CONFIG in self.sizes else None
 
     def lr_scheduler(self) -> Any:
-        """What :func:`read_lr_scheduler` finds."""
+        """The result of :func:`read_lr_scheduler`."""
         return read_lr_scheduler(self.store, self.sizes)

@@ -1,6 +1,6 @@
-"""What becomes of the small files around the tensors, whatever the format?
+"""Small files next to the tensors, in any format.
 
-Each is carried byte for byte, written anew, or not carried, with a reason that the report names.
+Each is carried byte for byte, rewritten, or not carried; the report gives the reason.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def plan_sidecars(
     source_config: Mapping[str, Any],
     topology: Topology,
 ) -> Sidecars:
-    """Where a job goes on from the target: carry what one of the target topology can use.
+    """Decide about the small files of a target from which a job continues: carry what its topology can use.
 
-    Its own completion markers are written with its tensor files, so those of the source need no word.
+    Completion markers of the target are written with its tensor files, so those of the source are not reported.
     """
     rng_files = [path for path in paths if is_random_state(path)]
     same_ranks = _same_ranks(checkpoint, topology, rng_files)
@@ -43,7 +43,7 @@ def plan_sidecars(
         if path in rng_files and not same_ranks:
             return "random state belongs to one rank of the source's topology"
         if path == AVERAGE and not checkpoint.has_ema:
-            return "it describes a moving average, and this target has none"
+            return "it describes a moving average, which this target does not hold"
         return None
 
     own_files = {*checkpoint.own_files, *(path for path in paths if path.startswith(SIGNAL_PREFIX))}
@@ -52,7 +52,7 @@ def plan_sidecars(
     if checkpoint.model.has_lora and topology.pp == 1 and topology.tp * topology.sharding > 1:
         config[
             _TP_FIELD["paddleformers"]
-        ] = -1  # as the trainer writes it where it merges what tp cut, be it nothing
+        ] = -1  # as the trainer writes it when it merges what tp has cut, even if tp is 1
     rewritten = dict(checkpoint.rewritten.values())
     if checkpoint.adapter is not None and not checkpoint.adapter.fits(topology):
         own_files.add(LORA_CONFIG)
@@ -65,23 +65,23 @@ def classify_sidecars(
     paths: Iterable[str],
     folders: Sequence[str],
     own_files: Collection[str],
-    reason_to_leave: Callable[[str], str | None],
+    reason_not_carried: Callable[[str], str | None],
     source_config: Mapping[str, Any],
     config: Mapping[str, Any],
 ) -> Sidecars:
-    """Decide about every file that holds no tensors of the model.
+    """Decide about every file that does not hold tensors of the model.
 
     Parameters
     ----------
     paths, folders
         All files of the source, and the folders in it.
     own_files
-        Those that are made anew or need no word: files of tensors, and what says where they lie.
-    reason_to_leave
+        Files that are rewritten or not reported: files of tensors and their metadata.
+    reason_not_carried
         Returns why the format cannot hold a file; ``None``: it is carried.
     source_config, config
-        ``config.json`` as it is and as it is to be: written anew, as ``transformers`` writes it, only where an entry
-        changes.
+        ``config.json`` of the source and of the target. It is rewritten, as ``transformers`` writes it, only if an
+        entry changes.
     """
     carried, not_carried = (
         [],
@@ -93,8 +93,8 @@ def classify_sidecars(
         if is_marker(path):
             not_carried.append((path, "a completion marker of the source's own job"))
         elif "/" in path:
-            not_carried.append((path, "lies in a folder of tensors and holds none"))
-        elif reason := reason_to_leave(path):
+            not_carried.append((path, "in a folder of tensors, but not a file of tensors"))
+        elif reason := reason_not_carried(path):
             not_carried.append((path, reason))
         else:
             carried.append(path)
@@ -107,9 +107,9 @@ def classify_sidecars(
 
 
 def _same_ranks(checkpoint: Checkpoint, topology: Topology, rng_files: list[str]) -> bool:
-    """Whether every rank of the target is the same rank of the source.
+    """Whether source and target have the same ranks.
 
-    The source's files do not tell its dp degree, but one random state per rank does.
+    The source's files do not give its dp degree, but the number of its random states does: one per rank.
     """
     source = checkpoint.topology
     same = source is not None and (source.tp, source.pp, source.vpp, source.sharding, source.ep) == (
@@ -136,16 +136,16 @@ def _config(config: Mapping[str, Any], convention: str, topology: Topology) -> d
 
 
 def average_divisor(facts: Mapping[str, Any], path: str) -> float:
-    """By what the values of an average have to be divided; ``facts`` is what ``ema.json`` beside it says.
+    """Divisor of the values of an average; ``facts`` are the contents of the ``ema.json`` next to it.
 
-    An average that began at zero has to be; that of any other is 1.
+    It is below 1 if the average started at zero, otherwise 1.
 
     Raises
     ------
     CheckpointError
-        If it does not say.
+        If ``facts`` do not give a valid one.
     """
     divide_by = facts.get("divide_by")
     if not isinstance(divide_by, int | float) or isinstance(divide_by, bool) or not 0 < divide_by <= 1:
-        raise CheckpointError(f"{path}: divide_by is {divide_by!r}, a number above 0 and up to 1 is expected")
+        raise CheckpointError(f"{path}: divide_by is {divide_by!r}; a number above 0 and up to 1 is expected")
     return float(divide_by)

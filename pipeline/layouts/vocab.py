@@ -1,6 +1,6 @@
-"""The same model with more or fewer rows of vocabulary, on request only.
+"""Add rows to the vocabulary of a model or remove some, on request.
 
-New rows are zero in every state; rows that are trimmed are gone. Everything else keeps its bits.
+New rows are zero in every state. Everything else keeps its bits.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ VOCAB_SIZE = "vocab_size"
 
 
 def resize_vocabulary(checkpoint: Checkpoint, size: int, grow: bool) -> Checkpoint:
-    """Describe a checkpoint with a vocabulary of ``size``; its fragments stay those of the source.
+    """Describe a checkpoint with a vocabulary of ``size`` rows; its fragments stay those of the source.
 
     Raises
     ------
     PlanError
-        If the size is on the wrong side of the present one, or no tensor has a dim of that name.
+        If the size is not above (``grow``) or below the present one, or no tensor has a dim of ``vocab_size``.
     """
     model = checkpoint.model
     present = config_entry(model.config, VOCAB_SIZE)
@@ -41,8 +41,8 @@ def resize_vocabulary(checkpoint: Checkpoint, size: int, grow: bool) -> Checkpoi
     for old, tensor in zip(model.tensors, resized, strict=True):
         if old != tensor and MEAN_MOMENT2 in tensor.accumulators:
             raise PlanError(
-                f"{tensor.key}: the optimizer is AdamWMini, whose moment2 is one number that all elements make: with "
-                "other rows it would be another, so the vocabulary cannot be resized"
+                f"{tensor.key}: the optimizer is AdamWMini, whose moment2 is one number computed from all elements, so "
+                "the vocabulary cannot be resized"
             )
     shapes = {
         t.key: (old.global_shape, t.global_shape) for old, t in zip(model.tensors, resized, strict=True)

@@ -1,4 +1,4 @@
-"""What do safetensors files of weights say of dtypes and layouts, whatever the format?"""
+"""Dtypes and layouts of weights in safetensors files, in any format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paddle_reshard.pipeline.layouts.rules import RuleTable
 from paddle_reshard.pipeline.layouts.rules.entries import Config
 
 PADDLE_LAYOUTS = ("np", "pd")
-"""What safetensors files in Paddle's own layout say of themselves (``format`` in their metadata)."""
+"""Values of ``format`` in the metadata of safetensors files in Paddle's own layout."""
 TRANSFORMERS_LAYOUT = "pt"
 TAGS = {
     "float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64", "int64": "I64", "int32": "I32",
@@ -19,12 +19,12 @@ _DTYPES = {tag: dtype_named(name) for name, tag in TAGS.items()} | {"U16": dtype
 
 
 def dtype_of_tag(tag: str, where: str) -> DType:
-    """The dtype that a tag means; ``U16`` is how files written from NumPy spell bfloat16.
+    """The dtype of a tag; files written from NumPy have ``U16`` for bfloat16.
 
     Raises
     ------
     CheckpointError
-        If it is none that a checkpoint of ours can hold.
+        If the dtype is not supported.
     """
     if tag not in _DTYPES:
         raise CheckpointError(f"{where}: dtype {tag} is not supported")
@@ -34,34 +34,32 @@ def dtype_of_tag(tag: str, where: str) -> DType:
 def is_transposed(
     key: str, shape: Shape, layout: str | None, path: str, table: RuleTable, config: Config
 ) -> bool:
-    """Whether PaddleFormers has written a weight the other way round than it lies in Paddle.
+    """Whether PaddleFormers has transposed a weight in this file.
 
-    ``layout`` is what the file says of itself (``format`` in its metadata): ``np`` is Paddle's own layout, ``pt`` that
-    of ``save_to_hf``. There keys stay those of Paddle and fused tensors stay fused, and linear layers are transposed:
-    those in ``transpose_weight_keys`` of the model class (PaddleFormers 1.2 ``transformers/conversion_utils.py:1272``),
-    which are those that are one transposed tensor in a Hugging Face checkpoint too, or the row says which.
+    ``layout`` is the file's ``format`` in its metadata: ``np`` is Paddle's own layout, ``pt`` that of ``save_to_hf``.
+    The latter keeps Paddle's keys and fused tensors, but transposes the linear layers in ``transpose_weight_keys`` of
+    the model class (PaddleFormers 1.2 ``transformers/conversion_utils.py:1272``). Unless the row says otherwise, these
+    are the tensors that are a single transposed tensor in a Hugging Face checkpoint, too.
 
     Raises
     ------
     CheckpointError
-        If the file does not say its layout.
+        If the file does not give its layout.
     RuleError
-        If the rule table does not know the form of the tensor.
+        If the rule table does not give the form of the tensor.
     """
     if layout in PADDLE_LAYOUTS:
         return False
     if layout != TRANSFORMERS_LAYOUT:
-        raise CheckpointError(
-            f"{path}: its metadata say format={layout!r}; np, pd or pt tells the layout of its weights"
-        )
+        raise CheckpointError(f"{path}: its metadata say format={layout!r}; np, pd or pt is expected")
     if len(shape) != 2:
         return False
     form = table.find(key, config)[0].huggingface
     if form is None:
         raise RuleError(
             key,
-            f"{path} is in the layout of Hugging Face checkpoints, and the {table.convention} rule table "
-            f"{table.family!r} does not say what that is; add 'huggingface' to its row in a copy of the table, and "
-            "pass that with --rules FILE",
+            f"{path} has the layout of Hugging Face checkpoints, and the {table.convention} rule table "
+            f"{table.family!r} does not give the tensor's form there; add 'huggingface' to its row in a copy of the "
+            "table, and pass that with --rules FILE",
         )
     return form.transposed_as_saved

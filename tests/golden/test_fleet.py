@@ -215,9 +215,7 @@ def test_a_family_whose_class_only_moved_keeps_its_names(tmp_path: Path) -> None
 
 
 def test_a_family_without_a_table_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        RuleError, match=r"no paddlefleet rule table for ernie4_5 \(known: glm4_moe, "
-    ):
+    with pytest.raises(RuleError, match=r"no paddlefleet rule table for ernie4_5 \(known: glm4_moe, "):
         paddle_reshard.convert(
             checkpoint("families/ernie4_5_single"), tmp_path / "x", format="flex", convention="paddlefleet"
         )

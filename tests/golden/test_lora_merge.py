@@ -131,7 +131,7 @@ WEIGHT = "model.layers.1.self_attn.o_proj.weight"
         ("lora_single", {WEIGHT: np.zeros((32, 32), np.float32)}, {}, f"{WEIGHT}: float32; only bfloat16"),
         ("lora_qwen2_single", {}, {}, r"is LoRA of qwen2 \(paddleformers\), .* is a model of llama"),
         ("fp16_single", {}, {}, "holds no LoRA that could be merged"),
-        ("lora_single", {}, {"lora_config": "lora_config.json"}, "has a lora_config.json of its own"),
+        ("lora_single", {}, {"lora_config": "lora_config.json"}, "has its own lora_config.json"),
         ("lora_single", {}, {"format": "hybrid", "to": "sharding=2"}, "parameters only"),
     ],
 )

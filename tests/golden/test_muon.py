@@ -121,7 +121,9 @@ def test_an_average_next_to_it(tmp_path: Path) -> None:
 )
 def test_formats_in_which_no_trainer_saves_muon(options: dict[str, Any], tmp_path: Path) -> None:
     """They would be read as AdamW's, whose moment2 is nowhere."""
-    told = rf"{MATRIX} and 11 more: the optimizer is Muon, .*, only as flex; and AdamW cannot go on from it"
+    told = (
+        rf"{MATRIX} and 11 more: the optimizer is Muon, .*, only as flex; and AdamW cannot continue from it"
+    )
     with pytest.raises(ReshardError, match=told):
         paddle_reshard.convert(checkpoint("muon_fc_sh2"), tmp_path / "target", config=config(), **options)
     assert not (tmp_path / "target").exists()

@@ -318,9 +318,7 @@ def test_weights_that_do_not_say_their_layout(copied: Callable[[str], Folder]) -
     path = folder / "model-00001-of-00001.safetensors"
     content = path.read_bytes()
     path.write_bytes(content.replace(b'"format":"pt"', b'"fabric":"pt"', 1))
-    with pytest.raises(
-        CheckpointError, match=r"model-00001-of-00001.*format=None; np, pd or pt tells the layout"
-    ):
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00001.*format=None; np, pd or pt is expected"):
         _plan(folder)
     path.write_bytes(content.replace(b'"format":"pt"', b'"format":"np"', 1))
     with pytest.raises(RuleError, match=r"expect the shape \(24, 16\), the files hold \(16, 24\)"):

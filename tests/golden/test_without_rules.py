@@ -262,7 +262,7 @@ REFUSED = [
     ("families/phi3_single", {"format": "unified"}, r"no rule table knows it, .* unified checkpoint"),
     ("families/phi3_single", {"format": "auto-parallel"}, r"no rule table knows it, .*auto-parallel"),
     ("families/phi3_pp2", {"to": "tp=1"}, r"what pp=1 changes"),
-    ("families/phi3_pp2", {"to": "pp=2", "layout": {"segmentation": "uniform"}}, r"in a stage: leave segm"),
+    ("families/phi3_pp2", {"to": "pp=2", "layout": {"segmentation": "uniform"}}, r"in a stage: omit segm"),
     ("pp4vpp2", {"to": "pp=4,vpp=2"}, r"what vpp=2 changes"),
     ("families/qwen3_next_mp2", {"to": "tp=1"}, r"what tp=1 changes"),
     ("families/qwen3_next_mp2", {"to": "tp=2,pp=2"}, r"what pp=2 changes"),

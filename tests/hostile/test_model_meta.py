@@ -87,7 +87,7 @@ CONTRADICTIONS: dict[str, tuple[str, Callable[[Meta], object], str]] = {
     "columns in another order": (
         "sh2_s1v1_meta",
         lambda meta: [cell["param_meta_keys"].reverse() for cell in _cells(meta)],
-        r"tp00_pp00: param_meta_keys is \['no_sync', 'is_distributed', 'dtype', 'shape'\], param_meta is read as",
+        r"tp00_pp00: param_meta_keys is \['no_sync', 'is_distributed', 'dtype', 'shape'\], only",
     ),
 }
 

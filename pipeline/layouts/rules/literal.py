@@ -1,4 +1,4 @@
-"""A rule table of a model that no table describes: every key has a row of its own."""
+"""Rule tables for models of unknown families: one row per key."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _ITEM = Item("model", "", repeated=True)
 
 @dataclass(frozen=True)
 class LiteralTable(RuleTable):
-    """Rows that are keys. A tensor is whole and goes out as it is, under its key.
+    """A table whose rows are keys: whole tensors that keep their keys.
 
-    It tells nothing of tensor parallelism, of the order of layers or of parameter names.
+    It gives no tensor parallelism, order of layers or parameter names.
     """
 
     def find(self, key: str, config: Config) -> tuple[Rule, int | None]:
-        """The row for ``key``; of no layer."""
+        """The row for ``key``; no layer."""
         rule = self._rows.get(key)
         if rule is None:
             raise RuleError(key, "no such tensor is in the model")
@@ -44,7 +44,7 @@ class LiteralTable(RuleTable):
 
 
 def literal_table(keys: Collection[str], origin: RuleTable) -> RuleTable:
-    """The table of a model with these keys, made of one that ``origin`` describes."""
+    """The table of a model with these keys, which was made from a model that ``origin`` describes."""
     rules = tuple(
         Rule(key, _ITEM.name, "", "the key itself", huggingface=HuggingFaceForm((key,))) for key in keys
     )
@@ -60,23 +60,27 @@ def literal_table(keys: Collection[str], origin: RuleTable) -> RuleTable:
 
 @dataclass(frozen=True, slots=True)
 class StoredJob:
-    """The job that wrote the files by which a model is known: only one with the same degrees reads them."""
+    """Degrees of the job that wrote the files; only jobs with the same degrees can read them."""
 
     tp: int = 1
     pp: int = 1
     ep: int = 1
 
     def differing(self, degrees: Mapping[str, int]) -> str:
-        """Those of the ``degrees`` of another job that are not its own, in words; of other axes those above 1."""
+        """Those of the ``degrees`` that differ from this job's, in words; axes that it does not list count as 1.
+
+        For ``tp=2``, the degrees ``tp=4, pp=1, vpp=2`` give ``"tp=4, vpp=2"``.
+        """
         return ", ".join(f"{axis}={n}" for axis, n in degrees.items() if n != getattr(self, axis, 1))
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRule(Rule):
-    """What files tell of a tensor; everything else is refused.
+    """What files say about a tensor; everything else is refused.
 
-    Which dim tp cut, and what is fused, they do not tell. A tensor of several tp ranks is what they hold, one behind
-    the other along the first dim: each of as many ranks gets back what it had.
+    They do not say which dim tp has cut, or what is fused. A tensor of several tp ranks is therefore their parts in a
+    row along the first dim; in a job with as many ranks, each gets its own part back. Two ranks with parts of
+    ``(8, 4)`` make a tensor of ``(16, 4)``, whatever tp has cut.
     """
 
     job: StoredJob = StoredJob()
@@ -89,24 +93,24 @@ class StoredRule(Rule):
         return self.expert
 
     def split_dim(self, config: Config, tp: int, key: str | None = None) -> int | None:
-        """The first dim, for as many ranks as wrote the files.
+        """The first dim, if ``tp`` is that of the job that wrote the files.
 
         Raises
         ------
         RuleError
-            For any other number: no file tells which dim they cut, and what is fused.
+            For any other ``tp``: no file says which dim it cuts, and what is fused.
         """
         if tp != self.job.tp:
             raise RuleError(self.key, _not_known(f"which dim tp={tp} cuts, and what is fused"))
         return self.split
 
     def class_for(self, pp: int, tp: int, sequence_parallel: bool, ep: int = 1) -> str:
-        """Nothing; the files give the whole name.
+        """An empty class, because the files give the whole parameter name.
 
         Raises
         ------
         RuleError
-            For a job in which names differ, or where no file gives any.
+            If names differ in this job, or no file gives any.
         """
         if self.parameter_name is None or StoredJob(tp, pp, ep) != self.job:
             raise RuleError(self.key, _not_known("its parameter name in such a job"))
@@ -115,23 +119,23 @@ class StoredRule(Rule):
 
 @dataclass(frozen=True)
 class StoredTable(LiteralTable):
-    """What the files of a checkpoint tell of its model, whose family no rule table knows."""
+    """What the files of a checkpoint say about its model, if there is no rule table for the family."""
 
     job: StoredJob = StoredJob()
     ordered: bool = False
     """Whether the rows are in the order of ``model.parameters()``, and give parameter names."""
     marked: bool = False
-    """Whether the files tell of every tensor whether it is ``is_distributed``."""
+    """Whether the files give ``is_distributed`` for every tensor."""
 
     def check_job(self, config: Config, degrees: Mapping[str, int], stages_given: bool) -> None:
-        """Refuse a hybrid-parallel target of which the files do not tell everything.
+        """Refuse a hybrid-parallel target that the files do not determine.
 
         Parameters
         ----------
         degrees
-            Axis → degree in the target, of the axes that change more than which rank holds an optimizer state.
+            Axis → degree in the target, for axes that change more than the rank that holds an optimizer state.
         stages_given
-            Whether the target decides by itself what is in which stage or virtual stage.
+            Whether options of the target determine the layers of its stages or virtual stages.
 
         Raises
         ------
@@ -139,18 +143,18 @@ class StoredTable(LiteralTable):
             Naming what is missing.
         """
         if not self.ordered:
-            self.refuse(config, "the order of parameters, and their names; this format holds neither")
+            self.refuse(config, "the order of parameters, and their names; the source's format has neither")
         if changed := self.job.differing(degrees):
             self.refuse(
                 config, f"what {changed} changes: how tensors are cut or distributed, and their names"
             )
         if stages_given and self.job.pp > 1:
             self.refuse(
-                config, "which layers follow each other in a stage: leave segmentation and comm_overlap out"
+                config, "which layers follow each other in a stage: omit segmentation and comm_overlap"
             )
 
     def check_whole(self, config: Config) -> None:
-        """Refuse a use of whole tensors where the files tell only what each tp rank holds.
+        """Refuse a use of whole tensors if tp has cut them.
 
         Raises
         ------
@@ -160,10 +164,10 @@ class StoredTable(LiteralTable):
             self.refuse(config, f"which dim its tp={self.job.tp} ranks have cut, and what is fused")
 
     def check_keys(self, config: Config) -> None:
-        """Refuse a target that goes by the model's own keys, if the source's files may have others.
+        """Refuse a target that has the model's own keys, if the source's files may have different ones.
 
-        The trainer saves some models of several parts under the keys of their Hugging Face form (PaddleFormers 1.2
-        qwen2_5_vl: ``visual.`` for ``model.visual.``); ``model_meta.json`` and a FlexCheckpoint have the model's own.
+        The trainer saves some models of several parts with Hugging Face keys (PaddleFormers 1.2 qwen2_5_vl: ``visual.``
+        instead of ``model.visual.``); ``model_meta.json`` and a FlexCheckpoint have the model's own keys.
 
         Raises
         ------
@@ -173,16 +177,15 @@ class StoredTable(LiteralTable):
             self.refuse(config, "which keys its tensors have in the model: model_state may rename them")
 
     def refuse(self, config: Config, missing: str) -> NoReturn:
-        """Refuse a target because of what is ``missing``.
+        """Refuse a target, naming what is ``missing``.
 
         Raises
         ------
-        PlanError
+        PlanError, RuleError
         """
         if not config:
             raise PlanError(
-                f"{CONFIG} is missing, and the other files do not tell {missing}; give that of the model with "
-                "--config FILE"
+                f"{CONFIG} is missing, and the other files do not tell {missing}; pass the model's with --config FILE"
             )
         raise RuleError(f"model type {config.get('model_type')!r}", _not_known(missing))
 
@@ -196,13 +199,13 @@ def _not_known(missing: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:
-    """What files tell of a key."""
+    """What files say about a key."""
 
     key: str
     name: str | None = None
     """Parameter name."""
     tied_to: str | None = None
-    """The key before it that has the same parameter name."""
+    """An earlier key with the same parameter name."""
     distributed: bool | None = None
     """``is_distributed`` of ``model_meta.json``; ``None`` without it."""
     stage: int = 0
@@ -214,7 +217,7 @@ class StoredKey:
 
 
 def is_known(tables: Sequence[RuleTable], config: Config) -> bool:
-    """Whether one of the tables is for the model's family; one that a user gives is for any."""
+    """Whether one of the tables is for the model's family; a table that the user passes is for any family."""
     if not isinstance(tables, ShippedTables):
         return True
     try:
@@ -231,14 +234,14 @@ def stored_table(
     job: StoredJob = StoredJob(),
     convention: str | None = None,
 ) -> StoredTable:
-    """The table of a model that is known by its files alone; ``keys`` in the order of the files.
+    """Make a table from the files of a model; ``keys`` in the order of the files.
 
-    ``convention`` is the library that wrote them, where their format tells.
+    ``convention`` is the library that wrote them, if their format determines it.
 
     Raises
     ------
     RuleError
-        If ``config.json`` does not tell which library wrote them.
+        If ``config.json`` does not say which library wrote them.
     """
     family = str(config.get("model_type", "not known"))
     convention = convention or library_of(config)
@@ -249,7 +252,7 @@ def stored_table(
             "(paddleformers_version or paddlenlp_version); write one and pass it with --rules FILE",
         )
     keys = list(keys)
-    # A stage is one item: what it holds stays together.
+    # A stage is one item: its tensors stay together.
     stages = tuple(Item(_stage(number), "DecoderLayer", repeated=True) for number in range(job.pp))
     return StoredTable(
         family,
