@@ -128,8 +128,8 @@ class HybridTarget:
         # A job can start from parameters alone (ignore_load_lr_and_optim); every rank of a sharding group holds them.
         if not source.has_optimizer and self.writes_meta:
             raise PlanError(
-                f"{self.topology}: the source holds parameters only, and files with {MODEL_META} hold what an optimizer "
-                f"keeps; use --format {HYBRID_PLAIN}, in which all ranks of a sharding group read the same file, or "
+                f"{self.topology}: the source holds parameters only, and a target with {MODEL_META} needs optimizer "
+                f"states; use --format {HYBRID_PLAIN}, in which all ranks of a sharding group read the same file, or "
                 "--master-weights from-parameters"
             )
         if wanted.masters_made and not self.writes_meta:
