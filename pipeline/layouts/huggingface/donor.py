@@ -28,7 +28,7 @@ from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import PARAM, DType, Tensor
 from paddle_reshard.pipeline.core.trainer_files import is_model_file
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, Completion
-from paddle_reshard.pipeline.layouts.forms import places_of
+from paddle_reshard.pipeline.layouts.forms import matches_of
 from paddle_reshard.pipeline.layouts.huggingface.names import INDEX
 from paddle_reshard.pipeline.layouts.huggingface.parts import model_parts, tensor_parts
 from paddle_reshard.pipeline.layouts.huggingface.source import stored_keys
@@ -184,14 +184,14 @@ def _entries(wanted: Checkpoint, donor: Donor, taken: Sequence[str]) -> dict[str
 
 
 def _by_row(keys: Iterable[str], model: Model) -> dict[str, bool]:
-    """Each of the keys that a row of the model's table has → whether it is of multi-token prediction."""
+    """Key that a row of the model's table matches → whether it belongs to multi-token prediction."""
     layers, mtp = count_entry(model.config, "num_hidden_layers"), model.table.mtp_items
     found = {}
-    for key, place in places_of(keys, model.table, model.config).items():
-        if place is not None:
-            match = place.rule.pattern().fullmatch(place.key)
-            layer = match.groupdict().get("layer") if match else None
-            found[key] = place.rule.item in mtp or (layer is not None and int(layer) >= layers)
+    for key, match in matches_of(keys, model.table, model.config).items():
+        if match is not None:
+            spelled = match.rule.pattern().fullmatch(match.key)
+            layer = spelled.groupdict().get("layer") if spelled else None
+            found[key] = match.rule.item in mtp or (layer is not None and int(layer) >= layers)
     return found
 
 
