@@ -11,6 +11,7 @@ import functools
 import os
 import runpy
 import sys
+import types
 from pathlib import Path
 
 
@@ -28,6 +29,7 @@ def main() -> None:
     import truth
 
     truth.gather = functools.partial(show_and_gather, truth, truth.gather)
+    forget_correction_biases()
     runpy.run_path(str(script), run_name="__main__")
 
 
@@ -40,7 +42,34 @@ def answer_for_bfloat16(paddle, wanted: str | None) -> None:
     print(f"CPU has bfloat16: {'yes' if paddle.amp.is_bfloat16_supported() else 'no'}", flush=True)
 
 
-def show_and_gather(truth, gather, trainer, *arguments) -> None:
+def forget_correction_biases() -> None:
+    """Zero what the script sets to the same values in every job, and training leaves: it is equal only if loaded."""
+    import paddle
+    from paddleformers.trainer import Trainer
+
+    train = Trainer.train
+
+    def train_from_zero(trainer, *arguments, **options):
+        for key, tensor in trainer.model.state_dict().items():
+            if key.endswith(".e_score_correction_bias"):
+                paddle.assign(paddle.zeros_like(tensor), tensor)
+        return train(trainer, *arguments, **options)
+
+    Trainer.train = train_from_zero
+
+
+def show_and_gather(truth, gather, trainer, asked, *arguments) -> None:
+    if getattr(asked, "lora", ""):
+        import state_patches
+
+        # The adapters with their states, in the names of the model below them.
+        of_base = types.SimpleNamespace(gather=functools.partial(_show_and_gather, truth, gather))
+        state_patches.gather(of_base, trainer, asked, *arguments)
+    else:
+        _show_and_gather(truth, gather, trainer, asked, *arguments)
+
+
+def _show_and_gather(truth, gather, trainer, *arguments) -> None:
     chain = truth._chain(trainer.optimizer)
     of_pipeline = getattr(trainer.model_wrapped, "_chunk_2_comm_buffers", None) or {}
     for optimizer in chain:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,8 @@ def resume(
     model: Mapping[str, Any],
     timeout_seconds: float,
     environment: Mapping[str, str],
+    script: str = "train_pf.py",
+    options: Sequence[str] = (),
 ) -> list[str]:
     """Let the real trainer resume from a checkpoint and dump what it then holds; return the ranks' logs."""
     return run_trainer(
@@ -118,12 +120,13 @@ def resume(
         name,
         out,
         driver=DRIVER,
-        options=["--resume", str(checkpoint)],
+        options=["--resume", str(checkpoint), *options],
         ranks=ranks,
         arguments=arguments,
         model=model,
         timeout_seconds=timeout_seconds,
         environment=environment,
+        script=script,
     )
 
 

@@ -19,7 +19,7 @@ from tests.parity.lab import PARITY, REPO, Lab, LabError, open_lab, run_trainer,
 from tests.parity.run import (
     ALL_AXES,
     CHECKPOINT,
-    EMA_STATE,
+    EMA_STATES,
     PP2,
     SHARDING2,
     STEP_IS_READ,
@@ -91,7 +91,7 @@ def _check(lab: Lab, name: str, run: Run) -> list[str]:
         environment=run.environment | {"PYTHONPATH": str(REPO / "src")},
     )
     truth = read_tensors(source / "truth.safetensors")
-    wanted = {key: tensor for key, tensor in truth.items() if not key.endswith(EMA_STATE)}
+    wanted = {key: tensor for key, tensor in truth.items() if not key.endswith(EMA_STATES)}
     found = differences(read_tensors(work / "out" / "truth.safetensors"), wanted)
     found += differences_of_reports(work / "out" / "truth_report.json", source / "truth_report.json")
     for rank, log in enumerate(logs):

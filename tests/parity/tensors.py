@@ -35,6 +35,17 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file."""
+    header, stop = {}, 0
+    for key, tensor in tensors.items():
+        start, stop = stop, stop + len(tensor.data)
+        header[key] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (start, stop)}
+    header_bytes = json.dumps(header).encode()
+    payload = b"".join(tensor.data for tensor in tensors.values())
+    path.write_bytes(struct.pack("<Q", len(header_bytes)) + header_bytes + payload)
+
+
 def differences(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
     """Name every tensor that is missing, surplus, or not the same in dtype, shape and every bit."""
     found = [f"{key}: not loaded" for key in sorted(expected.keys() - actual.keys())]
