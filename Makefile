@@ -16,7 +16,7 @@ help:
 	@echo "make check    formatter, linter, types, import contracts"
 	@echo "make format   format the code and apply the linter's fixes"
 	@echo "make fuzz     longer fuzzing of everything that reads a checkpoint, and of conversions between random topologies"
-	@echo "make parity   resume the real trainer from our conversions (needs Python 3.11; 10 minutes)"
+	@echo "make parity   resume the real trainer from our conversions (needs Python 3.11; 20 minutes)"
 	@echo "make parity-table  losses after a change of strategy, into docs/parity.md (two hours; can be interrupted)"
 	@echo "make bench    convert 4 GB, compared with cp -r, paddle.load and others, into docs/performance.md (ARGS=--quick)"
 	@echo "make memory   private memory of conversions of 270,000 tensors (ARGS='--layers 10': fewer tensors)"
