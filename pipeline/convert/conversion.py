@@ -55,6 +55,7 @@ from paddle_reshard.pipeline.core.tensors import MTP
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.fill import read_filling
+from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.indexing.small_files import trainer_state_for
 from paddle_reshard.pipeline.layouts.lora import with_adapter
 from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles
@@ -120,7 +121,7 @@ def plan_request(
     filling = read_filling(locations.fill, request.allow_missing, locations.reading)
     program = load_program(request.aoa)
     tables, config = load_tables(request.rules, request.convention), load_config(request.config)
-    own = open_source(locations.sources[0], *locations.reading)
+    own = open_checkpoint(locations.sources[0], locations.reading)
     policy = replace(filling.policy, drops_mtp=MTP in request.dropped)
     pieces = program is None and locations.merge_into is None
     checkpoint = index_checkpoint(own, tables, config, policy, index_files, pieces)
@@ -129,7 +130,7 @@ def plan_request(
     if locations.merge_into is not None:
         from paddle_reshard.pipeline.convert.merge import merge_into
 
-        base_store = open_source(locations.merge_into, *locations.reading)
+        base_store = open_checkpoint(locations.merge_into, locations.reading)
         base = index_checkpoint(base_store, tables, config, None, index_files)
         store, checkpoint = merge_into(base_store, base, store, checkpoint)
     if program is not None:
@@ -196,7 +197,7 @@ def resumed_request(
         return target, options
     if is_complete(target, options):
         return target, options
-    source_store = open_source(locations.sources[0], *locations.reading)
+    source_store = open_checkpoint(locations.sources[0], locations.reading)
     for store in outputs.targets.values():
         if not check_finished(store, source_store, settings.verify):
             raise UsageError(f"{store.location}: nothing to resume here; give --to or --format")

@@ -28,6 +28,7 @@ from paddle_reshard.pipeline.core.tensors import (
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.indexing.detect import index_source
+from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.formats import format_of
 from paddle_reshard.pipeline.layouts.lora_config import Adapter
@@ -36,7 +37,7 @@ from paddle_reshard.pipeline.layouts.optimizers import muon_parameters
 from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles
 from paddle_reshard.pipeline.layouts.rules import RuleTable, choose_table, library_of
 from paddle_reshard.pipeline.layouts.rules.literal import StoredTable, is_known
-from paddle_reshard.storage.locate import open_source, source_access
+from paddle_reshard.storage.locate import source_access
 from paddle_reshard.tasks.index import index_here
 
 
@@ -142,7 +143,7 @@ def inspect(
         without a rule table, only files that cannot be parsed are an error.
     """
     check_names(options, InspectOptions)
-    store = open_source(os.fspath(source), *source_access(options))
+    store = open_checkpoint(os.fspath(source), source_access(options))
     index_files = partial(index_here, observe=observe)
     tables, config = given_inputs(options.get("rules"), options.get("config"))
     files = SourceFiles(store, config, index_here, index_files)

@@ -138,6 +138,8 @@ class ConversionPlan(Shown):
             for decision in target.spec.decisions
         ]
         facts.append(("from", _source_in_words(self.source)))
+        if self.source.dequantised is not None:
+            facts.append(("dequantised", self.source.dequantised))
         if self.source.merged is not None:
             facts.append(("merged", self.source.merged))
         if self.source.completion is not None:

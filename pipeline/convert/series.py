@@ -44,13 +44,13 @@ from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import EMA, EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
+from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.indexing.small_files import check_one_model
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.formats import DEFAULT, FORMATS, formats_for_average
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.pipeline.layouts.reading import IndexFiles
 from paddle_reshard.pipeline.planning.settings import PlanSizes
-from paddle_reshard.storage.locate import open_source
 from paddle_reshard.storage.store import Source
 from paddle_reshard.storage.views import JoinedSource, Mount
 from paddle_reshard.tasks.ema import Averaging, factors
@@ -326,7 +326,7 @@ def plan_average(
     """Plan what :func:`average` does, without moving anything."""
     locations = request.locations
     outputs = open_targets(locations, settings.resume)
-    stores = [open_source(source, *locations.reading) for source in locations.sources]
+    stores = [open_checkpoint(source, locations.reading) for source in locations.sources]
     tables, config = load_tables(request.rules), load_config(request.config)
     missing = MissingPolicy(allowed=request.allow_missing)
     check_one_model(stores)

@@ -28,6 +28,7 @@ from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
 from paddle_reshard.pipeline.indexing import small_files
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
+from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.indexing.optimizer_steps import check_optimizer
 from paddle_reshard.pipeline.indexing.pair import Contents, index_pair
 from paddle_reshard.pipeline.layouts.checkpoint import MissingPolicy
@@ -199,7 +200,7 @@ def verify_request(request: VerifyRequest, observe: Observer = ignore_events) ->
 
 def _verify_alone(request: VerifyRequest, observe: Observer) -> VerifyReport:
     """Compare what a checkpoint stores twice."""
-    store = open_source(request.a, *request.access[0])
+    store = open_checkpoint(request.a, request.access[0])
     inputs = given_inputs(request.rules, request.config)
     checkpoint = index_checkpoint(store, *inputs, request.missing, partial(index_here, observe=observe), True)
     check_optimizer(store, checkpoint)
@@ -212,7 +213,7 @@ def _verify_alone(request: VerifyRequest, observe: Observer) -> VerifyReport:
 def _verify_two(request: VerifyRequest, b: str, observe: Observer) -> VerifyReport:
     """Compare two checkpoints."""
     stores = [
-        open_source(location, *access)
+        open_checkpoint(location, access)
         for location, access in zip((request.a, b), request.access, strict=True)
     ]
     inputs = given_inputs(request.rules, request.config)
@@ -321,7 +322,7 @@ def check(
     """
     check_names(options, CheckOptions)
     store = open_source(os.fspath(target), *target_access(options))
-    made_from = None if source is None else open_source(os.fspath(source), *source_access(options))
+    made_from = None if source is None else open_checkpoint(os.fspath(source), source_access(options))
     sizes = store.sizes()
     if MANIFEST not in sizes:
         raise CheckpointError(

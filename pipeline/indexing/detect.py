@@ -6,6 +6,7 @@ Only metadata are read: pickle opcodes, headers, JSON.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from paddle_reshard.pipeline.core.catalog import check_dtypes
@@ -67,6 +68,11 @@ def index_source(
             f"given with --fill, but only {losing} checkpoints can lack tensors; omit the option",
         )
     checkpoint = format.index(files, tables, missing)
+    if files.safetensors:
+        from paddle_reshard.tasks.dequantise import DequantisedSource
+
+        if isinstance(files.store, DequantisedSource):
+            checkpoint = replace(checkpoint, dequantised=files.store.summary)
     if not pieces and isinstance(checkpoint.model.table, StoredTable):
         checkpoint.model.table.check_whole(checkpoint.model.config)
     check_dtypes(checkpoint.catalog.tensors)

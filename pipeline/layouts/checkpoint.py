@@ -89,6 +89,8 @@ class Checkpoint:
     """Contents of ``lora_config.json``, or ``None``."""
     merged: str | None = None
     """Description of what is merged into it while it is read."""
+    dequantised: str | None = None
+    """Description of the weights that are dequantised while they are read."""
     rewritten: Mapping[str, tuple[str, bytes]] = field(default_factory=dict)
     """Small file of the source → the name and content that it has in targets."""
     masters_made: bool = False

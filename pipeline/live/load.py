@@ -23,6 +23,7 @@ from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, Usag
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.fill import read_filling
+from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.live.layout import Names, check_complete, find_tensors, lay_out_live
 from paddle_reshard.pipeline.live.tensors import (
@@ -40,7 +41,7 @@ from paddle_reshard.pipeline.planning.checks import master_checks_of_loaded
 from paddle_reshard.pipeline.planning.plan import JOIN_GAP_BYTES, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
-from paddle_reshard.storage.locate import Access, is_local, open_source, source_access
+from paddle_reshard.storage.locate import Access, is_local, source_access
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.device import Mover
 from paddle_reshard.tasks.needed import NeededBytes
@@ -185,7 +186,7 @@ def _read_request(
 def _open(request: LoadRequest) -> tuple[Source, Checkpoint, MissingPolicy]:
     """The store, the checkpoint in it, and the policy for missing tensors."""
     filling = read_filling(request.fill, request.allow_missing, request.access)
-    own = open_source(request.location, *request.access)
+    own = open_checkpoint(request.location, request.access)
     config = request.config if not isinstance(request.config, Path) else load_config(request.config)
     checkpoint = index_checkpoint(own, load_tables(request.rules), config, filling.policy)
     return filling.serve(own), checkpoint, filling.policy

@@ -48,8 +48,10 @@ TAGS: Final[Mapping[str, str]] = {
 
 ``U16`` is how files written through numpy from Paddle tensors tag bfloat16 (Paddle 3.3.1
 ``flex_checkpoint/dcp/utils.py:480-490`` reads both as bfloat16). The 8-bit and smaller floats are left out:
-numpy has no code for them.
+numpy has no code for them (see :data:`FP8_TAG`).
 """
+FP8_TAG: Final = "F8_E4M3"
+"""Tag of 8-bit floats with 4 bits of exponent, which only a source that dequantises them understands."""
 _ITEM_BYTES: Final[Mapping[str, int]] = {tag: int(code[1:]) for tag, code in TAGS.items()}
 _RANK_OF_TAG: Final[Mapping[str, int]] = {tag: rank for rank, tag in enumerate(TAGS)}
 
@@ -100,7 +102,9 @@ class Index:
 # ---------------------------------------------------------------------------------------------------- reading
 
 
-def parse_safetensors(read: Callable[[int, int], bytes], size_bytes: int, path: str) -> SafetensorsPayload:
+def parse_safetensors(
+    read: Callable[[int, int], bytes], size_bytes: int, path: str, fp8: bool = False
+) -> SafetensorsPayload:
     """Index one file by reading its header.
 
     Parameters
@@ -111,6 +115,8 @@ def parse_safetensors(read: Callable[[int, int], bytes], size_bytes: int, path: 
         Size of the file.
     path
         The file's name, for error messages only.
+    fp8
+        Whether tensors may be 8-bit floats, :data:`FP8_TAG`; their arrays then have the code ``u1``.
 
     Raises
     ------
@@ -129,7 +135,8 @@ def parse_safetensors(read: Callable[[int, int], bytes], size_bytes: int, path: 
     header = _json_object(_read(read, _LENGTH_BYTES, header_bytes, path), path, _LENGTH_BYTES)
     metadata = header.pop(_METADATA, {})
     _check_metadata(metadata, path)
-    found = [(key, *_entry(key, value, start, path)) for key, value in header.items()]
+    codes = {**TAGS, FP8_TAG: "u1"} if fp8 else TAGS
+    found = [(key, *_entry(key, value, start, path, codes)) for key, value in header.items()]
     found.sort(key=lambda item: (item[2].byte_offset, item[2].nbytes))
     _check_tiling([(key, ref) for key, _, ref in found], start, size_bytes, path)
     return SafetensorsPayload(
@@ -181,15 +188,15 @@ def _check_text(value: str, path: str) -> None:
         raise FormatError("value_too_long", path, _LENGTH_BYTES, detail)
 
 
-def _entry(key: str, value: object, start: int, path: str) -> tuple[str, ArrayRef]:
-    """Tag and array of a tensor; ``start`` is the byte offset of the first payload."""
+def _entry(key: str, value: object, start: int, path: str, codes: Mapping[str, str]) -> tuple[str, ArrayRef]:
+    """Tag and array of a tensor; ``start`` is the byte offset of the first payload, ``codes`` those of known tags."""
     _check_text(key, path)
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         detail = f"the entry of {_shown(key)} is not {{dtype, shape, data_offsets}}"
         raise FormatError("bad_entry", path, _LENGTH_BYTES, detail)
     tag, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(tag, str) or tag not in TAGS:
-        detail = f"{_shown(key)} has the dtype {_shown(str(tag))}; known: {', '.join(TAGS)}"
+    if not isinstance(tag, str) or tag not in codes:
+        detail = f"{_shown(key)} has the dtype {_shown(str(tag))}; known: {', '.join(codes)}"
         raise FormatError("unsupported_dtype", path, _LENGTH_BYTES, detail)
     if not _is_sizes(shape) or len(shape) > _MAX_RANK:
         detail = f"the shape of {_shown(key)} is not a list of sizes"
@@ -197,11 +204,11 @@ def _entry(key: str, value: object, start: int, path: str) -> tuple[str, ArrayRe
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         detail = f"the data_offsets of {_shown(key)} are not a range"
         raise FormatError("bad_offsets", path, _LENGTH_BYTES, detail)
-    nbytes, expected = offsets[1] - offsets[0], prod(shape) * _ITEM_BYTES[tag]
+    nbytes, expected = offsets[1] - offsets[0], prod(shape) * int(codes[tag][1:])
     if nbytes != expected:
         detail = f"{_shown(key)} of shape {tuple(shape)} {tag} holds {nbytes} bytes, expected {expected}"
         raise FormatError("size_mismatch", path, _LENGTH_BYTES, detail)
-    return tag, ArrayRef(start + offsets[0], TAGS[tag], tuple(shape), None, None)
+    return tag, ArrayRef(start + offsets[0], codes[tag], tuple(shape), None, None)
 
 
 def _is_sizes(value: object) -> bool:

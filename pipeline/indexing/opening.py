@@ -1,0 +1,50 @@
+"""Open a checkpoint to be read: a store, which dequantises FP8 weights if that is what the checkpoint holds."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from paddle_reshard.pipeline.core.file_names import CONFIG
+from paddle_reshard.pipeline.layouts.reading import Readable, SourceFiles
+from paddle_reshard.storage.locate import Access, open_source
+from paddle_reshard.storage.store import Source
+from paddle_reshard.tasks.index import index_here
+
+if TYPE_CHECKING:
+    from paddle_reshard.storage.formats.safetensors import SafetensorsPayload
+
+
+def open_checkpoint(location: str, access: Access) -> Source:
+    """Open a checkpoint; a Hugging Face checkpoint with FP8 weights appears with bfloat16 weights.
+
+    Raises
+    ------
+    CheckpointError
+        If it does not exist or cannot be read, or if FP8 weights and their scales do not match.
+    UnsupportedError
+        If its weights are quantised in another way, or the scheme of a URL is not allowed.
+    """
+    store = open_source(location, *access)
+    files = SourceFiles(store, None, index_here, index_here)
+    if files.pickles or not files.safetensors or CONFIG not in files.sizes:
+        return store
+    from paddle_reshard.pipeline.layouts.huggingface.names import INDEX
+    from paddle_reshard.pipeline.layouts.huggingface.quantised import dequantised, is_quantised
+
+    config = files.config()
+    if not is_quantised(config):
+        return store
+    payloads = index_here(_index_fp8, store, files.safetensors)
+    served = dequantised(payloads, files.weight_index(INDEX), config)
+    if served is None:
+        return store
+    from paddle_reshard.tasks.dequantise import DequantisedSource
+
+    return DequantisedSource(store, served)
+
+
+def _index_fp8(store: Readable, path: str, size_bytes: int) -> SafetensorsPayload:
+    from paddle_reshard.storage.formats.safetensors import parse_safetensors
+
+    return parse_safetensors(partial(store.read, path), size_bytes, path, fp8=True)

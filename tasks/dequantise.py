@@ -1,0 +1,225 @@
+"""Dequantise FP8 weights while they are read: the files of a checkpoint appear with bfloat16 weights in them.
+
+Planning and moving then work as with any source, range by range, and nothing is stored in between.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from paddle_reshard.pipeline.layouts.huggingface.quantised import (
+    BLOCK,
+    Dequantised,
+    Scales,
+    Section,
+    ServedFile,
+)
+from paddle_reshard.storage.store import Openness, Read, ReadRange, Source
+from paddle_reshard.tasks.cast import bfloat16_bits
+
+Floats = npt.NDArray[np.float32]
+CHUNK_ELEMENTS = 1 << 16
+"""Elements dequantised at a time: they fit the processor's cache."""
+
+
+@cache
+def fp8_values() -> Floats:
+    """The value of each of the 256 codes of e4m3 (OCP OFP8 1.0: bias 7, no infinities, NaN is ``S.1111.111``).
+
+    >>> [float(fp8_values()[code]) for code in (0x00, 0x01, 0x38, 0x7E, 0xFE)]
+    [0.0, 0.001953125, 1.0, 448.0, -448.0]
+    """
+    codes = np.arange(256)
+    exponent, fraction = codes >> 3 & 15, codes & 7
+    magnitude = np.where(exponent == 0, np.ldexp(fraction / 8, -6), np.ldexp(1 + fraction / 8, exponent - 7))
+    magnitude[codes & 0x7F == 0x7F] = np.nan
+    values = np.copysign(magnitude, np.where(codes & 0x80, -1.0, 1.0)).astype(np.float32)
+    values.flags.writeable = False
+    return values
+
+
+def dequantise(buffer: memoryview, first: int, width: int, scales: Floats) -> None:
+    """Replace FP8 codes, which fill the second half of ``buffer``, by bfloat16, which fills all of it.
+
+    ``weight · scale`` in float32, rounded once to bfloat16, as DeepSeek's ``fp8_cast_bf16.py`` does.
+
+    Parameters
+    ----------
+    buffer
+        Two bytes for each element.
+    first
+        Number of the first element in the weight, in C order.
+    width
+        Columns of the weight.
+    scales
+        Rows of the scales, beginning with that of the first element.
+    """
+    count = buffer.nbytes // 2
+    bits, codes = np.frombuffer(buffer, "<u2"), np.frombuffer(buffer, np.uint8)[count:]
+    values, above = fp8_values(), first // width // BLOCK
+    for start, row, rows, column, columns in _chunks(first, first + count, width):
+        at, nelements = start - first, rows * columns
+        # What is written here ends at or before the codes of the next chunk, and the codes of this one are taken first.
+        chunk = values[codes[at : at + nelements]].reshape(rows, columns)
+        blocks = scales[row // BLOCK - above, column // BLOCK : (column + columns - 1) // BLOCK + 1]
+        skipped = column % BLOCK
+        with np.errstate(all="ignore"):
+            np.multiply(chunk, np.repeat(blocks, BLOCK)[skipped : skipped + columns], out=chunk)
+        bits[at : at + nelements] = bfloat16_bits(chunk).ravel()
+
+
+def _chunks(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Cut a range of elements into boxes ``(start, row, rows, column, columns)`` within 128 rows."""
+    while start < stop:
+        row, column = divmod(start, width)
+        if column or stop - start < width or width > CHUNK_ELEMENTS:
+            rows, columns = 1, min(width - column, stop - start, CHUNK_ELEMENTS)
+        else:
+            rows = min((stop - start) // width, CHUNK_ELEMENTS // width, BLOCK - row % BLOCK)
+            columns = width
+        yield start, row, rows, column, columns
+        start += rows * columns
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Codes and scales that are being read, and where their values go."""
+
+    buffer: memoryview
+    """Receives the values; two bytes for each element."""
+    first: int
+    scales: Scales
+    rows: bytearray
+    """Stored bytes of the rows of scales."""
+    goal: memoryview | None = None
+    """Where part of the values goes, if the range that is read does not begin and end with an element."""
+    skip: int = 0
+    """Bytes of ``buffer`` before those for ``goal``."""
+
+    def run(self) -> None:
+        stored = np.frombuffer(self.rows, self.scales.code)
+        wide = (stored.astype(np.uint32) << 16).view(np.float32) if stored.dtype.itemsize == 2 else stored
+        scales = wide.reshape(-1, self.scales.columns)
+        dequantise(self.buffer, self.first, self.scales.width, scales)
+        if self.goal is not None:
+            self.goal[:] = self.buffer[self.skip : self.skip + self.goal.nbytes]
+
+
+@dataclass(frozen=True)
+class DequantisedSource(ReadRange):
+    """A checkpoint that reads as if its FP8 weights were bfloat16. The storage cannot copy from it.
+
+    Besides the buffers to be filled, which hold the codes too, a read takes the scales of its range and a chunk.
+    """
+
+    inner: Source
+    served: Dequantised
+
+    @property
+    def location(self) -> str:
+        """Location of the stored checkpoint."""
+        return self.inner.location
+
+    @property
+    def folders(self) -> Sequence[str]:
+        """Its folders."""
+        return self.inner.folders
+
+    @property
+    def openness(self) -> Openness:
+        """Its openness."""
+        return self.inner.openness
+
+    @property
+    def summary(self) -> str:
+        """What is computed, in words."""
+        return f"{self.served.weights} FP8 weights, to bfloat16, with a scale for each {BLOCK} × {BLOCK} elements"
+
+    @cached_property
+    def _starts(self) -> dict[str, list[int]]:
+        """Path → byte offset of each section."""
+        return {path: [s.start for s in file.sections] for path, file in self.served.files.items()}
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without what is cached."""
+        return {"inner": self.inner, "served": self.served}
+
+    def sizes(self) -> Mapping[str, int]:
+        """Name of every file → size in bytes, as it is served."""
+        served = {path: file.size_bytes for path, file in self.served.files.items()}
+        made = {path: len(content) for path, content in self.served.made.items()}
+        return {**self.inner.sizes(), **served, **made}
+
+    def versions(self) -> Mapping[str, str]:
+        """Name of every file → fingerprint of what is stored."""
+        return self.inner.versions()
+
+    def check_unchanged(self) -> None:
+        """Refuse if any file has changed since the source was opened."""
+        self.inner.check_unchanged()
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on, as they are served."""
+        self.read_many([Read(path, byte_offset, buffer)])
+
+    def read_many(self, reads: Sequence[Read]) -> None:
+        """Fill several buffers; the store gets all reads at once, those of scales included."""
+        stored: list[Read] = []
+        works: list[_Work] = []
+        for read in reads:
+            if (content := self.served.made.get(read.path)) is not None:
+                read.buffer[:] = content[read.byte_offset : read.byte_offset + read.buffer.nbytes]
+            elif (file := self.served.files.get(read.path)) is not None:
+                self._read_served(file, read, stored, works)
+            else:
+                stored.append(read)
+        self.inner.read_many(stored)
+        for work in works:
+            work.run()
+
+    def _read_served(self, file: ServedFile, read: Read, stored: list[Read], works: list[_Work]) -> None:
+        at, stop = read.byte_offset, read.byte_offset + read.buffer.nbytes
+        if at < len(file.header):
+            part = file.header[at:stop]
+            read.buffer[: len(part)] = part
+        number = max(0, bisect_right(self._starts[read.path], at) - 1)
+        for section in file.sections[number:]:
+            if section.start >= stop:
+                break
+            first, last = max(at, section.start), min(stop, section.stop)
+            if first >= last:
+                continue
+            buffer = read.buffer[first - at : last - at]
+            first, last = first - section.start, last - section.start
+            if section.scales is None:
+                stored.append(Read(read.path, section.byte_offset + first, buffer))
+            else:
+                works.append(_read_weight(read.path, section, section.scales, first, last, buffer, stored))
+
+
+def _read_weight(
+    path: str,
+    section: Section,
+    scales: Scales,
+    first_byte: int,
+    last_byte: int,
+    buffer: memoryview,
+    stored: list[Read],
+) -> _Work:
+    """Ask for the codes and scales of bytes of a weight as it is served; what is to be done with them."""
+    first, last = first_byte // 2, -(-last_byte // 2)
+    goal, skip = None, first_byte % 2
+    if 2 * (last - first) != buffer.nbytes:
+        goal, buffer = buffer, memoryview(bytearray(2 * (last - first)))
+    stored.append(Read(path, section.byte_offset + first, buffer[last - first :]))
+    top, bottom = first // scales.width // BLOCK, (last - 1) // scales.width // BLOCK + 1
+    line = scales.columns * int(scales.code[-1])
+    rows = bytearray((bottom - top) * line)
+    stored.append(Read(scales.path, scales.byte_offset + top * line, memoryview(rows)))
+    return _Work(buffer, first, scales, rows, goal, skip)

@@ -1,0 +1,295 @@
+"""Hugging Face checkpoints with FP8 weights are read as the bfloat16 weights that they stand for.
+
+The values are computed here once more: e4m3 as the OCP specification defines it, bit field by bit field, and the
+product rounded to bfloat16 by Paddle.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+
+import paddle_reshard
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, ReshardError, UnsupportedError
+from paddle_reshard.pipeline.indexing.opening import open_checkpoint
+from paddle_reshard.storage.locate import Access
+from paddle_reshard.storage.store import Read
+from tests.conftest import case_directory
+from tests.ema.scaled import paddle
+from tests.golden.unified_cases import write_safetensors
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"}
+QUANTISED = re.compile(r"model\.layers\.\d+\..*_proj(_with_mqa)?\.weight$")
+INDEX = "model.safetensors.index.json"
+Entry = tuple[str, tuple[int, ...], bytes]
+
+
+# ------------------------------------------------------------------------------------------------ the oracle
+
+
+def _value(code: int) -> float:
+    """OCP 8-bit Floating Point Specification 1.0, E4M3: bias 7, subnormals, S.1111.111 is NaN, no infinities."""
+    sign, exponent, mantissa = -1.0 if code >> 7 else 1.0, code >> 3 & 0b1111, code & 0b111
+    if exponent == 0b1111 and mantissa == 0b111:
+        return float("nan")
+    if exponent == 0:
+        return sign * 2.0**-6 * mantissa / 8
+    return sign * 2.0 ** (exponent - 7) * (1 + mantissa / 8)
+
+
+@cache
+def _values() -> np.ndarray:
+    return np.array([_value(code) for code in range(256)], np.float32)
+
+
+def _dequantised(codes: np.ndarray, scales: np.ndarray) -> bytes:
+    """bfloat16, one block after the other."""
+    found = np.empty(codes.shape, np.float32)
+    for i in range(0, codes.shape[0], 128):
+        for j in range(0, codes.shape[1], 128):
+            block = (slice(i, i + 128), slice(j, j + 128))
+            with np.errstate(all="ignore"):
+                found[block] = _values()[codes[block]] * np.float32(scales[i // 128, j // 128])
+    return paddle.to_tensor(found).astype("bfloat16").numpy().tobytes()
+
+
+def _widened(data: bytes, shape: tuple[int, ...]) -> np.ndarray:
+    return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
+
+
+def _quantise(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales; the nearest values below, which is good enough for a test."""
+    blocks = [-(-extent // 128) for extent in values.shape]
+    codes, scales = np.zeros(values.shape, np.uint8), np.ones(blocks, np.float32)
+    for i, j in np.ndindex(*blocks):
+        block = (slice(i * 128, i * 128 + 128), slice(j * 128, j * 128 + 128))
+        scales[i, j] = np.abs(values[block]).max() / 448 or 1
+        scaled = values[block] / scales[i, j]
+        nearest = np.searchsorted(_values()[:127], np.abs(scaled), side="right") - 1
+        codes[block] = nearest | np.where(np.signbit(scaled), 0x80, 0)
+    return codes, scales
+
+
+def test_the_specification_is_what_paddle_casts() -> None:
+    codes = np.arange(256, dtype=np.uint8)
+    wide = paddle.to_tensor(codes).view(paddle.float8_e4m3fn).astype("float32").numpy()
+    np.testing.assert_array_equal(wide, _values())
+
+
+# ------------------------------------------------------------------------------------------------ real models
+
+
+def _write(folder: Path, files: list[dict[str, Entry]], config: dict[str, Any]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    weight_map = {}
+    for number, tensors in enumerate(files):
+        path = folder / f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        write_safetensors(path, tensors)
+        weight_map |= dict.fromkeys(tensors, path.name)
+    total = sum(len(data) for tensors in files for _, _, data in tensors.values())
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
+    return folder
+
+
+def _tensors(folder: Path) -> dict[str, Entry]:
+    return {
+        key: (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"]))
+        for path in sorted(folder.glob("*.safetensors"))
+        for key, entry in safetensors.deserialize(path.read_bytes())
+    }
+
+
+def _tree(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "paddle_reshard.json"
+    }
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A real model, quantised, and the bfloat16 model that this stands for."""
+    folder = tmp_path_factory.mktemp("fp8")
+    (checkpoint,) = case_directory("moe/dsv3_single").glob("checkpoint-*")
+    paddle_reshard.convert(checkpoint, folder / "trained", format="huggingface")
+    config = json.loads((folder / "trained" / "config.json").read_text())
+    first: dict[str, Entry] = {}
+    second: dict[str, Entry] = {}
+    plain: dict[str, Entry] = {}
+    for number, (key, entry) in enumerate(sorted(_tensors(folder / "trained").items())):
+        tag, shape, data = entry
+        of_key, of_scales = (first, second) if number % 2 else (second, second)
+        if tag == "BF16" and QUANTISED.match(key):
+            codes, scales = _quantise(_widened(data, shape))
+            of_key[key] = ("F8_E4M3", shape, codes.tobytes())
+            of_scales[f"{key}_scale_inv"] = ("F32", scales.shape, scales.tobytes())
+            entry = ("BF16", shape, _dequantised(codes, scales))
+        else:
+            of_key[key] = entry
+        plain[key] = entry
+    assert sum(tag == "F8_E4M3" for tag, _, _ in {**first, **second}.values()) > 20
+    split = [{key: plain[key] for key in file if key in plain} for file in (first, second)]
+    return (
+        _write(folder / "fp8", [first, second], {**config, "quantization_config": FP8}),
+        _write(folder / "bf16", split, config),
+    )
+
+
+@pytest.mark.parametrize("options", [{"to": "tp=2"}, {"format": "flex"}], ids=["tp2", "flex"])
+def test_a_job_starts_from_fp8_weights(
+    options: dict[str, str], deepseek: tuple[Path, Path], tmp_path: Path
+) -> None:
+    fp8, bf16 = deepseek
+    report = paddle_reshard.convert(fp8, tmp_path / "a", memory="256MiB", **options)
+    paddle_reshard.convert(bf16, tmp_path / "b", **options)
+    found, expected = _tree(tmp_path / "a"), _tree(tmp_path / "b")
+    for files in (found, expected):
+        config = json.loads(files.pop("config.json", b"{}"))
+        assert "quantization_config" not in config
+        files["config"] = json.dumps(config, sort_keys=True).encode()
+    assert found == expected
+    assert ("dequantised" in dict(report.plan.facts())) and not paddle_reshard.check(tmp_path / "a").damages
+
+
+def test_fp8_weights_become_a_bfloat16_export(deepseek: tuple[Path, Path], tmp_path: Path) -> None:
+    fp8, bf16 = deepseek
+    paddle_reshard.convert(fp8, tmp_path / "hf", format="huggingface")
+    assert _tensors(tmp_path / "hf") == _tensors(bf16)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text()) == json.loads(
+        (bf16 / "config.json").read_text()
+    )
+    assert paddle_reshard.verify(fp8, tmp_path / "hf").equal
+
+
+# --------------------------------------------------------------------------------------------------- values
+
+
+SHAPES = [(300, 200), (128, 128), (1, 1), (129, 7), (2, 70_001), (5, 0)]
+
+
+@pytest.mark.parametrize("scale_dtype", ["F32", "BF16"])
+def test_every_range_of_every_value(scale_dtype: str, tmp_path: Path) -> None:
+    """Ragged blocks, all codes, scales that overflow or are NaN; ranges that cut elements, headers and tensors."""
+    rng = np.random.default_rng(8)
+    stored: dict[str, Entry] = {"norm": ("F32", (3,), rng.bytes(12))}
+    expected: dict[str, Entry] = dict(stored)
+    for number, shape in enumerate(SHAPES):
+        codes = rng.integers(0, 256, shape, np.uint8)
+        blocks = tuple(-(-extent // 128) for extent in shape)
+        scales = np.exp2(rng.uniform(-20, 20, blocks)).astype(np.float32)
+        if not number:
+            scales.flat[:4] = [3e38, np.nan, np.inf, 1e-42]
+        bits = (scales.view(np.uint32) >> 16).astype("<u2")
+        if scale_dtype == "BF16":
+            scales = _widened(bits.tobytes(), blocks)
+        stored[f"w{number}"] = ("F8_E4M3", shape, codes.tobytes())
+        stored[f"w{number}_scale_inv"] = (
+            scale_dtype,
+            blocks,
+            scales.tobytes() if scale_dtype == "F32" else bits.tobytes(),
+        )
+        expected[f"w{number}"] = ("BF16", shape, _dequantised(codes, scales))
+    folder = _write(tmp_path / "model", [stored], {"quantization_config": FP8})
+    source = pickle.loads(pickle.dumps(open_checkpoint(str(folder), Access({}))))
+    path = "model-00001-of-00001.safetensors"
+    size = source.sizes()[path]
+    whole = source.read(path, 0, size)
+    found = {k: (e["dtype"], tuple(e["shape"]), bytes(e["data"])) for k, e in safetensors.deserialize(whole)}
+    assert found == expected
+    total = sum(len(data) for _, _, data in expected.values())
+    index = json.loads(source.read(INDEX, 0, source.sizes()[INDEX]))
+    assert index == {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(expected, path)}
+    starts = [int(start) for start in rng.integers(0, size, 60)] + [0, 1, size - 1]
+    pieces = [
+        (s, min(size - s, int(n)))
+        for s, n in zip(starts, rng.choice([1, 2, 3, 999, 200_000], 63), strict=True)
+    ]
+    buffers = [bytearray(nbytes) for _, nbytes in pieces]
+    source.read_many([Read(path, s, memoryview(b)) for (s, _), b in zip(pieces, buffers, strict=True)])
+    assert [bytes(b) for b in buffers] == [whole[s : s + n] for s, n in pieces]
+
+
+# -------------------------------------------------------------------------------------------------- refusals
+
+
+def _model(**changes: Entry | None) -> dict[str, Entry]:
+    tensors: dict[str, Entry | None] = {
+        "w": ("F8_E4M3", (300, 200), bytes(60_000)),
+        "w_scale_inv": ("F32", (3, 2), bytes(24)),
+        **changes,
+    }
+    return {key: entry for key, entry in tensors.items() if entry is not None}
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "error", "words"),
+    [
+        ({"quant_method": "mxfp4"}, {}, UnsupportedError, "quant_method 'mxfp4'"),
+        ({"quant_method": "gptq", "bits": 4}, {}, UnsupportedError, "quant_method 'gptq'"),
+        ({**FP8, "weight_block_size": [1, 128]}, {}, UnsupportedError, r"weight_block_size \[1, 128\]"),
+        ({"quant_method": "fp8"}, {}, UnsupportedError, "weight_block_size None"),
+        ({**FP8, "fmt": "e5m2"}, {}, UnsupportedError, "fmt 'e5m2'"),
+        ({**FP8, "activation_scheme": "static"}, {}, UnsupportedError, "activation_scheme 'static'"),
+        (FP8, {"w_scale_inv": None}, CoverageError, "w_scale_inv: no file holds the scales of w"),
+        (FP8, {"w": None}, CoverageError, "w_scale_inv: scales of w, which no file holds"),
+        (FP8, {"w": ("BF16", (1,), bytes(2))}, CoverageError, "scales of w, which is BF16, not FP8"),
+        (
+            FP8,
+            {"w_scale_inv": ("F32", (2, 2), bytes(16))},
+            CoverageError,
+            r"shape \(2, 2\), but a weight of shape \(300, 200\) has scales of shape \(3, 2\)",
+        ),
+        (FP8, {"w_scale_inv": ("F16", (3, 2), bytes(12))}, CoverageError, "scales stored as F16"),
+        (FP8, {"w": ("F8_E4M3", (2, 3, 4), bytes(24))}, UnsupportedError, r"w: .* shape \(2, 3, 4\)"),
+        (FP8, {"w": ("F8_E5M2", (3,), bytes(3))}, CheckpointError, "'w' has the dtype 'F8_E5M2'"),
+        (None, {}, CheckpointError, "'w' has the dtype 'F8_E4M3'"),
+    ],
+)
+def test_what_cannot_be_dequantised_is_refused(
+    config: dict[str, Any] | None,
+    tensors: dict[str, Any],
+    error: type[ReshardError],
+    words: str,
+    tmp_path: Path,
+) -> None:
+    entries = {"model_type": "llama", "torch_dtype": "bfloat16"}
+    if config is not None:
+        entries["quantization_config"] = config
+    folder = _write(tmp_path / "model", [_model(**tensors)], entries)
+    with pytest.raises(error, match=words):
+        paddle_reshard.plan(folder, to="tp=2")
+
+
+def _of_other_dtype(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "float16"}))
+
+
+def _of_other_file(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["w_scale_inv"] = "elsewhere.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [(_of_other_dtype, "torch_dtype is 'float16'"), (_of_other_file, "the index says that elsewhere")],
+)
+def test_what_contradicts_itself_is_refused(
+    spoil: Callable[[Path], None], words: str, tmp_path: Path
+) -> None:
+    folder = _write(tmp_path / "model", [_model()], {"torch_dtype": "bfloat16", "quantization_config": FP8})
+    spoil(folder)
+    with pytest.raises(ReshardError, match=words):
+        paddle_reshard.plan(folder, to="tp=2")
