@@ -282,9 +282,17 @@ def _of_other_file(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index))
 
 
+def _of_two_files(folder: Path) -> None:
+    write_safetensors(folder / "more.safetensors", {"w_scale_inv": ("F32", (3, 2), bytes(24))})
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
-    [(_of_other_dtype, "torch_dtype is 'float16'"), (_of_other_file, "the index says that elsewhere")],
+    [
+        (_of_two_files, "w_scale_inv: two files hold it"),
+        (_of_other_dtype, "torch_dtype is 'float16'"),
+        (_of_other_file, "the index says that elsewhere"),
+    ],
 )
 def test_what_contradicts_itself_is_refused(
     spoil: Callable[[Path], None], words: str, tmp_path: Path

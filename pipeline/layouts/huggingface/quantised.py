@@ -137,7 +137,7 @@ def dequantised(
     Raises
     ------
     CheckpointError
-        If a weight lacks its scales, scales lack their weight, or shapes or dtypes do not match.
+        If a weight lacks its scales, scales lack their weight, two files hold either, or shapes or dtypes do not match.
     UnsupportedError
         If the model is meant to be used in another dtype than bfloat16, or a weight is not a matrix.
     """
@@ -147,6 +147,7 @@ def dequantised(
     if not weights and not scales:
         return None
     _check_dtype(config)
+    _check_once(held, payloads)
     for key in sorted(scales - {weight + SCALES for weight in weights}):
         weight = key.removesuffix(SCALES)
         found = f"is {payloads[held[weight]].tags[weight]}, not FP8" if weight in held else "no file holds"
@@ -171,6 +172,13 @@ def _check_dtype(config: Mapping[str, Any]) -> None:
                 f"{CONFIG}: {entry} is {dtype!r}, but FP8 weights are dequantised to bfloat16 only, as by the "
                 "reference. Dequantise the model with its publisher's tool first"
             )
+
+
+def _check_once(held: Mapping[str, str], payloads: Mapping[str, SafetensorsPayload]) -> None:
+    for path, payload in payloads.items():
+        for key in payload.tensors:
+            if held[key] != path:
+                raise CoverageError(key, "two files hold it", (path, held[key]))
 
 
 def _scales(
