@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import CONFIG, LORA_CONFIG, SCHEDULER
-from paddle_reshard.pipeline.layouts.huggingface.config import agreed_config
 from paddle_reshard.pipeline.layouts.reading import index_tensor_file, read_json, read_lr_scheduler
+from paddle_reshard.pipeline.layouts.transformers_config import agreed_config
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 from paddle_reshard.storage.formats.trainer_state import encode_trainer_state, parse_trainer_state
 from paddle_reshard.storage.store import Source

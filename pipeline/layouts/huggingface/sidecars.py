@@ -10,8 +10,8 @@ from paddle_reshard.pipeline.core.tensors import DType
 from paddle_reshard.pipeline.core.trainer_files import is_training_state
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, Completion
 from paddle_reshard.pipeline.layouts.files import Sidecars
-from paddle_reshard.pipeline.layouts.huggingface.config import exported_config
 from paddle_reshard.pipeline.layouts.sidecars import classify_sidecars
+from paddle_reshard.pipeline.layouts.transformers_config import exported_config
 
 _NEEDED = {
     "tokenizer": ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
