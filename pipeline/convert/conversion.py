@@ -57,6 +57,8 @@ from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.fill import read_filling
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.indexing.small_files import trainer_state_for
+from paddle_reshard.pipeline.layouts.checkpoint import DONOR
+from paddle_reshard.pipeline.layouts.formats import read_donor
 from paddle_reshard.pipeline.layouts.lora import with_adapter
 from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles
 from paddle_reshard.pipeline.planning.metadata import spare_bytes
@@ -142,11 +144,9 @@ def plan_request(
         checkpoint = replace(checkpoint, rewritten=trainer_state_for(own, request.convention))
     donor = None
     if locations.like is not None:
-        from paddle_reshard.pipeline.layouts.huggingface.donor import PREFIX, read_donor
-
         donor_store = open_source(locations.like, *locations.reading)
         donor = read_donor(SourceFiles(donor_store, None, index_here, index_files))
-        store = JoinedSource((Mount("", store), Mount(PREFIX, donor_store)))
+        store = JoinedSource((Mount("", store), Mount(DONOR, donor_store)))
     if outputs is None:
         return plan_checkpoint(store, checkpoint, request, donor=donor)
     given = (locations.fill, locations.merge_into, locations.like)

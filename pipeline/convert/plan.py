@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from paddle_reshard.pipeline.aoa.conventions import configured_for
 from paddle_reshard.pipeline.convert.inputs import as_file, load_layout, load_target_names
@@ -42,11 +42,10 @@ from paddle_reshard.pipeline.core.tensors import (
 )
 from paddle_reshard.pipeline.core.topology import sharding_in_words
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, Completion
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, Completion, Donor
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.format import Request, Target
-from paddle_reshard.pipeline.layouts.formats import DEFAULT, FORMATS, names_of
-from paddle_reshard.pipeline.layouts.huggingface.name import HUGGINGFACE
+from paddle_reshard.pipeline.layouts.formats import DEFAULT, FORMATS, formats_to_complete, names_of
 from paddle_reshard.pipeline.layouts.masters import with_master_weights
 from paddle_reshard.pipeline.layouts.mtp import configured_without_mtp, without_mtp
 from paddle_reshard.pipeline.layouts.reading import read_json
@@ -60,9 +59,6 @@ from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
 from paddle_reshard.storage.locate import source_access, target_access
 from paddle_reshard.storage.outputs import prefixes
 from paddle_reshard.storage.store import Source
-
-if TYPE_CHECKING:
-    from paddle_reshard.pipeline.layouts.huggingface.donor import Donor
 
 SHOWN_AMPLIFICATION = 1.05
 ALLOWED = "missing from the source, which was allowed"
@@ -328,13 +324,12 @@ def _completed(
     source: Checkpoint, wanted: Checkpoint, request: ConversionRequest, donor: Donor
 ) -> tuple[Checkpoint, Checkpoint]:
     """Both with what they lack of the donor."""
-    from paddle_reshard.pipeline.layouts.huggingface.donor import complete
-
-    if any(asked.format != HUGGINGFACE for asked in request.target_requests):
-        raise UsageError(f"--like is for targets of the format {HUGGINGFACE}")
+    formats = formats_to_complete()
+    if any(FORMATS[asked.format] not in formats for asked in request.target_requests):
+        raise UsageError(f"--like is for targets of the format {names_of(formats, 'or')}")
     if MTP in request.dropped:
         raise UsageError(f"--like would take what --drop {MTP} drops from the donor; give one of the two")
-    return complete(source, wanted, donor)
+    return donor.complete(source, wanted)
 
 
 def _without_fragments(files: TargetFiles) -> TargetFiles:

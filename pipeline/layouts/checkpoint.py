@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Final, Protocol
 
 from paddle_reshard.pipeline.core.catalog import Catalog, File
 from paddle_reshard.pipeline.core.errors import UnsupportedError
@@ -50,6 +50,23 @@ class Completion:
     """Name of every small file of the other model → its path in the source."""
     config: Mapping[str, Any]
     """Entries of ``config.json``."""
+
+
+DONOR: Final = "LIKE/"
+"""Prefix of the paths of a donor's files among those of the source."""
+
+
+class Donor(Protocol):
+    """The model that training began from, by its metadata (``--like``)."""
+
+    def complete(self, source: Checkpoint, wanted: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
+        """The source, and the source with all requested changes, with what both lack.
+
+        Raises
+        ------
+        CheckpointError
+            If the two are not of one model, or the result would not be whole; naming tensors.
+        """
 
 
 @dataclass(frozen=True)

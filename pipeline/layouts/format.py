@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.core.catalog import Catalog
-    from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
+    from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, Donor, MissingPolicy
     from paddle_reshard.pipeline.layouts.files import LaidOut
     from paddle_reshard.pipeline.layouts.model import Model
     from paddle_reshard.pipeline.layouts.reading import SourceFiles
@@ -91,6 +91,10 @@ class Format(Protocol):
     @property
     def index_as(self) -> Callable[[SourceFiles, Model], Catalog] | None:
         """Reads the parameters of a known model; ``None`` for formats that hold more than parameters."""
+
+    @property
+    def read_donor(self) -> Callable[[SourceFiles], Donor] | None:
+        """Reads the model that completes a target (``--like``); ``None`` for formats whose targets take nothing."""
 
     def recognises(self, files: SourceFiles) -> bool:
         """Whether files have this format, provided that no later format in the table recognises them."""

@@ -12,6 +12,7 @@ from paddle_reshard.pipeline.layouts.hybrid import format as hybrid
 from paddle_reshard.pipeline.layouts.unified import format as unified
 
 if TYPE_CHECKING:
+    from paddle_reshard.pipeline.layouts.checkpoint import Donor
     from paddle_reshard.pipeline.layouts.format import Format
     from paddle_reshard.pipeline.layouts.reading import SourceFiles
 
@@ -66,6 +67,16 @@ def formats_for_average() -> tuple[str, Format]:
     """Names of formats that store the average along with the weights, and a format that exports it as a model."""
     beside = [format for format in _ALL if not format.model_only and "ema" not in format.cannot_hold]
     return names_of(beside, "or"), next(format for format in _ALL if format.average_options)
+
+
+def formats_to_complete() -> tuple[Format, ...]:
+    """Formats whose targets ``--like`` completes."""
+    return tuple(format for format in _ALL if format.read_donor)
+
+
+def read_donor(files: SourceFiles) -> Donor:
+    """The model that completes targets, which has their format."""
+    return next(format.read_donor(files) for format in _ALL if format.read_donor)
 
 
 def format_of(files: SourceFiles) -> Format:

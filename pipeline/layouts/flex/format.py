@@ -36,6 +36,7 @@ class DistFormat:
     starts_with: ClassVar[str] = ""
     loses_tensors: ClassVar[bool] = False
     index_as: ClassVar[None] = None
+    read_donor: ClassVar[None] = None
 
     @property
     def starts_with_masters(self) -> str:

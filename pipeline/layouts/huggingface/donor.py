@@ -27,7 +27,7 @@ from paddle_reshard.pipeline.core.geometry import Shape, row_major_strides
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import PARAM, DType, Tensor
 from paddle_reshard.pipeline.core.trainer_files import is_model_file
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, Completion
+from paddle_reshard.pipeline.layouts.checkpoint import DONOR, Checkpoint, Completion
 from paddle_reshard.pipeline.layouts.forms import matches_of
 from paddle_reshard.pipeline.layouts.huggingface.names import INDEX
 from paddle_reshard.pipeline.layouts.huggingface.parts import model_parts, tensor_parts
@@ -38,8 +38,6 @@ from paddle_reshard.pipeline.layouts.rules import MTP_LAYERS, HuggingFaceForm, R
 from paddle_reshard.pipeline.layouts.rules.entries import config_entry, count_entry
 from paddle_reshard.pipeline.layouts.weights import dtype_of_tag
 
-PREFIX = "LIKE/"
-"""Below this the files of the donor are seen beside those of the source."""
 SHOWN = 3
 """Names in an error."""
 SAME = ("model_type", "num_hidden_layers")
@@ -74,6 +72,20 @@ class Donor:
     tensors: Mapping[str, DonorTensor]
     config: Mapping[str, Any]
 
+    def complete(self, source: Checkpoint, wanted: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
+        """Both with the donor's tensors, small files and config entries that they lack."""
+        _check_config(wanted.model.config, self)
+        taken = _taken(wanted, self)
+        completion = Completion(
+            self.location,
+            tuple(taken),
+            {path: DONOR + path for path in sorted(self.sizes) if path != CONFIG and is_model_file(path)},
+            _entries(wanted, self, taken),
+        )
+        completed = _with_tensors(source, self, completion)
+        check_catalog(completed.catalog)
+        return completed, completed if wanted is source else _with_tensors(wanted, self, completion)
+
 
 def read_donor(files: SourceFiles) -> Donor:
     """A donor from the headers of its files.
@@ -101,27 +113,6 @@ def read_donor(files: SourceFiles) -> Donor:
     return Donor(location, files.sizes, tensors, config)
 
 
-def complete(source: Checkpoint, wanted: Checkpoint, donor: Donor) -> tuple[Checkpoint, Checkpoint]:
-    """The source, and the source as a target is to hold it, with what they lack of the donor.
-
-    Raises
-    ------
-    CheckpointError
-        If the two are not of one model, or the result would not be whole; naming tensors.
-    """
-    _check_config(wanted.model.config, donor)
-    taken = _taken(wanted, donor)
-    completion = Completion(
-        donor.location,
-        tuple(taken),
-        {path: PREFIX + path for path in sorted(donor.sizes) if path != CONFIG and is_model_file(path)},
-        _entries(wanted, donor, taken),
-    )
-    completed = _with_tensors(source, donor, completion)
-    check_catalog(completed.catalog)
-    return completed, completed if wanted is source else _with_tensors(wanted, donor, completion)
-
-
 def _with_tensors(checkpoint: Checkpoint, donor: Donor, completion: Completion) -> Checkpoint:
     """The checkpoint with the donor's tensors, some of which it may have known of and not held."""
     model, taken = checkpoint.model, set(completion.tensors)
@@ -131,7 +122,7 @@ def _with_tensors(checkpoint: Checkpoint, donor: Donor, completion: Completion) 
         checkpoint,
         catalog=_joined(checkpoint.catalog, added, donor),
         model=replace(model, tensors=(*kept, *added)),
-        own_files=checkpoint.own_files | {PREFIX + path for path in donor.sizes},
+        own_files=checkpoint.own_files | {DONOR + path for path in donor.sizes},
         completion=completion,
     )
 
@@ -165,7 +156,7 @@ def _joined(catalog: Catalog, added: Sequence[ModelTensor], donor: Donor) -> Cat
     return replace(
         catalog,
         tensors=Tensors([*catalog.tensors, *(Tensor(t.key, PARAM, t.dtype, t.global_shape) for t in added)]),
-        files=(*catalog.files, *(File(PREFIX + path, donor.sizes[path]) for path in paths)),
+        files=(*catalog.files, *(File(DONOR + path, donor.sizes[path]) for path in paths)),
         fragments=Fragments.joined([catalog.fragments, fragment_rows(rows)]),
     )
 

@@ -12,7 +12,7 @@ from paddle_reshard.pipeline.layouts.huggingface.name import HUGGINGFACE
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.core.catalog import Catalog
-    from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
+    from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, Donor, MissingPolicy
     from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
     from paddle_reshard.pipeline.layouts.model import Model
     from paddle_reshard.pipeline.layouts.reading import SourceFiles
@@ -67,6 +67,12 @@ class HuggingFaceFormat:
         from paddle_reshard.pipeline.layouts.huggingface.index import index_parameters
 
         return index_parameters(files, model)
+
+    def read_donor(self, files: SourceFiles) -> Donor:
+        """A model whose tensors and small files complete a target."""
+        from paddle_reshard.pipeline.layouts.huggingface.donor import read_donor
+
+        return read_donor(files)
 
     def request(self, asked: Mapping[str, Any]) -> HuggingFaceTarget:
         """State, dtype and size of files; nothing of it depends on the source."""

@@ -59,6 +59,7 @@ class HybridFormat:
     by_table: ClassVar[bool] = True
     loses_tensors: ClassVar[bool] = True
     index_as: ClassVar[None] = None
+    read_donor: ClassVar[None] = None
 
     def recognises(self, files: SourceFiles) -> bool:
         """Accept what no other format recognises; :meth:`index` reports what it lacks."""

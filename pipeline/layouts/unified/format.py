@@ -35,6 +35,7 @@ class UnifiedFormat:
     by_table: ClassVar[bool] = False
     loses_tensors: ClassVar[bool] = False
     index_as: ClassVar[None] = None
+    read_donor: ClassVar[None] = None
 
     def recognises(self, files: SourceFiles) -> bool:
         """By the names of files of states; weights alone by the layout that they say they are in."""
