@@ -24,6 +24,7 @@ from paddle_reshard.storage.store import Openness, Read, ReadRange, Source
 from paddle_reshard.tasks.cast import bfloat16_bits
 
 Floats = npt.NDArray[np.float32]
+CODES = 256
 CHUNK_ELEMENTS = 1 << 16
 """Elements dequantised at a time: they fit the processor's cache."""
 
@@ -62,16 +63,22 @@ def dequantise(buffer: memoryview, first: int, width: int, scales: Floats) -> No
     """
     count = buffer.nbytes // 2
     bits, codes = np.frombuffer(buffer, "<u2"), np.frombuffer(buffer, np.uint8)[count:]
-    values, above = fp8_values(), first // width // BLOCK
+    above, made = first // width // BLOCK, -1
     for start, row, rows, column, columns in _chunks(first, first + count, width):
         at, nelements = start - first, rows * columns
+        if row // BLOCK != made:
+            made = row // BLOCK
+            table = _block_values(scales[made - above])
+        blocks = np.arange(column, column + columns) // BLOCK * CODES
         # What is written here ends at or before the codes of the next chunk, and the codes of this one are taken first.
-        chunk = values[codes[at : at + nelements]].reshape(rows, columns)
-        blocks = scales[row // BLOCK - above, column // BLOCK : (column + columns - 1) // BLOCK + 1]
-        skipped = column % BLOCK
-        with np.errstate(all="ignore"):
-            np.multiply(chunk, np.repeat(blocks, BLOCK)[skipped : skipped + columns], out=chunk)
-        bits[at : at + nelements] = bfloat16_bits(chunk).ravel()
+        chunk = codes[at : at + nelements].reshape(rows, columns) + blocks
+        bits[at : at + nelements] = table.take(chunk).ravel()
+
+
+def _block_values(scales: Floats) -> npt.NDArray[np.uint16]:
+    """The 256 values that a block can hold, in bfloat16, for each block of a row; flat."""
+    with np.errstate(all="ignore"):
+        return bfloat16_bits(scales[:, None] * fp8_values()).ravel()
 
 
 def _chunks(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, int, int]]:
