@@ -24,7 +24,7 @@ _delta_options = all_of(
     declared("allow_links", help="Follow links that lead out of a folder that is read."),
     declared("storage_options"),
     declared("allow_scheme"),
-    declared("source_storage_options", help="The same for what is read only; replaces --storage-options."),
+    declared("source_storage_options", help="The same for both inputs only; replaces --storage-options."),
     declared("target_storage_options"),
     json_option,
     quiet_option,
@@ -40,9 +40,9 @@ _delta_options = all_of(
 def delta(
     context: click.Context, /, old: str, new: str, target: str, as_json: bool, quiet: bool, **_: Any
 ) -> None:
-    """Write down what differs between two checkpoints of a model.
+    """Store the difference between two checkpoints of a model.
 
-    DST becomes a folder from which apply makes NEW again, given OLD.
+    The apply command recreates NEW from OLD and DST.
     """
     with observing(quiet or as_json) as observe:
         report = paddle_reshard.delta(old, new, target, observe=observe, **given(context))
@@ -58,9 +58,9 @@ def delta(
 def apply(
     context: click.Context, /, old: str, changes: str, target: str, as_json: bool, quiet: bool, **_: Any
 ) -> None:
-    """Make a checkpoint of an older one and a delta, byte for byte.
+    """Recreate a checkpoint from an older one and a delta, byte for byte.
 
-    OLD has to be the checkpoint that DELTA was made from. DST appears as a whole, or not at all.
+    OLD must be the checkpoint that DELTA was made from. The target appears complete or not at all.
     """
     with observing(quiet or as_json) as observe:
         report = paddle_reshard.apply_delta(old, changes, target, observe=observe, **given(context))

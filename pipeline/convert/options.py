@@ -303,7 +303,7 @@ class ConversionOptions(TargetOptions, total=False):
             choices=MASTER_WEIGHTS,
             default=MASTER_WEIGHTS[0],
             help="from-parameters: make master weights from the parameters of a checkpoint that holds nothing else, "
-            "for a job that starts from them with an optimizer of its own.",
+            "for a job that starts from them with a new optimizer.",
         ),
     ]
     """``"stored"`` (default): the source's, if it has any. ``"from-parameters"``, for a source that holds parameters

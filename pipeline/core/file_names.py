@@ -1,4 +1,4 @@
-"""Names inside a checkpoint that more than one room knows."""
+"""File names that several packages use."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ CONFIG = "config.json"
 LORA_CONFIG = "lora_config.json"
 """Rank, scaling and base of an adapter."""
 MODEL_META = "model_meta.json"
-"""What the ranks of a sharded job hold; beside averages also in other formats."""
+"""Names and shapes of the tensors of every rank of a sharded job; with averages also in other formats."""
 SCHEDULER = "scheduler.pdparams"
-"""State of the learning-rate schedule: what optimizer files of a hybrid-parallel job hold as ``LR_Scheduler``."""
+"""State of the learning-rate schedule, as in ``LR_Scheduler`` of the optimizer files of a hybrid-parallel job."""
 MANIFEST = "paddle_reshard.json"
 MANIFEST_FORMAT = "paddle-reshard manifest"
+DELTA = "delta.json"
+"""The description of a delta between two checkpoints."""
 SIGNAL_PREFIX = "saved_signal_"
 """Prefix of the files with which a trainer marks that a rank has finished."""
 AVERAGE = "ema.json"
-"""The description of an average made beside training."""
+"""The description of an average made next to training."""
 TENSOR_FOLDERS = ("model_state", "master_weight", "optimizer_state", "ema_state", "dist_ckpt")
 """Folders inside a checkpoint whose files are its own (PaddleFormers 1.2 ``utils/env.py:166-169``; auto-parallel)."""

@@ -1,1 +1,1 @@
-"""What changed between two checkpoints of one model, and how a folder that says so becomes the newer one again."""
+"""Deltas: store the difference between two checkpoints, and recreate the newer one from it."""

@@ -1,7 +1,7 @@
-"""``apply_delta``: the new checkpoint again, of the old one and a delta.
+"""``apply_delta``: recreate the new checkpoint from the old one and a delta.
 
-Every block is checked on its way: that the old bytes are those that the delta was made from, and that the new bytes are
-those that it was made for. A part is written when all of its blocks are.
+Every block is checked twice: the old bytes must be those that the delta was made from, and the new bytes must have the
+recorded checksum. A part is written when all of its blocks are complete.
 """
 
 from __future__ import annotations
@@ -58,28 +58,28 @@ def apply_delta(
 ) -> ApplyReport:
     """Recreate the newer checkpoint from the older one and a delta: the same files, byte for byte.
 
-    A checkpoint that no command of this package has made gets a manifest in addition, ``paddle_reshard.json``, as every
-    target does.
+    If the new checkpoint was not written by this package and has no manifest, the target gets one,
+    ``paddle_reshard.json``, in addition.
 
     Parameters
     ----------
     old
-        The checkpoint that the delta was made from, wherever it lies.
+        Folder or URL of the checkpoint that the delta was made from; it may have been moved.
     delta
-        The folder or URL of the delta.
+        Folder or URL of the delta.
     target
-        Where the checkpoint goes.
+        Folder or URL of the new checkpoint.
     observe
-        Is told how far it is as event values, as by :func:`convert`.
+        Called with events of progress, as by :func:`convert`.
     options
         :class:`DeltaOptions`.
 
     Raises
     ------
     CheckpointError
-        If ``old`` is another checkpoint, or the delta is damaged.
+        If ``old`` is not the checkpoint that the delta was made from, or the delta is damaged.
     ReshardError
-        If one of the two cannot be read or changes meanwhile, or the target cannot be written.
+        If one of the two cannot be read or changes during the run, or the target cannot be written.
     """
     check_names(options, DeltaOptions)
     began = time.monotonic()
@@ -138,24 +138,24 @@ def apply_delta(
 
 
 def _verbatim(manifest: bytes, receipts: Sequence[Receipt]) -> bytes:
-    """The new checkpoint's own manifest, whatever was written when."""
+    """The new checkpoint's own manifest, whatever was written."""
     return manifest
 
 
 def _read_document(delta: Source, budget_bytes: int) -> tuple[Document, str]:
-    """What a delta says, and its id.
+    """The contents of ``delta.json``, and the identifier of the delta.
 
     Raises
     ------
     CheckpointError
-        If it is no delta, or ``delta.json`` is damaged.
+        If the folder is not a delta, or ``delta.json`` is damaged.
     MemoryBudgetError
-        If it is too long.
+        If ``delta.json`` is too long.
     """
     sizes = delta.sizes()
     for path in (MANIFEST, DOCUMENT, DATA):
         if path not in sizes:
-            raise CheckpointError(f"{delta.location}: has no {path}, so it is no delta, or not a whole one")
+            raise CheckpointError(f"{delta.location}: has no {path}: not a delta, or not a complete one")
     needed_bytes = FOOTPRINT_BYTES + TEXT_MEMORY_BYTES * max(sizes[DOCUMENT], sizes[MANIFEST])
     if needed_bytes > budget_bytes:
         raise MemoryBudgetError(f"{delta.location}/{DOCUMENT}", budget_bytes, needed_bytes, at_least=True)
@@ -181,14 +181,14 @@ def _check_sizes(old: Source, document: Document) -> None:
         if sizes.get(path) != size_bytes:
             there = f"has {sizes[path]} bytes" if path in sizes else "is missing"
             raise CheckpointError(
-                f"{old.location}/{path}: {there}; the delta was made from {size_bytes} bytes, the checkpoint "
-                f"{document.old_location}: give that one"
+                f"{old.location}/{path}: {there}; the delta was made from {size_bytes} bytes in the checkpoint "
+                f"{document.old_location}; pass that one as OLD"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Blocks of a new file that are written as one part, and where ``delta.bin`` has what is stored of them."""
+    """Blocks of a new file that are written as one part, and the offset of their stored bytes in ``delta.bin``."""
 
     part: Part
     blocks: tuple[Block, ...]
@@ -197,7 +197,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A new file, and where ``delta.bin`` has what is stored of it."""
+    """A new file, and the offset of its stored bytes in ``delta.bin``."""
 
     path: str
     blocks: tuple[Block, ...]
@@ -205,16 +205,16 @@ class _File:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Size of the file."""
         return sum(block.nbytes for block in self.blocks)
 
     @property
     def stored_bytes(self) -> int:
-        """What is stored of it."""
+        """Size of its stored bytes."""
         return sum(block.stored_bytes for block in self.blocks)
 
     def cut(self, part_bytes: int) -> Iterator[_Piece]:
-        """Pieces of at least so many bytes, but for the last."""
+        """Pieces of at least ``part_bytes`` bytes, except the last."""
         stored_start = self.stored_start
         for start, blocks in batches(self.blocks, part_bytes):
             part = Part(self.path, start, sum(block.nbytes for block in blocks))
@@ -237,7 +237,7 @@ class _Maker:
         Raises
         ------
         CheckpointError
-            If the old bytes are not those that the delta was made from, or the new ones not those it was made for.
+            If the old bytes are not those that the delta was made from, or the new ones have another checksum.
         """
         new = memoryview(bytearray(piece.part.nbytes))
         stored_bytes = sum(block.stored_bytes for block in piece.blocks)
@@ -251,14 +251,14 @@ class _Maker:
                 self._check_old(block, before)
             try:
                 unpack(there, block.coding, block.written_bytes, before, block.item_bytes, made)
-                wrong = "" if checksum(made) == block.checksum else f"{ALGORITHM} of what it makes is wrong"
+                wrong = "" if checksum(made) == block.checksum else f"{ALGORITHM} of the new bytes is wrong"
             except ValueError as error:
                 wrong = str(error)
             if wrong:
                 start, first = piece.part.start + at, piece.stored_start + stored_at
                 raise CheckpointError(
-                    f"{self.delta.location}/{DATA}: is damaged in bytes {first} to {first + block.stored_bytes}, of "
-                    f"which bytes {start} to {start + block.nbytes} of {piece.part.path} are made: {wrong}"
+                    f"{self.delta.location}/{DATA}: is damaged in bytes {first} to {first + block.stored_bytes}, which "
+                    f"are for bytes {start} to {start + block.nbytes} of {piece.part.path}: {wrong}"
                 )
             at, stored_at = at + block.nbytes, stored_at + block.stored_bytes
         return new
@@ -269,12 +269,12 @@ class _Maker:
             raise CheckpointError(
                 f"{self.old.location}/{block.old_path}: bytes {block.old_start} to {block.old_start + block.nbytes} "
                 f"are not those that the delta was made from: {ALGORITHM} is {found}, it was {block.old_checksum} in "
-                f"{self.made_from}: give that checkpoint"
+                f"{self.made_from}; pass that checkpoint as OLD"
             )
 
 
 def _small(maker: _Maker, file: _File, budget_bytes: int) -> bytes:
-    """All of a file that has to be in memory at once."""
+    """The whole contents of a file."""
     needed_bytes = FOOTPRINT_BYTES + TEXT_MEMORY_BYTES * file.nbytes
     if needed_bytes > budget_bytes:
         raise MemoryBudgetError(file.path, budget_bytes, needed_bytes)

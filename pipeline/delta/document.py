@@ -1,8 +1,8 @@
-"""``delta.json``: of which blocks the files of the new checkpoint are made. ``docs/deltas.md`` describes it.
+"""``delta.json``: the blocks that make up the files of the new checkpoint. ``docs/deltas.md`` describes it.
 
-A delta may come from anywhere, so everything that it says of sizes and places is checked here, before anything is
-allocated or opened: blocks tile their files and what is stored tiles ``delta.bin``; a block is small, and so is what it
-becomes when it is unpacked; old blocks lie inside their files; paths lead to a file of a checkpoint and nowhere else.
+A delta may come from anywhere, so all its sizes and offsets are checked here, before anything is allocated or opened:
+blocks cover their files without gaps, and stored bytes cover ``delta.bin``; a block is small, packed and unpacked; old
+blocks are inside their files; paths lead to a file of a checkpoint and nowhere else.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final
 
 from paddle_reshard.pipeline.core.errors import FormatError
-from paddle_reshard.pipeline.core.file_names import TENSOR_FOLDERS
+from paddle_reshard.pipeline.core.file_names import DELTA, TENSOR_FOLDERS
 from paddle_reshard.pipeline.delta.coding import BLOCK_BYTES, ITEM_BYTES, Coding, most_written_bytes
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 from paddle_reshard.storage.formats.typed_json import Bounds, EntryError, shown, typed
 
-DOCUMENT: Final = "delta.json"
+DOCUMENT: Final = DELTA
 DATA: Final = "delta.bin"
 FORMAT: Final = "paddle-reshard delta"
 GENERATION: Final = 1
@@ -43,22 +43,22 @@ class Block:
     old_start: int
     coding: Coding
     stored_bytes: int
-    """What it takes in ``delta.bin``."""
+    """Size in ``delta.bin``."""
     written_bytes: int
-    """The same unpacked; as many as are stored: it is not packed."""
+    """Size when unpacked; equal to ``stored_bytes`` if it is not packed."""
     old_checksum: str
-    """Of the old block, empty without one."""
+    """Checksum of the old block; empty without one."""
     checksum: str
 
 
 @dataclass(frozen=True)
 class Document:
-    """What ``delta.json`` says."""
+    """Contents of ``delta.json``."""
 
     version: str
-    """Version of this package that made it."""
+    """Version of this package that wrote it."""
     old_location: str
-    """Where the old checkpoint was. Text to show, never to be opened."""
+    """Where the old checkpoint was; only shown in messages, never opened."""
     old_files: Mapping[str, int]
     """File of the old checkpoint that blocks were compared with → size in bytes."""
     files: Mapping[str, tuple[Block, ...]]
@@ -93,7 +93,7 @@ class _Head:
 
 
 def format_document(document: Document) -> bytes:
-    """As JSON with a line for every block."""
+    """The document as JSON, with a line per block."""
     head = {
         "format": FORMAT,
         "generation": GENERATION,
@@ -101,7 +101,7 @@ def format_document(document: Document) -> bytes:
         "old": {"location": document.old_location, "files": dict(document.old_files)},
         "files": None,
     }
-    number = {path: place for place, path in enumerate(document.old_files)}
+    number = {path: index for index, path in enumerate(document.old_files)}
     lines = ",\n".join(_file_text(path, blocks, number) for path, blocks in document.files.items())
     return (json.dumps(head, indent=1)[: -len("null\n}")] + "{\n" + lines + "\n }\n}\n").encode()
 
@@ -120,7 +120,7 @@ def _row(block: Block, number: Mapping[str, int]) -> list[Any]:
 
 
 def delta_id(document: bytes) -> str:
-    """What a delta is known by: a digest of ``delta.json``, which holds the checksums of all that it makes."""
+    """Identifier of a delta: a digest of ``delta.json``, which holds the checksums of all new blocks."""
     return hashlib.sha256(document).hexdigest()[:32]
 
 
@@ -130,7 +130,7 @@ def parse_document(data: bytes, path: str, data_bytes: int) -> Document:
     Parameters
     ----------
     path
-        Its place, for messages.
+        Its location, for messages.
     data_bytes
         Size of ``delta.bin``.
 

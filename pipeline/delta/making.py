@@ -1,8 +1,8 @@
-"""``delta``: compare two checkpoints, block by block, and publish what differs.
+"""``delta``: compare two checkpoints, block by block, and publish the difference.
 
-Nobody knows how long a compressed block is before it is made, and a target wants to know the sizes of its files first.
-So blocks go to a temporary file without a name, which nothing has to clean up: next to a target on a disk, else where
-temporary files go (``TMPDIR``).
+A target needs the sizes of its files first, but the size of a compressed block is known only after compression. Blocks
+are therefore collected in an unnamed temporary file, which needs no clean-up: next to a local target, otherwise in the
+folder for temporary files (``TMPDIR``).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from paddle_reshard.storage.store import OWN_PREFIX, Source, Target
 from paddle_reshard.tasks.index import index_here
 
 ARRAY_MEMORY_BYTES = 1 << 9
-"""The most memory that a tensor takes while it is looked up, its key included."""
+"""Upper bound of the memory for each tensor during comparison, including its key."""
 
 
 @takes(DeltaOptions)
@@ -74,26 +74,26 @@ def delta(
     observe: Observer = ignore_events,
     **options: Unpack[DeltaOptions],
 ) -> DeltaReport:
-    """Write down what differs between two checkpoints of one model, for :func:`apply_delta` to make ``new`` of ``old``.
+    """Store the difference between two checkpoints, from which :func:`apply_delta` recreates ``new`` given ``old``.
 
-    Every file of ``new`` is covered, byte for byte, whatever it holds. The delta is small where tensors of the same
-    keys differ little.
+    Every file of ``new`` is covered, byte for byte, whatever it holds. The delta is small if tensors with the same keys
+    differ little.
 
     Parameters
     ----------
     old, new
-        Two checkpoints or exports; formats and topologies that differ only make the delta large.
+        Two checkpoints or exports. Formats and topologies may differ, but the delta is then large.
     target
-        Where the delta goes, a folder or URL.
+        Folder or URL of the delta.
     observe
-        Is told how far it is as event values, as by :func:`convert`.
+        Called with events of progress, as by :func:`convert`.
     options
         :class:`DeltaOptions`.
 
     Raises
     ------
     ReshardError
-        If one of the two cannot be read or changes meanwhile, or the target cannot be written.
+        If one of the two cannot be read or changes during the run, or the target cannot be written.
     """
     check_names(options, DeltaOptions)
     began = time.monotonic()
@@ -158,7 +158,7 @@ def _files(source: Source) -> dict[str, int]:
 
 
 def _stretches(old: Source, new: Source, what: str, budget_bytes: int) -> dict[str, list[Stretch]]:
-    """New file → which of its bytes are compared with which old ones."""
+    """New file → its ranges, each with the old range that it is compared with."""
     files = _files(old)
     before, after = (index_here(_arrays, source, _files(source)) for source in (old, new))
     arrays = sum(len(found) for side in (before, after) for found in side.values())
@@ -182,7 +182,7 @@ def _arrays(store: Readable, path: str, size_bytes: int) -> tuple[Array, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Blocks of one file, to be compared."""
+    """Blocks of a file that are compared together."""
 
     path: str
     start: int
@@ -197,7 +197,7 @@ def _compare(
     at_a_time: int,
     observe: Observer,
 ) -> Document:
-    """Compare all blocks; what is to be stored of them goes to ``spool``, in order."""
+    """Compare all blocks and append their stored bytes to ``spool``, in order."""
     files: dict[str, list[Block]] = {path: [] for path in compared}
     work = (_Batch(path, *batch) for path, blocks in compared.items() for batch in batches(blocks))
     for path, made, stored in in_order(partial(_compare_batch, old, new), work, at_a_time):
@@ -247,13 +247,13 @@ def _parts(target: Target, path: str, size_bytes: int) -> Iterator[Part]:
 
 
 def smallest_parts(target: Target, size_bytes: int) -> int:
-    """How many bytes the parts of a file have at least, so that its store takes all of them."""
+    """Minimum size of the parts of a file, in bytes, so that the store accepts their size and number."""
     least = max(BATCH_BYTES, target.smallest_part_bytes)
     return least if target.most_parts is None else max(least, -(-size_bytes // target.most_parts))
 
 
 class _Spool:
-    """Bytes that wait on a disk, in a file that is gone as soon as it is closed, or this process is."""
+    """A temporary file that disappears when it is closed or the process ends."""
 
     def __init__(self, target: str, location: str) -> None:
         self.folder, self.location = Path(tempfile.gettempdir()), location
@@ -267,7 +267,7 @@ class _Spool:
         return translated(self.folder, self.location, TargetError)
 
     def append(self, blocks: Iterable[bytes]) -> None:
-        """Write blocks behind those that are here."""
+        """Append blocks."""
         with self._translated():
             for block in blocks:
                 rest = memoryview(block)
@@ -275,7 +275,7 @@ class _Spool:
                     rest = rest[self.file.write(rest) :]
 
     def read(self, start: int, nbytes: int) -> memoryview:
-        """Bytes that were written; for several threads."""
+        """Read bytes that were appended; threads may call it concurrently."""
         buffer = memoryview(bytearray(nbytes))
         done = 0
         with self._translated():

@@ -1,4 +1,4 @@
-"""What ``delta`` and ``apply_delta`` have made."""
+"""Results of ``delta`` and ``apply_delta``."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes, rea
 
 @dataclass(frozen=True, slots=True, repr=False)
 class DeltaReport(Shown):
-    """What differs between two checkpoints, and what it takes to say so."""
+    """The difference between two checkpoints, in numbers."""
 
     old: str
     new: str
     target: str
     files: int
-    """Of the new checkpoint."""
+    """Number of files of the new checkpoint."""
     new_bytes: int
-    """Their size."""
+    """Size of these files."""
     delta_bytes: int
     """Size of the delta, without its manifest."""
     same_bytes: int
-    """Of the new ones, those in blocks that are equal in the old checkpoint."""
+    """Bytes of the new checkpoint in blocks that the old one has, too."""
     compared_bytes: int
-    """Those in blocks of which the delta holds the differences."""
+    """Bytes of the new checkpoint in blocks that are stored as differences."""
     whole_bytes: int
-    """Those in blocks that it holds whole, compressed."""
+    """Bytes of the new checkpoint in blocks that are stored whole, compressed."""
     folders_left: tuple[str, ...]
-    """Folders of the new checkpoint that are none of a checkpoint's own: the delta does not hold them."""
+    """Folders of the new checkpoint that are not part of it: the delta does not hold them."""
     resumed_bytes: int
-    """Of the delta, what an earlier run had written."""
+    """Bytes of the delta that an earlier run had written."""
     seconds: float
 
     def _in_short(self) -> str:
@@ -42,7 +42,7 @@ class DeltaReport(Shown):
         return f"{readable_bytes(self.delta_bytes)}{share}"
 
     def facts(self) -> Facts:
-        """What was compared, and what came of it."""
+        """Rows to display."""
         parts = (
             ("unchanged", self.same_bytes),
             ("in blocks with changes", self.compared_bytes),
@@ -58,13 +58,13 @@ class DeltaReport(Shown):
             ("delta", self.size),
         ]
         if self.folders_left:
-            facts.append(("left out", ", ".join(f"{folder}/" for folder in self.folders_left)))
+            facts.append(("not included", ", ".join(f"{folder}/" for folder in self.folders_left)))
         return [*facts, ("time", readable_seconds(self.seconds)), ("done", self.target)]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ApplyReport(Shown):
-    """The new checkpoint, made again."""
+    """The recreated checkpoint, in numbers."""
 
     old: str
     delta: str
@@ -72,19 +72,19 @@ class ApplyReport(Shown):
     files: int
     written_bytes: int
     resumed_bytes: int
-    """What an earlier run had written."""
+    """Bytes that an earlier run had written."""
     seconds: float
 
     def _in_short(self) -> str:
         return f"{self.target}, {readable_bytes(self.written_bytes)} written"
 
     def facts(self) -> Facts:
-        """What was made of what."""
+        """Rows to display."""
         facts = [
             ("old", self.old),
             ("delta", self.delta),
             ("written", f"{self.files} files, {readable_bytes(self.written_bytes)}"),
         ]
         if self.resumed_bytes:
-            facts.append(("reused", f"{readable_bytes(self.resumed_bytes)} were done before"))
+            facts.append(("reused", f"{readable_bytes(self.resumed_bytes)} from an earlier run"))
         return [*facts, ("time", readable_seconds(self.seconds)), ("done", self.target)]

@@ -1,4 +1,4 @@
-"""Master weights that are made from parameters, for a job that starts from them with an optimizer of its own."""
+"""Make master weights from parameters, for a job that starts from them with a new optimizer."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _HALF = ("bfloat16", "float16")
 
 
 def with_master_weights(checkpoint: Checkpoint) -> Checkpoint:
-    """The same checkpoint with a master weight for every parameter that the trainer would keep one of.
+    """Add a master weight for every parameter for which the trainer keeps one.
 
     The values are those of the parameters, as float32. There are no other optimizer states.
 
     Raises
     ------
     PlanError, UnsupportedError
-        If the checkpoint has optimizer states, or no parameter in half precision.
+        If the checkpoint has optimizer states or LoRA, no parameter in half precision, or is not of PaddleFormers.
     """
     model = checkpoint.model
     trained = next((tensor for tensor in model.tensors if tensor.trained), None)
@@ -41,7 +41,7 @@ def with_master_weights(checkpoint: Checkpoint) -> Checkpoint:
     keys = [tensor.key for tensor in tensors if tensor.master and tensor.tied_to is None]
     if not keys:
         raise PlanError(
-            "--master-weights from-parameters: no parameter is bfloat16 or float16, and others have no master weights"
+            "--master-weights from-parameters: no parameter is bfloat16 or float16; only these have master weights"
         )
     catalog = checkpoint.catalog
     index, dtype = catalog.index(), dtype_named("float32")
@@ -49,7 +49,7 @@ def with_master_weights(checkpoint: Checkpoint) -> Checkpoint:
     shapes = [catalog.tensors.shape(number) for number in parameters]
     made = [Tensor(key, MASTER_WEIGHT, dtype, shape) for key, shape in zip(keys, shapes, strict=True)]
     first = len(catalog.tensors)
-    implied = {**catalog.implied, **{first + place: number for place, number in enumerate(parameters)}}
+    implied = {**catalog.implied, **{first + offset: number for offset, number in enumerate(parameters)}}
     return replace(
         checkpoint,
         catalog=replace(catalog, tensors=Tensors([*catalog.tensors, *made]), implied=implied),

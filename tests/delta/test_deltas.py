@@ -187,6 +187,11 @@ def test_another_old_checkpoint_is_refused(export: Path, stepped: Path, made: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_delta_is_not_taken_for_a_checkpoint(made: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"a delta, not a checkpoint; .* apply OLD DELTA DST"):
+        paddle_reshard.convert(made, tmp_path / "x", to="tp=1")
+
+
 def test_one_changed_bit_of_the_old_checkpoint_is_seen(export: Path, made: Path, tmp_path: Path) -> None:
     compared = [export / name for name in json.loads((made / "delta.json").read_text())["old"]["files"]]
     assert {path.name for path in export.iterdir()} - {path.name for path in compared} == {MANIFEST}

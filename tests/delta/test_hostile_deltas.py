@@ -144,7 +144,7 @@ def parse(delta: Path, edit: Edit) -> Document:
         (renamed(".paddle_reshard_session.json"), "this tool's own records"),
         (renamed("n" * 300), "the file system is 255"),
         (with_value(7, "0" * 16), "are not those that the delta was made from"),
-        (with_value(8, "0" * 16), "of what it makes is wrong"),
+        (with_value(8, "0" * 16), "of the new bytes is wrong"),
         (lambda document: document["old"]["files"].update({WEIGHTS: 1 << 62}), "the delta was made from"),
         (lambda document: document["old"]["files"].update({"../../etc/passwd": 4}), "etc/passwd: is missing"),
     ],

@@ -463,7 +463,7 @@ def test_verify_compares_with_the_training_checkpoint(tmp_path: Path) -> None:
     (key,) = [key for key, entry in whole.items() if _read(tmp_path / "hf")[key] != entry]
     assert difference.tensor == f"{key.replace('model.', 'llama.')} (param)"
     path.unlink()
-    with pytest.raises(CheckpointError, match=f"the index says that {path.name} holds it, no file does"):
+    with pytest.raises(CheckpointError, match=f"the index says that {path.name} holds it, but no file does"):
         paddle_reshard.verify(source, tmp_path / "hf", states=["param"])
 
 
@@ -641,7 +641,7 @@ def test_a_tied_head_that_is_stored_too_is_compared(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("renamed", "message"),
     [
-        ("model.layers.1.self_attn.k_proj.weight", "k_proj.weight: no file holds it, but it is a part of"),
+        ("model.layers.1.self_attn.k_proj.weight", "k_proj.weight: no file holds it, and it is a part of"),
         ("model.layers.1.input_layernorm.weight", "no file holds it, and layer 0 has it"),
         ("model.norm.weight", "no file holds it, and every model of this family has it"),
     ],

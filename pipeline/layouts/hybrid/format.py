@@ -29,7 +29,7 @@ _OPTIONS: Mapping[str, FormatOption] = {
     "layout": FormatOption(
         "JSON with settings of the target job that its topology does not determine: "
         "comm_buffer_size_MB, comm_overlap, sort_parameters, stage3_segment_size, "
-        "sequence_parallel, segmentation, convention."
+        "sequence_parallel, segmentation, experts_over_tp, use_unified_moe, convention."
     ),
     "target_meta": TARGET_META,
     "paddle_version": FormatOption(
