@@ -142,7 +142,7 @@ def test_buffers_that_the_trainer_lost_are_taken_if_they_may_be_missing(tmp_path
 def test_the_vocabulary_has_the_size_of_the_donor_if_that_is_asked_for(tmp_path: Path) -> None:
     source = _checkpoint("mp2_tied")
     paddle_reshard.convert(source, tmp_path / "donor", format="huggingface", vocab_pad=160)
-    with pytest.raises(CheckpointError, match=r"embed_tokens.weight: of shape \(128, 64\).*--vocab-pad"):
+    with pytest.raises(CheckpointError, match=r"embed_tokens.weight: shape \(128, 64\).*--vocab-pad"):
         _completed(source, tmp_path / "hf", tmp_path / "donor")
     _completed(source, tmp_path / "hf", tmp_path / "donor", vocab_pad=160)
     assert _read(tmp_path / "hf") == _read(tmp_path / "donor")
@@ -195,13 +195,13 @@ NORM = "model.norm.weight"
     ("change", "error", "message"),
     [
         (_without(NORM), CheckpointError, "model.norm.weight: the export has it, and .*donor does not"),
-        (_with(NORM, (63,)), CheckpointError, r"norm.weight: of shape \(32,\) in the export and \(63,\) in"),
+        (_with(NORM, (63,)), CheckpointError, r"norm.weight: shape \(32,\) in the export and \(63,\) in"),
         (
             _with("model.layers.0.mlp.experts.7.up_proj.weight", (4, 4)),
             CheckpointError,
-            r"experts\.7\.up_proj\.weight: .*donor has it, and a checkpoint of this model should; it is not taken",
+            r"experts\.7\.up_proj\.weight: .*donor, but missing from the checkpoint; it is not copied",
         ),
-        (_with("model.{0.__class__}", (4,)), CheckpointError, "with a name that cannot be taken over"),
+        (_with("model.{0.__class__}", (4,)), CheckpointError, "with a key that cannot be copied"),
         (
             _configured(num_hidden_layers=4),
             CheckpointError,

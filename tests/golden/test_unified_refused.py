@@ -132,7 +132,7 @@ def test_the_index_does_not_name_a_key(copied: Callable[[str], Folder]) -> None:
         ("optimizer.tp00.safetensors", "the files belong to two checkpoints"),
         ("weights.safetensors", "has no meaning in a unified checkpoint"),
         ("optimizer.pdopt", "has no meaning in a unified checkpoint"),
-        ("peft_model-00001-of-00001.safetensors", "adapter"),
+        ("peft_model-00001-of-00001.safetensors", "in one folder with peft_model-00001-of-00001"),
         ("optimizer.shard00.safetensors_shard_0001", "the files belong to two checkpoints"),
     ],
 )

@@ -1,9 +1,8 @@
-"""The Hugging Face model that training began from, as a donor: what a checkpoint lacks is taken from it.
+"""Complete an export with the Hugging Face model from which training started, the donor (``--like``).
 
-The donor says what a whole model is: every tensor of the export must be there in the same shape, and every tensor that
-is only there is taken over as it is stored. Tensors that the trained model has itself are never taken from it, so a
-checkpoint without some of its layers is refused. Of the small files, those of the model are taken which the checkpoint
-does not have; code is not.
+The donor defines the complete model: it must have every tensor of the export, in the same shape, and tensors that only
+the donor has are copied unchanged. Tensors that the trained model has itself are never copied, so a checkpoint that
+lacks some of its layers is refused. Small files of the model that the checkpoint lacks are copied too, except code.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from paddle_reshard.pipeline.layouts.rules.entries import config_entry, count_en
 from paddle_reshard.pipeline.layouts.weights import dtype_of_tag
 
 SHOWN = 3
-"""Names in an error."""
+"""Number of keys that an error names."""
 SAME = ("model_type", "num_hidden_layers")
-"""Entries of ``config.json`` in which the two have to agree."""
+"""Entries of ``config.json`` that must be equal in checkpoint and donor."""
 NOT_TAKEN = (
     "auto_map",
     "dtype",
@@ -50,7 +49,8 @@ NOT_TAKEN = (
     "transformers_version",
     "_name_or_path",
 )
-"""Entries of the donor's ``config.json`` that name its code, or how its own tensors are stored."""
+"""Entries of the donor's ``config.json`` that are not copied: they refer to its code, or to how its tensors are stored.
+"""
 
 
 class DonorTensor(NamedTuple):
@@ -88,20 +88,20 @@ class Donor:
 
 
 def read_donor(files: SourceFiles) -> Donor:
-    """A donor from the headers of its files.
+    """Read a donor from the headers of its files.
 
     Raises
     ------
     CheckpointError, UnsupportedError
-        If it is no Hugging Face model, if its files contradict each other, or if its tensors are quantised.
+        If it is not a Hugging Face model, if its files contradict each other, or if its tensors are quantised.
     """
     location, config = files.store.location, files.config()
     if not files.safetensors or files.pickles:
         raise CheckpointError(f"{location}: --like needs the safetensors files of a Hugging Face model")
     if config.get("quantization_config"):
         raise UnsupportedError(
-            f"{location}: its tensors are quantised (quantization_config in {CONFIG}), and it says nothing of the "
-            "shapes of others; give the model in bfloat16 with --like"
+            f"{location}: its tensors are quantised (quantization_config in {CONFIG}), which is not supported; pass "
+            "the model in bfloat16 with --like"
         )
     held = stored_keys(files.headers, files.weight_index(INDEX))
     tensors = {}
@@ -114,7 +114,7 @@ def read_donor(files: SourceFiles) -> Donor:
 
 
 def _with_tensors(checkpoint: Checkpoint, donor: Donor, completion: Completion) -> Checkpoint:
-    """The checkpoint with the donor's tensors, some of which it may have known of and not held."""
+    """Add the donor's tensors to a checkpoint; they may replace tensors that its model lists as missing."""
     model, taken = checkpoint.model, set(completion.tensors)
     kept = [t for t in model.tensors if not (_is_missing(t) and _keys(t, model) <= taken)]
     added = [_model_tensor(key, donor.tensors[key]) for key in completion.tensors]
@@ -128,13 +128,13 @@ def _with_tensors(checkpoint: Checkpoint, donor: Donor, completion: Completion) 
 
 
 def _model_tensor(key: str, stored: DonorTensor) -> ModelTensor:
-    """A tensor that is exported as it is, under its key."""
+    """A tensor that is exported unchanged, under its own key."""
     rule = Rule(key, "", "", "the donor", huggingface=HuggingFaceForm((key,)))
     return ModelTensor(key, rule, None, stored.shape, stored.dtype, (), False)
 
 
 def _joined(catalog: Catalog, added: Sequence[ModelTensor], donor: Donor) -> Catalog:
-    """The catalog with further tensors, from the donor's files."""
+    """Add tensors in the donor's files to a catalog."""
     if not added:
         return catalog
     index = catalog.index()
@@ -144,8 +144,7 @@ def _joined(catalog: Catalog, added: Sequence[ModelTensor], donor: Donor) -> Cat
     for number, tensor in enumerate(added, len(catalog.tensors)):
         if (tensor.key, PARAM) in index or "{" in tensor.key or "}" in tensor.key:
             raise CheckpointError(
-                f"{tensor.key}: a tensor of {donor.location} with a name that cannot be taken over; it is of another "
-                "model"
+                f"{tensor.key}: a tensor of {donor.location} with a key that cannot be copied; it is another model"
             )
         _, dtype, path, byte_offset = donor.tensors[tensor.key]
         shape = tensor.global_shape
@@ -162,7 +161,7 @@ def _joined(catalog: Catalog, added: Sequence[ModelTensor], donor: Donor) -> Cat
 
 
 def _entries(wanted: Checkpoint, donor: Donor, taken: Sequence[str]) -> dict[str, Any]:
-    """What is taken of the donor's ``config.json``: entries that the checkpoint's own lacks."""
+    """Entries of the donor's ``config.json`` that the checkpoint's own lacks."""
     ours = wanted.model.config
     entries = {k: v for k, v in donor.config.items() if k not in ours and k not in NOT_TAKEN}
     if (
@@ -199,8 +198,8 @@ def _check_config(config: Mapping[str, Any], donor: Donor) -> None:
         ours, theirs = config_entry(config, entry), config_entry(donor.config, entry)
         if ours != theirs:
             raise CheckpointError(
-                f"{entry} is {ours!r} in the checkpoint and {theirs!r} in {donor.location}: give the model that "
-                "training began from with --like"
+                f"{entry} is {ours!r} in the checkpoint and {theirs!r} in {donor.location}; pass the model from which "
+                "training started with --like"
             )
 
 
@@ -215,13 +214,13 @@ def _taken(wanted: Checkpoint, donor: Donor) -> list[str]:
     ours = {part.key: part.shape for _, parts in model_parts(wanted.model) for part in parts}
     if extra := sorted(ours.keys() - donor.tensors.keys()):
         raise CheckpointError(
-            f"{_named(extra)}: the export has it, and {donor.location} does not; it is of another model"
+            f"{_named(extra)}: in the export, but not in {donor.location}, which is another model"
         )
     if unequal := [key for key in sorted(ours) if ours[key] != donor.tensors[key].shape]:
         key = unequal[0]
         raise CheckpointError(
-            f"{_named(unequal)}: of shape {ours[key]} in the export and {donor.tensors[key].shape} in "
-            f"{donor.location}; --vocab-pad and --vocab-trim change the size of a vocabulary"
+            f"{_named(unequal)}: shape {ours[key]} in the export and {donor.tensors[key].shape} in {donor.location}; "
+            "--vocab-pad and --vocab-trim change the size of a vocabulary"
         )
     model = wanted.model
     tied = {key for t in model.tensors if t.tied_to and t.rule.huggingface for key in _keys(t, model)}
@@ -231,8 +230,8 @@ def _taken(wanted: Checkpoint, donor: Donor) -> list[str]:
         key for key, of_mtp in _by_row(taken, model).items() if not of_mtp and key not in missing
     ):
         raise CheckpointError(
-            f"{_named(absent)}: {donor.location} has it, and a checkpoint of this model should; it is not taken from "
-            "there, as training may have changed it"
+            f"{_named(absent)}: in {donor.location}, but missing from the checkpoint; it is not copied, because "
+            "training may have changed it"
         )
     return taken
 

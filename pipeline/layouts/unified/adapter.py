@@ -1,4 +1,4 @@
-"""Read what LoRA training leaves when it ends: ``peft_model-*.safetensors``, the matrices and nothing else."""
+"""Read LoRA as saved at the end of training: ``peft_model-*.safetensors`` with matrices only."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _INDEX: Final = f"{ADAPTER}.safetensors.index.json"
 
 
 def index_adapter(files: SourceFiles, tables: Sequence[RuleTable]) -> Checkpoint:
-    """The matrices of LoRA, each whole and in Paddle's layout, as PaddleFormers 1.2 saves them after training.
+    """Read the matrices of LoRA, whole and in Paddle's layout, as PaddleFormers 1.2 saves them after training.
 
     Raises
     ------
     CheckpointError, PlanError
-        If the files are not one whole adapter, or hold something else.
+        If the files are not one complete adapter, or hold something else.
     """
     held = _checked(files)
     keys = {key: path for path, payload in held.items() for key in payload.tensors}
@@ -69,12 +69,13 @@ def index_adapter(files: SourceFiles, tables: Sequence[RuleTable]) -> Checkpoint
 
 
 def _checked(files: SourceFiles) -> Mapping[str, SafetensorsPayload]:
-    """Path → header of every file; all are there that the index names, and hold matrices of LoRA alone."""
+    """Path → header of every file. The files must be those of the index and hold only matrices of LoRA."""
+    adapters = [path for path in files.safetensors if _FILE.fullmatch(path)]
     for path in files.safetensors:
-        if not _FILE.fullmatch(path):
+        if path not in adapters:
             raise UnsupportedError(
-                f"{path}: lies beside {ADAPTER} files; of LoRA in unified checkpoints only what training leaves at its "
-                "end is supported, without optimizer states"
+                f"{path}: in one folder with {min(adapters, default=ADAPTER)}; LoRA in unified checkpoints is only "
+                "supported as saved at the end of training, without optimizer states"
             )
     index = files.weight_index(_INDEX)
     if index is None:
@@ -82,11 +83,13 @@ def _checked(files: SourceFiles) -> Mapping[str, SafetensorsPayload]:
     found = {key: path for path, payload in files.headers.items() for key in payload.tensors}
     if len(found) < sum(len(payload.tensors) for payload in files.headers.values()):
         raise CheckpointError(f"{_INDEX}: two of its files hold the same key")
-    if odd := sorted(dict(index.weight_map).items() ^ found.items()):
-        raise CheckpointError(f"{odd[0][0]}: {_INDEX} and the files disagree about where it lies")
+    if differing := sorted(dict(index.weight_map).items() ^ found.items()):
+        raise CheckpointError(
+            f"{differing[0][0]}: {_INDEX} and the files disagree about the file that holds it"
+        )
     for key, path in sorted(found.items()):
         if key.rpartition(".")[2] not in LORA:
             raise UnsupportedError(
-                f"{path}: {key} is no matrix of LoRA: in which layout these files hold other tensors is not known"
+                f"{path}: {key} is not a matrix of LoRA, and the layout of other tensors in these files is not known"
             )
     return files.headers
