@@ -326,9 +326,9 @@ def _completed(
     """Both with what they lack of the donor."""
     formats = formats_to_complete()
     if any(FORMATS[asked.format] not in formats for asked in request.target_requests):
-        raise UsageError(f"--like is for targets of the format {names_of(formats, 'or')}")
+        raise UsageError(f"--like applies only to --format {names_of(formats, 'or')}")
     if MTP in request.dropped:
-        raise UsageError(f"--like would take what --drop {MTP} drops from the donor; give one of the two")
+        raise UsageError(f"--like would take what --drop {MTP} drops from the donor; use only one of the two")
     return donor.complete(source, wanted)
 
 

@@ -194,7 +194,7 @@ NORM = "model.norm.weight"
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (_without(NORM), CheckpointError, "model.norm.weight: the export has it, and .*donor does not"),
+        (_without(NORM), CheckpointError, "model.norm.weight: in the export, but not in .*donor"),
         (_with(NORM, (63,)), CheckpointError, r"norm.weight: shape \(32,\) in the export and \(63,\) in"),
         (
             _with("model.layers.0.mlp.experts.7.up_proj.weight", (4, 4)),
@@ -229,7 +229,7 @@ def test_a_donor_of_another_model_is_refused(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"to": "tp=2"}, "--like is for targets of the format huggingface"),
+        ({"to": "tp=2"}, "--like applies only to --format huggingface"),
         ({"format": "huggingface", "drop": ["mtp"]}, "--like would take what --drop mtp drops"),
     ],
 )
