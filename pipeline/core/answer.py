@@ -1,4 +1,4 @@
-"""The one JSON object that a command prints with ``--json``: how it ended, and what it found."""
+"""The JSON object that a command prints with ``--json``."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SCHEMA_VERSION = 1
-"""Of everything that ``--json`` prints; it grows when an entry changes its meaning or goes."""
+"""Version of the output of ``--json``; it increases when an entry is removed or changes its meaning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """How a command ended."""
+    """The outcome of a command."""
 
     command: str | None
-    """``None`` where the command line names none."""
+    """``None`` if the command line names none."""
     error: str | None = None
-    """What went wrong, in a sentence; ``None`` if the command came to its end."""
+    """The error message; ``None`` if the command succeeded."""
     kind: str | None = None
     """Name of the error's class; ``None`` without an error."""
     retryable: bool = False
-    """Whether the same request may end otherwise later."""
+    """Whether the same request may succeed later."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What the command has to say beyond that, by its own names."""
+    """Further entries, specific to the command."""
 
     def data(self) -> dict[str, Any]:
-        """As plain data: its JSON is what is printed."""
+        """The object as plain data, ready for JSON."""
         head = {"schema_version": SCHEMA_VERSION, "command": self.command}
         return {**head, "error": self.error, "kind": self.kind, "retryable": self.retryable, **self.facts}

@@ -118,7 +118,7 @@ class Columns:
         self._columns[name, dim] = _narrow(values, len(self))
 
     def freeze(self) -> None:
-        """Let nobody assign a field any more; copies may be changed."""
+        """Make the columns read-only; copies can be changed."""
         self._frozen = True
 
     def rows(self) -> npt.NDArray[np.void]:

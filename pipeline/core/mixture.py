@@ -1,4 +1,4 @@
-"""How is a tensor computed from others? Averages are mixed step by step, in float32."""
+"""Tensors that are computed from others: averages, mixed step by step in float32."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from dataclasses import dataclass
 class Term:
     """A step of mixing: ``mixed = keep · mixed + take · values``; each product and the sum are rounded to float32.
 
-    In the first step nothing is kept, and values with a ``take`` of one stay as they are.
+    In the first step nothing is kept; values with a ``take`` of 1 are unchanged. With steps ``(keep, take)`` of
+    ``(0, 1)`` and ``(0.75, 0.25)``, the values 4 and 8 give ``0.75 · 4 + 0.25 · 8 = 5``.
     """
 
     tensor: int
-    """Whose values."""
+    """Index of the tensor whose values are mixed in."""
     keep: float
     """Both factors are float32 numbers."""
     take: float
@@ -21,12 +22,12 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """How the values of a tensor are computed from those of others of its shape, which are float32.
+    """Computes the values of a tensor from float32 tensors of the same shape.
 
-    What the target wants in another dtype is cast at the end.
+    If the target has another dtype, the result is cast at the end.
     """
 
     terms: tuple[Term, ...]
-    """One after the other; each tensor once, and all files of a term before those of the next one."""
+    """The steps in order; each tensor occurs once, and the files of a term precede those of the next."""
     divide_by: float = 1.0
-    """Of the last step, rounded to float32 before and after."""
+    """Divisor after the last step; the values are rounded to float32 before and after."""

@@ -1,4 +1,4 @@
-"""What a file holds, where nobody can say of which tensor."""
+"""Arrays in files whose logical tensors are not known."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from paddle_reshard.pipeline.core.geometry import Shape
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """An array as a file holds it: a whole tensor, or the piece of a rank."""
+    """An array as stored in a file: a whole tensor, or the part of a rank."""
 
     file: str
     key: str
-    """In the file; keys of nested dicts are joined by ``/``."""
+    """Key in the file; keys of nested dicts are joined by ``/``."""
     state: str
-    """What it is by its key and the name of the file."""
+    """State according to its key and the name of the file."""
     shape: Shape
     dtype: str
 
     @property
     def elements(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return prod(self.shape)

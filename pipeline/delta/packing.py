@@ -71,5 +71,5 @@ def unpack(
 
 
 def _codec() -> Any:
-    """One for each call: nobody promises that threads may share it."""
+    """A new codec per call, because threads may not be able to share it."""
     return pyarrow.Codec(CODEC, compression_level=LEVEL)

@@ -1,10 +1,10 @@
-"""Which bytes of a new file are compared with which bytes of an old one.
+"""Choose the bytes of old files with which those of a new file are compared.
 
-A tensor is compared with the tensor of the same key: in the old file of the same name, or, for safetensors, in whatever
-old file has it. Bytes between tensors, and files without tensors, are compared with those at the same place.
+A tensor is compared with the tensor of the same key: in the old file of the same name, or, for safetensors, in any old
+file. Bytes between tensors, and files without tensors, are compared with those at the same offset.
 
-All of this decides how small a delta becomes, and nothing else. Each block says by itself what it was compared with,
-and what comes of it is known by its checksum. A file whose tensors nobody can find is compared as it lies there.
+The choice affects only the size of a delta: each block records what it was compared with, and the checksum of its new
+bytes. A file whose tensors cannot be located is compared as plain bytes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def is_safetensors(path: str) -> bool:
 
 
 def find_arrays(read: Callable[[int, int], bytes], size_bytes: int, path: str) -> tuple[Array, ...]:
-    """The tensors of a file, in the order of their bytes; none where nobody can find any."""
+    """The tensors of a file, in the order of their bytes; empty if they cannot be located."""
     try:
         if is_safetensors(path):
             tensors = parse_safetensors(read, size_bytes, path).tensors

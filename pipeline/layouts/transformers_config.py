@@ -57,14 +57,14 @@ def exported_config(config: Config, dtype: DType | None) -> ExportedConfig:
 
 
 def _with_one_dtype(entries: Config, dtype: DType | None) -> dict[str, Any]:
-    """The same with the dtype under one name, that which was asked for; none where there was none."""
-    said = [entries[name] for name in (_DTYPE, _OTHER_DTYPE) if name in entries]
+    """Give the dtype a single name, and the requested value if any; without an entry for it, none is added."""
+    found = [entries[name] for name in (_DTYPE, _OTHER_DTYPE) if name in entries]
     kept = {key: value for key, value in entries.items() if key not in (_DTYPE, _OTHER_DTYPE)}
-    return kept | ({_DTYPE: said[0] if dtype is None else dtype.name} if said else {})
+    return kept | ({_DTYPE: found[0] if dtype is None else dtype.name} if found else {})
 
 
 def agreed_config(config: Config) -> dict[str, Any]:
-    """The same configuration with the entries by which both libraries compute the same, where there are such."""
+    """Adjust entries of the configuration so that both libraries compute the same, if possible."""
     found = dict(config)
     for agree in _AGREEMENTS:
         found |= agree(config).entries
@@ -137,12 +137,12 @@ def _glm_ocr_eps(config: Config) -> _Agreement:
     text = config.get("text_config")
     if config.get("model_type") != "glm_ocr" or "paddleformers_version" not in config:
         return _Agreement()
-    if not isinstance(text, dict) or (said := text.get("rms_norm_eps", 1e-5)) == 1e-6:
+    if not isinstance(text, dict) or (configured := text.get("rms_norm_eps", 1e-5)) == 1e-6:
         return _Agreement()
     return _Agreement(
         {"text_config": {**text, "rms_norm_eps": 1e-6}},
-        f"rms_norm_eps of text_config is 1e-06 instead of {said}: PaddleFormers computes decoder layers with it, and "
-        "only the last norm with the latter",
+        f"rms_norm_eps of text_config is 1e-06 instead of {configured}: PaddleFormers computes decoder layers with it, "
+        "and only the last norm with the latter",
     )
 
 

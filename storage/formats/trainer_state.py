@@ -84,7 +84,7 @@ def encode_trainer_state(fields: Mapping[str, Any], library: str) -> tuple[str, 
 
 
 def _opcodes(value: Any) -> bytes:
-    """Of plain values, and of dicts, lists and tuples of such."""
+    """Pickle opcodes of plain values, and of dicts, lists and tuples of these."""
     if isinstance(value, dict):
         items = b"".join(_opcodes(key) + _opcodes(one) for key, one in value.items())
         return b"}(" + items + b"u" if value else b"}"

@@ -335,8 +335,8 @@ class Item:
     continues: str | None = None
     """The decoder layer's item, for MTP layers that have its rows too and are numbered after it."""
     inner: str | None = None
-    """Of what continues the decoder layers: where in a layer it has their rows, ``transformer_layer`` in
-    ``layers.4.transformer_layer.mlp``; ``None``: in the layer itself."""
+    """For an item with ``continues``: the module that has the decoder layer's rows, ``transformer_layer`` in
+    ``layers.4.transformer_layer.mlp``; ``None``: the layer itself."""
     built_before: str | None = None
     """The item before which it is built in a job without pipeline stages."""
     count: str | None = None
@@ -376,9 +376,9 @@ class RuleTable:
     saved_prefixes: Mapping[str, str] = field(default_factory=dict)
     """Prefix of keys → prefix under which the model class saves them in files without ``model_meta.json``."""
     proven: Proof | None = field(default=None, compare=False, repr=False)
-    """What it has been compared with; ``None``: not said, as in a table that a user writes."""
+    """How the table was tested; ``None``: not recorded, as in a table that a user writes."""
     formats: tuple[str, ...] | None = None
-    """Formats for which it tells enough; ``None``: all."""
+    """Formats that the table supports; ``None``: all."""
     shared_with: tuple[str, ...] = ()
     """Further libraries whose models of the family have the same tensors under the same names."""
     shifted_by: str | None = None

@@ -20,19 +20,19 @@ class Family:
     model_types: tuple[str, ...]
     """Values of ``model_type`` in ``config.json``."""
     axes: tuple[str, ...]
-    """Of tp, pp and ep, those that the library can spread the model over. It is resharded along these, and along
-    sharding and dp, as any model is."""
+    """The axes among tp, pp and ep over which the library can distribute the model. The model is resharded along these
+    and, like any model, along sharding and dp."""
     huggingface: Extent
-    """Whether it becomes a Hugging Face checkpoint, and is made of one; ``in part``: some variants are not."""
+    """Whether it can be exported to and imported from Hugging Face checkpoints; ``in part``: not all variants."""
     multi_token_prediction: bool
-    """Whether its layers of multi-token prediction are known."""
+    """Whether layers of multi-token prediction are supported."""
     lora: bool
-    """Whether checkpoints of LoRA training are converted."""
+    """Whether checkpoints of LoRA training are supported."""
     proven: Proof
 
 
 def families(tables: Sequence[RuleTable]) -> tuple[Family, ...]:
-    """The families of tables that say how they are proven, by name and library."""
+    """The families of the tables that record how they were tested, sorted by name and library."""
     found = [_family(table, table.proven) for table in tables if table.proven is not None]
     return tuple(sorted(found, key=lambda family: (family.name, family.library)))
 
@@ -57,7 +57,7 @@ def _family(table: RuleTable, proven: Proof) -> Family:
 
 
 def _is_twin(rule: Rule) -> bool:
-    """Whether a row is only for tensors that have the values of others, and go out as those."""
+    """Whether a row is only for tensors that are tied to others, and exported as those."""
     return rule.tied_to is not None and (rule.always_tied or bool(rule.where.get("tie_word_embeddings")))
 
 
