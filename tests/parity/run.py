@@ -51,7 +51,7 @@ COLD = {"ignore_load_lr_and_optim": True}
 SAME_MODEL_AS_MUON = "states/fp16_single"
 MUON = {"optim": "muon", **FLEX}
 # The buffer size, in whole MiB for a job, that decides over how many ranks a model's matrices are spread.
-MUON_ON_BOTH_RANKS = {"SHIM_MUON_BUF_MB": "0.05"}
+MUON_ON_BOTH_RANKS = {"SHIM_MUON_BUF_MB": "0.02"}
 TIED = {"_tie": True}
 FLOAT32 = {"max_grad_norm": 0.0, "bf16": False, "fp16_opt_level": "O1", "amp_master_grad": False}
 
