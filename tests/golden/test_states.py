@@ -196,9 +196,9 @@ def other_count(folder: Path) -> None:
         (
             "opt_custom_single",
             lost_optimizer,
-            "no optimizer file, and saved_signal_0, which the trainer only",
+            "no optimizer file, but saved_signal_0, which the trainer only",
         ),
-        ("opt_custom_single", lost_all_but_the_signal, "no optimizer file, and saved_signal_0, which"),
+        ("opt_custom_single", lost_all_but_the_signal, "no optimizer file, but saved_signal_0, which"),
         ("opt_custom_single", one_moment2_is_a_number, r"\(moment2\): stored with shape \(1,\)"),
         ("opt_mini_single", one_moment2_is_whole, r"\(moment2\): stored with shape \(1,\)"),
         (
@@ -212,7 +212,11 @@ def other_count(folder: Path) -> None:
             r"_moment2_0 has shape \(10624,\); \(10752,\) is expected for ",
         ),
         ("tfusion_sh2_s1v1", lost_buffer, "master weights of 1 fused buffers; 2 are expected"),
-        ("tfusion_sh2_s1v1", beside_meta, r"fused buffers \(stage1_tensor_fusion\) beside model_meta\.json"),
+        (
+            "tfusion_sh2_s1v1",
+            beside_meta,
+            r"fused buffers \(stage1_tensor_fusion\) are not supported together with model_meta\.json",
+        ),
         (
             "uc_optimshard2_sh2_s1v1",
             lost_piece,
@@ -221,9 +225,9 @@ def other_count(folder: Path) -> None:
         (
             "uc_optimshard2_sh2_s1v1",
             lost_last_pieces,
-            r"optim_shard_num is 2; of \w+ a rank has 1 files",
+            r"optim_shard_num is 2, but a rank has 1 files",
         ),
-        ("uc_optimshard2_sh2_s1v1", other_count, r"optim_shard_num is 3; of \w+ a rank has 2 files"),
+        ("uc_optimshard2_sh2_s1v1", other_count, r"optim_shard_num is 3, but a rank has 2 files"),
     ],
 )
 def test_what_is_damaged_is_not_taken_for_another_optimizer(
