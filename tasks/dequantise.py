@@ -13,7 +13,7 @@ from functools import cache, cached_property
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.layouts.huggingface.quantised import (
+from paddle_reshard.pipeline.layouts.quantised import (
     BLOCK,
     Dequantised,
     Scales,

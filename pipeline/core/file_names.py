@@ -5,6 +5,8 @@ from __future__ import annotations
 CONFIG = "config.json"
 LORA_CONFIG = "lora_config.json"
 """Rank, scaling and base of an adapter."""
+WEIGHT_INDEX = "model.safetensors.index.json"
+"""The index of safetensors files in a Hugging Face checkpoint."""
 MODEL_META = "model_meta.json"
 """Names and shapes of the tensors of every rank of a sharded job; with averages also in other formats."""
 SCHEDULER = "scheduler.pdparams"

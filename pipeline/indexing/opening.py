@@ -29,14 +29,14 @@ def open_checkpoint(location: str, access: Access) -> Source:
     files = SourceFiles(store, None, index_here, index_here)
     if files.pickles or not files.safetensors or CONFIG not in files.sizes:
         return store
-    from paddle_reshard.pipeline.layouts.huggingface.names import INDEX
-    from paddle_reshard.pipeline.layouts.huggingface.quantised import dequantised, is_quantised
+    from paddle_reshard.pipeline.core.file_names import WEIGHT_INDEX
+    from paddle_reshard.pipeline.layouts.quantised import dequantised, is_quantised
 
     config = files.config()
     if not is_quantised(config):
         return store
     payloads = index_here(_index_fp8, store, files.safetensors)
-    served = dequantised(payloads, files.weight_index(INDEX), config)
+    served = dequantised(payloads, files.weight_index(WEIGHT_INDEX), config)
     if served is None:
         return store
     from paddle_reshard.tasks.dequantise import DequantisedSource

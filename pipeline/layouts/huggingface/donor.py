@@ -21,14 +21,13 @@ from paddle_reshard.pipeline.core.catalog import (
     fragment_rows,
 )
 from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError
-from paddle_reshard.pipeline.core.file_names import CONFIG
+from paddle_reshard.pipeline.core.file_names import CONFIG, WEIGHT_INDEX
 from paddle_reshard.pipeline.core.geometry import Shape, row_major_strides
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import PARAM, DType, Tensor
 from paddle_reshard.pipeline.core.trainer_files import is_model_file
 from paddle_reshard.pipeline.layouts.checkpoint import DONOR, Checkpoint, Completion
 from paddle_reshard.pipeline.layouts.forms import matches_of
-from paddle_reshard.pipeline.layouts.huggingface.names import INDEX
 from paddle_reshard.pipeline.layouts.huggingface.parts import model_parts, tensor_parts
 from paddle_reshard.pipeline.layouts.huggingface.source import stored_keys
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
@@ -103,7 +102,7 @@ def read_donor(files: SourceFiles) -> Donor:
             f"{location}: its tensors are quantised (quantization_config in {CONFIG}), which is not supported; pass "
             "the model in bfloat16 with --like"
         )
-    held = stored_keys(files.headers, files.weight_index(INDEX))
+    held = stored_keys(files.headers, files.weight_index(WEIGHT_INDEX))
     tensors = {}
     for key, path in held.items():
         payload = files.headers[path]

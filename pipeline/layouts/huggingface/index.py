@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from paddle_reshard.pipeline.core.catalog import Catalog
+from paddle_reshard.pipeline.core.file_names import WEIGHT_INDEX
 from paddle_reshard.pipeline.core.tensors import DType
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.huggingface.names import INDEX
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part
 from paddle_reshard.pipeline.layouts.huggingface.source import (
     huggingface_checkpoint,
@@ -24,7 +24,7 @@ from paddle_reshard.pipeline.layouts.rules import RuleTable
 def index_huggingface(files: SourceFiles, tables: Sequence[RuleTable], drops_mtp: bool = False) -> Checkpoint:
     """A checkpoint of weights only, as its files say; with ``drops_mtp`` without multi-token prediction."""
     config = files.config()
-    index = files.weight_index(INDEX)
+    index = files.weight_index(WEIGHT_INDEX)
     if not drops_mtp:
         return huggingface_checkpoint(files.safetensors, files.headers, index, config, tables)
     headers, index, dropped = without_mtp_layers(files.headers, index, config, tables)
@@ -48,4 +48,4 @@ def index_parameters(
         If it holds another model, or is not whole; naming the tensor and the file.
     """
     headers = files.headers
-    return read_huggingface(model, files.safetensors, headers, files.weight_index(INDEX), planned)
+    return read_huggingface(model, files.safetensors, headers, files.weight_index(WEIGHT_INDEX), planned)

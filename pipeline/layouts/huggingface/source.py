@@ -23,6 +23,7 @@ from paddle_reshard.pipeline.core.catalog import (
     fragment_rows,
 )
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError
+from paddle_reshard.pipeline.core.file_names import WEIGHT_INDEX
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import MTP, PARAM, DType, Tensor
@@ -30,7 +31,6 @@ from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.completeness import check_complete
 from paddle_reshard.pipeline.layouts.forms import Match, matches_of, parts_of_tensors
 from paddle_reshard.pipeline.layouts.huggingface.name import HUGGINGFACE
-from paddle_reshard.pipeline.layouts.huggingface.names import INDEX
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, tensor_parts
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, read_model
 from paddle_reshard.pipeline.layouts.rules import RuleTable, tables_to_train_with
@@ -139,7 +139,7 @@ def huggingface_checkpoint(
     return Checkpoint(
         format=HUGGINGFACE,
         catalog=read_huggingface(model, sizes, payloads, index, None),
-        own_files=frozenset([*payloads, *([INDEX] if index is not None else [])]),
+        own_files=frozenset([*payloads, *([WEIGHT_INDEX] if index is not None else [])]),
         model=model,
         topology=None,
         strategy=None,

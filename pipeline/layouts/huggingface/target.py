@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from paddle_reshard.pipeline.core.catalog import Catalog, File, FragmentRow, fragment_row, fragment_rows
 from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, UnsupportedError, UsageError
-from paddle_reshard.pipeline.core.file_names import CONFIG, LORA_CONFIG
+from paddle_reshard.pipeline.core.file_names import CONFIG, LORA_CONFIG, WEIGHT_INDEX
 from paddle_reshard.pipeline.core.limits import MAX_TARGET_FILES
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.tensors import (
@@ -31,7 +31,6 @@ from paddle_reshard.pipeline.layouts.huggingface import peft
 from paddle_reshard.pipeline.layouts.huggingface.choices import EMA, FLOATING
 from paddle_reshard.pipeline.layouts.huggingface.index import index_parameters
 from paddle_reshard.pipeline.layouts.huggingface.name import HUGGINGFACE
-from paddle_reshard.pipeline.layouts.huggingface.names import INDEX
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, part_elements
 from paddle_reshard.pipeline.layouts.huggingface.peft import adapter_config, adapter_parts
 from paddle_reshard.pipeline.layouts.huggingface.sidecars import donated_files, plan_huggingface_sidecars
@@ -230,7 +229,7 @@ def _files_of(
     if len(names) > 1:
         index = _index(names, shards)
         literals.add(len(files), 0, index)
-        files.append(File(INDEX, len(index)))
+        files.append(File(WEIGHT_INDEX, len(index)))
     return HuggingFaceFiles(
         catalog,
         TargetFiles(tuple(files), literals, (), fragments, {}, _casts(source, exported)),

@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from paddle_reshard.pipeline.core.errors import CoverageError, UnsupportedError
-from paddle_reshard.pipeline.core.file_names import CONFIG
-from paddle_reshard.pipeline.layouts.huggingface.names import INDEX
+from paddle_reshard.pipeline.core.file_names import CONFIG, WEIGHT_INDEX
 from paddle_reshard.storage.formats.safetensors import (
     FP8_TAG,
     Index,
@@ -161,7 +160,7 @@ def dequantised(
     unquantised = {key: value for key, value in config.items() if key != QUANTIZATION}
     made = {CONFIG: json.dumps(unquantised, ensure_ascii=False, indent=2).encode()}
     if index is not None:
-        made[INDEX] = format_index(_without_scales(index, held, scales, payloads))
+        made[WEIGHT_INDEX] = format_index(_without_scales(index, held, scales, payloads))
     return Dequantised(files, made, len(weights))
 
 

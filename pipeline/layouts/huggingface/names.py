@@ -1,3 +1,0 @@
-"""Names in a Hugging Face checkpoint."""
-
-INDEX = "model.safetensors.index.json"
