@@ -24,7 +24,7 @@ from paddle_reshard.pipeline.delta.batches import (
     batches,
     batches_at_a_time,
     read_at,
-    read_places,
+    read_ranges,
 )
 from paddle_reshard.pipeline.delta.document import (
     DATA,
@@ -39,7 +39,7 @@ from paddle_reshard.pipeline.delta.making import smallest_parts
 from paddle_reshard.pipeline.delta.options import DeltaOptions
 from paddle_reshard.pipeline.delta.packing import unpack
 from paddle_reshard.pipeline.delta.reports import ApplyReport
-from paddle_reshard.pipeline.delta.writing import Part, identify, manifest_of, open_place, write
+from paddle_reshard.pipeline.delta.writing import Part, identify, manifest_of, open_output, write
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.storage.checksum import ALGORITHM, checksum
 from paddle_reshard.storage.formats.manifest import own_manifest
@@ -84,9 +84,9 @@ def apply_delta(
     check_names(options, DeltaOptions)
     began = time.monotonic()
     budget_bytes = parse_memory(options.get("memory", DEFAULT_MEMORY))
-    places = [os.fspath(place) for place in (old, delta, target)]
-    sink = open_place(places[2], places[:2], options)
-    one, changes = (open_source(place, *source_access(options)) for place in places[:2])
+    locations = [os.fspath(location) for location in (old, delta, target)]
+    sink = open_output(locations[2], locations[:2], options)
+    one, changes = (open_source(location, *source_access(options)) for location in locations[:2])
     document, plan_id = _read_document(changes, budget_bytes)
     _check_sizes(one, document)
     files, start = {}, 0
@@ -105,7 +105,7 @@ def apply_delta(
     least = {path: smallest_parts(sink, size) for path, size in sizes.items()}
     blocks_held = sum(len(file.blocks) for file in files.values())
     at_a_time = batches_at_a_time(
-        places[2], blocks_held, max(least.values(), default=BATCH_BYTES), budget_bytes
+        locations[2], blocks_held, max(least.values(), default=BATCH_BYTES), budget_bytes
     )
     pieces = {piece.part: piece for path in sizes for piece in files[path].cut(least[path])}
 
@@ -242,9 +242,9 @@ class _Maker:
         new = memoryview(bytearray(piece.part.nbytes))
         stored_bytes = sum(block.stored_bytes for block in piece.blocks)
         stored = read_at(self.delta, DATA, piece.stored_start, stored_bytes)
-        places = [None if b.old_path is None else (b.old_path, b.old_start, b.nbytes) for b in piece.blocks]
+        ranges = [None if b.old_path is None else (b.old_path, b.old_start, b.nbytes) for b in piece.blocks]
         at = stored_at = 0
-        for block, before in zip(piece.blocks, read_places(self.old, places), strict=True):
+        for block, before in zip(piece.blocks, read_ranges(self.old, ranges), strict=True):
             made = new[at : at + block.nbytes]
             there = stored[stored_at : stored_at + block.stored_bytes]
             if before is not None:

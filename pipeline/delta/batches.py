@@ -17,7 +17,7 @@ from paddle_reshard.storage.store import Read, ReadRange
 BATCH_BYTES = BLOCK_BYTES
 """The least that a batch has, unless it is the last of its file."""
 _CODING_BLOCKS = 6
-"""Memory for writing down one block and compressing it, or the reverse, in blocks: differences, places, planes."""
+"""Memory for writing down one block and compressing it, or the reverse, in blocks: differences, positions, planes."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -95,20 +95,20 @@ def read_at(source: ReadRange, path: str, start: int, nbytes: int) -> memoryview
     return buffer
 
 
-def read_places(source: ReadRange, places: Sequence[tuple[str, int, int] | None]) -> list[memoryview | None]:
+def read_ranges(source: ReadRange, ranges: Sequence[tuple[str, int, int] | None]) -> list[memoryview | None]:
     """The bytes at each ``(path, first byte, number of bytes)``; those that follow each other are one request."""
     merged: list[tuple[str, int, int]] = []
     found: list[tuple[int, int, int] | None] = []
-    for place in places:
-        if place is None:
+    for wanted in ranges:
+        if wanted is None:
             found.append(None)
             continue
-        path, start, nbytes = place
+        path, start, nbytes = wanted
         last = merged[-1] if merged else None
         if last is not None and (last[0], last[1] + last[2]) == (path, start):
             merged[-1] = (path, last[1], last[2] + nbytes)
         else:
-            merged.append(place)
+            merged.append(wanted)
         found.append((len(merged) - 1, start - merged[-1][1], nbytes))
     buffers = [memoryview(bytearray(nbytes)) for _, _, nbytes in merged]
     source.read_many([Read(*p[:2], buffer) for p, buffer in zip(merged, buffers, strict=True)])

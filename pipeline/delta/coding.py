@@ -67,10 +67,10 @@ def encode(new: memoryview, old: memoryview | None, item_bytes: int) -> tuple[Co
         return Coding.SAME, b""
     most_bytes = most_written_bytes(Coding.SPARSE, len(new))
     if _COUNT_BYTES + count * (1 + item_bytes) <= most_bytes:
-        places = np.flatnonzero(differs)
-        head = count.to_bytes(_COUNT_BYTES, "little") + _gaps(places).tobytes()
+        positions = np.flatnonzero(differs)
+        head = count.to_bytes(_COUNT_BYTES, "little") + _gaps(positions).tobytes()
         if len(head) + count * item_bytes <= most_bytes:
-            return Coding.SPARSE, head + _planes(_folded(items[places] - before[places]))
+            return Coding.SPARSE, head + _planes(_folded(items[positions] - before[positions]))
     return Coding.DENSE, _planes(_folded(items - before))
 
 
@@ -103,8 +103,8 @@ def decode(
         gap_bytes = len(rest) - count * item_bytes
         if gap_bytes < count:
             raise ValueError(f"{count} differences in {len(rest)} bytes")
-        places = _places(np.frombuffer(rest[:gap_bytes], np.uint8), count, len(items))
-        items[places] += _unfolded(_from_planes(rest[gap_bytes:], count, item_bytes))
+        positions = _positions(np.frombuffer(rest[:gap_bytes], np.uint8), count, len(items))
+        items[positions] += _unfolded(_from_planes(rest[gap_bytes:], count, item_bytes))
 
 
 def most_written_bytes(coding: Coding, nbytes: int) -> int:
@@ -142,9 +142,9 @@ def _from_planes(planes: memoryview, count: int, item_bytes: int) -> _Integers:
     return np.ascontiguousarray(rows).reshape(-1).view(f"<u{item_bytes}")
 
 
-def _gaps(places: npt.NDArray[np.int64]) -> _Bytes:
-    """Gaps between ascending places, as bytes."""
-    gaps = np.diff(places, prepend=-1) - 1
+def _gaps(positions: npt.NDArray[np.int64]) -> _Bytes:
+    """Gaps between ascending positions, as bytes."""
+    gaps = np.diff(positions, prepend=-1) - 1
     longer, last = np.divmod(gaps, _LONG_GAP)
     ends = np.cumsum(longer + 1)
     written = np.full(int(ends[-1]), _LONG_GAP, np.uint8)
@@ -152,13 +152,13 @@ def _gaps(places: npt.NDArray[np.int64]) -> _Bytes:
     return written
 
 
-def _places(gaps: _Bytes, count: int, items: int) -> npt.NDArray[np.int64]:
-    """Places from gaps; ``count`` of them, below ``items``."""
+def _positions(gaps: _Bytes, count: int, items: int) -> npt.NDArray[np.int64]:
+    """Positions from gaps; ``count`` of them, below ``items``."""
     is_last = gaps != _LONG_GAP
-    places = np.cumsum(gaps, dtype=np.int64)[is_last]
-    if len(places) != count or (len(gaps) and not is_last[-1]):
-        raise ValueError(f"{len(places)} gaps for {count} differences")
-    places += np.arange(count)
-    if count and places[-1] >= items:
-        raise ValueError(f"a difference at {places[-1]} of {items} integers")
-    return places
+    positions = np.cumsum(gaps, dtype=np.int64)[is_last]
+    if len(positions) != count or (len(gaps) and not is_last[-1]):
+        raise ValueError(f"{len(positions)} gaps for {count} differences")
+    positions += np.arange(count)
+    if count and positions[-1] >= items:
+        raise ValueError(f"a difference at {positions[-1]} of {items} integers")
+    return positions

@@ -30,7 +30,7 @@ from paddle_reshard.pipeline.delta.batches import (
     batches_at_a_time,
     in_order,
     read_at,
-    read_places,
+    read_ranges,
 )
 from paddle_reshard.pipeline.delta.coding import Coding
 from paddle_reshard.pipeline.delta.document import (
@@ -52,7 +52,7 @@ from paddle_reshard.pipeline.delta.stretches import (
     is_safetensors,
     stretches_of,
 )
-from paddle_reshard.pipeline.delta.writing import Part, identify, manifest_of, open_place, write
+from paddle_reshard.pipeline.delta.writing import Part, identify, manifest_of, open_output, write
 from paddle_reshard.pipeline.layouts.reading import Readable
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.storage.checksum import checksum
@@ -98,15 +98,15 @@ def delta(
     check_names(options, DeltaOptions)
     began = time.monotonic()
     budget_bytes = parse_memory(options.get("memory", DEFAULT_MEMORY))
-    places = [os.fspath(place) for place in (old, new, target)]
-    sink = open_place(places[2], places[:2], options)
-    one, two = (open_source(place, *source_access(options)) for place in places[:2])
+    locations = [os.fspath(location) for location in (old, new, target)]
+    sink = open_output(locations[2], locations[:2], options)
+    one, two = (open_source(location, *source_access(options)) for location in locations[:2])
     observe(StepStarted("compare", sum(_files(two).values())))
-    stretches = _stretches(one, two, places[2], budget_bytes)
+    stretches = _stretches(one, two, locations[2], budget_bytes)
     compared = {path: tuple(cut(of_file)) for path, of_file in stretches.items()}
     blocks = sum(map(len, compared.values()))
-    at_a_time = batches_at_a_time(places[2], blocks, BATCH_BYTES, budget_bytes)
-    with _Spool(places[2], sink.location) as spool:
+    at_a_time = batches_at_a_time(locations[2], blocks, BATCH_BYTES, budget_bytes)
+    with _Spool(locations[2], sink.location) as spool:
         document = _compare(one, two, compared, spool, at_a_time, observe)
         text = format_document(document)
         sizes = {DATA: document.stored_bytes, DOCUMENT: len(text)}
@@ -171,8 +171,8 @@ def _stretches(old: Source, new: Source, what: str, budget_bytes: int) -> dict[s
     made = {}
     for path, size_bytes in _files(new).items():
         there = {array.key: (path, array) for array in before.get(path, ())}
-        places = ChainMap(there, everywhere) if is_safetensors(path) else there
-        made[path] = stretches_of(path, size_bytes, after[path], places.get, files.get(path))
+        known = ChainMap(there, everywhere) if is_safetensors(path) else there
+        made[path] = stretches_of(path, size_bytes, after[path], known.get, files.get(path))
     return made
 
 
@@ -217,7 +217,7 @@ def _compare_batch(old: Source, new: Source, batch: _Batch) -> tuple[str, list[B
     after = read_at(new, batch.path, batch.start, sum(block.nbytes for block in batch.blocks))
     bases = [None if b.base is None else (b.base.path, b.base.start, b.nbytes) for b in batch.blocks]
     made, stored = [], []
-    for block, before in zip(batch.blocks, read_places(old, bases), strict=True):
+    for block, before in zip(batch.blocks, read_ranges(old, bases), strict=True):
         now, after = after[: block.nbytes], after[block.nbytes :]
         packed = pack(now, before, block.item_bytes)
         made.append(_described(block, packed, now, before))
@@ -259,7 +259,7 @@ class _Spool:
         self.folder, self.location = Path(tempfile.gettempdir()), location
         if is_local(target):
             above = Path(os.path.abspath(local_path(target))).parent
-            self.folder = next(place for place in (above, *above.parents) if place.is_dir())
+            self.folder = next(folder for folder in (above, *above.parents) if folder.is_dir())
         with self._translated():
             self.file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115 (closed on exit)
 

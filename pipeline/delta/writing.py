@@ -40,7 +40,7 @@ class Written:
     resumed_bytes: int
 
 
-def open_place(location: str, sources: Sequence[str], options: DeltaOptions) -> Target:
+def open_output(location: str, sources: Sequence[str], options: DeltaOptions) -> Target:
     """A target that overlaps none of the sources; an occupied one is refused."""
     for source in sources:
         check_apart(source, location)

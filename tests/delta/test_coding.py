@@ -85,9 +85,9 @@ def test_what_nobody_has_written_down_is_refused(
 
 def test_gaps_of_every_length_come_back() -> None:
     old = np.zeros(400_000, "u1")
-    places = np.cumsum([0, 1, 254, 255, 256, 257, 509, 510, 511, 765, 70_000, 100_001])
+    positions = np.cumsum([0, 1, 254, 255, 256, 257, 509, 510, 511, 765, 70_000, 100_001])
     new = old.copy()
-    new[places] = 7
+    new[positions] = 7
     coding, written = encode(memoryview(new.tobytes()), memoryview(old.tobytes()), 1)
     made = bytearray(len(old))
     decode(coding, memoryview(written), memoryview(old.tobytes()), 1, memoryview(made))
