@@ -43,7 +43,7 @@ from paddle_reshard.pipeline.core.tensors import (
 from paddle_reshard.pipeline.core.topology import sharding_in_words
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, Completion, Donor
-from paddle_reshard.pipeline.layouts.files import TargetFiles
+from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles
 from paddle_reshard.pipeline.layouts.format import Request, Target
 from paddle_reshard.pipeline.layouts.formats import DEFAULT, FORMATS, formats_to_complete, names_of
 from paddle_reshard.pipeline.layouts.masters import with_master_weights
@@ -246,12 +246,46 @@ def plan_checkpoint(
     If the groups will run in this process, ``spare_bytes`` is the part of its footprint that is free for metadata. The
     metadata are then checked against the budget before memory is used in proportion to them.
     """
+    for asked in request.target_requests:
+        source.model.table.check_format(asked.format)
     dropped = sorted(
         source.catalog.tensors.states & {state for name in request.dropped for state in DROPPABLE[name]}
     )
-    for asked in request.target_requests:
-        source.model.table.check_format(asked.format)
     source = _divided(source.without(dropped), request.target_requests, store)
+    source, wanted = _as_requested(source, request)
+    if donor is not None:
+        source, wanted = _completed(source, wanted, request, donor)
+    sizes = store.sizes()
+    specs = [asked.target_for(source) for asked in request.target_requests]
+    tensors = len(source.catalog.tensors)
+    if spare_bytes is not None:
+        check_metadata(tensors, None, 0, request.planning.budget_bytes, spare_bytes)
+        trim_heap()
+    laid_out = [lay_out(source, wanted, spec, sizes, store.folders) for spec in specs]
+    check_nothing_lost(specs, laid_out)
+    joined = join(source.catalog, laid_out, prefixes(len(laid_out)))
+    if spare_bytes is not None:
+        pieces = len(joined.files.fragments)
+        check_metadata(tensors, pieces, 0, request.planning.budget_bytes, spare_bytes)
+        trim_heap()
+    plan = plan_conversion(
+        joined.catalog,
+        joined.files,
+        _carried(laid_out, sizes),
+        request.planning,
+        limits,
+        master_checks(source.catalog, joined.catalog, request.check_in_full),
+    )
+    targets = tuple(_planned_targets(source, wanted, specs, laid_out))
+    pieces = len(joined.files.fragments)
+    del laid_out, joined
+    if spare_bytes is not None:
+        trim_heap()
+    return ConversionPlan(store, source, targets, plan, pieces, dropped=tuple(dropped))
+
+
+def _as_requested(source: Checkpoint, request: ConversionRequest) -> tuple[Checkpoint, Checkpoint]:
+    """The source with the tensors that are requested, and the same as the targets are to hold it."""
     if request.makes_master_weights:
         source = with_master_weights(source)
     wanted = source
@@ -264,44 +298,26 @@ def plan_checkpoint(
         wanted = resize_vocabulary(wanted, request.vocab_pad, grow=True)
     elif request.vocab_trim is not None:
         wanted = resize_vocabulary(wanted, request.vocab_trim, grow=False)
-    if donor is not None:
-        source, wanted = _completed(source, wanted, request, donor)
-    sizes = store.sizes()
-    specs = [asked.target_for(source) for asked in request.target_requests]
-    tensors = len(source.catalog.tensors)
-    if spare_bytes is not None:
-        check_metadata(tensors, None, 0, request.planning.budget_bytes, spare_bytes)
-        trim_heap()
-    laid_out = [lay_out(source, wanted, spec, sizes, store.folders) for spec in specs]
-    check_nothing_lost(specs, laid_out)
-    joined = join(source.catalog, laid_out, prefixes(len(laid_out)))
-    carried = [
-        CarriedFile(path, prefix + path, sizes[path])
-        for prefix, of_target in zip(prefixes(len(laid_out)), laid_out, strict=True)
-        for path in of_target.carried
-    ] + [
-        CarriedFile(path, prefix + name, sizes[path])
-        for prefix, of_target in zip(prefixes(len(laid_out)), laid_out, strict=True)
-        for path, name in of_target.donated
-    ]
-    if spare_bytes is not None:
-        pieces = len(joined.files.fragments)
-        check_metadata(tensors, pieces, 0, request.planning.budget_bytes, spare_bytes)
-        trim_heap()
-    plan = plan_conversion(
-        joined.catalog,
-        joined.files,
-        carried,
-        request.planning,
-        limits,
-        master_checks(source.catalog, joined.catalog, request.check_in_full),
-    )
+    return source, wanted
+
+
+def _carried(laid_out: Sequence[LaidOut], sizes: Mapping[str, int]) -> list[CarriedFile]:
+    """Files that the targets take over whole: first those of the source, then those of a donor."""
+    targets = list(zip(prefixes(len(laid_out)), laid_out, strict=True))
+    own = [(path, prefix + path) for prefix, layout in targets for path in layout.carried]
+    donated = [(path, prefix + name) for prefix, layout in targets for path, name in layout.donated]
+    return [CarriedFile(path, name, sizes[path]) for path, name in own + donated]
+
+
+def _planned_targets(
+    source: Checkpoint, wanted: Checkpoint, specs: Sequence[Target], laid_out: Sequence[LaidOut]
+) -> Iterator[PlannedTarget]:
     not_carried = (
         *source.not_carried,
         *((t.key, ALLOWED) for t in source.model.tensors if t.missing and not t.of_base),
     )
-    targets = [
-        PlannedTarget(
+    for spec, layout in zip(specs, laid_out, strict=True):
+        yield PlannedTarget(
             spec,
             wanted,
             _without_fragments(layout.files),
@@ -311,13 +327,6 @@ def plan_checkpoint(
             layout.remarks,
             tuple(name for _, name in layout.donated),
         )
-        for spec, layout in zip(specs, laid_out, strict=True)
-    ]
-    pieces = len(joined.files.fragments)
-    del laid_out, joined
-    if spare_bytes is not None:
-        trim_heap()
-    return ConversionPlan(store, source, tuple(targets), plan, pieces, dropped=tuple(dropped))
 
 
 def _completed(

@@ -106,6 +106,7 @@ def test_the_same_is_found_in_the_same_order(source: Source, batches: list[objec
     assert list(there) == list(here)
 
 
+@pytest.mark.exhaustive
 def test_a_conversion_is_the_same(store: Store, bucket: str, tmp_path: Path, batches: list[object]) -> None:
     options = {"to": "tp=2", "storage_options": store.options, "memory": "256MiB"}
     paddle_reshard.convert(f"s3://{bucket}/hybrid", tmp_path / "here", **options)

@@ -92,7 +92,7 @@ def test_an_average_of_a_series(exchange: str, tmp_path: Path, exchanged: list[i
     assert bool(exchanged) == (exchange == "always")
 
 
-@pytest.mark.parametrize("exchange", ["never", "always"])
+@pytest.mark.parametrize("exchange", [exhaustive("never"), "always"])
 def test_every_worker_reports_its_work(conversion: Conversion, exchange: str, exchanged: list[int]) -> None:
     report = conversion.run(engine(exchange=exchange))
     several = sum(len(work.bands) > 1 for work in plan_work(conversion.plan.plan))

@@ -1,6 +1,6 @@
 """Every real checkpoint, converted to other topologies, still holds the truth bit for bit.
 
-``make test`` converts the cases that differ most to every target, and each of the others to every third, not the same
+``make test`` converts the cases that differ most to every target, and each of the others to every fourth, not the same
 ones; ``make exhaustive`` to those between. The targets of a case are made in one run, which reads the source once; the
 conversions of ``test_structure.py`` have a run each.
 """
@@ -95,7 +95,7 @@ def _targets(name: str) -> list[Target]:
 
 def _sampled(name: str) -> list[Target]:
     """The targets that ``make test`` makes of a case."""
-    step = 1 if name in FEW_CASES else 3
+    step = 1 if name in FEW_CASES else 4
     return _targets(name)[hybrid_cases().index(name) % step :: step]
 
 

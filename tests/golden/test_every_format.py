@@ -51,6 +51,7 @@ ALIKE = {
         "sh2_s3_seg512",
         "fc_sh2_s3_seg512",
     ),
+    *("nlp_sp_mp2pp2", "nlp_uc_mp2pp2"),
     *("fc_mp2pp2", "fc_sh2_s1v2", "fc_single", "uc_single", "nlp_single", "nlp_mp2", "nlp_fused_single"),
     *(
         "moe_single",
@@ -62,6 +63,8 @@ ALIKE = {
         "ep2_fc_mp2",
         "ep2_fc_sh2_s1v2",
         "ep2_mp2",
+        "dsv3_ep2_sh2_s1v2_meta_ema",
+        "glm4moe_ep2_sh2_s1v2_meta_ema",
         "ep2_sh2_s1v2_meta_ema",
         "moe_fc_single",
         "moe_uc_single",
