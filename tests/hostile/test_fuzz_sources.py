@@ -236,5 +236,5 @@ def test_a_fused_tensor_with_too_few_dims(sandboxes: dict[str, Sandbox]) -> None
     keys = tuple({vector: fused, fused: vector}.get(key, key) for key in metadata.keys)
     assert keys != metadata.keys
     path.write_bytes(encode_dist_metadata(replace(metadata, keys=keys, flat_mapping={k: (k,) for k in keys})))
-    with pytest.raises(CoverageError, match=rf"{fused}.*: shape \(16,\), and 2 parts are fused along dim 1"):
+    with pytest.raises(CoverageError, match=rf"{fused}.*: shape \(16,\), but 2 parts are fused along dim 1"):
         sandbox.convert()
