@@ -84,7 +84,9 @@ def _with_ratio(model: Any) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_it_loads_and_computes_the_same(case: ServedCase, tmp_path: Path) -> None:
     report = case.export(tmp_path / "hf")
-    assert [case.remark in remark for remark in report.plan.targets[0].remarks] == [True] * bool(case.remark)
+    # No donor was given, and the report names what an engine may miss; the remarks in question are about results.
+    remarks = [remark for remark in report.plan.targets[0].remarks if "--like" not in remark]
+    assert [case.remark in remark for remark in remarks] == [True] * bool(case.remark)
     if case.square:
         _let_change_places(tmp_path / "hf" / "model.safetensors", case.square)
     model, found = _load(tmp_path / "hf", "vision_config" in case.config)
