@@ -94,7 +94,9 @@ def test_boxes_that_are_not_the_ranks_tensors_are_refused(tmp_path: Path) -> Non
     with AsyncEma(lambda: weights(0), decay=0.9) as ema:
         ema.update(1)
         for boxes, message in zip(
-            wrong, ("norm_0.w_0: is", "linear_9.w_0: is not a tensor of this rank", "gate.weight: is"), strict=True
+            wrong,
+            ("norm_0.w_0: is", "linear_9.w_0: is not a tensor of this rank", "gate.weight: is"),
+            strict=True,
         ):
             with pytest.raises(UsageError, match=message):
                 ema.save(tmp_path, FlexRank(0, (boxes,)))
