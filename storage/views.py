@@ -1,4 +1,4 @@
-"""Several stores as one source: the path of a file tells which store it is in."""
+"""Sources that are views of others: several as one, and one whose bytes are computed."""
 
 from __future__ import annotations
 
@@ -123,3 +123,39 @@ class JoinedSource(ReadRange):
 
     def _inner(self, number: int, path: str) -> str:
         return path.removeprefix(self.mounts[number].prefix)
+
+
+class ComputedSource(ReadRange):
+    """Base of sources that read as if something were done to the files of another; they differ in what reads give.
+
+    The storage cannot copy from them.
+    """
+
+    inner: Source
+
+    @property
+    def location(self) -> str:
+        """Location of what is stored."""
+        return self.inner.location
+
+    @property
+    def folders(self) -> Sequence[str]:
+        """Names of subfolders."""
+        return self.inner.folders
+
+    @property
+    def openness(self) -> Openness:
+        """Openness of what is stored."""
+        return self.inner.openness
+
+    def sizes(self) -> Mapping[str, int]:
+        """Name of every file → size in bytes, as it is read."""
+        return self.inner.sizes()
+
+    def versions(self) -> Mapping[str, str]:
+        """Name of every file → fingerprint of what is stored."""
+        return self.inner.versions()
+
+    def check_unchanged(self) -> None:
+        """Refuse if any file has changed since the source was opened."""
+        self.inner.check_unchanged()

@@ -20,7 +20,8 @@ from paddle_reshard.pipeline.layouts.quantised import (
     Section,
     ServedFile,
 )
-from paddle_reshard.storage.store import Openness, Read, ReadRange, Source
+from paddle_reshard.storage.store import Read, Source
+from paddle_reshard.storage.views import ComputedSource
 from paddle_reshard.tasks.cast import bfloat16_bits
 
 Floats = npt.NDArray[np.float32]
@@ -119,29 +120,14 @@ class _Work:
 
 
 @dataclass(frozen=True)
-class DequantisedSource(ReadRange):
-    """A checkpoint that reads as if its FP8 weights were bfloat16. The storage cannot copy from it.
+class DequantisedSource(ComputedSource):
+    """A checkpoint that reads as if its FP8 weights were bfloat16.
 
     Besides the buffers to be filled, which hold the codes too, a read takes the scales of its range and a chunk.
     """
 
     inner: Source
     served: Dequantised
-
-    @property
-    def location(self) -> str:
-        """Location of the stored checkpoint."""
-        return self.inner.location
-
-    @property
-    def folders(self) -> Sequence[str]:
-        """Its folders."""
-        return self.inner.folders
-
-    @property
-    def openness(self) -> Openness:
-        """Its openness."""
-        return self.inner.openness
 
     @property
     def summary(self) -> str:
@@ -162,14 +148,6 @@ class DequantisedSource(ReadRange):
         served = {path: file.size_bytes for path, file in self.served.files.items()}
         made = {path: len(content) for path, content in self.served.made.items()}
         return {**self.inner.sizes(), **served, **made}
-
-    def versions(self) -> Mapping[str, str]:
-        """Name of every file → fingerprint of what is stored."""
-        return self.inner.versions()
-
-    def check_unchanged(self) -> None:
-        """Refuse if any file has changed since the source was opened."""
-        self.inner.check_unchanged()
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on, as they are served."""

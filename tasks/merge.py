@@ -17,7 +17,8 @@ import numpy.typing as npt
 from paddle_reshard.pipeline.core.catalog import Fragments, hulls
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.geometry import Shape
-from paddle_reshard.storage.store import Openness, Read, ReadRange, Source
+from paddle_reshard.storage.store import Read, ReadRange, Source
+from paddle_reshard.storage.views import ComputedSource
 from paddle_reshard.tasks.cast import bfloat16_bits
 
 Floats = npt.NDArray[np.float32]
@@ -123,8 +124,8 @@ class _MatrixCache:
 
 
 @dataclass(frozen=True)
-class MergedSource(ReadRange):
-    """A base model that reads as if its adapter were merged into it. The storage cannot copy from it."""
+class MergedSource(ComputedSource):
+    """A base model that reads as if its adapter were merged into it."""
 
     inner: Source
     """Files of the base and of the adapter."""
@@ -133,33 +134,6 @@ class MergedSource(ReadRange):
     fragments: Mapping[str, Fragments]
     """Path of a file of the base → fragments of the changed weights in it, all two-dimensional bfloat16."""
     cache: _MatrixCache = field(default_factory=_MatrixCache, compare=False, repr=False)
-
-    @property
-    def location(self) -> str:
-        """Location of the base."""
-        return self.inner.location
-
-    @property
-    def folders(self) -> Sequence[str]:
-        """Folders of the base."""
-        return self.inner.folders
-
-    @property
-    def openness(self) -> Openness:
-        """Openness of base and adapter together."""
-        return self.inner.openness
-
-    def sizes(self) -> Mapping[str, int]:
-        """Name of every file → size in bytes."""
-        return self.inner.sizes()
-
-    def versions(self) -> Mapping[str, str]:
-        """Name of every file → fingerprint of its contents."""
-        return self.inner.versions()
-
-    def check_unchanged(self) -> None:
-        """Refuse if any file has changed since the source was opened."""
-        self.inner.check_unchanged()
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on, merged."""

@@ -39,7 +39,7 @@ from paddle_reshard.pipeline.delta.making import smallest_parts
 from paddle_reshard.pipeline.delta.options import DeltaOptions
 from paddle_reshard.pipeline.delta.packing import unpack
 from paddle_reshard.pipeline.delta.reports import ApplyReport
-from paddle_reshard.pipeline.delta.writing import Part, identify, manifest_of, open_output, write
+from paddle_reshard.pipeline.delta.writing import Part, manifest_of, open_output, write
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.storage.checksum import ALGORITHM, checksum
 from paddle_reshard.storage.formats.manifest import own_manifest
@@ -109,19 +109,14 @@ def apply_delta(
     )
     pieces = {piece.part: piece for path in sizes for piece in files[path].cut(least[path])}
 
-    def check_sources() -> None:
-        one.check_unchanged()
-        changes.check_unchanged()
-
     written = write(
         sink,
         sizes,
         tuple(pieces),
         lambda part: maker.make(pieces[part]),
-        identify(plan_id, {"OLD/": one, "DELTA/": changes}),
-        one.openness & changes.openness,
+        plan_id,
+        {"OLD/": one, "DELTA/": changes},
         describe,
-        check_sources,
         at_a_time,
         options,
         observe,

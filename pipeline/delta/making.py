@@ -52,7 +52,7 @@ from paddle_reshard.pipeline.delta.stretches import (
     is_safetensors,
     stretches_of,
 )
-from paddle_reshard.pipeline.delta.writing import Part, identify, manifest_of, open_output, write
+from paddle_reshard.pipeline.delta.writing import Part, manifest_of, open_output, write
 from paddle_reshard.pipeline.layouts.reading import Readable
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.storage.checksum import checksum
@@ -118,19 +118,14 @@ def delta(
                 return memoryview(text)[part.start : part.start + part.nbytes]
             return spool.read(part.start, part.nbytes)
 
-        def check_sources() -> None:
-            one.check_unchanged()
-            two.check_unchanged()
-
         written = write(
             sink,
             sizes,
             [part for path, size in sizes.items() for part in _parts(sink, path, size)],
             fill,
-            identify(plan_id, {"OLD/": one, "NEW/": two}),
-            one.openness & two.openness,
+            plan_id,
+            {"OLD/": one, "NEW/": two},
             partial(manifest_of, plan_id, sizes, two, facts={"delta": {"old": document.old_location}}),
-            check_sources,
             at_a_time,
             options,
             observe,

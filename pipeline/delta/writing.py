@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import and_
 from typing import Any
 
 from paddle_reshard.pipeline.convert.manifest import (
@@ -20,7 +22,7 @@ from paddle_reshard.storage.apart import check_apart
 from paddle_reshard.storage.formats.manifest import own_manifest
 from paddle_reshard.storage.locate import absolute, open_target, target_access
 from paddle_reshard.storage.outputs import Outputs
-from paddle_reshard.storage.store import Identity, NewFile, Openness, Receipt, Record, Source, Target
+from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, Source, Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ def open_output(location: str, sources: Sequence[str], options: DeltaOptions) ->
     )
 
 
-def identify(plan_id: str, sources: Mapping[str, Source]) -> Identity:
+def _identity(plan_id: str, sources: Mapping[str, Source]) -> Identity:
     """Which request this is: an id of what it makes, and all files of the sources, by the prefix of each."""
     files = {
         prefix + path: f"{size} bytes, {source.versions().get(path)}"
@@ -95,10 +97,9 @@ def write(
     files: Mapping[str, int],
     parts: Sequence[Part],
     fill: Callable[[Part], memoryview],
-    identity: Identity,
-    openness: Openness,
+    plan_id: str,
+    sources: Mapping[str, Source],
     describe: Callable[[Sequence[Receipt]], bytes],
-    check_sources: Callable[[], None],
     at_a_time: int,
     options: DeltaOptions,
     observe: Observer,
@@ -113,12 +114,13 @@ def write(
         What the files are made of. Those that an earlier run wrote are not made again.
     fill
         Makes the bytes of a part; several are made at a time.
+    plan_id, sources
+        Id of what is made, and what it is made of: prefix → source. The sources are checked for changes when everything
+        is written.
     describe
         Makes the manifest.
-    check_sources
-        Called when everything is written; raises if a source has changed.
     """
-    if resumes(options) and _is_made(target, identity.plan_id, files):
+    if resumes(options) and _is_made(target, plan_id, files):
         return Written(0, sum(files.values()))
     starts: dict[str, list[int]] = {path: [] for path in files}
     for part in parts:
@@ -128,10 +130,11 @@ def write(
     outputs.check_names(new)
     if not options.get("no_space_check"):
         outputs.check_space(new)
+    openness = reduce(and_, (source.openness for source in sources.values()))
     total = sum(files.values())
     observe(StepStarted("write", total))
     with outputs:
-        writer, records = outputs.begin(new, identity, openness)
+        writer, records = outputs.begin(new, _identity(plan_id, sources), openness)
         done = {record.unit for record in records}
         receipts = [receipt for record in records for receipt in record.receipts]
         resumed = sum(receipt.nbytes for receipt in receipts)
@@ -145,7 +148,8 @@ def write(
             outputs.note(record)
             receipts += record.receipts
             observe(Progress(record.receipts[0].nbytes))
-        check_sources()
+        for source in sources.values():
+            source.check_unchanged()
         observe(StepEnded("write", f"{total - resumed} bytes"))
         observe(StepStarted("publish"))
         outputs.finish(receipts)
