@@ -340,3 +340,13 @@ def test_inspect_finds_topology_and_states_from_the_files(
     assert {state.state for state in found.states} == {"param", *optimizer}
     elements = {state.state: state.elements for state in found.states}
     assert elements["moment1"] == elements["moment2"] >= elements["master_weight"]
+
+
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [("dense/fc_mp2pp2", "flex"), ("states/muon_fc_mp2", "flex"), ("dense/auto_dp2mp2", "auto-parallel")],
+)
+def test_inspect_tells_flex_from_auto_parallel_by_its_folders(name: str, format: str) -> None:
+    source = checkpoint(name)
+    assert (source / "config.json").exists() is False, "otherwise the metadata would tell"
+    assert paddle_reshard.inspect(source).format == format

@@ -26,6 +26,7 @@ from paddle_reshard.pipeline.layouts.flex.names import (
     MODEL_STATE,
     Name,
     folder_of,
+    is_paddleformers_folder,
 )
 from paddle_reshard.pipeline.layouts.flex.source import Fused, catalog_flex, not_fused, read_names
 from paddle_reshard.pipeline.layouts.flex.stacked import arrays_with_two_dims, with_two_dims
@@ -82,7 +83,7 @@ def read_flex(
     CheckpointError, PlanError
         If it is incomplete or inconsistent, or no rule covers a tensor.
     """
-    kinds = {folder_of(path).rpartition("/")[2] in FOLDERS: path for path in metadata}
+    kinds = {is_paddleformers_folder(path): path for path in metadata}
     if len(kinds) > 1:
         raise CheckpointError(
             f"{kinds[True]} belongs to a checkpoint of PaddleFormers, {kinds[False]} to one of auto-parallel "

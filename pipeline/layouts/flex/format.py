@@ -70,10 +70,12 @@ class DistFormat:
         return self.auto_parallel
 
     def recognises(self, files: SourceFiles) -> bool:
-        """By the names of the files, which are the same for both."""
-        from paddle_reshard.pipeline.layouts.flex.names import is_dist_file
+        """By the names of the folders; the files in them have the same names in both."""
+        from paddle_reshard.pipeline.layouts.flex.names import is_dist_file, is_paddleformers_folder
 
-        return any(map(is_dist_file, files.sizes))
+        return any(
+            is_paddleformers_folder(path) != self.auto_parallel for path in files.sizes if is_dist_file(path)
+        )
 
     def index(
         self, files: SourceFiles, tables: Sequence[RuleTable], missing: MissingPolicy | None

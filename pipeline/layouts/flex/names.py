@@ -57,13 +57,22 @@ def folder_of(path: str) -> str:
     return path.rpartition("/")[0]
 
 
+def is_paddleformers_folder(path: str) -> bool:
+    """Whether a file lies in a folder of PaddleFormers; auto-parallel training has another, or none.
+
+    >>> is_paddleformers_folder("model_state/0_0.distcp"), is_paddleformers_folder("dist_ckpt/0_0.distcp")
+    (True, False)
+    """
+    return folder_of(path).rpartition("/")[2] in FOLDERS
+
+
 def is_dist_file(path: str) -> bool:
     """Whether a file belongs to a dist checkpoint, by its folder and name.
 
     >>> is_dist_file("model_state/0_0.safetensors"), is_dist_file("model.safetensors"), is_dist_file("0_0.distcp")
     (True, False, True)
     """
-    if folder_of(path).rpartition("/")[2] in (*FOLDERS, AUTO_FOLDER):
+    if is_paddleformers_folder(path) or folder_of(path).rpartition("/")[2] == AUTO_FOLDER:
         return path.endswith((METADATA, *DATA_FILES))
     # Paddle makes such a file of a Hugging Face folder, for itself.
     made_by_itself = path.endswith(".auto_generated.metadata")
