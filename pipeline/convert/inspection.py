@@ -217,7 +217,7 @@ def _beyond_the_rules(
         table = choose_table(tables, keys, files.config_if_any())
     except (CheckpointError, PlanError):
         return None
-    if table.formats is None or found.format in table.formats:
+    if table.is_for(found.format):
         return None
     return replace(found, convention=table.convention)
 

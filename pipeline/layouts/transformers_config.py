@@ -159,6 +159,23 @@ def _experts(config: Config) -> _Agreement:
     return _Agreement({published: config[other]})
 
 
+_MINIMAX = {"num_local_experts": "n_routed_experts", "intermediate_size": "moe_intermediate_size"}
+"""What MiniMax-M2 is published with → what PaddleFormers 1.2 calls it."""
+
+
+def _minimax_experts(config: Config) -> _Agreement:
+    """PaddleFormers 1.2 writes its own names of the sizes of experts (``minimax_m2/configuration.py``)."""
+    if config.get("model_type") != "minimax_m2":
+        return _Agreement()
+    return _Agreement(
+        {
+            published: config[own]
+            for published, own in _MINIMAX.items()
+            if own in config and published not in config
+        }
+    )
+
+
 def _gelu(config: Config) -> _Agreement:
     """PaddleFormers 1.2 calls ``gelu_tanh`` what ``transformers`` knows as ``gelu_pytorch_tanh``."""
     vision = config.get("vision_config")
@@ -192,5 +209,6 @@ _AGREEMENTS: tuple[Callable[[Config], _Agreement], ...] = (
     _deepseek_yarn,
     _glm_ocr_eps,
     _experts,
+    _minimax_experts,
     _gelu,
 )

@@ -51,6 +51,11 @@ CASES = {
     "experts, as published": ({"model_type": "qwen3_moe", "num_experts": 4}, {}, ""),
     "experts of gpt_oss": ({"model_type": "gpt_oss", "num_experts": 4}, {"num_local_experts": 4}, ""),
     "experts of others": ({"model_type": "qwen3_next", "num_experts": 4}, {}, ""),
+    "experts of minimax_m2": (
+        {"model_type": "minimax_m2", "n_routed_experts": 4, "moe_intermediate_size": 8},
+        {"num_local_experts": 4, "intermediate_size": 8},
+        "",
+    ),
     "gelu": (
         {"vision_config": {"hidden_act": "gelu_tanh", "depth": 2}},
         {"vision_config": {"hidden_act": "gelu_pytorch_tanh", "depth": 2}},

@@ -183,6 +183,8 @@ CONFIG = {
     "n_shared_experts": 2,
     "moe_num_experts": 4,
     "moe_num_shared_experts": 2,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 6,
@@ -216,6 +218,7 @@ def test_the_families_that_are_known() -> None:
     former += ["glm4v_moe", "glm_ocr", "paddleocr_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
     nlp = ["deepseek_v2", "deepseek_v3", "gpt", "llama", "qwen2", "qwen2_moe"]
     fleet = ["glm4_moe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]
+    fleet += ["deepseek_v32", "glm_moe_dsa", "kimi_k2", "minimax_m2"]
     for convention, families in {"paddleformers": former, "paddlenlp": nlp, "paddlefleet": fleet}.items():
         assert sorted(t.family for t in TABLES.values() if t.convention == convention) == sorted(families)
 

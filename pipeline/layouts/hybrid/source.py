@@ -176,7 +176,7 @@ class _Rules:
 
 def _choose_table(ranks: Ranks, tables: Sequence[RuleTable], config: Mapping[str, Any]) -> RuleTable:
     """The rule table of the model's family, or for an unknown family a table derived from the files."""
-    if is_known(tables, config) or not _tells_itself(ranks):
+    if is_known(tables, config, HYBRID) or not _tells_itself(ranks):
         held = dict.fromkeys(key for cell in ranks.cells for key in cell.names)
         return choose_table(tables, held, config, HYBRID)
     topology, common = ranks.topology, _held_by_all(ranks)

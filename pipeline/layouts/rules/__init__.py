@@ -494,6 +494,10 @@ class RuleTable:
                 "entry to 0 in a copy of config.json and pass that with --config FILE",
             )
 
+    def is_for(self, format: str) -> bool:
+        """Whether the table tells enough for a format."""
+        return self.formats is None or format in self.formats
+
     def check_format(self, format: str) -> None:
         """Refuse a format for which the table does not tell enough.
 
@@ -502,10 +506,11 @@ class RuleTable:
         RuleError
             Naming the formats for which it does.
         """
-        if self.formats is not None and format not in self.formats:
+        if not self.is_for(format):
             raise RuleError(
                 f"{self.family} ({self.convention})",
-                f"{self.convention}'s names and layouts are known for the formats {' and '.join(self.formats)} only, "
+                f"{self.convention}'s names and layouts are known for the formats {' and '.join(self.formats or ())} "
+                f"only, "
                 f"not for {format}: no file of another one was available; convert to one of these, or to the names of "
                 "another library with --convention",
             )

@@ -68,6 +68,8 @@ def derived_sizes(config: Config) -> dict[str, int]:
 
     ``num_experts``, as ``transformers`` writes it, is another name of ``num_local_experts`` (PaddleFormers 1.2
     ``qwen3_moe/configuration.py:150``); ``in_chans``, as the Qwen2.5-VL models are published with, of ``in_channels``.
+    MiniMax-M2 is published with ``num_local_experts`` of the width ``intermediate_size``, which PaddleFormers 1.2 calls
+    ``n_routed_experts`` and ``moe_intermediate_size`` (``minimax_m2/configuration.py``).
     """
     values = _sizes(config)
     sections = {name: found for name, found in config.items() if isinstance(found, Mapping)}
@@ -79,6 +81,10 @@ def derived_sizes(config: Config) -> dict[str, int]:
             values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
     if "num_experts" in values:
         values.setdefault("num_local_experts", values["num_experts"])
+    if "num_local_experts" in values:
+        values.setdefault("n_routed_experts", values["num_local_experts"])
+        if "intermediate_size" in values:
+            values.setdefault("moe_intermediate_size", values["intermediate_size"])
     for name, section in sections.items():
         values |= {f"{name}.{entry}": size for entry, size in _sizes(section).items()}
     if "vision_config.in_chans" in values:

@@ -216,15 +216,18 @@ class StoredKey:
     """Whether it belongs to a routed expert that some expert ranks hold."""
 
 
-def is_known(tables: Sequence[RuleTable], config: Config) -> bool:
-    """Whether one of the tables is for the model's family; a table that the user passes is for any family."""
+def is_known(tables: Sequence[RuleTable], config: Config, format: str | None = None) -> bool:
+    """Whether one of the tables is for the model's family, and tells enough for ``format`` if that is given.
+
+    A table that the user passes is for any family and format.
+    """
     if not isinstance(tables, ShippedTables):
         return True
     try:
-        candidate_tables(tables, config)
+        candidates = candidate_tables(tables, config)
     except RuleError:
         return False
-    return True
+    return format is None or any(table.is_for(format) for table in candidates)
 
 
 def stored_table(
