@@ -1,8 +1,8 @@
 """Families that only PaddleFleet trains: what their classes declare, and their rule tables.
 
-Their classes need GPUs, so no checkpoint of them was available. ``declare`` executes the function with which a class says
-how a Hugging Face checkpoint becomes its model (``_gen_aoa_config``), for small configs, and lets ``transformers`` list
-the keys and shapes of such a checkpoint. ``tables`` writes the rule tables from the rows below.
+Their classes need GPUs, so no checkpoint of them was available. ``declare`` executes the function with which a class
+says how a Hugging Face checkpoint becomes its model (``_gen_aoa_config``), for small configs, and lets ``transformers``
+list the keys and shapes of such a checkpoint. ``tables`` writes the rule tables from the rows below.
 ``tests/golden/test_fleet_only.py`` lets Paddle's own engine execute the statements on all of these tensors: every table
 has to hold what comes out. ::
 
@@ -352,13 +352,14 @@ def _rows(family: str) -> list[Row]:
 
 SAID = (
     "Names and layouts are what the class of PaddleFormers 1.2.0 declares for PaddleFleet's model (_gen_aoa_config), "
-    "executed by Paddle's engine on all tensors that transformers lists; rows by tests/lab/fleet_only.py. No checkpoint "
-    "that PaddleFleet wrote was available. What a hybrid-parallel job calls its parameters is not declared anywhere, so "
-    "the formats are limited. Grouped experts (moe_expert_fusion) are written with two dims, and read with two or three. "
+    "executed by Paddle's engine on all tensors that transformers lists; rows by tests/lab/fleet_only.py. No "
+    "checkpoint that PaddleFleet wrote was available. What a hybrid-parallel job calls its parameters is not declared "
+    "anywhere, so the formats are limited. Grouped experts (moe_expert_fusion) are written with two dims, and read "
+    "with two or three. "
 )
 TURNED = (
-    "The library's own export (_gen_inv_aoa_config) leaves experts transposed or under names that nothing reads; exports "
-    "here undo the way in. All layers have an indexer."
+    "The library's own export (_gen_inv_aoa_config) leaves experts transposed or under names that nothing reads; "
+    "exports here undo the way in. All layers have an indexer."
 )
 MORE: Mapping[str, str] = {
     "deepseek_v32": TURNED,
