@@ -45,6 +45,9 @@ class Box:
 class Mover(Protocol):
     """Moves boxes between the bands and the parts of a group."""
 
+    on_host: bool
+    """Whether bands and parts are in host memory."""
+
     def allocate(self, nbytes: int) -> Buffer:
         """Host memory to read a band into."""
 
@@ -90,6 +93,8 @@ class Mover(Protocol):
 
 class HostMover:
     """Moves in host memory, with NumPy."""
+
+    on_host = True
 
     def allocate(self, nbytes: int) -> Buffer:
         """New memory, not initialised."""
@@ -141,6 +146,8 @@ class PaddleMover:
     UnsupportedError
         If Paddle is missing or too old, does not have the device, or rounds differently from the CPU.
     """
+
+    on_host = False
 
     def __init__(self, device: str) -> None:
         self.paddle = _import_paddle()

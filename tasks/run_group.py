@@ -20,7 +20,7 @@ from paddle_reshard.pipeline.core.errors import CastError, DriftError, MasterDri
 from paddle_reshard.pipeline.core.geometry import Ints
 from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.tensors import DTYPES
-from paddle_reshard.pipeline.planning.ops import COMPARE, HOLD, MOVE, PROBE, Ops
+from paddle_reshard.pipeline.planning.ops import CHECK, COMPARE, HOLD, MOVE, PROBE, SUM, Ops
 from paddle_reshard.pipeline.planning.parts import MADE, Parts, part_sizes
 from paddle_reshard.pipeline.planning.plan import ACCUMULATOR_FACTOR, Bands
 from paddle_reshard.pipeline.planning.work import GroupWork
@@ -29,6 +29,7 @@ from paddle_reshard.tasks.boxes import blocks
 from paddle_reshard.tasks.cast import cast
 from paddle_reshard.tasks.device import HOST, Box, Buffer, Mover
 from paddle_reshard.tasks.figures import WorkerFigures
+from paddle_reshard.tasks.sums import Sum, Sums
 
 ROWS_AT_A_TIME = 1 << 12
 """Ops that are unpacked to rows at a time."""
@@ -49,6 +50,8 @@ class GroupReport:
     """What the workers that ran it did since their previous report."""
     copied_bytes: int = 0
     """How many of ``written_bytes`` the storage copied."""
+    sums: tuple[Sum, ...] = ()
+    """What it adds to the fingerprints of tensors."""
 
 
 def run_group(work: GroupWork, source: ReadRange, target: WritePart, mover: Mover = HOST) -> GroupReport:
@@ -133,9 +136,9 @@ def _make(
         part: _Accumulator(mover.zeros(ACCUMULATOR_FACTOR * (stop - start)), start)
         for part, (start, stop) in _cast_after_mixing(work).items()
     }
-    reports = []
+    reports, sums = [], Sums()
     for step in _passes(work):
-        reports.append(_run_pass(work, step, load(step.bands), made, mixed, mover))
+        reports.append(_run_pass(work, step, load(step.bands), made, mixed, mover, sums))
         mover.release()
     mixed.clear()
     receipts = []
@@ -152,7 +155,8 @@ def _make(
         path = work.target_paths[int(part["file"])]
         receipts.append(target.write_part(path, int(part["start"]), buffer.data))
     written = int(part_sizes(work.parts[work.parts["source_file"] == MADE]).sum())
-    return replace(_summed(work, reports), receipts=tuple(receipts), written_bytes=written)
+    summed = _summed(work, reports)
+    return replace(summed, receipts=tuple(receipts), written_bytes=written, sums=sums.found())
 
 
 class _Accumulator(NamedTuple):
@@ -184,13 +188,15 @@ def _run_pass(
     parts: dict[int, Any],
     mixed: dict[int, _Accumulator],
     mover: Mover,
+    sums: Sums,
 ) -> GroupReport:
-    """Make the comparisons of one pass, then move or mix boxes from its bands into parts."""
+    """Make the comparisons of one pass, then move or mix boxes from its bands into parts, and add them to ``sums``."""
     report = _compare(work, step.bands, step.ops, bands)
     for difference in report.differences:
         in_master = isinstance(difference, MasterDriftError)
         if not (work.allow_master_drift if in_master else work.allow_replica_drift and difference.replicas):
             raise difference
+    _add_boxes(work, step, bands, sums)
     moves = _by_step(work, step.ops[step.ops["kind"] == MOVE])
     loaded = [mover.load(band) for band in bands]
     for op, band, part in _with_ranges(moves, (step.bands, "source"), (work.parts, "target")):
@@ -202,9 +208,40 @@ def _run_pass(
                 mover.move(source, target)
             else:
                 _mix(source, target, mixed.get(int(part)), mixture, int(op["source_tensor"]), mover)
+            if work.summed is not None and not op["again"]:
+                stored = replace(source, buffer=bands[band])
+                if mixture is None:
+                    _add_moved(work, op, [target, stored] if mover.on_host else [stored], sums)
+                elif int(op["source_tensor"]) == mixture.terms[-1].tensor:
+                    _add_moved(work, op, [target], sums)
         except OverflowError as error:
             raise CastError(work.tensors[int(op["tensor"])].label, str(error)) from error
     return report
+
+
+def _add_boxes(work: GroupWork, step: _Pass, bands: Sequence[Buffer], sums: Sums) -> None:
+    """Add boxes that are read but not moved: those of ``SUM``, and parameters that the target omits."""
+    chosen = step.ops["kind"] == SUM
+    if work.summed is not None:
+        chosen |= (step.ops["kind"] == CHECK) & (step.ops["again"] == 0)
+    if not chosen.any():
+        return
+    for op, band in _with_ranges(step.ops[chosen], (step.bands, "target")):
+        tensor = work.tensors[int(op["tensor"])]
+        box = _box(bands[band], int(step.bands[band]["start"]), op, "target")
+        owner = int(op["tensor"]), DTYPES.index(tensor.dtype)
+        sums.add(owner, [box], op["offset"].tolist(), tensor.global_shape, np.dtype(f"<{tensor.dtype.code}"))
+
+
+def _add_moved(work: GroupWork, op: np.void, boxes: Sequence[Box], sums: Sums) -> None:
+    """Add the values of a move, which all ``boxes`` hold, and those of the parameter that they imply."""
+    number, offset = int(op["tensor"]), op["offset"].tolist()
+    shape = work.tensors[number].global_shape
+    owner = number, int(op["target_dtype"])
+    sums.add(owner, boxes, offset, shape, np.dtype(f"<{DTYPES[owner[1]].code}"))
+    if work.summed is not None and number in work.summed:
+        implied = work.summed[number]
+        sums.add(implied, boxes, offset, shape, np.dtype(f"<{DTYPES[implied[1]].code}"))
 
 
 def _with_ranges(ops: Ops, *sides: tuple[Bands | Parts, str]) -> Iterator[tuple[Any, ...]]:
@@ -288,7 +325,7 @@ def _compare(work: GroupWork, ranges: Bands, ops: Ops, bands: Sequence[Buffer]) 
     """Make the comparisons of a pass, given its ``bands``, and report every pair that differs."""
     differences = []
     compared = 0
-    ops = ops[ops["kind"] != MOVE]
+    ops = ops[(ops["kind"] != MOVE) & (ops["kind"] != SUM)]
     for op, *pair in _with_ranges(ops, (ranges, "source"), (ranges, "target")):
         a, b = (
             _box(bands[band], int(ranges[band]["start"]), op, side).array()

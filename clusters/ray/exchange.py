@@ -18,6 +18,7 @@ from paddle_reshard.pipeline.core.geometry import Ints
 from paddle_reshard.pipeline.planning.ops import MOVE
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.tasks.run_group import GroupReport, locate, locate_bands
+from paddle_reshard.tasks.sums import added
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ def merge_reports(work: GroupWork, reports: Sequence[GroupReport]) -> GroupRepor
         compared_elements=sum(report.compared_elements for report in reports),
         differences=tuple(chain.from_iterable(report.differences for report in reports)),
         figures=tuple(chain.from_iterable(report.figures for report in reports)),
+        sums=added(chain.from_iterable(report.sums for report in reports)),
     )
 
 

@@ -9,6 +9,7 @@ from paddle_reshard.pipeline.core.topology import Topology
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.conversion import ConversionReport
+    from paddle_reshard.pipeline.convert.fingerprint import FingerprintReport
     from paddle_reshard.pipeline.convert.inspection import Inspection
     from paddle_reshard.pipeline.convert.integrity import IntegrityReport
     from paddle_reshard.pipeline.convert.plan import ConversionPlan
@@ -127,6 +128,28 @@ def verify_data(report: VerifyReport) -> Json:
         "read_amplification": round(report.read_amplification, 4),
         "read_once_budget_bytes": report.read_once_budget_bytes,
         "differences": [asdict(difference) for difference in report.differences],
+    }
+
+
+def fingerprint_data(report: FingerprintReport) -> Json:
+    """What ``fingerprint --json`` prints."""
+    found = report.fingerprints
+    return {
+        "path": report.path,
+        "algorithm": "crc64nvme",
+        "root": found.root,
+        "states": dict(found.states),
+        "read_bytes": report.read_bytes,
+        "tensors": [
+            {
+                "key": tensor.key,
+                "state": tensor.state,
+                "dtype": tensor.dtype.name,
+                "shape": list(tensor.global_shape),
+                "crc64nvme": f"{int(checksum):016x}",
+            }
+            for tensor, checksum in zip(found.tensors, found.checksums, strict=True)
+        ],
     }
 
 

@@ -24,6 +24,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "delta": "delta",
     "ema": "ema",
     "families": "families",
+    "fingerprint": "fingerprint",
     "inspect": "inspect",
     "plan": "conversion",
     "simulate": "simulate",

@@ -43,7 +43,17 @@ OPTIONS_FOR_ONE = (
 @click.option(
     "--state", "states", metavar="LIST", help="Compare only these states, comma-separated: param,moment1,…"
 )
-@click.option("--subset", is_flag=True, help="Allow B to lack tensors of A.")
+@click.option(
+    "--subset",
+    is_flag=True,
+    help="Allow B to lack tensors of A; with --against, allow A to lack tensors that have a fingerprint.",
+)
+@click.option(
+    "--against",
+    metavar="FILE",
+    help="With one argument: fingerprints of the tensors that it should hold, written by "
+    "paddle-reshard fingerprint --output.",
+)
 @click.option(
     "--source",
     metavar="SRC",
@@ -70,6 +80,7 @@ def verify(
     b: str | None,
     states: str | None,
     subset: bool,
+    against: str | None,
     source: str | None,
     as_json: bool,
     quiet: bool,
@@ -78,12 +89,13 @@ def verify(
     """Compare two checkpoints, bit for bit. Their topologies and formats may differ.
 
     With one argument, compare every byte of a target with the checksums in its manifest. In a checkpoint without a
-    manifest, compare all copies of each tensor, and every parameter with its master weight.
+    manifest, compare all copies of each tensor, and every parameter with its master weight. With --against, compare
+    every tensor with its fingerprint.
 
     Exit status: 0 equal (or intact), 1 different (or damaged), 2 the comparison could not be made.
     """
     options = given(context)
-    if b is None and _holds_manifest(a, options):
+    if b is None and against is None and _holds_manifest(a, options):
         _refuse_options_for_two(context)
         with waiting("comparing with the manifest", quiet or as_json) as observe:
             found = paddle_reshard.check(a, source=source, observe=observe, **options)
@@ -92,13 +104,16 @@ def verify(
     if source is not None:
         raise UsageError(
             f"--source requires a target with a manifest; {a} has none"
-            if b is None
-            else "--source requires a single target with a manifest; two checkpoints are compared without it"
+            if b is None and against is None
+            else "--source requires a single target with a manifest; a second checkpoint or --against does not need it"
         )
     chosen = None if states is None else [state.strip() for state in states.split(",")]
     with waiting("reading headers", quiet or as_json) as observe:
-        report = paddle_reshard.verify(a, b, states=chosen, subset=subset, observe=observe, **options)
-    answer(verify_data(report), as_json, quiet, lambda: _show_verification(report, alone=b is None))
+        report = paddle_reshard.verify(
+            a, b, states=chosen, subset=subset, against=against, observe=observe, **options
+        )
+    alone = b is None and against is None
+    answer(verify_data(report), as_json, quiet, lambda: _show_verification(report, alone))
     sys.exit(0 if report else DIFFERENT)
 
 

@@ -76,3 +76,16 @@ class LoadOptions(ReadOptions, total=False):
     and parameters that the checkpoint may lack."""
     allow_master_drift: bool
     """Load parameters that differ from their rounded master weights and report them, instead of refusing."""
+
+
+class FingerprintOptions(InspectOptions, total=False):
+    """Options of ``fingerprint``."""
+
+    memory: str
+    """Memory budget of each worker, default ``"1GiB"``."""
+    allow_missing: Sequence[str]
+    """Patterns of keys (``*`` matches anything) that the checkpoint may lack."""
+    cluster: str
+    """Where the tensors are read: ``"inline"`` (default), ``"ray"`` or ``"ray:ADDRESS"``, as in ``convert``."""
+    workers: int | None
+    """On Ray, the number of workers. Inline, the number of groups at a time."""

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from paddle_reshard.clusters.inline import InlineEngine
+from paddle_reshard.pipeline.convert.fingerprint import fingerprints_of, load_fingerprints, run_sums
 from paddle_reshard.pipeline.convert.inputs import given_inputs
 from paddle_reshard.pipeline.convert.integrity import IntegrityReport, check_target
 from paddle_reshard.pipeline.convert.manifest import parse_manifest
@@ -22,9 +23,11 @@ from paddle_reshard.pipeline.core.choices import REPLICAS
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
+from paddle_reshard.pipeline.core.fingerprints import Fingerprints, mismatches
 from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.core.shown import SHOWN_DIFFERENCES, Facts, Shown, readable_bytes
 from paddle_reshard.pipeline.core.suggest import did_you_mean
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
 from paddle_reshard.pipeline.indexing import small_files
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
@@ -42,6 +45,7 @@ from paddle_reshard.pipeline.planning.compare import (
 )
 from paddle_reshard.pipeline.planning.metadata import check_metadata, spare_bytes
 from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
+from paddle_reshard.pipeline.planning.sums import plan_sums
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.storage.locate import Access, is_local, open_source, source_access, target_access
 from paddle_reshard.storage.store import ReadRange, Source
@@ -110,11 +114,15 @@ class VerifyRequest:
     states: frozenset[str] | None = None
     """States to compare; ``None`` for all states and the small files that a trainer reads."""
     subset: bool = False
-    """Whether ``b`` may hold fewer tensors."""
+    """Whether ``b`` may hold fewer tensors; with ``against``, whether ``a`` may."""
+    against: Fingerprints | None = None
+    """What ``a`` is compared with, instead of ``b``."""
 
     def __post_init__(self) -> None:
-        if self.b is None and (self.states is not None or self.subset):
-            raise UsageError("states and subset require two checkpoints")
+        if self.b is not None and self.against is not None:
+            raise UsageError("give either a second checkpoint or --against")
+        if self.b is None and self.against is None and (self.states is not None or self.subset):
+            raise UsageError("states and subset require two checkpoints, or --against")
 
 
 @takes(VerifyOptions)
@@ -124,6 +132,7 @@ def verify(
     *,
     states: Sequence[str] | None = None,
     subset: bool = False,
+    against: PathLike | None = None,
     observe: Observer = ignore_events,
     **options: Unpack[VerifyOptions],
 ) -> VerifyReport:
@@ -135,14 +144,16 @@ def verify(
     tokenizer files. ``pipeline/indexing/small_files.py`` lists the exceptions. Missing tensors are refused.
 
     Without ``b``, everything that ``a`` stores twice is compared in full: copies of a tensor, and parameters with their
-    master weights.
+    master weights. With ``against``, the first copy of every tensor of ``a`` is compared with its fingerprint instead.
 
     Parameters
     ----------
     states
         Compare only these states, and no small files.
     subset
-        Allow ``b`` to hold fewer tensors.
+        Allow ``b`` to hold fewer tensors; with ``against``, allow ``a`` to lack tensors that have a fingerprint.
+    against
+        A local file with the fingerprints of the tensors that ``a`` should hold, see :func:`fingerprint`.
     observe
         Called with events that report progress, as in :func:`convert`.
     options
@@ -153,7 +164,7 @@ def verify(
     ReshardError
         If either is not a complete, consistent checkpoint, or the comparison does not fit ``memory``.
     """
-    return verify_request(read_verify_request(a, b, states, subset, options), observe)
+    return verify_request(read_verify_request(a, b, states, subset, options, against), observe)
 
 
 def read_verify_request(
@@ -162,6 +173,7 @@ def read_verify_request(
     states: Sequence[str] | None,
     subset: bool,
     options: VerifyOptions,
+    against: PathLike | None = None,
     sizes: PlanSizes = PlanSizes(),
 ) -> VerifyRequest:
     """Parse the options of a comparison.
@@ -188,11 +200,14 @@ def read_verify_request(
         ),
         states=None if states is None else frozenset(texts_of(states)),
         subset=subset,
+        against=None if against is None else load_fingerprints(against),
     )
 
 
 def verify_request(request: VerifyRequest, observe: Observer = ignore_events) -> VerifyReport:
     """Run a request made by :func:`read_verify_request`."""
+    if request.against is not None:
+        return _verify_against(request, request.against, observe)
     if request.b is None:
         return _verify_alone(request, observe)
     return _verify_two(request, request.b, observe)
@@ -208,6 +223,39 @@ def _verify_alone(request: VerifyRequest, observe: Observer) -> VerifyReport:
     report = _compared(comparison, store, _spare(request), observe)
     store.check_unchanged()
     return report
+
+
+def _verify_against(request: VerifyRequest, against: Fingerprints, observe: Observer) -> VerifyReport:
+    """Compare a checkpoint with fingerprints."""
+    store = open_checkpoint(request.a, request.access[0])
+    inputs = given_inputs(request.rules, request.config)
+    checkpoint = index_checkpoint(store, *inputs, request.missing, partial(index_here, observe=observe))
+    tensors = checkpoint.catalog.tensors
+    _check_states(request.states, tensors.states | against.tensors.states)
+    chosen = _of_states(tensors, request.states)
+    if request.states is not None:
+        against = against.only(request.states)
+    plan = plan_sums(checkpoint.catalog, request.planning, chosen)
+    del checkpoint
+    trim_heap()
+    sums = run_sums(plan, store, InlineEngine(plan.budget_bytes), _spare(request), observe)
+    store.check_unchanged()
+    found = fingerprints_of(tensors, sums, chosen)
+    differences = mismatches(against, found, ("the fingerprints", "the checkpoint"), request.subset)
+    elements = sum(tensor.elements for tensor in found.tensors)
+    return VerifyReport(
+        len(found),
+        elements,
+        plan.read_bytes,
+        tuple(Difference(entry.tensor, entry.detail) for entry in differences),
+        plan.read_amplification,
+        plan.read_once_budget_bytes,
+    )
+
+
+def _of_states(tensors: Tensors, states: Collection[str] | None) -> list[int]:
+    """The numbers of the tensors of ``states``; ``None`` for all."""
+    return [n for n in range(len(tensors)) if states is None or tensors.identity(n)[1] in states]
 
 
 def _verify_two(request: VerifyRequest, b: str, observe: Observer) -> VerifyReport:

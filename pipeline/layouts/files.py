@@ -25,6 +25,8 @@ class TargetFiles:
     """Requested casts."""
     omitted: frozenset[int] = frozenset()
     """Tensors that some, but not all, of several targets omit."""
+    first_files: tuple[int, ...] = (0,)
+    """Index of the first file of each of several targets."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,12 +135,14 @@ def join(source: Catalog, laid_out: Sequence[LaidOut], prefixes: Sequence[str]) 
     catalog = source.only(kept)
     index = catalog.index()
     files: list[File] = []
+    first_files: list[int] = []
     literals = Literals()
     fills: list[tuple[int, int, int]] = []
     fragments: list[Fragments] = []
     omitted: set[int] = set()
     for prefix, one in zip(prefixes, laid_out, strict=True):
         first = len(files)
+        first_files.append(first)
         files += [replace(file, path=prefix + file.path) for file in one.files.files]
         for file, start, content in one.files.literals:
             literals.add(first + file, start, content)
@@ -159,6 +161,7 @@ def join(source: Catalog, laid_out: Sequence[LaidOut], prefixes: Sequence[str]) 
         Fragments.joined(fragments),
         casts=casts,
         omitted=frozenset(omitted),
+        first_files=tuple(first_files),
     )
     return LaidOut(catalog, joined, (), ())
 

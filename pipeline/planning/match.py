@@ -100,6 +100,7 @@ def _in_common(source: Fragments, target: Fragments) -> Ops:
     offsets = {"source": source["offset"], "target": target["offset"]}
     low, extents = intersect(offsets["source"], source["extents"], offsets["target"], target["extents"])
     ops["tensor"], ops["offset"], ops["extents"] = target["tensor"], low, extents
+    ops["again"] = target["replica"] > 0
     for side, fragments in (("source", source), ("target", target)):
         for column in ("file", "dtype", "strides"):
             ops[f"{side}_{column}"] = fragments[column]
@@ -142,6 +143,9 @@ def plan_ops(
             (CHECK, _meeting(primary, unmoved, implied)),
         ]
     )
+    moved = np.zeros(len(source.tensors), dtype=bool)
+    moved[ops["tensor"][: len(fed)]] = True
+    ops["again"] = ops["again"] | ((ops["kind"] == CHECK) & moved[ops["tensor"]])
     _check_casts(ops[: len(fed)], source.tensors, casts)
     done = 0
     for pairs, wanted in steps:

@@ -3,7 +3,7 @@
 An *op* moves a strided box from a source file to a target file (``MOVE``: a copy, or a cast if the dtypes differ), or
 compares two strided boxes: further copies of a tensor (``COMPARE``), parameters that the target omits because they are
 the cast of their master weight (``CHECK``), and parameters that are stored along with their master weight (``HOLD``,
-or ``PROBE`` for a few elements).
+or ``PROBE`` for a few elements). ``SUM`` only reads a box, given as both sides, for the fingerprint of its tensor.
 
 A plan may have millions of ops. Each field is an array of its own, as narrow as its values allow: selecting by one
 field touches no other, and sorting copies one field at a time.
@@ -20,11 +20,15 @@ from paddle_reshard.pipeline.core.columns import Columns
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints
 from paddle_reshard.pipeline.core.tensors import DTYPES
 
-MOVE, COMPARE, CHECK, HOLD, PROBE = 0, 1, 2, 3, 4
+MOVE, COMPARE, CHECK, HOLD, PROBE, SUM = 0, 1, 2, 3, 4, 5
 
 OP = np.dtype(
     [
-        ("kind", np.int8),  # MOVE, COMPARE, CHECK, HOLD or PROBE
+        ("kind", np.int8),  # MOVE, COMPARE, CHECK, HOLD, PROBE or SUM
+        (
+            "again",
+            np.int8,
+        ),  # a MOVE or CHECK: 1 if the fingerprint of the tensor counts these values elsewhere
         ("tensor", np.int32),  # the tensor whose values these are
         (
             "source_tensor",

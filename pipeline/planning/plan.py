@@ -113,6 +113,9 @@ class Plan:
     """A budget with which every source byte is read once; ``None`` if that is already so."""
     mixtures: Mapping[int, Mixture] = field(default_factory=dict)
     """Tensor number → how its values are computed, for tensors that are mixed."""
+    summed: Mapping[int, tuple[int, int]] | None = None
+    """Whether groups add up fingerprints; the master weights from which they add up those of parameters that no file
+    stores: number of the master weight → number and dtype of the parameter."""
 
     @property
     def groups(self) -> int:
@@ -246,6 +249,7 @@ def plan_conversion(
         allow_master_drift=settings.allow_master_drift,
         beside=0 if checks is None else len(checks.tensors) - len(source.tensors),
         mixtures=source.mixtures,
+        summed=_implied_sums(source, target) if settings.sums else None,
     )
     sizes = settings.sizes
     planned, rereads, checks = _with_checks(plan, make_ops, limits, sizes, checks)
@@ -263,6 +267,15 @@ def plan_conversion(
             _label(once, worst), settings.budget_bytes, enough_bytes, planned.read_amplification
         )
     return replace(planned, read_once_budget_bytes=enough_bytes)
+
+
+def _implied_sums(source: Catalog, target: TargetFiles) -> dict[int, tuple[int, int]]:
+    """Master weight → the parameter that it implies, with its dtype, for parameters that no file stores."""
+    stored = np.bincount(target.fragments["tensor"], minlength=len(source.tensors)) > 0
+    dtypes = source.tensors.dtypes.tolist()
+    return {
+        master: (tensor, dtypes[tensor]) for tensor, master in source.implied.items() if not stored[tensor]
+    }
 
 
 def _with_checks(

@@ -43,6 +43,8 @@ class GroupWork:
     allow_master_drift: bool = False
     mixtures: Mapping[int, Mixture] = field(default_factory=dict)
     """Tensor number → how it is computed, for the mixed tensors in ``ops``."""
+    summed: Mapping[int, tuple[int, int]] | None = None
+    """As in :class:`~paddle_reshard.pipeline.planning.plan.Plan`, for the tensors in ``ops``."""
 
     @property
     def label(self) -> str:
@@ -89,6 +91,9 @@ def plan_work(plan: Plan) -> Iterator[GroupWork]:
             mixtures={t: plan.mixtures[t] for t in tensors.tolist() if t in plan.mixtures}
             if plan.mixtures
             else {},
+            summed=None
+            if plan.summed is None
+            else {t: plan.summed[t] for t in tensors.tolist() if t in plan.summed},
         )
 
 

@@ -16,6 +16,7 @@ from paddle_reshard.pipeline.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.api import clean, convert, plan
+    from paddle_reshard.pipeline.convert.fingerprint import FingerprintReport, fingerprint
     from paddle_reshard.pipeline.convert.inspection import Inspection, StateSummary, inspect
     from paddle_reshard.pipeline.convert.integrity import Damage, IntegrityReport
     from paddle_reshard.pipeline.convert.plan import ConversionPlan, PlannedTarget
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     )
     from paddle_reshard.pipeline.convert.read_options import (
         CheckOptions,
+        FingerprintOptions,
         InspectOptions,
         LoadOptions,
         ReadOptions,
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
         StepStarted,
         Waiting,
     )
+    from paddle_reshard.pipeline.core.fingerprints import Fingerprints
     from paddle_reshard.pipeline.core.stored import StoredTensor
     from paddle_reshard.pipeline.core.tensors import DType, Tensor
     from paddle_reshard.pipeline.core.topology import Topology
@@ -121,6 +124,9 @@ __all__ = [
     "Event",
     "File",
     "FilesRead",
+    "FingerprintOptions",
+    "FingerprintReport",
+    "Fingerprints",
     "FinishedError",
     "FormatError",
     "GroupFailedError",
@@ -174,6 +180,7 @@ __all__ = [
     "convert",
     "delta",
     "ema_callback",
+    "fingerprint",
     "inspect",
     "load_into",
     "plan",
@@ -193,6 +200,8 @@ _HOMES = {
     "pipeline.convert.series": ("average",),
     "pipeline.convert.verify": ("VerifyReport", "check", "verify"),
     "pipeline.planning.compare": ("Difference",),
+    "pipeline.convert.fingerprint": ("FingerprintReport", "fingerprint"),
+    "pipeline.core.fingerprints": ("Fingerprints",),
     "pipeline.convert.integrity": ("Damage", "IntegrityReport"),
     "pipeline.convert.plan": ("ConversionPlan", "PlannedTarget"),
     "pipeline.planning.plan": ("CarriedFile", "Plan"),
@@ -204,6 +213,7 @@ _HOMES = {
     "pipeline.convert.options": ("AverageOptions", "ConversionOptions", "ConvertOptions", "TargetOptions"),
     "pipeline.convert.read_options": (
         "CheckOptions",
+        "FingerprintOptions",
         "InspectOptions",
         "LoadOptions",
         "ReadOptions",

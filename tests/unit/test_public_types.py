@@ -36,6 +36,7 @@ OWN_VALUES = {
     ),
     "ConversionPlan.source",
     "ConversionPlan.store",
+    "Fingerprints.tensors",
     "ModelTensor.rule",
     "Plan.literals",
     "Plan.mixtures",

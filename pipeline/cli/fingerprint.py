@@ -1,0 +1,41 @@
+"""The command ``fingerprint``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+import paddle_reshard
+from paddle_reshard.pipeline.cli.json_output import fingerprint_data
+from paddle_reshard.pipeline.cli.observers import waiting
+from paddle_reshard.pipeline.cli.options import declared, given, json_option, quiet_option
+from paddle_reshard.pipeline.cli.output import answer, print_facts
+
+
+@click.command()
+@click.argument("source", metavar="SRC")
+@click.option("--output", metavar="FILE", help="Write the fingerprints of all tensors to this file.")
+@declared("memory")
+@declared("cluster", help="Where the tensors are read.")
+@declared("workers")
+@declared("rules")
+@declared("config")
+@declared("allow_missing", help="Allow these keys to be missing; * matches anything.")
+@declared("allow_links")
+@declared("storage_options", "--source-storage-options")
+@declared("allow_scheme")
+@json_option
+@quiet_option
+@click.pass_context
+def fingerprint(
+    context: click.Context, /, source: str, output: str | None, as_json: bool, quiet: bool, **_: Any
+) -> None:
+    """Compute a number for each tensor, and one for the whole checkpoint, that no topology or format changes.
+
+    The number of a tensor is the CRC-64/NVME of its values, row-major and little-endian. Tensors are read once, within
+    --memory. Compare them with verify --against FILE.
+    """
+    with waiting("reading headers", quiet or as_json) as observe:
+        report = paddle_reshard.fingerprint(source, output=output, observe=observe, **given(context))
+    answer(fingerprint_data(report), as_json, quiet, lambda: print_facts(report.facts()))

@@ -1,0 +1,126 @@
+"""Arithmetic with CRC-64/NVME: what the pieces of a message contribute to the checksum of the whole.
+
+Without its initial and final inversion, a CRC is linear: the *remainder* of a message is the sum (exclusive or) of the
+remainders of its pieces, each multiplied by ``x`` to the power of the bits that follow the piece. So the checksum of a
+tensor can be added up from pieces in any order, and bytes that are zero contribute nothing.
+
+A remainder is held as CRC registers hold it, reflected: bit 63 is the coefficient of 1, bit 0 that of ``x**63``.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from paddle_reshard.pipeline.core.geometry import Ints
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+Remainders: TypeAlias = "npt.NDArray[np.uint64]"
+
+ALGORITHM = "crc64nvme"
+POLYNOMIAL = 0x9A6C9329AC4BC9B5
+"""Reflected, without ``x**64``."""
+ALL_BITS = (1 << 64) - 1
+ONE = 1 << 63
+DISTANCE_BITS = 56
+"""Distances are below ``2**56`` bytes."""
+_KEPT_MULTIPLIERS = 256
+"""Each takes 16 KiB."""
+
+
+class Multiplier:
+    """Multiplication by ``x**(8 * nbytes)``: what ``nbytes`` bytes after a piece do to its contribution."""
+
+    __slots__ = ("_tables",)
+
+    def __init__(self, factor: int) -> None:
+        """``factor`` is a remainder."""
+        products = np.empty(64, dtype=np.uint64)
+        for bit in range(63, -1, -1):
+            products[bit] = factor
+            factor = (factor >> 1) ^ (POLYNOMIAL if factor & 1 else 0)
+        values = np.arange(256)
+        self._tables = np.zeros((8, 256), dtype=np.uint64)
+        for bit in range(64):
+            self._tables[bit // 8, (values >> bit % 8) & 1 == 1] ^= products[bit]
+
+    def __call__(self, remainders: Remainders) -> Remainders:
+        """All products."""
+        octets = np.ascontiguousarray(remainders, dtype="<u8").view(np.uint8).reshape(*remainders.shape, 8)
+        found = self._tables[0].take(octets[..., 0])
+        for number in range(1, 8):
+            found ^= self._tables[number].take(octets[..., number])
+        return found
+
+    def factor(self) -> int:
+        """What it multiplies by."""
+        return int(self._tables[7][0x80])
+
+    def of_one(self, remainder: int) -> int:
+        """A single product."""
+        return int(self(np.array([remainder], dtype=np.uint64))[0])
+
+
+@lru_cache(DISTANCE_BITS)
+def _doubling(power: int) -> Multiplier:
+    """The multiplier for ``2**power`` bytes."""
+    if power == 0:
+        return Multiplier(ONE >> 8)
+    half = _doubling(power - 1)
+    return Multiplier(half.of_one(half.factor()))
+
+
+@lru_cache(_KEPT_MULTIPLIERS)
+def multiplier(nbytes: int) -> Multiplier:
+    """The multiplier for pieces that are followed by ``nbytes`` bytes."""
+    factor = ONE
+    for power in range(nbytes.bit_length()):
+        if nbytes >> power & 1:
+            factor = _doubling(power).of_one(factor)
+    return Multiplier(factor)
+
+
+def shifted(remainders: Remainders, distances: Ints) -> Remainders:
+    """Contributions of pieces that are followed by ``distances`` bytes each; both of shape ``(n,)``."""
+    found = np.array(remainders, dtype=np.uint64)
+    for power in range(int(distances.max(initial=0)).bit_length()):
+        chosen = np.flatnonzero(distances >> power & 1)
+        found[chosen] = _doubling(power)(found[chosen])
+    return found
+
+
+def in_a_row(remainders: Remainders, step_bytes: int) -> Remainders:
+    """The sums along the last dim, whose items begin ``step_bytes`` apart and have the same length.
+
+    Shape ``(…, n)`` becomes ``(…)``: a sum is what the items contribute up to the end of the last one.
+    """
+    while remainders.shape[-1] > 1:
+        if remainders.shape[-1] % 2:  # zeros in front contribute nothing
+            remainders = np.concatenate([np.zeros_like(remainders[..., :1]), remainders], axis=-1)
+        remainders = multiplier(step_bytes)(remainders[..., 0::2]) ^ remainders[..., 1::2]
+        step_bytes *= 2
+    return remainders[..., 0] if remainders.shape[-1] else np.zeros(remainders.shape[:-1], dtype=np.uint64)
+
+
+def remainder_of(checksum: int, nbytes: int) -> int:
+    """The remainder of a message of ``nbytes`` bytes with this checksum."""
+    return checksum ^ _of_zeros(nbytes)
+
+
+def checksum_of(remainder: int, nbytes: int) -> int:
+    """The checksum of a message of ``nbytes`` bytes with this remainder.
+
+    >>> hex(checksum_of(0, 9))  # of nine zero bytes
+    '0xd68bd4e2ded1af0c'
+    """
+    return remainder ^ _of_zeros(nbytes)
+
+
+def _of_zeros(nbytes: int) -> int:
+    """The checksum of a message of zeros."""
+    found = shifted(np.array([ALL_BITS], dtype=np.uint64), np.array([nbytes], dtype=np.int64))
+    return int(found[0]) ^ ALL_BITS

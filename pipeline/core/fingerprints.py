@@ -1,0 +1,152 @@
+"""What a checkpoint holds, in a number for each tensor and one for all, whatever its topology and format.
+
+The fingerprint of a tensor is the CRC-64/NVME of its values: all of them, row-major, little-endian, bfloat16 as its two
+bytes. Its *line* is compact ASCII JSON: key, state, dtype, global shape, and the checksum in 16 hexadecimal digits::
+
+    ["model.norm.weight","param","bfloat16",[64],"c4c2cc4edb0f1f2c"]
+
+The *root* is the SHA-256 Merkle tree hash of RFC 9162, section 2.1.1, over the lines of all tensors, sorted by key and
+then by state, both by code point.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.core.tensors import Tensor
+
+ROOT_PREFIX = "sha256:"
+
+
+@dataclass(frozen=True)
+class Fingerprints:
+    """The fingerprints of the tensors of a checkpoint."""
+
+    tensors: Tensors
+    """Sorted by key, then by state."""
+    checksums: npt.NDArray[np.uint64]
+    """The checksum of each tensor."""
+
+    @classmethod
+    def of(cls, tensors: Tensors, checksums: npt.NDArray[np.uint64]) -> Fingerprints:
+        """Those of ``tensors`` in any order."""
+        order = tensors.order(np.arange(len(tensors)))
+        return cls(Tensors(tensors[number] for number in order.tolist()), checksums[order])
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @cached_property
+    def root(self) -> str:
+        """The Merkle root over all tensors."""
+        return merkle_root(self.lines())
+
+    @cached_property
+    def states(self) -> Mapping[str, str]:
+        """State → the root over the tensors of this state alone."""
+        return {
+            state: merkle_root(map(self.line, sorted(self.tensors.of_state(state).values())))
+            for state in sorted(self.tensors.states)
+        }
+
+    def lines(self) -> Iterator[bytes]:
+        """The line of every tensor, in order."""
+        return map(self.line, range(len(self.tensors)))
+
+    def line(self, number: int) -> bytes:
+        """The line of a tensor."""
+        return line_of(self.tensors[number], int(self.checksums[number]))
+
+    def find(self, key: str, state: str) -> int | None:
+        """The checksum of a tensor, or ``None``."""
+        number = self.tensors.find(key, state)
+        return None if number is None else int(self.checksums[number])
+
+    def only(self, states: Iterable[str]) -> Fingerprints:
+        """Those of some states."""
+        chosen = set(states)
+        kept = [n for n in range(len(self.tensors)) if self.tensors.identity(n)[1] in chosen]
+        return Fingerprints(Tensors(self.tensors[n] for n in kept), self.checksums[kept])
+
+
+def line_of(tensor: Tensor, checksum: int) -> bytes:
+    """The line of a tensor."""
+    entries = [tensor.key, tensor.state, tensor.dtype.name, list(tensor.global_shape), f"{checksum:016x}"]
+    return json.dumps(entries, separators=(",", ":")).encode("ascii")
+
+
+def merkle_root(lines: Iterable[bytes]) -> str:
+    """The Merkle tree hash of RFC 9162 over the lines.
+
+    A leaf is the hash of a zero byte and its line; a node that of a one byte and its two children, of which the first
+    has the largest power of two of leaves that is smaller than those of both.
+
+    >>> merkle_root([])
+    'sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855'
+    >>> merkle_root([b"a", b"b", b"c"])
+    'sha256:36642e73c2540ab121e3a6bf9545b0a24982cd830eb13d3cd19de3ce6c021ec1'
+    """
+    roots: list[tuple[int, bytes]] = []  # of complete trees, with their heights, which decrease
+    for line in lines:
+        height, digest = 0, hashlib.sha256(b"\0" + line).digest()
+        while roots and roots[-1][0] == height:
+            height, digest = height + 1, _node(roots.pop()[1], digest)
+        roots.append((height, digest))
+    if not roots:
+        return ROOT_PREFIX + hashlib.sha256().hexdigest()
+    _, digest = roots.pop()
+    while roots:
+        digest = _node(roots.pop()[1], digest)
+    return ROOT_PREFIX + digest.hex()
+
+
+def _node(left: bytes, right: bytes) -> bytes:
+    return hashlib.sha256(b"\1" + left + right).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A tensor whose fingerprints differ, or that only one side has."""
+
+    tensor: str
+    detail: str
+
+
+def mismatches(
+    a: Fingerprints, b: Fingerprints, names: Sequence[str], subset: bool = False
+) -> list[Mismatch]:
+    """How two sets differ, by tensor. ``names`` are those of the two sides in messages.
+
+    With ``subset``, ``b`` may lack tensors.
+    """
+    found = []
+    for number, tensor in enumerate(a.tensors):
+        other = b.tensors.find(tensor.key, tensor.state)
+        if other is None:
+            if not subset:
+                found.append(Mismatch(tensor.label, f"only in {names[0]}"))
+        elif a.line(number) != b.line(other):
+            sides = (
+                (tensor, a.checksums[number], names[0]),
+                (b.tensors[other], b.checksums[other], names[1]),
+            )
+            found.append(Mismatch(tensor.label, ", ".join(_in_words(*side) for side in sides)))
+    for tensor in b.tensors:
+        if a.tensors.find(tensor.key, tensor.state) is None:
+            found.append(Mismatch(tensor.label, f"only in {names[1]}"))
+    return sorted(found, key=lambda entry: entry.tensor)
+
+
+def _in_words(tensor: Tensor, checksum: int, where: str) -> str:
+    return f"{tensor.dtype.name} {tensor.global_shape} with crc64nvme {int(checksum):016x} in {where}"

@@ -1,0 +1,161 @@
+"""Fingerprints of real checkpoints: those of what each training run held in memory, whatever the files look like."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from awscrt.checksums import crc64nvme
+
+import paddle_reshard
+from paddle_reshard import CheckpointError, FormatError, UsageError
+from tests import oracle
+from tests.conftest import COMMITTED, case_directory
+from tests.golden.test_every_format import config_of, folder_of
+
+CASE = COMMITTED / "mp2pp2sh2_s1v2_meta_ema"
+SOURCE = CASE / "checkpoint-3"
+NAMES = {
+    "w_0": "master_weight",
+    "moment1_0": "moment1",
+    "moment2_0": "moment2",
+    "beta1_pow_acc_0": "beta1_pow_acc",
+    "beta2_pow_acc_0": "beta2_pow_acc",
+    "ema_w_0": "ema_master_weight",
+    "ema": "ema_param",
+}
+CASES = (
+    "dense/single",
+    "dense/mp2pp2sh2_s1v1_meta_ema",
+    "dense/fc_mp2pp2",
+    "dense/nlp_uc_mp2pp2",
+    "moe/ep2_mp2",
+)
+
+
+def identity(name: str, keys: set[str]) -> tuple[str, str]:
+    """Key and state of a tensor of a truth."""
+    key, _, state = name.rpartition(".")
+    return (key, NAMES[state]) if state in NAMES and key in keys else (name, "param")
+
+
+def of_truth(folder: Path) -> dict[tuple[str, str], int]:
+    truth = oracle.read_truth(folder / "truth.safetensors")
+    keys = set(truth)
+    return {identity(name, keys): crc64nvme(values.tobytes()) for name, values in truth.items()}
+
+
+def of(report: paddle_reshard.FingerprintReport) -> dict[tuple[str, str], int]:
+    found = report.fingerprints
+    return {(t.key, t.state): int(c) for t, c in zip(found.tensors, found.checksums, strict=True)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fingerprints_are_those_of_the_tensors_in_memory(case: str) -> None:
+    report = paddle_reshard.fingerprint(folder_of(case), config=config_of(case))
+    found, truth = of(report), of_truth(case_directory(case))
+    tied = {key for key in truth if key not in found}
+    assert {key: truth[key] for key in truth.keys() - tied} == found
+    assert all(key[0] == "lm_head.weight" for key in tied)
+
+
+def test_three_lines_with_another_library_check_a_tensor(tmp_path: Path) -> None:
+    paddle_reshard.convert(SOURCE, tmp_path / "card", to="tp=1")
+    held = oracle.load_with_paddle(tmp_path / "card" / "model_state.pdparams")
+    found = of(paddle_reshard.fingerprint(SOURCE))
+    arrays = {key: value for key, value in held.items() if not key.startswith("Structured")}
+    assert len(arrays) > 30
+    for key, value in arrays.items():
+        assert crc64nvme(np.asarray(value).tobytes()) == found[key, "param"]
+
+
+def tree(leaves: list[bytes]) -> bytes:
+    """The hash of RFC 9162, as its recursive definition has it."""
+    if len(leaves) == 1:
+        return hashlib.sha256(b"\0" + leaves[0]).digest()
+    half = 1 << (len(leaves) - 1).bit_length() - 1
+    return hashlib.sha256(b"\1" + tree(leaves[:half]) + tree(leaves[half:])).digest()
+
+
+def test_the_root_follows_from_the_lines_of_the_written_file(tmp_path: Path) -> None:
+    written = tmp_path / "fingerprints.json"
+    report = paddle_reshard.fingerprint(SOURCE, output=written)
+    lines = [line.strip().rstrip(",") for line in written.read_text().splitlines() if line.startswith("  [")]
+    assert len(lines) == 273
+    assert lines == sorted(lines, key=lambda line: json.loads(line)[:2])
+    assert report.root == "sha256:" + tree([line.encode() for line in lines]).hex()
+    of_param = [line.encode() for line in lines if json.loads(line)[1] == "param"]
+    assert report.fingerprints.states["param"] == "sha256:" + tree(of_param).hex()
+
+
+def test_a_target_is_verified_against_the_fingerprints_of_its_source(tmp_path: Path) -> None:
+    written = tmp_path / "fingerprints.json"
+    paddle_reshard.fingerprint(SOURCE, output=written)
+    whole, model = tmp_path / "whole", tmp_path / "model"
+    paddle_reshard.convert(SOURCE, {whole: {"format": "flex"}, model: {"format": "huggingface"}})
+    assert paddle_reshard.verify(whole, against=written)
+    assert len(paddle_reshard.verify(model, against=written).differences) == 273 - 39
+    assert paddle_reshard.verify(model, against=written, subset=True)
+    assert paddle_reshard.verify(model, against=written, states=["param"])
+
+    (file,) = model.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    differs = paddle_reshard.verify(model, against=written, states=["param"])
+    assert len(differs.differences) == 1
+    assert "crc64nvme" in differs.differences[0].detail
+
+    with pytest.raises(UsageError, match="either a second checkpoint or --against"):
+        paddle_reshard.verify(whole, model, against=written)
+
+
+@pytest.mark.parametrize(
+    ("damage", "refusal"),
+    [
+        (lambda text: text.replace('"root": "sha256:', '"root": "sha256:0', 1), "the root of its tensors is"),
+        (lambda text: text.replace("bfloat16", "brainfloat", 1), "dtype 'brainfloat' is not supported"),
+        (lambda text: text.replace('"crc64nvme"', '"md5"', 1), "algorithm"),
+        (lambda text: text[:-9], "not valid JSON"),
+        (lambda text: text.replace('"generation": 1', '"generation": 7'), "generation 7"),
+        (lambda text: text.replace("paddle-reshard fingerprints", "else"), "not a document"),
+        (lambda text: "\n".join(sorted(text.splitlines(), reverse=True)), "not valid JSON"),
+    ],
+)
+def test_damaged_fingerprints_are_refused(damage: object, refusal: str, tmp_path: Path) -> None:
+    written = tmp_path / "fingerprints.json"
+    paddle_reshard.fingerprint(SOURCE, output=written)
+    written.write_text(damage(written.read_text()))  # type: ignore[operator]
+    with pytest.raises(FormatError, match=refusal):
+        paddle_reshard.verify(SOURCE, against=written)
+
+
+def test_swapped_lines_are_refused(tmp_path: Path) -> None:
+    written = tmp_path / "fingerprints.json"
+    paddle_reshard.fingerprint(SOURCE, output=written)
+    lines = written.read_text().splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("  ["))
+    lines[first], lines[first + 1] = lines[first + 1], lines[first]
+    written.write_text("\n".join(lines))
+    with pytest.raises(FormatError, match="not sorted"):
+        paddle_reshard.verify(SOURCE, against=written)
+
+
+def test_a_checkpoint_that_lacks_a_file_has_no_fingerprint(tmp_path: Path) -> None:
+    shutil.copytree(SOURCE, tmp_path / "source")
+    next((tmp_path / "source").glob("optimizer.*")).unlink()
+    with pytest.raises(CheckpointError):
+        paddle_reshard.fingerprint(tmp_path / "source")
+
+
+def test_little_memory_gives_the_same_root() -> None:
+    from paddle_reshard.pipeline.convert.fingerprint import fingerprint_with
+    from paddle_reshard.pipeline.planning.settings import PlanSizes
+
+    small = PlanSizes(group_bytes=2048, pass_bytes=512)
+    found = fingerprint_with(str(SOURCE), None, {"memory": "256MiB"}, sizes=small)
+    assert found.root == paddle_reshard.fingerprint(SOURCE).root
