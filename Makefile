@@ -6,12 +6,13 @@ WORKERS ?= 2
 # Tests start hundreds of processes, and each would compile the whole package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test exhaustive serving check fuzz format parity parity-table bench memory s3 chaos clean
+.PHONY: help demo test exhaustive cluster serving check fuzz format parity parity-table bench memory s3 chaos clean
 
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
 	@echo "make test     all tests"
 	@echo "make exhaustive  every source to every target, of which make test runs a sample, and more tensors"
+	@echo "make cluster  more on real Ray heads and clusters: jobs that fail, nodes, heads and workers that are killed, memory"
 	@echo "make serving  load exports of sharded jobs with transformers, and compare the logits with those of the Paddle models"
 	@echo "make check    formatter, linter, types, import contracts"
 	@echo "make format   format the code and apply the linter's fixes"
@@ -52,6 +53,9 @@ test: $(VENV)/.test
 
 exhaustive: $(VENV)/.test
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m exhaustive
+
+cluster: $(VENV)/.test
+	$(BIN)/python -m pytest -q -m cluster
 
 # Of torch the build for CPUs is enough, which PyPI does not have for Linux: 0.2 GB instead of several. Where its own
 # index can be reached: make serving PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu

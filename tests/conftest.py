@@ -11,8 +11,12 @@ import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.storage.servers import Store
 
 REPO = Path(__file__).resolve().parents[1]
 UNPACKED = REPO / ".corpus"
@@ -121,3 +125,12 @@ def case_files(groups: tuple[str, ...], pattern: str) -> list[Path]:
 def hybrid_cases() -> tuple[str, ...]:
     """Return the names of all hybrid-parallel cases of llama."""
     return HYBRID_CASES
+
+
+@pytest.fixture(scope="session")
+def store() -> "Iterator[Store]":
+    """One S3 server per test process, which takes a second of processor time to start."""
+    from tests.storage.servers import running_store
+
+    with running_store() as started:
+        yield started

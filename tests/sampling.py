@@ -1,4 +1,4 @@
-"""Parameters of tests that `make exhaustive` runs and `make test` leaves to its neighbours."""
+"""Parameters of tests that `make test` leaves to other commands."""
 
 import pytest
 from _pytest.mark.structures import ParameterSet
@@ -7,3 +7,8 @@ from _pytest.mark.structures import ParameterSet
 def exhaustive(*values: object) -> ParameterSet:
     """One set of parameters for `make exhaustive` only."""
     return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
+def on_cluster(*values: object) -> ParameterSet:
+    """One set of parameters for `make cluster` only."""
+    return pytest.param(*values, marks=pytest.mark.cluster)

@@ -3,7 +3,6 @@
 import os
 import secrets
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,16 +27,10 @@ from tests.cluster.conftest import CASE, contents
 from tests.cluster.faults import first_time
 from tests.conftest import case_directory
 from tests.storage.contents import fill_bucket
-from tests.storage.servers import Store, first, running_proxy, running_store
+from tests.storage.servers import Store, first, running_proxy
 
 pytestmark = pytest.mark.usefixtures("cluster")
 BATCH_FILES = 4
-
-
-@pytest.fixture(scope="module")
-def store() -> Iterator[Store]:
-    with running_store() as store:
-        yield store
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +99,7 @@ def test_the_same_is_found_in_the_same_order(source: Source, batches: list[objec
     assert list(there) == list(here)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.cluster
 def test_a_conversion_is_the_same(store: Store, bucket: str, tmp_path: Path, batches: list[object]) -> None:
     options = {"to": "tp=2", "storage_options": store.options, "memory": "256MiB"}
     paddle_reshard.convert(f"s3://{bucket}/hybrid", tmp_path / "here", **options)
@@ -181,6 +174,7 @@ def test_workers_find_credentials_in_the_variables_that_are_named(
     assert batches
 
 
+@pytest.mark.cluster
 def test_a_lost_worker(
     source: Source, batches: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +185,7 @@ def test_a_lost_worker(
     assert (tmp_path / "killed").exists()
 
 
+@pytest.mark.cluster
 def test_a_file_that_kills_whoever_reads_it(
     source: Source, batches: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

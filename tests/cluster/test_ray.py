@@ -51,7 +51,7 @@ from tests.cluster.faults import (
 )
 from tests.conftest import REPO, case_directory
 from tests.ema.scaled import scale_master_weights
-from tests.sampling import exhaustive
+from tests.sampling import on_cluster
 from tests.sized import in_groups
 
 BUDGET_BYTES = 256 << 20
@@ -76,7 +76,7 @@ def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("exchange", [exhaustive("never"), "always"])
+@pytest.mark.parametrize("exchange", [on_cluster("never"), "always"])
 def test_an_average_of_a_series(exchange: str, tmp_path: Path, exchanged: list[int]) -> None:
     small = in_groups(100_000, pass_bytes=10_000)
     source = case_directory(CASE) / "checkpoint-3"
@@ -92,7 +92,7 @@ def test_an_average_of_a_series(exchange: str, tmp_path: Path, exchanged: list[i
     assert bool(exchanged) == (exchange == "always")
 
 
-@pytest.mark.parametrize("exchange", [exhaustive("never"), "always"])
+@pytest.mark.parametrize("exchange", [on_cluster("never"), "always"])
 def test_every_worker_reports_its_work(conversion: Conversion, exchange: str, exchanged: list[int]) -> None:
     report = conversion.run(engine(exchange=exchange))
     several = sum(len(work.bands) > 1 for work in plan_work(conversion.plan.plan))
@@ -109,7 +109,7 @@ def test_every_worker_reports_its_work(conversion: Conversion, exchange: str, ex
         assert sum(worker.groups for worker in report.workers) == report.groups
 
 
-@pytest.mark.parametrize(("format", "exchange"), [exhaustive("huggingface", "never"), ("flex", "always")])
+@pytest.mark.parametrize(("format", "exchange"), [on_cluster("huggingface", "never"), ("flex", "always")])
 def test_states_of_another_step_are_refused(format: str, exchange: str, tmp_path: Path) -> None:
     """By the workers, and what they say arrives whole."""
     shutil.copytree(case_directory("small-families/qwen2_single") / "checkpoint-3", tmp_path / "source")
@@ -133,7 +133,9 @@ def test_retries_of_a_worker_reach_the_report(plan: Plan, tmp_path: Path) -> Non
     report = run_conversion(
         conversion.plan,
         Outputs([LocalTarget(tmp_path / "made", overwrite=False)]),
-        lambda works, source, target: engine()(works, FailsOnce(source, tmp_path / "failed"), target),
+        lambda works, source, target: engine(workers=1)(
+            works, FailsOnce(source, tmp_path / "failed"), target
+        ),
         lambda event: None,
     )
     assert report.retries == {"ConnectionResetError": 1}
@@ -150,7 +152,7 @@ def test_workers_get_the_variables_that_are_named_and_no_others(
     notes = tmp_path / "notes"
     for name in ("STORE_KEY", "ANOTHER_KEY"):
         conversion.run(
-            lambda works, source, target, name=name: engine()(
+            lambda works, source, target, name=name: engine(workers=1)(
                 works, Watched(source, notes / name, variable=name), target
             )
         )
@@ -166,6 +168,9 @@ def test_fewer_groups_than_workers_are_shared(
     plan: Plan, exchanged: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dealing, "SHARED_BYTES", 0)
+    monkeypatch.setattr(
+        ray_cluster, "PATIENCE_SECONDS", 300.0
+    )  # also on a busy machine all workers are waited for
     conversion = plan(group_bytes=64 << 20)
     assert conversion.inline.groups == 2  # the other one has the files without values
     conversion.run(engine(workers=3, exchange="auto"))
@@ -181,7 +186,7 @@ def test_bands_beyond_the_object_store_are_not_exchanged(
     assert exchanged == []
 
 
-@pytest.mark.parametrize("exchange", [exhaustive("never"), "always"])
+@pytest.mark.parametrize("exchange", [on_cluster("never"), "always"])
 def test_a_worker_killed_while_reading_is_replaced(
     conversion: Conversion, exchange: str, tmp_path: Path
 ) -> None:
@@ -194,7 +199,7 @@ def test_a_worker_killed_while_reading_is_replaced(
     assert marker.exists()
 
 
-@pytest.mark.parametrize("exchange", [exhaustive("never"), "always"])
+@pytest.mark.parametrize("exchange", ["never", on_cluster("always")])
 def test_a_worker_killed_while_writing_is_replaced(
     conversion: Conversion, exchange: str, tmp_path: Path
 ) -> None:
@@ -207,7 +212,8 @@ def test_a_worker_killed_while_writing_is_replaced(
     assert marker.exists()
 
 
-@pytest.mark.parametrize("workers", [exhaustive(1), 2])
+@pytest.mark.cluster
+@pytest.mark.parametrize("workers", [1, 2])
 def test_a_group_that_always_kills_its_worker_is_named(
     conversion: Conversion, workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -254,7 +260,7 @@ def test_what_the_disk_of_a_worker_refuses_arrives_as_a_sentence_about_the_targe
     conversion: Conversion, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(TargetError, match=r"^\S+/made: the file is larger than the limit") as failed:
-        conversion.run(lambda works, source, target: engine()(works, source, TakesNoMore(target)))
+        conversion.run(lambda works, source, target: engine(workers=1)(works, source, TakesNoMore(target)))
     assert failed.value.retryable
     assert "attempt" not in caplog.text
 
@@ -265,7 +271,7 @@ def test_what_one_machine_cannot_read_is_tried_again(conversion: Conversion, tmp
     assert marker.exists()
 
 
-@pytest.mark.parametrize("exchange", [exhaustive("never"), "always"])
+@pytest.mark.parametrize("exchange", [on_cluster("never"), "always"])
 def test_a_refusal_arrives_whole(conversion: Conversion, exchange: str) -> None:
     ops = conversion.plan.plan.ops
     copy = ops[ops["kind"] == COMPARE].rows()[0]
@@ -364,6 +370,7 @@ def test_a_group_beyond_the_memory_of_a_worker_is_refused(conversion: Conversion
         conversion.run(engine(memory_bytes=50_000))
 
 
+@pytest.mark.cluster
 def test_two_gpus_and_the_same_bytes(conversion: Conversion, tmp_path: Path, exchanged: list[int]) -> None:
     notes = tmp_path / "notes"
     conversion.run(
@@ -389,6 +396,7 @@ def test_no_room_for_a_worker_is_reported(conversion: Conversion) -> None:
         conversion.run(engine(workers=None, memory_bytes=1 << 50))
 
 
+@pytest.mark.cluster
 def test_a_node_that_is_lost_is_survived(cluster: Cluster, conversion: Conversion, tmp_path: Path) -> None:
     node = cluster.add_node(num_cpus=1, resources={"here": 1}, object_store_memory=80_000_000)
     notes = tmp_path / "notes"

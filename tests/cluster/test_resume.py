@@ -10,6 +10,7 @@ from ray.cluster_utils import Cluster
 
 from tests.cluster.conftest import CASE, GROUP_BYTES, contents
 from tests.conftest import REPO, case_directory
+from tests.sampling import on_cluster
 from tests.sized import in_groups
 
 KILLED_AFTER = 4
@@ -32,7 +33,7 @@ in_groups(group_bytes).convert(**request, observe=observe)
 """
 
 
-@pytest.mark.parametrize("then", ["ray", "inline"])
+@pytest.mark.parametrize("then", [on_cluster("ray"), "inline"])
 def test_a_killed_driver_is_resumed(then: str, cluster: Cluster, tmp_path: Path) -> None:
     small = in_groups(GROUP_BYTES)
     source, whole, made = case_directory(CASE) / "checkpoint-3", tmp_path / "whole", tmp_path / "made"

@@ -29,6 +29,7 @@ from paddle_reshard.pipeline.planning import plan as planning
 from tests import oracle
 from tests.conftest import REPO, case_directory
 from tests.ema.scaled import scale_master_weights
+from tests.sampling import exhaustive
 from tests.sized import in_groups
 
 CASE = "mp2pp2sh2_s1v2_meta_ema"
@@ -109,8 +110,17 @@ def test_it_equals_the_average_during_training() -> None:
 GIVEN = {"weights": (0.5, 0.2, 0.3), "uniform": (1 / 3, 1 / 3, 1 / 3)}
 
 
-@pytest.mark.parametrize("dtype", [None, "float16", "float32"])
-@pytest.mark.parametrize("how", GIVEN)
+@pytest.mark.parametrize(
+    ("how", "dtype"),
+    [
+        ("weights", None),
+        exhaustive("weights", "float16"),
+        exhaustive("weights", "float32"),
+        exhaustive("uniform", None),
+        ("uniform", "float16"),
+        exhaustive("uniform", "float32"),
+    ],
+)
 def test_a_model_of_the_average_is_rounded_once(
     series: list[Path], how: str, dtype: str | None, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from tests import expert_oracle, oracle
 from tests.conftest import case_directory, case_names
 from tests.golden.compare_one_card import bits, load
 from tests.golden.test_newer_checkpoints import checkpoint, config_of, truth_of
+from tests.sampling import exhaustive
 
 FAMILIES = ("gemma3_text", "phi3", "qwen3_next")
 HYBRID = [f"families/{family}_{case}" for family in FAMILIES for case in ("single", "sh2_s1v2_meta")]
@@ -60,7 +61,7 @@ def config_for(unknown: Callable[[str], Path]) -> Callable[[str], Path | None]:
     return of_case
 
 
-@pytest.mark.parametrize("name", HYBRID)
+@pytest.mark.parametrize("name", [exhaustive(name) if name.endswith("_single") else name for name in HYBRID])
 def test_sharding_and_strategy_change_and_the_truth_does_not(
     name: str, unknown: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -289,10 +289,10 @@ def test_damaged_files_are_refused_or_read_as_pickle_reads_them(base, seed, coun
 
 @pytest.mark.parametrize("base", LARGE, ids=["replicated", "flattened", "one piece a key", "one rank"])
 def test_every_value_of_every_entry_counts(base):
-    """Each byte in turn, one higher: what is still read differs as pickle says it does."""
+    """Bytes in turn, one higher: what is still read differs as pickle says it does."""
     assert agrees_with_pickle(base)
     read = sum(agrees_with_pickle(base[:at] + bytes([base[at] + 1 & 255]) + base[at + 1 :])
-               for at in range(len(base) // 3, len(base), 11))  # fmt: skip
+               for at in range(len(base) // 3, len(base), 29))  # fmt: skip
     assert read > 10
 
 

@@ -12,14 +12,8 @@ import pytest
 
 from paddle_reshard.pipeline.core.errors import ListingError
 from paddle_reshard.storage.listing import CheckpointRoot, open_root
-from tests.jobs.command import GOLDEN, run, snapshot
-from tests.storage.servers import Store, running_store
-
-
-@pytest.fixture(scope="module")
-def store() -> Iterator[Store]:
-    with running_store() as started:
-        yield started
+from tests.jobs.command import GOLDEN, run_here, snapshot
+from tests.storage.servers import Store
 
 
 @pytest.fixture
@@ -174,31 +168,33 @@ def test_a_store_that_refuses_is_reported_in_one_sentence(store: Store, bucket: 
     assert store.read_only["secret"] not in str(refused.value)
 
 
-def test_watch_converts_in_a_store(store: Store, bucket: str) -> None:
+def test_watch_converts_in_a_store(store: Store, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     env = {
         "AWS_ACCESS_KEY_ID": store.key,
         "AWS_SECRET_ACCESS_KEY": store.secret,
         "AWS_ENDPOINT_URL": store.url,
         "AWS_DEFAULT_REGION": "us-east-1",
     }
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
     for path in GOLDEN.iterdir():
         if path.name != "saved_signal_7":
             store.client.put_object(
                 Bucket=bucket, Key=f"run/checkpoint-3/{path.name}", Body=path.read_bytes()
             )
     command = ["watch", f"s3://{bucket}/run", f"s3://{bucket}/out/", "--to", "pp=2", "--once", "--keep", 1]
-    waiting = run(*command, env=env)
+    waiting = run_here(*command)
     assert waiting.returncode == 0, waiting.stderr
     assert "checkpoint-3: waiting: 7 saved_signal_* files for 8 ranks" in waiting.stderr
     for step in (3, 6):
         for path in GOLDEN.iterdir():
             key = f"run/checkpoint-{step}/{path.name}"
             store.client.put_object(Bucket=bucket, Key=key, Body=path.read_bytes())
-        done = run(*command, env=env)
+        done = run_here(*command)
         assert done.returncode == 0, done.stderr
         assert "1 converted, 0 converted before" in done.stderr
         assert store.secret not in done.stderr
-    again = run(*command, env=env)
+    again = run_here(*command)
     assert again.returncode == 0, again.stderr
     assert "0 converted, 1 converted before" in again.stderr
     keys = [entry["Key"] for entry in store.client.list_objects_v2(Bucket=bucket, Prefix="out/")["Contents"]]

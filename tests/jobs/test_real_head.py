@@ -1,6 +1,6 @@
 """Jobs on a real Ray head with token authentication, whose Python does not have this package.
 
-One test, so that one head is started, however the tests are spread over processes.
+``make test`` runs a job to its end; ``make cluster`` shows the rest, on a head for all of it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import re
 import signal
 import subprocess
 from pathlib import Path
+
+import pytest
 
 import paddle_reshard
 from tests.conftest import REPO
@@ -36,18 +38,27 @@ def jobs(head: Head) -> dict[str, dict]:
     return {job["submission_id"]: job for job in json.loads(done.stdout.splitlines()[-1])}
 
 
-def test_jobs_on_a_real_head(tmp_path: Path) -> None:
+@pytest.fixture
+def one_card(tmp_path: Path) -> dict[str, bytes]:
     paddle_reshard.convert(GOLDEN, tmp_path / "one-card", to="tp=1")
-    one_card = snapshot(tmp_path / "one-card")
+    return snapshot(tmp_path / "one-card")
+
+
+def test_a_job_on_a_real_head_runs_once(tmp_path: Path, one_card: dict[str, bytes]) -> None:
+    """Interrupted while it follows, and submitted again: one job, without visible secrets."""
     with running_head() as head:
-        check_that_it_runs_once(head, tmp_path / "once", one_card)
+        check_that_it_runs_once(head, tmp_path, one_card)
+
+
+@pytest.mark.cluster
+def test_jobs_on_a_real_head(tmp_path: Path, one_card: dict[str, bytes]) -> None:
+    with running_head() as head:
+        check_that_the_end_is_told_again(head, tmp_path / "again", one_card)
         check_that_a_failure_is_told(head, tmp_path / "fails")
         check_that_watch_submits(head, tmp_path / "watch", one_card)
 
 
 def check_that_it_runs_once(head: Head, tmp_path: Path, one_card: dict[str, bytes]) -> None:
-    """Interrupted while it follows, and submitted again: one job, without visible secrets."""
-    tmp_path.mkdir()
     layout = tmp_path / "target-job.json"
     layout.write_text('{"segmentation": "uniform"}')
     arguments = [GOLDEN, tmp_path / "out", "--to", "tp=1", "--layout", layout, "--env", "STORE_SECRET"]
@@ -74,13 +85,6 @@ def check_that_it_runs_once(head: Head, tmp_path: Path, one_card: dict[str, byte
     assert snapshot(tmp_path / "out") == one_card
     # a slow start leaves all groups to whichever worker is there first
     assert re.search(r"worker \d+\b", second.stdout), "the job did not use its cluster"
-    third = submit(head, *arguments, "--json", STORE_SECRET=SECRET)
-    end = checked(third)
-    assert (end["command"], end["submission_id"], end["attached"]) == ("submit", submission_id, True)
-    assert (end["status"], third.returncode) == ("SUCCEEDED", 0)
-    assert "publish: " in third.stderr
-    fourth = submit(head, *arguments, "--quiet", STORE_SECRET=SECRET)
-    assert (fourth.returncode, fourth.stdout, fourth.stderr) == (0, "", "")
     known = jobs(head)
     assert list(known) == [submission_id], "another job than the conversion was left behind"
     job = known[submission_id]
@@ -94,6 +98,20 @@ def check_that_it_runs_once(head: Head, tmp_path: Path, one_card: dict[str, byte
     sent = [path for path in head.folder.rglob("environment.sh") if SECRET.encode() in path.read_bytes()]
     assert sent
     assert {path.stat().st_mode & 0o777 for path in sent} == {0o600}
+
+
+def check_that_the_end_is_told_again(head: Head, tmp_path: Path, one_card: dict[str, bytes]) -> None:
+    """Submitted again when it has succeeded, with ``--json`` and without a word."""
+    arguments = [GOLDEN, tmp_path / "out", "--to", "tp=1"]
+    first = checked(submit(head, *arguments, "--json"))
+    assert snapshot(tmp_path / "out") == one_card
+    second = submit(head, *arguments, "--json")
+    end = checked(second)
+    assert (end["command"], end["attached"], first["attached"]) == ("submit", True, False)
+    assert (end["submission_id"], end["status"]) == (first["submission_id"], "SUCCEEDED")
+    assert (second.returncode, "publish: " in second.stderr) == (0, True)
+    third = submit(head, *arguments, "--quiet")
+    assert (third.returncode, third.stdout, third.stderr) == (0, "", "")
 
 
 def check_that_a_failure_is_told(head: Head, tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ def test_an_average_stays_below_its_budget(
     assert 100 * MIB < most <= 256 * MIB
 
 
+@pytest.mark.cluster
 def test_workers_of_a_cluster_stay_below_their_budget(sharded: Path, target: Path) -> None:
     most = run_watched(
         [
@@ -117,7 +118,7 @@ def test_workers_of_a_cluster_stay_below_their_budget(sharded: Path, target: Pat
         assert 70 * MIB < found <= 256 * MIB
 
 
-@pytest.mark.exhaustive
+@pytest.mark.cluster
 def test_a_worker_that_reads_and_writes_s3_stays_below_what_is_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

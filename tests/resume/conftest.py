@@ -12,7 +12,7 @@ import pytest
 
 import paddle_reshard
 from tests.conftest import COMMITTED, REPO
-from tests.storage.servers import Proxy, Store, running_proxy, running_store
+from tests.storage.servers import Proxy, Store, running_proxy
 
 SMALL = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
 LEFT_OUT = ("ema", "paddle_reshard", "scheduler", "training_args")
@@ -69,12 +69,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if path.name.startswith(LEFT_OUT):
             path.unlink()
     return folder
-
-
-@pytest.fixture(scope="session")
-def store() -> Iterator[Store]:
-    with running_store() as store:
-        yield store
 
 
 @pytest.fixture

@@ -15,18 +15,18 @@ KILLED = {"killed": 9}
 SESSION = r"put_object \.paddle_reshard_session"
 LEDGER = r"\w+_object \.paddle_reshard_ledger"
 BOUNDARIES = [
-    ("create_multipart_upload .*probe", 1, True),
+    exhaustive("create_multipart_upload .*probe", 1, True),
     exhaustive(SESSION, 1, True),
     exhaustive("create_multipart_upload [^.]", 3, True),
-    (LEDGER, 1, True),
+    exhaustive(LEDGER, 1, True),
     ("upload_part", 4, True),
-    (SESSION, 3, False),  # all parts are there
+    exhaustive(SESSION, 3, False),  # all parts are there
     exhaustive("complete_multipart_upload", 1, True),
     exhaustive(SESSION, 4, False),  # all files are there
     (SESSION, 4, True),
     ("complete_multipart_upload saved_signal", 1, True),
     exhaustive("put_object paddle_reshard", 1, True),
-    ("delete_object .*ledger", 2, False),
+    exhaustive("delete_object .*ledger", 2, False),
     exhaustive("delete_object .*session", 1, True),
 ]
 SOME_DIALECTS = ["ceph", *(exhaustive(name) for name in DIALECTS if name != "ceph")]
@@ -146,7 +146,7 @@ def test_uploads_that_a_rule_of_the_store_has_aborted(
     ("of", "nth", "marked"),
     [
         (SESSION, 3, True),
-        ("delete_object saved_signal", 2, True),
+        exhaustive("delete_object saved_signal", 2, True),
         ("delete_object .*tp01", 1, False),
     ],
 )
@@ -177,7 +177,7 @@ def test_an_overwritten_checkpoint_never_looks_finished_again(
         exhaustive("upload_part", 4, False),
         (SESSION, 3, False),  # all parts are there
         exhaustive("delete_object saved_signal", 2, True),
-        ("complete_multipart_upload optimizer", 1, True),
+        exhaustive("complete_multipart_upload optimizer", 1, True),
         ("put_object paddle_reshard", 1, True),
     ],
 )

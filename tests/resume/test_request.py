@@ -18,11 +18,12 @@ from paddle_reshard.pipeline.convert.options import CONVERSION_OPTIONS, Decides
 from paddle_reshard.pipeline.convert.resuming import KEPT, LARGEST_KEPT_BYTES
 from paddle_reshard.pipeline.core.errors import FinishedError, StaleSessionError, UsageError
 from paddle_reshard.pipeline.core.events import Event, Progress
+from tests.jobs.command import run_here as run
 from tests.resume.conftest import GROUP_BYTES, Driver
 from tests.sized import in_groups
 from tests.storage.contents import in_bucket
 from tests.storage.servers import Store
-from tests.unit.test_output import checked, run
+from tests.unit.test_output import checked
 
 SECRET = "hunter2-of-the-store"
 

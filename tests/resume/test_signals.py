@@ -33,7 +33,7 @@ def slow(*arguments):
         if number == 2:
             print("moving", flush=True)
             try:
-                time.sleep(5 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else 60)
+                time.sleep(1 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else 60)
             except KeyboardInterrupt:
                 if how == "as in Ray":  # whose waiting ends with an interrupt of its own
                     raise KeyboardInterrupt from None

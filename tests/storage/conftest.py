@@ -1,4 +1,4 @@
-"""One S3 server per test process; buckets, a proxy and quick retries per test."""
+"""Buckets, a proxy and quick retries per test."""
 
 import secrets
 import tempfile
@@ -10,13 +10,7 @@ import pytest
 
 from paddle_reshard.storage.remote import retry
 from tests.storage.contents import ONE_CARD, SMALL, TARGET, convert_locally, fill_bucket
-from tests.storage.servers import Proxy, Store, running_proxy, running_store
-
-
-@pytest.fixture(scope="session")
-def store() -> Iterator[Store]:
-    with running_store() as store:
-        yield store
+from tests.storage.servers import Proxy, Store, running_proxy
 
 
 @pytest.fixture

@@ -24,6 +24,14 @@ from botocore.loaders import create_loader
 
 HOST = "127.0.0.1"
 START_SECONDS = 30.0
+MOTO = """
+import sys
+from moto.server import main
+from werkzeug.serving import WSGIRequestHandler
+
+WSGIRequestHandler.protocol_version = "HTTP/1.1"  # connections stay open, as those of S3 do
+main(sys.argv[1:])
+"""
 READ_ONLY = ["s3:GetObject", "s3:ListBucket"]
 
 
@@ -73,7 +81,7 @@ def running_store() -> Iterator[Store]:
         free.bind((HOST, 0))
         port = free.getsockname()[1]
     process = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(port)],
+        [sys.executable, "-c", MOTO, "-H", HOST, "-p", str(port)],
         env={**os.environ, "INITIAL_NO_AUTH_ACTION_COUNT": "3"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -12,6 +12,7 @@ from paddle_reshard.pipeline.core.errors import CheckpointError, TargetError, Us
 from paddle_reshard.pipeline.core.events import Event, StepEnded
 from paddle_reshard.storage.remote.source import FsspecSource
 from paddle_reshard.storage.s3 import target as s3
+from tests.sampling import exhaustive
 from tests.sized import in_groups
 from tests.storage.contents import (
     ONE_CARD,
@@ -325,7 +326,7 @@ def _change_after(store: Store, bucket: str, step: str, key: str, content: bytes
     [
         ("plan", "optimizer.tp00_pp00_shard00.pdopt", True),
         ("plan", "optimizer.tp00_pp00_shard00.pdopt", False),
-        ("plan", "training_args.bin", True),
+        exhaustive("plan", "training_args.bin", True),
         ("move", "optimizer.tp00_pp00_shard00.pdopt", True),
     ],
 )

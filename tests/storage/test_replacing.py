@@ -12,6 +12,7 @@ import pytest
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import ReshardError, TargetError
 from paddle_reshard.pipeline.core.events import Event, StepStarted
+from tests.sampling import exhaustive
 from tests.storage.contents import ONE_CARD, SMALL, fill_bucket, in_bucket
 from tests.storage.servers import Store
 
@@ -285,7 +286,9 @@ def test_what_somebody_put_into_a_staging_folder_is_kept(
 # ---------------------------------------------------------------------------------------------------- in stores
 
 
-@pytest.mark.parametrize("key", ["notes.txt", "optimizer.py", "checkpoint-100/config.json", "runs/events.1"])
+@pytest.mark.parametrize(
+    "key", ["optimizer.py", *map(exhaustive, ("notes.txt", "checkpoint-100/config.json", "runs/events.1"))]
+)
 def test_a_prefix_with_more_than_a_checkpoint_is_kept(
     key: str, store: Store, bucket: str, made: Path
 ) -> None:

@@ -25,6 +25,7 @@ from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.storage.store import CopyRange, ReadRange, Receipt
 from paddle_reshard.tasks.run_group import compare_group, run_group
+from tests.sampling import exhaustive
 
 MIB = 1 << 20
 FLOAT32 = dtype_named("float32")
@@ -215,7 +216,14 @@ TRANSPOSED = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSPOSED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        exhaustive("Fortran order to rows"),
+        "Fortran order to columns",
+        exhaustive("rows to Fortran order"),
+    ],
+)
 def test_what_has_to_be_turned_is_read_several_times_or_refused_with_the_budget_that_would_do(
     name: str,
 ) -> None:
