@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Observer
 from paddle_reshard.pipeline.layouts.reading import IndexFiles
-from paddle_reshard.pipeline.planning.work import GroupWork
+from paddle_reshard.pipeline.planning.work import Works
 from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.index import index_here
 from paddle_reshard.tasks.run_group import GroupReport
 
-Engine = Callable[[Iterable[GroupWork], ReadRange, WritePart], Generator[GroupReport, None, None]]
-"""Runs groups and yields a report as each is done."""
+Engine = Callable[[Works, ReadRange, WritePart], Generator[Sequence[GroupReport], None, None]]
+"""Runs groups and yields the reports of some of them as they are done."""
 
 
 def choose_engine(cluster: str, workers: int | None, memory_bytes: int, exchange: str, device: str) -> Engine:

@@ -9,8 +9,9 @@ and written from front to back.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 from paddle_reshard.pipeline.core.errors import UsageError
@@ -39,9 +40,13 @@ class InlineEngine:
         if self.workers is not None and self.workers < 1:
             raise UsageError(f"{self.workers} workers: at least 1 is needed")
 
-    def __call__(self, works: Iterable[GroupWork], source: ReadRange, target: WritePart) -> Reports:
+    def __call__(
+        self, works: Iterable[GroupWork], source: ReadRange, target: WritePart
+    ) -> Generator[Sequence[GroupReport], None, None]:
         """Run every group, and report each as it is done. Closing the iterator ends all of them."""
-        return self.run(works, lambda work, mover: run_group(work, source, target, mover))
+        with closing(self.run(works, lambda work, mover: run_group(work, source, target, mover))) as reports:
+            for report in reports:
+                yield [report]
 
     def compare(self, works: Iterable[GroupWork], source: ReadRange) -> Reports:
         """Run only the comparisons of every group."""

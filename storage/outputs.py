@@ -152,10 +152,13 @@ class Outputs:
         only = writers.get("")
         return (_Writers(writers) if only is None else only), joined
 
-    def note(self, record: Record) -> None:
-        """Record a finished unit."""
+    def note(self, records: Sequence[Record]) -> None:
+        """Record finished units."""
         for prefix, target in self.pending():
-            target.note(replace(record, receipts=tuple(_own(record.receipts, prefix))))
+            own = (
+                [replace(r, receipts=tuple(_own(r.receipts, prefix))) for r in records] if prefix else records
+            )
+            target.note(own)
 
     def finish(self, receipts: Sequence[Receipt]) -> dict[str, Source]:
         """Complete the files of all targets; prefix → source from which they can be read back."""

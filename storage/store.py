@@ -216,8 +216,8 @@ class Target(Protocol):
             If the location holds something, another run is in progress, or the unfinished conversion is another one.
         """
 
-    def note(self, record: Record) -> None:
-        """Record a completed unit in the ledger."""
+    def note(self, records: Sequence[Record]) -> None:
+        """Record completed units in the ledger."""
 
     def finish(self, receipts: Iterable[Receipt]) -> Source:
         """Complete the files after all parts are written, so that they can be read back."""

@@ -1,15 +1,20 @@
 """Run a plan on Ray: the same groups as inline, in any order, on all available workers.
 
-The driver hands out groups to actors (``ReshardWorker``), to each as many at a time as fit into its memory: some are
-read or written while others are moved, and groups are created only as fast as they run. Ray restarts nothing by itself.
-Groups are idempotent, so the driver hands out a group again if its worker was lost, up to ``ATTEMPTS`` times, and
-replaces the worker. A group that failed is retried alone on a worker, so that a group that kills its workers takes
-other groups with it only once. A ``ReshardError`` in any worker stops everything and arrives unchanged.
+The driver hands out groups to actors (``ReshardWorker``) in *batches*, to each as many at a time as fit into its
+memory: some groups are read or written while others are moved. A call of an actor takes the driver about a millisecond,
+so a batch grows until it keeps its worker busy for half a second, or for as long as the driver needs to serve all.
+Towards the end batches shrink, so that all workers end together, and the last groups are dealt one by one
+(:mod:`paddle_reshard.clusters.ray.dealing`).
 
-A group on a single worker never uses Ray's object store. A group that is *exchanged* is shared by several workers
-(:mod:`paddle_reshard.clusters.ray.exchange`): its bands become ``ObjectRef``\\ s, which the makers of its parts receive
-as resolved arguments, without a copy on the node that loaded them. The bands of all exchanged groups are limited to
-half of the smallest node's object store: even if one node held all of them, Ray would not spill.
+Ray restarts nothing by itself. Groups are idempotent, so the driver hands out a group again if its worker was lost, up
+to ``ATTEMPTS`` times, and replaces the worker. A group that failed, and each group of a batch that was lost with its
+worker, is retried alone on a worker, so that a group that kills its workers takes other groups with it only once. A
+``ReshardError`` in any worker stops everything and arrives unchanged.
+
+The bands of a group on a single worker never use Ray's object store. A group that is *exchanged* is shared by several
+workers (:mod:`paddle_reshard.clusters.ray.exchange`): its bands become ``ObjectRef``\\ s, which the makers of its parts
+receive as resolved arguments, without a copy on the node that loaded them. The bands of all exchanged groups are
+limited to half of the smallest node's object store: even if one node held all of them, Ray would not spill.
 
 The source and the writer are pickled to the workers and may hold credentials: they are passed as arguments, and never
 printed or logged.
@@ -21,9 +26,8 @@ import contextlib
 import logging
 import os
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -34,18 +38,22 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from paddle_reshard.clusters.ray.dealing import Dealer, Member, Table, Waiting
 from paddle_reshard.clusters.ray.environment import worker_variables
 from paddle_reshard.clusters.ray.exchange import band_bytes, merge_reports, split_group
-from paddle_reshard.clusters.ray.join import joined_ray, lost_node, one_line
+from paddle_reshard.clusters.ray.join import joined_ray, lost_node
 from paddle_reshard.clusters.ray.worker import ReshardWorker
 from paddle_reshard.pipeline.core.choices import DEVICES, EXCHANGES
 from paddle_reshard.pipeline.core.errors import (
     ClusterError,
     GroupFailedError,
+    MemoryBudgetError,
     ReshardError,
     UnsupportedError,
     UsageError,
 )
-from paddle_reshard.pipeline.planning.work import GROUPS_AT_A_TIME, GroupWork
+from paddle_reshard.pipeline.core.shown import one_line
+from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
+from paddle_reshard.pipeline.planning.work import GROUPS_AT_A_TIME, GroupWork, WorkBatch, Works
 from paddle_reshard.storage.store import ReadRange, WritePart
+from paddle_reshard.tasks.answers import Answer
 from paddle_reshard.tasks.run_group import GroupReport
 
 log = logging.getLogger(__name__)
@@ -57,6 +65,13 @@ ATTEMPTS = 4
 PATIENCE_SECONDS = 15.0
 """Time without events after which work is dealt to the workers that have started, or, if there are none, the log says
 what each needs."""
+BATCH_SECONDS = 0.5
+"""How long a batch should keep a worker busy; what a killed worker or driver loses is about as much."""
+SERVING_SECONDS = 0.004
+"""Time in which the driver serves a batch, with some to spare: with many workers, batches take longer."""
+MOST_GROUPS = 256
+GROWTH = 4
+"""A batch has at most ``MOST_GROUPS`` groups, and ``GROWTH`` times as many as the worker's previous batch."""
 
 
 @dataclass(frozen=True)
@@ -92,17 +107,17 @@ class RayEngine:
             )
 
     def __call__(
-        self, works: Iterable[GroupWork], source: ReadRange, target: WritePart
-    ) -> Generator[GroupReport, None, None]:
-        """Run every group, and report each as it is done. Closing the iterator ends all workers."""
-        works = iter(works)
-        for first in works:
-            with joined_ray(self.joins, self.workers):
-                run = _Run(self, chain([first], works), source, target)
-                try:
-                    yield from run.reports()
-                finally:
-                    run.end()
+        self, works: Works, source: ReadRange, target: WritePart
+    ) -> Generator[Sequence[GroupReport], None, None]:
+        """Run every group, and report batches as they are done. Closing the iterator ends all workers."""
+        if not len(works):
+            return
+        with joined_ray(self.joins, self.workers):
+            run = _Run(self, works, source, target)
+            try:
+                yield from run.reports()
+            finally:
+                run.end()
 
     @property
     def joins(self) -> str | None:
@@ -128,14 +143,28 @@ class _Worker:
     pinged: bool = True
     """Whether it has not answered the last ping yet."""
     attempts: list[_Attempt] = field(default_factory=list)
-    """The groups in progress."""
+    """The batches in progress."""
+    batch_groups: int = 1
+    """Number of groups of its next batch."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Peaks of its batches in progress."""
+        return sum(attempt.peak_bytes for attempt in self.attempts)
+
+    @property
+    def alone(self) -> bool:
+        """Whether it may not run anything else at the same time."""
+        return any(attempt.alone for attempt in self.attempts)
 
 
 @dataclass(eq=False)
 class _Attempt:
-    """An attempt at a group."""
+    """An attempt at a batch, or at a single group."""
 
-    work: GroupWork
+    groups: range
+    peak_bytes: int
+    """Peak of its largest group."""
     number: int = 1
     shares: int = 0
     """Workers that have not finished their share yet."""
@@ -153,19 +182,23 @@ class _Attempt:
 class _Run:
     """One run of all groups. Everything happens on the driver's only thread, between two waits."""
 
-    def __init__(
-        self, engine: RayEngine, works: Iterator[GroupWork], source: ReadRange, target: WritePart
-    ) -> None:
+    def __init__(self, engine: RayEngine, works: Works, source: ReadRange, target: WritePart) -> None:
         self.engine, self.works, self.source, self.target = engine, works, source, target
+        self.waiting = deque(works.stretches)
+        """Groups that are neither running nor in the queue."""
+        self.left = len(works)
+        """How many they are."""
         self.queue: deque[_Attempt] = deque()
-        self.exhausted = False
-        """Whether all remaining groups are in the queue."""
+        """Single groups: those to be retried, and the last ones."""
         self.running = 0
         self.patient = True
         """Whether to wait for workers that are still starting if they could share a group."""
         self.workers: list[_Worker] = []
+        self.idle: deque[_Worker] = deque()
+        self.half_busy: deque[_Worker] = deque()
+        """Workers that may be free, or able to run a further batch. Each is checked when its turn comes."""
         self.pending: dict[Any, tuple[_Worker, _Attempt | None]] = {}
-        """Requests in progress by reference: a share of a group, or a ping (``None``)."""
+        """Requests in progress by reference: a batch, a share of a group, or a ping (``None``)."""
         as_actor: Any = ray.remote
         self.actor_class: Any = as_actor(concurrency_groups={SIDE_BY_SIDE: GROUPS_AT_A_TIME})(ReshardWorker)
         self.bundles: PlacementGroup | None = None
@@ -178,13 +211,24 @@ class _Run:
         )
         self.object_bytes = 0
         """Bytes of bands in the object store."""
+        self._check_memory()
 
-    def reports(self) -> Iterator[GroupReport]:
+    @property
+    def slots(self) -> int:
+        """How many batches all workers run at a time."""
+        return len(self.workers) * self.batches_at_a_time
+
+    @property
+    def batches_at_a_time(self) -> int:
+        """How many batches a worker runs at a time."""
+        return GROUPS_AT_A_TIME if self.engine.device == "cpu" else 1
+
+    def reports(self) -> Iterator[Sequence[GroupReport]]:
         """Run all groups."""
         self._start_workers()
         while True:
             self._hand_out()
-            if not self.queue and not self.running:
+            if not self.left and not self.queue and not self.running:
                 return
             done, remaining = ray.wait(list(self.pending), timeout=PATIENCE_SECONDS)
             if not done:
@@ -196,6 +240,19 @@ class _Run:
                 done += ray.wait(remaining, num_returns=len(remaining), timeout=0)[0]
             for ref in done:
                 yield from self._settle(ref)
+
+    def _check_memory(self) -> None:
+        """Refuse a group that fits no worker.
+
+        Raises
+        ------
+        MemoryBudgetError
+        """
+        peaks = self.works.plan.group_peaks
+        largest = max((group for groups in self.waiting for group in groups), key=peaks.__getitem__)
+        needed_bytes = int(peaks[largest]) + FOOTPRINT_BYTES
+        if needed_bytes > self.engine.memory_bytes:
+            raise MemoryBudgetError(self.works.work(largest).label, self.engine.memory_bytes, needed_bytes)
 
     def _check_cluster(self) -> None:
         """Raise if this process has lost its cluster.
@@ -225,9 +282,9 @@ class _Run:
     def _start_workers(self) -> None:
         engine = self.engine
         count = _worker_count(engine, self.room)
-        self._look_ahead(count)
-        if self.exhausted:
-            most = (1 if engine.exchange == "never" else len(a.work.bands) for a in self.queue)
+        if self.left <= count:
+            works = [self.works.work(group) for groups in self.waiting for group in groups]
+            most = (1 if engine.exchange == "never" else len(work.bands) for work in works)
             count = min(count, sum(max(1, bands) for bands in most))
         if engine.device == "gpu":
             self.bundles = placement_group([engine.demand] * count, strategy="PACK")
@@ -264,6 +321,7 @@ class _Run:
             if not worker.ready:
                 log.info("worker %d: %s", worker.number, answer)
             worker.ready, worker.starts, worker.pinged = True, 1, False
+            self._note_free(worker)
             return
         cause = cause_of(answer)
         ray.kill(worker.actor)
@@ -279,38 +337,93 @@ class _Run:
         worker.actor = self._actor(worker.number)
         self._ping(worker)
 
+    def _note_free(self, worker: _Worker) -> None:
+        """Put a worker in line for a batch if it can take one."""
+        if not worker.attempts:
+            self.idle.append(worker)
+        elif len(worker.attempts) < self.batches_at_a_time:
+            self.half_busy.append(worker)
+
     # ------------------------------------------------------------------------------------------- groups
 
-    def _look_ahead(self, count: int) -> None:
-        """Fill the queue with up to ``count`` groups."""
-        while not self.exhausted and len(self.queue) < count:
-            work = next(self.works, None)
-            if work is None:
-                self.exhausted = True
-            else:
-                self.queue.append(_Attempt(work))
+    @property
+    def many(self) -> bool:
+        """Whether so many groups wait that no worker will be idle soon."""
+        return self.engine.exchange != "always" and self.left > self.slots
 
     def _hand_out(self) -> None:
         """Hand waiting groups to workers while there are workers for them."""
-        while True:
+        while self.queue or self.left:
+            if not (self._deal() if self.queue or not self.many else self._hand_batch()):
+                return
+
+    def _hand_batch(self) -> bool:
+        """Hand the next batch to a worker, if there is one for it. Idle workers come first."""
+        first = self.waiting[0]
+        peak_bytes = int(self.works.plan.group_peaks[first.start])
+        worker = self._next_free(peak_bytes)
+        if worker is None:
+            return False
+        most = min(worker.batch_groups, max(1, self.left // self.slots))
+        batch = self.works.batch(first[:most])
+        self._drop(len(batch.groups))
+        self._request(worker, _Attempt(batch.groups, max(batch.peaks)), batch)
+        self._note_free(worker)
+        return True
+
+    def _next_free(self, peak_bytes: int) -> _Worker | None:
+        while self.idle:
+            worker = self.idle.popleft()
+            if not worker.pinged and not worker.attempts:
+                return worker
+        most_bytes = self.engine.memory_bytes - FOOTPRINT_BYTES - peak_bytes
+        while self.half_busy:
+            worker = self.half_busy.popleft()
+            busy = len(worker.attempts) >= self.batches_at_a_time or worker.alone
+            if not worker.pinged and not busy and worker.held_bytes <= most_bytes:
+                return worker
+        return None
+
+    def _drop(self, count: int) -> None:
+        """Remove the next ``count`` groups, of one stretch, from those that wait."""
+        groups = self.waiting.popleft()
+        if len(groups) > count:
+            self.waiting.appendleft(groups[count:])
+        self.left -= count
+
+    def _look_ahead(self, count: int) -> None:
+        """Fill the queue with up to ``count`` single groups."""
+        while self.left and len(self.queue) < count:
+            self.queue.append(self._single(self.waiting[0].start))
+            self._drop(1)
+
+    def _single(self, group: int, number: int = 1) -> _Attempt:
+        return _Attempt(range(group, group + 1), int(self.works.plan.group_peaks[group]), number)
+
+    def _deal(self) -> bool:
+        """Hand a single group to one or several workers, if there are any for it."""
+        if not self.many:
             idle = sum(not worker.pinged and not worker.attempts for worker in self.workers)
             self._look_ahead(1 + (idle or len(self.workers)))
-            if not self.queue:
-                return
-            chosen = self.dealer.choose(self._table())
-            if not chosen:
-                return
-            self._hand_to([self.workers[number] for number in chosen], self.queue.popleft())
-
-    def _table(self) -> Table:
         attempt = self.queue[0]
-        work = attempt.work
+        work = self.works.work(attempt.groups.start)
+        chosen = [self.workers[number] for number in self.dealer.choose(self._table(attempt, work))]
+        if not chosen:
+            return False
+        self.queue.popleft()
+        if len(chosen) == 1:
+            self._request(chosen[0], attempt, self.works.batch(attempt.groups))
+        else:
+            self._exchange(chosen, attempt, work)
+        return True
+
+    def _table(self, attempt: _Attempt, work: GroupWork) -> Table:
         members = (
             Member(
                 worker.ready,
                 not worker.pinged,
-                tuple(running.work.peak_bytes for running in worker.attempts),
-                any(running.alone for running in worker.attempts),
+                tuple(running.peak_bytes for running in worker.attempts),
+                worker.alone,
             )
             for worker in self.workers
         )
@@ -323,34 +436,33 @@ class _Run:
                 band_bytes(work),
                 attempt.number,
             ),
-            tuple(waiting.work.peak_bytes for waiting in self.queue),
+            tuple(waiting.peak_bytes for waiting in self.queue),
             tuple(members),
-            self.exhausted,
+            not self.left,
             self.patient,
             self.object_bytes,
         )
 
-    def _hand_to(self, members: list[_Worker], attempt: _Attempt) -> None:
+    def _request(self, worker: _Worker, attempt: _Attempt, batch: WorkBatch) -> None:
+        """Have one worker run whole groups."""
         self.running += 1
-        attempt.shares = len(members)
-        for member in members:
-            member.attempts.append(attempt)
-        if len(members) > 1:
-            self._exchange(attempt, members)
-        else:
-            (member,) = members
-            run = member.actor.run
-            if self.engine.device == "cpu":
-                run = run.options(concurrency_group=SIDE_BY_SIDE)
-            self.pending[run.remote(attempt.work)] = (member, attempt)
+        attempt.shares = 1
+        worker.attempts.append(attempt)
+        run = worker.actor.run
+        if self.engine.device == "cpu":
+            run = run.options(concurrency_group=SIDE_BY_SIDE)
+        self.pending[run.remote(batch)] = (worker, attempt)
 
-    def _exchange(self, attempt: _Attempt, members: list[_Worker]) -> None:
+    def _exchange(self, members: list[_Worker], attempt: _Attempt, work: GroupWork) -> None:
         """Share a group: its bands become object refs, and its parts are made from those.
 
         All loads are requested before the first part: a worker serves requests in order, so two workers never wait for
         each other.
         """
-        work = attempt.work
+        self.running += 1
+        attempt.shares = len(members)
+        for member in members:
+            member.attempts.append(attempt)
         shares = split_group(work, len(members))
         attempt.object_bytes = band_bytes(work)
         self.object_bytes += attempt.object_bytes
@@ -364,8 +476,8 @@ class _Run:
             needed = (bands[number] for number in share.needs)
             self.pending[member.actor.finish.remote(share.work, *needed)] = (member, attempt)
 
-    def _settle(self, ref: Any) -> Iterator[GroupReport]:
-        """Process an answer. Yields the report of a group if it was the last answer for it."""
+    def _settle(self, ref: Any) -> Iterator[Sequence[GroupReport]]:
+        """Process an answer. Yields the reports of groups that are done with it."""
         worker, attempt = self.pending.pop(ref)
         try:
             answer = ray.get(ref)
@@ -379,27 +491,56 @@ class _Run:
             self._settle_ping(worker, answer)
             return
         worker.attempts.remove(attempt)
-        if not isinstance(answer, RayError):
-            attempt.reports.append(answer)
-        else:
+        attempt.shares -= 1
+        if isinstance(answer, RayError):
             attempt.failure = answer
             if not worker.pinged:
                 self._ping(worker)
-        attempt.shares -= 1
+        elif isinstance(answer, GroupReport):
+            attempt.reports.append(answer)
+        if not worker.pinged:
+            self._note_free(worker)
         if attempt.shares == 0:
             self.running -= 1
             self.object_bytes -= attempt.object_bytes
-            if attempt.failure is None:
-                yield merge_reports(attempt.work, attempt.reports)
+            if isinstance(answer, Answer):
+                self._resize(worker, answer)
+                yield from self._finish_batch(attempt, answer)
+            elif attempt.failure is not None:
+                self._retry(attempt, cause_of(attempt.failure))
             else:
-                self._retry(attempt.work, attempt.number, attempt.failure)
+                yield [merge_reports(self.works.work(attempt.groups.start), attempt.reports)]
 
-    def _retry(self, work: GroupWork, number: int, failure: RayError) -> None:
-        cause = cause_of(failure)
+    def _finish_batch(self, attempt: _Attempt, answer: Answer) -> Iterator[Sequence[GroupReport]]:
+        """Process the answer to a batch, of which some groups may not be done."""
+        if answer.groups:
+            yield answer.reports()
+        if answer.refusal is not None:
+            raise answer.refusal
+        rest = attempt.groups[len(answer.groups) :]
+        if rest:
+            self._retry(replace(attempt, groups=rest[:1]), answer.failure)
+        if len(rest) > 1:
+            self.waiting.appendleft(rest[1:])
+            self.left += len(rest) - 1
+
+    def _resize(self, worker: _Worker, answer: Answer) -> None:
+        """Let the next batch of a worker take about as long as a batch should."""
+        done = len(answer.groups)
+        wanted_seconds = max(BATCH_SECONDS, self.slots * SERVING_SECONDS)
+        enough = int(done * wanted_seconds / max(answer.seconds, 1e-6))
+        worker.batch_groups = max(1, min(enough, GROWTH * done, MOST_GROUPS))
+
+    def _retry(self, attempt: _Attempt, cause: str) -> None:
+        """Put every group of an attempt that failed in the queue again."""
+        groups, number = attempt.groups, attempt.number
         if number >= ATTEMPTS:
-            raise GroupFailedError(work.label, work.group, number, cause) from failure
-        log.warning("group %d: attempt %d failed: %s", work.group, number, cause)
-        self.queue.appendleft(_Attempt(work, number + 1))
+            raise GroupFailedError(
+                self.works.work(groups.start).label, groups.start, number, cause
+            ) from attempt.failure
+        names = f"group {groups.start}" if len(groups) == 1 else f"groups {groups.start} to {groups[-1]}"
+        log.warning("%s: attempt %d failed: %s", names, number, cause)
+        self.queue.extendleft(self._single(group, number + 1) for group in reversed(groups))
 
 
 def _room(nodes: Iterable[Mapping[str, float]], demand: Mapping[str, float]) -> int:

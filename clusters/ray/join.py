@@ -26,6 +26,7 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 from ray.job_config import JobConfig
 
 from paddle_reshard.pipeline.core.errors import ClusterError, UsageError
+from paddle_reshard.pipeline.core.shown import one_line
 
 CONNECT_SECONDS = 10.0
 _AT_HOME = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
@@ -204,8 +205,3 @@ def _check_answers(address: str) -> None:
     host, colon, port = address.rpartition(":")
     if colon and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
-
-
-def one_line(message: object) -> str:
-    """A message in one line, for a sentence."""
-    return " ".join(str(message).split())[:500]

@@ -17,11 +17,13 @@ from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 from paddle_reshard.pipeline.core.errors import ReshardError
+from paddle_reshard.pipeline.core.shown import one_line
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
-from paddle_reshard.pipeline.planning.work import GroupWork
+from paddle_reshard.pipeline.planning.work import GroupWork, WorkBatch
 from paddle_reshard.storage.os_errors import may_succeed_elsewhere
 from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.store import ReadRange, WritePart
+from paddle_reshard.tasks.answers import Answer, answer_of
 from paddle_reshard.tasks.device import HOST, Buffer, Mover, PaddleMover
 from paddle_reshard.tasks.figures import WorkerFigures, add_figures
 from paddle_reshard.tasks.run_group import GroupReport, finish_group, load_band, run_group
@@ -34,7 +36,7 @@ R = TypeVar("R")
 class ReshardWorker:
     """Loads bands, moves boxes and writes parts.
 
-    On the CPU several whole groups may run concurrently (:meth:`run`), so that some are read or written while others
+    On the CPU several batches may run concurrently (:meth:`run`), so that some groups are read or written while others
     are moved; together they stay within the memory of the worker. All other calls are sequential, and a share of a
     group arrives only while no whole group runs.
     """
@@ -73,13 +75,26 @@ class ReshardWorker:
         )
         return f"process {os.getpid()} on {socket.gethostname()}, device {device}"
 
-    def run(self, work: GroupWork) -> GroupReport | ReshardError:
-        """Run a whole group."""
+    def run(self, batch: WorkBatch) -> Answer:
+        """Run whole groups, one after the other, until one fails."""
+        reports: list[GroupReport] = []
+        failure, refusal, started = "", None, time.monotonic()
         with self.figures.busy():
-            report = _errors_returned(self._run, work)
-        if isinstance(report, ReshardError):
-            return report
-        return self.figures.added_to(report, report.read_bytes)
+            try:
+                for work in batch:
+                    report = _errors_returned(self._run, work)
+                    if isinstance(report, ReshardError):
+                        refusal = report
+                        break
+                    reports.append(report)
+            except Exception as error:  # noqa: BLE001 -- whatever it is, the driver tries the group elsewhere
+                failure = f"{type(error).__name__}: {one_line(error)}"
+        figures = self.figures.taken(
+            len(reports),
+            sum(report.read_bytes for report in reports),
+            sum(report.written_bytes for report in reports),
+        )
+        return answer_of(reports, figures, time.monotonic() - started, failure, refusal)
 
     def _run(self, work: GroupWork) -> GroupReport:
         if self.device is not None:
@@ -181,11 +196,14 @@ class _Figures:
 
     def added_to(self, report: GroupReport, read_bytes: int = 0) -> GroupReport:
         """The report of a group, with the figures since the last report; ``read_bytes`` were read for it."""
+        return replace(report, figures=(self.taken(1, read_bytes, report.written_bytes),))
+
+    def taken(self, groups: int, read_bytes: int, written_bytes: int) -> WorkerFigures:
+        """The figures since the last report, with the work of some further groups."""
         with self.lock:
-            work = replace(self.zero, groups=1, read_bytes=read_bytes, written_bytes=report.written_bytes)
-            self._add(work)
+            self._add(replace(self.zero, groups=groups, read_bytes=read_bytes, written_bytes=written_bytes))
             figures, self.unreported = self.unreported, self.zero
-        return replace(report, figures=(figures,))
+        return figures
 
     def _add(self, work: WorkerFigures) -> None:
         counted = count_retries()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Iterable
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -134,10 +135,10 @@ def run_sums(
         observe(Waiting("Ray and its workers"))
     observe(StepStarted("reading", plan.read_bytes))
     sums: list[Sum] = []
-    with closing(engine(plan_work(plan), source, NoTarget())) as reports:
-        for report in reports:
-            sums += report.sums
-            observe(Progress(report.read_bytes))
+    with closing(engine(plan_work(plan), source, NoTarget())) as batches:
+        for reports in batches:
+            sums += chain.from_iterable(report.sums for report in reports)
+            observe(Progress(sum(report.read_bytes for report in reports)))
     return added(sums)
 
 

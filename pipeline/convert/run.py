@@ -49,6 +49,7 @@ from paddle_reshard.storage.session.ledger import source_difference
 from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, Source, Target, WritePart
 from paddle_reshard.tasks.figures import WorkerFigures, add_figures, add_retries
 from paddle_reshard.tasks.index import index_here
+from paddle_reshard.tasks.run_group import GroupReport
 
 COPY_BYTES = 8 << 20
 
@@ -252,24 +253,24 @@ def _move(
     if not isinstance(engine, InlineEngine):
         observe(Waiting("Ray and its workers"))
     figures: list[WorkerFigures] = []
-    with closing(engine((w for w in plan_work(plan) if w.group not in done), source, writer)) as reports:
-        for report in reports:
-            groups += 1
-            read, written = read + report.read_bytes, written + report.written_bytes
-            copied += report.copied_bytes
-            compared += report.compared_elements
-            receipts += report.receipts
-            figures += report.figures
-            found = tuple(f"{d.tensor}: {d.detail}: {d.path_a}, {d.path_b}" for d in report.differences)
-            drift += found
-            outputs.note(Record(report.group, tuple(report.receipts), found))
-            observe(Progress(report.written_bytes))
+    with closing(engine(plan_work(plan, done), source, writer)) as batches:
+        for reports in batches:
+            outputs.note([_record(report) for report in reports])
+            for report in reports:
+                read, written = read + report.read_bytes, written + report.written_bytes
+                copied += report.copied_bytes
+                compared += report.compared_elements
+                receipts += report.receipts
+                figures += report.figures
+                drift += _drift(report)
+            groups += len(reports)
+            observe(Progress(sum(report.written_bytes for report in reports)))
     for unit, carried in enumerate(plan.carried, plan.groups):
         if unit in done:
             continue
         written_parts = _carry(source, carried, writer)
         receipts += written_parts
-        outputs.note(Record(unit, tuple(written_parts)))
+        outputs.note([Record(unit, tuple(written_parts))])
         read, written = read + carried.size_bytes, written + carried.size_bytes
         observe(Progress(carried.size_bytes))
     # On a cluster groups end in any order, on which the manifest must not depend: drift is sorted.
@@ -288,6 +289,14 @@ def _move(
         copied_bytes=copied,
     )
     return moved, receipts
+
+
+def _record(report: GroupReport) -> Record:
+    return Record(report.group, report.receipts, _drift(report))
+
+
+def _drift(report: GroupReport) -> tuple[str, ...]:
+    return tuple(f"{d.tensor}: {d.detail}: {d.path_a}, {d.path_b}" for d in report.differences)
 
 
 def _is_allowed(plan: Plan, drift: str) -> bool:

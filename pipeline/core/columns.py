@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar, overload
 
 import numpy as np
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from typing_extensions import Self
 
+AnyColumns = TypeVar("AnyColumns", bound="Columns")
 Column = tuple[str, int]
 """Field, and dim of a field of several; 0 where there is one."""
 Flags: TypeAlias = "npt.NDArray[np.bool_]"
@@ -61,6 +62,13 @@ class Columns:
         for name in cls.DTYPE.names or ():
             columns[name] = rows[name]
         return columns
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A single string of bytes: hundreds of thousands of small selections are sent to workers."""
+        columns = [self._columns[name] for name in self.COLUMNS]
+        kept = [column[:1] if _is_constant(column) else column for column in columns]
+        layout = "".join(column.dtype.char for column in kept), bytes(map(_is_constant, columns))
+        return _unpacked, (type(self), len(self), *layout, b"".join(column.tobytes() for column in kept))
 
     def __len__(self) -> int:
         return len(self._columns[self.COLUMNS[0]])
@@ -164,6 +172,16 @@ class Columns:
         columns = {name: _joined([chunk._columns.pop(name) for chunk in chunks]) for name in cls.COLUMNS}
         chunks.clear()
         return cls(columns)
+
+
+def _unpacked(kind: type[AnyColumns], count: int, dtypes: str, constant: bytes, data: bytes) -> AnyColumns:
+    columns: dict[Column, npt.NDArray[Any]] = {}
+    start = 0
+    for name, dtype, single in zip(kind.COLUMNS, dtypes, constant, strict=True):
+        column = np.frombuffer(data, dtype, 1 if single else count, start)
+        start += column.nbytes
+        columns[name] = np.broadcast_to(column[0], (count,)) if single else column
+    return kind(columns)
 
 
 def _read_only(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

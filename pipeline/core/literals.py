@@ -22,6 +22,8 @@ Literal = tuple[int, int, bytes]
 
 BLOCK_BYTES = 1 << 18
 """Size of the blocks that are compressed."""
+CACHED_BLOCKS = 64
+"""Blocks that are kept uncompressed while the literals of many groups are read: each group looks into several files."""
 
 
 class LiteralTemplate(NamedTuple):
@@ -62,14 +64,14 @@ class _Text:
 
 
 class _Reader:
-    """Reads a text sequentially and caches the last block; not shared between threads."""
+    """Reads a text and caches the blocks that it read last; not shared between threads."""
 
-    __slots__ = ("_block", "_number", "_text")
+    __slots__ = ("_blocks", "_most", "_text")
 
-    def __init__(self, text: _Text) -> None:
+    def __init__(self, text: _Text, most_blocks: int = 1) -> None:
         self._text = text
-        self._number = -1
-        self._block: bytes | bytearray = b""
+        self._most = most_blocks
+        self._blocks: dict[int, bytes | bytearray] = {}
 
     def read(self, start: int, stop: int) -> bytes:
         found = b""
@@ -79,9 +81,12 @@ class _Reader:
         return found
 
     def _of(self, number: int) -> bytes | bytearray:
-        if number != self._number:
-            self._number, self._block = number, self._text.block(number)
-        return self._block
+        block = self._blocks.get(number)
+        if block is None:
+            if len(self._blocks) == self._most:
+                del self._blocks[next(iter(self._blocks))]
+            block = self._blocks[number] = self._text.block(number)
+        return block
 
 
 class Literals(Sequence[Literal]):
@@ -197,6 +202,7 @@ class LiteralsByFile:
 
     def __init__(self, runs: Iterable[tuple[int, LiteralTemplate]], content: _Text) -> None:
         self._content = content
+        self._reader = _Reader(content, CACHED_BLOCKS)
         self._kept: dict[int, LiteralTemplate] = {}
         for file, template in runs:
             known = self._kept.get(file)
@@ -221,6 +227,10 @@ class LiteralsByFile:
                 low, high = max(offset, start), min(offset + _length(template, index), stop)
                 found.add(number, low - start, begin + low - offset, begin + high - offset)
         return found
+
+    def read(self, slices: LiteralSlices) -> Iterator[Literal]:
+        """The contents of ``slices``, from blocks that are shared by all such calls of one thread."""
+        return slices.read_by(self._reader)
 
 
 def _length(template: LiteralTemplate, index: int) -> int:
@@ -272,11 +282,23 @@ class LiteralSlices(Sequence[Literal]):
         return list(self)[at]
 
     def __iter__(self) -> Iterator[Literal]:
-        reader = _Reader(self._content)
+        return self.read_by(_Reader(self._content))
+
+    def read_by(self, reader: _Reader) -> Iterator[Literal]:
+        """The same with a reader that may have blocks already."""
         for number, offset, start, stop in zip(
             self._numbers, self._offsets, self._starts, self._stops, strict=True
         ):
             yield number, offset, reader.read(start, stop)
+
+    def number(self, index: int) -> int:
+        """The number of the range of the slice at ``index``."""
+        return self._numbers[index]
+
+    def within(self, most_bytes: int) -> int:
+        """How many of the first slices have at most ``most_bytes`` together."""
+        sizes = np.array(self._stops, dtype=np.int64) - np.array(self._starts, dtype=np.int64)
+        return int(np.searchsorted(np.cumsum(sizes), most_bytes, side="right"))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Literals, (tuple(self),)

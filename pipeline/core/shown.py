@@ -58,3 +58,8 @@ def readable_seconds(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def one_line(message: object) -> str:
+    """A message in one line, for a sentence."""
+    return " ".join(str(message).split())[:500]

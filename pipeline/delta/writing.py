@@ -145,7 +145,7 @@ def write(
             return Record(unit, (writer.write_part(part.path, part.start, fill(part)),))
 
         for record in in_order(one, (unit for unit in range(len(parts)) if unit not in done), at_a_time):
-            outputs.note(record)
+            outputs.note([record])
             receipts += record.receipts
             observe(Progress(record.receipts[0].nbytes))
         for source in sources.values():

@@ -1,24 +1,30 @@
-"""One group of a plan as a value that can be sent to any worker."""
+"""The groups of a plan as values that can be sent to any worker, one or several at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from paddle_reshard.pipeline.core.catalog import File
 from paddle_reshard.pipeline.core.errors import PlanError
-from paddle_reshard.pipeline.core.geometry import Ints
+from paddle_reshard.pipeline.core.geometry import Ints, Shape
 from paddle_reshard.pipeline.core.literals import Literal
 from paddle_reshard.pipeline.core.mixture import Mixture
-from paddle_reshard.pipeline.core.tensors import Tensor
+from paddle_reshard.pipeline.core.tensors import DTYPES, Tensor
 from paddle_reshard.pipeline.planning.ops import Ops
 from paddle_reshard.pipeline.planning.parts import MADE, Parts
 from paddle_reshard.pipeline.planning.plan import Bands, Plan
 
 GROUPS_AT_A_TIME = 2
 """Groups that a cluster worker runs at a time, if its memory allows: a group waits for storage half of the time."""
+MOST_OPS = 1 << 15
+MOST_PARTS = 1 << 13
+MOST_LITERAL_BYTES = 1 << 20
+"""Limits of a batch, as far as a single group does not exceed them."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,7 @@ class GroupWork:
 
     group: int
     source_paths: dict[int, str]
-    """Source file number → path, for files that are read or copied from."""
+    """Source file number → path, at least for files that are read or copied from."""
     target_paths: dict[int, str]
     bands: Bands
     """Sorted by pass, file and start."""
@@ -37,69 +43,215 @@ class GroupWork:
     literals: Sequence[Literal]
     """``(index into parts, byte offset in the part, bytes)``, sorted by part."""
     tensors: Mapping[int, Tensor]
-    """Tensor number → tensor, for the tensors in ``ops``."""
+    """Tensor number → tensor, at least for the tensors in ``ops``."""
     peak_bytes: int
     allow_replica_drift: bool = False
     allow_master_drift: bool = False
     mixtures: Mapping[int, Mixture] = field(default_factory=dict)
-    """Tensor number → how it is computed, for the mixed tensors in ``ops``."""
+    """Tensor number → how it is computed, at least for the mixed tensors in ``ops``."""
     summed: Mapping[int, tuple[int, int]] | None = None
-    """As in :class:`~paddle_reshard.pipeline.planning.plan.Plan`, for the tensors in ``ops``."""
+    """As in :class:`~paddle_reshard.pipeline.planning.plan.Plan`, at least for the tensors in ``ops``."""
 
     @property
     def label(self) -> str:
         """The name of the group in messages: its first tensor, or its first file."""
         if len(self.ops):
             return self.tensors[int(self.ops["tensor"][0])].label
-        return next(iter(self.target_paths.values()), "nothing")
+        return self.target_paths[int(self.parts["file"][0])] if len(self.parts) else "nothing"
 
 
-def plan_work(plan: Plan) -> Iterator[GroupWork]:
-    """All groups of a plan, in order.
+class Works(Iterable[GroupWork]):
+    """The groups of a plan that are still to be run, in order: one by one, or in batches."""
+
+    def __init__(self, plan: Plan, done: Collection[int] = ()) -> None:
+        """``done`` are groups to leave out.
+
+        Raises
+        ------
+        PlanError
+            If the plan was run before and its ops were released.
+        """
+        if len(plan.ops) != len(plan.op_groups):
+            raise PlanError("this plan was run before, and its ops were released; plan the conversion again")
+        self.plan, count = plan, plan.groups
+        self._op_first = np.searchsorted(plan.op_groups, np.arange(count + 1))
+        self._band_first = np.searchsorted(plan.bands["group"], np.arange(count + 1))
+        self._part_first = np.searchsorted(plan.parts["group"], np.arange(count + 1))
+        self._literals = plan.literals.by_file()
+        waiting = np.ones(count, dtype=bool)
+        waiting[[unit for unit in done if unit < count]] = False
+        edges = np.flatnonzero(np.diff(waiting, prepend=False, append=False)).tolist()
+        self.stretches = tuple(range(*pair) for pair in zip(edges[::2], edges[1::2], strict=True))
+        """The numbers of the groups, as few ranges as possible."""
+
+    def __iter__(self) -> Iterator[GroupWork]:
+        for groups in self.stretches:
+            for group in groups:
+                yield self.work(group)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.stretches))
+
+    def work(self, group: int) -> GroupWork:
+        """One group."""
+        plan = self.plan
+        ops = plan.ops[self._op_first[group] : self._op_first[group + 1]]
+        bands = plan.bands[self._band_first[group] : self._band_first[group + 1]]
+        parts = plan.parts[self._part_first[group] : self._part_first[group + 1]]
+        tensors = np.unique(ops["tensor"])
+        return GroupWork(
+            group=group,
+            source_paths=_paths(plan.source_files, _sources(bands, parts)),
+            target_paths=_paths(plan.target_files, parts["file"]),
+            bands=bands,
+            parts=parts,
+            ops=ops,
+            literals=self._literals.of_ranges(_ranges(parts)),
+            tensors=_Chosen(plan.tensors, tensors),
+            peak_bytes=int(plan.group_peaks[group]),
+            allow_replica_drift=plan.allow_replica_drift,
+            allow_master_drift=plan.allow_master_drift,
+            mixtures=_mixtures(plan, tensors),
+            summed=_summed(plan, tensors),
+        )
+
+    def batch(self, groups: range) -> WorkBatch:
+        """The first of ``groups`` as one value: all of them, unless that would be a large message."""
+        plan, first = self.plan, groups.start
+        stop = min(
+            groups.stop,
+            int(np.searchsorted(self._op_first, self._op_first[first] + MOST_OPS, side="right")) - 1,
+            int(np.searchsorted(self._part_first, self._part_first[first] + MOST_PARTS, side="right")) - 1,
+        )
+        stop = max(stop, first + 1)
+        parts = plan.parts[self._part_first[first] : self._part_first[stop]]
+        literals = self._literals.of_ranges(_ranges(parts))
+        if (enough := literals.within(MOST_LITERAL_BYTES)) < len(literals) and stop > first + 1:
+            # The group of the first literal that is too much waits for the next batch.
+            part = self._part_first[first] + literals.number(enough)
+            stop = max(first + 1, int(np.searchsorted(self._part_first, part, side="right")) - 1)
+            parts = plan.parts[self._part_first[first] : self._part_first[stop]]
+            literals = self._literals.of_ranges(_ranges(parts))
+        of_groups = slice(first, stop + 1)
+        ops = plan.ops[self._op_first[first] : self._op_first[stop]]
+        bands = plan.bands[self._band_first[first] : self._band_first[stop]]
+        tensors = np.unique(ops["tensor"])
+        return WorkBatch(
+            groups=range(first, stop),
+            source_paths=_paths(plan.source_files, _sources(bands, parts)),
+            target_paths=_paths(plan.target_files, parts["file"]),
+            bands=bands,
+            parts=parts,
+            ops=ops,
+            firsts=tuple(
+                tuple((at[of_groups] - at[first]).tolist())
+                for at in (self._op_first, self._band_first, self._part_first)
+            ),
+            literals=tuple(self._literals.read(literals)),
+            tensors=tuple(
+                zip(
+                    tensors.tolist(),
+                    map(_packed, map(plan.tensors.__getitem__, tensors.tolist())),
+                    strict=True,
+                )
+            ),
+            peaks=tuple(plan.group_peaks[first:stop].tolist()),
+            allow_replica_drift=plan.allow_replica_drift,
+            allow_master_drift=plan.allow_master_drift,
+            mixtures=_mixtures(plan, tensors),
+            summed=_summed(plan, tensors),
+        )
+
+
+@dataclass(frozen=True)
+class WorkBatch(Iterable[GroupWork]):
+    """Several groups as one small message: what they have in common is in it once."""
+
+    groups: range
+    source_paths: dict[int, str]
+    target_paths: dict[int, str]
+    bands: Bands
+    parts: Parts
+    ops: Ops
+    firsts: tuple[tuple[int, ...], ...]
+    """Index of the first op, band and part of each group, and one past the last of all."""
+    literals: tuple[Literal, ...]
+    """``(index into parts, byte offset in the part, bytes)``, sorted by part."""
+    tensors: tuple[tuple[int, _Packed], ...]
+    peaks: tuple[int, ...]
+    allow_replica_drift: bool
+    allow_master_drift: bool
+    mixtures: Mapping[int, Mixture]
+    summed: Mapping[int, tuple[int, int]] | None
+
+    def __iter__(self) -> Iterator[GroupWork]:
+        tensors = {number: _unpacked(packed) for number, packed in self.tensors}
+        literal_parts = [part for part, _, _ in self.literals]
+        for index, group in enumerate(self.groups):
+            (op, op_stop), (band, band_stop), (part, part_stop) = (
+                at[index : index + 2] for at in self.firsts
+            )
+            literals = self.literals[bisect_left(literal_parts, part) : bisect_left(literal_parts, part_stop)]
+            yield GroupWork(
+                group=group,
+                source_paths=self.source_paths,
+                target_paths=self.target_paths,
+                bands=self.bands[band:band_stop],
+                parts=self.parts[part:part_stop],
+                ops=self.ops[op:op_stop],
+                literals=tuple((number - part, offset, content) for number, offset, content in literals),
+                tensors=tensors,
+                peak_bytes=self.peaks[index],
+                allow_replica_drift=self.allow_replica_drift,
+                allow_master_drift=self.allow_master_drift,
+                mixtures=self.mixtures,
+                summed=self.summed,
+            )
+
+
+_Packed = tuple[str, str, int, Shape, tuple[str, ...]]
+"""A tensor as plain values, which are much smaller and faster to send than objects."""
+
+
+def _packed(tensor: Tensor) -> _Packed:
+    return tensor.key, tensor.state, DTYPES.index(tensor.dtype), tensor.global_shape, tensor.aliases
+
+
+def _unpacked(packed: _Packed) -> Tensor:
+    key, state, dtype, shape, aliases = packed
+    return Tensor(key, state, DTYPES[dtype], shape, aliases)
+
+
+def plan_work(plan: Plan, done: Collection[int] = ()) -> Works:
+    """All groups of a plan except those ``done``, in order.
 
     Raises
     ------
     PlanError
         If the plan was run before and its ops were released.
     """
-    if len(plan.ops) != len(plan.op_groups):
-        raise PlanError("this plan was run before, and its ops were released; plan the conversion again")
-    count = plan.groups
-    op_first = np.searchsorted(plan.op_groups, np.arange(count + 1))
-    band_first = np.searchsorted(plan.bands["group"], np.arange(count + 1))
-    part_first = np.searchsorted(plan.parts["group"], np.arange(count + 1))
-    literals = plan.literals.by_file()
-    for group in range(count):
-        ops = plan.ops[op_first[group] : op_first[group + 1]]
-        bands = plan.bands[band_first[group] : band_first[group + 1]]
-        parts = plan.parts[part_first[group] : part_first[group + 1]]
-        tensors = np.unique(ops["tensor"])
-        yield GroupWork(
-            group=group,
-            source_paths={int(f): plan.source_files[f].path for f in _sources(bands, parts)},
-            target_paths={int(f): plan.target_files[f].path for f in np.unique(parts["file"])},
-            bands=bands,
-            parts=parts,
-            ops=ops,
-            literals=literals.of_ranges(
-                zip(parts["file"].tolist(), parts["start"].tolist(), parts["stop"].tolist(), strict=True)
-            ),
-            tensors=_Chosen(plan.tensors, tensors),
-            peak_bytes=int(plan.group_peaks[group]),
-            allow_replica_drift=plan.allow_replica_drift,
-            allow_master_drift=plan.allow_master_drift,
-            mixtures={t: plan.mixtures[t] for t in tensors.tolist() if t in plan.mixtures}
-            if plan.mixtures
-            else {},
-            summed=None
-            if plan.summed is None
-            else {t: plan.summed[t] for t in tensors.tolist() if t in plan.summed},
-        )
+    return Works(plan, done)
+
+
+def _paths(files: Sequence[File], numbers: Ints) -> dict[int, str]:
+    return {number: files[number].path for number in np.unique(numbers).tolist()}
+
+
+def _ranges(parts: Parts) -> Iterator[tuple[int, int, int]]:
+    return zip(parts["file"].tolist(), parts["start"].tolist(), parts["stop"].tolist(), strict=True)
+
+
+def _mixtures(plan: Plan, tensors: Ints) -> dict[int, Mixture]:
+    return {t: plan.mixtures[t] for t in tensors.tolist() if t in plan.mixtures} if plan.mixtures else {}
+
+
+def _summed(plan: Plan, tensors: Ints) -> dict[int, tuple[int, int]] | None:
+    return None if plan.summed is None else {t: plan.summed[t] for t in tensors.tolist() if t in plan.summed}
 
 
 def _sources(bands: Bands, parts: Parts) -> Ints:
     copied = parts["source_file"][parts["source_file"] != MADE]
-    return np.unique(np.concatenate([bands["file"], copied]))
+    return np.concatenate([bands["file"], copied])
 
 
 class _Chosen(Mapping[int, Tensor]):

@@ -205,10 +205,10 @@ class LocalTarget:
             self.session, records = self.staging.begin(files, identity, self.resume, self.take_over)
         return LocalWriter(self.staging.files, self.location), records
 
-    def note(self, record: Record) -> None:
-        """Write a line of the ledger."""
+    def note(self, records: Sequence[Record]) -> None:
+        """Write lines of the ledger."""
         with self._translated():
-            self._held().note(record)
+            self._held().note(records)
 
     def _held(self) -> Session:
         if self.session is None:

@@ -194,9 +194,9 @@ class FsspecTarget(ABC):
             raise TargetError(f"{self.location}: the conversion has not started")
         return self.session
 
-    def note(self, record: Record) -> None:
-        """Add a line to the ledger."""
-        self.current_session().note(record)
+    def note(self, records: Sequence[Record]) -> None:
+        """Add lines to the ledger."""
+        self.current_session().note(records)
 
     def finish(self, receipts: Iterable[Receipt]) -> FsspecSource:
         """Make all files except the markers visible, and open them as they are in the store.

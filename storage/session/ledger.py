@@ -161,10 +161,13 @@ def begins_record(data: bytes) -> bool:
     return data[: len(start)] == start[: len(data)]
 
 
+_as_json = json.JSONEncoder(separators=(",", ":")).encode
+
+
 def ledger_line(record: Record) -> bytes:
     """A record as one line of JSON."""
-    parts = [list(asdict(receipt).values()) for receipt in record.receipts]
-    return json.dumps([record.unit, parts, list(record.drift)], separators=(",", ":")).encode() + b"\n"
+    parts = [(r.path, r.byte_offset, r.nbytes, r.tag, r.checksum, r.md5) for r in record.receipts]
+    return f"{_as_json([record.unit, parts, record.drift])}\n".encode()
 
 
 def parse_ledger(data: bytes) -> tuple[list[Record], int]:
@@ -406,11 +409,11 @@ class Session:
         """The phase of the conversion."""
         return self.record.phase
 
-    def note(self, record: Record) -> None:
-        """Log a finished unit in the ledger."""
+    def note(self, records: Sequence[Record]) -> None:
+        """Log finished units in the ledger."""
         self.check()
-        self.session_store.append(ledger_line(record))
-        self.recorded += 1
+        self.session_store.append(b"".join(map(ledger_line, records)))
+        self.recorded += len(records)
 
     def flush(self) -> None:
         """Wait until all lines are in the ledger."""

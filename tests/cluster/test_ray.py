@@ -32,7 +32,7 @@ from paddle_reshard.pipeline.core.errors import (
 )
 from paddle_reshard.pipeline.core.events import ignore_events
 from paddle_reshard.pipeline.planning.ops import COMPARE
-from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
+from paddle_reshard.pipeline.planning.work import GroupWork, Works, plan_work
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.store import Identity
@@ -319,27 +319,6 @@ def test_one_worker_reads_for_a_group_while_it_has_another(conversion: Conversio
     conversion.run(lambda works, source, target: engine(workers=1)(works, ReadsTwoAtATime(source), target))
 
 
-def test_groups_are_requested_as_they_run(conversion: Conversion) -> None:
-    made = done = most = 0
-
-    def counting(works: Iterator[GroupWork]) -> Iterator[GroupWork]:
-        nonlocal made, most
-        for work in works:
-            made += 1
-            most = max(most, made - done)
-            yield work
-
-    def counted(works: Iterator[GroupWork], *ends: object) -> Iterator[object]:
-        nonlocal done
-        for report in engine()(counting(works), *ends):
-            done += 1
-            yield report
-
-    conversion.run(counted)
-    assert made == done == conversion.inline.groups
-    assert most <= 8  # two at a time on each of two workers, and some to choose from
-
-
 def test_closing_ends_all_workers(conversion: Conversion, tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     writer = LocalTarget(tmp_path / "T", overwrite=False)
@@ -401,7 +380,7 @@ def test_a_node_that_is_lost_is_survived(cluster: Cluster, conversion: Conversio
     node = cluster.add_node(num_cpus=1, resources={"here": 1}, object_store_memory=80_000_000)
     notes = tmp_path / "notes"
 
-    def losing(works: Iterator[GroupWork], source: object, target: object) -> Iterator[object]:
+    def losing(works: Works, source: object, target: object) -> Iterator[object]:
         removed = False
         for report in engine(workers=4)(works, Watched(source, notes, seconds=0.2), target):
             if not removed and len(list(notes.iterdir())) == 4:
@@ -427,8 +406,10 @@ def test_settings_are_checked(settings: dict[str, object], message: str) -> None
         RayEngine(**settings)
 
 
-def test_no_groups_need_no_cluster() -> None:
-    assert list(engine()(iter(()), None, None)) == []
+def test_no_groups_need_no_cluster(plan: Plan) -> None:
+    conversion = plan(group_bytes=64 << 20)
+    works = plan_work(conversion.plan.plan, range(conversion.inline.groups))
+    assert list(engine()(works, None, None)) == []
 
 
 OWN_RAY = """
@@ -474,4 +455,4 @@ def test_a_missing_cluster_is_reported(
 ) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(kind, match=f"cannot join Ray at '{address}': .*{reason}"):
-        next(RayEngine(address=address)(iter([None]), None, None))
+        next(RayEngine(address=address)([None], None, None))

@@ -275,7 +275,7 @@ def test_the_command_line_resumes_with_its_original_options(source: Path, tmp_pa
     options = ["--to", "pp=2", "--memory", "256MiB", "--segmentation", "0,2", "--sequence-parallel"]
     kill = (
         "import os, signal, sys; from paddle_reshard.storage.session.ledger import Session; note = Session.note\n"
-        "def noted(self, record): note(self, record); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def noted(self, records): note(self, records); os.kill(os.getpid(), signal.SIGKILL)\n"
         "Session.note = noted; import paddle_reshard; from tests.sized import in_groups; "
         f"paddle_reshard.convert = in_groups({GROUP_BYTES}).convert; "
         "from paddle_reshard.pipeline.cli.main import main; main()"

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -97,9 +98,9 @@ def test_any_number_of_workers_makes_the_same(
 ) -> None:
     works = list(plan_work(conversion.plan))
     one, several = Written(), Written()
-    expected = list(InlineEngine(workers=1)(works, conversion.store, one))
+    expected = list(chain.from_iterable(InlineEngine(workers=1)(works, conversion.store, one)))
     assert [report.group for report in expected] == [work.group for work in works]
-    found = list(InlineEngine(memory_bytes, workers)(works, conversion.store, several))
+    found = chain.from_iterable(InlineEngine(memory_bytes, workers)(works, conversion.store, several))
     assert sorted(found, key=lambda report: report.group) == expected
     assert several.parts == one.parts
     assert not our_threads()

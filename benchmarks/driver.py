@@ -1,0 +1,178 @@
+"""How much processor time does the driver of a conversion on Ray take for each group?
+
+    python -m benchmarks.driver [--workers 2 16] [--groups 20000] [--full]
+
+The plan is that of a real conversion, of 70 billion parameters on 512 ranks or, with ``--full``, of 671 billion on
+2,048. Only its workers do nothing: they receive every group, unpack it, and answer with the receipts that it would
+have. So the driver's work is complete: groups are handed out, receipts collected, and the ledger is written to a disk.
+Its time is processor time of its own process, threads of Ray in it included, because the workers share the machine's
+cores with it; that also bounds the groups per second where there are few cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import ray
+
+from benchmarks.measure import table
+from benchmarks.planning import BUDGET_BYTES, MIB, ROWS
+from benchmarks.synthetic import catalog_of
+from paddle_reshard.clusters.ray import engine as ray_engine
+from paddle_reshard.clusters.ray.join import _private_settings
+from paddle_reshard.clusters.ray.worker import ReshardWorker
+from paddle_reshard.pipeline.convert import run
+from paddle_reshard.pipeline.core.events import ignore_events
+from paddle_reshard.pipeline.layouts.hybrid.target import layout_hybrid
+from paddle_reshard.pipeline.planning.plan import Plan, plan_conversion
+from paddle_reshard.pipeline.planning.settings import PlanSettings
+from paddle_reshard.pipeline.planning.work import GroupWork
+from paddle_reshard.storage.local.target import LocalTarget
+from paddle_reshard.storage.outputs import Outputs
+from paddle_reshard.storage.store import Openness, ReadRange, Receipt
+from paddle_reshard.tasks.run_group import GroupReport
+
+REPO = Path(__file__).parents[1]
+SMALL, FULL = 2, 3
+"""Rows of ``benchmarks.planning``."""
+
+
+@dataclass(frozen=True)
+class Nothing(ReadRange):
+    """A source of files that nobody reads."""
+
+    files: Mapping[str, int]
+    location: str = "nowhere"
+    openness: Openness = Openness()
+
+    def sizes(self) -> Mapping[str, int]:
+        return self.files
+
+    def versions(self) -> Mapping[str, str]:
+        return dict.fromkeys(self.files, "1")
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        raise NotImplementedError
+
+
+class IdleWorker(ReshardWorker):
+    """Says that each group is done."""
+
+    def _run(self, work: GroupWork) -> GroupReport:
+        receipts = tuple(
+            Receipt(
+                work.target_paths[int(part["file"])],
+                int(part["start"]),
+                int(part["stop"] - part["start"]),
+                checksum=f"{work.group:016x}",
+            )
+            for part in work.parts
+        )
+        written = sum(receipt.nbytes for receipt in receipts)
+        return GroupReport(work.group, work.peak_bytes, written, receipts)
+
+
+def planned(number: int, groups: int) -> Plan:
+    """A plan of ``benchmarks.planning``, of which the first ``groups`` are run."""
+    row = ROWS[number]
+    checkpoint = catalog_of(row.dims, row.source)
+    laid_out = layout_hybrid(checkpoint, row.target)
+    plan = plan_conversion(checkpoint.catalog, laid_out, [], PlanSettings(BUDGET_BYTES))
+    object.__setattr__(plan, "group_peaks", plan.group_peaks[:groups])
+    plan.plan_id  # noqa: B018 -- not part of what is measured
+    return plan
+
+
+def measure(plan: Plan, workers: int) -> tuple[str, ...]:
+    """Run all groups, and say what the driver took."""
+    source = Nothing({file.path: file.size_bytes for file in plan.source_files})
+    conversion: Any = SimpleNamespace(plan=plan, store=source, asked=None)
+    engine = ray_engine.RayEngine(workers=workers, memory_bytes=1 << 30)
+    with tempfile.TemporaryDirectory(prefix="driver-") as folder:
+        target = LocalTarget(Path(folder) / "T", overwrite=False)
+        marks: list[tuple[float, float]] = []
+
+        def counted(*arguments: Any) -> Any:
+            """The clocks start with the first answer: Ray and the workers take their time to start."""
+            for report in engine(*arguments):
+                if not marks:
+                    marks.append((time.process_time(), time.perf_counter()))
+                yield report
+
+        with target:
+            _, receipts = run._move(conversion, Outputs([target]), counted, ignore_events)
+            cpu, wall = (
+                now - then
+                for now, then in zip((time.process_time(), time.perf_counter()), marks[0], strict=True)
+            )
+            ledger = (Path(folder) / ".T.reshard" / "ledger").stat().st_size
+            target.session.remove()
+            target.session = None
+    if len(receipts) < plan.groups:
+        raise SystemExit("some groups were not run")
+    return (
+        str(workers),
+        f"{plan.groups:,}",
+        f"{1000 * cpu / plan.groups:.3f}",
+        f"{plan.groups / wall:,.0f}",
+        f"{cpu / wall:.2f}",
+        f"{ledger / MIB:.1f}",
+    )
+
+
+@contextmanager
+def private_ray(workers: int) -> Iterator[None]:
+    """A Ray with so many workers' processors and memory, whatever the machine has."""
+    with _private_settings():
+        ray.init(
+            "local",
+            num_cpus=workers,
+            _memory=workers << 30,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+HEAD = ("workers", "groups", "driver CPU per group (ms)", "groups per second", "of one core", "ledger (MiB)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 16])
+    parser.add_argument("--groups", type=int, default=20_000, help="run only the first of them")
+    parser.add_argument("--full", action="store_true", help="the plan of 671 billion parameters")
+    parser.add_argument("--profile", type=Path, help="write a profile of the driver to this file")
+    given = parser.parse_args()
+    plan = planned(FULL if given.full else SMALL, given.groups)
+    print(f"planned, {np.count_nonzero(plan.parts['group'] < plan.groups):,} parts", file=sys.stderr)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
+    ray_engine.ReshardWorker = IdleWorker
+    rows = []
+    for workers in given.workers:
+        with private_ray(workers), cProfile.Profile() if given.profile else nullcontext() as profile:
+            rows.append(measure(plan, workers))
+        if profile is not None:
+            profile.dump_stats(given.profile)
+    print(table(HEAD, rows))
+
+
+if __name__ == "__main__":
+    main()
