@@ -92,7 +92,7 @@ def answer_of(
         tuple(numbers),
         tuple((numbers[r.path], r.byte_offset, r.nbytes, r.tag, r.checksum, r.md5) for r in receipts),
         {report.group: report.differences for report in reports if report.differences},
-        {report.group: tuple(map(tuple, report.sums)) for report in reports if report.sums},
+        {report.group: tuple((*values,) for values in report.sums) for report in reports if report.sums},
         figures,
         seconds,
         failure,
