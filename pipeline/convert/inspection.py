@@ -186,6 +186,8 @@ def _without_rules(model: Model) -> str | None:
     """Why no rule table describes a model, and what follows; ``None`` if one does."""
     if not isinstance(model.table, StoredTable):
         return None
+    if any(rule.huggingface is not None for rule in model.table.rules):
+        return _WITHOUT_NAMES
     return _WITHOUT_RULES if model.config else _WITHOUT_CONFIG
 
 
@@ -196,6 +198,10 @@ _WITHOUT_CONFIG = (
 _WITHOUT_RULES = (
     "no rule table knows this family: only its sharding degree and strategy can be changed (at the same tp, pp and ep) "
     "and its format to FlexCheckpoint"
+)
+_WITHOUT_NAMES = (
+    "the rule table of this family does not tell what a job calls its parameters: only its sharding degree and "
+    "strategy can be changed (at the same tp, pp and ep) and its format to FlexCheckpoint and Hugging Face"
 )
 
 

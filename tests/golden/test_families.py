@@ -116,17 +116,6 @@ def test_an_export_is_what_transformers_reads_and_the_way_back(name: str, tmp_pa
     assert read_one_card(tmp_path / "joined") == saved
 
 
-@pytest.mark.parametrize("name", ["families/ernie4_5_single", "moe/glm4moe_single", "moe/gptoss_single"])
-def test_through_hugging_face_and_back(name: str, tmp_path: Path) -> None:
-    """The families that no test of exports has from another case."""
-    (source,) = case_directory(name).glob("checkpoint-*")
-    paddle_reshard.convert(source, tmp_path / "hf", format="huggingface")
-    paddle_reshard.convert(tmp_path / "hf", tmp_path / "back", to="tp=1")
-    truth = oracle.read_truth(case_directory(name) / "truth.safetensors")
-    parameters = {key: truth[key].tobytes() for key in oracle.shapes_of(truth)}
-    assert read_one_card(tmp_path / "back") == parameters
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -246,8 +246,8 @@ def main(folder: Path, target: Path, programs: Path) -> None:
     of, case = "Ernie4_5_VLMoeForConditionalGeneration", "families/ernie4_5_moe_vl_saved"
     path = folder / "paddleformers/transformers/ernie4_5_moe_vl/model/modeling_moe_vl.py"
     config = json.loads(min(case_directory(case).glob("*/config.json")).read_text())
-    inverse = statements(path, of, of, config, "_gen_inv_aoa_config")
-    made["ernie4_5_moe_vl"] = {"class": of, "case": case, "inverse": inverse}
+    forward, inverse = (statements(path, of, of, config, f"_gen_{way}aoa_config") for way in ("", "inv_"))
+    made["ernie4_5_moe_vl"] = {"class": of, "case": case, "statements": forward, "inverse": inverse}
     target.write_text(json.dumps(made, indent=1) + "\n", "utf-8")
 
 

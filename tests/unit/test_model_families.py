@@ -182,6 +182,12 @@ CONFIG = {
     "n_routed_experts": 4,
     "n_shared_experts": 2,
     "moe_num_experts": 4,
+    "moe_num_experts.0": 4,
+    "moe_num_experts.1": 4,
+    "moe_intermediate_size.0": 16,
+    "use_temporal_conv": True,
+    "spatial_conv_size": 2,
+    "temporal_conv_size": 2,
     "moe_num_shared_experts": 2,
     "index_n_heads": 2,
     "index_head_dim": 8,
@@ -195,6 +201,8 @@ CONFIG = {
         "num_hidden_layers": 2,
         "deepstack_visual_indexes": [0, 1],
         "hidden_size": 16,
+        "embed_dim": 16,
+        "mlp_ratio": 2,
         "intermediate_size": 24,
         "out_hidden_size": 32,
         "num_heads": 2,
@@ -215,7 +223,15 @@ _NUMBERED = r"\.(?:layers|blocks|deepstack_merger_list|mtp_\w+)\.(\d+)\."
 def test_the_families_that_are_known() -> None:
     former = ["deepseek_v3", "ernie4_5", "ernie4_5_moe", "gemma3_text", "glm4_moe", "gpt_oss"]
     former += ["llama", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"]
-    former += ["glm4v_moe", "glm_ocr", "paddleocr_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+    former += [
+        "glm4v_moe",
+        "glm_ocr",
+        "paddleocr_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "ernie4_5_moe_vl",
+    ]
     nlp = ["deepseek_v2", "deepseek_v3", "gpt", "llama", "qwen2", "qwen2_moe"]
     fleet = ["glm4_moe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]
     fleet += ["deepseek_v32", "glm_moe_dsa", "kimi_k2", "minimax_m2"]
@@ -240,7 +256,8 @@ def test_the_head_is_laid_out_as_in_its_library(name: str) -> None:
     table = TABLES[name]
     for rule in (rule for rule in table.rules if rule.key.endswith("lm_head.weight")):
         tied = rule.where.get("tie_word_embeddings") is True or rule.always_tied
-        like = "paddlenlp" if table.family == "glm_ocr" else table.convention  # an nn.Linear
+        linear = table.family in ("glm_ocr", "ernie4_5_moe_vl")
+        like = "paddlenlp" if linear else table.convention
         assert rule.shape == (HEADS["paddleformers"] if tied else HEADS[like])
         assert rule.shape is not None
         words = [r.split for r in table.rules if r.key == rule.tied_to and rule.always_tied]

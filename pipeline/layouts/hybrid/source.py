@@ -69,7 +69,13 @@ from paddle_reshard.pipeline.layouts.rules import (
     keys_in_model,
 )
 from paddle_reshard.pipeline.layouts.rules.entries import config_entry, derived_sizes
-from paddle_reshard.pipeline.layouts.rules.literal import StoredJob, StoredKey, is_known, stored_table
+from paddle_reshard.pipeline.layouts.rules.literal import (
+    StoredJob,
+    StoredKey,
+    is_known,
+    stored_table,
+    table_of_other_formats,
+)
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 
 AUTOMATIC_NAME = re.compile(r"(eager_tmp|generated_tensor)_\d+")
@@ -201,7 +207,8 @@ def _choose_table(ranks: Ranks, tables: Sequence[RuleTable], config: Mapping[str
                 expert=key not in common,
             )
     job = StoredJob(topology.tp, topology.pp, topology.ep)
-    return stored_table(keys.values(), config, ordered=True, job=job)
+    known = table_of_other_formats(tables, keys, config)
+    return stored_table(keys.values(), config, ordered=True, job=job, known=known)
 
 
 def _tells_itself(ranks: Ranks) -> bool:

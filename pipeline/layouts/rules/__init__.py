@@ -145,9 +145,11 @@ class Rule:
         return all(config_entry(config, name, False) == value for name, value in self.where.items())
 
     def fill_in(self, form: str, key: str) -> str:
-        """``form`` with the layer and expert numbers of ``key`` filled in."""
+        """``form`` with the layer and expert numbers of ``key`` filled in; a number that ``key`` lacks stays open."""
         match = self.pattern().fullmatch(key)
-        return form.format(**(match.groupdict() if match else {}))
+        for name, number in (match.groupdict() if match else {}).items():
+            form = form.replace(f"{{{name}}}", number)
+        return form
 
     def split_dim(self, config: Config, tp: int, key: str | None = None) -> int | None:
         """The dim that ``tp`` ranks cut in this model, or ``None`` if each holds the whole tensor.

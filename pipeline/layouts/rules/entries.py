@@ -93,7 +93,10 @@ def derived_sizes(config: Config) -> dict[str, int]:
 
 
 def _sizes(config: Config) -> dict[str, int]:
-    return {k: v for k, v in config.items() if isinstance(v, int) and not isinstance(v, bool)}
+    """The integers, and those of lists by their number: ``moe_num_experts.0``."""
+    lists = {k: v for k, v in config.items() if isinstance(v, list)}
+    entries = {**config, **{f"{k}.{n}": v for k, values in lists.items() for n, v in enumerate(values)}}
+    return {k: v for k, v in entries.items() if isinstance(v, int) and not isinstance(v, bool)}
 
 
 def size_of(values: Mapping[str, int], name: str, key: str) -> int:

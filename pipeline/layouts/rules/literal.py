@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NoReturn
 
@@ -16,6 +16,7 @@ from paddle_reshard.pipeline.layouts.rules import (
     RuleTable,
     ShippedTables,
     candidate_tables,
+    choose_table,
     library_of,
 )
 from paddle_reshard.pipeline.layouts.rules.entries import Config
@@ -230,16 +231,29 @@ def is_known(tables: Sequence[RuleTable], config: Config, format: str | None = N
     return format is None or any(table.is_for(format) for table in candidates)
 
 
+def table_of_other_formats(
+    tables: Sequence[RuleTable], keys: Iterable[str], config: Config
+) -> RuleTable | None:
+    """The table with a row for every key, whichever formats it is for; ``None`` if there is none."""
+    try:
+        return choose_table(tables, keys, config)
+    except RuleError:
+        return None
+
+
 def stored_table(
     keys: Iterable[StoredKey],
     config: Config,
     ordered: bool,
     job: StoredJob = StoredJob(),
     convention: str | None = None,
+    known: RuleTable | None = None,
 ) -> StoredTable:
     """Make a table from the files of a model; ``keys`` in the order of the files.
 
-    ``convention`` is the library that wrote them, if their format determines it.
+    ``convention`` is the library that wrote them, if their format determines it. ``known`` is the rule table of the
+    family, if there is one that does not tell enough for their format: it gives their form in a Hugging Face
+    checkpoint.
 
     Raises
     ------
@@ -262,11 +276,25 @@ def stored_table(
         convention,
         (),
         stages,
-        tuple(_stored_rule(key, job) for key in keys),
+        tuple(
+            replace(_stored_rule(key, job), huggingface=_form(key.key, known, config, job)) for key in keys
+        ),
         expert_axis="ep" if job.ep > 1 else None,
         job=job,
         ordered=ordered,
         marked=all(key.distributed is not None for key in keys),
+    )
+
+
+def _form(key: str, known: RuleTable | None, config: Config, job: StoredJob) -> HuggingFaceForm | None:
+    """The form of a tensor in a Hugging Face checkpoint, where it is known to be whole."""
+    if known is None or job.tp > 1:
+        return None
+    rule, _ = known.find(key, config)
+    if rule.huggingface is None:
+        return None
+    return replace(
+        rule.huggingface, keys=tuple(rule.fill_in(spelled, key) for spelled in rule.huggingface.keys)
     )
 
 
