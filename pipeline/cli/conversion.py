@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -37,6 +38,9 @@ from paddle_reshard.pipeline.core.errors import FinishedError, UsageError
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
 from paddle_reshard.pipeline.layouts.formats import DEFAULT, average_target, formats_for_average
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.convert.conversion import ConversionReport
 
 OF_ONE_SOURCE = ("aoa", "fill", "merge_into", "like", "lora_config")
 """Options of a conversion that make no sense for a series of checkpoints."""
@@ -124,7 +128,15 @@ def convert(
     destination = _destination(target, targets, options)
     with observing(quiet or as_json) as observe, _finished(as_json, quiet):
         report = paddle_reshard.convert(source, destination, observe=observe, **options)
-    answer(conversion_data(report), as_json, quiet, lambda: print_facts(report.facts()))
+    answer(conversion_data(report), as_json, quiet, lambda: print_facts([*report.facts(), *_next(report)]))
+
+
+def _next(report: ConversionReport) -> list[tuple[str, str]]:
+    """How to find out how a job starts from each target."""
+    return [
+        ("next", shlex.join(["paddle-reshard", "launch", location]))
+        for location in report.plan.target_locations
+    ]
 
 
 @contextmanager

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.fingerprint import FingerprintReport
     from paddle_reshard.pipeline.convert.inspection import Inspection
     from paddle_reshard.pipeline.convert.integrity import IntegrityReport
+    from paddle_reshard.pipeline.convert.launch import Launch
     from paddle_reshard.pipeline.convert.plan import ConversionPlan
     from paddle_reshard.pipeline.convert.verify import VerifyReport
     from paddle_reshard.pipeline.delta.reports import ApplyReport, DeltaReport
@@ -56,6 +57,18 @@ def inspection_data(found: Inspection) -> Json:
         "rules": found.rules,
         "stored": [{**asdict(array), "shape": list(array.shape)} for array in found.stored],
         "other_files": list(found.other_files),
+    }
+
+
+def launch_data(found: Launch) -> Json:
+    """What ``launch --json`` prints."""
+    return {
+        "path": found.path,
+        "library": found.library,
+        "ranks": found.ranks,
+        "arguments": dict(found.arguments),
+        "commands": list(found.commands),
+        "remarks": list(found.remarks),
     }
 
 

@@ -26,6 +26,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "families": "families",
     "fingerprint": "fingerprint",
     "inspect": "inspect",
+    "launch": "launch",
     "plan": "conversion",
     "simulate": "simulate",
     "submit": "jobs",

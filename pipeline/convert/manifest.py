@@ -72,6 +72,7 @@ class _Source:
     location: str
     files: Mapping[str, _Bytes]
     versions: Mapping[str, str]
+    topology: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,8 @@ class Manifest:
     """Location of the source, for display only: nothing that a manifest names is opened."""
     source_files: Mapping[str, int]
     source_versions: Mapping[str, str]
+    source_topology: str | None
+    """As :meth:`~paddle_reshard.pipeline.core.topology.Topology.parse` reads it; ``None`` if it was not known."""
     etags: Mapping[str, str]
     """File → ETag, if the store reports one."""
     beside: frozenset[str]
@@ -184,6 +187,7 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
         source.location,
         source.files,
         source.versions,
+        source.topology,
         entries.etags,
         frozenset(entries.beside),
         _changed(values),

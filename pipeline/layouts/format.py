@@ -68,6 +68,12 @@ class Format(Protocol):
     def starts_with_masters(self) -> str:
         """Arguments with which a job starts from parameters and master weights alone; empty where none can."""
 
+    def loaded_with(self, library: str, strategy: str) -> Mapping[str, str | bool] | None:
+        """Arguments with which a library's trainer reads it, and goes on saving it, under a sharding strategy.
+
+        ``None`` if the trainer cannot, or how is not known.
+        """
+
     @property
     def cannot_hold(self) -> tuple[str, ...]:
         """Parts of a training checkpoint that its files cannot hold: names that ``--drop`` accepts."""

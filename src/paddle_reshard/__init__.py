@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.fingerprint import FingerprintReport, fingerprint
     from paddle_reshard.pipeline.convert.inspection import Inspection, StateSummary, inspect
     from paddle_reshard.pipeline.convert.integrity import Damage, IntegrityReport
+    from paddle_reshard.pipeline.convert.launch import Launch, launch
     from paddle_reshard.pipeline.convert.plan import ConversionPlan, PlannedTarget
     from paddle_reshard.pipeline.convert.options import (
         AverageOptions,
@@ -134,6 +135,7 @@ __all__ = [
     "Inspection",
     "IntegrityReport",
     "JobError",
+    "Launch",
     "ListingError",
     "LoadOptions",
     "LoadReport",
@@ -182,6 +184,7 @@ __all__ = [
     "ema_callback",
     "fingerprint",
     "inspect",
+    "launch",
     "load_into",
     "plan",
     "rank_pieces",
@@ -193,6 +196,7 @@ _HOMES = {
     # What a checkpoint is, and what it becomes: `inspect`, `plan`, `convert`, `ema`, `verify` and `clean` as functions
     "pipeline.core.stored": ("StoredTensor",),
     "pipeline.convert.inspection": ("Inspection", "StateSummary", "inspect"),
+    "pipeline.convert.launch": ("Launch", "launch"),
     "pipeline.layouts.lora_config": ("Adapter",),
     "pipeline.layouts.model": ("ModelTensor",),
     "pipeline.core.tensors": ("DType", "Tensor"),

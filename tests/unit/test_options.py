@@ -60,7 +60,17 @@ TAKE_OPTIONS = {
 
 def test_help_lists_every_option_of_a_function_with_its_type_and_default() -> None:
     copies = {"apply_delta", "delta"}
-    others = {"average", "check", "convert", "fingerprint", "inspect", "load_into", "plan", "verify"}
+    others = {
+        "average",
+        "check",
+        "convert",
+        "fingerprint",
+        "inspect",
+        "launch",
+        "load_into",
+        "plan",
+        "verify",
+    }
     assert TAKE_OPTIONS.keys() == copies | others
     told = pydoc.render_doc(paddle_reshard.verify, renderer=pydoc.plaintext)
     assert "memory: str = '1GiB'" in told
@@ -76,7 +86,7 @@ def test_help_lists_every_option_of_a_function_with_its_type_and_default() -> No
 
 @pytest.mark.parametrize("name", TAKE_OPTIONS)
 def test_a_misspelled_option_is_an_error_as_python_makes_it(name: str) -> None:
-    places: list[Any] = ["a"] if name in ("check", "fingerprint", "inspect") else [{}, "b"]
+    places: list[Any] = ["a"] if name in ("check", "fingerprint", "inspect", "launch") else [{}, "b"]
     places += ["c"] if name in ("apply_delta", "delta") else []
     with pytest.raises(TypeError, match=r"unknown option 'allow_skeme'; did you mean .*allow_scheme"):
         TAKE_OPTIONS[name](*places, allow_skeme=("x",))

@@ -69,6 +69,12 @@ class DistFormat:
         """Auto-parallel training names parameters."""
         return self.auto_parallel
 
+    def loaded_with(self, library: str, strategy: str) -> Mapping[str, str | bool] | None:
+        """Under any strategy by PaddleFormers; how auto-parallel training reads is not known."""
+        if self.auto_parallel or library != "paddleformers":
+            return None
+        return {"save_checkpoint_format": "flex_checkpoint", "load_checkpoint_format": "flex_checkpoint"}
+
     def recognises(self, files: SourceFiles) -> bool:
         """By the names of the folders; the files in them have the same names in both."""
         from paddle_reshard.pipeline.layouts.flex.names import is_dist_file, is_paddleformers_folder

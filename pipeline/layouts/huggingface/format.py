@@ -50,6 +50,9 @@ class HuggingFaceFormat:
     by_table: ClassVar[bool] = False
     loses_tensors: ClassVar[bool] = False
 
+    def loaded_with(self, library: str, strategy: str) -> None:
+        """Holds nothing of a job to go on with."""
+
     def recognises(self, files: SourceFiles) -> bool:
         """Safetensors files alone; those in Paddle's own layout are of another format."""
         return bool(files.safetensors) and not files.pickles

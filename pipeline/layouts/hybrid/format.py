@@ -61,6 +61,21 @@ class HybridFormat:
     index_as: ClassVar[None] = None
     read_donor: ClassVar[None] = None
 
+    def loaded_with(self, library: str, strategy: str) -> Mapping[str, str | bool] | None:
+        """By each rank, from a file of its own part, as ``model_meta.json`` lists them, or from a complete file.
+
+        PaddleFormers' default, ``flex_checkpoint``, finds nothing in either (``trainer/trainer.py``).
+        """
+        own_part = self.sharded_saving and strategy in ("stage1v1", "stage1v2")
+        if library == "paddlenlp":
+            return {"save_sharded_model": True, "load_sharded_model": True} if own_part else {}
+        reads = {"load_checkpoint_format": "sharding_io"}
+        return (
+            {"save_checkpoint_format": "sharding_io", **reads, "load_sharded_model": True}
+            if own_part
+            else reads
+        )
+
     def recognises(self, files: SourceFiles) -> bool:
         """Accept what no other format recognises; :meth:`index` reports what it lacks."""
         return True

@@ -37,6 +37,15 @@ class UnifiedFormat:
     index_as: ClassVar[None] = None
     read_donor: ClassVar[None] = None
 
+    def loaded_with(self, library: str, strategy: str) -> Mapping[str, str | bool]:
+        """Under any strategy."""
+        if library == "paddlenlp":
+            return {"unified_checkpoint": True}
+        return {
+            "save_checkpoint_format": "unified_checkpoint",
+            "load_checkpoint_format": "unified_checkpoint",
+        }
+
     def recognises(self, files: SourceFiles) -> bool:
         """By the names of files of states; weights alone by the layout that they say they are in."""
         if not files.safetensors:

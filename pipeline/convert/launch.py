@@ -1,0 +1,203 @@
+"""How is a job started from a checkpoint: which arguments, on how many ranks, and what will it not find?"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from paddle_reshard.pipeline.convert.inspection import Inspection, inspect
+from paddle_reshard.pipeline.convert.manifest import parse_manifest
+from paddle_reshard.pipeline.convert.options import takes
+from paddle_reshard.pipeline.convert.read_options import InspectOptions
+from paddle_reshard.pipeline.core.backports import Unpack
+from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.events import Observer, ignore_events
+from paddle_reshard.pipeline.core.file_names import MANIFEST, SCHEDULER
+from paddle_reshard.pipeline.core.shown import Facts, Shown
+from paddle_reshard.pipeline.core.tensors import ACCUMULATORS
+from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.core.trainer_files import is_random_state
+from paddle_reshard.pipeline.core.units import PathLike
+from paddle_reshard.pipeline.indexing.opening import open_checkpoint
+from paddle_reshard.pipeline.layouts.formats import FORMATS
+from paddle_reshard.pipeline.layouts.optimizers import muon_parameters
+from paddle_reshard.pipeline.layouts.trainer_arguments import Arguments, TrainingJob, trainer_arguments
+from paddle_reshard.storage.locate import source_access
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Launch(Shown):
+    """How to start a job from a checkpoint, or to serve an exported model."""
+
+    path: str
+    library: str
+    """``paddleformers``, ``paddlenlp``, or ``transformers`` for an exported model."""
+    ranks: int
+    """Number of processes; 1 for an exported model."""
+    arguments: Arguments
+    """Name of an argument of the trainer, without dashes → its value; empty for an exported model."""
+    commands: tuple[str, ...]
+    """Shell commands that load an exported model; empty for a training checkpoint."""
+    remarks: tuple[str, ...]
+    """What the job does not find, or does differently from the one that saved."""
+
+    def _in_short(self) -> str:
+        return f"{self.path}: {self.library}, {self.ranks} ranks, {self.command_line()}"
+
+    def facts(self) -> Facts:
+        """The job, line by line."""
+        facts = [("checkpoint", self.path), ("for", self.library)]
+        if self.commands:
+            return [*facts, *(("run", command) for command in self.commands), *self._remarks()]
+        return [*facts, ("ranks", str(self.ranks)), ("arguments", self.command_line()), *self._remarks()]
+
+    def command_line(self) -> str:
+        """The arguments, quoted for a shell.
+
+        >>> Launch("d", "paddleformers", 2, {"sharding": "", "split_param": True}, (), ()).command_line()
+        "--sharding '' --split_param true"
+        """
+        words = []
+        for name, value in self.arguments.items():
+            words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+        return shlex.join(words)
+
+    def _remarks(self) -> Facts:
+        return [("note", remark) for remark in self.remarks]
+
+
+@takes(InspectOptions)
+def launch(
+    checkpoint: PathLike,
+    *,
+    to: str | Topology | None = None,
+    observe: Observer = ignore_events,
+    **options: Unpack[InspectOptions],
+) -> Launch:
+    """Tell how to start a job from a checkpoint. Nothing is started.
+
+    Parameters
+    ----------
+    checkpoint
+        Path or URL of the checkpoint.
+    to
+        Topology of the job, ``"tp=2,pp=2"``. Required for formats that record none, which any job reads; otherwise it
+        may only add data-parallel ranks.
+    observe
+        Called with events that report progress, as in :func:`convert`.
+    options
+        :class:`InspectOptions`.
+
+    Raises
+    ------
+    CheckpointError, PlanError
+        As :func:`inspect`.
+    UsageError
+        If ``to`` is missing, or is not the topology of the checkpoint.
+    UnsupportedError
+        For a library or a format whose trainer's arguments are not known.
+    """
+    found = inspect(checkpoint, observe=observe, **options)
+    if FORMATS[found.format].model_only:
+        return Launch(found.path, "transformers", 1, {}, _serving_commands(found.path), ())
+    topology = _topology(found, Topology.parse(to) if isinstance(to, str) else to)
+    job = TrainingJob(
+        found.convention,
+        found.format,
+        topology,
+        _strategy(found, topology),
+        found.comm_overlap,
+        bool(found.sequence_parallel),
+        muon=bool(muon_parameters(found.tensors)),
+    )
+    arguments = {"resume_from_checkpoint": found.path, **trainer_arguments(job)}
+    if SCHEDULER not in found.other_files and not {state.state for state in found.states} & {*ACCUMULATORS}:
+        arguments["ignore_load_lr_and_optim"] = True
+    before = _source_topology(checkpoint, options)
+    remarks = tuple(_remarks(found, job, arguments, before))
+    return Launch(found.path, found.convention, topology.world_size, arguments, (), remarks)
+
+
+def _topology(found: Inspection, asked: Topology | None) -> Topology:
+    """The topology of the job: that of the files; data-parallel ranks, which write none, may be added."""
+    if found.topology is None:
+        if asked is None:
+            raise UsageError(
+                f"{found.path}: {found.format} can be read in any topology; give that of the job: --to tp=2,pp=2"
+            )
+        return asked
+    if asked is None:
+        return found.topology
+    if replace(asked, dp=found.topology.dp) != found.topology:
+        raise UsageError(
+            f"{found.path} is for {found.topology}, not {asked}; convert it first: "
+            f"paddle-reshard convert … --to {asked}"
+        )
+    return asked
+
+
+def _strategy(found: Inspection, topology: Topology) -> str:
+    """The sharding strategy of the job; where the format fits all of them, the trainer's default."""
+    if found.sharding_strategy is not None:
+        return found.sharding_strategy
+    if topology.sharding == 1:
+        return "none"
+    return "stage1v2" if found.convention == "paddleformers" else "stage1v1"
+
+
+def _source_topology(checkpoint: PathLike, options: InspectOptions) -> Topology | None:
+    """The topology before the conversion, by our manifest beside the checkpoint."""
+    store = open_checkpoint(os.fspath(checkpoint), source_access(options))
+    size_bytes = store.sizes().get(MANIFEST)
+    if size_bytes is None:
+        return None
+    text = parse_manifest(store.read(MANIFEST, 0, size_bytes), f"{store.location}/{MANIFEST}").source_topology
+    return None if text is None else Topology.parse(text)
+
+
+def _remarks(
+    found: Inspection, job: TrainingJob, arguments: Arguments, before: Topology | None
+) -> Iterator[str]:
+    after = job.topology
+    if before is not None and _data_ranks(before) != _data_ranks(after):
+        yield (
+            f"data-parallel ranks (sharding × dp): {_data_ranks(after)}, before: {_data_ranks(before)}; to keep the "
+            "batch, and with it the order of samples, keep their product with --per_device_train_batch_size and "
+            "--gradient_accumulation_steps"
+        )
+    if not any(map(is_random_state, found.other_files)):
+        yield "without random states: dropout and shuffling begin from the seed"
+    if found.has_ema:
+        yield _about_ema(arguments)
+    if before is not None and job.library == "paddleformers" and (before.pp > 1) != (after.pp > 1):
+        yield (
+            "this trainer decays the weight of the last norm with pp > 1 and not with pp = 1; losses differ a little "
+            "after the change, with any converter (docs/parity.md)"
+        )
+    if found.adapter is not None and "load_sharded_model" in arguments:
+        yield (
+            "--load_sharded_model gives the adapters to the first rank alone in PaddleFormers 1.2; convert it to "
+            "complete files for each rank instead (docs/lora.md)"
+        )
+
+
+def _data_ranks(topology: Topology) -> int:
+    """Ranks that read different samples."""
+    return topology.sharding * topology.dp
+
+
+def _about_ema(arguments: Arguments) -> str:
+    if "load_sharded_model" in arguments or arguments.get("load_checkpoint_format") == "flex_checkpoint":
+        return "the average is read with --zcc_save_ema_coef COEFFICIENT, and otherwise ignored"
+    return "the average is ignored: this trainer reads one only with load_sharded_model, or from a FlexCheckpoint"
+
+
+def _serving_commands(path: str) -> tuple[str, ...]:
+    """What loads an exported model; which engine supports which family: docs/serving.md."""
+    python = f"from transformers import AutoModel; AutoModel.from_pretrained({path!r})"
+    return (
+        shlex.join(["python", "-c", python]),
+        shlex.join(["vllm", "serve", path]),
+    )

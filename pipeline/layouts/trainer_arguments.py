@@ -1,0 +1,117 @@
+"""Which arguments start a trainer in the topology of a checkpoint?
+
+PaddleFormers 1.2 (``paddleformers/trainer/training_args.py``) and PaddleNLP 3 (``paddlenlp/trainer/training_args.py``)
+spell the axes differently. Every real checkpoint of ``tests/corpus`` names the arguments that its trainer was given,
+and the jobs of ``tests/parity`` resume with theirs; both are compared with these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paddle_reshard.pipeline.core.errors import UnsupportedError
+from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.layouts.formats import FORMATS
+
+Arguments = Mapping[str, str | int | bool]
+"""Name of an argument of the trainer, without dashes → its value."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingJob:
+    """What a job must know to read a checkpoint."""
+
+    library: str
+    """``paddleformers`` or ``paddlenlp``."""
+    format: str
+    topology: Topology
+    strategy: str
+    """One of :data:`paddle_reshard.pipeline.core.topology.STRATEGIES`."""
+    comm_overlap: bool = False
+    sequence_parallel: bool = False
+    muon: bool = False
+
+
+def trainer_arguments(job: TrainingJob) -> Arguments:
+    """The arguments that make a trainer's ranks those of a checkpoint, and read its format.
+
+    Arguments at their default are left out: a job of one rank needs only those of its format.
+
+    >>> job = TrainingJob("paddleformers", "hybrid-plain", Topology(tp=2, pp=4), "none")
+    >>> trainer_arguments(job)
+    {'tensor_model_parallel_size': 2, 'pipeline_model_parallel_size': 4, 'load_checkpoint_format': 'sharding_io'}
+
+    Raises
+    ------
+    UnsupportedError
+        For a library whose arguments are not known.
+    """
+    if job.library not in _LIBRARIES:
+        raise UnsupportedError(
+            f"the arguments of {job.library} are not known, only those of {' and '.join(_LIBRARIES)}; the checkpoint "
+            f"needs a job of {job.topology}"
+        )
+    of_format = FORMATS[job.format].loaded_with(job.library, job.strategy)
+    if of_format is None:
+        raise UnsupportedError(f"how {job.library} reads a checkpoint of format {job.format} is not known")
+    return {**_LIBRARIES[job.library](job), **of_format}
+
+
+def _paddleformers(job: TrainingJob) -> dict[str, str | int | bool]:
+    topology = job.topology
+    found: dict[str, str | int | bool] = {}
+    if topology.tp > 1:
+        found["tensor_model_parallel_size"] = topology.tp
+    if topology.pp > 1:
+        found["pipeline_model_parallel_size"] = topology.pp
+    if topology.vpp > 1:
+        found["virtual_pipeline_model_parallel_size"] = topology.vpp
+    if topology.ep > 1:
+        found |= {"use_expert_parallel": True, "expert_model_parallel_size": topology.ep}
+    found |= _sharding(job, "sharding_parallel_size")
+    if job.strategy == "none" and topology.dp > 1:
+        found["sharding"] = ""  # by default all data-parallel ranks are a sharding group
+    if job.strategy in _SPLITS:
+        found["split_param"] = _SPLITS[job.strategy]
+    if job.comm_overlap:
+        found["pp_sharding_comm_overlap"] = True
+    return found | _common(job)
+
+
+def _paddlenlp(job: TrainingJob) -> dict[str, str | int | bool]:
+    topology = job.topology
+    found: dict[str, str | int | bool] = {}
+    if topology.tp > 1:
+        found["tensor_parallel_degree"] = topology.tp
+    if topology.pp > 1:
+        found["pipeline_parallel_degree"] = topology.pp
+    if topology.vpp > 1:
+        found["virtual_pp_degree"] = topology.vpp
+    if topology.dp > 1:  # files tell data-parallel ranks apart only where these share the experts out
+        found["use_expert_parallel"] = True
+    found |= _sharding(job, "sharding_parallel_degree")
+    if _SPLITS.get(job.strategy):
+        found["sharding_parallel_config"] = "split_param"
+    return found | _common(job)
+
+
+_LIBRARIES = {"paddleformers": _paddleformers, "paddlenlp": _paddlenlp}
+_SPLITS = {"stage1v1": False, "stage1v2": True}
+"""Strategy → whether ranks hold slices of parameters (v2) or whole parameters (v1) of stage 1."""
+
+
+def _sharding(job: TrainingJob, degree: str) -> dict[str, str | int | bool]:
+    """The stage, and over how many ranks."""
+    if job.strategy == "none":
+        return {}
+    return {"sharding": job.strategy[: len("stage1")], degree: job.topology.sharding}
+
+
+def _common(job: TrainingJob) -> dict[str, str | int | bool]:
+    found: dict[str, str | int | bool] = {}
+    if job.sequence_parallel:
+        found["sequence_parallel"] = True
+    if job.muon:
+        found["optim"] = "muon"
+    return found

@@ -1,0 +1,175 @@
+"""``launch`` names the arguments with which real trainers wrote such checkpoints, and resumed from them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paddle_reshard
+from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.layouts.trainer_arguments import TrainingJob, trainer_arguments
+from tests.conftest import case_directory, case_names
+from tests.parity.run import CHECKPOINT, ROWS, SHARDED_FILES
+from tests.parity.table_rows import STRATEGIES
+from tests.published import checked
+from tests.sampling import exhaustive
+
+PLACES = {
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("tensor_parallel_degree", "pipeline_parallel_degree", "sequence_parallel", "use_expert_parallel"),
+    *(
+        "expert_model_parallel_size",
+        "sharding",
+        "sharding_parallel_size",
+        "sharding_parallel_degree",
+        "split_param",
+    ),
+    *("sharding_parallel_config", "unified_checkpoint", "save_sharded_model"),
+}
+"""Arguments that say how a job is spread, and how it saves; the laboratory's others say how it computes."""
+AXES = {
+    "tensor_parallel_degree": "tp",
+    "pipeline_parallel_degree": "pp",
+    "sharding_parallel_size": "sharding",
+}
+SAVES = "save_checkpoint_format"
+ALL_AXES = "mp2pp2sh2_s1v2_meta_ema"
+CASES = (
+    *(f"dense/{ALL_AXES}", "dense/pp4vpp2", "dense/sh2_s1v1", "dense/sh2_s3_seg512", "dense/mp2pp2_sp"),
+    *("dense/nlp_mp2", "dense/uc_sh2_s1v2", "moe/ep2_mp2sh2_s1v2_meta", "moe/nlp_dsv2_ep_dp2sh2_s1v2_meta"),
+)
+NOT_OF_RANKS = ("fc_", "auto_", "defaults_", "hfsteps_", "quant", "/dp2")
+"""In names of cases: formats that fit every topology, data-parallel ranks, which write no
+files, and what is refused."""
+OTHERS = tuple(
+    sorted(
+        name
+        for name in {*case_names("dense"), *case_names("moe"), *case_names("states")} - {*CASES}
+        if not any(part in name for part in NOT_OF_RANKS)
+    )
+)
+WITHOUT_SEQUENCE_PARALLEL = "dense/nlp_sp_mp2pp2"
+"""Its trainer was given the argument, its model was not."""
+
+
+def arguments_of_the_trainer(case: str) -> dict[str, Any]:
+    """What decides how the job of a real case was spread, and in which format it saved."""
+    given = json.loads((case_directory(case) / "case.json").read_bytes())["args"] or {}
+    if vpp := given.get("_vpp"):
+        given["virtual_pipeline_model_parallel_size"] = vpp
+    if case == WITHOUT_SEQUENCE_PARALLEL:
+        del given["sequence_parallel"]
+    return {name: value for name, value in given.items() if name in (*PLACES, SAVES)}
+
+
+@pytest.mark.parametrize("case", [*CASES, *map(exhaustive, OTHERS)])
+def test_arguments_are_those_that_the_real_trainer_was_given(case: str) -> None:
+    expected = arguments_of_the_trainer(case)
+    checkpoint = case_directory(case) / CHECKPOINT
+    unified = "uc_" in case
+    axes = {axis: expected[name] for name, axis in AXES.items() if name in expected}
+    arguments = dict(paddle_reshard.launch(checkpoint, to=Topology(**axes) if unified else None).arguments)
+    stored = expected.pop(SAVES, None)
+    if unified:  # reads every strategy
+        expected.pop("split_param", None), arguments.pop("split_param", None)
+    assert {name: value for name, value in arguments.items() if name in PLACES} == expected
+    assert arguments.get(SAVES) == stored
+    assert arguments["resume_from_checkpoint"] == str(checkpoint)
+
+
+RESUMED = [
+    name
+    for name, row in ROWS.items()
+    if row.to is not None and not row.cold and not row.source.startswith("states/lora")
+]
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_arguments_are_those_with_which_the_trainer_resumes_from_a_conversion(name: str) -> None:
+    row = ROWS[name]
+    job = TrainingJob(
+        "paddleformers",
+        row.format,
+        Topology.parse(row.to),
+        row.strategy or "none",
+        comm_overlap=bool(row.layout.get("comm_overlap")),
+    )
+    assert spread(trainer_arguments(job)) == spread(row.arguments)
+
+
+@pytest.mark.parametrize("name", [name for name, s in STRATEGIES.items() if "auto-parallel" not in name])
+def test_arguments_are_those_of_the_table_of_losses(name: str) -> None:
+    strategy = STRATEGIES[name]
+    job = TrainingJob("paddleformers", "hybrid", Topology.parse(strategy.to), strategy.kind or "none")
+    assert spread(trainer_arguments(job)) == spread(strategy.arguments)
+    assert job.topology.world_size == strategy.ranks
+
+
+def spread(arguments: Any) -> dict[str, Any]:
+    """What of the arguments is about ranks and files; the laboratory's default reads files of ranks."""
+    named = dict(arguments)
+    if vpp := named.pop("_vpp", None):
+        named["virtual_pipeline_model_parallel_size"] = vpp
+    if "load_sharded_model" not in named and named.get("load_checkpoint_format") == "sharding_io":
+        del named["load_checkpoint_format"]
+    return {
+        name: value
+        for name, value in named.items()
+        if name in {*PLACES, *SHARDED_FILES, "pp_sharding_comm_overlap"}
+    }
+
+
+def test_a_converted_checkpoint_tells_what_changes_for_its_job(tmp_path: Path) -> None:
+    source = case_directory(ALL_AXES) / CHECKPOINT
+    paddle_reshard.convert(source, tmp_path / "target", to="tp=2,sharding=4")
+    found = paddle_reshard.launch(tmp_path / "target")
+    assert found.ranks == 8
+    batch, random, ema, decay = found.remarks
+    assert "(sharding × dp): 4, before: 2" in batch
+    assert "without random states" in random
+    assert "--zcc_save_ema_coef" in ema
+    assert "pp > 1" in decay
+
+    done = subprocess.run(
+        [sys.executable, "-m", "paddle_reshard", "launch", tmp_path / "target", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    answer = checked(done)
+    assert answer["arguments"] == {
+        "resume_from_checkpoint": str(tmp_path / "target"),
+        "tensor_model_parallel_size": 2,
+        "sharding": "stage1",
+        "sharding_parallel_size": 4,
+        "split_param": True,
+        **SHARDED_FILES,
+    }
+    assert shlex.split(found.command_line())[-2:] == ["--load_sharded_model", "true"]
+
+
+def test_parameters_alone_start_without_optimizer(tmp_path: Path) -> None:
+    source = case_directory(ALL_AXES) / CHECKPOINT
+    paddle_reshard.convert(source, tmp_path / "model", format="huggingface")
+    exported = paddle_reshard.launch(tmp_path / "model")
+    assert exported.library == "transformers" and exported.arguments == {}
+    assert f"vllm serve {tmp_path / 'model'}" in exported.commands
+
+    paddle_reshard.convert(tmp_path / "model", tmp_path / "cold", to="tp=2", format="hybrid-plain")
+    assert paddle_reshard.launch(tmp_path / "cold").arguments["ignore_load_lr_and_optim"] is True
+
+
+def test_a_topology_that_is_not_that_of_the_files_is_wrong_usage() -> None:
+    source = case_directory(ALL_AXES) / CHECKPOINT
+    with pytest.raises(paddle_reshard.UsageError, match="is for tp=2,pp=2,sharding=2, not tp=4"):
+        paddle_reshard.launch(source, to="tp=4")
+    assert paddle_reshard.launch(source, to="tp=2,pp=2,sharding=2,dp=2").ranks == 16
+    with pytest.raises(paddle_reshard.UsageError, match="any topology; give that of the job"):
+        paddle_reshard.launch(case_directory("dense/fc_single") / CHECKPOINT)
