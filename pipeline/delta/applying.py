@@ -6,19 +6,17 @@ recorded checksum. A part is written when all of its blocks are complete.
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from paddle_reshard.pipeline.convert.manifest import parse_manifest
-from paddle_reshard.pipeline.convert.options import check_names, takes
+from paddle_reshard.pipeline.convert.options import takes
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import CheckpointError, MemoryBudgetError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
-from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
+from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.delta.batches import (
     BATCH_BYTES,
     batches,
@@ -39,11 +37,10 @@ from paddle_reshard.pipeline.delta.making import smallest_parts
 from paddle_reshard.pipeline.delta.options import DeltaOptions
 from paddle_reshard.pipeline.delta.packing import unpack
 from paddle_reshard.pipeline.delta.reports import ApplyReport
-from paddle_reshard.pipeline.delta.writing import Part, manifest_of, open_output, write
+from paddle_reshard.pipeline.delta.writing import Job, Part, manifest_of
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.storage.checksum import ALGORITHM, checksum
 from paddle_reshard.storage.formats.manifest import own_manifest
-from paddle_reshard.storage.locate import open_source, source_access
 from paddle_reshard.storage.store import Receipt, Source
 
 
@@ -81,13 +78,9 @@ def apply_delta(
     ReshardError
         If one of the two cannot be read or changes during the run, or the target cannot be written.
     """
-    check_names(options, DeltaOptions)
-    began = time.monotonic()
-    budget_bytes = parse_memory(options.get("memory", DEFAULT_MEMORY))
-    locations = [os.fspath(location) for location in (old, delta, target)]
-    sink = open_output(locations[2], locations[:2], options)
-    one, changes = (open_source(location, *source_access(options)) for location in locations[:2])
-    document, plan_id = _read_document(changes, budget_bytes)
+    job = Job.open({"OLD/": old, "DELTA/": delta}, target, options, observe)
+    one, changes = job.sources.values()
+    document, plan_id = _read_document(changes, job.budget_bytes)
     _check_sizes(one, document)
     files, start = {}, 0
     for path, blocks in document.files.items():
@@ -99,36 +92,32 @@ def apply_delta(
         manifest_of, plan_id, sizes, one, facts={"applied_delta": plan_id}
     )
     if MANIFEST in files:
-        manifest = _small(maker, files[MANIFEST], budget_bytes)
+        manifest = _small(maker, files[MANIFEST], job.budget_bytes)
         plan_id = str((own_manifest(manifest) or {}).get("plan_id") or plan_id)
         describe = partial(_verbatim, manifest)
-    least = {path: smallest_parts(sink, size) for path, size in sizes.items()}
+    least = {path: smallest_parts(job.target, size) for path, size in sizes.items()}
     blocks_held = sum(len(file.blocks) for file in files.values())
     at_a_time = batches_at_a_time(
-        locations[2], blocks_held, max(least.values(), default=BATCH_BYTES), budget_bytes
+        job.location, blocks_held, max(least.values(), default=BATCH_BYTES), job.budget_bytes
     )
     pieces = {piece.part: piece for path in sizes for piece in files[path].cut(least[path])}
 
-    written = write(
-        sink,
+    written = job.write(
         sizes,
         tuple(pieces),
         lambda part: maker.make(pieces[part]),
         plan_id,
-        {"OLD/": one, "DELTA/": changes},
         describe,
         at_a_time,
-        options,
-        observe,
     )
     return ApplyReport(
         one.location,
         changes.location,
-        sink.location,
+        job.target.location,
         len(files),
         written.bytes,
         written.resumed_bytes,
-        time.monotonic() - began,
+        job.seconds,
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,13 +16,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from paddle_reshard.pipeline.convert.options import check_names, takes
+from paddle_reshard.pipeline.convert.options import takes
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import MemoryBudgetError, TargetError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepEnded, StepStarted, ignore_events
 from paddle_reshard.pipeline.core.shown import readable_bytes
-from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
+from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.delta.batches import (
     BATCH_BYTES,
     batches,
@@ -52,11 +51,11 @@ from paddle_reshard.pipeline.delta.stretches import (
     is_safetensors,
     stretches_of,
 )
-from paddle_reshard.pipeline.delta.writing import Part, manifest_of, open_output, write
+from paddle_reshard.pipeline.delta.writing import Job, Part, manifest_of
 from paddle_reshard.pipeline.layouts.reading import Readable
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.storage.checksum import checksum
-from paddle_reshard.storage.locate import absolute, is_local, local_path, open_source, source_access
+from paddle_reshard.storage.locate import absolute, is_local, local_path
 from paddle_reshard.storage.os_errors import translated
 from paddle_reshard.storage.store import OWN_PREFIX, Source, Target
 from paddle_reshard.tasks.index import index_here
@@ -95,18 +94,14 @@ def delta(
     ReshardError
         If one of the two cannot be read or changes during the run, or the target cannot be written.
     """
-    check_names(options, DeltaOptions)
-    began = time.monotonic()
-    budget_bytes = parse_memory(options.get("memory", DEFAULT_MEMORY))
-    locations = [os.fspath(location) for location in (old, new, target)]
-    sink = open_output(locations[2], locations[:2], options)
-    one, two = (open_source(location, *source_access(options)) for location in locations[:2])
+    job = Job.open({"OLD/": old, "NEW/": new}, target, options, observe)
+    one, two = job.sources.values()
     observe(StepStarted("compare", sum(_files(two).values())))
-    stretches = _stretches(one, two, locations[2], budget_bytes)
+    stretches = _stretches(one, two, job.location, job.budget_bytes)
     compared = {path: tuple(cut(of_file)) for path, of_file in stretches.items()}
     blocks = sum(map(len, compared.values()))
-    at_a_time = batches_at_a_time(locations[2], blocks, BATCH_BYTES, budget_bytes)
-    with _Spool(locations[2], sink.location) as spool:
+    at_a_time = batches_at_a_time(job.location, blocks, BATCH_BYTES, job.budget_bytes)
+    with _Spool(job.location, job.target.location) as spool:
         document = _compare(one, two, compared, spool, at_a_time, observe)
         text = format_document(document)
         sizes = {DATA: document.stored_bytes, DOCUMENT: len(text)}
@@ -118,23 +113,19 @@ def delta(
                 return memoryview(text)[part.start : part.start + part.nbytes]
             return spool.read(part.start, part.nbytes)
 
-        written = write(
-            sink,
+        written = job.write(
             sizes,
-            [part for path, size in sizes.items() for part in _parts(sink, path, size)],
+            [part for path, size in sizes.items() for part in _parts(job.target, path, size)],
             fill,
             plan_id,
-            {"OLD/": one, "NEW/": two},
             partial(manifest_of, plan_id, sizes, two, facts={"delta": {"old": document.old_location}}),
             at_a_time,
-            options,
-            observe,
         )
     size_of = _sizes_by_coding(document)
     return DeltaReport(
         one.location,
         two.location,
-        sink.location,
+        job.target.location,
         files=len(document.files),
         new_bytes=sum(size_of.values()),
         delta_bytes=sum(sizes.values()),
@@ -143,7 +134,7 @@ def delta(
         whole_bytes=size_of[Coding.WHOLE],
         folders_left=tuple(two.folders),
         resumed_bytes=written.resumed_bytes,
-        seconds=time.monotonic() - began,
+        seconds=job.seconds,
     )
 
 
