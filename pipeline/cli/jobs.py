@@ -360,6 +360,11 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, output: _Ou
 )
 @click.option("--keep", type=click.IntRange(1), metavar="N", help="Keep the newest N converted checkpoints.")
 @click.option(
+    "--delta",
+    is_flag=True,
+    help="Also store what changed since the converted checkpoint before, in DST_ROOT/delta-<old>-<new>.",
+)
+@click.option(
     "--submit", "address", metavar="ADDRESS", help="Run the conversions as jobs of this Ray cluster."
 )
 @click.option(
@@ -423,6 +428,7 @@ def watch(
             overwrite=bool(request.values.get("overwrite")),
             forget_before=time.time() if retry_failed else 0.0,
             stale_seconds=settings["stale"],
+            delta=settings["delta"],
         )
         watcher = _watcher(request, policy, address, {name: settings[name] for name in OF_A_JOB})
         if not wait and not watcher.run.is_there():

@@ -19,7 +19,7 @@ from pathlib import Path
 from paddle_reshard.pipeline.convert.options import takes
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.backports import Unpack
-from paddle_reshard.pipeline.core.errors import MemoryBudgetError, TargetError
+from paddle_reshard.pipeline.core.errors import CheckpointError, MemoryBudgetError, TargetError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepEnded, StepStarted, ignore_events
 from paddle_reshard.pipeline.core.shown import readable_bytes
 from paddle_reshard.pipeline.core.units import PathLike
@@ -60,6 +60,8 @@ from paddle_reshard.storage.os_errors import translated
 from paddle_reshard.storage.store import OWN_PREFIX, Source, Target
 from paddle_reshard.tasks.index import index_here
 
+OLD, NEW = "OLD/", "NEW/"
+"""Prefixes of the files of the two checkpoints in the identity of a run."""
 ARRAY_MEMORY_BYTES = 1 << 9
 """Upper bound of the memory for each tensor during comparison, including its key."""
 
@@ -94,10 +96,28 @@ def delta(
     ReshardError
         If one of the two cannot be read or changes during the run, or the target cannot be written.
     """
-    job = Job.open({"OLD/": old, "NEW/": new}, target, options, observe)
+    return _make(Job.open({OLD: old, NEW: new}, target, options, observe))
+
+
+def delta_of_one_model(
+    old: PathLike, new: PathLike, target: PathLike, options: DeltaOptions, observe: Observer = ignore_events
+) -> DeltaReport:
+    """:func:`delta`, only if both have the same tensors.
+
+    Raises
+    ------
+    CheckpointError
+        If a tensor is in one of the two only, or has another size or dtype; in addition to those of :func:`delta`.
+    """
+    return _make(Job.open({OLD: old, NEW: new}, target, options, observe), one_model=True)
+
+
+def _make(job: Job, one_model: bool = False) -> DeltaReport:
+    """Compare, write and publish."""
+    observe = job.observe
     one, two = job.sources.values()
     observe(StepStarted("compare", sum(_files(two).values())))
-    stretches = _stretches(one, two, job.location, job.budget_bytes)
+    stretches = _stretches(one, two, job.location, job.budget_bytes, one_model)
     compared = {path: tuple(cut(of_file)) for path, of_file in stretches.items()}
     blocks = sum(map(len, compared.values()))
     at_a_time = batches_at_a_time(job.location, blocks, BATCH_BYTES, job.budget_bytes)
@@ -143,7 +163,9 @@ def _files(source: Source) -> dict[str, int]:
     return {path: size for path, size in sorted(source.sizes().items()) if not path.startswith(OWN_PREFIX)}
 
 
-def _stretches(old: Source, new: Source, what: str, budget_bytes: int) -> dict[str, list[Stretch]]:
+def _stretches(
+    old: Source, new: Source, what: str, budget_bytes: int, one_model: bool
+) -> dict[str, list[Stretch]]:
     """New file → its ranges, each with the old range that it is compared with."""
     files = _files(old)
     before, after = (index_here(_arrays, source, _files(source)) for source in (old, new))
@@ -151,6 +173,8 @@ def _stretches(old: Source, new: Source, what: str, budget_bytes: int) -> dict[s
     needed_bytes = FOOTPRINT_BYTES + arrays * ARRAY_MEMORY_BYTES
     if needed_bytes > budget_bytes:
         raise MemoryBudgetError(what, budget_bytes, needed_bytes)
+    if one_model:
+        _check_same_tensors(old.location, before, new.location, after)
     everywhere = {
         array.key: (path, array) for path, found in before.items() if is_safetensors(path) for array in found
     }
@@ -160,6 +184,32 @@ def _stretches(old: Source, new: Source, what: str, budget_bytes: int) -> dict[s
         known = ChainMap(there, everywhere) if is_safetensors(path) else there
         made[path] = stretches_of(path, size_bytes, after[path], known.get, files.get(path))
     return made
+
+
+def _check_same_tensors(
+    old: str, before: Mapping[str, Sequence[Array]], new: str, after: Mapping[str, Sequence[Array]]
+) -> None:
+    """Refuse two checkpoints that do not have the same tensors."""
+    ours, theirs = (
+        {
+            ("" if is_safetensors(path) else path, array.key): array
+            for path, found in side.items()
+            for array in found
+        }
+        for side in (before, after)
+    )
+    for place in sorted({*ours, *theirs}):
+        sizes = [
+            "is missing" if array is None else f"has {array.nbytes} bytes, {array.item_bytes} per element,"
+            for array in (ours.get(place), theirs.get(place))
+        ]
+        if sizes[0] != sizes[1]:
+            path, key = place
+            name = ": ".join(filter(None, (path, key.replace("\0", "/").strip("/"))))
+            raise CheckpointError(
+                f"{name} {sizes[0]} in {old} and {sizes[1].removesuffix(',')} in {new}: they are not checkpoints of "
+                "one model"
+            )
 
 
 def _arrays(store: Readable, path: str, size_bytes: int) -> tuple[Array, ...]:

@@ -22,6 +22,8 @@ from paddle_reshard.storage.session.holder import Holder
 CLAIMS = ".paddle_reshard/claims"
 LONGEST_BACKOFF_SECONDS = 3600.0
 CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,18})")
+DELTA = re.compile(r"delta-([0-9]{1,18})-([0-9]{1,18})")
+"""Name of the folder of a delta between two converted checkpoints."""
 
 
 class State(str, Enum):
@@ -79,6 +81,8 @@ class Policy:
     """Time without changes after which an incomplete checkpoint is given up, because its job has died."""
     heartbeat_seconds: float = 60.0
     """Pause between two heartbeats of a claim."""
+    delta: bool = False
+    """Whether to store what changed between each converted checkpoint and the one before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +122,8 @@ class Attempt:
             attempt = typed(parse_json(data), cls)
         except JsonError as error:
             raise ValueError(f"not a claim: {error}") from error
-        if "/" in attempt.conversion_id or not CHECKPOINT.fullmatch(attempt.target):
+        named = CHECKPOINT.fullmatch(attempt.target) or DELTA.fullmatch(attempt.target)
+        if "/" in attempt.conversion_id or not named:
             raise ValueError(f"not a claim of a checkpoint: {attempt.target!r}, {attempt.conversion_id!r}")
         return attempt
 
@@ -319,6 +324,24 @@ def steps_of(folders: Sequence[str]) -> list[tuple[int, str]]:
     [(3, 'checkpoint-3'), (20, 'checkpoint-20')]
     """
     return sorted((int(match[1]), name) for name in folders if (match := CHECKPOINT.fullmatch(name)))
+
+
+def step_of(name: str) -> int:
+    """The step of a checkpoint.
+
+    >>> step_of("checkpoint-20")
+    20
+    """
+    return int(name.removeprefix("checkpoint-"))
+
+
+def delta_name(old: str, new: str) -> str:
+    """The folder of the delta between two checkpoints.
+
+    >>> delta_name("checkpoint-3", "checkpoint-20")
+    'delta-3-20'
+    """
+    return f"delta-{step_of(old)}-{step_of(new)}"
 
 
 def superfluous(converted: Sequence[str], keep: int | None) -> list[str]:

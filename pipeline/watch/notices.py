@@ -35,8 +35,8 @@ class Notice:
     """A notice is not logged if the previous one had the same key. Default: the message."""
 
 
-def of_decision(name: str, decision: Decision) -> Notice | None:
-    """The notice about a decision to do nothing; ``None`` for all others."""
+def of_decision(name: str, decision: Decision, made: str = "converted") -> Notice | None:
+    """The notice about a decision to do nothing; ``None`` for all others. ``made`` is what would have been done."""
     if decision.action is Action.NOTHING:
         level = logging.WARNING if decision.cause is Cause.SOURCE_CHANGED else logging.DEBUG
         return Notice(Result.DONE, level, f"{name}: {decision.reason}")
@@ -44,7 +44,7 @@ def of_decision(name: str, decision: Decision) -> Notice | None:
         key = "" if decision.cause is None else decision.cause.value
         return Notice(Result.WAITING, logging.INFO, f"{name}: waiting: {decision.reason}", key)
     if decision.action is Action.FAIL:
-        return Notice(Result.FAILED, logging.ERROR, f"{name}: not converted: {decision.reason}")
+        return Notice(Result.FAILED, logging.ERROR, f"{name}: not {made}: {decision.reason}")
     return None
 
 
@@ -62,10 +62,10 @@ def of_incomplete(name: str, incomplete: Incomplete, now: float, stale_seconds: 
     return Notice(Result.WAITING, logging.INFO, message, f"waiting: {incomplete.reason} {since}")
 
 
-def of_attempt(name: str, ended: Attempt, seconds: float) -> Notice:
-    """The notice about an attempt that has ended."""
+def of_attempt(name: str, ended: Attempt, seconds: float, made: str = "converted") -> Notice:
+    """The notice about an attempt that has ended. ``made`` is what it was for."""
     if ended.state is State.DONE:
-        return Notice(Result.CONVERTED, logging.INFO, f"{name}: converted in {seconds:.0f} s")
+        return Notice(Result.CONVERTED, logging.INFO, f"{name}: {made} in {seconds:.0f} s")
     if ended.state is State.RELEASED:
         return Notice(Result.WAITING, logging.INFO, f"{name}: waiting: {ended.reason}")
     return Notice(Result.FAILED, logging.ERROR, f"{name}: {ended.state.value}: {ended.reason}")

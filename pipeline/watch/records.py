@@ -3,6 +3,7 @@
 ::
 
     DST_ROOT/checkpoint-<step>/paddle_reshard.json     the manifest: this target is complete
+    DST_ROOT/delta-<old>-<new>/paddle_reshard.json     with --delta, the same for what changed between two targets
     DST_ROOT/.paddle_reshard/claims/<id>.json          attempt 1 of conversion <id>: who, since when, how it ended
     DST_ROOT/.paddle_reshard/claims/<id>.2.json        attempt 2, made when attempt 1 had failed or died
     DST_ROOT/.paddle_reshard/seen/<id>.json            the state of a checkpoint that may be unfinished
@@ -96,9 +97,9 @@ class Records:
 
     # ------------------------------------------------------------------------------------- claims
 
-    def attempts(self, name: str) -> list[Attempt]:
-        """All attempts at the conversion of a checkpoint, ascending."""
-        return self.all_attempts().get(self.conversion_id(name), [])
+    def attempts(self, conversion_id: str) -> list[Attempt]:
+        """All attempts at a conversion, ascending."""
+        return self.all_attempts().get(conversion_id, [])
 
     def all_attempts(self) -> dict[str, list[Attempt]]:
         """All claims next to the targets: conversion id → attempts, ascending."""

@@ -19,6 +19,9 @@ from paddle_reshard.pipeline.core.errors import (
     error_class,
 )
 from paddle_reshard.pipeline.core.events import Event, StepEnded, StepStarted
+from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY
+from paddle_reshard.pipeline.delta.making import delta_of_one_model
+from paddle_reshard.pipeline.delta.options import DeltaOptions
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 from paddle_reshard.storage.formats.typed_json import Bounds, typed
 from paddle_reshard.storage.locate import target_access
@@ -61,6 +64,29 @@ def convert_inline(conversion: Conversion) -> Convert:
             convert_with(source, target, settings, observe)
 
     return convert
+
+
+def delta_inline(conversion: Conversion) -> Callable[[str, str, str], None]:
+    """``(old, new, target)``: deltas between converted checkpoints, in this process."""
+    given = conversion.settings.options
+    access = target_access(given)
+    options: DeltaOptions = {
+        "memory": given.get("memory", DEFAULT_MEMORY),
+        "overwrite": given.get("overwrite", False),
+        "no_space_check": given.get("no_space_check", False),
+        "storage_options": access.options,
+        "allow_scheme": tuple(access.schemes),
+        "resume": True,
+    }
+
+    def make(old: str, new: str, target: str) -> None:
+        try:
+            delta_of_one_model(old, new, target, options)
+        except StaleSessionError as error:
+            _discard(target, conversion, error)
+            delta_of_one_model(old, new, target, options)
+
+    return make
 
 
 def _discard(target: str, conversion: Conversion, reason: object) -> None:

@@ -8,6 +8,8 @@ rewrites its file. The decisions are divided among modules::
     looking    whether a checkpoint is complete                     reads
     finished   whether the trainer has finished writing it          pure
     claims     observations and earlier attempts → what to do       pure
+    attempts   claim an attempt, run it, record its end             reads and writes
+    deltas     what changed between converted checkpoints           reads and writes
     notices    results → messages                                   pure
 
 ``Watcher`` calls them in turn, claims, converts and records.
@@ -17,8 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 from paddle_reshard.pipeline.convert.conversion import plan_with
@@ -26,9 +27,11 @@ from paddle_reshard.pipeline.convert.manifest import describe_targets
 from paddle_reshard.pipeline.convert.options import ConversionOptions
 from paddle_reshard.pipeline.core.errors import CheckpointError, ListingError, ReshardError, UsageError
 from paddle_reshard.pipeline.watch import notices
+from paddle_reshard.pipeline.watch.attempts import Attempts
 from paddle_reshard.pipeline.watch.claims import (
     CHECKPOINT,
     CLAIMS,
+    DELTA,
     Action,
     Attempt,
     Basis,
@@ -37,22 +40,20 @@ from paddle_reshard.pipeline.watch.claims import (
     Policy,
     State,
     compare_manifests,
-    decide,
     end_of,
     in_words,
-    next_attempt,
     recorded_as,
     steps_of,
     superfluous,
 )
+from paddle_reshard.pipeline.watch.deltas import Deltas
 from paddle_reshard.pipeline.watch.looking import Inspector
 from paddle_reshard.pipeline.watch.notices import Notice, Notices, Result
 from paddle_reshard.pipeline.watch.records import Records, digest
-from paddle_reshard.pipeline.watch.runners import Conversion, Convert, convert_inline
+from paddle_reshard.pipeline.watch.runners import Conversion, Convert, convert_inline, delta_inline
 from paddle_reshard.storage.formats.manifest import own_manifest
 from paddle_reshard.storage.listing import CheckpointRoot, open_root
 from paddle_reshard.storage.locate import comparable_path, source_access, target_access
-from paddle_reshard.storage.session.holder import is_gone, process_start, this_process
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +74,9 @@ class Watcher:
 
     def __post_init__(self) -> None:
         check_locations(self.run.location, self.out.location)
-        self.me = this_process()
         self.records = Records(self.run, self.out, self.conversion.identify)
+        self.attempts = Attempts(self.records, self.policy, lambda: self.clock())
+        self.deltas = Deltas(self.attempts, delta_inline(self.conversion), self.notices)
         self.inspector = Inspector(self.records, self.conversion.settings.options, self.policy.settle_seconds)
 
     # ------------------------------------------------------------------------------------- one pass
@@ -94,9 +96,18 @@ class Watcher:
                 message = f"{name}: {in_words(error)}; will be checked again"
                 results[name] = self._give(name, Result.FAILED, logging.ERROR, message)
             if results[name] is Result.CONVERTED:
-                self.prune()
-        self.prune()
+                self._settle(results)
+        self._settle(results)
         return results
+
+    def _settle(self, results: dict[str, Result]) -> None:
+        """Make the deltas that are missing, and remove what ``--keep`` does not keep."""
+        needed: set[str] = set()
+        if self.policy.delta:
+            of_checkpoints = {name: result for name, result in results.items() if not DELTA.fullmatch(name)}
+            results |= self.deltas.update(self._order, of_checkpoints)
+            needed = self.deltas.needed(self._order, of_checkpoints)
+        self.prune(needed)
 
     def repeat(self, every_seconds: float) -> dict[str, Result]:
         """Repeat until interrupted or a checkpoint is stale. Returns the result of the last pass."""
@@ -135,10 +146,7 @@ class Watcher:
         return action is Action.NOTHING
 
     def _decide(self, name: str) -> tuple[Decision, Basis]:
-        attempts = self.records.attempts(name)
-        seen = self.records.observe(name)
-        gone = bool(attempts) and is_gone(attempts[-1].holder, self.me, process_start)
-        return decide(seen, attempts, gone, self.policy, self.clock()), Basis(seen, tuple(attempts))
+        return self.attempts.decide(self.records.conversion_id(name), self.records.observe(name))
 
     def _handle(self, name: str) -> Result:
         """Decide what to do about a checkpoint, and do it."""
@@ -188,29 +196,20 @@ class Watcher:
     # ------------------------------------------------------------------------------------- converting
 
     def _next_attempt(self, name: str, basis: Basis) -> Attempt:
-        conversion_id = self.records.conversion_id(name)
-        return next_attempt(conversion_id, name, basis, self.me, uuid.uuid4().hex, self.clock())
+        return self.attempts.following(self.records.conversion_id(name), name, basis)
 
     def _claim_and_convert(self, name: str, basis: Basis) -> Result:
         attempt = self._next_attempt(name, basis)
         if not self.records.create(attempt):
             return self._not_claimed(name, basis)
         log.info("%s: converting (%s, attempt %d)", name, attempt.conversion_id, attempt.number)
-        started, ended = self.clock(), None
-        try:
-            with self.records.renewed(attempt, self.policy.heartbeat_seconds, lambda: self.clock()):
-                ended = self._convert(name, attempt)
-        except KeyboardInterrupt:
-            ended = replace(attempt, state=State.RELEASED, reason="interrupted", seen_at=self.clock())
-            raise
-        finally:
-            if ended is not None:
-                self.records.write(ended)
+        started = self.clock()
+        ended = self.attempts.run(attempt, lambda: self._convert(name, attempt))
         return self.notices.give(name, notices.of_attempt(name, ended, self.clock() - started))
 
     def _not_claimed(self, name: str, basis: Basis) -> Result:
         """Another watcher was faster, or a file that is not a claim occupies the claim's path."""
-        if self.records.attempts(name) != list(basis.attempts):
+        if self.records.attempts(self.records.conversion_id(name)) != list(basis.attempts):
             message = f"{name}: waiting: another watcher has just claimed it"
             return self._give(name, Result.WAITING, logging.INFO, message)
         where = self.out.at(f"{CLAIMS}/{self.records.conversion_id(name)}")
@@ -240,8 +239,11 @@ class Watcher:
 
     # ------------------------------------------------------------------------------------- keeping
 
-    def prune(self) -> None:
-        """Remove targets beyond ``--keep`` that a watcher made and that have not been replaced since."""
+    def prune(self, needed: Collection[str] = ()) -> None:
+        """Remove targets beyond ``--keep`` that a watcher made and that have not been replaced since.
+
+        Targets that are ``needed`` stay. The delta that leads to a target is removed with it.
+        """
         if self.policy.keep is None:
             return
         latest = [attempts[-1] for attempts in self.records.all_attempts().values()]
@@ -254,7 +256,11 @@ class Watcher:
             if attempt.state is State.DONE and attempt.plan_id == self.records.plan_id(attempt.target)
         }
         for name in superfluous(list(mine), self.policy.keep):
-            self._remove(mine[name])
+            if name not in needed:
+                self._remove(mine[name])
+        for name in mine:
+            if (match := DELTA.fullmatch(name)) and self.records.plan_id(f"checkpoint-{match[2]}") is None:
+                self._remove(mine[name])
 
     def _remove(self, attempt: Attempt) -> None:
         """Remove a target, and nothing else. If this is killed, the next pass completes the removal."""
