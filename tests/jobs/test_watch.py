@@ -763,7 +763,7 @@ def test_a_killed_watcher_s_delta_is_finished_by_the_next(training: Run) -> None
     copy_of_run(training, {3: "dense/single", 6: "dense/sh2_s1v2_meta"})
     script = (
         "import os, signal\nfrom paddle_reshard.pipeline.delta import writing\nreal = writing.Outputs.note\n"
-        "def note(self, record):\n    real(self, record)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def note(self, records):\n    real(self, records)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
         "writing.Outputs.note = note\n"
     )
     # Conversions note their records too: they are done before.
