@@ -1,7 +1,7 @@
 """Every real checkpoint, converted to other topologies, still holds the truth bit for bit.
 
-``make test`` converts the cases that differ most to every target, and each of the others to every fourth, not the same
-ones; ``make exhaustive`` to those between. The targets of a case are made in one run, which reads the source once; the
+``make test`` converts the cases that differ most to every second target, and each of the others to every fourth, not
+the same ones; ``make exhaustive`` to those between. The targets of a case are made in one run, which reads the source once; the
 conversions of ``test_structure.py`` have a run each.
 """
 
@@ -95,8 +95,9 @@ def _targets(name: str) -> list[Target]:
 
 def _sampled(name: str) -> list[Target]:
     """The targets that ``make test`` makes of a case."""
-    step = 1 if name in FEW_CASES else 4
-    return _targets(name)[hybrid_cases().index(name) % step :: step]
+    few = name in FEW_CASES
+    number, step = (FEW_CASES.index(name), 2) if few else (hybrid_cases().index(name), 4)
+    return _targets(name)[number % step :: step]
 
 
 @cache

@@ -18,6 +18,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.convert.options import Kind, declarations
 from paddle_reshard.pipeline.core import errors
 from tests.conftest import COMMITTED, REPO
+from tests.sampling import exhaustive
 
 SOURCE = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
 EXAMPLES = sorted(set((REPO / "examples").glob("*.py")) - {REPO / "examples" / "prefect_flow.py"})
@@ -180,7 +181,7 @@ def pyright_finds(files: list[Path], folder: Path) -> set[tuple[Path, int]]:
     return {(Path(error["file"]).resolve(), error["range"]["start"]["line"] + 1) for error in found}
 
 
-@pytest.mark.parametrize("finds", [mypy_finds, pyright_finds])
+@pytest.mark.parametrize("finds", [exhaustive(mypy_finds), pyright_finds])
 def test_type_checkers_accept_the_examples_in_strict_mode_and_nothing_wrong(
     finds: Callable[[list[Path], Path], set[tuple[Path, int]]], tmp_path: Path
 ) -> None:
