@@ -1,8 +1,8 @@
 """Every real checkpoint, converted to other topologies, still holds the truth bit for bit.
 
 ``make test`` converts the cases that differ most to every second target, and each of the others to every fourth, not
-the same ones; ``make exhaustive`` to those between. The targets of a case are made in one run, which reads the source once; the
-conversions of ``test_structure.py`` have a run each.
+the same ones; ``make exhaustive`` to those between. The targets of a case are made in one run, which reads the source
+once; the conversions of ``test_structure.py`` have a run each.
 """
 
 import json
