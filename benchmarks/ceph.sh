@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # One-node Ceph with an S3 gateway, for benchmarks, on Debian and its relatives.
 #
-#   ceph.sh start DIR S3_PORT MON_PORT    unpack Debian's packages below DIR (first time: 66 MiB of downloads), start
+#   ceph.sh start DIR S3_PORT MON_PORT TLS_PORT
+#                                         unpack Debian's packages below DIR (first time: 66 MiB of downloads), start
 #   ceph.sh gateway DIR                   start the gateway again after it was killed
 #   ceph.sh stop DIR                      end what was started from DIR
 #
@@ -80,7 +81,7 @@ bluestore block wal create = false
 osd memory target = 1500000000
 [client.rgw.s3]
 rgw data = $state/gateway
-rgw frontends = beast endpoint=127.0.0.1:$s3_port
+rgw frontends = beast endpoint=127.0.0.1:$s3_port ssl_endpoint=127.0.0.1:$tls_port ssl_certificate=$state/certificate.pem ssl_private_key=$state/key.pem
 rgw gc obj min wait = 1
 rgw gc processor period = 2
 END
@@ -101,6 +102,8 @@ start() {
     local cluster identity
     cluster=$(cat /proc/sys/kernel/random/uuid)
     identity=$(cat /proc/sys/kernel/random/uuid)
+    openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 30 -subj /CN=benchmark \
+        -addext subjectAltName=IP:127.0.0.1 -keyout "$state/key.pem" -out "$state/certificate.pem"
     write_configuration
     monmaptool --create --addv a "[v1:127.0.0.1:$mon_port]" --fsid "$cluster" "$state/monmap"
     ceph-mon -i a --mkfs --monmap "$state/monmap" --keyring "$state/keyring"
@@ -132,7 +135,7 @@ create_user() {
 
 case $action in
 start)
-    s3_port=${3:?S3 port} mon_port=${4:?monitor port}
+    s3_port=${3:?S3 port} mon_port=${4:?monitor port} tls_port=${5:?port for TLS}
     stop
     (start) >"$home/start.log" 2>&1 &
     wait $! && exit
@@ -146,5 +149,5 @@ gateway)
     radosgw -n client.rgw.s3
     ;;
 stop) stop ;;
-*) echo "usage: ceph.sh start DIR S3_PORT MON_PORT | gateway DIR | stop DIR" >&2; exit 2 ;;
+*) echo "usage: ceph.sh start DIR S3_PORT MON_PORT TLS_PORT | gateway DIR | stop DIR" >&2; exit 2 ;;
 esac

@@ -66,10 +66,10 @@ class Ceph:
     """The server: a monitor, a store and a gateway."""
 
     def __init__(self, home: Path) -> None:
-        self.home, self.port = home, _free_port()
+        self.home, self.port, self.tls_port = home, _free_port(), _free_port()
 
     def start(self) -> None:
-        self._script("start", str(self.port), str(_free_port()))
+        self._script("start", str(self.port), str(_free_port()), str(self.tls_port))
 
     def stop(self) -> None:
         self._script("stop")

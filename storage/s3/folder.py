@@ -14,7 +14,7 @@ from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.remote.folder import FsspecFolder, Listing, ObjectStamp
 from paddle_reshard.storage.remote.retry import RetryPolicy
-from paddle_reshard.storage.s3.reads import read_body
+from paddle_reshard.storage.s3 import direct
 from paddle_reshard.storage.s3.uploads import abort_upload, base64_md5, create_upload, md5_of, pages
 
 SCHEMES = ("s3", "s3a")
@@ -57,7 +57,11 @@ class S3Folder(FsspecFolder):
     def request(self, method: str, name: str, **parameters: Any) -> dict[str, Any]:
         """One request about one file, without a retry."""
         bucket, key = self.key(name)
-        return self.open()[0].call_s3(method, Bucket=bucket, Key=key, **parameters)
+        file_system, _ = self.open()
+        if method == "upload_part":
+            return direct.upload_part(file_system, {"Bucket": bucket, "Key": key, **parameters})
+        answer: dict[str, Any] = file_system.call_s3(method, Bucket=bucket, Key=key, **parameters)
+        return answer
 
     def request_below(self, method: str, **parameters: Any) -> dict[str, Any]:
         """One request about everything below the prefix, without a retry."""
@@ -93,7 +97,7 @@ class S3Folder(FsspecFolder):
         }
         if stamp.version and not getattr(file_system, "local_expiry_check", False):
             request["IfMatch"] = stamp.version
-        version: str = sync(file_system.loop, read_body, file_system, request, buffer)
+        version = direct.read(file_system, request, buffer)
         # Some stores ignore the condition.
         if stamp.version and version.strip('"') != stamp.version.strip('"'):
             raise self.failure(f"{self.location}/{name}: changed while it was read")

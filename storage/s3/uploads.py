@@ -9,7 +9,6 @@ returns it as the part's ETag.
 from __future__ import annotations
 
 import hashlib
-import io
 from base64 import b64encode
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -159,7 +158,7 @@ def upload_part(folder: Bucket, name: str, upload_id: str, number: int, buffer: 
         name,
         UploadId=upload_id,
         PartNumber=number,
-        Body=_Sent(buffer),
+        Body=buffer,
         ContentMD5=b64encode(md5).decode(),
     )
     taken = Taken.of(str(answer["ETag"]), answer)
@@ -209,32 +208,6 @@ def pages(ask: Callable[..., dict[str, Any]], **markers: str) -> Iterator[dict[s
         if not page.get("IsTruncated"):
             return
         more = {parameter: page[entry] for parameter, entry in markers.items()}
-
-
-class _Sent(io.RawIOBase):
-    """A buffer that reads as a file, so that it is sent without a copy."""
-
-    def __init__(self, buffer: memoryview) -> None:
-        self.buffer, self.at = buffer.cast("B"), 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.at = offset + (0, self.at, len(self.buffer))[whence]
-        return self.at
-
-    def tell(self) -> int:
-        return self.at
-
-    def readinto(self, into: Any) -> int:
-        piece = self.buffer[self.at : self.at + len(into)]
-        into[: len(piece)] = piece
-        self.at += len(piece)
-        return len(piece)
 
 
 # ------------------------------------------------------------------------------------------ ETags and MD5

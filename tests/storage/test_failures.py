@@ -96,17 +96,18 @@ def _manifest(method: str, path: str) -> bool:
 
 
 def _of_one(wanted: Fault) -> Fault:
-    """The requests about the same as the first one that is ``wanted``."""
-    chosen: list[tuple[str, str]] = []
+    """The requests that are ``wanted`` about the file of the first of them."""
+    chosen: list[str] = []
     lock = threading.Lock()
 
     def fault(method: str, path: str) -> bool:
         if not wanted(method, path):
             return False
+        file = path.partition("?")[0]
         with lock:
             if not chosen:
-                chosen.append((method, path))
-        return (method, path) == chosen[0]
+                chosen.append(file)
+        return file == chosen[0]
 
     return fault
 
