@@ -135,6 +135,7 @@ def plan_request(
         base_store = open_checkpoint(locations.merge_into, locations.reading)
         base = index_checkpoint(base_store, tables, config, None, index_files)
         store, checkpoint = merge_into(base_store, base, store, checkpoint)
+    of_source = checkpoint.model.config
     if program is not None:
         checkpoint = rewrite(
             checkpoint, program, tables if needs_rule_table(request.target_requests) else None, config
@@ -142,6 +143,7 @@ def plan_request(
     if request.convention is not None:
         checkpoint = to_convention(checkpoint, request.convention, tables, config)
         checkpoint = replace(checkpoint, rewritten=trainer_state_for(own, request.convention))
+    checkpoint = replace(checkpoint, former_config=of_source)
     donor = None
     if locations.like is not None:
         donor_store = open_source(locations.like, *locations.reading)

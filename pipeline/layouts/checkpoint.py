@@ -114,8 +114,15 @@ class Checkpoint:
     """Whether its master weights are made from its parameters on request, without other optimizer states."""
     completion: Completion | None = None
     """What it took from another model; ``None`` where none was given."""
+    former_config: Mapping[str, Any] | None = None
+    """The source's config, if tensors were given other names or layouts and the model has another one."""
     newer: str = ""
     """Description of attributes that are newer than the tested library versions; they do not affect values."""
+
+    @property
+    def source_config(self) -> Mapping[str, Any]:
+        """The config with which the source was read."""
+        return self.model.config if self.former_config is None else self.former_config
 
     def without(self, states: Collection[str]) -> Checkpoint:
         """The same checkpoint without the tensors of some states."""

@@ -99,7 +99,8 @@ def _has_muon_states(tensor: ModelTensor, kept: set[str]) -> bool:
 def _excluded_by(tensor: ModelTensor, model: Model) -> str | None:
     names = (tensor.key, tensor.rule.parameter_name or tensor.rule.name_class)
     patterns = model.table.muon_exclude_patterns
-    return next((pattern for pattern in patterns if any(pattern in name for name in names)), None)
+    # The library compares both in lower case.
+    return next((p for p in patterns if any(p.lower() in name.lower() for name in names)), None)
 
 
 def _check_muon(model: Model, trained: list[ModelTensor], by_muon: list[ModelTensor]) -> None:

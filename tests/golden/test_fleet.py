@@ -23,7 +23,7 @@ import pytest
 import safetensors
 
 import paddle_reshard
-from paddle_reshard.pipeline.core.errors import CoverageError, RuleError, UsageError
+from paddle_reshard.pipeline.core.errors import CoverageError, RuleError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.layouts.flex.boxes import Box, describe_boxes
 from paddle_reshard.pipeline.layouts.flex.stacked import SHAPES, with_two_dims
 from tests import oracle
@@ -221,10 +221,38 @@ def test_a_family_without_a_table_is_refused(tmp_path: Path) -> None:
         )
 
 
-def test_layers_behind_empty_ones_have_two_numberings(tmp_path: Path) -> None:
-    config = with_entries(checkpoint(GLM), tmp_path, num_empty_layers_add_in_head=2)
+def test_layers_behind_empty_ones_are_numbered_as_the_statements_do(tmp_path: Path) -> None:
+    """Those of PaddleFormers 1.2, whose jobs PaddleFleet 0.3 trains; read again they have the model's numbers."""
+    case = GLM
+    config = with_entries(checkpoint(case), tmp_path, num_empty_layers_add_in_head=2)
+    options = {"format": "flex", "convention": "paddlefleet"}
+    paddle_reshard.convert(checkpoint(case), tmp_path / "pushed", config=config, **options)
+    paddle_reshard.convert(checkpoint(case), tmp_path / "export", format="huggingface")
+    program = statements(DECLARED["families"]["glm4_moe"]["shifted"])
+    declared = {key for key, _ in Engine(program, with_mtp(exported(tmp_path / "export"))).parameters()}
+    found = read_flex(tmp_path / "pushed")
+    held = {key for key in found if key.endswith((".weight", "correction_bias"))}
+    assert held == {key for key in declared if ".layers.5." not in key}
+    wanted = {pushed(key): array for key, array in declared_truth(case, "plain").items()}
+    assert_same(found, wanted)
+    paddle_reshard.convert(
+        tmp_path / "pushed", tmp_path / "back", format="flex", convention="paddleformers", config=config
+    )
+    assert_same(read_flex(tmp_path / "back"), own_truth(case))
+
+
+def pushed(key: str) -> str:
+    """A key behind two empty layers."""
+    return re.sub(r"layers\.(\d+)\.", lambda match: f"layers.{int(match[1]) + 2}.", key)
+
+
+def test_layers_behind_empty_ones_are_not_numbered_for_an_unknown_version(tmp_path: Path) -> None:
+    entries = json.loads((checkpoint(GLM) / "config.json").read_text())
+    entries["paddlefleet_version"] = entries.pop("paddleformers_version")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**entries, "num_empty_layers_add_in_head": 2}))
     options = {"format": "flex", "convention": "paddlefleet", "config": config}
-    with pytest.raises(RuleError, match=r"num_empty_layers_add_in_head=2: .* set the entry to 0 in a copy"):
+    with pytest.raises(RuleError, match=r"num_empty_layers_add_in_head=2: .* set the entry to 0 in it"):
         paddle_reshard.convert(checkpoint(GLM), tmp_path / "x", **options)
 
 
@@ -406,14 +434,39 @@ def test_grouped_experts_of_three_dims(fleet_checkpoints: Callable[..., Path], t
     assert_same(read_flex(tmp_path / "back"), own_truth(GLM))
 
 
+def test_experts_as_sonic_moe_computes_with_them_are_refused(
+    fleet_checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Gate and up have other dims there, and two orders."""
+
+    def shape_of(key: str) -> tuple[int, ...] | None:
+        if "_pow_" in key:
+            return None
+        return (4 * 64, 64) if ".weight1" in key else (4, 64, 32) if ".weight2" in key else None
+
+    other = resaved(fleet_checkpoints(GLM, "grouped"), tmp_path / "sonic", lambda key: key, shape_of)
+    told = (
+        r"weight2: stored as \(256, 32\), as SonicMoE computes .* not as \(128, 64\)\. .* save it as a Flex"
+    )
+    with pytest.raises(UnsupportedError, match=told):
+        paddle_reshard.convert(other, tmp_path / "back", format="flex", convention="paddleformers")
+
+
+def test_fused_buffers_of_fsdp_are_refused(fleet_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+    def fused(key: str) -> str:
+        return key.replace("model.norm.weight", "fuse_params_0")
+
+    other = resaved(fleet_checkpoints(QWEN3), tmp_path / "fsdp", fused, lambda key: None)
+    with pytest.raises(
+        UnsupportedError, match=r"fuse_params_0\S* is a buffer into which FSDP .* another shard"
+    ):
+        paddle_reshard.convert(other, tmp_path / "back", format="flex")
+
+
 def test_layers_that_empty_ones_have_pushed_back(
     fleet_checkpoints: Callable[..., Path], tmp_path: Path
 ) -> None:
     """As PaddleFleet 0.3 numbers them; statements say the same."""
-
-    def pushed(key: str) -> str:
-        return re.sub(r"layers\.(\d+)\.", lambda match: f"layers.{int(match[1]) + 2}.", key)
-
     made = fleet_checkpoints(GLM, "plain")
     other = resaved(made, tmp_path / "pushed", pushed, lambda key: None)
     paddle_reshard.convert(checkpoint(GLM), tmp_path / "export", format="huggingface")

@@ -34,7 +34,7 @@ from tests.golden.unified_cases import write_safetensors
 
 BIAS = "*e_score_correction_bias"
 MTP = re.compile(r"model\.(layers\.3\.|mtp_)")
-DSV3, ERNIE = "dsv3_mtp_small_single", "ernie45_mtp_single"
+DSV3, ERNIE, NLP = "dsv3_mtp_small_single", "ernie45_mtp_single", "nlp_dsv2_mtp_single"
 FORMS: dict[str, dict[str, Any]] = {
     DSV3: {"to": "tp=1"},
     "dsv3_mtp_pp2": {"to": "pp=2"},
@@ -44,6 +44,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "dsv3_mtp_ep2_sh2_s1v2_meta": {"to": "ep=2,sharding=2"},
     ERNIE: {"to": "tp=1"},
     "ernie45_mtp_sh2_s1v2_meta_ema": {"to": "sharding=2", "sharding_strategy": "stage1v2"},
+    NLP: {"to": "tp=1"},
+    "nlp_dsv2_mtp_pp2": {"to": "pp=2"},
+    "nlp_dsv2_mtp_mp2": {"to": "tp=2"},
+    "nlp_dsv2_mtp_sh2_s1v2_meta": {"to": "sharding=2", "sharding_strategy": "stage1v2"},
 }
 MORE = pytest.mark.exhaustive
 PAIRS = [
@@ -57,6 +61,10 @@ PAIRS = [
     ("dsv3_mtp_ep2_sh2_s1v2_meta", "dsv3_mtp_pp2"),
     (ERNIE, "ernie45_mtp_sh2_s1v2_meta_ema"),
     ("ernie45_mtp_sh2_s1v2_meta_ema", ERNIE),
+    (NLP, "nlp_dsv2_mtp_pp2"),
+    (NLP, "nlp_dsv2_mtp_mp2"),
+    ("nlp_dsv2_mtp_mp2", NLP),
+    ("nlp_dsv2_mtp_pp2", "nlp_dsv2_mtp_sh2_s1v2_meta"),
 ]
 REST = [
     (source, target)

@@ -1,4 +1,4 @@
-"""Muon: of matrices moment1 alone is kept, of everything else what AdamW keeps.
+"""Muon: of matrices moment1 alone is kept, of everything else what AdamW keeps; with averages and experts too.
 
 The checkpoints are real (``tests/corpus/states/README.md``). What is written is read by Paddle, its metadata by
 Python's ``pickle`` with Paddle's classes, and held against the truth. Damaged ones are made of real ones, with some
@@ -24,6 +24,8 @@ from tests.conftest import case_directory
 
 MUON = ("muon_fc_mp2", "muon_fc_pp2", "muon_fc_sh2", "muon_fc_sh2_split")
 """Matrices cut by tensor parallelism, spread over stages, all on one sharding rank, spread over sharding ranks."""
+AVERAGES = {"muon_fc_sh2_ema": "states/fp16_single", "muon_moe_fc_ep2_sh4_ema": "moe/moe_single"}
+"""Both with matrices on several sharding ranks; those of an expert on the ranks of its own group. → a model like it"""
 FOLDERS = ("model_state", "master_weight", "optimizer_state")
 ADAMW_STATES = ("moment2_0", "beta1_pow_acc_0", "beta2_pow_acc_0")
 MATRIX = "model.layers.0.self_attn.q_proj.weight"
@@ -99,15 +101,51 @@ def test_the_model_for_transformers(name: str, tmp_path: Path) -> None:
     oracle.assert_same_tensors(oracle.read_truth(tmp_path / "model/model.safetensors"), expected)
 
 
-def test_an_average_next_to_it(tmp_path: Path) -> None:
-    """It has the pieces of the master weights, under the same keys, and a file that names Muon's sharding."""
-    source = shutil.copytree(checkpoint("muon_fc_sh2_split"), tmp_path / "source")
-    shutil.copytree(source / "master_weight", source / "ema_state")
-    meta = {"parallel_config": {}, "sharding_metas": {"tp00_pp00": {"sharding_strategy": "MuonSharding"}}}
-    (source / "model_meta.json").write_text(json.dumps(meta))
-    paddle_reshard.convert(source, tmp_path / "flex", format="flex", config=config())
-    wanted = {key: value for key, value in truth("muon_fc_sh2_split").items() if key.endswith(".w_0")}
-    oracle.assert_same_tensors(arrays(tmp_path / "flex/ema_state"), wanted)
+def config_of(name: str, folder: Path) -> Path:
+    """That of the same family on one card, with the sizes of this case."""
+    case = json.loads((case_directory(f"states/{name}") / "case.json").read_text("utf-8"))
+    like = case_directory(AVERAGES[name]) / "checkpoint-3/config.json"
+    (folder / "config.json").write_text(json.dumps({**json.loads(like.read_text("utf-8")), **case["model"]}))
+    return folder / "config.json"
+
+
+def averaged(name: str) -> tuple[oracle.Tensors, oracle.Tensors]:
+    """Truth of everything else, and of the average under the keys that it has in files."""
+    everything = truth(name)
+    in_files = {".ema_w_0": ".w_0", ".ema": ""}  # a float32 router has no master weight
+    average = {
+        key.removesuffix(suffix) + stored: array
+        for key, array in everything.items()
+        for suffix, stored in in_files.items()
+        if key.endswith(suffix)
+    }
+    return {k: v for k, v in everything.items() if not k.endswith(tuple(in_files))}, average
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+def test_with_its_average_and_experts(name: str, tmp_path: Path) -> None:
+    config = config_of(name, tmp_path)
+    paddle_reshard.convert(checkpoint(name), tmp_path / "two", format="flex", files=2, config=config)
+    paddle_reshard.convert(tmp_path / "two", tmp_path / "one", format="flex", files=1, config=config)
+    rest, average = averaged(name)
+    for target in (tmp_path / "two", tmp_path / "one"):
+        found = {key: value for folder in FOLDERS for key, value in arrays(target / folder).items()}
+        oracle.assert_same_tensors(found, rest)
+        oracle.assert_same_tensors(arrays(target / "ema_state"), average)
+        assert described(target) == described(checkpoint(name))
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+def test_the_average_as_a_model(name: str, tmp_path: Path) -> None:
+    """What Muon lacks is no part of it, so all formats of a model can have it."""
+    config = config_of(name, tmp_path)
+    options: dict[str, Any] = {"state": "ema", "dtype": "float32", "config": config}
+    paddle_reshard.convert(checkpoint(name), tmp_path / "model", format="huggingface", **options)
+    _, average = averaged(name)
+    found = oracle.read_truth(tmp_path / "model/model.safetensors")
+    key = "model.layers.1.self_attn.o_proj.weight"
+    assert found[key].tobytes() == average[f"{key}.w_0"].T.tobytes()
+    assert sum(array.size for array in found.values()) == sum(array.size for array in average.values())
 
 
 @pytest.mark.parametrize(
@@ -243,7 +281,7 @@ def test_other_patterns_are_given_in_a_rule_table(tmp_path: Path) -> None:
         paddle_reshard.plan(source, format="flex", config=config())
     table = json.loads((Path(rules.__file__).parent / "llama.paddleformers.json").read_text("utf-8"))
     own = tmp_path / "mine.json"
-    own.write_text(json.dumps({**table, "muon_exclude_patterns": ["embed", "bias", "lm_head"]}))
+    own.write_text(json.dumps({**table, "muon_exclude_patterns": ["Embed", "bias", "lm_head"]}))
     paddle_reshard.convert(source, tmp_path / "flex", format="flex", config=config(), rules=own)
     wanted = {key: value for key, value in truth("muon_fc_sh2").items() if key not in gates}
     found = {k: v for folder in FOLDERS for k, v in arrays(tmp_path / "flex" / folder).items()}

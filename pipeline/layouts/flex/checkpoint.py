@@ -12,7 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from paddle_reshard.pipeline.core.catalog import Catalog
-from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, PlanError, RuleError
+from paddle_reshard.pipeline.core.errors import (
+    CheckpointError,
+    CoverageError,
+    PlanError,
+    RuleError,
+    UnsupportedError,
+)
 from paddle_reshard.pipeline.core.file_names import CONFIG
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM, Tensor
@@ -27,6 +33,8 @@ from paddle_reshard.pipeline.layouts.flex.names import (
     Name,
     folder_of,
     is_paddleformers_folder,
+    layer_number,
+    renumbered,
 )
 from paddle_reshard.pipeline.layouts.flex.source import Fused, catalog_flex, not_fused, read_names
 from paddle_reshard.pipeline.layouts.flex.stacked import arrays_with_two_dims, with_two_dims
@@ -34,7 +42,13 @@ from paddle_reshard.pipeline.layouts.lora import check_matrices, marked_base
 from paddle_reshard.pipeline.layouts.lora_config import Adapter
 from paddle_reshard.pipeline.layouts.model import Model, predict_parameter_names, read_model
 from paddle_reshard.pipeline.layouts.optimizers import check_states
-from paddle_reshard.pipeline.layouts.rules import RuleTable, candidate_tables, choose_table
+from paddle_reshard.pipeline.layouts.rules import (
+    RuleTable,
+    candidate_tables,
+    choose_table,
+    evaluate_sizes,
+    expected_shape,
+)
 from paddle_reshard.pipeline.layouts.rules.literal import StoredKey, is_known, stored_table
 from paddle_reshard.storage.formats.dist_metadata import DistMetadata
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
@@ -42,7 +56,6 @@ from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 _LIBRARY: Final = "paddleformers"
 """Which writes FlexCheckpoints."""
 _BY_CONFIG: Final = "give that of the model with --config FILE"
-_LAYER: Final = re.compile(r"((?:.*\.)?layers\.)(\d+)\.")
 _AUTOMATIC: Final = re.compile(r"(eager_tmp|generated_tensor)_\d+")
 
 
@@ -99,6 +112,7 @@ def read_flex(
     arrays = {path: file.arrays for path, file in files.items()}
     if stacked := {key for key in keys if table.find(key, config)[0].of_experts}:
         metadata, arrays = _with_two_dims(metadata, arrays, names, stacked)
+        _refuse_sonic(metadata, names, stacked, table, config)
     # In auto-parallel checkpoints, keys of states are parameter names, which are replaced below.
     identities = {
         path: [(twins.get(key, key), state) for key, state in found] for path, found in names.items()
@@ -146,16 +160,15 @@ def _as_in_the_model(
     entries = {table.shifted_by for table in _known(tables, config)} - {None}
     shift = max((entry for name in entries if type(entry := config.get(str(name))) is int), default=0)
     numbers = [
-        int(match[2]) for of_path in found.values() for key, _ in of_path if (match := _LAYER.match(key))
+        number
+        for of_path in found.values()
+        for key, _ in of_path
+        if (number := layer_number(key)) is not None
     ]
     if shift < 1 or min(numbers, default=0) != shift:
         return found
-
-    def lowered(match: re.Match[str]) -> str:
-        return f"{match[1]}{int(match[2]) - shift}."
-
     return {
-        path: [(_LAYER.sub(lowered, key), state) for key, state in of_path] for path, of_path in found.items()
+        path: [(renumbered(key, -shift), state) for key, state in of_path] for path, of_path in found.items()
     }
 
 
@@ -180,6 +193,35 @@ def _with_two_dims(
             if folder_of(file) == folder_of(path):
                 held[file] = arrays_with_two_dims(held[file], of_experts)
     return described, held
+
+
+def _refuse_sonic(
+    metadata: Mapping[str, DistMetadata],
+    names: Mapping[str, Sequence[Name]],
+    stacked: Set[str],
+    table: RuleTable,
+    config: Mapping[str, Any],
+) -> None:
+    """Refuse experts as SonicMoE computes with them, ``[experts * columns, rows]``: ``sharded_state_dict`` turns them
+    into the grouped form, and whether the rows of gate and up alternate in others is not known."""
+    for path, of_path in metadata.items():
+        for number, _, _, _, whole, _ in of_path.pieces.tolist():
+            key, _ = names[path][number]
+            if key not in stacked or whole < 0:
+                continue
+            rule, _ = table.find(key, config)
+            form, expected = rule.huggingface, expected_shape(rule, config, key)
+            if form is None or form.stacked is None or expected is None:
+                continue
+            (experts,) = evaluate_sizes([form.stacked], config, key)
+            turned = (experts * expected[1], expected[0] // experts)
+            if of_path.shapes[whole] == turned != expected:
+                raise UnsupportedError(
+                    f"{key}: stored as {turned}, as SonicMoE computes with its experts (using_sonic_moe), and not as "
+                    f"{expected}. The trainer saves the latter in a FlexCheckpoint. In the former, either the rows of "
+                    "gate and up alternate or all of gate come first, which the file does not tell. Load it with the "
+                    "job that wrote it, and save it as a FlexCheckpoint"
+                )
 
 
 def _choose_table(

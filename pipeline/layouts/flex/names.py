@@ -47,6 +47,7 @@ _ACCUMULATOR: Final = rf"(?P<key>.+)\.(?P<state>{_STATES})_0"
 _MASTER: Final = r"(?P<key>.+)\.w_0"
 _AUTO_ACCUMULATOR: Final = rf"(?P<key>.+?)(?:\.dist)?(?:_fp32_master_\d+)?_(?P<state>{_STATES})_\d+"
 _AUTO_MASTER: Final = r"(?P<key>.+?)(?:\.dist)?_fp32_master_\d+"
+_LAYER: Final = re.compile(r"((?:.*\.)?layers\.)(\d+)\.")
 
 Name = tuple[str, str]
 """``(key, state)`` of a tensor."""
@@ -111,6 +112,21 @@ def paddleformers_key(key: str, state: str) -> tuple[str, str]:
     if state in ACCUMULATORS:
         return OPTIMIZER_STATE, f"{key}.{state}_0"
     return EMA_STATE, f"{key}.w_0" if state == EMA_MASTER_WEIGHT else key
+
+
+def layer_number(key: str) -> int | None:
+    """The number of the decoder layer in a key, if any."""
+    match = _LAYER.match(key)
+    return None if match is None else int(match[2])
+
+
+def renumbered(key: str, by: int) -> str:
+    """A key with another number of its decoder layer.
+
+    >>> renumbered("model.layers.3.norm.weight", 2), renumbered("model.norm.weight", 2)
+    ('model.layers.5.norm.weight', 'model.norm.weight')
+    """
+    return _LAYER.sub(lambda match: f"{match[1]}{int(match[2]) + by}.", key) if by else key
 
 
 def auto_parallel_name(path: tuple[str, ...]) -> Name | None:

@@ -11,11 +11,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from math import prod
+from typing import Final
 
 import numpy as np
 
 from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
-from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, UnsupportedError
 from paddle_reshard.pipeline.core.geometry import Shape, padded
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import (
@@ -36,6 +37,7 @@ from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, Ten
 from paddle_reshard.storage.formats.dist_metadata import Columns, DistMetadata
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 
+_FSDP_BUFFER: Final = "fuse_params_"
 Arrays = Mapping[str, Mapping[str, ArrayRef]]
 """Path of a data file → key → its array."""
 Names = Mapping[str, Sequence[Name]]
@@ -76,6 +78,11 @@ def read_names(metadata: Mapping[str, DistMetadata]) -> dict[str, list[Name]]:
 
 def _name(path: str, key: str, metadata: DistMetadata) -> Name:
     folder = folder_of(path).rpartition("/")[2]
+    if key.startswith(_FSDP_BUFFER):
+        raise UnsupportedError(
+            f"{path}: {key} is a buffer into which FSDP (sharding fsdp) fuses parameters; no file tells which. Load it "
+            "with the job that wrote it, and save it with another sharding strategy"
+        )
     nested = metadata.flat_mapping.get(key, (key,))
     if ".".join(nested) != key:
         raise CheckpointError(

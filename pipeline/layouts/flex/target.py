@@ -41,6 +41,7 @@ from paddle_reshard.pipeline.layouts.flex.names import (
     OPTIMIZER_STATE,
     auto_parallel_path,
     paddleformers_key,
+    renumbered,
 )
 from paddle_reshard.pipeline.layouts.format import Decision, Staged
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, predict_parameter_names
@@ -129,9 +130,8 @@ class FlexTarget:
         if isinstance(wanted.model.table, StoredTable):
             wanted.model.table.check_whole(wanted.model.config)
             wanted.model.table.check_keys(wanted.model.config)
-        wanted.model.table.check_numbers(wanted.model.config)
         check_states(wanted.model)
-        sidecars = plan_sidecars(sizes, folders, wanted, source.model.config, Topology())
+        sidecars = plan_sidecars(sizes, folders, wanted, source.source_config, Topology())
         written = (*sidecars.written, *small_flex_files(sizes, wanted, self))
         files = add_literal_files(layout_flex(wanted, self), written)
         return LaidOut(source.catalog, files, sidecars.carried, sidecars.not_carried)
@@ -224,11 +224,12 @@ def _flex_items(wanted: Checkpoint) -> list[_Item]:
     both keys.
     """
     index = wanted.catalog.index()
+    shift = wanted.model.table.written_shift(wanted.model.config)
     items = []
     for state in STATES:
         for tensor in wanted.model.tensors:
             if _is_written(tensor, state, index):
-                folder, stored = paddleformers_key(tensor.key, state)
+                folder, stored = paddleformers_key(renumbered(tensor.key, shift), state)
                 number = _find(index, tensor.tied_to or tensor.key, state)
                 items.append(
                     _Item(tensor.key, folder, (stored,), stored, number, wanted.catalog.tensors[number])

@@ -96,7 +96,7 @@ class HuggingFaceTarget:
         if wanted.model.has_lora:
             return self._lay_out_adapter(without_base(source), without_base(wanted), sizes, folders)
         laid_out = layout_huggingface(source.catalog, wanted, self)
-        config = source.model.config
+        config = source.source_config
         sidecars = plan_huggingface_sidecars(sizes, folders, wanted, config, self.dtype)
         files = add_literal_files(laid_out.files, sidecars.written)
         return LaidOut(

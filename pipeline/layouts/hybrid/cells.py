@@ -142,6 +142,7 @@ class CellPlanner:
             self.topology.pp,
             self.topology.vpp,
             self.target.segmentation,
+            self.model.table.segmentation,
         )
         self.chunk = {item: chunk for item, (_, chunk) in zip(items, positions, strict=True)}
         stage_of = {item: stage for item, (stage, _) in zip(items, positions, strict=True)}

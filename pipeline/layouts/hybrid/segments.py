@@ -13,22 +13,24 @@ import re
 from collections.abc import Sequence
 
 from paddle_reshard.pipeline.core.errors import PlanError
-from paddle_reshard.pipeline.layouts.rules import Item
+from paddle_reshard.pipeline.layouts.rules import DECODER_LAYERS, Item
 
 Segmentation = str | tuple[int, ...]
 """``"uniform"`` (distribute all items evenly), ``"layer:Regex"`` (distribute items whose class matches evenly), or the
 number of the first item of every part."""
 
-DEFAULT = "layer:DecoderLayer"
-
 
 def segment(
-    items: Sequence[Item], pp: int, vpp: int, segmentation: Segmentation | None
+    items: Sequence[Item],
+    pp: int,
+    vpp: int,
+    segmentation: Segmentation | None,
+    by_default: str = DECODER_LAYERS,
 ) -> list[tuple[int, int]]:
     """The ``(stage, chunk)`` of every item.
 
-    Without a ``segmentation``, as both trainers' model classes do: by decoder layers if ``pp`` divides their number,
-    otherwise uniform.
+    Without a ``segmentation``, as the trainers' model classes do: ``by_default`` if ``pp`` divides the number of
+    decoder layers, otherwise uniform.
 
     Raises
     ------
@@ -43,7 +45,7 @@ def segment(
         return [(0, 0)] * len(items)
     if segmentation is None:
         layers = sum(item.repeated for item in items)
-        segmentation = DEFAULT if layers % pp == 0 else "uniform"
+        segmentation = by_default if layers % pp == 0 else "uniform"
     starts = _starts(items, pp, vpp, segmentation)
     part_of = [max(p for p, start in enumerate(starts) if start <= i) for i in range(len(items))]
     if len(set(part_of)) < pp * vpp:

@@ -143,7 +143,7 @@ class HybridTarget:
                 "the source holds parameters and their average only, but a hybrid checkpoint without optimizer states "
                 "cannot hold an average; omit it with --drop ema"
             )
-        sidecars = plan_sidecars(sizes, folders, wanted, source.model.config, self.topology)
+        sidecars = plan_sidecars(sizes, folders, wanted, source.source_config, self.topology)
         files = add_literal_files(layout_hybrid(wanted, self), sidecars.written)
         return LaidOut(source.catalog, files, sidecars.carried, (*sidecars.not_carried, *of_base))
 

@@ -323,6 +323,10 @@ MTP_LAYERS = "num_nextn_predict_layers"
 """Config entry: how many layers of multi-token prediction (MTP) follow the decoder layers."""
 
 
+DECODER_LAYERS = "layer:DecoderLayer"
+"""The segmentation of most pipeline classes: decoder layers alone are distributed evenly."""
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
     """A kind of pipeline item."""
@@ -371,6 +375,8 @@ class RuleTable:
     """Config entry with the number of routed experts in a layer."""
     expert_axis: Literal["ep", "tp", "dp"] | None = None
     """The axis over which the library can distribute whole routed experts: ``ep``, ``tp`` or ``dp``."""
+    segmentation: str = DECODER_LAYERS
+    """How the pipeline class distributes its items if the number of stages divides the decoder layers."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Axes that a job of the family cannot combine, as ``tp,pp`` → what the trainer does instead."""
     muon_exclude_patterns: tuple[str, ...] = ("embed", "bias", "lm_head", "mlp.gate")
@@ -481,20 +487,26 @@ class RuleTable:
         behind = [item for item in self.items if item.continues == rule.item and item.inner is not None]
         return not behind or layer < (self.first_mtp_layer(behind[0], config) or layer + 1)
 
-    def check_numbers(self, config: Config) -> None:
-        """Refuse a target in which it is not settled how layers are numbered.
+    def written_shift(self, config: Config) -> int:
+        """By how much a target's keys number layers higher than the model does: 2 behind two empty layers.
 
         Raises
         ------
         RuleError
+            If it is not settled how the version that is to train on numbers them.
         """
-        if self.shifted_by is not None and (shift := config.get(self.shifted_by)):
-            raise RuleError(
-                f"{self.family} ({self.convention})",
-                f"config.json says {self.shifted_by}={shift!r}: {self.convention} numbers its layers from there on, "
-                "and from 0 on in later versions; which one is to train on is not known. For a later one, set the "
-                "entry to 0 in a copy of config.json and pass that with --config FILE",
-            )
+        shift = config.get(self.shifted_by) if self.shifted_by is not None else None
+        if not shift:
+            return 0
+        if isinstance(shift, int) and library_of(config) == "paddleformers":
+            return shift
+        raise RuleError(
+            f"{self.family} ({self.convention})",
+            f"config.json says {self.shifted_by}={shift!r}: {self.convention} 0.3, with which PaddleFormers 1.2 "
+            "trains, numbers its layers from there on, and later versions number them from 0 on; which of them is to "
+            "train on is not known. For 0.3, give a config.json with paddleformers_version with --config FILE; for a "
+            "later one, set the entry to 0 in it",
+        )
 
     def is_for(self, format: str) -> bool:
         """Whether the table tells enough for a format."""

@@ -86,7 +86,7 @@ class UnifiedTarget:
         if isinstance(wanted.model.table, StoredTable):
             missing = "which keys the trainer expects in a unified checkpoint"
             wanted.model.table.refuse(wanted.model.config, missing)
-        sidecars = plan_sidecars(sizes, folders, wanted, source.model.config, Topology(dp=self.files))
+        sidecars = plan_sidecars(sizes, folders, wanted, source.source_config, Topology(dp=self.files))
         written = (*sidecars.written, *small_unified_files(sizes, wanted))
         files = add_literal_files(layout_unified(wanted, self), written)
         return LaidOut(source.catalog, files, sidecars.carried, sidecars.not_carried)

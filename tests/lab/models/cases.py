@@ -132,6 +132,16 @@ CASES.update(
 CASES["nlp_qwen2moe_single"]["family"] = "nlp_qwen2_moe"
 CASES["nlp_qwen2moe_mp2"] = dict(N, n=2, args=A(nTP2), init="init_nlp_q2.npz")
 CASES["nlp_qwen2moe_mp2"]["family"] = "nlp_qwen2_moe"
+NMTP = dict(N, model=dict(num_nextn_predict_layers=1, hidden_size=32, vocab_size=96))
+NIM = "init_nlp_ds2_mtp.npz"
+CASES.update(
+    {
+        "nlp_dsv2_mtp_single": dict(NMTP, n=1, opts=dict(dump_init=NIM)),
+        "nlp_dsv2_mtp_pp2": dict(NMTP, n=2, args=A(nPP2), init=NIM),
+        "nlp_dsv2_mtp_sh2_s1v2_meta": dict(NMTP, n=2, args=A(nSH2, nV2, nSM), init=NIM),
+        "nlp_dsv2_mtp_mp2": dict(NMTP, n=2, args=A(nTP2), init=NIM),
+    }
+)
 
 # ernie 4.5: experts over the TENSOR parallel group (moe_group="mp", the config default)
 CASES.update(

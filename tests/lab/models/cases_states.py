@@ -170,11 +170,18 @@ C.update(
         "muon_fc_pp2": MU(2, A(PP2)),
         "muon_fc_sh2": MU(2, A(V2, SH2)),
         "muon_fc_sh2_split": MU(2, A(V2, SH2), SHIM_MUON_BUF_MB="0.05"),
-        "muon_fc_sh2_ema": MU(2, A(V2, SH2, EMA), SHIM_MUON_BUF_MB="0.05"),
+        "muon_fc_sh2_ema": MU(2, A(V2, SH2, EMA), SHIM_MUON_BUF_MB="0.02"),
         "muon_fc_pp2sh2": MU(4, A(PP2, V2, SH2), SHIM_MUON_BUF_MB="0.02"),
         "muon_fc_mp2": MU(2, A(TP2)),
+        # two expert ranks with two sharding ranks each: an expert's matrices are owned within its own group
+        "muon_moe_fc_ep2_sh4_ema": dict(
+            MU(4, A(EP2, V2, SH4, EMA), SHIM_MUON_BUF_MB="0.02"),
+            family="qwen3_moe",
+            model=dict(hidden_size=32, vocab_size=96),
+        ),
     }
 )
+C["muon_moe_fc_ep2_sh4_ema"].pop("init")
 
 for k, kw in (
     ("fp16_single", dict(scale_loss=256)),
