@@ -205,8 +205,10 @@ def _replicas(fragments: Fragments) -> np.ndarray[Any, Any]:
 class EmptySource:
     """The files of a layout as a store: literal bytes where there are any, zeros elsewhere."""
 
-    def __init__(self, files: TargetFiles, config: bytes) -> None:
-        files = add_literal_files(files, [("config.json", config)])
+    def __init__(self, files: TargetFiles, config: bytes | None) -> None:
+        """``config``: content of ``config.json`` if it is not among ``files``."""
+        if config is not None:
+            files = add_literal_files(files, [("config.json", config)])
         self._sizes = {file.path: file.size_bytes for file in files.files}
         self._literals: dict[str, tuple[list[int], list[bytes]]] = {
             file.path: ([], []) for file in files.files

@@ -1,0 +1,156 @@
+"""A checkpoint of any size that nobody stores: its content is computed from the coordinates of each element.
+
+Element ``i`` of a tensor has a value that follows from the tensor's name and ``i`` alone, so its bytes are known in
+whichever file of whichever topology they are. A parameter is its master weight, rounded, as in a real checkpoint;
+powers of betas are zeros. Literal bytes are those that the product lays out.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.synthetic import PER_PARAMETER, EmptySource
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS, row_major_strides
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
+from paddle_reshard.pipeline.core.tensors import DTYPES, MASTER_WEIGHT, PARAM
+from paddle_reshard.pipeline.layouts.files import TargetFiles
+from paddle_reshard.storage.store import Openness, ReadRange
+
+FLOAT32 = [dtype.name for dtype in DTYPES].index("float32")
+FINITE = np.uint32(0x7F7F)
+"""Bits of a bfloat16 that may be set: without the lowest bit of the exponent no value is infinite or NaN."""
+BOX = np.dtype(
+    [
+        ("file", np.int32),
+        ("dtype", np.int8),
+        ("seed", np.uint32),  # 0: zeros
+        ("start", np.int64),
+        ("stop", np.int64),
+        ("first", np.uint32),  # number of the first element in its tensor, as all numbers modulo 2^32
+        ("extents", np.int64, (MAX_DIMS,)),
+        ("steps", np.uint32, (MAX_DIMS,)),  # from one element to the next, in elements of the tensor
+        ("strides", np.int64, (MAX_DIMS,)),  # in bytes of the file
+    ]
+)
+
+
+def write_boxes(folder: Path, files: TargetFiles, tensors: Tensors) -> None:
+    """Save where everything is, for :class:`ArithmeticSource`."""
+    folder.mkdir(parents=True)
+    fragments = files.fragments
+    boxes = np.zeros(len(fragments), dtype=BOX)
+    for name in ("file", "dtype", "extents", "strides"):
+        boxes[name] = fragments[name]
+    steps, seeds = np.zeros((len(tensors), MAX_DIMS), dtype=np.int64), np.zeros(len(tensors), dtype=np.uint32)
+    for number, tensor in enumerate(tensors):
+        shape = tensor.global_shape
+        steps[number, : len(shape)] = row_major_strides(shape, 1)
+        if tensor.state not in PER_PARAMETER:
+            state = PARAM if tensor.state == MASTER_WEIGHT else tensor.state
+            seeds[number] = zlib.crc32(f"{tensor.key} {state}".encode()) | 1
+    tensor = fragments["tensor"]
+    boxes["seed"], boxes["steps"] = seeds[tensor], steps[tensor] & 0xFFFFFFFF
+    boxes["first"] = (fragments["offset"] * steps[tensor]).sum(axis=1) & 0xFFFFFFFF
+    itemsize = np.array([dtype.itemsize for dtype in DTYPES])[fragments["dtype"]]
+    boxes["start"] = fragments["byte_base"]
+    boxes["stop"] = boxes["start"] + ((boxes["extents"] - 1) * boxes["strides"]).sum(axis=1) + itemsize
+    boxes = boxes[np.lexsort((boxes["start"], boxes["file"]))]
+    np.save(folder / "boxes.npy", boxes)
+    np.save(folder / "first.npy", np.searchsorted(boxes["file"], np.arange(len(files.files) + 1)))
+    (folder / "paths").write_text("\n".join(file.path for file in files.files))
+
+
+class ArithmeticSource(ReadRange):
+    """The files of a layout. Sent to a worker, it knows only tensors, and reads zeros between them."""
+
+    folders: Sequence[str] = ()
+    openness = Openness()
+
+    def __init__(self, folder: Path, literals: EmptySource | None = None) -> None:
+        self.folder, self.literals = folder, literals
+        self.location = f"arithmetic of {folder.name}"
+        self._opened: tuple[npt.NDArray[np.void], npt.NDArray[np.int64], dict[str, int]] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ArithmeticSource, (self.folder,)
+
+    def sizes(self) -> Mapping[str, int]:
+        return {} if self.literals is None else self.literals.sizes()
+
+    def versions(self) -> Mapping[str, str]:
+        return dict.fromkeys(self.sizes(), "1")
+
+    def check_unchanged(self) -> None:
+        """It never changes."""
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        found = np.frombuffer(buffer, dtype=np.uint8)
+        if self.literals is None:
+            found[:] = 0
+        else:
+            self.literals.read_into(path, byte_offset, buffer)
+        boxes, first, numbers = self._tables()
+        if path not in numbers:
+            return
+        low, high = first[numbers[path]], first[numbers[path] + 1]
+        stop = byte_offset + len(buffer)
+        here = boxes[low:high]
+        for box in here[(here["stop"] > byte_offset) & (here["start"] < stop)]:
+            _fill(found, byte_offset, box)
+
+    def _tables(self) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64], dict[str, int]]:
+        if self._opened is None:
+            paths = (self.folder / "paths").read_text().split("\n")
+            self._opened = (
+                np.load(self.folder / "boxes.npy", mmap_mode="r"),
+                np.load(self.folder / "first.npy"),
+                {path: number for number, path in enumerate(paths)},
+            )
+        return self._opened
+
+
+def _fill(found: npt.NDArray[np.uint8], byte_offset: int, box: np.void) -> None:
+    """Write the part of a box that lies in ``[byte_offset, byte_offset + len(found))``."""
+    extents, strides, steps = box["extents"].copy(), box["strides"], box["steps"]
+    start, first = int(box["start"]), np.uint32(box["first"])
+    outer = max((dim for dim in range(MAX_DIMS) if extents[dim] > 1), key=lambda dim: strides[dim], default=0)
+    if extents[outer] > 1:  # only the slabs of the outermost dim that reach into the range
+        slab = int(box["stop"]) - start - int((extents[outer] - 1) * strides[outer])
+        skipped = max(0, -((start + slab - byte_offset - 1) // int(strides[outer])))
+        end = min(int(extents[outer]), -((start - byte_offset - len(found)) // int(strides[outer])))
+        extents[outer] = end - skipped
+        start += skipped * int(strides[outer])
+        first = np.uint32((int(first) + skipped * int(steps[outer])) & 0xFFFFFFFF)
+    dtype = np.dtype("<u4" if box["dtype"] == FLOAT32 else "<u2")
+    values = np.full((1,) * MAX_DIMS, first, dtype=np.uint32)
+    for dim in np.flatnonzero(extents > 1):
+        shape = [1] * MAX_DIMS
+        shape[dim] = int(extents[dim])
+        values = values + (np.arange(extents[dim], dtype=np.uint32) * steps[dim]).reshape(shape)
+    bits = _bits(values, np.uint32(box["seed"]))
+    bits = bits << np.uint32(16) if box["dtype"] == FLOAT32 else bits.astype(np.uint16)
+    stop = start + int(((extents - 1) * strides).sum()) + dtype.itemsize
+    inside = start >= byte_offset and stop <= byte_offset + len(found)
+    # A slab at the edge of the range is made whole, beside it, and cut.
+    room = found[start - byte_offset : stop - byte_offset] if inside else np.zeros(stop - start, np.uint8)
+    low, high = max(start, byte_offset), min(stop, byte_offset + len(found))
+    if not inside:
+        room[low - start : high - start] = found[low - byte_offset : high - byte_offset]
+    np.ndarray(tuple(extents), dtype, room.data, 0, tuple(strides))[...] = bits
+    if not inside:
+        found[low - byte_offset : high - byte_offset] = room[low - start : high - start]
+
+
+def _bits(elements: npt.NDArray[np.uint32], seed: np.uint32) -> npt.NDArray[np.uint32]:
+    """The upper 16 bits of the values of elements, given by number."""
+    if not seed:
+        return np.zeros_like(elements)
+    mixed = (elements ^ seed) * np.uint32(0x9E3779B1)
+    mixed ^= mixed >> np.uint32(15)
+    return mixed & FINITE
