@@ -74,6 +74,9 @@ class _Reader:
         self._blocks: dict[int, bytes | bytearray] = {}
 
     def read(self, start: int, stop: int) -> bytes:
+        number, first = divmod(start, BLOCK_BYTES)
+        if first + stop - start <= BLOCK_BYTES:
+            return bytes(self._of(number)[first : first + stop - start])
         found = b""
         while len(found) < stop - start:
             number, first = divmod(start + len(found), BLOCK_BYTES)
@@ -153,12 +156,8 @@ class Literals(Sequence[Literal]):
     def _from(self, first: int) -> Iterator[Literal]:
         reader = _Reader(self._content)
         for file, template in self._runs:
-            for index in range(first, len(template.offsets)):
-                yield (
-                    file,
-                    template.offsets[index],
-                    reader.read(template.starts[index], template.stops[index]),
-                )
+            if first < len(template.offsets):
+                yield from _of_file(file, template, reader, first)
             first = max(0, first - len(template.offsets))
 
     def clear(self) -> None:
@@ -195,6 +194,19 @@ class Literals(Sequence[Literal]):
     def by_file(self) -> LiteralsByFile:
         """The same literals, indexed by file and offset."""
         return LiteralsByFile(self._runs, self._content)
+
+
+def _of_file(file: int, template: LiteralTemplate, reader: _Reader, first: int) -> Iterator[Literal]:
+    """The literals of a file from number ``first`` on. Contents that lie together are read at once."""
+    offsets, starts, stops = (column[first:] for column in template)
+    begin = starts[0]
+    if stops[-1] - begin <= BLOCK_BYTES and stops[:-1] == starts[1:]:
+        text = reader.read(begin, stops[-1])
+        for offset, start, stop in zip(offsets, starts, stops, strict=True):
+            yield file, offset, text[start - begin : stop - begin]
+        return
+    for offset, start, stop in zip(offsets, starts, stops, strict=True):
+        yield file, offset, reader.read(start, stop)
 
 
 class LiteralsByFile:

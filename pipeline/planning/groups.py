@@ -321,14 +321,14 @@ def _gathered(sizes: Ints, room_bytes: int) -> Ints:
     [0, 0, 1, 2]
     """
     ends = np.cumsum(sizes).tolist()
-    groups = np.zeros(len(sizes), dtype=np.int64)
-    begin = group = 0
-    while begin < len(sizes):
-        before = ends[begin - 1] if begin else 0
-        end = max(begin + 1, bisect_right(ends, before + room_bytes, lo=begin))
-        groups[begin:end] = group
-        begin, group = end, group + 1
-    return groups
+    opens = np.zeros(len(ends), dtype=np.int64)
+    begins, begin, before = [], 0, 0
+    while begin < len(ends):
+        begins.append(begin)
+        begin = bisect_right(ends, before + room_bytes, begin + 1)
+        before = ends[begin - 1]
+    opens[begins[1:]] = 1
+    return np.cumsum(opens)
 
 
 # ---------------------------------------------------------------------------------------------- passes

@@ -58,6 +58,7 @@ TINY_BYTES = 64 << 10
 ACCUMULATOR_FACTOR = 2
 """Mixing takes float32: the accumulator of a part with 2-byte values has twice the bytes of the part."""
 REPR_ROWS = 1 << 12
+DIGEST_BYTES = 1 << 16
 JOIN_GAP_BYTES = 4096
 """Bands of a file at most this far apart are read as one."""
 
@@ -180,9 +181,14 @@ class Plan:
             digest.update(ops.rows().view(np.uint8).data)
         for rows in (self.op_groups, self.bands, self.parts, self.group_peaks):
             digest.update(np.ascontiguousarray(rows).view(np.uint8).data)
+        block = bytearray()
         for file, offset, content in self.literals:
-            digest.update(b"%d %d %d " % (file, offset, len(content)))
-            digest.update(content)
+            block += b"%d %d %d " % (file, offset, len(content))
+            block += content
+            if len(block) >= DIGEST_BYTES:
+                digest.update(block)
+                block.clear()
+        digest.update(block)
         for text in _repr_in_blocks((self.tensors, self.source_files, self.target_files, self.carried)):
             digest.update(text.encode())
         if self.mixtures:
