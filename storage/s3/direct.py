@@ -30,12 +30,12 @@ from weakref import WeakKeyDictionary
 import botocore
 from aiobotocore.config import AioConfig
 from aiobotocore.httpsession import AIOHTTPSession
-from botocore.exceptions import ClientError, NoCredentialsError
+from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 from botocore.httpsession import create_urllib3_context, get_cert_path
 from botocore.parsers import create_parser
 from fsspec.asyn import sync
 
-from paddle_reshard.storage.remote.retry import DamagedBody
+from paddle_reshard.storage.remote.retry import DamagedBody, code_of
 from paddle_reshard.storage.s3.signing import EMPTY_SHA256, UNSIGNED_PAYLOAD, Signature
 from paddle_reshard.storage.s3.wire import Answer, Connections, Server
 
@@ -67,6 +67,9 @@ _ANSWERED = {
     "x-amz-server-side-encryption-customer-algorithm": "SSECustomerAlgorithm",
 }
 """Header of the answer to a part → its name in the client's answer."""
+
+_ALTERED = ("XAmzContentSHA256Mismatch", "BadDigest")
+"""Error codes for a body whose SHA-256 is not the one that was signed."""
 
 logger = logging.getLogger(__name__)
 
@@ -173,6 +176,8 @@ class _Learnt:
     """``(operation, bucket)`` → how to make such requests; ``None`` leaves them to the client."""
     connections: dict[Server, Connections] = field(default_factory=dict)
     contexts: dict[Any, ssl.SSLContext] = field(default_factory=dict)
+    checks: dict[str, list[bool]] = field(default_factory=dict)
+    """Bucket → whether altered parts are refused, once that is known."""
     large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_LARGE_IN_FLIGHT))
 
 
@@ -233,6 +238,12 @@ def upload_part(file_system: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     return _upload(route, request, more)
 
 
+def known_checks(file_system: Any, bucket: str) -> list[bool]:
+    """What :func:`refuses_altered_parts` has found for a bucket; empty before."""
+    client, _ = _route(file_system, _UPLOAD, bucket)
+    return _clients[client].checks.setdefault(bucket, [])
+
+
 def refuses_altered_parts(file_system: Any, request: Mapping[str, Any]) -> bool:
     """Whether the store refuses a part whose bytes are not those whose SHA-256 was signed.
 
@@ -241,7 +252,7 @@ def refuses_altered_parts(file_system: Any, request: Mapping[str, Any]) -> bool:
     file_system
         The file system of s3fs; it has uploaded a part to this bucket before.
     request
-        As for :func:`upload_part`. The part must be refused; otherwise it is stored.
+        As for :func:`upload_part`. Unless the part is refused, it is stored.
     """
     _, route = _route(file_system, _UPLOAD, request["Bucket"])
     if route is None or route.credentials is None or route.signs_payloads is False:
@@ -250,7 +261,9 @@ def refuses_altered_parts(file_system: Any, request: Mapping[str, Any]) -> bool:
     try:
         _upload(route, request, None, other)
     except ClientError as error:
-        return error.response["ResponseMetadata"]["HTTPStatusCode"] == 400
+        return code_of(error) in _ALTERED
+    except BotoCoreError:
+        return False
     return False
 
 

@@ -15,16 +15,26 @@ from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.remote.folder import FsspecFolder, Listing, ObjectStamp
 from paddle_reshard.storage.remote.retry import RetryPolicy
 from paddle_reshard.storage.s3 import direct
-from paddle_reshard.storage.s3.uploads import abort_upload, base64_md5, create_upload, md5_of, pages
+from paddle_reshard.storage.s3.uploads import (
+    abort_upload,
+    base64_md5,
+    create_upload,
+    md5_of,
+    pages,
+    upload_part,
+)
 
 SCHEMES = ("s3", "s3a")
 _CONFIG = {
-    # Retries are ours. Parts carry Content-MD5, because some stores reject the newer checksums.
+    # Retries are ours. Some stores reject the newer checksums; what is sent instead is in uploads.py.
     "retries": {"total_max_attempts": 1},
     "request_checksum_calculation": "when_required",
     "response_checksum_validation": "when_required",
     "max_pool_connections": 64,
 }
+
+
+_PROBE = memoryview(b"paddle_reshard")
 
 
 class S3Folder(FsspecFolder):
@@ -33,7 +43,11 @@ class S3Folder(FsspecFolder):
     ranges_in_flight = 16
 
     def _open(self, options: dict[str, Any]) -> tuple[Any, str]:
-        options["config_kwargs"] = {**_CONFIG, **options.get("config_kwargs", {})}
+        # A copy: the client changes what it is given, and fsspec would not recognise the same options the next time.
+        config = {**_CONFIG, **options.get("config_kwargs", {})}
+        options["config_kwargs"] = {
+            name: dict(value) if isinstance(value, dict) else value for name, value in config.items()
+        }
         options["use_listings_cache"] = False
         file_system, root = super()._open(options)
         file_system.retries = 1
@@ -183,6 +197,25 @@ class S3Folder(FsspecFolder):
         self.attempt("", abort_upload, self, name, upload_id, policy=retry.HURRIED)
         if deleting:
             self.attempt("", self.delete, name, policy=retry.HURRIED)
+
+    def checks_signed_bytes(self, name: str) -> bool:
+        """Whether the store refuses a part whose bytes are not those that were signed.
+
+        Determined by a trial with a few bytes, once per client, in an upload that is aborted.
+        """
+        file_system, _ = self.open()
+        bucket, key = self.key(name)
+        known = direct.known_checks(file_system, bucket)
+        if known:
+            return known[0]
+        upload_id = self.attempt("", create_upload, self, name, policy=retry.HURRIED)
+        try:
+            self.attempt("", upload_part, self, name, upload_id, 1, _PROBE, policy=retry.HURRIED)
+            part = {"Bucket": bucket, "Key": key, "UploadId": upload_id, "PartNumber": 2, "Body": _PROBE}
+            known.append(direct.refuses_altered_parts(file_system, part))
+        finally:
+            self.attempt("", abort_upload, self, name, upload_id, policy=retry.HURRIED)
+        return known[0]
 
     def endpoint(self) -> str:
         """The URL that receives requests; the same for all folders of a store."""

@@ -57,6 +57,8 @@ class S3Writer:
 
     folder: S3Folder
     uploads: Mapping[str, Upload]
+    with_md5: bool = True
+    """Whether parts carry their MD5 because the store would not notice otherwise that one arrived altered."""
     copies_in_flight: ClassVar[int] = COPIES_IN_FLIGHT
 
     def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
@@ -66,7 +68,14 @@ class S3Writer:
         if len(buffer) != nbytes:
             raise TargetError(f"{path}: the part at {byte_offset} has {nbytes} bytes, not {len(buffer)}")
         taken = self.folder.attempt(
-            path, uploads.upload_part, self.folder, path, upload.upload_id, number, buffer.cast("B")
+            path,
+            uploads.upload_part,
+            self.folder,
+            path,
+            upload.upload_id,
+            number,
+            buffer.cast("B"),
+            self.with_md5,
         )
         return Receipt(path, byte_offset, nbytes, taken.tag, checksum(buffer), taken.md5)
 
@@ -160,7 +169,8 @@ class S3Target(FsspecTarget):
             for new in files
             if new.size_bytes
         }
-        return S3Writer(self.s3, begun), records
+        with_md5 = bool(begun) and not self.s3.checks_signed_bytes(PROBE_PREFIX + secrets.token_hex(8))
+        return S3Writer(self.s3, begun, with_md5), records
 
     def _begin(self, new: NewFile) -> tuple[str, str]:
         if not new.size_bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import http.client
 import json
 import os
@@ -135,11 +136,15 @@ Fault = Callable[[str, str], str | None]
 SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 INTERNAL = b"<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>"
 CHANGED = b"<Error><Code>PreconditionFailed</Code><Message>A condition did not hold.</Message></Error>"
+ALTERED = (
+    b"<Error><Code>XAmzContentSHA256Mismatch</Code><Message>The digest does not match.</Message></Error>"
+)
 ANSWERS = {
     "slow_down": (503, SLOW_DOWN),
     "internal": (500, INTERNAL),
     "late": (200, INTERNAL),
     "changed": (412, CHANGED),
+    "altered": (400, ALTERED),
 }
 
 
@@ -168,6 +173,10 @@ class Proxy:
     fault: Fault = lambda method, path: None
     dialect: Mapping[str, tuple[int, bytes]] = field(default_factory=dict)
     """Method → status and body instead of a 404 to a request about an upload."""
+    checks_bodies: bool = False
+    """Whether a body whose SHA-256 is not the one that was signed is refused, as by most stores, but not by moto."""
+    with_md5: list[bool] = field(default_factory=list)
+    """Whether each part that was taken had a Content-MD5."""
     seen: list[tuple[str, str]] = field(default_factory=list)
     hanging: threading.Event = field(default_factory=threading.Event)
     closing: threading.Event = field(default_factory=threading.Event)
@@ -210,6 +219,10 @@ class _Handler(BaseHTTPRequestHandler):
         method = "COPY" if "x-amz-copy-source" in self.headers else self.command
         self.server.proxy.seen.append((method, self.path))
         kind = self.server.proxy.fault(method, self.path)
+        if self.server.proxy.checks_bodies and self.is_altered(body):
+            kind = "altered"
+        elif method == "PUT" and "partNumber" in self.path:
+            self.server.proxy.with_md5.append("Content-MD5" in self.headers)
         if kind in ANSWERS:
             self.answer(ANSWERS[kind][0], {}, ANSWERS[kind][1])
         elif kind == "reset":
@@ -220,6 +233,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         else:
             self.forward(body, kind)
+
+    def is_altered(self, body: bytes) -> bool:
+        signed = self.headers.get("x-amz-content-sha256", "")
+        return len(signed) == 64 and hashlib.sha256(body).hexdigest() != signed
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = pass_on
 

@@ -307,6 +307,27 @@ def test_a_part_that_arrives_altered_is_sent_again(
     assert count_retries()["DamagedBody"] - before == 2
 
 
+@pytest.mark.parametrize("checks", [True, False])
+def test_parts_carry_an_md5_only_where_the_store_takes_altered_bytes_otherwise(
+    checks: bool, proxy: Proxy, store: Store, bucket: str, for_one_card: dict[str, bytes]
+) -> None:
+    proxy.checks_bodies = checks
+    options = _through(proxy, store)
+    report = paddle_reshard.convert(SMALL, f"s3://{bucket}/c", storage_options=options, **ONE_CARD)
+    assert report.moved.retries == {}
+    found = in_bucket(store, bucket, "c/")
+    assert_same_checkpoint(found, for_one_card)
+    tags = json.loads(found["paddle_reshard.json"])["etags"]
+    assert len(tags) == len(found) - 1
+    assert uploads(store, bucket) == []
+    probes = (
+        1 if checks else 2
+    )  # a part as it should be, which has an MD5, and an altered one, which has none
+    parts = proxy.with_md5[probes:]
+    assert len(parts) >= len(tags)
+    assert parts == [not checks] * len(parts)
+
+
 def test_a_store_without_conditional_writes_is_written_all_the_same(
     store: Store, bucket: str, for_one_card: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,16 @@ def test_ranges_of_files_of_any_name(store: Store, bucket: str, contents: dict[s
     assert len(through_client) <= 1
 
 
+def test_a_process_has_one_client_for_a_store(store: Store, bucket: str, contents: dict[str, bytes]) -> None:
+    """The client changes the options that it is given."""
+    options = {**store.options, "config_kwargs": {"retries": {"total_max_attempts": 1}}}
+    source = open_source(f"s3://{bucket}/here", options)
+    before = source.folder.open()[0]
+    source.read("plain.bin", 0, 5)
+    assert source.folder.open()[0] is before
+    assert options["config_kwargs"] == {"retries": {"total_max_attempts": 1}}
+
+
 def test_a_folder_whose_name_means_something_in_a_url(store: Store, bucket: str) -> None:
     store.client.put_object(Bucket=bucket, Key="a b/100%/file", Body=b"0123456789")
     source = open_source(f"s3://{bucket}/a b/100%", store.options)
