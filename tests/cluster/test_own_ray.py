@@ -137,6 +137,7 @@ def listening(pid: int) -> list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Addr
     return found
 
 
+@pytest.mark.cluster
 def test_it_listens_to_this_machine_only_and_wants_its_token(tmp_path: Path) -> None:
     with slow_conversion(tmp_path) as process:
         started = [process.pid, *descendants(process.pid)]

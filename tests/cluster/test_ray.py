@@ -76,7 +76,8 @@ def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("exchange", [on_cluster("never"), "always"])
+@pytest.mark.cluster
+@pytest.mark.parametrize("exchange", ["never", "always"])
 def test_an_average_of_a_series(exchange: str, tmp_path: Path, exchanged: list[int]) -> None:
     small = in_groups(100_000, pass_bytes=10_000)
     source = case_directory(CASE) / "checkpoint-3"
@@ -164,6 +165,7 @@ def test_workers_get_the_variables_that_are_named_and_no_others(
         conversion.run(engine())
 
 
+@pytest.mark.cluster
 def test_fewer_groups_than_workers_are_shared(
     plan: Plan, exchanged: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +179,7 @@ def test_fewer_groups_than_workers_are_shared(
     assert exchanged == [2]
 
 
+@pytest.mark.cluster
 def test_bands_beyond_the_object_store_are_not_exchanged(
     conversion: Conversion, exchanged: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,6 +296,7 @@ def test_a_refusal_arrives_whole(conversion: Conversion, exchange: str) -> None:
     assert not (conversion.folder / "made").exists()
 
 
+@pytest.mark.cluster
 def test_drift_that_is_allowed_is_reported(plan: Plan, tmp_path: Path) -> None:
     conversion = plan(allow_replica_drift=True)
     ops = conversion.plan.plan.ops

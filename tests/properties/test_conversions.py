@@ -219,7 +219,7 @@ def assert_same_files(one: Path, other: Path) -> None:
 # --- values -------------------------------------------------------------------------------------------
 
 
-@examples(16)
+@examples(12)
 @given(st.data())
 def test_any_conversion_keeps_every_bit(data: st.DataObject) -> None:
     model = data.draw(models())
@@ -322,7 +322,7 @@ def trainer_accepts(model: Model, target: Target) -> bool:
     return target.pp <= model.items
 
 
-@examples(16)
+@examples(12)
 @given(models(), any_targets())
 def test_a_topology_is_taken_or_refused_without_a_trace(model: Model, target: Target) -> None:
     with workspace() as folder:

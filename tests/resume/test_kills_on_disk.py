@@ -1,6 +1,6 @@
 """A kill before every effect of a conversion to a disk; each is resumed to the very same bytes.
 
-``make test`` kills at every fourth effect, ``make exhaustive`` at those between.
+``make test`` kills at every seventh effect, ``make exhaustive`` at those between.
 """
 
 import shutil
@@ -12,7 +12,7 @@ from tests.resume.conftest import Driver
 from tests.storage.contents import in_folder
 
 KILLED = {"killed": 9}
-CHUNKS = 4
+CHUNKS = 7
 
 
 def _lines(target: Path) -> int:
