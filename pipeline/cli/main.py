@@ -27,6 +27,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "fingerprint": "fingerprint",
     "inspect": "inspect",
     "launch": "launch",
+    "ls": "ls",
     "plan": "conversion",
     "simulate": "simulate",
     "submit": "jobs",

@@ -97,6 +97,7 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan
     from paddle_reshard.storage.locate import StorageOptions
     from paddle_reshard.tasks.figures import WorkerFigures
+    from paddle_reshard.pipeline.watch.overview import Run, RunCheckpoint, checkpoints
 
 __all__ = [
     "Adapter",
@@ -156,6 +157,8 @@ __all__ = [
     "RereadError",
     "ReshardError",
     "RuleError",
+    "Run",
+    "RunCheckpoint",
     "StaleSessionError",
     "StateSummary",
     "StoredTensor",
@@ -178,6 +181,7 @@ __all__ = [
     "apply_delta",
     "average",
     "check",
+    "checkpoints",
     "clean",
     "convert",
     "delta",
@@ -277,6 +281,7 @@ _HOMES = {
         "UnsupportedError",
         "UsageError",
     ),
+    "pipeline.watch.overview": ("Run", "RunCheckpoint", "checkpoints"),
 }
 """Module → the public names that come from it. Each is imported when it is first asked for, so that `--help` and
 `--version` start without NumPy; type checkers read the imports above."""

@@ -70,6 +70,7 @@ def test_help_lists_every_option_of_a_function_with_its_type_and_default() -> No
         "load_into",
         "plan",
         "verify",
+        "checkpoints",
     }
     assert TAKE_OPTIONS.keys() == copies | others
     told = pydoc.render_doc(paddle_reshard.verify, renderer=pydoc.plaintext)
@@ -86,7 +87,9 @@ def test_help_lists_every_option_of_a_function_with_its_type_and_default() -> No
 
 @pytest.mark.parametrize("name", TAKE_OPTIONS)
 def test_a_misspelled_option_is_an_error_as_python_makes_it(name: str) -> None:
-    places: list[Any] = ["a"] if name in ("check", "fingerprint", "inspect", "launch") else [{}, "b"]
+    places: list[Any] = (
+        ["a"] if name in ("check", "checkpoints", "fingerprint", "inspect", "launch") else [{}, "b"]
+    )
     places += ["c"] if name in ("apply_delta", "delta") else []
     with pytest.raises(TypeError, match=r"unknown option 'allow_skeme'; did you mean .*allow_scheme"):
         TAKE_OPTIONS[name](*places, allow_skeme=("x",))

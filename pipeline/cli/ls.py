@@ -1,0 +1,37 @@
+"""The command ``ls``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+import paddle_reshard
+from paddle_reshard.pipeline.cli.observers import waiting
+from paddle_reshard.pipeline.cli.options import declared, given, json_option
+from paddle_reshard.pipeline.cli.output import answer, print_table
+
+
+@click.command()
+@click.argument("run", metavar="RUN_DIR")
+@click.option(
+    "--targets",
+    multiple=True,
+    metavar="DST_ROOT",
+    help="A folder with conversions, such as that of watch: tells which checkpoints have been converted.",
+)
+@declared("rules")
+@declared("config")
+@declared("allow_links")
+@declared("storage_options", "--source-storage-options")
+@declared("allow_scheme")
+@json_option
+@click.pass_context
+def ls(context: click.Context, /, run: str, targets: tuple[str, ...], as_json: bool, **_: Any) -> None:
+    """List the checkpoints of a run: what each holds, and whether it is complete."""
+    from paddle_reshard.pipeline.watch.overview import HEADINGS
+
+    with waiting("reading headers", as_json) as observe:
+        found = paddle_reshard.checkpoints(run, targets=targets, observe=observe, **given(context))
+    answer(asdict(found), as_json, False, lambda: print_table(HEADINGS, found.rows()))

@@ -1,0 +1,173 @@
+"""List the checkpoints of a run: what each holds, whether it is complete, and what was made of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paddle_reshard.pipeline.convert.inspection import Inspection, inspect
+from paddle_reshard.pipeline.convert.options import check_names, takes
+from paddle_reshard.pipeline.convert.read_options import InspectOptions
+from paddle_reshard.pipeline.core.backports import Unpack
+from paddle_reshard.pipeline.core.errors import ListingError, ReshardError
+from paddle_reshard.pipeline.core.events import Observer, ignore_events
+from paddle_reshard.pipeline.core.file_names import MANIFEST
+from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
+from paddle_reshard.pipeline.core.units import PathLike
+from paddle_reshard.pipeline.watch.claims import steps_of
+from paddle_reshard.pipeline.watch.finished import lacking, merging
+from paddle_reshard.storage.formats.manifest import own_manifest
+from paddle_reshard.storage.listing import CheckpointRoot, open_root
+from paddle_reshard.storage.locate import source_access
+
+
+@dataclass(frozen=True, slots=True)
+class RunCheckpoint:
+    """A checkpoint of a run."""
+
+    name: str
+    step: int
+    format: str | None
+    """``None`` if it cannot be read; so are the following."""
+    topology: str | None
+    """``None`` also if the format does not record it."""
+    sharding_strategy: str | None
+    states: tuple[str, ...]
+    tensor_bytes: int
+    problem: str | None
+    """Why it is incomplete, or cannot be read; ``None`` if nothing is missing."""
+    made_from: str | None
+    """The source in its manifest, for display only; ``None`` for a checkpoint that a trainer wrote."""
+    converted_to: tuple[str, ...]
+    """Targets of the same name below the given folders, each as ``location (topology or format)``."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Run(Shown):
+    """The checkpoints of a run."""
+
+    path: str
+    checkpoints: tuple[RunCheckpoint, ...]
+    """By step."""
+
+    def _in_short(self) -> str:
+        complete = sum(found.problem is None for found in self.checkpoints)
+        return f"{self.path}: {len(self.checkpoints)} checkpoints, {complete} complete"
+
+    def facts(self) -> Facts:
+        """A line for each checkpoint."""
+        return [
+            (found.name, f"{found.format or '?'}, {found.problem or 'complete'}")
+            for found in self.checkpoints
+        ]
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The cells under :data:`HEADINGS`."""
+        return [
+            (
+                found.name,
+                found.format or "?",
+                found.topology or "any",
+                found.sharding_strategy or "any",
+                " ".join(found.states),
+                readable_bytes(found.tensor_bytes),
+                found.problem or "complete",
+                found.made_from or "",
+                ", ".join(found.converted_to),
+            )
+            for found in self.checkpoints
+        ]
+
+
+HEADINGS = (
+    "checkpoint",
+    "format",
+    "topology",
+    "sharding",
+    "states",
+    "size",
+    "state",
+    "made from",
+    "converted to",
+)
+
+
+@takes(InspectOptions)
+def checkpoints(
+    run: PathLike,
+    *,
+    targets: Sequence[PathLike] = (),
+    observe: Observer = ignore_events,
+    **options: Unpack[InspectOptions],
+) -> Run:
+    """List the checkpoints of a run from their metadata.
+
+    Parameters
+    ----------
+    run
+        Path or URL of the folder that holds ``checkpoint-<step>`` folders.
+    targets
+        Folders with conversions, as ``watch`` fills them: what was made of ``checkpoint-7`` is there under that name.
+    observe
+        Called with events that report progress, as in :func:`convert`.
+    options
+        :class:`InspectOptions`.
+
+    Raises
+    ------
+    ListingError
+        If there is no such folder.
+    """
+    check_names(options, InspectOptions)
+    access = source_access(options)
+    roots = [open_root(os.fspath(at), access.options, access.schemes) for at in (run, *targets)]
+    here, *elsewhere = roots
+    for root in roots:
+        if not root.is_there():
+            raise ListingError(f"{root.location}: no such folder")
+    found = []
+    before: frozenset[str] = frozenset()
+    for step, name in steps_of(here.folders()):
+        files = here.files(name)
+        doubt = merging(files) and "the trainer has not finished merging the EMA"
+        made = own_manifest(here.read(f"{name}/{MANIFEST}") if MANIFEST in files else None)
+        if made is None:
+            doubt = doubt or lacking(files, before)
+            before = frozenset(files)
+        described: Inspection | None = None
+        try:
+            described = inspect(here.at(name), observe=observe, **options)
+        except ReshardError as error:
+            doubt = str(error)
+        found.append(_described(name, step, described, doubt, made, elsewhere))
+    return Run(here.location, tuple(found))
+
+
+def _described(
+    name: str,
+    step: int,
+    found: Inspection | None,
+    doubt: str | None,
+    made: dict[str, object] | None,
+    elsewhere: Sequence[CheckpointRoot],
+) -> RunCheckpoint:
+    source = made.get("source") if made else None
+    return RunCheckpoint(
+        name,
+        step,
+        found.format if found else None,
+        str(found.topology) if found and found.topology else None,
+        found.sharding_strategy if found else None,
+        tuple(state.state for state in found.states) if found else (),
+        found.tensor_bytes if found else 0,
+        doubt,
+        str(source.get("location")) if isinstance(source, dict) else None,
+        tuple(said for root in elsewhere if (said := _target(root, name))),
+    )
+
+
+def _target(root: CheckpointRoot, name: str) -> str | None:
+    """What a folder of conversions holds under a name, by its manifest; ``None`` if nothing."""
+    made = own_manifest(root.read(f"{name}/{MANIFEST}"))
+    return None if made is None else f"{root.at(name)} ({made.get('layout') or made.get('topology')})"

@@ -1,0 +1,71 @@
+"""``ls``: the checkpoints of a run, complete or not, and what was made of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import paddle_reshard
+from tests.conftest import case_directory
+from tests.published import checked
+
+SOURCE = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
+STATES = (
+    "param",
+    "master_weight",
+    "moment1",
+    "moment2",
+    "beta1_pow_acc",
+    "beta2_pow_acc",
+    "ema_master_weight",
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose last checkpoint lacks a file of a rank, and a folder with the conversion of its first."""
+    root = tmp_path_factory.mktemp("run") / "run"
+    for name in ("checkpoint-3", "checkpoint-6", "checkpoint-20"):
+        shutil.copytree(SOURCE, root / name)
+    (root / "checkpoint-6" / "saved_signal_5").unlink()
+    (root / "checkpoint-20" / "optimizer.tp01_pp01_shard01.pdopt").unlink()
+    (root / "notes").mkdir()
+    paddle_reshard.convert(root / "checkpoint-3", root.parent / "converted" / "checkpoint-3", to="tp=1")
+    return root
+
+
+def test_checkpoints_are_listed_by_step_with_what_is_missing(run: Path) -> None:
+    first, unfinished, damaged = paddle_reshard.checkpoints(
+        run, targets=[run.parent / "converted"]
+    ).checkpoints
+    assert (first.name, first.step, first.format, first.topology) == (
+        *("checkpoint-3", 3, "hybrid"),
+        "tp=2,pp=2,sharding=2",
+    )
+    assert (first.sharding_strategy, first.states, first.problem) == ("stage1v2", STATES, None)
+    written = [*SOURCE.glob("*.pdparams"), *SOURCE.glob("*.pdopt")]
+    assert first.tensor_bytes == sum(p.stat().st_size for p in written if p.name != "scheduler.pdparams")
+    assert first.converted_to == (f"{run.parent / 'converted' / 'checkpoint-3'} (tp=1)",)
+    assert "7 saved_signal_* files for 8 ranks" in str(unfinished.problem) and unfinished.converted_to == ()
+    assert damaged.step == 20 and damaged.format is None
+    assert "optimizer.tp01_pp01_shard01.pdopt" in str(damaged.problem)
+
+
+def test_conversions_name_their_source_as_published(run: Path) -> None:
+    command = [sys.executable, "-m", "paddle_reshard", "ls", str(run.parent / "converted")]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True, timeout=120)
+    (converted,) = checked(done)["checkpoints"]
+    assert converted["made_from"] == str(run / "checkpoint-3")
+    assert (converted["topology"], converted["problem"]) == ("tp=1", None)
+    assert json.loads(done.stdout)["path"] == str(run.parent / "converted")
+
+
+def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(paddle_reshard.ListingError, match="no such folder"):
+        paddle_reshard.checkpoints(tmp_path / "nowhere")
+    assert paddle_reshard.checkpoints(tmp_path).checkpoints == ()
