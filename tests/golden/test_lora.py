@@ -12,10 +12,17 @@ from typing import Any
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, ReshardError, UnsupportedError
+from paddle_reshard.pipeline.core.errors import (
+    CheckpointError,
+    CoverageError,
+    PlanError,
+    ReshardError,
+    UnsupportedError,
+)
 from tests import oracle
 from tests.conftest import case_directory
 from tests.golden.compare_one_card import ArraysOnly
+from tests.golden.unified_cases import write_safetensors
 
 TOPOLOGIES: dict[str, dict[str, Any]] = {
     "lora_single": {"to": "tp=1"},
@@ -132,6 +139,44 @@ def test_a_flexcheckpoint_becomes_the_files_of_ranks(target: str, tmp_path: Path
     assert_equals_truth(tmp_path / "made", source)
     told = [value for name, value in report.plan.facts() if name == "not carried"]
     assert any("(21): belongs to the base model" in value for value in told)
+
+
+def flex_arrays(made: Path) -> dict[str, bytes]:
+    found = {}
+    for folder in ("model_state", "master_weight", "optimizer_state"):
+        with (made / folder / "0_0.distcp").open("rb") as file:
+            found |= ArraysOnly(file).load()
+            del found[oracle.NAME_TABLE]
+    return {key: array.tobytes() for key, array in found.items()}
+
+
+@pytest.mark.parametrize("source", ["lora_single", "lora_pp2", "lora_sh2_s1v2_meta", "lora_qwen2_full_pp2"])
+def test_matrices_become_a_flexcheckpoint_with_the_base_that_is_given(source: str, tmp_path: Path) -> None:
+    base = case_directory(f"states/{source}") / "truth_base.safetensors"
+    held = oracle.read_truth(base)
+    given, trained = tmp_path / "base.safetensors", truth_of(source)
+    write_safetensors(given, {k: ("BF16", a.shape, a.tobytes()) for k, a in held.items() if k not in trained})
+    paddle_reshard.convert(checkpoint(source), tmp_path / "made", format="flex", fill=given)
+    assert flex_arrays(tmp_path / "made") == {k: a.tobytes() for k, a in {**held, **trained}.items()}
+
+
+def test_the_base_of_a_unified_checkpoint_makes_the_trainers_own_flexcheckpoint(tmp_path: Path) -> None:
+    """It trained the same adapter on the same base."""
+    base = case_directory("states/lora_single") / "base"
+    paddle_reshard.convert(base, tmp_path / "base", format="unified")
+    (given,) = (tmp_path / "base").glob("model-*.safetensors")
+    paddle_reshard.convert(checkpoint("lora_single"), tmp_path / "made", format="flex", fill=given)
+    assert flex_arrays(tmp_path / "made") == flex_arrays(checkpoint("lora_fc_single"))
+
+
+def test_a_part_of_the_base_is_refused(tmp_path: Path) -> None:
+    held = oracle.read_truth(case_directory("states/lora_single") / "truth_base.safetensors")
+    held.pop("model.norm.weight")
+    write_safetensors(tmp_path / "part", {k: ("BF16", a.shape, a.tobytes()) for k, a in held.items()})
+    with pytest.raises(
+        CoverageError, match=r"model\.norm\.weight: belongs to the base .* give the whole base"
+    ):
+        paddle_reshard.plan(checkpoint("lora_single"), format="flex", fill=tmp_path / "part")
 
 
 @pytest.mark.parametrize("source", FLEX)

@@ -47,8 +47,8 @@ SHARDED_FILES = {
 FLEX = {"save_checkpoint_format": "flex_checkpoint", "load_checkpoint_format": "flex_checkpoint"}
 EMA = {"zcc_save_ema_coef": 0.9}
 COLD = {"ignore_load_lr_and_optim": True}
-# A FlexCheckpoint has no config.json; this case trains the same model.
-SAME_MODEL_AS_MUON = "states/fp16_single"
+# A FlexCheckpoint has no config.json; these cases train such a model, with other sizes where the case says so.
+SAME_MODEL = {"llama": "states/fp16_single", "qwen3_moe": "moe/moe_single"}
 MUON = {"optim": "muon", **FLEX}
 # The buffer size, in whole MiB for a job, that decides over how many ranks a model's matrices are spread.
 MUON_ON_BOTH_RANKS = {"SHIM_MUON_BUF_MB": "0.02"}
@@ -225,6 +225,17 @@ ROWS = {
         environment=MUON_ON_BOTH_RANKS,
     ),
     "muon-sh2-to-pp2": Row("states/muon_fc_sh2_split", None, 2, {**MUON, **PP2}, format="flex"),
+    "muon-experts-ep2sh4-to-ep2sh2": Row(
+        "states/muon_moe_fc_ep2_sh4_ema",
+        None,
+        2,
+        {**MUON, **EP2, **V2, **SHARDING2},
+        format="flex",
+        environment=MUON_ON_BOTH_RANKS,
+    ),
+    "muon-experts-ep2sh4-to-pp2": Row(
+        "states/muon_moe_fc_ep2_sh4_ema", None, 2, {**MUON, **PP2}, format="flex"
+    ),
 }
 
 
@@ -292,6 +303,7 @@ def _check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:
     if row.cold:
         checkpoint = work / "model"
         paddle_reshard.convert(source / CHECKPOINT, checkpoint, format="huggingface")
+    case = json.loads((source / "case.json").read_bytes())
     all_of_truth = read_tensors(source / "truth.safetensors")
     if row.fill:
         biases = {key: tensor for key, tensor in all_of_truth.items() if key.endswith(CORRECTION_BIAS)}
@@ -305,9 +317,8 @@ def _check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:
         layout=row.layout or None,
         master_weights="from-parameters" if row.masters else "stored",
         fill=work / "fill.safetensors" if row.fill else None,
-        config=case_directory(SAME_MODEL_AS_MUON) / CHECKPOINT / "config.json" if row.needs_muon else None,
+        config=_config_like(case, work) if row.needs_muon else None,
     )
-    case = json.loads((source / "case.json").read_bytes())
     lab, script, options = script_of(lab, case)
     logs = resume(
         lab,
@@ -339,6 +350,14 @@ def _check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:
         if line not in log
     ]
     return len(truth), found
+
+
+def _config_like(case: dict[str, Any], folder: Path) -> Path:
+    """``config.json`` of the model of a case."""
+    like = case_directory(SAME_MODEL[case["family"]]) / CHECKPOINT / "config.json"
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(like.read_bytes()), **(case["model"] or {})}))
+    return path
 
 
 def at_the_start(truth: dict[str, Tensor], masters: bool) -> dict[str, Tensor]:

@@ -117,8 +117,9 @@ class FlexTarget:
         if any(tensor.of_base and not tensor.missing for tensor in model.tensors):
             return None
         return (
-            "a FlexCheckpoint of LoRA also holds the base model, which the source does not contain; merge LoRA into it "
-            "with --merge-into BASE"
+            "a FlexCheckpoint of LoRA also holds the base model, which the source does not contain; supply it with "
+            "--fill FILE, the model file of the base converted with --format unified; or merge LoRA into it with "
+            "--merge-into BASE"
         )
 
     def lay_out(

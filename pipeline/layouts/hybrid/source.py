@@ -573,6 +573,7 @@ class _HybridCatalogBuilder:
             cell.arrays = StoredArrays()  # large, and not used again
         implied = self._imply()
         _check_filled(self.policy, self.filled)
+        _check_base(self.model, self.filled, self.missing)
         _check_states(self.model, self.ranks.has_ema, self.tensors)
         return Catalog(self.tensors, tuple(self.files), self.placements.fragments(), implied)
 
@@ -640,7 +641,7 @@ class _HybridCatalogBuilder:
         implied = {}
         for tensor in self.model.tensors:
             identity = self._identity(tensor.key)
-            if tensor.missing:  # of the base model of an adapter
+            if tensor.missing and tensor.key not in self.policy.filled:  # of the base model of an adapter
                 self.missing.add(tensor.key)
                 continue
             if self.tensors.find(identity, PARAM) is not None:
@@ -702,6 +703,18 @@ def _check_filled(policy: MissingPolicy, filled: Collection[str]) -> None:
         raise CoverageError(
             key,
             "given with --fill, but the checkpoint already holds it or has no such tensor; remove it from the file",
+        )
+
+
+def _check_base(model: Model, filled: Collection[str], missing: Collection[str]) -> None:
+    """Refuse a part of the base model of an adapter: a target holds all of it, or nothing."""
+    base = [tensor for tensor in model.tensors if tensor.of_base]
+    lacking = [tensor.key for tensor in base if tensor.key in missing]
+    if lacking and len(lacking) < len(base):
+        given = next(tensor.key for tensor in base if tensor.key in filled)
+        raise CoverageError(
+            lacking[0],
+            f"belongs to the base model, of which --fill gives {given}, but not this; give the whole base or none",
         )
 
 
