@@ -47,6 +47,9 @@ from paddle_reshard.storage.store import (
 
 COPIES = CopyLimits(smallest_bytes=1 << 20, largest_bytes=16 << 20)
 COPY_BLOCK_BYTES = 1 << 20
+WRITE_BYTES = 256 << 10
+"""How much is written at a time. For larger writes the kernel looks for as large stretches of contiguous memory (large
+folios, on ext4 since Linux 6.16), which can take several times the processor time of the write itself."""
 WRITEBACK_BYTES = 1 << 20
 """Writeback of smaller writes is the kernel's decision."""
 FSYNCS_IN_FLIGHT = 8
@@ -70,7 +73,8 @@ class LocalWriter:
         with self._translated(path), open(self.staging / path, "r+b", buffering=0) as file:
             done = 0
             while done < len(buffer):
-                done += os.pwrite(file.fileno(), buffer[done:], byte_offset + done)
+                block = buffer[done : done + WRITE_BYTES]
+                done += os.pwrite(file.fileno(), block, byte_offset + done)
             _start_writeback(file.fileno(), byte_offset, len(buffer))
         return Receipt(path, byte_offset, len(buffer), checksum=checksum(buffer))
 
