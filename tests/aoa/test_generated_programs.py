@@ -156,7 +156,7 @@ def programs(draw: st.DrawFn, copies: bool):
     return shapes, writer
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(programs(copies=True), st.integers(0, 1 << 16))
 def test_as_paddles_engine(made, seed: int) -> None:
     """Parameters and states, through every kind of statement."""
@@ -179,7 +179,7 @@ def test_as_paddles_engine(made, seed: int) -> None:
     assert_same(gather(ours.catalog, content), theirs | engine.states_of(theirs))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(programs(copies=False), st.integers(0, 1 << 16))
 def test_a_program_and_then_reversed_changes_nothing(made, seed: int) -> None:
     shapes, writer = made

@@ -161,7 +161,7 @@ def test_converted_checkpoint_equals_the_truth(
 
 @pytest.mark.parametrize(
     ("name", "target"),
-    _conversions(lambda name, target: name in FEW_CASES),
+    _conversions(lambda name, target: name in FEW_CASES and target in _sampled(name)),
 )
 def test_what_was_converted_becomes_the_truth_on_one_card(
     name: str, target: Target, converted: Callable[[str, Target], Path], tmp_path: Path
