@@ -52,7 +52,7 @@ class Sized:
         return plan_average(request, weigh(len(sources), **how), read_run(rest))
 
     def verify(self, a: Place, b: Place | None = None, **options: Any) -> VerifyReport:
-        return verify_request(read_verify_request(a, b, None, False, options, self.sizes))
+        return verify_request(read_verify_request(a, b, None, False, options, sizes=self.sizes))
 
 
 def _weighting(options: dict[str, Any]) -> tuple[dict[str, Any], Any]:
