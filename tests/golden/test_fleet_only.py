@@ -34,7 +34,8 @@ def published(family: str, variant: str) -> Arrays:
     """A published model with random values, in the tensors that ``transformers`` saves."""
     rng, found = np.random.default_rng(17), {}
     layers = DECLARED[family]["config"]["num_hidden_layers"]
-    shapes = {key: tuple(shape) for key, shape in DECLARED[family]["published"].items()}
+    saved = "published_with_biases" if variant == "bias" else "published"
+    shapes = {key: tuple(shape) for key, shape in DECLARED[family][saved].items()}
     if "mtp" in variant:
         hidden, last = DECLARED[family]["config"]["hidden_size"], f"model.layers.{layers - 1}."
         shapes |= {
@@ -60,7 +61,10 @@ def test_from_hugging_face_and_back(family: str, variant: str, tmp_path: Path) -
     paddle_reshard.convert(tmp_path / "hf", tmp_path / "fleet", format="flex")
     declared = Engine(statements(DECLARED[family]["statements"][variant]), arrays).parameters()
     wanted = {key: array for (key, _), (array, _) in declared.items()}
-    if variant == "tied":
+    if variant == "tied" and family in fleet_only.READ:
+        # Without the model that it is to fill, the engine drops a key that another one is made of.
+        wanted["model.embed_tokens.weight"] = arrays["model.embed_tokens.weight", "param"][0]
+    elif variant == "tied":
         wanted["model.shared_head.weight"] = wanted["model.lm_head.weight"]
     assert_same(read_flex(tmp_path / "fleet"), wanted)
     paddle_reshard.convert(tmp_path / "fleet", tmp_path / "back", format="huggingface")

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors
 
@@ -70,11 +70,19 @@ MINIMAX: Mapping[str, Any] = {
     "num_local_experts": 2,
     "intermediate_size": 10,
 }
+DENSE: Mapping[str, Any] = {
+    **{name: value for name, value in LANGUAGE.items() if "expert" not in name and "group" not in name},
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+}
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v32": SPARSE,
     "glm_moe_dsa": SPARSE,
+    "granite": DENSE,
+    "internlm3": DENSE,
     "kimi_k2": LATENT,
     "minimax_m2": MINIMAX,
+    "olmo2": DENSE,
 }
 """Family → the ``config.json`` of a small model."""
 OF_CLASS: Mapping[str, Mapping[str, Any]] = {
@@ -104,6 +112,7 @@ PUBLISHED_AS: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
+    "bias": {"attention_bias": True, "mlp_bias": True},
     "grouped": {"moe_expert_fusion": True},
     "mtp": {"num_nextn_predict_layers": 1},
     "mtp_grouped": {"num_nextn_predict_layers": 1, "moe_expert_fusion": True},
@@ -111,10 +120,60 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 OF_FAMILY: Mapping[str, Sequence[str]] = {
     "deepseek_v32": ("plain", "mtp_grouped"),
     "glm_moe_dsa": ("plain", "tied", "mtp", "mtp_grouped"),
+    "granite": ("plain", "tied", "bias"),
+    "internlm3": ("plain", "tied"),
     "kimi_k2": ("plain", "grouped"),
     "minimax_m2": ("tied", "grouped", "mtp"),
+    "olmo2": ("plain", "tied"),
 }
 """Family → variants that change something."""
+
+
+class _Read(NamedTuple):
+    """What the class of a dense model in PaddleFleet's sources says: every tensor keeps its key."""
+
+    commit: str
+    folder: str
+    norms: tuple[str, ...]
+    """Of a decoder layer."""
+    biases: bool = False
+    """Whether linear layers can have biases."""
+
+    def statements(self, config: Mapping[str, Any]) -> list[str]:
+        """Its statements for a config."""
+        layer = "model.layers.$LAYER_ID"
+        same = [
+            "model.embed_tokens.weight",
+            "model.norm.weight",
+            *(f"{layer}.{n}.weight" for n in self.norms),
+        ]
+        linear = {**ATTENTION, **MLP}
+        turned = [f"{layer}.{name}.weight" for name in linear]
+        if self.biases:
+            same += [f"{layer}.{name}.bias" for name, entry in linear.items() if config.get(entry)]
+        head = "model.embed_tokens" if config["tie_word_embeddings"] else "lm_head"
+        return [
+            *(f"{key} -> {key}" for key in same),
+            *(f"{key}^T -> {key}" for key in turned),
+            f"{head}.weight -> lm_head.weight",
+        ]
+
+
+ATTENTION = {f"self_attn.{name}_proj": "attention_bias" for name in "qkvo"}
+MLP = {f"mlp.{name}_proj": "mlp_bias" for name in ("gate", "up", "down")}
+"""Linear layer → entry of the config by which it has a bias."""
+BEFORE = ("input_layernorm", "post_attention_layernorm")
+READ: Mapping[str, _Read] = {
+    "granite": _Read("c6968bc", "granite", BEFORE, biases=True),
+    "internlm3": _Read("24cabce", "intern_lm3", BEFORE),
+    "olmo2": _Read(
+        "73b56bc",
+        "olmo2",
+        ("post_attention_layernorm", "post_feedforward_layernorm", "self_attn.q_norm", "self_attn.k_norm"),
+    ),
+}
+"""Families that came after PaddleFormers 1.2.0: their classes could be read in PaddleFleet's sources, and not
+executed."""
 
 
 def declare(source: Path) -> dict[str, Any]:
@@ -122,6 +181,8 @@ def declare(source: Path) -> dict[str, Any]:
     from tests.lab.declarations import statements
 
     def declared(family: str, variant: str) -> list[str]:
+        if family in READ:
+            return READ[family].statements({**CONFIGS[family], **VARIANTS[variant]})
         path = source / "paddleformers" / "transformers" / family / "modeling.py"
         config = {"num_nextn_predict_layers": 0, **CONFIGS[family], **OF_CLASS[family], **VARIANTS[variant]}
         return statements(path, CLASS[family], CLASS[family], config)
@@ -133,11 +194,18 @@ def declare(source: Path) -> dict[str, Any]:
             family: {
                 "config": {"model_type": family, **config},
                 "published": _published(PUBLISHED_AS.get(family, family), config),
+                **_with_biases(family, config),
                 "statements": {variant: declared(family, variant) for variant in OF_FAMILY[family]},
             }
             for family, config in CONFIGS.items()
         },
     }
+
+
+def _with_biases(family: str, config: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:
+    if "bias" not in OF_FAMILY[family]:
+        return {}
+    return {"published_with_biases": _published(family, {**config, **VARIANTS["bias"]})}
 
 
 def _published(model_type: str, config: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -338,7 +406,33 @@ def _grouped_query() -> list[Row]:
     ]
 
 
+def _dense_model(read: _Read) -> list[Row]:
+    """A dense model whose tensors keep their keys, with linear layers turned."""
+    heads = {"q": "num_attention_heads", "k": "num_key_value_heads", "v": "num_key_value_heads"}
+    queries, words = "num_attention_heads*head_dim", ["vocab_size", "hidden_size"]
+    ends: dict[str, tuple[str, str]] = {
+        **{f"self_attn.{n}_proj": ("hidden_size", f"{count}*head_dim") for n, count in heads.items()},
+        "self_attn.o_proj": (queries, "hidden_size"),
+        **{f"mlp.{n}_proj": ("hidden_size", "intermediate_size") for n in ("gate", "up")},
+        "mlp.down_proj": ("intermediate_size", "hidden_size"),
+    }
+    norms = {"self_attn.q_norm": queries, "self_attn.k_norm": "num_key_value_heads*head_dim"}
+    rows = [{**_as_it_is("embedding", "model.embed_tokens.weight", words), "split": 0}]
+    for name, of_layer in ends.items():
+        by_rows = name.endswith(("o_proj", "down_proj"))
+        rows.append(_linear("layer", f"{LAYER}.{name}.weight", of_layer, 0 if by_rows else 1))
+        if read.biases:
+            bias = _as_it_is("layer", f"{LAYER}.{name}.bias", of_layer[1:])
+            rows.append(bias if by_rows else {**bias, "split": 0})
+    for name in read.norms:
+        rows.append(_as_it_is("layer", f"{LAYER}.{name}.weight", [norms.get(name, "hidden_size")]))
+    head = {**_as_it_is("head", "lm_head.weight", words), "split": 0, "tied_to": "model.embed_tokens.weight"}
+    return [*rows, _as_it_is("norm", "model.norm.weight", ["hidden_size"]), head]
+
+
 def _rows(family: str) -> list[Row]:
+    if family in READ:
+        return _dense_model(READ[family])
     if family == "minimax_m2":
         before, after = _ends(of_mtp=True)
         experts = _experts(f"{LAYER}.block_sparse_moe", ("w1", "w3", "w2"))
@@ -369,28 +463,43 @@ MORE: Mapping[str, str] = {
     "minimax_m2": "Norms of queries and keys are over all heads (qk_norm_type per_layer). Gated, latent and hybrid "
     "attention, latent experts and shared experts, which PaddleFleet can add to the published model, have no rows.",
 }
+READ_ONLY = (
+    "Names and layouts are what PaddleFleet's class declares (_gen_aoa_config), read in its sources and executed by "
+    "Paddle's engine on all tensors that transformers lists; rows by tests/lab/fleet_only.py. The family came after "
+    "PaddleFormers 1.2.0, and no checkpoint was available. What a hybrid-parallel job calls its parameters is not "
+    "declared anywhere, so the formats are limited."
+)
 _MTP_ITEM = {"mtp": True, "continues": "layer", "inner": "transformer_layer"}
+EAGER_CLASSES = {
+    "embedding": "EmbeddingPipe",
+    "layer": "DecoderLayerPipe",
+    "norm": "RMSNormPipe",
+    "head": "LMHeadPipe",
+}
+"""Pipeline items of ``nn/pp_model.py``."""
 
 
 def table(family: str) -> dict[str, Any]:
     """A rule table."""
-    rows = _rows(family)
+    rows, read = _rows(family), READ.get(family)
     held = {row["item"] for row in rows}
     more: Mapping[str, Mapping[str, Any]] = {"layer": {"repeated": True}, "mtp": _MTP_ITEM}
     source = f"paddleformers 1.2.0 transformers/{family}/modeling.py _gen_aoa_config"
+    if read is not None:
+        source = f"paddlefleet {read.commit} transformers/{read.folder}/modeling.py"
+    experts = {"experts": "n_routed_experts", "expert_axis": "ep"}
     return {
         "family": family,
         "convention": "paddlefleet",
         "model_types": [family],
-        "comment": SAID + MORE[family],
+        "comment": SAID + MORE[family] if read is None else READ_ONLY,
         "proven": {"files": "declarations", "huggingface": "declarations"},
-        "experts": "n_routed_experts",
-        "expert_axis": "ep",
+        **(experts if read is None else {}),
         "formats": ["flex", "huggingface"],
-        "shifted_by": "num_empty_layers_add_in_head",
+        **({"shifted_by": "num_empty_layers_add_in_head"} if read is None else {}),
         "items": [
             {"name": name, "layer_class": layer_class, **more.get(name, {})}
-            for name, layer_class in CLASSES.items()
+            for name, layer_class in (CLASSES if read is None else EAGER_CLASSES).items()
             if name in held
         ],
         "rules": [{"source": source, **row} for row in rows],
