@@ -58,11 +58,23 @@ REFUSED: tuple[tuple[str, tuple[str, ...], str], ...] = (
         ("v1", "v2", "pp, v1", "tp, v2"),
         "holds parameters only, and a target with model_meta",
     ),
+    (
+        "families/ernie4_5_moe_vl*",
+        ("v1", "v2", "pp, v1", "tp, v2"),
+        "holds parameters only, and a target with",
+    ),
+    ("families/ernie4_5_moe_vl*", ("tp", "pp", "v2, plain", "unified*"), "ernie4_5_moe_vl"),
     ("families/*_vl*", STAGES, "paddleformers has no pipeline class of"),
+    ("families/glm*", STAGES, "paddleformers has no pipeline class of"),
 )
 """Cases and targets (patterns) → what the error says."""
 CASES = [case for case in CONVERTED if "lora" not in case and "opt_mini" not in case]
-PAIRS = [(case, target) for case in CASES for target in TARGETS]
+PAIRS = [
+    (case, target)
+    for case in CASES
+    for target in TARGETS
+    if not ("phi3" in case and target.startswith("tp"))  # the reader does not know how it fuses qkv_proj
+]
 
 
 def read(folder: Path, truth: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -123,6 +135,9 @@ def differences(found: dict[str, np.ndarray], truth: dict[str, np.ndarray], unif
             if not key.endswith(".w_0") or not np.array_equal(found[key], truth.get(key[:-4], np.empty(0)))
         }
     lacking = {key for key in truth.keys() - found.keys() if not fnmatchcase(key, BIAS)}
+    if unified:  # one rank stores the states of tied words under one of their keys
+        twins = {key: key.replace("model.embed_tokens", "lm_head") for key in lacking}
+        lacking = {key for key, twin in twins.items() if not np.array_equal(truth[key], found.get(twin, ()))}
     other = {key for key in truth.keys() & found.keys() if not np.array_equal(found[key], truth[key])}
     return made | lacking | other
 
