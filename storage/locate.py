@@ -132,8 +132,9 @@ def open_target(
     TargetError
         If the location holds something already, or cannot be written with these options.
     UnsupportedError, UsageError
-        If the scheme of a URL is not allowed, or the URL is malformed.
+        If the scheme of a URL is not allowed or cannot be written, or the URL is malformed.
     """
+    _refuse_hub(location)
     check_scheme(location, schemes)
     if is_local(location):
         from paddle_reshard.storage.local.target import LocalTarget
@@ -147,6 +148,16 @@ def open_target(
     if isinstance(folder, S3Folder):
         return S3Target(folder, overwrite, resume, take_over)
     return StagedTarget(folder, overwrite, resume, take_over)
+
+
+def _refuse_hub(location: str) -> None:
+    """Refuse a target on the Hugging Face Hub (docs/decisions/026-no-targets-on-the-hub.md)."""
+    if location.partition("://")[0] == "hf":
+        name = "/".join(location.removeprefix("hf://").rstrip("/").split("/")[:2])
+        raise UnsupportedError(
+            f"{location}: targets on the Hugging Face Hub are not supported, because its file system commits each file "
+            f"on its own; convert into a folder, and publish that in one commit: hf upload {name} FOLDER"
+        )
 
 
 def check_scheme(location: str, schemes: Collection[str] = ()) -> None:

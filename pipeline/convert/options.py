@@ -134,6 +134,8 @@ class TargetOptions(TypedDict, total=False):
     protocol 5, as Paddle 3.4 does, which then loads arrays without copying."""
     max_shard_size: Annotated[str | None, _of_formats("max_shard_size", metavar="SIZE")]
     """Maximum bytes of tensors per file, ``"5GB"``; a larger tensor gets a file of its own."""
+    card: Annotated[bool, _of_formats("card", kind=Kind.FLAG)]
+    """Also write a model card, ``README.md``, that says what the model was made from."""
     layout: Annotated[PathLike | Mapping[str, Any] | None, _of_formats("layout", kind=Kind.ENTRIES)]
     """Settings of the target job that its topology does not determine: a mapping, or a JSON file."""
     target_meta: Annotated[GivenFile | None, _of_formats("target_meta", kind=Kind.FILE)]

@@ -50,6 +50,8 @@ class Completion:
     """Name of every small file of the other model → its path in the source."""
     config: Mapping[str, Any]
     """Entries of ``config.json``."""
+    license: Mapping[str, str] = field(default_factory=dict)
+    """Entries about the licence in its model card."""
 
 
 DONOR: Final = "LIKE/"

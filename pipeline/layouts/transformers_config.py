@@ -132,18 +132,59 @@ def _deepseek_yarn(config: Config) -> _Agreement:
     )
 
 
-def _glm_ocr_eps(config: Config) -> _Agreement:
-    """PaddleFormers 1.2 has 1e-6 in the norms of decoder layers (``transformers/glm_ocr/modeling.py:203-212``)."""
+def _glm_ocr(config: Config) -> _Agreement:
+    """PaddleFormers 1.2 has 1e-6 in the norms of decoder layers (``transformers/glm_ocr/modeling.py:203-212``).
+
+    Without ``partial_rotary_factor`` it rotates whole heads (line 813), as ``transformers`` does, but vLLM 0.33 half of
+    each (``vllm/model_executor/models/glm4.py:88``).
+    """
     text = config.get("text_config")
     if config.get("model_type") != "glm_ocr" or "paddleformers_version" not in config:
         return _Agreement()
-    if not isinstance(text, dict) or (configured := text.get("rms_norm_eps", 1e-5)) == 1e-6:
+    if not isinstance(text, dict):
         return _Agreement()
-    return _Agreement(
-        {"text_config": {**text, "rms_norm_eps": 1e-6}},
-        f"rms_norm_eps of text_config is 1e-06 instead of {configured}: PaddleFormers computes decoder layers with it, "
-        "and only the last norm with the latter",
-    )
+    rope, configured = text.get("rope_parameters"), text.get("rms_norm_eps", 1e-5)
+    found: dict[str, Any] = {}
+    remark = ""
+    if isinstance(rope, dict) and "partial_rotary_factor" not in rope:
+        found["rope_parameters"] = {**rope, "partial_rotary_factor": 1.0}
+    if configured != 1e-6:
+        found["rms_norm_eps"] = 1e-6
+        remark = (
+            f"rms_norm_eps of text_config is 1e-06 instead of {configured}: PaddleFormers computes decoder layers with "
+            "it, and only the last norm with the latter"
+        )
+    return _Agreement({"text_config": {**text, **found}} if found else {}, remark)
+
+
+_CLASSES = {
+    "glm4v_moe": "Glm4vMoeForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+}
+"""Model type → class, of the families whose ``config.json`` PaddleFormers 1.2 writes without one."""
+
+
+def _classes(config: Config) -> _Agreement:
+    """vLLM and SGLang choose the model by ``architectures``; without it vLLM takes the class without a head."""
+    known = _CLASSES.get(str(config.get("model_type")))
+    if config.get("architectures") or known is None:
+        return _Agreement()
+    return _Agreement({"architectures": [known]})
+
+
+_OF_TEXT = {"glm4v_moe": ("use_qk_norm", False), "qwen3_vl_moe": ("norm_topk_prob", True)}
+"""Model type → entry of ``text_config`` that vLLM 0.33 requires, and the value with which both libraries compute: they
+have no such entry."""
+
+
+def _published_entries(config: Config) -> _Agreement:
+    """Entries of published models that both libraries take for granted."""
+    text, known = config.get("text_config"), _OF_TEXT.get(str(config.get("model_type")))
+    if known is None or not isinstance(text, dict) or known[0] in text:
+        return _Agreement()
+    return _Agreement({"text_config": {**text, known[0]: known[1]}})
 
 
 _EXPERTS = {"qwen3_moe": "num_experts", "gpt_oss": "num_local_experts"}
@@ -207,7 +248,9 @@ _AGREEMENTS: tuple[Callable[[Config], _Agreement], ...] = (
     _no_window,
     _gemma3_theta,
     _deepseek_yarn,
-    _glm_ocr_eps,
+    _glm_ocr,
+    _classes,
+    _published_entries,
     _experts,
     _minimax_experts,
     _gelu,

@@ -47,6 +47,28 @@ CASES = {
         {"text_config": {"rms_norm_eps": 1e-6}},
         "is 1e-06 instead of 1e-05",
     ),
+    "glm_ocr, rotated heads": (
+        {**GLM_OCR, "text_config": {"rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 1e4}}},
+        {
+            "text_config": {
+                "rms_norm_eps": 1e-6,
+                "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0},
+            }
+        },
+        "",
+    ),
+    "norms of glm4v_moe": (
+        {"model_type": "glm4v_moe", "architectures": ["X"], "text_config": {}},
+        {"text_config": {"use_qk_norm": False}},
+        "",
+    ),
+    "no class": (
+        {"model_type": "qwen2_5_vl", "architectures": None},
+        {"architectures": ["Qwen2_5_VLForConditionalGeneration"]},
+        "",
+    ),
+    "a class": ({"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLTextModel"]}, {}, ""),
+    "no class of others": ({"model_type": "gpt"}, {}, ""),
     "experts": ({"model_type": "qwen3_moe", "num_local_experts": 4}, {"num_experts": 4}, ""),
     "experts, as published": ({"model_type": "qwen3_moe", "num_experts": 4}, {}, ""),
     "experts of gpt_oss": ({"model_type": "gpt_oss", "num_experts": 4}, {"num_local_experts": 4}, ""),

@@ -28,6 +28,7 @@ from paddle_reshard.pipeline.core.tensors import PARAM, DType, Tensor
 from paddle_reshard.pipeline.core.trainer_files import is_model_file
 from paddle_reshard.pipeline.layouts.checkpoint import DONOR, Checkpoint, Completion
 from paddle_reshard.pipeline.layouts.forms import matches_of
+from paddle_reshard.pipeline.layouts.huggingface.card import CARD, LARGEST_CARD_BYTES, license_of
 from paddle_reshard.pipeline.layouts.huggingface.parts import model_parts, tensor_parts
 from paddle_reshard.pipeline.layouts.huggingface.source import stored_keys
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
@@ -70,6 +71,8 @@ class Donor:
     """Path in its folder → size in bytes."""
     tensors: Mapping[str, DonorTensor]
     config: Mapping[str, Any]
+    license: Mapping[str, str]
+    """Entries about the licence in its model card."""
 
     def complete(self, source: Checkpoint, wanted: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
         """Both with the donor's tensors, small files and config entries that they lack."""
@@ -80,6 +83,7 @@ class Donor:
             tuple(taken),
             {path: DONOR + path for path in sorted(self.sizes) if path != CONFIG and is_model_file(path)},
             _entries(wanted, self, taken),
+            self.license,
         )
         completed = _with_tensors(source, self, completion)
         check_catalog(completed.catalog)
@@ -109,7 +113,15 @@ def read_donor(files: SourceFiles) -> Donor:
         array = payload.tensors[key]
         dtype = dtype_of_tag(payload.tags[key], f"{path}: {key}")
         tensors[key] = DonorTensor(array.shape, dtype, path, array.byte_offset)
-    return Donor(location, files.sizes, tensors, config)
+    return Donor(location, files.sizes, tensors, config, _license(files))
+
+
+def _license(files: SourceFiles) -> dict[str, str]:
+    """What a donor's model card says about the licence."""
+    size_bytes = files.sizes.get(CARD, 0)
+    if not 0 < size_bytes <= LARGEST_CARD_BYTES:
+        return {}
+    return license_of(files.store.read(CARD, 0, size_bytes))
 
 
 def _with_tensors(checkpoint: Checkpoint, donor: Donor, completion: Completion) -> Checkpoint:

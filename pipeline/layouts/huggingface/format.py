@@ -30,6 +30,7 @@ _OPTIONS: Mapping[str, FormatOption] = {
         FLOATING,
     ),
     "max_shard_size": FormatOption("maximum size of the tensors in a file. Default: 5GB."),
+    "card": FormatOption("also write a model card, README.md, that says what the model was made from."),
 }
 
 
@@ -81,7 +82,9 @@ class HuggingFaceFormat:
         """State, dtype and size of files; nothing of it depends on the source."""
         from paddle_reshard.pipeline.layouts.huggingface.request import parse_huggingface
 
-        return parse_huggingface(asked.get("state"), asked.get("dtype"), asked.get("max_shard_size"))
+        return parse_huggingface(
+            asked.get("state"), asked.get("dtype"), asked.get("max_shard_size"), asked.get("card")
+        )
 
 
 FORMAT = HuggingFaceFormat(HUGGINGFACE, "the model for transformers, LoRA for peft")

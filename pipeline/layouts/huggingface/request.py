@@ -9,8 +9,13 @@ from paddle_reshard.pipeline.core.units import parse_size
 from paddle_reshard.pipeline.layouts.huggingface.choices import EXPORTED_STATES, FLOATING
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
 
+_FLAGS = {None: False, False: False, True: True, "false": False, "true": True}
+"""A flag, or its value after a ``--target``."""
 
-def parse_huggingface(state: str | None, dtype: str | None, max_shard_size: str | None) -> HuggingFaceTarget:
+
+def parse_huggingface(
+    state: str | None, dtype: str | None, max_shard_size: str | None, card: bool | str | None
+) -> HuggingFaceTarget:
     """What goes out as a Hugging Face checkpoint; ``None``: the default of :class:`HuggingFaceTarget`."""
     defaults = HuggingFaceTarget()
     if state not in (None, *EXPORTED_STATES):
@@ -21,9 +26,11 @@ def parse_huggingface(state: str | None, dtype: str | None, max_shard_size: str 
         raise UsageError(
             f"unknown dtype {dtype!r}; known: {', '.join(FLOATING)}{did_you_mean(dtype, FLOATING)}"
         )
+    if card not in _FLAGS:
+        raise UsageError(f"card is {card!r}; known: true, false")
     shard_bytes = defaults.max_shard_bytes if max_shard_size is None else parse_size(max_shard_size)
     if shard_bytes < 1:
         raise UsageError(f"--max-shard-size {max_shard_size} holds nothing")
     return HuggingFaceTarget(
-        state or defaults.state, None if dtype is None else dtype_named(dtype), shard_bytes
+        state or defaults.state, None if dtype is None else dtype_named(dtype), shard_bytes, _FLAGS[card]
     )

@@ -10,6 +10,7 @@ from paddle_reshard.pipeline.core.tensors import DType
 from paddle_reshard.pipeline.core.trainer_files import is_training_state
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, Completion
 from paddle_reshard.pipeline.layouts.files import Sidecars
+from paddle_reshard.pipeline.layouts.huggingface.card import CARD, model_card
 from paddle_reshard.pipeline.layouts.sidecars import classify_sidecars
 from paddle_reshard.pipeline.layouts.transformers_config import exported_config
 
@@ -26,13 +27,17 @@ def plan_huggingface_sidecars(
     wanted: Checkpoint,
     source_config: Mapping[str, Any],
     dtype: DType | None,
+    card: Mapping[str, str] | None,
 ) -> Sidecars:
     """Carry what belongs to the model (tokenizer, generation config, …); name what belongs to training.
 
-    ``wanted`` is the source as the target holds it, ``dtype`` the one that was asked for.
+    ``wanted`` is the source as the target holds it, ``dtype`` the one that was asked for, ``card`` the facts about the
+    target for its model card, ``None`` if it gets none.
     """
 
     def reason(path: str) -> str | None:
+        if path == CARD and card is not None:
+            return "replaced by the model card that --card writes"
         return "state of the training job, not of the model" if is_training_state(path) else None
 
     config, remarks = exported_config(wanted.model.config, dtype)
@@ -45,6 +50,9 @@ def plan_huggingface_sidecars(
     if lacking:
         needed = f"{' and '.join(lacking)} beside the weights, which an inference engine may need; --like DIR takes "
         remarks = (*remarks, f"{needed}both from the model that training began from")
+    if card is not None:
+        content = model_card(wanted, config, card)
+        sidecars = replace(sidecars, written=(*sidecars.written, (CARD, content)))
     return replace(sidecars, remarks=remarks)
 
 

@@ -57,6 +57,8 @@ class HuggingFaceTarget:
     """Dtype of floating-point tensors, except those that the model keeps in float32; ``None``: as trained."""
     max_shard_bytes: int = 5 * 10**9
     """Maximum size of the tensors in a file; a larger tensor gets a file of its own."""
+    card: bool = False
+    """Whether it has a model card."""
 
     @property
     def of_average(self) -> bool:
@@ -84,6 +86,7 @@ class HuggingFaceTarget:
             "state": self.state,
             "dtype": None if self.dtype is None else self.dtype.name,
             "max_shard_bytes": self.max_shard_bytes,
+            **({"card": True} if self.card else {}),
         }
 
     def cannot_hold_lora(self, model: Model) -> None:
@@ -96,8 +99,9 @@ class HuggingFaceTarget:
         if wanted.model.has_lora:
             return self._lay_out_adapter(without_base(source), without_base(wanted), sizes, folders)
         laid_out = layout_huggingface(source.catalog, wanted, self)
-        config = source.source_config
-        sidecars = plan_huggingface_sidecars(sizes, folders, wanted, config, self.dtype)
+        sidecars = plan_huggingface_sidecars(
+            sizes, folders, wanted, source.source_config, self.dtype, self.facts() if self.card else None
+        )
         files = add_literal_files(laid_out.files, sidecars.written)
         return LaidOut(
             laid_out.catalog,
@@ -114,6 +118,8 @@ class HuggingFaceTarget:
     ) -> LaidOut:
         if self.of_average:
             raise UnsupportedError("--state ema is not supported for LoRA")
+        if self.card:
+            raise UnsupportedError("--card is not supported for LoRA")
         exported = list(_exported(wanted, self, adapter_parts(wanted)))
         config = adapter_config(wanted, [e.part for e in exported])
         laid_out = _files_of(source.catalog, [exported], [peft.WEIGHTS])
