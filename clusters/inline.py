@@ -20,7 +20,8 @@ from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.device import Mover
-from paddle_reshard.tasks.run_group import GroupReport, compare_group, run_group
+from paddle_reshard.tasks.run_group import GroupReport, compare_group, measure_group, run_group
+from paddle_reshard.tasks.statistics import Tolerance
 from paddle_reshard.tasks.workspace import Workspace, Workspaces
 
 Reports = Generator[GroupReport, None, None]
@@ -51,6 +52,10 @@ class InlineEngine:
     def compare(self, works: Iterable[GroupWork], source: ReadRange) -> Reports:
         """Run only the comparisons of every group."""
         return self.run(works, lambda work, mover: compare_group(work, source, mover))
+
+    def measure(self, works: Iterable[GroupWork], source: ReadRange, tolerance: Tolerance) -> Reports:
+        """Measure how far the sides of every group are apart."""
+        return self.run(works, lambda work, mover: measure_group(work, source, tolerance, mover))
 
     def reserving_metadata(
         self, tensors: int, pieces: int, peak_bytes: int, spare_bytes: int

@@ -91,6 +91,8 @@ class Record:
     """Number of a group; the numbers of carried files follow those of the groups."""
     receipts: tuple[Receipt, ...]
     drift: tuple[str, ...] = ()
+    sums: tuple[tuple[int, int, str, int], ...] = ()
+    """What it adds to fingerprints: tensor, dtype, remainder in hexadecimal digits, elements."""
 
 
 @dataclass(frozen=True, slots=True)

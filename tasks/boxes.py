@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.tasks.cast import cast_in_range, round_words
+from paddle_reshard.tasks.cast import cast, cast_in_range, round_words
 
 BLOCK_ELEMENTS = 1 << 16
 """Largest block of casts and comparisons: all its operands fit the second-level cache."""
@@ -36,13 +36,13 @@ def copy_box(source: Array, target: Array) -> None:
         target[tile] = source[tile]
 
 
-def cast_box(source: Array, target: Array) -> None:
+def cast_box(source: Array, target: Array, in_range: bool = True) -> None:
     """Cast a box to one of the same shape, as :func:`~paddle_reshard.tasks.cast.cast_in_range` does.
 
     Raises
     ------
     OverflowError
-        If a finite value is too large for the dtype of ``target``.
+        If a finite value is too large for the dtype of ``target``, and must be ``in_range``.
     """
     source, target = in_order_of(target, source, target)
     room = min(source.size, BLOCK_ELEMENTS)
@@ -57,7 +57,7 @@ def cast_box(source: Array, target: Array) -> None:
             rounded: Array = halves[: box.size]
             np.copyto(rounded, words[: box.size], casting="unsafe")  # the upper halves are zero
         else:
-            rounded = cast_in_range(block, target.dtype)
+            rounded = (cast_in_range if in_range else cast)(block, target.dtype)
         target[piece] = rounded.reshape(box.shape)
 
 

@@ -29,7 +29,8 @@ from paddle_reshard.tasks.boxes import blocks
 from paddle_reshard.tasks.cast import cast
 from paddle_reshard.tasks.device import HOST, Box, Buffer, Mover
 from paddle_reshard.tasks.figures import WorkerFigures
-from paddle_reshard.tasks.sums import Sum, Sums
+from paddle_reshard.tasks.statistics import Statistics, Tolerance, compare_values
+from paddle_reshard.tasks.sums import Sum, Sums, added, is_summed_in_place
 
 ROWS_AT_A_TIME = 1 << 12
 """Ops that are unpacked to rows at a time."""
@@ -52,6 +53,8 @@ class GroupReport:
     """How many of ``written_bytes`` the storage copied."""
     sums: tuple[Sum, ...] = ()
     """What it adds to the fingerprints of tensors."""
+    statistics: tuple[tuple[int, Statistics], ...] = ()
+    """How far two sides of tensors are apart, by number."""
 
 
 def run_group(work: GroupWork, source: ReadRange, target: WritePart, mover: Mover = HOST) -> GroupReport:
@@ -79,6 +82,45 @@ def compare_group(work: GroupWork, source: ReadRange, mover: Mover = HOST) -> Gr
         reports.append(_compare(work, step.bands, step.ops, _load_bands(work, step.bands, source, mover)))
         mover.release()
     return _summed(work, reports)
+
+
+def measure_group(
+    work: GroupWork, source: ReadRange, tolerance: Tolerance, mover: Mover = HOST
+) -> GroupReport:
+    """Measure how far the two sides of the boxes of one group are apart."""
+    found: list[tuple[int, Statistics]] = []
+    read = 0
+    for step in _passes(work):
+        bands = _load_bands(work, step.bands, source, mover)
+        read += sum(map(len, bands))
+        for op, *pair in _with_ranges(step.ops, (step.bands, "source"), (step.bands, "target")):
+            found.append(_measured(work, step, op, [bands[band] for band in pair], pair, tolerance))
+        mover.release()
+    return GroupReport(work.group, read, 0, statistics=tuple(found))
+
+
+def _measured(
+    work: GroupWork,
+    step: _Pass,
+    op: np.void,
+    buffers: Sequence[Buffer],
+    bands: Sequence[int],
+    tolerance: Tolerance,
+) -> tuple[int, Statistics]:
+    number = int(op["tensor"])
+    tensor = work.tensors[number]
+    dims = len(tensor.global_shape)
+    sides = [
+        _box(buffer, int(step.bands[band]["start"]), op, side).array()
+        for buffer, band, side in zip(buffers, bands, ("source", "target"), strict=True)
+    ]
+    other = (work.measured or {}).get(number, tensor.dtype)
+    dtypes = np.dtype(f"<{tensor.dtype.code}"), np.dtype(f"<{other.code}")
+    found = compare_values(sides[0], sides[1], dtypes, tolerance)
+    if found.first is not None:
+        at = tuple(int(i + o) for i, o in zip(found.first[:dims], op["offset"][:dims], strict=True))
+        found = found._replace(first=at)
+    return number, found
 
 
 def load_band(source: ReadRange, path: str, start: int, stop: int) -> Buffer:
@@ -141,6 +183,7 @@ def _make(
         reports.append(_run_pass(work, step, load(step.bands), made, mixed, mover, sums))
         mover.release()
     mixed.clear()
+    found = added(chain(sums.found(), *(report.sums for report in reports)))
     receipts = []
     literals = iter(work.literals)  # sorted by part
     literal = next(literals, None)
@@ -156,7 +199,7 @@ def _make(
         receipts.append(target.write_part(path, int(part["start"]), buffer.data))
     written = int(part_sizes(work.parts[work.parts["source_file"] == MADE]).sum())
     summed = _summed(work, reports)
-    return replace(summed, receipts=tuple(receipts), written_bytes=written, sums=sums.found())
+    return replace(summed, receipts=tuple(receipts), written_bytes=written, sums=found)
 
 
 class _Accumulator(NamedTuple):
@@ -196,7 +239,8 @@ def _run_pass(
         in_master = isinstance(difference, MasterDriftError)
         if not (work.allow_master_drift if in_master else work.allow_replica_drift and difference.replicas):
             raise difference
-    _add_boxes(work, step, bands, sums)
+    of_bands = Sums()
+    _add_boxes(work, step, bands, of_bands)
     moves = _by_step(work, step.ops[step.ops["kind"] == MOVE])
     loaded = [mover.load(band) for band in bands]
     for op, band, part in _with_ranges(moves, (step.bands, "source"), (work.parts, "target")):
@@ -209,14 +253,12 @@ def _run_pass(
             else:
                 _mix(source, target, mixed.get(int(part)), mixture, int(op["source_tensor"]), mover)
             if work.summed is not None and not op["again"]:
-                stored = replace(source, buffer=bands[band])
-                if mixture is None:
-                    _add_moved(work, op, [target, stored] if mover.on_host else [stored], sums)
-                elif int(op["source_tensor"]) == mixture.terms[-1].tensor:
-                    _add_moved(work, op, [target], sums)
+                stored = None if mixture is not None else replace(source, buffer=bands[band])
+                if mixture is None or int(op["source_tensor"]) == mixture.terms[-1].tensor:
+                    _add_moved(work, op, target if mover.on_host else None, stored, sums, of_bands)
         except OverflowError as error:
             raise CastError(work.tensors[int(op["tensor"])].label, str(error)) from error
-    return report
+    return replace(report, sums=of_bands.found())
 
 
 def _add_boxes(work: GroupWork, step: _Pass, bands: Sequence[Buffer], sums: Sums) -> None:
@@ -230,18 +272,33 @@ def _add_boxes(work: GroupWork, step: _Pass, bands: Sequence[Buffer], sums: Sums
         tensor = work.tensors[int(op["tensor"])]
         box = _box(bands[band], int(step.bands[band]["start"]), op, "target")
         owner = int(op["tensor"]), DTYPES.index(tensor.dtype)
-        sums.add(owner, [box], op["offset"].tolist(), tensor.global_shape, np.dtype(f"<{tensor.dtype.code}"))
+        sums.add(owner, box, op["offset"].tolist(), tensor.global_shape, np.dtype(f"<{tensor.dtype.code}"))
 
 
-def _add_moved(work: GroupWork, op: np.void, boxes: Sequence[Box], sums: Sums) -> None:
-    """Add the values of a move, which all ``boxes`` hold, and those of the parameter that they imply."""
+def _add_moved(
+    work: GroupWork, op: np.void, target: Box | None, stored: Box | None, sums: Sums, of_bands: Sums
+) -> None:
+    """Add the values of a move, and those of the parameter that they imply.
+
+    They are in the ``target``, unless that is on a device, and as ``stored`` in a band, unless they were mixed. Better
+    is the one that holds them in the order of the tensor.
+    """
     number, offset = int(op["tensor"]), op["offset"].tolist()
     shape = work.tensors[number].global_shape
-    owner = number, int(op["target_dtype"])
-    sums.add(owner, boxes, offset, shape, np.dtype(f"<{DTYPES[owner[1]].code}"))
+    owners = [(number, int(op["target_dtype"]))]
     if work.summed is not None and number in work.summed:
-        implied = work.summed[number]
-        sums.add(implied, boxes, offset, shape, np.dtype(f"<{DTYPES[implied[1]].code}"))
+        owners.append(work.summed[number])
+    for owner in owners:
+        dtype = np.dtype(f"<{DTYPES[owner[1]].code}")
+        if target is None or (
+            stored is not None
+            and not is_summed_in_place(target, shape, dtype)
+            and is_summed_in_place(stored, shape, dtype)
+        ):
+            assert stored is not None  # noqa: S101 (devices do not mix)
+            of_bands.add(owner, stored, offset, shape, dtype)
+        else:
+            sums.add(owner, target, offset, shape, dtype)
 
 
 def _with_ranges(ops: Ops, *sides: tuple[Bands | Parts, str]) -> Iterator[tuple[Any, ...]]:

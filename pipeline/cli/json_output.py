@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from paddle_reshard.pipeline.core.topology import Topology
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.conversion import ConversionReport
+    from paddle_reshard.pipeline.convert.diff import DifferenceSummary, DiffReport
     from paddle_reshard.pipeline.convert.fingerprint import FingerprintReport
     from paddle_reshard.pipeline.convert.inspection import Inspection
     from paddle_reshard.pipeline.convert.integrity import IntegrityReport
@@ -164,6 +166,39 @@ def fingerprint_data(report: FingerprintReport) -> Json:
             for tensor, checksum in zip(found.tensors, found.checksums, strict=True)
         ],
     }
+
+
+def diff_data(report: DiffReport) -> Json:
+    """What ``diff --json`` prints. Figures that are infinite are ``null``."""
+    return {
+        "agree": report.agree,
+        "tensors": report.tensors,
+        "elements": report.elements,
+        "read_bytes": report.read_bytes,
+        "differing": [
+            {
+                **asdict(found),
+                "dtypes": list(found.dtypes),
+                "largest": _finite(found.largest),
+                "mean": _finite(found.mean),
+                "first": list(found.first),
+                "values": [_finite(value) for value in found.values],
+                "changed_share": found.changed_share,
+            }
+            for found in report.differing
+        ],
+        "by_state": [_summary_data(summary) for summary in report.by_state()],
+        "by_layer": [_summary_data(summary) for summary in report.by_layer()],
+        "unmatched": [asdict(difference) for difference in report.unmatched],
+    }
+
+
+def _summary_data(summary: DifferenceSummary) -> Json:
+    return {**asdict(summary), "largest": _finite(summary.largest), "mean": _finite(summary.mean)}
+
+
+def _finite(value: float) -> float | None:
+    return value if isfinite(value) else None
 
 
 def integrity_data(report: IntegrityReport) -> Json:

@@ -1,7 +1,7 @@
 """The command line: arguments become API calls, results become tables, lines or JSON.
 
 Exit status: 0 success, 1 refused or failed, 2 wrong usage, 128 + n after signal n (130: interrupted). Those of
-``verify`` are in its module.
+``verify`` and ``diff`` are in their modules.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "clean": "clean",
     "convert": "conversion",
     "delta": "delta",
+    "diff": "diff",
     "ema": "ema",
     "families": "families",
     "fingerprint": "fingerprint",

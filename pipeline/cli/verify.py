@@ -51,8 +51,13 @@ OPTIONS_FOR_ONE = (
 @click.option(
     "--against",
     metavar="FILE",
-    help="With one argument: fingerprints of the tensors that it should hold, written by "
-    "paddle-reshard fingerprint --output.",
+    help="With one argument: fingerprints of the tensors that it should hold, a file "
+    "written by paddle-reshard fingerprint --output, or the manifest of a target.",
+)
+@click.option(
+    "--recorded",
+    is_flag=True,
+    help="Compare only the fingerprints that the manifests record; no tensor is read.",
 )
 @click.option(
     "--source",
@@ -81,6 +86,7 @@ def verify(
     states: str | None,
     subset: bool,
     against: str | None,
+    recorded: bool,
     source: str | None,
     as_json: bool,
     quiet: bool,
@@ -95,7 +101,7 @@ def verify(
     Exit status: 0 equal (or intact), 1 different (or damaged), 2 the comparison could not be made.
     """
     options = given(context)
-    if b is None and against is None and _holds_manifest(a, options):
+    if b is None and against is None and not recorded and _holds_manifest(a, options):
         _refuse_options_for_two(context)
         with waiting("comparing with the manifest", quiet or as_json) as observe:
             found = paddle_reshard.check(a, source=source, observe=observe, **options)
@@ -110,7 +116,14 @@ def verify(
     chosen = None if states is None else [state.strip() for state in states.split(",")]
     with waiting("reading headers", quiet or as_json) as observe:
         report = paddle_reshard.verify(
-            a, b, states=chosen, subset=subset, against=against, observe=observe, **options
+            a,
+            b,
+            states=chosen,
+            subset=subset,
+            against=against,
+            recorded=recorded,
+            observe=observe,
+            **options,
         )
     alone = b is None and against is None
     answer(verify_data(report), as_json, quiet, lambda: _show_verification(report, alone))

@@ -158,7 +158,8 @@ def plan_request(
         store, checkpoint, request, outputs.limits(store), spare if in_process else None, donor
     )
     check_targets(planned, outputs, settings.resume or settings.no_space_check)
-    return replace(planned, target_locations=outputs.locations, spare_bytes=spare)
+    same_values = (program, request.convention, *given) == (None,) * 5
+    return replace(planned, target_locations=outputs.locations, spare_bytes=spare, same_values=same_values)
 
 
 def open_targets(locations: Locations, resume: bool, take_over: bool = False) -> Outputs:

@@ -14,6 +14,7 @@ import numpy as np
 from paddle_reshard.clusters.choose import Engine, choose_engine, choose_indexing
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.convert.inputs import given_inputs
+from paddle_reshard.pipeline.convert.manifest import parse_manifest
 from paddle_reshard.pipeline.convert.options import check_names, takes
 from paddle_reshard.pipeline.convert.read_options import FingerprintOptions
 from paddle_reshard.pipeline.core import version
@@ -35,6 +36,7 @@ from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
 from paddle_reshard.pipeline.planning.sums import plan_sums
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.storage.formats.fingerprints import format_fingerprints, parse_fingerprints
+from paddle_reshard.storage.formats.manifest import own_manifest
 from paddle_reshard.storage.locate import absolute, is_local, source_access
 from paddle_reshard.storage.store import CopyRange, ReadRange, Receipt, WritePart
 from paddle_reshard.tasks.sums import Sum, added
@@ -194,7 +196,16 @@ def load_fingerprints(path: PathLike) -> Fingerprints:
         data = Path(path).read_bytes()
     except OSError as error:
         raise CheckpointError(f"{os.fspath(path)}: cannot be read: {error.strerror or error}") from error
-    return parse_fingerprints(data, os.fspath(path))
+    if own_manifest(data) is None:
+        return parse_fingerprints(data, os.fspath(path))
+    manifest = parse_manifest(data, os.fspath(path))
+    if manifest.fingerprints is None or manifest.unknown_fingerprints:
+        raise CheckpointError(
+            f"{os.fspath(path)}: the manifest does not record the fingerprints of all tensors"
+        )
+    if manifest.changed:
+        raise CheckpointError(f"{os.fspath(path)}: the manifest {manifest.changed}")
+    return manifest.fingerprints
 
 
 @dataclass(frozen=True)

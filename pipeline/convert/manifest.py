@@ -5,6 +5,9 @@ list the sizes and checksums of its parts in order, so 100,000 parts take a few 
 has no checksum (``null``), because no worker read its bytes; under its number, ``copied`` has the source file and byte
 it was copied from, and its MD5 if the store reported one.
 
+``fingerprints`` are those of the logical tensors, which do not depend on files, and ``from`` says how many were added
+up while they were moved, taken from the source's manifest, or read; the rest is unknown.
+
 A manifest also lists what else may be in the folder (``beside``), and has a digest of all its entries, which shows
 accidental changes. The digest is not a signature: anyone who rewrites a manifest can compute a new one.
 
@@ -23,10 +26,12 @@ from paddle_reshard.pipeline.convert.plan import ConversionPlan, PlannedTarget
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError
 from paddle_reshard.pipeline.core.file_names import MANIFEST, MANIFEST_FORMAT
+from paddle_reshard.pipeline.core.fingerprints import Fingerprints
 from paddle_reshard.pipeline.layouts.checkpoint import Completion
 from paddle_reshard.pipeline.planning.parts import MADE
 from paddle_reshard.pipeline.planning.plan import Plan
 from paddle_reshard.storage.checksum import ALGORITHM
+from paddle_reshard.storage.formats.fingerprints import read_fingerprints
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 from paddle_reshard.storage.formats.typed_json import Bounds, EntryError, typed
 from paddle_reshard.storage.locate import absolute
@@ -85,6 +90,7 @@ class _Entries:
     parts: Mapping[str, _Columns]
     etags: Mapping[str, str] = field(default_factory=dict)
     beside: tuple[str, ...] = (MANIFEST,)
+    fingerprints: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,10 @@ class Manifest:
     """Further paths that may be in the folder."""
     changed: str
     """How the manifest differs from what was written; empty if it does not, or has no digest (first generation)."""
+    fingerprints: Fingerprints | None = None
+    """Those that it records."""
+    unknown_fingerprints: int = 0
+    """Number of tensors without one."""
 
 
 def manifest_head(version: str) -> dict[str, Any]:
@@ -128,7 +138,7 @@ def describe_parts(receipts: Iterable[Receipt], copies: Copies) -> dict[str, Any
 
 
 def format_manifest(values: Mapping[str, Any]) -> bytes:
-    """Format a manifest as JSON, with one line for each file's columns, and add its digest.
+    """Format a manifest as JSON, with one line for each file's columns and each fingerprint, and add its digest.
 
     >>> print(format_manifest({"version": "1", "parts": {"a": {"bytes": [1, 2]}}}).decode())
     {
@@ -139,7 +149,14 @@ def format_manifest(values: Mapping[str, Any]) -> bytes:
      "digest": "sha256:44b1d199ed51fcad5e6f1eaaeb2cca549168b09aa26b9fb624b46bbc8755cdbc"
     }
     """
-    text = json.dumps({**values, "parts": None, "digest": _digest(values)}, indent=1)
+    shown = {**values, "parts": None, "digest": _digest(values)}
+    if "fingerprints" in values:
+        shown["fingerprints"] = {**values["fingerprints"], "tensors": None}
+    text = json.dumps(shown, indent=1)
+    if "fingerprints" in values:
+        each = (json.dumps(line, separators=(",", ":")) for line in values["fingerprints"]["tensors"])
+        listed = "[\n" + ",\n".join(f"   {line}" for line in each) + "\n  ]"
+        text = text.replace('\n  "tensors": null', f'\n  "tensors": {listed}', 1)
     lines = [
         f"  {json.dumps(path)}: {json.dumps(columns, separators=(',', ':'))}"
         for path, columns in values.get("parts", {}).items()
@@ -191,7 +208,16 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
         entries.etags,
         frozenset(entries.beside),
         _changed(values),
+        *_recorded(entries.fingerprints, path),
     )
+
+
+def _recorded(entries: Mapping[str, Any] | None, path: str) -> tuple[Fingerprints | None, int]:
+    """The fingerprints that a manifest records, and the number of tensors that have none."""
+    if entries is None:
+        return None, 0
+    found, unknown = read_fingerprints(entries, path), entries.get("from", {}).get("unknown", 0)
+    return found, unknown
 
 
 def _digest(values: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from paddle_reshard.pipeline.core.choices import (
     CONVENTIONS,
     DEVICES,
     EXCHANGES,
+    FINGERPRINTS,
     MASTER_WEIGHTS,
     REPLICAS,
 )
@@ -263,6 +264,20 @@ class ConversionOptions(TargetOptions, total=False):
     ]
     """How parameters are compared with their stored master weights: ``"sample"`` (default) compares every element if
     both are loaded anyway, otherwise samples of every array; ``"full"`` reads and compares every element."""
+    fingerprint: Annotated[
+        str,
+        Option(
+            decides=Decides.EXECUTION,
+            kept=True,
+            choices=FINGERPRINTS,
+            default=FINGERPRINTS[0],
+            help="Record fingerprints of tensors in the target's manifest: none; of tensors that pass through memory "
+            "and those that the source's manifest has; or of all, reading what the storage copied.",
+        ),
+    ]
+    """Fingerprints of tensors in the manifests of the targets. ``"off"`` (default): none. ``"known"``: of tensors whose
+    bytes pass through memory, and those in the source's manifest. ``"full"``: of all; what the storage copied is read
+    for it."""
     allow_master_drift: Annotated[
         bool,
         Option(
@@ -415,7 +430,7 @@ class RunOptions(TypedDict, total=False):
             kind=Kind.FLAG,
             decides=Decides.EXECUTION,
             help="Continue an interrupted conversion, if there is one. Without --to and --format, its "
-            "original options are used; --memory, --check and --allow-reread may always be omitted. "
+            "original options are used; --memory, --check, --fingerprint and --allow-reread may always be omitted. "
             "Give --fill, --merge-into, --like, --allow-links and options for stores again.",
         ),
     ]

@@ -25,7 +25,7 @@ from paddle_reshard.pipeline.convert.request import (
     parse_choice,
     parse_drop,
 )
-from paddle_reshard.pipeline.core.choices import CHECKS, CONVENTIONS, MASTER_WEIGHTS, REPLICAS
+from paddle_reshard.pipeline.core.choices import CHECKS, CONVENTIONS, FINGERPRINTS, MASTER_WEIGHTS, REPLICAS
 from paddle_reshard.pipeline.core.errors import UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.file_names import AVERAGE, CONFIG
 from paddle_reshard.pipeline.core.heap import trim_heap
@@ -107,6 +107,10 @@ class ConversionPlan(Shown):
     """States of the source that were excluded by request."""
     spare_bytes: int = FREE_BYTES
     """Part of the process's footprint that is free for metadata."""
+    fingerprint: str = "off"
+    """Which fingerprints the manifests record."""
+    same_values: bool = False
+    """Whether every tensor of a target has the values of the tensor of that name in the source."""
     asked: Mapping[str, Any] | None = None
     """The request, as ``pipeline/convert/resuming.py`` records it in a session."""
 
@@ -281,7 +285,9 @@ def plan_checkpoint(
     del laid_out, joined
     if spare_bytes is not None:
         trim_heap()
-    return ConversionPlan(store, source, targets, plan, pieces, dropped=tuple(dropped))
+    return ConversionPlan(
+        store, source, targets, plan, pieces, dropped=tuple(dropped), fingerprint=request.fingerprint
+    )
 
 
 def _as_requested(source: Checkpoint, request: ConversionRequest) -> tuple[Checkpoint, Checkpoint]:
@@ -412,6 +418,8 @@ def read_request(
         If an option is invalid, or options contradict each other.
     """
     check_names(options, ConversionOptions)
+    fingerprint = options.get("fingerprint", FINGERPRINTS[0])
+    parse_choice(fingerprint, FINGERPRINTS, "choice of fingerprints")
     if isinstance(target, Mapping):
         if misplaced := [name for name in TARGET_OPTIONS if options.get(name)]:
             raise UsageError(
@@ -440,8 +448,10 @@ def read_request(
             allow_replica_drift=options.get("allow_replica_drift", False),
             allow_master_drift=options.get("allow_master_drift", False),
             allow_reread=options.get("allow_reread", False),
+            sums=fingerprint != "off",
             sizes=sizes,
         ),
+        fingerprint=fingerprint,
         check_in_full=not parse_choice(options.get("check", CHECKS[0]), CHECKS, "choice of checks"),
         vocab_pad=options.get("vocab_pad"),
         vocab_trim=options.get("vocab_trim"),

@@ -89,3 +89,16 @@ class FingerprintOptions(InspectOptions, total=False):
     """Where the tensors are read: ``"inline"`` (default), ``"ray"`` or ``"ray:ADDRESS"``, as in ``convert``."""
     workers: int | None
     """On Ray, the number of workers. Inline, the number of groups at a time."""
+
+
+class DiffOptions(InspectOptions, total=False):
+    """Options of ``diff``."""
+
+    memory: str
+    """Memory budget, default ``"1GiB"``."""
+    allow_missing: Sequence[str]
+    """Patterns of keys (``*`` matches anything) that either checkpoint may lack."""
+    source_storage_options: StorageOptions | None
+    """``storage_options`` for ``a`` only."""
+    target_storage_options: StorageOptions | None
+    """``storage_options`` for ``b`` only."""

@@ -73,6 +73,7 @@ class ConversionRequest:
     allow_missing: tuple[str, ...]
     """Patterns of keys."""
     planning: PlanSettings
+    fingerprint: str
     check_in_full: bool
     vocab_pad: int | None
     vocab_trim: int | None
@@ -254,8 +255,8 @@ def parse_target(text: str, resume: bool = False) -> tuple[str, TargetOptions]:
     return match["location"], cast(TargetOptions, given)
 
 
-def parse_choice(value: str, choices: tuple[str, str], what: str) -> bool:
-    """Whether ``value`` is the first of two choices; an unknown value is an error."""
+def parse_choice(value: str, choices: tuple[str, ...], what: str) -> bool:
+    """Whether ``value`` is the first of several choices; an unknown value is an error."""
     if value not in choices:
         raise UsageError(f"unknown {what} {value!r}; known: {', '.join(choices)}")
     return value == choices[0]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from paddle_reshard.pipeline.convert.plan import (
     ConversionPlan,
     PlannedTarget,
 )
+from paddle_reshard.pipeline.convert.recorded import Moved, Recorder, known_of
 from paddle_reshard.pipeline.convert.request import (
     RunSettings,
 )
@@ -36,12 +36,16 @@ from paddle_reshard.pipeline.core.events import (
 )
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.heap import trim_heap
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
+from paddle_reshard.pipeline.core.tensors import EMA, PARAM
 from paddle_reshard.pipeline.indexing.detect import index_source
 from paddle_reshard.pipeline.indexing.optimizer_steps import check_optimizer
-from paddle_reshard.pipeline.layouts.checkpoint import MissingPolicy
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.format import Staged
+from paddle_reshard.pipeline.layouts.formats import FORMATS
 from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan
+from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.storage.formats.manifest import own_manifest
 from paddle_reshard.storage.outputs import Outputs
@@ -50,6 +54,7 @@ from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, Sou
 from paddle_reshard.tasks.figures import WorkerFigures, add_figures, add_retries
 from paddle_reshard.tasks.index import index_here
 from paddle_reshard.tasks.run_group import GroupReport
+from paddle_reshard.tasks.sums import Sum, added
 
 COPY_BYTES = 8 << 20
 
@@ -187,7 +192,7 @@ def _run(
         check_targets(conversion, outputs, settings.no_space_check)
     with outputs:
         observe(StepStarted("move", plan.written_bytes))
-        report, receipts = _move(conversion, outputs, engine, observe)
+        report, receipts, sums = _move(conversion, outputs, engine, observe)
         reused = f"{report.resumed_groups} groups, {report.resumed_bytes} bytes, from an earlier run"
         resumed = f"; {reused}" if report.resumed_bytes else ""
         observe(StepEnded("move", f"{report.groups} groups, {report.written_bytes} bytes written{resumed}"))
@@ -197,13 +202,22 @@ def _run(
         observe(StepStarted("verify"))
         source.check_unchanged()
         planned = dict(zip(outputs.targets, conversion.targets, strict=True))
+        recorder = _recorder(conversion, sums, engine, observe)
+        fingerprints = {}
         for prefix, staged in outputs.finish(receipts).items():
-            _check_staged(staged, planned[prefix], index_files)
+            found = _check_staged(staged, planned[prefix], index_files)
+            if recorder is not None:
+                fingerprints[prefix] = _fingerprints(recorder, staged, planned[prefix], found, index_files)
         observe(StepEnded("verify", "the staged files read back as a complete checkpoint"))
         observe(StepStarted("publish"))
         described = describe_targets(conversion, report.replica_drift, receipts)
         for prefix, target in outputs.pending():
-            manifest = {**described[prefix], "etags": dict(target.etags())}
+            entry = fingerprints.get(prefix)
+            manifest = {
+                **described[prefix],
+                **({} if entry is None else {"fingerprints": entry}),
+                "etags": dict(target.etags()),
+            }
             target.publish(MANIFEST, format_manifest(manifest))
         observe(StepEnded("publish", outputs.location))
     return report
@@ -237,7 +251,7 @@ def _new_files(plan: Plan) -> list[NewFile]:
 
 def _move(
     conversion: ConversionPlan, outputs: Outputs, engine: Engine, observe: Observer
-) -> tuple[MoveReport, list[Receipt]]:
+) -> tuple[MoveReport, list[Receipt], tuple[Sum, ...]]:
     source, plan = conversion.store, conversion.plan
     writer, records = outputs.begin(_new_files(plan), identify(conversion), source.openness)
     # Groups with drift that this run does not allow are run again.
@@ -248,6 +262,7 @@ def _move(
     read = written = copied = compared = groups = 0
     drift = [line for record in done.values() for line in record.drift]
     receipts = [receipt for record in done.values() for receipt in record.receipts]
+    sums = [Sum(t, d, int(digits, 16), n) for record in done.values() for t, d, digits, n in record.sums]
     resumed_bytes = sum(receipt.nbytes for receipt in receipts)
     observe(Progress(resumed_bytes, before=True))
     if not isinstance(engine, InlineEngine):
@@ -263,6 +278,7 @@ def _move(
                 receipts += report.receipts
                 figures += report.figures
                 drift += _drift(report)
+                sums += report.sums
             groups += len(reports)
             observe(Progress(sum(report.written_bytes for report in reports)))
     for unit, carried in enumerate(plan.carried, plan.groups):
@@ -288,11 +304,12 @@ def _move(
         resumed_bytes=resumed_bytes,
         copied_bytes=copied,
     )
-    return moved, receipts
+    return moved, receipts, added(sums)
 
 
 def _record(report: GroupReport) -> Record:
-    return Record(report.group, report.receipts, _drift(report))
+    sums = tuple((one.tensor, one.dtype, f"{one.remainder:x}", one.elements) for one in report.sums)
+    return Record(report.group, report.receipts, _drift(report), sums)
 
 
 def _drift(report: GroupReport) -> tuple[str, ...]:
@@ -312,10 +329,55 @@ def _carry(source: Source, carried: CarriedFile, writer: WritePart) -> list[Rece
     return receipts
 
 
-def _check_staged(staged: Source, planned: PlannedTarget, index_files: IndexFiles) -> None:
-    """Index a staged target like a source and check that it is the planned checkpoint."""
+def _check_staged(staged: Source, planned: PlannedTarget, index_files: IndexFiles) -> Checkpoint | None:
+    """Index a staged target like a source and check that it is the planned checkpoint.
+
+    Returns what was indexed; ``None`` for formats that are not read as a checkpoint of their own.
+    """
     wanted = planned.wanted
     files = SourceFiles(staged, wanted.model.config, index_here, index_files)
     missing = MissingPolicy(allowed=tuple(t.key for t in wanted.model.tensors if t.missing))
-    index = partial(index_source, files, [wanted.model.table], missing, pieces=True)
+    found: list[Checkpoint] = []
+
+    def index() -> Checkpoint:
+        found.append(index_source(files, [wanted.model.table], missing, pieces=True))
+        return found[-1]
+
     planned.spec.check_staged(Staged(files, wanted, planned.states_not_carried, index))
+    return found[-1] if found else None
+
+
+def _recorder(
+    conversion: ConversionPlan, sums: Sequence[Sum], engine: Engine, observe: Observer
+) -> Recorder | None:
+    """What finds the fingerprints of targets; ``None`` if manifests record none."""
+    plan = conversion.plan
+    if plan.summed is None:
+        return None
+    return Recorder(
+        conversion.fingerprint,
+        Moved.of(Tensors(plan.tensors), sums),
+        known_of(conversion.store) if conversion.same_values else None,
+        PlanSettings(plan.budget_bytes),
+        engine,
+        conversion.spare_bytes,
+        observe,
+    )
+
+
+def _fingerprints(
+    recorder: Recorder,
+    staged: Source,
+    planned: PlannedTarget,
+    found: Checkpoint | None,
+    index_files: IndexFiles,
+) -> dict[str, Any] | None:
+    """The fingerprints of a staged target, as its manifest records them; ``None`` for an adapter alone."""
+    if found is not None:
+        return recorder.entry(staged, found.catalog, None)
+    index_as = FORMATS[planned.spec.format].index_as
+    if index_as is None or planned.wanted.model.has_lora:
+        return None
+    files = SourceFiles(staged, planned.wanted.model.config, index_here, index_files)
+    exported = EMA if planned.spec.facts().get("state") == EMA else PARAM
+    return recorder.entry(staged, index_as(files, planned.wanted.model), exported)

@@ -12,8 +12,8 @@ from typing import Any
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.convert.fingerprint import fingerprints_of, load_fingerprints, run_sums
 from paddle_reshard.pipeline.convert.inputs import given_inputs
-from paddle_reshard.pipeline.convert.integrity import IntegrityReport, check_target
-from paddle_reshard.pipeline.convert.manifest import parse_manifest
+from paddle_reshard.pipeline.convert.integrity import IntegrityReport, check_target, check_target_quickly
+from paddle_reshard.pipeline.convert.manifest import Manifest, parse_manifest
 from paddle_reshard.pipeline.convert.options import check_names, takes
 from paddle_reshard.pipeline.convert.plan import reread_in_words
 from paddle_reshard.pipeline.convert.read_options import CheckOptions, VerifyOptions
@@ -117,8 +117,12 @@ class VerifyRequest:
     """Whether ``b`` may hold fewer tensors; with ``against``, whether ``a`` may."""
     against: Fingerprints | None = None
     """What ``a`` is compared with, instead of ``b``."""
+    recorded: bool = False
+    """Whether manifests are compared, and nothing else is read."""
 
     def __post_init__(self) -> None:
+        if self.recorded and self.b is None and self.against is None:
+            raise UsageError("--recorded compares two targets, or one with --against")
         if self.b is not None and self.against is not None:
             raise UsageError("give either a second checkpoint or --against")
         if self.b is None and self.against is None and (self.states is not None or self.subset):
@@ -133,6 +137,7 @@ def verify(
     states: Sequence[str] | None = None,
     subset: bool = False,
     against: PathLike | None = None,
+    recorded: bool = False,
     observe: Observer = ignore_events,
     **options: Unpack[VerifyOptions],
 ) -> VerifyReport:
@@ -153,7 +158,11 @@ def verify(
     subset
         Allow ``b`` to hold fewer tensors; with ``against``, allow ``a`` to lack tensors that have a fingerprint.
     against
-        A local file with the fingerprints of the tensors that ``a`` should hold, see :func:`fingerprint`.
+        A local file with the fingerprints of the tensors that ``a`` should hold, see :func:`fingerprint`; or the
+        manifest of a target.
+    recorded
+        Compare only the fingerprints in the manifests of ``a`` and ``b``, or in that of ``a`` with ``against``. No
+        tensor and no small file is read, so damage since they were written goes unnoticed; :func:`check` finds it.
     observe
         Called with events that report progress, as in :func:`convert`.
     options
@@ -164,7 +173,7 @@ def verify(
     ReshardError
         If either is not a complete, consistent checkpoint, or the comparison does not fit ``memory``.
     """
-    return verify_request(read_verify_request(a, b, states, subset, options, against), observe)
+    return verify_request(read_verify_request(a, b, states, subset, options, against, recorded), observe)
 
 
 def read_verify_request(
@@ -174,6 +183,7 @@ def read_verify_request(
     subset: bool,
     options: VerifyOptions,
     against: PathLike | None = None,
+    recorded: bool = False,
     sizes: PlanSizes = PlanSizes(),
 ) -> VerifyRequest:
     """Parse the options of a comparison.
@@ -201,11 +211,14 @@ def read_verify_request(
         states=None if states is None else frozenset(texts_of(states)),
         subset=subset,
         against=None if against is None else load_fingerprints(against),
+        recorded=recorded,
     )
 
 
 def verify_request(request: VerifyRequest, observe: Observer = ignore_events) -> VerifyReport:
     """Run a request made by :func:`read_verify_request`."""
+    if request.recorded:
+        return _verify_recorded(request)
     if request.against is not None:
         return _verify_against(request, request.against, observe)
     if request.b is None:
@@ -251,6 +264,56 @@ def _verify_against(request: VerifyRequest, against: Fingerprints, observe: Obse
         plan.read_amplification,
         plan.read_once_budget_bytes,
     )
+
+
+def _verify_recorded(request: VerifyRequest) -> VerifyReport:
+    """Compare the fingerprints in manifests."""
+    names = ("A", "B") if request.against is None else ("the manifest", "the fingerprints")
+    a = _recorded(request.a, request.access[0])
+    b = _recorded(request.b, request.access[1]) if request.b is not None else request.against
+    assert b is not None  # noqa: S101
+    _check_states(request.states, a.tensors.states | b.tensors.states)
+    if request.states is not None:
+        a, b = a.only(request.states), b.only(request.states)
+    if request.against is None:
+        found = mismatches(a, b, names, request.subset)
+    else:
+        found = mismatches(b, a, names[::-1], request.subset)
+    differences = tuple(Difference(entry.tensor, entry.detail) for entry in found)
+    common = sum(b.tensors.find(*a.tensors.identity(number)) is not None for number in range(len(a)))
+    return VerifyReport(common, 0, 0, differences, 1.0, None)
+
+
+def _recorded(location: str, access: Access) -> Fingerprints:
+    """The fingerprints in the manifest of a target, whose files have the names and sizes that it lists.
+
+    Raises
+    ------
+    CheckpointError
+        If it has none, or not of all tensors, or if files were changed visibly.
+    """
+    store = open_source(location, *access)
+    manifest = _manifest_of(store)
+    if manifest.fingerprints is None:
+        raise CheckpointError(f"{store.location}: its {MANIFEST} records no fingerprints; omit --recorded")
+    if unknown := manifest.unknown_fingerprints:
+        known = len(manifest.fingerprints)
+        raise CheckpointError(
+            f"{store.location}: its {MANIFEST} records the fingerprints of {known} of {known + unknown} tensors only; "
+            "omit --recorded, or convert with --fingerprint full"
+        )
+    if damages := check_target_quickly(store, manifest):
+        raise CheckpointError(f"{store.location}: {damages[0].path}: {damages[0].detail}")
+    return manifest.fingerprints
+
+
+def _manifest_of(store: Source) -> Manifest:
+    sizes = store.sizes()
+    if MANIFEST not in sizes:
+        raise CheckpointError(
+            f"{store.location}: has no {MANIFEST}; it was not made by this package, or is incomplete"
+        )
+    return parse_manifest(store.read(MANIFEST, 0, sizes[MANIFEST]), f"{store.location}/{MANIFEST}")
 
 
 def _of_states(tensors: Tensors, states: Collection[str] | None) -> list[int]:
@@ -371,12 +434,7 @@ def check(
     check_names(options, CheckOptions)
     store = open_source(os.fspath(target), *target_access(options))
     made_from = None if source is None else open_checkpoint(os.fspath(source), source_access(options))
-    sizes = store.sizes()
-    if MANIFEST not in sizes:
-        raise CheckpointError(
-            f"{store.location}: has no {MANIFEST}; it was not made by this package, or is incomplete"
-        )
-    manifest = parse_manifest(store.read(MANIFEST, 0, sizes[MANIFEST]), f"{store.location}/{MANIFEST}")
+    manifest = _manifest_of(store)
     return check_target(store, manifest, made_from, observe)
 
 

@@ -5,7 +5,7 @@ An implied parameter counts as the cast of its master weight; padding is ignored
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +17,7 @@ from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import Tensor
 from paddle_reshard.pipeline.planning.checks import master_checks
 from paddle_reshard.pipeline.planning.match import match, source_tensors
-from paddle_reshard.pipeline.planning.ops import COMPARE, Ops
+from paddle_reshard.pipeline.planning.ops import COMPARE, DIFFER, Ops
 from paddle_reshard.pipeline.planning.plan import Plan, plan_comparisons
 from paddle_reshard.pipeline.planning.settings import PlanSettings
 
@@ -87,6 +87,52 @@ def plan_comparison(
     files = _prefixed(SIDE_A, a.files) + _prefixed(SIDE_B, b.files)
     plan = plan_comparisons(ops, tensors, files, settings)
     return Comparison(tuple(sorted(differences, key=lambda d: d.tensor)), plan, len(tensors))
+
+
+def plan_differences(
+    a: Catalog, b: Catalog, settings: PlanSettings, states: Mapping[str, str] | None = None
+) -> Comparison:
+    """Plan to measure how far the tensors that ``a`` and ``b`` have in common are apart.
+
+    ``states`` maps states of ``a`` to the states of ``b`` that they are compared with; ``None`` for all, each with the
+    same. Dtypes may differ, shapes may not.
+    """
+    ids_a = _chosen(a.tensors, None if states is None else states.keys())
+    found = [_partner(a.tensors, number, b.tensors, states) for number in ids_a.tolist()]
+    partner = np.array(found, dtype=np.int64)
+    lone = np.setdiff1d(_chosen(b.tensors, None if states is None else set(states.values())), partner)
+    differences = [Difference(a.tensors[i].label, ONLY_IN_A) for i in ids_a[partner < 0].tolist()]
+    differences += [Difference(b.tensors[i].label, ONLY_IN_B) for i in lone.tolist()]
+    same = partner >= 0
+    for i in np.flatnonzero(same).tolist():
+        one, two = a.tensors[int(ids_a[i])], b.tensors[int(partner[i])]
+        if one.global_shape != two.global_shape:
+            differences.append(_unlike(one, two))
+            same[i] = False
+    ids_a, ids_b = ids_a[same], partner[same]
+    order = a.tensors.order(ids_a)
+    ids_a, ids_b = ids_a[order], ids_b[order]
+    tensors = Tensors(a.tensors[tensor] for tensor in ids_a.tolist())
+    chunks = [Ops.empty()]
+    sides = _Stored(a, ids_a, 0), _Stored(b, ids_b, len(a.files))
+    for first in range(0, len(ids_a), _BLOCK_TENSORS):
+        rows = np.arange(first, min(first + _BLOCK_TENSORS, len(ids_a)))
+        one_side, two_side = (side.rows(rows)[0] for side in sides)
+        chunks.append(match(one_side, two_side, {}, kind=DIFFER))
+    files = _prefixed(SIDE_A, a.files) + _prefixed(SIDE_B, b.files)
+    plan = plan_comparisons(Ops.joined(chunks), tensors, files, settings)
+    others = ((n, b.tensors.dtype(two)) for n, two in enumerate(ids_b.tolist()))
+    measured = {n: dtype for n, dtype in others if dtype != tensors.dtype(n)}
+    return Comparison(
+        tuple(sorted(differences, key=lambda d: d.tensor)), replace(plan, measured=measured), len(tensors)
+    )
+
+
+def _partner(a: Tensors, number: int, b: Tensors, states: Mapping[str, str] | None) -> int:
+    """The number of the tensor that a tensor of ``a`` is compared with, or -1."""
+    key, state = a.identity(number)
+    found = b.find(key, state if states is None else states[state])
+    return -1 if found is None else found
 
 
 def plan_self_comparison(catalog: Catalog, settings: PlanSettings) -> Comparison:

@@ -4,6 +4,7 @@ An *op* moves a strided box from a source file to a target file (``MOVE``: a cop
 compares two strided boxes: further copies of a tensor (``COMPARE``), parameters that the target omits because they are
 the cast of their master weight (``CHECK``), and parameters that are stored along with their master weight (``HOLD``,
 or ``PROBE`` for a few elements). ``SUM`` only reads a box, given as both sides, for the fingerprint of its tensor.
+``DIFFER`` measures how far two boxes are apart.
 
 A plan may have millions of ops. Each field is an array of its own, as narrow as its values allow: selecting by one
 field touches no other, and sorting copies one field at a time.
@@ -20,11 +21,11 @@ from paddle_reshard.pipeline.core.columns import Columns
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints
 from paddle_reshard.pipeline.core.tensors import DTYPES
 
-MOVE, COMPARE, CHECK, HOLD, PROBE, SUM = 0, 1, 2, 3, 4, 5
+MOVE, COMPARE, CHECK, HOLD, PROBE, SUM, DIFFER = 0, 1, 2, 3, 4, 5, 6
 
 OP = np.dtype(
     [
-        ("kind", np.int8),  # MOVE, COMPARE, CHECK, HOLD, PROBE or SUM
+        ("kind", np.int8),  # MOVE, COMPARE, CHECK, HOLD, PROBE, SUM or DIFFER
         (
             "again",
             np.int8,

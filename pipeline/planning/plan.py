@@ -24,7 +24,7 @@ from paddle_reshard.pipeline.core.geometry import Ints
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.part_limits import PartLimits
-from paddle_reshard.pipeline.core.tensors import Tensor
+from paddle_reshard.pipeline.core.tensors import DTYPES, DType, Tensor
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.planning.checks import MasterChecks, add_checks
 from paddle_reshard.pipeline.planning.copies import carve_copies
@@ -36,6 +36,7 @@ from paddle_reshard.pipeline.planning.groups import (
     source_ranges,
 )
 from paddle_reshard.pipeline.planning.match import plan_ops, source_tensors, volumes_inside
+from paddle_reshard.pipeline.planning.once import count_once
 from paddle_reshard.pipeline.planning.ops import CHECK, HOLD, ITEMSIZES, MOVE, PROBE, Ops, hull, op_volumes
 from paddle_reshard.pipeline.planning.parts import MADE, NO_GROUP, PART, Parts, part_sizes, plan_parts
 from paddle_reshard.pipeline.planning.ranges import dense_numbers, merge
@@ -117,6 +118,8 @@ class Plan:
     summed: Mapping[int, tuple[int, int]] | None = None
     """Whether groups add up fingerprints; the master weights from which they add up those of parameters that no file
     stores: number of the master weight → number and dtype of the parameter."""
+    measured: Mapping[int, DType] | None = None
+    """In a plan that measures differences: dtypes of the second side, where it has others."""
 
     @property
     def groups(self) -> int:
@@ -178,9 +181,11 @@ class Plan:
         """Hash of the plan's contents."""
         digest = hashlib.sha256()
         for ops in self.ops.blocks():
-            digest.update(ops.rows().view(np.uint8).data)
-        for rows in (self.op_groups, self.bands, self.parts, self.group_peaks):
-            digest.update(np.ascontiguousarray(rows).view(np.uint8).data)
+            rows = ops.rows()
+            rows["again"] = 0  # says something of fingerprints, and nothing of what is written
+            digest.update(rows.view(np.uint8).data)
+        for table in (self.op_groups, self.bands, self.parts, self.group_peaks):
+            digest.update(np.ascontiguousarray(table).view(np.uint8).data)
         block = bytearray()
         for file, offset, content in self.literals:
             block += b"%d %d %d " % (file, offset, len(content))
@@ -234,6 +239,9 @@ def plan_conversion(
         If the budget suffices only by reading source bytes several times, unless ``allow_reread``.
     """
 
+    if settings.sums:
+        target = count_once(target, source.tensors)
+
     def make_ops() -> Ops:
         ops = plan_ops(source, target.fragments, settings.compare_replicas, target.casts, target.omitted)
         _check_tiles(ops, target, source)
@@ -259,6 +267,8 @@ def plan_conversion(
     )
     sizes = settings.sizes
     planned, rereads, checks = _with_checks(plan, make_ops, limits, sizes, checks)
+    if settings.sums:
+        _sum_whole_tensors(planned)
     _check_budget(planned)
     if not rereads:
         return planned
@@ -282,6 +292,18 @@ def _implied_sums(source: Catalog, target: TargetFiles) -> dict[int, tuple[int, 
     return {
         master: (tensor, dtypes[tensor]) for tensor, master in source.implied.items() if not stored[tensor]
     }
+
+
+def _sum_whole_tensors(plan: Plan) -> None:
+    """Count nothing of tensors that do not pass through memory as a whole, because the storage copies from them."""
+    ops = plan.ops
+    counted = ((ops["kind"] == MOVE) | (ops["kind"] == CHECK)) & (ops["again"] == 0)
+    owner = ops["tensor"].astype(np.int64) * len(DTYPES) + ops["target_dtype"]
+    summed = np.bincount(
+        owner[counted], weights=op_volumes(ops)[counted], minlength=len(plan.tensors) * len(DTYPES)
+    )
+    elements = np.array([tensor.elements for tensor in plan.tensors], dtype=np.float64)
+    ops["again"] = ops["again"] | (counted & (summed[owner] < elements[owner // len(DTYPES)]))
 
 
 def _with_checks(

@@ -14,7 +14,7 @@ from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.core.geometry import Ints, Shape
 from paddle_reshard.pipeline.core.literals import Literal
 from paddle_reshard.pipeline.core.mixture import Mixture
-from paddle_reshard.pipeline.core.tensors import DTYPES, Tensor
+from paddle_reshard.pipeline.core.tensors import DTYPES, DType, Tensor
 from paddle_reshard.pipeline.planning.ops import Ops
 from paddle_reshard.pipeline.planning.parts import MADE, Parts
 from paddle_reshard.pipeline.planning.plan import Bands, Plan
@@ -51,6 +51,8 @@ class GroupWork:
     """Tensor number → how it is computed, at least for the mixed tensors in ``ops``."""
     summed: Mapping[int, tuple[int, int]] | None = None
     """As in :class:`~paddle_reshard.pipeline.planning.plan.Plan`, at least for the tensors in ``ops``."""
+    measured: Mapping[int, DType] | None = None
+    """As in the plan. Differences are measured in the process that plans, so batches lack it."""
 
     @property
     def label(self) -> str:
@@ -113,6 +115,7 @@ class Works(Iterable[GroupWork]):
             allow_master_drift=plan.allow_master_drift,
             mixtures=_mixtures(plan, tensors),
             summed=_summed(plan, tensors),
+            measured=plan.measured,
         )
 
     def batch(self, groups: range) -> WorkBatch:

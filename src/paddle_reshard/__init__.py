@@ -16,6 +16,7 @@ from paddle_reshard.pipeline.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.api import clean, convert, plan
+    from paddle_reshard.pipeline.convert.diff import DifferenceSummary, DiffReport, TensorDifference, diff
     from paddle_reshard.pipeline.convert.fingerprint import FingerprintReport, fingerprint
     from paddle_reshard.pipeline.convert.inspection import Inspection, StateSummary, inspect
     from paddle_reshard.pipeline.convert.integrity import Damage, IntegrityReport
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     )
     from paddle_reshard.pipeline.convert.read_options import (
         CheckOptions,
+        DiffOptions,
         FingerprintOptions,
         InspectOptions,
         LoadOptions,
@@ -120,7 +122,10 @@ __all__ = [
     "Damage",
     "DeltaOptions",
     "DeltaReport",
+    "DiffOptions",
+    "DiffReport",
     "Difference",
+    "DifferenceSummary",
     "DriftError",
     "EmaCounts",
     "Event",
@@ -168,6 +173,7 @@ __all__ = [
     "TargetError",
     "TargetOptions",
     "Tensor",
+    "TensorDifference",
     "Topology",
     "UnsafePickleError",
     "UnsupportedError",
@@ -185,6 +191,7 @@ __all__ = [
     "clean",
     "convert",
     "delta",
+    "diff",
     "ema_callback",
     "fingerprint",
     "inspect",
@@ -208,6 +215,7 @@ _HOMES = {
     "pipeline.convert.series": ("average",),
     "pipeline.convert.verify": ("VerifyReport", "check", "verify"),
     "pipeline.planning.compare": ("Difference",),
+    "pipeline.convert.diff": ("DiffReport", "DifferenceSummary", "TensorDifference", "diff"),
     "pipeline.convert.fingerprint": ("FingerprintReport", "fingerprint"),
     "pipeline.core.fingerprints": ("Fingerprints",),
     "pipeline.convert.integrity": ("Damage", "IntegrityReport"),
@@ -221,6 +229,7 @@ _HOMES = {
     "pipeline.convert.options": ("AverageOptions", "ConversionOptions", "ConvertOptions", "TargetOptions"),
     "pipeline.convert.read_options": (
         "CheckOptions",
+        "DiffOptions",
         "FingerprintOptions",
         "InspectOptions",
         "LoadOptions",

@@ -30,7 +30,8 @@ class _Entries:
 
     OPEN: ClassVar = True
     algorithm: Literal["crc64nvme"]
-    root: str
+    root: str | None
+    """``None`` in a manifest that lacks fingerprints of some tensors."""
     tensors: tuple[Line, ...]
 
 
@@ -101,7 +102,7 @@ def read_fingerprints(values: object, path: str) -> Fingerprints:
     if any(two <= one for one, two in pairwise(identities)):
         raise FormatError("damaged", path, None, "its tensors are not sorted by key and state")
     found = Fingerprints(tensors, np.array(checksums, dtype=np.uint64))
-    if found.root != entries.root:
+    if entries.root is not None and found.root != entries.root:
         detail = f"the root of its tensors is {found.root}, the document says {entries.root}"
         raise FormatError("damaged", path, None, detail)
     return found

@@ -45,6 +45,8 @@ from paddle_reshard.storage.store import OWN_PREFIX, Identity, NewFile, Receipt,
 
 _RECEIPT = tuple[str, int, int, str, str, str]
 """The fields of a :class:`Receipt`, as a line of the ledger holds them."""
+_SUM = tuple[int, int, str, int]
+"""What a unit adds to a fingerprint, as :class:`Record` has it."""
 SESSION = f"{OWN_PREFIX}session.json"
 """Name of the record among the objects of a target."""
 LEASE_SECONDS = 120.0
@@ -167,7 +169,7 @@ _as_json = json.JSONEncoder(separators=(",", ":")).encode
 def ledger_line(record: Record) -> bytes:
     """A record as one line of JSON."""
     parts = [(r.path, r.byte_offset, r.nbytes, r.tag, r.checksum, r.md5) for r in record.receipts]
-    return f"{_as_json([record.unit, parts, record.drift])}\n".encode()
+    return f"{_as_json([record.unit, parts, record.drift, record.sums])}\n".encode()
 
 
 def parse_ledger(data: bytes) -> tuple[list[Record], int]:
@@ -183,10 +185,12 @@ def parse_ledger(data: bytes) -> tuple[list[Record], int]:
         try:
             if not line.endswith(b"\n"):
                 break
-            unit, parts, drift = typed(parse_json(line), tuple[int, tuple[_RECEIPT, ...], tuple[str, ...]])
+            unit, parts, drift, sums = typed(
+                parse_json(line), tuple[int, tuple[_RECEIPT, ...], tuple[str, ...], tuple[_SUM, ...]]
+            )
         except JsonError:
             break
-        records.append(Record(unit, tuple(Receipt(*part) for part in parts), drift))
+        records.append(Record(unit, tuple(Receipt(*part) for part in parts), drift, sums))
         good += len(line)
     return records, good
 

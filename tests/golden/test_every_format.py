@@ -5,6 +5,7 @@ That these hold the truth is what the tests of each family show, with readers of
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,12 @@ def tensor_files(folder: Path) -> dict[str, bytes]:
     }
 
 
+def fingerprints_of(target: Path) -> dict[str, Any]:
+    """What a manifest records."""
+    found: dict[str, Any] = json.loads((target / "paddle_reshard.json").read_text())["fingerprints"]
+    return found
+
+
 def alike(case: str) -> bool:
     return case.partition("/")[2] in ALIKE
 
@@ -136,14 +143,27 @@ def test_there_and_on_is_the_straight_way(case: str, tmp_path: Path) -> None:
     asked: dict[Any, TargetOptions] = {tmp_path / "card": {"to": "tp=1"}}
     asked |= {tmp_path / name: options for name, options in (TOPOLOGIES | formats).items()}
     paddle_reshard.convert(
-        source, asked, allow_replica_drift=True, config=config_of(case), allow_missing=BUFFERS
+        source,
+        asked,
+        allow_replica_drift=True,
+        config=config_of(case),
+        allow_missing=BUFFERS,
+        fingerprint="known",
     )
     straight = tensor_files(tmp_path / "card")
     assert straight
+    recorded = {path.name: fingerprints_of(path) for path in asked}
+    assert None not in {entry["root"] for entry in recorded.values()}
+    for name in (TOPOLOGIES | formats).keys() - {"model", "unified"}:
+        assert recorded[name]["root"] == recorded["card"]["root"], name
+    if "model" in formats:
+        assert recorded["model"]["root"] == recorded["card"]["states"]["param"]
     for name in (TOPOLOGIES | formats).keys() - {"model"}:
         onward = tmp_path / f"{name} card"
-        paddle_reshard.convert(tmp_path / name, onward, to="tp=1", allow_missing=BUFFERS)
+        paddle_reshard.convert(tmp_path / name, onward, to="tp=1", allow_missing=BUFFERS, fingerprint="known")
         found = tensor_files(onward)
+        if name != "unified":
+            assert fingerprints_of(onward)["root"] == recorded["card"]["root"], name
         if name == "unified":  # no averages, and in them routers have master weights
             assert paddle_reshard.verify(
                 onward, tmp_path / "card", states=states_of(straight), allow_missing=BUFFERS

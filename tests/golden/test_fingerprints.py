@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -159,3 +160,59 @@ def test_little_memory_gives_the_same_root() -> None:
     small = PlanSizes(group_bytes=2048, pass_bytes=512)
     found = fingerprint_with(str(SOURCE), None, {"memory": "256MiB"}, sizes=small)
     assert found.root == paddle_reshard.fingerprint(SOURCE).root
+
+
+def recorded(target: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((target / "paddle_reshard.json").read_text())["fingerprints"]
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"to": "tp=2"},
+        {"format": "flex", "files": 3},
+        {"format": "huggingface", "dtype": "float32"},
+        {"format": "huggingface", "state": "ema"},
+        {"to": "tp=2", "vocab_pad": 256, "fingerprint": "full"},
+        {"to": "pp=2", "vocab_trim": 100, "fingerprint": "full"},
+    ],
+)
+def test_a_manifest_records_the_fingerprints_of_the_files(options: Any, tmp_path: Path) -> None:
+    paddle_reshard.convert(SOURCE, tmp_path / "made", **{"fingerprint": "known", **options})
+    found = recorded(tmp_path / "made")
+    assert found["from"]["unknown"] == 0
+    assert found["root"] == paddle_reshard.fingerprint(tmp_path / "made").root
+
+
+def test_a_manifest_says_what_it_does_not_know(tmp_path: Path) -> None:
+    paddle_reshard.convert(SOURCE, tmp_path / "padded", to="tp=2", vocab_pad=256, fingerprint="known")
+    found = recorded(tmp_path / "padded")
+    assert found["root"] is None
+    assert found["from"] == {"moved": 263, "source": 0, "read": 0, "unknown": 10}
+    paddle_reshard.convert(SOURCE, tmp_path / "none", to="tp=2")
+    assert "fingerprints" not in json.loads((tmp_path / "none" / "paddle_reshard.json").read_text())
+
+
+def test_two_targets_are_compared_by_what_they_record(tmp_path: Path) -> None:
+    one, two, model = tmp_path / "one", tmp_path / "two", tmp_path / "model"
+    paddle_reshard.convert(
+        SOURCE,
+        {one: {"to": "tp=2"}, two: {"format": "flex"}, model: {"format": "huggingface"}},
+        fingerprint="known",
+    )
+    same = paddle_reshard.verify(one, two, recorded=True)
+    assert same
+    assert (same.tensors, same.read_bytes) == (273, 0)
+    assert paddle_reshard.verify(one, model, recorded=True, subset=True)
+    assert paddle_reshard.verify(one, model, recorded=True, states=["param"])
+    assert len(paddle_reshard.verify(one, model, recorded=True).differences) == 273 - 39
+    assert paddle_reshard.verify(SOURCE, against=one / "paddle_reshard.json")
+    with pytest.raises(CheckpointError, match="has no paddle_reshard"):
+        paddle_reshard.verify(SOURCE, two, recorded=True)
+    paddle_reshard.convert(SOURCE, tmp_path / "padded", to="tp=2", vocab_pad=256, fingerprint="known")
+    with pytest.raises(CheckpointError, match="263 of 273 tensors"):
+        paddle_reshard.verify(one, tmp_path / "padded", recorded=True)
+    next(two.rglob("*.distcp")).write_bytes(b"")
+    with pytest.raises(CheckpointError, match="truncated"):
+        paddle_reshard.verify(one, two, recorded=True)

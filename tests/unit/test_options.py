@@ -64,6 +64,7 @@ def test_help_lists_every_option_of_a_function_with_its_type_and_default() -> No
         "average",
         "check",
         "convert",
+        "diff",
         "fingerprint",
         "inspect",
         "launch",

@@ -110,6 +110,8 @@ def test_every_command_prints_one_object_of_the_published_schema(one_card: Path,
     root = checked(run_here("fingerprint", DEMO, "--output", tmp_path / "f", "--json"))["root"]
     assert checked(run_here("fingerprint", one_card, "--json"))["root"] == root
     assert checked(run_here("verify", one_card, "--against", tmp_path / "f", "--json"))["equal"] is True
+    apart = checked(run_here("diff", one_card, DEMO, "--state", "ema_master_weight:master_weight", "--json"))
+    assert len(apart["differing"]) == 39
     assert checked(run_here("delta", DEMO, one_card, tmp_path / "d", "--json"))["new_bytes"]
     assert checked(run_here("apply", DEMO, tmp_path / "d", tmp_path / "e", "--json"))["written_bytes"]
     assert checked(run_here("clean", one_card, "--json"))["removed"] == []

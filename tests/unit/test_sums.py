@@ -84,7 +84,7 @@ def test_boxes_add_up_to_the_tensor(
             for dim, stride in zip(order, stored.strides, strict=True):
                 strides[dim] = stride
             box = Box(buffer, 3, tensor.dtype, tuple(extents), tuple(strides))
-            added.add((7, 1), [box], offset, tensor.shape, tensor.dtype)
+            added.add((7, 1), box, offset, tensor.shape, tensor.dtype)
         (found,) = added.found()
     finally:
         sums.GAP_BYTES, sums.SCRATCH_BYTES = before
@@ -98,7 +98,7 @@ def test_a_box_is_cast_before_it_is_added() -> None:
     for first in (0, 200):
         half = np.ascontiguousarray(master[first : first + 200 - first // 2])
         box = Box(half.view(np.uint8).reshape(-1), 0, half.dtype, half.shape, half.strides)
-        added.add((0, 0), [box], (first, 0), master.shape, np.dtype("<u2"))
+        added.add((0, 0), box, (first, 0), master.shape, np.dtype("<u2"))
     (found,) = added.found()
     rounded = cast(master, np.dtype("<u2"))
     assert crc.checksum_of(found.remainder, rounded.nbytes) == crc64nvme(rounded.tobytes())

@@ -1,0 +1,116 @@
+"""The command ``diff``, with the exit status of ``cmp`` and ``diff``: 0 agree, 1 differ, 2 trouble."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import paddle_reshard
+from paddle_reshard.pipeline.cli.json_output import diff_data
+from paddle_reshard.pipeline.cli.observers import waiting
+from paddle_reshard.pipeline.cli.options import declared, given, json_option, quiet_option
+from paddle_reshard.pipeline.cli.output import answer, print_table
+from paddle_reshard.pipeline.cli.terminal import say
+from paddle_reshard.pipeline.core.shown import SHOWN_DIFFERENCES
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.convert.diff import DifferenceSummary, DiffReport
+
+DIFFERENT = 1
+"""Exit status after a comparison that found differences outside of the tolerance."""
+
+
+@click.command()
+@click.argument("a", metavar="A")
+@click.argument("b", metavar="B")
+@click.option(
+    "--state",
+    "states",
+    metavar="LIST",
+    help="Compare only these states, comma-separated. master_weight:param compares master weights of A with "
+    "parameters of B.",
+)
+@click.option(
+    "--atol", type=click.FloatRange(0), default=0.0, help="Allow differences up to this.", show_default=True
+)
+@click.option(
+    "--rtol",
+    type=click.FloatRange(0),
+    default=0.0,
+    help="Allow differences up to this share of the value in B, in addition to --atol.",
+    show_default=True,
+)
+@declared("memory")
+@declared("rules")
+@declared("config")
+@declared("allow_missing")
+@declared("allow_links")
+@declared("storage_options")
+@declared("allow_scheme")
+@declared("source_storage_options")
+@declared("target_storage_options")
+@json_option
+@quiet_option
+@click.pass_context
+def diff(
+    context: click.Context,
+    /,
+    a: str,
+    b: str,
+    states: str | None,
+    atol: float,
+    rtol: float,
+    as_json: bool,
+    quiet: bool,
+    **_: Any,
+) -> None:
+    """Measure how far two checkpoints are apart. Their topologies, formats and dtypes may differ.
+
+    Tensors are sorted by their largest relative difference. Units in the last place (ulps) are those of the coarser
+    dtype: 0 means that the finer values are rounded to the other.
+
+    Exit status: 0 all tensors agree within --atol and --rtol, 1 they do not, 2 the comparison could not be made.
+    """
+    chosen = None if states is None else [state.strip() for state in states.split(",")]
+    with waiting("reading headers", quiet or as_json) as observe:
+        report = paddle_reshard.diff(
+            a, b, states=chosen, atol=atol, rtol=rtol, observe=observe, **given(context)
+        )
+    answer(diff_data(report), as_json, quiet, lambda: _show(report))
+    sys.exit(0 if report else DIFFERENT)
+
+
+def _show(report: DiffReport) -> None:
+    shown = report.differing[:SHOWN_DIFFERENCES]
+    if shown:
+        rows = [
+            (
+                f"{found.key} ({found.state})",
+                f"{found.largest:.3g}",
+                f"{found.mean:.3g}",
+                str(found.ulps),
+                f"{found.relative:.3g}",
+                f"{found.changed_share:.2%}",
+                f"{list(found.first)}: {found.values[0]:g}, {found.values[1]:g}",
+            )
+            for found in shown
+        ]
+        print_table(("tensor", "largest", "mean", "ulps", "relative", "changed", "first"), rows)
+    if len(report.differing) > len(shown):
+        say(f"… and {len(report.differing) - len(shown)} more, listed with --json")
+    for heading, summaries in (("state", report.by_state()), ("layer", report.by_layer())):
+        if len(summaries) > 1:
+            click.echo()
+            print_table((heading, "tensors", "largest", "mean", "ulps"), list(map(_row, summaries)))
+    for difference in report.unmatched[:SHOWN_DIFFERENCES]:
+        say(f"{difference.tensor}: {difference.detail}")
+    if len(report.unmatched) > SHOWN_DIFFERENCES:
+        say(f"… and {len(report.unmatched) - SHOWN_DIFFERENCES} more, listed with --json")
+    say(report.verdict)
+
+
+def _row(summary: DifferenceSummary) -> tuple[str, ...]:
+    figures = f"{summary.largest:.3g}", f"{summary.mean:.3g}", str(summary.ulps)
+    return summary.name, str(summary.tensors), *figures

@@ -1,0 +1,78 @@
+"""How far checkpoints are apart, against the same figures computed from what the training run held in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import paddle_reshard
+from paddle_reshard import UsageError
+from tests import oracle
+from tests.conftest import COMMITTED
+
+CASE = COMMITTED / "mp2pp2sh2_s1v2_meta_ema"
+SOURCE = CASE / "checkpoint-3"
+
+
+@pytest.fixture(scope="module")
+def truth() -> dict[str, np.ndarray]:
+    return oracle.read_truth(CASE / "truth.safetensors")
+
+
+def test_an_average_is_measured_against_what_it_was_made_of(
+    truth: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    paddle_reshard.convert(SOURCE, tmp_path / "flex", format="flex", files=3)
+    report = paddle_reshard.diff(
+        tmp_path / "flex", SOURCE, states=["ema_master_weight:master_weight"], rtol=0.01
+    )
+    assert len(report.differing) == 39
+    for found in report.differing:
+        a, b = (truth[f"{found.key}.{state}"].astype(np.float64) for state in ("ema_w_0", "w_0"))
+        apart = np.abs(a - b)
+        assert found.changed == np.count_nonzero(apart)
+        assert found.outside == np.count_nonzero(~np.isclose(a, b, rtol=0.01, atol=0))
+        assert found.largest == apart.max()
+        assert found.mean == pytest.approx(apart.mean(), rel=1e-12)
+        with np.errstate(invalid="ignore"):
+            assert found.relative == np.nanmax(apart / np.maximum(np.abs(a), np.abs(b)))
+        first = np.unravel_index(np.flatnonzero(apart)[0], a.shape)
+        assert (found.first, found.values) == (tuple(map(int, first)), (a[first], b[first]))
+    assert [found.relative for found in report.differing] == sorted(
+        (found.relative for found in report.differing), reverse=True
+    )
+    assert sum(layer.tensors for layer in report.by_layer()) == 39
+    assert [state.name for state in report.by_state()] == ["ema_master_weight"]
+    assert not report
+
+
+def test_an_export_in_another_dtype_is_the_master_weights_rounded(tmp_path: Path) -> None:
+    paddle_reshard.convert(SOURCE, tmp_path / "model", format="huggingface")
+    report = paddle_reshard.diff(SOURCE, tmp_path / "model", states=["master_weight:param"], rtol=2**-8)
+    assert report
+    assert {found.dtypes for found in report.differing} == {("float32", "bfloat16")}
+    assert {found.ulps for found in report.differing} == {0}
+    assert paddle_reshard.diff(SOURCE, tmp_path / "model", states=["param"]).differing == ()
+
+
+def test_one_changed_bit_is_one_ulp(tmp_path: Path) -> None:
+    paddle_reshard.convert(SOURCE, tmp_path / "model", format="huggingface")
+    (file,) = (tmp_path / "model").glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 1  # the last bit of the last bfloat16
+    file.write_bytes(content)
+    report = paddle_reshard.diff(SOURCE, tmp_path / "model", states=["param"])
+    (found,) = report.differing
+    assert (found.changed, found.ulps, found.outside) == (1, 1, 1)
+    whole = paddle_reshard.diff(SOURCE, tmp_path / "model")
+    assert len(whole.unmatched) == 273 - 39
+    assert whole.differing == report.differing
+
+
+def test_wrong_requests_are_refused() -> None:
+    with pytest.raises(UsageError, match="did you mean moment1 or moment2"):
+        paddle_reshard.diff(SOURCE, SOURCE, states=["moment"])
+    with pytest.raises(UsageError, match="cannot be negative"):
+        paddle_reshard.diff(SOURCE, SOURCE, atol=-1.0)
