@@ -6,7 +6,7 @@ WORKERS ?= 2
 # Tests start hundreds of processes, and each would compile the whole package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test exhaustive cluster serving check fuzz format parity parity-table bench memory s3 chaos clean
+.PHONY: help demo package test exhaustive cluster serving check fuzz format parity parity-table bench memory s3 chaos clean
 
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
@@ -16,6 +16,7 @@ help:
 	@echo "make serving  load exports of sharded jobs with transformers, and compare the logits with those of the Paddle models"
 	@echo "make check    formatter, linter, types, import contracts"
 	@echo "make format   format the code and apply the linter's fixes"
+	@echo "make package  build wheel and source distribution, check them, and convert with the wheel in a clean environment"
 	@echo "make fuzz     longer fuzzing of everything that reads a checkpoint, and of conversions between random topologies"
 	@echo "make parity   resume the real trainer from our conversions (needs Python 3.11; 20 minutes)"
 	@echo "make parity-table  losses after a change of strategy, into docs/parity.md (two hours; can be interrupted)"
@@ -72,6 +73,19 @@ check: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+package:
+	rm -rf dist .package
+	$(PYTHON) -m venv .package
+	.package/bin/pip install --quiet --upgrade pip build twine
+	.package/bin/python -m build --outdir dist .
+	.package/bin/twine check --strict dist/*
+	rm -rf .package
+	$(PYTHON) -m venv .package
+	.package/bin/pip install --quiet dist/*.whl
+	cd .package && bin/paddle-reshard convert ../$(CASE)/checkpoint-3 one-card --to tp=1
+	cd .package && bin/paddle-reshard verify ../$(CASE)/checkpoint-3 one-card
+	rm -rf .package
+
 fuzz: $(VENV)/.test
 	FUZZ_EXAMPLES=5000 $(BIN)/python -m pytest -q -n $(WORKERS) tests/hostile tests/properties
 
@@ -100,4 +114,4 @@ chaos: $(VENV)/.test
 	$(BIN)/python -m benchmarks.chaos $(ARGS)
 
 clean:
-	rm -rf $(VENV) .corpus .demo .parity .bench .s3 .chaos build dist *.egg-info
+	rm -rf $(VENV) .corpus .demo .package .parity .bench .s3 .chaos build dist *.egg-info

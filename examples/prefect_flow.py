@@ -2,7 +2,7 @@
 
 ::
 
-    pip install prefect paddle-reshard
+    pip install prefect "paddle-reshard[s3]"
     python prefect_flow.py s3://training/run-7 s3://training/run-7-one-card tp=1
 
 ``watch --once`` keeps its state next to the targets, so the flow itself is stateless: run it as often as you like,

@@ -22,7 +22,7 @@ from paddle_reshard.pipeline.core.errors import (
 )
 from paddle_reshard.pipeline.core.units import texts_of
 from paddle_reshard.storage.local.source import LocalSource
-from paddle_reshard.storage.schemes import PLAIN_SCHEMES
+from paddle_reshard.storage.schemes import PLAIN_SCHEMES, S3_SCHEMES
 from paddle_reshard.storage.store import Source
 
 if TYPE_CHECKING:
@@ -141,12 +141,14 @@ def open_target(
 
         return LocalTarget(local_path(location), overwrite, resume, take_over)
     from paddle_reshard.storage.remote.target import StagedTarget
-    from paddle_reshard.storage.s3.folder import S3Folder
-    from paddle_reshard.storage.s3.target import S3Target
 
     folder = open_folder(location, options, TargetError)
-    if isinstance(folder, S3Folder):
-        return S3Target(folder, overwrite, resume, take_over)
+    if "::" not in location and _scheme(location) in S3_SCHEMES:
+        from paddle_reshard.storage.s3.folder import S3Folder
+        from paddle_reshard.storage.s3.target import S3Target
+
+        if isinstance(folder, S3Folder):
+            return S3Target(folder, overwrite, resume, take_over)
     return StagedTarget(folder, overwrite, resume, take_over)
 
 
@@ -204,13 +206,15 @@ def check_scheme(location: str, schemes: Collection[str] = ()) -> None:
 def open_folder(location: str, options: StorageOptions, failure: type[ReshardError]) -> FsspecFolder:
     """The folder that a URL names. The drivers are imported here, because local work does not need them."""
     from paddle_reshard.storage.remote.folder import FsspecFolder, choose_options
-    from paddle_reshard.storage.s3.folder import SCHEMES, S3Folder
 
     if "::" in location:  # fsspec finds the options of each link by its scheme
         return _checked(FsspecFolder(location, dict(options), failure))
-    scheme = location.split("://", 1)[0]
-    kind = S3Folder if scheme in SCHEMES else FsspecFolder
-    return _checked(kind(location, choose_options(scheme, options), failure))
+    scheme = _scheme(location)
+    if scheme not in S3_SCHEMES:
+        return _checked(FsspecFolder(location, choose_options(scheme, options), failure))
+    from paddle_reshard.storage.s3.folder import S3Folder
+
+    return _checked(S3Folder(location, choose_options(scheme, options), failure))
 
 
 def _checked(folder: FsspecFolder) -> FsspecFolder:
@@ -218,15 +222,19 @@ def _checked(folder: FsspecFolder) -> FsspecFolder:
     return folder
 
 
+def _scheme(location: str) -> str:
+    return location.split("://", 1)[0]
+
+
 def is_local(location: str) -> bool:
     """Whether a location is a path of the local file system."""
-    return "://" not in location or location.split("://", 1)[0] in _LOCAL_SCHEMES
+    return "://" not in location or _scheme(location) in _LOCAL_SCHEMES
 
 
 def local_path(location: str) -> Path:
     """The path of a local location."""
     if not is_local(location):
-        raise UnsupportedError(f"{location.split('://', 1)[0]}:// is not a local folder")
+        raise UnsupportedError(f"{_scheme(location)}:// is not a local folder")
     path = location.split("://", 1)[-1]
     if not path.strip():
         raise UsageError(f"{location!r}: SRC or DST is empty; is a variable not set?")
@@ -243,7 +251,6 @@ def comparable_path(location: str) -> PurePath:
     if is_local(location):
         return Path(os.path.realpath(local_path(location)))
     from paddle_reshard.storage.remote.folder import without_secrets
-    from paddle_reshard.storage.s3.folder import SCHEMES
 
     scheme, rest = without_secrets(location).split("://", 1)
-    return PurePosixPath("//", "s3" if scheme in SCHEMES else scheme, rest.lstrip("/"))
+    return PurePosixPath("//", "s3" if scheme in S3_SCHEMES else scheme, rest.lstrip("/"))

@@ -1,4 +1,4 @@
-"""Which URLs may be opened without being named?"""
+"""Which URLs may be opened without being named, and which are of stores that speak S3?"""
 
 from __future__ import annotations
 
@@ -6,3 +6,5 @@ PLAIN_SCHEMES = frozenset(
     ("file", "local", "memory", "s3", "s3a", "gs", "gcs", "oss", "abfs", "abfss", "az", "hdfs")
 )
 """Schemes of URLs that are stores of files and nothing else; any other is opened only if a user names it."""
+S3_SCHEMES = ("s3", "s3a")
+"""Two names for stores that speak S3."""

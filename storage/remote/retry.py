@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import http.client
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
-import aiohttp
-import botocore.exceptions
 import tenacity
 
 from paddle_reshard.storage.remote.retry_counts import note_retry
@@ -68,12 +67,21 @@ _PASSING = (
     ConnectionError,
     TimeoutError,
     asyncio.TimeoutError,
-    aiohttp.ClientError,
     http.client.IncompleteRead,
-    botocore.exceptions.ConnectionError,
-    botocore.exceptions.HTTPClientError,
-    botocore.exceptions.IncompleteReadError,
 )
+_PASSING_OF_CLIENTS = (
+    ("aiohttp", "ClientError"),
+    ("botocore.exceptions", "ConnectionError"),
+    ("botocore.exceptions", "HTTPClientError"),
+    ("botocore.exceptions", "IncompleteReadError"),
+)
+"""Module and class. A module that is not loaded has raised nothing, and may not even be installed."""
+
+
+def _passing() -> tuple[type[BaseException], ...]:
+    """Classes of failures that pass."""
+    loaded = ((sys.modules.get(module), name) for module, name in _PASSING_OF_CLIENTS)
+    return (*_PASSING, *(getattr(module, name) for module, name in loaded if module is not None))
 
 
 class GaveUp(Exception):
@@ -117,7 +125,8 @@ def is_transient(error: BaseException) -> bool:
     if response:
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         return status in _STATUSES or code_of(error) in _CODES
-    if any(isinstance(each, _PASSING) for each in _chain(error)):
+    passing = _passing()
+    if any(isinstance(each, passing) for each in _chain(error)):
         return True
     numbers = (getattr(error, name, None) for name in ("status_code", "status", "code"))
     return any(number in _STATUSES for number in numbers if isinstance(number, int))

@@ -24,7 +24,6 @@ from paddle_reshard.storage.s3.uploads import (
     upload_part,
 )
 
-SCHEMES = ("s3", "s3a")
 _CONFIG = {
     # Retries are ours. Some stores reject the newer checksums; what is sent instead is in uploads.py.
     "retries": {"total_max_attempts": 1},
