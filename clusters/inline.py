@@ -25,6 +25,7 @@ from paddle_reshard.tasks.statistics import Tolerance
 from paddle_reshard.tasks.workspace import Workspace, Workspaces
 
 Reports = Generator[GroupReport, None, None]
+Batches = Generator[Sequence[GroupReport], None, None]
 
 
 @dataclass(frozen=True)
@@ -41,17 +42,13 @@ class InlineEngine:
         if self.workers is not None and self.workers < 1:
             raise UsageError(f"{self.workers} workers: at least 1 is needed")
 
-    def __call__(
-        self, works: Iterable[GroupWork], source: ReadRange, target: WritePart
-    ) -> Generator[Sequence[GroupReport], None, None]:
+    def __call__(self, works: Iterable[GroupWork], source: ReadRange, target: WritePart) -> Batches:
         """Run every group, and report each as it is done. Closing the iterator ends all of them."""
-        with closing(self.run(works, lambda work, mover: run_group(work, source, target, mover))) as reports:
-            for report in reports:
-                yield [report]
+        return _one_by_one(self.run(works, lambda work, mover: run_group(work, source, target, mover)))
 
-    def compare(self, works: Iterable[GroupWork], source: ReadRange) -> Reports:
+    def compare(self, works: Iterable[GroupWork], source: ReadRange) -> Batches:
         """Run only the comparisons of every group."""
-        return self.run(works, lambda work, mover: compare_group(work, source, mover))
+        return _one_by_one(self.run(works, lambda work, mover: compare_group(work, source, mover)))
 
     def measure(self, works: Iterable[GroupWork], source: ReadRange, tolerance: Tolerance) -> Reports:
         """Measure how far the sides of every group are apart."""
@@ -96,6 +93,12 @@ class InlineEngine:
                 for future, space in running.items():
                     space.stop()
                     future.cancel()
+
+
+def _one_by_one(reports: Reports) -> Batches:
+    with closing(reports):
+        for report in reports:
+            yield [report]
 
 
 def _finished(running: dict[Future[GroupReport], Workspace], spaces: Workspaces) -> Reports:

@@ -51,8 +51,17 @@ class Sized:
         request = read_average(sources, target, conversion_options(rest), self.sizes)
         return plan_average(request, weigh(len(sources), **how), read_run(rest))
 
-    def verify(self, a: Place, b: Place | None = None, **options: Any) -> VerifyReport:
-        return verify_request(read_verify_request(a, b, None, False, options, sizes=self.sizes))
+    def verify(
+        self,
+        a: Place,
+        b: Place | None = None,
+        *,
+        resume: Place | None = None,
+        observe: Observer = ignore_events,
+        **options: Any,
+    ) -> VerifyReport:
+        request = read_verify_request(a, b, None, False, options, resume=resume, sizes=self.sizes)
+        return verify_request(request, observe)
 
 
 def _weighting(options: dict[str, Any]) -> tuple[dict[str, Any], Any]:

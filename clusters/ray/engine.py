@@ -107,9 +107,12 @@ class RayEngine:
             )
 
     def __call__(
-        self, works: Works, source: ReadRange, target: WritePart
+        self, works: Works, source: ReadRange, target: WritePart | None
     ) -> Generator[Sequence[GroupReport], None, None]:
-        """Run every group, and report batches as they are done. Closing the iterator ends all workers."""
+        """Run every group, and report batches as they are done. Closing the iterator ends all workers.
+
+        Without a ``target``, groups are only compared.
+        """
         if not len(works):
             return
         with joined_ray(self.joins, self.workers):
@@ -118,6 +121,10 @@ class RayEngine:
                 yield from run.reports()
             finally:
                 run.end()
+
+    def compare(self, works: Works, source: ReadRange) -> Generator[Sequence[GroupReport], None, None]:
+        """Run only the comparisons of every group."""
+        return replace(self, exchange="never")(works, source, None)
 
     @property
     def joins(self) -> str | None:
@@ -182,7 +189,7 @@ class _Attempt:
 class _Run:
     """One run of all groups. Everything happens on the driver's only thread, between two waits."""
 
-    def __init__(self, engine: RayEngine, works: Works, source: ReadRange, target: WritePart) -> None:
+    def __init__(self, engine: RayEngine, works: Works, source: ReadRange, target: WritePart | None) -> None:
         self.engine, self.works, self.source, self.target = engine, works, source, target
         self.waiting = deque(works.stretches)
         """Groups that are neither running nor in the queue."""

@@ -26,7 +26,7 @@ from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.answers import Answer, answer_of
 from paddle_reshard.tasks.device import HOST, Buffer, Mover, PaddleMover
 from paddle_reshard.tasks.figures import WorkerFigures, add_figures
-from paddle_reshard.tasks.run_group import GroupReport, finish_group, load_band, run_group
+from paddle_reshard.tasks.run_group import GroupReport, compare_group, finish_group, load_band, run_group
 from paddle_reshard.tasks.workspace import Workspace, Workspaces
 
 P = ParamSpec("P")
@@ -44,16 +44,17 @@ class ReshardWorker:
     def __init__(
         self,
         source: ReadRange,
-        target: WritePart,
+        target: WritePart | None,
         device: str | None,
         number: int,
         memory_bytes: int,
         environment: Mapping[str, str],
     ) -> None:
-        """``device`` is Paddle's name for the device that moves values; ``None`` for NumPy.
+        """Without a ``target``, groups are only compared.
 
-        ``memory_bytes`` is the budget of the worker, including its footprint. ``environment`` holds variables with
-        which the drivers of stores find credentials.
+        ``device`` is Paddle's name for the device that moves values; ``None`` for NumPy. ``memory_bytes`` is the budget
+        of the worker, including its footprint. ``environment`` holds variables with which the drivers of stores find
+        credentials.
         """
         os.environ.update(environment)
         self.source, self.target, self.device = source, target, device
@@ -97,6 +98,9 @@ class ReshardWorker:
         return answer_of(reports, figures, time.monotonic() - started, failure, refusal)
 
     def _run(self, work: GroupWork) -> GroupReport:
+        if self.target is None:
+            with self.pool.workspace(work) as space:
+                return compare_group(work, self.source, space)
         if self.device is not None:
             return run_group(work, self.source, self.target, self.mover)
         with self.pool.workspace(work) as space:
@@ -117,6 +121,8 @@ class ReshardWorker:
             if isinstance(band, ReshardError):
                 return band
             loaded.append(band)
+        if self.target is None:
+            raise TypeError("groups that are only compared are not shared")
         self.pool.clear()
         with self.figures.busy():
             report = _errors_returned(finish_group, share, loaded, self.target, self.mover)

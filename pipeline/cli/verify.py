@@ -65,8 +65,15 @@ OPTIONS_FOR_ONE = (
     help="With one argument: the source of the conversion, with which the parts that the storage copied are "
     "compared. The source recorded in the manifest is never opened.",
 )
+@click.option(
+    "--resume",
+    metavar="FILE",
+    help="Keep the progress of the comparison in this file, continue from it if it exists, and remove it at the end.",
+)
 @declared("replicas")
 @declared("memory")
+@declared("cluster", help="Where the tensors are compared.")
+@declared("workers")
 @declared("rules")
 @declared("config")
 @declared("allow_missing")
@@ -88,6 +95,7 @@ def verify(
     against: str | None,
     recorded: bool,
     source: str | None,
+    resume: str | None,
     as_json: bool,
     quiet: bool,
     **_: Any,
@@ -122,6 +130,7 @@ def verify(
             subset=subset,
             against=against,
             recorded=recorded,
+            resume=resume,
             observe=observe,
             **options,
         )

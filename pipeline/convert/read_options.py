@@ -37,7 +37,11 @@ class VerifyOptions(InspectOptions, total=False):
     """Options of ``verify``."""
 
     memory: str
-    """Memory budget, default ``"1GiB"``."""
+    """Memory budget of each worker, default ``"1GiB"``."""
+    cluster: str
+    """Where tensors are compared: ``"inline"`` (default), ``"ray"`` or ``"ray:ADDRESS"``, as in ``convert``."""
+    workers: int | None
+    """On Ray, the number of workers. Inline, the number of groups at a time."""
     replicas: str
     """``"compare"`` (default): differing copies of a tensor within one checkpoint count as a difference; ``"first"``:
     only the first copy is read."""

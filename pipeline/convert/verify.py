@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
+from pathlib import Path
 from typing import Any
 
+from paddle_reshard.clusters.choose import Engine, choose_engine, choose_indexing
 from paddle_reshard.clusters.inline import InlineEngine
+from paddle_reshard.pipeline.convert.comparing import differences_of, run_comparisons
 from paddle_reshard.pipeline.convert.fingerprint import fingerprints_of, load_fingerprints, run_sums
 from paddle_reshard.pipeline.convert.inputs import given_inputs
 from paddle_reshard.pipeline.convert.integrity import IntegrityReport, check_target, check_target_quickly
@@ -21,7 +22,7 @@ from paddle_reshard.pipeline.convert.request import parse_choice
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.choices import REPLICAS
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
-from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted, ignore_events
+from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.fingerprints import Fingerprints, mismatches
 from paddle_reshard.pipeline.core.heap import trim_heap
@@ -46,11 +47,9 @@ from paddle_reshard.pipeline.planning.compare import (
 from paddle_reshard.pipeline.planning.metadata import check_metadata, spare_bytes
 from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
 from paddle_reshard.pipeline.planning.sums import plan_sums
-from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.storage.locate import Access, is_local, open_source, source_access, target_access
 from paddle_reshard.storage.store import ReadRange, Source
 from paddle_reshard.storage.views import JoinedSource, Mount
-from paddle_reshard.tasks.index import index_here
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -110,6 +109,8 @@ class VerifyRequest:
     rules: PathLike | None
     config: PathLike | None
     missing: MissingPolicy
+    engine: Engine
+    """Where groups are compared."""
     planning: PlanSettings
     states: frozenset[str] | None = None
     """States to compare; ``None`` for all states and the small files that a trainer reads."""
@@ -119,8 +120,12 @@ class VerifyRequest:
     """What ``a`` is compared with, instead of ``b``."""
     recorded: bool = False
     """Whether manifests are compared, and nothing else is read."""
+    resume: Path | None = None
+    """The file with the progress of an earlier run."""
 
     def __post_init__(self) -> None:
+        if self.resume is not None and (self.recorded or self.against is not None):
+            raise UsageError("--resume does not apply to --against and --recorded")
         if self.recorded and self.b is None and self.against is None:
             raise UsageError("--recorded compares two targets, or one with --against")
         if self.b is not None and self.against is not None:
@@ -138,6 +143,7 @@ def verify(
     subset: bool = False,
     against: PathLike | None = None,
     recorded: bool = False,
+    resume: PathLike | None = None,
     observe: Observer = ignore_events,
     **options: Unpack[VerifyOptions],
 ) -> VerifyReport:
@@ -163,6 +169,9 @@ def verify(
     recorded
         Compare only the fingerprints in the manifests of ``a`` and ``b``, or in that of ``a`` with ``against``. No
         tensor and no small file is read, so damage since they were written goes unnoticed; :func:`check` finds it.
+    resume
+        A local file for the progress of the comparison, which continues from it if it exists. It is removed when
+        everything is compared.
     observe
         Called with events that report progress, as in :func:`convert`.
     options
@@ -173,7 +182,9 @@ def verify(
     ReshardError
         If either is not a complete, consistent checkpoint, or the comparison does not fit ``memory``.
     """
-    return verify_request(read_verify_request(a, b, states, subset, options, against, recorded), observe)
+    return verify_request(
+        read_verify_request(a, b, states, subset, options, against, recorded, resume), observe
+    )
 
 
 def read_verify_request(
@@ -184,6 +195,7 @@ def read_verify_request(
     options: VerifyOptions,
     against: PathLike | None = None,
     recorded: bool = False,
+    resume: PathLike | None = None,
     sizes: PlanSizes = PlanSizes(),
 ) -> VerifyRequest:
     """Parse the options of a comparison.
@@ -194,6 +206,7 @@ def read_verify_request(
         If an option is invalid, or options contradict each other.
     """
     check_names(options, VerifyOptions)
+    budget_bytes = parse_memory(options.get("memory", DEFAULT_MEMORY))
     return VerifyRequest(
         a=os.fspath(a),
         b=None if b is None else os.fspath(b),
@@ -205,13 +218,17 @@ def read_verify_request(
             compare_replicas=parse_choice(
                 options.get("replicas", REPLICAS[0]), REPLICAS, "choice of replicas"
             ),
-            budget_bytes=parse_memory(options.get("memory", DEFAULT_MEMORY)),
+            budget_bytes=budget_bytes,
             sizes=sizes,
         ),
         states=None if states is None else frozenset(texts_of(states)),
         subset=subset,
         against=None if against is None else load_fingerprints(against),
         recorded=recorded,
+        engine=choose_engine(
+            options.get("cluster", "inline"), options.get("workers"), budget_bytes, "auto", "cpu"
+        ),
+        resume=None if resume is None else Path(resume),
     )
 
 
@@ -230,10 +247,12 @@ def _verify_alone(request: VerifyRequest, observe: Observer) -> VerifyReport:
     """Compare what a checkpoint stores twice."""
     store = open_checkpoint(request.a, request.access[0])
     inputs = given_inputs(request.rules, request.config)
-    checkpoint = index_checkpoint(store, *inputs, request.missing, partial(index_here, observe=observe), True)
+    checkpoint = index_checkpoint(
+        store, *inputs, request.missing, choose_indexing(request.engine, observe), True
+    )
     check_optimizer(store, checkpoint)
     comparison = plan_self_comparison(checkpoint.catalog, request.planning)
-    report = _compared(comparison, store, _spare(request), observe)
+    report = _compared(comparison, store, [store], request, observe)
     store.check_unchanged()
     return report
 
@@ -242,7 +261,7 @@ def _verify_against(request: VerifyRequest, against: Fingerprints, observe: Obse
     """Compare a checkpoint with fingerprints."""
     store = open_checkpoint(request.a, request.access[0])
     inputs = given_inputs(request.rules, request.config)
-    checkpoint = index_checkpoint(store, *inputs, request.missing, partial(index_here, observe=observe))
+    checkpoint = index_checkpoint(store, *inputs, request.missing, choose_indexing(request.engine, observe))
     tensors = checkpoint.catalog.tensors
     _check_states(request.states, tensors.states | against.tensors.states)
     chosen = _of_states(tensors, request.states)
@@ -251,7 +270,7 @@ def _verify_against(request: VerifyRequest, against: Fingerprints, observe: Obse
     plan = plan_sums(checkpoint.catalog, request.planning, chosen)
     del checkpoint
     trim_heap()
-    sums = run_sums(plan, store, InlineEngine(plan.budget_bytes), _spare(request), observe)
+    sums = run_sums(plan, store, request.engine, _spare(request), observe)
     store.check_unchanged()
     found = fingerprints_of(tensors, sums, chosen)
     differences = mismatches(against, found, ("the fingerprints", "the checkpoint"), request.subset)
@@ -328,14 +347,14 @@ def _verify_two(request: VerifyRequest, b: str, observe: Observer) -> VerifyRepo
         for location, access in zip((request.a, b), request.access, strict=True)
     ]
     inputs = given_inputs(request.rules, request.config)
-    index_files = partial(index_here, observe=observe)
+    index_files = choose_indexing(request.engine, observe)
     # Only the plan keeps parts of the two catalogs, so the rest is freed.
     comparison = _plan_two(
         request, stores, *index_pair(stores[0], stores[1], *inputs, request.missing, index_files)
     )
     trim_heap()
     pair = JoinedSource((Mount(SIDE_A, stores[0]), Mount(SIDE_B, stores[1])))
-    report = _compared(comparison, pair, _spare(request), observe)
+    report = _compared(comparison, pair, stores, request, observe)
     for store in stores:
         store.check_unchanged()
     return report
@@ -345,7 +364,8 @@ def _plan_two(request: VerifyRequest, stores: Sequence[Source], one: Contents, t
     _check_states(request.states, one.catalog.tensors.states | two.catalog.tensors.states)
     tensors = max(len(side.catalog.tensors) for side in (one, two))
     pieces = max(len(side.catalog.fragments) for side in (one, two))
-    check_metadata(tensors, pieces, 0, request.planning.budget_bytes, _spare(request))
+    if isinstance(request.engine, InlineEngine):
+        check_metadata(tensors, pieces, 0, request.planning.budget_bytes, _spare(request))
     planned = plan_comparison(one.catalog, two.catalog, request.planning, request.states, request.subset)
     differences = planned.differences
     if request.states is None:
@@ -366,33 +386,25 @@ def _check_states(chosen: Collection[str] | None, known: Collection[str]) -> Non
         )
 
 
-def _compared(comparison: Comparison, source: ReadRange, spare_bytes: int, observe: Observer) -> VerifyReport:
-    """Run a comparison; ``spare_bytes`` of the footprint are free for metadata."""
-    plan = comparison.plan
-    engine = InlineEngine(plan.budget_bytes)
-    engine = engine.reserving_metadata(len(plan.tensors), len(plan.ops), plan.peak_bytes, spare_bytes)
-    differences = list(comparison.differences)
-    observe(StepStarted("comparing", plan.read_bytes))
-    reports = []
-    with closing(engine.compare(plan_work(comparison.plan), source)) as made:
-        for report in made:
-            reports.append(report)
-            observe(Progress(report.read_bytes))
-    reports.sort(key=lambda report: report.group)
-    differences += [
-        Difference(d.tensor, f"{d.detail}: {d.path_a} and {d.path_b}")
-        for report in reports
-        for d in report.differences
-    ]
-    elements = sum(report.compared_elements for report in reports)
-    read = sum(report.read_bytes for report in reports)
+def _compared(
+    comparison: Comparison,
+    source: ReadRange,
+    stores: Sequence[Source],
+    request: VerifyRequest,
+    observe: Observer,
+) -> VerifyReport:
+    """Run a comparison of files of ``source``, which are those of ``stores``."""
+    plan, engine = comparison.plan, request.engine
+    if isinstance(engine, InlineEngine):
+        engine = engine.reserving_metadata(len(plan.tensors), len(plan.ops), plan.peak_bytes, _spare(request))
+    groups = run_comparisons(plan, source, stores, engine, observe, request.resume)
     return VerifyReport(
         comparison.tensors,
-        elements,
-        read,
-        tuple(differences),
-        comparison.plan.read_amplification,
-        comparison.plan.read_once_budget_bytes,
+        sum(group.elements for group in groups),
+        sum(group.read_bytes for group in groups),
+        (*comparison.differences, *differences_of(groups)),
+        plan.read_amplification,
+        plan.read_once_budget_bytes,
     )
 
 
