@@ -110,6 +110,7 @@ def plan(made_inline: dict[object, tuple[MoveReport, dict[str, bytes]]], tmp_pat
 
     def make(to: str = "tp=2,sharding=3", group_bytes: int = GROUP_BYTES, **options: object) -> Conversion:
         small = in_groups(group_bytes)
+        options = {"fingerprint": "known", **options}
         there, source = tmp_path / "inline", case_directory(CASE) / "checkpoint-3"
         key = (to, group_bytes, *sorted(options.items()))
         if key not in made_inline:
