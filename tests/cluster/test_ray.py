@@ -427,7 +427,7 @@ from paddle_reshard.storage.outputs import Outputs
 from tests.cluster.faults import Watched
 
 source, target, notes = map(Path, sys.argv[1:])
-plan = paddle_reshard.plan(source, target, to="tp=2,sharding=3")
+plan = paddle_reshard.plan(source, target, to="tp=2,sharding=3", fingerprint="known")
 engine = RayEngine(workers=1, memory_bytes=256 << 20)
 watched = lambda works, source, writer: engine(works, Watched(source, notes), writer)
 workflow.run_conversion(plan, Outputs([LocalTarget(target, overwrite=False)]), watched, workflow.ignore_events)
