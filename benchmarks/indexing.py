@@ -26,6 +26,7 @@ from xml.sax.saxutils import escape
 from benchmarks.planning import job
 from benchmarks.synthetic import LLAMA_70B, EmptySource, files_of
 from paddle_reshard.pipeline.layouts.hybrid.names import parse_rank_file
+from paddle_reshard.pipeline.layouts.reading import IndexFiles, Readable, index_tensor_file
 from paddle_reshard.storage.locate import open_source
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks import index
@@ -124,7 +125,7 @@ def running_server(latency_seconds: float) -> Iterator[str]:
 # -------------------------------------------------------------------------------------------------- client
 
 
-def count_reads(store: index.Readable, path: str, size_bytes: int) -> int:
+def count_reads(store: Readable, path: str, size_bytes: int) -> int:
     """Index a file, and say how many reads that took."""
     reads = 0
 
@@ -134,15 +135,13 @@ def count_reads(store: index.Readable, path: str, size_bytes: int) -> int:
             reads += 1
             return store.read(path, byte_offset, nbytes)
 
-    index.index_tensor_file(Counted(), path, size_bytes)
+    index_tensor_file(Counted(), path, size_bytes)
     return reads
 
 
-def measure(
-    name: str, index_files: index.IndexFiles, source: Source, sizes: dict[str, int], reads: int
-) -> None:
+def measure(name: str, index_files: IndexFiles, source: Source, sizes: dict[str, int], reads: int) -> None:
     began, processor = time.perf_counter(), time.process_time()
-    index_files(index.index_tensor_file, source, sizes)
+    index_files(index_tensor_file, source, sizes)
     seconds, processor = time.perf_counter() - began, time.process_time() - processor
     print(
         f"{name:24} {seconds:6.1f} s  {reads / seconds:6.0f} requests/s  "
@@ -173,7 +172,7 @@ def run(latency_seconds: float, files: int, workers: list[int]) -> None:
             ray.init(num_cpus=max(workers), include_dashboard=False, log_to_driver=False)
             for count in workers:
                 on_ray = RayIndexing(RayEngine(workers=count))
-                on_ray(index.index_tensor_file, source, sizes)  # workers start
+                on_ray(index_tensor_file, source, sizes)  # workers start
                 measure(f"Ray, {count} workers", on_ray, source, sizes, reads)
 
 

@@ -52,6 +52,7 @@ BUCKET = "checkpoints"
 SOURCE, V2 = "tp=2,pp=2,sharding=2", "stage1v2"
 ALL_AXES = ("--to", "tp=4,pp=1,sharding=4", "--sharding-strategy", V2)
 ONLY_PP = ("--to", "tp=2,pp=4,sharding=2", "--sharding-strategy", V2)
+OVER_TLS = "writer-tls"
 GATEWAY_DOWN_SECONDS = 2.0
 KILLED_AT = 0.4
 KILLS_GROUP_BYTES = 1_500_000
@@ -83,12 +84,14 @@ class Ceph:
     def _script(self, action: str, *arguments: str) -> None:
         subprocess.run([SCRIPT, action, self.home, *arguments], check=True, stdout=subprocess.DEVNULL)
 
-    def options(self, user: str) -> dict[str, Any]:
+    def options(self, user: str, tls: bool = False) -> dict[str, Any]:
         """What s3fs needs to act as a user."""
+        certificate = str((self.home / "state" / "certificate.pem").resolve())
         return {
             "key": user,
             "secret": f"{user}-secret",
-            "endpoint_url": f"http://127.0.0.1:{self.port}",
+            "endpoint_url": f"https://127.0.0.1:{self.tls_port}" if tls else f"http://127.0.0.1:{self.port}",
+            "client_kwargs": {"verify": certificate} if tls else {},
             "use_listings_cache": False,
         }
 
@@ -143,6 +146,7 @@ class Session:
     def __post_init__(self) -> None:
         for user in ("writer", "reader"):
             (self.scratch / user).write_text(json.dumps(self.ceph.options(user)))
+        (self.scratch / OVER_TLS).write_text(json.dumps(self.ceph.options("writer", tls=True)))
         self.store = s3fs.S3FileSystem(**self.ceph.options("writer"))
 
     def command(self, *arguments: str, user: str = "writer") -> list[str]:
@@ -237,11 +241,12 @@ class Way:
     locations: tuple[str, ...]
     options: tuple[str, ...] = ()
     baseline: str = ""
+    user: str = "writer"
 
     def command(self, s: Session) -> list[str]:
         if self.baseline:
-            return s.command("convert", *self.locations, *self.options)
-        return [sys.executable, "-m", "benchmarks.s3_plain", str(s.scratch / "writer"), *self.locations]
+            return s.command("convert", *self.locations, *self.options, user=self.user)
+        return [sys.executable, "-m", "benchmarks.s3_plain", str(s.scratch / self.user), *self.locations]
 
 
 @dataclass
@@ -270,8 +275,11 @@ def timings(s: Session, local: Path) -> str:
     source, target = s.url("large/source"), s.url("large/target")
     disk, between = str(s.scratch / "out"), str(s.scratch / "between")
     both, down, up = "s3fs: download, upload", "s3fs: download", "s3fs: upload"
+    both_tls, all_tls = f"{both}, over TLS", "S3 to S3 over TLS: tp, pp, sharding change"
     ways = (
         Way(both, (source, target, between)),
+        Way(both_tls, (source, target, between), user=OVER_TLS),
+        Way(all_tls, (source, target), ALL_AXES, both_tls, OVER_TLS),
         Way(down, (source, disk)),
         Way(up, (str(local), target)),
         Way("S3 to S3: tp, pp, sharding change", (source, target), ALL_AXES, both),
@@ -287,6 +295,17 @@ def timings(s: Session, local: Path) -> str:
             s.remove(way.locations[1])
             run(way.command(s))
             s.check(way.name, s.equal(local, way.locations[1]), "equal to the source, bit for bit")
+    gigabytes = size / 1e9
+    for way in ways:
+        if way.baseline.startswith(both):
+            ours, theirs = (median(timed[name].runs, "cpu_seconds") for name in (way.name, way.baseline))
+            per_gb = ours / gigabytes
+            s.verdicts.append(
+                Verdict(f"{way.name}: client CPU s per GB", "≤ 2.5", f"{per_gb:.1f}", per_gb <= 2.5)
+            )
+            s.verdicts.append(
+                Verdict(f"{way.name}: {both}'s CPU ÷ ours", "≥ 2", f"{theirs / ours:.1f}", theirs >= 2 * ours)
+            )
     s.remove(disk)
     return table(HEAD, [row(way, timed, size) for way in ways])
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import http.client
 import logging
+import random
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
-
-import tenacity
 
 from paddle_reshard.storage.remote.retry_counts import note_retry
 
@@ -132,15 +132,6 @@ def is_transient(error: BaseException) -> bool:
     return any(number in _STATUSES for number in numbers if isinstance(number, int))
 
 
-def _note(state: tenacity.RetryCallState) -> None:
-    error = state.outcome.exception() if state.outcome else None
-    code = code_of(error) if error else "unknown"
-    note_retry(code)
-    logger.info(
-        "attempt %d failed with %s; again in %.1f s", state.attempt_number, code, state.upcoming_sleep
-    )
-
-
 def call(policy: RetryPolicy, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a function, and repeat the call after temporary failures.
 
@@ -149,14 +140,18 @@ def call(policy: RetryPolicy, function: Callable[P, T], *args: P.args, **kwargs:
     GaveUp
         If it still fails when the policy's limits are reached. Permanent failures are raised immediately.
     """
-    attempts = tenacity.Retrying(
-        stop=tenacity.stop_after_attempt(policy.attempts) | tenacity.stop_after_delay(policy.total_seconds),
-        wait=tenacity.wait_random_exponential(policy.first_wait_seconds, policy.longest_wait_seconds),
-        retry=tenacity.retry_if_exception(is_transient),
-        before_sleep=_note,
-    )
-    try:
-        return attempts(function, *args, **kwargs)
-    except tenacity.RetryError as error:
-        last = error.last_attempt
-        raise GaveUp(last.attempt_number, last.exception() or error) from error
+    began, attempt = time.monotonic(), 0
+    while True:
+        attempt += 1
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if not is_transient(error):
+                raise
+            if attempt >= policy.attempts or time.monotonic() - began >= policy.total_seconds:
+                raise GaveUp(attempt, error) from error
+            bound = min(policy.longest_wait_seconds, policy.first_wait_seconds * 2.0 ** (attempt - 1))
+            seconds, code = random.uniform(0, bound), code_of(error)
+        note_retry(code)
+        logger.info("attempt %d failed with %s; again in %.1f s", attempt, code, seconds)
+        time.sleep(seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,17 @@ class S3Folder(FsspecFolder):
     """A prefix in a bucket, through the client that s3fs sets up."""
 
     ranges_in_flight = 16
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.url, self.options, self.failure)
+
+    def open(self) -> tuple[Any, str]:
+        """The file system and the folder's path in it, found once per process: fsspec takes as long as a small read."""
+        process, found = self.__dict__.get("_opened", (0, None))
+        if found is None or process != os.getpid():
+            found = super().open()
+            self.__dict__["_opened"] = os.getpid(), found
+        return found
 
     def _open(self, options: dict[str, Any]) -> tuple[Any, str]:
         # A copy: the client changes what it is given, and fsspec would not recognise the same options the next time.
