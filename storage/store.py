@@ -42,6 +42,8 @@ class Receipt:
     """CRC computed by the worker that wrote the part; empty for server-side copies."""
     md5: str = ""
     """MD5 reported by the store, or empty."""
+    scales: str = ""
+    """Scales of the weights that were quantised in this part, which another file holds: float32 in hexadecimal."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from paddle_reshard.tasks.sums import Sum
 
 _Totals = tuple[int, int, int, int, int]
 """Bytes read, written and copied, elements compared, and number of receipts of a group."""
-_Receipt = tuple[int, int, int, str, str, str]
+_Receipt = tuple[int, int, int, str, str, str, str]
 """A receipt, with the number of its path."""
 
 
@@ -68,8 +68,8 @@ class Answer:
     def _receipts(self) -> Iterator[Receipt]:
         paths = self.paths
         return (
-            Receipt(paths[path], offset, nbytes, tag, checksum, md5)
-            for path, offset, nbytes, tag, checksum, md5 in self.receipts
+            Receipt(paths[path], offset, nbytes, tag, checksum, md5, scales)
+            for path, offset, nbytes, tag, checksum, md5, scales in self.receipts
         )
 
 
@@ -90,7 +90,9 @@ def answer_of(
             for r in reports
         ),
         tuple(numbers),
-        tuple((numbers[r.path], r.byte_offset, r.nbytes, r.tag, r.checksum, r.md5) for r in receipts),
+        tuple(
+            (numbers[r.path], r.byte_offset, r.nbytes, r.tag, r.checksum, r.md5, r.scales) for r in receipts
+        ),
         {report.group: report.differences for report in reports if report.differences},
         {report.group: tuple((*values,) for values in report.sums) for report in reports if report.sums},
         figures,

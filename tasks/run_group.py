@@ -197,7 +197,7 @@ def _make(
             literal = next(literals, None)
         path = work.target_paths[int(part["file"])]
         receipts.append(target.write_part(path, int(part["start"]), buffer.data))
-    written = int(part_sizes(work.parts[work.parts["source_file"] == MADE]).sum())
+    written = sum(receipt.nbytes for receipt in receipts)
     summed = _summed(work, reports)
     return replace(summed, receipts=tuple(receipts), written_bytes=written, sums=found)
 

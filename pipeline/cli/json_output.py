@@ -114,7 +114,7 @@ def plan_data(conversion: ConversionPlan) -> Json:
         ),
         "master_weights_made": conversion.master_weights_made,
         "donated_tensors": [] if completion is None else list(completion.tensors),
-        "files": [{"path": f.path, "size_bytes": f.size_bytes} for f in plan.target_files],
+        "files": [{"path": f.path, "size_bytes": f.size_bytes} for f in plan.stored_files],
         "carried": [{"path": c.target_path, "size_bytes": c.size_bytes} for c in plan.carried],
         "not_carried": [entry for data in described for entry in data["not_carried"]],
         "states_left": sorted({state for target in targets for state in target.states_not_carried}),

@@ -133,6 +133,9 @@ class TargetOptions(TypedDict, total=False):
     paddle_version: Annotated[str | None, _of_formats("paddle_version", metavar="VERSION")]
     """The Paddle version that will read the target: ``"3.3"`` (default), ``"3.2"`` or ``"3.0"``; ``"3.4"`` uses pickle
     protocol 5, as Paddle 3.4 does, which then loads arrays without copying."""
+    quantize: Annotated[str | None, _of_formats("quantize")]
+    """``"fp8"``: the linear layers of the decoder as 8-bit floats (e4m3) with a scale for each block of 128 × 128
+    elements, as DeepSeek-V3 is published, from the master weights if there are any."""
     max_shard_size: Annotated[str | None, _of_formats("max_shard_size", metavar="SIZE")]
     """Maximum bytes of tensors per file, ``"5GB"``; a larger tensor gets a file of its own."""
     card: Annotated[bool, _of_formats("card", kind=Kind.FLAG)]

@@ -159,7 +159,7 @@ class ConversionPlan(Shown):
                 anew = f"the source holds parameters only; a job starts from them with {arguments}"
                 facts.append((self._of(number, "optimizer"), anew))
             facts += [(self._of(number, "remark"), remark) for remark in target.remarks]
-        files = len(plan.target_files) + len(plan.carried)
+        files = len(plan.stored_files) + len(plan.carried)
         held = [tensor for tensor in self.source.model.tensors if not (tensor.of_base and tensor.missing)]
         facts += [
             ("tensors", f"{len(plan.tensors) - plan.beside} ({len(held)} parameters)"),

@@ -39,10 +39,12 @@ from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import EMA, PARAM
 from paddle_reshard.pipeline.indexing.detect import index_source
+from paddle_reshard.pipeline.indexing.opening import dequantising
 from paddle_reshard.pipeline.indexing.optimizer_steps import check_optimizer
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.format import Staged
 from paddle_reshard.pipeline.layouts.formats import FORMATS
+from paddle_reshard.pipeline.layouts.quantising import ScaleFile
 from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan
 from paddle_reshard.pipeline.planning.settings import PlanSettings
@@ -53,6 +55,7 @@ from paddle_reshard.storage.session.ledger import source_difference
 from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, Source, Target, WritePart
 from paddle_reshard.tasks.figures import WorkerFigures, add_figures, add_retries
 from paddle_reshard.tasks.index import index_here
+from paddle_reshard.tasks.quantise import QuantisingWriter, scale_file
 from paddle_reshard.tasks.run_group import GroupReport
 from paddle_reshard.tasks.sums import Sum, added
 
@@ -240,13 +243,24 @@ def _new_files(plan: Plan) -> list[NewFile]:
     """Every file of the targets except manifests, with the offsets of its parts."""
     parts = plan.parts[np.lexsort((plan.parts["start"], plan.parts["file"]))]
     first = np.searchsorted(parts["file"], np.arange(len(plan.target_files) + 1))
-    files = [
-        NewFile(file.path, file.size_bytes, tuple(parts["start"][first[i] : first[i + 1]].tolist()))
-        for i, file in enumerate(plan.target_files)
-    ]
+    quantised = {} if plan.quantised is None else plan.quantised.files
+    files = []
+    for number, file in enumerate(plan.target_files):
+        starts = parts["start"][first[number] : first[number + 1]].tolist()
+        if file.path in quantised:
+            stored = quantised[file.path]
+            files.append(NewFile(file.path, stored.size_bytes, tuple(map(stored.stored_at, starts))))
+        else:
+            files.append(NewFile(file.path, file.size_bytes, tuple(starts)))
+    last = [(path, scales.size_bytes) for path, scales in _scale_files(plan).items()]
     return files + [
-        NewFile(c.target_path, c.size_bytes, tuple(range(0, c.size_bytes, COPY_BYTES))) for c in plan.carried
+        NewFile(path, size_bytes, tuple(range(0, size_bytes, COPY_BYTES)))
+        for path, size_bytes in [*((c.target_path, c.size_bytes) for c in plan.carried), *last]
     ]
+
+
+def _scale_files(plan: Plan) -> Mapping[str, ScaleFile]:
+    return {} if plan.quantised is None else plan.quantised.scale_files
 
 
 def _move(
@@ -254,6 +268,9 @@ def _move(
 ) -> tuple[MoveReport, list[Receipt], tuple[Sum, ...]]:
     source, plan = conversion.store, conversion.plan
     writer, records = outputs.begin(_new_files(plan), identify(conversion), source.openness)
+    stored = writer
+    if plan.quantised is not None:
+        writer = QuantisingWriter(writer, plan.quantised.files)
     # Groups with drift that this run does not allow are run again.
     done = {
         record.unit: record for record in records if all(_is_allowed(plan, line) for line in record.drift)
@@ -284,11 +301,19 @@ def _move(
     for unit, carried in enumerate(plan.carried, plan.groups):
         if unit in done:
             continue
-        written_parts = _carry(source, carried, writer)
+        written_parts = _carry(source, carried, stored)
         receipts += written_parts
         outputs.note([Record(unit, tuple(written_parts))])
         read, written = read + carried.size_bytes, written + carried.size_bytes
         observe(Progress(carried.size_bytes))
+    for unit, (path, file) in enumerate(_scale_files(plan).items(), plan.groups + len(plan.carried)):
+        if unit in done:
+            continue
+        written_parts = _write_scales(path, file, receipts, plan, stored)
+        receipts += written_parts
+        outputs.note([Record(unit, tuple(written_parts))])
+        written += file.size_bytes
+        observe(Progress(file.size_bytes))
     # On a cluster groups end in any order, on which the manifest must not depend: drift is sorted.
     workers = add_figures(figures)
     retries = add_retries(worker.retries for worker in workers)
@@ -329,12 +354,26 @@ def _carry(source: Source, carried: CarriedFile, writer: WritePart) -> list[Rece
     return receipts
 
 
+def _write_scales(
+    path: str, file: ScaleFile, receipts: Sequence[Receipt], plan: Plan, writer: WritePart
+) -> list[Receipt]:
+    """Write a file of scales, given the receipts of all quantised parts."""
+    content = memoryview(
+        scale_file(path, file, {} if plan.quantised is None else plan.quantised.files, receipts)
+    )
+    return [
+        writer.write_part(path, start, content[start : start + COPY_BYTES])
+        for start in range(0, file.size_bytes, COPY_BYTES)
+    ]
+
+
 def _check_staged(staged: Source, planned: PlannedTarget, index_files: IndexFiles) -> Checkpoint | None:
     """Index a staged target like a source and check that it is the planned checkpoint.
 
     Returns what was indexed; ``None`` for formats that are not read as a checkpoint of their own.
     """
     wanted = planned.wanted
+    staged = dequantising(staged)
     files = SourceFiles(staged, wanted.model.config, index_here, index_files)
     missing = MissingPolicy(allowed=tuple(t.key for t in wanted.model.tensors if t.missing))
     found: list[Checkpoint] = []
@@ -372,7 +411,12 @@ def _fingerprints(
     found: Checkpoint | None,
     index_files: IndexFiles,
 ) -> dict[str, Any] | None:
-    """The fingerprints of a staged target, as its manifest records them; ``None`` for an adapter alone."""
+    """The fingerprints of a staged target, as its manifest records them.
+
+    ``None`` for an adapter alone, and for quantised weights, whose values no group adds up.
+    """
+    if planned.files.quantised is not None:
+        return None
     if found is not None:
         return recorder.entry(staged, found.catalog, None)
     index_as = FORMATS[planned.spec.format].index_as

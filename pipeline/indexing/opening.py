@@ -25,7 +25,17 @@ def open_checkpoint(location: str, access: Access) -> Source:
     UnsupportedError
         If its weights are quantised in another way, or the scheme of a URL is not allowed.
     """
-    store = open_source(location, *access)
+    return dequantising(open_source(location, *access))
+
+
+def dequantising(store: Source) -> Source:
+    """A store as it is read: the same, or if it holds FP8 weights, with bfloat16 weights in their stead.
+
+    Raises
+    ------
+    CheckpointError, UnsupportedError
+        As :func:`open_checkpoint`.
+    """
     files = SourceFiles(store, None, index_here, index_here)
     if files.pickles or not files.safetensors or CONFIG not in files.sizes:
         return store

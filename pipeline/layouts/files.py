@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.tensors import Cast
+from paddle_reshard.pipeline.layouts.quantising import Quantisation
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class TargetFiles:
     """Cell → structured key → parameter name, where the format has such names."""
     casts: frozenset[Cast] = frozenset()
     """Requested casts."""
+    quantised: Quantisation | None = None
+    """What is quantised while it is written; ``files`` and ``fragments`` then are as planned, in float32."""
     omitted: frozenset[int] = frozenset()
     """Tensors that some, but not all, of several targets omit."""
     first_files: tuple[int, ...] = (0,)

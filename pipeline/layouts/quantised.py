@@ -13,7 +13,7 @@ Here such files are laid out again, with ``up_proj.weight`` in bfloat16 and with
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -43,6 +43,20 @@ _SUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
 """Entry of ``quantization_config`` → the values with which weights are what is described above."""
 _SCALE_CODES: Final[Mapping[str, str]] = {"F32": "<f4", "BF16": "<u2"}
 _BFLOAT16: Final = "BF16"
+
+
+def fp8_config(not_converted: Sequence[str]) -> dict[str, Any]:
+    """``quantization_config`` of a model with FP8 weights, with the names of modules whose weights keep their dtype.
+
+    The entries are DeepSeek-V3's, and ``modules_to_not_convert``, which ``transformers`` and vLLM read.
+    """
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "modules_to_not_convert": list(not_converted),
+        _METHOD: "fp8",
+        "weight_block_size": [BLOCK, BLOCK],
+    }
 
 
 class Scales(NamedTuple):

@@ -17,6 +17,7 @@ from paddle_reshard.pipeline.layouts.format import Format, Target
 from paddle_reshard.pipeline.layouts.formats import FORMATS, average_target, formats_for_average, names_of
 from paddle_reshard.pipeline.layouts.model import Model
 from paddle_reshard.pipeline.layouts.optimizers import refuse_optimizer, special_optimizer
+from paddle_reshard.pipeline.layouts.quantising import joined as join_quantised
 
 
 def lay_out(
@@ -154,12 +155,18 @@ def join(source: Catalog, laid_out: Sequence[LaidOut], prefixes: Sequence[str]) 
         fragments.append(rows)
         omitted.update(new_index[_omitted(one)].tolist())
     casts = frozenset(cast for one in laid_out for cast in one.files.casts)
+    quantised = [
+        one.files.quantised.below(prefix)
+        for prefix, one in zip(prefixes, laid_out, strict=True)
+        if one.files.quantised is not None
+    ]
     joined = TargetFiles(
         tuple(files),
         literals,
         tuple(fills),
         Fragments.joined(fragments),
         casts=casts,
+        quantised=join_quantised(quantised),
         omitted=frozenset(omitted),
         first_files=tuple(first_files),
     )

@@ -15,6 +15,8 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints
+from paddle_reshard.pipeline.layouts.quantised import BLOCK
+from paddle_reshard.pipeline.layouts.quantising import BlockRows
 from paddle_reshard.pipeline.planning.cut import Pieces, cut, outermost, reach, torn
 from paddle_reshard.pipeline.planning.ops import MOVE, PROBE, Ops, hull
 from paddle_reshard.pipeline.planning.parts import Parts, plan_parts, small_parts
@@ -51,18 +53,24 @@ class FileSizes(NamedTuple):
     largest_fill: Ints
 
 
-def group_ops(ops: Ops, copied: Parts, files: FileSizes, memory: GroupMemory) -> Grouped:
+def group_ops(
+    ops: Ops, copied: Parts, files: FileSizes, memory: GroupMemory, together: BlockRows | None = None
+) -> Grouped:
     """Assign every op to a group, in the order of the target files; ops of atoms that are too large are cut.
+
+    Every unit of ``together`` is written by one group.
 
     An atom that can only be cut by reading bytes several times is cut only as far as ``memory.most_bytes`` requires.
     ``ops`` is emptied, so that it is not in memory together with its pieces. Probes do not form atoms: their few bytes
     may be read twice, and large tensors need not share a group because of them.
     """
     probes, ops = ops.split(ops["kind"] == PROBE)
-    ops, atoms, rereads = _cut_large(ops, files, memory)
+    ops, atoms, rereads = _cut_large(ops, files, memory, together)
     if len(probes):
         atoms = np.concatenate([np.arange(len(probes)), atoms + len(probes)])
         ops = Ops.joined([probes, ops])
+    if together is not None:
+        atoms = _kept_together(ops, atoms, together)
     if not len(ops):
         return Grouped(ops, atoms, False)
     atoms = _in_file_order(ops, atoms)
@@ -158,7 +166,9 @@ def _sums(keys: Ints, values: Ints, count: int) -> Ints:
 # --------------------------------------------------------------------------------------- cutting atoms
 
 
-def _cut_large(ops: Ops, files: FileSizes, memory: GroupMemory) -> tuple[Ops, Ints, bool]:
+def _cut_large(
+    ops: Ops, files: FileSizes, memory: GroupMemory, together: BlockRows | None
+) -> tuple[Ops, Ints, bool]:
     """Cut atoms until each writes about half of ``memory.group_bytes``, where possible; returns ops and their atoms.
 
     The size of an atom that only compares is what it reads.
@@ -197,7 +207,11 @@ def _cut_large(ops: Ops, files: FileSizes, memory: GroupMemory) -> tuple[Ops, In
         enough, ops = ops.split(keep)
         done.append(enough)
         if len(ops):
-            pieces = _cut_evenly(ops, atoms, np.where(chosen, kind.dim, 0), -(-size // np.maximum(goal, 1)))
+            steps = np.ones(count, dtype=np.int64)
+            if together is not None:
+                steps[atoms[unit_of(ops, together) >= 0]] = BLOCK
+            dims, counts = np.where(chosen, kind.dim, 0), -(-size // np.maximum(goal, 1))
+            pieces = _cut_evenly(ops, atoms, dims, counts, steps)
             parents = atoms[pieces.origin]
             ops = pieces.ops
             atoms = dense_numbers(parents * (int(pieces.stretch.max()) + 1) + pieces.stretch)
@@ -248,11 +262,12 @@ def _extends(ops: Ops, owners: Ints, count: int) -> Flags:
     return found
 
 
-def _cut_evenly(ops: Ops, owners: Ints, dim: Ints, count: Ints) -> Pieces:
-    """Cut the ops of every owner along its ``dim`` into about ``count`` stretches."""
+def _cut_evenly(ops: Ops, owners: Ints, dim: Ints, count: Ints, multiple: Ints | int = 1) -> Pieces:
+    """Cut the ops of every owner along its ``dim`` into about ``count`` stretches, each a ``multiple`` long."""
     low, high = reach(ops, owners, len(dim))
     at = np.arange(len(dim)), dim
     step = np.maximum(1, -(-(high[at] - low[at]) // np.maximum(count, 1)))
+    step = -(-step // multiple) * multiple
     return cut(ops, dim[owners], low[at][owners], step[owners])
 
 
@@ -263,6 +278,32 @@ def _smallest_together(ops: Ops, atoms: Ints, files: FileSizes, count: int) -> I
     pairs = np.sort(atoms[moves] * number + ops["target_file"][moves])
     pairs = pairs[np.r_[True, pairs[1:] != pairs[:-1]][: len(pairs)]]
     return _sums(pairs // number, files.smallest_part[pairs % number], count)
+
+
+def unit_of(ops: Ops, together: BlockRows) -> Ints:
+    """The row of ``together`` that each op writes to, -1 for none."""
+    if not len(together.file):
+        return np.full(len(ops), -1)
+    span = int(max(together.stop.max(), ops["target_byte"].max(initial=0))) + 1
+    keys = ops["target_file"].astype(np.int64) * span + ops["target_byte"]
+    row = np.searchsorted(together.file * span + together.start, keys, side="right") - 1
+    inside = (row >= 0) & (ops["kind"] == MOVE) & (together.file[row] == ops["target_file"])
+    inside &= ops["target_byte"] < together.stop[row]
+    return np.where(inside, row, -1)
+
+
+def _kept_together(ops: Ops, atoms: Ints, together: BlockRows) -> Ints:
+    """Atoms joined where they write to the same unit of ``together``."""
+    row = unit_of(ops, together)
+    moves = np.flatnonzero(row >= 0)
+    if not len(moves):
+        return atoms
+    row = row[moves]
+    first, unit = together.start[row], together.unit[row]
+    low, high = (side[moves] - first for side in hull(ops, "target"))
+    low, high = first + low // unit * unit, first - (-high // unit) * unit
+    shared = label(ops["target_file"][moves].astype(np.int64), low, high)
+    return _components(len(ops), [(np.arange(len(ops)), atoms), (moves, shared)])
 
 
 # ------------------------------------------------------------------------------------- gathering atoms

@@ -26,6 +26,7 @@ from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.tensors import DTYPES, DType, Tensor
 from paddle_reshard.pipeline.layouts.files import TargetFiles
+from paddle_reshard.pipeline.layouts.quantising import FLOAT_BYTES, Quantisation, block_rows
 from paddle_reshard.pipeline.planning.checks import MasterChecks, add_checks
 from paddle_reshard.pipeline.planning.copies import carve_copies
 from paddle_reshard.pipeline.planning.groups import (
@@ -120,6 +121,19 @@ class Plan:
     stores: number of the master weight → number and dtype of the parameter."""
     measured: Mapping[int, DType] | None = None
     """In a plan that measures differences: dtypes of the second side, where it has others."""
+    quantised: Quantisation | None = None
+    """What is quantised while it is written. ``target_files``, ``ops`` and ``parts`` then are as planned, in float32.
+    Not saved with a plan, nor part of its id: the headers in ``literals`` describe the files as stored."""
+
+    @property
+    def stored_files(self) -> tuple[File, ...]:
+        """The files of the targets as stored, except those that are carried."""
+        if self.quantised is None:
+            return self.target_files
+        sizes = {path: file.size_bytes for path, file in self.quantised.files.items()}
+        files = (File(f.path, sizes.get(f.path, f.size_bytes)) for f in self.target_files)
+        scales = (File(path, file.size_bytes) for path, file in self.quantised.scale_files.items())
+        return (*files, *scales)
 
     @property
     def groups(self) -> int:
@@ -174,7 +188,7 @@ class Plan:
     @property
     def written_bytes(self) -> int:
         """Size of the target, including carried files."""
-        return sum(f.size_bytes for f in self.target_files) + sum(f.size_bytes for f in self.carried)
+        return sum(f.size_bytes for f in self.stored_files) + sum(f.size_bytes for f in self.carried)
 
     @cached_property
     def plan_id(self) -> str:
@@ -241,6 +255,9 @@ def plan_conversion(
 
     if settings.sums:
         target = count_once(target, source.tensors)
+    if target.quantised is not None:
+        # A part may shrink to a quarter of its size, and what is quantised cannot be copied.
+        limits = replace(limits, smallest_bytes=FLOAT_BYTES * limits.smallest_bytes, copies=None)
 
     def make_ops() -> Ops:
         ops = plan_ops(source, target.fragments, settings.compare_replicas, target.casts, target.omitted)
@@ -264,6 +281,7 @@ def plan_conversion(
         beside=0 if checks is None else len(checks.tensors) - len(source.tensors),
         mixtures=source.mixtures,
         summed=_implied_sums(source, target) if settings.sums else None,
+        quantised=target.quantised,
     )
     sizes = settings.sizes
     planned, rereads, checks = _with_checks(plan, make_ops, limits, sizes, checks)
@@ -418,8 +436,11 @@ def _grouped(
         TINY_BYTES,
     )
     for_parts = (memory.most_bytes - sizes.pass_bytes) // _held_bytes(plan.mixtures, ops)
+    together = None
+    if plan.quantised is not None:
+        together = block_rows(plan.quantised, [file.path for file in plan.target_files])
     ops, groups, rereads = group_ops(
-        ops, copied, files, memory._replace(most_bytes=sizes.pass_bytes + for_parts)
+        ops, copied, files, memory._replace(most_bytes=sizes.pass_bytes + for_parts), together
     )
     parts = plan_parts(ops, groups, copied, *files)
     values = int(groups.max(initial=-1)) + 1

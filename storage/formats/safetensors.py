@@ -52,8 +52,12 @@ numpy has no code for them (see :data:`FP8_TAG`).
 """
 FP8_TAG: Final = "F8_E4M3"
 """Tag of 8-bit floats with 4 bits of exponent, which only a source that dequantises them understands."""
-_ITEM_BYTES: Final[Mapping[str, int]] = {tag: int(code[1:]) for tag, code in TAGS.items()}
-_RANK_OF_TAG: Final[Mapping[str, int]] = {tag: rank for rank, tag in enumerate(TAGS)}
+_ITEM_BYTES: Final[Mapping[str, int]] = {**{tag: int(code[1:]) for tag, code in TAGS.items()}, FP8_TAG: 1}
+_BEFORE_FP8: Final = tuple(TAGS).index("I8")
+_RANK_OF_TAG: Final[Mapping[str, int]] = {
+    tag: rank for rank, tag in enumerate((*tuple(TAGS)[:_BEFORE_FP8], FP8_TAG, *tuple(TAGS)[_BEFORE_FP8:]))
+}
+"""The library lays out 8-bit floats before 8-bit integers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,7 @@ class TensorSlot:
     key: str
     """Its key in the file."""
     tag: str
-    """Dtype, one of :data:`TAGS`."""
+    """Dtype, one of :data:`TAGS` or :data:`FP8_TAG`."""
     shape: tuple[int, ...]
     """Extents, in elements; the payload is little-endian in C order."""
 
@@ -239,9 +243,9 @@ def _shown(value: str) -> str:
 def encode_safetensors(slots: Sequence[TensorSlot], metadata: Mapping[str, str]) -> EncodedFile:
     """Lay out a file as the safetensors library would.
 
-    Tensors stand by dtype (the order of :data:`TAGS`, so every payload is aligned to its item size), then by
-    key. The header is compact JSON, filled with spaces up to a multiple of 8 bytes. One literal, the header;
-    slots in file order.
+    Tensors stand by dtype (the order of :data:`TAGS`, with FP8 before 8-bit integers, so every payload is aligned to
+    its item size), then by key. The header is compact JSON, filled with spaces up to a multiple of 8 bytes. One
+    literal, the header; slots in file order.
 
     Parameters
     ----------
@@ -281,7 +285,7 @@ def encode_safetensors(slots: Sequence[TensorSlot], metadata: Mapping[str, str])
 
 
 def _check_slot(slot: TensorSlot) -> None:
-    if slot.tag not in TAGS:
+    if slot.tag not in _ITEM_BYTES:
         raise ValueError(f"{slot.key!r}: dtype tag {slot.tag!r}; known: {', '.join(TAGS)}")
     if not _is_sizes(list(slot.shape)) or len(slot.shape) > _MAX_RANK:
         raise ValueError(f"{slot.key!r}: {slot.shape!r} is not a shape")

@@ -43,7 +43,7 @@ from paddle_reshard.storage.formats.typed_json import typed
 from paddle_reshard.storage.session.holder import Holder, is_gone, process_start, this_process
 from paddle_reshard.storage.store import OWN_PREFIX, Identity, NewFile, Receipt, Record
 
-_RECEIPT = tuple[str, int, int, str, str, str]
+_RECEIPT = tuple[str, int, int, str, str, str, str]
 """The fields of a :class:`Receipt`, as a line of the ledger holds them."""
 _SUM = tuple[int, int, str, int]
 """What a unit adds to a fingerprint, as :class:`Record` has it."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from paddle_reshard.pipeline.layouts.format import FormatOption
-from paddle_reshard.pipeline.layouts.huggingface.choices import EMA, EXPORTED_STATES, FLOATING
+from paddle_reshard.pipeline.layouts.huggingface.choices import EMA, EXPORTED_STATES, FLOATING, QUANTISATIONS
 from paddle_reshard.pipeline.layouts.huggingface.name import HUGGINGFACE
 
 if TYPE_CHECKING:
@@ -28,6 +28,11 @@ _OPTIONS: Mapping[str, FormatOption] = {
         "output dtype of floating-point tensors (except those that the model keeps in float32), "
         "rounded once, from the master weight if there is one. Default: as trained, bit for bit.",
         FLOATING,
+    ),
+    "quantize": FormatOption(
+        "quantise the linear layers of the decoder: fp8 is 8-bit floats (e4m3) with a scale for each block of "
+        "128 x 128 elements, as DeepSeek-V3 is published, from the master weights if there are any. Default: no.",
+        QUANTISATIONS,
     ),
     "max_shard_size": FormatOption("maximum size of the tensors in a file. Default: 5GB."),
     "card": FormatOption("also write a model card, README.md, that says what the model was made from."),
@@ -79,12 +84,11 @@ class HuggingFaceFormat:
         return read_donor(files)
 
     def request(self, asked: Mapping[str, Any]) -> HuggingFaceTarget:
-        """State, dtype and size of files; nothing of it depends on the source."""
+        """State, dtypes and size of files; nothing of it depends on the source."""
         from paddle_reshard.pipeline.layouts.huggingface.request import parse_huggingface
 
-        return parse_huggingface(
-            asked.get("state"), asked.get("dtype"), asked.get("max_shard_size"), asked.get("card")
-        )
+        names = ("state", "dtype", "max_shard_size", "card", "quantize")
+        return parse_huggingface(*(asked.get(name) for name in names))
 
 
 FORMAT = HuggingFaceFormat(HUGGINGFACE, "the model for transformers, LoRA for peft")

@@ -6,7 +6,7 @@ from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.tensors import dtype_named
 from paddle_reshard.pipeline.core.units import parse_size
-from paddle_reshard.pipeline.layouts.huggingface.choices import EXPORTED_STATES, FLOATING
+from paddle_reshard.pipeline.layouts.huggingface.choices import EXPORTED_STATES, FLOATING, QUANTISATIONS
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
 
 _FLAGS = {None: False, False: False, True: True, "false": False, "true": True}
@@ -14,7 +14,11 @@ _FLAGS = {None: False, False: False, True: True, "false": False, "true": True}
 
 
 def parse_huggingface(
-    state: str | None, dtype: str | None, max_shard_size: str | None, card: bool | str | None
+    state: str | None,
+    dtype: str | None,
+    max_shard_size: str | None,
+    card: bool | str | None,
+    quantize: str | None,
 ) -> HuggingFaceTarget:
     """What goes out as a Hugging Face checkpoint; ``None``: the default of :class:`HuggingFaceTarget`."""
     defaults = HuggingFaceTarget()
@@ -28,9 +32,22 @@ def parse_huggingface(
         )
     if card not in _FLAGS:
         raise UsageError(f"card is {card!r}; known: true, false")
+    if quantize not in (None, *QUANTISATIONS):
+        raise UsageError(
+            f"unknown quantisation {quantize!r}; known: {', '.join(QUANTISATIONS)}"
+            f"{did_you_mean(quantize, QUANTISATIONS)}"
+        )
+    if quantize is not None and dtype not in (None, "bfloat16"):
+        raise UsageError(
+            f"--quantize {quantize} needs the remaining tensors in bfloat16, not --dtype {dtype}"
+        )
     shard_bytes = defaults.max_shard_bytes if max_shard_size is None else parse_size(max_shard_size)
     if shard_bytes < 1:
         raise UsageError(f"--max-shard-size {max_shard_size} holds nothing")
     return HuggingFaceTarget(
-        state or defaults.state, None if dtype is None else dtype_named(dtype), shard_bytes, _FLAGS[card]
+        state or defaults.state,
+        None if dtype is None else dtype_named(dtype),
+        shard_bytes,
+        _FLAGS[card],
+        quantize,
     )

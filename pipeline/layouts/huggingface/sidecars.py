@@ -11,6 +11,7 @@ from paddle_reshard.pipeline.core.trainer_files import is_training_state
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, Completion
 from paddle_reshard.pipeline.layouts.files import Sidecars
 from paddle_reshard.pipeline.layouts.huggingface.card import CARD, model_card
+from paddle_reshard.pipeline.layouts.quantised import QUANTIZATION
 from paddle_reshard.pipeline.layouts.sidecars import classify_sidecars
 from paddle_reshard.pipeline.layouts.transformers_config import exported_config
 
@@ -28,11 +29,13 @@ def plan_huggingface_sidecars(
     source_config: Mapping[str, Any],
     dtype: DType | None,
     card: Mapping[str, str] | None,
+    quantization_config: Mapping[str, Any] | None = None,
 ) -> Sidecars:
     """Carry what belongs to the model (tokenizer, generation config, …); name what belongs to training.
 
     ``wanted`` is the source as the target holds it, ``dtype`` the one that was asked for, ``card`` the facts about the
-    target for its model card, ``None`` if it gets none.
+    target for its model card, ``None`` if it gets none, ``quantization_config`` the entry of ``config.json`` for
+    quantised weights.
     """
 
     def reason(path: str) -> str | None:
@@ -43,6 +46,8 @@ def plan_huggingface_sidecars(
     config, remarks = exported_config(wanted.model.config, dtype)
     if wanted.completion is not None:
         config |= wanted.completion.config
+    if quantization_config is not None:
+        config[QUANTIZATION] = quantization_config
     sidecars = classify_sidecars(paths, folders, wanted.own_files, reason, source_config, config)
     donated = donated_files(wanted.completion, sidecars.carried)
     there = {*sidecars.carried, *(path for _, path in donated)}

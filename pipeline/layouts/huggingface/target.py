@@ -6,8 +6,9 @@ their distribution over files are those of ``huggingface_hub`` and of the safete
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from paddle_reshard.pipeline.core.catalog import Catalog, File, FragmentRow, fragment_row, fragment_rows
@@ -22,6 +23,7 @@ from paddle_reshard.pipeline.core.tensors import (
     PARAM,
     Cast,
     DType,
+    dtype_named,
 )
 from paddle_reshard.pipeline.core.trainer_files import is_training_state
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
@@ -36,12 +38,34 @@ from paddle_reshard.pipeline.layouts.huggingface.peft import adapter_config, ada
 from paddle_reshard.pipeline.layouts.huggingface.sidecars import donated_files, plan_huggingface_sidecars
 from paddle_reshard.pipeline.layouts.lora import without_base
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
+from paddle_reshard.pipeline.layouts.quantised import BLOCK, SCALES, fp8_config
+from paddle_reshard.pipeline.layouts.quantising import (
+    Quantisation,
+    QuantisedFile,
+    QuantisedTensor,
+    ScaleFile,
+)
 from paddle_reshard.pipeline.layouts.sidecars import classify_sidecars
 from paddle_reshard.pipeline.layouts.weights import TAGS
-from paddle_reshard.storage.formats.safetensors import Index, TensorSlot, encode_safetensors, format_index
+from paddle_reshard.storage.formats.paddle_pickle_writer import EncodedFile
+from paddle_reshard.storage.formats.safetensors import (
+    FP8_TAG,
+    Index,
+    TensorSlot,
+    encode_safetensors,
+    format_index,
+)
 
 METADATA = {"format": "pt"}
 """Entry without which ``transformers`` does not open a file."""
+QUANTIZE = "quantize"
+"""The option, and its entry among the facts of a target."""
+QUANTISED = re.compile(
+    r"(?!.*(?:vision|visual|indexer))(?:\w+\.)*layers\.\d+\.(?:self_attn|linear_attn|mlp)\..*_proj(?:_with_mqa)?\.weight"
+)
+"""Keys of weights that are quantised, as in DeepSeek-V3 and Qwen3's FP8 models: the linear layers of a decoder without
+routers. Embedding, head, ``eh_proj`` and vision keep their dtype."""
+EXPERTS = ".experts."
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +83,8 @@ class HuggingFaceTarget:
     """Maximum size of the tensors in a file; a larger tensor gets a file of its own."""
     card: bool = False
     """Whether it has a model card."""
+    quantize: str | None = None
+    """``fp8``: weights of the decoder's linear layers as FP8, with a scale for each block; ``None``: none."""
 
     @property
     def of_average(self) -> bool:
@@ -72,12 +98,14 @@ class HuggingFaceTarget:
     def in_words(self) -> str:
         """The target in a line, for people."""
         dtype = "dtypes as trained" if self.dtype is None else self.dtype.name
-        return f"Hugging Face, {self.state}, {dtype}"
+        quantised = "" if self.quantize is None else f", weights quantised to {self.quantize}"
+        return f"Hugging Face, {self.state}, {dtype}{quantised}"
 
     def facts(self) -> dict[str, str]:
         """What tells it from other targets of the same source."""
         dtype = "as trained" if self.dtype is None else self.dtype.name
-        return {"layout": self.format, "state": self.state, "dtype": dtype}
+        quantised = {} if self.quantize is None else {QUANTIZE: self.quantize}
+        return {"layout": self.format, "state": self.state, "dtype": dtype, **quantised}
 
     def data(self) -> dict[str, Any]:
         """What is asked of it."""
@@ -87,6 +115,7 @@ class HuggingFaceTarget:
             "dtype": None if self.dtype is None else self.dtype.name,
             "max_shard_bytes": self.max_shard_bytes,
             **({"card": True} if self.card else {}),
+            QUANTIZE: self.quantize,
         }
 
     def cannot_hold_lora(self, model: Model) -> None:
@@ -100,7 +129,13 @@ class HuggingFaceTarget:
             return self._lay_out_adapter(without_base(source), without_base(wanted), sizes, folders)
         laid_out = layout_huggingface(source.catalog, wanted, self)
         sidecars = plan_huggingface_sidecars(
-            sizes, folders, wanted, source.source_config, self.dtype, self.facts() if self.card else None
+            sizes,
+            folders,
+            wanted,
+            source.source_config,
+            self.dtype,
+            self.facts() if self.card else None,
+            laid_out.quantization_config,
         )
         files = add_literal_files(laid_out.files, sidecars.written)
         return LaidOut(
@@ -109,7 +144,7 @@ class HuggingFaceTarget:
             sidecars.carried,
             sidecars.not_carried,
             laid_out.states_not_carried,
-            sidecars.remarks,
+            (*laid_out.remarks, *sidecars.remarks),
             donated_files(wanted.completion, sidecars.carried),
         )
 
@@ -120,6 +155,10 @@ class HuggingFaceTarget:
             raise UnsupportedError("--state ema is not supported for LoRA")
         if self.card:
             raise UnsupportedError("--card is not supported for LoRA")
+        if self.quantize is not None:
+            raise UnsupportedError(
+                "--quantize is not supported for LoRA; merge it into its model: --merge-into BASE"
+            )
         exported = list(_exported(wanted, self, adapter_parts(wanted)))
         config = adapter_config(wanted, [e.part for e in exported])
         laid_out = _files_of(source.catalog, [exported], [peft.WEIGHTS])
@@ -163,7 +202,7 @@ class HuggingFaceTarget:
         index_parameters(staged.files, staged.wanted.model, self.dtype_of)
 
     def dtype_of(self, tensor: ModelTensor, part: Part) -> DType:
-        """The dtype of a tensor of the target."""
+        """The dtype of a tensor of the target; of a quantised one, the dtype to which it is dequantised."""
         kept = part.keep_float32 and tensor.dtype.name == "float32"
         if self.dtype is None or kept or tensor.dtype.name not in FLOATING:
             return tensor.dtype
@@ -179,6 +218,9 @@ class HuggingFaceFiles:
     files: TargetFiles
     states_not_carried: tuple[str, ...]
     """States of the source that are not exported at all."""
+    quantization_config: Mapping[str, Any] | None = None
+    """Entry of ``config.json``, if weights are quantised."""
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +231,19 @@ class _Exported:
     tensor: int
     """Index into the tensors of the source's catalog."""
     dtype: DType
+    """As planned."""
+    quantised: bool = False
+    """Whether it is planned as float32, and quantised while it is written."""
+
+    @property
+    def tag(self) -> str:
+        """Tag of its dtype as stored."""
+        return FP8_TAG if self.quantised else TAGS[self.dtype.name]
 
     @property
     def nbytes(self) -> int:
-        return part_elements(self.part) * self.dtype.itemsize
+        """Size as stored."""
+        return part_elements(self.part) * (1 if self.quantised else self.dtype.itemsize)
 
 
 def layout_huggingface(source: Catalog, wanted: Checkpoint, target: HuggingFaceTarget) -> HuggingFaceFiles:
@@ -212,35 +263,89 @@ def layout_huggingface(source: Catalog, wanted: Checkpoint, target: HuggingFaceT
             f"with --max-shard-size {target.max_shard_bytes} the model takes {len(shards)} files; at most "
             f"{MAX_TARGET_FILES} are written, give a larger size"
         )
-    return _files_of(source, shards, _names(len(shards)))
+    if target.quantize is None:
+        return _files_of(source, shards, _names(len(shards)))
+    quantised = [one for one in exported if one.quantised]
+    if not quantised:
+        raise UnsupportedError(f"--quantize {target.quantize}: no tensor of this model can be quantised")
+    kept = [one.part.key for one in exported if not one.quantised and len(one.part.shape) == 2]
+    return replace(
+        _files_of(source, shards, _names(len(shards) + 1)),
+        quantization_config=fp8_config([key.removesuffix(".weight") for key in kept]),
+        remarks=(_quantised_from(source, quantised, target),),
+    )
+
+
+def _quantised_from(source: Catalog, quantised: Sequence[_Exported], target: HuggingFaceTarget) -> str:
+    """What the quantised values were rounded from, in words."""
+    states = {source.tensors.identity(one.tensor)[1] for one in quantised}
+    if states <= {MASTER_WEIGHT, EMA_MASTER_WEIGHT}:
+        origin = "master weights"
+    elif states <= {PARAM, EMA_PARAM}:
+        origin = "parameters, because the source holds no master weights of them"
+    else:
+        origin = "master weights, or parameters where the source holds no master weight"
+    return f"{len(quantised)} weights are quantised to {target.quantize}, from their {origin}"
 
 
 def _files_of(
     source: Catalog, shards: Sequence[Sequence[_Exported]], names: Sequence[str]
 ) -> HuggingFaceFiles:
-    """Files of these tensors, and an index if there are several files."""
+    """Files of these tensors, and an index if there are several files.
+
+    ``names`` are those of the files; one more, of the file of scales, if tensors are quantised.
+    """
     exported = [one for shard in shards for one in shard]
+    quantised = [one for one in exported if one.quantised]
+    scales = _encode_scales(quantised)
+    scales_at = {quantised[slot].part.key: byte_offset for slot, byte_offset, _ in scales.slots}
     files: list[File] = []
     literals = Literals()
     rows: list[tuple[int, _Exported, int]] = []
-    for name, shard in zip(names, shards, strict=True):
-        slots = [TensorSlot(i, e.part.key, TAGS[e.dtype.name], e.part.shape) for i, e in enumerate(shard)]
+    quantised_files: dict[str, QuantisedFile] = {}
+    for name, shard in zip(names, shards, strict=not quantised):
+        slots = [TensorSlot(i, e.part.key, e.tag, e.part.shape) for i, e in enumerate(shard)]
         encoded = encode_safetensors(slots, METADATA)
         for offset, content in encoded.literals:
             literals.add(len(files), offset, content)
-        rows += [(len(files), shard[slot], byte_offset) for slot, byte_offset, _ in encoded.slots]
-        files.append(File(name, encoded.size_bytes))
+        weights, added = [], 0
+        for slot, stored, nbytes in encoded.slots:
+            one, start = shard[slot], stored + added
+            rows.append((len(files), one, start))
+            if one.quantised:
+                key, (height, width) = one.part.key, one.part.shape
+                weights.append(QuantisedTensor(start, stored, height, width, scales_at[key], key))
+                added += (one.dtype.itemsize - 1) * nbytes
+        if weights:
+            quantised_files[name] = QuantisedFile(encoded.size_bytes, tuple(weights), names[-1])
+        files.append(File(name, encoded.size_bytes + added))
     catalog, numbers = _chosen(source, [e.tensor for _, e, _ in rows])
     fragments = fragment_rows([row for f, e, at in rows for row in _fragments(f, e, at, numbers[e.tensor])])
     if len(names) > 1:
         index = _index(names, shards)
         literals.add(len(files), 0, index)
         files.append(File(WEIGHT_INDEX, len(index)))
+    quantisation = None
+    if quantised:
+        scale_file = ScaleFile(scales.literals[0][1], scales.size_bytes)
+        quantisation = Quantisation(quantised_files, {names[-1]: scale_file})
     return HuggingFaceFiles(
         catalog,
-        TargetFiles(tuple(files), literals, (), fragments, {}, _casts(source, exported)),
+        TargetFiles(
+            tuple(files), literals, (), fragments, {}, _casts(source, exported), quantised=quantisation
+        ),
         tuple(sorted(source.tensors.states - catalog.tensors.states)),
     )
+
+
+def _encode_scales(quantised: Sequence[_Exported]) -> EncodedFile:
+    """The file of the scales of quantised tensors."""
+    slots = []
+    for number, one in enumerate(quantised):
+        rows, columns = one.part.shape
+        blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
+        slots.append(TensorSlot(number, one.part.key + SCALES, TAGS["float32"], blocks))
+    return encode_safetensors(slots, METADATA)
 
 
 def _exported(
@@ -252,8 +357,32 @@ def _exported(
     for tensor, parts in of_model:
         for part in parts:
             dtype = target.dtype_of(tensor, part)
+            if quantised := target.quantize is not None and _is_quantised(part, dtype, target.quantize):
+                dtype = dtype_named("float32")
             state = _state(tensor, dtype, target.state, index)
-            yield _Exported(part, index[tensor.key, state], dtype)
+            yield _Exported(part, index[tensor.key, state], dtype, quantised)
+
+
+def _is_quantised(part: Part, dtype: DType, quantize: str) -> bool:
+    """Whether a tensor, which would have ``dtype`` otherwise, is quantised.
+
+    Raises
+    ------
+    UnsupportedError
+        If it should be, but its dtype is not bfloat16, or it holds several matrices.
+    """
+    if len(part.shape) == 3 and EXPERTS in part.key and not part.keep_float32:
+        raise UnsupportedError(
+            f"--quantize {quantize}: {part.key} holds all experts of a layer in one tensor, which is not supported"
+        )
+    if not QUANTISED.fullmatch(part.key) or len(part.shape) != 2 or not all(part.shape) or part.keep_float32:
+        return False
+    if dtype.name != "bfloat16":
+        raise UnsupportedError(
+            f"--quantize {quantize}: {part.key} was trained in {dtype.name}; quantised models are bfloat16 "
+            "otherwise, add --dtype bfloat16"
+        )
+    return True
 
 
 def _state(tensor: ModelTensor, dtype: DType, state: str, index: Mapping[tuple[str, str], int]) -> str:
@@ -298,8 +427,11 @@ def _names(count: int) -> list[str]:
 
 
 def _index(names: Sequence[str], shards: Sequence[Sequence[_Exported]]) -> bytes:
+    quantised = [e for shard in shards for e in shard if e.quantised]
     total_bytes = sum(e.nbytes for shard in shards for e in shard)
-    weight_map = {e.part.key: name for name, shard in zip(names, shards, strict=True) for e in shard}
+    total_bytes += sum(nbytes for _, _, nbytes in _encode_scales(quantised).slots)
+    weight_map = {e.part.key: name for name, shard in zip(names, shards, strict=not quantised) for e in shard}
+    weight_map |= {e.part.key + SCALES: names[-1] for e in quantised}
     return format_index(Index(dict(sorted(weight_map.items())), {"total_size": total_bytes}, {}))
 
 

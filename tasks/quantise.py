@@ -1,0 +1,164 @@
+"""Quantise weights to FP8 while parts are written.
+
+Codes and scales are those of DeepSeek's ``per_block_cast_to_fp8`` without ``use_ue8m0`` (DeepGEMM at 54e2261,
+``deep_gemm/utils/math.py``; vLLM 0.33.0 and SGLang have copies of it), bit for bit, in float32: ``scale = max(amax,
+1e-4) / 448`` and ``code = e4m3(weight · (1 / scale))``, rounded to nearest, ties to even. A block at an edge is
+smaller, which gives the same as padding it with zeros. That is what torch computes on a CPU; on a GPU, it multiplies by
+a rounded 1 / 448, and the last bit of a scale may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from paddle_reshard.pipeline.core.errors import PlanError
+from paddle_reshard.pipeline.layouts.quantised import BLOCK
+from paddle_reshard.pipeline.layouts.quantising import FLOAT_BYTES, Piece, QuantisedFile, ScaleFile
+from paddle_reshard.storage.store import CopyRange, ReadRange, Receipt, WritePart
+
+Floats = npt.NDArray[np.float32]
+Codes = npt.NDArray[np.uint8]
+
+LARGEST = np.float32(448)
+"""Largest value of e4m3."""
+SMALLEST_AMAX = np.float32(1e-4)
+"""Blocks with smaller values are scaled as if this were their largest."""
+CHUNK_COLUMNS = 8 * BLOCK
+"""Columns quantised at a time: with 128 rows, they fit the processor's cache."""
+
+_MANTISSA_BITS = 20
+"""Bits of the mantissa that float32 has in addition to the 3 of e4m3."""
+_BIAS_DIFFERENCE = 127 - 7
+_SMALLEST_NORMAL = np.float32(2.0**-6)
+_SUBNORMALS = np.float32(2.0**9)
+"""Subnormal numbers of e4m3 are multiples of 2⁻⁹."""
+
+
+def e4m3_codes(values: Floats) -> Codes:
+    """Codes of the nearest e4m3 values, ties to even; magnitudes must be below 464, which rounds to 448.
+
+    >>> [hex(code) for code in e4m3_codes(np.float32([0, -1, 448, 1.0625, 1.1875, 2**-10, 0.0029296875]))]
+    ['0x0', '0xb8', '0x7e', '0x38', '0x3a', '0x0', '0x2']
+    """
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    magnitude = bits & np.uint32(0x7FFFFFFF)
+    # Half a unit in the last place of e4m3, less one unless the code would be odd: ties go to even codes.
+    odd = magnitude >> np.uint32(_MANTISSA_BITS) & np.uint32(1)
+    rounded = magnitude + (odd + np.uint32((1 << (_MANTISSA_BITS - 1)) - 1))
+    codes = (rounded >> np.uint32(_MANTISSA_BITS)) - np.uint32(_BIAS_DIFFERENCE << 3)
+    absolute = magnitude.view(np.float32)
+    small = absolute < _SMALLEST_NORMAL
+    if small.any():
+        codes[small] = np.rint(absolute[small] * _SUBNORMALS).astype(np.uint32)
+    return (codes | bits >> np.uint32(24) & np.uint32(0x80)).astype(np.uint8)
+
+
+def quantise(weight: Floats, codes: Codes) -> Floats:
+    """Fill ``codes`` with those of at most 128 rows of a weight; one scale for each 128 columns.
+
+    Raises
+    ------
+    OverflowError
+        If a value is infinite or not a number.
+    """
+    columns = weight.shape[1]
+    scales = np.empty(-(-columns // BLOCK), np.float32)
+    for first in range(0, columns, CHUNK_COLUMNS):
+        values = np.array(weight[:, first : first + CHUNK_COLUMNS], np.float32)
+        starts = np.arange(0, values.shape[1], BLOCK)
+        amax = np.maximum.reduceat(np.abs(values).max(axis=0), starts)
+        if not np.isfinite(amax).all():
+            raise OverflowError(f"a value is {values[~np.isfinite(values)][0]}")
+        scale = np.maximum(amax, SMALLEST_AMAX) / LARGEST
+        scales[first // BLOCK : first // BLOCK + len(scale)] = scale
+        factors = np.repeat(np.float32(1) / scale, np.diff(starts, append=values.shape[1]))
+        np.multiply(values, factors, out=values)
+        codes[:, first : first + values.shape[1]] = e4m3_codes(values)
+    return scales
+
+
+@dataclass(frozen=True)
+class QuantisingWriter:
+    """Writes parts as they are stored, given as they are planned.
+
+    The codes replace the values in their buffer; besides it, the codes of 128 rows and a chunk take memory.
+    """
+
+    inner: WritePart
+    files: Mapping[str, QuantisedFile]
+
+    @property
+    def copies_in_flight(self) -> int:
+        """As the store allows."""
+        return self.inner.copies_in_flight
+
+    def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
+        """Write a whole part; offset and buffer are those of the file as planned, the receipt's of that as stored.
+
+        Raises
+        ------
+        PlanError
+            If a weight holds an infinite value or NaN.
+        """
+        file = self.files.get(path)
+        if file is None:
+            return self.inner.write_part(path, byte_offset, buffer)
+        start, stop = file.stored_at(byte_offset), file.stored_at(byte_offset + buffer.nbytes)
+        flat = np.frombuffer(buffer, np.uint8)
+        scales: list[Floats] = []
+        at = taken = 0  # bytes written to the buffer, bytes read from it: never fewer
+        for piece in file.pieces(start, stop):
+            begin = piece.tensor.start + FLOAT_BYTES * piece.tensor.columns * piece.first - byte_offset
+            flat[at : at + begin - taken] = flat[taken:begin]
+            at += begin - taken
+            at, taken = _quantise_piece(flat, at, begin, piece, scales)
+        rest = flat.nbytes - taken
+        flat[at : at + rest] = flat[taken:]
+        receipt = self.inner.write_part(path, start, buffer[: at + rest])
+        return replace(receipt, scales=b"".join(row.tobytes() for row in scales).hex())
+
+    def copy_part(self, copy: CopyRange, source: ReadRange) -> Receipt:
+        """Have the storage copy a part of another file."""
+        return self.inner.copy_part(copy, source)
+
+
+def _quantise_piece(flat: Codes, at: int, begin: int, piece: Piece, scales: list[Floats]) -> tuple[int, int]:
+    """Quantise rows that begin at byte ``begin`` of a buffer, to byte ``at``; where both end."""
+    columns = piece.tensor.columns
+    for first in range(piece.first, piece.last, BLOCK):
+        rows = min(BLOCK, piece.last - first)
+        weight = np.ndarray((rows, columns), "<f4", flat, begin)
+        codes = np.empty((rows, columns), np.uint8)
+        try:
+            scales.append(quantise(weight, codes))
+        except OverflowError as error:
+            raise PlanError(
+                f"{piece.tensor.key}: {error}, so it has no FP8 scale; export without --quantize"
+            ) from error
+        flat[at : at + codes.nbytes] = codes.ravel()
+        at, begin = at + codes.nbytes, begin + FLOAT_BYTES * codes.nbytes
+    return at, begin
+
+
+def scale_file(
+    path: str, described: ScaleFile, files: Mapping[str, QuantisedFile], receipts: Iterable[Receipt]
+) -> bytes:
+    """The content of the file of scales at ``path``, given the receipts of all parts."""
+    content = bytearray(described.size_bytes)
+    content[: len(described.header)] = described.header
+    for receipt in receipts:
+        file = files.get(receipt.path)
+        if file is None or file.scales != path:
+            continue
+        scales, done = bytes.fromhex(receipt.scales), 0
+        for tensor, first, last in file.pieces(receipt.byte_offset, receipt.byte_offset + receipt.nbytes):
+            row = FLOAT_BYTES * tensor.scale_columns
+            nbytes = -(-(last - first) // BLOCK) * row
+            begin = tensor.scales + first // BLOCK * row
+            content[begin : begin + nbytes] = scales[done : done + nbytes]
+            done += nbytes
+    return bytes(content)
