@@ -1,4 +1,4 @@
-"""Dequantise FP8 weights while they are read: the files of a checkpoint appear with bfloat16 weights in them.
+"""Dequantise FP8 and MXFP4 weights while they are read: files appear with bfloat16 weights in them.
 
 Planning and moving then work as with any source, range by range, and nothing is stored in between.
 """
@@ -15,7 +15,11 @@ import numpy.typing as npt
 
 from paddle_reshard.pipeline.layouts.quantised import (
     BLOCK,
+    FP8,
+    GROUP,
+    GROUP_BYTES,
     Dequantised,
+    Packed,
     Scales,
     Section,
     ServedFile,
@@ -95,6 +99,39 @@ def _chunks(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, 
         start += rows * columns
 
 
+E2M1: Floats = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+"""The value of each of the 16 codes of e2m1 (OCP Microscaling Formats 1.0: bias 1)."""
+E2M1.flags.writeable = False
+
+
+@cache
+def mxfp4_values() -> npt.NDArray[np.uint16]:
+    """The bfloat16 value of each code of e2m1 with each of the 256 scales, ``[256, 16]``.
+
+    A product has two significant bits, so bfloat16 has it exactly for scales up to 2¹²⁵ (code 252). With larger ones,
+    it may be infinite, or NaN for 0 with code 255, as transformers' ``convert_moe_packed_tensors`` computes it (5.20.2
+    ``integrations/mxfp4.py``).
+
+    >>> [hex(bits) for bits in mxfp4_values()[127, [1, 7, 15]]]
+    ['0x3f00', '0x40c0', '0xc0c0']
+    """
+    with np.errstate(all="ignore"):
+        scales = np.ldexp(np.float32(1), np.arange(256) - 127)
+        found = bfloat16_bits(scales[:, None] * E2M1)
+    found.flags.writeable = False
+    return found
+
+
+def dequantise_groups(packed: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
+    """Rows of an expert in bfloat16, ``[groups · 32, columns]``, of ``[columns, groups, 16]`` and its scales."""
+    columns, groups, _ = packed.shape
+    codes = np.empty((columns, groups, GROUP), np.intp)
+    np.bitwise_and(packed, 15, out=codes[..., 0::2], casting="unsafe")
+    np.right_shift(packed, 4, out=codes[..., 1::2], casting="unsafe")
+    codes += scales[..., None].astype(np.intp) * len(E2M1)
+    return np.ascontiguousarray(mxfp4_values().ravel().take(codes).reshape(columns, groups * GROUP).T)
+
+
 @dataclass(frozen=True)
 class _Work:
     """Codes and scales that are being read, and where their values go."""
@@ -120,10 +157,36 @@ class _Work:
 
 
 @dataclass(frozen=True)
-class DequantisedSource(ComputedSource):
-    """A checkpoint that reads as if its FP8 weights were bfloat16.
+class _ExpertWork:
+    """A packed expert that is being read, and where the values of some of its bytes go."""
 
-    Besides the buffers to be filled, which hold the codes too, a read takes the scales of its range and a chunk.
+    goal: memoryview
+    first_byte: int
+    """Offset of the first byte for ``goal`` in the expert as it is served."""
+    packed: bytearray
+    stored_scales: bytearray
+    layout: Packed
+
+    def run(self) -> None:
+        columns, groups = self.layout.columns, self.layout.groups
+        packed = np.frombuffer(self.packed, np.uint8).reshape(columns, groups, GROUP_BYTES)
+        scales = np.frombuffer(self.stored_scales, np.uint8).reshape(columns, groups)
+        stop, group_bytes = self.first_byte + self.goal.nbytes, GROUP * columns * 2
+        step = max(1, CHUNK_ELEMENTS // (GROUP * columns))
+        for group in range(self.first_byte // group_bytes, -(-stop // group_bytes), step):
+            some = slice(group, group + step)
+            values = dequantise_groups(packed[:, some], scales[:, some]).data.cast("B")
+            at = group * group_bytes
+            low, high = max(at, self.first_byte), min(at + values.nbytes, stop)
+            self.goal[low - self.first_byte : high - self.first_byte] = values[low - at : high - at]
+
+
+@dataclass(frozen=True)
+class DequantisedSource(ComputedSource):
+    """A checkpoint that reads as if its FP8 or MXFP4 weights were bfloat16.
+
+    Besides the buffers to be filled, which hold FP8 codes too, a read takes the scales of its range and a chunk; for
+    MXFP4, packed experts: a quarter of the bytes that they have in bfloat16.
     """
 
     inner: Source
@@ -132,7 +195,9 @@ class DequantisedSource(ComputedSource):
     @property
     def summary(self) -> str:
         """What is computed, in words."""
-        return f"{self.served.weights} FP8 weights, to bfloat16, with a scale for each {BLOCK} × {BLOCK} elements"
+        block = f"{BLOCK} × {BLOCK}" if self.served.method == FP8 else str(GROUP)
+        method = self.served.method.upper()
+        return f"{self.served.weights} {method} weights, to bfloat16, with a scale for each {block} elements"
 
     @cached_property
     def _starts(self) -> dict[str, list[int]]:
@@ -156,7 +221,7 @@ class DequantisedSource(ComputedSource):
     def read_many(self, reads: Sequence[Read]) -> None:
         """Fill several buffers; the store gets all reads at once, those of scales included."""
         stored: list[Read] = []
-        works: list[_Work] = []
+        works: list[_Work | _ExpertWork] = []
         for read in reads:
             if (content := self.served.made.get(read.path)) is not None:
                 read.buffer[:] = content[read.byte_offset : read.byte_offset + read.buffer.nbytes]
@@ -168,7 +233,9 @@ class DequantisedSource(ComputedSource):
         for work in works:
             work.run()
 
-    def _read_served(self, file: ServedFile, read: Read, stored: list[Read], works: list[_Work]) -> None:
+    def _read_served(
+        self, file: ServedFile, read: Read, stored: list[Read], works: list[_Work | _ExpertWork]
+    ) -> None:
         at, stop = read.byte_offset, read.byte_offset + read.buffer.nbytes
         if at < len(file.header):
             part = file.header[at:stop]
@@ -184,6 +251,8 @@ class DequantisedSource(ComputedSource):
             first, last = first - section.start, last - section.start
             if section.scales is None:
                 stored.append(Read(read.path, section.byte_offset + first, buffer))
+            elif isinstance(section.scales, Packed):
+                works += _read_experts(read.path, section.byte_offset, section.scales, first, buffer, stored)
             else:
                 works.append(_read_weight(read.path, section, section.scales, first, last, buffer, stored))
 
@@ -208,3 +277,22 @@ def _read_weight(
     rows = bytearray((bottom - top) * line)
     stored.append(Read(scales.path, scales.byte_offset + top * line, memoryview(rows)))
     return _Work(buffer, first, scales, rows, goal, skip)
+
+
+def _read_experts(
+    path: str, base: int, layout: Packed, first_byte: int, buffer: memoryview, stored: list[Read]
+) -> Iterator[_ExpertWork]:
+    """Ask for the packed experts that a range of bytes needs, whole; what is to be done with each."""
+    rows = layout.columns * layout.groups
+    expert_bytes = 2 * GROUP * rows
+    if not expert_bytes:
+        return
+    stop = first_byte + buffer.nbytes
+    for expert in range(first_byte // expert_bytes, -(-stop // expert_bytes)):
+        at = expert * expert_bytes
+        low, high = max(first_byte, at), min(stop, at + expert_bytes)
+        packed, scales = bytearray(rows * GROUP_BYTES), bytearray(rows)
+        stored.append(Read(path, base + expert * len(packed), memoryview(packed)))
+        stored.append(Read(layout.path, layout.byte_offset + expert * rows, memoryview(scales)))
+        goal = buffer[low - first_byte : high - first_byte]
+        yield _ExpertWork(goal, low - at, packed, scales, layout)

@@ -21,7 +21,7 @@ from paddle_reshard.pipeline.convert.read_options import CheckOptions, VerifyOpt
 from paddle_reshard.pipeline.convert.request import parse_choice
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.choices import REPLICAS
-from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
+from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.fingerprints import Fingerprints, mismatches
@@ -47,6 +47,7 @@ from paddle_reshard.pipeline.planning.compare import (
 from paddle_reshard.pipeline.planning.metadata import check_metadata, spare_bytes
 from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
 from paddle_reshard.pipeline.planning.sums import plan_sums
+from paddle_reshard.storage.formats.manifest import own_manifest
 from paddle_reshard.storage.locate import Access, is_local, open_source, source_access, target_access
 from paddle_reshard.storage.store import ReadRange, Source
 from paddle_reshard.storage.views import JoinedSource, Mount
@@ -346,6 +347,7 @@ def _verify_two(request: VerifyRequest, b: str, observe: Observer) -> VerifyRepo
         open_checkpoint(location, access)
         for location, access in zip((request.a, b), request.access, strict=True)
     ]
+    _refuse_quantised(stores)
     inputs = given_inputs(request.rules, request.config)
     index_files = choose_indexing(request.engine, observe)
     # Only the plan keeps parts of the two catalogs, so the rest is freed.
@@ -358,6 +360,21 @@ def _verify_two(request: VerifyRequest, b: str, observe: Observer) -> VerifyRepo
     for store in stores:
         store.check_unchanged()
     return report
+
+
+def _refuse_quantised(stores: Sequence[Source]) -> None:
+    """Refuse to compare a checkpoint with an export whose values were rounded when it was made."""
+    quantised = []
+    for store in stores:
+        sizes = store.sizes()
+        made = own_manifest(store.read(MANIFEST, 0, sizes[MANIFEST]) if MANIFEST in sizes else None)
+        quantised.append(None if made is None else made.get("quantize"))
+    if quantised[1] is not None and quantised[0] != quantised[1]:
+        place = stores[1].location
+        raise UnsupportedError(
+            f"{place}: its weights were quantised to {quantised[1]}, so no checkpoint has the same values; "
+            f"paddle-reshard verify {place} compares its bytes with its manifest"
+        )
 
 
 def _plan_two(request: VerifyRequest, stores: Sequence[Source], one: Contents, two: Contents) -> Comparison:

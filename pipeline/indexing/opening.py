@@ -1,4 +1,4 @@
-"""Open a checkpoint to be read: a store, which dequantises FP8 weights if that is what the checkpoint holds."""
+"""Open a checkpoint to be read: a store, which dequantises weights if that is what the checkpoint holds."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def open_checkpoint(location: str, access: Access) -> Source:
-    """Open a checkpoint; a Hugging Face checkpoint with FP8 weights appears with bfloat16 weights.
+    """Open a checkpoint; a Hugging Face checkpoint with FP8 or MXFP4 weights appears with bfloat16 weights.
 
     Raises
     ------
     CheckpointError
-        If it does not exist or cannot be read, or if FP8 weights and their scales do not match.
+        If it does not exist or cannot be read, or if quantised weights and their scales do not match.
     UnsupportedError
         If its weights are quantised in another way, or the scheme of a URL is not allowed.
     """
@@ -29,7 +29,7 @@ def open_checkpoint(location: str, access: Access) -> Source:
 
 
 def dequantising(store: Source) -> Source:
-    """A store as it is read: the same, or if it holds FP8 weights, with bfloat16 weights in their stead.
+    """A store as it is read: the same, or if it holds FP8 or MXFP4 weights, with bfloat16 weights instead.
 
     Raises
     ------
@@ -40,13 +40,14 @@ def dequantising(store: Source) -> Source:
     if files.pickles or not files.safetensors or CONFIG not in files.sizes:
         return store
     from paddle_reshard.pipeline.core.file_names import WEIGHT_INDEX
-    from paddle_reshard.pipeline.layouts.quantised import dequantised, is_quantised
+    from paddle_reshard.pipeline.layouts.quantised import dequantised, quantisation_of
 
     config = files.config()
-    if not is_quantised(config):
+    method = quantisation_of(config)
+    if method is None:
         return store
     payloads = index_here(_index_fp8, store, files.safetensors)
-    served = dequantised(payloads, files.weight_index(WEIGHT_INDEX), config)
+    served = dequantised(payloads, files.weight_index(WEIGHT_INDEX), config, method)
     if served is None:
         return store
     from paddle_reshard.tasks.dequantise import DequantisedSource

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints with FP8 weights: the files that the same model would have in bfloat16.
+"""Hugging Face checkpoints with quantised weights: the files that the same model would have in bfloat16.
 
 DeepSeek-V3 and many models since then store the weights of linear layers as 8-bit floats (e4m3), with a scale for each
 block of 128 × 128 elements::
@@ -6,7 +6,13 @@ block of 128 × 128 elements::
     model.layers.0.mlp.up_proj.weight              F8_E4M3  [300, 200]
     model.layers.0.mlp.up_proj.weight_scale_inv    F32      [3, 2]
 
-Here such files are laid out again, with ``up_proj.weight`` in bfloat16 and without its scales. Nothing is computed:
+gpt-oss stores the experts of a layer as MXFP4: 4-bit floats (e2m1), two in a byte, with a scale (a power of two, e8m0)
+for each 32 of them along a row, and the rows are the columns of the tensor that ``transformers`` has::
+
+    model.layers.0.mlp.experts.down_proj_blocks    U8  [32, 2880, 90, 16]    bfloat16: down_proj [32, 2880, 2880]
+    model.layers.0.mlp.experts.down_proj_scales    U8  [32, 2880, 90]
+
+Here such files are laid out again, with these weights in bfloat16 and without scales. Nothing is computed:
 ``tasks/dequantise.py`` serves these files, a range at a time.
 """
 
@@ -35,6 +41,14 @@ SCALES: Final = "_scale_inv"
 QUANTIZATION: Final = "quantization_config"
 """Entry of ``config.json``."""
 _METHOD: Final = "quant_method"
+FP8, MXFP4 = "fp8", "mxfp4"
+"""Values of ``quant_method``."""
+PACKED, PACKED_SCALES = "_blocks", "_scales"
+"""What MXFP4 values and their scales have behind the key of their tensor."""
+GROUP: Final = 32
+"""MXFP4 values that share a scale."""
+GROUP_BYTES: Final = GROUP // 2
+_BYTE: Final = "U8"
 _SUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "weight_block_size": ([BLOCK, BLOCK],),
     "fmt": (None, "e4m3"),
@@ -71,6 +85,18 @@ class Scales(NamedTuple):
     """Columns of the weight."""
 
 
+class Packed(NamedTuple):
+    """The scales of MXFP4 experts, and how those are stored: ``[experts, columns, groups, 16]``, all in bytes."""
+
+    path: str
+    """File of the scales, ``[experts, columns, groups]``."""
+    byte_offset: int
+    columns: int
+    """Columns of an expert as it is served."""
+    groups: int
+    """Groups of 32 rows of an expert as it is served."""
+
+
 class Section(NamedTuple):
     """The payload of a tensor in a file as it is served."""
 
@@ -78,8 +104,8 @@ class Section(NamedTuple):
     """Byte offset in the file as it is served."""
     stop: int
     byte_offset: int
-    """Where the stored bytes begin; half as many, if they are FP8."""
-    scales: Scales | None
+    """Where the stored bytes begin; half as many, if they are FP8, a quarter, if they are MXFP4."""
+    scales: Scales | Packed | None
     """``None``: the bytes are served as they are stored."""
 
 
@@ -97,15 +123,17 @@ class Dequantised:
     """The files of a checkpoint that are served with other contents than are stored."""
 
     files: Mapping[str, ServedFile]
-    """Path → a safetensors file with FP8 weights or scales."""
+    """Path → a safetensors file with quantised weights or scales."""
     made: Mapping[str, bytes]
     """Path → content of ``config.json`` and the index."""
     weights: int
-    """Number of FP8 weights."""
+    """Number of quantised weights."""
+    method: str
+    """``fp8`` or ``mxfp4``."""
 
 
-def is_quantised(config: Mapping[str, Any]) -> bool:
-    """Whether ``config.json`` announces FP8 weights with scales of blocks.
+def quantisation_of(config: Mapping[str, Any]) -> str | None:
+    """How the weights are quantised according to ``config.json``, ``fp8`` or ``mxfp4``; ``None``: not at all.
 
     Paddle's own ``quantization_config`` has no ``quant_method``, or ``null``: it says how a job trains, not what is
     stored.
@@ -118,11 +146,13 @@ def is_quantised(config: Mapping[str, Any]) -> bool:
     entries = config.get(QUANTIZATION)
     method = entries.get(_METHOD) if isinstance(entries, Mapping) else None
     if not isinstance(entries, Mapping) or method is None:
-        return False
-    if method != "fp8":
+        return None
+    if method == MXFP4:
+        return MXFP4
+    if method != FP8:
         raise UnsupportedError(
-            f"{CONFIG}: the weights are quantised with {_METHOD} {method!r}; only fp8 with a scale for each block of "
-            f"{BLOCK} × {BLOCK} elements is supported. Convert the unquantised model"
+            f"{CONFIG}: the weights are quantised with {_METHOD} {method!r}; supported are {FP8}, with a scale for "
+            f"each block of {BLOCK} × {BLOCK} elements, and {MXFP4}. Convert the unquantised model"
         )
     for entry, values in _SUPPORTED.items():
         if (value := entries.get(entry)) not in values:
@@ -130,13 +160,13 @@ def is_quantised(config: Mapping[str, Any]) -> bool:
                 f"{CONFIG}: {QUANTIZATION} has {entry} {value!r}; supported: {values[-1]!r}. Convert the unquantised "
                 "model"
             )
-    return True
+    return FP8
 
 
 def dequantised(
-    payloads: Mapping[str, SafetensorsPayload], index: Index | None, config: Mapping[str, Any]
+    payloads: Mapping[str, SafetensorsPayload], index: Index | None, config: Mapping[str, Any], method: str
 ) -> Dequantised | None:
-    """Lay out the files with bfloat16 weights; ``None`` if there are neither FP8 weights nor scales.
+    """Lay out the files with bfloat16 weights; ``None`` if there are neither quantised weights nor scales.
 
     Parameters
     ----------
@@ -146,6 +176,8 @@ def dequantised(
         ``model.safetensors.index.json``, if there is one.
     config
         ``config.json``.
+    method
+        ``fp8`` or ``mxfp4``.
 
     Raises
     ------
@@ -155,35 +187,65 @@ def dequantised(
         If the model is meant to be used in another dtype than bfloat16, or a weight is not a matrix.
     """
     held = {key: path for path, payload in payloads.items() for key in payload.tensors}
-    weights = {key: path for key, path in held.items() if payloads[path].tags[key] == FP8_TAG}
-    scales = {key for key in held if key.endswith(SCALES)}
-    if not weights and not scales:
+    named = _fp8_weights(payloads) if method == FP8 else _mxfp4_weights(held)
+    ending = SCALES if method == FP8 else PACKED_SCALES
+    scales = {key for key in held if key.endswith(ending)}
+    if not named and not scales:
         return None
-    _check_dtype(config)
+    _check_dtype(config, method)
     _check_once(held, payloads)
-    for key in sorted(scales - {weight + SCALES for weight in weights}):
-        weight = key.removesuffix(SCALES)
+    for key in sorted(scales - {weight + ending for weight in named.values()}):
+        weight = key.removesuffix(ending) + (PACKED if method == MXFP4 else "")
         found = f"is {payloads[held[weight]].tags[weight]}, not FP8" if weight in held else "no file holds"
         raise CoverageError(key, f"scales of {weight}, which {found}", (held[key],))
-    scales_of = {key: _scales(key, path, held, payloads) for key, path in weights.items()}
+    describe = _scales if method == FP8 else _packed
+    weights = {stored: describe(stored, key, held, payloads) for stored, key in named.items()}
+    for served_as, _, _ in weights.values():
+        if method == MXFP4 and served_as in held:
+            raise CoverageError(served_as, "stored both packed and as it is", (held[served_as],))
     files = {
-        path: _served(payload, scales_of)
+        path: _served(payload, weights, scales)
         for path, payload in payloads.items()
         if not payload.tensors.keys().isdisjoint({*weights, *scales})
     }
     unquantised = {key: value for key, value in config.items() if key != QUANTIZATION}
     made = {CONFIG: json.dumps(unquantised, ensure_ascii=False, indent=2).encode()}
     if index is not None:
-        made[WEIGHT_INDEX] = format_index(_without_scales(index, held, scales, payloads))
-    return Dequantised(files, made, len(weights))
+        total_bytes = sum(
+            section.stop - section.start for file in files.values() for section in file.sections
+        )
+        for path, payload in payloads.items():
+            total_bytes += sum(array.nbytes for array in payload.tensors.values()) if path not in files else 0
+        made[WEIGHT_INDEX] = format_index(_index_as_served(index, held, scales, weights, total_bytes))
+    return Dequantised(files, made, len(weights), method)
 
 
-def _check_dtype(config: Mapping[str, Any]) -> None:
+class _Weight(NamedTuple):
+    """A quantised weight as it is served."""
+
+    key: str
+    shape: tuple[int, ...]
+    scales: Scales | Packed
+
+
+def _fp8_weights(payloads: Mapping[str, SafetensorsPayload]) -> dict[str, str]:
+    """Key of each FP8 weight as stored → as served, which is the same."""
+    return {
+        key: key for payload in payloads.values() for key in payload.tensors if payload.tags[key] == FP8_TAG
+    }
+
+
+def _mxfp4_weights(held: Collection[str]) -> dict[str, str]:
+    """Key of packed values as stored → key of the tensor as served."""
+    return {key: key.removesuffix(PACKED) for key in held if key.endswith(PACKED)}
+
+
+def _check_dtype(config: Mapping[str, Any], method: str) -> None:
     for entry in ("torch_dtype", "dtype"):
         if (dtype := config.get(entry)) not in (None, "bfloat16"):
             raise UnsupportedError(
-                f"{CONFIG}: {entry} is {dtype!r}, but FP8 weights are dequantised to bfloat16 only, as by the "
-                "reference. Dequantise the model with its publisher's tool first"
+                f"{CONFIG}: {entry} is {dtype!r}, but {method.upper()} weights are dequantised to bfloat16 only, as by "
+                "the reference. Dequantise the model with its publisher's tool first"
             )
 
 
@@ -195,8 +257,9 @@ def _check_once(held: Mapping[str, str], payloads: Mapping[str, SafetensorsPaylo
 
 
 def _scales(
-    key: str, path: str, held: Mapping[str, str], payloads: Mapping[str, SafetensorsPayload]
-) -> Scales:
+    stored: str, key: str, held: Mapping[str, str], payloads: Mapping[str, SafetensorsPayload]
+) -> _Weight:
+    path = held[stored]
     shape = payloads[path].tensors[key].shape
     if len(shape) != 2:
         raise UnsupportedError(
@@ -215,29 +278,68 @@ def _scales(
         raise CoverageError(
             name, f"scales stored as {tag}; supported: {', '.join(_SCALE_CODES)}", (held[name],)
         )
-    return Scales(held[name], array.byte_offset, _SCALE_CODES[tag], expected[1], shape[1])
+    scales = Scales(held[name], array.byte_offset, _SCALE_CODES[tag], expected[1], shape[1])
+    return _Weight(key, shape, scales)
 
 
-def _served(payload: SafetensorsPayload, scales_of: Mapping[str, Scales]) -> ServedFile:
+def _packed(
+    stored: str, key: str, held: Mapping[str, str], payloads: Mapping[str, SafetensorsPayload]
+) -> _Weight:
+    path, name = held[stored], key + PACKED_SCALES
+    payload = payloads[path]
+    shape = payload.tensors[stored].shape
+    if payload.tags[stored] != _BYTE or len(shape) != 4 or shape[-1] != GROUP_BYTES:
+        raise CoverageError(
+            stored,
+            f"{payload.tags[stored]} of shape {shape}; MXFP4 experts are {_BYTE} of shape (experts, columns, groups, "
+            f"{GROUP_BYTES})",
+            (path,),
+        )
+    if name not in held:
+        raise CoverageError(name, f"no file holds the scales of {stored}", (path,))
+    payload = payloads[held[name]]
+    array, tag = payload.tensors[name], payload.tags[name]
+    if (tag, array.shape) != (_BYTE, shape[:-1]):
+        raise CoverageError(
+            name, f"{tag} of shape {array.shape}, expected {_BYTE} of shape {shape[:-1]}", (held[name],)
+        )
+    experts, columns, groups, _ = shape
+    return _Weight(
+        key, (experts, groups * GROUP, columns), Packed(held[name], array.byte_offset, columns, groups)
+    )
+
+
+def _served(
+    payload: SafetensorsPayload, weights: Mapping[str, _Weight], scales: Collection[str]
+) -> ServedFile:
     """A file with the bfloat16 weights and without the scales, laid out as the safetensors library would."""
-    kept = [(key, array) for key, array in payload.tensors.items() if not key.endswith(SCALES)]
-    slots = [
-        TensorSlot(number, key, _BFLOAT16 if key in scales_of else payload.tags[key], array.shape)
-        for number, (key, array) in enumerate(kept)
-    ]
+    kept = [key for key in payload.tensors if key not in scales]
+    slots = []
+    for number, key in enumerate(kept):
+        served = weights.get(key)
+        if served is not None:
+            slots.append(TensorSlot(number, served.key, _BFLOAT16, served.shape))
+        else:
+            slots.append(TensorSlot(number, key, payload.tags[key], payload.tensors[key].shape))
     encoded = encode_safetensors(slots, payload.metadata)
     ((_, header),) = encoded.literals
     sections = []
     for number, start, nbytes in encoded.slots:
-        key, array = kept[number]
-        sections.append(Section(start, start + nbytes, array.byte_offset, scales_of.get(key)))
+        key = kept[number]
+        served = weights.get(key)
+        of = None if served is None else served.scales
+        sections.append(Section(start, start + nbytes, payload.tensors[key].byte_offset, of))
     return ServedFile(encoded.size_bytes, header, tuple(sections))
 
 
-def _without_scales(
-    index: Index, held: Mapping[str, str], scales: Collection[str], payloads: Mapping[str, SafetensorsPayload]
+def _index_as_served(
+    index: Index,
+    held: Mapping[str, str],
+    scales: Collection[str],
+    weights: Mapping[str, _Weight],
+    total_bytes: int,
 ) -> Index:
-    """The index of the served files.
+    """The index of the served files, whose tensors have ``total_bytes`` together.
 
     Raises
     ------
@@ -249,11 +351,9 @@ def _without_scales(
             raise CoverageError(
                 key, f"the index says that {told or 'no file'} holds it, but {held[key]} does"
             )
-    weight_map = {key: path for key, path in index.weight_map.items() if key not in scales}
-    total_bytes = sum(
-        array.nbytes * (2 if payload.tags[key] == FP8_TAG else 1)
-        for payload in payloads.values()
-        for key, array in payload.tensors.items()
+    weight_map = {
+        weights[key].key if key in weights else key: path
+        for key, path in index.weight_map.items()
         if key not in scales
-    )
+    }
     return replace(index, weight_map=weight_map, metadata={**index.metadata, "total_size": total_bytes})

@@ -198,6 +198,11 @@ def _cut_large(
         # A second dim, or one that makes bytes be read again, is a last resort.
         again = (used < MAX_DIMS) & (kind.dim != used) | kind.rereads
         chosen = (kind.dim < MAX_DIMS) & (size > np.where(again, np.maximum(goal, most), goal))
+        steps = np.ones(count, dtype=np.int64)
+        if together is not None:
+            steps[atoms[unit_of(ops, together) >= 0]] = BLOCK
+            low, high = reach(ops, atoms, count)
+            chosen &= (high - low)[np.arange(count), np.where(chosen, kind.dim, 0)] > steps
         rereads |= bool((chosen & kind.rereads).any())
         goal = np.where(kind.rereads, max(most, 1), goal)
         keep = ~chosen[atoms]
@@ -207,9 +212,6 @@ def _cut_large(
         enough, ops = ops.split(keep)
         done.append(enough)
         if len(ops):
-            steps = np.ones(count, dtype=np.int64)
-            if together is not None:
-                steps[atoms[unit_of(ops, together) >= 0]] = BLOCK
             dims, counts = np.where(chosen, kind.dim, 0), -(-size // np.maximum(goal, 1))
             pieces = _cut_evenly(ops, atoms, dims, counts, steps)
             parents = atoms[pieces.origin]

@@ -235,8 +235,13 @@ def _model(**changes: Entry | None) -> dict[str, Entry]:
 @pytest.mark.parametrize(
     ("config", "tensors", "error", "words"),
     [
-        ({"quant_method": "mxfp4"}, {}, UnsupportedError, "quant_method 'mxfp4'"),
-        ({"quant_method": "gptq", "bits": 4}, {}, UnsupportedError, "quant_method 'gptq'"),
+        ({"quant_method": "awq", "bits": 4}, {}, UnsupportedError, "quant_method 'awq'"),
+        (
+            {"quant_method": "gptq", "bits": 4},
+            {},
+            UnsupportedError,
+            "quant_method 'gptq'; supported are fp8, .* and mxfp4",
+        ),
         ({**FP8, "weight_block_size": [1, 128]}, {}, UnsupportedError, r"weight_block_size \[1, 128\]"),
         ({"quant_method": "fp8"}, {}, UnsupportedError, "weight_block_size None"),
         ({**FP8, "fmt": "e5m2"}, {}, UnsupportedError, "fmt 'e5m2'"),
