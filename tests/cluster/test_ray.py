@@ -51,6 +51,7 @@ from tests.cluster.faults import (
 )
 from tests.conftest import REPO, case_directory
 from tests.ema.scaled import scale_master_weights
+from tests.golden.wide import write_wide
 from tests.sampling import on_cluster
 from tests.sized import in_groups
 
@@ -108,6 +109,19 @@ def test_every_worker_reports_its_work(conversion: Conversion, exchange: str, ex
     assert all(worker.groups and worker.busy_seconds > 0 for worker in report.workers)
     if exchange == "never":
         assert sum(worker.groups for worker in report.workers) == report.groups
+
+
+def test_workers_quantise_and_dequantise(tmp_path: Path) -> None:
+    """The scales of the parts arrive, and what the driver makes of them is the same file."""
+    small, source = in_groups(300_000), write_wide(tmp_path / "wide")
+    for name, options in (("fp8", {"format": "huggingface", "quantize": "fp8"}), ("job", {"to": "tp=2"})):
+        inline, made = tmp_path / f"{name}-inline", tmp_path / name
+        small.convert(source, inline, **options)
+        planned = small.plan(source, made, **options)
+        outputs = Outputs([LocalTarget(made, overwrite=False)])
+        run_conversion(planned, outputs, engine(exchange="always"), ignore_events)
+        assert contents(made) == contents(inline)
+        source = inline
 
 
 @pytest.mark.parametrize(("format", "exchange"), [on_cluster("huggingface", "never"), ("flex", "always")])
