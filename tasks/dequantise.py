@@ -108,16 +108,15 @@ E2M1.flags.writeable = False
 def mxfp4_values() -> npt.NDArray[np.uint16]:
     """The bfloat16 value of each code of e2m1 with each of the 256 scales, ``[256, 16]``.
 
-    A product has two significant bits, so bfloat16 has it exactly for scales up to 2¹²⁵ (code 252). With larger ones,
-    it may be infinite, or NaN for 0 with code 255, as transformers' ``convert_moe_packed_tensors`` computes it (5.20.2
-    ``integrations/mxfp4.py``).
+    A product has two significant bits, so bfloat16 holds it exactly for scales up to 2¹²⁵ (code 252). With larger ones
+    it may be infinite; code 255, NaN in the specification, counts as 2¹²⁸, as in transformers'
+    ``convert_moe_packed_tensors`` (5.20.2 ``integrations/mxfp4.py``), which gives the same for all codes and scales.
 
     >>> [hex(bits) for bits in mxfp4_values()[127, [1, 7, 15]]]
     ['0x3f00', '0x40c0', '0xc0c0']
     """
     with np.errstate(all="ignore"):
-        scales = np.ldexp(np.float32(1), np.arange(256) - 127)
-        found = bfloat16_bits(scales[:, None] * E2M1)
+        found = bfloat16_bits(np.ldexp(E2M1, np.arange(256)[:, None] - 127))
     found.flags.writeable = False
     return found
 
