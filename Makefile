@@ -36,7 +36,7 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.made
 	touch $@
 
 $(VENV)/.test: pyproject.toml $(VENV)/.made
-	$(BIN)/pip install --quiet -e '.[test,check]'
+	$(BIN)/pip install --quiet -e '.[s3,ray,test,check]'
 	touch $@ $(VENV)/.demo
 
 CASE := tests/golden/cases/mp2pp2sh2_s1v2_meta_ema
@@ -61,7 +61,7 @@ cluster: $(VENV)/.test
 # Of torch the build for CPUs is enough, which PyPI does not have for Linux: 0.2 GB instead of several. Where its own
 # index can be reached: make serving PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 $(VENV)/.serving: pyproject.toml $(VENV)/.test
-	$(BIN)/pip install --quiet -e '.[test,serving]' || { echo "make serving needs torch and transformers from the package index; see 'serving' in pyproject.toml"; exit 1; }
+	$(BIN)/pip install --quiet -e '.[s3,ray,test,serving]' || { echo "make serving needs torch and transformers from the package index; see 'serving' in pyproject.toml"; exit 1; }
 	touch $@
 
 serving: $(VENV)/.serving
