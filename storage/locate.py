@@ -153,7 +153,7 @@ def open_target(
 
 
 def _refuse_hub(location: str) -> None:
-    """Refuse a target on the Hugging Face Hub (docs/decisions/026-no-targets-on-the-hub.md)."""
+    """Refuse a target on the Hugging Face Hub (docs/decisions/028-no-targets-on-the-hub.md)."""
     if location.partition("://")[0] == "hf":
         name = "/".join(location.removeprefix("hf://").rstrip("/").split("/")[:2])
         raise UnsupportedError(
