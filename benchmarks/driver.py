@@ -43,7 +43,7 @@ from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.store import Openness, ReadRange, Receipt
-from paddle_reshard.tasks.run_group import GroupReport
+from paddle_reshard.tasks.group import GroupReport
 
 REPO = Path(__file__).parents[1]
 SMALL, FULL = 2, 3

@@ -11,8 +11,8 @@ from paddle_reshard.pipeline.core.events import Observer
 from paddle_reshard.pipeline.layouts.reading import IndexFiles
 from paddle_reshard.pipeline.planning.work import Works
 from paddle_reshard.storage.store import ReadRange, WritePart
+from paddle_reshard.tasks.group import GroupReport
 from paddle_reshard.tasks.index import index_here
-from paddle_reshard.tasks.run_group import GroupReport
 
 Engine = Callable[[Works, ReadRange, WritePart], Generator[Sequence[GroupReport], None, None]]
 """Runs groups and yields the reports of some of them as they are done."""

@@ -19,8 +19,10 @@ from paddle_reshard.pipeline.planning.metadata import check_metadata, held_bytes
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import ReadRange, WritePart
+from paddle_reshard.tasks.compare_group import compare_group, measure_group
 from paddle_reshard.tasks.device import Mover
-from paddle_reshard.tasks.run_group import GroupReport, compare_group, measure_group, run_group
+from paddle_reshard.tasks.group import GroupReport
+from paddle_reshard.tasks.run_group import run_group
 from paddle_reshard.tasks.statistics import Tolerance
 from paddle_reshard.tasks.workspace import Workspace, Workspaces
 

@@ -13,7 +13,7 @@ from itertools import chain
 from paddle_reshard.pipeline.core.errors import DriftError, ReshardError
 from paddle_reshard.storage.store import Receipt
 from paddle_reshard.tasks.figures import WorkerFigures
-from paddle_reshard.tasks.run_group import GroupReport
+from paddle_reshard.tasks.group import GroupReport
 from paddle_reshard.tasks.sums import Sum
 
 _Totals = tuple[int, int, int, int, int]

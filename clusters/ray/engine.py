@@ -54,7 +54,7 @@ from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import GROUPS_AT_A_TIME, GroupWork, WorkBatch, Works
 from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.answers import Answer
-from paddle_reshard.tasks.run_group import GroupReport
+from paddle_reshard.tasks.group import GroupReport
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from paddle_reshard.pipeline.core.geometry import Ints
 from paddle_reshard.pipeline.planning.ops import MOVE
 from paddle_reshard.pipeline.planning.work import GroupWork
-from paddle_reshard.tasks.run_group import GroupReport, locate, locate_bands
+from paddle_reshard.tasks.group import GroupReport, locate, locate_bands
 from paddle_reshard.tasks.sums import added
 
 

@@ -24,9 +24,11 @@ from paddle_reshard.storage.os_errors import may_succeed_elsewhere
 from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.answers import Answer, answer_of
+from paddle_reshard.tasks.compare_group import compare_group
 from paddle_reshard.tasks.device import HOST, Buffer, Mover, PaddleMover
 from paddle_reshard.tasks.figures import WorkerFigures, add_figures
-from paddle_reshard.tasks.run_group import GroupReport, compare_group, finish_group, load_band, run_group
+from paddle_reshard.tasks.group import GroupReport, load_band
+from paddle_reshard.tasks.run_group import finish_group, run_group
 from paddle_reshard.tasks.workspace import Workspace, Workspaces
 
 P = ParamSpec("P")

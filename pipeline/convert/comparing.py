@@ -24,7 +24,7 @@ from paddle_reshard.pipeline.planning.work import Works, plan_work
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 from paddle_reshard.storage.formats.typed_json import typed
 from paddle_reshard.storage.store import ReadRange, Source
-from paddle_reshard.tasks.run_group import GroupReport
+from paddle_reshard.tasks.group import GroupReport
 
 FORMAT = "paddle_reshard verify"
 

@@ -54,9 +54,9 @@ from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.session.ledger import source_difference
 from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, Source, Target, WritePart
 from paddle_reshard.tasks.figures import WorkerFigures, add_figures, add_retries
+from paddle_reshard.tasks.group import GroupReport
 from paddle_reshard.tasks.index import index_here
 from paddle_reshard.tasks.quantise import QuantisingWriter, scale_file
-from paddle_reshard.tasks.run_group import GroupReport
 from paddle_reshard.tasks.sums import Sum, added
 
 COPY_BYTES = 8 << 20

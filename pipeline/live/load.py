@@ -44,8 +44,9 @@ from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
 from paddle_reshard.storage.locate import Access, is_local, source_access
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.device import Mover
+from paddle_reshard.tasks.group import GroupReport
 from paddle_reshard.tasks.needed import NeededBytes
-from paddle_reshard.tasks.run_group import GroupReport, run_group
+from paddle_reshard.tasks.run_group import run_group
 from paddle_reshard.tasks.workspace import Workspace
 
 REMOTE_GAP_BYTES = 1 << 20

@@ -13,7 +13,8 @@ from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
 from paddle_reshard.storage.store import ReadRange, Receipt
 from paddle_reshard.tasks.device import Buffer
-from paddle_reshard.tasks.run_group import GroupReport, finish_group, load_band, run_group
+from paddle_reshard.tasks.group import GroupReport, load_band
+from paddle_reshard.tasks.run_group import finish_group, run_group
 from tests.conftest import case_directory
 from tests.sized import in_groups
 

@@ -24,7 +24,8 @@ from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan, plan_co
 from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.storage.store import CopyRange, ReadRange, Receipt
-from paddle_reshard.tasks.run_group import compare_group, run_group
+from paddle_reshard.tasks.compare_group import compare_group
+from paddle_reshard.tasks.run_group import run_group
 from tests.sampling import exhaustive
 
 MIB = 1 << 20
