@@ -30,7 +30,7 @@ from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
 from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
 from paddle_reshard.storage.local.source import LocalSource
-from paddle_reshard.storage.store import ReadRange
+from paddle_reshard.storage.store import ReadRange, Receipt
 from paddle_reshard.tasks.run_group import run_group
 from tests import oracle
 from tests.properties import synthetic
@@ -355,12 +355,13 @@ class Recorder(ReadRange):
         self.held_bytes += len(buffer)
         self.source.read_into(path, byte_offset, buffer)
 
-    def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+    def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
         self.held_bytes += len(buffer)
         place = slice(byte_offset, byte_offset + len(buffer))
         assert place.stop <= len(self.content[path])
         self.content[path][place] = buffer
         self.writes[path][place] += 1
+        return Receipt(path, byte_offset, len(buffer))
 
     def run(self, works: list[GroupWork]) -> None:
         for work in works:

@@ -258,8 +258,13 @@ def make_tensors(paddle) -> dict[str, object]:
     }
 
 
+OWNERS: list[object] = []
+"""Tensors whose memory others refer to: Paddle does not keep it for them."""
+
+
 def make_optimizer(paddle) -> dict[str, object]:
     tensors = make_tensors(paddle)
+    OWNERS.append(owner := paddle.rand([4, 5]))
     return {
         **tensors,
         "master_weights": {**tensors, "tied": tensors["weight"], "tied_large": tensors["unframed"]},
@@ -277,7 +282,7 @@ def make_optimizer(paddle) -> dict[str, object]:
             "nan": math.nan,
             "flags": (True, False, None, (), [], {}),
         },
-        "raw": paddle.rand([4, 5]).value().get_tensor(),
+        "raw": owner.value().get_tensor(),
     }
 
 

@@ -42,6 +42,7 @@ OWN_VALUES = {
     "Plan.literals",
     "Plan.mixtures",
     "Plan.ops",
+    "Plan.quantised",
     "PlannedTarget.files",
     "PlannedTarget.spec",
     "PlannedTarget.wanted",

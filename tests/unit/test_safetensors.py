@@ -160,7 +160,7 @@ def test_an_index_names_only_files_next_to_it(name):
 @pytest.mark.parametrize(
     ("slots", "message"),
     [
-        ([TensorSlot(0, "w", "F8_E4M3", (1,))], "F8_E4M3"),
+        ([TensorSlot(0, "w", "F8_E5M2", (1,))], "F8_E5M2"),
         ([TensorSlot(0, "w", "F32", (-1,))], "not a shape"),
         ([TensorSlot(0, "__metadata__", "F32", (1,))], "__metadata__"),
         ([TensorSlot(0, "w", "F32", (1,)), TensorSlot(1, "w", "F32", (1,))], "same key"),
