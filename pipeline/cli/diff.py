@@ -10,7 +10,7 @@ import click
 import paddle_reshard
 from paddle_reshard.pipeline.cli.json_output import diff_data
 from paddle_reshard.pipeline.cli.observers import waiting
-from paddle_reshard.pipeline.cli.options import declared, given, json_option, quiet_option
+from paddle_reshard.pipeline.cli.options import compare_options, declared, given, json_option, quiet_option
 from paddle_reshard.pipeline.cli.output import answer, print_table
 from paddle_reshard.pipeline.cli.terminal import say
 from paddle_reshard.pipeline.core.shown import SHOWN_DIFFERENCES
@@ -43,14 +43,7 @@ DIFFERENT = 1
     show_default=True,
 )
 @declared("memory")
-@declared("rules")
-@declared("config")
-@declared("allow_missing")
-@declared("allow_links")
-@declared("storage_options")
-@declared("allow_scheme")
-@declared("source_storage_options")
-@declared("target_storage_options")
+@compare_options
 @json_option
 @quiet_option
 @click.pass_context

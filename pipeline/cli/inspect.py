@@ -9,7 +9,7 @@ import click
 import paddle_reshard
 from paddle_reshard.pipeline.cli.json_output import inspection_data
 from paddle_reshard.pipeline.cli.observers import waiting
-from paddle_reshard.pipeline.cli.options import declared, given, json_option
+from paddle_reshard.pipeline.cli.options import given, inspect_options, json_option
 from paddle_reshard.pipeline.cli.output import answer, print_facts, print_table
 
 if TYPE_CHECKING:
@@ -18,12 +18,8 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("source", metavar="SRC")
-@declared("rules")
-@declared("config")
 @click.option("--tensors", is_flag=True, help="List every tensor with the rule that matched it.")
-@declared("allow_links")
-@declared("storage_options", "--source-storage-options")
-@declared("allow_scheme")
+@inspect_options
 @json_option
 @click.pass_context
 def inspect(context: click.Context, /, source: str, tensors: bool, as_json: bool, **_: Any) -> None:

@@ -9,18 +9,14 @@ import click
 import paddle_reshard
 from paddle_reshard.pipeline.cli.json_output import launch_data
 from paddle_reshard.pipeline.cli.observers import waiting
-from paddle_reshard.pipeline.cli.options import declared, given, json_option
+from paddle_reshard.pipeline.cli.options import declared, given, inspect_options, json_option
 from paddle_reshard.pipeline.cli.output import answer, print_facts
 
 
 @click.command()
 @click.argument("checkpoint", metavar="DST")
 @declared("to", help="Topology of the job, if the format records none, or to add dp: tp=2,pp=2.")
-@declared("rules")
-@declared("config")
-@declared("allow_links")
-@declared("storage_options", "--source-storage-options")
-@declared("allow_scheme")
+@inspect_options
 @json_option
 @click.pass_context
 def launch(context: click.Context, /, checkpoint: str, as_json: bool, **_: Any) -> None:

@@ -9,7 +9,7 @@ import click
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.observers import waiting
-from paddle_reshard.pipeline.cli.options import declared, given, json_option
+from paddle_reshard.pipeline.cli.options import given, inspect_options, json_option
 from paddle_reshard.pipeline.cli.output import answer, print_table
 
 
@@ -21,11 +21,7 @@ from paddle_reshard.pipeline.cli.output import answer, print_table
     metavar="DST_ROOT",
     help="A folder with conversions, such as that of watch: tells which checkpoints have been converted.",
 )
-@declared("rules")
-@declared("config")
-@declared("allow_links")
-@declared("storage_options", "--source-storage-options")
-@declared("allow_scheme")
+@inspect_options
 @json_option
 @click.pass_context
 def ls(context: click.Context, /, run: str, targets: tuple[str, ...], as_json: bool, **_: Any) -> None:

@@ -126,6 +126,19 @@ def read_object(text: str | None) -> dict[str, Any] | None:
     return value
 
 
+inspect_options = all_of(
+    declared("rules"),
+    declared("config"),
+    declared("allow_links"),
+    declared("storage_options", "--source-storage-options"),
+    declared("allow_scheme"),
+)
+"""How commands that describe checkpoints access and interpret them."""
+compare_options = all_of(
+    *map(declared, ("rules", "config", "allow_missing", "allow_links", "storage_options", "allow_scheme")),
+    *map(declared, ("source_storage_options", "target_storage_options")),
+)
+"""How commands that compare two checkpoints access and interpret them."""
 json_option = execution_option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 quiet_option = execution_option("--quiet", is_flag=True, help="Print only errors.")
 layout_flags = all_of(

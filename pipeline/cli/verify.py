@@ -15,7 +15,7 @@ from paddle_reshard.pipeline.cli.json_output import (
     verify_data,
 )
 from paddle_reshard.pipeline.cli.observers import waiting
-from paddle_reshard.pipeline.cli.options import declared, given, json_option, quiet_option
+from paddle_reshard.pipeline.cli.options import compare_options, declared, given, json_option, quiet_option
 from paddle_reshard.pipeline.cli.output import (
     answer,
 )
@@ -74,14 +74,7 @@ OPTIONS_FOR_ONE = (
 @declared("memory")
 @declared("cluster", help="Where the tensors are compared.")
 @declared("workers")
-@declared("rules")
-@declared("config")
-@declared("allow_missing")
-@declared("allow_links")
-@declared("storage_options")
-@declared("allow_scheme")
-@declared("source_storage_options")
-@declared("target_storage_options")
+@compare_options
 @json_option
 @quiet_option
 @click.pass_context

@@ -111,6 +111,8 @@ def launch(
         found.comm_overlap,
         bool(found.sequence_parallel),
         muon=bool(muon_parameters(found.tensors)),
+        # Only ranks that share experts out write files of their own.
+        experts_over_dp=found.topology is not None and found.topology.dp > 1,
     )
     arguments = {"resume_from_checkpoint": found.path, **trainer_arguments(job)}
     if SCHEDULER not in found.other_files and not {state.state for state in found.states} & {*ACCUMULATORS}:

@@ -31,6 +31,8 @@ class TrainingJob:
     comm_overlap: bool = False
     sequence_parallel: bool = False
     muon: bool = False
+    experts_over_dp: bool = False
+    """Whether data-parallel ranks share the experts out, as PaddleNLP does."""
 
 
 def trainer_arguments(job: TrainingJob) -> Arguments:
@@ -45,7 +47,7 @@ def trainer_arguments(job: TrainingJob) -> Arguments:
     Raises
     ------
     UnsupportedError
-        For a library whose arguments are not known.
+        For a library, a format or a topology whose arguments are not known.
     """
     if job.library not in _LIBRARIES:
         raise UnsupportedError(
@@ -59,18 +61,16 @@ def trainer_arguments(job: TrainingJob) -> Arguments:
 
 
 def _paddleformers(job: TrainingJob) -> dict[str, str | int | bool]:
-    topology = job.topology
-    found: dict[str, str | int | bool] = {}
-    if topology.tp > 1:
-        found["tensor_model_parallel_size"] = topology.tp
-    if topology.pp > 1:
-        found["pipeline_model_parallel_size"] = topology.pp
-    if topology.vpp > 1:
-        found["virtual_pipeline_model_parallel_size"] = topology.vpp
-    if topology.ep > 1:
-        found |= {"use_expert_parallel": True, "expert_model_parallel_size": topology.ep}
-    found |= _sharding(job, "sharding_parallel_size")
-    if job.strategy == "none" and topology.dp > 1:
+    names = {
+        "tp": "tensor_model_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "vpp": "virtual_pipeline_model_parallel_size",
+        "ep": "expert_model_parallel_size",
+    }
+    found = _axes(job.topology, names) | _sharding(job, "sharding_parallel_size")
+    if job.topology.ep > 1:
+        found["use_expert_parallel"] = True
+    if job.strategy == "none" and job.topology.dp > 1:
         found["sharding"] = ""  # by default all data-parallel ranks are a sharding group
     if job.strategy in _SPLITS:
         found["split_param"] = _SPLITS[job.strategy]
@@ -80,20 +80,22 @@ def _paddleformers(job: TrainingJob) -> dict[str, str | int | bool]:
 
 
 def _paddlenlp(job: TrainingJob) -> dict[str, str | int | bool]:
-    topology = job.topology
-    found: dict[str, str | int | bool] = {}
-    if topology.tp > 1:
-        found["tensor_parallel_degree"] = topology.tp
-    if topology.pp > 1:
-        found["pipeline_parallel_degree"] = topology.pp
-    if topology.vpp > 1:
-        found["virtual_pp_degree"] = topology.vpp
-    if topology.dp > 1:  # files tell data-parallel ranks apart only where these share the experts out
+    if job.topology.ep > 1:
+        raise UnsupportedError(
+            f"how PaddleNLP starts a job of {job.topology} is not known: no such job was seen"
+        )
+    names = {"tp": "tensor_parallel_degree", "pp": "pipeline_parallel_degree", "vpp": "virtual_pp_degree"}
+    found = _axes(job.topology, names) | _sharding(job, "sharding_parallel_degree")
+    if job.experts_over_dp:
         found["use_expert_parallel"] = True
-    found |= _sharding(job, "sharding_parallel_degree")
     if _SPLITS.get(job.strategy):
         found["sharding_parallel_config"] = "split_param"
     return found | _common(job)
+
+
+def _axes(topology: Topology, names: Mapping[str, str]) -> dict[str, str | int | bool]:
+    """The sizes of axes that are used; ``names``: axis → argument."""
+    return {name: size for axis, name in names.items() if (size := getattr(topology, axis)) > 1}
 
 
 _LIBRARIES = {"paddleformers": _paddleformers, "paddlenlp": _paddlenlp}

@@ -68,8 +68,8 @@ class Run(Shown):
             (
                 found.name,
                 found.format or "?",
-                found.topology or "any",
-                found.sharding_strategy or "any",
+                found.topology or ("any" if found.format else "?"),
+                found.sharding_strategy or ("any" if found.format else "?"),
                 " ".join(found.states),
                 readable_bytes(found.tensor_bytes),
                 found.problem or "complete",

@@ -166,6 +166,14 @@ def test_parameters_alone_start_without_optimizer(tmp_path: Path) -> None:
     assert paddle_reshard.launch(tmp_path / "cold").arguments["ignore_load_lr_and_optim"] is True
 
 
+def test_more_data_parallel_ranks_do_not_share_experts_out() -> None:
+    found = paddle_reshard.launch(case_directory("dense/nlp_mp2") / CHECKPOINT, to="tp=2,dp=2")
+    assert found.ranks == 4
+    assert "use_expert_parallel" not in found.arguments
+    with pytest.raises(paddle_reshard.UnsupportedError, match="tp=2,ep=2 is not known"):
+        trainer_arguments(TrainingJob("paddlenlp", "hybrid-plain", Topology(tp=2, ep=2), "none"))
+
+
 def test_a_topology_that_is_not_that_of_the_files_is_wrong_usage() -> None:
     source = case_directory(ALL_AXES) / CHECKPOINT
     with pytest.raises(paddle_reshard.UsageError, match="is for tp=2,pp=2,sharding=2, not tp=4"):

@@ -40,9 +40,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_checkpoints_are_listed_by_step_with_what_is_missing(run: Path) -> None:
-    first, unfinished, damaged = paddle_reshard.checkpoints(
-        run, targets=[run.parent / "converted"]
-    ).checkpoints
+    found = paddle_reshard.checkpoints(run, targets=[run.parent / "converted"])
+    first, unfinished, damaged = found.checkpoints
     assert (first.name, first.step, first.format, first.topology) == (
         *("checkpoint-3", 3, "hybrid"),
         "tp=2,pp=2,sharding=2",
@@ -53,6 +52,7 @@ def test_checkpoints_are_listed_by_step_with_what_is_missing(run: Path) -> None:
     assert first.converted_to == (f"{run.parent / 'converted' / 'checkpoint-3'} (tp=1)",)
     assert "7 saved_signal_* files for 8 ranks" in str(unfinished.problem) and unfinished.converted_to == ()
     assert damaged.step == 20 and damaged.format is None
+    assert found.rows()[-1][:4] == ("checkpoint-20", "?", "?", "?")
     assert "optimizer.tp01_pp01_shard01.pdopt" in str(damaged.problem)
 
 
