@@ -9,6 +9,8 @@ and written from front to back.
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing
@@ -81,20 +83,26 @@ class InlineEngine:
         count = self.groups_at_a_time
         spaces = Workspaces(self.memory_bytes - FOOTPRINT_BYTES)
         running: dict[Future[GroupReport], Workspace] = {}
-        with ThreadPoolExecutor(count, thread_name_prefix="group") as pool:
+        with ThreadPoolExecutor(count, thread_name_prefix="thread") as pool:
             try:
                 for work in works:
                     while (
                         len(running) == count or (space := spaces.take(work.peak_bytes, work.label)) is None
                     ):
                         yield from _finished(running, spaces)
-                    running[pool.submit(do, work, space)] = space
+                    running[pool.submit(_timed, do, work, space)] = space
                 while running:
                     yield from _finished(running, spaces)
             finally:
                 for future, space in running.items():
                     space.stop()
                     future.cancel()
+
+
+def _timed(do: Callable[[GroupWork, Mover], GroupReport], work: GroupWork, space: Workspace) -> GroupReport:
+    started = time.monotonic()
+    report = do(work, space)
+    return replace(report, worker=threading.current_thread().name, seconds=time.monotonic() - started)
 
 
 def _one_by_one(reports: Reports) -> Batches:

@@ -33,6 +33,8 @@ class Lines:
                     print(f"  {tenths * 10} %")
             case pr.FilesRead(done, of):
                 print(f"  {done} of {of} files")
+            case pr.Planned() | pr.GroupEnded():
+                pass
             case pr.Waiting(what):
                 print(f"  waiting for {what}")
             case pr.StepEnded(step, summary):

@@ -35,6 +35,8 @@ class Answer:
     """Group → differences, for groups that have any."""
     sums: dict[int, tuple[tuple[int, int, int, int], ...]]
     """Group → what it adds to fingerprints, for groups that add any."""
+    group_seconds: tuple[float, ...]
+    """How long each group ran."""
     figures: WorkerFigures
     seconds: float
     """How long the batch took."""
@@ -48,7 +50,9 @@ class Answer:
         receipts = self._receipts()
         figures: tuple[WorkerFigures, ...] = (self.figures,)
         reports = []
-        for group, (read, written, copied, compared, count) in zip(self.groups, self.totals, strict=True):
+        worker = f"worker {self.figures.number} on {self.figures.host}"
+        rows = zip(self.groups, self.totals, self.group_seconds, strict=True)
+        for group, (read, written, copied, compared, count), seconds in rows:
             reports.append(
                 GroupReport(
                     group,
@@ -60,6 +64,8 @@ class Answer:
                     figures,
                     copied,
                     tuple(Sum(*values) for values in self.sums.get(group, ())),
+                    worker=worker,
+                    seconds=seconds,
                 )
             )
             figures = ()
@@ -95,6 +101,7 @@ def answer_of(
         ),
         {report.group: report.differences for report in reports if report.differences},
         {report.group: tuple((*values,) for values in report.sums) for report in reports if report.sums},
+        tuple(report.seconds for report in reports),
         figures,
         seconds,
         failure,

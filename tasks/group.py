@@ -45,6 +45,10 @@ class GroupReport:
     """What it adds to the fingerprints of tensors."""
     statistics: tuple[tuple[int, Statistics], ...] = ()
     """How far two sides of tensors are apart, by number."""
+    worker: str = field(default="", compare=False)
+    """The worker that ran it; empty if several did."""
+    seconds: float = field(default=0.0, compare=False)
+    """How long it ran."""
 
 
 def load_band(source: ReadRange, path: str, start: int, stop: int) -> Buffer:

@@ -85,11 +85,12 @@ class ReshardWorker:
         with self.figures.busy():
             try:
                 for work in batch:
+                    began = time.monotonic()
                     report = _errors_returned(self._run, work)
                     if isinstance(report, ReshardError):
                         refusal = report
                         break
-                    reports.append(report)
+                    reports.append(replace(report, seconds=time.monotonic() - began))
             except Exception as error:  # noqa: BLE001 -- whatever it is, the driver tries the group elsewhere
                 failure = f"{type(error).__name__}: {one_line(error)}"
         figures = self.figures.taken(

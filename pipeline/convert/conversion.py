@@ -38,6 +38,7 @@ from paddle_reshard.pipeline.core.errors import (
 )
 from paddle_reshard.pipeline.core.events import (
     Observer,
+    Planned,
     StepEnded,
     StepStarted,
     ignore_events,
@@ -97,6 +98,7 @@ class ConversionReport(Shown):
         facts += [(f"worker {worker.number}", worker.in_words()) for worker in moved.workers[:SHOWN_WORKERS]]
         if len(moved.workers) > SHOWN_WORKERS:
             facts.append(("workers", f"… and {len(moved.workers) - SHOWN_WORKERS} more, shown with --json"))
+        facts += [("fingerprint", root) for root in dict.fromkeys(moved.fingerprint_roots.values())]
         if moved.retries:
             repeated = ", ".join(f"{times} × {failure}" for failure, times in moved.retries.items())
             facts.append(("repeated", repeated))
@@ -231,6 +233,7 @@ def plan_and_run(
     decided = [f"{decision.value} ({decision.reason})" for decision in decisions]
     facts = (*dict.fromkeys(decided), f"{groups} groups", f"{written_bytes} bytes to write")
     observe(StepEnded("plan", ", ".join(facts)))
+    observe(Planned(conversion))
     if isinstance(engine, InlineEngine):
         tensors = len(conversion.plan.tensors)
         engine = engine.reserving_metadata(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from paddle_reshard.pipeline.core.errors import (
     TargetError,
 )
 from paddle_reshard.pipeline.core.events import (
+    GroupEnded,
     Observer,
     Progress,
     StepEnded,
@@ -82,6 +83,8 @@ class MoveReport:
     """Bytes written by an earlier run, including carried files; not included in ``written_bytes``."""
     copied_bytes: int = 0
     """How many of ``written_bytes`` the storage copied."""
+    fingerprint_roots: Mapping[str, str] = field(default_factory=dict)
+    """Location of a target → the root of the fingerprints in its manifest, if it has those of all tensors."""
 
 
 # -------------------------------------------------------------------------------------- move, verify, publish
@@ -223,7 +226,10 @@ def _run(
             }
             target.publish(MANIFEST, format_manifest(manifest))
         observe(StepEnded("publish", outputs.location))
-    return report
+    locations = {prefix: target.location for prefix, target in outputs.targets.items()}
+    entries = {locations[prefix]: entry for prefix, entry in fingerprints.items() if entry is not None}
+    roots = {location: entry["root"] for location, entry in entries.items() if entry["root"] is not None}
+    return replace(report, fingerprint_roots=roots)
 
 
 def check_targets(conversion: ConversionPlan, outputs: Outputs, no_space_check: bool) -> None:
@@ -297,6 +303,8 @@ def _move(
                 drift += _drift(report)
                 sums += report.sums
             groups += len(reports)
+            for ended in _ended(plan, reports):
+                observe(ended)
             observe(Progress(sum(report.written_bytes for report in reports)))
     for unit, carried in enumerate(plan.carried, plan.groups):
         if unit in done:
@@ -330,6 +338,19 @@ def _move(
         copied_bytes=copied,
     )
     return moved, receipts, added(sums)
+
+
+def _ended(plan: Plan, reports: Sequence[GroupReport]) -> list[GroupEnded]:
+    """What ``reports`` say, in order. Groups that are reported together ran one after the other."""
+    events: list[GroupEnded] = []
+    later_seconds = 0.0
+    for report in reversed(reports):
+        figures = report.read_bytes, report.written_bytes, report.copied_bytes
+        peak_bytes = int(plan.group_peaks[report.group])
+        event = GroupEnded(report.group, report.worker, report.seconds, later_seconds, peak_bytes, *figures)
+        events.append(event)
+        later_seconds += report.seconds
+    return events[::-1]
 
 
 def _record(report: GroupReport) -> Record:

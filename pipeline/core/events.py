@@ -24,6 +24,33 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Planned:
+    """A conversion is planned, and its groups are run next."""
+
+    conversion: object
+    """The :class:`~paddle_reshard.ConversionPlan`."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEnded:
+    """A worker has written the parts of a group."""
+
+    group: int
+    worker: str
+    """The worker that ran it; empty if several did."""
+    seconds: float
+    """How long it ran."""
+    seconds_ago: float
+    """Time since its end: workers of a cluster report several groups at once."""
+    peak_bytes: int
+    """Memory that it was given."""
+    read_bytes: int
+    written_bytes: int
+    """Bytes of all its parts, including those that the storage copied."""
+    copied_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class FilesRead:
     """Number of files that the current step has read so far, of all that it reads."""
 
@@ -46,7 +73,7 @@ class StepEnded:
     summary: str
 
 
-Event = StepStarted | Progress | FilesRead | Waiting | StepEnded
+Event = StepStarted | Planned | GroupEnded | Progress | FilesRead | Waiting | StepEnded
 Observer = Callable[[Event], None]
 
 

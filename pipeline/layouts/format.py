@@ -102,6 +102,12 @@ class Format(Protocol):
     def read_donor(self) -> Callable[[SourceFiles], Donor] | None:
         """Reads the model that completes a target (``--like``); ``None`` for formats whose targets take nothing."""
 
+    def rank_of(self, path: str) -> Mapping[str, int] | None:
+        """Axis → coordinate of the rank that writes a file, as far as its name tells.
+
+        ``None`` if ranks have no files of their own.
+        """
+
     def recognises(self, files: SourceFiles) -> bool:
         """Whether files have this format, provided that no later format in the table recognises them."""
 

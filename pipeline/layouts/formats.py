@@ -79,6 +79,16 @@ def read_donor(files: SourceFiles) -> Donor:
     return next(format.read_donor(files) for format in _ALL if format.read_donor)
 
 
+def rank_of_file(path: str) -> Mapping[str, int] | None:
+    """Axis → coordinate of the rank that writes a file; ``None`` if no format writes a file of this name per rank.
+
+    >>> rank_of_file("model_state.tp01_pp00.pdparams"), rank_of_file("model_state/0_0.distcp")
+    ({'tp': 1, 'pp': 0}, None)
+    """
+    ranks = (format.rank_of(path) for format in _ALL)
+    return next((rank for rank in ranks if rank is not None), None)
+
+
 def format_of(files: SourceFiles) -> Format:
     """The format of a folder's files; the first format if none recognises them."""
     return next(format for format in reversed(_ALL) if format.recognises(files))

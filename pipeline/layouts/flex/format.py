@@ -75,6 +75,9 @@ class DistFormat:
             return None
         return {"save_checkpoint_format": "flex_checkpoint", "load_checkpoint_format": "flex_checkpoint"}
 
+    def rank_of(self, path: str) -> None:
+        """No file is one of a rank."""
+
     def recognises(self, files: SourceFiles) -> bool:
         """By the names of the folders; the files in them have the same names in both."""
         from paddle_reshard.pipeline.layouts.flex.names import is_dist_file, is_paddleformers_folder

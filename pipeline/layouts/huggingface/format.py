@@ -59,6 +59,9 @@ class HuggingFaceFormat:
     def loaded_with(self, library: str, strategy: str) -> None:
         """Holds nothing of a job to go on with."""
 
+    def rank_of(self, path: str) -> None:
+        """No file is one of a rank."""
+
     def recognises(self, files: SourceFiles) -> bool:
         """Safetensors files alone; those in Paddle's own layout are of another format."""
         return bool(files.safetensors) and not files.pickles

@@ -76,6 +76,24 @@ class HybridFormat:
             else reads
         )
 
+    def rank_of(self, path: str) -> Mapping[str, int] | None:
+        """Every tensor file is one of a rank; ``ep`` is the expert rank.
+
+        >>> FORMATS[0].rank_of("optimizer.tp00_pp01_shard03.pdopt"), FORMATS[0].rank_of("model.safetensors")
+        ({'tp': 0, 'pp': 1, 'sharding': 3}, None)
+        """
+        from paddle_reshard.pipeline.core.errors import CheckpointError
+        from paddle_reshard.pipeline.layouts.hybrid.names import parse_rank_file
+
+        try:
+            found = parse_rank_file(path)
+        except CheckpointError:
+            return None
+        if found is None:
+            return None
+        named = {"tp": found.tp, "pp": found.pp, "sharding": found.shard, "dp": found.moe, "ep": found.ep}
+        return {axis: rank for axis, rank in named.items() if rank is not None}
+
     def recognises(self, files: SourceFiles) -> bool:
         """Accept what no other format recognises; :meth:`index` reports what it lacks."""
         return True

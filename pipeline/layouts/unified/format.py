@@ -46,6 +46,9 @@ class UnifiedFormat:
             "load_checkpoint_format": "unified_checkpoint",
         }
 
+    def rank_of(self, path: str) -> None:
+        """No file is one of a rank."""
+
     def recognises(self, files: SourceFiles) -> bool:
         """By the names of files of states; weights alone by the layout that they say they are in."""
         if not files.safetensors:
