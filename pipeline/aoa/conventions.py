@@ -30,6 +30,7 @@ from paddle_reshard.pipeline.layouts.forms import (
 )
 from paddle_reshard.pipeline.layouts.model import Model, read_model
 from paddle_reshard.pipeline.layouts.rules import (
+    NOT_KNOWN,
     HuggingFaceForm,
     RuleTable,
     conventions_of,
@@ -37,7 +38,7 @@ from paddle_reshard.pipeline.layouts.rules import (
     library_of,
 )
 from paddle_reshard.pipeline.layouts.rules.entries import Config
-from paddle_reshard.pipeline.layouts.rules.literal import LiteralTable
+from paddle_reshard.pipeline.layouts.rules.literal import LiteralTable, StoredTable
 
 
 def to_convention(
@@ -65,10 +66,10 @@ def to_convention(
     if convention == model.table.convention or convention in model.table.shared_with:
         return replace(source, model=replace(model, config=config))
     if isinstance(model.table, LiteralTable):
+        known = model.table.known if isinstance(model.table, StoredTable) else NOT_KNOWN
         raise RuleError(
             f"model type {config.get('model_type')!r}",
-            f"there is no rule table for it, so the names of its tensors in {convention} are not known; pass one with "
-            "--rules FILE",
+            f"{known}, so the names of its tensors in {convention} are not known; pass a table with --rules FILE",
         )
     if model.has_lora:
         raise UnsupportedError(

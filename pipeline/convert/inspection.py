@@ -188,7 +188,7 @@ def _without_rules(model: Model) -> str | None:
         return None
     if any(rule.huggingface is not None for rule in model.table.rules):
         return _WITHOUT_NAMES
-    return _WITHOUT_RULES if model.config else _WITHOUT_CONFIG
+    return f"{model.table.known}: {_WITHOUT_RULES}" if model.config else _WITHOUT_CONFIG
 
 
 _WITHOUT_CONFIG = (
@@ -196,8 +196,8 @@ _WITHOUT_CONFIG = (
     "divided into files differently"
 )
 _WITHOUT_RULES = (
-    "no rule table knows this family: only its sharding degree and strategy can be changed (at the same tp, pp and ep) "
-    "and its format to FlexCheckpoint"
+    "only its sharding degree and strategy, at the same tp, pp and ep, can be changed, and its format to "
+    "FlexCheckpoint"
 )
 _WITHOUT_NAMES = (
     "the rule table of this family does not tell what a job calls its parameters: only its sharding degree and "

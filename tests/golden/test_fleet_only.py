@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import paddle_reshard
+from paddle_reshard.pipeline.core.errors import RuleError
 from tests import oracle
 from tests.aoa.arrays import Arrays, Engine, paddle, random_array
 from tests.golden.test_fleet import assert_same, exported, read_flex, save_exported, statements
@@ -95,3 +96,35 @@ def test_hybrid_files_are_described_by_themselves(tmp_path: Path) -> None:
     made = oracle.load_with_paddle(tmp_path / "hybrid" / "model_state.pdparams")
     assert made.pop(oracle.NAME_TABLE) == names
     assert_same(made, held)
+
+
+def _hybrid_files(folder: Path, library: str) -> Path:
+    """A checkpoint of two tp ranks of a family of which a table knows other formats or another library."""
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps(DECLARED["kimi_k2"]["config"] | {f"{library}_version": "3.0"})
+    )
+    for rank in range(2):
+        held = {"model.norm.weight": np.ones(16, np.float32)}
+        names = {"model.norm.weight": "norm_0.w_0"}
+        paddle.save({**held, oracle.NAME_TABLE: names}, str(folder / f"model_state.tp0{rank}.pdparams"))
+    return folder
+
+
+KNOWN_IN_PART = [
+    ("paddleformers", r"the paddlefleet rule table knows it in the formats flex and huggingface only"),
+    ("paddlenlp", r"no rule table knows it as paddlenlp trains it, only as paddlefleet does"),
+]
+
+
+@pytest.mark.parametrize(("library", "known"), KNOWN_IN_PART)
+def test_what_a_table_of_other_formats_or_another_library_knows(
+    library: str, known: str, tmp_path: Path
+) -> None:
+    source = _hybrid_files(tmp_path / "source", library)
+    assert known in str(paddle_reshard.inspect(source).rules)
+    for options in ({"to": "tp=1"}, {"format": "huggingface"}):
+        with pytest.raises(
+            RuleError, match=rf"'kimi_k2': {known}, and the source's files do not tell .*--rules"
+        ):
+            paddle_reshard.convert(source, tmp_path / "target", **options)

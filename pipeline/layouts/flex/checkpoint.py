@@ -48,6 +48,7 @@ from paddle_reshard.pipeline.layouts.rules import (
     choose_table,
     evaluate_sizes,
     expected_shape,
+    what_is_known,
 )
 from paddle_reshard.pipeline.layouts.rules.literal import StoredKey, is_known, stored_table
 from paddle_reshard.storage.formats.dist_metadata import DistMetadata
@@ -250,10 +251,11 @@ def _choose_table(
                     raise PlanError(f"{CONFIG} is missing, and {cut}; {_BY_CONFIG}")
                 raise RuleError(
                     f"model type {config.get('model_type')!r}",
-                    f"no rule table knows it, and {cut}; write one and pass it with --rules FILE",
+                    f"{what_is_known(tables, config)}, and {cut}; write one and pass it with --rules FILE",
                 )
     keys_alone = [StoredKey(key) for key in keys]
-    return stored_table(keys_alone, config, ordered=False, convention=_LIBRARY)
+    known = what_is_known(tables, config)
+    return stored_table(keys_alone, config, ordered=False, convention=_LIBRARY, known=known)
 
 
 def _check_all_there(folders: Set[str]) -> None:

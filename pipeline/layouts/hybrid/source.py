@@ -67,6 +67,7 @@ from paddle_reshard.pipeline.layouts.rules import (
     choose_table,
     expected_shape,
     keys_in_model,
+    what_is_known,
 )
 from paddle_reshard.pipeline.layouts.rules.entries import config_entry, derived_sizes
 from paddle_reshard.pipeline.layouts.rules.literal import (
@@ -207,8 +208,14 @@ def _choose_table(ranks: Ranks, tables: Sequence[RuleTable], config: Mapping[str
                 expert=key not in common,
             )
     job = StoredJob(topology.tp, topology.pp, topology.ep)
-    known = table_of_other_formats(tables, keys, config)
-    return stored_table(keys.values(), config, ordered=True, job=job, known=known)
+    return stored_table(
+        keys.values(),
+        config,
+        ordered=True,
+        job=job,
+        of_family=table_of_other_formats(tables, keys, config),
+        known=what_is_known(tables, config),
+    )
 
 
 def _tells_itself(ranks: Ranks) -> bool:

@@ -825,12 +825,39 @@ def candidate_tables(tables: Sequence[RuleTable], config: Config) -> list[RuleTa
         and (library is None or len(tables) == 1 or table.convention in _CONVENTIONS[library])
     ]
     if not candidates:
-        known = sorted({name for t in tables for name in t.model_types})
-        raise RuleError(
-            f"model type {model_type!r}",
-            f"no rule table knows it (known: {', '.join(known)}); write one and pass it with --rules FILE",
-        )
+        known = what_is_known(tables, config)
+        if known == NOT_KNOWN:
+            known += f" (known: {', '.join(sorted({name for t in tables for name in t.model_types}))})"
+        raise RuleError(f"model type {model_type!r}", f"{known}; write one and pass it with --rules FILE")
     return candidates
+
+
+NOT_KNOWN: Final = "no rule table knows it"
+
+
+def what_is_known(tables: Sequence[RuleTable], config: Config) -> str:
+    """What the tables know about the family in the config, in words, where they do not tell enough.
+
+    >>> what_is_known(shipped_tables(), {"model_type": "granite"})
+    'the paddlefleet rule table knows it in the formats flex and huggingface only'
+    >>> what_is_known(shipped_tables(), {"model_type": "granite", "paddlenlp_version": "3.0"})
+    'no rule table knows it as paddlenlp trains it, only as paddlefleet does'
+    >>> what_is_known(shipped_tables(), {"model_type": "mamba"})
+    'no rule table knows it'
+    """
+    model_type, library = config.get("model_type"), library_of(config)
+    likely = tables.that_mention(str(model_type)) if isinstance(tables, ShippedTables) else tables
+    of_family = [table for table in likely if model_type in table.model_types]
+    own = [table for table in of_family if library is None or table.convention in _CONVENTIONS[library]]
+    if limited := [table for table in own if table.formats is not None]:
+        return (
+            f"the {limited[0].convention} rule table knows it in the formats "
+            f"{' and '.join(limited[0].formats or ())} only"
+        )
+    if of_family and not own:
+        others = " and ".join(sorted({table.convention for table in of_family}))
+        return f"{NOT_KNOWN} as {library} trains it, only as {others} does"
+    return NOT_KNOWN
 
 
 def keys_in_model(tables: Sequence[RuleTable], saved: Iterable[str], config: Config) -> dict[str, str]:

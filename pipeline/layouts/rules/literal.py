@@ -10,6 +10,7 @@ from typing import NoReturn
 from paddle_reshard.pipeline.core.errors import PlanError, RuleError
 from paddle_reshard.pipeline.core.file_names import CONFIG
 from paddle_reshard.pipeline.layouts.rules import (
+    NOT_KNOWN,
     HuggingFaceForm,
     Item,
     Rule,
@@ -87,6 +88,8 @@ class StoredRule(Rule):
     job: StoredJob = StoredJob()
     expert: bool = False
     """Whether it belongs to a routed expert that some expert ranks hold."""
+    known: str = NOT_KNOWN
+    """What rule tables know about the family (:func:`what_is_known`)."""
 
     @property
     def of_expert(self) -> bool:
@@ -102,7 +105,7 @@ class StoredRule(Rule):
             For any other ``tp``: no file says which dim it cuts, and what is fused.
         """
         if tp != self.job.tp:
-            raise RuleError(self.key, _not_known(f"which dim tp={tp} cuts, and what is fused"))
+            raise RuleError(self.key, _not_told(self.known, f"which dim tp={tp} cuts, and what is fused"))
         return self.split
 
     def class_for(self, pp: int, tp: int, sequence_parallel: bool, ep: int = 1) -> str:
@@ -114,7 +117,7 @@ class StoredRule(Rule):
             If names differ in this job, or no file gives any.
         """
         if self.parameter_name is None or StoredJob(tp, pp, ep) != self.job:
-            raise RuleError(self.key, _not_known("its parameter name in such a job"))
+            raise RuleError(self.key, _not_told(self.known, "its parameter name in such a job"))
         return self.name_class
 
 
@@ -127,6 +130,8 @@ class StoredTable(LiteralTable):
     """Whether the rows are in the order of ``model.parameters()``, and give parameter names."""
     marked: bool = False
     """Whether the files give ``is_distributed`` for every tensor."""
+    known: str = NOT_KNOWN
+    """What rule tables know about the family (:func:`what_is_known`)."""
 
     def check_job(self, config: Config, degrees: Mapping[str, int], stages_given: bool) -> None:
         """Refuse a hybrid-parallel target that the files do not determine.
@@ -188,13 +193,12 @@ class StoredTable(LiteralTable):
             raise PlanError(
                 f"{CONFIG} is missing, and the other files do not tell {missing}; pass the model's with --config FILE"
             )
-        raise RuleError(f"model type {config.get('model_type')!r}", _not_known(missing))
+        raise RuleError(f"model type {config.get('model_type')!r}", _not_told(self.known, missing))
 
 
-def _not_known(missing: str) -> str:
+def _not_told(known: str, missing: str) -> str:
     return (
-        f"no rule table knows it, and the source's files do not tell {missing}. Write a table and pass it with "
-        "--rules FILE"
+        f"{known}, and the source's files do not tell {missing}. Write a table and pass it with --rules FILE"
     )
 
 
@@ -247,13 +251,14 @@ def stored_table(
     ordered: bool,
     job: StoredJob = StoredJob(),
     convention: str | None = None,
-    known: RuleTable | None = None,
+    of_family: RuleTable | None = None,
+    known: str = NOT_KNOWN,
 ) -> StoredTable:
     """Make a table from the files of a model; ``keys`` in the order of the files.
 
-    ``convention`` is the library that wrote them, if their format determines it. ``known`` is the rule table of the
+    ``convention`` is the library that wrote them, if their format determines it. ``of_family`` is the rule table of the
     family, if there is one that does not tell enough for their format: it gives their form in a Hugging Face
-    checkpoint.
+    checkpoint. ``known`` says what rule tables know about the family (:func:`what_is_known`).
 
     Raises
     ------
@@ -265,7 +270,7 @@ def stored_table(
     if convention is None:
         raise RuleError(
             f"model type {family!r}",
-            "no rule table knows it, and config.json does not tell which library wrote the checkpoint "
+            f"{known}, and config.json does not tell which library wrote the checkpoint "
             "(paddleformers_version or paddlenlp_version); write one and pass it with --rules FILE",
         )
     keys = list(keys)
@@ -277,20 +282,22 @@ def stored_table(
         (),
         stages,
         tuple(
-            replace(_stored_rule(key, job), huggingface=_form(key.key, known, config, job)) for key in keys
+            replace(_stored_rule(key, job), huggingface=_form(key.key, of_family, config, job), known=known)
+            for key in keys
         ),
         expert_axis="ep" if job.ep > 1 else None,
         job=job,
         ordered=ordered,
         marked=all(key.distributed is not None for key in keys),
+        known=known,
     )
 
 
-def _form(key: str, known: RuleTable | None, config: Config, job: StoredJob) -> HuggingFaceForm | None:
+def _form(key: str, of_family: RuleTable | None, config: Config, job: StoredJob) -> HuggingFaceForm | None:
     """The form of a tensor in a Hugging Face checkpoint, where it is known to be whole."""
-    if known is None or job.tp > 1:
+    if of_family is None or job.tp > 1:
         return None
-    rule, _ = known.find(key, config)
+    rule, _ = of_family.find(key, config)
     if rule.huggingface is None:
         return None
     return replace(
